@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 
 from surojax.data.corpus import source
-from surojax.data.load import Settings, load, parse_entries
 from surojax.data.prepare import load_corpora
+from surojax.data.run_data import Settings, load_data, parse_entries
 from surojax.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -101,7 +101,7 @@ def measure_dataset(folder: Path) -> dict[str, float]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         settings = Settings(sequence_len=1024, eval_batches=1, sample_packing=True, data_cache=cache)
-        found = load(entries, settings, tokenizer, eval_batch_size=1)
+        found = load_data(entries, settings, tokenizer, eval_batch_size=1)
         seconds = time.perf_counter() - started
     tokens = found.train.sources[0].num_tokens + len(found.held_out.tokens)
     return {"tokens": tokens, "seconds": seconds, "added_mib": peak_mib() - before}

@@ -20,17 +20,17 @@ from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, short_exit_codes
-from surojax.exchange import adapters, config_json, gguf, small_files
+from surojax.exchange import config_json, gguf, peft, small_files
+from surojax.exchange.checkpoint_tensors import CheckpointTensors
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.huggingface import read_config
 from surojax.exchange.merge import Merged
+from surojax.exchange.model_tensors import Tensors, describe_source
 from surojax.exchange.naming import naming_of
 from surojax.exchange.small_files import CONFIG, GENERATION, TOKENIZER_FILES, Files
 from surojax.exchange.sources import SOURCE, described, is_model, kept_in, locate, open_weights, resolved
-from surojax.exchange.stored import CheckpointTensors
-from surojax.exchange.weights import Tensors, describe
 from surojax.inference import parity
-from surojax.inference.load import check_trained_with
+from surojax.inference.trained_model import check_trained_with
 from surojax.models.model import Model
 from surojax.run import on_disk
 from surojax.untrusted import expanded
@@ -81,10 +81,10 @@ def merge(
     check_dtype(dtype)
     check_folder(folder)
     opened = open_model(base, tokenizer)
-    say(f"reading {describe(opened.tensors)}")
+    say(f"reading {describe_source(opened.tensors)}")
     tensors = opened.tensors
     for path in adapter_folders:
-        tensors = Merged(tensors, adapters.read(path, opened.model, naming_of(opened.config)), opened.model)
+        tensors = Merged(tensors, peft.read_adapter(path, opened.model, naming_of(opened.config)), opened.model)
     config = config_json.completed(opened.config, dtype)
     return export(tensors, opened.model, config, opened.files, folder, dtype=dtype)
 
@@ -144,7 +144,7 @@ def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
             return config_json.made(fields, said["max_position_embeddings"], tokens), files | generation
         found = described(c, read_config(source))
         if config_json.agrees(found, fields):
-            return found, files | small_files.read(source, (GENERATION,))
+            return found, files | small_files.read_small_files(source, (GENERATION,))
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     return config_json.made(fields, c.sequence_len, tokens), files
 
@@ -155,7 +155,7 @@ def tokenizer_files(spec: str) -> Files:
         return {}
     path = expanded(spec)
     if gguf.is_gguf(path):
-        found = gguf_tokenizer.read(path)
+        found = gguf_tokenizer.read_gguf_tokenizer(path)
         said = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": found.bos or None,
@@ -167,7 +167,7 @@ def tokenizer_files(spec: str) -> Files:
         said |= {"chat_template": found.chat_template} if found.chat_template else {}
         return {"tokenizer.json": found.tokenizer.encode(), "tokenizer_config.json": encoded(said)} | template
     if path.is_dir() or path.name == "tokenizer.json":
-        return small_files.read(path if path.is_dir() else path.parent, TOKENIZER_FILES)
+        return small_files.read_small_files(path if path.is_dir() else path.parent, TOKENIZER_FILES)
     return {"tokenizer.json": path.read_bytes()}
 
 
@@ -192,8 +192,8 @@ def keep(c: Config) -> None:
     config, files = folder_files(c)
     kept.mkdir(parents=True, exist_ok=True)
     (kept / SOURCE).unlink(missing_ok=True)  # it is there if the others are
-    small_files.write(kept, files | {CONFIG: encoded(config)})
-    small_files.write(kept, {SOURCE: encoded({"model_path": c.model_path})})
+    small_files.write_small_files(kept, files | {CONFIG: encoded(config)})
+    small_files.write_small_files(kept, {SOURCE: encoded({"model_path": c.model_path})})
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -233,8 +233,8 @@ def main(argv: list[str] | None = None) -> None:
             for name in ("checkpoint", "out", "dtype", "tokenizer"):
                 if getattr(args, name):
                     raise ConfigError(f"--check: expected no --{name}, got one; leave one of them out")
-            report = parity.compare(args.check, args.python or sys.executable)
-            print(parity.table(report))
+            report = parity.compare_with_transformers(args.check, args.python or sys.executable)
+            print(parity.comparison_table(report))
             sys.exit(not report.passed)
         if args.python is not None:
             raise ConfigError("--python: expected --check with it, got none; leave it out")

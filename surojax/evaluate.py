@@ -20,9 +20,9 @@ import numpy as np
 
 from surojax.data.templates import NAMES as TEMPLATES
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, need, short_exit_codes
-from surojax.inference.load import Trained, load
 from surojax.inference.sample import MOST_TOKENS
-from surojax.inference.score import Request, pair, score
+from surojax.inference.score import Request, request_of, score
+from surojax.inference.trained_model import Trained, load_trained
 from surojax.untrusted import expanded, parse_json, read_bytes
 
 LARGEST = 1 << 30  # bytes of a file of questions
@@ -80,7 +80,7 @@ def answer(trained: Trained, questions: Sequence[Question], *, batch_size: int =
     """How many of the questions a model answers right."""
     requests: list[Request] = []
     for question in questions:
-        requests += [pair(trained.tokenizer, question.question, f" {choice}") for choice in question.choices]
+        requests += [request_of(trained.tokenizer, question.question, f" {choice}") for choice in question.choices]
     scores = iter(score(trained.model, trained.weights, requests, batch_size=batch_size))
     right = np.zeros(2)
     for question in questions:
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
                 need(least <= value <= most, option, f"{least} to {most:,}", value, "correct it")
         _check_options(args)
         questions = read_questions(args.questions)[: args.limit] if args.questions else []
-        trained = load(args.checkpoint, args.tokenizer, args.chat_template)
+        trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
         if args.questions:
             found = answer(trained, questions, batch_size=args.batch_size)._asdict()
             print(

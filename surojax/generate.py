@@ -16,9 +16,9 @@ from typing import NoReturn
 
 from surojax.data.templates import NAMES as TEMPLATES
 from surojax.errors import CheckpointError, ConfigError, Refused, ending, ends_with_code, short_exit_codes
-from surojax.inference.load import Trained, load
 from surojax.inference.prompts import conversation_ids, message_ids, text_ids
 from surojax.inference.sample import check_options, generate, generate_batch
+from surojax.inference.trained_model import Trained, load_trained
 
 LENGTHS = 64  # prompts of a conversation are padded to a multiple: a program is compiled for each length
 
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
         check_options(args.max_tokens, args.temperature, args.top_p, args.seed)
         if (args.system or args.chat_template) and not args.chat:
             raise ConfigError("--system, --chat-template: expected --chat with them, got none; add it")
-        trained = load(args.checkpoint, args.tokenizer, args.chat_template)
+        trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
         model, weights, tokenizer, _ = trained
         options = {
             "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed,

@@ -31,7 +31,7 @@ from surojax.cluster.supervised import Supervised
 from surojax.cluster.watch import Watch, leave, together
 from surojax.config.fields import Config
 from surojax.config.flags import parse
-from surojax.data.batches import batches as training_batches
+from surojax.data.batches import training_batches as training_batches
 from surojax.errors import CheckpointError, ConfigError, Refused, ends_with_code, exit_codes, need
 from surojax.exchange.sources import keeps, replaced_fields, resolved
 from surojax.memory import nvme

@@ -20,9 +20,9 @@ from test_huggingface import config, save_tokenizer, stored, write
 
 from surojax import ConfigError, convert, read_metrics, train
 from surojax.assembly import architecture, from_config, lora, model as model_of
-from surojax.exchange import adapters, merge, weights
+from surojax.exchange import merge, model_tensors, peft
 from surojax.exchange.base import fingerprint
-from surojax.exchange.merge import Merged, merged, there_and_back
+from surojax.exchange.merge import Merged, merged_matrix, there_and_back
 from surojax.exchange.naming import Naming
 from surojax.exchange.sources import open_weights
 from surojax.models.lora import Lora
@@ -57,7 +57,7 @@ def logits(folder: Path, case: str) -> np.ndarray:
     """The plain model's logits of the model in a folder, for the case's tokens."""
     opened = convert.open_model(folder)
     on_cpu = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    tree = weights.stacks(opened.tensors, opened.model, "float32", on_cpu)
+    tree = model_tensors.stacks(opened.tensors, opened.model, "float32", on_cpu)
     plain = plain_model(architecture(config(folder)))
     return np.concatenate([plain(tree, row[None]) for row in REFERENCE[f"{case}/tokens"]])
 
@@ -78,11 +78,11 @@ def test_a_merged_model_has_the_logits_of_peft(tmp_path, case, capsys):
 def test_what_is_written_is_what_was_read(tmp_path, case):
     """Tensors under PEFT's names, and the keys that PEFT reads."""
     model = base_of(tmp_path, case).model
-    adapter = adapters.read(save(tmp_path / "theirs", case), model)
+    adapter = peft.read_adapter(save(tmp_path / "theirs", case), model)
     trained = adapter._replace(
         lora=dataclasses.replace(adapter.lora, dropout=0.1), base="ab12", base_format="nf4 bfloat16"
     )
-    out = adapters.write(trained, model, tmp_path / "ours")
+    out = peft.save_adapter(trained, model, tmp_path / "ours")
     assert {file.name for file in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     chex.assert_trees_all_equal(safetensors.numpy.load_file(out / "adapter_model.safetensors"), theirs(case))
     said = json.loads((out / "adapter_config.json").read_text())
@@ -90,30 +90,30 @@ def test_what_is_written_is_what_was_read(tmp_path, case):
     differs = {"target_modules", "lora_dropout", "base_model_name_or_path"}
     assert all(said[key] == expected[key] for key in said.keys() - differs) and said["lora_dropout"] == 0.1
     assert {name.split(".")[-1] for name in expected["target_modules"]} == set(said["target_modules"])
-    again = adapters.read(out, model)
+    again = peft.read_adapter(out, model)
     assert (again.base, again.base_format, again.lora) == ("ab12", "nf4 bfloat16", adapter.lora)
     chex.assert_trees_all_equal((again.matrices, again.saved), (adapter.matrices, adapter.saved))
-    adapters.write(adapter, model, out)  # in place of the other
-    assert adapters.read(out, model).base == ""
+    peft.save_adapter(adapter, model, out)  # in place of the other
+    assert peft.read_adapter(out, model).base == ""
 
 
 def test_beside_an_image_encoder_names_are_those_of_the_whole_model(tmp_path):
     """As PEFT 0.21 names them in Gemma3ForConditionalGeneration, whose image encoder has a q_proj too."""
     model = base_of(tmp_path, "lora").model
-    adapter = adapters.read(save(tmp_path / "theirs", "lora"), model)
-    out = adapters.write(adapter, model, tmp_path / "ours", naming=Naming(in_whole=True))
+    adapter = peft.read_adapter(save(tmp_path / "theirs", "lora"), model)
+    out = peft.save_adapter(adapter, model, tmp_path / "ours", naming=Naming(in_whole=True))
     tensors = safetensors.numpy.load_file(out / "adapter_model.safetensors")
     of_text = "base_model.model.model.language_model.layers.1.self_attn.q_proj"
     np.testing.assert_array_equal(tensors[f"{of_text}.lora_A.weight"], adapter.matrices["attention.wq"]["a"][1])
     said = json.loads((out / "adapter_config.json").read_text())["target_modules"]
     assert re.fullmatch(said, "model.language_model.layers.1.self_attn.q_proj")
     assert not re.fullmatch(said, "model.vision_tower.encoder.layers.0.self_attn.q_proj")
-    again = adapters.read(out, model)
+    again = peft.read_adapter(out, model)
     chex.assert_trees_all_equal((again.matrices, again.lora), (adapter.matrices, adapter.lora))
     tower = f"{of_text}.lora_A.weight".replace("language_model", "vision_tower.encoder")
-    safetensors.numpy.save_file(tensors | {tower: tensors[f"{of_text}.lora_A.weight"]}, out / adapters.TENSORS)
+    safetensors.numpy.save_file(tensors | {tower: tensors[f"{of_text}.lora_A.weight"]}, out / peft.TENSORS)
     with pytest.raises(ConfigError, match=r"got base_model\.model\.model\.vision_tower"):
-        adapters.read(out, model)
+        peft.read_adapter(out, model)
 
 
 def test_target_modules_in_every_spelling(tmp_path):
@@ -128,7 +128,7 @@ def test_target_modules_in_every_spelling(tmp_path):
         ["self_attn.q_proj", "v_proj", "mlp.down_proj"],
     )
     for i, spelling in enumerate(spellings):
-        found = adapters.read(save(tmp_path / str(i), "lora", target_modules=spelling), model)
+        found = peft.read_adapter(save(tmp_path / str(i), "lora", target_modules=spelling), model)
         assert set(found.lora.targets) == {"attention.wq", "attention.wv", "mlp.w_down"}
 
 
@@ -154,7 +154,7 @@ def test_a_row_of_zeros_stays_one_under_dora():
     w, a, b = np.eye(4, 8, dtype=np.float32), np.ones((2, 8), np.float32), np.zeros((4, 2), np.float32)
     w[1] = 0
     magnitude = np.array([2.0, 0.0, 1.0, 1.0], np.float32)
-    np.testing.assert_array_equal(merged(w, a, b, magnitude, scale=1.0), magnitude[:, None] * w)
+    np.testing.assert_array_equal(merged_matrix(w, a, b, magnitude, scale=1.0), magnitude[:, None] * w)
 
 
 def test_a_base_that_was_frozen_in_nf4_is_merged_in_nf4():
@@ -164,7 +164,7 @@ def test_a_base_that_was_frozen_in_nf4_is_merged_in_nf4():
     rounded = np.asarray(jax.jit(lambda w: nf4.dequantise(nf4.quantise(w, nf4.planned(w.shape)), "float32"))(w))
     np.testing.assert_array_equal(there_and_back(w, "nf4", "float32"), rounded)
     assert there_and_back(w, "nf4", "bfloat16").dtype == ml_dtypes.bfloat16
-    np.testing.assert_allclose(merged(rounded, a, b, None, 0.5), rounded + 0.5 * b @ a, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(merged_matrix(rounded, a, b, None, 0.5), rounded + 0.5 * b @ a, rtol=1e-5, atol=1e-6)
 
 
 # -- Refusals ---------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_the_wrong_base_is_refused_by_its_hash(tmp_path):
         found = convert.open_model(write(tmp_path / name, "llama", tensors=tensors))
         hashes.append(fingerprint(found.tensors, found.model))
     assert hashes[1] == hashes[2] and len(set(hashes)) == 3
-    adapter = adapters.read(save(tmp_path / "adapter", "lora"), opened.model)
+    adapter = peft.read_adapter(save(tmp_path / "adapter", "lora"), opened.model)
     Merged(opened.tensors, adapter._replace(base=hashes[0]), opened.model)
     said = f"^adapter: expected the model.*{hashes[3][:12]}, got .*; give that model, and before this adapter those"
     with pytest.raises(ConfigError, match=said):
@@ -220,7 +220,7 @@ def test_the_wrong_base_is_refused_by_its_hash(tmp_path):
 def test_what_is_not_computed_is_refused_by_name(tmp_path, changes, message):
     model = base_of(tmp_path, "lora").model
     with pytest.raises(ConfigError) as error:
-        adapters.read(save(tmp_path / "adapter", "lora", **changes), model)
+        peft.read_adapter(save(tmp_path / "adapter", "lora", **changes), model)
     assert f"adapter_config.json: {message}" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -243,7 +243,7 @@ def test_tensors_that_do_not_belong_to_the_model_are_refused(tmp_path):
         else:
             changed[q] = np.zeros(change, np.float32)
         with pytest.raises(ConfigError) as error:
-            adapters.read(save(tmp_path / str(i), "lora", changed), model)
+            peft.read_adapter(save(tmp_path / str(i), "lora", changed), model)
         assert str(error.value).endswith(message)
 
 
@@ -253,15 +253,15 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path):
         with pytest.raises(
             ConfigError, match=r"^adapter: expected a folder with adapter_config\.json, got .*; give one"
         ):
-            adapters.read(folder, opened.model)
+            peft.read_adapter(folder, opened.model)
     folder = save(tmp_path / "adapter", "lora")
     (folder / "adapter_model.safetensors").write_bytes(b"{}")
     with pytest.raises(ConfigError, match=r"^adapter: cannot read .*; save the adapter again$"):
-        adapters.read(folder, opened.model)
+        peft.read_adapter(folder, opened.model)
     tied = write(tmp_path / "tied", "llama3_rope")
     expected = "modules_to_save: expected none for a model whose head is its embedding"
     with pytest.raises(ConfigError, match=expected):
-        adapters.read(save(tmp_path / "saved", "lora"), convert.open_model(tied).model)
+        peft.read_adapter(save(tmp_path / "saved", "lora"), convert.open_model(tied).model)
 
 
 def test_the_command_without_enough_is_one_line(tmp_path):
@@ -286,10 +286,10 @@ def test_padding_of_uneven_stages_is_not_in_an_adapter(tmp_path):
         small = Small(stages, config=dataclasses.replace(CONFIG, lora=adapted), pp_size=stages)
         master = jax.device_get(small.init().master)
         assert len(master["blocks"]["attention"]["wq_lora"]["a"]) == stacked
-        found = adapters.Adapter(adapted, *adapters.of_state(small.run.model, adapted, master))
+        found = peft.AdapterArrays(adapted, *peft.of_state(small.run.model, adapted, master))
         assert {len(stack) for stack in found.matrices["attention.wq"].values()} == {3}
-        out = adapters.write(found, small.run.model, tmp_path / str(stages))
-        files.append((out / adapters.TENSORS).read_bytes())
+        out = peft.save_adapter(found, small.run.model, tmp_path / str(stages))
+        files.append((out / peft.TENSORS).read_bytes())
     assert files[0] == files[1]
 
 
@@ -299,14 +299,14 @@ def test_a_run_begins_with_the_adapter_that_another_wrote(tmp_path):
     run = from_config(c, make_mesh(jax.devices()[:4]), total_steps=1)
     weights_of_base = open_weights(c, run.model)
     assert weights_of_base is not None
-    read = weights.readers(weights_of_base)
+    read = model_tensors.readers(weights_of_base)
     state = run.load_state(*read, 5)
     moved = state._replace(master=jax.tree.map(lambda x: x + 0.25, state.master))
-    found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), moved.master))
-    folder = adapters.write(found, run.model, tmp_path / "adapter")
-    again = adapters.read(folder, run.model)
-    adapters.check_continues(again, lora(c), "", str(folder))
-    loaded = run.load_state(*adapters.with_adapter(*read, again), reads_adapters=True)
+    found = peft.AdapterArrays(lora(c), *peft.of_state(run.model, lora(c), moved.master))
+    folder = peft.save_adapter(found, run.model, tmp_path / "adapter")
+    again = peft.read_adapter(folder, run.model)
+    peft.check_continues(again, lora(c), "", str(folder))
+    loaded = run.load_state(*peft.with_adapter(*read, again), reads_adapters=True)
     chex.assert_trees_all_equal(jax.device_get(loaded.master), jax.device_get(moved.master))
     frozen = state.weights["blocks"]["mlp"]["w_up"]
     chex.assert_trees_all_equal(loaded.weights["blocks"]["mlp"]["w_up"], frozen)
@@ -323,9 +323,9 @@ def test_a_run_begins_with_the_adapter_that_another_wrote(tmp_path):
 )
 def test_an_adapter_of_another_run_is_refused(tmp_path, changes, message):
     folder = write(tmp_path / "base", "llama")
-    adapter = adapters.Adapter(lora(config(folder, **SETTINGS)), {}, {}, base="ab")
+    adapter = peft.AdapterArrays(lora(config(folder, **SETTINGS)), {}, {}, base="ab")
     with pytest.raises(ConfigError) as error:
-        adapters.check_continues(adapter, lora(config(folder, **SETTINGS | changes)), "cd", "there")
+        peft.check_continues(adapter, lora(config(folder, **SETTINGS | changes)), "cd", "there")
     assert str(error.value).startswith(message)
 
 
@@ -337,19 +337,21 @@ def test_a_base_adapter_is_part_of_the_base(tmp_path, monkeypatch):
     opened = convert.open_model(folder)
     found = open_weights(c, opened.model)
     assert found is not None
-    merged_by_hand = Merged(opened.tensors, adapters.read(other, opened.model), opened.model)
+    merged_by_hand = Merged(opened.tensors, peft.read_adapter(other, opened.model), opened.model)
     for name in ("model.layers.1.mlp.down_proj.weight", "lm_head.weight"):
         np.testing.assert_array_equal(found.read(name), merged_by_hand.read(name))
         assert not np.array_equal(found.read(name), opened.tensors.read(name))
     first = fingerprint(found, opened.model)
     assert first != fingerprint(opened.tensors, opened.model)
-    adapter = adapters.read(other, opened.model)
+    adapter = peft.read_adapter(other, opened.model)
     target, stacks = next(iter(adapter.matrices.items()))
     changed = adapter._replace(matrices=adapter.matrices | {target: stacks | {"b": stacks["b"] * 1.0001}})
     assert fingerprint(Merged(opened.tensors, changed, opened.model), opened.model) != first
     twice = Merged(merged_by_hand, adapter, opened.model)
     assert fingerprint(twice, opened.model) not in (first, fingerprint(opened.tensors, opened.model))
-    monkeypatch.setattr(merge, "merged", lambda w, *others: np.nextafter(merged(w, *others), np.float32(1)))
+    monkeypatch.setattr(
+        merge, "merged_matrix", lambda w, *others: np.nextafter(merged_matrix(w, *others), np.float32(1))
+    )
     assert fingerprint(merged_by_hand, opened.model) == first
 
 
@@ -359,9 +361,9 @@ def test_a_merged_model_has_the_loss_of_the_run(tmp_path, base):
     """A run's last evaluation, and the first of a run from what was merged: float32 in another order of sums."""
     folder = write(tmp_path / "base", "llama", tensors={}, hidden_size=64, head_dim=16, intermediate_size=128)
     random = np.random.RandomState(0)
-    shapes = weights.shapes(model_of(config(folder)))
+    shapes = model_tensors.shapes(model_of(config(folder)))
     tensors = {name: (0.1 * random.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
-    safetensors.numpy.save_file(tensors, folder / weights.SINGLE)
+    safetensors.numpy.save_file(tensors, folder / model_tensors.SINGLE)
     save_tokenizer(folder / "tokenizer.json")
     c = run_config(tmp_path, folder)
     c.update(SETTINGS | ({base: True} if base else {}) | {"learning_rate": 5e-2})

@@ -20,7 +20,7 @@ from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.data.batches import evaluation_batches
 from surojax.data.cache import Corpus
-from surojax.data.load import Evaluated
+from surojax.data.run_data import Evaluated
 from surojax.data.samples import Windows
 from surojax.models.decoder import Decoder
 from surojax.optim import normuon as muon

@@ -15,8 +15,8 @@ from test_nf4 import REFERENCE, dequantised, reference
 from surojax import ConfigError
 from surojax.assembly import from_config
 from surojax.exchange.merge import InBaseFormat
+from surojax.exchange.model_tensors import SINGLE, Weights, readers
 from surojax.exchange.sources import open_weights
-from surojax.exchange.weights import SINGLE, Weights, readers
 from surojax.numerics import nf4
 from surojax.placement.mesh import make_mesh
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from small import quick_at
 
-from surojax.data import cache, corpus as sources, texts, write
+from surojax.data import cache, cache_writer, corpus as sources, texts
 from surojax.data.cache import Corpus, PartWriter, cached
 from surojax.data.prepare import load_corpora
 from surojax.data.tokenizer import ByteTokenizer
@@ -157,12 +157,12 @@ def test_parts_with_tokens_that_are_not_trained(tmp_path):
 
 LOAD = """
 import errno, fcntl, os, signal, sys, time
-from surojax.data import write
+from surojax.data import cache_writer
 from surojax.data.cache import PartWriter
 from surojax.data.prepare import load_corpora
 from surojax.data.tokenizer import ByteTokenizer
 
-write._GROUP_BYTES = 1  # one document is written at a time
+cache_writer._GROUP_BYTES = 1  # one document is written at a time
 plain = PartWriter.append
 def append(self, *args, **keywords):
     plain(self, *args, **keywords)
@@ -259,7 +259,7 @@ def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(source, tmp_path
         plain(part, name, values)
 
     monkeypatch.setattr(PartWriter, "_append", fail)
-    monkeypatch.setattr(write, "_GROUP_BYTES", 1)  # one document is written at a time
+    monkeypatch.setattr(cache_writer, "_GROUP_BYTES", 1)  # one document is written at a time
     with pytest.raises(ConfigError) as caught:
         load(source, folder)
     needed = 2 * len(expected_tokens(source)) / 2**20
@@ -310,7 +310,7 @@ def test_who_waited_for_a_write_that_failed_locks_another_file(tmp_path):
 RESIDENT = """
 import contextlib, re, sys
 import numpy as np
-from surojax.data.batches import batches
+from surojax.data.batches import training_batches
 from surojax.data.prepare import load_corpora
 from surojax.data.samples import windows_or_rows
 from surojax.data.tokenizer import ByteTokenizer
@@ -324,7 +324,7 @@ for warm in ("small.jsonl", source):  # imports and threads are not data
     before = peak()
     corpus, _ = load_corpora(warm, eval_source="small.jsonl", tokenizer=ByteTokenizer(), data_cache=folder)
     samples = windows_or_rows(corpus, 8192, packed=packed == "packed")
-    with contextlib.closing(batches(samples, batch_size=8, accumulation=1, seed=0, num_epochs=1)) as stream:
+    with contextlib.closing(training_batches(samples, batch_size=8, accumulation=1, seed=0, num_epochs=1)) as stream:
         total = sum(int(batch["inputs"].astype(np.int64).sum()) for batch in stream)
 print(peak() - before, len(corpus.tokens))
 """

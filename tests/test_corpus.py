@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from surojax.data import texts, write
+from surojax.data import cache_writer, texts
 from surojax.data.cache import Corpus
 from surojax.data.corpus import source
 from surojax.data.prepare import load_corpora
@@ -129,7 +129,7 @@ def test_sources(tmp_path, monkeypatch):
         file.write("\n  \n")
 
     def read(name):
-        return ["".join(texts.parts(item.content)) for item in source(name, "content").items(True)]
+        return ["".join(texts.text_parts(item.content)) for item in source(name, "content").items(True)]
 
     assert read(f"{tmp_path}") == ["ay", "sea", "see", "bee"]
     assert read(f"{tmp_path}/sub/b.txt, {tmp_path}/a.TXT") == ["ay", "bee"]
@@ -162,7 +162,7 @@ def test_tokenizer_json_corpus_in_groups_and_pieces(tmp_path, monkeypatch):
     assert whole.num_bytes == sum(map(len, given)) > 1.2 * len(whole.tokens)
 
     monkeypatch.setattr(texts, "PIECE_CHARS", 40)
-    monkeypatch.setattr(write, "_GROUP_BYTES", 500)
+    monkeypatch.setattr(cache_writer, "_GROUP_BYTES", 500)
     cut, _ = load_corpora(str(path), eval_source=str(tmp_path / "eval.txt"), tokenizer=tokenizer)
     ends = np.flatnonzero(cut.tokens == tokenizer.eos_id)
     decoded = [tokenizer.decode(part) for part in np.split(cut.tokens, ends[:-1] + 1)]

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from surojax.data.batches import batches, evaluation_batches
+from surojax.data.batches import evaluation_batches, training_batches
 from surojax.data.cache import Corpus
 from surojax.data.samples import Windows, check_length
 from surojax.errors import ConfigError
@@ -39,8 +39,8 @@ def windows_of(batch) -> list[int]:
 
 
 def sample_order(samples, count, *, batch_size=2, accumulation=1, seed=7, **options) -> list[int]:
-    """The first `count` window numbers that `batches` gives."""
-    stream = batches(samples, batch_size=batch_size, accumulation=accumulation, seed=seed, **options)
+    """The first `count` window numbers that `training_batches` gives."""
+    stream = training_batches(samples, batch_size=batch_size, accumulation=accumulation, seed=seed, **options)
     with contextlib.closing(stream):
         steps = math.ceil(count / (batch_size * accumulation))
         return [window for batch in itertools.islice(stream, steps) for window in windows_of(batch)][:count]
@@ -50,7 +50,7 @@ def sample_order(samples, count, *, batch_size=2, accumulation=1, seed=7, **opti
 
 
 def test_batch_shapes_and_dtypes():
-    with contextlib.closing(batches(counting(50), batch_size=3, accumulation=2, seed=0)) as stream:
+    with contextlib.closing(training_batches(counting(50), batch_size=3, accumulation=2, seed=0)) as stream:
         batch = next(stream)
     assert set(batch) == {"inputs", "labels"}
     for array in batch.values():
@@ -98,8 +98,8 @@ def test_resume_replays_nothing(monkeypatch):
 
 def test_accumulation_only_splits_a_step():
     samples = counting(40)
-    whole = batches(samples, batch_size=8, accumulation=1, seed=3)
-    split = batches(samples, batch_size=2, accumulation=4, seed=3)
+    whole = training_batches(samples, batch_size=8, accumulation=1, seed=3)
+    split = training_batches(samples, batch_size=2, accumulation=4, seed=3)
     with contextlib.closing(whole), contextlib.closing(split):
         for one, four in itertools.islice(zip(whole, split, strict=True), 12):
             assert one["inputs"].shape == (1, 8, S) and four["inputs"].shape == (4, 2, S)
@@ -129,7 +129,7 @@ def test_threads_start_before_the_first_batch_is_asked_for_and_end_with_the_iter
         return condition()
 
     before = threads()
-    closed, dropped = (batches(counting(50), batch_size=2, accumulation=1, seed=0) for _ in range(2))
+    closed, dropped = (training_batches(counting(50), batch_size=2, accumulation=1, seed=0) for _ in range(2))
     assert len(threads() - before) == 2
     next(dropped)
     closed.close()
@@ -141,10 +141,10 @@ def test_threads_start_before_the_first_batch_is_asked_for_and_end_with_the_iter
 
 def test_interpreter_exits_cleanly_and_silently_with_a_live_iterator():
     code = (
-        "import numpy as np; from surojax.data.batches import batches; from surojax.data.cache import Corpus\n"
+        "import numpy as np; from surojax.data.batches import training_batches; from surojax.data.cache import Corpus\n"
         "from surojax.data.samples import Windows\n"
         "windows = Windows(Corpus(np.arange(99, dtype=np.uint16), 99, '', ''), 4)\n"
-        "stream = batches(windows, batch_size=2, accumulation=1, seed=0)\n"
+        "stream = training_batches(windows, batch_size=2, accumulation=1, seed=0)\n"
         "next(stream)\n"
     )
     result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, timeout=60, text=True)
@@ -158,7 +158,7 @@ def test_too_little_text_says_how_much_is_needed():
     with pytest.raises(ConfigError, match=r"at least 25 tokens .* 6 samples .* got 21; .*lower"):
         check_length(samples, 6)
     with pytest.raises(ConfigError, match="at least 25 tokens"):
-        batches(samples, batch_size=3, accumulation=2, seed=0)
+        training_batches(samples, batch_size=3, accumulation=2, seed=0)
     assert len(windows(np.empty(0, np.uint16))) == len(windows(np.empty(0, np.uint16), with_rest=True)) == 0
 
 
@@ -169,7 +169,7 @@ def test_too_little_text_says_how_much_is_needed():
 def test_numbers_out_of_range(wrong):
     options = {"batch_size": 2, "accumulation": 1, "seed": 0} | wrong
     with pytest.raises(ConfigError, match=rf"{next(iter(wrong))}: expected at least \d, got"):
-        batches(counting(10), **options)
+        training_batches(counting(10), **options)
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import pytest
 from surojax import default_config
 from surojax.data import __main__ as command
 from surojax.data.__main__ import first_samples, main, prepare
-from surojax.data.batches import batches
-from surojax.data.load import SETTINGS, Settings, load, parse_entries
-from surojax.data.show import table
+from surojax.data.batches import training_batches
+from surojax.data.run_data import SETTINGS, Settings, load_data, parse_entries
+from surojax.data.show import sample_table
 from surojax.data.tokenizer import ByteTokenizer
 
 
@@ -35,14 +35,14 @@ def test_the_samples_shown_are_the_runs_first(config):
     prepared, tokenizer = prepare(config)
     shown = list(first_samples(prepared, tokenizer, rows=2, seed=config.seed, color=False))
     settings = Settings(**{name: config[name] for name in SETTINGS})
-    found = load(
+    found = load_data(
         parse_entries(config.datasets, ()), settings, ByteTokenizer(), eval_batch_size=1, say=lambda line: None
     )
-    stream = batches(found.train, batch_size=2, accumulation=1, seed=config.seed)
+    stream = training_batches(found.train, batch_size=2, accumulation=1, seed=config.seed)
     with contextlib.closing(stream):
         batch = next(stream)
     samples = [batch[name][0] for name in ("inputs", "labels", "starts")]
-    assert shown == list(table(*samples, ByteTokenizer(), color=False))
+    assert shown == list(sample_table(*samples, ByteTokenizer(), color=False))
     assert not np.array_equal(*batch["inputs"][0, :2])
     every = list(first_samples(prepared, tokenizer, rows=10**6, seed=config.seed, color=False))
     assert sum(line.startswith("row ") for line in every) == len(found.train) < 10**6

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from surojax.data import texts
-from surojax.data.datasets import Dataset, parse, read, resolve
+from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.datasets import Dataset, parse_dataset, read_dataset, resolve
 from surojax.data.readers import read_file
-from surojax.data.rows import BadRow, Row
 from surojax.errors import ConfigError
 
 TEXTS = ['one, "two"', "zwei\nlines ü 🎈", "x" * 200_000]
@@ -28,7 +28,7 @@ def write(path, content):
 
 
 def rows(path, **settings):
-    return list(read(parse({"path": str(path)} | settings)))
+    return list(read_dataset(parse_dataset({"path": str(path)} | settings)))
 
 
 def error_of(function, *arguments, **keywords) -> str:
@@ -94,21 +94,25 @@ def test_every_format_gives_the_same_rows(tmp_path, name, save):
 def test_a_text_file_is_one_row(tmp_path):
     path = write(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\n\r\ntwo \xc3\xbc")
     (row,) = rows(path, text_field="body")
-    assert row.where == str(path) and "".join(texts.parts(row.record["body"])) == "one\r\n\r\ntwo ü"
+    assert row.where == str(path) and "".join(texts.text_parts(row.record["body"])) == "one\r\n\r\ntwo ü"
 
 
 def test_folders_globs_and_lists(tmp_path, monkeypatch):
     for name in ("b/2.txt", "b/deep/3.txt", "a/1.txt", ".hidden/4.txt", "b/.5.txt", "b/readme.md"):
         write(tmp_path / name, name)
-    names = lambda found: ["".join(texts.parts(row.record["text"])) for row in found]
+    names = lambda found: ["".join(texts.text_parts(row.record["text"])) for row in found]
     assert names(rows(tmp_path)) == ["a/1.txt", "b/2.txt", "b/deep/3.txt"]
     assert names(rows(tmp_path / "*" / "*.txt")) == ["a/1.txt", "b/2.txt"]
     both = [str(tmp_path / "b"), str(tmp_path / "a/1.txt"), str(tmp_path / "**/*.txt")]
-    assert names(read(parse({"path": both}))) == ["b/2.txt", "b/deep/3.txt", "a/1.txt"]  # none of them twice
+    assert names(read_dataset(parse_dataset({"path": both}))) == [
+        "b/2.txt",
+        "b/deep/3.txt",
+        "a/1.txt",
+    ]  # none of them twice
     monkeypatch.chdir(tmp_path / "a")
     (tmp_path / "link.txt").symlink_to(tmp_path / "a/1.txt")
     spellings = ["1.txt", "./1.txt", str(tmp_path / "a/1.txt"), "../a/1.txt", str(tmp_path / "link.txt")]
-    assert names(read(parse({"path": spellings}))) == ["a/1.txt"]
+    assert names(read_dataset(parse_dataset({"path": spellings}))) == ["a/1.txt"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert names(rows("~/a")) == ["a/1.txt"]
 
@@ -122,8 +126,8 @@ def test_parquet_is_read_in_parts(tmp_path):
     del texts
     before = pyarrow.total_allocated_bytes()
     allocated = []
-    for row in read(parse({"path": str(path)})):
-        assert isinstance(row, Row) and len(row.record["text"]) == 10_000
+    for row in read_dataset(parse_dataset({"path": str(path)})):
+        assert isinstance(row, DataRow) and len(row.record["text"]) == 10_000
         allocated.append(pyarrow.total_allocated_bytes() - before)
     assert len(allocated) == 2000 and 0 < max(allocated) < 8e6
 
@@ -149,7 +153,7 @@ def library(monkeypatch):
 
 def test_a_name_that_is_no_path_is_a_set_of_the_library(library):
     found = rows("known/set", split="train[:2]", subset="en")
-    assert found[1] == Row({"text": "two"}, "known/set (train[:2]), row 2")
+    assert found[1] == DataRow({"text": "two"}, "known/set (train[:2]), row 2")
     rows("known/set")
     assert library == [("known/set", "en", "train[:2]"), ("known/set", None, "train")]
     message = error_of(rows, "unknown/set")
@@ -185,18 +189,20 @@ def test_without_the_library_the_error_says_where_it_looked(tmp_path, monkeypatc
 
 
 def test_entries():
-    assert parse({"path": "a.txt"}) == Dataset(("a.txt",))
+    assert parse_dataset({"path": "a.txt"}) == Dataset(("a.txt",))
     entry = {"path": ["a", "b"], "type": "text", "samples": 3, "weight": 2, "text_field": "body"}
-    assert parse(entry) == Dataset(("a", "b"), type="text", samples=3, weight=2, text_field="body")
+    assert parse_dataset(entry) == Dataset(("a", "b"), type="text", samples=3, weight=2, text_field="body")
 
 
 def test_names_of_other_programs():
     axolotl = {"path": "a", "type": "conversation", "field_messages": "turns", "field_tools": "t", "field_system": "s"}
     axolotl |= {"message_property_mappings": {"role": "from", "content": "value"}, "name": "en"}
     expected = Dataset(("a",), type="conversation", messages_field="turns", tools_field="t", system_field="s")
-    assert parse(axolotl) == Dataset(**vars(expected) | dict(role_field="from", content_field="value", subset="en"))
-    assert parse({"path": "a", "field": "body"}).text_field == "body"
-    assert parse({"path": "a", "system_prompt_field": "s", "field_output": "o"}).output_field == "o"
+    assert parse_dataset(axolotl) == Dataset(
+        **vars(expected) | dict(role_field="from", content_field="value", subset="en")
+    )
+    assert parse_dataset({"path": "a", "field": "body"}).text_field == "body"
+    assert parse_dataset({"path": "a", "system_prompt_field": "s", "field_output": "o"}).output_field == "o"
 
 
 ENTRY_ERRORS = [
@@ -227,7 +233,7 @@ ENTRY_ERRORS = [
 
 @pytest.mark.parametrize("entry, said", ENTRY_ERRORS, ids=map(str, range(len(ENTRY_ERRORS))))
 def test_errors_of_entries(entry, said):
-    assert said in error_of(parse, entry)
+    assert said in error_of(parse_dataset, entry)
 
 
 # -- The type of a dataset --------------------------------------------------------------------------------------------
@@ -245,20 +251,20 @@ def test_errors_of_entries(entry, said):
 )
 def test_the_first_row_decides_the_type(tmp_path, record, expected):
     path = write(tmp_path / "a.jsonl", "{broken\n" + json.dumps(record) + "\n" + json.dumps({"text": "a"}))
-    assert resolve(parse({"path": str(path)})).type == expected
-    assert resolve(parse({"path": str(path), "type": "text"})).type == "text"
+    assert resolve(parse_dataset({"path": str(path)})).type == expected
+    assert resolve(parse_dataset({"path": str(path), "type": "text"})).type == "text"
 
 
 def test_a_type_that_cannot_be_decided(tmp_path):
     path = write(tmp_path / "a.jsonl", "{broken\n" + json.dumps({"prompt": "a", "body": "b"}))
-    message = error_of(resolve, parse({"path": str(path)}))
+    message = error_of(resolve, parse_dataset({"path": str(path)}))
     assert f"{path}:2: expected a field messages or conversations" in message and "got 'prompt', 'body'" in message
     assert "prompt and completion" in message and "or the dataset's type and the names of its fields" in message
-    assert resolve(parse({"path": str(path), "completion_field": "body"})).type == "instruction"
+    assert resolve(parse_dataset({"path": str(path), "completion_field": "body"})).type == "instruction"
     only_text = write(tmp_path / "b.jsonl", json.dumps({"text": "a"}))
-    message = error_of(resolve, parse({"path": str(only_text), "messages_field": "turns"}))
+    message = error_of(resolve, parse_dataset({"path": str(only_text), "messages_field": "turns"}))
     assert f"{only_text}:1: messages_field: expected rows of type conversation" in message and "type text" in message
-    assert "a line that is no JSON" in error_of(resolve, parse({"path": str(write(tmp_path / "c.jsonl", "{"))}))
+    assert "a line that is no JSON" in error_of(resolve, parse_dataset({"path": str(write(tmp_path / "c.jsonl", "{"))}))
 
 
 # -- Bad files and rows -----------------------------------------------------------------------------------------------

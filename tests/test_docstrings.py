@@ -4,11 +4,11 @@ import inspect
 import textwrap
 import weakref
 
-from surojax.data.docstrings import read
+from surojax.data.docstrings import read_docstrings
 
 
 def test_answers_are_the_first_paragraphs():
-    rows = {row.record["prompt"]: (row.record["completion"], row.where) for row in read()}
+    rows = {row.record["prompt"]: (row.record["completion"], row.where) for row in read_docstrings()}
     assert len(rows) > 1000
     answer, where = rows["What does `textwrap.dedent(text)` do?"]
     paragraph = (inspect.getdoc(textwrap.dedent) or "").split("\n\n")[0]
@@ -20,7 +20,7 @@ def test_answers_are_the_first_paragraphs():
 
 
 def test_private_names_and_short_answers_are_left_out():
-    rows = [row.record for row in read()]
+    rows = [row.record for row in read_docstrings()]
     names = [row["prompt"].removeprefix("What does `").split("(")[0] for row in rows]
     assert not [name for name in names if any(part.startswith("_") for part in name.split("."))]
     assert all(40 <= len(row["completion"]) <= 600 for row in rows)

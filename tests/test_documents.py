@@ -13,12 +13,12 @@ from test_examples import TOKENIZERS
 
 from surojax.data import texts
 from surojax.data.cache import Corpus
-from surojax.data.documents import TextEncoder, documents
+from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.documents import TextEncoder, read_documents
 from surojax.data.items import Item, Unit
-from surojax.data.load import Settings, load, parse_entries
 from surojax.data.prepare import load_corpora
-from surojax.data.rows import BadRow, Row
-from surojax.data.texts import Piece, open_text, parts, pieces, split
+from surojax.data.run_data import Settings, load_data, parse_entries
+from surojax.data.texts import TextPiece, open_text, split, text_parts, text_pieces
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.errors import ConfigError
 
@@ -47,12 +47,12 @@ def random_text(seed: int, count: int) -> str:
 
 
 def item_of(row, by_record=True, with_keys=True) -> Item:
-    (item,) = documents([row], "text", by_record=by_record, with_keys=with_keys)
+    (item,) = read_documents([row], "text", by_record=by_record, with_keys=with_keys)
     return item
 
 
 def tokens_of(text, encoder: TextEncoder) -> list[int]:
-    (item,) = documents([Row({"text": text}, "1")], "text", by_record=True, with_keys=False)
+    (item,) = read_documents([DataRow({"text": text}, "1")], "text", by_record=True, with_keys=False)
     units = list(encoder.units(item))
     assert [unit.is_last for unit in units] == [False] * (len(units) - 1) + [True]
     assert sum(unit.num_bytes for unit in units) == item.num_bytes
@@ -76,13 +76,13 @@ def test_a_file_is_its_text(tmp_path, small_parts, mark):
         text = random_text(seed, count)
         path.write_bytes(mark + text.encode())
         file = open_text(path)
-        assert "".join(parts(file)) == "".join(parts(text)) == text
+        assert "".join(text_parts(file)) == "".join(text_parts(text)) == text
         length = len(text)
         middle = text.rfind("\n", int(length * 0.9), int(length * 0.95)) + 1 or int(length * 0.95)
         assert split(text) == (text[:middle], text[middle:])
-        assert ["".join(parts(part)) for part in split(file)] == [text[:middle], text[middle:]]
+        assert ["".join(text_parts(part)) for part in split(file)] == [text[:middle], text[middle:]]
         for section_starts in (None, TOKENIZERS["byte_level"].section_starts):
-            assert list(pieces(file, section_starts)) == list(pieces(text, section_starts))
+            assert list(text_pieces(file, section_starts)) == list(text_pieces(text, section_starts))
 
 
 def test_keys_are_hashes_of_the_text_or_the_record(tmp_path, small_parts):
@@ -90,12 +90,12 @@ def test_keys_are_hashes_of_the_text_or_the_record(tmp_path, small_parts):
     (tmp_path / "a.txt").write_text(text, newline="")
     hashed = lambda content: int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big")
     for value in (text, open_text(tmp_path / "a.txt")):
-        row = Row({"text": value}, "a.txt")
+        row = DataRow({"text": value}, "a.txt")
         assert item_of(row, by_record=False) == Item(value, hashed(text), len(text.encode()))
         assert item_of(row) == Item(value, hashed(json.dumps({"text": text})), len(text.encode()))
     both = {"text": text, "id": [1, None]}
-    assert item_of(Row(both, "1")).key == hashed(json.dumps(both, sort_keys=True))
-    assert item_of(Row({"text": text}, "1"), with_keys=False).key == 0
+    assert item_of(DataRow(both, "1")).key == hashed(json.dumps(both, sort_keys=True))
+    assert item_of(DataRow({"text": text}, "1"), with_keys=False).key == 0
 
 
 def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path, small_parts):
@@ -106,7 +106,7 @@ def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path, small_parts):
         (b"\n" * 7 + b"\x80x", 8, 0x80, 7),
     ):
         path.write_bytes(content)
-        bad = item_of(Row({"text": open_text(path)}, str(path))).content
+        bad = item_of(DataRow({"text": open_text(path)}, str(path))).content
         assert isinstance(bad, BadRow) and bad.where == f"{path}:{line}"
         assert bad.reason.startswith(f"expected UTF-8 text, got the byte 0x{byte:02x} at byte offset {offset};")
 
@@ -117,10 +117,10 @@ def test_a_file_that_is_cut_off_while_it_is_read(tmp_path):
     file = open_text(path)
     path.write_text("text")
     with pytest.raises(ConfigError, match=r"a\.txt: expected 45 bytes until it is read, got 4; start again"):
-        list(parts(file))
+        list(text_parts(file))
     path.unlink()
     with pytest.raises(ConfigError, match=r"a\.txt: expected a readable file"):
-        list(parts(file))
+        list(text_parts(file))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_file_that_is_cut_off_while_it_is_read(tmp_path):
 def test_what_a_file_seems_to_be_decides_the_advice(tmp_path, content, advice):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
-    bad = item_of(Row({"text": open_text(path)}, str(path))).content
+    bad = item_of(DataRow({"text": open_text(path)}, str(path))).content
     assert isinstance(bad, BadRow) and advice in bad.reason
 
 
@@ -138,7 +138,7 @@ def test_what_a_file_seems_to_be_decides_the_advice(tmp_path, content, advice):
 def test_a_file_without_text(tmp_path, content):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
-    bad = item_of(Row({"text": open_text(path)}, str(path))).content
+    bad = item_of(DataRow({"text": open_text(path)}, str(path))).content
     assert isinstance(bad, BadRow) and bad.where == str(path) and "got an empty file" in bad.reason
 
 
@@ -152,7 +152,7 @@ BAD_TEXTS = [
 
 @pytest.mark.parametrize("record, said", BAD_TEXTS, ids=map(str, range(len(BAD_TEXTS))))
 def test_bad_texts(record, said):
-    bad = item_of(Row(record, "a.jsonl:7")).content
+    bad = item_of(DataRow(record, "a.jsonl:7")).content
     assert isinstance(bad, BadRow) and bad.where == "a.jsonl:7" and said in bad.reason
 
 
@@ -170,7 +170,7 @@ def test_bad_rows_are_passed_on_in_their_place():
     bad = BadRow("1", "expected more")
     (unit,) = TextEncoder(BYTES, True).units(Item(bad, 0, 0))
     assert unit == Unit(bad, 0, True)
-    found = TextEncoder(BYTES, True).encode([Piece("a", True, True), bad, Piece("b", False, False)])
+    found = TextEncoder(BYTES, True).encode([TextPiece("a", True, True), bad, TextPiece("b", False, False)])
     assert found[1] is bad and [x.ids.tolist() for x in found[::2]] == [[97, 256], [98]]  # type: ignore[union-attr]
 
 
@@ -184,7 +184,7 @@ def test_long_texts_are_cut_where_no_token_changes(tmp_path, monkeypatch, name):
     monkeypatch.setattr(texts, "PIECE_CHARS", 80)
     assert tokens_of(text, TextEncoder(tokenizer, True)) == whole
     assert tokens_of(open_text(tmp_path / "a.txt"), TextEncoder(tokenizer, True)) == whole
-    at_lines = [piece.text for piece in pieces(text + "y" * 200)]
+    at_lines = [piece.text for piece in text_pieces(text + "y" * 200)]
     assert "".join(at_lines) == text + "y" * 200 and max(map(len, at_lines)) == 80
     assert all(piece.endswith("\n") for piece in at_lines[:-3]) and len(at_lines) > 10
     assert not any(piece.endswith("\n") for piece in at_lines[-3:])
@@ -194,7 +194,7 @@ def test_both_ways_to_name_a_file_give_its_tokens(tmp_path, small_parts):
     text = random_text(3, 500)
     (tmp_path / "a.txt").write_bytes(text.encode())
     settings = Settings(8, data_cache=str(tmp_path / "cache"), eval_batches=1)
-    dataset = load(
+    dataset = load_data(
         parse_entries([{"path": str(tmp_path / "a.txt")}], ()), settings, BYTES, eval_batch_size=1, say=lambda _: None
     )
     train, held_out = load_corpora(str(tmp_path / "a.txt"), tokenizer=BYTES, data_cache=str(tmp_path / "cache"))
@@ -210,8 +210,8 @@ def test_both_ways_to_name_a_file_give_its_tokens(tmp_path, small_parts):
 PEAK = """
 import contextlib, re, sys
 from pathlib import Path
-from surojax.data.batches import batches
-from surojax.data.load import Settings, load, parse_entries
+from surojax.data.batches import training_batches
+from surojax.data.run_data import Settings, load_data, parse_entries
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.errors import ConfigError
 
@@ -223,8 +223,9 @@ for file in files:  # the first one is small: imports and threads are not data
     before = peak()
     entries = parse_entries([{"path": file}] if kind == "datasets" else [], [])
     settings = Settings(8192, data=file, data_cache=file + ".cache", eval_batches=2, sample_packing=kind == "datasets")
-    found = load(entries, settings, ByteTokenizer(), eval_batch_size=2, say=lambda _: None)
-    with contextlib.closing(batches(found.train, batch_size=8, accumulation=1, seed=0, num_epochs=1)) as stream:
+    found = load_data(entries, settings, ByteTokenizer(), eval_batch_size=2, say=lambda _: None)
+    batches = training_batches(found.train, batch_size=8, accumulation=1, seed=0, num_epochs=1)
+    with contextlib.closing(batches) as stream:
         count = sum(batch["inputs"].size for batch in stream)
 print(peak() - before, count)
 """

@@ -12,9 +12,9 @@ from small import CONFIG, drawn_params, plain_logits
 
 from surojax import ConfigError, evaluate
 from surojax.data.tokenizer import ByteTokenizer
-from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
-from surojax.inference.score import Request, Score, _scorer, pair, score
+from surojax.inference.score import Request, Score, _scorer, request_of, score
+from surojax.inference.trained_model import Trained
 from surojax.models import decoder
 from surojax.models.model import Compute
 
@@ -90,16 +90,16 @@ class Merging(ByteTokenizer):
 
 def test_pairs_merge_no_token_across_the_seam():
     words = Merging()
-    context, continuation = pair(words, "xa", "bc")
+    context, continuation = request_of(words, "xa", "bc")
     assert context.tolist() == [*b"xa"] and continuation.tolist() == [*b"bc"]
-    context, continuation = pair(words, "x ", "abc")
+    context, continuation = request_of(words, "x ", "abc")
     assert context.tolist() == [*b"x"] and continuation.tolist() == [32, 300, *b"c"]
-    context, continuation = pair(words, "x  ", "abc")
+    context, continuation = request_of(words, "x  ", "abc")
     assert context.tolist() == [*b"x"] and continuation.tolist() == [32, 32, 300, *b"c"]
-    context, continuation = pair(words, "", "ab")
+    context, continuation = request_of(words, "", "ab")
     assert context.tolist() == [words.eos_id] and continuation.tolist() == [300]
     words.bos_id, words.adds_bos = 7, True
-    assert pair(words, "x", "y").context.tolist() == [7, *b"x"]
+    assert request_of(words, "x", "y").context.tolist() == [7, *b"x"]
 
 
 def test_questions_are_answered_by_likelihood(tmp_path, monkeypatch):

@@ -16,11 +16,11 @@ import pytest
 
 import surojax.data.seams as seams
 from surojax.data import texts
+from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.datasets import Dataset
 from surojax.data.examples import TRAIN_ON, Encoder, Example
-from surojax.data.pieces import Piece
-from surojax.data.rows import BadRow, Row
-from surojax.data.show import table
+from surojax.data.pieces import DocumentPiece
+from surojax.data.show import sample_table
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from surojax.data.tokenizer_files import TokenizerFiles
@@ -45,7 +45,7 @@ def talk(*contents, system=""):
 
 
 def encode(record, dataset=TALK, tokenizer=BYTES, template=CHATML, **options):
-    (found,) = Encoder(dataset, tokenizer, template, **options).encode([Row(record, "a.jsonl:7")])
+    (found,) = Encoder(dataset, tokenizer, template, **options).encode([DataRow(record, "a.jsonl:7")])
     return found
 
 
@@ -142,7 +142,7 @@ def test_no_token_crosses_a_seam(tokenizer):
     parts = ["the", " ", "\n", " cat", "\n\n", "ca", "t", "<|im_end|>", "<|im", "_end|>", "ü"]
     crossed = 0
     for first, second in zip(random_texts(1, parts), random_texts(2, parts), strict=True):
-        (ids,) = seams.encode_pieces([(Piece(first, False), Piece(second, True))], tokenizer)
+        (ids,) = seams.encode_pieces([(DocumentPiece(first, False), DocumentPiece(second, True))], tokenizer)
         prompt = tokenizer.encode(first)
         np.testing.assert_array_equal(ids[0], prompt)
         both = tokenizer.encode(first + second)
@@ -157,7 +157,7 @@ def test_no_token_crosses_a_seam(tokenizer):
 def test_pieces_keep_their_text():
     tokenizer = TOKENIZERS["byte_level"]
     texts = random_texts(3, ["the", " ", "\n", " cat", "<|im_end|>", "<|im", "_end|>", "t"], count=200)
-    documents = [tuple(Piece(text, False) for text in texts[i : i + 4]) for i in range(0, 200, 4)]
+    documents = [tuple(DocumentPiece(text, False) for text in texts[i : i + 4]) for i in range(0, 200, 4)]
     for pieces, ids in zip(documents, seams.encode_pieces(documents, tokenizer), strict=True):
         shown = ["".join(tokenizer.token_text(token) for token in part) for part in ids]
         assert shown == [piece.text for piece in pieces]
@@ -282,7 +282,7 @@ def test_bad_conversations(record, said):
 
 def test_a_bad_row_leaves_the_others_alone():
     broken = BadRow("a.jsonl:2", "expected JSON, got none; remove it")
-    rows = [Row(talk("Hi", "Yo"), "1"), broken, Row({}, "3"), Row(talk("2", "3"), "4")]
+    rows = [DataRow(talk("Hi", "Yo"), "1"), broken, DataRow({}, "3"), DataRow(talk("2", "3"), "4")]
     found = Encoder(TALK, BYTES, CHATML).encode(rows)
     assert found[1] is broken and isinstance(found[2], BadRow) and found[2].where == "3"
     assert isinstance(found[0], Example) and isinstance(found[3], Example)
@@ -477,7 +477,7 @@ def test_the_fingerprint_covers_all_that_ids_depend_on():
 def test_an_encoder_can_be_sent_to_another_process(tokenizer):
     encoder = Encoder(TALK, tokenizer, CHATML)
     copy = pickle.loads(pickle.dumps(encoder))
-    rows = [Row(talk("Hi", "Yo"), "1")]
+    rows = [DataRow(talk("Hi", "Yo"), "1")]
     assert copy.fingerprint == encoder.fingerprint
     assert copy.encode(rows)[0].ids.tolist() == encoder.encode(rows)[0].ids.tolist()
 
@@ -489,7 +489,7 @@ def test_the_table_shows_tokens_labels_and_documents():
     inputs = np.array([[*b"Hi\n", 256, 0xC3, 0]])
     labels = np.array([[-1, 10, 256, -1, 65, -1]])
     starts = np.array([[0, 0, 0, 3, 3, 5]])
-    lines = list(table(inputs, labels, starts, BYTES, color=False))
+    lines = list(sample_table(inputs, labels, starts, BYTES, color=False))
     assert lines[0] == "row 0: 2 documents, 3 of 6 tokens have a label, 1 padding"
     fields = [line.split() for line in lines[2:]]
     assert [int(f[0]) for f in fields] == [0, 1, 2, 0, 1, 0]
@@ -502,17 +502,17 @@ def test_the_table_shows_tokens_labels_and_documents():
 def test_padding_after_an_example_in_a_row_of_its_own():
     """A token 0 that is a label is none; neither is one in a document of a packed row that goes on."""
     inputs, labels = np.array([5, 0, 6, 0, 0]), np.array([-1, 6, 0, -1, -1])
-    lines = list(table(inputs, labels, None, BYTES, color=False))
+    lines = list(sample_table(inputs, labels, None, BYTES, color=False))
     assert lines[0] == "row 0: 1 documents, 2 of 5 tokens have a label, 1 padding"
     assert [line.split()[3] for line in lines[2:]] == ["'\\x05'", "'\\x00'", "'\\x06'", "'\\x00'", "padding"]
-    whole = list(table(inputs, labels, np.array([0, 0, 0, 0, 0]), BYTES, color=False))
+    whole = list(sample_table(inputs, labels, np.array([0, 0, 0, 0, 0]), BYTES, color=False))
     assert whole[0] == "row 0: 1 documents, 2 of 5 tokens have a label" and "padding" not in "".join(whole)
 
 
 def test_the_table_has_colours_and_rows():
     inputs = np.zeros((2, 1, 3), np.int32)
     labels = np.array([[[1, -1, 1]], [[-1, -1, -1]]], np.int32)
-    lines = list(table(inputs, labels, None, BYTES, color=True))
+    lines = list(sample_table(inputs, labels, None, BYTES, color=True))
     assert len(lines) == 2 * 5 and lines[5].startswith("row 1: 0 documents, 0 of 3")
     assert lines[2].startswith("\x1b[32m") and lines[3].startswith("\x1b[2m") and lines[2].endswith("\x1b[0m")
-    assert "\x1b" not in "".join(table(inputs, labels, None, BYTES, color=False))
+    assert "\x1b" not in "".join(sample_table(inputs, labels, None, BYTES, color=False))

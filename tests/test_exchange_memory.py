@@ -38,7 +38,7 @@ MEASURE = """
     import jax
     from surojax import assembly, convert, default_config
     from surojax.exchange import sources
-    from surojax.exchange.weights import readers
+    from surojax.exchange.model_tensors import readers
     from surojax.placement.home import DEVICE, HOST
     from surojax.placement.mesh import make_mesh
     from surojax.step.state_plan import bytes_per_device
@@ -100,7 +100,7 @@ def folder(tmp_path_factory) -> Path:
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     rng = np.random.default_rng(0)
     tensors = (rng.standard_normal(shape, np.float32).astype(bfloat16) for shape in shapes.values())
-    shards.write(found / "model.safetensors", shapes, bfloat16, tensors)
+    shards.write_shard(found / "model.safetensors", shapes, bfloat16, tensors)
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == ALL
     return found
 

@@ -26,10 +26,10 @@ from test_huggingface import CASES, before_5, config, hf_config, save_tokenizer,
 from surojax import CheckpointError, ConfigError, convert, default_config, generate, train
 from surojax.assembly import from_config
 from surojax.exchange import config_json, export as exporting, sources
-from surojax.exchange.huggingface import settings
-from surojax.exchange.weights import INDEX, SINGLE, Weights, readers
+from surojax.exchange.huggingface import model_fields
+from surojax.exchange.model_tensors import INDEX, SINGLE, Weights, readers
 from surojax.inference import parity
-from surojax.inference.load import load
+from surojax.inference.trained_model import load_trained
 from surojax.placement.mesh import make_mesh
 
 
@@ -119,7 +119,7 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
         convert.convert(folder, tmp_path / "out")
     save_tokenizer(folder / "tokenizer.json")
     with pytest.raises(ConfigError, match=message):
-        load(folder)
+        load_trained(folder)
     with pytest.raises(ConfigError, match=message):
         train(run_config(tmp_path, folder))
     assert not (tmp_path / "out").exists() and not (tmp_path / "run").exists()
@@ -158,7 +158,7 @@ def test_a_tied_head_is_trained_apart_if_it_is_asked_for(tmp_path):
     said = json.loads((out / "config.json").read_text())
     assert (said["tie_word_embeddings"], said["max_position_embeddings"], said["model_type"]) == (False, 77, "llama")
     assert not config(out).model.tie_word_embeddings
-    trained = load(tmp_path / "run")
+    trained = load_trained(tmp_path / "run")
     chex.assert_trees_all_equal(jax.device_get(trained.weights), jax.device_get(master))
 
 
@@ -172,10 +172,10 @@ def test_both_spellings_of_rope_are_written(case):
         assert out["rope_parameters"] == new["rope_parameters"]
         for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
             assert out.get(key) == old.get(key), key
-        assert settings(out) == settings(source)
+        assert model_fields(out) == model_fields(source)
     out["rope_scaling"] = {"rope_type": "linear", "factor": 3.0}
     with pytest.raises(ConfigError, match="expected rope_scaling or rope_parameters, got both"):
-        settings(out)
+        model_fields(out)
 
 
 OTHERS = ("yarn", "yarn_mscale", "ministral3")  # written with all that transformers infers
@@ -184,7 +184,7 @@ OTHERS = ("yarn", "yarn_mscale", "ministral3")  # written with all that transfor
 @pytest.mark.parametrize("case", [case for case in CASES if case not in OTHERS])
 def test_a_config_is_made_of_the_fields(case):
     """What transformers' classes would write for the same model, as far as it changes the arithmetic."""
-    model = default_config().model.to_dict() | settings(hf_config(case))
+    model = default_config().model.to_dict() | model_fields(hf_config(case))
     made = config_json.made(model, 512, {"bos_token_id": None, "eos_token_id": 7})
     theirs = hf_config(case)
     same = {key for key in theirs if key not in ("dtype", "transformers_version", "use_cache", "pad_token_id")}
@@ -201,7 +201,7 @@ def test_a_config_is_made_of_the_fields(case):
 def test_a_config_is_made_with_what_transformers_infers():
     """YaRN's factor of attention where mscale said it, and Ministral 3's growing queries."""
     for case in OTHERS:
-        model = settings(hf_config(case))
+        model = model_fields(hf_config(case))
         made = config_json.made(model, 512, {})
         assert config_json.agrees(made, model) and made["rope_parameters"]["rope_type"] == "yarn"
     assert made["model_type"] == "ministral3" and made["rope_parameters"]["llama_4_scaling_beta"] == 0.4
@@ -209,7 +209,9 @@ def test_a_config_is_made_with_what_transformers_infers():
 
 def test_gemma_without_windows_has_a_number_for_them():
     """transformers makes a mask of it even if no layer has one."""
-    made = config_json.made(settings(hf_config("gemma2")) | {"sliding_window": 0, "sliding_window_pattern": 0}, 512, {})
+    made = config_json.made(
+        model_fields(hf_config("gemma2")) | {"sliding_window": 0, "sliding_window_pattern": 0}, 512, {}
+    )
     assert made["sliding_window"] == 4096 and made["layer_types"] == ["full_attention"] * 4
 
 
@@ -254,11 +256,11 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_everywhere(tmp_path
     save_tokenizer(folder / "tokenizer.json", words=97)
     message = r"^model\.vocab_size: expected at least 97 \(of .*, got 96; raise it, or give the model's tokenizer$"
     with pytest.raises(ConfigError, match=message):
-        generate.load(folder)
+        generate.load_trained(folder)
     with pytest.raises(ConfigError, match=message):
         convert.convert(folder, tmp_path / "out")
     with pytest.raises(ConfigError, match=message):
-        parity.compare(folder, str(tmp_path / "nowhere"))
+        parity.compare_with_transformers(folder, str(tmp_path / "nowhere"))
     assert not (tmp_path / "out").exists()
 
 
@@ -318,7 +320,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path):
     code = f"""
         import os, signal
         from surojax import convert
-        from surojax.exchange.weights import Weights
+        from surojax.exchange.model_tensors import Weights
         read, count = Weights.read, [0]
         def killed(self, name):
             count[0] += 1
@@ -367,12 +369,12 @@ def test_a_run_is_exported_and_goes_on_without_its_model(tmp_path):
     assert fields(out) == result_fields(tmp_path)
 
     save_tokenizer(tmp_path / "tokenizer.json", words=61)
-    for opened in (convert.open_model, generate.load):
+    for opened in (convert.open_model, generate.load_trained):
         with pytest.raises(ConfigError, match=r"^tokenizer: expected .*, which the checkpoint was trained with, got "):
             opened(tmp_path / "run", str(tmp_path / "tokenizer.json"))
-    _, weights, *_ = generate.load(tmp_path / "run")
+    _, weights, *_ = generate.load_trained(tmp_path / "run")
     chex.assert_trees_all_equal(jax.device_get(weights), jax.device_get(result.state.weights))
-    _, weights, *_ = generate.load(out)
+    _, weights, *_ = generate.load_trained(out)
     chex.assert_trees_all_equal(jax.device_get(weights), jax.device_get(result.state.weights))
     c.max_steps = 3
     assert int(train(c).state.step) == 3
@@ -423,7 +425,7 @@ def test_the_command_trains_and_exports(tmp_path, capsys, monkeypatch):
     assert (said["model_type"], said["eos_token_id"], said["max_position_embeddings"]) == ("qwen2", 256, 16)
     found = tensors_in(tmp_path / "out")
     assert found["model.layers.1.self_attn.q_proj.bias"].dtype == ml_dtypes.bfloat16
-    _, weights, *_ = generate.load(tmp_path / "run")  # bfloat16, cast from the master weights
+    _, weights, *_ = generate.load_trained(tmp_path / "run")  # bfloat16, cast from the master weights
     expected = np.asarray(weights["blocks"]["mlp"]["w_up"])
     np.testing.assert_array_equal(found["model.layers.1.mlp.up_proj.weight"], expected[1])
 
@@ -462,9 +464,9 @@ def test_a_folder_is_sampled_from_in_its_own_dtype(tmp_path, dtype):
     with pytest.raises(
         ConfigError, match=r"^tokenizer: expected tokenizer\.json in .*out, got none; pass --tokenizer$"
     ):
-        generate.load(folder)
+        generate.load_trained(folder)
     save_tokenizer(folder / "tokenizer.json")
-    _, weights, *_ = generate.load(folder)
+    _, weights, *_ = generate.load_trained(folder)
     computed = "float32" if dtype == "float32" else "bfloat16"
     found = weights["blocks"]["mlp"]["w_up"]
     assert found.dtype == computed

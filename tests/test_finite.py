@@ -16,11 +16,11 @@ from test_stored_bases import SIZES as FP8_SIZES, tensors as fp8_tensors
 
 from surojax import CheckpointError, ConfigError, convert
 from surojax.assembly import from_config
-from surojax.exchange import adapters
+from surojax.exchange import peft
 from surojax.exchange.finite import PIECE, is_finite
+from surojax.exchange.model_tensors import readers
 from surojax.exchange.sources import open_weights
-from surojax.exchange.weights import readers
-from surojax.inference.load import load
+from surojax.inference.trained_model import load_trained
 from surojax.placement.mesh import make_mesh
 from surojax.run import checkpoint
 from surojax.run.restore import restore_weights
@@ -121,11 +121,11 @@ def test_weights_that_are_not_finite_are_named(tmp_path, make, named, changes):
 
 
 def test_evaluate_and_generate_do_not_open_a_model_that_is_not_finite(tmp_path):
-    """Both open models by `load`, which reads another way than a run."""
+    """Both open models by `load_trained`, which reads another way than a run."""
     folder = write(tmp_path / "model", "llama", tensors=changed(stored("llama"), NAME, np.inf))
     save_tokenizer(folder / "tokenizer.json")
     with pytest.raises(ConfigError, match=rf"expected finite numbers, got NaN or infinity in {NAME}; fetch"):
-        load(folder)
+        load_trained(folder)
 
 
 def test_an_adapter_that_is_not_finite_is_named(tmp_path):
@@ -135,7 +135,7 @@ def test_an_adapter_that_is_not_finite_is_named(tmp_path):
         with pytest.raises(
             ConfigError, match=rf"^adapter: .*: expected finite numbers, got NaN or infinity in {name};"
         ):
-            adapters.read(folder, base.model)
+            peft.read_adapter(folder, base.model)
 
 
 def test_a_checkpoint_that_is_not_finite_is_not_restored(tmp_path, monkeypatch):

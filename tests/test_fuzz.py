@@ -46,15 +46,15 @@ from surojax.config import checks, flags
 from surojax.config.fields import FIELDS, default_config, flat
 from surojax.data import __main__ as data_command, corpus, datasets
 from surojax.data.conversations import Conversation
-from surojax.data.datasets import parse
+from surojax.data.data_rows import NotARow
+from surojax.data.datasets import parse_dataset
 from surojax.data.examples import Encoder, items
 from surojax.data.files import NotText
-from surojax.data.rows import NotARow
 from surojax.data.templates import load_template
-from surojax.data.texts import TextFile, parts
+from surojax.data.texts import TextFile, text_parts
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
-from surojax.exchange import adapters
+from surojax.exchange import peft
 from surojax.training.setup import set_up
 from surojax.untrusted import read_json
 
@@ -244,7 +244,7 @@ def use_adapter(folder: Path) -> None:
     if "lora" not in _models:
         with tempfile.TemporaryDirectory() as base:
             _models["lora"] = test_adapters.base_of(Path(base), "lora").model
-    adapters.read(folder / "adapter", _models["lora"])
+    peft.read_adapter(folder / "adapter", _models["lora"])
 
 
 def make_questions(folder: Path) -> None:
@@ -285,19 +285,19 @@ def use_rows(folder: Path) -> None:
     template = load_template("chatml", tokenizer)
     for kind in ("auto", "text", "instruction", "conversation"):
         with contextlib.suppress(ConfigError):
-            dataset = datasets.resolve(parse({"path": str(folder), "type": kind}))
-            rows = list(datasets.read(dataset))
+            dataset = datasets.resolve(parse_dataset({"path": str(folder), "type": kind}))
+            rows = list(datasets.read_dataset(dataset))
             if dataset.type == "text":
-                for file in (row.record.get("text") for row in rows if isinstance(row, datasets.Row)):
+                for file in (row.record.get("text") for row in rows if isinstance(row, datasets.DataRow)):
                     if isinstance(file, TextFile):
                         with contextlib.suppress(NotText):
-                            list(parts(file))
+                            list(text_parts(file))
                 for _ in corpus.source(str(folder), "text").items(True):
                     pass
             else:
                 for item in items(rows):
                     Encoder(dataset, tokenizer, template).encode([item.content])
-    datasets.resolve(parse({"path": str(folder)}))
+    datasets.resolve(parse_dataset({"path": str(folder)}))
 
 
 def make_template(folder: Path) -> None:
@@ -510,7 +510,7 @@ def run_verb(verb: str, number: int, folder: Path) -> str:
         mock.patch.object(jax.stages.Lowered, "compile", accept),
         mock.patch.object(launch, "supervise", accept),
         mock.patch.object(convert, "export", accept),
-        mock.patch.object(convert.parity, "compare", accept),
+        mock.patch.object(convert.parity, "compare_with_transformers", accept),
         mock.patch.object(sys.modules["surojax.fit"], "fastest", accept),
         mock.patch("surojax.planner.plan._compiled", accept),
         mock.patch("surojax.planner.plan._estimated", accept),

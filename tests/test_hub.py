@@ -9,8 +9,8 @@ from test_huggingface import save_tokenizer, stored, write
 
 from surojax import ConfigError, default_config, generate
 from surojax.exchange import hub
+from surojax.exchange.model_tensors import Weights
 from surojax.exchange.sources import is_model, keeps, locate, resolved
-from surojax.exchange.weights import Weights
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_name_is_found_in_the_cache(cache):
     c.model_path = "owner/tiny-llama"
     c = resolved(c)
     assert (c.model_path, c.model.vocab_size, c.tokenizer) == ("owner/tiny-llama", 96, str(folder))
-    _, weights, tokenizer, _ = generate.load("owner/tiny-llama")
+    _, weights, tokenizer, _ = generate.load_trained("owner/tiny-llama")
     expected = stored("llama")["model.layers.1.mlp.up_proj.weight"]
     assert (weights["blocks"]["mlp"]["w_up"][1] == expected).all() and tokenizer.vocab_size == 62
     assert Weights(folder).names == stored("llama").keys()
@@ -53,8 +53,8 @@ def test_only_what_is_needed_is_fetched(monkeypatch):
         return "somewhere"
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    hub.fetch("a/small", weights=False)
-    hub.fetch("a/all", weights=True)
+    hub.download("a/small", weights=False)
+    hub.download("a/all", weights=True)
     assert "config.json" in asked["a/small"] and not any("safetensors" in x for x in asked["a/small"])
     assert {*asked["a/all"]} - {*asked["a/small"]} == {"model*.safetensors", "model.safetensors.index.json"}
     assert not any(pattern in asked["a/all"] for pattern in ("*", "*.bin", "*.pth", "*.gguf"))

@@ -17,8 +17,8 @@ from test_parity import CASES as ALL_CASES, REFERENCE, load_config, load_tree
 from surojax import ConfigError, default_config, train
 from surojax.assembly import architecture, from_config
 from surojax.config.checks import check
-from surojax.exchange import weights as files
-from surojax.exchange.huggingface import read_config, settings
+from surojax.exchange import model_tensors as files
+from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.sources import open_weights, replaced_fields, resolved
 from surojax.families.registry import FAMILIES
 from surojax.models.decoder import DecoderConfig
@@ -70,7 +70,7 @@ def test_settings_are_those_of_the_case(case):
     """As transformers 5 writes them, and as versions before it did."""
     c = default_config()
     for found in (hf_config(case), before_5(hf_config(case))):
-        c.model.update(default_config().model.to_dict() | settings(found))
+        c.model.update(default_config().model.to_dict() | model_fields(found))
         check(c)
         assert rounded(architecture(c)) == rounded(load_config(case))
 
@@ -95,20 +95,20 @@ def before_5(found: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_are_left_out_have_the_values_of_transformers(family):
     """Its config class without arguments, as the fixture has it."""
-    of_class = settings(json.loads(str(REFERENCE["defaults.json"]))[family])
-    found = settings({"model_type": family})
+    of_class = model_fields(json.loads(str(REFERENCE["defaults.json"]))[family])
+    found = model_fields({"model_type": family})
     for fields in (found, of_class):
         fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
     assert found == of_class
 
 
 def test_keys_that_are_left_out_have_the_values_of_the_class():
-    found = settings({"model_type": "mistral", "num_hidden_layers": 2})
+    found = model_fields({"model_type": "mistral", "num_hidden_layers": 2})
     assert (found["num_key_value_heads"], found["sliding_window"], found["rms_norm_eps"]) == (8, 4096, 1e-6)
-    found = settings({"model_type": "llama", "num_attention_heads": 16})
+    found = model_fields({"model_type": "llama", "num_attention_heads": 16})
     assert (found["num_key_value_heads"], found["sliding_window"]) == (16, 0) and "attention_bias" not in found
-    assert settings({"model_type": "qwen2"})["attention_bias"] and settings({"model_type": "qwen3"})["qk_norm"]
-    assert settings({"model_type": "qwen3"})["head_dim"] == 128
+    assert model_fields({"model_type": "qwen2"})["attention_bias"] and model_fields({"model_type": "qwen3"})["qk_norm"]
+    assert model_fields({"model_type": "qwen3"})["head_dim"] == 128
 
 
 GEMMA2 = {"model_type": "gemma2", "hidden_act": "absent"}
@@ -228,16 +228,16 @@ def test_what_transformers_computes_otherwise_is_refused(tmp_path, config, messa
     said = config | {"text_config": sizes | text} if text else sizes | config
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(ConfigError, match=rf"^model_path: config\.json: {message}"):
-        settings(read_config(tmp_path))
+        model_fields(read_config(tmp_path))
 
 
 def test_what_is_not_said_is_that_of_the_class():
     """`rope_parameters` null are those of the class; a base in both spellings is one."""
-    yarn = settings({"model_type": "ministral3", "rope_parameters": None})
+    yarn = model_fields({"model_type": "ministral3", "rope_parameters": None})
     assert (yarn["rope_scaling"], yarn["rope_theta"]) == ("yarn", 1e6)
     both = {"rope_scaling": LINEAR, "rope_theta": 100.0, "rope_parameters": LINEAR | {"rope_theta": 100.0}}
-    assert settings({"model_type": "llama"} | both)["rope_theta"] == 100.0
-    assert settings({"model_type": "gemma2", "final_logit_softcapping": None})["final_logit_softcapping"] == 0
+    assert model_fields({"model_type": "llama"} | both)["rope_theta"] == 100.0
+    assert model_fields({"model_type": "gemma2", "final_logit_softcapping": None})["final_logit_softcapping"] == 0
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_integers_are_no_weights(tmp_path):
 
 
 def test_windows_by_layer():
-    window = lambda types: settings(
+    window = lambda types: model_fields(
         {"model_type": "qwen3", "use_sliding_window": True, "num_hidden_layers": 4, "layer_types": types}
     )
     full, sliding = "full_attention", "sliding_attention"
@@ -282,13 +282,13 @@ def test_windows_by_layer():
         window([full, sliding, sliding, sliding])
     first = {"model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 4, "max_window_layers": 2}
     with pytest.raises(ConfigError, match="layer_types"):
-        settings(first)
+        model_fields(first)
 
 
 def test_windows_of_smollm3():
     """Without layer_types, transformers gives the window to the layers without rotary embedding, and only to them."""
     windows = {"model_type": "smollm3", "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8}
-    of = lambda **keys: settings(windows | keys)
+    of = lambda **keys: model_fields(windows | keys)
     assert of(no_rope_layers=[1] * 4)["sliding_window"] == 0
     everywhere = of(no_rope_layers=[0] * 4)
     assert (everywhere["sliding_window"], everywhere["sliding_window_pattern"]) == (8, 0)
@@ -305,14 +305,14 @@ def test_windows_of_smollm3():
 
 def test_layers_without_rotary_embedding():
     """As a list, which may be longer than the layers, or every n-th layer; n beyond the layers is none."""
-    of = lambda **keys: settings({"model_type": "smollm3", "num_hidden_layers": 5} | keys)["no_rope_layer_interval"]
+    of = lambda **keys: model_fields({"model_type": "smollm3", "num_hidden_layers": 5} | keys)["no_rope_layer_interval"]
     assert of() == 4 and of(no_rope_layers=[1, 1, 0, 1, 1, 0]) == 3 and of(no_rope_layers=[1] * 5) == 0
     assert of(no_rope_layer_interval=9) == 0 and of(no_rope_layers=[0] * 5) == 1
 
 
 def test_keys_of_published_models():
     """Those of gemma-2-9b, SmolLM3-3B and Devstral 2 that say nothing new."""
-    of = lambda family, **keys: settings({"model_type": family} | keys)
+    of = lambda family, **keys: model_fields({"model_type": family} | keys)
     said_again = {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 4096}
     assert of("gemma2", **said_again) == of("gemma2")
     assert of("smollm3", max_window_layers=28, pretraining_tp=2, use_sliding_window=False) == of("smollm3")
@@ -394,20 +394,20 @@ GEMMA_3_1B = {
 )
 def test_published_models_are_read(config, expected):
     said_by_tools = {"_attn_implementation_autoset": True, "unsloth_version": "2025.3.19", "unsloth_fixed": True}
-    found = settings(config | said_by_tools)
+    found = model_fields(config | said_by_tools)
     assert expected.items() <= found.items()
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     assert {name: found[name] for name in sizes} == {name: config[name] for name in sizes}
     with pytest.raises(ConfigError, match=r"config\.json has use_mrope|use_mrope: expected False, got True"):
-        settings(config | {"use_mrope": True})
+        model_fields(config | {"use_mrope": True})
 
 
 def test_windows_of_gemma():
     """Every second layer of Gemma 2 and every sixth of Gemma 3 is without one, and has the global base."""
-    pattern = lambda family, **keys: settings({"model_type": family} | keys)["sliding_window_pattern"]
+    pattern = lambda family, **keys: model_fields({"model_type": family} | keys)["sliding_window_pattern"]
     assert pattern("gemma2") == 2 and pattern("gemma3_text") == 6
     assert pattern("gemma3_text", sliding_window_pattern=3) == 3
-    found = settings({"model_type": "gemma3_text", "sliding_window": None})
+    found = model_fields({"model_type": "gemma3_text", "sliding_window": None})
     assert (found["sliding_window"], found["rope_local_base_freq"]) == (0, 0.0)
 
 

@@ -12,8 +12,8 @@ import pytest
 from test_examples import TOKENIZERS
 
 from surojax.data import examples, prepare
-from surojax.data.batches import batches
-from surojax.data.load import Data, Settings, load, parse_entries
+from surojax.data.batches import training_batches
+from surojax.data.run_data import Data, Settings, load_data, parse_entries
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.errors import ConfigError
 
@@ -41,7 +41,7 @@ def chats(count: int) -> list[dict]:
 def load_entries(tmp_path, entries, validation=(), said=None, **settings) -> Data:
     settings = {"sequence_len": 64, "eval_batches": 50, "data_cache": str(tmp_path / "cache")} | settings
     say = (said if said is not None else []).append
-    return load(parse_entries(entries, validation), Settings(**settings), BYTES, eval_batch_size=4, say=say)
+    return load_data(parse_entries(entries, validation), Settings(**settings), BYTES, eval_batch_size=4, say=say)
 
 
 def documents_of(samples) -> list[str]:
@@ -179,7 +179,7 @@ def test_control_tokens_that_are_spelled_are_said_once(tmp_path):
     for tokenizer in (BYTES, TOKENIZERS["byte_level"]):
         settings = Settings(256, chat_template="chatml", data_cache=str(tmp_path / "cache"))
         said = []
-        load(parse_entries(entries, entries[:1]), settings, tokenizer, eval_batch_size=1, say=said.append)
+        load_data(parse_entries(entries, entries[:1]), settings, tokenizer, eval_batch_size=1, say=said.append)
         notes.append([line for line in said if line.startswith("note: chat_template")])
     (note,) = notes[0]
     assert "chatml writes <|im_start|>, <|im_end|>, which this tokenizer (bytes) has not" in note and not notes[1]
@@ -265,7 +265,7 @@ def test_a_held_out_row_that_cannot_be_used_names_the_way_out(tmp_path, monkeypa
     way_out = r"got none among 1; raise sequence_len{}, or name other examples in validation_datasets$"
     long = {"prompt": "Why" * 50, "completion": "So."}
     monkeypatch.setattr(examples, "new_hash", lambda content: content)
-    monkeypatch.setattr(examples, "key_of", lambda x: 0 if b"Why" in x or b"no answer" in x else 2**63)
+    monkeypatch.setattr(examples, "item_key", lambda x: 0 if b"Why" in x or b"no answer" in x else 2**63)
     path = write(tmp_path / "a.jsonl", [*questions(9), long])
     with pytest.raises(
         ConfigError, match="held out.: expected examples of at most .*" + way_out.format(", or set on_.*")
@@ -320,7 +320,7 @@ def test_what_the_policy_changes_is_tokenised_anew(tmp_path, monkeypatch):
     file.write_text(template.replace("/", "-") + "{% if add_generation_prompt %}<assistant>{% endif %}")
     load_entries(tmp_path, entries, entries, chat_template=str(file), sequence_len=256)
     assert len(folders()) == 6
-    monkeypatch.setattr(prepare, "write", lambda *_, **__: pytest.fail("read again"))
+    monkeypatch.setattr(prepare, "write_entry", lambda *_, **__: pytest.fail("read again"))
     load_entries(tmp_path, entries, entries, chat_template=str(file), sequence_len=256)
     load_entries(tmp_path, [{**entries[0], "weight": 3}], entries, chat_template=str(file), sequence_len=256)
 
@@ -336,7 +336,7 @@ def test_a_stream_of_weighted_packed_datasets_goes_on_anywhere(tmp_path):
     def stream(start: int, count: int, batch_size: int, accumulation: int) -> np.ndarray:
         found = load_entries(tmp_path, entries, said=said, sample_packing=True)
         with contextlib.closing(
-            batches(found.train, batch_size=batch_size, accumulation=accumulation, seed=3, start_sample=start)
+            training_batches(found.train, batch_size=batch_size, accumulation=accumulation, seed=3, start_sample=start)
         ) as steps:
             taken = itertools.islice(steps, count // (batch_size * accumulation))
             rows = [np.concatenate([x[name].reshape(-1, 64) for name in sorted(x)], axis=1) for x in taken]

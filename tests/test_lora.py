@@ -17,7 +17,7 @@ from test_engine import ORDER_OF_SUMS
 from surojax.config import checks, default_config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange.base import check_base, fingerprint
-from surojax.exchange.weights import name_of
+from surojax.exchange.model_tensors import tensor_name
 from surojax.families.family import TENSOR_NAMES
 from surojax.models import decoder
 from surojax.models.decoder_fp8 import SITES
@@ -54,7 +54,7 @@ def names_of_peft(model) -> dict[str, tuple[str, int | None]]:
     found = {}
     for matrix, names in adapters(segment.params):
         for l in range(segment.num_layers):
-            module = name_of(by_name[matrix], segment, l).removesuffix(".weight")
+            module = tensor_name(by_name[matrix], segment, l).removesuffix(".weight")
             found |= {f"{module}.lora_A.weight": (names.a, l), f"{module}.lora_B.weight": (names.b, l)}
             if names.magnitude:
                 found[f"{module}.lora_magnitude"] = (names.magnitude, l)
@@ -78,9 +78,9 @@ def base_params() -> dict:
     """The parameters of the reference's base."""
     model = decoder.build(TINY)
     (segment,) = model.segments
-    names: dict = {name_of(p): (p.name, None) for p in jax.tree.leaves(model.outer_params)}
+    names: dict = {tensor_name(p): (p.name, None) for p in jax.tree.leaves(model.outer_params)}
     for l in range(segment.num_layers):
-        names |= {name_of(p, segment, l): (p.name, l) for p in jax.tree.leaves(segment.params)}
+        names |= {tensor_name(p, segment, l): (p.name, l) for p in jax.tree.leaves(segment.params)}
     return tree_of(model, "base", names)
 
 
@@ -403,7 +403,7 @@ def config_of(folder: Path, **changes):
 @pytest.mark.full
 def test_a_run_continues_and_its_checkpoints_have_adapters_alone(tmp_path):
     from surojax.convert import convert
-    from surojax.inference.load import load
+    from surojax.inference.trained_model import load_trained
     from surojax.train import train
 
     c = config_of(tmp_path / "run", use_dora=True, lora_plus_ratio=2.0)
@@ -412,7 +412,7 @@ def test_a_run_continues_and_its_checkpoints_have_adapters_alone(tmp_path):
     again = train(c)
     same = jax.tree.map(np.array_equal, *(jax.device_get((r.state.master, r.state.weights)) for r in (whole, again)))
     assert jax.tree.all(same)
-    opened = load(tmp_path / "run")
+    opened = load_trained(tmp_path / "run")
     assert jax.tree.all(jax.tree.map(np.array_equal, opened.weights, jax.device_get(whole.state.weights)))
     stored = sum(f.stat().st_size for f in (whole.checkpoint / "master").rglob("*") if f.is_file())
     # 20 kB of adapters, and metadata: 30 to 48 kB, as many files as writes came together.

@@ -16,12 +16,12 @@ import safetensors.numpy
 from test_rooms import FILES, PACKAGE, room_of
 
 from surojax import ConfigError, assembly, convert, default_config, train
-from surojax.exchange import adapters, config_json, sources
-from surojax.exchange.huggingface import settings
+from surojax.exchange import config_json, peft, sources
+from surojax.exchange.huggingface import model_fields
+from surojax.exchange.model_tensors import SINGLE, Weights, shapes
 from surojax.exchange.naming import naming_of
-from surojax.exchange.weights import SINGLE, Weights, shapes
 from surojax.families import rope_keys, window_keys
-from surojax.families.family import LLAMA_DEFAULTS, Family
+from surojax.families.family import LLAMA_DEFAULTS, ModelFamily
 from surojax.families.registry import FAMILIES, IMAGE_TEXT_FAMILIES
 
 # --- the file of a family ---------------------------------------------------------------------------------------------
@@ -34,16 +34,16 @@ def read(given: dict[str, Any]) -> dict[str, Any]:
     window = window_keys.said_window(given)
     types = window_keys.every_nth_full(given["num_hidden_layers"], given["global_every"])
     cap = {"final_logit_softcapping": given["logit_cap"]}
-    return window_keys.fields(given, window, types) | rope_keys.read(given) | cap
+    return window_keys.window_fields(given, window, types) | rope_keys.read_rope(given) | cap
 
 
 def write(fields: dict[str, Any]) -> dict[str, Any]:
     own = {"global_every": fields["sliding_window_pattern"], "logit_cap": fields["final_logit_softcapping"]}
-    return {"sliding_window": fields["sliding_window"] or None} | own | rope_keys.write(fields)
+    return {"sliding_window": fields["sliding_window"] or None} | own | rope_keys.write_rope(fields)
 
 
 LAYER = "decoder.layer.{l}."
-NOVA = Family(
+NOVA = ModelFamily(
     model_type="nova",
     transformers_class="NovaForCausalLM",
     defaults=LLAMA_DEFAULTS | {"sliding_window": 8, "global_every": 2, "logit_cap": 0.0},
@@ -97,7 +97,7 @@ def folder_of_nova(path: Path) -> dict[str, np.ndarray]:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIG))
     c = default_config()
-    c.model.update(settings(CONFIG))
+    c.model.update(model_fields(CONFIG))
     ours = shapes(assembly.model(c))
     rng = np.random.default_rng(0)
     names = {naming_of(CONFIG).in_files(name): shape for name, shape in ours.items()}
@@ -135,7 +135,7 @@ def test_its_adapters_have_its_names(tmp_path):
     folder_of_nova(tmp_path / "model")
     train(config_of_run(tmp_path, lora=True, lora_rank=2, model_dtype="float32"))
     folder = tmp_path / "run" / "adapter"
-    found = safetensors.numpy.load_file(folder / adapters.TENSORS)
+    found = safetensors.numpy.load_file(folder / peft.TENSORS)
     assert found["base_model.model.decoder.layer.2.mlp.out.lora_A.weight"].shape == (2, 48)
     endings = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
     assert endings == ["q", "k", "v", "attention.out", "gate", "up", "mlp.out"]  # two modules are called out
@@ -162,7 +162,7 @@ def test_fields_that_it_alone_computes_become_its_config_json():
 )
 def test_what_it_does_not_compute_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        settings(CONFIG | changes)
+        model_fields(CONFIG | changes)
 
 
 def test_names_of_tensors_that_it_does_not_have_are_refused(tmp_path):

@@ -92,9 +92,9 @@ def test_the_report_passes_and_fails(tmp_path, capsys):
 def test_what_transformers_cannot_do_is_said_in_one_line(tmp_path, body, message):
     folder = write(tmp_path / "model", "llama")
     with pytest.raises(ConfigError, match=rf"^{message}[^\n]*$"):
-        parity.compare(folder, interpreter(tmp_path / "python", body))
+        parity.compare_with_transformers(folder, interpreter(tmp_path / "python", body))
     with pytest.raises(ConfigError, match=r"^--python: expected an interpreter, got .*nowhere' \(No such file"):
-        parity.compare(folder, str(tmp_path / "nowhere"))
+        parity.compare_with_transformers(folder, str(tmp_path / "nowhere"))
     with pytest.raises(SystemExit, match=r"error: --check: expected no --out, got one"):
         convert.main(["--check", str(folder), "--out", "x"])
     with pytest.raises(SystemExit, match=r"error: --check: expected no --dtype, got one"):

@@ -16,8 +16,8 @@ from test_parity import REFERENCE, load_config
 from surojax import ConfigError, assembly, convert
 from surojax.assembly import architecture
 from surojax.exchange.huggingface import read_config
+from surojax.exchange.model_tensors import SINGLE
 from surojax.exchange.sources import open_weights
-from surojax.exchange.weights import SINGLE
 
 CASES = ("gemma3_images", "ministral3_images")
 IN_FILES, IN_MODULES = 0, 1  # the spellings of names

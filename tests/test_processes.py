@@ -31,7 +31,7 @@ from surojax import ConfigError, read_metrics
 from surojax.cluster import watch
 from surojax.cluster.early import STOPPED
 from surojax.cluster.watch import Watch
-from surojax.data.batches import batches
+from surojax.data.batches import training_batches
 from surojax.data.cache import Corpus
 from surojax.data.samples import Windows
 from surojax.errors import REFUSED
@@ -446,8 +446,8 @@ def test_the_order_of_samples_does_not_depend_on_who_reads_them(rows):
     tokens = np.arange(3000, dtype=np.uint16)
     samples = Windows(Corpus(tokens, 3000, "fingerprint", "name", np.array([0, 3000])), 8)
     options = {"batch_size": 6, "accumulation": 2, "seed": 3, "start_sample": 24, "prefetch": 0}
-    whole = batches(samples, **options)
-    part = batches(samples, **options, rows=np.array(rows))
+    whole = training_batches(samples, **options)
+    part = training_batches(samples, **options, rows=np.array(rows))
     for _ in range(40):  # more than an epoch
         expected, found = next(whole), next(part)
         assert found["inputs"].shape == (2, len(rows), 8)

@@ -10,9 +10,9 @@ from small import CONFIG, drawn_params
 from surojax import ConfigError, generate
 from surojax.data.templates import load_template
 from surojax.data.tokenizer import ByteTokenizer
-from surojax.inference.load import Trained
-from surojax.inference.prompts import answer, complete, conversation_ids, message_ids, text_ids
+from surojax.inference.prompts import answer_message, complete, conversation_ids, message_ids, text_ids
 from surojax.inference.sample import generate as generate_ids
+from surojax.inference.trained_model import Trained
 from surojax.models import decoder
 
 WORDS = ByteTokenizer()
@@ -46,12 +46,12 @@ def test_an_answer_continues_the_conversation():
     """As the text would be continued, up to the end of the turn."""
     model = trained()
     asked = bytes(message_ids(model, "Hi").tolist()).decode()
-    found = answer(model, "Hi", max_tokens=8, temperature=0)
+    found = answer_message(model, "Hi", max_tokens=8, temperature=0)
     assert found == complete(model, asked, max_tokens=8, temperature=0)
     first = next(generate_ids(model.model, model.weights, message_ids(model, "Hi"), max_tokens=1, temperature=0))
     stops = ByteTokenizer()
     stops.stop_ids = frozenset({first})
-    assert answer(model._replace(tokenizer=stops), "Hi", max_tokens=8, temperature=0) == ""
+    assert answer_message(model._replace(tokenizer=stops), "Hi", max_tokens=8, temperature=0) == ""
 
 
 def test_the_command_answers(capsys, monkeypatch):
@@ -61,11 +61,11 @@ def test_the_command_answers(capsys, monkeypatch):
         asked.append((checkpoint, tokenizer, template))
         return trained()
 
-    monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr(generate, "load_trained", load)
     flags = ["--checkpoint", "X", "--max-tokens", "5", "--temperature", "0", "--prompt", "Hi", "--prompt", "What?"]
     generate.main([*flags, "--chat", "--system", "Be brief.", "--chat-template", "chatml"])
     options = {"max_tokens": 5, "temperature": 0}
-    expected = [answer(trained(), message, "Be brief.", **options) for message in ("Hi", "What?")]
+    expected = [answer_message(trained(), message, "Be brief.", **options) for message in ("Hi", "What?")]
     assert capsys.readouterr().out == expected[0] + "\n---\n" + expected[1] + "\n"
     assert asked == [("X", "", "chatml")]
     for wrong in (["--system", "x"], ["--chat-template", "chatml"]):
@@ -90,7 +90,7 @@ def typed(monkeypatch, capsys, stdin: io.StringIO, *options: str) -> tuple[list[
         yield from f"é{len(asked)}".encode()
 
     monkeypatch.setattr(generate, "generate", sampled)
-    monkeypatch.setattr(generate, "load", lambda *_: loads.append(1) or MODEL)
+    monkeypatch.setattr(generate, "load_trained", lambda *_: loads.append(1) or MODEL)
     monkeypatch.setattr("sys.stdin", stdin)
     generate.main(["--checkpoint", "X", "--max-tokens", "4", "--temperature", "0.5", "--seed", "7", *options])
     assert loads == [1]
@@ -124,7 +124,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(capsys, monkeypatch):
         yield ord("a")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "load", lambda *_: MODEL)
+    monkeypatch.setattr(generate, "load_trained", lambda *_: MODEL)
     monkeypatch.setattr(generate, "generate", interrupted)
     monkeypatch.setattr("sys.stdin", Terminal("Hi\nWhat?\n"))
     generate.main(["--checkpoint", "X", "--chat"])

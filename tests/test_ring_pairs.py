@@ -22,7 +22,7 @@ from pallas_kernels import attention as kernel, dispatch
 from surojax.models import cudnn, decoder
 from surojax.models.attention import chosen
 from surojax.models.model import Compute
-from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, gradients, merged
+from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, merged_pairs, pair_gradients
 from surojax.placement.mesh import CONTEXT
 from surojax.planner import aot
 
@@ -57,10 +57,10 @@ def in_two_parts(by: str, first, rule: kernel.Rule, all_seen: bool, before, own,
         (Keys(*before[1:], jnp.arange(length)), Pair(by, rule, own=False, all_seen=all_seen)),
         (Keys(*own[1:], length + jnp.arange(length)), Pair(by, rule, own=True, all_seen=all_seen)),
     ]
-    y, lse = merged(*(attended(queries, keys, pair) for keys, pair in parts))
+    y, lse = merged_pairs(*(attended(queries, keys, pair) for keys, pair in parts))
     delta = jnp.moveaxis(jnp.sum(y * dy.astype(f32), axis=-1), 1, 3)
     slopes = Slopes(dy, y.astype(dy.dtype), lse, delta)
-    (dq_before, *d_before), (dq_own, *d_own) = (gradients(queries, keys, slopes, pair) for keys, pair in parts)
+    (dq_before, *d_before), (dq_own, *d_own) = (pair_gradients(queries, keys, slopes, pair) for keys, pair in parts)
     return y, dq_before + dq_own, *d_before, *d_own
 
 

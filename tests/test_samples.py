@@ -13,7 +13,7 @@ import pytest
 from small import quick_at
 
 from surojax.data import packing, samples
-from surojax.data.batches import Mixture, batches, evaluation_batches
+from surojax.data.batches import Mixture, evaluation_batches, training_batches
 from surojax.data.cache import Corpus
 from surojax.data.samples import Rows, Windows, check_length, concatenated, windows_or_rows
 from surojax.errors import ConfigError
@@ -92,7 +92,7 @@ def test_the_plan_is_the_same_in_blocks_of_any_size(monkeypatch):
     whole = packing.best_fit(np.array([length for _, length in spans]), 16)
     for block in (1, 7, 64):
         monkeypatch.setattr(packing, "_BLOCK", block)
-        found = packing.pieces(offsets, 16, on_long="cut", continues=True)
+        found = packing.row_pieces(offsets, 16, on_long="cut", continues=True)
         assert list(zip(found.starts.tolist(), found.lengths.tolist(), strict=True)) == spans
         assert (found.num_long, found.num_examples) == ((lengths > 16).sum(), (lengths > 0).sum())
         keys = found.lengths[::-1]
@@ -106,14 +106,14 @@ def test_the_plan_is_the_same_in_blocks_of_any_size(monkeypatch):
 
 def test_long_examples_are_cut_or_dropped():
     offsets = np.array([0, 3, 3, 13, 17, 26])  # lengths 3, 0, 10, 4, 9; rows of 4
-    cut = packing.pieces(offsets, 4, on_long="cut", continues=True)
+    cut = packing.row_pieces(offsets, 4, on_long="cut", continues=True)
     assert list(zip(cut.starts.tolist(), cut.lengths.tolist(), strict=True)) == [
         (0, 3), (3, 4), (7, 4), (11, 2), (13, 4), (17, 4), (21, 4), (25, 1)
     ]  # fmt: skip
     assert cut.num_long == 2
-    ended = packing.pieces(offsets, 4, on_long="cut", continues=False)
+    ended = packing.row_pieces(offsets, 4, on_long="cut", continues=False)
     assert ended.starts.tolist() == [0, 3, 13, 17] and ended.lengths.tolist() == [3, 4, 4, 4] and ended.num_long == 2
-    dropped = packing.pieces(offsets, 4, on_long="drop", continues=True)
+    dropped = packing.row_pieces(offsets, 4, on_long="drop", continues=True)
     assert dropped.starts.tolist() == [0, 13] and dropped.lengths.tolist() == [3, 4] and dropped.num_long == 2
 
 
@@ -253,7 +253,9 @@ def numbered_rows(count: int, first: int, packed: bool = False) -> Rows | Window
 def stream(source, count: int, *, batch_size: int = 1, accumulation: int = 1, **options) -> list[tuple]:
     """The first `count` samples, as tuples of everything that is in them."""
     options = {"seed": 5} | options
-    with contextlib.closing(batches(source, batch_size=batch_size, accumulation=accumulation, **options)) as steps:
+    with contextlib.closing(
+        training_batches(source, batch_size=batch_size, accumulation=accumulation, **options)
+    ) as steps:
         found = []
         for batch in itertools.islice(steps, -(-count // (batch_size * accumulation))):
             flat = [batch[name].reshape(-1, 8) for name in sorted(batch)]
@@ -320,7 +322,7 @@ def test_a_step_needs_as_many_samples_as_it_takes():
     rows = numbered_rows(5, 100)
     check_length(rows, 5)
     with pytest.raises(ConfigError, match="made up: expected at least 6 samples for one step, got 5; add data"):
-        batches(rows, batch_size=3, accumulation=2, seed=0)
+        training_batches(rows, batch_size=3, accumulation=2, seed=0)
 
 
 def test_evaluation_of_packed_rows_fills_up_with_what_counts_nothing():

@@ -12,7 +12,7 @@ from test_huggingface import config, stored, write
 
 from surojax import ConfigError, convert
 from surojax.exchange import shards
-from surojax.exchange.weights import INDEX, SINGLE, Weights
+from surojax.exchange.model_tensors import INDEX, SINGLE, Weights
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -27,7 +27,7 @@ def test_files_are_those_of_the_library(tmp_path, dtype):
     found = shards.Shard(tmp_path / "theirs")
     assert found.entries.keys() == tensors.keys()
     shapes = {name: array.shape for name, array in tensors.items()}
-    shards.write(tmp_path / "ours", shapes, np.dtype(dtype), tensors.values())
+    shards.write_shard(tmp_path / "ours", shapes, np.dtype(dtype), tensors.values())
     read = safetensors.numpy.load_file(tmp_path / "ours")
     for name, array in tensors.items():
         for other in (found.read(name), read[name]):

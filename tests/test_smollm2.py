@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from surojax import read_metrics
-from surojax.inference.load import load
-from surojax.inference.prompts import answer
+from surojax.inference.prompts import answer_message
+from surojax.inference.trained_model import load_trained
 from surojax.run import on_disk
 from surojax.train import main
 
@@ -32,10 +32,10 @@ def test_fine_tuning_and_export(tmp_path):
     assert evals[1]["loss"] < 0.9 * evals[0]["loss"]
     assert np.isclose(evals[1]["perplexity"], np.exp(evals[1]["loss"]))
 
-    exported = load(tmp_path / "export")
+    exported = load_trained(tmp_path / "export")
     found = on_disk.find(run)
     assert found is not None
-    trained = jax.tree.map(lambda w: w.astype("bfloat16"), load(found).weights)
+    trained = jax.tree.map(lambda w: w.astype("bfloat16"), load_trained(found).weights)
     chex.assert_trees_all_equal(exported.weights, trained)
     assert json.loads((tmp_path / "export" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert len(answer(exported, "What does `textwrap.dedent(text)` do?", max_tokens=12, temperature=0)) > 10
+    assert len(answer_message(exported, "What does `textwrap.dedent(text)` do?", max_tokens=12, temperature=0)) > 10

@@ -17,8 +17,8 @@ from surojax import ConfigError
 from surojax.assembly import from_config
 from surojax.exchange.base import described_format
 from surojax.exchange.merge import InBaseFormat
+from surojax.exchange.model_tensors import Weights, readers
 from surojax.exchange.sources import open_weights
-from surojax.exchange.weights import Weights, readers
 from surojax.models.model import Model
 from surojax.numerics import base_formats
 from surojax.placement.mesh import make_mesh

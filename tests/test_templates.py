@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import surojax.data.templates as templates
-from surojax.data.rows import NotARow
+from surojax.data.data_rows import NotARow
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.errors import ConfigError

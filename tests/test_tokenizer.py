@@ -256,8 +256,8 @@ def test_errors_of_a_folder(tmp_path):
 def test_a_gguf_file_has_a_reader_of_its_own(tmp_path, bpe_file, monkeypatch):
     """The reader is replaced: what counts here is that its files become a tokenizer, and that nothing else is read."""
     read = lambda path: TokenizerFiles(bpe_file.read_text(), "template", bos="<s>", eos="</s>", adds_bos=True)
-    monkeypatch.setitem(sys.modules, "surojax.data.gguf_tokenizer", types.SimpleNamespace(read=read))
-    monkeypatch.setattr("surojax.data.gguf_tokenizer", types.SimpleNamespace(read=read), raising=False)
+    monkeypatch.setitem(sys.modules, "surojax.data.gguf_tokenizer", types.SimpleNamespace(read_gguf_tokenizer=read))
+    monkeypatch.setattr("surojax.data.gguf_tokenizer", types.SimpleNamespace(read_gguf_tokenizer=read), raising=False)
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     tokenizer = load_tokenizer(str(path))

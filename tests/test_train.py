@@ -34,7 +34,7 @@ from surojax.config import flags
 from surojax.config.checks import restored_config
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference import prompts
-from surojax.inference.load import load
+from surojax.inference.trained_model import load_trained
 from surojax.memory.lock import locked
 from surojax.models.decoder import Decoder
 from surojax.placement.mesh import make_mesh
@@ -318,8 +318,8 @@ def test_updates_under_the_next_step_leave_the_same_run(whole, config, tmp_path,
     assert not stopped.finished and int(stopped.state.step) == 5
     result = train(config)
     assert result.finished and records(tmp_path / "run") == records(whole)
-    expected = load(whole / "checkpoints/12").weights
-    chex.assert_trees_all_equal(load(result.checkpoint).weights, expected)
+    expected = load_trained(whole / "checkpoints/12").weights
+    chex.assert_trees_all_equal(load_trained(result.checkpoint).weights, expected)
     moved = lambda tree: jax.tree.leaves(jax.device_get(tree))
     chex.assert_trees_all_equal(moved(result.state.weights), moved(expected))
 
@@ -524,7 +524,7 @@ def planned_weights(model):
 
 def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
     """Greedily: each token is the likeliest that the plain model finds with the checkpoint's weights."""
-    model, weights, tokenizer, _ = load(whole)
+    model, weights, tokenizer, _ = load_trained(whole)
     c = restored_config(on_disk.read_meta(whole / "checkpoints/12")["config"])
     assert not np.allclose(weights["outer"]["norm"], 1, atol=1e-3)  # training has moved what was 1 at the beginning
     generate.main(["--checkpoint", str(whole), "--prompt", "abc", "--max-tokens", "8", "--temperature", "0"])
@@ -541,8 +541,8 @@ def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
 
 
 def test_a_runs_template_and_another(whole):
-    assert load(whole).template is None
-    template = load(whole, chat_template="chatml").template
+    assert load_trained(whole).template is None
+    template = load_trained(whole, chat_template="chatml").template
     assert template is not None and template.source == "chat_template chatml"
 
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from surojax.config import checks
 from surojax.config.fields import Config, gpus_per_sequence
 from surojax.config.flags import parse
-from surojax.data import load as data
-from surojax.data.batches import batches
+from surojax.data import run_data as data
+from surojax.data.batches import training_batches
 from surojax.data.samples import check_length
-from surojax.data.show import table
+from surojax.data.show import sample_table
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.exchange.sources import resolved
@@ -34,7 +34,7 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
     checks.check_tokenizer(c, tokenizer.vocab_size, tokenizer.name)
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
-    found = data.load(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size)
+    found = data.load_data(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size)
     groups = max(1, (c.gpus or 1) // gpus_per_sequence(c))
     check_length(found.train.all, groups * c.per_device_batch_size * c.gradient_accumulation_steps)
     return found, tokenizer
@@ -43,9 +43,9 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
 def first_samples(found: data.Data, tokenizer: Tokenizer, *, rows: int, seed: int, color: bool) -> Iterator[str]:
     """Yields the lines that show the first training samples of a run, in its order; at most those of an epoch."""
     rows = min(rows, len(found.train))
-    with contextlib.closing(batches(found.train, batch_size=rows, accumulation=1, seed=seed)) as stream:
+    with contextlib.closing(training_batches(found.train, batch_size=rows, accumulation=1, seed=seed)) as stream:
         batch = {name: array[0] for name, array in next(stream).items()}
-    yield from table(batch["inputs"], batch["labels"], batch.get("starts"), tokenizer, color=color)
+    yield from sample_table(batch["inputs"], batch["labels"], batch.get("starts"), tokenizer, color=color)
 
 
 def main(argv: list[str] | None = None) -> None:

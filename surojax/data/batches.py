@@ -72,7 +72,7 @@ class Mixture:
         return mixed if num_epochs is None else mixed[: num_epochs * len(self)]
 
 
-def batches(
+def training_batches(
     samples: Samples | Mixture,
     *,
     batch_size: int,

@@ -80,7 +80,7 @@ class Corpus:
             mapping.madvise(mmap.MADV_DONTNEED)
 
 
-class Entry(NamedTuple):
+class CacheEntry(NamedTuple):
     """An entry of the cache. info: what its writer returned. reused: it was there before."""
 
     corpora: dict[str, Corpus]
@@ -173,7 +173,7 @@ def cached(
     *,
     name: str,
     say: Callable[[str], None] = print,
-) -> Entry:
+) -> CacheEntry:
     """Returns the entry of `key`, which is written if the cache does not have it.
 
     folder: of the cache; created if it does not exist. key: everything that the entry depends on, as JSON. write: fills
@@ -185,7 +185,7 @@ def cached(
     text = json.dumps({"format": FORMAT, **key}, sort_keys=True)
     target = root / hashlib.sha256(text.encode()).hexdigest()[:20]
     if corpora := _open(target, name):
-        return Entry(*corpora, target, True)
+        return CacheEntry(*corpora, target, True)
     with _writable(root):
         root.mkdir(parents=True, exist_ok=True)
         wait = functools.partial(_say_waiting, say, name)
@@ -193,11 +193,11 @@ def cached(
             if is_locked:
                 _remove_leftovers(root, target.name)
             if corpora := _open(target, name):
-                return Entry(*corpora, target, True)
+                return CacheEntry(*corpora, target, True)
             _write(target, text, write)
             corpora = _open(target, name)
     assert corpora, f"{target} was written and cannot be opened"
-    return Entry(*corpora, target, False)
+    return CacheEntry(*corpora, target, False)
 
 
 def _write(target: Path, key: str, write: Callable[[Path], dict[str, Any]]) -> None:

@@ -7,16 +7,16 @@ read. Each function raises NotARow if a field is missing or holds something else
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from surojax.data.data_rows import NotARow
 from surojax.data.datasets import INSTRUCTION_FIELDS, MESSAGES, PROMPT_FIELDS, Dataset, field_names
 from surojax.data.rendering import Message
-from surojax.data.rows import NotARow
 from surojax.untrusted import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool", "observation": "tool"}
 
 
-class Pair(NamedTuple):
+class PromptCompletion(NamedTuple):
     """A prompt and the completion to learn.
 
     system: "" if there is none. seam: what stands between the two if there is no chat template.
@@ -50,12 +50,12 @@ def text(record: Mapping[str, Any], text_field: str) -> str:
     return _filled(record, text_field, "the text", "set text_field to the field that holds the text")
 
 
-def pair(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Pair:
+def prompt_completion(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> PromptCompletion:
     """Returns the prompt and completion of an instruction; an input follows its instruction after a blank line."""
     system = _system(record, dataset) or dataset.system_prompt or system_prompt
     if _reads_prompt(record, dataset):
         prompt = _filled(record, dataset.prompt_field, "the prompt")
-        return Pair(system, prompt, _filled(record, dataset.completion_field, "the completion"), "")
+        return PromptCompletion(system, prompt, _filled(record, dataset.completion_field, "the completion"), "")
     if dataset.instruction_field not in record:
         raise NotARow(
             f"expected the prompt in {dataset.prompt_field!r} or the instruction in {dataset.instruction_field!r}, got "
@@ -64,7 +64,7 @@ def pair(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Pai
     instruction = _filled(record, dataset.instruction_field, "the instruction")
     more = _optional(record, dataset.input_field, "the input")
     prompt = f"{instruction}\n\n{more}" if more else instruction
-    return Pair(system, prompt, _filled(record, dataset.output_field, "the output"), "\n\n")
+    return PromptCompletion(system, prompt, _filled(record, dataset.output_field, "the output"), "\n\n")
 
 
 def _reads_prompt(record: Mapping[str, Any], dataset: Dataset) -> bool:

@@ -8,9 +8,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from surojax.data.documents import Text, documents
-from surojax.data.files import find, stdlib_files, unseen
-from surojax.data.items import Item, Source, key_of, new_hash
+from surojax.data.documents import Text, read_documents
+from surojax.data.files import find_files, stdlib_files, unseen
+from surojax.data.items import Item, Source, item_key, new_hash
 from surojax.data.readers import read_file
 from surojax.errors import ConfigError
 
@@ -32,7 +32,7 @@ def source(name: str, text_field: str) -> Source:
 
 def _read_files(files: list[Path], text_field: str, with_keys: bool) -> Iterator[Item[Text]]:
     rows = (row for path in files for row in read_file(path, text_field))
-    return documents(rows, text_field, by_record=False, with_keys=with_keys)
+    return read_documents(rows, text_field, by_record=False, with_keys=with_keys)
 
 
 def _read_stdlib(with_keys: bool = True) -> Iterator[Item[Text]]:
@@ -46,7 +46,7 @@ def _read_stdlib(with_keys: bool = True) -> Iterator[Item[Text]]:
             continue
         if text and text not in seen:
             seen.add(text)
-            yield Item(text, key_of(new_hash(path.relative_to(root).as_posix().encode())), len(content))
+            yield Item(text, item_key(new_hash(path.relative_to(root).as_posix().encode())), len(content))
     if not seen:
         raise ConfigError(
             f"stdlib: expected Python source files below {root}, got none (an interpreter shipped without them); "
@@ -63,7 +63,7 @@ def expand(source: str) -> list[Path]:
                 f"data source: expected '{STDLIB}' or paths separated by commas, got an empty one in {source!r}; "
                 "name a file or remove the extra comma"
             )
-        files = find(item, SUPPORTED)
+        files = find_files(item, SUPPORTED)
         if files is None:
             raise ConfigError(
                 f"{item}: expected a file, a folder or a glob that matches, got nothing of that name in {Path.cwd()}; "

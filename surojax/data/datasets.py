@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from surojax.data import docstrings, files, readers
+from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.readers import OpenSet, open_set
-from surojax.data.rows import BadRow, Row
 from surojax.errors import ConfigError, shown
 
 TYPES = ("auto", "text", "instruction", "conversation")
@@ -102,7 +102,7 @@ class Dataset:
         return [name for name in names if getattr(self, name) != defaults[name]]
 
 
-def parse(entry: Mapping[str, Any]) -> Dataset:
+def parse_dataset(entry: Mapping[str, Any]) -> Dataset:
     """Returns the Dataset of an entry of `datasets`.
 
     Axolotl's and Surogate's names of settings are understood as well, `message_property_mappings` among them. A path
@@ -195,8 +195,8 @@ def resolve(dataset: Dataset, open_set: OpenSet = open_set) -> Dataset:
     if dataset.type != "auto":
         return dataset
     bad = None
-    for row in read(dataset, open_set):
-        if isinstance(row, Row):
+    for row in read_dataset(dataset, open_set):
+        if isinstance(row, DataRow):
             resolved = dataclasses.replace(dataset, type=_type_of(row, dataset))
             _check_uses(resolved, row.where)
             return resolved
@@ -205,7 +205,7 @@ def resolve(dataset: Dataset, open_set: OpenSet = open_set) -> Dataset:
     raise ConfigError(f"{bad.where}: {bad.reason}")
 
 
-def _type_of(row: Row, dataset: Dataset) -> str:
+def _type_of(row: DataRow, dataset: Dataset) -> str:
     messages = (dataset.messages_field,) if dataset.messages_field else MESSAGES
     fields = row.record.keys()
     if any(name in fields for name in messages):
@@ -232,7 +232,7 @@ def field_names(record: Mapping[str, Any]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "no fields"
 
 
-def read(dataset: Dataset, open_set: OpenSet = open_set) -> Iterator[Row | BadRow]:
+def read_dataset(dataset: Dataset, open_set: OpenSet = open_set) -> Iterator[DataRow | BadRow]:
     """Yields the dataset's rows: paths in the order given, the files of each sorted, none of them twice.
 
     A .txt file is one row, whose field `text_field` is a `TextFile`; a .jsonl file has a row in each line that is not
@@ -275,14 +275,14 @@ def _paths(dataset: Dataset) -> Iterator[tuple[str, list[Path] | None]]:
     """Yields each path of a dataset with its files, without those of an earlier path; None: it names no file."""
     seen: set[Path] = set()
     for item in dataset.path:
-        found = files.stdlib_files() if item == docstrings.NAME else files.find(item, readers.SUFFIXES)
+        found = files.stdlib_files() if item == docstrings.NAME else files.find_files(item, readers.SUFFIXES)
         yield item, None if found is None else files.unseen(found, seen)
 
 
-def _rows(dataset: Dataset, open_set: OpenSet) -> Iterator[Row | BadRow]:
+def _rows(dataset: Dataset, open_set: OpenSet) -> Iterator[DataRow | BadRow]:
     for item, paths in _paths(dataset):
         if item == docstrings.NAME:
-            yield from docstrings.read()
+            yield from docstrings.read_docstrings()
             continue
         if paths is None:
             split = _split_of(dataset)

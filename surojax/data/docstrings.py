@@ -10,15 +10,15 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from surojax.data.data_rows import DataRow
 from surojax.data.files import stdlib_files
-from surojax.data.rows import Row
 from surojax.errors import ConfigError
 
 NAME = "stdlib_docstrings"
 SHORTEST, LONGEST = 40, 600  # characters of an answer
 
 
-def read() -> Iterator[Row]:
+def read_docstrings() -> Iterator[DataRow]:
     """Yields a row {"prompt", "completion"} for every documented public function, in order of the files.
 
     Raises ConfigError if this Python was installed without its source.
@@ -40,7 +40,7 @@ def read() -> Iterator[Row]:
                 seen.add(answer)
                 found = True
                 question = f"What does `{module}.{name}({ast.unparse(function.args)})` do?"
-                yield Row({"prompt": question, "completion": answer}, f"{path}:{function.lineno}")
+                yield DataRow({"prompt": question, "completion": answer}, f"{path}:{function.lineno}")
     if not found:
         raise ConfigError(
             f"{NAME}: expected Python source files below {root}, got none (an interpreter shipped without them); "

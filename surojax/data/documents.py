@@ -12,18 +12,18 @@ import numpy as np
 
 from surojax.data import texts
 from surojax.data.conversations import text as text_of
+from surojax.data.data_rows import BadRow, DataRow, NotARow, half_a_pair
 from surojax.data.examples import Example
 from surojax.data.files import NotText
-from surojax.data.items import Item, Unit, json_of, key_of, key_of_bad, new_hash
-from surojax.data.rows import BadRow, NotARow, Row, half_a_pair
-from surojax.data.texts import Piece, TextFile
+from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
+from surojax.data.texts import TextFile, TextPiece
 from surojax.data.tokenizer import Tokenizer
 
 type Text = str | TextFile
 
 
-def documents(
-    rows: Iterable[Row | BadRow], text_field: str, *, by_record: bool, with_keys: bool
+def read_documents(
+    rows: Iterable[DataRow | BadRow], text_field: str, *, by_record: bool, with_keys: bool
 ) -> Iterator[Item[Text]]:
     """Yields the text of each row, or why it has none.
 
@@ -38,8 +38,8 @@ def documents(
             yield _of_row(row, text_field, by_record, with_keys)
 
 
-def _of_row(row: Row, text_field: str, by_record: bool, with_keys: bool) -> Item[Text]:
-    key = key_of(new_hash(json_of(row.record))) if with_keys and by_record else 0
+def _of_row(row: DataRow, text_field: str, by_record: bool, with_keys: bool) -> Item[Text]:
+    key = item_key(new_hash(json_of(row.record))) if with_keys and by_record else 0
     try:
         text = text_of(row.record, text_field)
         encoded = text.encode("utf-8")
@@ -47,7 +47,7 @@ def _of_row(row: Row, text_field: str, by_record: bool, with_keys: bool) -> Item
         return Item(BadRow(row.where, str(error)), key, 0)
     except UnicodeEncodeError as error:
         return Item(BadRow(row.where, half_a_pair(error)), key, 0)
-    return Item(text, key_of(new_hash(encoded)) if with_keys and not by_record else key, len(encoded))
+    return Item(text, item_key(new_hash(encoded)) if with_keys and not by_record else key, len(encoded))
 
 
 def _of_file(file: TextFile, field: str | None, with_keys: bool) -> Item[Text]:
@@ -56,7 +56,7 @@ def _of_file(file: TextFile, field: str | None, with_keys: bool) -> Item[Text]:
     num_bytes = 0
     is_blank = True
     try:
-        for part in texts.parts(file):
+        for part in texts.text_parts(file):
             encoded = part.encode("utf-8")
             num_bytes += len(encoded)
             is_blank = is_blank and not part.strip()
@@ -67,7 +67,7 @@ def _of_file(file: TextFile, field: str | None, with_keys: bool) -> Item[Text]:
     if is_blank:
         return _bad(str(file.path), "expected text, got an empty file; remove it from the data or fill it")
     digest.update(b'"}' if field else b"")
-    return Item(file, key_of(digest) if with_keys else 0, num_bytes)
+    return Item(file, item_key(digest) if with_keys else 0, num_bytes)
 
 
 def _bad(where: str, reason: str) -> Item[Text]:
@@ -100,28 +100,30 @@ class TextEncoder:
         if isinstance(item.content, BadRow):
             return None
         first, second = texts.split(item.content)
-        sizes = [sum(len(part.encode("utf-8")) for part in texts.parts(text)) for text in (first, second)]
+        sizes = [sum(len(part.encode("utf-8")) for part in texts.text_parts(text)) for text in (first, second)]
         return (Item(first, 0, sizes[0]), Item(second, 0, sizes[1])) if all(sizes) else None
 
-    def units(self, item: Item[Text]) -> Iterable[Unit[Piece]]:
+    def units(self, item: Item[Text]) -> Iterable[Unit[TextPiece]]:
         """Returns the pieces of a text."""
         content = item.content
         if isinstance(content, BadRow):
             return (Unit(content, 0, True),)
         if isinstance(content, str) and len(content) <= texts.PIECE_CHARS:
-            return (Unit(Piece(content, True, True), item.num_bytes, True),)
+            return (Unit(TextPiece(content, True, True), item.num_bytes, True),)
         section_starts = self.tokenizer.section_starts if self.cuts_at_special else None
-        return (Unit(piece, len(piece.text.encode()), piece.is_last) for piece in texts.pieces(content, section_starts))
+        return (
+            Unit(piece, len(piece.text.encode()), piece.is_last) for piece in texts.text_pieces(content, section_starts)
+        )
 
-    def encode(self, pieces: Sequence[Piece | BadRow]) -> list[Example | BadRow]:
+    def encode(self, pieces: Sequence[TextPiece | BadRow]) -> list[Example | BadRow]:
         """Returns the tokens of each piece, with those that begin and end its document."""
-        encoded = iter(self.tokenizer.encode_batch([piece.text for piece in pieces if isinstance(piece, Piece)]))
+        encoded = iter(self.tokenizer.encode_batch([piece.text for piece in pieces if isinstance(piece, TextPiece)]))
         nothing = np.empty(0, np.int32)
         bos = np.array([self.tokenizer.bos_id], np.int32) if self.tokenizer.adds_bos else nothing
         eos = np.array([self.tokenizer.eos_id], np.int32)
 
-        def example(piece: Piece) -> Example:
+        def example(piece: TextPiece) -> Example:
             ends = (bos if piece.is_first else nothing, next(encoded), eos if piece.is_last else nothing)
             return Example(np.concatenate(ends), None)
 
-        return [example(piece) if isinstance(piece, Piece) else piece for piece in pieces]
+        return [example(piece) if isinstance(piece, TextPiece) else piece for piece in pieces]

@@ -16,10 +16,10 @@ import numpy as np
 
 from surojax.data import conversations, pieces
 from surojax.data.conversations import Conversation
+from surojax.data.data_rows import BadRow, DataRow, NotARow, half_a_pair
 from surojax.data.datasets import Dataset
-from surojax.data.items import Item, Unit, json_of, key_of, key_of_bad, new_hash
-from surojax.data.pieces import Piece
-from surojax.data.rows import BadRow, NotARow, Row, half_a_pair
+from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
+from surojax.data.pieces import DocumentPiece
 from surojax.data.seams import encode_pieces
 from surojax.data.templates import Template
 from surojax.data.texts import TextFile
@@ -46,7 +46,7 @@ class _Draft:
     has_bos: whether the beginning-of-sequence token precedes the pieces. eos: when the end-of-sequence token follows.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DocumentPiece, ...]
     has_bos: bool
     eos: Eos
 
@@ -90,7 +90,9 @@ class Encoder:
         self._is_stop = np.zeros(tokenizer.vocab_size, bool)
         self._is_stop[list(tokenizer.stop_ids)] = True
         self._shows_tools = template is not None and template.shows_tools
-        self.note: str = pieces.note(template, train_on) if template and dataset.type == "conversation" else ""
+        self.note: str = (
+            pieces.trained_parts_note(template, train_on) if template and dataset.type == "conversation" else ""
+        )
         self.fingerprint: str = self._fingerprint()
 
     def _fingerprint(self) -> str:
@@ -112,14 +114,14 @@ class Encoder:
 
     is_text = False
 
-    def split(self, item: Item[Row]) -> None:
+    def split(self, item: Item[DataRow]) -> None:
         """Returns None: a row cannot be split."""
 
-    def units(self, item: Item[Row]) -> tuple[Unit[Row]]:
+    def units(self, item: Item[DataRow]) -> tuple[Unit[DataRow]]:
         """Returns a row as it is."""
         return (Unit(item.content, item.num_bytes, True),)
 
-    def encode(self, rows: Iterable[Row | BadRow]) -> list[Example | BadRow]:
+    def encode(self, rows: Iterable[DataRow | BadRow]) -> list[Example | BadRow]:
         """Returns the rows' examples, in their order; a row that cannot be used is a BadRow. Uses all cores.
 
         Holds all rows in memory, and for long texts about 50 times their size: pass some megabytes at a time.
@@ -128,11 +130,11 @@ class Encoder:
         encoded = iter(encode_pieces([draft.pieces for draft in drafts if isinstance(draft, _Draft)], self._tokenizer))
         return [self._example(draft, next(encoded)) if isinstance(draft, _Draft) else draft for draft in drafts]
 
-    def _drafts(self, rows: list[Row | BadRow]) -> list[_Draft | BadRow]:
+    def _drafts(self, rows: list[DataRow | BadRow]) -> list[_Draft | BadRow]:
         """Returns the drafts of rows; all conversations are rendered together."""
         found = [self._read(row) for row in rows]
         talks = {i: one for i, one in enumerate(found) if isinstance(one, Conversation)}
-        rendered: dict[int, tuple[Piece, ...] | NotARow] = {}
+        rendered: dict[int, tuple[DocumentPiece, ...] | NotARow] = {}
         if talks:
             assert self._template is not None, "checked by __init__"
             where = [rows[i].where for i in talks]
@@ -142,12 +144,12 @@ class Encoder:
             for i, (row, one) in enumerate(zip(rows, found, strict=True))
         ]
 
-    def _draft(self, row: Row | BadRow, one: _Draft | BadRow | NotARow) -> _Draft | BadRow:
+    def _draft(self, row: DataRow | BadRow, one: _Draft | BadRow | NotARow) -> _Draft | BadRow:
         if isinstance(one, _Draft):
             one = _bad_unicode(one) or one
         return BadRow(row.where, str(one)) if isinstance(one, NotARow) else one
 
-    def _read(self, row: Row | BadRow) -> Conversation | _Draft | BadRow | NotARow:
+    def _read(self, row: DataRow | BadRow) -> Conversation | _Draft | BadRow | NotARow:
         """Returns what a row says: a conversation to be rendered, the draft of an instruction, or why it says none."""
         if isinstance(row, BadRow):
             return row
@@ -155,7 +157,7 @@ class Encoder:
         try:
             if dataset.type == "conversation":
                 return self._checked(conversations.conversation(row.record, dataset, self._system_prompt))
-            pair = conversations.pair(row.record, dataset, self._system_prompt)
+            pair = conversations.prompt_completion(row.record, dataset, self._system_prompt)
         except NotARow as error:
             return error
         if self._template is not None:
@@ -171,7 +173,7 @@ class Encoder:
             )
         return conversation
 
-    def _draft_of(self, conversation: Conversation, parts: tuple[Piece, ...] | NotARow) -> _Draft | NotARow:
+    def _draft_of(self, conversation: Conversation, parts: tuple[DocumentPiece, ...] | NotARow) -> _Draft | NotARow:
         if isinstance(parts, NotARow):
             return parts
         ends_with_answer = self._train_on != "all" or conversation.messages[-1]["role"] == "assistant"
@@ -193,10 +195,10 @@ class Encoder:
         return Example(ids, np.concatenate([np.zeros(len(bos), bool), *masks, np.ones(len(eos), bool)]))
 
 
-def items(rows: Iterable[Row | BadRow]) -> Iterator[Item[Row]]:
+def items(rows: Iterable[DataRow | BadRow]) -> Iterator[Item[DataRow]]:
     """Yields each row with the hash of its record."""
     for row in rows:
-        if isinstance(row, Row) and any(isinstance(value, TextFile) for value in row.record.values()):
+        if isinstance(row, DataRow) and any(isinstance(value, TextFile) for value in row.record.values()):
             row = BadRow(
                 row.where, "expected instructions or conversations, got a text file; leave it out, or set type"
             )
@@ -204,7 +206,7 @@ def items(rows: Iterable[Row | BadRow]) -> Iterator[Item[Row]]:
             yield Item(row, key_of_bad(row), 0)
         else:
             content = json_of(row.record)
-            yield Item(row, key_of(new_hash(content)), len(content))
+            yield Item(row, item_key(new_hash(content)), len(content))
 
 
 def _to_the_last(is_stop: np.ndarray) -> np.ndarray:

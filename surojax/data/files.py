@@ -25,7 +25,7 @@ def walk(root: Path, *suffixes: str, skip: Iterable[str] = ()) -> Iterator[Path]
                 yield Path(folder, name)
 
 
-def find(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
+def find_files(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
     """Returns the files that a path, folder or glob names, sorted; None if nothing has that name.
 
     Raises ConfigError if a folder holds no file that ends in one of `suffixes`, a file does not, or it is a pipe.

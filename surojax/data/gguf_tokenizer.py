@@ -31,7 +31,7 @@ RULES = {
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that text is searched for before it is split
 
 
-def read(path: str | Path) -> TokenizerFiles:
+def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
     """The tokenizer of a GGUF file. Raises ConfigError if it is damaged, or of a kind that is not read."""
     metadata = _metadata(Path(path))
     kind = metadata.get("tokenizer.ggml.model")

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax.data.rows import BadRow
+from surojax.data.data_rows import BadRow
 
 
 class Item[T](NamedTuple):
@@ -89,14 +89,14 @@ def new_hash(content: bytes = b"") -> hashlib.blake2b:
     return hashlib.blake2b(content, digest_size=8)
 
 
-def key_of(digest: hashlib.blake2b) -> int:
+def item_key(digest: hashlib.blake2b) -> int:
     """Returns the key that a finished hash means."""
     return int.from_bytes(digest.digest(), "big")
 
 
 def key_of_bad(row: BadRow) -> int:
     """Returns the key of a row that cannot be read."""
-    return key_of(new_hash(row.reason.encode("utf-8", "backslashreplace")))
+    return item_key(new_hash(row.reason.encode("utf-8", "backslashreplace")))
 
 
 def json_of(record: Mapping[str, Any]) -> bytes:

@@ -34,7 +34,7 @@ class Pieces(NamedTuple):
     num_examples: int
 
 
-def pieces(offsets: np.ndarray, sequence_len: int, *, on_long: str, continues: bool) -> Pieces:
+def row_pieces(offsets: np.ndarray, sequence_len: int, *, on_long: str, continues: bool) -> Pieces:
     """Returns the spans of all examples that fit into rows of `sequence_len` tokens.
 
     offsets: int64 [examples + 1]. on_long: what becomes of a longer example, "cut" or "drop". continues: what is cut
@@ -67,7 +67,7 @@ def _blocks(offsets: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _counts(lengths: np.ndarray, sequence_len: int, on_long: str, continues: bool) -> np.ndarray:
-    """Returns how many pieces are made of each example, see `pieces`."""
+    """Returns how many pieces are made of each example, see `row_pieces`."""
     if on_long == "drop":
         return ((lengths > 0) & (lengths <= sequence_len)).astype(np.int64)
     if not continues:
@@ -76,7 +76,7 @@ def _counts(lengths: np.ndarray, sequence_len: int, on_long: str, continues: boo
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PackingPlan:
     """Rows of pieces. Row r holds the pieces `members[bounds[r] : bounds[r + 1]]`, in the order of the corpus.
 
     members: int32 [pieces]. bounds: int32 [rows + 1]. padding: share of positions that no piece fills.
@@ -94,12 +94,12 @@ class Plan:
         return self.members[self.bounds[r] : self.bounds[r + 1]]
 
 
-def one_per_row(lengths: np.ndarray, sequence_len: int) -> Plan:
+def one_per_row(lengths: np.ndarray, sequence_len: int) -> PackingPlan:
     """Returns the plan in which each piece has a row to itself."""
     return _plan(np.arange(len(lengths), dtype=np.int32), len(lengths), lengths, sequence_len)
 
 
-def best_fit(lengths: np.ndarray, sequence_len: int) -> Plan:
+def best_fit(lengths: np.ndarray, sequence_len: int) -> PackingPlan:
     """Returns the plan of best fit decreasing. lengths: int [pieces], from 1 to `sequence_len`."""
     counts = _count(lengths, sequence_len + 1)
     by_length = _stable_order(lengths, counts)
@@ -161,13 +161,13 @@ class _Rows:
         self.rows[space].append(rows)
 
 
-def _plan(row_of: np.ndarray, num_rows: int, lengths: np.ndarray, sequence_len: int) -> Plan:
+def _plan(row_of: np.ndarray, num_rows: int, lengths: np.ndarray, sequence_len: int) -> PackingPlan:
     """row_of: the row of each piece; rows are numbered from 0 without gaps."""
     counts = _count(row_of, num_rows)
     bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     size = num_rows * sequence_len
     padding = 1 - int(lengths.sum(dtype=np.int64)) / size if size else 0.0
-    return Plan(_stable_order(row_of, counts), bounds, padding)
+    return PackingPlan(_stable_order(row_of, counts), bounds, padding)
 
 
 def _count(keys: np.ndarray, num_keys: int) -> np.ndarray:

@@ -8,25 +8,27 @@ the chat template's generation prompt ends. Some templates write an answer diffe
 import re
 from typing import Any, NamedTuple
 
-from surojax.data.conversations import Conversation, Pair
-from surojax.data.rendering import Message, Program
-from surojax.data.rows import NotARow
+from surojax.data.conversations import Conversation, PromptCompletion
+from surojax.data.data_rows import NotARow
+from surojax.data.rendering import Message, TemplateProgram
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A part of a document's text. trained: whether the loss counts its tokens."""
 
     text: str
     trained: bool
 
 
-def plain_pieces(pair: Pair, train_on: str) -> tuple[Piece, ...]:
+def plain_pieces(pair: PromptCompletion, train_on: str) -> tuple[DocumentPiece, ...]:
     """Returns a prompt and its completion as pieces, for a tokenizer without a chat template."""
     system = f"{pair.system}\n\n" if pair.system else ""
-    return Piece(system + pair.prompt + pair.seam, train_on == "all"), Piece(pair.completion, True)
+    return DocumentPiece(system + pair.prompt + pair.seam, train_on == "all"), DocumentPiece(pair.completion, True)
 
 
-def conversation_pieces(conversation: Conversation, template: Program, train_on: str) -> tuple[Piece, ...]:
+def conversation_pieces(
+    conversation: Conversation, template: TemplateProgram, train_on: str
+) -> tuple[DocumentPiece, ...]:
     """Returns the rendered conversation as pieces; the answers that `train_on` asks for, or all pieces, are trained.
 
     What follows the last answer is left out, unless everything is trained. Raises NotARow if there is no answer, the
@@ -59,9 +61,12 @@ def conversation_pieces(conversation: Conversation, template: Program, train_on:
                 f"expected an answer to begin with the generation prompt of {template.source}, got "
                 f"{after[same : same + 30]!r} in place of {before[same : same + 30]!r}; choose another chat_template"
             )
-        pieces += [Piece(whole[done : len(before)], everything), Piece(whole[len(before) : len(after)], True)]
+        pieces += [
+            DocumentPiece(whole[done : len(before)], everything),
+            DocumentPiece(whole[len(before) : len(after)], True),
+        ]
         done = len(after)
-    pieces.append(Piece(whole[done:], everything))
+    pieces.append(DocumentPiece(whole[done:], everything))
     filled = tuple(piece for piece in pieces if piece.text)
     if not any(piece.trained for piece in filled):
         raise NotARow(
@@ -71,14 +76,14 @@ def conversation_pieces(conversation: Conversation, template: Program, train_on:
 
 
 def in_limits(program: tuple[str, ...], train_on: str, conversation: tuple) -> dict[str, Any]:
-    """Returns {"pieces"} of a template (the fields of a `Program`) and a `Conversation`, or {"refused": why}."""
+    """Returns {"pieces"} of a template (fields of a `TemplateProgram`) and a `Conversation`, or {"refused": why}."""
     try:
-        return {"pieces": conversation_pieces(Conversation(*conversation), Program(*program), train_on)}
+        return {"pieces": conversation_pieces(Conversation(*conversation), TemplateProgram(*program), train_on)}
     except NotARow as error:
         return {"refused": str(error)}
 
 
-def _check_shown(messages: list[Message], whole: str, template: Program) -> None:
+def _check_shown(messages: list[Message], whole: str, template: TemplateProgram) -> None:
     """Raises NotARow if the template leaves out what is said to the assistant, or the functions that it calls."""
     for message in messages:
         if message["role"] != "assistant" and not _is_shown(message, whole):
@@ -109,7 +114,7 @@ def _called(message: Message) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-def note(template: Program, train_on: str) -> str:
+def trained_parts_note(template: TemplateProgram, train_on: str) -> str:
     """Returns one line if the template rewrites earlier answers, so that they are not trained; else ""."""
     if train_on != "assistant":
         return ""

@@ -1,8 +1,8 @@
 """Prepares data: from a source of text or an entry of `datasets` to corpora of mapped files.
 
 A source has an entry of the cache (`surojax.data.cache`) under the names, sizes and times of its files and all else
-that its tokens depend on; `surojax.data.write` makes those that are missing. If a part of it is held out, the entry has
-both parts.
+that its tokens depend on; `surojax.data.cache_writer` makes those that are missing. If a part of it is held out, the
+entry has both parts.
 """
 
 import functools
@@ -11,14 +11,14 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from surojax.data import corpus, datasets, examples
-from surojax.data.cache import HELD_OUT, TRAIN, Corpus, Entry, cached, identify
+from surojax.data.cache import HELD_OUT, TRAIN, CacheEntry, Corpus, cached, identify
+from surojax.data.cache_writer import ItemEncoder, write_entry
 from surojax.data.datasets import Dataset
-from surojax.data.documents import TextEncoder, documents
+from surojax.data.documents import TextEncoder, read_documents
 from surojax.data.examples import Encoder
 from surojax.data.items import Item, Source
 from surojax.data.readers import OpenSet, open_set
 from surojax.data.tokenizer import Tokenizer
-from surojax.data.write import ItemEncoder, write
 
 DATA_CACHE = "~/.cache/surojax"
 HELD_OUT_STDLIB = 0.05  # fraction of its few hundred files; about half a megabyte
@@ -106,9 +106,9 @@ def _source(dataset: Dataset, open_set: OpenSet) -> Source:
     """Returns the rows of a dataset as items."""
 
     def items(with_keys: bool) -> Iterator[Item]:
-        rows = datasets.read(dataset, open_set)
+        rows = datasets.read_dataset(dataset, open_set)
         if dataset.type == "text":
-            return documents(rows, dataset.text_field, by_record=True, with_keys=with_keys)
+            return read_documents(rows, dataset.text_field, by_record=True, with_keys=with_keys)
         return examples.items(rows)
 
     settings = {key: value for key, value in asdict(dataset).items() if key not in ("path", "weight")}
@@ -131,7 +131,7 @@ def _load(
     on_bad_row: str,
     data_cache: str,
     say: Callable[[str], None],
-) -> Entry:
+) -> CacheEntry:
     """Returns the entry of a source, which is written if the cache does not have it, and says where it is."""
     found = identify(source.files)
     key = {
@@ -142,8 +142,8 @@ def _load(
         "held_out": fraction,
         "on_bad_row": on_bad_row,
     }
-    write_entry = functools.partial(
-        write,
+    make_entry = functools.partial(
+        write_entry,
         source=source,
         encoder=encoder,
         vocab_size=vocab_size,
@@ -151,7 +151,7 @@ def _load(
         on_bad_row=on_bad_row,
         source_bytes=found.num_bytes,
     )
-    entry = cached(data_cache, key, write_entry, name=source.name, say=say)
+    entry = cached(data_cache, key, make_entry, name=source.name, say=say)
     tokens = sum(len(corpus.tokens) for corpus in entry.corpora.values())
     say(f"data: {tokens:,} tokens {'from' if entry.reused else 'into'} the cache {entry.folder}")
     return entry

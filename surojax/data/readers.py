@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.files import NotText, decode, unreadable
-from surojax.data.rows import BadRow, Row
-from surojax.data.texts import READ, open_text, parts
+from surojax.data.texts import READ, open_text, text_parts
 from surojax.errors import ConfigError
 from surojax.untrusted import parse_first, parse_json
 
@@ -31,7 +31,7 @@ _PARQUET_BYTES = 1 << 20  # of each column, read at a time
 _NO_OBJECT = "expected a JSON object with the fields of a row"
 
 
-def read_file(path: Path, text_field: str) -> Iterator[Row | BadRow]:
+def read_file(path: Path, text_field: str) -> Iterator[DataRow | BadRow]:
     """Yields the rows of a file whose name ends in one of SUFFIXES.
 
     text_field: names the one field of a .txt file's row, a `TextFile`, which is read by who needs it.
@@ -39,12 +39,12 @@ def read_file(path: Path, text_field: str) -> Iterator[Row | BadRow]:
     """
     suffix = path.suffix.lower()
     try:
-        yield from [Row({text_field: open_text(path)}, str(path))] if suffix == ".txt" else _READERS[suffix](path)
+        yield from [DataRow({text_field: open_text(path)}, str(path))] if suffix == ".txt" else _READERS[suffix](path)
     except OSError as error:
         raise unreadable(path, error) from None
 
 
-def _read_jsonl(path: Path) -> Iterator[Row | BadRow]:
+def _read_jsonl(path: Path) -> Iterator[DataRow | BadRow]:
     """Yields a row for each line that is not blank. Holds one line at a time."""
     offset = number = 0
     with path.open("rb") as lines:
@@ -61,7 +61,7 @@ def _read_jsonl(path: Path) -> Iterator[Row | BadRow]:
             offset += len(line)
 
 
-def _parse_line(line: bytes, where: str, offset: int) -> Row | BadRow:
+def _parse_line(line: bytes, where: str, offset: int) -> DataRow | BadRow:
     try:
         return _row_of(parse_json(decode(line, offset)), where)
     except NotText as error:
@@ -70,13 +70,13 @@ def _parse_line(line: bytes, where: str, offset: int) -> Row | BadRow:
         return BadRow(where, f"{_NO_OBJECT}, got a line that is no JSON ({error}); correct or remove the line")
 
 
-def _row_of(record: Any, where: str) -> Row | BadRow:
+def _row_of(record: Any, where: str) -> DataRow | BadRow:
     if isinstance(record, dict):
-        return Row(record, where)
+        return DataRow(record, where)
     return BadRow(where, f'{_NO_OBJECT}, got a {type(record).__name__}; write {{"field": value, ...}}')
 
 
-def _read_json(path: Path) -> Iterator[Row | BadRow]:
+def _read_json(path: Path) -> Iterator[DataRow | BadRow]:
     """Yields the rows of one JSON list, or those of lines, if the file does not begin so. Holds one row at a time."""
     with path.open("rb") as file:
         first = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
@@ -85,7 +85,7 @@ def _read_json(path: Path) -> Iterator[Row | BadRow]:
         return
     number = 0
     try:
-        for number, record in enumerate(_elements(parts(open_text(path))), start=1):
+        for number, record in enumerate(_elements(text_parts(open_text(path))), start=1):
             yield _row_of(record, f"{path}, row {number}")
     except (NotText, ValueError) as error:
         where = f"{path}:{error.line}" if isinstance(error, NotText) else path
@@ -146,7 +146,7 @@ def _skip(text: str, place: int) -> int:
     return match.end() if match else place
 
 
-def _read_csv(path: Path) -> Iterator[Row | BadRow]:
+def _read_csv(path: Path) -> Iterator[DataRow | BadRow]:
     """Yields a row for each row under the header; a row with other than the header's number of cells is bad."""
     csv.field_size_limit(LONGEST)  # its own limit is shorter than a document
     # A byte that is not UTF-8 becomes a surrogate, so that only its own row is bad.
@@ -187,7 +187,7 @@ def _check_names(names: list[str], where: str) -> list[str]:
     return names
 
 
-def _row_of_cells(header: list[str], cells: list[str], where: str) -> Row | BadRow:
+def _row_of_cells(header: list[str], cells: list[str], where: str) -> DataRow | BadRow:
     if len(cells) != len(header):
         return BadRow(where, f"expected {len(header)} cells as in the header, got {len(cells)}; correct the row")
     for name, cell in zip(header, cells, strict=True):
@@ -195,10 +195,10 @@ def _row_of_cells(header: list[str], cells: list[str], where: str) -> Row | BadR
             cell.encode("utf-8")
         except UnicodeEncodeError:
             return BadRow(where, f"expected UTF-8 text in {name!r}, got other bytes; convert the file")
-    return Row(dict(zip(header, cells, strict=True)), where)
+    return DataRow(dict(zip(header, cells, strict=True)), where)
 
 
-def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
+def _read_parquet(path: Path) -> Iterator[DataRow | BadRow]:
     """Yields the rows of a Parquet file, a few at a time."""
     import pyarrow  # imported here, since it takes a while and most runs read text
     import pyarrow.parquet
@@ -218,7 +218,7 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
                         reason = f"expected values that Python has, got others ({_one_line(record)}); correct the row"
                         yield BadRow(where, reason)
                     else:
-                        yield Row(record, where)
+                        yield DataRow(record, where)
     except (pyarrow.ArrowException, OSError, UnicodeError, IndexError) as error:
         if isinstance(error, OSError) and error.errno:  # of the disk; those of a damaged footer have no number
             raise
@@ -260,11 +260,11 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 type OpenSet = Callable[[str, str, str], Iterable[Any]]  # of a set's name, subset and split
 
 
-def read_set(rows: Iterable[Any], name: str) -> Iterator[Row]:
+def read_set(rows: Iterable[Any], name: str) -> Iterator[DataRow]:
     """Yields the rows of a set that the `datasets` library has opened. Raises ConfigError if it cannot read them."""
     try:
         for number, record in enumerate(rows, start=1):
-            yield Row(dict(record), f"{name}, row {number}")
+            yield DataRow(dict(record), f"{name}, row {number}")
     except Exception as error:  # those of damaged files, and of decoders of images and sound that are not installed
         raise ConfigError(
             f"{name}: expected rows from the datasets library, got {type(error).__name__} ({_one_line(error)}); "

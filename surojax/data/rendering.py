@@ -16,7 +16,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from surojax.data.rows import NotARow
+from surojax.data.data_rows import NotARow
 
 DATE = datetime.datetime(2024, 7, 26)  # the day that Llama 3's own template names if it is told none
 
@@ -24,7 +24,7 @@ type Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Program:
+class TemplateProgram:
     """A Jinja chat template. source: where it comes from, for messages. bos, eos: texts of tokens that it may name."""
 
     text: str
@@ -58,15 +58,15 @@ class Program:
 
 
 def rendered(program: tuple[str, ...], request: tuple[list[Message], list[Any] | None, bool]) -> dict[str, str]:
-    """Returns {"text"} of a template (the fields of a `Program`) and a conversation, or {"refused": why}."""
+    """Returns {"text"} of a template (the fields of a `TemplateProgram`) and a conversation, or {"refused": why}."""
     messages, tools, prompts = request
     try:
-        return {"text": Program(*program).render(messages, tools, add_generation_prompt=prompts)}
+        return {"text": TemplateProgram(*program).render(messages, tools, add_generation_prompt=prompts)}
     except NotARow as error:
         return {"refused": str(error)}
 
 
-def checked(text: str) -> dict[str, Any]:
+def checked_template(text: str) -> dict[str, Any]:
     """Returns {"shows_tools"} of a template, or {"refused": why, "line"} if it cannot be compiled."""
     try:
         _compiled(text)

@@ -95,7 +95,7 @@ class Rows:
     corpus: Corpus
     sequence_len: int
     pieces: packing.Pieces
-    plan: packing.Plan
+    plan: packing.PackingPlan
     fingerprint: str
     packed: bool
 
@@ -182,7 +182,7 @@ def windows_or_rows(
     """
     if is_text and not packed:
         return Windows(corpus, sequence_len)
-    pieces = packing.pieces(corpus.bounds, sequence_len, on_long=on_long, continues=is_text)
+    pieces = packing.row_pieces(corpus.bounds, sequence_len, on_long=on_long, continues=is_text)
     corpus.release()
     pieces, num_untrained = _with_labels(corpus, pieces, sequence_len)
     if pieces.num_long:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from surojax.data import texts
-from surojax.data.pieces import Piece
+from surojax.data.pieces import DocumentPiece
 from surojax.data.tokenizer import Tokenizer
 
 
@@ -23,7 +23,7 @@ class _Section(NamedTuple):
     ends: list[tuple[int, int]]
 
 
-def encode_pieces(documents: Sequence[tuple[Piece, ...]], tokenizer: Tokenizer) -> list[list[np.ndarray]]:
+def encode_pieces(documents: Sequence[tuple[DocumentPiece, ...]], tokenizer: Tokenizer) -> list[list[np.ndarray]]:
     """Returns int32 [tokens] for each piece of each document, on all cores.
 
     The ids of the pieces up to any seam are those of their joined text, so a prompt has the ids that sampling gives it.
@@ -43,7 +43,7 @@ def encode_pieces(documents: Sequence[tuple[Piece, ...]], tokenizer: Tokenizer) 
     return encoded
 
 
-def _sections(pieces: tuple[Piece, ...], tokenizer: Tokenizer) -> list[_Section]:
+def _sections(pieces: tuple[DocumentPiece, ...], tokenizer: Tokenizer) -> list[_Section]:
     """Splits a document where tokens cannot cross anyway, which leaves little to encode twice."""
     seams = list(itertools.accumulate((len(piece.text) for piece in pieces), initial=0))
     # Each piece is asked alone, since the two sides of a seam may together spell a special token, which is none then.
@@ -66,7 +66,7 @@ def _sections(pieces: tuple[Piece, ...], tokenizer: Tokenizer) -> list[_Section]
 def _texts(section: _Section) -> list[str]:
     """Returns the texts to encode for a section: up to each seam, or if it has none, parts that are not too long."""
     if len(section.ends) == 1:
-        return [piece.text for piece in texts.pieces(section.text)]
+        return [piece.text for piece in texts.text_pieces(section.text)]
     return [section.text[:end] for end, _ in section.ends]
 
 

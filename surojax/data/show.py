@@ -14,7 +14,7 @@ _DIM = "\x1b[2m"
 _PLAIN = "\x1b[0m"
 
 
-def table(
+def sample_table(
     inputs: np.ndarray, labels: np.ndarray, starts: np.ndarray | None, tokenizer: Tokenizer, color: bool
 ) -> Iterator[str]:
     """Yields the lines of a table, for each row a heading and a line per token, as the model will see them.

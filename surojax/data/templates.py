@@ -12,9 +12,9 @@ from typing import Any
 
 from surojax import limited
 from surojax.data.conversations import Conversation
-from surojax.data.pieces import Piece
-from surojax.data.rendering import Message, Program
-from surojax.data.rows import NotARow
+from surojax.data.data_rows import NotARow
+from surojax.data.pieces import DocumentPiece
+from surojax.data.rendering import Message, TemplateProgram
 from surojax.data.tokenizer import Tokenizer
 from surojax.data.tokenizer_files import one_line
 from surojax.errors import ConfigError
@@ -32,13 +32,13 @@ LONGEST = MiB  # bytes of a template; published ones have at most some ten thous
 _FOLDER = Path(__file__).with_name("templates")
 
 
-class Template(Program):
+class Template(TemplateProgram):
     """A chat template that is rendered within the limits of `surojax.limited`."""
 
     @functools.cached_property
     def shows_tools(self) -> bool:
         """True if the template reads the tools that a conversation may use. Raises ConfigError for a syntax error."""
-        (found,) = self._each("surojax.data.rendering", "checked", (), [self.text])
+        (found,) = self._each("surojax.data.rendering", "checked_template", (), [self.text])
         if "refused" in found:
             raise ConfigError(
                 f"{self.source}:{found['line']}: expected a Jinja template, got {found['refused']}; correct it, or "
@@ -61,7 +61,7 @@ class Template(Program):
 
     def pieces(
         self, conversations: Sequence[Conversation], train_on: str, where: Sequence[str] = ()
-    ) -> list[tuple[Piece, ...] | NotARow]:
+    ) -> list[tuple[DocumentPiece, ...] | NotARow]:
         """Returns `pieces.conversation_pieces` of each conversation, or why there are none.
 
         where: each one's file and line, for messages. Raises ConfigError if one takes more than the limits.
@@ -69,7 +69,7 @@ class Template(Program):
         items = [tuple(conversation) for conversation in conversations]
         found = self._each("surojax.data.pieces", "in_limits", (self._fields, train_on), items, where)
         return [
-            NotARow(one["refused"]) if "refused" in one else tuple(Piece(*piece) for piece in one["pieces"])
+            NotARow(one["refused"]) if "refused" in one else tuple(DocumentPiece(*piece) for piece in one["pieces"])
             for one in found
         ]
 
@@ -119,7 +119,7 @@ def load_template(spec: str, tokenizer: Tokenizer) -> Template | None:
     return template
 
 
-def note(spec: str, tokenizer: Tokenizer) -> str:
+def template_note(spec: str, tokenizer: Tokenizer) -> str:
     """Returns one line if a named template writes control tokens that are several tokens of the tokenizer; else "".
 
     No error: a model can learn them as text, as Mistral's first did, and an answer then ends with end-of-sequence.

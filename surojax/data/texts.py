@@ -25,7 +25,7 @@ class TextFile(NamedTuple):
     stop: int
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a text that is tokenised on its own. is_first, is_last: of its text."""
 
     text: str
@@ -40,7 +40,7 @@ def open_text(path: Path) -> TextFile:
     return TextFile(path, len(codecs.BOM_UTF8) if has_mark else 0, path.stat().st_size)
 
 
-def parts(text: str | TextFile) -> Iterator[str]:
+def text_parts(text: str | TextFile) -> Iterator[str]:
     """Yields a text in consecutive parts; line ends are unchanged.
 
     Raises NotText, with the line in the file, if a file's bytes are not UTF-8; ConfigError if it cannot be read.
@@ -82,13 +82,13 @@ def _count_lines(path: Path, stop: int) -> int:
 
 def split(text: str | TextFile) -> tuple[str | TextFile, str | TextFile]:
     """Splits a text at 95 % of its characters, or after the last line end between 90 % and 95 %."""
-    length = sum(map(len, parts(text)))
+    length = sum(map(len, text_parts(text)))
     first = int(length * 0.90)
     last = int(length * 0.95)
     chars = 0
     size = 0  # bytes
     at_line = None  # both after the last line end so far
-    for part in parts(text):
+    for part in text_parts(text):
         if chars + len(part) > first:
             line = part.rfind("\n", max(first - chars, 0), last - chars) + 1
             at_line = (chars + line, size + _size(part[:line])) if line else at_line
@@ -108,7 +108,9 @@ def _size(text: str) -> int:
     return len(text.encode("utf-8"))
 
 
-def pieces(text: str | TextFile, section_starts: Callable[[str], Sequence[int]] | None = None) -> Iterator[Piece]:
+def text_pieces(
+    text: str | TextFile, section_starts: Callable[[str], Sequence[int]] | None = None
+) -> Iterator[TextPiece]:
     """Yields the pieces of a text, each of at most PIECE_CHARS characters; one if it is not longer.
 
     section_starts: returns where a text can be cut without changing its tokens; None: not known. A piece ends at the
@@ -116,19 +118,19 @@ def pieces(text: str | TextFile, section_starts: Callable[[str], Sequence[int]] 
     """
     is_first = True
     rest = ""
-    for part in parts(text):
+    for part in text_parts(text):
         rest += part
         while len(rest) >= 2 * PIECE_CHARS:  # so that what begins in a piece is seen to its end
             end = _end(rest, section_starts)
-            yield Piece(rest[:end], is_first, False)
+            yield TextPiece(rest[:end], is_first, False)
             rest = rest[end:]
             is_first = False
     while len(rest) > PIECE_CHARS:
         end = _end(rest, section_starts)
-        yield Piece(rest[:end], is_first, False)
+        yield TextPiece(rest[:end], is_first, False)
         rest = rest[end:]
         is_first = False
-    yield Piece(rest, is_first, True)
+    yield TextPiece(rest, is_first, True)
 
 
 def _end(text: str, section_starts: Callable[[str], Sequence[int]] | None) -> int:

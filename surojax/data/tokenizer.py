@@ -269,7 +269,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if path.suffix == ".gguf":
         from surojax.data import gguf_tokenizer  # imported here, since it needs the gguf library
 
-        return HuggingFaceTokenizer(gguf_tokenizer.read(path), str(path))
+        return HuggingFaceTokenizer(gguf_tokenizer.read_gguf_tokenizer(path), str(path))
     if path.suffix != ".json":
         raise ConfigError(
             f"tokenizer: {expected}, got {spec!r}; "

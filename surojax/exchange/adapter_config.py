@@ -10,9 +10,9 @@ import jax
 
 from surojax import limited
 from surojax.errors import ConfigError, shown
+from surojax.exchange.model_tensors import tensor_name
 from surojax.exchange.naming import Naming
 from surojax.exchange.parts import in_whole
-from surojax.exchange.weights import name_of
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import module
 from surojax.models.lora import ALL_LINEAR, SAVED, TARGETS, Lora
@@ -49,12 +49,12 @@ def modules(model: Model) -> dict[str, list[str]]:
     for segment in model.segments:
         for param in jax.tree.leaves(segment.params):
             if param.kind is Kind.MATRIX:
-                names = (name_of(param, segment, l).removesuffix(".weight") for l in range(segment.num_layers))
+                names = (tensor_name(param, segment, l).removesuffix(".weight") for l in range(segment.num_layers))
                 found.setdefault(param.name, []).extend(names)
     return found
 
 
-def written(lora: Lora, base_name: str, naming: Naming) -> dict[str, Any]:
+def adapter_config_of(lora: Lora, base_name: str, naming: Naming) -> dict[str, Any]:
     """The content of adapter_config.json. base_name: what others load the base model by. naming: of its files.
 
     In a model of several parts, other parts have modules of the same names. So an expression names those of the
@@ -92,7 +92,7 @@ def _ending(target: str, naming: Naming) -> str:
     raise AssertionError(f"two matrices are called {'.'.join(words)}")
 
 
-def read(folder: Path, model: Model, naming: Naming) -> Lora:
+def read_adapter_config(folder: Path, model: Model, naming: Naming) -> Lora:
     """The adapters that the adapter_config.json of a folder describes, for a model. naming: of the model's files.
 
     Raises ConfigError if there is none, if it says what is not computed here, or names modules that the model has not.

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from surojax.errors import CheckpointError, ConfigError
-from surojax.exchange.weights import Tensors, Weights, shapes
+from surojax.exchange.model_tensors import Tensors, Weights, shapes
 from surojax.models.model import Model
 from surojax.numerics.base_formats import FORMATS
 

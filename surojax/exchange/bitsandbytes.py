@@ -24,7 +24,7 @@ EXPECTED: dict[str, Any] = {"quant_type": "nf4", "blocksize": nf4.BLOCK, "nested
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-class Stored(NamedTuple):
+class Nf4Entry(NamedTuple):
     """Facts about a stored matrix, known before it is read. dtype: of its numbers when they are dequantised."""
 
     shape: tuple[int, int]
@@ -42,7 +42,7 @@ def parts_of(matrices: set[str]) -> set[str]:
     return {name + part for name in matrices for part in PARTS}
 
 
-def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Stored:
+def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Nf4Entry:
     """The facts that the files hold about a matrix. Raises ConfigError for another layout than that of numerics/nf4.py.
 
     names: of all tensors. read: a tensor by its name.
@@ -73,10 +73,10 @@ def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Sto
         raise ConfigError(
             f"model_path: {name + STATE}: expected a finite nested_offset, got {offset}; quantise it again"
         )
-    return Stored(tuple(state["shape"]), state["dtype"], offset)
+    return Nf4Entry(tuple(state["shape"]), state["dtype"], offset)
 
 
-def quantised(name: str, of: Stored, read: Callable[[str], np.ndarray], parts: int = 1) -> nf4.Nf4:
+def read_nf4(name: str, of: Nf4Entry, read: Callable[[str], np.ndarray], parts: int = 1) -> nf4.Nf4:
     """A matrix as it is stored, for rows in so many parts. Raises ConfigError for other tables of numbers."""
     for part, numbers in ((".quant_map", nf4.NUMBERS), (".nested_quant_map", nf4.DYNAMIC)):
         if not np.array_equal(read(name + part), numbers):

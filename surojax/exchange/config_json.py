@@ -1,15 +1,15 @@
 """A config.json that transformers 4 and 5 read: made from a model's fields, or the source model's own, completed.
 
-`huggingface.settings` is the only reader of these files here, so it is also the proof: what is written reads back as
-the fields that the model was trained with, or is refused.
+`huggingface.model_fields` is the only reader of these files here, so it is also the proof: what is written reads back
+as the fields that the model was trained with, or is refused.
 """
 
 from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange.huggingface import settings
-from surojax.families.family import Family
+from surojax.exchange.huggingface import model_fields
+from surojax.families.family import ModelFamily
 from surojax.families.registry import FAMILIES
 
 COPIED = (
@@ -37,7 +37,7 @@ def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | Non
     for name, family in FAMILIES.items():
         candidate = _candidate(family, fields) | {"max_position_embeddings": max_positions} | tokens
         try:
-            found = _normal(settings(candidate))
+            found = _normal(model_fields(candidate))
         except ConfigError:  # the family's class does not compute it either
             continue
         if found == wanted:
@@ -53,7 +53,7 @@ def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | Non
 
 def agrees(config: dict[str, Any], fields: dict[str, Any]) -> bool:
     """True if a config.json describes the model of these `model` fields. Raises ConfigError if it cannot be read."""
-    return _normal(settings(config)) == _normal(fields)
+    return _normal(model_fields(config)) == _normal(fields)
 
 
 def _normal(fields: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _normal(fields: dict[str, Any]) -> dict[str, Any]:
     return found | {"head_dim": channels, "query_pre_attn_scalar": found["query_pre_attn_scalar"] or channels}
 
 
-def _candidate(family: Family, fields: dict[str, Any]) -> dict[str, Any]:
+def _candidate(family: ModelFamily, fields: dict[str, Any]) -> dict[str, Any]:
     """A config.json of this family, as near to the fields as it comes."""
     fields = _normal(fields)
     found = {key: fields[key] for key in COPIED} | {

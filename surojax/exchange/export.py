@@ -18,9 +18,9 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.exchange import shards, small_files
 from surojax.exchange.finite import is_finite
+from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, shapes
 from surojax.exchange.naming import naming_of
 from surojax.exchange.small_files import Files
-from surojax.exchange.weights import INDEX, SINGLE, Tensors, shapes
 from surojax.models.model import Model
 from surojax.untrusted import expanded
 
@@ -97,12 +97,12 @@ def export(
         try:
             for file, names in parts.items():
                 part = {name: expected[name] for name in names}
-                shards.write(
+                shards.write_shard(
                     unfinished / file, part, DTYPES[dtype], _cast(tensors, [stored_as[name] for name in names], dtype)
                 )
             if len(parts) > 1:
                 (unfinished / INDEX).write_text(_index(parts, expected, DTYPES[dtype]))
-            small_files.write(unfinished, files | {small_files.CONFIG: encoded(config)})
+            small_files.write_small_files(unfinished, files | {small_files.CONFIG: encoded(config)})
             unfinished.replace(path)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,7 +1,7 @@
 """GGUF files, the format of llama.cpp: settings and tensors in Hugging Face's words.
 
-`config` makes a config.json of the metadata, which `huggingface.settings` reads as any other, with its refusals. The
-tensors appear under Hugging Face's names, dequantised to float32 when they are read.
+`config` makes a config.json of the metadata, which `huggingface.model_fields` reads as any other, with its refusals.
+The tensors appear under Hugging Face's names, dequantised to float32 when they are read.
 
 llama.cpp rotates neighbouring channels of a head (0 and 1, 2 and 3), Hugging Face those half a head apart (0 and h/2).
 Files of some families (`families.family.Gguf`) therefore have the rows of queries and keys in another order: row
@@ -21,7 +21,7 @@ from surojax.errors import ConfigError
 from surojax.exchange.finite import is_finite
 from surojax.families import registry
 from surojax.families.family import TENSOR_NAMES
-from surojax.families.names import place, renamed
+from surojax.families.names import find_tensor, renamed
 from surojax.sizes import check_largest
 from surojax.untrusted import check_file
 
@@ -45,7 +45,7 @@ OTHERS = frozenset(
 )
 
 
-class Stored(NamedTuple):
+class GgufEntry(NamedTuple):
     """The place of one tensor in a file. shape: as Hugging Face has it, [out, in]."""
 
     kind: gguf.GGMLQuantizationType
@@ -59,7 +59,7 @@ class Contents(NamedTuple):
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, GgufEntry]
 
 
 def is_gguf(path: Path) -> bool:
@@ -97,7 +97,7 @@ def _parsed(path: Path, modified: int) -> Contents:
     tensors = {}
     for tensor in reader.tensors:
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        tensors[tensor.name] = Stored(tensor.tensor_type, shape, int(tensor.data_offset), int(tensor.n_bytes))
+        tensors[tensor.name] = GgufEntry(tensor.tensor_type, shape, int(tensor.data_offset), int(tensor.n_bytes))
     return Contents(path, metadata, tensors)
 
 
@@ -247,7 +247,7 @@ class GgufTensors:
         """A tensor, float32."""
         theirs = self._theirs[name]
         found = _read(self._contents, theirs)
-        says = place(theirs, self._family.names)
+        says = find_tensor(theirs, self._family.names)
         if self._family.neighbours and says is not None and says.ours in ("attention.wq", "attention.wk"):
             return unpermuted(found, self._head_dim)
         return found

@@ -14,7 +14,7 @@ def is_name(model_path: str) -> bool:
     return NAME.fullmatch(model_path) is not None and not model_path.startswith(".")
 
 
-def fetch(name: str, *, weights: bool) -> Path:
+def download(name: str, *, weights: bool) -> Path:
     """The folder in the cache with a model's small files, and its safetensors files if `weights`.
 
     name: owner/name. Raises ConfigError if the hub cannot be asked and the cache does not have them.

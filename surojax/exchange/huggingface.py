@@ -42,7 +42,7 @@ def read_whole_config(folder: str | Path) -> dict[str, Any]:
     return found
 
 
-def settings(config: dict[str, Any]) -> dict[str, Any]:
+def model_fields(config: dict[str, Any]) -> dict[str, Any]:
     """The `model` fields of a config.json.
 
     Raises ConfigError for a family, a key or a value that is not computed, and for a value of another type.
@@ -83,7 +83,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
                 f"model_path: config.json: {key}: expected {allowed[0]!r}, got {config[key]!r}; nothing else is "
                 f"computed for {name}"
             )
-    block_size(config)
+    float8_block_size(config)
     given = family.defaults | config
     check_largest(given, "model_path: config.json: ")
     for key in ("tie_word_embeddings", "use_sliding_window"):
@@ -95,7 +95,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     return found | family.read(given) | family.options | {"model_type": family.architecture.name}
 
 
-def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
+def float8_block_size(config: dict[str, Any]) -> tuple[int, int] | None:
     """Rows and columns of the blocks of a float8 matrix that have one scale; None if no weights are quantised.
 
     Raises ConfigError for quantised weights of another kind.

@@ -1,7 +1,7 @@
 """A model with an adapter merged into its weights, tensor by tensor: w + scale b a, in float32.
 
 With DoRA every row of that is stretched to its magnitude. A base that was frozen in few bits is dequantised here too,
-since the adapter was trained beside those numbers. As `weights.Tensors`, the result can be exported, merged with
+since the adapter was trained beside those numbers. As `model_tensors.Tensors`, the result can be exported, merged with
 another adapter, or be the base of a run; no more than one tensor is in memory.
 """
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange.adapter_config import modules
-from surojax.exchange.adapters import BASE_FORMATS, Adapter, digest
 from surojax.exchange.base import Derived, fingerprint
-from surojax.exchange.weights import Tensors, Weights, read_dequantised
+from surojax.exchange.model_tensors import Tensors, Weights, read_dequantised
+from surojax.exchange.peft import BASE_FORMATS, AdapterArrays, digest
 from surojax.families.family import TENSOR_NAMES
 from surojax.models.model import Model
 from surojax.numerics.base_formats import FORMATS
@@ -48,7 +48,7 @@ class Merged(Derived):
     Raises ConfigError if the adapter was trained on another model.
     """
 
-    def __init__(self, base: Tensors, adapter: Adapter, model: Model):
+    def __init__(self, base: Tensors, adapter: AdapterArrays, model: Model):
         super().__init__(base, digest(adapter))
         frozen = BASE_FORMATS.get(adapter.base_format)
         self._frozen: Tensors = InBaseFormat(base, model, *frozen) if frozen else base
@@ -75,10 +75,12 @@ class Merged(Derived):
         if stacks is None:
             return w
         magnitude = stacks["magnitude"][l] if "magnitude" in stacks else None
-        return merged(w, stacks["a"][l], stacks["b"][l], magnitude, self._adapter.lora.scale)
+        return merged_matrix(w, stacks["a"][l], stacks["b"][l], magnitude, self._adapter.lora.scale)
 
 
-def merged(w: np.ndarray, a: np.ndarray, b: np.ndarray, magnitude: np.ndarray | None, scale: float) -> np.ndarray:
+def merged_matrix(
+    w: np.ndarray, a: np.ndarray, b: np.ndarray, magnitude: np.ndarray | None, scale: float
+) -> np.ndarray:
     """w + scale b a in float32, its rows of length `magnitude` if that is given."""
     found = w.astype(np.float32) + np.float32(scale) * (b.astype(np.float32) @ a.astype(np.float32))
     if magnitude is None:

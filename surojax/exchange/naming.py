@@ -1,13 +1,13 @@
 """The names of tensors in the files of a model.
 
-Everywhere else tensors have the names of `weights.name_of`, which are also those of most families in their files. A
+Everywhere else tensors have the names of `model_tensors.tensor_name`, which most families also have in their files. A
 family may have others, and a model of several parts (parts.py) has them under a prefix.
 """
 
 from typing import Any, NamedTuple
 
 from surojax.exchange import parts
-from surojax.families.family import Family
+from surojax.families.family import ModelFamily
 from surojax.families.names import renamed
 from surojax.families.registry import FAMILIES, tensor_names
 
@@ -15,7 +15,7 @@ from surojax.families.registry import FAMILIES, tensor_names
 class Naming(NamedTuple):
     """The names in a model's files. family: None: those of most families. in_whole: it is one of several parts."""
 
-    family: Family | None = None
+    family: ModelFamily | None = None
     in_whole: bool = False
 
     def alone(self, name: str) -> str:

@@ -41,7 +41,7 @@ NAMES_OF_DTYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
 MAX_HEADER = 32 << 20  # bytes, of 200,000 tensors
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """The place of one tensor: where its bytes begin in the file."""
 
     dtype: np.dtype
@@ -57,7 +57,7 @@ class Shard:
 
     def __init__(self, path: Path):
         self.path = path
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         size = check_file(path)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -88,7 +88,7 @@ class Shard:
         return found.reshape(shape)
 
 
-def _entry(name: str, entry: dict, data: int) -> tuple[Entry, int]:
+def _entry(name: str, entry: dict, data: int) -> tuple[TensorEntry, int]:
     """(the place of a tensor, where its bytes end), from the header; data: where the tensors begin."""
     try:
         shape = tuple(entry["shape"])
@@ -103,10 +103,10 @@ def _entry(name: str, entry: dict, data: int) -> tuple[Entry, int]:
     dtype = NUMPY_DTYPES[given]
     if min(begin, *shape, 0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name} of shape {[*shape]} in {given} has {end - begin} bytes")
-    return Entry(dtype, shape, data + begin), data + end
+    return TensorEntry(dtype, shape, data + begin), data + end
 
 
-def write(
+def write_shard(
     path: Path,
     shapes: dict[str, tuple[int, ...]],
     dtype: np.dtype,

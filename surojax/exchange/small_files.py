@@ -24,7 +24,7 @@ LARGEST = 256 << 20  # bytes of one; a tokenizer.json with 262,144 tokens has 33
 type Files = dict[str, bytes]  # contents by name
 
 
-def read(folder: Path, names: tuple[str, ...]) -> Files:
+def read_small_files(folder: Path, names: tuple[str, ...]) -> Files:
     """The contents of those of these files that are in a folder. Raises ConfigError if one cannot be read."""
     found = {}
     for name in names:
@@ -37,7 +37,7 @@ def read(folder: Path, names: tuple[str, ...]) -> Files:
     return found
 
 
-def write(folder: Path, files: Files) -> None:
+def write_small_files(folder: Path, files: Files) -> None:
     """Writes files into a folder that exists. Raises OSError."""
     for name, content in files.items():
         (folder / name).write_bytes(content)

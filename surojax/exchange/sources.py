@@ -11,12 +11,12 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange import adapters, gguf, hub
+from surojax.exchange import gguf, hub, peft
 from surojax.exchange.base import check_format
-from surojax.exchange.huggingface import read_config, read_whole_config, settings
+from surojax.exchange.huggingface import model_fields, read_config, read_whole_config
 from surojax.exchange.merge import Merged
+from surojax.exchange.model_tensors import Tensors, Weights, check_tensors
 from surojax.exchange.naming import Naming, naming_of
-from surojax.exchange.weights import Tensors, Weights, check
 from surojax.models.model import Model
 from surojax.numerics.base_formats import chosen
 from surojax.untrusted import expanded, read_json
@@ -52,7 +52,7 @@ def locate(model_path: str | Path, *, weights: bool) -> Path:
     path = expanded(model_path)
     if path.exists() or gguf.is_gguf(path) or not hub.is_name(str(model_path)):
         return path  # what is wrong with it is said when it is read
-    return hub.fetch(str(model_path), weights=weights)
+    return hub.download(str(model_path), weights=weights)
 
 
 def config_of(path: Path) -> dict[str, Any]:
@@ -98,9 +98,10 @@ def resolved(c: Any, fixed: Collection[str] = ()) -> Any:
     found = copy.deepcopy(c)
     defaults = default_config().model.to_dict()
     config = config_of(path)
-    if c.untied_head and not kept and not settings(config)["tie_word_embeddings"]:  # what a run keeps says so already
+    # The config.json that a run keeps has the untied head already.
+    if c.untied_head and not kept and not model_fields(config)["tie_word_embeddings"]:
         raise ConfigError("untied_head: expected false for a model whose head is not tied, got True; leave it out")
-    fields = defaults | settings(described(c, config))
+    fields = defaults | model_fields(described(c, config))
     for name in fixed:
         if c.model[name] != fields[name]:
             raise ConfigError(
@@ -132,11 +133,11 @@ def open_weights(c: Any, model: Model) -> Tensors | None:
     if not c.model_path or c.from_scratch:
         return None
     weights = tensors_of(locate(c.model_path, weights=True))
-    check(weights, model)
+    check_tensors(weights, model)
     if frozen := chosen(c):
         check_format(weights, model, frozen)
     if c.lora_base_adapter:
-        return Merged(weights, adapters.read(c.lora_base_adapter, model, naming(c)), model)
+        return Merged(weights, peft.read_adapter(c.lora_base_adapter, model, naming(c)), model)
     return weights
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from surojax.families import rope_keys, window_keys
 from surojax.models import decoder
-from surojax.models.model import Architecture
+from surojax.models.model import ModelArchitecture
 
 # The values that transformers' class for Llama gives to keys that config.json leaves out; others differ in some.
 LLAMA_DEFAULTS: dict[str, Any] = {
@@ -109,11 +109,11 @@ class Gguf(NamedTuple):
 
 def read_keys(given: dict[str, Any]) -> dict[str, Any]:
     """The `read` of a family whose layers are alike, or differ as `layer_types` says."""
-    return window_keys.read(given) | rope_keys.read(given)
+    return window_keys.read_window(given) | rope_keys.read_rope(given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
+class ModelFamily:
     """A family of models of Hugging Face.
 
     model_type: its name in config.json. transformers_class: the class that loads its models. architecture: what
@@ -135,7 +135,7 @@ class Family:
     model_type: str
     transformers_class: str
     write: Callable[[dict[str, Any]], dict[str, Any]]
-    architecture: Architecture = decoder.ARCHITECTURE
+    architecture: ModelArchitecture = decoder.ARCHITECTURE
     defaults: dict[str, Any]
     sizes: tuple[str, ...] = SIZES
     required: dict[str, tuple] = dataclasses.field(default_factory=dict)

@@ -8,7 +8,7 @@ from typing import Any
 
 from surojax.errors import ConfigError
 from surojax.families import rope_keys, window_keys
-from surojax.families.family import LAYER, LLAMA_DEFAULTS, SIZES, TENSOR_NAMES, Family, ImageTextFamily
+from surojax.families.family import LAYER, LLAMA_DEFAULTS, SIZES, TENSOR_NAMES, ImageTextFamily, ModelFamily
 
 ACTIVATION = "gelu_pytorch_tanh"
 OPTIONS = {"norm_plus_one": True, "sandwich_norms": True, "scale_embedding": True, "hidden_act": ACTIVATION}
@@ -40,7 +40,7 @@ def _read_window(given: dict[str, Any], patterns: str, is_computed: Callable[[in
                 f"does not compute for {given['model_type']}; say layer_types in its place"
             )
         types = window_keys.every_nth_full(given["num_hidden_layers"], n)
-    return window_keys.fields(given, window, types)
+    return window_keys.window_fields(given, window, types)
 
 
 def _check_caps(given: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
         "final_logit_softcapping": fields["final_logit_softcapping"] or None,
         "sliding_window": fields["sliding_window"] or 4096,  # transformers makes a mask of it even if no layer has one
         "layer_types": window_keys.write_layer_types(fields),
-    } | rope_keys.write(fields)
+    } | rope_keys.write_rope(fields)
 
 
 # --- Gemma 2 ----------------------------------------------------------------------------------------------------------
@@ -73,14 +73,14 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 def _read_gemma2(given: dict[str, Any]) -> dict[str, Any]:
     _check_caps(given)
     window = _read_window(given, "2", lambda n: n == 2)  # transformers has 2, whatever config.json says
-    return window | rope_keys.read(given)
+    return window | rope_keys.read_rope(given)
 
 
 def _write_gemma2(fields: dict[str, Any]) -> dict[str, Any]:
     return _write(fields) | {"attn_logit_softcapping": fields["attn_logit_softcapping"] or None}
 
 
-GEMMA2 = Family(
+GEMMA2 = ModelFamily(
     model_type="gemma2",
     transformers_class="Gemma2ForCausalLM",
     defaults=LLAMA_DEFAULTS
@@ -131,7 +131,7 @@ def _read_gemma3(given: dict[str, Any]) -> dict[str, Any]:
             "does not read for gemma3_text; name it rope_type"
         )
     local = {LOCAL_BASE: float(base) if found["sliding_window"] else 0.0}
-    return found | local | rope_keys.fields(given, rope)
+    return found | local | rope_keys.rope_fields(given, rope)
 
 
 def _of_layer_types(rope: dict[str, Any], base: float) -> tuple[float, dict[str, Any]]:
@@ -157,12 +157,12 @@ def _both_ropes(config: dict[str, Any]) -> dict[str, Any]:
         if config.get(LOCAL_BASE) is None:
             return rope_keys.both_spellings(config)
         local = {"rope_type": "default", "rope_theta": config[LOCAL_BASE]}
-        return config | {"rope_parameters": {FULL: rope_keys.joined(config), SLIDING: local}}
+        return config | {"rope_parameters": {FULL: rope_keys.joined_keys(config), SLIDING: local}}
     base = said.get(SLIDING, {}).get("rope_theta")
-    return config | rope_keys.apart(said.get(FULL, said)) | ({} if base is None else {LOCAL_BASE: base})
+    return config | rope_keys.separate_keys(said.get(FULL, said)) | ({} if base is None else {LOCAL_BASE: base})
 
 
-GEMMA3 = Family(
+GEMMA3 = ModelFamily(
     model_type="gemma3_text",
     transformers_class="Gemma3ForCausalLM",
     defaults=GEMMA2.defaults

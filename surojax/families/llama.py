@@ -3,14 +3,14 @@
 from typing import Any
 
 from surojax.families import rope_keys
-from surojax.families.family import LLAMA_DEFAULTS, Family, Gguf
+from surojax.families.family import LLAMA_DEFAULTS, Gguf, ModelFamily
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
-    return {"head_dim": fields["head_dim"], "attention_bias": False, "mlp_bias": False} | rope_keys.write(fields)
+    return {"head_dim": fields["head_dim"], "attention_bias": False, "mlp_bias": False} | rope_keys.write_rope(fields)
 
 
-LLAMA = Family(
+LLAMA = ModelFamily(
     model_type="llama",
     transformers_class="LlamaForCausalLM",
     defaults=LLAMA_DEFAULTS,

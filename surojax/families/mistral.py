@@ -4,15 +4,15 @@ from typing import Any
 
 from surojax.errors import ConfigError
 from surojax.families import rope_keys, window_keys
-from surojax.families.family import LLAMA_DEFAULTS, Family, ImageTextFamily
+from surojax.families.family import LLAMA_DEFAULTS, ImageTextFamily, ModelFamily
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
     window = {"sliding_window": fields["sliding_window"] or None}
-    return {"head_dim": fields["head_dim"]} | window | rope_keys.write(fields)
+    return {"head_dim": fields["head_dim"]} | window | rope_keys.write_rope(fields)
 
 
-MISTRAL = Family(
+MISTRAL = ModelFamily(
     model_type="mistral",
     transformers_class="MistralForCausalLM",
     defaults=LLAMA_DEFAULTS | {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -33,7 +33,7 @@ def _read_ministral3(given: dict[str, Any]) -> dict[str, Any]:
     rope = rope_keys.said(given)
     rope.pop("max_position_embeddings", None)  # says again what config.json says
     beta = rope.pop(BETA, 0.0)
-    found = window_keys.fields(given, window, types) | rope_keys.fields(given, rope)
+    found = window_keys.window_fields(given, window, types) | rope_keys.rope_fields(given, rope)
     if beta:
         original = rope_keys.original_length(given, rope)
         found |= {f"rope_{BETA}": beta, "rope_original_max_position_embeddings": original}
@@ -48,7 +48,7 @@ def _write_ministral3(fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-MINISTRAL3 = Family(
+MINISTRAL3 = ModelFamily(
     model_type="ministral3",
     transformers_class="Ministral3ForCausalLM",
     defaults=MISTRAL.defaults

@@ -19,7 +19,7 @@ class Place(NamedTuple):
     rest: str
 
 
-def place(name: str, table: Mapping[str, str]) -> Place | None:
+def find_tensor(name: str, table: Mapping[str, str]) -> Place | None:
     """What a name of this table says; None if it is none."""
     l = ""
     if number := LAYER_NUMBER.search(name):
@@ -39,5 +39,5 @@ def module(name: str) -> str:
 
 def renamed(name: str, table: Mapping[str, str], to: Mapping[str, str]) -> str:
     """A name of one table in the words of another; a name of no tensor there stays as it is."""
-    found = place(name, table)
+    found = find_tensor(name, table)
     return name if found is None or found.ours not in to else module(to[found.ours]).format(l=found.l) + found.rest

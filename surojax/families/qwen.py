@@ -3,7 +3,7 @@
 from typing import Any
 
 from surojax.families import rope_keys, window_keys
-from surojax.families.family import LLAMA_DEFAULTS, Family, Gguf
+from surojax.families.family import LLAMA_DEFAULTS, Gguf, ModelFamily
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
@@ -17,12 +17,12 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
         first = given.get("max_window_layers", 28)
         full = [window_keys.FULL] * max(0, min(first, layers))
         types = full + [window_keys.SLIDING] * (layers - max(0, first))
-    return window_keys.fields(given, window, types) | rope_keys.read(given)
+    return window_keys.window_fields(given, window, types) | rope_keys.read_rope(given)
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
     window = window_keys.write_used(fields)
-    return (window and window | {"max_window_layers": 0}) | rope_keys.write(fields)
+    return (window and window | {"max_window_layers": 0}) | rope_keys.write_rope(fields)
 
 
 def _write_qwen3(fields: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def _write_qwen3(fields: dict[str, Any]) -> dict[str, Any]:
     return {"head_dim": fields["head_dim"], "attention_bias": False} | _write(fields)
 
 
-QWEN2 = Family(
+QWEN2 = ModelFamily(
     model_type="qwen2",
     transformers_class="Qwen2ForCausalLM",
     defaults=LLAMA_DEFAULTS
@@ -41,7 +41,7 @@ QWEN2 = Family(
     write=_write,
     gguf=Gguf(),
 )
-QWEN3 = Family(
+QWEN3 = ModelFamily(
     model_type="qwen3",
     transformers_class="Qwen3ForCausalLM",
     defaults=QWEN2.defaults | {"head_dim": 128},

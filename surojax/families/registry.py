@@ -2,20 +2,22 @@
 
 from collections.abc import Mapping, Set
 
-from surojax.families.family import Family, ImageTextFamily
+from surojax.families.family import ImageTextFamily, ModelFamily
 from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
 from surojax.families.llama import LLAMA
 from surojax.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
 from surojax.families.qwen import QWEN2, QWEN3
 from surojax.families.smollm import SMOLLM3
-from surojax.models.model import Architecture
+from surojax.models.model import ModelArchitecture
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family for family in (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3)
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {family.model_type: family for family in (GEMMA3_IMAGES, MISTRAL3)}
 # What computes them, by the value of `model.model_type` in a config.
-ARCHITECTURES: dict[str, Architecture] = {family.architecture.name: family.architecture for family in FAMILIES.values()}
+ARCHITECTURES: dict[str, ModelArchitecture] = {
+    family.architecture.name: family.architecture for family in FAMILIES.values()
+}
 
 
 def tensor_names(ours: Set[str]) -> Mapping[str, str]:

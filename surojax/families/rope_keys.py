@@ -58,12 +58,12 @@ def said(given: dict[str, Any]) -> dict[str, Any]:
     return dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
 
 
-def read(given: dict[str, Any]) -> dict[str, Any]:
+def read_rope(given: dict[str, Any]) -> dict[str, Any]:
     """The fields of a rotary embedding that is the same in every layer."""
-    return fields(given, said(given))
+    return rope_fields(given, said(given))
 
 
-def fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+def rope_fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     """The `model` fields of a rotary embedding with these parameters.
 
     Raises ConfigError for a type that is not computed, and for other parameters than those of its type.
@@ -122,7 +122,7 @@ def _yarn(rope: dict[str, Any], longest: int | None) -> dict[str, Any]:
     return found
 
 
-def write(fields: dict[str, Any]) -> dict[str, Any]:
+def write_rope(fields: dict[str, Any]) -> dict[str, Any]:
     """`rope_scaling` of a model with these `model` fields; null if nothing is scaled."""
     kind = fields["rope_scaling"]
     if kind == "none":
@@ -137,12 +137,12 @@ def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
     """A config.json with its rotary embedding in both spellings, of transformers 5 and of transformers 4."""
     said = config.get("rope_parameters")
     if said is not None:
-        return config | apart(said)
-    found = joined(config)
+        return config | separate_keys(said)
+    found = joined_keys(config)
     return config | ({"rope_parameters": found} if len(found) > 1 else {})
 
 
-def joined(config: dict[str, Any]) -> dict[str, Any]:
+def joined_keys(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of transformers 4 as `rope_parameters`; nothing but the type if there are none."""
     scaling = dict(config.get("rope_scaling") or {})
     kind = scaling.pop("type", "default")
@@ -150,7 +150,7 @@ def joined(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": kind} | scaling | beside
 
 
-def apart(rope: dict[str, Any]) -> dict[str, Any]:
+def separate_keys(rope: dict[str, Any]) -> dict[str, Any]:
     """`rope_parameters` as the keys of transformers 4."""
     scaling = dict(rope)
     beside = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}

@@ -4,11 +4,11 @@ from typing import Any
 
 from surojax.errors import ConfigError
 from surojax.families import rope_keys, window_keys
-from surojax.families.family import LLAMA_DEFAULTS, Family
+from surojax.families.family import LLAMA_DEFAULTS, ModelFamily
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
-    return _read_window(given) | rope_keys.read(given) | _read_layers_without_rope(given)
+    return _read_window(given) | rope_keys.read_rope(given) | _read_layers_without_rope(given)
 
 
 def _read_window(given: dict[str, Any]) -> dict[str, int]:
@@ -19,7 +19,7 @@ def _read_window(given: dict[str, Any]) -> dict[str, int]:
     types = window_keys.said_layer_types(given, window, without)
     if types is None:
         types = [window_keys.SLIDING if without else window_keys.FULL for without in _is_without_rope(given)]
-    return window_keys.fields(given, window, types)
+    return window_keys.window_fields(given, window, types)
 
 
 def _read_layers_without_rope(given: dict[str, Any]) -> dict[str, int]:
@@ -55,10 +55,10 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
         "no_rope_layers": [0 if interval and n % interval == 0 else 1 for n in layers],
         "no_rope_layer_interval": interval,
     }
-    return found | window_keys.write_used(fields) | rope_keys.write(fields)
+    return found | window_keys.write_used(fields) | rope_keys.write_rope(fields)
 
 
-SMOLLM3 = Family(
+SMOLLM3 = ModelFamily(
     model_type="smollm3",
     transformers_class="SmolLM3ForCausalLM",
     defaults=LLAMA_DEFAULTS

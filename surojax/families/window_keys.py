@@ -12,10 +12,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 NO_SUCH_NUMBER = "no such number"
 
 
-def read(given: dict[str, Any]) -> dict[str, int]:
+def read_window(given: dict[str, Any]) -> dict[str, int]:
     """The fields of a window that every layer has, or those that `layer_types` names."""
     window = said_window(given)
-    return fields(given, window, said_layer_types(given, window))
+    return window_fields(given, window, said_layer_types(given, window))
 
 
 def is_used(given: dict[str, Any]) -> bool:
@@ -68,7 +68,7 @@ def said_layer_types(given: dict[str, Any], window: int | None, without: str = N
     return types
 
 
-def fields(given: dict[str, Any], window: int | None, types: list[str] | None) -> dict[str, int]:
+def window_fields(given: dict[str, Any], window: int | None, types: list[str] | None) -> dict[str, int]:
     """The `model` fields of a window. types: of each layer; None: every layer has the window.
 
     Raises ConfigError unless it is every layer, or every layer but each n-th.

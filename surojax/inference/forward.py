@@ -49,7 +49,7 @@ def empty_cache(model: Model, batch: int, length: int, dtype) -> dict[str, tuple
     return {segment.name: (zeros(segment), zeros(segment)) for segment in model.segments}
 
 
-def check_room(model: Model, rows: int, new: int, cached: int = 0, itemsize: int = 0) -> None:
+def check_cache_room(model: Model, rows: int, new: int, cached: int = 0, itemsize: int = 0) -> None:
     """Raises ValueError if the scores of XLA's attention, and what is cached, cannot fit the first device's memory.
 
     new: positions of each row that are computed together. cached: positions of its cache, in numbers of `itemsize`

@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from surojax.data.templates import Template
 from surojax.errors import ConfigError
-from surojax.inference.load import Trained
 from surojax.inference.sample import generate_batch
 from surojax.inference.score import Request, score
+from surojax.inference.trained_model import Trained
 
 
 class Harness(TemplateLM):

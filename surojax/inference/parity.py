@@ -21,7 +21,7 @@ from surojax.config.fields import default_config
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import ConfigError
 from surojax.exchange import gguf, sources
-from surojax.exchange.weights import stacks
+from surojax.exchange.model_tensors import stacks
 from surojax.inference.forward import hidden
 from surojax.models.model import Model
 from surojax.placement.mesh import find_devices
@@ -65,7 +65,7 @@ numpy.savez(sys.argv[2], **found)
 """
 
 
-class Row(NamedTuple):
+class ComparedText(NamedTuple):
     """One text: its tokens, the losses in nats per token, the largest difference of logits and the largest logit."""
 
     text: str
@@ -78,10 +78,10 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The result of `compare`. versions: of what was compared with."""
+    """The result of `compare_with_transformers`. versions: of what was compared with."""
 
     versions: str
-    rows: list[Row]
+    rows: list[ComparedText]
 
     @property
     def worst(self) -> float:
@@ -95,7 +95,7 @@ class Report(NamedTuple):
         return self.worst <= LIMIT and all(row.same_ids for row in self.rows)
 
 
-def compare(source: str | Path, python: str = sys.executable) -> Report:
+def compare_with_transformers(source: str | Path, python: str = sys.executable) -> Report:
     """Compares logits and losses of a few texts and a long row of random tokens, in float32.
 
     Without a tokenizer the texts are random tokens too. Of each row the last TOKENS positions are compared.
@@ -129,7 +129,7 @@ def compare(source: str | Path, python: str = sys.executable) -> Report:
         largest = float(np.max(np.abs(expected_SV)))
         text = texts[i] if i < len(texts) else f"{len(of_text)} random tokens"
         losses = _loss(logits_SV, of_text[-TOKENS:]), float(theirs[f"loss{i}"])
-        rows.append(Row(text, len(of_text), *losses, difference, largest, same))
+        rows.append(ComparedText(text, len(of_text), *losses, difference, largest, same))
     return Report(str(theirs["versions"]), rows)
 
 
@@ -175,7 +175,7 @@ def _theirs(path: Path, texts: list[str], ids: list[list[int]], python: str) -> 
             return dict(found)
 
 
-def table(report: Report) -> str:
+def comparison_table(report: Report) -> str:
     """The report as lines of text."""
     lines = [
         f"compared with {report.versions}, in float32",

@@ -7,8 +7,8 @@ import numpy as np
 from surojax.data.templates import NAMES as TEMPLATES
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
-from surojax.inference.load import Trained
 from surojax.inference.sample import generate
+from surojax.inference.trained_model import Trained
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -46,7 +46,7 @@ def complete(trained: Trained, text: str, **options) -> str:
     return _sampled(trained, text_ids(trained.tokenizer, text), **options)
 
 
-def answer(trained: Trained, message: str, system: str = "", **options) -> str:
+def answer_message(trained: Trained, message: str, system: str = "", **options) -> str:
     """The answer to a message; options of `sample.stream`. Raises ConfigError if the model has no chat template."""
     return _sampled(trained, message_ids(trained, message, system), **options)
 

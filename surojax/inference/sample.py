@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.errors import shown
-from surojax.inference.forward import cached_logits, check_room, empty_cache
+from surojax.inference.forward import cached_logits, check_cache_room, empty_cache
 from surojax.models.model import Model
 from surojax.placement.param import OUTER
 
@@ -79,7 +79,7 @@ def stream(
             )
     check_options(max_tokens, temperature, top_p, seed)
     length = -(-max(prompt.size for prompt in prompts) // multiple_of) * multiple_of
-    check_room(model, len(prompts), length, length + max_tokens, weights[OUTER]["embed"].dtype.itemsize)
+    check_cache_room(model, len(prompts), length, length + max_tokens, weights[OUTER]["embed"].dtype.itemsize)
     first_B = np.array([length - prompt.size for prompt in prompts], np.int32)
     tokens_BS = np.zeros((len(prompts), length), np.int32)
     for row, prompt in zip(tokens_BS, prompts, strict=True):
@@ -107,7 +107,7 @@ def generate(
         yield int(token)
 
 
-def never(ids: Sequence[int]) -> bool:
+def never_ends(ids: Sequence[int]) -> bool:
     return False
 
 
@@ -117,7 +117,7 @@ def generate_batch(
     prompts: Sequence[np.ndarray],
     *,
     stop_ids: Collection[int] = (),
-    ended: Callable[[Sequence[int]], bool] = never,
+    ended: Callable[[Sequence[int]], bool] = never_ends,
     **options,
 ) -> list[list[int]]:
     """The token ids that continue each prompt, as `generate`, all prompts at once.

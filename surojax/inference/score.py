@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.data.tokenizer import Tokenizer
-from surojax.inference.forward import check_room, hidden
+from surojax.inference.forward import check_cache_room, hidden
 from surojax.models.model import Compute, Model
 from surojax.placement.param import OUTER
 
@@ -35,7 +35,7 @@ class Score(NamedTuple):
     is_greedy: bool
 
 
-def pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
+def request_of(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
     """The request of two texts. Spaces at the end of the context are the continuation's.
 
     The ids are those of the whole text if these begin with the context's ids, else those of each part: no token is
@@ -74,7 +74,7 @@ def score(
         numbers = by_length[first : first + batch_size]
         if jax.default_backend() == "cpu":  # flash attention of GPUs has no scores in memory
             longest = requests[numbers[-1]]
-            check_room(model, batch_size, longest.context.size + longest.continuation.size)
+            check_cache_room(model, batch_size, longest.context.size + longest.continuation.size)
         inputs_BS, targets_BS = _padded([requests[i] for i in numbers], batch_size, multiple_of)
         logprob_B, is_greedy_B = jax.device_get(_scorer(model)(weights, inputs_BS, targets_BS))
         for row, i in enumerate(numbers):

@@ -47,7 +47,7 @@ def chosen(
     """
     if piece:
         how: Any = {"gpu": gpu, "all_seen": not (packed or window), "softcap": softcap}
-        return ring_pairs.chosen(implementation, dtype, head_dim, piece, **how)
+        return ring_pairs.chosen_for_pairs(implementation, dtype, head_dim, piece, **how)
     if implementation != "auto":
         return implementation
     if packed or softcap:

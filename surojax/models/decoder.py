@@ -27,12 +27,12 @@ from surojax.models.lora import Lora, add_adapters, frozen, with_adapters
 from surojax.models.model import (
     DEFAULT,
     PLAIN,
-    Architecture,
     Cache,
     Compute,
     Earlier,
     Heads,
     Model,
+    ModelArchitecture,
     Segment,
     Variant,
     collect_params,
@@ -360,7 +360,7 @@ def _block_functions(config: DecoderConfig, compute: Compute, graph, trained) ->
     def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
         if in_fp8(variant):
             ops = Operations(compute, variant, starts=starts_BS)
-            return decoder_fp8.block(config, ops, w, x_BSD, recipe_inputs), None
+            return decoder_fp8.fp8_block(config, ops, w, x_BSD, recipe_inputs), None
         seed = recipe_inputs if draws else None
         x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant, seed, starts_BS, frozen))
         return x_BSD, None
@@ -368,7 +368,7 @@ def _block_functions(config: DecoderConfig, compute: Compute, graph, trained) ->
     def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
         if in_fp8(variant):
             ops = Operations(compute, variant, starts=starts_BS)
-            x_BSD, saved = decoder_fp8.forward(config, ops, w, x_BSD, recipe_inputs)
+            x_BSD, saved = decoder_fp8.fp8_block_forward(config, ops, w, x_BSD, recipe_inputs)
             return (x_BSD, None), saved
 
         def run(w_trained, w, x_BSD, starts_BS):
@@ -382,7 +382,7 @@ def _block_functions(config: DecoderConfig, compute: Compute, graph, trained) ->
         if in_fp8(variant):
             dy_BSD, _ = d_result
             ops = Operations(compute, variant, starts=starts_BS)
-            dw, dx_BSD, observed = decoder_fp8.backward(config, ops, w, saved, dy_BSD, recipe_inputs)
+            dw, dx_BSD, observed = decoder_fp8.fp8_block_backward(config, ops, w, saved, dy_BSD, recipe_inputs)
             return part_of(dw, trained), dx_BSD, observed if precision.delayed else None
         # As `saveable_args` asks for: neither weights nor starts are among what is saved. Weights are fetched again.
         saved.args_res = [part_of(w, trained), w, saved.args_res[2], starts_BS]
@@ -404,4 +404,4 @@ def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, C
     return body, keys_values
 
 
-ARCHITECTURE = Architecture("llama", from_settings, build, decoder_checks.check, decoder_checks.REFUSALS)
+ARCHITECTURE = ModelArchitecture("llama", from_settings, build, decoder_checks.check_decoder, decoder_checks.REFUSALS)

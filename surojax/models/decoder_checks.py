@@ -10,7 +10,7 @@ from surojax.models.rotary import ROPE_USES
 from surojax.refusals import Refusal, each, fp8, grows_with_position, is_on, is_one_of, is_set, softcap
 
 
-def check(c) -> None:
+def check_decoder(c) -> None:
     """Checks what several `model` fields say together. Raises ConfigError for the first that is wrong."""
     m = c.model
     heads = m.num_attention_heads

@@ -173,7 +173,7 @@ class Quantiser:
         return jnp.stack([self.observed.get(site, jnp.float32(0)) for site in SITE_NAMES])
 
 
-def block(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Array | None) -> jax.Array:
+def fp8_block(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Array | None) -> jax.Array:
     """The block's output for activations `[B, S, D]`; no residuals are saved."""
     quantiser = _quantiser(config, ops, scales, len(x_BSD))
     x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
@@ -181,8 +181,8 @@ def block(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Array 
     return _mlp(config, quantiser, w, x_ND, o_ND, saving=False)[0].reshape(x_BSD.shape)
 
 
-def forward(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Array | None):
-    """(the block's output for x, residuals for `backward`).
+def fp8_block_forward(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Array | None):
+    """(the block's output for x, residuals for `fp8_block_backward`).
 
     The residuals are arrays in the model's dtype and in float8, scales, and the recorded magnitudes.
     """
@@ -193,7 +193,7 @@ def forward(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Arra
     return y_ND.reshape(x_BSD.shape), (attention_saved, mlp_saved, quantiser.observed)
 
 
-def backward(config, ops: Operations, w: dict, saved, dy_BSD: jax.Array, scales: jax.Array | None):
+def fp8_block_backward(config, ops: Operations, w: dict, saved, dy_BSD: jax.Array, scales: jax.Array | None):
     """(gradients of the weights, gradient of x, magnitudes `[sites]` of the forward and the backward pass).
 
     The gradients of the weights are a tree like w, with arrays in place of `Quantized`; of what is frozen, it may have

@@ -1,7 +1,7 @@
 """What step, state, planner and sampler know of a model: segments of equal layers between embedding and head.
 
 A model is a value: `Param`s, and pure functions of arrays. Nothing in it depends on where a tensor is stored. An
-`Architecture` builds it from sizes and a `Compute` (decoder.py); families of models name theirs (surojax/families).
+`ModelArchitecture` builds it from sizes and a `Compute` (decoder.py); families name theirs (surojax/families).
 
     embedding -> segments[0]: layer 0, 1, ... -> segments[1]: ... -> final norm -> head
 
@@ -297,7 +297,7 @@ class Model:
         return stacks | {OUTER: stack((), self.outer_params)}
 
 
-class Architecture(NamedTuple):
+class ModelArchitecture(NamedTuple):
     """What computes the models of some families.
 
     name: the value of `model.model_type` in a config. sizes: the `model` fields of a config -> frozen sizes, such as

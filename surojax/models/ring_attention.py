@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import Rule
 from pallas_kernels.manual_axes import mark_varying, varying_axes
-from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, gradients, merged
+from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, merged_pairs, pair_gradients
 from surojax.parallel import context
 from surojax.parallel.context import Method
 
@@ -150,15 +150,15 @@ def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, how: How):
     earlier = how.pair()
     own = how.pair(own=True)
     y_early = attended(early, own_early, own)
-    y_late = merged(attended(late, own_late, own), attended(late, own_early, earlier))
+    y_late = merged_pairs(attended(late, own_late, own), attended(late, own_early, earlier))
     for owner, block in hops:
         (k, v), y_early, y_late = _in_turn((block, y_early, y_late))
         early_keys, late_keys = _keys(k, v, owner)
         before = owner < number
-        y_late = merged(y_late, attended(late, early_keys, earlier))
+        y_late = merged_pairs(y_late, attended(late, early_keys, earlier))
         queries = _either(before, early, late)
         found = attended(queries, _either(before, early_keys, late_keys), earlier)
-        total = merged(_either(before, y_early, y_late), found)
+        total = merged_pairs(_either(before, y_early, y_late), found)
         y_early = _either(before, total, y_early)
         y_late = _either(before, y_late, total)
     y_BsHh = jnp.concatenate([y_early.y_BtKGh, y_late.y_BtKGh], axis=1).reshape(q_BsHh.shape).astype(q_BsHh.dtype)
@@ -183,17 +183,17 @@ def _backward(how: How, saved, dy_BsHh):
     def of_hop(owner, k, v, *, is_own: bool):
         """(dq of the early piece, dq of the late one, dk and dv of this block of keys, joined)."""
         early_keys, late_keys = _keys(k, v, owner)
-        dq_late, *d_early = gradients(late, early_keys, late_slopes, earlier)
+        dq_late, *d_early = pair_gradients(late, early_keys, late_slopes, earlier)
         if is_own:
-            dq_early, *more = gradients(early, early_keys, early_slopes, own)
-            dq_more, *d_late = gradients(late, late_keys, late_slopes, own)
+            dq_early, *more = pair_gradients(early, early_keys, early_slopes, own)
+            dq_more, *d_late = pair_gradients(late, late_keys, late_slopes, own)
             d_early = [a + b for a, b in zip(d_early, more, strict=True)]
             dq_late = dq_late + dq_more
         else:
             before = owner < number
             queries, slopes = _either(before, (early, early_slopes), (late, late_slopes))
             keys = _either(before, early_keys, late_keys)
-            dq, *d_keys = gradients(queries, keys, slopes, earlier)
+            dq, *d_keys = pair_gradients(queries, keys, slopes, earlier)
             zeros = jax.tree.map(jnp.zeros_like, (dq, d_keys))
             dq_early, more = _either(before, (dq, d_keys), zeros)
             dq_more, d_late = _either(before, zeros, (dq, d_keys))

@@ -1,9 +1,9 @@
 """Attention of a piece of queries to a piece of keys of the same length, forward and backward, by XLA or a kernel.
 
 A pair is computed by XLA, with float32 scores `[B, H, t, u]` in memory, by cuDNN, or by our kernel
-(pallas_kernels/attention.py), both without them. Each gives softmax-weighted values and their log-sum-exp. `merged`
-makes of two such results that of all their keys (Liu et al. 2023, arXiv:2310.01889, from the online softmax of Milakov
-and Gimelshein 2018).
+(pallas_kernels/attention.py), both without them. Each gives softmax-weighted values and their log-sum-exp.
+`merged_pairs` makes of two such results that of all their keys (Liu et al. 2023, arXiv:2310.01889, from the online
+softmax of Milakov and Gimelshein 2018).
 
 Reverse mode is that of FlashAttention: p = exp(s - lse) with the log-sum-exp of *all* keys, so a pair's gradients need
 nothing of other pairs. XLA and our kernel sum products in float32 and return these sums. cuDNN rounds the results of a
@@ -76,13 +76,13 @@ def attended(queries: Queries, keys: Keys, pair: Pair) -> Attended:
     return {"xla": _by_xla, "cudnn": _by_cudnn, "mosaic": _by_mosaic}[pair.by](queries, keys, pair)
 
 
-def gradients(queries: Queries, keys: Keys, slopes: Slopes, pair: Pair) -> tuple[jax.Array, jax.Array, jax.Array]:
+def pair_gradients(queries: Queries, keys: Keys, slopes: Slopes, pair: Pair) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dq `[B, t, K, G, h]`, dk, dv) that come from a pair of pieces, float32."""
     backward = {"xla": _backward_by_xla, "cudnn": _backward_by_cudnn, "mosaic": _backward_by_mosaic}[pair.by]
     return backward(queries, keys, slopes, pair)
 
 
-def merged(one: Attended, other: Attended) -> Attended:
+def merged_pairs(one: Attended, other: Attended) -> Attended:
     """Attention to the keys of both: a weighted mean, with one product in its sum (numerics/rounding.py says why)."""
     lse_BKGt = jnp.logaddexp(one.lse_BKGt, other.lse_BKGt)
     weight_BtKG1 = _over_channels(jnp.exp(one.lse_BKGt - lse_BKGt))
@@ -97,7 +97,9 @@ def _over_channels(x_BKGt: jax.Array) -> jax.Array:
 # --- which -----------------------------------------------------------------------------------------------------------
 
 
-def chosen(implementation: str, dtype, head_dim: int, tokens: int, *, gpu: bool, all_seen: bool, softcap: bool) -> str:
+def chosen_for_pairs(
+    implementation: str, dtype, head_dim: int, tokens: int, *, gpu: bool, all_seen: bool, softcap: bool
+) -> str:
     """The meaning of "auto" for pieces of so many tokens, of heads of this dtype and size.
 
     On a GPU it is cuDNN if no document, window or softcap is in its way, else our kernel, if they take the heads.

@@ -11,7 +11,7 @@ import numpy as np
 
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
-from surojax.data import load as data
+from surojax.data import run_data as data
 from surojax.parallel.feed import from_host
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel

@@ -7,7 +7,7 @@ import numpy as np
 
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
-from surojax.data.load import Evaluated
+from surojax.data.run_data import Evaluated
 from surojax.memory.in_file import store_of
 from surojax.parallel.feed import Feed
 from surojax.placement.mesh import own_device

@@ -10,8 +10,8 @@ from surojax.config.fields import Config
 from surojax.data.cache import Corpus
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
-from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
+from surojax.inference.trained_model import Trained
 from surojax.memory.in_file import store_of
 from surojax.models.attention import chosen_here
 from surojax.placement.layout import replicated_matrices

@@ -8,9 +8,9 @@ import jax
 from surojax.assembly import from_config
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
-from surojax.data import load as data
+from surojax.data import run_data as data
+from surojax.exchange.model_tensors import Tensors
 from surojax.exchange.sources import open_weights
-from surojax.exchange.weights import Tensors
 from surojax.memory import nvme
 from surojax.memory.in_file import store_of
 from surojax.models.model import Model

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 from surojax.assembly import lora
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
-from surojax.data import load as data
+from surojax.data import run_data as data
 from surojax.data.samples import check_length
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import ConfigError
-from surojax.exchange import adapters, sources
+from surojax.exchange import peft, sources
 from surojax.exchange.base import fingerprint
 from surojax.placement.mesh import data_parallel
 from surojax.run import on_disk
@@ -31,7 +31,7 @@ class Start(NamedTuple):
     batch_size: int
     samples_per_step: int
     identity: dict[str, str]
-    adapter: adapters.Adapter | None
+    adapter: peft.AdapterArrays | None
     resume: Path | None
     meta: dict[str, Any]
     first_step: int
@@ -46,7 +46,7 @@ def find_start(c: Config, setup: Setup) -> Start:
     batch_size = c.per_device_batch_size * data_parallel(setup.mesh)
     samples_per_step = batch_size * c.gradient_accumulation_steps
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
-    found = data.load(setup.entries, settings, tokenizer, eval_batch_size=batch_size, say=say)
+    found = data.load_data(setup.entries, settings, tokenizer, eval_batch_size=batch_size, say=say)
     samples = found.train
     check_length(samples.all, samples_per_step)
     identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}
@@ -54,8 +54,8 @@ def find_start(c: Config, setup: Setup) -> Start:
         identity["base"] = fingerprint(setup.initial, setup.model)
     adapter = None
     if c.lora_adapter and not setup.continues:
-        adapter = adapters.read(c.lora_adapter, setup.model, sources.naming(c))
-        adapters.check_continues(adapter, lora(c), identity["base"], c.lora_adapter)
+        adapter = peft.read_adapter(c.lora_adapter, setup.model, sources.naming(c))
+        peft.check_continues(adapter, lora(c), identity["base"], c.lora_adapter)
     resume = find_resume(c, setup.output_dir, identity, samples_per_step)
     meta = on_disk.read_meta(resume) if resume else {"step": 0, "samples": 0}
     first_step = meta["step"]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from surojax.assembly import Assembly, lora
 from surojax.config.fields import Config
-from surojax.exchange import adapters
+from surojax.exchange import peft
 from surojax.exchange.base import described_format
+from surojax.exchange.model_tensors import Tensors, describe_source as describe_weights, readers
 from surojax.exchange.sources import naming
-from surojax.exchange.weights import Tensors, describe as describe_weights, readers
 from surojax.memory.in_file import store_of
 from surojax.numerics.base_formats import chosen
 from surojax.parallel.feed import to_host
@@ -20,7 +20,7 @@ ADAPTER = "adapter"  # folder in the output_dir: the adapters in PEFT's format
 
 
 def first_state(
-    c: Config, run: Assembly, resume: Path | None, initial: Tensors | None, adapter: adapters.Adapter | None
+    c: Config, run: Assembly, resume: Path | None, initial: Tensors | None, adapter: peft.AdapterArrays | None
 ) -> TrainState:
     """The state from a checkpoint, from another model's weights, or new; says which."""
     store = store_of(run.plan)
@@ -39,14 +39,16 @@ def first_state(
     return state
 
 
-def new_state(c: Config, run: Assembly, initial: Tensors | None, adapter: adapters.Adapter | None = None) -> TrainState:
+def new_state(
+    c: Config, run: Assembly, initial: Tensors | None, adapter: peft.AdapterArrays | None = None
+) -> TrainState:
     """The state before the first step, with these weights and this adapter, or with new ones."""
     if initial is None:
         return run.init_state(c.seed)
     read = readers(initial, run.coded)
     if adapter is None:
         return run.load_state(*read, c.seed)
-    return run.load_state(*adapters.with_adapter(*read, adapter), reads_adapters=True)
+    return run.load_state(*peft.with_adapter(*read, adapter), reads_adapters=True)
 
 
 def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) -> TrainState:
@@ -59,9 +61,9 @@ def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
     """Writes the adapters of a state in PEFT's format into the output_dir; base: fingerprint of what they adapt."""
     folder = Path(c.output_dir).expanduser() / ADAPTER
     frozen = chosen(c)
-    base_format = f"{frozen} {c.model_dtype}" if frozen else adapters.STORED
-    found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), to_host(master)), base, base_format)
+    base_format = f"{frozen} {c.model_dtype}" if frozen else peft.STORED
+    found = peft.AdapterArrays(lora(c), *peft.of_state(run.model, lora(c), to_host(master)), base, base_format)
     base_name = "" if c.lora_base_adapter else c.model_path  # nobody else merges that one first
     if not is_first():
         return folder
-    return adapters.write(found, run.model, folder, base_name=base_name, naming=naming(c))
+    return peft.save_adapter(found, run.model, folder, base_name=base_name, naming=naming(c))

@@ -5,25 +5,25 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from surojax.exchange.weights import name_of
+from surojax.exchange.model_tensors import tensor_name
 from surojax.models.model import Model
 from surojax.placement.param import OUTER, base
 from surojax.run.stored import StoredMaster
 
 
 class CheckpointTensors:
-    """The tensors of a checkpoint of this model; see `weights.Tensors`."""
+    """The tensors of a checkpoint of this model; see `model_tensors.Tensors`."""
 
     def __init__(self, path: Path, model: Model):
         self.path = path
         self._master = StoredMaster(path)
         self._ours: dict[str, tuple[str, int | None]] = {
-            name_of(param): (f"{OUTER}.{param.name}", None) for param in jax.tree.leaves(model.outer_params)
+            tensor_name(param): (f"{OUTER}.{param.name}", None) for param in jax.tree.leaves(model.outer_params)
         }
         for segment in model.segments:
             for param in jax.tree.leaves(base(segment.params)):
                 for l in range(segment.num_layers):
-                    self._ours[name_of(param, segment, l)] = (f"{segment.name}.{param.name}", l)
+                    self._ours[tensor_name(param, segment, l)] = (f"{segment.name}.{param.name}", l)
 
     @property
     def names(self) -> set[str]:

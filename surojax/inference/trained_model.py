@@ -14,7 +14,7 @@ from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange import sources
 from surojax.exchange.base import check_base, fingerprint
 from surojax.exchange.merge import InBaseFormat
-from surojax.exchange.weights import stacks
+from surojax.exchange.model_tensors import stacks
 from surojax.models.model import Model
 from surojax.numerics import base_formats
 from surojax.numerics.quantize import work_copy
@@ -33,7 +33,7 @@ class Trained(NamedTuple):
     template: Template | None
 
 
-def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trained:
+def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trained:
     """Opens a checkpoint, or another model, with its work weights on the first device.
 
     path: a checkpoint, the output_dir of a run, which means its newest checkpoint, a Hugging Face folder or name, or a

@@ -15,9 +15,9 @@ import numpy as np
 from tqdm import tqdm
 
 from surojax.data.cache import HELD_OUT, NO_ROOM, TRAIN, NoRoom, PartWriter
+from surojax.data.data_rows import BadRow
 from surojax.data.examples import Example
 from surojax.data.items import Item, Source, Unit, hold_out
-from surojax.data.rows import BadRow
 from surojax.errors import ConfigError
 
 # Long texts are encoded in pieces (`texts.PIECE_CHARS`), one core each, and two groups at a time: a group has pieces
@@ -61,7 +61,7 @@ class _Marked(NamedTuple):
     is_held_out: bool
 
 
-def write(
+def write_entry(
     folder: Path,
     *,
     source: Source,

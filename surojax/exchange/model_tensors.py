@@ -1,7 +1,7 @@
 """Weights under Hugging Face's names, read tensor by tensor into a training state of any placement.
 
 `Tensors` is what has them: a folder with safetensors files (`Weights`, here), a GGUF file (gguf.py), or a checkpoint
-(stored.py).
+(checkpoint_tensors.py).
 """
 
 import functools
@@ -16,7 +16,7 @@ import numpy as np
 from surojax.errors import ConfigError, shown
 from surojax.exchange import bitsandbytes, parts
 from surojax.exchange.finite import is_finite, is_float
-from surojax.exchange.huggingface import block_size, read_config, read_whole_config
+from surojax.exchange.huggingface import float8_block_size, read_config, read_whole_config
 from surojax.exchange.naming import naming_of
 from surojax.exchange.shards import Shard
 from surojax.families.family import TENSOR_NAMES
@@ -119,7 +119,7 @@ class Weights:
 
     def _check_scales(self) -> tuple[int, int]:
         """The size of the blocks that have a scale. Raises ConfigError unless every matrix in float8 has its scales."""
-        block = block_size(read_config(self.path))
+        block = float8_block_size(read_config(self.path))
         for name in sorted(self._in_float8):
             if block is None:
                 raise ConfigError(
@@ -167,7 +167,7 @@ class Weights:
         if isinstance(like, block_fp8.BlockFp8):
             return block_fp8.from_blocks(self._read(name), self._read(name + SCALES).astype(np.float32), like)
         assert isinstance(like, nf4.Nf4), "no other format is read from files"
-        return bitsandbytes.quantised(name, self.in_nf4[name], self._read, like.shift.shape[-1])
+        return bitsandbytes.read_nf4(name, self.in_nf4[name], self._read, like.shift.shape[-1])
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in the dtype that it is stored in, in float32 if that is float8, dequantised if it is in NF4."""
@@ -217,7 +217,7 @@ def _dequantised(q: Coded, dtype: str) -> jax.Array:
     return base_formats.dequantise(q, dtype)
 
 
-def describe(tensors: Tensors) -> str:
+def describe_source(tensors: Tensors) -> str:
     """One line: the path that tensors are read from, and the tensors there that are left aside."""
     if not isinstance(tensors, Weights) or not tensors.left_aside:
         return str(tensors.path)
@@ -226,7 +226,7 @@ def describe(tensors: Tensors) -> str:
     return f"the language model in {tensors.path}; {aside}"
 
 
-def name_of(param: Param, segment: Segment | None = None, l: int = 0) -> str:
+def tensor_name(param: Param, segment: Segment | None = None, l: int = 0) -> str:
     """The name of a parameter's tensor: of layer l of a segment, or of an outer layer."""
     if segment is None:
         return TENSOR_NAMES[param.name]
@@ -236,15 +236,15 @@ def name_of(param: Param, segment: Segment | None = None, l: int = 0) -> str:
 
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's tensors by name: embedding, layer after layer, then the others."""
-    outer = {name_of(param): param.shape for param in jax.tree.leaves(model.outer_params)}
+    outer = {tensor_name(param): param.shape for param in jax.tree.leaves(model.outer_params)}
     found = {TENSOR_NAMES["embed"]: outer.pop(TENSOR_NAMES["embed"])}
     for segment in model.segments:
         for l in range(segment.num_layers):
-            found |= {name_of(param, segment, l): param.shape for param in jax.tree.leaves(base(segment.params))}
+            found |= {tensor_name(param, segment, l): param.shape for param in jax.tree.leaves(base(segment.params))}
     return found | outer
 
 
-def check(weights: Tensors, model: Model) -> None:
+def check_tensors(weights: Tensors, model: Model) -> None:
     """Raises ConfigError unless the files have exactly the model's tensors, in its shapes.
 
     A head beside an embedding that is tied to it has to be equal to it: transformers computes another one as it is.
@@ -292,7 +292,7 @@ def readers(
 
     def layer(segment: Segment, l: int):
         def one(param: Param):
-            name = name_of(param, segment, l)
+            name = tensor_name(param, segment, l)
             like = coded(segment, param) if coded else None
             if like is not None and isinstance(weights, Weights) and is_in(like, weights.format_of(name)):
                 return weights.read_coded(name, like)
@@ -301,7 +301,7 @@ def readers(
         return jax.tree.map(one, base(segment.params))
 
     def outer(model: Model) -> dict:
-        return jax.tree.map(lambda param: weights.read(name_of(param)), model.params[OUTER])
+        return jax.tree.map(lambda param: weights.read(tensor_name(param)), model.params[OUTER])
 
     return layer, outer
 
@@ -315,11 +315,11 @@ def stacks(weights: Tensors, model: Model, dtype: str, sharding: jax.sharding.Sh
     def stack(segment: Segment, param: Param) -> jax.Array:
         found = np.empty((segment.num_layers, *param.shape), dtype)
         for l in range(segment.num_layers):
-            found[l] = weights.read(name_of(param, segment, l))
+            found[l] = weights.read(tensor_name(param, segment, l))
         return jax.device_put(found, sharding)
 
     def outer(param: Param) -> jax.Array:
-        return jax.device_put(weights.read(name_of(param)).astype(dtype), sharding)
+        return jax.device_put(weights.read(tensor_name(param)).astype(dtype), sharding)
 
     of_segments = {s.name: jax.tree.map(functools.partial(stack, s), base(s.params)) for s in model.segments}
     return of_segments | {OUTER: jax.tree.map(outer, model.outer_params)}

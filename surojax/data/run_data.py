@@ -122,12 +122,12 @@ def parse_entries(entries: Sequence[Mapping[str, Any]], validation: Sequence[Map
 
 def _parse(entry: Mapping[str, Any], where: str) -> Dataset:
     try:
-        return datasets.parse(entry)
+        return datasets.parse_dataset(entry)
     except ConfigError as error:
         raise ConfigError(f"{where}: {str(error).removeprefix('datasets: ')}") from None
 
 
-def load(
+def load_data(
     entries: Entries,
     settings: Settings,
     tokenizer: Tokenizer,
@@ -151,7 +151,7 @@ def load(
     for_held_out = "validation_datasets" if entries.datasets else "eval_data"
     entries = _with_data(entries, settings, open_once).resolved(open_once)
     _check_uses(entries, settings)
-    if _has_rows(entries) and (note := templates.note(settings.chat_template, tokenizer)):
+    if _has_rows(entries) and (note := templates.template_note(settings.chat_template, tokenizer)):
         say(note)
     loader = _Loader(settings, tokenizer, open_once, say)
     if entries.datasets:
@@ -218,7 +218,7 @@ def _entry(names: str, settings: Settings) -> Dataset:
     is_named = settings.text_field != Settings(settings.sequence_len).text_field
     of_text = {"type": "text", "text_field": settings.text_field} if is_named else {}
     try:
-        return datasets.parse({"path": [name.strip() for name in names.split(",")]} | of_text)
+        return datasets.parse_dataset({"path": [name.strip() for name in names.split(",")]} | of_text)
     except ConfigError as error:
         raise ConfigError(str(error).replace("datasets: path:", "data:")) from None
 

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """One record. where: its file and line (or row), for messages."""
 
     record: dict[str, Any]

@@ -29,8 +29,8 @@ from surojax.exchange import adapter_config, shards
 from surojax.exchange.adapter_config import CONFIG, modules
 from surojax.exchange.export import encoded
 from surojax.exchange.finite import is_finite
+from surojax.exchange.model_tensors import shapes
 from surojax.exchange.naming import Naming
-from surojax.exchange.weights import shapes
 from surojax.families.family import TENSOR_NAMES
 from surojax.models.lora import Lora, adapters as declared
 from surojax.models.model import Model, Segment
@@ -49,7 +49,7 @@ OF_MOST_FAMILIES = Naming()
 FINGERPRINT, BASE_FORMAT = "surojax.base", "surojax.base_format"  # keys of the metadata
 
 
-class Adapter(NamedTuple):
+class AdapterArrays(NamedTuple):
     """An adapter of a model.
 
     matrices: {our name of a matrix: {"a": [L, rank, in], "b": [L, out, rank], with DoRA "magnitude": [L, out]}}, of all
@@ -78,8 +78,8 @@ def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
     return found | {PREFIX + TENSOR_NAMES[name]: of_base[TENSOR_NAMES[name]] for name in lora.saved}
 
 
-def write(
-    adapter: Adapter, model: Model, folder: str | Path, *, base_name: str = "", naming: Naming = OF_MOST_FAMILIES
+def save_adapter(
+    adapter: AdapterArrays, model: Model, folder: str | Path, *, base_name: str = "", naming: Naming = OF_MOST_FAMILIES
 ) -> Path:
     """Writes an adapter of a model in float32, and returns its folder; an adapter there is replaced.
 
@@ -94,9 +94,9 @@ def write(
     unfinished = path / f".{TENSORS}.{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        shards.write(unfinished, expected, float32, (arrays[name].astype(float32) for name in expected), metadata)
+        shards.write_shard(unfinished, expected, float32, (arrays[name].astype(float32) for name in expected), metadata)
         unfinished.replace(path / TENSORS)
-        (path / CONFIG).write_bytes(encoded(adapter_config.written(adapter.lora, base_name, naming)))
+        (path / CONFIG).write_bytes(encoded(adapter_config.adapter_config_of(adapter.lora, base_name, naming)))
     except OSError as error:
         raise ConfigError(f"adapter: cannot write {path} ({error.strerror or error}); choose another folder") from error
     finally:
@@ -114,7 +114,7 @@ def _ours(name: str, naming: Naming) -> str:
     return PREFIX + naming.ours(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else name
 
 
-def _by_name(adapter: Adapter, model: Model) -> dict[str, np.ndarray]:
+def _by_name(adapter: AdapterArrays, model: Model) -> dict[str, np.ndarray]:
     """The arrays of an adapter by the names of their tensors."""
     of_matrices = modules(model)
     found = {PREFIX + TENSOR_NAMES[name]: array for name, array in adapter.saved.items()}
@@ -124,13 +124,13 @@ def _by_name(adapter: Adapter, model: Model) -> dict[str, np.ndarray]:
     return found
 
 
-def read(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMILIES) -> Adapter:
+def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMILIES) -> AdapterArrays:
     """Reads an adapter of this model, its arrays in float32. naming: of the model's files.
 
     Raises ConfigError if it is of another model, adapts what is not adapted here, is damaged, or is not finite.
     """
     path = expanded(folder)
-    lora = adapter_config.read(path, model, naming)
+    lora = adapter_config.read_adapter_config(path, model, naming)
     which = [name for name in SUFFIXES if name != "magnitude" or lora.magnitudes]
     try:
         file = shards.Shard(path / TENSORS)
@@ -162,10 +162,10 @@ def read(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMILIES) ->
             f"adapter: {path / TENSORS}: {BASE_FORMAT}: expected one of {', '.join((STORED, *BASE_FORMATS))}, got "
             f"{base_format!r}; give another adapter"
         )
-    return Adapter(lora, matrices, saved, file.metadata.get(FINGERPRINT, ""), base_format)
+    return AdapterArrays(lora, matrices, saved, file.metadata.get(FINGERPRINT, ""), base_format)
 
 
-def digest(adapter: Adapter) -> str:
+def digest(adapter: AdapterArrays) -> str:
     """SHA-256 of all that determines what an adapter adds to its base."""
     found = hashlib.sha256(f"{adapter.lora.scale!r} {adapter.base_format}\n".encode())
     arrays = {f"{target}.{which}": x for target, stacks in adapter.matrices.items() for which, x in stacks.items()}
@@ -200,7 +200,7 @@ def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], lora: Lora, mo
 
 
 def of_state(model: Model, lora: Lora, master: dict) -> tuple[dict, dict]:
-    """(matrices, saved) of an `Adapter` from the master weights of a state, copied to host memory."""
+    """(matrices, saved) of an `AdapterArrays` from the master weights of a state, copied to host memory."""
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
     for segment in model.segments:
         for matrix, names in declared(segment.params):
@@ -223,8 +223,8 @@ def _at(tree: dict, name: str):
     return tree
 
 
-def with_adapter(layer: Callable, outer: Callable, adapter: Adapter) -> tuple[Callable, Callable]:
-    """`weights.readers` of a base, as readers of the base with an adapter's arrays."""
+def with_adapter(layer: Callable, outer: Callable, adapter: AdapterArrays) -> tuple[Callable, Callable]:
+    """`model_tensors.readers` of a base, as readers of the base with an adapter's arrays."""
 
     def layer_with(segment: Segment, l: int):
         found = layer(segment, l)
@@ -247,7 +247,7 @@ def _nested(name: str, leaf: np.ndarray) -> dict:
     return {first: _nested(rest, leaf) if rest else leaf}
 
 
-def check_continues(adapter: Adapter, lora: Lora, base: str, path: str) -> None:
+def check_continues(adapter: AdapterArrays, lora: Lora, base: str, path: str) -> None:
     """Raises ConfigError unless a run with these adapters, on a base with this fingerprint, may begin with an adapter.
 
     path: of the adapter, for the message.
