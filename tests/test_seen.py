@@ -153,12 +153,12 @@ def test_fit_reads_the_file_and_names_it(file, monkeypatch):
     seen.record(file, GPUS["rtx3090"].name, 1.0, 1.5, "a", 1)
     facts = []
 
-    def of(c, gpu, *_, **__):
-        facts.append(gpu)
-        return search.Found([], 1, 1, None, [], [], {})
+    def of(space):
+        facts.append(space.gpu)
+        return search.Found([], 1, 1, None, (), [], {})
 
-    monkeypatch.setattr(fit.search, "search", of)
-    monkeypatch.setattr(fit, "_remedies", lambda *_: [])
+    monkeypatch.setattr(fit, "search", of)
+    monkeypatch.setattr(fit.remedies, "with_limits_lifted", lambda _: [])
     monkeypatch.setattr(fit.aot, "available", lambda: False)
     said: list[str] = []
     fit.fastest(c, "3090", say=said.append)
