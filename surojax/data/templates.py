@@ -14,7 +14,7 @@ from surojax import limited
 from surojax.data.conversations import Conversation
 from surojax.data.pieces import Piece
 from surojax.data.rendering import Message, Program
-from surojax.data.rows import NotARow
+from surojax.data.rows import NotARow, half_a_pair
 from surojax.data.tokenizer import Tokenizer
 from surojax.data.tokenizer_files import one_line
 from surojax.errors import ConfigError
@@ -57,6 +57,10 @@ class Template(Program):
         (found,) = self._each("surojax.data.rendering", "rendered", (self._fields,), [request])
         if "refused" in found:
             raise NotARow(found["refused"])
+        try:
+            found["text"].encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise NotARow(half_a_pair(error)) from error
         return found["text"]
 
     def pieces(
