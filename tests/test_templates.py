@@ -134,3 +134,9 @@ def test_no_template_leaves_out_a_call_of_a_tool():
         else:
             with pytest.raises(NotARow, match="tool_calls"):
                 template.render(talk)
+
+
+def test_half_a_surrogate_pair_is_a_reason_and_no_traceback():
+    """In a template, as in a spoiled tokenizer_config.json: found by tests/test_fuzz.py."""
+    with pytest.raises(NotARow, match=r"half a surrogate pair \(\\ud83d\)"):
+        Template("{{ messages[0].content }}\ud83d", "a template").render([{"role": "user", "content": "hi"}])

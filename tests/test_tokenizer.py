@@ -67,6 +67,12 @@ def test_hugging_face_round_trip(bpe_file):
         np.testing.assert_array_equal(batched, tokenizer.encode(text))
 
 
+def test_half_a_surrogate_pair_is_a_value_error_of_both(bpe_file):
+    for tokenizer in (ByteTokenizer(), load_tokenizer(str(bpe_file))):
+        with pytest.raises(UnicodeEncodeError):
+            tokenizer.encode("a \ud83d")
+
+
 def test_hugging_face_decode_leaves_out_special_and_unknown_ids(bpe_file):
     tokenizer = load_tokenizer(str(bpe_file))
     ids = tokenizer.encode("the cat").tolist()

@@ -12,7 +12,7 @@ from typing import Any
 
 from surojax import limited
 from surojax.data.conversations import Conversation
-from surojax.data.data_rows import NotARow
+from surojax.data.data_rows import NotARow, half_a_pair
 from surojax.data.pieces import DocumentPiece
 from surojax.data.rendering import Message, TemplateProgram
 from surojax.data.tokenizer import Tokenizer
@@ -57,6 +57,10 @@ class Template(TemplateProgram):
         (found,) = self._each("surojax.data.rendering", "rendered", (self._fields,), [request])
         if "refused" in found:
             raise NotARow(found["refused"])
+        try:
+            found["text"].encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise NotARow(half_a_pair(error)) from error
         return found["text"]
 
     def pieces(

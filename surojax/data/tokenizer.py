@@ -201,8 +201,13 @@ class HuggingFaceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encodes every text, in order, on all CPU cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Encodes every text, in order, on all CPU cores. Raises UnicodeEncodeError as `ByteTokenizer.encode` does."""
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:
+            for text in texts:
+                text.encode("utf-8")
+            raise
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def section_starts(self, text: str) -> list[int]:
