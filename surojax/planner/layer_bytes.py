@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.memory.host import parts
@@ -14,12 +13,13 @@ from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment
 from surojax.numerics import quantize
 from surojax.numerics.base_formats import is_coded, map_arrays
-from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import HOMES
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import devices_per_sequence, pipeline_stages, tensor_parallel
+from surojax.placement.mesh import devices_per_sequence, tensor_parallel
 from surojax.placement.param import Param, part_of
 from surojax.placement.table import Mesh
+from surojax.planner import sizes
+from surojax.planner.sizes import itemsize
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import quantise_with_one_scale
 
@@ -50,7 +50,7 @@ class SegmentBytes(NamedTuple):
 def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
     """The `SegmentBytes` of a segment whose layers have an input like x."""
     engine = run.engine
-    layers = layers_of_stage(segment.num_layers, pipeline_stages(run.mesh))
+    layers = sizes.layers_of(run, segment)
     compute = run.model.compute
     layer = _in_products(run, segment)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
@@ -65,14 +65,13 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     saved = of_chunk.saved
     if plain is not run.model and not engine.recompute_block:
         saved = _block_bytes(run, run.model, segment, x, platform, packed).saved
-    itemsize = x.dtype.itemsize
+    number = x.dtype.itemsize
     keys = max(segment.heads.key_value, devices_per_sequence(run.mesh))  # devices that share a head have it each
     numbers = 2 * B * S * keys * segment.heads.channels  # of keys and values
     tensor = tensor_parallel(run.mesh)
     of_group = tensor * size(chunk) if tensor > 1 else 0
     kept = size(x) if engine.recompute_block else saved
-    sizes = shard_sizes(run, engine.layouts.grads[segment.name], segment)
-    grads = jnp.dtype(engine.table.grads.dtype).itemsize * layers * sum(sizes)
+    grads = itemsize(run, "grads") * layers * sum(shard_sizes(run, engine.layouts.grads, segment))
     state = run.plan.master[segment.name], run.plan.moments[segment.name]
     return SegmentBytes(
         weights=size(layer),
@@ -82,8 +81,8 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
         saved=of_chunk.saved,
         attention=of_chunk.attention,
         scores=of_chunk.scores,
-        sequence=itemsize * numbers - size(x) + of_group if chunks > 1 else 0,
-        sums=(4 + 3 * itemsize) * numbers if chunks > 1 else 0,
+        sequence=number * numbers - size(x) + of_group if chunks > 1 else 0,
+        sums=(4 + 3 * number) * numbers if chunks > 1 else 0,
         layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
         grads=grads,
         activations=layers * kept,
@@ -112,7 +111,7 @@ def _block_bytes(
     chunks: x is one of so many equal parts of a sequence, which attends to all of it.
     """
     B, S, _ = x.shape
-    itemsize = x.dtype.itemsize
+    number = x.dtype.itemsize
     compute = model.compute
     heads_of = segment.heads
     tensor = tensor_parallel(run.mesh)
@@ -129,16 +128,16 @@ def _block_bytes(
         # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with. Our
         # kernel also has float32 gradients of a pair, and reads transposed copies.
         keys = max(heads_of.key_value, tensor)
-        more = 2 * (heads_of.query + keys) * (itemsize + 4) if flash == "mosaic" else 0
-        sums = 2 * heads_of.query * 4 + 4 * keys * (itemsize + 4)
+        more = 2 * (heads_of.query + keys) * (number + 4) if flash == "mosaic" else 0
+        sums = 2 * heads_of.query * 4 + 4 * keys * (number + 4)
         return BlockBytes(saved, B * S * (sums + more) * heads_of.channels, scores=0)
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
         keys = chunks * max(heads_of.key_value, tensor if chunks == 1 else per_sequence)
         copied = (2 * heads_of.query + keys) * heads_of.channels if flash == "mosaic" else 0
-        kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
-        return BlockBytes(saved + kept, B * S * copied * itemsize, scores=0)
+        kept = 0 if compute.recompute.att else heads * (heads_of.channels * number + 4)
+        return BlockBytes(saved + kept, B * S * copied * number, scores=0)
     keys = S * chunks * per_sequence
     if in_pieces:
         keys = 2 * S * tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17 pieces)
@@ -212,9 +211,9 @@ def _in_base_format(run: Assembly, segment: Segment, layer):
     return jax.tree.map(one, layer, stack, run.engine.layouts.weights[segment.name])
 
 
-def shard_sizes(run: Assembly, of_class, segment: Segment) -> list[int]:
-    """Number of elements on one device of each trained parameter of one layer. of_class: the layouts of a class."""
-    pairs = zip(jax.tree.leaves(segment.trained_params), jax.tree.leaves(of_class), strict=True)
+def shard_sizes(run: Assembly, of_class: dict, segment: Segment) -> list[int]:
+    """Number of elements on one device of each parameter of one layer. of_class: the layouts of a class."""
+    pairs = sizes.with_layouts(run, segment.name, of_class)
     return [math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape)) for p, layout in pairs]
 
 
