@@ -8,15 +8,11 @@ from typing import Any, NamedTuple
 import jax
 
 from surojax.assembly import Assembly
-from surojax.memory.host import parts
 from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment
 from surojax.numerics import quantize
-from surojax.numerics.base_formats import is_coded, map_arrays
 from surojax.placement.home import HOMES
-from surojax.placement.layout import Layout
 from surojax.placement.mesh import devices_per_sequence, tensor_parallel
-from surojax.placement.param import Param, part_of
 from surojax.placement.table import Mesh
 from surojax.planner import sizes
 from surojax.planner.sizes import itemsize
@@ -52,9 +48,10 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     engine = run.engine
     layers = sizes.layers_of(run, segment)
     compute = run.model.compute
-    layer = _in_products(run, segment)
-    fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
-    fetched = _in_base_format(run, segment, layer) if engine.table.base_format else fetched
+    tensors = [t for t in sizes.blocks(run) if t.section == segment.name]
+    low = [t for t in tensors if engine.table.one_scale and t.is_matrix]  # fetched with a byte a number, and a scale
+    fetched = sum(t.elements * (t.coded or t.itemsize) for t in tensors if t not in low)
+    fetched += sum(t.elements + 4 for t in low)
     packed = engine.packed
     chunks = compute.sequence_chunks
     # The backward pass has all residuals of a layer, or of one chunk, in memory at once, even if they are recomputed.
@@ -74,9 +71,9 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     grads = itemsize(run, "grads") * layers * sum(shard_sizes(run, engine.layouts.grads, segment))
     state = run.plan.master[segment.name], run.plan.moments[segment.name]
     return SegmentBytes(
-        weights=size(layer),
-        gradients=size(part_of(layer, segment.trained_params)),
-        fetched=size(fetched),
+        weights=sum(t.elements * t.itemsize for t in tensors),
+        gradients=sum(t.elements * t.itemsize for t in tensors if t.trained),
+        fetched=round(fetched),
         kept=kept,
         saved=of_chunk.saved,
         attention=of_chunk.attention,
@@ -116,7 +113,9 @@ def _block_bytes(
     heads_of = segment.heads
     tensor = tensor_parallel(run.mesh)
     per_sequence = devices_per_sequence(run.mesh)
-    shapes, structure = jax.tree.flatten(jax.tree.map(lambda w: w.shape, _in_products(run, segment)), is_leaf=_is_shape)
+    computed = [layout.computed for _, layout in sizes.with_layouts(run, segment.name, run.engine.layouts.weights)]
+    params, structure = jax.tree.flatten(segment.params)
+    shapes = [jax.NamedSharding(run.mesh, at).shard_shape(p.shape) for p, at in zip(params, computed, strict=True)]
     mesh = run.mesh if per_sequence > 1 else None
     saved = _traced_residuals(model, segment, tuple(shapes), structure, mesh, x.shape, x.dtype)
     heads = B * S * heads_of.query  # in a group: of whole sequences, a part of the heads
@@ -162,7 +161,9 @@ def _traced_residuals(
     traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
     forward = next(s for s in traced.segments if s.name == segment.name).block_forward
     layer = structure.unflatten([jax.ShapeDtypeStruct(of_weight, dtype) for of_weight in weights])
-    layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
+    if precision.fp8:  # matrices are quantised to float8 with one scale each
+        quantise = functools.partial(quantise_with_one_scale, segment.params, dtype=quantize.DTYPES["fp8"])
+        layer = jax.eval_shape(quantise, layer)
     variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
     x = jax.ShapeDtypeStruct(shape, dtype)
 
@@ -173,42 +174,6 @@ def _traced_residuals(
         specs: Any = {"in_specs": jax.P(), "out_specs": jax.P()}
         residuals = jax.shard_map(residuals, mesh=mesh, check_vma=False, **specs)
     return size(jax.eval_shape(residuals, layer, x))
-
-
-def _in_products(run: Assembly, segment: Segment):
-    """The shapes of a layer's weights on one device, as products read them."""
-
-    def one(param: Param, layout: Layout) -> jax.ShapeDtypeStruct:
-        shape = jax.NamedSharding(run.mesh, layout.computed).shard_shape(param.shape)
-        return jax.ShapeDtypeStruct(shape, param.dtype or run.engine.table.weights.dtype)
-
-    return jax.tree.map(one, segment.params, run.engine.layouts.weights[segment.name])
-
-
-def _is_shape(x) -> bool:
-    return isinstance(x, tuple)
-
-
-def _in_fp8(params, layer):
-    """The shapes of a layer after its matrices are quantised to float8 with one scale each."""
-    return jax.eval_shape(lambda w: quantise_with_one_scale(params, w, quantize.DTYPES["fp8"]), layer)
-
-
-def _in_base_format(run: Assembly, segment: Segment, layer):
-    """The shapes of a layer's weights on one device when they are gathered, frozen matrices in the base's format."""
-    stack = parts(run.plan.weights[segment.name])[0].stack
-
-    def one(x: jax.ShapeDtypeStruct, planned, layout: Layout):
-        if not is_coded(planned):
-            return x
-        computed = jax.NamedSharding(run.mesh, layout.computed)
-
-        def on_device(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(computed.shard_shape(array.shape[1:]), array.dtype)
-
-        return map_arrays(planned, on_device, lambda array: jax.ShapeDtypeStruct((), array.dtype))
-
-    return jax.tree.map(one, layer, stack, run.engine.layouts.weights[segment.name])
 
 
 def shard_sizes(run: Assembly, of_class: dict, segment: Segment) -> list[int]:

@@ -25,8 +25,8 @@ class Tensor:
 
     section: that it belongs to. layers: of the section on this stage; 1 for the outer layers. elements: of one layer,
     in the GPU's tensor-parallel group, shared over `dp_shard x cp`. trained: it has master weights, else it is frozen.
-    weights, master: layouts of work weights and master weights; of a frozen one both are those of work weights. coded:
-    bytes of each number if it rests in the format of a frozen base; else 0.
+    weights, master: layouts of work weights and master weights; of a frozen one both are those of work weights.
+    itemsize: bytes of each number of the work weights; coded: if it rests in the format of a frozen base, else 0.
     """
 
     param: Param
@@ -36,6 +36,7 @@ class Tensor:
     trained: bool
     weights: Layout
     master: Layout
+    itemsize: int
     coded: float = 0.0
 
     @property
@@ -77,6 +78,7 @@ def _section(run: Assembly, name: str, segment: Segment | None = None) -> Iterat
             trained=p.name in master,
             weights=weights,
             master=master.get(p.name, weights),
+            itemsize=jnp.dtype(p.dtype).itemsize if p.dtype else itemsize(run, "weights"),
             coded=coded_bytes(run, segment, p) if segment else 0.0,
         )
 

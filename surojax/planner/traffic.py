@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
@@ -342,12 +341,10 @@ def _number_bytes(run: Assembly, t: Tensor, layout: Layout, dtype: str = "", vec
 
     vectors: bytes of each number of a vector; 0: as of the work weights.
     """
-    if t.coded:
-        return t.coded
-    if t.param.dtype:
-        return jnp.dtype(t.param.dtype).itemsize
+    if t.coded or t.param.dtype:
+        return t.coded or t.itemsize
     if not t.is_matrix or not dtype:
-        return vectors or itemsize(run, "weights")
+        return vectors or t.itemsize
     row = jax.NamedSharding(run.mesh, layout.stored).shard_shape(t.param.shape)[-1]
     return 1 + (0 if run.engine.table.one_scale else 4 / block_size(row))  # one scale per matrix is not gathered
 
