@@ -768,8 +768,8 @@ def test_flops_of_products_are_those_of_the_compiled_step(recompute_block):
     found = 0
     for i, times, computation in hlo.executed(module):
         fused = [(x, module[name]) for name in hlo.called(i, "calls") for x in module[name].values()]
-        products = [pair for pair in [(i, computation), *fused] if "__cublas" in pair[0].attributes]
-        found += times * sum(2 * math.prod(costs.product_sizes(*pair)) for pair in products)
+        multiplied = [pair for pair in [(i, computation), *fused] if "__cublas" in pair[0].attributes]
+        found += times * sum(2 * math.prod(costs.product_sizes(*pair)) for pair in multiplied)
     assert found == 128 * (sum(products.token_flops(run, 64, again=recompute_block).values()) - attention)
 
 

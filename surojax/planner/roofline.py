@@ -39,7 +39,7 @@ beside predicted time for each step that it compiles.
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import jax
 
@@ -238,12 +238,11 @@ def phases(
     for step_pass, times in passes.of_step(engine, work.fetches):
         chain, link, chain_once, link_once = computed[step_pass.name]
         chain, link = times * chain + chain_once, times * link + link_once
-        read, written = traffic.copied(step_pass, times, stored, updated)
         if step_pass.updates:
-            state = stored.get("master", 0.0) + stored.get("moments", 0.0)
             loops = len([part for part, _ in parts if part])
-            seconds["update"] = _update(work, step_pass, chain, link, read, written, state, stored["residuals"], loops)
+            seconds["update"] = _update(work, step_pass, chain, link, stored, updated, loops)
             continue
+        read, written = traffic.copied(step_pass, times, stored, updated)
         if by_kernel:
             chain += times * stored["residuals"] / (work.gpu.pcie_bandwidth * work.rates.host)
         weights = times * stored["weights"]
@@ -304,38 +303,26 @@ def _chains(work: Work, per_fetch: int, *, from_host: float) -> tuple[float, flo
 
 
 def _update(
-    work: Work,
-    step_pass: Pass,
-    chain: float,
-    link: float,
-    read: float,
-    written: float,
-    state: float,
-    residuals: float,
-    loops: int,
+    work: Work, step_pass: Pass, chain: float, link: float, stored: Mapping[str, float], updated: float, loops: int
 ) -> float:
-    """Seconds of the update, and of the `chain` and `link` seconds of the forward pass that it may be a part of.
+    """Seconds of a pass that updates layers, with the `chain` and `link` seconds of what else is in it.
 
-    read, written: bytes that cross the host link; state, residuals: of them, master weights and moments in one
-    direction, and residuals. loops: over parts of the layers. Each begins with reads and ends with writes that nothing
-    runs beside: a layer's state is read twice and written once, or under a forward pass two layers are read and two are
-    written.
+    stored, updated: see `traffic.copied`. loops: over parts of the layers. Each begins with reads and ends with writes
+    that nothing runs beside: master weights and moments of a layer are read twice and written once, or under a forward
+    pass two layers are read and two are written.
     """
     bandwidth = work.gpu.memory_bandwidth * work.rates.memory
     gathered = work.collectives.updated
     copied = 2 * work.layer_bytes / bandwidth * (gathered > 0)
-    in_loops = _phase(
-        work,
-        chain=work.update_bytes / bandwidth + copied + gathered + chain,
-        link=gathered + link,
-        read=read,
-        written=written,
-    )
+    chain += work.update_bytes / bandwidth + copied + gathered
+    read, written = traffic.copied(step_pass, 1, stored, updated)
+    in_loops = _phase(work, chain=chain, link=gathered + link, read=read, written=written)
     host_rate = work.gpu.pcie_bandwidth * work.rates.host
     if step_pass.name == "forward":
         part = min(1.0, 2 / work.layers)
-        return (1 - part) * in_loops + part * (read + written - residuals) / host_rate
-    return in_loops + loops * (state + read + written) / work.layers / host_rate
+        return (1 - part) * in_loops + part * (read + written - stored["residuals"]) / host_rate
+    again = stored.get("master", 0.0) + stored.get("moments", 0.0)
+    return in_loops + loops * (again + read + written) / work.layers / host_rate
 
 
 def _phase(work: Work, *, chain: float, link: float, read: float, written: float, waits: float = 0.0) -> float:

@@ -40,14 +40,9 @@ def slowest(run: Assembly) -> int:
     return found.index(max(found))
 
 
-def with_rounds(module: hlo.Module, run: Assembly, microbatches: int) -> hlo.Module:
-    """The module of a step with the mean number of rounds of these loops; the module itself without stages."""
-    return _with_rounds(module, run, microbatches, lockstep=False)
-
-
 def in_lockstep(module: hlo.Module, run: Assembly, microbatches: int) -> hlo.Module:
     """The module of a step with the mean number of rounds in a tick of which stages take the time."""
-    return _with_rounds(module, run, microbatches, lockstep=True)
+    return with_rounds(module, run, microbatches, lockstep=True)
 
 
 def bubble(run: Assembly, microbatches: int) -> float:
@@ -71,8 +66,11 @@ def _pattern(body: Iterable[hlo.Instruction]) -> int:
     return next(int(found[1]) for i in body if (found := PATTERN.search(i.attributes)))
 
 
-def _with_rounds(module: hlo.Module, run: Assembly, microbatches: int, *, lockstep: bool) -> hlo.Module:
-    """lockstep: see `in_lockstep`; else see `with_rounds`."""
+def with_rounds(module: hlo.Module, run: Assembly, microbatches: int, *, lockstep: bool = False) -> hlo.Module:
+    """The module of a step with the mean number of rounds of these loops; the module itself without stages.
+
+    lockstep: see `in_lockstep`.
+    """
     stages = pipeline_stages(run.mesh)
     if stages == 1:
         return module
