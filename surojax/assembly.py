@@ -32,6 +32,7 @@ from surojax.placement.mesh import pipeline_stages, shards
 from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, place
 from surojax.step import train_step as step
+from surojax.step.objective import CrossEntropy
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
@@ -134,12 +135,16 @@ class Assembly:
         host_temporaries: bytes of host memory that a step allocates. XLA's memory limit is corrected with these three,
         see `MEMORY_LIMIT`; without memory_bytes it is not changed.
         """
-        schedule = schedule_options(self.model.precision) if platform == "gpu" else {}
+        if platform == "cpu":
+            # With the collectives of a device in flight together, two cores deadlocked, and once read what was not
+            # there yet (jaxlib 0.12, offloaded quants under tp).
+            return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if self.mesh.size > 1 else {}
+        schedule = schedule_options(self.model.precision)
         table = self.engine.table
-        if platform == "gpu" and table.weights.sharded and not table.streams_weights:
+        if table.weights.sharded and not table.streams_weights:
             schedule |= GATHERS
         limit = {}
-        if platform == "gpu" and memory_bytes:
+        if memory_bytes:
             state = self.state_bytes()
             left = plans_with * memory_bytes - state
             wanted = 0.95 * memory_bytes - state + 2 * host_temporaries
@@ -194,7 +199,7 @@ def assemble(
         of_classes,
         recompute_block=recompute_block,
         lmhead_chunks=lmhead_chunks,
-        z_loss=z_loss,
+        objective=CrossEntropy(z_loss),
         packed=packed,
         microbatches_per_fetch=microbatches_per_fetch,
         overlap_update=overlap_update,

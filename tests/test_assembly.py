@@ -207,7 +207,7 @@ def test_each_dtype_is_that_of_its_arrays(name):
 
 def test_the_engine_has_the_settings_that_change_no_number():
     run = assembly.from_config(config(recompute_block=False), MESH, total_steps=STEPS)
-    assert (run.engine.lmhead_chunks, run.engine.recompute_block, run.engine.z_loss) == (4, False, 0.05)
+    assert (run.engine.lmhead_chunks, run.engine.recompute_block, run.engine.objective.z_loss) == (4, False, 0.05)
 
 
 def test_evaluation_is_a_mean_over_tokens_and_its_bits_are_over_bytes():

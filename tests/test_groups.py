@@ -17,7 +17,7 @@ from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.placement.layout import batch_sharding
 from surojax.planner import hlo
-from surojax.step import weights
+from surojax.step import stream, weights
 
 ALL = dict.fromkeys(
     ("offload_weights", "offload_master", "offload_optimizer", "offload_grads", "offload_residual"), True
@@ -90,19 +90,19 @@ def test_groups_equal_grad_of_the_plain_model(config, devices):
 def test_two_gathered_layers_in_a_body_change_no_bit(monkeypatch):
     """As in passes that are long enough to hide gathers. Of five layers in the loops one is left over."""
     bodies = []
-    layers_in_body = weights.Prefetch.layers_in_body
+    layers_in_body = weights.Fetch.layers_in_body
 
     def noted(self, tokens: int, *, reverse: bool) -> int:
         bodies.append(layers_in_body(self, tokens, reverse=reverse))
         return bodies[-1]
 
-    monkeypatch.setattr(weights.Prefetch, "layers_in_body", noted)
+    monkeypatch.setattr(weights.Fetch, "layers_in_body", noted)
     options = {"config": dataclasses.replace(CONFIG, num_hidden_layers=6), "devices": 4, "zero_level": 3}
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
     expected = trained(batches, **options)
     assert {*bodies} == {1}
     bodies.clear()
-    monkeypatch.setattr(weights, "HIDING_TOKENS", 2 * 16)  # two sequences of a device, in a microbatch
+    monkeypatch.setattr(stream, "HIDING_TOKENS", 2 * 16)  # two sequences of a device, in a microbatch
     assert trained(batches, **options) == expected
     assert {*bodies} == {2}
 

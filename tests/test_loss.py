@@ -15,7 +15,8 @@ from surojax.models import llama
 from surojax.models.linear import linear
 from surojax.models.loss import cross_entropy
 from surojax.placement.mesh import SHARD, make_mesh
-from surojax.step import outer
+from surojax.step import objective as objectives, outer
+from surojax.step.objective import CrossEntropy
 
 MODEL = llama.build(CONFIG)
 Z_LOSS = 0.1  # large, so that leaving it out is seen
@@ -50,14 +51,16 @@ def run_head(devices: int, sharded: bool, z_loss: float, chunks: int):
     weights, x, labels = example()
     mesh, rows = make_mesh(jax.devices()[:devices]), jax.P(SHARD if devices > 1 else None)
     table = {name: rows if sharded and name != "norm" else jax.P() for name in weights}
+    objective = CrossEntropy(z_loss)
     sums = {name: rows for name in weights}  # of one device, to be added up unless sharded
 
     def per_device(weights, x, labels):
         weights = jax.tree.map(outer.varying, weights)
         zeros = jax.tree.map(jnp.zeros_like, weights)
         how = dict(chunks=chunks, axes=(SHARD,) if sharded else ())
-        evaluated = outer.loss(MODEL, weights, x, labels, **how)
-        total, dx, grads = outer.head(MODEL, weights, zeros, x, labels, jnp.float32(SCALE), **how, z_loss=z_loss)
+        targets = {"labels": labels}
+        evaluated = outer.loss(objective, MODEL, weights, x, targets, **how)
+        total, dx, grads = outer.head(objective, MODEL, weights, zeros, x, targets, jnp.float32(SCALE), **how)
         return total[None], grads, dx, evaluated[None]
 
     f = jax.shard_map(per_device, mesh=mesh, in_specs=(table, rows, rows), out_specs=(rows, sums, rows, rows))
@@ -82,7 +85,8 @@ def test_the_reported_loss_is_that_of_the_plain_model():
     weights, x, labels = example()
     y = MODEL.final(weights, x.reshape(-1, CONFIG.hidden_size))
     logits, labels = linear(y, weights[MODEL.head]), labels.reshape(-1)
-    out = jax.jit(functools.partial(outer.kernel.loss_and_gradient, implementation="xla"))(logits, labels, SCALE)
+    kernel = functools.partial(objectives.kernel.loss_and_gradient, implementation="xla")
+    out = jax.jit(kernel)(logits, labels, SCALE)
     plain, grad = jax.jit(jax.value_and_grad(cross_entropy))(logits, labels)
     np.testing.assert_array_equal(-jnp.sum(out.logprob), plain)
     np.testing.assert_array_equal(out.d_logits, SCALE * grad)  # a power of two rounds nothing

@@ -25,7 +25,7 @@ from surojax.placement.layout import batch_sharding
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.on_disk import FOLDER, steps_in
 from surojax.run.restore import restore
-from surojax.step import engine, train_step as step
+from surojax.step import engine, train_step as step, update
 from surojax.step.state_plan import bytes_per_device
 
 SETTINGS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
@@ -179,19 +179,25 @@ def test_sharded_outer_layers(tied, options):
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_a_sweep_updates_every_layer(n):
     """Of stacks in host memory, in a loop with two layers in its body from four layers on; others are as they were."""
-    outputs, state, inputs = (np.arange(k, k + 3.0 * (n + 1)).reshape(n + 1, 3) for k in (0, 100, 200))
+    weights, master, moments, grads = (np.arange(k, k + 3.0 * (n + 1)).reshape(n + 1, 3) for k in (0, 100, 200, 300))
+    lanes = update.lanes_of(Small(offload_master=True, offload_weights=True).run.engine)
 
-    def function(state, x):
-        return state - x, 2 * state + x
+    def function(values):
+        m = values["moments"] - values["grads"]
+        return {"weights": values["master"] - m, "master": 2 * values["master"] + m, "moments": m}
 
-    def swept(outputs, state, inputs):
-        outputs, state = (offload.put(stack, HOST) for stack in (outputs, state))
-        return offload.put(offload.sweep(function, outputs, state, inputs, 1, n + 1), DEVICE)
+    def swept(weights, stacks):
+        part = offload.Part(offload.put(weights, HOST), 1, n + 1)
+        stacks["master"] = offload.put(stacks["master"], HOST)
+        return offload.put(update.sweep_part(lanes, function, part, stacks), DEVICE)
 
-    found = jax.jit(swept)(outputs[1:], state, inputs)
-    work, new = function(state[1:], inputs[1:])
-    np.testing.assert_array_equal(found[0], work)
-    np.testing.assert_array_equal(found[1], np.concatenate([state[:1], new]))
+    stacks = {"master": master, "moments": moments, "grads": grads}
+    work, new = jax.jit(swept)(weights[1:], stacks)
+    expected = function({name: stack[1:] for name, stack in stacks.items()})
+    np.testing.assert_array_equal(work, expected["weights"])
+    for name in ("master", "moments"):
+        np.testing.assert_array_equal(new[name], np.concatenate([stacks[name][:1], expected[name]]))
+    np.testing.assert_array_equal(new["grads"], grads)
 
 
 @pytest.mark.parametrize("rows", [2, 3])

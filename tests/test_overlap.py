@@ -16,7 +16,7 @@ from surojax.config import checks
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim
-from surojax.step import engine, weights
+from surojax.step import engine, stream
 from surojax.step.overlap import Pending
 from surojax.step.train_step import up_to_date
 
@@ -90,7 +90,7 @@ def test_random_numbers_of_a_step_are_those_of_its_number(monkeypatch):
 @pytest.mark.full
 def test_long_passes_change_no_bit_either(monkeypatch):
     """Those that outlast the transfers have them in another order."""
-    monkeypatch.setattr(weights, "HIDING_TOKENS", 0)
+    monkeypatch.setattr(stream, "HIDING_TOKENS", 0)
     test_no_bit_changes("pairs")
 
 

@@ -212,15 +212,15 @@ def test_a_process_that_hangs_is_named_and_one_continues_and_then_two(whole, con
 BREAKS = """
 import jax.numpy as jnp
 from surojax.parallel.collectives import device_number
-from surojax.step import passes
+from surojax.step import blocks
 
-plain = passes.block_backward
+plain = blocks.block_backward
 
 def breaks(*arguments):
     dw, dx_BSD, seen = plain(*arguments)
     return dw, jnp.where(device_number("dp_shard")[0] == 1, jnp.full_like(dx_BSD, jnp.nan), dx_BSD), seen
 
-passes.block_backward = breaks
+blocks.block_backward = breaks
 """
 
 

@@ -21,12 +21,12 @@ from surojax.step.weights import Layers
 class Microbatch(NamedTuple):
     """The inputs of a pass over layers, of one microbatch.
 
-    inputs_BS, labels_BS: of this device's tokens. starts_BS: of the documents of whole sequences, None if the engine is
-    not packed. recipe_inputs: a function of the number of a layer.
+    inputs_BS, and targets: the objective's arrays by name, of this device's tokens. starts_BS: of the documents of
+    whole sequences, None if the engine is not packed. recipe_inputs: a function of the number of a layer.
     """
 
     inputs_BS: jax.Array
-    labels_BS: jax.Array
+    targets: dict[str, jax.Array]
     starts_BS: jax.Array | None
     recipe_inputs: Callable
 
@@ -141,11 +141,11 @@ def backward(
                 # puts them behind the last one. Nothing that computes waits for them. With weights from the host,
                 # residuals may be later, for less memory.
                 flight = flights["residuals"]
-                next_weights, *further = flights["weights"]
+                next_weights, *further = flights["weights"].early
                 next_residuals = None if engine.table.weights.home.streamed else flight.early
                 dw, (next_weights, arrived) = reduce_behind(dw, (next_weights, next_residuals))
                 flight = flight._replace(early=arrived) if arrived is not None else flight
-                flights = flights | {"weights": (next_weights, *further), "residuals": flight}
+                flights = with_weights(flights, (next_weights, *further)) | {"residuals": flight}
             sums = accumulate(engine, segment, sums, dw)
             observed = and_observed(observed, seen, layer)
         sums, squares = push(engine, segment, sums, last=group.last)
@@ -156,9 +156,14 @@ def backward(
 
 def behind_weights(x, flights: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """(x, flights), of which x is known only when the next layer's weights are."""
-    next_weights, *further = flights["weights"]
+    next_weights, *further = flights["weights"].early
     x, next_weights = jax.lax.optimization_barrier((x, next_weights))
-    return x, flights | {"weights": (next_weights, *further)}
+    return x, with_weights(flights, (next_weights, *further))
+
+
+def with_weights(flights: dict[str, Any], early: tuple) -> dict[str, Any]:
+    """The flights with these weights on their way."""
+    return flights | {"weights": flights["weights"]._replace(early=early)}
 
 
 def and_observed(observed, seen, layer: Layer):

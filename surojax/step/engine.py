@@ -93,11 +93,12 @@ class Gradients(NamedTuple):
 class StepInputs(NamedTuple):
     """What all groups of microbatches of a step read.
 
-    batch: inputs, labels and starts `[A, B, S]`. outer: weights of the outer layers. segments: by name. recipe_inputs:
-    see `recipe_inputs_of`. scale: of the loss in the gradients. d_auxiliary: gradient of every auxiliary loss, or None.
+    batch: the arrays `[A, B, S]` of `Engine.batch_arrays` by name. outer: weights of the outer layers. segments: by
+    name. recipe_inputs: see `recipe_inputs_of`. scale: of the loss in the gradients. d_auxiliary: gradient of every
+    auxiliary loss, or None.
     """
 
-    batch: tuple
+    batch: dict[str, jax.Array]
     outer: dict
     segments: dict[str, Layers]
     recipe_inputs: Callable
@@ -126,33 +127,31 @@ class GroupCarry(NamedTuple):
 def loss_and_gradients(
     engine: Engine,
     weights,
-    inputs_ABS: jax.Array,
-    labels_ABS: jax.Array,
-    starts_ABS=None,
-    *,
+    *batch_ABS: jax.Array,
     history=None,
     step=0,
     updating: dict[str, Any] | None = None,
 ) -> Gradients:
     """Loss and gradients of all microbatches and devices.
 
-    Labels < 0 are ignored and not counted, so the result does not depend on how a batch is split into microbatches.
-    starts_ABS: of documents, if the engine is packed, see `Segment`; else None.
+    batch_ABS: the arrays `[A, B, S]` of `Engine.batch_arrays`. The loss is divided by the number of its terms on all
+    devices, so the result does not depend on how a batch is split into microbatches.
     history: largest magnitudes in the last steps, see `fp8.history_shape`, which this step adds its own to; None for
     recipes that have none. step: number of the step, int32, which random numbers of a recipe follow from.
     updating: by segment, `overlap.UpdatingLayers`, which the first group's forward pass updates; None if `weights` are
     up to date.
     """
     model = engine.model
-    microbatches = inputs_ABS.shape[0]
+    batch = dict(zip(engine.batch_arrays, batch_ABS, strict=True))
+    microbatches = batch["inputs"].shape[0]
     group_size = engine.microbatches_per_fetch
     groups, left_over = divmod(microbatches, group_size)
     assert not left_over, f"expected a multiple of {group_size} microbatches, got {microbatches}"
-    scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
+    scale = 1.0 / jnp.maximum(count(engine, batch), 1).astype(jnp.float32)
     has_auxiliary = any(segment.has_auxiliary_loss for segment in model.segments)
     auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*TOKENS)[1])
     step_inputs = StepInputs(
-        batch=(inputs_ABS, labels_ABS, starts_ABS),
+        batch=batch,
         outer=varying(weights[OUTER]),
         segments=layers_of(engine, weights),
         recipe_inputs=recipe_inputs_of(engine, history, step, microbatches, scale),
@@ -248,9 +247,10 @@ def group_of(engine: Engine, step_inputs: StepInputs, g: jax.Array | int, *, fir
 
 def microbatch_of(engine: Engine, step_inputs: StepInputs, a: jax.Array | int) -> Microbatch:
     """Microbatch a."""
-    inputs_BS, labels_BS, starts_BS = read(step_inputs.batch, a)
+    batch_BS = read(step_inputs.batch, a)
     recipe_inputs = functools.partial(step_inputs.recipe_inputs, a)
-    return Microbatch(own_slice(engine, inputs_BS), own_slice(engine, labels_BS), starts_BS, recipe_inputs)
+    inputs_BS, targets = own_slices(engine, batch_BS)
+    return Microbatch(inputs_BS, targets, batch_BS.get("starts"), recipe_inputs)
 
 
 def group_forward(
@@ -295,15 +295,15 @@ def group_heads(
 def head_of_microbatch(engine: Engine, step_inputs: StepInputs, each: Microbatch, x_BSD: jax.Array, d_outer: dict):
     """(loss, d loss / dx, gradients of the outer layers with those of the head)."""
     return head(
+        engine.objective,
         engine.model,
         step_inputs.outer,
         d_outer,
         x_BSD,
-        each.labels_BS,
+        each.targets,
         step_inputs.scale,
         chunks=engine.lmhead_chunks,
         axes=engine.vocabulary_axes,
-        z_loss=engine.z_loss,
     )
 
 
@@ -357,6 +357,12 @@ def own_slice(engine: Engine, x_BS: jax.Array) -> jax.Array:
     return of_each_chunk(own_columns, x_BS, compute.sequence_chunks)
 
 
+def own_slices(engine: Engine, batch_BS: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(inputs, the objective's arrays by name) of the tokens whose activations are on this device."""
+    targets = {name: own_slice(engine, batch_BS[name]) for name in engine.objective.targets}
+    return own_slice(engine, batch_BS["inputs"]), targets
+
+
 def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: jax.Array) -> Callable:
     """A function (microbatch a, number of a layer) -> `recipe_inputs` of a `Segment`'s block.
 
@@ -408,11 +414,17 @@ def residuals_of(
     return Residuals(segment.num_layers, engine.table.residuals.home, saved)
 
 
-def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array, starts_BS=None):
-    """(summed loss in nats, labels counted) over all devices; forward only, without auxiliary losses."""
+def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
+    """(summed loss, number of its terms) over all devices; forward only, without auxiliary losses.
+
+    batch_BS: the arrays `[B, S]` of `Engine.batch_arrays`.
+    """
+    batch = dict(zip(engine.batch_arrays, batch_BS, strict=True))
+    inputs_BS, targets = own_slices(engine, batch)
+    starts_BS = batch.get("starts")
     outer = varying(weights[OUTER])
     axes = engine.vocabulary_axes
-    x_BSD = embed(outer, own_slice(engine, inputs_BS), axes, engine.model.embedding_scale)
+    x_BSD = embed(outer, inputs_BS, axes, engine.model.embedding_scale)
     for segment in engine.model.segments:
         layers = Layers(engine, segment, weights[segment.name])
 
@@ -420,10 +432,10 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
             return segment.block(values["weights"], x_BSD, None, layer.variant, starts_BS)[0], {}, flights
 
         x_BSD, _ = layers.over(block, x_BSD, {}, {"weights": layers.first()})
-    total = loss(engine.model, outer, x_BSD, own_slice(engine, labels_BS), chunks=engine.lmhead_chunks, axes=axes)
-    return collectives.add_up(total, *AXES), count(labels_BS)
+    total = loss(engine.objective, engine.model, outer, x_BSD, targets, chunks=engine.lmhead_chunks, axes=axes)
+    return collectives.add_up(total, *AXES), count(engine, batch)
 
 
-def count(labels: jax.Array) -> jax.Array:
-    """Labels that are not ignored, on all devices together."""
-    return collectives.add_up(jnp.sum(labels >= 0, dtype=jnp.int32), *DATA)
+def count(engine: Engine, batch: dict[str, jax.Array]) -> jax.Array:
+    """The number of terms of the objective, on all devices together. batch: of whole sequences."""
+    return collectives.add_up(engine.objective.count({k: batch[k] for k in engine.objective.targets}), *DATA)

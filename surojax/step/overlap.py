@@ -37,7 +37,7 @@ from surojax.placement.table import Mesh
 from surojax.step.metrics import metrics_of, plan_metrics
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
-from surojax.step.stream import Layer, Run, comes_in_pairs, hides_transfers, over
+from surojax.step.stream import Flight, Layer, Run, comes_in_pairs, hides_transfers, over
 from surojax.step.update import as_trees, tensors, update, update_outer, update_tensor
 from surojax.step.weights import all_gather_weights, in_gather_format, runs_of
 
@@ -53,25 +53,16 @@ class Pending(NamedTuple):
     norm: Any
 
 
-class InFlight(NamedTuple):
-    """What a pass that updates carries, besides activations, when layer l begins.
-
-    work, state: the stacks of work weights and of (master weights, moments), up to date for the layers before l.
-    updated: layer l, to be copied out. following: ((master weights, moments), gradients) of layer l + 1.
-    """
-
-    work: Any
-    state: tuple
-    updated: TensorState
-    following: tuple
-
-
 @dataclasses.dataclass(frozen=True)
 class UpdatedWeights:
-    """The lane of weights in a pass that updates a run of layers. Its flight is (layer l's weights, InFlight).
+    """The lane of weights in a pass that updates a run of layers.
 
-    begin: the number of the first layer in `InFlight.work`. in_order: a layer of the state is written before another
-    one is read. reads: the state of another layer is left to be read.
+    Its flight when layer l begins: stack: of work weights, and of (master weights, moments), up to date for the layers
+    before l. early: layer l's weights; ((master weights, moments), gradients) of layer l + 1. late: layer l as updated,
+    to be written.
+
+    begin: the number of the first layer in the stack of work weights. in_order: a layer of the state is written before
+    another one is read. reads: the state of another layer is left to be read.
     """
 
     layers: "UpdatingLayers"
@@ -79,9 +70,9 @@ class UpdatedWeights:
     in_order: bool
     reads: bool = True
 
-    def arrive(self, flight: tuple, layer: Layer) -> tuple[Any, tuple]:
+    def arrive(self, flight: Flight, layer: Layer) -> tuple[Any, Flight]:
         """(the layer's weights, the flight while it computes): it is written, and the next one is updated."""
-        w, (work, state, updated, old) = flight
+        (work, state), (w, old), updated = flight
         layers = self.layers
         l = layer.index
         following = layers.update(old, l + 1)
@@ -98,7 +89,7 @@ class UpdatedWeights:
         else:
             state, read_state = exchange(state, new, l, l + 2)
             after = (read_state, read(layers.grads, l + 2))
-        return w, (layers.gathered(following, layer.variant), InFlight(work, state, following, after))
+        return w, Flight((work, state), (layers.gathered(following, layer.variant), after), following)
 
 
 class UpdatingLayers:
@@ -144,10 +135,10 @@ class UpdatingLayers:
         following = self.read(state, 1)
         done = []
         for part in parts(self.state.weights):
-            flight = InFlight(part.stack, state, updated, following)
+            stacks = part.stack, state
             for run in runs_of(self.segment.variants, part):
-                moving = (self.gathered(flight.updated, run.variants[0]), flight)
-                flights = flights | {"weights": moving}
+                w = self.gathered(updated, run.variants[0])
+                flights = flights | {"weights": Flight(stacks, (w, following), updated)}
                 lane = UpdatedWeights(self, part.start, in_order)
                 for loop, reads in self._loops(run):
                     of_loop = {"weights": dataclasses.replace(lane, reads=reads)} | lanes
@@ -156,11 +147,10 @@ class UpdatingLayers:
                     carry, flights = over(
                         loop, of_loop, body, carry, flights, first_number=self.segment.start, in_body=in_body
                     )
-                _, flight = flights["weights"]
+                stacks, (_, following), updated = flights["weights"]
                 # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
-                work, state = jax.lax.optimization_barrier((flight.work, flight.state))
-                flight = flight._replace(work=work, state=state)
-            work, state, updated, following = flight
+                stacks = jax.lax.optimization_barrier(stacks)
+            work, state = stacks
             done.append(work)
         return carry, flights | {"weights": TensorState(joined(done), *state)}
 
@@ -178,7 +168,7 @@ class UpdatingLayers:
         return [*loops, (Run(layers[-2:], variants[-2:], 1), False)]
 
     def read(self, state: tuple, l) -> tuple:
-        """`InFlight.following` for layer l."""
+        """((master weights, moments), gradients) of layer l."""
         return read(state, l), read(self.grads, l)
 
     def update(self, old: tuple, l) -> TensorState:

@@ -44,7 +44,7 @@ from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.step import passes
 from surojax.step.blocks import Backward, Group, Microbatch, backward, forward
-from surojax.step.engine import Gradients, count, own_slice, recipe_inputs_of, residuals_of
+from surojax.step.engine import Gradients, count, own_slices, recipe_inputs_of, residuals_of
 from surojax.step.gradients import (
     GRADS,
     Accumulators,
@@ -99,8 +99,8 @@ class Stage:
         scale: jax.Array,
         recipe_inputs: Callable,
     ):
-        """model: whole. engine: of one stage. batch: inputs, labels and starts `[A, B, S]`. scale: of the loss in the
-        gradient.
+        """model: whole. engine: of one stage. batch: the arrays `[A, B, S]` of `Engine.batch_arrays` by name. scale:
+        of the loss in the gradient.
 
         recipe_inputs: a function (microbatch, computes, number of an entry in the stage's stacks); computes: see
         `StageLayers.when_any`.
@@ -138,9 +138,10 @@ class Stage:
         return TickCarry(x_BSD, x_BSD, from_head, saved, grads, loss, varying(observed, AXES), all_finite(engine))
 
     def microbatch(self, a, computes: jax.Array | bool = True) -> Microbatch:
-        inputs_BS, labels_BS, starts_BS = read(self.batch, a)
-        own = functools.partial(own_slice, self.engine)
-        return Microbatch(own(inputs_BS), own(labels_BS), starts_BS, functools.partial(self.recipe_inputs, a, computes))
+        batch_BS = read(self.batch, a)
+        inputs_BS, targets = own_slices(self.engine, batch_BS)
+        recipe_inputs = functools.partial(self.recipe_inputs, a, computes)
+        return Microbatch(inputs_BS, targets, batch_BS.get("starts"), recipe_inputs)
 
     def entry_of(self, a, computes: jax.Array | bool) -> Callable:
         """A function from a layer to its entry in the stacks of residuals, which have those of several microbatches.
@@ -193,15 +194,15 @@ class Stage:
         """All stages: head and loss of the last stage's x."""
         engine = self.engine
         value, dx_BsD, d_outer = head(
+            engine.objective,
             engine.model,
             self.outer,
             carry.grads.outer,
             spread(carry.x_BSD, self.stages - 1),
-            own_part(self.microbatch(a).labels_BS),
+            {name: own_part(of_tokens) for name, of_tokens in self.microbatch(a).targets.items()},
             self.scale,
             chunks=engine.lmhead_chunks,
             axes=engine.vocabulary_axes,
-            z_loss=engine.z_loss,
         )
         from_head = write(carry.from_head, dx_BsD, a % self.head_slots)
         return carry._replace(from_head=from_head, grads=carry.grads._replace(outer=d_outer), loss=carry.loss + value)
@@ -294,14 +295,13 @@ def zeros_in_host_memory(segment: Segment, grads: Accumulators) -> Accumulators:
     return grads._replace(layers={segment.name: sums._replace(stack=flights["grads"].stack)})
 
 
-def loss_and_gradients(
-    engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array, starts_ABS=None, *, history=None, step=0
-) -> Gradients:
+def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, history=None, step=0) -> Gradients:
     """`engine.loss_and_gradients`, for layers that are divided over `pp`."""
     model = engine.model
-    microbatches = inputs_ABS.shape[0]
+    batch = dict(zip(engine.batch_arrays, batch_ABS, strict=True))
+    microbatches = batch["inputs"].shape[0]
     schedule = SCHEDULES[engine.pp_schedule](microbatches, pipeline.stage()[1])
-    scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
+    scale = 1.0 / jnp.maximum(count(engine, batch), 1).astype(jnp.float32)
     of_model = recipe_inputs_of(engine, history, step, microbatches, scale)
     engine = stage_engine(engine)
 
@@ -309,7 +309,6 @@ def loss_and_gradients(
         number = first_layer(engine) + l
         return inputs_of_stage(model, number, of_model(a, number), computes)
 
-    batch = (inputs_ABS, labels_ABS, starts_ABS)
     stage = Stage(model, engine, weights, batch, schedule, scale, recipe_inputs)
     done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first(weights, history))
     grads, squares = stage.push_all(done.grads)
@@ -330,8 +329,10 @@ def largest_of_stages(model: Model, observed: jax.Array | None) -> jax.Array | N
     return collectives.largest_of_devices(of_model)[: model.num_layers]
 
 
-def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array, starts_BS=None):
+def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     """`engine.evaluate`, for layers that are divided over `pp`: one stage after another, as one microbatch."""
+    batch = dict(zip(engine.batch_arrays, batch_BS, strict=True))
+    inputs_BS, targets = own_slices(engine, batch)
     model = engine.model
     engine = stage_engine(engine)
     (segment,) = engine.model.segments
@@ -339,8 +340,8 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
     outer = varying(weights[OUTER])
     axes = engine.vocabulary_axes
     layers = StageLayers(model, engine, weights[segment.name])
-    starts_BS = varying(starts_BS, AXES)
-    x_BsD = embed(outer, own_part(own_slice(engine, inputs_BS)), axes, model.embedding_scale)
+    starts_BS = varying(batch.get("starts"), AXES)
+    x_BsD = embed(outer, own_part(inputs_BS), axes, model.embedding_scale)
 
     def blocks(layers: Layers, _, computes, x_BSD):
         def block(layer: Layer, values, x_BSD, flights):
@@ -355,6 +356,7 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
         return jax.lax.cond(i == stages - 1, lambda x: x, pipeline.to_next, x_BSD)
 
     x_BSD = jax.lax.fori_loop(0, stages, of_stage, varying(collect(x_BsD), AXES))
-    labels_Bs = own_part(own_slice(engine, labels_BS))
-    total = loss(model, outer, spread(x_BSD, stages - 1), labels_Bs, chunks=engine.lmhead_chunks, axes=axes)
-    return collectives.add_up(total, *AXES), count(labels_BS)
+    targets = {name: own_part(of_tokens) for name, of_tokens in targets.items()}
+    x_BsD = spread(x_BSD, stages - 1)
+    total = loss(engine.objective, model, outer, x_BsD, targets, chunks=engine.lmhead_chunks, axes=axes)
+    return collectives.add_up(total, *AXES), count(engine, batch)

@@ -6,6 +6,9 @@ from surojax.models.model import Model
 from surojax.placement.layout import Layouts
 from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
+from surojax.step.objective import CrossEntropy, Objective
+
+CROSS_ENTROPY = CrossEntropy()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,11 +16,11 @@ class Engine:
     """Everything that forward, backward and update read in addition to arrays.
 
     layouts: of the model's parameters. recompute_block: the backward pass computes each block again from its input.
-    lmhead_chunks: slices of tokens in head and loss. z_loss: weight of logsumexp(logits)^2 in the gradients, not in the
-    loss. packed: rows hold several documents, and a batch says where they start. microbatches_per_fetch: a layer is
-    fetched once for so many microbatches, a divisor of a step's. overlap_update: a step leaves its update to the next
-    step's first forward pass, see `overlap`. pp_schedule: see `parallel.schedule`. locates_nonfinite: the metrics say
-    which devices had finite values, see `metrics`.
+    lmhead_chunks: slices of tokens in head and loss. objective: what is minimised. packed: rows hold several documents,
+    and a batch says where they start. microbatches_per_fetch: a layer is fetched once for so many microbatches, a
+    divisor of a step's. overlap_update: a step leaves its update to the next step's first forward pass, see `overlap`.
+    pp_schedule: see `parallel.schedule`. locates_nonfinite: the metrics say which devices had finite values, see
+    `metrics`.
     """
 
     model: Model
@@ -25,7 +28,7 @@ class Engine:
     layouts: Layouts
     recompute_block: bool = True
     lmhead_chunks: int = 1
-    z_loss: float = 0.0
+    objective: Objective = CROSS_ENTROPY
     packed: bool = False
     microbatches_per_fetch: int = 1
     overlap_update: bool = False
@@ -50,4 +53,4 @@ class Engine:
     @property
     def batch_arrays(self) -> tuple[str, ...]:
         """The names of a batch's arrays, int32 `[A, B, S]`, in the order in which a step takes them."""
-        return ("inputs", "labels", "starts") if self.packed else ("inputs", "labels")
+        return ("inputs", *self.objective.targets, *(("starts",) if self.packed else ()))

@@ -19,12 +19,12 @@ What XLA needs, and why the loop is as it is:
   (`model.loop_over`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from surojax.memory.host import exchange, on_device, read, write
+from surojax.memory.host import exchange, read, write
 from surojax.models.model import PLAIN, Variant, loop_over
 from surojax.step.passes import Lane
 
@@ -56,9 +56,9 @@ class Run(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A lane in a loop's carry: its stacks, what has been read of the next layer, and results still to be written."""
+    """A lane while a pass runs: its stacks, what has arrived or is arriving early, and results still to be written."""
 
-    stack: Any
+    stack: Any = None
     early: Any = None
     late: Any = None
 
@@ -104,53 +104,68 @@ class Stream(NamedTuple):
         return write(flight.stack, flight.late, self.index(last)) if self.lane.behind else flight.stack
 
 
-def streamed(lane: Lane, stack: Any, **options: Any) -> Stream:
-    """The `Stream` of a lane for stacks, which move early and late only if they are not on the device."""
-    return Stream(lane._replace(ahead=0, behind=0) if on_device(stack) else lane, **options)
-
-
 def over(
     run: Run,
     lanes: dict[str, Any],
     body: Callable,
     carry: Any,
-    flights: dict[str, Any],
+    flights: dict[str, Flight],
     *,
     reverse: bool = False,
     first_number: int = 0,
     in_body: int | None = None,
     fixed: Callable = jax.numpy.int32,
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Any, dict[str, Flight]]:
     """(carry, flights) after (carry, results, flights) = body(Layer, values, carry, flights) for every layer of a run.
 
     lanes, flights, values, results: by name; lanes have the methods of a `Stream`. The body may return flights that are
-    known later, see `behind`. first_number: of the segment's first layer in the model. in_body: layers in the body of
+    known later. first_number: of the segment's first layer in the model. in_body: layers in the body of
     the loop, None: the run's period. fixed: see `model.loop_over`.
     """
     variants = run.variants[::-1] if reverse else run.variants
     step = -1 if reverse else 1
-    names = list(flights)  # in this order, which XLA's scheduler looks at, and not in that of the alphabet
+    names = list(flights)
 
     def one(k, in_turn, variant: Variant, state):
-        carry, in_order = state
+        carry, carried = state
         index, in_turn = (run.layers.stop - 1 - x if reverse else run.layers.start + x for x in (k, in_turn))
         layer = Layer(index, in_turn, index + first_number if first_number else index, variant, step)
         values = {}
-        flights = dict(zip(names, in_order, strict=True))
+        flights = _out_of_carry(names, carried)
         for name, lane in lanes.items():
             values[name], flights[name] = lane.arrive(flights[name], layer)
         carry, results, flights = body(layer, values, carry, flights)
         flights |= {name: lanes[name].leave(flights[name], new, layer) for name, new in results.items()}
-        return carry, [flights[name] for name in names]
+        return carry, _in_carry(flights[name] for name in names)
 
-    state = (carry, list(flights.values()))
-    carry, in_order = loop_over(variants, in_body or run.period, one, state, fixed)
-    return carry, dict(zip(names, in_order, strict=True))
+    state = (carry, _in_carry(flights.values()))
+    carry, carried = loop_over(variants, in_body or run.period, one, state, fixed)
+    return carry, _out_of_carry(names, carried)
+
+
+class InCarry(NamedTuple):
+    """Flights in the carry of a loop: all stacks, then what is early, then what is late; in the order of the lanes.
+
+    XLA's scheduler looks at this order. By lane, or in the order of the alphabet, 7B with five offloads on an RTX 4090
+    took 1.5 to 8 % longer (predicted).
+    """
+
+    stacks: list
+    early: list
+    late: list
+
+
+def _in_carry(flights: Iterable[Flight]) -> InCarry:
+    return InCarry(*map(list, zip(*flights, strict=True)))
+
+
+def _out_of_carry(names: Iterable[str], carried: InCarry) -> dict[str, Flight]:
+    return {name: Flight(*of_lane) for name, *of_lane in zip(names, *carried, strict=True)}
 
 
 def sweep(
-    layers: range, lanes: dict[str, Any], body: Callable, carry: Any, flights: dict[str, Any], **options: Any
-) -> tuple[Any, dict[str, Any]]:
+    layers: range, lanes: dict[str, Any], body: Callable, carry: Any, flights: dict[str, Flight], **options: Any
+) -> tuple[Any, dict[str, Flight]]:
     """`over`, for layers that are all alike and a body (values, carry) -> (carry, results)."""
 
     def one(layer: Layer, values, carry, flights):

@@ -20,7 +20,7 @@ from surojax.parallel import collectives
 from surojax.placement.param import Kind, Param
 from surojax.placement.table import Placement
 from surojax.step.spec import Engine
-from surojax.step.stream import Layer, Run, comes_in_pairs, hides_transfers, over
+from surojax.step.stream import Flight, Layer, Run, comes_in_pairs, hides_transfers, over
 
 
 def fetch(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
@@ -129,16 +129,15 @@ class Fetch:
         """Returns what `first` does, from the shards that `first_shards` has copied in."""
         return (self.gather(shards[0]), *shards[1:]) if shards else self.first(reverse=reverse)
 
-    def arrive(self, prefetched: tuple, layer: Layer) -> tuple[Any, tuple]:
-        """(the layer's weights to compute with, what is prefetched while it computes)."""
+    def arrive(self, flight: Flight, layer: Layer) -> tuple[Any, Flight]:
+        """(the layer's weights to compute with, the flight while it computes). Early is what is prefetched."""
         l = layer.in_turn if self.on_device else layer.index  # XLA does not find linear what is behind a barrier
         copied = self.copy_in(l + self.stages * layer.step)
         if self.stages == 0:
-            return self._to_compute_with(self.gather(copied)), ()
-        if self.stages == 1:
-            return self._to_compute_with(prefetched[0]), (self.gather(copied),)
-        w, shards = prefetched
-        return self._to_compute_with(w), (self.gather(shards), copied)
+            return self._to_compute_with(self.gather(copied)), flight
+        w, *shards = flight.early
+        arriving = (self.gather(shards[0]), copied) if shards else (self.gather(copied),)
+        return self._to_compute_with(w), Flight(early=arriving)
 
     def layers_in_body(self, tokens: int, *, reverse: bool) -> int:
         """The number of layers in a loop's body: a multiple of the variants' period. tokens: of the pass.
@@ -210,13 +209,13 @@ class Layers:
                 {"weights": fetch} | lanes,
                 body,
                 carry,
-                flights | {"weights": prefetched[i]},
+                flights | {"weights": Flight(early=prefetched[i])},
                 reverse=reverse,
                 first_number=self.segment.start,
                 in_body=fetch.layers_in_body(tokens, reverse=reverse),
                 fixed=functools.partial(index_in_loop, counter=counter),
             )
-            prefetched[i] = flights["weights"]
+            prefetched[i] = flights["weights"].early
         return carry, flights | {"weights": prefetched}
 
 
