@@ -233,7 +233,7 @@ def phases(
         "update": (0.0, 0.0, 0.0, 0.0),
     }
     waits = 0.0 if work.recomputed or by_kernel or not stored["residuals"] else per_fetch * work.blocks.first
-    seconds = {"forward": 0.0}
+    seconds = {"forward": 0.0, "head": work.microbatches * (work.head + sent.vocabulary)}
     engine = dataclasses.replace(work.engine, overlap_update=overlap_update)
     for step_pass, times in passes.of_step(engine, work.fetches):
         chain, link, chain_once, link_once = computed[step_pass.name]
@@ -257,8 +257,7 @@ def phases(
             )
             for part, streamed in parts
         )
-    head = work.microbatches * (work.head + sent.vocabulary)
-    return seconds | {"head": head, "between": sent.once + sent.ticks + sent.gathered / work.layers}
+    return seconds | {"between": sent.once + sent.ticks + sent.gathered / work.layers}
 
 
 def _chains(work: Work, per_fetch: int, *, from_host: float) -> tuple[float, float, float]:
