@@ -40,7 +40,7 @@ from surojax.memory.lock import locked
 from surojax.parallel.feed import Feed
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import own_device
-from surojax.planner import prediction, seen, traffic
+from surojax.planner import prediction, products, seen
 from surojax.planner.check_fit import compare, peak_bytes
 from surojax.run import on_disk
 from surojax.run.checkpoint import Checkpoints
@@ -140,7 +140,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
             log_steps=c.log_steps,
             quiet=c.quiet,
             peak_memory=functools.partial(peak_bytes, own_device(devices)),
-            flops_per_token=sum(traffic.token_flops(run, c.sequence_len).values()),
+            flops_per_token=sum(products.token_flops(run, c.sequence_len).values()),
             peak_flops=peak_flops(devices, run, c.sequence_len),
             writes=is_first(),
         )

@@ -24,7 +24,7 @@ from surojax.models import chunked, cudnn, decoder
 from surojax.models.attention import visible
 from surojax.models.model import Compute, Earlier
 from surojax.placement.mesh import data_parallel
-from surojax.planner import aot, costs, hlo, textbook, traffic
+from surojax.planner import aot, costs, hlo, traffic
 
 TWO_LAYERS = dataclasses.replace(CONFIG, num_hidden_layers=2)
 MISTRAL = dataclasses.replace(CONFIG, sliding_window=9)  # of a chunk of 8 tokens: the one before it, and a token more
@@ -115,7 +115,7 @@ def test_divided_chunks_move_what_the_formulas_say():
     text = small.step.lower(small.plan, batch, batch).compile().as_text()
     found = {(x.op, x.axis): x.bytes for x in hlo.collectives(hlo.parse(text), small.mesh.shape)}
     found = {key: size for key, size in found.items() if size > 100}  # others: scalars
-    assert found == textbook.collective_bytes(small.run, traffic.Batch(sequences=1, sequence_len=32, microbatches=2))
+    assert found == traffic.collective_bytes(small.run, traffic.Batch(sequences=1, sequence_len=32, microbatches=2))
 
 
 @pytest.mark.full

@@ -30,8 +30,9 @@ from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.param import OUTER
 from surojax.placement.table import Storage, place
-from surojax.planner import compute, footprint, hlo, stages, textbook, traffic
+from surojax.planner import footprint, hlo, products, stages, traffic
 from surojax.planner.gpus import GPUS
+from surojax.planner.sizes import patterns
 from surojax.step import pipeline, stage_layers, state
 from surojax.step.padding import Inputs, padded
 from surojax.step.stage_layers import of_stage
@@ -386,7 +387,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size, layer
     module = stages.with_rounds(hlo.parse(compiled.as_text()), small.run, microbatches)
     found = {(x.op, x.axis): x.bytes for x in hlo.collectives(module, small.mesh.shape)}
     of_group = traffic.Batch(sequences=1, sequence_len=24, microbatches=microbatches)
-    expected = textbook.collective_bytes(small.run, of_group)
+    expected = traffic.collective_bytes(small.run, of_group)
     assert {("collective-permute", "pp"), ("all-gather", "dp_shard"), ("reduce-scatter", "dp_shard")} <= expected.keys()
     for key in expected.keys() | found.keys():
         assert found.get(key, 0) == pytest.approx(expected.get(key, 0), rel=0.02, abs=100), key
@@ -427,7 +428,7 @@ def test_the_planner_counts_what_a_stage_has():
     seven, of_seven = run(**{"model.num_hidden_layers": 7}, pp_size=4)  # 2 in a stage, as of eight
     assert of_seven == of_gpipe
     assert traffic.device_traffic(seven, batch) == traffic.device_traffic(gpipe, batch)
-    flops = (sum(traffic.step_flops(of, batch).values()) for of in (one, gpipe))
+    flops = (sum(products.step_flops(of, batch).values()) for of in (one, gpipe))
     assert next(flops) == 4 * next(flops)
 
 
@@ -464,8 +465,8 @@ def test_the_planner_counts_what_idle_stages_do_in_a_ring():
     whole, batch = planned_run(2, recompute_block=False, **ring)  # else its last layer is computed once
     stage, _ = planned_run(4, pp_size=2, **ring)
     hops = "collective-permute", "cp"
-    expected = textbook.collective_bytes(whole, batch)[hops] / 2 * 5 / 4
-    assert textbook.collective_bytes(stage, batch)[hops] == pytest.approx(expected)
+    expected = traffic.collective_bytes(whole, batch)[hops] / 2 * 5 / 4
+    assert traffic.collective_bytes(stage, batch)[hops] == pytest.approx(expected)
     gathered, _ = planned_run(4, pp_size=2, **ring | {"cp_method": "allgather"})
     with_ring, without = (footprint.by_class(x, batch, "gpu")["activations"]["device"] for x in (stage, gathered))
     assert with_ring == without * (4 * 4 + 1) / (4 * 4)
@@ -475,12 +476,12 @@ def test_the_planner_takes_the_time_of_the_slowest_stage():
     """Of stages with other windows, the one that attends to most; products are those of any stage."""
     windows = {"model.sliding_window": 64, "model.sliding_window_pattern": 8}
     run, batch = planned_run(2, pp_size=2, sequence_len=4096, **windows)
-    assert stages.patterns(run, run.model.segments[0]).of_stages == (0, 1)
+    assert patterns(run, run.model.segments[0]).of_stages == (0, 1)
     assert stages.slowest(run) == 1
     gpu = GPUS["rtx4090"]
 
     def forward(run) -> float:
-        return compute.of_blocks(run, batch, gpu).forward
+        return products.of_blocks(run, batch, gpu).forward
 
     others = [planned_run(2, pp_size=2, sequence_len=4096, **x)[0] for x in ({"model.sliding_window": 64}, {})]
     local, everything = map(forward, others)
@@ -495,7 +496,7 @@ def test_what_is_gathered_after_an_update_is_that_of_a_stage():
         c = default_config()
         c.update({"gpus": 2 * stages_, "pp_size": stages_, "zero_level": 1, "gradient_accumulation_steps": 4})
         run = from_config(c, abstract_mesh(c.gpus, **mesh_sizes(c)), total_steps=10)
-        sent.append(textbook.collective_bytes(run, batch)["all-gather", "dp_shard"])
+        sent.append(traffic.collective_bytes(run, batch)["all-gather", "dp_shard"])
     parameters = sum(
         (1 if name == OUTER else run.model.num_layers) * math.prod(p.shape)
         for name, section in run.model.params.items()

@@ -34,10 +34,11 @@ from surojax.planner import (
     hlo,
     plan as planner,
     prediction,
+    products,
     remedies,
     report,
+    roofline,
     search,
-    textbook,
     traffic,
 )
 from surojax.planner.amounts import GiB
@@ -225,7 +226,7 @@ def test_other_collectives_are_those_of_the_textbook(planned, changes):
         assert x["bytes"] == pytest.approx(x["textbook_bytes"], rel=0.02, abs=1000), x
     assert found["all-gather"]["bytes"] > 10e6 < found["all-to-all"]["bytes"] and "reduce-scatter" not in found
     run = lambda **changes: from_config(config(gpus=4, **BLOCKS | changes), jax.sharding.AbstractMesh((1, 4), DATA), 10)
-    plain = textbook.collective_bytes(run(zero_level=changes["zero_level"]), traffic.Batch(1, 64, 2))
+    plain = traffic.collective_bytes(run(zero_level=changes["zero_level"]), traffic.Batch(1, 64, 2))
     if "zero_quantized_weights" in changes:
         assert 0.5 < found["all-gather"]["bytes"] / plain["all-gather", "dp_shard"] < 0.54
     reduced = found["all-to-all"]["bytes"] / plain["reduce-scatter", "dp_shard"]
@@ -730,15 +731,15 @@ def test_times_are_bytes_over_rates():
         "h2d": 3 * 10**10,
         "d2h": 10**10,
     }
-    four = traffic.bounds(GPUS["rtx4090"], **moved)
+    four = roofline.bounds(GPUS["rtx4090"], **moved)
     assert four["compute"] == pytest.approx(1) and four["device memory"] == pytest.approx(0.5)
     assert four["pcie"] == pytest.approx(4 * four["link"])
-    h100 = traffic.bounds(GPUS["h100"], **moved | {"flops": {"float32": 165.2e12}})
+    h100 = roofline.bounds(GPUS["h100"], **moved | {"flops": {"float32": 165.2e12}})
     assert h100["compute"] == pytest.approx(165.2 / 494.5)
     assert h100["pcie"] == pytest.approx(3e10 / GPUS["h100"].pcie_bandwidth)
     assert h100["link"] == pytest.approx(1e10 / 450e9)
     half = {"bfloat16": 165.2e12 / 2, "float8": 165.2e12 / 2}
-    assert traffic.bounds(GPUS["rtx4090"], **moved | {"flops": half})["compute"] == pytest.approx(
+    assert roofline.bounds(GPUS["rtx4090"], **moved | {"flops": half})["compute"] == pytest.approx(
         0.5 + 0.5 / 2, rel=1e-3
     )
 
@@ -749,7 +750,7 @@ def test_flops_count_recomputation():
     flops = []
     for c.recompute_block in (False, True):
         run = from_config(c, jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
-        found = traffic.step_flops(run, traffic.Batch(1, 2048, 2))
+        found = products.step_flops(run, traffic.Batch(1, 2048, 2))
         assert found.keys() == {"bfloat16"}
         flops.append(found["bfloat16"] / 4096)
     n, head, attention = 6_607_077_376, 32000 * 4096, 6 * 32 * 4096 * 2048
@@ -767,9 +768,9 @@ def test_flops_of_products_are_those_of_the_compiled_step(recompute_block):
     found = 0
     for i, times, computation in hlo.executed(module):
         fused = [(x, module[name]) for name in hlo.called(i, "calls") for x in module[name].values()]
-        products = [pair for pair in [(i, computation), *fused] if "__cublas" in pair[0].attributes]
-        found += times * sum(2 * math.prod(costs.product_sizes(*pair)) for pair in products)
-    assert found == 128 * (sum(traffic.token_flops(run, 64, again=recompute_block).values()) - attention)
+        multiplied = [pair for pair in [(i, computation), *fused] if "__cublas" in pair[0].attributes]
+        found += times * sum(2 * math.prod(costs.product_sizes(*pair)) for pair in multiplied)
+    assert found == 128 * (sum(products.token_flops(run, 64, again=recompute_block).values()) - attention)
 
 
 DOWN = 32 * 4096 * 11008
@@ -796,8 +797,8 @@ def test_products_count_in_the_numbers_that_they_have(changes, expected):
     c = config(**{"model_dtype": "float32", "gpus": 2} | changes)
     c = planner.checked(c, "b200")
     run = from_config(c, jax.sharding.AbstractMesh((1, 2), DATA), total_steps=10)
-    assert traffic.token_flops(run, 2048) == pytest.approx(expected)
-    again = traffic.token_flops(run, 2048, again=True)
+    assert products.token_flops(run, 2048) == pytest.approx(expected)
+    again = products.token_flops(run, 2048, again=True)
     assert sum(again.values()) - sum(expected.values()) == 2 * (MATRICES - DOWN) + 2 * 32 * 4096 * 2048
     # The best that MFU can be measured against: the time of these products, each at its own rate.
     rates = {"float32": 1125e12, "bfloat16": 2250e12, "float8": 4500e12, "float4": 9000e12}
@@ -811,7 +812,7 @@ def test_recomputed_products_count_in_the_numbers_of_the_recipe():
     """The forward pass again: its matrices in float8, its attention in model_dtype."""
     run = from_config(config(gpus=1, recipe="fp8_current"), MESH, total_steps=10)
     attention = 2 * 32 * 4096 * 2048
-    assert traffic.token_flops(run, 2048, again=True) == {
+    assert products.token_flops(run, 2048, again=True) == {
         "bfloat16": HEAD + attention,
         "float8": 8 * MATRICES - 2 * DOWN,
     }

@@ -17,14 +17,14 @@ from surojax import fit as command
 from surojax.config import checks, flags, write
 from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError
-from surojax.planner import aot, choices, compute, fastest, footprint, remedies, roofline, search
+from surojax.planner import aot, choices, fastest, footprint, products, remedies, roofline, search
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.changes import changed, differing, flags as flags_of
-from surojax.planner.collective_time import CollectiveTime
-from surojax.planner.compute import Seconds
 from surojax.planner.costs import product_time
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import checked, plan
+from surojax.planner.products import Seconds
+from surojax.planner.roofline import CollectiveTime
 from surojax.planner.search import Space
 from surojax.planner.traffic import batch_of
 
@@ -225,7 +225,7 @@ def test_a_gather_hides_behind_the_longest_part_between_collectives_of_a_layer()
     wide = {"model.intermediate_size": 8192, "gpus": 2, "tp_size": 2, "per_device_batch_size": 2}
     c = checked(config(**SMALL | wide), "h100")
     run = search.assembly(c)
-    blocks = compute.of_blocks(run, batch_of(c), gpu)
+    blocks = products.of_blocks(run, batch_of(c), gpu)
     rows = footprint.by_class(run, batch_of(c), "gpu")
     hides = search.work_of(c, run, rows, gpu).hides_forward
     assert hides == blocks.of_mlp and blocks.forward / 2 < hides < 0.9 * blocks.forward

@@ -34,7 +34,7 @@ from surojax.parallel.collectives import device_number
 from surojax.parallel.operands import operand_parts
 from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.mesh import data_parallel, make_mesh
-from surojax.planner import hlo, textbook, traffic
+from surojax.planner import hlo, traffic
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.on_disk import find
 from surojax.run.restore import restore
@@ -400,6 +400,6 @@ def test_what_is_sent_in_8_bits(quantized):
     batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
     compiled = hlo.parse(small.step.lower(small.plan, batch, batch).compile().as_text())
     sent = {(x.op, x.axis): x.bytes for x in hlo.collectives(compiled, small.mesh.shape)}
-    said = textbook.collective_bytes(small.run, traffic.Batch(sequences=1, sequence_len=24, microbatches=2))
+    said = traffic.collective_bytes(small.run, traffic.Batch(sequences=1, sequence_len=24, microbatches=2))
     for op in ("all-gather", "reduce-scatter", "all-to-all"):  # a loop of one layer gathers none ahead of its end
         assert sent.get((op, "dp_shard"), 0) == pytest.approx(said.get((op, "dp_shard"), 0), rel=0.02, abs=100)

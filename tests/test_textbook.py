@@ -9,7 +9,7 @@ import pytest
 from surojax.assembly import Assembly, from_config
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.placement.mesh import DATA, abstract_mesh
-from surojax.planner import textbook, traffic
+from surojax.planner import traffic
 
 L, D, F, V = 3, 32, 96, 64
 MATRICES, VECTORS = L * (4 * D * D + 3 * D * F), L * 2 * D  # as many key/value heads as query heads
@@ -31,7 +31,7 @@ BATCH = traffic.Batch(sequences=1, sequence_len=16, microbatches=K)
 
 def moved(replicate: int = 1, **changes) -> dict[tuple[str, str], int]:
     """Bytes of a step, by (collective, axis)."""
-    return textbook.collective_bytes(assembled(replicate, **changes), BATCH)
+    return traffic.collective_bytes(assembled(replicate, **changes), BATCH)
 
 
 @pytest.mark.parametrize(
@@ -77,20 +77,21 @@ def test_groups_of_microbatches_gather_once():
     }
 
 
-@pytest.mark.parametrize("zero_level", [1, 3])
-def test_copies_of_a_stage_to_and_from_the_host(zero_level):
+@pytest.mark.parametrize("replicated", [True, False])
+def test_copies_of_a_stage_to_and_from_the_host(replicated):
     """What a pass begins with is copied in once: a layer in each direction, or shards of two. Every backward pass moves
     accumulators of a layer more; they begin as zeros, are read for the norm, and written where sums were local."""
     rows = {"weights": {"host": 10**9, "nvme": 0}, "grads": {"host": 10**6, "nvme": 0}}
     rows |= {name: {"host": 0, "nvme": 0} for name in ("master", "moments", "residuals")}
     c = default_config()
     c.model.num_hidden_layers = 10
-    c.update({"gpus": 4, "pp_size": 2, "zero_level": zero_level, "gradient_accumulation_steps": K})
+    c.update({"gpus": 4, "pp_size": 2, "zero_level": 3, "dp_replicate_size": 1 + replicated})
+    c.update({"offload_weights": True, "offload_grads": True, "gradient_accumulation_steps": K})
     run = from_config(c, abstract_mesh(4, **mesh_sizes(c)), total_steps=10)
     read, written = traffic.host_bytes(run, BATCH, rows)
-    first = 2 if zero_level == 1 else 4
+    first = 2 if replicated else 4
     assert read == (2 * K + first / 5) * 10**9 + (K * (1 + 1 / 5) + 2) * 10**6
-    assert written == 10**9 + ((K + 1) * (1 + 1 / 5) + (zero_level == 1)) * 10**6
+    assert written == 10**9 + ((K + 1) * (1 + 1 / 5) + replicated) * 10**6
 
 
 @pytest.mark.parametrize("group, overlap_update", [(1, False), (2, False), (2, True)])

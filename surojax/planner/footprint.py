@@ -21,23 +21,26 @@ moments in host memory while a checkpoint is written.
 import math
 
 import jax
-import jax.numpy as jnp
 
 from surojax import assembly
+from surojax.assembly import Assembly
 from surojax.config import fields as configs
 from surojax.config.fields import Config
+from surojax.models.model import runs
 from surojax.numerics.quantize import is_quantized
-from surojax.parallel.schedule import layers_of_stage
+from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.home import DEVICE, HOST, NVME, Home
-from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline_stages
+from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline_stages, shards, tensor_parallel
 from surojax.placement.param import OUTER, part_of
+from surojax.planner import sizes
 from surojax.planner.amounts import Memory
-from surojax.planner.segment_bytes import SegmentBytes, segment_bytes, size
-from surojax.planner.stages import slots
+from surojax.planner.layer_bytes import SegmentBytes, segment_bytes, shard_sizes, size
+from surojax.planner.sizes import itemsize
 from surojax.planner.traffic import Batch, batch_of
-from surojax.planner.working_space import working_space
+from surojax.step import passes
 from surojax.step.stage_layers import in_lockstep
 from surojax.step.state_plan import bytes_per_device
+from surojax.step.stream import comes_in_pairs
 
 POOL = 0.95  # largest fraction of a GPU's memory that JAX can use: the driver needs the remainder
 DEFAULT_POOL = 0.75  # fraction that JAX uses by default
@@ -46,7 +49,7 @@ HOST_POOL = 0.9  # largest part of a machine's host memory to pin: the rest is f
 NVME_LAYERS = 4  # most layers in host memory: a prefetched one, the current one before and after its update, a written
 
 
-def estimate(run: assembly.Assembly, batch: Batch, *, platform: str = "gpu") -> dict[str, int]:
+def estimate(run: Assembly, batch: Batch, *, platform: str = "gpu") -> dict[str, int]:
     """Bytes in device memory per device and class.
 
     See `estimate_host` for host memory. platform: "gpu" or "cpu". On CPUs XLA multiplies in float32 and fuses less, and
@@ -56,19 +59,19 @@ def estimate(run: assembly.Assembly, batch: Batch, *, platform: str = "gpu") -> 
     return {k: sum(v[home.name] for home in homes) for k, v in by_class(run, batch, platform).items()}
 
 
-def estimate_host(run: assembly.Assembly, batch: Batch) -> dict[str, int]:
+def estimate_host(run: Assembly, batch: Batch) -> dict[str, int]:
     """Bytes of pinned host memory per GPU and class; empty if nothing is offloaded."""
     found = {k: v[HOST.name] for k, v in by_class(run, batch, "gpu").items()}
     return {k: size for k, size in found.items() if size}
 
 
-def host_temporaries(run: assembly.Assembly, batch: Batch) -> int:
+def host_temporaries(run: Assembly, batch: Batch) -> int:
     """Bytes of pinned host memory per GPU that a step allocates: gradient accumulators and saved activations."""
     need = by_class(run, batch, "gpu")
     return need["gradients"][HOST.name] + need["activations"][HOST.name]
 
 
-def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, dict[str, int]]:
+def by_class(run: Assembly, batch: Batch, platform: str) -> dict[str, dict[str, int]]:
     """Bytes per device of each class in each memory: {class: {"device": bytes, "host": bytes}}."""
     plan = run.plan
     table = run.engine.table
@@ -78,7 +81,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
     # Accumulators of outer layers are sharded like their work weights.
     outer = jax.tree.leaves(part_of(plan.weights[OUTER], plan.master[OUTER]))
-    outer_grads = jnp.dtype(table.grads.dtype).itemsize * sum(math.prod(w.sharding.shard_shape(w.shape)) for w in outer)
+    outer_grads = itemsize(run, "grads") * sum(math.prod(w.sharding.shard_shape(w.shape)) for w in outer)
     gradients = _in(table.grads.home, sum(segment.grads for segment in segments))
     gradients[DEVICE.name] += outer_grads
     activations = _activations(run, batch, segments)
@@ -106,12 +109,11 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
         "working space": _in(DEVICE, space),
     }
     if in_file := bytes_per_device(plan, NVME):
-        layers = layers_of_stage(model.num_layers, pipeline_stages(run.mesh))
-        found["layers from files"] = _in(HOST, NVME_LAYERS * in_file // layers)
+        found["layers from files"] = _in(HOST, NVME_LAYERS * in_file // sizes.layers_of(run))
     return found
 
 
-def _activations(run: assembly.Assembly, batch: Batch, segments: list[SegmentBytes]) -> int:
+def _activations(run: Assembly, batch: Batch, segments: list[SegmentBytes]) -> int:
     """Bytes of the residuals of all layers: of a group of microbatches, or of all that a stage has in flight."""
     engine = run.engine
     found = engine.microbatches_per_fetch * sum(segment.activations for segment in segments)
@@ -119,7 +121,7 @@ def _activations(run: assembly.Assembly, batch: Batch, segments: list[SegmentByt
         return found
     kept = max(segment.kept for segment in segments)  # step/pipeline.py; a stack in host memory has an entry more
     in_host = engine.table.residuals.home.streamed
-    found = slots(run, batch.microbatches) * (found + in_host * kept)
+    found = sizes.slots(run, batch.microbatches) * (found + in_host * kept)
     return found + in_lockstep(run.model) * (1 + in_host) * kept
 
 
@@ -147,3 +149,153 @@ def needs(c: Config, n: int, platform: str, *, in_a_machine: int | None = None) 
 def needed(c: Config, n: int, platform: str) -> int:
     """Bytes of device memory that a run needs on each of n devices."""
     return needs(c, n, platform).device
+
+
+def working_space(
+    run: Assembly,
+    batch: Batch,
+    platform: str,
+    segments: list[SegmentBytes],
+    *,
+    x_bytes: int,
+    kept_bytes: int,
+    outer_grads: int,
+) -> int:
+    """Bytes that a step allocates on each device beside gradient accumulators and saved activations: the most of the
+    backward pass of one block and of the head, each with what is in flight then, and of the update.
+
+    segments: of the model. x_bytes: of the input of a layer. kept_bytes: of the activations that are saved in device
+    memory; they are gone when layers are updated. outer_grads: of the accumulators of outer layers.
+    """
+    engine = run.engine
+    in_head, in_layer, of_stages = _in_flight(run, batch, platform, segments, x_bytes)
+    layer_state = max(segment.layer_state for segment in segments)
+    if engine.overlap_update:
+        # Layers in flight: one on its way back, one updated, one to update, one on its way to the device. The factors
+        # are fitted to compiled steps of 7B on an RTX 4090 and an H200.
+        update = max(int(3.5 * segment.layer_state + 0.7 * segment.saved) for segment in segments)
+    elif bytes_per_device(run.plan, NVME):
+        # All tensors of a layer are updated by one program, after the update of the outer layers.
+        update = layer_state + max(segment.weights for segment in segments) - outer_grads - kept_bytes
+    else:
+        update = _update_bytes(run, layer_state) - kept_bytes
+    block = _block_backward(run, platform, segments)
+    return max(block + in_layer, _head(run, batch, platform) + in_head, update) + 2 * x_bytes + of_stages
+
+
+def _in_flight(
+    run: Assembly, batch: Batch, platform: str, segments: list[SegmentBytes], x_bytes: int
+) -> tuple[int, int, int]:
+    """Bytes on their way while the head computes, while a layer does, and at any time between stages, by the lanes of
+    the backward pass.
+
+    A lane has a layer for each stage of its way: weights read ahead, gradients written late, residuals read ahead.
+    """
+    table = run.engine.table
+    group = run.engine.microbatches_per_fetch
+    stages = pipeline_stages(run.mesh)
+    declared = passes.backward(run.engine)
+    weights, grads, residuals = (declared.lane(row) for row in ("weights", "grads", "residuals"))
+    fetched = max(segment.fetched for segment in segments)
+    # The loops over layers of each segment, and there of each pattern (step/stage_layers.py); a stage runs one pattern.
+    loops = [[runs(pattern) for pattern in sizes.patterns(run, segment).patterns] for segment in run.model.segments]
+    all_loops = [loop for of_segment in loops for of_pattern in of_segment for loop in of_pattern]
+    head = layer = 0
+    if weights.ahead:
+        head += fetched
+        # This layer and the next; every other loop has prefetched weights of its own.
+        number = sum(max(map(len, of_segment)) for of_segment in loops) + bool(table.weights.resident)
+        # Of layers further ahead, shards that are still to be gathered.
+        layer += (1 + number) * fetched + (weights.ahead - 1) * (fetched // shards(run.mesh))
+    if table.base_format:
+        layer += max(segment.weights for segment in segments)  # numbers, beside their codes
+    paired = any(comes_in_pairs(loop.stop - loop.start, loop.period) for loop in all_loops)
+    if table.weights.home.streamed and not table.weights.sharded and paired:
+        layer += 3 * group * x_bytes  # activations of the other layer of a backward body
+    if table.quants.dtype and platform == "cpu":
+        layer += max(segment.size for segment in run.model.segments)  # in 8 bits, which weights are dequantised from
+    of_layer = [
+        x.grads // sizes.layers_of(run, segment) for x, segment in zip(segments, run.model.segments, strict=True)
+    ]
+    if grads.behind:
+        # Accumulators of the previous layer, and of the last layer of every other segment. Those of this layer that
+        # come to the device take their place, or that of gradients before they are reduced.
+        layer += sum(of_layer)
+        if batch.microbatches > group:  # while the head computes: those of the previous microbatch
+            head += sum(of_layer)
+            layer += max(of_layer) * table.grads.sharded
+    elif group > 1:
+        layer += max(of_layer)  # sums between the microbatches of a group
+    if residuals.ahead:
+        # Of this layer and of the next, of each microbatch of a group. The input of a recomputed block takes the place
+        # of the one before it. If a block is not recomputed, `saved` includes those of a microbatch.
+        number = 1 + group if run.engine.recompute_block else 2 * group if group > 1 else 1
+        layer += number * max(segment.kept for segment in segments)
+    of_stages = 0
+    if stages > 1:  # activations and gradients from the neighbours, gradients from the head, and what loops begin with
+        slots = int(SCHEDULES[run.engine.pp_schedule](batch.microbatches, stages).in_flight[-1])
+        of_stages = 2 * x_bytes + slots * x_bytes // stages
+        if table.streams_weights:  # in both directions: a layer, or shards of two
+            first_layers = {l for loop in all_loops for l in (loop.start, loop.stop - 1)}
+            of_stages += len(first_layers) * (
+                weights.ahead * fetched // (shards(run.mesh) if table.weights.sharded else 1)
+            )
+    return head, layer, of_stages
+
+
+def _head(run: Assembly, batch: Batch, platform: str) -> int:
+    """Bytes of one slice of logits: first with their gradient, then with the head's gradient."""
+    model = run.model
+    stages = pipeline_stages(run.mesh)
+    number = 4 if platform == "cpu" else itemsize(run, "weights")
+    tokens = batch.tokens // run.engine.lmhead_chunks
+    logits = number * tokens * model.vocab_size // (devices_per_sequence(run.mesh) * stages)
+    capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
+    divided = shards(run.mesh) if run.engine.table.outer.sharded else 1
+    words = model.vocab_size // (tensor_parallel(run.mesh) * stages) // divided
+    gradient = number * words * model.hidden_size * model.outer_params[model.head].trainable
+    return capped + logits + max(logits, gradient)
+
+
+def _block_backward(run: Assembly, platform: str, segments: list[SegmentBytes]) -> int:
+    """Bytes of the backward pass of one block, which first has all values of its forward pass, then all its gradients.
+
+    If gradients are sharded, each is freed when it is reduced. The factors are fitted to what is named above.
+    """
+    table = run.engine.table
+    gradients = max(segment.gradients for segment in segments)
+    exchanged = {"reduce_scatter": 0, "all_to_all": 2 * gradients, "int8": gradients}[table.reduce]
+    exchanged = exchanged if shards(run.mesh) > 1 else 0  # gradients of a layer, sent and received
+    recompute_factor = (2 if platform == "cpu" else 1.1) if run.engine.recompute_block else 1
+    values = max(segment.values(recompute_factor) for segment in segments)
+    if platform == "cpu":
+        return values + max(segment.weights for segment in segments) + gradients
+    # The layer's weights are freed by then. A gradient is freed when it is reduced, or added to sums on the device.
+    return max(values, gradients // (2 if table.grads.sharded or table.grads.home.streamed else 1), exchanged)
+
+
+def _update_bytes(run: Assembly, layer_state: int) -> int:
+    """Bytes that an update of one layer at a time takes.
+
+    Its largest tensor is in memory before and after the update. If part of its state is copied from the host, so are
+    the next one, on its way to the device, and the one before, on its way back. If all layers are updated at once, in
+    place, less is needed. layer_state: bytes of a layer's master weights, moments and gradients on this device.
+    """
+    table = run.engine.table
+    moved = any(row.home.streamed and not row.home.in_file for row in (table.master, table.moments, table.grads))
+    shares = []
+    for segment in run.model.segments:
+        elements = shard_sizes(run, run.engine.layouts.master, segment)
+        shares.append((max(elements), sum(elements)))
+    whole = run.optimizer.matrices.apply_to_group
+    matrices = [t for t in sizes.blocks(run) if t.is_matrix]
+    together = 1
+    if whole:
+        together = max(sizes.layers_together(run, t) for t in sizes.blocks(run, trained=True))
+    number = (4 if moved else 2) * together
+    size = max(number * layer_state * largest // every for largest, every in shares)
+    if whole:
+        # The whole matrix in the work dtype, three float32 copies of it, and three float32 square matrices.
+        shape = max((t.param.shape for t in matrices), key=math.prod)
+        size += math.prod(shape) * (12 + itemsize(run, "weights")) + 3 * 4 * min(shape) ** 2
+    return size

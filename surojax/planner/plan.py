@@ -42,11 +42,12 @@ from surojax.planner import (
     hlo,
     links,
     prediction,
+    products,
     remedies,
+    roofline,
     search,
     seen,
     stages,
-    textbook,
     traffic,
 )
 from surojax.planner.amounts import GiB, Memory
@@ -151,7 +152,7 @@ def _plan(
         raise ConfigError(
             f"--trace: expected a step whose time is predicted, got {found['not_predicted']}; leave it out"
         )
-    times = traffic.bounds(
+    times = roofline.bounds(
         facts,
         flops=found.pop("flops"),
         device_bytes=found.pop("device_traffic"),
@@ -234,7 +235,7 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
         done = [(aot.compile_for(part.function, part.arguments, mesh, options), part.times) for part in parts]
     except Unserved as error:
         raise check_fit.unserved(error) from error
-    sent = textbook.collective_bytes(run, batch)
+    sent = traffic.collective_bytes(run, batch)
     parsed = [hlo.parse(compiled.text) for compiled, _ in done]
     modules = [
         (stages.with_rounds(module, run, batch.microbatches), times)
@@ -270,7 +271,7 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
             "bytes": total(recomputed, "bytes"),
             "largest": max((r for r, _ in recomputed), key=lambda r: r.bytes).largest,
         },
-        "flops": traffic.step_flops(run, batch),
+        "flops": products.step_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
         **_predicted(c, facts, run, batch, parsed, trace),
     }
@@ -351,13 +352,13 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
         "host_bytes": total(need, "host"),
         "host_temp_bytes": total(temporaries, "host"),
         "classes": rows,
-        "collectives": _with_textbook([], textbook.collective_bytes(run, batch)),
+        "collectives": _with_textbook([], traffic.collective_bytes(run, batch)),
         "h2d_bytes": h2d,
         "d2h_bytes": d2h,
         "within_host_bytes": 0,
         "overlap": [],
         "rematerialised": {"count": 0, "bytes": 0, "largest": ""},
-        "flops": traffic.step_flops(run, batch),
+        "flops": products.step_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
         **dataclasses.asdict(Prediction(not_predicted="an estimate: nothing was compiled")),
     }

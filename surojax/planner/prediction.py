@@ -16,7 +16,7 @@ from pathlib import Path
 
 from surojax.assembly import Assembly
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
-from surojax.planner import costs, hlo, traffic
+from surojax.planner import costs, hlo, products, traffic
 from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS
 from surojax.planner.gpus import Gpu, known_rates
 from surojax.planner.hlo import Module
@@ -154,7 +154,7 @@ def of_module(module: Module, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> 
     """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.in_lockstep`."""
     module = in_lockstep(module, run, batch.microbatches)
     tokens = batch.tokens * batch.microbatches // (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
-    compute_time = tokens * traffic.compute_time(gpu, traffic.token_flops(run, batch.sequence_len))
+    compute_time = tokens * products.compute_time(gpu, products.token_flops(run, batch.sequence_len))
     return predict(module, gpu, run.mesh.shape, tokens=tokens, compute_time=compute_time)
 
 

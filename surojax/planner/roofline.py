@@ -3,21 +3,11 @@ longest chain of works that wait for each other.
 
 This ranks settings before anything is compiled (search.py). timeline.py predicts the time of a compiled step.
 
-The phases of a step, with what happens at the same time in each:
-
-* forward, for every microbatch and layer: products, attention and passes over activations; residuals are written to
-  host memory. For every fetch, which serves `microbatches_per_fetch` of them: weights are all-gathered and read from
-  host memory.
-* backward, for every microbatch and layer: the forward pass again if the block is recomputed, then products for two
-  gradients; gradients are reduced; residuals are read. For every fetch: weights once more; accumulators are written to
-  host memory, and read but for the first time.
-* head, for every microbatch: three products for each slice of tokens, passes over logits, and the collectives of the
-  vocabulary, which the products wait for.
-* update, once a step: master weights, moments and gradients are read, master weights, moments and weights are written;
-  then updated weights are gathered. A layer is written two layers after it was read, so at its begin and end only one
-  direction of the host link is busy (`_update`).
-* between: what happens once a step and overlaps with nothing: collectives of outer layers, the gather of the first
-  layer, and what moves between stages.
+The phases are the passes of a step (step/passes.py), each with the bytes that its lanes copy, the head, and what
+happens between them. Products and passes over activations are in products.py, collectives in traffic.py; host transfers
+take their bytes at what `Rates` reaches of a link. Directions of the host link slow each other by `Rates.duplex`; GPUs
+without a link of their own share PCI Express between collectives and host copies, and all of them share host memory
+(timeline.py).
 
 XLA runs one collective at a time, and the works of a layer follow from that (`_chains`):
 
@@ -42,10 +32,6 @@ Stages of `pp` go from tick to tick together: for k microbatches and p stages ea
 and fetches its layers as often. Their residuals move by kernels, since the place of a microbatch is not linear in a
 loop's counter, so products wait for them.
 
-compute.py has the seconds of products and passes, collective_time.py those of collectives. Host transfers take their
-bytes at what `Rates` reaches of a link. Directions of the host link slow each other by `Rates.duplex`; GPUs without a
-link of their own share PCI Express between collectives and host copies. All of them share host memory (timeline.py).
-
 A setting that stores something elsewhere changes only the bytes of transfers. So `Work` holds what does not depend on
 where tensors are stored, and `phases` adds the transfers for a choice of memories. `surojax.fit` prints estimated
 beside predicted time for each step that it compiles.
@@ -53,28 +39,81 @@ beside predicted time for each step that it compiles.
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import jax
-import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import CONTEXT, pipeline_stages, tensor_parallel
-from surojax.placement.param import OUTER, part_of
-from surojax.planner import collective_time, compute, shares, traffic
-from surojax.planner.choices import OFFLOADS
-from surojax.planner.collective_time import IN_A_PASS, CollectiveTime
-from surojax.planner.compute import Seconds
+from surojax.placement.param import OUTER, Kind, part_of
+from surojax.planner import links, products, sizes, traffic
 from surojax.planner.gpus import Gpu, Rates, known_rates
-from surojax.planner.stages import slots
+from surojax.planner.products import IN_A_PASS, Seconds
+from surojax.planner.sizes import itemsize
+from surojax.planner.traffic import Batch
+from surojax.step import passes
+from surojax.step.passes import Pass
+from surojax.step.spec import Engine
 from surojax.step.state_plan import bytes_per_device
+
+ROWS = {"residual": "residuals", "optimizer": "moments"}  # of the placement table, where an `offload_` has another name
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTime:
+    """Seconds of collectives on one GPU, of all layers of a full stage where layers send something.
+
+    gathered: of weights, once for a forward pass. reduced: of a microbatch's gradients. reduced_once: of accumulators
+    and over replicas, once a step. smallest: the part of reductions that is of the smallest matrix of each layer.
+    updated: gathers of updated weights. forward, again, backward: of a microbatch over tp and cp, in the forward pass,
+    its repetition, and reverse mode; backward_tensor: of that, over tp. vocabulary: of a microbatch's tokens. ticks:
+    between stages in a step. once: of outer layers and whole matrices, once a step.
+    """
+
+    gathered: float
+    reduced: float
+    reduced_once: float
+    smallest: float
+    updated: float
+    forward: float
+    again: float
+    backward: float
+    backward_tensor: float
+    vocabulary: float
+    ticks: float
+    once: float
+
+
+def collective_time(run: Assembly, batch: Batch, gpu: Gpu) -> CollectiveTime:
+    """The `CollectiveTime` of a step: bytes at the rate of the slowest link, and hops in which no byte has arrived.
+
+    XLA joins the gathers of a layer into one; each matrix has a reduction of its own.
+    """
+    shape, hop = run.mesh.shape, known_rates(gpu).hop
+    seconds = dict.fromkeys((field.name for field in dataclasses.fields(CollectiveTime)), 0.0)
+    for x in traffic.transfers(run, batch):
+        late = x.number * links.hops(gpu, shape, x.op, x.axes) * hop if x.number else 0.0
+        time = late + (x.size / links.rate(gpu, shape, x.op, x.axes) if x.size else 0.0)
+        seconds[x.part] += time * (x.times if x.part in ("ticks", "once") else 1)
+    seconds["backward"] += seconds["backward_tensor"]
+    return CollectiveTime(**seconds | {"smallest": _smallest(run)})
+
+
+def _smallest(run: Assembly) -> float:
+    """The part of the elements of a stage's trained matrices that the smallest matrix of each layer has."""
+    matrices = [t for t in sizes.blocks(run, trained=True) if t.param.kind is not Kind.VECTOR]
+    smallest = (
+        min((t.size for t in matrices if t.section == segment.name), default=0) for segment in run.model.segments
+    )
+    return sum(smallest) / max(sum(t.size for t in matrices), 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
     """A step on one GPU, wherever its tensors are stored. Seconds of a microbatch, bytes of a step or a microbatch."""
 
+    engine: Engine
     gpu: Gpu
     rates: Rates
     host_memory: float  # B/s of host memory that programs reach for this GPU
@@ -100,54 +139,53 @@ def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]], microbatches: i
     rows: `footprint.by_class` of the run, which does not count files.
     """
     both = {name: sum(row.values()) for name, row in rows.items()}
-    outer = {k: v for k, v in run.plan.weights.items() if k == OUTER}
+
+    def in_memory(tree) -> int:
+        return sum(bytes_per_device(tree, home) for home in (DEVICE, HOST))
+
+    outer = run.plan.weights[OUTER]
+    outer_shapes = [w.sharding.shard_shape(w.shape) for w in jax.tree.leaves(part_of(outer, run.plan.master[OUTER]))]
     trained = part_of(run.plan.weights, run.plan.master)
-    blocks = both["weights"] + both.get("quants", 0) - sum(bytes_per_device(outer, home) for home in (DEVICE, HOST))
-    itemsize = jnp.dtype(run.engine.table.grads.dtype).itemsize
-    outer_size = sum(math.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(trained[OUTER]))
-    updated = {k: v for k, v in trained.items() if k != OUTER}
-    at_once = both["activations"]
-    stages = pipeline_stages(run.mesh)
-    in_flight = run.engine.microbatches_per_fetch
-    if stages > 1:
-        in_flight = slots(run, microbatches)
+    several = pipeline_stages(run.mesh) > 1
+    in_flight = sizes.slots(run, microbatches) if several else run.engine.microbatches_per_fetch
     return {
-        "residual": at_once // in_flight,
-        "residuals at once": at_once,
+        "residual": both["activations"] // in_flight,
+        "residuals at once": both["activations"],
         "optimizer": both["moments"] + bytes_per_device((run.plan.moments, run.plan.history), NVME),
         "master": both["master"] + bytes_per_device(run.plan.master, NVME),
-        "grads": both["gradients"] - itemsize * outer_size,
-        "weights": blocks,
-        "updated weights": sum(bytes_per_device(updated, home) for home in (DEVICE, HOST)),
+        "grads": both["gradients"] - itemsize(run, "grads") * sum(map(math.prod, outer_shapes)),
+        "weights": both["weights"] + both.get("quants", 0) - in_memory(outer),
+        "updated weights": in_memory({name: of for name, of in trained.items() if name != OUTER}),
     }
 
 
-def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int]) -> Work:
-    """The `Work` of a step. sizes: see `stored_bytes`."""
+def step_work(run: Assembly, batch: Batch, gpu: Gpu, stored: dict[str, int]) -> Work:
+    """The `Work` of a step. stored: see `stored_bytes`."""
     rates = known_rates(gpu)
     k = batch.microbatches
-    grads = sizes["grads"] / (gpu.memory_bandwidth * rates.memory)
-    blocks = compute.of_blocks(run, batch, gpu)
+    grads = stored["grads"] / (gpu.memory_bandwidth * rates.memory)
+    blocks = products.of_blocks(run, batch, gpu)
     blocks = blocks._replace(backward=blocks.backward + 2 * grads)  # accumulators are read and written
-    stages = pipeline_stages(run.mesh)
+    rounds = k + pipeline_stages(run.mesh) - 1
     hides_forward, hides_again = _hiding(run, blocks)
     return Work(
+        engine=run.engine,
         gpu=gpu,
         rates=rates,
         host_memory=gpu.host_memory(run.mesh.size) * rates.dram,
         microbatches=k,
-        rounds=k + stages - 1,
-        fetches=k + stages - 1 if stages > 1 else k // run.engine.microbatches_per_fetch,
-        layers=shares.layers_of(run, *run.model.segments),
+        rounds=rounds,
+        fetches=rounds // run.engine.microbatches_per_fetch,
+        layers=sizes.layers_of(run),
         blocks=blocks,
-        collectives=collective_time.of_step(run, batch, gpu),
+        collectives=collective_time(run, batch, gpu),
         hides_forward=hides_forward,
         hides_again=hides_again,
         recomputed=run.engine.recompute_block,
-        head=compute.of_head(run, batch, gpu),
-        update_bytes=2 * (sizes["master"] + sizes["optimizer"]) + sizes["grads"] + sizes["updated weights"],
-        layer_bytes=_work_bytes(run),
-        sizes=sizes,
+        head=products.of_head(run, batch, gpu),
+        update_bytes=2 * (stored["master"] + stored["optimizer"]) + stored["grads"] + stored["updated weights"],
+        layer_bytes=itemsize(run, "weights") * sum(t.size for t in sizes.blocks(run)),
+        sizes=stored,
     )
 
 
@@ -167,16 +205,6 @@ def _hiding(run: Assembly, blocks: Seconds) -> tuple[float, float]:
     return blocks.forward, blocks.again
 
 
-def _work_bytes(run: Assembly) -> int:
-    """Bytes of a stage's weights as its GPUs compute with them."""
-    itemsize = jnp.dtype(run.engine.table.weights.dtype).itemsize
-    return sum(
-        itemsize * shares.layers_of(run, segment) * shares.elements(run, p, layout)
-        for segment in run.model.segments
-        for p, layout in shares.with_layouts(run, segment.name, run.engine.layouts.weights)
-    )
-
-
 def phases(
     work: Work, offloaded: Collection[str], resident: float = 0.0, *, overlap_update: bool = False
 ) -> dict[str, float]:
@@ -185,58 +213,51 @@ def phases(
     offloaded: those of OFFLOADS that are in host memory. resident: the fraction of layers whose weights are in
     device memory all the same. overlap_update: the update's phase has the first group's forward pass in it.
     """
-    host = {name: work.sizes[name] * (name in offloaded) for name in OFFLOADS}
-    weights = host["weights"] * (1 - resident)
-    k = work.microbatches
-    rounds = work.rounds
+    stored = {ROWS.get(name, name): float(work.sizes[name]) for name in offloaded}
+    stored["weights"] = stored.get("weights", 0.0) * (1 - resident)
+    # Of a group of microbatches. A stage has residuals of its microbatches only, however many rounds it waits for.
+    stored["residuals"] = stored.get("residuals", 0.0) * work.microbatches / work.fetches
+    all_weights = max(work.sizes["weights"], 1)
+    updated = work.sizes["updated weights"] / all_weights
+    # Loops over parts of the layers, each with the fraction of streamed weights that it has.
+    parts = [(resident, 0.0), (1 - resident, 1.0)] if stored["weights"] else [(1.0, 0.0)]
     sent = work.collectives
-    per_fetch = rounds // work.fetches
-    by_kernel = rounds > k  # stages
-    residuals = by_kernel * k * host["residual"] / (work.gpu.pcie_bandwidth * work.rates.host)
-    waits = 0.0 if work.recomputed or by_kernel or not host["residual"] else rounds * work.blocks.first
-    under_update = overlap_update / work.fetches  # fraction of the forward passes
-    apart = 1 - under_update
-    one_forward, one_backward, with_the_last = _chains(
-        work, per_fetch, from_host=weights / max(work.sizes["weights"], 1)
-    )
-    in_loops = [(resident, 0.0), (1 - resident, weights)] if host["weights"] else [(1.0, 0.0)]  # parts of the layers
-    forward = sum(
-        _phase(
-            work,
-            chain=part * (apart * work.fetches * one_forward + residuals),
-            link=part * apart * (work.fetches * sent.gathered + rounds * sent.forward),
-            read=apart * work.fetches * streamed,
-            written=part * apart * k * host["residual"],
-            waits=part * apart * waits,
+    per_fetch = work.rounds // work.fetches
+    by_kernel = work.rounds > work.microbatches  # stages
+    forward, backward, with_the_last = _chains(work, per_fetch, from_host=stored["weights"] / all_weights)
+    reduced = work.microbatches * sent.reduced + sent.reduced_once
+    # By pass: seconds of the chain of works and of collectives, each time and once a step.
+    computed = {
+        "forward": (forward, sent.gathered + per_fetch * sent.forward, 0.0, 0.0),
+        "backward": (backward, sent.gathered + per_fetch * (sent.again + sent.backward), with_the_last, reduced),
+        "update": (0.0, 0.0, 0.0, 0.0),
+    }
+    waits = 0.0 if work.recomputed or by_kernel or not stored["residuals"] else per_fetch * work.blocks.first
+    seconds = {"forward": 0.0, "head": work.microbatches * (work.head + sent.vocabulary)}
+    engine = dataclasses.replace(work.engine, overlap_update=overlap_update)
+    for step_pass, times in passes.of_step(engine, work.fetches):
+        chain, link, chain_once, link_once = computed[step_pass.name]
+        chain, link = times * chain + chain_once, times * link + link_once
+        if step_pass.updates:
+            loops = len([part for part, _ in parts if part])
+            seconds["update"] = _update(work, step_pass, chain, link, stored, updated, loops)
+            continue
+        read, written = traffic.copied(step_pass, times, stored, updated)
+        if by_kernel:
+            chain += times * stored["residuals"] / (work.gpu.pcie_bandwidth * work.rates.host)
+        weights = times * stored["weights"]
+        seconds[step_pass.name] = sum(
+            _phase(
+                work,
+                chain=part * chain,
+                link=part * link,
+                read=streamed * weights + part * (read - weights),
+                written=part * written,
+                waits=part * times * waits * (not step_pass.reverse),
+            )
+            for part, streamed in parts
         )
-        for part, streamed in in_loops
-    )
-    reduced = k * sent.reduced + sent.reduced_once
-    link = work.fetches * sent.gathered + rounds * (sent.again + sent.backward) + reduced
-    backward = sum(
-        _phase(
-            work,
-            chain=part * (work.fetches * one_backward + with_the_last + residuals),
-            link=part * link,
-            read=work.fetches * streamed + part * ((work.fetches - 1) * host["grads"] + k * host["residual"]),
-            written=part * work.fetches * host["grads"],
-        )
-        for part, streamed in in_loops
-    )
-    update = _update(
-        work,
-        chain=under_update * work.fetches * one_forward,
-        link=under_update * (work.fetches * sent.gathered + rounds * sent.forward),
-        state=host["master"] + host["optimizer"],
-        grads=host["grads"],
-        weights=work.sizes["updated weights"] * ("weights" in offloaded) * (1 - resident),
-        residuals=under_update * k * host["residual"],
-        loops=len([part for part, _ in in_loops if part]),
-        overlap_update=overlap_update,
-    )
-    between = sent.once + sent.ticks + sent.gathered / work.layers
-    head = k * (work.head + sent.vocabulary)
-    return {"forward": forward, "head": head, "backward": backward, "update": update, "between": between}
+    return seconds | {"between": sent.once + sent.ticks + sent.gathered / work.layers}
 
 
 def _chains(work: Work, per_fetch: int, *, from_host: float) -> tuple[float, float, float]:
@@ -281,40 +302,26 @@ def _chains(work: Work, per_fetch: int, *, from_host: float) -> tuple[float, flo
 
 
 def _update(
-    work: Work,
-    *,
-    chain: float,
-    link: float,
-    state: float,
-    grads: float,
-    weights: float,
-    residuals: float,
-    loops: int,
-    overlap_update: bool,
+    work: Work, step_pass: Pass, chain: float, link: float, stored: Mapping[str, float], updated: float, loops: int
 ) -> float:
-    """Seconds of the update, and of the `chain` and `link` seconds of the forward pass beside it.
+    """Seconds of a pass that updates layers, with the `chain` and `link` seconds of what else is in it.
 
-    state, grads, weights, residuals: bytes that cross the host link: state both ways, gradients to the device, the
-    others from it. loops: over parts of the layers. Each begins with reads and ends with writes that nothing runs
-    beside: a layer's state is read twice and written once (`host.sweep`), or under a forward pass two layers are read
-    and two are written.
+    stored, updated: see `traffic.copied`. loops: over parts of the layers. Each begins with reads and ends with writes
+    that nothing runs beside: master weights and moments of a layer are read twice and written once, or under a forward
+    pass two layers are read and two are written.
     """
     bandwidth = work.gpu.memory_bandwidth * work.rates.memory
-    copied = 2 * work.layer_bytes / bandwidth * (work.collectives.updated > 0)
-    read = state + grads
-    written = state + weights
-    in_loops = _phase(
-        work,
-        chain=work.update_bytes / bandwidth + copied + work.collectives.updated + chain,
-        link=work.collectives.updated + link,
-        read=read,
-        written=written + residuals,
-    )
+    gathered = work.collectives.updated
+    copied = 2 * work.layer_bytes / bandwidth * (gathered > 0)
+    chain += work.update_bytes / bandwidth + copied + gathered
+    read, written = traffic.copied(step_pass, 1, stored, updated)
+    in_loops = _phase(work, chain=chain, link=gathered + link, read=read, written=written)
     host_rate = work.gpu.pcie_bandwidth * work.rates.host
-    if overlap_update:
+    if step_pass.name == "forward":
         part = min(1.0, 2 / work.layers)
-        return (1 - part) * in_loops + part * (read + written) / host_rate
-    return in_loops + loops * (state + read + written) / work.layers / host_rate
+        return (1 - part) * in_loops + part * (read + written - stored["residuals"]) / host_rate
+    again = stored.get("master", 0.0) + stored.get("moments", 0.0)
+    return in_loops + loops * (again + read + written) / work.layers / host_rate
 
 
 def _phase(work: Work, *, chain: float, link: float, read: float, written: float, waits: float = 0.0) -> float:
@@ -330,3 +337,29 @@ def _phase(work: Work, *, chain: float, link: float, read: float, written: float
     staged = link * min(2 * gpu.link_bandwidth * rates.link, work.host_memory) if gpu.staged else 0.0
     in_host_memory = (read + written + staged) / work.host_memory
     return max(chain, host + waits + (link if gpu.shares_pcie else 0.0), in_host_memory)
+
+
+def bounds(
+    gpu: Gpu,
+    *,
+    flops: dict[str, float],
+    device_bytes: int,
+    link_bytes: int,
+    h2d: int,
+    d2h: int,
+    link_seconds: float | None = None,
+) -> dict[str, float]:
+    """Least seconds that each resource is busy in a step. flops: by dtype, from `step_flops`.
+
+    Each resource alone, at its peak rate. link_seconds: those of the collectives, each at the bandwidth of its link;
+    None: all are within a machine.
+
+    If GPUs communicate over PCI Express, collectives and host copies share it. Then each direction carries the bytes of
+    both that a GPU sends, or receives.
+    """
+    return {
+        "compute": products.compute_time(gpu, flops),
+        "device memory": device_bytes / gpu.memory_bandwidth,
+        "link": link_bytes / gpu.link_bandwidth if link_seconds is None else link_seconds,
+        "pcie": (max(h2d, d2h) + (link_bytes if gpu.shares_pcie else 0)) / gpu.pcie_bandwidth,
+    }

@@ -19,30 +19,13 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from surojax.assembly import Assembly
-from surojax.models.model import Segment, Variant
-from surojax.parallel.schedule import SCHEDULES, Patterns, patterns_of_stages
+from surojax.models.model import Variant
+from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.mesh import pipeline_stages
-from surojax.planner import hlo
-from surojax.step.stage_layers import in_lockstep as in_ring_lockstep
+from surojax.planner import hlo, sizes
 
 PASS = re.compile(r'op_name="[^"]*/(forward|backward)/')  # of the named scopes of step/engine.py
 PATTERN = re.compile(r'op_name="[^"]*/pattern(\d+)/')  # of step/stage_layers.py
-
-
-def patterns(run: Assembly, segment: Segment) -> Patterns:
-    """The kinds of layers of the stages that a segment is divided over."""
-    return patterns_of_stages(segment.variants, pipeline_stages(run.mesh))
-
-
-def layer_passes(run: Assembly, microbatches: int) -> int:
-    """The number of passes over its layers that a stage makes in each direction of a step."""
-    idle = pipeline_stages(run.mesh) - 1 if in_ring_lockstep(run.model) else 0
-    return microbatches + idle
-
-
-def slots(run: Assembly, microbatches: int) -> int:
-    """The number of microbatches whose residuals every stage has room for."""
-    return int(SCHEDULES[run.engine.pp_schedule](microbatches, pipeline_stages(run.mesh)).in_flight.max())
 
 
 def slowest(run: Assembly) -> int:
@@ -53,18 +36,13 @@ def slowest(run: Assembly) -> int:
         plain = sum(not variant.recipe_enabled for variant in pattern)
         return plain, sum(variant.window or math.inf for variant in pattern)
 
-    found = [work(pattern) for pattern in patterns(run, segment).patterns]
+    found = [work(pattern) for pattern in sizes.patterns(run, segment).patterns]
     return found.index(max(found))
-
-
-def with_rounds(module: hlo.Module, run: Assembly, microbatches: int) -> hlo.Module:
-    """The module of a step with the mean number of rounds of these loops; the module itself without stages."""
-    return _with_rounds(module, run, microbatches, lockstep=False)
 
 
 def in_lockstep(module: hlo.Module, run: Assembly, microbatches: int) -> hlo.Module:
     """The module of a step with the mean number of rounds in a tick of which stages take the time."""
-    return _with_rounds(module, run, microbatches, lockstep=True)
+    return with_rounds(module, run, microbatches, lockstep=True)
 
 
 def bubble(run: Assembly, microbatches: int) -> float:
@@ -88,14 +66,17 @@ def _pattern(body: Iterable[hlo.Instruction]) -> int:
     return next(int(found[1]) for i in body if (found := PATTERN.search(i.attributes)))
 
 
-def _with_rounds(module: hlo.Module, run: Assembly, microbatches: int, *, lockstep: bool) -> hlo.Module:
-    """lockstep: see `in_lockstep`; else see `with_rounds`."""
+def with_rounds(module: hlo.Module, run: Assembly, microbatches: int, *, lockstep: bool = False) -> hlo.Module:
+    """The module of a step with the mean number of rounds of these loops; the module itself without stages.
+
+    lockstep: see `in_lockstep`.
+    """
     stages = pipeline_stages(run.mesh)
     if stages == 1:
         return module
     schedule = SCHEDULES[run.engine.pp_schedule](microbatches, stages)
     in_any = microbatches + stages - 1  # ticks in which any stage has a microbatch, in one direction
-    of_stages = patterns(run, run.model.segments[0]).of_stages
+    of_stages = sizes.patterns(run, run.model.segments[0]).of_stages
 
     def rounds(body: list[hlo.Instruction]) -> Fraction:
         if _moves(body) and not _passes(body):
@@ -106,6 +87,6 @@ def _with_rounds(module: hlo.Module, run: Assembly, microbatches: int, *, lockst
         if lockstep:
             return Fraction(in_any * (pattern == slowest(run)), schedule.ticks)
         share = Fraction(of_stages.count(pattern), stages)
-        return share * Fraction(layer_passes(run, microbatches), schedule.ticks)
+        return share * Fraction(sizes.layer_passes(run, microbatches), schedule.ticks)
 
     return hlo.with_rounds(module, rounds)

@@ -1,26 +1,54 @@
-"""Textbook figures of a step, computed from shapes: FLOPs, and bytes of device memory and host links.
+"""All that moves in a step: collectives, copies over the host link, and the least bytes of device memory.
 
-The planner prints them next to the figures of the compiled step. textbook.py has the bytes of collectives.
+What layers of each tensor class move is read from the lanes of the passes (step/passes.py): a pass that runs k times
+moves each of its lanes k times. This file adds what is no lane: collectives inside of a block (tensor parallelism, and
+attention over `cp`), of embedding and head, between stages, and of optimizers that need whole matrices.
 
-Times are lower bounds: each resource alone, at its peak rate, perfectly overlapped with all others.
+A GPU of a ring of n sends (n - 1) / n of what is gathered or scattered, and twice that to all-reduce it. So ZeRO
+(Rajbhandari et al. 2020, arXiv:1910.02054) on n GPUs with k groups of microbatches and blocks of P bytes sends
+
+| sharded            | forward and backward                   | end of a step                 |
+|--------------------|----------------------------------------|-------------------------------|
+| master and moments |                                        | reduce-scatter P, all-gather P|
+| + gradients        | reduce-scatter P for each microbatch   | all-gather P                  |
+| + weights          | also all-gather 2 k P                  |                               |
+
+In 8 bits P has a byte for each number of a matrix, and 4 for the scale of each of its blocks (ZeRO++, Wang et al. 2023,
+arXiv:2306.10209; its gradients in one hop). Scalars (loss, label count, norm, largest magnitudes) are left out.
 """
 
 import collections
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
 from surojax.models.model import Segment
-from surojax.numerics.recipes import BLOCK_SCALED, Precision
-from surojax.placement.mesh import REPLICATE, devices_per_sequence, pipeline_stages, shards
-from surojax.placement.param import OUTER, Kind, Param, part_of
-from surojax.planner import shares
-from surojax.planner.gpus import Gpu
-from surojax.planner.stages import layer_passes, slots
+from surojax.numerics.quantize import block_size
+from surojax.placement.layout import Layout, mesh_axes
+from surojax.placement.mesh import (
+    CONTEXT,
+    KV_HEADS,
+    PIPELINE,
+    REPLICATE,
+    SAME_KV_HEADS,
+    SHARD,
+    TENSOR,
+    devices_per_sequence,
+    pipeline_stages,
+    shard_axes,
+    shards,
+    tensor_parallel,
+)
+from surojax.placement.param import Kind, part_of
+from surojax.planner import sizes
+from surojax.planner.sizes import Tensor, itemsize
+from surojax.step import passes
+from surojax.step.passes import Pass, Stage
 from surojax.step.state_plan import leaf_bytes
 
 
@@ -43,175 +71,367 @@ def batch_of(c: Config) -> Batch:
     return Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
 
 
-def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dict[str, float]:
-    """FLOPs of training on one token, by the dtype that is multiplied: "bfloat16", "float32", "float8" or "float4".
+class Transfer(NamedTuple):
+    """A collective of a step, of all layers of a full stage if it is one of layers.
 
-    Products with the blocks' matrices have the recipe's dtypes in the layers with the recipe; attention and head have
-    model_dtype. again: include the second forward pass of recomputed blocks, in which XLA drops the products that no
-    gradient needs (`Segment.last_products`).
+    part: of the step, see `roofline.CollectiveTime`. op, axes: as `hlo.collectives` names them. size: bytes that each
+    GPU sends each time. times: in a step. number: of collectives, one after another, that send them.
     """
-    model = run.model
-    work_dtype = run.engine.table.weights.dtype
-    found = collections.defaultdict[str, float](float)
-    attention = sum(segment.attention_flops(sequence_len) for segment in model.segments)
-    # One pass forward, two backward: gradients of inputs, and of what is trained.
-    total = 2.0 * (2 * model.num_matmul_params + model.trained_matmul_params) + 3 * attention
-    total += attention if again else 0
-    for segment in model.segments:
-        for variant in segment.variants:
-            forward, backward = operands(model.precision, variant.recipe_enabled, work_dtype)
-            recomputed = segment.recomputed_matmul_size if again else 0
-            factors = segment.factor_size  # in model_dtype: among what is left below
-            found[forward] += 2 * (segment.matmul_size - factors + recomputed - factors * again)
-            found[backward] += 2 * (segment.matmul_size + segment.trained_matmul_size - 2 * factors)
-            total += 2 * recomputed
-    found[work_dtype] += total - sum(found.values())
-    return dict(found)
+
+    part: str
+    op: str
+    axes: str
+    size: float
+    times: float = 1
+    number: float = 0
 
 
-def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[str, str]:
-    """Dtypes of the factors of a block's matrix products, (forward, backward). dtype: that of the work weights."""
-    if not recipe_enabled or precision.recipe == "bf16":
-        forward = precision.matmul_dtype or dtype
-        return forward, precision.gradient_dtype or forward
-    emulated = precision.recipe in BLOCK_SCALED and precision.emulate
-    low = "float32" if emulated else "float4" if precision.recipe == "nvfp4" else "float8"
-    return low, low
+def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
+    """Bytes that each GPU sends per step, by (collective, axis)."""
+    sent = collections.defaultdict[tuple[str, str], float](float)
+    for x in transfers(run, batch):
+        sent[x.op, x.axes] += x.times * x.size
+    return {key: round(size) for key, size in sent.items() if size}
 
 
-def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
-    """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer."""
-    per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
-    tokens = batch.tokens * batch.microbatches / (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
-    found = {dtype: size * tokens for dtype, size in per_token.items()}
+def transfers(run: Assembly, batch: Batch) -> Iterator[Transfer]:
+    """All collectives of a step."""
+    yield from _of_lanes(run, batch)
+    yield from _outer_layers(run)
+    yield from _vocabulary(run, batch)
     for segment in run.model.segments:
-        for p, master, _ in shares.trained(run, segment.name):
-            if p.kind is Kind.MATRIX:
-                groups = shares.layers_of(run, segment) // shares.layers_together(run, segment, master)
-                found[run.engine.table.weights.dtype] += groups * run.optimizer.matrices.flops(p.shape)
-    return found
+        if tensor_parallel(run.mesh) > 1:
+            yield from _tensor_parallel(run, batch, segment)
+        if run.mesh.shape.get(CONTEXT, 1) > 1:
+            yield from _attention(run, batch, segment)
+    yield from _between_stages(run, batch)
+    if run.optimizer.matrices.apply_to_group:
+        for t in sizes.blocks(run, trained=True):
+            yield from _whole_matrix(run, t) if t.is_matrix else ()
 
 
-def compute_time(gpu: Gpu, flops: dict[str, float]) -> float:
-    """Seconds that FLOPs take at the peak rate of their dtype; for float32 the tensor cores' TF32 rate."""
-    peak = {
-        "bfloat16": gpu.bf16_flops,
-        "float32": gpu.tf32_flops,
-        "float8": gpu.fp8_flops or gpu.bf16_flops,
-        "float4": gpu.fp4_flops or gpu.bf16_flops,
-    }
-    return sum(size / peak[dtype] for dtype, size in flops.items())
+def _of_lanes(run: Assembly, batch: Batch) -> Iterator[Transfer]:
+    """All-gathers of the blocks' weights and reductions of their gradients, as the passes declare them."""
+    table = run.engine.table
+    layers = sizes.layers_of(run)
+    along = _axes_of_shards(run)
+    trained = sizes.blocks(run, trained=True)
+    matrices = sum(t.layers for t in trained if t.param.kind is not Kind.VECTOR)
+    arriving, leaving, last = (collections.Counter[Stage]() for _ in range(3))  # how often in a step
+    for step_pass, times in passes.of_step(run.engine, sizes.groups_of(run, batch.microbatches)):
+        for lane in step_pass.lanes:
+            arriving.update(dict.fromkeys(lane.arriving, times))
+            leaving.update(dict.fromkeys(lane.leaving, times))
+            last.update(lane.last)
+    if times := arriving[Stage.GATHER]:
+        fetched = layers + (pipeline_stages(run.mesh) > 1)  # with stages a pass prefetches a layer past its last one
+        dtype = table.quants.dtype and "8 bits"
+        gathered = [t for t in sizes.blocks(run) if t.weights.sharded_dim is not None]
+        size = fetched / layers * sum(t.size * _number_bytes(run, t, t.weights, dtype) for t in gathered)
+        yield Transfer("gathered", "all-gather", along, _ring(run) * size, times, fetched)
+    if times := leaving[Stage.GATHER]:
+        size = sum(t.size * _number_bytes(run, t, t.master) for t in trained if t.state_is_sharded)
+        yield Transfer("updated", "all-gather", along, _ring(run) * size, times, matrices)
+    if times := leaving[Stage.REDUCE] * run.engine.microbatches_per_fetch:
+        for x in _reductions(run, "reduced", trained, itemsize(run, "weights"), matrices):
+            yield x._replace(times=times)
+    if last[Stage.REDUCE]:
+        yield from _reductions(run, "reduced_once", trained, itemsize(run, "grads"), matrices)
+    if last[Stage.REDUCE_REPLICAS]:
+        yield from _over_replicas(run, "reduced_once", trained, matrices)
 
 
-def device_traffic(run: Assembly, batch: Batch) -> int:
-    """Least bytes that a step reads from and writes to device memory on each GPU: weights, state and residuals."""
-    model = run.model
-    weights_of = run.engine.layouts.weights
-    engine = run.engine
-    n = shards(run.mesh)
-    k = batch.microbatches
-    table = engine.table
-    work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
-    trained = sum(shares.elements_of(run, *shares.segment_names(run)))
-    stored = 1 if table.persistent_quants else work
+def _reductions(
+    run: Assembly, part: str, trained: list[Tensor], number_bytes: int, matrices: int = 0
+) -> Iterator[Transfer]:
+    """The sums of gradients over `dp_shard x cp`: shards of them, or all of those whose state is replicated."""
+    table = run.engine.table
+    along = _axes_of_shards(run)
+    sharded = [t for t in trained if t.state_is_sharded]
+    size = number_bytes * sum(t.size for t in sharded)
+    if table.reduce == "int8" and part != "once":
+        size = sum(t.size * _number_bytes(run, t, t.master, "8 bits", vectors=4) for t in sharded)
+    op = "reduce-scatter" if table.reduce == "reduce_scatter" else "all-to-all"
+    yield Transfer(part, op, along, _ring(run) * size, number=matrices)
+    replicated = number_bytes * sum(t.size for t in trained if not t.state_is_sharded)
+    yield Transfer(part, "all-reduce", along, 2 * _ring(run) * replicated)
 
-    def read(segment: Segment, p: Param) -> float:
-        """Bytes of a number in a pass. In a base's format codes are read, and numbers written and read."""
-        coded = shares.coded_bytes(run, segment, p)
-        return coded + 2 * work if coded else stored
 
-    blocks = sum(
-        shares.layers_of(run, segment) * shares.elements(run, p, layout) * read(segment, p)
-        for segment in model.segments
-        for p, layout in shares.with_layouts(run, segment.name, weights_of)
-    )
-    outer = sum(shares.elements(run, *pair) for pair in shares.with_layouts(run, OUTER, weights_of))
-    passes = 3 if engine.recompute_block else 2
-    weights = k * (passes * blocks + 3 * work * outer / (n if table.outer.sharded else 1))
-    gradients = 2 * k * accum * trained / (n if table.grads.sharded else 1)
-    state = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves((run.plan.master, run.plan.moments))
-    )
-    tokens = batch.tokens // devices_per_sequence(run.mesh)
-    layers = shares.layers_of(run, *run.model.segments)
-    residuals = 2 * k * layers * tokens * run.model.hidden_size * work
-    return round(weights + gradients + 2 * state + residuals)
+def _over_replicas(run: Assembly, part: str, trained: list[Tensor], matrices: int = 0) -> Iterator[Transfer]:
+    """The sums of gradients over the groups of `dp_replicate`."""
+    number = run.mesh.shape[REPLICATE]
+    if number > 1:
+        size = sum(t.size / (shards(run.mesh) if t.state_is_sharded else 1) for t in trained)
+        sent = 2 * (number - 1) / number * itemsize(run, "grads") * size
+        yield Transfer(part, "all-reduce", REPLICATE, sent, number=matrices)
+
+
+def _outer_layers(run: Assembly) -> Iterator[Transfer]:
+    """Gathers of updated outer weights and reductions of their gradients, if each GPU has all of them."""
+    trained = sizes.outer(run, trained=True)
+    moved = [t for t in trained if not (t.state_is_sharded and t.weights.stored == t.master.stored)]
+    gathered = itemsize(run, "weights") * sum(t.size for t in moved if t.state_is_sharded)
+    yield Transfer("once", "all-gather", _axes_of_shards(run), _ring(run) * gathered)
+    yield from _reductions(run, "once", moved, itemsize(run, "grads"))
+    yield from _over_replicas(run, "once", trained)
+
+
+def _vocabulary(run: Assembly, batch: Batch) -> Iterator[Transfer]:
+    """What embedding, head and loss send for tokens if rows of the vocabulary are sharded.
+
+    Embedding: gathers ids, scatters rows; its gradient: gathers rows. Head, for each slice of tokens: gathers
+    activations and labels, scatters the activations' gradient. Also sums of gradients that devices share.
+    """
+    k, chunks = batch.microbatches, run.engine.lmhead_chunks
+    if axes := run.engine.vocabulary_axes:
+        tokens = batch.tokens // (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
+        others = math.prod(run.mesh.shape[axis] for axis in axes) - 1
+        x = others * tokens * run.model.hidden_size * itemsize(run, "weights")
+        ids = others * tokens * 4
+        sums = 2 * 2 * ids  # largest logit and sum of exponentials, float32
+        along = _joined(run, axes)
+        yield Transfer("vocabulary", "all-gather", along, 2 * x + 2 * ids, k, chunks + 2)
+        yield Transfer("vocabulary", "reduce-scatter", along, 2 * x, k, chunks + 1)
+        yield Transfer("vocabulary", "all-reduce", along, sums, k, 2 * chunks)
+    for t in sizes.outer(run, trained=True):
+        yield from _shared(run, "vocabulary", t, chunks * itemsize(run, "weights"), k)
+
+
+def _tensor_parallel(run: Assembly, batch: Batch, segment: Segment) -> Iterator[Transfer]:
+    """What a segment's blocks send within a tensor-parallel group.
+
+    A pass over a block gathers the inputs of attention and MLP and scatters their results; reverse mode scatters where
+    the block gathers. A recomputed block does it again, except for a result that no gradient needs. With chunks it
+    gathers the inputs of attention once more, for the keys and values of all chunks but the last. Recipes fp8_* gather
+    in 8 bits.
+    """
+    work = itemsize(run, "weights")
+    k = sizes.layer_passes(run, batch.microbatches)
+    n = tensor_parallel(run.mesh)
+    x = (n - 1) / n * batch.tokens / run.mesh.shape.get(CONTEXT, 1) * run.model.hidden_size * work
+    along = _joined(run, TENSOR)
+    layers = sizes.layers_of(run, segment)
+    in_recipe = layers * sum(variant.recipe_enabled for variant in segment.variants) / segment.num_layers
+    in_fp8 = run.model.precision.fp8 * in_recipe
+    gathers_again, results_again = tensor_again(run, segment)
+    for part, gathers, results in ("forward", 2, 2), ("again", gathers_again, results_again), ("backward_tensor", 2, 2):
+        in_words = layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
+        yield Transfer(part, "all-gather", along, in_words * gathers * x, k, layers * gathers)
+        yield Transfer(part, "reduce-scatter", along, layers * results * x, k, layers * results)
+    sharers = run.mesh.shape.get(SAME_KV_HEADS, 1)  # of keys and values
+    if sharers > 1 and run.model.precision.recipe != "bf16":
+        # Of gradients of keys and values before they are rounded; in bf16 those of their matrices alone are summed.
+        width = segment.heads.key_value * segment.heads.channels * sharers // n
+        size = in_recipe * 2 * (sharers - 1) / sharers * 2 * batch.tokens * width * work
+        yield Transfer("backward_tensor", "all-reduce", SAME_KV_HEADS, size, k)
+    for t in sizes.blocks(run, trained=True):
+        if t.section == segment.name:
+            yield from _shared(run, "backward_tensor", t, (layers - in_fp8) * work, k)
+            if not any(axis in t.weights.computed_axes for axis in TENSOR):  # scales of norms
+                yield from _shared(run, "backward_tensor", t, in_fp8 * 4, k)
+
+
+def tensor_again(run: Assembly, segment: Segment) -> tuple[float, int]:
+    """How often the backward pass of a block gathers inputs and scatters results of attention and MLP again."""
+    if run.engine.recompute_block:
+        return 2 + _earlier_chunks(run), 1 if segment.last_products else 2
+    recompute = run.model.compute.recompute
+    return (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn), 0
+
+
+def _attention(run: Assembly, batch: Batch, segment: Segment) -> Iterator[Transfer]:
+    """What a segment's attention sends over the devices of `cp`.
+
+    ulysses: queries, keys and values of one pass, and its results; so are their gradients. With chunks, the backward
+    pass sends keys and values of all chunks but the last once more. Others: a pass gets keys and values of all others;
+    reverse mode gets them again, and XLA joins that with what a recomputed block gets. Gradients of them are float32,
+    until ring sends them home in one hop more.
+    """
+    n = run.mesh.shape[CONTEXT]
+    method = run.model.compute.cp_method
+    work = itemsize(run, "weights")
+    heads = segment.heads
+    times = sizes.layer_passes(run, batch.microbatches)
+    layers = sizes.layers_of(run, segment)
+    of_head = layers * heads.channels * batch.tokens / n
+    of_group = heads.key_value // run.mesh.shape.get(KV_HEADS, 1)
+
+    def transfer(part: str, op: str, size: float, number: float) -> Transfer:
+        return Transfer(part, op, CONTEXT, size, times, layers * number)
+
+    if method == "ulysses":
+        keys = 2 * max(of_group, n)
+        again = sizes.attention_again(run)
+        sent = (n - 1) / n * of_head * work
+        whole = sent * (2 * heads.query // tensor_parallel(run.mesh) + keys)
+        yield transfer("forward", "all-to-all", whole, 2)
+        yield transfer("again", "all-to-all", again * whole + _earlier_chunks(run) * sent * keys, 2 * again)
+        yield transfer("backward", "all-to-all", whole, 2)
+        return
+    others, home, hops = ("all-gather", "reduce-scatter", 1)
+    if method == "ring":
+        others, home, hops = "collective-permute", "collective-permute", n - 1
+    keys = 2 * of_group * of_head
+    yield transfer("forward", others, (n - 1) * keys * work, hops)
+    yield transfer("again", others, (n - 1) * keys * work, hops)
+    yield transfer("backward", home, keys * ((n - 1) * 4 + (work if method == "ring" else 0)), hops)
+
+
+def _earlier_chunks(run: Assembly) -> float:
+    """The fraction of a sequence before its last chunk, whose keys and values the backward pass computes twice."""
+    return 1 - 1 / run.model.compute.sequence_chunks
+
+
+def _between_stages(run: Assembly, batch: Batch) -> Iterator[Transfer]:
+    """What stages send each other, besides what the vocabulary sends.
+
+    Between ticks activations move forward and their gradients backward, also those of microbatches that have left the
+    last stage. Embeddings and gradients of the head are gathered, their reverses scattered.
+    """
+    stages, k = pipeline_stages(run.mesh), batch.microbatches
+    if stages > 1:
+        tokens = batch.tokens // devices_per_sequence(run.mesh)
+        x = tokens * run.model.hidden_size * itemsize(run, "weights")
+        yield Transfer("ticks", "collective-permute", PIPELINE, 2 * x, k + stages - 1)
+        for op in ("all-gather", "reduce-scatter"):
+            yield Transfer("ticks", op, PIPELINE, 2 * (stages - 1) / stages * x, k)
+
+
+def _shared(run: Assembly, part: str, t: Tensor, number_bytes: float, times: int) -> Iterator[Transfer]:
+    """The sum over a group's devices of the gradient of a parameter that some of them share.
+
+    It is in the loops over microbatches and slices of the head. For GPUs, XLA adds up the terms of the final norm on
+    each device and sums them over devices once, behind the loops: of Llama-7B with pp_size=4, 0.40 MiB of all-reduces
+    over pp are left of 1.88 MiB. On CPUs it does not.
+    """
+    divided = (*t.master.layers, *t.master.computed_axes)
+    axes = tuple(axis for axis in (PIPELINE, *TENSOR) if axis in run.mesh.shape and axis not in divided)
+    n = math.prod(run.mesh.shape[axis] for axis in axes)
+    if n > 1:
+        yield Transfer(part, "all-reduce", _joined(run, axes), 2 * (n - 1) / n * number_bytes * t.elements, times)
+
+
+def _whole_matrix(run: Assembly, t: Tensor) -> Iterator[Transfer]:
+    """What an optimizer sends that needs whole matrices (optim/normuon.py), one dimension after another.
+
+    Momentum in the work dtype, to the device that has a layer of a group, and the float32 result back; then the rows'
+    second moments. A layer that is updated alone is gathered by every device.
+    """
+    work = itemsize(run, "weights")
+    shape, stored = t.param.shape, t.master.stored
+    together = sizes.layers_together(run, t)
+    groups = t.layers // together
+    gathered = math.prod(jax.NamedSharding(run.mesh, stored).shard_shape(shape))
+    axes_of_dims = [[axis for axis in entry if run.mesh.shape[axis] > 1] for entry in map(mesh_axes, stored)]
+    devices = math.prod(run.mesh.shape[axis] for axes in axes_of_dims for axis in axes)
+    for axes in axes_of_dims:
+        n = math.prod(run.mesh.shape[axis] for axis in axes)
+        along = "+".join(axes)  # named by `hlo.collectives` in this order
+        if axes and together == 1:
+            yield Transfer("once", "all-gather", along, groups * work * gathered * (n - 1))
+        elif axes:
+            yield Transfer("once", "all-to-all", along, groups * (work + 4) * math.prod(shape) * (n - 1) / n)
+            yield Transfer("once", "all-gather", along, groups * 4 * shape[0] * devices * (n - 1) / n)
+        gathered *= n
+        devices //= n
+
+
+def _number_bytes(run: Assembly, t: Tensor, layout: Layout, dtype: str = "", vectors: int = 0) -> float:
+    """Bytes of a number on its way between devices, of matrices in 8 bits with their scales if dtype is "8 bits".
+
+    vectors: bytes of each number of a vector; 0: as of the work weights.
+    """
+    if t.coded or t.param.dtype:
+        return t.coded or t.itemsize
+    if not t.is_matrix or not dtype:
+        return vectors or t.itemsize
+    row = jax.NamedSharding(run.mesh, layout.stored).shard_shape(t.param.shape)[-1]
+    return 1 + (0 if run.engine.table.one_scale else 4 / block_size(row))  # one scale per matrix is not gathered
+
+
+def _ring(run: Assembly) -> float:
+    """The part of an array that each of its shards' GPUs sends to gather it or to scatter its sum."""
+    return 1 - 1 / shards(run.mesh)
+
+
+def _axes_of_shards(run: Assembly) -> str:
+    """The axes over which state is sharded."""
+    return _joined(run, shard_axes(run.mesh)) or SHARD
+
+
+def _joined(run: Assembly, axes: Iterable[str]) -> str:
+    """The names of mesh axes as `hlo.collectives` joins them."""
+    return "+".join(axis for axis in run.mesh.shape if axis in axes)
+
+
+def copied(step_pass: Pass, times: int, stored: Mapping[str, float], updated: float = 1.0) -> tuple[float, float]:
+    """(bytes to the device, bytes back) of a pass that runs so many times.
+
+    stored: bytes of each row of the placement table that are in host memory; of residuals, of one group of
+    microbatches. updated: the fraction of the weights that an update writes.
+    """
+    read = written = 0.0
+    for lane in step_pass.lanes:
+        size = stored.get(lane.row, 0)
+        read += (times - lane.accumulates) * lane.reads * size
+        written += times * lane.writes * size * (updated if lane.row == "weights" else 1)
+    return read, written
 
 
 def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
     """(host to device, device to host) bytes per step and GPU; rows: bytes by class of tensors and by memory.
 
-    Weights, or their persistent 8-bit copies, are read twice a group of microbatches; with overlap_update the first
-    group's forward pass has them from the update. Those that are trained are written once a step. Gradients are written
-    once a group, and read by the next group or the update. Residuals are written and read once a microbatch. Master
-    weights and moments are read and written once a step; those in files pass through host memory.
+    What is in files passes through host memory. With stages, residuals in flight are in memory together; layers that a
+    pass begins with are copied in once a step, and every pass writes a layer late, which the next one reads.
     """
-    groups = groups_of(run, batch)
-    host = {name: row["host"] + row["nvme"] for name, row in rows.items()}
-    weights = host["weights"] + host.get("quants", 0)
-    state = host["master"] + host["moments"]
-    residuals = groups * host["residuals"]  # a group's are in host memory together
-    grads = groups * host["grads"]
-    fetched = (2 * groups - run.engine.overlap_update) * weights
-    read_grads = written_grads = grads
+    groups = sizes.groups_of(run, batch.microbatches)
+    stored: dict[str, float] = {name: row["host"] + row["nvme"] for name, row in rows.items()}
+    stored["weights"] += stored.pop("quants", 0)
     stages = pipeline_stages(run.mesh)
     if stages > 1:
-        # Residuals in flight are there together. The layers that a pass begins with are copied in once a step. Every
-        # backward pass reads and writes accumulators of a layer more. These begin as zeros there, and after the last
-        # tick all are read once more, for the norm, and written if sums were still local.
-        table = run.engine.table
-        layers = shares.layers_of(run, *run.model.segments)
-        residuals //= slots(run, batch.microbatches)
-        fetched += 2 * (1 + table.weights.sharded) * weights // layers
-        grads += groups * host["grads"] // layers
-        are_local = run.mesh.shape[REPLICATE] > 1 or (shards(run.mesh) > 1 and not table.grads.sharded)
-        read_grads = grads + 2 * host["grads"]
-        written_grads = grads + host["grads"] + host["grads"] // layers + are_local * host["grads"]
-    read = fetched + read_grads + residuals + state
-    written = round(_updated_part(run) * weights) + written_grads + residuals + state
+        stored["residuals"] /= sizes.slots(run, batch.microbatches)
+    updated = _updated_part(run)
+    totals = [0.0, 0.0]
+    sums_are_local = run.mesh.shape[REPLICATE] > 1
+    for step_pass, times in passes.of_step(run.engine, groups, stages=stages, sums_are_local=sums_are_local):
+        moved = copied(step_pass, times, stored, updated)
+        totals = [a + b for a, b in zip(totals, moved, strict=True)]
+        for lane in step_pass.lanes if stages > 1 else ():
+            of_layer = stored[lane.row] // sizes.layers_of(run)
+            if lane.row == "weights":
+                totals[0] += lane.ahead * of_layer
+            if lane.row == "grads":
+                totals[0] += times * lane.behind * lane.reads * of_layer
+                totals[1] += times * lane.behind * lane.writes * of_layer
+    read, written = map(round, totals)
     return read, written
-
-
-def groups_of(run: Assembly, batch: Batch) -> int:
-    """Groups of microbatches in a step; for each, a layer's weights and accumulators are fetched once a pass."""
-    return layer_passes(run, batch.microbatches) // run.engine.microbatches_per_fetch
-
-
-def attention_again(run: Assembly) -> bool:
-    """True if the backward pass computes attention again."""
-    return run.engine.recompute_block or run.model.compute.recompute.att
 
 
 def _updated_part(run: Assembly) -> float:
     """The fraction of the bytes of the layers' work weights that a step updates: those that are trained."""
-    names = shares.segment_names(run)
+    names = [segment.name for segment in run.model.segments]
     stored = {name: run.plan.weights[name] for name in names}
     trained = part_of(stored, {name: run.plan.master[name] for name in names})
     updated, whole = (sum(map(leaf_bytes, jax.tree.leaves(tree))) for tree in (trained, stored))
     return updated / whole
 
 
-def bounds(
-    gpu: Gpu,
-    *,
-    flops: dict[str, float],
-    device_bytes: int,
-    link_bytes: int,
-    h2d: int,
-    d2h: int,
-    link_seconds: float | None = None,
-) -> dict[str, float]:
-    """Least seconds that each resource is busy in a step. flops: by dtype, from `step_flops`.
-
-    link_seconds: those of the collectives, each at the bandwidth of its link; None: all are within a machine.
-
-    If GPUs communicate over PCI Express, collectives and host copies share it. Then each direction carries the bytes of
-    both that a GPU sends, or receives.
-    """
-    return {
-        "compute": compute_time(gpu, flops),
-        "device memory": device_bytes / gpu.memory_bandwidth,
-        "link": link_bytes / gpu.link_bandwidth if link_seconds is None else link_seconds,
-        "pcie": (max(h2d, d2h) + (link_bytes if gpu.shares_pcie else 0)) / gpu.pcie_bandwidth,
-    }
+def device_traffic(run: Assembly, batch: Batch) -> int:
+    """Least bytes that a step reads from and writes to device memory on each GPU: weights, state and residuals."""
+    engine, table, k = run.engine, run.engine.table, batch.microbatches
+    n = shards(run.mesh)
+    work = itemsize(run, "weights")
+    stored = 1 if table.persistent_quants else work
+    # In a base's format codes are read, and numbers written and read.
+    of_blocks = sum(t.size * (t.coded + 2 * work if t.coded else stored) for t in sizes.blocks(run))
+    of_outer = sum(t.size for t in sizes.outer(run)) / (n if table.outer.sharded else 1)
+    trained = sum(t.size for t in sizes.blocks(run, trained=True)) / (n if table.grads.sharded else 1)
+    weights = k * ((3 if engine.recompute_block else 2) * of_blocks + 3 * work * of_outer)
+    gradients = 2 * k * itemsize(run, "grads") * trained
+    state = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves((run.plan.master, run.plan.moments))
+    )
+    tokens = batch.tokens // devices_per_sequence(run.mesh)
+    residuals = 2 * k * sizes.layers_of(run) * tokens * run.model.hidden_size * work
+    return round(weights + gradients + 2 * state + residuals)

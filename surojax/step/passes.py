@@ -25,7 +25,8 @@ class Stage(enum.Enum):
 
     COPY_IN = "from host memory to the device"
     GATHER = "from shards to all of a layer, over dp_shard x cp"
-    REDUCE = "the sum over devices of gradients, or this device's shards of it"
+    REDUCE = "the sum of gradients over dp_shard x cp, or this device's shards of it"
+    REDUCE_REPLICAS = "the sum of gradients over dp_replicate"
     COPY_OUT = "from the device to host memory"
 
 
@@ -36,6 +37,8 @@ class Lane(NamedTuple):
     the layer computes and after it, in order. ahead: how many layers earlier arriving begins; behind: how many later
     leaving ends. Between them, that many layers are in device memory besides the one that computes.
     of_microbatch: a group's microbatches have tensors of their own; else a layer moves once for all of them.
+    accumulates: the first pass of a step begins with zeros, which it does not read. last: what happens besides after
+    the last microbatch of a step.
     """
 
     row: str
@@ -46,6 +49,8 @@ class Lane(NamedTuple):
     ahead: int = 0
     behind: int = 0
     of_microbatch: bool = False
+    accumulates: bool = False
+    last: tuple[Stage, ...] = ()
 
 
 class Pass(NamedTuple):
@@ -66,11 +71,15 @@ def copied(home: Home, stage: Stage) -> tuple[Stage, ...]:
     return (stage,) if home.streamed else ()
 
 
+def gathered(row: Row) -> tuple[Stage, ...]:
+    """The stage of an all-gather, if tensors are sharded."""
+    return (Stage.GATHER,) if row.sharded else ()
+
+
 def fetched(table: Placement) -> Lane:
     """The weights that a layer computes with. Each stage of their way is a layer ahead of the next one."""
-    gathered = (Stage.GATHER,) if table.weights.sharded else ()
     home = table.quants.home if table.quants.home.streamed else table.weights.home
-    arriving = (*copied(home, Stage.COPY_IN), *gathered)
+    arriving = (*copied(home, Stage.COPY_IN), *gathered(table.weights))
     return Lane("weights", reads=True, arriving=arriving, ahead=len(arriving))
 
 
@@ -106,19 +115,32 @@ def forward(engine: Engine, *, updates: bool = False) -> Pass:
     table = engine.table
     out = copied(table.residuals.home, Stage.COPY_OUT)
     residuals = Lane("residuals", writes=True, leaving=out, behind=len(out), of_microbatch=True)
-    weights = updated(table, ahead=2) if updates else (fetched(table),)
-    return Pass("forward", (*weights, residuals), updates=updates)
+    if not updates:
+        return Pass("forward", (fetched(table), residuals))
+    *state, weights = updated(table, ahead=2)
+    weights = weights._replace(arriving=gathered(table.weights))  # from the update, shards of them
+    return Pass("forward", (*state, weights, residuals), updates=True)
 
 
-def backward(engine: Engine) -> Pass:
-    """The backward pass of a group of microbatches."""
+def backward(engine: Engine, *, stages: int = 1) -> Pass:
+    """The backward pass of a group of microbatches. stages: with several, sums begin as stored zeros."""
     table = engine.table
     into = copied(table.residuals.home, Stage.COPY_IN)
     residuals = Lane("residuals", reads=True, arriving=into, ahead=len(into), of_microbatch=True)
     home = table.grads.home
     out = copied(home, Stage.COPY_OUT)
     # Sums are needed when a layer's first gradient is there, late enough to be read in the same layer.
-    grads = Lane("grads", True, True, copied(home, Stage.COPY_IN), (Stage.REDUCE, *out), behind=len(out))
+    reduced = (Stage.REDUCE,) if table.grads.sharded else ()
+    grads = Lane(
+        "grads",
+        reads=True,
+        writes=True,
+        arriving=copied(home, Stage.COPY_IN),
+        leaving=(*reduced, *out),
+        behind=len(out),
+        accumulates=stages == 1,
+        last=(Stage.REDUCE_REPLICAS,) if reduced else (Stage.REDUCE, Stage.REDUCE_REPLICAS),
+    )
     return Pass("backward", (fetched(table), residuals, grads), reverse=True)
 
 
@@ -127,9 +149,21 @@ def update(engine: Engine) -> Pass:
     return Pass("update", updated(engine.table, ahead=1), updates=True)
 
 
-def of_step(engine: Engine, groups: int) -> list[tuple[Pass, int]]:
-    """(pass, how often it runs) in a step of so many groups of microbatches."""
-    if not engine.overlap_update:
-        return [(forward(engine), groups), (backward(engine), groups), (update(engine), 1)]
-    found = [(forward(engine, updates=True), 1), (forward(engine), groups - 1), (backward(engine), groups)]
+def around_ticks(engine: Engine, *, sums_are_local: bool) -> list[Pass]:
+    """With stages: the passes that store zeros before the first tick, and read all sums after the last one.
+
+    sums_are_local: they are summed over devices then, and written back.
+    """
+    out = copied(engine.table.grads.home, Stage.COPY_OUT)
+    grads = Lane("grads", writes=True, leaving=out, behind=len(out))
+    return [Pass("zeros", (grads,)), Pass("norm", (grads._replace(reads=True, writes=sums_are_local, behind=0),))]
+
+
+def of_step(engine: Engine, groups: int, *, stages: int = 1, sums_are_local: bool = False) -> list[tuple[Pass, int]]:
+    """(pass, how often it runs) in a step of so many groups of microbatches, and stages of pipeline parallelism."""
+    found = [(forward(engine), groups), (backward(engine, stages=stages), groups), (update(engine), 1)]
+    if engine.overlap_update:
+        found = [(forward(engine, updates=True), 1), (forward(engine), groups - 1), (backward(engine), groups)]
+    if stages > 1:
+        found += [(one, 1) for one in around_ticks(engine, sums_are_local=sums_are_local)]
     return [(one, times) for one, times in found if times]

@@ -16,7 +16,7 @@ from surojax.memory.in_file import store_of
 from surojax.models.attention import chosen_here
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
-from surojax.planner import gpus, prediction, report as planned, seen, traffic
+from surojax.planner import gpus, prediction, products, report as planned, seen, traffic
 from surojax.planner.amounts import summed
 from surojax.planner.footprint import estimate_host
 from surojax.planner.prediction import Prediction
@@ -86,8 +86,8 @@ def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
     None if the GPU is unknown.
     """
     gpu = gpus.find_gpu(devices[0].device_kind)
-    flops = traffic.token_flops(run, sequence_len)
-    return None if gpu is None else len(devices) * sum(flops.values()) / traffic.compute_time(gpu, flops)
+    flops = products.token_flops(run, sequence_len)
+    return None if gpu is None else len(devices) * sum(flops.values()) / products.compute_time(gpu, flops)
 
 
 def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: Corpus) -> str:

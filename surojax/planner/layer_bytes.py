@@ -6,20 +6,16 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from surojax.assembly import Assembly
-from surojax.memory.host import parts
 from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment
 from surojax.numerics import quantize
-from surojax.numerics.base_formats import is_coded, map_arrays
-from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import HOMES
-from surojax.placement.layout import Layout
-from surojax.placement.mesh import devices_per_sequence, pipeline_stages, tensor_parallel
-from surojax.placement.param import Param, part_of
+from surojax.placement.mesh import devices_per_sequence, tensor_parallel
 from surojax.placement.table import Mesh
+from surojax.planner import sizes
+from surojax.planner.sizes import itemsize
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import quantise_with_one_scale
 
@@ -50,11 +46,12 @@ class SegmentBytes(NamedTuple):
 def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
     """The `SegmentBytes` of a segment whose layers have an input like x."""
     engine = run.engine
-    layers = layers_of_stage(segment.num_layers, pipeline_stages(run.mesh))
+    layers = sizes.layers_of(run, segment)
     compute = run.model.compute
-    layer = _in_products(run, segment)
-    fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
-    fetched = _in_base_format(run, segment, layer) if engine.table.base_format else fetched
+    tensors = [t for t in sizes.blocks(run) if t.section == segment.name]
+    low = [t for t in tensors if engine.table.one_scale and t.is_matrix]  # fetched with a byte a number, and a scale
+    fetched = sum(t.elements * (t.coded or t.itemsize) for t in tensors if t not in low)
+    fetched += sum(t.elements + 4 for t in low)
     packed = engine.packed
     chunks = compute.sequence_chunks
     # The backward pass has all residuals of a layer, or of one chunk, in memory at once, even if they are recomputed.
@@ -65,25 +62,24 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     saved = of_chunk.saved
     if plain is not run.model and not engine.recompute_block:
         saved = _block_bytes(run, run.model, segment, x, platform, packed).saved
-    itemsize = x.dtype.itemsize
+    number = x.dtype.itemsize
     keys = max(segment.heads.key_value, devices_per_sequence(run.mesh))  # devices that share a head have it each
     numbers = 2 * B * S * keys * segment.heads.channels  # of keys and values
     tensor = tensor_parallel(run.mesh)
     of_group = tensor * size(chunk) if tensor > 1 else 0
     kept = size(x) if engine.recompute_block else saved
-    sizes = shard_sizes(run, engine.layouts.grads[segment.name], segment)
-    grads = jnp.dtype(engine.table.grads.dtype).itemsize * layers * sum(sizes)
+    grads = itemsize(run, "grads") * layers * sum(shard_sizes(run, engine.layouts.grads, segment))
     state = run.plan.master[segment.name], run.plan.moments[segment.name]
     return SegmentBytes(
-        weights=size(layer),
-        gradients=size(part_of(layer, segment.trained_params)),
-        fetched=size(fetched),
+        weights=sum(t.elements * t.itemsize for t in tensors),
+        gradients=sum(t.elements * t.itemsize for t in tensors if t.trained),
+        fetched=round(fetched),
         kept=kept,
         saved=of_chunk.saved,
         attention=of_chunk.attention,
         scores=of_chunk.scores,
-        sequence=itemsize * numbers - size(x) + of_group if chunks > 1 else 0,
-        sums=(4 + 3 * itemsize) * numbers if chunks > 1 else 0,
+        sequence=number * numbers - size(x) + of_group if chunks > 1 else 0,
+        sums=(4 + 3 * number) * numbers if chunks > 1 else 0,
         layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
         grads=grads,
         activations=layers * kept,
@@ -112,12 +108,14 @@ def _block_bytes(
     chunks: x is one of so many equal parts of a sequence, which attends to all of it.
     """
     B, S, _ = x.shape
-    itemsize = x.dtype.itemsize
+    number = x.dtype.itemsize
     compute = model.compute
     heads_of = segment.heads
     tensor = tensor_parallel(run.mesh)
     per_sequence = devices_per_sequence(run.mesh)
-    shapes, structure = jax.tree.flatten(jax.tree.map(lambda w: w.shape, _in_products(run, segment)), is_leaf=_is_shape)
+    computed = [layout.computed for _, layout in sizes.with_layouts(run, segment.name, run.engine.layouts.weights)]
+    params, structure = jax.tree.flatten(segment.params)
+    shapes = [jax.NamedSharding(run.mesh, at).shard_shape(p.shape) for p, at in zip(params, computed, strict=True)]
     mesh = run.mesh if per_sequence > 1 else None
     saved = _traced_residuals(model, segment, tuple(shapes), structure, mesh, x.shape, x.dtype)
     heads = B * S * heads_of.query  # in a group: of whole sequences, a part of the heads
@@ -129,16 +127,16 @@ def _block_bytes(
         # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with. Our
         # kernel also has float32 gradients of a pair, and reads transposed copies.
         keys = max(heads_of.key_value, tensor)
-        more = 2 * (heads_of.query + keys) * (itemsize + 4) if flash == "mosaic" else 0
-        sums = 2 * heads_of.query * 4 + 4 * keys * (itemsize + 4)
+        more = 2 * (heads_of.query + keys) * (number + 4) if flash == "mosaic" else 0
+        sums = 2 * heads_of.query * 4 + 4 * keys * (number + 4)
         return BlockBytes(saved, B * S * (sums + more) * heads_of.channels, scores=0)
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
         keys = chunks * max(heads_of.key_value, tensor if chunks == 1 else per_sequence)
         copied = (2 * heads_of.query + keys) * heads_of.channels if flash == "mosaic" else 0
-        kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
-        return BlockBytes(saved + kept, B * S * copied * itemsize, scores=0)
+        kept = 0 if compute.recompute.att else heads * (heads_of.channels * number + 4)
+        return BlockBytes(saved + kept, B * S * copied * number, scores=0)
     keys = S * chunks * per_sequence
     if in_pieces:
         keys = 2 * S * tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17 pieces)
@@ -163,7 +161,9 @@ def _traced_residuals(
     traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
     forward = next(s for s in traced.segments if s.name == segment.name).block_forward
     layer = structure.unflatten([jax.ShapeDtypeStruct(of_weight, dtype) for of_weight in weights])
-    layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
+    if precision.fp8:  # matrices are quantised to float8 with one scale each
+        quantise = functools.partial(quantise_with_one_scale, segment.params, dtype=quantize.DTYPES["fp8"])
+        layer = jax.eval_shape(quantise, layer)
     variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
     x = jax.ShapeDtypeStruct(shape, dtype)
 
@@ -176,45 +176,9 @@ def _traced_residuals(
     return size(jax.eval_shape(residuals, layer, x))
 
 
-def _in_products(run: Assembly, segment: Segment):
-    """The shapes of a layer's weights on one device, as products read them."""
-
-    def one(param: Param, layout: Layout) -> jax.ShapeDtypeStruct:
-        shape = jax.NamedSharding(run.mesh, layout.computed).shard_shape(param.shape)
-        return jax.ShapeDtypeStruct(shape, param.dtype or run.engine.table.weights.dtype)
-
-    return jax.tree.map(one, segment.params, run.engine.layouts.weights[segment.name])
-
-
-def _is_shape(x) -> bool:
-    return isinstance(x, tuple)
-
-
-def _in_fp8(params, layer):
-    """The shapes of a layer after its matrices are quantised to float8 with one scale each."""
-    return jax.eval_shape(lambda w: quantise_with_one_scale(params, w, quantize.DTYPES["fp8"]), layer)
-
-
-def _in_base_format(run: Assembly, segment: Segment, layer):
-    """The shapes of a layer's weights on one device when they are gathered, frozen matrices in the base's format."""
-    stack = parts(run.plan.weights[segment.name])[0].stack
-
-    def one(x: jax.ShapeDtypeStruct, planned, layout: Layout):
-        if not is_coded(planned):
-            return x
-        computed = jax.NamedSharding(run.mesh, layout.computed)
-
-        def on_device(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(computed.shard_shape(array.shape[1:]), array.dtype)
-
-        return map_arrays(planned, on_device, lambda array: jax.ShapeDtypeStruct((), array.dtype))
-
-    return jax.tree.map(one, layer, stack, run.engine.layouts.weights[segment.name])
-
-
-def shard_sizes(run: Assembly, of_class, segment: Segment) -> list[int]:
-    """Number of elements on one device of each trained parameter of one layer. of_class: the layouts of a class."""
-    pairs = zip(jax.tree.leaves(segment.trained_params), jax.tree.leaves(of_class), strict=True)
+def shard_sizes(run: Assembly, of_class: dict, segment: Segment) -> list[int]:
+    """Number of elements on one device of each parameter of one layer. of_class: the layouts of a class."""
+    pairs = sizes.with_layouts(run, segment.name, of_class)
     return [math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape)) for p, layout in pairs]
 
 

@@ -1,0 +1,267 @@
+"""FLOPs of a step, and how long a GPU computes in a microbatch: in the blocks, part by part, and in the head.
+
+Products take what costs.product_time says and flash attention what costs.attention_time says; attention by XLA takes
+its products and the passes over its scores. Passes over activations take the bytes of the residuals times a factor:
+FORWARD_PASSES and BACKWARD_PASSES are fitted to the timelines of compiled steps of 7B, 1.2B and 134M on RTX 4090 and
+H100.
+"""
+
+import collections
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from surojax.assembly import Assembly
+from surojax.models.lora import adapters
+from surojax.models.model import Segment, Variant
+from surojax.numerics.recipes import BLOCK_SCALED, Precision
+from surojax.placement.mesh import CONTEXT, SHARD, devices_per_sequence, pipeline_stages, tensor_parallel
+from surojax.placement.param import Kind, Param
+from surojax.planner import sizes, traffic
+from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
+from surojax.planner.gpus import Gpu, known_rates
+from surojax.planner.layer_bytes import segment_bytes
+from surojax.planner.sizes import itemsize
+from surojax.planner.traffic import Batch
+
+FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
+BACKWARD_PASSES = 3.2
+LOGIT_PASSES = 4  # times that logits are read or written
+SCORE_PASSES = 4  # times that attention scores are, forward; twice as often backward
+IN_A_PASS = 4  # collectives over tp: attention and MLP each gather their inputs and scatter their results
+HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32", "float8": "f8e4m3fn", "float4": "f4e2m1fn"}
+
+
+def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dict[str, float]:
+    """FLOPs of training on one token, by the dtype that is multiplied: "bfloat16", "float32", "float8" or "float4".
+
+    Products with the blocks' matrices have the recipe's dtypes in the layers with the recipe; attention and head have
+    model_dtype. again: include the second forward pass of recomputed blocks, in which XLA drops the products that no
+    gradient needs (`Segment.last_products`).
+    """
+    model = run.model
+    work_dtype = run.engine.table.weights.dtype
+    found = collections.defaultdict[str, float](float)
+    attention = sum(segment.attention_flops(sequence_len) for segment in model.segments)
+    # One pass forward, two backward: gradients of inputs, and of what is trained.
+    total = 2.0 * (2 * model.num_matmul_params + model.trained_matmul_params) + 3 * attention
+    total += attention if again else 0
+    for segment in model.segments:
+        for variant in segment.variants:
+            forward, backward = operands(model.precision, variant.recipe_enabled, work_dtype)
+            recomputed = segment.recomputed_matmul_size if again else 0
+            factors = segment.factor_size  # in model_dtype: among what is left below
+            found[forward] += 2 * (segment.matmul_size - factors + recomputed - factors * again)
+            found[backward] += 2 * (segment.matmul_size + segment.trained_matmul_size - 2 * factors)
+            total += 2 * recomputed
+    found[work_dtype] += total - sum(found.values())
+    return dict(found)
+
+
+def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[str, str]:
+    """Dtypes of the factors of a block's matrix products, (forward, backward). dtype: that of the work weights."""
+    if not recipe_enabled or precision.recipe == "bf16":
+        forward = precision.matmul_dtype or dtype
+        return forward, precision.gradient_dtype or forward
+    emulated = precision.recipe in BLOCK_SCALED and precision.emulate
+    low = "float32" if emulated else "float4" if precision.recipe == "nvfp4" else "float8"
+    return low, low
+
+
+def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
+    """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer."""
+    per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
+    tokens = batch.tokens * batch.microbatches / (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
+    found = {dtype: size * tokens for dtype, size in per_token.items()}
+    for t in sizes.blocks(run, trained=True):
+        if t.is_matrix:
+            groups = t.layers // sizes.layers_together(run, t)
+            found[run.engine.table.weights.dtype] += groups * run.optimizer.matrices.flops(t.param.shape)
+    return found
+
+
+def compute_time(gpu: Gpu, flops: dict[str, float]) -> float:
+    """Seconds that FLOPs take at the peak rate of their dtype; for float32 the tensor cores' TF32 rate."""
+    peak = {
+        "bfloat16": gpu.bf16_flops,
+        "float32": gpu.tf32_flops,
+        "float8": gpu.fp8_flops or gpu.bf16_flops,
+        "float4": gpu.fp4_flops or gpu.bf16_flops,
+    }
+    return sum(size / peak[dtype] for dtype, size in flops.items())
+
+
+class Seconds(NamedTuple):
+    """Seconds that the blocks of a stage compute in a microbatch.
+
+    again: of the forward pass, what the backward pass repeats. first: of `backward`, until the first gradient of each
+    layer is there, that of the matrix whose product comes last. columns: of `backward`, the gradients of matrices whose
+    rows tensor parallelism divides. of_mlp, of_attention: parts of `forward`, the products and passes of the MLP, and
+    attention itself; mlp_again: of `again`.
+    """
+
+    forward: float = 0.0
+    again: float = 0.0
+    backward: float = 0.0
+    first: float = 0.0
+    columns: float = 0.0
+    of_mlp: float = 0.0
+    of_attention: float = 0.0
+    mlp_again: float = 0.0
+
+    def plus(self, other: "Seconds") -> "Seconds":
+        """The sums of these and others."""
+        return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def of_blocks(run: Assembly, batch: Batch, gpu: Gpu) -> Seconds:
+    """The `Seconds` of all blocks of a full stage; of stages with other kinds of layers, of the slowest one."""
+    total = Seconds()
+    for segment in run.model.segments:
+        stages = [_stage(run, segment, pattern, batch, gpu) for pattern in sizes.patterns(run, segment).patterns]
+        total = total.plus(max(stages, key=lambda x: x.forward + x.again + x.backward))
+    return total
+
+
+def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch: Batch, gpu: Gpu) -> Seconds:
+    """The `Seconds` of layers of a segment. variants: of each of them."""
+    model = run.model
+    length = batch.sequence_len // devices_per_sequence(run.mesh)
+    x = jax.ShapeDtypeStruct((batch.sequences, length, model.hidden_size), jnp.dtype(run.engine.table.weights.dtype))
+    whole = model.rebuild(dataclasses.replace(model.compute, sequence_chunks=1))
+    layer = segment_bytes(dataclasses.replace(run, model=whole), segment, x, "gpu")
+    passes = _passes(gpu, layer.saved)
+    flops = dataclasses.replace(segment, variants=variants).attention_flops(batch.sequence_len)
+    flops *= batch.tokens / len(variants)  # of a layer, for a group
+    attended, attended_back = _attention(gpu, flops / devices_per_sequence(run.mesh), layer.scores)
+    again = sizes.attention_again(run)
+    lengths = _row_lengths(run, segment, gpu)
+    moved = _rearranged(run, batch, gpu)
+    in_passes = FORWARD_PASSES * passes
+    in_passes_again = in_passes * (1 - layer.kept / layer.saved)  # of what is not kept
+    in_passes_again += lengths * again + moved * sum(traffic.tensor_again(run, segment))
+    of_layer = Seconds(
+        forward=in_passes + attended + lengths + IN_A_PASS * moved,
+        again=in_passes_again + attended * again,
+        backward=BACKWARD_PASSES * passes + attended_back + IN_A_PASS * moved,
+        of_mlp=in_passes / 2,
+        of_attention=attended,
+        mlp_again=in_passes_again / 2,
+    )
+    total = Seconds()
+    for variant in variants:
+        total = total.plus(of_layer).plus(_products(run, segment, gpu, batch, variant.recipe_enabled))
+    return total
+
+
+def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: Batch, recipe_enabled: bool) -> Seconds:
+    """The `Seconds` of a layer's products. recipe_enabled: whether the layer has the recipe's numbers."""
+    dtype = run.engine.table.weights.dtype
+    tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1)  # a tensor-parallel group has the same ones
+    total = Seconds()
+    for p, layout in sizes.with_layouts(run, segment.name, run.engine.layouts.weights):
+        if p.kind not in (Kind.MATRIX, Kind.FACTOR):
+            continue
+        rows, columns = jax.NamedSharding(run.mesh, layout.computed).shard_shape(p.shape)
+        in_words = (p.dtype or dtype,) * 2
+        if p.kind is Kind.MATRIX:
+            in_words = operands(run.model.precision, recipe_enabled, dtype)
+        low, low_back = (HLO_DTYPES[x] for x in in_words)
+        ahead = _product(gpu, tokens, rows, columns, low)
+        of_weights = p.trainable * _product(gpu, rows, columns, tokens, low_back)
+        back = _product(gpu, tokens, columns, rows, low_back) + of_weights
+        decoded = 0.0
+        if coded := sizes.coded_bytes(run, segment, p):  # codes are read and numbers written, in each pass
+            decoded = _passes(gpu, rows * columns * (coded + itemsize(run, "weights")))
+        again = ahead * _repeated(run, segment, p)
+        in_mlp = "mlp" in p.axes
+        total = total.plus(
+            Seconds(
+                forward=ahead + decoded,
+                again=again,
+                backward=back + decoded,
+                first=back * any(p.name == last.name for last in segment.last_products),
+                columns=of_weights * (p.axes[0] in ("mlp", "heads", "kv_heads")),
+                of_mlp=(ahead + decoded) * in_mlp,
+                mlp_again=again * in_mlp,
+            )
+        )
+    return total
+
+
+def _rearranged(run: Assembly, batch: Batch, gpu: Gpu) -> float:
+    """Seconds of the pass that brings gathered activations, shard by shard, into the order of the sequences.
+
+    There is one for each collective over `tp`, of what is scattered as well; of one sequence the order is the same.
+    """
+    if tensor_parallel(run.mesh) == 1 or batch.sequences == 1:
+        return 0.0
+    tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1)
+    return _passes(gpu, 2 * tokens * run.model.hidden_size * itemsize(run, "weights"))
+
+
+def _row_lengths(run: Assembly, segment: Segment, gpu: Gpu) -> float:
+    """Seconds in which a layer's DoRA adapters compute their lengths of rows: a float32 product and a pass for each."""
+    layouts = {p.name: (p, x) for p, x in sizes.with_layouts(run, segment.name, run.engine.layouts.weights)}
+    seconds = 0.0
+    for matrix, names in adapters(segment.params):
+        if names.magnitude:
+            p, layout = layouts[matrix]
+            rows, columns = jax.NamedSharding(run.mesh, layout.computed).shard_shape(p.shape)
+            seconds += _product(gpu, rows, layouts[names.a][0].shape[0], columns, HLO_DTYPES["float32"])
+            seconds += _passes(gpu, rows * columns * itemsize(run, "weights"))
+    return seconds
+
+
+def _repeated(run: Assembly, segment: Segment, p: Param) -> bool:
+    """True if the backward pass computes the product with a matrix again."""
+    if run.engine.recompute_block:
+        return all(p.name != last.name for last in segment.last_products)
+    recompute = run.model.compute.recompute
+    return (recompute.ffn and p.axes[0] == "mlp") or (recompute.att and p.axes[0] in ("heads", "kv_heads"))
+
+
+def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
+    """Seconds of the attention of one layer on one GPU, (forward, backward).
+
+    flops: of its forward pass there. scores: bytes of the scores there; 0: flash attention, which stores none.
+    """
+    rates = known_rates(gpu)
+    if not scores:
+        back = attention_time(gpu, rates, BACKWARD_FLOPS * flops, backward=True)
+        return attention_time(gpu, rates, flops, backward=False), back
+    squares = 2 * flops / (gpu.bf16_flops * rates.products)  # XLA multiplies the masked half too
+    forward = squares + _passes(gpu, SCORE_PASSES * scores)
+    return forward, BACKWARD_FLOPS * forward
+
+
+def of_head(run: Assembly, batch: Batch, gpu: Gpu) -> float:
+    """Seconds of head and loss in a microbatch: three products and several passes for each slice of tokens."""
+    model = run.model
+    table = run.engine.table
+    chunks = run.engine.lmhead_chunks
+    shards = run.mesh.shape[SHARD] if table.outer.sharded else 1
+    of_group = batch.tokens // run.mesh.shape.get(CONTEXT, 1)
+    tokens = of_group * shards // chunks  # sharded: each GPU has a part of the vocabulary, and all tokens
+    words = model.vocab_size // (shards * tensor_parallel(run.mesh) * pipeline_stages(run.mesh))
+    width = model.hidden_size
+    trained = model.outer_params[model.head].trainable
+    shapes = [(tokens, words, width), (tokens, width, words), (words, width, tokens)][: 2 + trained]
+    products = sum(_product(gpu, *shape, HLO_DTYPES[table.outer.dtype]) for shape in shapes)
+    accumulator = trained * words * width * itemsize(run, "grads")
+    return chunks * (products + _passes(gpu, LOGIT_PASSES * tokens * words * itemsize(run, "outer") + accumulator))
+
+
+def _passes(gpu: Gpu, size: float) -> float:
+    """Seconds in which so many bytes are read from or written to device memory."""
+    return size / (gpu.memory_bandwidth * known_rates(gpu).memory)
+
+
+@functools.cache
+def _product(gpu: Gpu, m: int, n: int, k: int, dtype: str) -> float:
+    """Seconds of a product `[m, k] x [k, n]`."""
+    rates = known_rates(gpu)
+    return product_time(gpu, rates, m, n, k, dtype=dtype) + rates.launch
