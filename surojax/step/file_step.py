@@ -214,7 +214,7 @@ class FileStep:
         def per_device(weights, stacks, layer, update_inputs):
             l = update_inputs["l"]
             old = self._merge(read(stacks, l), [x[0] for x in put(layer, DEVICE)])
-            # The barrier ends the reads before the writes begin, as in host.sweep.
+            # The barrier ends the reads before the writes begin, as in `update.sweep_part`.
             (master, moments), grads = materialised((old, read(update_inputs["grads"], l)))
             state = TensorState(weights, master, moments)
             done = []
