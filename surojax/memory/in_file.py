@@ -174,6 +174,28 @@ class InFile:
         return jax.block_until_ready(one) if self.stages > 1 else one
 
 
+class InFiles:
+    """Which leaves of a tree of stacks are in files; the others are in memory."""
+
+    def __init__(self, tree: Any):
+        leaves, self.structure = jax.tree.flatten(tree)
+        self.are_in_file = [isinstance(x, InFile) for x in leaves]
+
+    def files(self, tree: Any) -> list:
+        """The leaves of a tree of this structure that belong to files."""
+        return [x for x, in_file in zip(self.structure.flatten_up_to(tree), self.are_in_file, strict=True) if in_file]
+
+    def in_memory(self, tree: Any) -> list:
+        """The other leaves of a tree of this structure."""
+        leaves = zip(self.structure.flatten_up_to(tree), self.are_in_file, strict=True)
+        return [x for x, in_file in leaves if not in_file]
+
+    def joined(self, in_memory: Iterable, files: Iterable) -> Any:
+        """The tree of these leaves."""
+        of_memory, of_files = iter(in_memory), iter(files)
+        return self.structure.unflatten([next(of_files if in_file else of_memory) for in_file in self.are_in_file])
+
+
 def _only_layer(layers: jax.Array) -> jax.Array:
     """The layer of a round of which all others are zeros, to the bit."""
     number = jnp.dtype(f"uint{8 * layers.dtype.itemsize}")

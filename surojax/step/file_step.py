@@ -1,23 +1,21 @@
 """A training step for a state that is partly stored in a file on NVMe.
 
-The step has one program for the gradients and one for the update of a layer. While the update of layer l runs, one
-thread prefetches layer l + 1 from the file and another thread writes layer l - 1 back.
+The step has one program for the gradients and one for the update of a layer, which the host runs for one layer after
+another (by_host.py).
 
 The stages of `pp` update a layer each at a time, in a round: layer l of every stage's stacks. The last rounds may have
 none of the last stage, whose padding there (step/padding.py) is zeros before and after.
 """
 
 import copy
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import Part, joined, parts, put, read, write
-from surojax.memory.in_file import InFile, store_of
+from surojax.memory.in_file import InFiles, store_of
 from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer
@@ -28,6 +26,7 @@ from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
+from surojax.step.by_host import by_host
 from surojax.step.metrics import metrics_of, plan_metrics
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
@@ -64,9 +63,8 @@ class FileStep:
     master weights and moments in memory, updated in place; `layer` are those of the round from the file, arrays
     `[stages, ...]`, which are written back.
 
-    Host memory has four layers of the file: a prefetched one, the current one before its update and after it, and one
-    that is being written back. Layer 0 is prefetched while the gradients are computed. A layer's copies to and from the
-    device do not overlap with those of the next layer; disks are slower than these copies.
+    Host memory has four layers of the file (`by_host`). Layer 0 is prefetched while the gradients are computed. A
+    layer's copies to and from the device do not overlap with those of the next layer; disks are slower than these.
     """
 
     def __init__(
@@ -81,9 +79,9 @@ class FileStep:
         self.plan = plan
         self.mesh = mesh
         (self.segment,) = engine.model.segments  # `state_plan` refuses several
-        leaves, self.structure = jax.tree.flatten(self._section(plan)[1:])
-        self.in_file = [isinstance(x, InFile) for x in leaves]  # for each leaf of (master, moments)
-        self.files = self._pick(leaves, True)
+        planned = tuple(self._section(plan)[1:])
+        self.state = InFiles(planned)  # of (master, moments)
+        self.files = self.state.files(planned)
         self.store: Any = store_of(plan)
         self.update_inputs = self._plan_update_inputs()
         self.gradients: Any = self._gradients()
@@ -97,33 +95,31 @@ class FileStep:
         """Runs a step. Raises NvmeError if the file cannot be read or written; the state cannot be used after that."""
         step = int(jax.device_get(state.step)) + 1
         old = self._section(state)
-        stacks = self._pick(jax.tree.leaves((old.master, old.moments)), False)
-        updated_weights = []
-        writes_in_flight = deque()
+        stacks = self.state.in_memory((old.master, old.moments))
+        weights = [part.stack for part in parts(old.weights)]
+        part_of_round = [i for i, part in enumerate(parts(old.weights)) for _ in self._rounds(part)]
         on_virtual_devices = jax.default_backend() == "cpu" and self.mesh.size > 1
-        with ThreadPoolExecutor(1, "nvme-prefetch") as reader, ThreadPoolExecutor(1, "nvme-write-back") as writer:
-            prefetched = reader.submit(self._read, 0)
-            outer, steps_done, history, metrics, update_inputs = self.gradients(
-                section(state, OUTER), state.step, state.history, old.weights, *batch
-            )
+        results: Any = None
+
+        def begin() -> None:
+            nonlocal results
+            results = self.gradients(section(state, OUTER), state.step, state.history, old.weights, *batch)
             self.store.begin_update(step)
-            for update_layer, (weights, start, stop) in zip(self.updates, parts(old.weights), strict=True):
-                for l in range(start // self.stages, stop // self.stages):
-                    layer = prefetched.result()
-                    if l + 1 < self.rounds:
-                        prefetched = reader.submit(self._read, l + 1)
-                    weights, stacks, layer, update_inputs["l"] = update_layer(weights, stacks, layer, update_inputs)
-                    if on_virtual_devices:  # several programs with collectives in flight can block each other
-                        jax.block_until_ready(weights)
-                    writes_in_flight.append(writer.submit(self._write, l, layer))
-                    del layer
-                    if len(writes_in_flight) > 1:
-                        writes_in_flight.popleft().result()
-                updated_weights.append(weights)
-            writes_in_flight.popleft().result()
-            self.store.end_update(step)
-        master, moments = self._merge(stacks, self.files)
-        sections = {self.segment.name: TensorState(joined(updated_weights), master, moments), OUTER: outer}
+
+        def update(l: int, layer):
+            nonlocal stacks
+            i = part_of_round[l]
+            *_, update_inputs = results
+            weights[i], stacks, layer, update_inputs["l"] = self.updates[i](weights[i], stacks, layer, update_inputs)
+            if on_virtual_devices:  # several programs with collectives in flight can block each other
+                jax.block_until_ready(weights[i])
+            return layer
+
+        by_host(range(self.rounds), self._read, update, self._write, begin=begin)
+        self.store.end_update(step)
+        outer, steps_done, history, metrics, _ = results
+        master, moments = self.state.joined(stacks, self.files)
+        sections = {self.segment.name: TensorState(joined(weights), master, moments), OUTER: outer}
         return from_sections(steps_done, sections, history), metrics
 
     def programs(self, *batch) -> list[Program]:
@@ -131,13 +127,13 @@ class FileStep:
         plan = self.plan
         layers = self._section(plan)
         not_layers = (section(plan, OUTER), plan.step, plan.history)
-        in_memory = self._pick(jax.tree.leaves((layers.master, layers.moments)), False)
+        in_memory = self.state.in_memory((layers.master, layers.moments))
         arguments = (*not_layers, layers.weights, *batch)
         found = [Program(self.gradients, arguments, 1, in_memory, layers_read=1)]
         weight_parts = parts(layers.weights)
         for update, part in zip(self.updates, weight_parts, strict=True):
             other_weights = [other.stack for other in weight_parts if other.start != part.start]
-            times = (part.stop - part.start) // self.stages
+            times = len(self._rounds(part))
             found.append(Program(update, self._arguments(part), times, (not_layers, other_weights), layers_read=2))
         return found
 
@@ -175,16 +171,9 @@ class FileStep:
             for number, stored in zip(numbers, file.from_devices(x, numbers), strict=True):
                 file.write(number, stored)
 
-    def _pick(self, leaves, in_file: bool) -> list:
-        """The leaves of (master, moments) that are in the file, or the leaves that are not."""
-        return [x for x, f in zip(leaves, self.in_file, strict=True) if f == in_file]
-
-    def _merge(self, stacks, layer):
-        """The tree (master, moments) from its leaves: `stacks` are in memory, `layer` are in the file."""
-        remaining_stacks = iter(stacks)
-        remaining_layer = iter(layer)
-        leaves = [next(remaining_layer if f else remaining_stacks) for f in self.in_file]
-        return jax.tree.unflatten(self.structure, leaves)
+    def _rounds(self, part: Part) -> range:
+        """The layers of each stage whose work weights are in this part."""
+        return range(part.start // self.stages, part.stop // self.stages)
 
     def _gradients(self):
         """The jitted program `gradients`."""
@@ -213,7 +202,7 @@ class FileStep:
 
         def per_device(weights, stacks, layer, update_inputs):
             l = update_inputs["l"]
-            old = self._merge(read(stacks, l), [x[0] for x in put(layer, DEVICE)])
+            old = self.state.joined(read(stacks, l), [x[0] for x in put(layer, DEVICE)])
             # The barrier ends the reads before the writes begin, as in `update.sweep_part`.
             (master, moments), grads = materialised((old, read(update_inputs["grads"], l)))
             state = TensorState(weights, master, moments)
@@ -230,9 +219,8 @@ class FileStep:
                 )
                 done.append(TensorState(work, *new))
             work, *new = materialised(tuple(as_trees(done, state)))
-            new = jax.tree.leaves(new)
-            stacks = write(stacks, self._pick(new, False), l)
-            layer = put([x[None] for x in self._pick(new, True)], HOST)
+            stacks = write(stacks, self.state.in_memory(tuple(new)), l)
+            layer = put([x[None] for x in self.state.files(tuple(new))], HOST)
             return write(weights, work, l - part.start // self.stages), stacks, layer, l + 1
 
         arguments = self._arguments(part)
@@ -247,7 +235,7 @@ class FileStep:
             jax.ShapeDtypeStruct((self.stages, *f.shape[1:]), f.dtype, sharding=f.round_sharding(HOST))
             for f in self.files
         ]
-        stacks = self._pick(jax.tree.leaves(self._section(self.plan)[1:]), False)
+        stacks = self.state.in_memory(tuple(self._section(self.plan)[1:]))
         return part.stack, stacks, layer, self.update_inputs
 
     def _plan_update_inputs(self) -> dict:

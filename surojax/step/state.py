@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.memory.host import Part, joined, parts, put, read, write
-from surojax.memory.in_file import InFile, store_of
+from surojax.memory.in_file import InFiles, store_of
 from surojax.models.model import Model, Segment
 from surojax.numerics.base_formats import dequantise, is_coded
 from surojax.numerics.quantize import work_copy
@@ -358,12 +358,7 @@ def fill_layers(weights, others, layer: Callable):
     weights, others: their plans. layer: a function l -> (work weights, other arrays) of layer l, which is called for
     one layer after another. Raises NvmeError if a file cannot be written.
     """
-    leaves, structure = jax.tree.flatten(others)
-    in_file = [isinstance(x, InFile) for x in leaves]
-
-    def pick(leaves, from_file: bool) -> list:
-        """The leaves that are in files, or the leaves that are in memory."""
-        return [x for x, f in zip(leaves, in_file, strict=True) if f == from_file]
+    stored = InFiles(others)
 
     def zeros(plan):
         """Arrays of zeros, created in the shardings of a plan."""
@@ -373,8 +368,8 @@ def fill_layers(weights, others, layer: Callable):
 
         return jax.jit(build, out_shardings=shardings(plan))()
 
-    planned = pick(leaves, False)
-    files = pick(leaves, True)
+    planned = stored.in_memory(others)
+    files = stored.files(others)
     built = zeros(planned)
     stacks = []
     for part in parts(weights):
@@ -389,12 +384,9 @@ def fill_layers(weights, others, layer: Callable):
         for i in range(part.start, part.stop):
             l = number(i)
             work, new = layer(l)
-            new = structure.flatten_up_to(new)
-            stack, built = jax.block_until_ready(replace(stack, built, work, pick(new, False), i, l))
-            for file, x in zip(files, pick(new, True), strict=True):
+            stack, built = jax.block_until_ready(replace(stack, built, work, stored.in_memory(new), i, l))
+            for file, x in zip(files, stored.files(new), strict=True):
                 if l in file.store.records:
                     file.write(l, file.from_every_stage(l, jax.device_put(x, file.layer_sharding(DEVICE))))
         stacks.append(stack)
-    remaining_built = iter(built)
-    remaining_files = iter(files)
-    return joined(stacks), structure.unflatten([next(remaining_files if f else remaining_built) for f in in_file])
+    return joined(stacks), stored.joined(built, files)

@@ -1,0 +1,30 @@
+"""The loop over layers outside of programs: threads read a layer early and write it late while a program computes."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+
+def by_host(
+    layers: Sequence[int], read: Callable[[int], Any], compute: Callable, write: Callable, *, begin: Callable[[], None]
+) -> None:
+    """write(l, compute(l, read(l))) for one layer after another.
+
+    While layer l computes, a thread reads the next one and another writes the one before; so four layers are in host
+    memory: a prefetched one, the current one before and after, and one that is being written. begin: called when the
+    first layer is being read. What read and write raise is raised here.
+    """
+    with ThreadPoolExecutor(1, "read-ahead") as reader, ThreadPoolExecutor(1, "write-behind") as writer:
+        early = reader.submit(read, layers[0])
+        begin()
+        late: deque = deque()
+        for i, l in enumerate(layers):
+            layer = early.result()
+            if i + 1 < len(layers):
+                early = reader.submit(read, layers[i + 1])
+            late.append(writer.submit(write, l, compute(l, layer)))
+            del layer
+            if len(late) > 1:
+                late.popleft().result()
+        late.popleft().result()
