@@ -412,7 +412,7 @@ def test_copy_engines_are_asked_for_when_a_step_is_compiled():
     run = drawn(memcpy_all_gather=True, memcpy_send_recv=True, use_all_to_all_reduce=True)
     asked = {"xla_gpu_all_gather_mode", "xla_gpu_use_memcpy_local_p2p"}
     assert run.compiler_options("gpu").keys() - drawn().compiler_options("gpu").keys() == asked
-    assert drawn().compiler_options("cpu") == {}
+    assert drawn().compiler_options("cpu") == {"xla_cpu_enable_concurrency_optimized_scheduler": False}
     collectives.check_copy_engine(run.engine.table.copy_engine, "gpu")  # the installed jax knows these options
 
 

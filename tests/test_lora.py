@@ -271,7 +271,7 @@ BAD = {
         "use_dora: expected False with recipe='fp8_current', for which it is not built yet",
     ),
     "optimizer": ({"optimizer": "normuon"}, "optimizer: expected 'adamw' with lora=True"),
-    "nvme": ({"offload_optimizer": "nvme", "nvme_path": "/x"}, "offload_optimizer: expected true or false with lora"),
+    "nvme": ({"offload_optimizer": "nvme", "nvme_path": "/x"}, "offload_optimizer: expected True or False with lora"),
     "tied": (
         {"modules_to_save": "embed_tokens", "model.tie_word_embeddings": True},
         "modules_to_save: expected '' with tie_word_embeddings=True, since of a file",
