@@ -328,7 +328,6 @@ OF_ADAPTERS = (
     *adapter_files,
     saved_modules,
 )
-# What blocks that are written out in float8 do not compute; the other recipes do.
 TABLE: tuple[Refusal, ...] = (
     # Data
     *(
