@@ -334,7 +334,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_block_the_next_update(smal
     plain = InFile.read
 
     def read(file, l):
-        if threading.current_thread().name.startswith("nvme-prefetch"):  # of the next update
+        if threading.current_thread().name.startswith("read-ahead"):  # of the next update
             return plain(file, l)
         raise OSError(errno.EIO, "Input/output error")
 

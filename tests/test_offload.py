@@ -129,7 +129,7 @@ def test_accumulators_in_host_memory_need_not_start_as_zeros(monkeypatch):
     def unfilled(*args):
         found = zeros(*args)
         stack = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), found.layers["blocks"].stack)
-        return found.with_layers("blocks", stack=stack)
+        return found._replace(layers={"blocks": found.layers["blocks"]._replace(stack=stack)})
 
     zeros, expected = engine.accumulators, plain(4, True)[:2]
     monkeypatch.setattr(engine, "accumulators", unfilled)
