@@ -91,7 +91,7 @@ class RunSettings:
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """What is read, and how it becomes rows of tokens."""
+    """The texts that a run reads, and how they become rows of tokens."""
 
     # text, instructions or conversations: file, folder, glob, comma list; "stdlib" = Python's own source
     data: str = ""
@@ -129,7 +129,7 @@ class DataSettings:
 
 @dataclasses.dataclass(frozen=True)
 class StartSettings:
-    """What a run begins with."""
+    """The model that a run begins with."""
 
     # model to start from: Hugging Face folder or name, .gguf file; sets the model fields; "" = none
     model_path: str = ""
@@ -249,7 +249,7 @@ class RecipeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSettings:
-    """What adapters are."""
+    """The sizes and places of adapters (LoRA)."""
 
     # train adapters of the blocks' matrices; all else is frozen
     lora: bool = False
@@ -273,7 +273,7 @@ class AdapterSettings:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSources:
-    """What training begins with, and what is trained besides adapters."""
+    """The adapter that training begins with, and the matrices that are trained besides adapters."""
 
     # folder of an adapter in PEFT's format that training begins with; "" = new ones
     lora_adapter: str = ""
@@ -285,7 +285,7 @@ class AdapterSources:
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionSettings:
-    """What a step computes again, and in which pieces."""
+    """The values that a step computes again, and the pieces in which it computes."""
 
     # save only each block's input and recompute the block in the backward pass
     recompute_block: bool = True
@@ -400,7 +400,7 @@ def default_config() -> Config:
 
 
 def _reference(field: Declared) -> Any:
-    """What a ConfigDict checks the values of a field by. A field with words takes values of several types."""
+    """The default of a field, from which a ConfigDict takes its type. A field with words takes several types."""
     if field.default is None:
         return config_dict.placeholder(bool)
     return config_dict.FieldReference(field.default, field_type=object) if field.words else field.default

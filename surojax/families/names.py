@@ -12,7 +12,10 @@ LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class Place(NamedTuple):
-    """What a name says. ours: our name of a tensor of its module. l: number of the layer, "" outside. rest: the end."""
+    """The parts of a tensor's name.
+
+    ours: our name of the tensor in its module. l: the number of its layer, "" outside of layers. rest: the name's end.
+    """
 
     ours: str
     l: str
@@ -20,7 +23,7 @@ class Place(NamedTuple):
 
 
 def find_tensor(name: str, table: Mapping[str, str]) -> Place | None:
-    """What a name of this table says; None if it is none."""
+    """The parts of a name that the table has; None if the table does not have it."""
     l = ""
     if number := LAYER_NUMBER.search(name):
         l = number.group()

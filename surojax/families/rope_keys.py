@@ -47,7 +47,7 @@ def _check_same(parameters: dict[str, Any], scaling: dict[str, Any], theta: floa
 
 
 def _of_both(rope: dict[str, Any]) -> dict[str, Any]:
-    """What `rope_scaling` and `rope_parameters` both say, if a config.json has both."""
+    """The entries of `rope_parameters` in the form of `rope_scaling`, to compare the two if a config.json has both."""
     rope = rope.get("full_attention", rope)
     found = {"rope_type": rope.get("type", "default")} | rope
     return {name: found[name] for name in found if name not in ("type", "rope_theta", "partial_rotary_factor")}

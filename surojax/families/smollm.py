@@ -35,7 +35,7 @@ def _read_layers_without_rope(given: dict[str, Any]) -> dict[str, int]:
 
 
 def _is_without_rope(given: dict[str, Any]) -> list[bool]:
-    """Whether each layer is without rotary embedding."""
+    """For each layer, whether it is without rotary embedding."""
     layers = given["num_hidden_layers"]
     interval = given["no_rope_layer_interval"]
     rotated = given["no_rope_layers"]  # 1 for a layer with rotary embedding

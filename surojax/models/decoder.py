@@ -119,7 +119,7 @@ class DecoderConfig:
 
     @property
     def embedding_scale(self) -> float:
-        """What the embedding is multiplied by."""
+        """The factor that embeddings are multiplied by."""
         return math.sqrt(self.hidden_size) if self.scale_embedding else 1.0
 
 

@@ -298,7 +298,7 @@ class Model:
 
 
 class ModelArchitecture(NamedTuple):
-    """What computes the models of some families.
+    """The code that computes the models of some families.
 
     name: the value of `model.model_type` in a config. sizes: the `model` fields of a config -> frozen sizes, such as
     `DecoderConfig`. build: (sizes, Compute) -> Model. check: raises ConfigError for `model` fields of a config that do

@@ -110,7 +110,7 @@ class UpdatingLayers:
         self.tensors = tensors(engine, segment.name, state, grads)
 
     def first(self) -> None:
-        """What is prefetched before the pass: nothing. `over` begins with copies of its first two layers."""
+        """Nothing is prefetched before the pass: `over` begins with copies of its first two layers."""
 
     def turn(self, prefetched: None, counter: jax.Array | int, *, reverse: bool) -> None:
         """See `first`."""

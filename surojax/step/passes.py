@@ -84,7 +84,10 @@ def fetched(table: Placement) -> Lane:
 
 
 def updated(table: Placement, *, ahead: int) -> tuple[Lane, ...]:
-    """What an update reads and writes."""
+    """The lanes of an update. ahead: layers that tensors in host memory are read early.
+
+    Beside lanes in host memory, those on the device move as early and as late in a program (`update.sweep_part`).
+    """
 
     def lane(name: str, *, reads: bool, writes: bool) -> Lane:
         row: Row = getattr(table, name)
