@@ -1,0 +1,154 @@
+"""One command for all of surojax: `surojax VERB ...` is `python -m surojax.VERB ...`.
+
+    surojax train --config tiny
+    surojax plan --config llama7b --gpu rtx4090
+    surojax --help | --version
+    surojax VERB --help
+
+Imports neither JAX nor the verb's module before it knows the verb.
+"""
+
+import difflib
+import importlib.metadata
+import platform
+import runpy
+import sys
+from typing import NamedTuple
+
+import surojax
+from surojax.errors import REFUSED
+
+
+class Verb(NamedTuple):
+    """A verb of the command: what it does, and command lines to start from, without `surojax VERB`."""
+
+    does: str
+    examples: tuple[str, ...]
+
+
+GROUPS = {
+    "before there is a GPU": {
+        "new": Verb(
+            "a commented config for a model and a GPU, by estimate",
+            ("my_run --model llama7b --gpu rtx4090",
+             "my_run --model MODEL --gpu h100 --gpus 8 --data chats.jsonl"),
+        ),
+        "plan": Verb(
+            "memory, traffic and predicted time of a step on a GPU",
+            ("--config llama7b --gpu rtx4090 --config.gpus=4 --config.zero_level=3",
+             "--config llama1b --gpu h100 --tokens 1e9 --price 2.5 --html plan.html"),
+        ),
+        "fit": Verb(
+            "the fastest settings that fit, as a config file",
+            ("--config llama7b --gpu rtx4090 --config.gpus=4",
+             "--config.model_path=MODEL --gpu rtx4090 --host-memory 64"),
+        ),
+    },
+    "train": {
+        "train": Verb(
+            "a run, from a config; the same command goes on with it",
+            ("--config tiny",
+             "--config.model_path=MODEL --config.data=chats.jsonl",
+             "--config llama1b --config.gpus=0 --config.data='text/*.jsonl' --config.tokenizer=tokenizer.json"),
+        ),
+        "data": Verb(
+            "prepares a config's data without training, and shows rows as the model sees them",
+            ("--config tiny --debug 2",),
+        ),
+        "launch": Verb(
+            "several processes of a run, started again after errors",
+            ("-n 2 --restarts 3 -- surojax train --config tiny",),
+        ),
+    },
+    "after it": {
+        "report": Verb(
+            "loss, norm, tokens/s and memory of runs, side by side",
+            ("runs/tiny",
+             "runs/first runs/second --plan plan.json --html report.html"),
+        ),
+        "generate": Verb(
+            "continues texts, or answers messages",
+            ('--checkpoint runs/tiny --prompt "def main("',
+             "--checkpoint runs/chat --chat"),
+        ),
+        "evaluate": Verb(
+            "multiple choice, or tasks of the LM Evaluation Harness",
+            ("--checkpoint runs/tiny --questions questions.jsonl",
+             "--checkpoint runs/tiny --tasks arc_easy,hellaswag --limit 100"),
+        ),
+        "convert": Verb(
+            "writes a model as a Hugging Face folder; merges adapters",
+            ("--checkpoint runs/tiny --out FOLDER",
+             "merge BASE ADAPTER FOLDER",
+             "--check FOLDER"),
+        ),
+    },
+    "checks and shell": {
+        "verify": Verb(
+            "trains a small model under every setting, and compares",
+            ("--config verify --only 'offload_*'",
+             "--config verify --list"),
+        ),
+        "completion": Verb(
+            "a script that completes verbs, options and fields in a shell",
+            ("bash > ~/.local/share/bash-completion/completions/surojax",),
+        ),
+    },
+}  # fmt: skip
+VERBS = {name: verb for verbs in GROUPS.values() for name, verb in verbs.items()}
+
+
+def version() -> str:
+    """The version of surojax, and those that a report of an error needs."""
+    try:
+        jax = importlib.metadata.version("jax")
+    except importlib.metadata.PackageNotFoundError:
+        jax = "unknown"
+    return f"surojax {surojax.__version__} (jax {jax}, Python {platform.python_version()}, {platform.machine()})"
+
+
+def overview() -> str:
+    """The help of the command: every verb with what it does."""
+    lines = ["usage: surojax VERB ...", "", (surojax.__doc__ or "").partition("\n")[0], ""]
+    for title, verbs in GROUPS.items():
+        lines += [f"{title}:", *(f"  {name:<12}{verb.does}" for name, verb in verbs.items()), ""]
+    return "\n".join(
+        [*lines, "`surojax VERB --help` lists options and examples, `surojax --version` says the version."]
+    )
+
+
+def examples(name: str) -> str:
+    """The examples of a verb, as `surojax VERB --help` ends."""
+    return "\n".join(["", "examples:", *(f"  surojax {name} {line}" for line in VERBS[name].examples)])
+
+
+def run(name: str, arguments: list[str]) -> None:
+    """Runs a verb as `python -m` runs its module; after its help come examples."""
+    sys.argv[1:] = arguments
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    try:
+        runpy.run_module(f"surojax.{name}", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if not ended.code and {"-h", "--help"} & set(own):
+            print(examples(name))
+        raise
+
+
+def main() -> None:
+    """Runs the verb of the command line, or lists the verbs if it has none. A wrong one exits with REFUSED."""
+    name, *arguments = sys.argv[1:] or [""]
+    if name in VERBS:
+        run(name, arguments)
+    elif name in ("", "-h", "--help", "help"):
+        print(overview())
+    elif name in ("-V", "--version"):
+        print(version())
+    else:
+        near = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
+        hint = f"did you mean surojax {near[0]}?" if near else "see surojax --help"
+        print(f"surojax: error: expected a verb of {', '.join(VERBS)}, got {name!r}; {hint}", file=sys.stderr)
+        sys.exit(REFUSED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Prints a script that completes verbs, options and fields of the command `surojax` in a shell.
+
+    surojax completion bash > ~/.local/share/bash-completion/completions/surojax
+    surojax completion zsh > "${fpath[1]}/_surojax"
+    surojax completion fish > ~/.config/fish/completions/surojax.fish
+
+The script is static: it starts no Python at a TAB. shtab, of the extra `completion`, writes it.
+"""
+
+import argparse
+import importlib
+
+from surojax.__main__ import VERBS
+from surojax.config import flags
+from surojax.config.fields import FIELDS
+from surojax.errors import ConfigError, ending, ends_with_code, refusing, short_exit_codes
+
+SHELLS = ("bash", "zsh", "fish")
+OF_CONFIG = ("train", "plan", "fit", "verify", "data")  # verbs with --config and fields
+FILES = ("FILE", "DIR", "MODEL", "BASE", "ADAPTER", "RUN")  # metavars of paths
+PATHS = ("checkpoint", "questions", "include_path", "tokenizer", "json")  # options of paths without such a metavar
+
+
+def own_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of a verb's own options."""
+    return importlib.import_module("surojax.data.__main__" if name == "data" else f"surojax.{name}").parser()
+
+
+def options(name: str) -> argparse.ArgumentParser:
+    """The parser of a verb, without its help; with an option for each field if it takes a config."""
+    found = own_parser(name)
+    if name in OF_CONFIG:
+        flags.add_options(found)
+        for field in FIELDS.values():
+            choices = [str(x) for x in field.choices if str(x)] or None
+            found.add_argument(f"--config.{field.name}", choices=choices, help=field.comment)
+    return found
+
+
+def script(shell: str) -> str:
+    """The script for a shell. Raises ConfigError if shtab is not installed."""
+    try:
+        import shtab  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            "completion: expected the package shtab, got none; pip install 'surojax[completion]'"
+        ) from error
+    command = argparse.ArgumentParser(prog="surojax", description="Train language models larger than the GPUs.")
+    command.add_argument("--version", action="store_true", help="print the version")
+    verbs = command.add_subparsers()
+    for name, verb in VERBS.items():
+        of_verb = options(name)
+        for action in of_verb._actions:
+            if action.metavar in FILES or action.dest in PATHS:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        verbs.add_parser(name, parents=[of_verb], help=verb.does, add_help=False, conflict_handler="resolve")
+    return shtab.complete(command, shell)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    found = argparse.ArgumentParser(prog="surojax completion", description=(__doc__ or "").partition("\n")[0])
+    found.add_argument("shell", choices=SHELLS, help="the shell that is to complete")
+    found.epilog = short_exit_codes()
+
+    return refusing(found)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and print the script. An error ends it with one line (`errors.ending`)."""
+    try:
+        print(script(parser().parse_args(argv).shell))
+    except ConfigError as error:
+        raise ending("completion", error) from error
+
+
+if __name__ == "__main__":
+    ends_with_code(main)

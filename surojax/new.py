@@ -1,0 +1,117 @@
+"""Writes a commented config for a model and a GPU, with the settings that are fastest by estimate.
+
+    surojax new my_run --model llama7b --gpu rtx4090
+    surojax new my_run --model MODEL --gpu h100 --gpus 8 --data chats.jsonl
+
+Nothing is compiled: 7B takes 7 s of a core for one GPU, 34 s for four.
+`surojax fit` compiles the best settings and knows more.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import jax
+
+from surojax.config import flags
+from surojax.config.fields import Config
+from surojax.config.write import check_new, config_file
+from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
+from surojax.planner.amounts import GiB, Memory, gib
+from surojax.planner.changes import changed
+from surojax.planner.gpu_names import named
+from surojax.planner.gpus import GPUS, with_nodes
+from surojax.planner.plan import checked
+from surojax.planner.search import Candidate, Space, best, device_limit, host_limit
+from surojax.sizes import MOST_GPUS
+
+DATA = "data/*.jsonl"  # what stands for the data if none is named
+
+
+def given(model: str, gpus: int, data: str, output_dir: str) -> Config:
+    """The config to begin with. model: a name of `flags.configs`, or what `model_path` takes. Raises ConfigError."""
+    c = flags.load(model if flags.is_name(model) else str(flags.FINETUNE))
+    if not flags.is_name(model):
+        c.model_path = model
+    c.gpus = gpus
+    c.data = data
+    c.output_dir = output_dir
+    return c
+
+
+def fastest_estimated(c: Config, gpu: str, host_memory: float) -> Candidate:
+    """The fastest settings that fit by estimate. host_memory: bytes of a machine. Raises ConfigError if none do."""
+    facts = with_nodes(gpu, None, None)
+    limits = Memory(device_limit(facts), host_limit(host_memory), 0)
+    found = best(Space(checked(c, gpu), facts, limits))
+    if found is None:
+        raise ConfigError(
+            f"--gpu: expected {c.gpus} x {GPUS[gpu].name} to hold it, got no settings with which they do; "
+            "surojax fit says what would change it"
+        )
+    return found
+
+
+def describe(name: str, model: str, gpu: str, gpus: int, found: Candidate) -> str:
+    """The docstring of the config."""
+    host = f" and {gib(found.need.host)} of host memory" if found.need.host else ""
+    return "\n".join(
+        [
+            f"{model} on {gpus} x {GPUS[gpu].name}.",
+            "",
+            f"    surojax plan --config {name}.py --gpu {gpu}",
+            f"    surojax train --config {name}.py",
+            "",
+            f"Estimated, not compiled: {gib(found.need.device)} on each GPU{host}, {found.seconds:.3g} s a step.",
+            f"`surojax fit --config {name}.py --gpu {gpu}` compiles the best settings.",
+            "",
+        ]
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    made = argparse.ArgumentParser(prog="surojax new", description=(__doc__ or "").partition("\n")[0])
+    made.add_argument("name", metavar="NAME", help="the config is written to NAME.py, its run to runs/NAME")
+    made.add_argument(
+        "--model",
+        required=True,
+        help="a name of configs/, whose sizes are taken, or a Hugging Face folder or name, .gguf",
+    )
+    made.add_argument("--gpu", metavar="NAME", required=True, help="the GPU, as `surojax plan` takes it: rtx4090, H100")
+    made.add_argument("--gpus", metavar="N", type=int, default=1, help="number of GPUs (default: 1)")
+    made.add_argument("--data", metavar="FILES", default=DATA, help="text, instructions or conversations")
+    made.add_argument(
+        "--host-memory", metavar="GIB", type=float, default=math.inf, help="of a machine; unlimited if left out"
+    )
+    made.epilog = short_exit_codes()
+
+    return refusing(made)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line, search and write. An error ends it with one line (`errors.ending`)."""
+    jax.config.update("jax_platforms", "cpu")  # the search needs no GPU, and should not occupy one
+    try:
+        args = parser().parse_args(argv)
+        need(args.name.isidentifier(), "NAME", "letters, digits and _", args.name, "choose another name")
+        need(1 <= args.gpus <= MOST_GPUS, "--gpus", f"1 to {MOST_GPUS:,}", args.gpus, "correct it")
+        need(args.host_memory > 0, "--host-memory", "GiB, more than 0", args.host_memory, "leave it out")
+        file = Path(f"{args.name}.py")
+        check_new("NAME", file)
+        gpu = named(args.gpu)
+        c = given(args.model, args.gpus, args.data, f"runs/{args.name}")
+        found = fastest_estimated(c, gpu, args.host_memory * GiB)
+        text = describe(args.name, args.model, gpu, args.gpus, found)
+        file.write_text(config_file(changed(c, found.change), text, commented=True))
+        print(f"written: {file}; surojax train --config {file}")
+        if args.data == DATA:
+            print(f"  set data in it: {DATA!r} stands for it")
+        if c.tokenizer == "bytes" and not c.model_path:
+            print("  add c.tokenizer to it, unless the model is to read bytes")
+    except (ConfigError, OSError) as error:
+        raise ending("new", error) from error
+
+
+if __name__ == "__main__":
+    ends_with_code(main)

@@ -1,0 +1,44 @@
+"""Shows what runs wrote into their metrics, side by side and beside a plan: loss, norm, tokens/s, memory.
+
+surojax report runs/tiny
+surojax report runs/first runs/second --plan plan.json --html report.html
+"""
+
+import argparse
+import shlex
+import sys
+
+from surojax.errors import ConfigError, ending, ends_with_code, refusing, short_exit_codes
+from surojax.pages import runs
+from surojax.plan import check_path
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    found = argparse.ArgumentParser(prog="surojax report", description=(__doc__ or "").partition("\n")[0])
+    found.add_argument("runs", metavar="RUN", nargs="+", help="the folder of a run, or its metrics.jsonl")
+    found.add_argument("--plan", metavar="FILE", help="a plan to compare with, which surojax plan --json wrote")
+    found.add_argument("--html", metavar="FILE", help="write curves there, as a page to open in a browser")
+    found.epilog = short_exit_codes()
+
+    return refusing(found)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line, read and print. An error ends it with one line (`errors.ending`)."""
+    try:
+        args = parser().parse_args(argv)
+        file = check_path("--html", args.html) if args.html is not None else None
+        found = [runs.read_run(name) for name in args.runs]
+        plan = runs.read_plan(args.plan) if args.plan is not None else None
+        print(runs.text(found, plan))
+        if file:
+            command = shlex.join(["surojax", "report", *(sys.argv[1:] if argv is None else argv)])
+            file.write_text(runs.page(found, plan, command), encoding="utf-8")
+            print(f"written: {file}")
+    except (ConfigError, OSError) as error:
+        raise ending("report", error) from error
+
+
+if __name__ == "__main__":
+    ends_with_code(main)

@@ -1,0 +1,220 @@
+"""The command `surojax VERB`, configs by name, shell completion, and what a wheel holds."""
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import surojax
+from surojax import __main__ as command, completion, launch, new
+from surojax.config import flags
+from surojax.convert import merge_parser
+from surojax.errors import REFUSED, ConfigError, Refused
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = [(name, line) for name, verb in command.VERBS.items() for line in verb.examples]
+
+
+def said(monkeypatch, capsys, *words: str) -> tuple[int | str | None, str, str]:
+    """What the command line ends with, and prints to standard output and standard error."""
+    monkeypatch.setattr(sys, "argv", ["surojax", *words])
+    code = None
+    try:
+        command.main()
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_every_verb_is_a_module_and_every_module_of_a_command_a_verb():
+    modules = {file.stem for file in (ROOT / "surojax").glob("*.py") if "ends_with_code(main)" in file.read_text()}
+    modules |= {"train"}  # ended_at_once(functools.partial(ends_with_code, main))
+    assert modules - {"errors"} | {"data"} == set(command.VERBS)
+
+
+def test_the_overview_has_every_verb(monkeypatch, capsys):
+    for words in ([], ["--help"]):
+        code, out, err = said(monkeypatch, capsys, *words)
+        assert not code and not err and all(f"  {name} " in out for name in command.VERBS)
+
+
+@pytest.mark.parametrize("word, meant", [("trian", "train"), ("evalute", "evaluate"), ("x", ""), ("--trian", "train")])
+def test_an_unknown_verb_is_one_line(monkeypatch, capsys, word, meant):
+    code, out, err = said(monkeypatch, capsys, word)
+    hint = f"did you mean surojax {meant}?" if meant else "see surojax --help"
+    assert code == REFUSED and not out and err.endswith(f"got {word!r}; {hint}\n") and err.count("\n") == 1
+
+
+def test_the_version_and_an_import_load_no_jax():
+    code = "import sys; sys.argv[1:] = ['--version']; from surojax.__main__ import main; main(); "
+    code += "print([name for name in sys.modules if name.partition('.')[0] in ('jax', 'numpy', 'flax', 'shtab')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    version, loaded = done.stdout.splitlines()
+    assert version.startswith(f"surojax {surojax.__version__} (jax ") and loaded == "[]"
+
+
+def test_a_python_that_is_too_old_is_one_line():
+    code = "import sys; sys.argv = ['/a/bin/surojax', 'train']; sys.version_info = (3, 11, 4); import surojax"
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stderr.startswith("surojax: error: expected Python 3.12 or newer, got 3.11")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_verb_runs_as_its_module_does(monkeypatch):
+    """With the same help, to which examples are added, and the same end of a refused command line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    helped, refused = (
+        subprocess.run([sys.executable, "-m", "surojax", "generate", *words], capture_output=True, text=True, cwd=ROOT)
+        for words in (["--help"], ["--checkpoint", "x", "--seed", "y"])
+    )
+    assert helped.returncode == 0
+    assert helped.stdout == f"{completion.own_parser('generate').format_help()}{command.examples('generate')}\n"
+    assert refused.returncode == REFUSED and refused.stderr.startswith("surojax.generate: error: ")
+
+
+@pytest.mark.parametrize("name, line", EXAMPLES, ids=lambda x: x[:40])
+def test_examples_are_command_lines_that_the_verb_takes(name, line):
+    words = shlex.split(line.partition(" > ")[0])
+    if name == "launch":
+        assert launch.accumulation(words[words.index("--") + 1 :]) == 1
+        words = words[: words.index("--")]
+    if name in completion.OF_CONFIG:
+        words = [word.replace("MODEL", "") for word in words if word != "--list"]  # that one prints, and exits
+        flags.parse(words, completion.own_parser(name))
+    elif words[0] == "merge":
+        merge_parser().parse_args(words[1:])
+    else:
+        completion.own_parser(name).parse_args(words)
+
+
+# -- Configs by name --------------------------------------------------------------------------------------------------
+
+
+def test_a_config_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert flags.load("llama7b") == flags.load(str(ROOT / "configs/llama7b.py"))
+    assert set(flags.configs()) == {file.stem for file in (ROOT / "configs").glob("*.py")}
+    with pytest.raises(ConfigError, match=r"expected a name of finetune, .*, verify, got 'llama7'; did you mean llama"):
+        flags.load("llama7")
+    with pytest.raises(ConfigError, match=r"got 'qqq'; choose one, or a Python file$"):
+        flags.load("qqq")
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(ConfigError, match=r"got 'tiny' .a folder.; see configs/ for examples, or take one by its name"):
+        flags.load("tiny")  # a path is never taken for a name
+    with pytest.raises(ConfigError, match=r"^expected a path, got 'xxx"):
+        flags.load("x" * 300)
+
+
+# -- A new config ------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_config(tmp_path, monkeypatch, capsys):
+    """It loads, fits by estimate, has what its model's config has but for placement, and a comment above each field."""
+    monkeypatch.chdir(tmp_path)
+    new.main(["mine", "--model", "llama125m", "--gpu", "4060", "--data", "a.txt"])
+    assert capsys.readouterr().out.startswith("written: mine.py; surojax train --config mine.py\n  add c.tokenizer")
+    c = flags.load("mine.py")
+    base = flags.load("llama125m")
+    assert (c.data, c.output_dir, c.gpus) == ("a.txt", "runs/mine", 1) and c.model == base.model
+    assert c.learning_rate == base.learning_rate
+    lines = Path("mine.py").read_text().splitlines()
+    fields = [i for i, line in enumerate(lines) if re.match(r"    c\.[\w.]+ = ", line)]
+    assert len(fields) > 8 and all(lines[i - 1].startswith("    # ") for i in fields)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["mine", "--model", "llama125", "--gpu", "4060"], "did you mean llama125m?"),
+        (["my-run", "--model", "tiny", "--gpu", "4060"], "NAME: expected letters, digits and _, got 'my-run'"),
+        (["there", "--model", "tiny", "--gpu", "4060"], "NAME: expected a new file, got 'there.py', which exists"),
+        (["mine", "--model", "tiny", "--gpu", "none"], "--gpu: expected a GPU of"),
+        (["mine", "--model", "tiny", "--gpu", "4060", "--gpus", "0"], "--gpus: expected 1 to 131,072, got 0"),
+        (["mine", "--model", "tiny"], "the following arguments are required: --gpu; see --help"),
+        (["mine", "--model", "no/such", "--gpu", "4060"], "model_path: expected a"),
+    ],
+)
+def test_a_new_config_that_is_refused(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "there.py").touch()
+    with pytest.raises(Refused, match=re.escape(said)):
+        new.main(words)
+    assert not (tmp_path / "mine.py").exists()
+
+
+# -- Completion -------------------------------------------------------------------------------------------------------
+
+
+def completed(script: Path, *words: str) -> list[str]:
+    """What bash completes the last word to."""
+    line = " ".join(map(shlex.quote, words))
+    code = f". {shlex.quote(str(script))}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_surojax"
+    code += "; printf '%s\\n' \"${COMPREPLY[@]}\""
+    return subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("shtab") is None, reason="pip install 'surojax[completion]'")
+def test_completion_of_verbs_options_and_fields(tmp_path):
+    script = tmp_path / "surojax"
+    script.write_text(completion.script("bash"))
+    assert set(completed(script, "surojax", "")) >= set(command.VERBS)
+    assert completed(script, "surojax", "ge") == ["generate"]
+    assert completed(script, "surojax", "convert", "--ch") == ["--checkpoint", "--check"]
+    assert completed(script, "surojax", "train", "--config.offload_op") == ["--config.offload_optimizer"]
+    assert "nvfp4" in completed(script, "surojax", "plan", "--config.recipe", "")
+    for shell in set(completion.SHELLS) - {"bash"}:
+        assert "config.offload_optimizer" in completion.script(shell)
+
+
+def test_completion_without_its_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit, match=r"pip install 'surojax\[completion\]'"):
+        completion.main(["bash"])
+    with pytest.raises(SystemExit, match=r"^surojax.completion: error: argument shell: invalid choice: 'bahs'"):
+        completion.main(["bahs"])
+
+
+# -- The wheel --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_the_wheel_has_the_command_the_configs_and_its_metadata(tmp_path):
+    """Built from a copy, so that nothing is left in the tree."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("surojax", "pallas_kernels", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = [sys.executable, "-m", "build", "-q", "--no-isolation", "--outdir", str(tmp_path)]
+    subprocess.run([*build, str(source)], check=True, capture_output=True)  # a source distribution, and a wheel from it
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    installed = {str(file.relative_to(tmp_path / "installed")) for file in (tmp_path / "installed").rglob("*")}
+    assert {f"surojax/configs/{file.name}" for file in (ROOT / "configs").glob("*.py")} <= installed
+    assert {"surojax/py.typed", "pallas_kernels/py.typed", "surojax/data/templates/chatml.jinja"} <= installed
+    folder = tmp_path / "installed" / f"surojax-{surojax.__version__}.dist-info"
+    assert (folder / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert "surojax = surojax.__main__:main" in (folder / "entry_points.txt").read_text()
+    metadata = (folder / "METADATA").read_text()
+    for line in (
+        "License-Expression: Apache-2.0",
+        "Requires-Python: >=3.12",
+        "Description-Content-Type: text/markdown",
+    ):
+        assert line in metadata
+    code = "from surojax.config import flags; print(flags.configs()['llama7b']); print(flags.load('llama7b').optimizer)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path / "installed",
+        env={"PYTHONPATH": str(tmp_path / "installed"), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert re.fullmatch(rf"{re.escape(str(tmp_path))}/installed/surojax/configs/llama7b.py\nadamw\n", ran.stdout)
