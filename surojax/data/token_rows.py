@@ -1,0 +1,58 @@
+"""Rows of token ids, which are documents as they are."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.examples import Example
+from surojax.data.given import TOKENS
+from surojax.data.items import Item, Unit, item_key, key_of_bad, new_hash
+
+
+@dataclass(frozen=True)
+class TokenEncoder:
+    """Makes documents of rows of token ids, as they are; see `cache_writer.ItemEncoder`."""
+
+    vocab_size: int
+
+    is_text = True
+
+    @property
+    def fingerprint(self) -> str:
+        return "token ids"
+
+    def item(self, row: DataRow | BadRow) -> Item[np.ndarray]:
+        """The ids of a row, or why it has none."""
+        if isinstance(row, BadRow):
+            return Item(row, key_of_bad(row), 0)
+        try:
+            ids = np.asarray(row.record.get(TOKENS, ()))
+        except (TypeError, ValueError):  # rows of different lengths, numbers beyond 64 bits
+            ids = np.zeros(0)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
+            got = f"{ids.dtype} {[*ids.shape]}"
+            bad = BadRow(row.where, f"expected token ids, integers [tokens], got {got}; correct or remove the row")
+        elif ids.min() < 0 or ids.max() >= self.vocab_size:
+            got = f"{int(ids.min())} to {int(ids.max())}"
+            bad = BadRow(row.where, f"expected ids below the tokenizer's {self.vocab_size}, got {got}; correct the row")
+        else:
+            ids = ids.astype(np.int32)
+            return Item(ids, item_key(new_hash(ids.tobytes())), 0)
+        return Item(bad, key_of_bad(bad), 0)
+
+    def split(self, item: Item[np.ndarray]) -> tuple[Item[np.ndarray], Item[np.ndarray]] | None:
+        """The first 95 % of the ids and the rest."""
+        if isinstance(item.content, BadRow) or len(item.content) < 2:
+            return None
+        at = min(max(1, int(0.95 * len(item.content))), len(item.content) - 1)
+        return Item(item.content[:at], 0, 0), Item(item.content[at:], 0, 0)
+
+    def units(self, item: Item[np.ndarray]) -> Iterable[Unit[np.ndarray]]:
+        """One, of all ids."""
+        return (Unit(item.content, 0, True),)
+
+    def encode(self, units: list[np.ndarray | BadRow]) -> list[Example | BadRow]:
+        """The ids."""
+        return [x if isinstance(x, BadRow) else Example(x, None) for x in units]

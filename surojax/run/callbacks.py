@@ -1,0 +1,115 @@
+"""What a caller of `train` is told while a run goes on, and three small things to do with it."""
+
+import dataclasses
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from surojax.run.console import say
+from surojax.step.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A moment of a run: a finished step, an evaluation, or a checkpoint.
+
+    step, total_steps: steps done, and those of the whole run. metrics: the numbers of its record in metrics.jsonl, none
+    of a checkpoint. name: of the validation dataset; "": held-out data. checkpoint: its folder, which is complete when
+    the next checkpoint begins or the run has ended; None of the others.
+
+    state: returns the training state, a pytree. Its `step` may be one more than a finished step's, whose metrics are
+    read while the next one runs. The next step replaces its arrays: copy what is to be kept (`jax.device_get`).
+    stop: called with a reason, ends the run after its next checkpoint, which is written at once.
+    """
+
+    kind: Literal["step", "eval", "checkpoint"]
+    step: int
+    total_steps: int
+    metrics: Mapping[str, float]
+    name: str
+    checkpoint: Path | None
+    state: Callable[[], TrainState]
+    stop: Callable[[str], None]
+
+
+class Callback(Protocol):
+    """A function, or an object that can be called, of an `Event`.
+
+    With several processes each calls its own, and all have to stop at the same step: metrics but timings are equal.
+    """
+
+    def __call__(self, event: Event, /) -> None: ...
+
+
+class Callbacks:
+    """Tells callbacks of a run's events. stopped_by: the reason of the one that has asked to stop, or ""."""
+
+    def __init__(self, callbacks: Sequence[Callback], total_steps: int):
+        self.callbacks = tuple(callbacks)
+        self.total_steps = total_steps
+        self.stopped_by = ""
+
+    def tell(self, record: Mapping[str, Any], state: Callable[[], TrainState], checkpoint: Path | None = None) -> None:
+        """Calls all of them. record: of metrics.jsonl, or the "log" and "step" of one."""
+        if not self.callbacks:
+            return
+        numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+        of_run = (record["log"], record["step"], self.total_steps)
+        event = Event(*of_run, numbers, record.get("name", ""), checkpoint, state, self._stop)
+        for callback in self.callbacks:
+            callback(event)
+
+    def _stop(self, reason: str) -> None:
+        self.stopped_by = self.stopped_by or reason
+
+
+class EarlyStopping:
+    """Stops a run whose evaluations no longer improve.
+
+    patience: evaluations in a row without a loss below the best by min_change nats. name: of the validation dataset;
+    "": held-out data.
+    """
+
+    def __init__(self, patience: int, *, min_change: float = 0.0, name: str = ""):
+        self.patience = patience
+        self.min_change = min_change
+        self.name = name
+        self.best = math.inf
+        self.waited = 0
+
+    def __call__(self, event: Event) -> None:
+        if event.kind != "eval" or event.name != self.name:
+            return
+        loss = event.metrics["loss"]
+        improved = loss < self.best - self.min_change
+        self.waited = 0 if improved else self.waited + 1
+        self.best = loss if improved else self.best
+        if self.waited >= self.patience:
+            event.stop(f"early stopping (no evaluation below {self.best:.4f} in the last {self.waited})")
+
+
+class Guard:
+    """Says that a loss jumps, or that the gradients are zero; does nothing about it.
+
+    deviations: standard deviations above the mean of the last `window` losses. tell: prints a line.
+    """
+
+    def __init__(self, *, deviations: float = 6.0, window: int = 50, tell: Callable[[str], None] = say):
+        self.deviations = deviations
+        self.losses: deque[float] = deque(maxlen=window)
+        self.tell = tell
+
+    def __call__(self, event: Event) -> None:
+        if event.kind != "step":
+            return
+        loss = event.metrics["loss"]
+        if len(self.losses) == self.losses.maxlen:
+            mean = statistics.fmean(self.losses)
+            if loss > mean + self.deviations * statistics.stdev(self.losses):
+                self.tell(f"note: loss {loss:.4f} at step {event.step}, {mean:.4f} over the last {len(self.losses)}")
+        if event.metrics["norm"] == 0:
+            self.tell(f"note: all gradients of step {event.step} are zero: nothing is learned")
+        self.losses.append(loss)

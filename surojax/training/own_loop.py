@@ -1,0 +1,110 @@
+"""The parts of a run for a training loop of one's own: state, batches, step, evaluation, gradients, tensors out."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from surojax.assembly import Brought, from_config
+from surojax.config.fields import Config
+from surojax.data.batches import training_batches
+from surojax.errors import ConfigError
+from surojax.exchange.model_tensors import named
+from surojax.exchange.sources import resolved
+from surojax.optim.from_optax import MakeTransformation
+from surojax.parallel.feed import Feed, to_host
+from surojax.placement.layout import batch_sharding
+from surojax.step.objective import Objective
+from surojax.step.state import TrainState
+from surojax.training.programs import compile_programs
+from surojax.training.setup import naming_rows, set_up
+from surojax.training.start import find_start
+from surojax.training.state import first_state
+
+
+class OwnLoop:
+    """A run of a config, checked, planned and compiled, without its loop. It writes nothing but the data's cache.
+
+    Arguments are those of `train`. A checkpoint in the config's output_dir is where it begins. total_steps, first_step:
+    of the schedule, and done there. tokenizer: of the data.
+
+    Raises what `train` does, and ConfigError for settings that need its loop: state in files, overlap_update, adapters.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        data: Iterable[Any] | None = None,
+        optimizer: MakeTransformation | None = None,
+        objective: Objective | None = None,
+    ):
+        c = naming_rows(resolved(config), data)
+        brought = Brought(optimizer, objective)
+        setup = set_up(c, brought, data)
+        start = find_start(c, setup)
+        run = from_config(c, setup.mesh, start.total_steps, brought=brought)
+        has_files = run.engine.table.in_files
+        for name, value in {"nvme_path": has_files, "overlap_update": c.overlap_update, "lora": c.lora}.items():
+            if value:
+                raise ConfigError(f"{name}: expected none in a loop of your own, got it; leave it out, or use train()")
+        self.total_steps = start.total_steps
+        self.first_step = start.first_step
+        self.tokenizer = start.tokenizer
+        self._config = c
+        self._setup = setup
+        self._start = start
+        self._run = run
+        self._feed = Feed(batch_sharding(setup.mesh), start.batch_size)
+        self._programs = compile_programs(c, run, setup.mesh, start.found.evaluated, self._feed)
+        self._gradients = None
+
+    def first_state(self) -> TrainState:
+        """The state of the checkpoint, or with the weights of another model, or new: a pytree."""
+        return first_state(self._config, self._run, self._start.resume, self._setup.initial, self._start.adapter)
+
+    def batches(self) -> Iterator[dict[str, np.ndarray]]:
+        """Yields the data's batches without end, from the first step on: `inputs` and others, int32 [A, B, S].
+
+        A step takes A microbatches of B rows. Batches of your own need the same shapes.
+        """
+        return training_batches(
+            self._start.found.train,
+            batch_size=self._start.batch_size,
+            accumulation=self._config.gradient_accumulation_steps,
+            seed=self._config.seed,
+            start_sample=self._start.position,
+            rows=self._feed.rows,
+        )
+
+    def step(self, state: TrainState, batch: dict[str, np.ndarray]) -> tuple[TrainState, dict[str, jax.Array]]:
+        """(the state after a step, {"loss" in nats per token, "grad_norm", "lr"}); uses the arrays of `state` up.
+
+        Does not wait for the devices; `float(metrics["loss"])` does.
+        """
+        state, metrics = self._programs.train_step(state, *self._put(batch))
+        if self._programs.one_at_a_time:
+            jax.block_until_ready(metrics)
+        return state, metrics
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """The loss, in nats per token, of each validation dataset by its name; "": of held-out data."""
+        return {scores["name"]: scores["loss"] for scores in self._programs.evaluate(state.weights)}
+
+    def loss_and_gradients(
+        self, state: TrainState, batch: dict[str, np.ndarray]
+    ) -> tuple[float, dict[str, np.ndarray]]:
+        """(loss of a batch, its gradients by Hugging Face's names before clipping); compiles when first called."""
+        if self._gradients is None:
+            self._gradients = self._run.gradients()
+        loss, grads = self._gradients(state.weights, state.history, state.step, *self._put(batch))
+        return float(loss), named(to_host(grads), self._run.model)
+
+    def tensors(self, state: TrainState) -> dict[str, np.ndarray]:
+        """The master weights by Hugging Face's names, copied to host memory, as safetensors' `save_file` takes them."""
+        return named(to_host(state.master), self._run.model)
+
+    def _put(self, batch: dict[str, np.ndarray]) -> list[jax.Array]:
+        """The arrays of a batch on the devices."""
+        return self._feed.put([batch[name] for name in self._programs.arrays])

@@ -1,0 +1,345 @@
+"""surojax as a library: callbacks, rows, optimizers and objectives of one's own, and a loop of one's own."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import surojax
+from surojax import (
+    CheckpointError,
+    ConfigError,
+    EarlyStopping,
+    Event,
+    Guard,
+    LossOfLogits,
+    OwnLoop,
+    default_config,
+    train,
+)
+from surojax.optim.from_optax import counts
+from surojax.run.metrics import TIMINGS
+
+PAGE = Path(__file__).parents[1] / "docs/library.md"
+TEXTS = [f"{i} and {i} are {i + i}. " * 4 for i in range(64)]
+
+
+def config(folder, **fields):
+    c = default_config()
+    c.output_dir = str(folder / "run")
+    c.data_cache = str(folder / "cache")
+    c.model.vocab_size, c.model.hidden_size, c.model.intermediate_size = 320, 32, 64
+    c.model.num_hidden_layers, c.model.num_attention_heads, c.model.num_key_value_heads = 2, 2, 1
+    c.model_dtype, c.sequence_len, c.per_device_batch_size, c.gpus = "float32", 32, 4, 1
+    c.max_steps, c.learning_rate, c.warmup_steps, c.eval_steps, c.eval_batches = 4, 1e-2, 0, 2, 1
+    c.save_steps, c.sample_tokens, c.quiet = 0, 0, True
+    c.update(fields)
+    return c
+
+
+def losses(result) -> list[float]:
+    return [record["loss"] for record in result.history if record["log"] == "step"]
+
+
+# -- Callbacks --------------------------------------------------------------------------------------------------------
+
+
+def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path):
+    """With the numbers of metrics.jsonl and a state that belongs to them; the run's numbers stay as they are."""
+    told: list[Event] = []
+    steps = []
+
+    def keep(event: Event) -> None:
+        told.append(event)
+        steps.append(int(event.state().step))
+
+    result = train(config(tmp_path), data=TEXTS, callbacks=[keep])
+    assert [(event.kind, event.step) for event in told] == [
+        ("step", 1),
+        ("step", 2),
+        ("eval", 2),
+        ("step", 3),
+        ("step", 4),
+        ("eval", 4),
+        ("checkpoint", 4),
+    ]
+    records = [event.metrics for event in told if event.kind != "checkpoint"]
+    for record, found in zip(result.history, records, strict=True):
+        assert {k: v for k, v in record.items() if k not in ("log", "step")} == found
+    assert told[-1].checkpoint == result.checkpoint
+    for event, step in zip(told, steps, strict=True):
+        assert step - event.step in ((0, 1) if event.kind == "step" else (0,))
+    plain = train(config(tmp_path, output_dir=str(tmp_path / "plain")), data=TEXTS)
+    without_times = lambda r: [{k: v for k, v in x.items() if k not in TIMINGS} for x in r.history]
+    assert without_times(plain) == without_times(result)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind, last", [("step", (2, 3)), ("eval", (2,))])
+def test_a_callback_stops_a_run_which_can_be_continued(tmp_path, kind, last):
+    def stop(event: Event) -> None:
+        if event.kind == kind and event.step == 2:
+            event.stop("enough")
+
+    stopped = train(config(tmp_path, max_steps=6), data=TEXTS, callbacks=[stop])
+    assert not stopped.finished and int(stopped.state.step) in last
+    assert stopped.checkpoint and stopped.checkpoint.name == str(int(stopped.state.step))
+    rest = train(config(tmp_path, max_steps=6), data=list(TEXTS))
+    whole = train(config(tmp_path, max_steps=6, output_dir=str(tmp_path / "whole")), data=TEXTS)
+    assert losses(stopped) + losses(rest) == losses(whole)
+
+
+def event(kind: str, step: int, stop=None, **metrics) -> Event:
+    return Event(kind, step, 9, metrics, "", None, lambda: None, stop or (lambda reason: None))  # type: ignore[arg-type]
+
+
+def test_early_stopping_waits_for_its_patience():
+    reasons: list[str] = []
+    early = EarlyStopping(2, min_change=0.1)
+    for step, loss in enumerate([3.0, 2.0, 1.95, 1.5, 1.6, 1.5]):
+        assert not reasons
+        early(event("eval", step, reasons.append, loss=loss))
+    assert reasons == ["early stopping (no evaluation below 1.5000 in the last 2)"]
+
+
+def test_a_guard_says_a_spike_and_zero_gradients_and_nothing_else():
+    lines: list[str] = []
+    guard = Guard(window=10, tell=lines.append)
+    for step in range(30):
+        guard(event("step", step, loss=3.0 - 0.01 * step + 0.01 * (step % 2), norm=1.0))
+    assert not lines
+    guard(event("step", 30, loss=9.0, norm=1.0))
+    guard(event("step", 31, loss=2.6, norm=0.0))
+    assert ["loss 9.0000 at step 30" in lines[0], "step 31 are zero" in lines[1], len(lines)] == [True, True, 2]
+
+
+# -- Rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_rows_are_trained_on_as_those_of_a_file(tmp_path):
+    """To the bit: texts, records, and the ids that a tokenizer makes of them."""
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    of_file = losses(train(config(tmp_path, datasets=[dict(path=str(file))], output_dir=str(tmp_path / "file"))))
+    given = losses(train(config(tmp_path), data=TEXTS))
+    records = losses(train(config(tmp_path, output_dir=str(tmp_path / "b")), data=[{"text": text} for text in TEXTS]))
+    assert of_file == given == records
+
+
+def test_token_ids_are_trained_on(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 256, (40, 50))
+    result = train(config(tmp_path), data=ids)
+    assert result.finished and "bits_per_byte" not in result.history[-1]
+    one_row = train(config(tmp_path, output_dir=str(tmp_path / "one")), data=ids.reshape(-1).astype(np.uint16))
+    assert one_row.finished
+    lists = train(config(tmp_path, output_dir=str(tmp_path / "lists")), data=ids.tolist())
+    assert losses(lists) == losses(result)
+
+
+@pytest.mark.full
+def test_conversations_are_rows(tmp_path):
+    rows = [
+        [{"role": "user", "content": f"{i} + {i}?"}, {"role": "assistant", "content": str(i + i)}] for i in range(40)
+    ]
+    assert train(config(tmp_path, chat_template="chatml", sequence_len=128), data=rows).finished
+
+
+class Changing:
+    """Other rows each time."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return iter([f"{text} {self.times}" for text in TEXTS])
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        (iter(TEXTS), "data: expected rows that can be read again, got an iterator; give a list"),
+        ("a text", "data: expected an iterable of rows, got str"),
+        (Changing(), "data: expected the same rows each time they are read, got others"),
+        ([*TEXTS, 7], "the rows given, row 65: expected a str, a mapping of fields"),
+        (np.full((40, 50), 9999), "the rows given, row 1: expected ids below the tokenizer's"),
+        (np.zeros((40, 50)), "the rows given, row 1: expected token ids, integers"),
+        ([[1, 2], [3, "x"]], "the rows given, row 2: expected token ids, integers"),
+        ([], "the rows given: expected rows, got none"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_refused_in_a_line(tmp_path, data, said):
+    with pytest.raises(ConfigError) as error:
+        train(config(tmp_path), data=data)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+def test_a_run_is_not_continued_with_other_rows(tmp_path):
+    train(config(tmp_path, max_steps=2), data=TEXTS)
+    with pytest.raises(CheckpointError, match="is of another run: data is"):
+        train(config(tmp_path), data=TEXTS[1:])
+
+
+# -- Optimizers and objectives ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_adam_of_optax_is_that_of_the_config(tmp_path):
+    """With the config's schedule and clipping, and without the decay; its counts are the run's, also when resumed."""
+    fields = {"max_steps": 6, "warmup_steps": 2, "max_grad_norm": 0.5}
+    adam = lambda rate: optax.adam(rate, b1=0.9, b2=0.95)
+    own = train(config(tmp_path, **fields, weight_decay=0.0), data=TEXTS)
+    theirs = config(tmp_path, **fields, output_dir=str(tmp_path / "theirs"))
+
+    def stop(event: Event) -> None:
+        if event.kind == "eval" and event.step == 2:
+            event.stop("enough")
+
+    first = train(theirs, data=TEXTS, optimizer=adam, callbacks=[stop])
+    rest = train(theirs, data=TEXTS, optimizer=adam)
+    np.testing.assert_allclose(losses(first) + losses(rest), losses(own), rtol=1e-5)
+    assert len(jax.tree.leaves(rest.state.moments)) == 2 * len(jax.tree.leaves(rest.state.master))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "placed", [{"gpus": 2, "zero_level": 3}, {"gpus": 2, "zero_level": 2, "offload_optimizer": True}]
+)
+def test_an_optimizer_of_optax_is_sharded(tmp_path, placed):
+    alone = losses(train(config(tmp_path, per_device_batch_size=8), data=TEXTS, optimizer=optax.lion))
+    sharded = config(tmp_path, **placed, output_dir=str(tmp_path / "sharded"))
+    np.testing.assert_allclose(losses(train(sharded, data=TEXTS, optimizer=optax.lion)), alone, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "make", [optax.adamw, optax.sgd, optax.lion, optax.nadam, optax.rmsprop, optax.adamax, optax.radam]
+)
+def test_elementwise_optimizers_of_optax_are_taken(make):
+    assert isinstance(counts(make), list)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (optax.lamb, "expected updates that read one element"),
+        (optax.adafactor, "expected "),
+        (lambda rate: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate)), "expected updates that read one"),
+        (lambda rate: optax.adagrad(rate, initial_accumulator_value=0.1), "expected a state of zeros"),
+        (optax.adamw(1e-3), "expected optax's, got TypeError"),
+    ],
+)
+def test_optimizers_that_cannot_be_sharded_are_refused_in_a_line(make, said):
+    with pytest.raises(ConfigError) as error:
+        counts(make)
+    assert str(error.value).startswith("optimizer: ") and said in str(error.value) and "\n" not in str(error.value)
+
+
+def cross_entropy(logits_NV, labels_N):
+    return optax.softmax_cross_entropy_with_integer_labels(logits_NV, labels_N)
+
+
+def smoothed(logits_NV, labels_N):
+    return 0.9 * cross_entropy(logits_NV, labels_N) - 0.1 * jax.nn.log_softmax(logits_NV).mean(-1)
+
+
+def test_a_loss_of_logits(tmp_path):
+    """Cross-entropy as one is cross-entropy; another one trains and is evaluated."""
+    plain = train(config(tmp_path), data=TEXTS)
+    own = config(tmp_path, output_dir=str(tmp_path / "own"))
+    np.testing.assert_allclose(
+        losses(train(own, data=TEXTS, objective=LossOfLogits(cross_entropy))), losses(plain), rtol=1e-5
+    )
+    other = train(config(tmp_path, output_dir=str(tmp_path / "other")), data=TEXTS, objective=LossOfLogits(smoothed))
+    assert losses(other)[-1] < losses(other)[0] and losses(other) != losses(plain)
+
+
+@pytest.mark.parametrize(
+    "fields, brought, said",
+    [
+        ({"weight_decay": 0.3}, {"optimizer": optax.lion}, "weight_decay: expected 0.1 with an optimizer of optax"),
+        ({"adamw_beta1": 0.5}, {"optimizer": optax.lion}, "adamw_beta1: expected 0.9 with an optimizer of optax"),
+        ({"z_loss": 1e-4}, {"objective": LossOfLogits(smoothed)}, "z_loss: expected 0 with an objective"),
+        ({}, {"objective": LossOfLogits(smoothed, ("scores",))}, "objective: expected targets among labels"),
+        ({"gpus": 2, "tp_size": 2}, {"objective": LossOfLogits(smoothed)}, "objective: expected a whole vocabulary"),
+        ({"data": "stdlib"}, {}, "data: expected none in the config beside rows given"),
+    ],
+)
+def test_what_does_not_go_with_the_config_is_refused(tmp_path, fields, brought, said):
+    with pytest.raises(ConfigError, match=said):
+        train(config(tmp_path, **fields), data=TEXTS, **brought)
+
+
+# -- A loop of one's own ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_an_own_loop_is_the_run(tmp_path):
+    """To the bit, with the losses of its evaluations; its tensors have Hugging Face's names."""
+    run = OwnLoop(config(tmp_path), data=TEXTS)
+    state = run.first_state()
+    found = []
+    for _, batch in zip(range(run.total_steps), run.batches(), strict=False):
+        state, metrics = run.step(state, batch)
+        found.append(float(metrics["loss"]))
+    evaluated = run.evaluate(state)
+    tensors = run.tensors(state)
+    assert not (tmp_path / "run").exists()
+    result = train(config(tmp_path), data=TEXTS)
+    assert found == losses(result) and evaluated[""] == result.history[-1]["loss"]
+    assert tensors["model.layers.1.mlp.up_proj.weight"].shape == (64, 32)
+    expected = jax.tree.leaves(result.state.master)
+    assert sum(x.size for x in tensors.values()) == sum(x.size for x in expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("placed", [{}, {"gpus": 2, "zero_level": 3, "per_device_batch_size": 2}])
+def test_gradients_of_a_batch(tmp_path, placed):
+    """They predict the change of the loss that a small step against them makes."""
+    run = OwnLoop(config(tmp_path, **placed), data=TEXTS, optimizer=optax.sgd)
+    state = run.first_state()
+    batch = next(iter(run.batches()))
+    loss, gradients = run.loss_and_gradients(state, batch)
+    before = run.tensors(state)
+    assert gradients.keys() == before.keys()
+    state, metrics = run.step(state, batch)
+    assert loss == pytest.approx(float(metrics["loss"]), rel=1e-5)
+    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in gradients.values()))
+    assert norm == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
+    moved = run.tensors(state)
+    clip = min(1.0, 1.0 / norm)
+    for name, gradient in gradients.items():
+        expected = before[name] - float(metrics["lr"]) * clip * gradient
+        np.testing.assert_allclose(moved[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_an_own_loop_refuses_what_needs_the_runs(tmp_path):
+    with pytest.raises(ConfigError, match="lora: expected none in a loop of your own"):
+        OwnLoop(config(tmp_path, lora=True), data=TEXTS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("text", re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL), ids=lambda x: x[:40])
+def test_examples_of_the_page_run(text, tmp_path, monkeypatch):
+    """As they are, to the end of their training."""
+    monkeypatch.chdir(tmp_path)
+    exec(text, {})
+
+
+def test_editors_see_the_public_names():
+    """The imports for type checkers in surojax/__init__.py are those that are made."""
+    source = Path(surojax.__file__).read_text()
+    seen = {
+        alias.asname: node.module
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("surojax.")
+        for alias in node.names
+    }
+    assert seen == surojax._HOMES
