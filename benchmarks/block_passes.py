@@ -113,17 +113,17 @@ def added_up_in_float32(module: Module) -> bool:
 
 def _dimensions(shape: str) -> list[int]:
     """Returns the dimensions of the first array in a shape."""
-    found = re.search(r"\[([\d,]*)\]", shape)
-    return [int(d) for d in found[1].split(",")] if found else []
+    match = re.search(r"\[([\d,]*)\]", shape)
+    return [int(d) for d in match[1].split(",")] if match else []
 
 
 def count(module: Module) -> dict[str, dict[str, int]]:
     """Returns {kind: {"launches", "bytes"}} of a program."""
-    found = {kind: {"launches": 0, "bytes": 0} for kind in KINDS}
+    counts = {kind: {"launches": 0, "bytes": 0} for kind in KINDS}
     for kind, moved, _ in launches(module):
-        found[kind]["launches"] += 1
-        found[kind]["bytes"] += moved
-    return found
+        counts[kind]["launches"] += 1
+        counts[kind]["bytes"] += moved
+    return counts
 
 
 def main() -> None:
@@ -152,16 +152,16 @@ def main() -> None:
             for kind, moved, i in launches(module):
                 print(f"{name:9} {kind:20} {moved / 2**20:8.1f} MiB  {i.opcode} {i.shape[:90]}  {i.name}")
         return
-    found = {name: count(module) for name, module in modules.items()}
+    counts = {name: count(module) for name, module in modules.items()}
     if args.json:
         flops = {name: product_flops(module) for name, module in modules.items()}
         exact = all(map(added_up_in_float32, modules.values()))
-        print(json.dumps({"launches": found, "float8_flops": flops, "added_up_in_float32": exact}))
+        print(json.dumps({"launches": counts, "float8_flops": flops, "added_up_in_float32": exact}))
         return
     print(f"{args.model}, {args.tokens} tokens, {args.gpu}, recipe {args.recipe}, kernels {args.kernels}\n")
     print("| | forward: launches | MiB | backward: launches | MiB |\n|---|---|---|---|---|")
     for kind in KINDS:
-        cells = [f"{x[kind]['launches']} | {x[kind]['bytes'] / 2**20:.0f}" for x in found.values()]
+        cells = [f"{x[kind]['launches']} | {x[kind]['bytes'] / 2**20:.0f}" for x in counts.values()]
         print(f"| {kind} | {' | '.join(cells)} |")
 
 

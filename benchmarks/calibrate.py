@@ -190,18 +190,18 @@ def predicted(row: Row, **ends: float) -> float:
         rates = rates.with_end(name, end)
     sizes = MODELS[row.model]
     tokens = row.sequences * SEQUENCE_LEN
-    of_layer = layer_time(gpu, rates, sizes, tokens, row.recomputed, fp8=row.fp8, kept=row.kept)
-    computed = sizes.layers * of_layer + head_time(gpu, rates, sizes, tokens, row.chunks)
+    layer_s = layer_time(gpu, rates, sizes, tokens, row.recomputed, fp8=row.fp8, kept=row.kept)
+    computed = sizes.layers * layer_s + head_time(gpu, rates, sizes, tokens, row.chunks)
     # What crosses links in a microbatch, and once in the last one; a microbatch computes or waits for it.
     sent = ITEMSIZE * sizes.parameters * (row.gpus - 1) / row.gpus / (gpu.link_bandwidth * rates.link)
-    each = sent * (2 * ("weights" in row.sharded) + ("gradients" in row.sharded))
+    per_microbatch = sent * (2 * ("weights" in row.sharded) + ("gradients" in row.sharded))
     once = sent * (("weights" not in row.sharded) + ("gradients" not in row.sharded))
     written = row.residuals * sizes.layers * tokens * sizes.hidden * ITEMSIZE
     host = 2 * written / min(2 * gpu.pcie_bandwidth * rates.host * rates.duplex, gpu.host_memory(row.gpus) * rates.dram)
     if gpu.shares_pcie:  # both cross it
-        each += host
+        per_microbatch += host
         host = 0.0
-    steps = (row.microbatches - 1) * max(computed, each, host) + max(computed, each + once, host)
+    steps = (row.microbatches - 1) * max(computed, per_microbatch, host) + max(computed, per_microbatch + once, host)
     update = update_time(gpu, rates, sizes, row.offloaded, row.gpus)
     return row.gpus * row.microbatches * tokens / (steps + update)
 
@@ -246,7 +246,7 @@ def head_time(gpu: Gpu, rates: Rates, sizes: Sizes, tokens: int, chunks: int) ->
 
 
 def update_time(gpu: Gpu, rates: Rates, sizes: Sizes, offloaded: int, gpus: int = 1) -> float:
-    """Seconds of AdamW: weights, gradients and moments, or what of them crosses PCI Express."""
+    """Seconds of AdamW, by device memory traffic or, for offloaded bytes, by PCI Express and host memory."""
     parameters = sizes.parameters / gpus
     in_memory = 16 * parameters / (gpu.memory_bandwidth * rates.memory)
     both_ways = min(2 * gpu.pcie_bandwidth * rates.host * rates.duplex, gpu.host_memory(gpus) * rates.dram)
@@ -295,12 +295,12 @@ def compiled_config(row: Row) -> Config:
     return c
 
 
-def line(row: Row, found: float, what: str = "") -> float:
+def line(row: Row, predicted_rate: float, what: str = "") -> float:
     """Prints a row; returns its relative error. what: printed behind it."""
-    error = found / row.published - 1
+    error = predicted_rate / row.published - 1
     several = f"{row.gpus} x " if row.gpus > 1 else ""
     name = f"{several}{row.gpu} {row.model}{' fp8' if row.fp8 else ''}{' adapters' if row.adapters else ''}"
-    print(f"{name:<28}{found:>12,.0f}{row.published:>12,.0f}{100 * error:>+9.1f} %{what}")
+    print(f"{name:<28}{predicted_rate:>12,.0f}{row.published:>12,.0f}{100 * error:>+9.1f} %{what}")
     return abs(error)
 
 
@@ -337,11 +337,11 @@ def main(argv: list[str] | None = None) -> int:
         summary([line(row, predicted(row), at_ends(row)) for row in elsewhere])
     if args.compile and aot.available():
         for row in chosen(COMPILED):
-            found = plan(compiled_config(row), row.gpu, advise=False)
-            assert found.tokens_per_s_per_gpu is not None and found.predicted_range_s is not None
-            assert found.predicted_step_s is not None
-            rate = row.gpus * found.tokens_per_s_per_gpu
-            ends = (rate * found.predicted_step_s / s for s in reversed(found.predicted_range_s))
+            planned = plan(compiled_config(row), row.gpu, advise=False)
+            assert planned.tokens_per_s_per_gpu is not None and planned.predicted_range_s is not None
+            assert planned.predicted_step_s is not None
+            rate = row.gpus * planned.tokens_per_s_per_gpu
+            ends = (rate * planned.predicted_step_s / s for s in reversed(planned.predicted_range_s))
             line(row, rate, f"   compiled, range {' to '.join(f'{end:,.0f}' for end in ends)}")
     return int(mean > MOST or math.isnan(mean))
 

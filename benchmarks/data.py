@@ -53,8 +53,8 @@ def write_inputs(folder: Path, megabytes: int) -> None:
 
 def peak_mib() -> float:
     """Largest resident memory of this process so far (Linux). getrusage would count the process that started it."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) / 2**10 if found else 0.0
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) / 2**10 if match else 0.0
 
 
 def measure_tokenizers(folder: Path) -> dict[str, float]:
@@ -101,9 +101,9 @@ def measure_dataset(folder: Path) -> dict[str, float]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         settings = Settings(sequence_len=1024, eval_batches=1, sample_packing=True, data_cache=cache)
-        found = load_data(entries, settings, tokenizer, eval_batch_size=1)
+        loaded = load_data(entries, settings, tokenizer, eval_batch_size=1)
         seconds = time.perf_counter() - started
-    tokens = found.train.sources[0].num_tokens + len(found.held_out.tokens)
+    tokens = loaded.train.sources[0].num_tokens + len(loaded.held_out.tokens)
     return {"tokens": tokens, "seconds": seconds, "added_mib": peak_mib() - before}
 
 
@@ -114,18 +114,18 @@ def compare(megabytes: int, pairs: int) -> None:
     """Prints tokens per second of each way, the medians of `pairs` processes."""
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), megabytes)
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in MEASURES}
+        by_name: dict[str, list[dict[str, float]]] = {name: [] for name in MEASURES}
         for _ in range(pairs):
-            for name, results in found.items():
+            for name, results in by_name.items():
                 command = [sys.executable, __file__, "--measure", name, "--folder", folder]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                results.append(json.loads(done.stdout.splitlines()[-1]))
-    alone = [one["tokens"] / one["seconds"] for one in found["tokenizers"]]
-    for name, results in found.items():
-        speeds = [one["tokens"] / one["seconds"] for one in results]
+                process = subprocess.run(command, capture_output=True, text=True, check=True)
+                results.append(json.loads(process.stdout.splitlines()[-1]))
+    alone = [run["tokens"] / run["seconds"] for run in by_name["tokenizers"]]
+    for name, results in by_name.items():
+        speeds = [run["tokens"] / run["seconds"] for run in results]
         ratio = statistics.median(ours / theirs for ours, theirs in zip(speeds, alone, strict=True))
-        added = max(one["added_mib"] for one in results)
-        reused = f", reused in {max(one['reused_s'] for one in results):.3f} s" if "reused_s" in results[0] else ""
+        added = max(run["added_mib"] for run in results)
+        reused = f", reused in {max(run['reused_s'] for run in results):.3f} s" if "reused_s" in results[0] else ""
         print(
             f"{name:10}  {statistics.median(speeds):12,.0f} tokens/s  {ratio:6.1%} of tokenizers alone  "
             f"{added:6.0f} MiB added{reused}"

@@ -154,15 +154,15 @@ def run_in_a_file(folder: Path, kills: int, rng: random.Random) -> bool:
             moment = "left to end"
         else:
             text, moment = killed_at(process, rng.uniform(0, SECONDS), while_starting=is_of_a_start(i))
-        said = SAID in text
+        reported = SAID in text
         newest = on_disk.find(killed / on_disk.FOLDER)
         updated = written_at(disk) != last_written
         # A process that was killed before it read the marker could not report anything, and changed nothing.
-        looked = said or updated or "continuing from" in text
-        sound = said == (before["state"] == "updating") or not looked
+        looked = reported or updated or "continuing from" in text
+        sound = reported == (before["state"] == "updating") or not looked
         all_sound = all_sound and sound
         print(f"{i:3} {moment}: file {state_of(disk)}, newest checkpoint {newest and newest.name}, "
-              f"{'said so' if said else '-'}: {'as it should' if sound else 'WRONG'}", flush=True)  # fmt: skip
+              f"{'said so' if reported else '-'}: {'as it should' if sound else 'WRONG'}", flush=True)  # fmt: skip
         if process.returncode == 0:
             break
         kills_done += 1
@@ -177,13 +177,13 @@ def run_in_a_file(folder: Path, kills: int, rng: random.Random) -> bool:
 
 
 def launcher(n: int, *options: str) -> list[str]:
-    """Returns the command before that of each of n processes."""
+    """Returns the launcher's part of the command that starts n processes."""
     launch = [sys.executable, "-m", "surojax.launch", "-n", str(n), f"--devices-per-process={DEVICES // n}"]
     return [*launch, *options, "--"]
 
 
 class Killer:
-    """Kills a random process of a launcher at random moments, so many times."""
+    """Kills a random process of a launcher `kills` times, at random moments."""
 
     def __init__(self, launched: subprocess.Popen, kills: int, rng: random.Random):
         self.launched = launched
@@ -238,19 +238,19 @@ def run_of_processes(folder: Path, kills: int, rng: random.Random, n: int, elast
     if killer.launched.wait():
         print("".join(killer.lines[-40:]))
         return False
-    found = records(folder / "killed")
+    actual = records(folder / "killed")
     # With fewer devices, an evaluation of eval_batches covers fewer samples.
-    steps = [(a["loss"], b["loss"]) for a, b in zip(expected, found, strict=True) if a["log"] == "step"]
+    steps = [(a["loss"], b["loss"]) for a, b in zip(expected, actual, strict=True) if a["log"] == "step"]
     differences = [abs(a - b) for a, b in steps]
-    same = expected == found
+    same = expected == actual
     outcome = (
         "the same to the bit"
         if same
         else f"losses differ by at most {max(differences[:20]):.1e} in 20 steps, {max(differences):.1e} in all"
     )
-    of_first = killer.done.count(0)
+    first = killer.done.count(0)
     seconds = time.perf_counter() - started
-    print(f"{len(killer.done)} kills ({of_first} of process 0) in {seconds:.0f} s; {len(expected)} records, {outcome}")
+    print(f"{len(killer.done)} kills ({first} of process 0) in {seconds:.0f} s; {len(expected)} records, {outcome}")
     return same or (elastic and max(differences[:20]) < 1e-4)
 
 

@@ -20,6 +20,7 @@ import compileall
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import py_compile
 import queue
@@ -36,6 +37,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from mutation import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +46,8 @@ PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=
 PASSED = 0  # exit code of pytest
 STARTS_S = 60  # to import JAX and collect tests
 SURVIVORS = 0.1  # the fraction that may survive
+WARM = ["pytest", "jax", "numpy", "flax.nnx", "optax", "orbax.checkpoint", "ml_collections"]  # none of this repository
+FORKS = multiprocessing.get_context("forkserver")
 
 
 class Test(NamedTuple):
@@ -79,15 +83,15 @@ def write_map(folder: Path, *, everything: bool) -> None:
 
 def read_map(folder: Path) -> dict[tuple[str, int], list[Test]]:
     """The tests of each line (file, line), the fastest first."""
-    found: dict[tuple[str, int], list[Test]] = {}
+    tests_of_line: dict[tuple[str, int], list[Test]] = {}
     for part in folder.glob("*.json"):
         for name, (seconds, files) in json.loads(part.read_text()).items():
             for file, lines in files.items():
                 for line in lines:
-                    found.setdefault((file, line), []).append(Test(name, seconds))
-    for tests in found.values():
+                    tests_of_line.setdefault((file, line), []).append(Test(name, seconds))
+    for tests in tests_of_line.values():
         tests.sort(key=lambda test: (test.seconds, test.name))
-    return found
+    return tests_of_line
 
 
 def unchanged(folder: Path, file: str) -> bool:
@@ -102,54 +106,54 @@ def digest(path: Path) -> str:
 
 def sources(places: Sequence[str] = PACKAGES) -> list[str]:
     """The source files of files and folders, by their names from the root. Raises SystemExit for one that has none."""
-    found = []
+    files_below = []
     for place in places:
         path = ROOT / place
         files = [path] if path.is_file() else sorted(path.rglob("*.py"))
         if not files:
             sys.exit(f"expected a file or a folder of the source, got {place!r}; for example surojax/step")
-        found += [str(file.relative_to(ROOT)) for file in files]
-    return found
+        files_below += [str(file.relative_to(ROOT)) for file in files]
+    return files_below
 
 
 def changed_lines(revision: str) -> set[tuple[str, int]]:
     """The lines (file, line) that were added or changed since a revision. Raises SystemExit if git does not know it."""
     command = ["git", "diff", "-U0", "--no-color", revision, "--", *PACKAGES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"--since: {done.stderr.strip().splitlines()[0]}")
-    return lines_of_diff(done.stdout)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        sys.exit(f"--since: {process.stderr.strip().splitlines()[0]}")
+    return lines_of_diff(process.stdout)
 
 
 def lines_of_diff(diff: str) -> set[tuple[str, int]]:
     """The lines (file, line) that a diff without context adds."""
-    found = set()
+    lines = set()
     file = ""
     for line in diff.splitlines():
         if line.startswith("+++ b/"):
             file = line.removeprefix("+++ b/")
         elif hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
             start, count = int(hunk[1]), int(hunk[2] or 1)
-            found |= {(file, number) for number in range(start, start + count)}
-    return found
+            lines |= {(file, number) for number in range(start, start + count)}
+    return lines
 
 
 def sampled(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
-    """So many mutants, one of each kind in turn: there are many more of some kinds, which most tests notice."""
+    """A sample of `size` mutants, one of each kind in turn: some kinds are many more, which most tests notice."""
     chance = random.Random(seed)
     by_kind: dict[str, list[Mutant]] = {}
     for mutant in mutants:
         by_kind.setdefault(mutant.kind, []).append(mutant)
     for group in by_kind.values():
         chance.shuffle(group)
-    found: list[Mutant] = []
-    while len(found) < size and any(by_kind.values()):
-        found += [group.pop() for group in by_kind.values() if group]
-    return found[:size]
+    sample: list[Mutant] = []
+    while len(sample) < size and any(by_kind.values()):
+        sample += [group.pop() for group in by_kind.values() if group]
+    return sample[:size]
 
 
 def within(tests: Sequence[Test], limit_s: float) -> list[Test]:
-    """The first tests that take so long together, at least one: one of each function before a second case of any."""
+    """The first tests that fit into `limit_s`, at least one: one of each function before a second case of any."""
     first: dict[str, Test] = {}
     for test in tests:
         first.setdefault(test.name.partition("[")[0], test)
@@ -180,34 +184,46 @@ def copy_tree(target: Path) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of a test run: imports come from the copy; all copies share a cache of programs."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
+    """The environment of all test runs; their copies share a cache of programs in this folder."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return os.environ | cache | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def run_tests(folder: Path, tests: Sequence[Test], limit_s: float) -> tuple[int | None, str]:
-    """Runs tests until the first one fails. Returns (exit code, or None if the limit was exceeded; output)."""
-    process = subprocess.Popen(
-        [*PYTEST, "-n", "0", "-x", *(test.name for test in tests)],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    """Runs tests until the first one fails, in a process that begins as a copy of one with JAX imported (`WARM`).
+
+    Returns (exit code, or None if the limit was exceeded; output).
+    """
+    output = folder / "output.txt"
+    names = [test.name for test in tests]
+    process = FORKS.Process(target=run_pytest, args=(folder, names, output))
+    process.start()
     try:
-        output, _ = process.communicate(timeout=limit_s)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        return None, ""
+        process.join(limit_s)
+        return process.exitcode, output.read_text(errors="replace") if output.is_file() else ""
     finally:  # ends the process and its children
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+        output.unlink(missing_ok=True)
+
+
+def run_pytest(folder: Path, names: Sequence[str], output: Path) -> None:
+    """Becomes a run of pytest in a folder, whose modules are imported. Ends the process with pytest's exit code."""
+    os.setsid()
+    os.chdir(folder)
+    text = os.open(output, os.O_WRONLY | os.O_CREAT)
+    for stream in (0, 1, 2):
+        os.dup2(text if stream else os.open(os.devnull, os.O_RDONLY), stream)
+    os.environ["PYTHONPATH"] = str(folder)  # of the tests' child processes
+    sys.path.insert(0, str(folder))
+    code = pytest.main([*PYTEST[3:], "-n", "0", "-x", *names])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def verdict(code: int | None, output: str, limit_s: float) -> str:
@@ -253,8 +269,8 @@ def outcomes(mutants: Sequence[Mutant], tests: dict, copies: list[Path], limit_s
             free.put(copy)
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        for done in as_completed([pool.submit(run, mutant) for mutant in mutants]):
-            yield done.result()
+        for future in as_completed([pool.submit(run, mutant) for mutant in mutants]):
+            yield future.result()
 
 
 # -- The command ------------------------------------------------------------------------------------------------------
@@ -302,20 +318,22 @@ def main() -> None:
     if a.list:
         print("\n".join(row(m, f"{len(tests[m.file, m.line])} tests") for m in chosen))
         return
-    found = []
+    results = []
+    FORKS.set_forkserver_preload(WARM)
     with tempfile.TemporaryDirectory(prefix="mutants") as temporary:
+        os.environ.update(environment(Path(temporary) / "compiled"))
         copies = [Path(temporary) / f"copy{i}" for i in range(min(a.jobs, len(chosen)))]
         for copy in copies:
             copy_tree(copy)
         for outcome in outcomes(chosen, tests, copies, a.limit):
-            found.append(outcome)
+            results.append(outcome)
             left = f", {outcome.left_out} tests left out" if outcome.left_out else ""
             fate = f"killed by {outcome.killed_by}" if outcome.killed_by else f"SURVIVED{left}"
             print(row(outcome.mutant, f"{fate}  {outcome.seconds:.0f} s"), flush=True)
-    survived = [outcome for outcome in found if not outcome.killed_by]
-    print(f"{len(found)} mutants, {len(found) - len(survived)} killed, {len(survived)} survived:")
+    survived = [outcome for outcome in results if not outcome.killed_by]
+    print(f"{len(results)} mutants, {len(results) - len(survived)} killed, {len(survived)} survived:")
     print("\n".join(row(outcome.mutant, "") for outcome in survived))
-    sys.exit(len(survived) > SURVIVORS * len(found))
+    sys.exit(len(survived) > SURVIVORS * len(results))
 
 
 if __name__ == "__main__":

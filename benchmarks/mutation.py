@@ -52,14 +52,14 @@ def mutants_of(path: Path, file: str) -> list[Mutant]:
     """All mutants of a file. file: its name in them. Mutants that do not parse are left out."""
     text = path.read_text()
     source = _Source(text)
-    found = {}
+    by_place = {}
     for node in _mutable(ast.parse(text)):
         for kind, replaced, new in _mistakes(node, source):
             start, stop = source.span(replaced)
             mutant = Mutant(file, replaced.lineno, kind, start, stop, new)
             if new != text[start:stop] and _parses(mutant.applied(text)):
-                found[start, stop, new] = mutant
-    return sorted(found.values(), key=lambda m: (m.start, m.stop, m.new))
+                by_place[start, stop, new] = mutant
+    return sorted(by_place.values(), key=lambda m: (m.start, m.stop, m.new))
 
 
 class _Source:
@@ -107,6 +107,7 @@ def _mutable(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         texts = isinstance(child, ast.JoinedStr) or (isinstance(child, ast.Constant) and isinstance(child.value, str))
         checks = isinstance(child, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom)
+        checks |= isinstance(child, ast.keyword) and child.arg == "strict"  # of zip
         if child in skipped or texts or checks or (isinstance(child, ast.Call) and _name(child.func) in LEFT_ALONE):
             continue
         yield child

@@ -45,15 +45,15 @@ class Measure:
         return f"{value:,.{self.digits}f}"
 
 
-def milliseconds(found: Plan) -> float | None:
+def milliseconds(planned: Plan) -> float | None:
     """Predicted milliseconds of a step."""
-    return None if found.predicted_step_s is None else 1e3 * found.predicted_step_s
+    return None if planned.predicted_step_s is None else 1e3 * planned.predicted_step_s
 
 
 TIME = Measure("ms", milliseconds, less=True)
-SPEED = Measure("tokens/s per GPU", lambda found: found.tokens_per_s_per_gpu)
-MFU = Measure("MFU", lambda found: found.mfu, digits=3)
-MEMORY = Measure("GiB of device memory", lambda found: found.device_bytes / GiB, less=True, digits=2)
+SPEED = Measure("tokens/s per GPU", lambda planned: planned.tokens_per_s_per_gpu)
+MFU = Measure("MFU", lambda planned: planned.mfu, digits=3)
+MEMORY = Measure("GiB of device memory", lambda planned: planned.device_bytes / GiB, less=True, digits=2)
 RATIO = Measure("x tokens/s of recipe bf16", SPEED.of, digits=2)
 
 
@@ -80,10 +80,10 @@ class Row:
 
     def figure(self, settings: str) -> float:
         """The figure of the step with these settings. Raises ValueError if it is not predicted."""
-        found = plan(self.loaded(settings), self.gpu)
-        value = self.measure.of(found)
+        planned = plan(self.loaded(settings), self.gpu)
+        value = self.measure.of(planned)
         if value is None:
-            raise ValueError(f"{self.name}: expected a predicted step, got none: {found.not_predicted}")
+            raise ValueError(f"{self.name}: expected a predicted step, got none: {planned.not_predicted}")
         return value
 
     def now(self) -> float:
@@ -120,7 +120,7 @@ def batch(sequences: int, microbatches: int) -> str:
 
 
 def memory(name: str, gpu: str, before: float, settings: str, config: str = "configs/llama7b.py") -> Row:
-    """A row of README.md's table of device memory: at most 3 % more than before."""
+    """A row of the table of device memory in docs/larger-than-the-gpu.md: at most 3 % more than before."""
     return Row(f"memory: {name}", gpu, MEMORY, before, 1.03 * before, f"{batch(1, 2)} {settings}", config=config)
 
 

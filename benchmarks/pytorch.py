@@ -133,9 +133,9 @@ def main() -> None:
         theirs = measured(args.python, "torch", args.steps)
         ours = measured(sys.executable, "ours", args.steps)
         ratios.append(theirs["seconds"] / ours["seconds"])
-        for name, found in (("PyTorch", theirs), ("surojax", ours)):
-            first, last = found["losses"][0], found["losses"][-1]
-            print(f"{name}: {1e3 * found['seconds']:.0f} ms a step, loss {first:.3f} -> {last:.3f}", flush=True)
+        for name, timing in (("PyTorch", theirs), ("surojax", ours)):
+            first, last = timing["losses"][0], timing["losses"][-1]
+            print(f"{name}: {1e3 * timing['seconds']:.0f} ms a step, loss {first:.3f} -> {last:.3f}", flush=True)
     print(f"surojax / PyTorch: {statistics.median(ratios):.3f} of its speed, median of {args.pairs} pairs")
 
 

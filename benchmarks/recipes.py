@@ -111,16 +111,16 @@ def result_of(name: str, seed: int, shared: Config) -> Result:
         print(f"\n=== {name}, seed {seed}: {SETTINGS[name].fields or 'the baseline'}", flush=True)
         if not train(c).finished:
             sys.exit(130)
-        found = summary(read_metrics(Path(c.output_dir) / METRICS_FILE))
-        file.write_text(json.dumps(found | {"config": fields}, indent=1) + "\n")
-    found = json.loads(file.read_text())
-    changed = [k for k in fields.keys() | found["config"].keys() if fields.get(k) != found["config"].get(k)]
+        result = summary(read_metrics(Path(c.output_dir) / METRICS_FILE))
+        file.write_text(json.dumps(result | {"config": fields}, indent=1) + "\n")
+    result = json.loads(file.read_text())
+    changed = [k for k in fields.keys() | result["config"].keys() if fields.get(k) != result["config"].get(k)]
     if changed:
         raise ConfigError(
             f"output_dir: expected runs with the same settings, got {file} with other {', '.join(sorted(changed))}; "
             f"delete it and {file.with_suffix('')}, or choose another output_dir"
         )
-    return found
+    return result
 
 
 def summary(records: list[dict[str, Any]]) -> Result:
@@ -141,9 +141,9 @@ def difference(results: dict[int, Result], base: dict[int, Result]) -> tuple[flo
 
     Both are over the seeds that `results` and `base` have in common; the standard error is None if there is only one.
     """
-    each = [100 * (r["eval_loss"] / base[seed]["eval_loss"] - 1) for seed, r in results.items() if seed in base]
-    error = statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else None
-    return statistics.fmean(each) if each else math.nan, error
+    percents = [100 * (r["eval_loss"] / base[seed]["eval_loss"] - 1) for seed, r in results.items() if seed in base]
+    error = statistics.stdev(percents) / len(percents) ** 0.5 if len(percents) > 1 else None
+    return statistics.fmean(percents) if percents else math.nan, error
 
 
 def table(results: dict[str, dict[int, Result]]) -> tuple[str, bool]:
@@ -182,10 +182,10 @@ def mean_curves(results: dict[str, dict[int, Result]]) -> dict[str, dict[int, fl
 
 def curves(results: dict[str, dict[int, Result]]) -> str:
     """Returns `mean_curves` as a Markdown table."""
-    found = mean_curves(results)
-    lines = [f"| step | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
-    for step in sorted({step for curve in found.values() for step in curve}):
-        values = (curve.get(step) for curve in found.values())
+    mean = mean_curves(results)
+    lines = [f"| step | {' | '.join(mean)} |", "|---" * (len(mean) + 1) + "|"]
+    for step in sorted({step for curve in mean.values() for step in curve}):
+        values = (curve.get(step) for curve in mean.values())
         lines.append(f"| {step} | {' | '.join('' if v is None else f'{v:.4f}' for v in values)} |")
     return "\n".join(lines)
 

@@ -194,41 +194,41 @@ OF_PUBLISHED = (
 
 
 def head(published: bool) -> str:
-    """The head of a table."""
+    """The two header lines of a Markdown table."""
     names = ["model", "GPUs", *(OF_PUBLISHED if published else OF_PLANS).split(", ")]
     return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
 
 
-def line(row: Row, found: Result) -> str:
-    """The row of its table."""
+def line(row: Row, planned: Result) -> str:
+    """A row of a Markdown table: a planned layout and its result."""
     cells = [row.model, f"{row.gpus:,} x {row.gpu}", f"`{row.settings}`"]
-    cells.append(f"{found.device_bytes / GiB:.1f}{'' if found.fits else ' (does not fit)'}")
-    rate = found.tokens_per_s
+    cells.append(f"{planned.device_bytes / GiB:.1f}{'' if planned.fits else ' (does not fit)'}")
+    rate = planned.tokens_per_s
     if row.published:
         cells += [f"{rate:,.0f}" if rate else "-", f"{row.published:,.0f}"]
-        cells += [f"{rate / row.published:.2f}" if rate else "-", found.bound_by, row.source]
+        cells += [f"{rate / row.published:.2f}" if rate else "-", planned.bound_by, row.source]
     else:
-        cells.append(f"{found.host_bytes / GiB:.0f}")
-        if rate and found.seconds and found.mfu:
-            cells += [f"{found.seconds:.2f}", f"{rate:,.0f}", f"{found.mfu:.3f}", f"{1e9 / rate / 3600:,.0f}"]
+        cells.append(f"{planned.host_bytes / GiB:.0f}")
+        if rate and planned.seconds and planned.mfu:
+            cells += [f"{planned.seconds:.2f}", f"{rate:,.0f}", f"{planned.mfu:.3f}", f"{1e9 / rate / 3600:,.0f}"]
         else:
             cells += ["-"] * 4
-        cells += [found.bound_by, ", ".join(found.between_machines) or "-"]
+        cells += [planned.bound_by, ", ".join(planned.between_machines) or "-"]
     return f"| {' | '.join(cells)} |"
 
 
 def tables(rows: tuple[Row, ...], results: dict[str, Result]) -> Iterator[str]:
-    """Yields the lines of the tables of those rows that have a result."""
+    """Yields the lines of the tables, with the rows that have a result."""
     for table in dict.fromkeys(row.table for row in rows):
-        of_table = [row for row in rows if row.table == table and row.key in results]
-        if of_table:
-            yield from ("", f"## {table}", "", head(of_table[0].published is not None))
-            yield from (line(row, results[row.key]) for row in of_table)
+        table_rows = [row for row in rows if row.table == table and row.key in results]
+        if table_rows:
+            yield from ("", f"## {table}", "", head(table_rows[0].published is not None))
+            yield from (line(row, results[row.key]) for row in table_rows)
 
 
 def load(file: Path) -> dict[str, Result]:
     """The results in a file; none if there is no file."""
-    return {key: Result(**found) for key, found in json.loads(file.read_text()).items()} if file.exists() else {}
+    return {key: Result(**fields) for key, fields in json.loads(file.read_text()).items()} if file.exists() else {}
 
 
 def picture(rows: tuple[Row, ...], results: dict[str, Result], file: Path) -> None:
@@ -236,20 +236,20 @@ def picture(rows: tuple[Row, ...], results: dict[str, Result], file: Path) -> No
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    of_mfu, of_cost = figure.subplots(1, 2)
+    mfu_ax, cost_ax = figure.subplots(1, 2)
     for model in dict.fromkeys(row.model for row in rows if row.table == GROWING):
-        of_model = [row for row in rows if (row.table, row.model) == (GROWING, model) and row.key in results]
-        points = [(row.gpus, results[row.key]) for row in of_model if results[row.key].tokens_per_s]
+        model_rows = [row for row in rows if (row.table, row.model) == (GROWING, model) and row.key in results]
+        points = [(row.gpus, results[row.key]) for row in model_rows if results[row.key].tokens_per_s]
         gpus = [n for n, _ in points]
-        of_mfu.plot(gpus, [found.mfu for _, found in points], marker="o", label=model)
-        of_cost.plot(gpus, [1e9 / found.tokens_per_s / 3600 for _, found in points if found.tokens_per_s], marker="o")
-    of_mfu.set(ylabel="MFU", ylim=(0, None))
-    of_cost.set(ylabel="GPU hours per 10$^9$ tokens", yscale="log")
-    for axes in (of_mfu, of_cost):
+        mfu_ax.plot(gpus, [point.mfu for _, point in points], marker="o", label=model)
+        cost_ax.plot(gpus, [1e9 / point.tokens_per_s / 3600 for _, point in points if point.tokens_per_s], marker="o")
+    mfu_ax.set(ylabel="MFU", ylim=(0, None))
+    cost_ax.set(ylabel="GPU hours per 10$^9$ tokens", yscale="log")
+    for axes in (mfu_ax, cost_ax):
         axes.set_xscale("log", base=2)
         axes.set_xlabel("H100 GPUs")
         axes.grid(alpha=0.3)
-    of_mfu.legend()
+    mfu_ax.legend()
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
@@ -268,8 +268,8 @@ def main() -> None:
         if args.again or row.key not in results:
             results[row.key] = result(plan(row.loaded(), row.gpu, advise=False))
             print(f"planned: {row.key}", flush=True)
-            found = {key: dataclasses.asdict(x) for key, x in results.items()}
-            args.results.write_text(json.dumps(found, indent=1) + "\n")
+            fields = {key: dataclasses.asdict(x) for key, x in results.items()}
+            args.results.write_text(json.dumps(fields, indent=1) + "\n")
     print("\n".join(tables(rows, results)))
     if args.picture:
         picture(rows, results, args.picture)

@@ -180,9 +180,9 @@ def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> Res
 
 def _rounded(m, root, scales, bits) -> tuple[jax.Array, jax.Array]:
     """(codes of m, codes of root = sqrt(v)), float32. scales: (of m, of root)."""
-    of_m, of_v = fractions(bits)
-    m_code = encode(jnp.abs(m), scales[0], M_TOP, of_m)
-    v_code = encode(root, scales[1], V_TOP, of_v)
+    m_fraction, v_fraction = fractions(bits)
+    m_code = encode(jnp.abs(m), scales[0], M_TOP, m_fraction)
+    v_code = encode(root, scales[1], V_TOP, v_fraction)
     return jnp.where(m < 0, -m_code, m_code), jnp.where(root > 0, jnp.maximum(v_code, f32(1)), v_code)
 
 
@@ -235,12 +235,12 @@ def adamw8bit_mosaic(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None, in_
     out += [] if work_dtype is None else [jax.ShapeDtypeStruct((blocks, n), work_dtype)]
     layers = seed.shape[0] if seed.ndim > 1 else 1
     operands = rows(g), h, seed.reshape(layers, 2), *state
-    found = dispatch.launch(
+    results = dispatch.launch(
         _body(n, blocks // layers, in_place, work_dtype is not None), operands, over=range(3, 8) if in_place else (),
         op=OP, out=tuple(out), grid=(blocks,), names=("blocks",), interpret=interpret,
     )  # fmt: skip
-    new = (x.reshape(y.shape) for x, y in zip(found, (p, m, m_scale, v, v_scale, p), strict=False))
-    return Result(*new, *[None] * (6 - len(found)))
+    new = (x.reshape(y.shape) for x, y in zip(results, (p, m, m_scale, v, v_scale, p), strict=False))
+    return Result(*new, *[None] * (6 - len(results)))
 
 
 def adamw8bit(

@@ -217,7 +217,7 @@ def _program():
 
 
 def _forward_mosaic(q, k, v, first, call: Call) -> tuple[jax.Array, jax.Array]:
-    """(o, lse `[B, H, S]`). A query that sees no key gets o = 0 and lse = HIDDEN."""
+    """Runs the forward kernel: (o, lse `[B, H, S]`). A query that sees no key gets o = 0 and lse = HIDDEN."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
     offset, rule, interpret, dtype = call
@@ -258,7 +258,7 @@ def _forward_mosaic(q, k, v, first, call: Call) -> tuple[jax.Array, jax.Array]:
 
 
 def _queries_mosaic(q, k, v, first, lse, delta, do, call: Call) -> jax.Array:
-    """dq."""
+    """Runs the kernel for dq: a program has a tile of queries, and goes through the keys that they see."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
     offset, rule, interpret, dtype = call
@@ -296,7 +296,7 @@ def _queries_mosaic(q, k, v, first, lse, delta, do, call: Call) -> jax.Array:
 
 
 def _keys_mosaic(q, k, v, first, lse, delta, do, call: Call) -> tuple[jax.Array, jax.Array]:
-    """(dk, dv): a program has a tile of keys, and goes through the queries of all heads that see some of them."""
+    """Runs the kernel for (dk, dv): a program has a tile of keys, and goes through all heads' queries that see them."""
     B, T, K, h = k.shape
     group = q.shape[2] // K
     offset, rule, interpret, dtype = call
@@ -419,7 +419,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def fits_part(dtype, head_dim: int, tokens: int) -> bool:
-    """True if the kernels take parts of so many queries and so many keys, with heads of this dtype and size."""
+    """True if the kernels take parts with these numbers of queries and keys, and heads of this dtype and size."""
     return fits(dtype, head_dim) and tokens % ROWS == 0
 
 
@@ -454,8 +454,8 @@ def _whole_tiles(q, k, v, starts, window: int) -> tuple[Any, Any, Any, Any]:
     if extra:
         added = jnp.arange(T, T + extra, dtype=i32)
         first = jnp.concatenate([first, jnp.broadcast_to(added[None, :], (B, extra))], axis=1)
-    of_keys = extra + -(T + extra) % ROWS
-    return _padded(q, 1, extra), _padded(k, 1, of_keys), _padded(v, 1, of_keys), first
+    extra_keys = extra + -(T + extra) % ROWS
+    return _padded(q, 1, extra), _padded(k, 1, extra_keys), _padded(v, 1, extra_keys), first
 
 
 def _padded(x, axis: int, extra: int):

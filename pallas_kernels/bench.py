@@ -71,7 +71,7 @@ class Row(NamedTuple):
 def arrays(case: Case, seed: int) -> list[jax.Array]:
     """Random arguments: small integers, normal matrices, and scales or hyperparameters between 0.1 and 0.9."""
 
-    def one(key, s):
+    def draw(key, s):
         if jnp.issubdtype(s.dtype, jnp.integer):
             return jax.random.randint(key, s.shape, 0, 97, jnp.int32).astype(s.dtype)
         if len(s.shape) < 2:
@@ -79,7 +79,7 @@ def arrays(case: Case, seed: int) -> list[jax.Array]:
         return jax.random.normal(key, s.shape, jnp.bfloat16).astype(s.dtype)
 
     keys = jax.random.split(jax.random.key(seed), len(case.args))
-    return [jax.jit(one, static_argnums=1)(key, s) for key, s in zip(keys, case.args, strict=True)]
+    return [jax.jit(draw, static_argnums=1)(key, s) for key, s in zip(keys, case.args, strict=True)]
 
 
 def compiled(case: Case, implementation: str) -> Callable:
@@ -101,16 +101,16 @@ def passed_on(case: Case, args: list[jax.Array], results: Any) -> list[jax.Array
     return args
 
 
-def difference(found: Any, expected: Any) -> tuple[float, float]:
+def difference(actual: Any, expected: Any) -> tuple[float, float]:
     """(largest difference over all results, largest magnitude of the expected results)."""
 
-    def one(a, b):
+    def compared(a, b):
         a, b = (x.astype(jnp.float32) for x in (a, b))
         return jnp.max(jnp.abs(a - b), initial=0.0), jnp.max(jnp.abs(b), initial=0.0)
 
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    each = [[float(x) for x in jax.jit(one)(a, b)] for a, b in pairs]
-    return max(d for d, _ in each), max(m for _, m in each)
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    figures = [[float(x) for x in jax.jit(compared)(a, b)] for a, b in pairs]
+    return max(d for d, _ in figures), max(m for _, m in figures)
 
 
 # ---- Times ------------------------------------------------------------------------------------------------------
@@ -162,28 +162,28 @@ def times(callers: dict[str, Callable[[int], None]], repeat: int) -> dict[str, f
     for name, calls in callers.items():
         calls(1)  # compiles
         n[name] = min(MOST_CALLS, 1 + int(TURN_SECONDS / max(1e-9, seconds(calls, 2))))
-    found: dict[str, list[float]] = {name: [] for name in callers}
+    turns_of: dict[str, list[float]] = {name: [] for name in callers}
     for _ in range(repeat):
         for name, calls in callers.items():
-            found[name].append(seconds(calls, n[name]))
-    return {name: statistics.median(turns) for name, turns in found.items()}
+            turns_of[name].append(seconds(calls, n[name]))
+    return {name: statistics.median(turns) for name, turns in turns_of.items()}
 
 
 def measure(op: str, case: Case, implementations: tuple[str, ...], repeat: int) -> tuple[Row, float]:
     """(measurements of a case, bytes per second of the copy in the same turns)."""
     differences = None, None
     if len(implementations) == 2:
-        found, expected = (compiled(case, name)(*arrays(case, 1)) for name in implementations)
-        differences = difference(found, expected)
-        del found, expected
+        actual, expected = (compiled(case, name)(*arrays(case, 1)) for name in implementations)
+        differences = difference(actual, expected)
+        del actual, expected
     callers = {"copy": copier()} | {name: caller(case, name) for name in implementations}
     seconds = times(callers, repeat)
     copy = 2 * COPY_BYTES / seconds["copy"]
     kernel = seconds.get("mosaic")
     rate = case.bytes / kernel if kernel else None
-    of_copy = rate / copy if rate else None
+    copy_fraction = rate / copy if rate else None
     name = case.name if case.name.startswith(op) else f"{op}.{case.name}"
-    return Row(name, case.bytes, kernel, seconds.get("xla"), rate and rate / 1e9, of_copy, *differences), copy
+    return Row(name, case.bytes, kernel, seconds.get("xla"), rate and rate / 1e9, copy_fraction, *differences), copy
 
 
 # ---- Report -----------------------------------------------------------------------------------------------------

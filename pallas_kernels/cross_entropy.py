@@ -65,7 +65,7 @@ def _reference_forward(logits_NV, labels_N, z_loss: float):
 
 
 def _reference_gradient(logits_NV, labels_N, lse_N, weight, z_loss: float):
-    """d_logits. weight: [] or [N]. Not by reverse mode, which would scatter into an `[N, V]` array of zeros."""
+    """d_logits by jnp. weight: [] or [N]. Not by reverse mode, which would scatter into an `[N, V]` array of zeros."""
     softmax_NV = jnp.exp(logits_NV.astype(f32) - lse_N[:, None])
     if z_loss:
         softmax_NV = softmax_NV * (1.0 + 2.0 * z_loss * lse_N)[:, None]
@@ -93,7 +93,7 @@ def _online(xs, carry):
 
 
 def _both(a, b):
-    """Combines two pairs of numbers (maximum, sum of exp(x - maximum)) into one."""
+    """Merges two pairs (maximum, sum of exp(x - maximum)) into the pair of both sets of numbers."""
     top = jnp.maximum(a[0], b[0])
     return top, a[1] * _exp(a[0] - top) + b[1] * _exp(b[0] - top)
 
@@ -114,11 +114,11 @@ def _logsumexp(row: Row, edges, tops, sums, barrier):
     if edges:
         (_, *like), *_ = edges[0]
         pairs.append(_online([jnp.where(mine, x, LOWEST) for _, x, mine in edges], empty(*like)))
-    of_group = []  # (maximum, sum) of numbers
+    group_sums = []  # (maximum, sum) of numbers
     for top, total in pairs:
         most = jnp.max(top)
-        of_group.append((most, jnp.sum(total * _exp(top - most))))
-    tops[row.group], sums[row.group] = functools.reduce(_both, of_group)
+        group_sums.append((most, jnp.sum(total * _exp(top - most))))
+    tops[row.group], sums[row.group] = functools.reduce(_both, group_sums)
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
     top, total = functools.reduce(_both, [(tops[g], sums[g]) for g in range(row.c.groups)])
@@ -346,15 +346,15 @@ def cases(sizes: Sizes, tokens: int) -> list[Case]:
     x = jax.ShapeDtypeStruct((tokens, sizes.vocab), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     number = jax.ShapeDtypeStruct((), f32)
-    one = 2 * tokens * sizes.vocab  # bytes of the logits
+    size = 2 * tokens * sizes.vocab  # bytes of the logits
     rows = 4 * tokens
 
     def backward(logits, labels, d_loss, **how):
         return jax.vjp(functools.partial(cross_entropy, labels=labels, **how), logits)[1](d_loss)
 
     return [
-        Case("in_place", functools.partial(loss_and_gradient, in_place=True), (x, labels, number), 2 * one, (0,)),
-        Case("out_of_place", loss_and_gradient, (x, labels, number), 2 * one),
-        Case("logprob", logprob, (x, labels), one),
-        Case("forward_and_backward", backward, (x, labels, jax.ShapeDtypeStruct((tokens,), f32)), 3 * one + rows),
+        Case("in_place", functools.partial(loss_and_gradient, in_place=True), (x, labels, number), 2 * size, (0,)),
+        Case("out_of_place", loss_and_gradient, (x, labels, number), 2 * size),
+        Case("logprob", logprob, (x, labels), size),
+        Case("forward_and_backward", backward, (x, labels, jax.ShapeDtypeStruct((tokens,), f32)), 3 * size + rows),
     ]

@@ -32,7 +32,7 @@ LANES = 128  # threads of a program, one warp group: lengths of vectors are mult
 
 
 class Unserved(NotImplementedError, ValueError):
-    """The kernel of an op cannot do what was asked for; says which op, what it expects and what it got."""
+    """An op's kernel does not support the arguments; the message has the op, the expected and the actual value."""
 
 
 def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
@@ -44,15 +44,15 @@ def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
 
 @functools.cache
 def automatic(device: Any = None) -> Literal["mosaic", "xla"]:
-    """The meaning of `implementation=None` in programs for a device or platform; None: for the first device."""
+    """The implementation that `implementation=None` selects on a device or platform; None: on the first device."""
     if device is None or isinstance(device, str):
         if (device or jax.default_backend()) not in ("gpu", "cuda"):
             return "xla"
         device = jax.devices(device)[0]
     elif device.platform != "gpu":
         return "xla"
-    found = capability(device)
-    if found and OLDEST <= found <= NEWEST:
+    version = capability(device)
+    if version and OLDEST <= version <= NEWEST:
         return "mosaic"
     _say_once(
         f"pallas_kernels: {device.device_kind} (compute capability {getattr(device, 'compute_capability', None)}) is "
@@ -85,8 +85,8 @@ def _say_once(message: str) -> None:
 
 def capability(device: Any) -> tuple[int, int] | None:
     """Compute capability: (9, 0) for an NVIDIA GPU's "9.0" or "9.0a"; None for CPUs and AMD's GPUs ("gfx942")."""
-    found = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", str(getattr(device, "compute_capability", None)))
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", str(getattr(device, "compute_capability", None)))
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def launch(
@@ -122,11 +122,11 @@ def launch(
     run = plgpu.kernel(
         kernel, out_type=out, grid=grid, grid_names=names, compiler_params=params, interpret=mode, **more
     )
-    found = run(*(refs.get(i, x) for i, x in enumerate(operands)))
+    results = run(*(refs.get(i, x) for i, x in enumerate(operands)))
     if refs:
-        found = [*(ref[...] for ref in refs.values()), *(found or ())]
+        results = [*(ref[...] for ref in refs.values()), *(results or ())]
     # jax 0.12's `plgpu.kernel` drops the axes of out_type.
-    return jax.tree.map(lambda x: mark_varying(x, varying), found)
+    return jax.tree.map(lambda x: mark_varying(x, varying), results)
 
 
 # The identity of an array. If a program is lowered for a device without the kernels, it raises an error that names the

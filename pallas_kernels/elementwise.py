@@ -67,9 +67,9 @@ def run(
     grid = (n // chunk,)
     out = [jax.ShapeDtypeStruct((n,), dtype) for dtype in dtypes] + [jax.ShapeDtypeStruct(grid, jnp.int32)] * maxima
     operands = (*(x.reshape(n) for x in arrays), *(x.reshape(1) for x in scalars))
-    found = dispatch.launch(kernel, operands, op=op, out=out, grid=grid, names=("chunks",), interpret=interpret)
-    results = found[: len(dtypes)]
-    tops = found[len(dtypes) :]
+    outputs = dispatch.launch(kernel, operands, op=op, out=out, grid=grid, names=("chunks",), interpret=interpret)
+    results = outputs[: len(dtypes)]
+    tops = outputs[len(dtypes) :]
     return [y.reshape(shape) for y in results], [fp8.from_ordered(jnp.max(top)) for top in tops]
 
 

@@ -84,8 +84,8 @@ def has_instructions() -> bool:
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
-    found = dispatch.capability(device)
-    return found is None or found >= FIRST
+    capability = dispatch.capability(device)
+    return capability is None or capability >= FIRST
 
 
 def code(x, dtype):
@@ -99,9 +99,9 @@ def code(x, dtype):
     )
     magic = np.float32(2.0 ** (24 - bias - mantissa))  # its last bit is FP8's smallest step
     small = jax.lax.bitcast_convert_type(jnp.abs(x) + magic, u32) - u32(magic.view(np.uint32))
-    found = jnp.where(size < u32((128 - bias) << 23), small, normal)
-    found = jnp.where(size > u32(0x7F800000), u32(0x7F), found)
-    return found | ((bits >> u32(24)) & u32(0x80))
+    magnitude = jnp.where(size < u32((128 - bias) << 23), small, normal)
+    magnitude = jnp.where(size > u32(0x7F800000), u32(0x7F), magnitude)
+    return magnitude | ((bits >> u32(24)) & u32(0x80))
 
 
 def value(bits, dtype):
@@ -139,8 +139,8 @@ def to_e4m3(x):
 def up_to_e4m3(x):
     """x rounded up to e4m3 numbers, at least 2^-9, as float32. x: positive float32 up to 448."""
     steps, step = _e4m3_steps(x)
-    found = nearest(steps)
-    return jnp.maximum(jnp.where(found < steps, found + f32(1), found) * step, f32(2.0**-9))
+    whole = nearest(steps)
+    return jnp.maximum(jnp.where(whole < steps, whole + f32(1), whole) * step, f32(2.0**-9))
 
 
 def _e4m3_steps(x):

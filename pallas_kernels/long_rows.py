@@ -85,17 +85,17 @@ class Row:
     def edges(self):
         """[(part, values, mask of the words that are in no other part)] for both ends of the row."""
         c = self.c
-        found = []
+        parts = []
         words = c.groups * LANES
         end = self.begin + c.rounds * c.span
         for k in reversed(range(c.edges)):  # side by side; the edge furthest from the row's end may overlap a round
             stop = self.first + c.V - k * words
             part = self.edge(jnp.maximum(stop - words, self.first))
-            found.append((part, self.load(part), (columns(part) >= end) & (columns(part) < stop)))
+            parts.append((part, self.load(part), (columns(part) >= end) & (columns(part) < stop)))
         if c.rows > 1:
             part = self.edge(self.first)
-            found.append((part, self.load(part), columns(part) < self.begin))
-        return found
+            parts.append((part, self.load(part), columns(part) < self.begin))
+        return parts
 
     def over_rounds(self, body, carry, *, backwards: bool = False):
         """Runs carry = body(parts, carry) over the parts of all rounds, UNROLL rounds at a time; returns carry."""

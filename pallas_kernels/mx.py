@@ -129,9 +129,9 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
             tiles.store(scales, (slice(None), here), code)
             tiles.store(words.transpose((0, 2, 1, 3)), (slice(None), slice(None), here, pl.ds(0, 4)), word)
             if by_row:
-                found = [_scale(jnp.max(jnp.max(top, axis=3), axis=2)) for top in tops]
-                row_scales.append([code for code, _ in found])
-                for k, (rows, (_, inverse)) in enumerate(zip(numbers, found, strict=True)):
+                scales_of = [_scale(jnp.max(jnp.max(top, axis=3), axis=2)) for top in tops]
+                row_scales.append([code for code, _ in scales_of])
+                for k, (rows, (_, inverse)) in enumerate(zip(numbers, scales_of, strict=True)):
                     inverse = jax.lax.broadcast_in_dim(inverse, tile, (0, 1))
                     tiles.store(by_row[0], (down, slice(None), k, at), fp8.encode(rows, inverse, E4M3))
         for k, codes in enumerate(zip(*row_scales, strict=True)):
@@ -149,14 +149,14 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
         values = shape((high, 8, 4, n // 4, 4), fp8.store_dtype(E4M3))
         out = [values, shape((high, 8, 4, n // COLUMNS), jnp.uint16), *out]
         sizes = [(m, n), (n, m)]
-    found = dispatch.launch(
+    outputs = dispatch.launch(
         kernel, (x.reshape(high, 8, 4, n // 4, 4),), op=op, out=out, grid=(m // ROWS, n // COLUMNS),
         names=("rows", "columns"), interpret=interpret,
         scratch_types=[plgpu.SMEM((4, fours, 8, PITCH), u32), plgpu.SMEM((4, fours, 4), i32)],
     )  # fmt: skip
     return [
         MX(fp8.same_bits(values, E4M3).reshape(size), fp8.same_bits(scales, E8M0).reshape(size[0], -1))
-        for values, scales, size in zip(found[::2], found[1::2], sizes, strict=True)
+        for values, scales, size in zip(outputs[::2], outputs[1::2], sizes, strict=True)
     ]
 
 

@@ -71,10 +71,10 @@ def _byte(pair, inverse, dither):
 
 def _top(*numbers):
     """The elementwise maximum of the magnitudes of arrays, `fp8.ordered`."""
-    found = [fp8.ordered(x) for x in numbers]
-    while len(found) > 1:
-        found = [jnp.maximum(*found[i : i + 2]) if i + 1 < len(found) else found[i] for i in range(0, len(found), 2)]
-    return found[0]
+    tops = [fp8.ordered(x) for x in numbers]
+    while len(tops) > 1:
+        tops = [jnp.maximum(*tops[i : i + 2]) if i + 1 < len(tops) else tops[i] for i in range(0, len(tops), 2)]
+    return tops[0]
 
 
 def _stored(scale):
@@ -97,8 +97,8 @@ def _rows_mosaic(x, seed, part: Part, op: str, interpret: bool) -> NVFP4:
     shape = (rows, WORDS)
     tensor_scale, *scalars = form.factors(part.largest(_absmax(x, op, interpret)))
     scalars += [] if seed is None else [seed, part.first()]
-    of_row = x.shape[-1] // BLOCK  # blocks
-    others = (part.columns or x.shape[-1]) // BLOCK - of_row  # blocks of a row that other parts have
+    row_blocks = x.shape[-1] // BLOCK
+    others = (part.columns or x.shape[-1]) // BLOCK - row_blocks  # blocks of a row that other parts have
 
     def kernel(x_ref, *refs):
         factor, reciprocal, *seed_and_first = (ref[0] for ref in refs[:-2])
@@ -114,7 +114,7 @@ def _rows_mosaic(x, seed, part: Part, op: str, interpret: bool) -> NVFP4:
                 return plgpu.broadcasted_iota(u32, shape, axis, layout=layout)
 
             block = iota(0) + start.astype(u32)
-            block = block + block // u32(of_row) * u32(others) if others else block
+            block = block + block // u32(row_blocks) * u32(others) if others else block
             dither = form.dithers(seed, block * u32(WORDS) + iota(1) + (first >> u32(1)))
         scale = form.block_scales(jnp.max(_top(*pair), axis=1), factor, bool(seed_and_first))
         inverse = jax.lax.broadcast_in_dim(form.inverses(scale, reciprocal), shape, (0,))
@@ -166,8 +166,8 @@ def _absmax_mosaic(x, rotation, plain_too: bool, op: str, interpret: bool) -> li
 
     out = [jax.ShapeDtypeStruct(grid, i32)] * (1 + plain_too)
     operands = _pairs(x, (m // BLOCK, BLOCK, n // 2)), form.signs(rotation).reshape(1)
-    found = dispatch.launch(kernel, operands, op=op, out=out, grid=grid, names=("rows", "columns"), interpret=interpret)
-    return [fp8.from_ordered(jnp.max(top)) for top in found]
+    peaks = dispatch.launch(kernel, operands, op=op, out=out, grid=grid, names=("rows", "columns"), interpret=interpret)
+    return [fp8.from_ordered(jnp.max(top)) for top in peaks]
 
 
 def _columns_mosaic(x, rotation, columns, rows, part: Part, op: str, interpret: bool) -> list[NVFP4]:
@@ -175,11 +175,11 @@ def _columns_mosaic(x, rotation, columns, rows, part: Part, op: str, interpret: 
     n = part.columns or x.shape[1]
     dtype = x.dtype
     layout = _tiled_layout(dtype)
-    wanted = ([rows] if rows else []) + [columns]
-    factors = [form.factors(absmax) for absmax, _ in wanted]
-    seeded = [seed is not None for _, seed in wanted]
+    directions = ([rows] if rows else []) + [columns]
+    factors = [form.factors(absmax) for absmax, _ in directions]
+    seeded = [seed is not None for _, seed in directions]
     scalars = [form.signs(rotation), part.first()]
-    for (_, *two), (_, seed) in zip(factors, wanted, strict=True):
+    for (_, *two), (_, seed) in zip(factors, directions, strict=True):
         scalars += [*two, jnp.uint32(0) if seed is None else seed.astype(u32)]
 
     def kernel(x_ref, *refs):
@@ -294,13 +294,13 @@ def _by_tiles(kernel, x, scalars, rows: bool, columns: bool, factors, op: str, i
         tile = COLUMNS // BLOCK, ROWS // BLOCK, WORDS
         memory = [plgpu.SMEM((2, 2, *tile), u32), plgpu.SMEM((2, *tile), u32)]
     operands = (_pairs(x, (high, BLOCK, wide, WORDS)), *(s.reshape(1) for s in scalars))
-    found = dispatch.launch(
+    outputs = dispatch.launch(
         kernel, operands, op=op, out=out, grid=(m // ROWS, n // COLUMNS), names=("rows", "columns"),
         interpret=interpret, scratch_types=memory, compiler_params=LANE,
     )  # fmt: skip
     return [
         NVFP4(fp8.same_bits(values, E2M1).reshape(size), fp8.same_bits(scales, E4M3).reshape(size[0], -1), scale)
-        for values, scales, size, (scale, *_) in zip(found[::2], found[1::2], sizes, factors, strict=True)
+        for values, scales, size, (scale, *_) in zip(outputs[::2], outputs[1::2], sizes, factors, strict=True)
     ]
 
 
@@ -372,8 +372,8 @@ def quantize_both(
     _check(op, x, fits, f"[M, N], multiples of {BLOCK}", rotation=rotation, first=seeds[0], second=seeds[1])
     if _tiled(op, implementation, x):
         tops = part.largest(jnp.stack(_absmax_mosaic(x, rotation, True, op, interpret)))
-        wanted = list(zip(tops, seeds, strict=True))
-        rows, columns = _columns_mosaic(x, rotation, wanted[1], wanted[0], part, op, interpret)
+        directions = list(zip(tops, seeds, strict=True))
+        rows, columns = _columns_mosaic(x, rotation, directions[1], directions[0], part, op, interpret)
         return rows, columns
     rows = form.reference(x, seeds[0], part)
     return form.narrow(rows), form.narrow(form.reference_rotated(x, rotation, seeds[1], part))
@@ -420,9 +420,9 @@ def _check(op: str, x, fits: bool, expected: str, name: str = "x", **seeds) -> N
     """Raises ValueError for a wrong dtype or shape of the array or of a seed."""
     need(x.dtype in FLOATS and x.size > 0, op, name, "bfloat16, float16 or float32, not empty", fp8.described(x))
     need(fits, op, name, expected, x.shape)
-    for what, seed in seeds.items():
+    for seed_name, seed in seeds.items():
         ok = seed is None or (jnp.shape(seed) == () and getattr(seed, "dtype", None) in (jnp.int32, u32))
-        need(ok, op, what, "int32 or uint32 []", fp8.described(seed))
+        need(ok, op, seed_name, "int32 or uint32 []", fp8.described(seed))
 
 
 def _tiled(op: str, implementation: Implementation, x) -> bool:

@@ -106,11 +106,11 @@ def block_scales(top, factor, up: bool):
 def inverses(scale, reciprocal):
     """1 / (scale * tensor scale); 0 if the scale is 0: all numbers of such a block become 0."""
     bits = _bits(scale)
-    found = f32(RECIPROCALS[0])
+    mantissa_inverse = f32(RECIPROCALS[0])
     mantissa = bits & u32(7 << 20)
     for m, value in enumerate(RECIPROCALS[1:], 1):
-        found = jnp.where(mantissa == u32(m << 20), f32(value), found)
-    inverse = found * fp8.power_of_two(u32(254) - (bits >> u32(23))) * reciprocal
+        mantissa_inverse = jnp.where(mantissa == u32(m << 20), f32(value), mantissa_inverse)
+    inverse = mantissa_inverse * fp8.power_of_two(u32(254) - (bits >> u32(23))) * reciprocal
     return jnp.where(scale == f32(0), f32(0), inverse)
 
 

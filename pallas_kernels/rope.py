@@ -134,14 +134,14 @@ def forward(
     """
     _check("rope", q, k, cos, sin)
     if cos.ndim > 2:  # one long row
-        one = forward(
+        rotated = forward(
             *(x.reshape(-1, *x.shape[-2:]) for x in (q, k)),
             *(table.reshape(-1, table.shape[-1]) for table in (cos, sin)),
             inverse=inverse,
             implementation=implementation,
             interpret=interpret,
         )
-        return one._replace(q=one.q.reshape(q.shape), k=one.k.reshape(k.shape))
+        return rotated._replace(q=rotated.q.reshape(q.shape), k=rotated.k.reshape(k.shape))
     if dispatch.choose("rope", implementation) == "mosaic":
         sizes = q.shape[-3], (q.shape[-2], k.shape[-2]), q.shape[-1] // 2, q.dtype
         cut = tiles.try_cut(implementation, tiles.heads, "rope", *sizes)

@@ -66,7 +66,7 @@ def rows(op: str, count: int, width: int, dtype, added: bool = False) -> Rows:
     The fewest warps share a row with which a thread has at most COMFORTABLE values of it; short rows share a warp.
     added: the kernel sums the rows of a tile in float32, which Mosaic does across warps for vectors of at most 4 only.
     """
-    found = []
+    fits = []
     for vector in (2**i for i in range(5) if 2**i * jnp.dtype(dtype).itemsize <= 16):
         for warps in (1, 2, 4):
             lanes = math.gcd(LANES, width // (warps * vector)) if width % (warps * vector) == 0 else 0
@@ -74,21 +74,21 @@ def rows(op: str, count: int, width: int, dtype, added: bool = False) -> Rows:
                 continue
             if added and warps < WARPS and vector > 4:
                 continue
-            each = WARPS // warps * (LANES // lanes)  # rows that the threads have at once
+            height = WARPS // warps * (LANES // lanes)  # rows that the threads have at once
             values = width // (warps * lanes)  # of a row in each thread
-            if values <= MOST and each <= count:
-                found.append((values > MOST // 2, -vector, max(values, COMFORTABLE), warps, lanes, each, values))
-    if not found:
+            if values <= MOST and height <= count:
+                fits.append((values > MOST // 2, -vector, max(values, COMFORTABLE), warps, lanes, height, values))
+    if not fits:
         kind = jnp.dtype(dtype).name
         raise Unserved(
             f"{op}: expected a width that 128 threads can share and more rows, got {count} rows of {width} {kind}"
         )
-    _, vector, _, warps, lanes, each, values = min(found)
+    _, vector, _, warps, lanes, height, values = min(fits)
     more = 1
-    while values * more * 2 <= COMFORTABLE and each * more * 2 <= count:
+    while values * more * 2 <= COMFORTABLE and height * more * 2 <= count:
         more *= 2
     how = layout((WARPS // warps, warps), (LANES // lanes, lanes), -vector)
-    return Rows(each * more, how, -(-count // (each * more)))
+    return Rows(height * more, how, -(-count // (height * more)))
 
 
 class Heads(NamedTuple):
@@ -107,24 +107,24 @@ def heads(op: str, length: int, counts: Sequence[int], width: int, dtype) -> Hea
     three costs: heads that the last tile of a position computes again; many positions per program, which leave few
     programs; and narrow vectors, which need more instructions.
     """
-    found = []
+    fits = []
     for vector in (2**i for i in range(5) if 2**i * jnp.dtype(dtype).itemsize <= 16 and width % 2**i == 0):
         lanes = math.gcd(LANES, width // vector)
         spare = LANES // lanes
-        for each in (2**i for i in range(8) if 2**i <= min(*counts, WARPS * spare)):
-            positions = WARPS * spare // each
+        for group in (2**i for i in range(8) if 2**i <= min(*counts, WARPS * spare)):
+            positions = WARPS * spare // group
             if positions <= length and width // lanes <= COMFORTABLE:
-                again = sum(-(-n // each) * each for n in counts) / sum(counts)
-                found.append((again * (1 + positions / 32) * (1 + 1 / vector), vector, lanes, spare, each, positions))
-    if not found:
+                again = sum(-(-n // group) * group for n in counts) / sum(counts)
+                fits.append((again * (1 + positions / 32) * (1 + 1 / vector), vector, lanes, spare, group, positions))
+    if not fits:
         raise Unserved(
             f"{op}: expected more positions or heads for 128 threads, got {length} positions, {tuple(counts)} heads of "
             f"2 x {width} {jnp.dtype(dtype).name}"
         )
-    _, vector, lanes, spare, each, positions = min(found)
-    of_lanes = min(spare, each)
-    how = layout((positions * of_lanes // spare, each // of_lanes, 1), (spare // of_lanes, of_lanes, lanes), vector)
-    return Heads(positions, each, how, max(1, COMFORTABLE // 2 * lanes // width))
+    _, vector, lanes, spare, group, positions = min(fits)
+    across = min(spare, group)
+    how = layout((positions * across // spare, group // across, 1), (spare // across, across, lanes), vector)
+    return Heads(positions, group, how, max(1, COMFORTABLE // 2 * lanes // width))
 
 
 def try_cut(implementation: Implementation, cut: Callable, op: str, *sizes):

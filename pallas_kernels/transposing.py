@@ -72,11 +72,11 @@ def run(body: Callable, x: jax.Array, scalars: tuple, stored, op: str, interpret
     out = [] if stored is None else [shape((m // 4, 4, n), stored), shape(grid, jnp.int32)]
     operands = (x.reshape(m // 4, 4, n), *(s.reshape(1) for s in scalars))
     memory = [plgpu.SMEM((rows, wide + 4), u32)]
-    *found, words = dispatch.launch(
+    *row_results, words = dispatch.launch(
         kernel, operands, op=op, out=[*out, shape((n, m // 4), u32)], grid=grid, names=("rows", "columns"),
         interpret=interpret, scratch_types=memory,
     )  # fmt: skip
-    return (found and [found[0], fp8.from_ordered(jnp.max(found[1]))]), words
+    return (row_results and [row_results[0], fp8.from_ordered(jnp.max(row_results[1]))]), words
 
 
 def as_matrix(words, dtype):

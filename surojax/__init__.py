@@ -1,13 +1,17 @@
 """surojax: train language models that are larger than the GPUs they run on, in JAX.
 
-The README names the files to read, in the order in which a run calls them.
+docs/house.md names the files to read, in the order in which a run calls them.
 
 Names are imported when they are first used, so that `import surojax` loads neither checkpoints nor data loaders.
 """
 
 import importlib.util
+import os
 import sys
 import types
+from typing import TYPE_CHECKING
+
+__version__ = "0.2.0"
 
 _NEEDED = "jax flax optax orbax tensorstore chex ml_collections grain tokenizers jinja2 pyarrow huggingface_hub gguf"
 _NEEDED += " ml_dtypes tensorboardX tqdm psutil"
@@ -27,26 +31,56 @@ def _cannot_run() -> str:
 
 
 if _reason := _cannot_run():
-    if sys.argv[:1] == ["-m"]:  # while `python -m surojax.train` looks for the module: one line instead of a traceback
+    # One line instead of a traceback: while `python -m surojax.train` looks for the module, and of the command surojax.
+    if sys.argv[:1] == ["-m"] or [os.path.basename(name) for name in sys.argv[:1]] == ["surojax"]:
         sys.exit(f"surojax: error: {_reason}")
     raise ImportError(f"surojax: {_reason}")
 
 _HOMES = {
+    "Callback": "surojax.run.callbacks",
     "CheckpointError": "surojax.errors",
     "Compute": "surojax.models.model",
     "ConfigError": "surojax.errors",
+    "EarlyStopping": "surojax.run.callbacks",
     "Engine": "surojax.step.spec",
+    "Event": "surojax.run.callbacks",
+    "Guard": "surojax.run.callbacks",
+    "LossOfLogits": "surojax.step.objective",
     "Decoder": "surojax.models.decoder",
     "DecoderConfig": "surojax.models.decoder",
     "Model": "surojax.models.model",
     "NonFiniteLoss": "surojax.run.nonfinite",
+    "Objective": "surojax.step.objective",
+    "OwnLoop": "surojax.training.own_loop",
     "Result": "surojax.train",
+    "TrainState": "surojax.step.state",
     "assemble": "surojax.assembly",
     "default_config": "surojax.config",
     "read_metrics": "surojax.run.metrics",
     "train": "surojax.train",
 }
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+if TYPE_CHECKING:  # for editors, which complete these names and show their types
+    from surojax.assembly import assemble as assemble
+    from surojax.config import default_config as default_config
+    from surojax.errors import CheckpointError as CheckpointError, ConfigError as ConfigError
+    from surojax.models.decoder import Decoder as Decoder, DecoderConfig as DecoderConfig
+    from surojax.models.model import Compute as Compute, Model as Model
+    from surojax.run.callbacks import (
+        Callback as Callback,
+        EarlyStopping as EarlyStopping,
+        Event as Event,
+        Guard as Guard,
+    )
+    from surojax.run.metrics import read_metrics as read_metrics
+    from surojax.run.nonfinite import NonFiniteLoss as NonFiniteLoss
+    from surojax.step.objective import LossOfLogits as LossOfLogits, Objective as Objective
+    from surojax.step.spec import Engine as Engine
+    from surojax.step.state import TrainState as TrainState
+    from surojax.train import Result as Result, train as train
+    from surojax.training.own_loop import OwnLoop as OwnLoop
 
 
 def __getattr__(name: str):

@@ -9,33 +9,33 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import jax
+from typing import Any, NamedTuple
 
 from surojax.config import fields as configs
 from surojax.errors import ConfigError
 from surojax.families.registry import ARCHITECTURES
 from surojax.memory.host import parts
+from surojax.memory.in_file import InFiles
+from surojax.memory.layer_file import Store
 from surojax.models.lora import Lora, saved_names, target_names
 from surojax.models.model import Compute, Model, Recompute, Segment
 from surojax.numerics import fp8
 from surojax.numerics.base_formats import Coded, is_coded
 from surojax.numerics.recipes import Precision
-from surojax.optim import optimizer as optim
-from surojax.optim.optimizers import built
+from surojax.optim import optimizer as optim, optimizers
+from surojax.optim.from_optax import MakeTransformation, from_optax
 from surojax.parallel import collectives
-from surojax.placement.home import DEVICE, HOST, Home
+from surojax.placement.home import HOST
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import pipeline_stages, shards
 from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
 from surojax.step import train_step as step
-from surojax.step.objective import CrossEntropy
+from surojax.step.objective import CrossEntropy, LossOfLogits, Objective
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
-from surojax.step.state_plan import state_plan
+from surojax.step.state_plan import bytes_per_device, state_plan
 
 # XLA options that overlap copies and communication with computation. In the engine's program all copies and all-gathers
 # of a layer can start when the layer starts (engine.py). With XLA's defaults, each was nevertheless started and awaited
@@ -92,6 +92,11 @@ class Assembly:
     mesh: Mesh
 
     @property
+    def store(self) -> Store:
+        """The file that part of the state is stored in; an empty store if all of it is in memory."""
+        return InFiles(self.plan).store
+
+    @property
     def params(self) -> dict:
         """The model's `Param`s by section."""
         return self.model.params
@@ -125,6 +130,10 @@ class Assembly:
         """See `step.make_train_step`."""
         return step.make_train_step(self.engine, self.optimizer, self.plan, self.mesh)
 
+    def gradients(self):
+        """See `step.make_gradients`."""
+        return step.make_gradients(self.engine, self.optimizer, self.plan, self.mesh)
+
     def compiler_options(
         self, platform: str, *, memory_bytes: int | None = None, plans_with: float = 1.0, host_temporaries: int = 0
     ) -> dict[str, str | bool | int]:
@@ -144,19 +153,13 @@ class Assembly:
             schedule |= GATHERS
         limit = {}
         if memory_bytes:
-            state = self.state_bytes()
+            state = bytes_per_device(self.plan)
             left = plans_with * memory_bytes - state
             wanted = 0.95 * memory_bytes - state + 2 * host_temporaries
             if self.engine.overlap_update:
-                wanted += self.state_bytes(HOST)
+                wanted += bytes_per_device(self.plan, HOST)
             limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
         return schedule | limit | collectives.compiler_options(self.engine.table.copy_engine)
-
-    def state_bytes(self, home: Home = DEVICE) -> int:
-        """Bytes of the state in a memory of each GPU."""
-        arrays = [x for x in jax.tree.leaves(self.plan) if isinstance(x, jax.ShapeDtypeStruct)]  # not in files
-        found = [x for x in arrays if (x.sharding.memory_kind or DEVICE.memory_kind) == home.memory_kind]
-        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in found)
 
     def eval_step(self):
         """See `step.make_eval_step`."""
@@ -172,6 +175,7 @@ def assemble(
     recompute_block: bool = True,
     lmhead_chunks: int = 1,
     z_loss: float = 0.0,
+    objective: Objective | None = None,
     packed: bool = False,
     microbatches_per_fetch: int = 1,
     overlap_update: bool = False,
@@ -180,13 +184,12 @@ def assemble(
 ) -> Assembly:
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
-    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch, overlap_update, pp_schedule,
-    locates_nonfinite: see `spec.Engine`.
+    objective: None: cross-entropy with this z_loss. recompute_block, lmhead_chunks, packed, microbatches_per_fetch,
+    overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`.
     """
     if pipeline_stages(mesh) > 1:
         of_stage(model, pipeline_stages(mesh))  # raises
-    in_files = table.master.home.in_file or table.moments.home.in_file
-    if overlap_update and (not table.grads.home.streamed or in_files or pipeline_stages(mesh) > 1):
+    if overlap_update and (not table.grads.home.streamed or table.in_files or pipeline_stages(mesh) > 1):
         raise ConfigError(
             "overlap_update: expected offload_grads, no state in files and pp_size=1 with it, got True without; "
             "leave it out"
@@ -198,7 +201,7 @@ def assemble(
         of_classes,
         recompute_block=recompute_block,
         lmhead_chunks=lmhead_chunks,
-        objective=CrossEntropy(z_loss),
+        objective=objective or CrossEntropy(z_loss),
         packed=packed,
         microbatches_per_fetch=microbatches_per_fetch,
         overlap_update=overlap_update,
@@ -213,25 +216,61 @@ def assemble(
     return Assembly(model, optimizer, plan, engine, mesh)
 
 
-def from_config(c: configs.Config, mesh: Mesh, total_steps: int, *, locates_nonfinite: bool = False) -> Assembly:
+class Brought(NamedTuple):
+    """The optimizer and the objective that a caller brings in place of the config's.
+
+    optimizer: a function of the learning rate that returns an elementwise transformation of optax, such as optax.lion.
+    objective: what is minimised, of the labels of the data.
+    """
+
+    optimizer: MakeTransformation | None = None
+    objective: Objective | None = None
+
+
+NOTHING = Brought()
+
+
+def from_config(
+    c: configs.Config, mesh: Mesh, total_steps: int, *, locates_nonfinite: bool = False, brought: Brought = NOTHING
+) -> Assembly:
     """The parts of the run of a checked config on a mesh, with a learning rate schedule for `total_steps`.
 
-    locates_nonfinite: see `spec.Engine`.
+    locates_nonfinite: see `spec.Engine`. Raises ConfigError if what the caller brought does not go with the config.
     """
-    return assemble(
+    found = assemble(
         model(c),
         table=place(Storage(**{name: c[name] for name in SETTINGS}), num_shards=shards(mesh)),
-        optimizer=_optimizer(c, total_steps),
+        optimizer=_optimizer(c, total_steps, brought.optimizer),
         mesh=mesh,
         recompute_block=c.recompute_block,
         lmhead_chunks=c.lmhead_chunks,
         z_loss=c.z_loss,
+        objective=brought.objective,
         packed=c.sample_packing,
         microbatches_per_fetch=c.microbatches_per_fetch,
         overlap_update=c.overlap_update,
         pp_schedule=c.pp_schedule,
         locates_nonfinite=locates_nonfinite,
     )
+    if brought.objective:
+        check_objective(c, found.engine)
+    return found
+
+
+def check_objective(c: configs.Config, engine: Engine) -> None:
+    """Raises ConfigError if the objective that a caller brought does not go with a config."""
+    if c.z_loss:
+        raise ConfigError(f"z_loss: expected 0 with an objective of your own, got {c.z_loss}; leave it out")
+    if others := set(engine.objective.targets) - {"labels"}:
+        raise ConfigError(
+            f"objective: expected targets among labels, which the data has, got {', '.join(sorted(others))}; "
+            "train in a loop of your own with them"
+        )
+    if isinstance(engine.objective, LossOfLogits) and engine.vocabulary_axes:
+        raise ConfigError(
+            f"objective: expected a whole vocabulary on each device, got one sharded over "
+            f"{', '.join(engine.vocabulary_axes)}; write an Objective that sums over these axes, or set tp_size=1"
+        )
 
 
 def architecture(c: configs.Config) -> Any:
@@ -294,7 +333,15 @@ def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedul
     )
 
 
-def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
-    """The optimizer of a config."""
+def _optimizer(c: configs.Config, total_steps: int, make: MakeTransformation | None) -> optim.Optimizer:
+    """The optimizer of a config, or of a transformation with its learning rate and its clipping."""
     settings = configs.flat(c) | {"implementation": compute(c).precision.implementation}
-    return built(c.optimizer, settings, lambda peak: _schedule(c, peak, total_steps))
+    if make:
+        for name in ("optimizer", "weight_decay", *(field.name for field in optimizers.SETTINGS)):
+            if settings[name] != (default := configs.DEFAULTS[name]):
+                raise ConfigError(
+                    f"{name}: expected {default!r} with an optimizer of optax, which does not read it, got "
+                    f"{settings[name]!r}; leave it out, and give it to the function"
+                )
+        return from_optax(make, _schedule(c, c.learning_rate, total_steps), max_grad_norm=c.max_grad_norm)
+    return optimizers.built(c.optimizer, settings, lambda peak: _schedule(c, peak, total_steps))

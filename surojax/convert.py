@@ -19,7 +19,7 @@ from surojax.config import checks
 from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
 from surojax.data.tokenizer import load_tokenizer
-from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, short_exit_codes
+from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, refusing, short_exit_codes
 from surojax.exchange import config_json, gguf, peft, small_files
 from surojax.exchange.checkpoint_tensors import CheckpointTensors
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
@@ -196,39 +196,38 @@ def keep(c: Config) -> None:
     small_files.write_small_files(kept, {SOURCE: encoded({"model_path": c.model_path})})
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    found = argparse.ArgumentParser(prog="python -m surojax.convert", description=(__doc__ or "").partition("\n")[0])
+    found.add_argument("--checkpoint", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder, a .gguf file")
+    found.add_argument("--out", metavar="DIR", help="the folder to write, new or empty")
+    found.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default {DEFAULT_DTYPE}, whatever the source has)")
+    found.add_argument("--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says")
+    found.add_argument("--check", metavar="MODEL", help="compare a Hugging Face folder or .gguf file with transformers")
+    found.add_argument("--python", help="--check: an interpreter with transformers and torch (default: this one)")
+    found.epilog = short_exit_codes("--check that found a difference")
+    return refusing(found)
+
+
+def merge_parser() -> argparse.ArgumentParser:
+    """The options of `convert merge`."""
+    found = argparse.ArgumentParser(prog="python -m surojax.convert merge")
+    found.add_argument("base", metavar="BASE", help="as for --checkpoint: the model that the adapter was trained on")
+    found.add_argument("adapters", metavar="ADAPTER", nargs="+", help="a folder that PEFT or a run wrote")
+    found.add_argument("out", metavar="DIR", help="the folder to write, new or empty")
+    found.add_argument("--dtype", default=DEFAULT_DTYPE, help=f"{', '.join(DTYPES)} (default {DEFAULT_DTYPE})")
+    return refusing(found)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and convert. An error ends it with one line (`errors.ending`)."""
-    parser = argparse.ArgumentParser(prog="python -m surojax.convert", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--checkpoint", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder, a .gguf file"
-    )
-    parser.add_argument("--out", metavar="DIR", help="the folder to write, new or empty")
-    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default {DEFAULT_DTYPE}, whatever the source has)")
-    parser.add_argument(
-        "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
-    )
-    parser.add_argument(
-        "--check", metavar="MODEL", help="compare a Hugging Face folder or .gguf file with transformers"
-    )
-    parser.add_argument("--python", help="--check: an interpreter with transformers and torch (default: this one)")
-
-    def refuse(message: str):
-        raise ConfigError(f"{message}; see --help")
-
-    merging = argparse.ArgumentParser(prog="python -m surojax.convert merge")
-    merging.add_argument("base", metavar="BASE", help="as for --checkpoint: the model that the adapter was trained on")
-    merging.add_argument("adapters", metavar="ADAPTER", nargs="+", help="a folder that PEFT or a run wrote")
-    merging.add_argument("out", metavar="DIR", help="the folder to write, new or empty")
-    merging.add_argument("--dtype", default=DEFAULT_DTYPE, help=f"{', '.join(DTYPES)} (default {DEFAULT_DTYPE})")
-    parser.epilog = short_exit_codes("--check that found a difference")
-    parser.error = merging.error = refuse  # type: ignore[method-assign]
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] == ["merge"]:
-            args = merging.parse_args(argv[1:])
+            args = merge_parser().parse_args(argv[1:])
             print(f"written: {merge(args.base, args.adapters, args.out, dtype=args.dtype)}")
             return
-        args = parser.parse_args(argv)
+        args = parser().parse_args(argv)
         if args.check is not None:
             for name in ("checkpoint", "out", "dtype", "tokenizer"):
                 if getattr(args, name):

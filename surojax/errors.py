@@ -5,7 +5,9 @@ A message may repeat what a file or another library says: it becomes one line, w
 
 import re
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
+from typing import NoReturn
 
 LONGEST = 2000  # characters of a message
 
@@ -56,6 +58,16 @@ def ending(command: str, error: Exception) -> SystemExit:
     """Returns what ends a command, such as "plan", with a line for an error: `Refused` for a ConfigError."""
     line = f"surojax.{command}: error: {error}"
     return Refused(line) if isinstance(error, ConfigError) else SystemExit(line)
+
+
+def refusing(parser: ArgumentParser) -> ArgumentParser:
+    """The parser, which raises ConfigError for a command line where argparse would end the process."""
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser
 
 
 def ends_with_code(main: Callable[[], None]) -> None:

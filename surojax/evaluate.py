@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from surojax.data.templates import NAMES as TEMPLATES
-from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, need, short_exit_codes
+from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
 from surojax.inference.sample import MOST_TOKENS
 from surojax.inference.score import Request, request_of, score
 from surojax.inference.trained_model import Trained, load_trained
@@ -150,38 +150,38 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError(f"--json: expected a file that can be written, got {args.json!r}; choose another")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and print the results. An error ends it with one line (`errors.ending`)."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    found = argparse.ArgumentParser(
         prog="python -m surojax.evaluate", description="Measure a model by multiple choice or by tasks of lm_eval."
     )
-    parser.add_argument(
+    found.add_argument(
         "--checkpoint", required=True, help="a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file"
     )
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = found.add_mutually_exclusive_group(required=True)
     what.add_argument("--questions", help='.jsonl with "question", "choices" and "answer" (index of the right choice)')
     what.add_argument("--tasks", help="tasks of the LM Evaluation Harness, separated by commas (pip install lm_eval)")
-    parser.add_argument("--include-path", help="--tasks: a folder with task files of your own")
-    parser.add_argument("--limit", type=int, help="first questions only, of the file or of each task")
-    parser.add_argument("--num-fewshot", type=int, help="--tasks: examples before each question; default: its own")
-    parser.add_argument("--chat", action="store_true", help="--tasks: put questions into the model's chat template")
-    parser.add_argument(
+    found.add_argument("--limit", type=int, help="first questions only, of the file or of each task")
+    found.add_argument("--batch-size", type=int, default=8, help="texts computed together (default 8)")
+    harness = found.add_argument_group("with --tasks")
+    harness.add_argument("--include-path", help="--tasks: a folder with task files of your own")
+    harness.add_argument("--num-fewshot", type=int, help="--tasks: examples before each question; default: its own")
+    harness.add_argument("--chat", action="store_true", help="--tasks: put questions into the model's chat template")
+    harness.add_argument(
         "--chat-template", default="", help=f"--chat: {', '.join(TEMPLATES)} or a file; default: the model's own"
     )
-    parser.add_argument("--batch-size", type=int, default=8, help="texts computed together (default 8)")
-    parser.add_argument("--max-length", type=int, help=f"--tasks: longest text, in tokens (default {MAX_LENGTH})")
-    parser.add_argument(
-        "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
-    )
-    parser.add_argument("--json", help="file for the results")
+    harness.add_argument("--max-length", type=int, help=f"--tasks: longest text, in tokens (default {MAX_LENGTH})")
+    found.add_argument("--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says")
+    found.add_argument("--json", help="file for the results")
 
-    def refuse(message: str):
-        raise ConfigError(f"{message}; see --help")
+    found.epilog = short_exit_codes()
+    return refusing(found)
 
-    parser.epilog = short_exit_codes()
-    parser.error = refuse  # type: ignore[method-assign]
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and print the results. An error ends it with one line (`errors.ending`)."""
     try:
-        args = parser.parse_args(argv)
+        args = parser().parse_args(argv)
         for option, value, least, most in (
             ("--batch-size", args.batch_size, 1, 2**16),
             ("--max-length", args.max_length, 2, MOST_TOKENS),

@@ -205,40 +205,43 @@ def parser() -> argparse.ArgumentParser:
     description = f"{(__doc__ or '').partition(chr(10))[0]} Model, data and the sequences of a step stay as they are."
     description += f"\n\n{short_exit_codes('nothing that fits')}"
     found = argparse.ArgumentParser(prog="python -m surojax.fit", description=description)
-    found.add_argument("--gpu", metavar="NAME", help=f"the GPU to search for: {', '.join(GPUS)}")
-    found.add_argument(
+    machine = found.add_argument_group("the machine")
+    machine.add_argument("--gpu", metavar="NAME", help=f"the GPU to search for: {', '.join(GPUS)}")
+    machine.add_argument(
         "--host-memory",
         metavar="GIB",
         type=float,
         help="host memory of a machine, in GiB (2^30); unlimited if left out",
     )
-    found.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8 of most)")
+    machine.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8 of most)")
     add_cost(found)
-    found.add_argument(
+    machine.add_argument(
         "--nvme",
         metavar="GB",
         type=float,
         help="room for state in files on the drives of all machines together, in GB (10^9); none are used if left out",
     )
-    found.add_argument(
+    free = found.add_argument_group("what may change")
+    free.add_argument(
         "--allow",
         metavar="WORDS",
         default="",
         help=f"settings that change numbers: a comma list of {', '.join(NUMBERS)}",
     )
-    found.add_argument("--keep", metavar="FIELDS", default="", help="comma list of fields that stay as in the config")
-    found.add_argument(
+    free.add_argument("--keep", metavar="FIELDS", default="", help="comma list of fields that stay as in the config")
+    free.add_argument(
         "--effective-batch", metavar="N", type=int, help="sequences of a step on all GPUs; the config's if left out"
     )
-    found.add_argument("--out", metavar="FILE", help="the new config file to write; CONFIG_GPUSxGPU.py if left out")
-    found.add_argument(
+    output = found.add_argument_group("what is printed and written")
+    output.add_argument("--out", metavar="FILE", help="the new config file to write; CONFIG_GPUSxGPU.py if left out")
+    output.add_argument(
         "--top",
         metavar="N",
         type=int,
         default=SHOWN,
         help=f"settings to print, {SHOWN} if left out; above {MOST_COMPILED} more are compiled",
     )
-    found.add_argument("--json", metavar="FILE", help="write what was found there, as JSON")
+    output.add_argument("--json", metavar="FILE", help="write what was found there, as JSON")
     return found
 
 

@@ -82,39 +82,44 @@ def interact(trained: Trained, *, chat: bool, system: str, **options) -> None:
             messages.append({"role": "assistant", "content": text})
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and print each prompt with its continuation, or each answer."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    found = argparse.ArgumentParser(
         prog="python -m surojax.generate", description="Continue texts, or answer messages, with a trained model."
     )
-    parser.add_argument(
+    found.add_argument(
         "--checkpoint",
         required=True,
         help="a checkpoint, the output_dir of a run for its newest one, a Hugging Face folder or name, or a GGUF file",
     )
-    parser.add_argument(
+    found.add_argument(
         "--prompt",
         action="append",
         help="text to continue, or message to answer; may be given several times; empty = start a new document; left "
         "out = lines of the standard input, with --chat a conversation",
     )
-    parser.add_argument("--chat", action="store_true", help="answer: put the prompt into the model's chat template")
-    parser.add_argument("--system", default="", help="--chat: the system message before the prompt")
-    parser.add_argument(
+    chat = found.add_argument_group("conversations")
+    chat.add_argument("--chat", action="store_true", help="answer: put the prompt into the model's chat template")
+    chat.add_argument("--system", default="", help="--chat: the system message before the prompt")
+    chat.add_argument(
         "--chat-template", default="", help=f"--chat: {', '.join(TEMPLATES)} or a file; default: the model's own"
     )
-    parser.add_argument("--max-tokens", type=int, default=200, help="largest number of new tokens (default 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 = greedy (default 0.8)")
-    parser.add_argument(
+    sampling = found.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=200, help="largest number of new tokens (default 200)")
+    sampling.add_argument("--temperature", type=float, default=0.8, help="0 = greedy (default 0.8)")
+    sampling.add_argument(
         "--top-p", type=float, default=1.0, help="sample only from the most likely tokens of this total probability"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
-    parser.add_argument(
-        "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
-    )
-    parser.epilog = short_exit_codes()
-    parser.error = _exit_with
-    args = parser.parse_args(argv)
+    sampling.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    found.add_argument("--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says")
+    found.epilog = short_exit_codes()
+    found.error = _exit_with
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and print each prompt with its continuation, or each answer."""
+    args = parser().parse_args(argv)
     try:
         check_options(args.max_tokens, args.temperature, args.top_p, args.seed)
         if (args.system or args.chat_template) and not args.chat:

@@ -22,6 +22,7 @@ import shlex
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 from surojax.cluster.early import STOPPED  # isort: skip  # before what takes seconds
 
@@ -65,14 +66,18 @@ def fewer(n: int) -> int:
 
 
 def accumulation(command: list[str]) -> int:
-    """The gradient_accumulation_steps of a command `python -m surojax.train ...`. Raises ConfigError."""
-    if "surojax.train" not in command:
+    """The gradient_accumulation_steps of `python -m surojax.train ...` or `surojax train ...`. Raises ConfigError."""
+    after = [i + 1 for i, word in enumerate(command) if word == "surojax.train"]
+    after += [
+        i + 2 for i, word in enumerate(command[:-1]) if Path(word).name == "surojax" and command[i + 1] == "train"
+    ]
+    if not after:
         raise ConfigError(f"--elastic: expected the command {COMMAND}, got {' '.join(command)[:100]}; leave it out")
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--export")
     for name in ("--max-minutes", "--heartbeat"):
         parser.add_argument(name)
-    return flags.parse(command[command.index("surojax.train") + 1 :], parser)[0].gradient_accumulation_steps
+    return flags.parse(command[after[0] :], parser)[0].gradient_accumulation_steps
 
 
 def supervise(
@@ -175,22 +180,27 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int, again: str =
     return code
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command's options, which stand before --."""
+    found = argparse.ArgumentParser(prog="python -m surojax.launch", description=(__doc__ or "").partition("\n")[0])
+    found.epilog = exit_codes()
+    found.formatter_class = argparse.RawDescriptionHelpFormatter
+    found.usage = f"%(prog)s -n N [options] -- {COMMAND}"
+    found.add_argument("-n", type=int, default=1, help="number of processes (default: %(default)s)")
+    found.add_argument("--devices-per-process", type=int, metavar="D", help="virtual CPU devices instead of GPUs")
+    found.add_argument("--restarts", type=int, default=0, metavar="R", help="starts after an error (default: 0)")
+    found.add_argument("--elastic", action="store_true", help="start again with fewer processes")
+    found.add_argument("--ray", action="store_true", help="start the processes on a Ray cluster")
+    found.add_argument("--gpus-per-process", type=int, default=0, metavar="G", help="with --ray: GPUs of each worker")
+    return found
+
+
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, supervise, and exit with the code above."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m surojax.launch", description=(__doc__ or "").partition("\n")[0])
-    parser.epilog = exit_codes()
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = f"%(prog)s -n N [options] -- {COMMAND}"
-    parser.add_argument("-n", type=int, default=1, help="number of processes (default: %(default)s)")
-    parser.add_argument("--devices-per-process", type=int, metavar="D", help="virtual CPU devices instead of GPUs")
-    parser.add_argument("--restarts", type=int, default=0, metavar="R", help="starts after an error (default: 0)")
-    parser.add_argument("--elastic", action="store_true", help="start again with fewer processes")
-    parser.add_argument("--ray", action="store_true", help="start the processes on a Ray cluster")
-    parser.add_argument("--gpus-per-process", type=int, default=0, metavar="G", help="with --ray: GPUs of each worker")
     dashes = argv.index("--") if "--" in argv else len(argv)
     command = argv[dashes + 1 :]
-    a = parser.parse_args(argv[:dashes])
+    a = parser().parse_args(argv[:dashes])
     try:
         need(bool(command), "command", f"one after --, like {COMMAND}", None, "write it after --")
         need(1 <= a.n <= MAX_PROCESSES, "-n", f"1 to {MAX_PROCESSES:,}", a.n, "correct it")

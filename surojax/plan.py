@@ -1,7 +1,7 @@
 """Plans a run without the GPUs: the memory and traffic that it needs, and the predicted time of a step.
 
     python -m surojax.plan --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--json FILE] [--host-memory GIB] \
-        [--trace FILE] [--tokens N [--price PER_GPU_HOUR]] [--host-bandwidth GB]
+        [--html FILE] [--trace FILE] [--tokens N [--price PER_GPU_HOUR]] [--host-bandwidth GB]
 
 `surojax.planner.plan.plan(config, gpu)` is the function behind this command.
 """
@@ -10,6 +10,8 @@ import argparse
 import dataclasses
 import json
 import math
+import shlex
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,8 +19,9 @@ import jax
 
 from surojax.config.flags import parse
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
+from surojax.pages.plan import page
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan import plan
+from surojax.planner.plan import Plan, plan
 from surojax.planner.report import cost, table
 from surojax.untrusted import expanded
 
@@ -66,46 +69,68 @@ def check_cost(args: argparse.Namespace) -> None:
         raise ConfigError("--price: expected --tokens as well, whose cost it says; add --tokens 1e9, for example")
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command's own options."""
+    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
+    found = argparse.ArgumentParser(prog="python -m surojax.plan", description=description)
+    machine = found.add_argument_group("the machine")
+    machine.add_argument("--gpu", metavar="NAME", help=f"the GPU to plan for: {', '.join(GPUS)}")
+    machine.add_argument("--host-memory", metavar="GIB", type=float, help="host memory of a machine, to check as well")
+    machine.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8 of most)")
+    output = found.add_argument_group("what is written")
+    output.add_argument("--json", metavar="FILE", help="write the plan there, as JSON")
+    output.add_argument("--html", metavar="FILE", help="write the plan there, as a page to open in a browser")
+    output.add_argument(
+        "--trace", metavar="FILE", help="write a trace of the simulated step there, for ui.perfetto.dev"
+    )
+    add_cost(found)
+    return found
+
+
+def html(p: Plan, trace: Path, argv: list[str]) -> str:
+    """The plan as a page. trace: the file of its time line, which is not there if no time is predicted."""
+    events = json.loads(trace.read_text()) if trace.exists() and not p.not_predicted else None
+    return page(p, shlex.join(["surojax", "plan", *argv]), events)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, plan, and print the plan. An error ends it with one line (`errors.ending`)."""
     jax.config.update("jax_platforms", "cpu")  # the plan needs no GPU, and should not occupy one
-    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
-    parser = argparse.ArgumentParser(prog="python -m surojax.plan", description=description)
-    parser.add_argument("--gpu", metavar="NAME", help=f"the GPU to plan for: {', '.join(GPUS)}")
-    parser.add_argument("--json", metavar="FILE", help="write the plan there, as JSON")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="write a trace of the simulated step there, for ui.perfetto.dev"
-    )
-    parser.add_argument("--host-memory", metavar="GIB", type=float, help="host memory of a machine, to check as well")
-    parser.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8 of most)")
-    add_cost(parser)
     try:
-        c, args = parse(argv, parser)
-        file = check_path("--json", args.json) if args.json is not None else None
-        trace = check_path("--trace", args.trace) if args.trace is not None else None
+        c, args = parse(argv, parser())
+        names = {option: getattr(args, option) for option in ("json", "html", "trace")}
+        files = {option: check_path(f"--{option}", name) for option, name in names.items() if name is not None}
         if args.gpu is None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
         if args.host_memory is not None and not 0 < args.host_memory < float("inf"):
             raise ConfigError(f"--host-memory: expected GiB, more than 0, got {args.host_memory}; leave it out")
         check_cost(args)
-        found = plan(
-            c,
-            args.gpu,
-            host_memory=args.host_memory,
-            gpus_per_node=args.gpus_per_node,
-            host_bandwidth=args.host_bandwidth,
-            trace=str(trace) if trace else None,
-        )
-        print(table(found))
-        if args.tokens is not None and found.tokens_per_s_per_gpu and found.predicted_range_s:
-            tokens = found.gpus * found.tokens_per_s_per_gpu * (found.predicted_step_s or math.nan)
-            steps = (found.predicted_step_s, *found.predicted_range_s)
-            print(cost(args.tokens, args.price, found.gpus, [s / tokens for s in steps if s is not None]))
-        elif args.tokens is not None:
-            print("no cost is said: no time is predicted")
-        if file:
-            file.write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
-        for written in filter(None, (file, trace)):
+        with tempfile.TemporaryDirectory() as folder:
+            trace = files.get("trace", Path(folder) / "trace.json")
+            found = plan(
+                c,
+                args.gpu,
+                host_memory=args.host_memory,
+                gpus_per_node=args.gpus_per_node,
+                host_bandwidth=args.host_bandwidth,
+                trace=str(trace) if {"trace", "html"} & files.keys() else None,
+            )
+            if "trace" in files and found.not_predicted:
+                raise ConfigError(
+                    f"--trace: expected a step whose time is predicted, got {found.not_predicted}; leave it out"
+                )
+            texts = {"json": lambda: json.dumps(dataclasses.asdict(found), indent=2) + "\n"}
+            texts["html"] = lambda: html(found, trace, sys.argv[1:] if argv is None else argv)
+            print(table(found))
+            if args.tokens is not None and found.tokens_per_s_per_gpu and found.predicted_range_s:
+                tokens = found.gpus * found.tokens_per_s_per_gpu * (found.predicted_step_s or math.nan)
+                steps = (found.predicted_step_s, *found.predicted_range_s)
+                print(cost(args.tokens, args.price, found.gpus, [s / tokens for s in steps if s is not None]))
+            elif args.tokens is not None:
+                print("no cost is said: no time is predicted")
+            for option in files.keys() & texts.keys():
+                files[option].write_text(texts[option](), encoding="utf-8")
+        for written in files.values():
             print(f"written: {written}")
     except (ConfigError, OSError) as error:
         raise ending("plan", error) from error

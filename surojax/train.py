@@ -16,6 +16,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from surojax.cluster.early import STOPPED  # isort: skip  # before what takes se
 import jax
 
 from surojax import convert
-from surojax.assembly import Assembly, from_config
+from surojax.assembly import Assembly, Brought, from_config
 from surojax.cluster import hosts
 from surojax.cluster.rendezvous import ANY_RUN
 from surojax.cluster.supervised import Supervised
@@ -35,14 +36,15 @@ from surojax.data.batches import training_batches as training_batches
 from surojax.errors import CheckpointError, ConfigError, Refused, ends_with_code, exit_codes, need
 from surojax.exchange.sources import keeps, replaced_fields, resolved
 from surojax.memory import nvme
-from surojax.memory.in_file import store_of
 from surojax.memory.lock import locked
+from surojax.optim.from_optax import MakeTransformation
 from surojax.parallel.feed import Feed
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import own_device
 from surojax.planner import prediction, products, seen
 from surojax.planner.check_fit import compare, peak_bytes
 from surojax.run import on_disk
+from surojax.run.callbacks import Callback, Callbacks
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.console import say
 from surojax.run.metrics import MetricsLog
@@ -50,12 +52,13 @@ from surojax.run.nonfinite import NonFiniteLoss
 from surojax.run.restore import check_restorable
 from surojax.run.shared import check_shared, is_first
 from surojax.run.stop import ABORTED, EarlyStop, StopSignal, ended_at_once
+from surojax.step.objective import Objective
 from surojax.step.state import TrainState
 from surojax.training.evaluation import evaluation_summary
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
 from surojax.training.report import describe, peak_flops, predict, sample, where_events_are
-from surojax.training.setup import Setup, set_up
+from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
 from surojax.training.state import first_state, restored, write_adapter
 
@@ -71,24 +74,41 @@ class Result(NamedTuple):
     finished: bool  # False if SIGTERM, Ctrl-C or the time limit stopped the run
 
 
-def train(config: Config, *, max_minutes: float | None = None) -> Result:
+def train(
+    config: Config,
+    *,
+    max_minutes: float | None = None,
+    callbacks: Sequence[Callback] = (),
+    data: Iterable[Any] | None = None,
+    optimizer: MakeTransformation | None = None,
+    objective: Objective | None = None,
+) -> Result:
     """Train a model as the config says; see `config.default_config` for the fields.
 
     max_minutes: the run saves and stops after the step in which so many minutes have passed. With several processes,
     all call this function, after `hosts.connect`; the first one prints and writes metrics.
 
+    callbacks: each is called with an `Event` after each step, evaluation and checkpoint.
+    data: rows in place of the config's `data`: texts, mappings of fields as in a file, lists of messages, or token ids
+    (a list of int, an integer array); an integer array `[rows, tokens]` or `[tokens]`. They are read several times and
+    by a resumed run again, so iterating over them has to give the same rows each time.
+    optimizer: a function of the learning rate that returns an elementwise transformation of optax, such as optax.lion;
+    the schedule of the learning rate and the clipping of gradients are the config's.
+    objective: what is minimised in place of cross-entropy, such as `LossOfLogits`.
+
     Raises ConfigError (bad settings or data, or too little memory; nothing was written), CheckpointError (a checkpoint
     cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), OSError (the disk has no room
     for metrics, or the disk of nvme_path fails).
     """
-    c = resolved(config)
+    c = naming_rows(resolved(config), data)
     if replaced := replaced_fields(config, c):
         say(f"model: as {c.model_path} says, in place of the config's {', '.join(replaced)}")
     started = time.perf_counter()
     until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
 
     # -- Check: everything that can be checked without data -----------------------------------------------------------
-    setup = set_up(c)
+    brought = Brought(optimizer, objective)
+    setup = set_up(c, brought, data)
     devices = setup.devices
 
     # -- Data, and the checkpoint to continue from --------------------------------------------------------------------
@@ -96,7 +116,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
     tokens_per_step = start.samples_per_step * c.sequence_len
 
     # -- Plan: shapes, shardings, memory ------------------------------------------------------------------------------
-    run = from_config(c, setup.mesh, start.total_steps, locates_nonfinite=jax.process_count() > 1)
+    run = from_config(c, setup.mesh, start.total_steps, locates_nonfinite=jax.process_count() > 1, brought=brought)
     if start.resume:
         check_restorable(start.resume, run.plan, run.layers)
     describe(c, run, devices, setup.need)
@@ -104,8 +124,8 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
     say(f"run: {start.total_steps} steps of {tokens_per_step:,} tokens into {setup.output_dir}")
 
     with contextlib.ExitStack() as until_end:
-        if store := store_of(run.plan):
-            say(until_end.enter_context(nvme.claim(store)))
+        if of_disk := until_end.enter_context(nvme.claim(run.store)):
+            say(of_disk)
         settings = c.to_dict() | start.meta | start.identity
         check_shared(setup.output_dir, json.dumps(settings, sort_keys=True, default=str))
         if start.resume and start.first_step >= start.total_steps:
@@ -148,7 +168,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
         say(where_events_are(setup.output_dir))
         fine_tunes = setup.initial is not None and not start.resume  # evaluated first: what it starts from
         with StopSignal(until, setup.output_dir) as stop:
-            outputs = Outputs(checkpoints, log, stop)
+            outputs = Outputs(checkpoints, log, Callbacks(callbacks, start.total_steps), stop)
             # The state is moved into the loop: what a step replaces is not kept here.
             done = loop(
                 c, start, programs, outputs, batches, states.pop(), evaluates_first=fine_tunes, layers=run.layers
@@ -204,6 +224,18 @@ def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextli
         convert.keep(c)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command's own options."""
+    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{exit_codes()}"
+    found = argparse.ArgumentParser(prog="python -m surojax.train", description=description)
+    found.add_argument(
+        "--export", metavar="DIR", help="write the trained model there, as a Hugging Face folder in bfloat16"
+    )
+    found.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
+    hosts.add_flags(found)
+    return found
+
+
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, connect to the other processes if there are any, and run.
 
@@ -211,15 +243,8 @@ def main(argv: list[str] | None = None) -> None:
     exits with STOPPED.
     """
     argv = sys.argv[1:] if argv is None else argv
-    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{exit_codes()}"
-    parser = argparse.ArgumentParser(prog="python -m surojax.train", description=description)
-    parser.add_argument(
-        "--export", metavar="DIR", help="write the trained model there, as a Hugging Face folder in bfloat16"
-    )
-    parser.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
-    hosts.add_flags(parser)
     with EarlyStop(STOPPED, aborted(COMMAND + argv)) as early:
-        connect_and_run(parser, argv, early)
+        connect_and_run(parser(), argv, early)
 
 
 def aborted(again: list[str]) -> str:

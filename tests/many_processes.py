@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 PLACEMENTS = {
     "ZeRO-3": {"shard_weights": True, "shard_gradients": True, "offload_optimizer": True},
     "HSDP": {"replicate": 2, "shard_gradients": True},
-    "TP": {"tp_size": 2},
-    "CP": {"cp_size": 2},
+    "CP x TP": {"cp_size": 2, "tp_size": 2},
     "PP": {"pp_size": 2},
 }
 SCATTERED = 2 << 20  # float32 of a device's chunk: 8 MiB

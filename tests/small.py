@@ -159,11 +159,12 @@ class Small:
         self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer
         self.step = self.run.train_step()
         self.seed = seed
+        self.drawn_alike = self.run.model.init_outer if model else (config, compute.precision.recipe)
 
     @functools.cached_property
     def state(self):
         """`drawn`, when it is first asked for; see `made_once`."""
-        return made_once(self.plan, self.drawn, self.run.model.init_outer, self.seed)
+        return made_once(self.plan, self.drawn, self.drawn_alike, self.seed)
 
     def init(self):
         """A new state made where it rests."""

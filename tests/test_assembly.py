@@ -27,7 +27,9 @@ from surojax.optim import normuon as muon
 from surojax.optim.optimizer import Moments
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
-from surojax.step.gradients import accumulators
+from surojax.placement.param import OUTER
+from surojax.step.gradients import Sums, outer_sums
+from surojax.step.weights import Layers
 from surojax.training.evaluation import Evaluation
 
 STEPS = 4
@@ -197,7 +199,12 @@ def test_each_dtype_is_that_of_its_arrays(name):
     """One in bfloat16, all others in float32: work weights, master weights, accumulators, both moments."""
     run = assembly.from_config(config(**dict.fromkeys(DTYPES, "float32") | {name: "bfloat16"}), MESH, total_steps=STEPS)
     spec = jax.tree.map(lambda x: x.sharding.spec, run.plan.weights)
-    make = lambda weights: accumulators(run.engine, weights)
+    (segment,) = run.model.segments
+
+    def make(weights):
+        layer = Layers(run.engine, segment, weights[segment.name]).fetch_first(segment.variants[0])
+        return Sums(run.engine, segment).new(layer), outer_sums(run.engine, weights[OUTER])
+
     sums = jax.eval_shape(jax.shard_map(make, mesh=MESH, in_specs=(spec,), out_specs=jax.P()), run.plan.weights)
     adam = [x for x in jax.tree.leaves(run.plan.moments, is_leaf=lambda x: isinstance(x, Moments)) if x]
     arrays = (run.plan.weights, run.plan.master, sums, [x.m for x in adam], [x.v for x in adam])

@@ -347,12 +347,11 @@ def test_a_model_of_14b_is_told_of_adapters_before_its_weights_are_opened(refuse
     (tmp_path / "14b/config.json").write_text(json.dumps(MODELS["Qwen2.5-14B"]))
     monkeypatch.setattr(check_fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=20 * GiB))
     line = refused("--config.model_path=14b", config=str(ROOT / "configs" / "finetune.py"))
-    assert "does not fit: needs " in line and "(weights 27.5, " in line
+    assert "does not fit: needs " in line and "(weights 24.6, outer 2.9, " in line
     assert ": adapters of the model (--config.lora --config.qlora_bnb) or a machine with more memory; " in line
     line = refused("--config.model_path=14b", "--config.lora", config=str(ROOT / "configs" / "finetune.py"))
-    assert (
-        "(weights 27.6, " in line and ": a base in 4 bits (--config.qlora_bnb) or a machine with more memory; " in line
-    )
+    assert "(weights 24.7, outer 2.9, " in line
+    assert ": a base in 4 bits (--config.qlora_bnb) or a machine with more memory; " in line
     less = ("--config.lora", "--config.qlora_bnb", "--config.sequence_len=65536")
     line = refused("--config.model_path=14b", *less, config=str(ROOT / "configs" / "finetune.py"))
     assert ": a smaller model or a machine with more memory; " in line

@@ -5,8 +5,10 @@ test_engine.py, sampling in test_generate.py.
 """
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, drawn_params, normal, plain_loss, quick_at, tokens, worst_relative
@@ -20,6 +22,8 @@ from surojax.placement.layout import batch_sharding
 from surojax.planner import footprint
 from surojax.planner.traffic import batch_of
 from surojax.step.engine import evaluate
+from surojax.step.objective import CrossEntropy
+from surojax.step.outer import OuterLayers
 
 
 def test_layers_say_which_rotary_embedding_they_have():
@@ -88,13 +92,13 @@ def test_block_scaled_recipes_compute_gemma(recipe):
 
 def test_the_embedding_is_scaled_by_a_rounded_root():
     """sqrt(32) = 5.657 is 5.65625 in bfloat16, as in transformers, which published models were trained with."""
-    from surojax.step.outer import embed, push_embed
-
     table = normal(0, (64, 32)).astype("bfloat16")
-    ids = np.arange(6).reshape(2, 3)
-    found = embed({"embed": table}, ids, axes=(), scale=GEMMA.embedding_scale)
+    ids = jnp.arange(6).reshape(2, 3)
+    model = SimpleNamespace(embedding_scale=GEMMA.embedding_scale)
+    outer = OuterLayers(model, CrossEntropy(), 1, (), {"embed": table})  # type: ignore[arg-type]
+    found = outer.embed(ids)
     np.testing.assert_array_equal(found, table[ids] * table.dtype.type(5.65625))
-    grads = push_embed({"embed": 0 * table}, ids, found, axes=(), scale=GEMMA.embedding_scale)
+    grads = outer.push_embed({"embed": 0 * table}, ids, found)
     np.testing.assert_array_equal(grads["embed"][:6], found.reshape(6, 32) * table.dtype.type(5.65625))
 
 

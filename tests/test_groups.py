@@ -88,7 +88,7 @@ def test_groups_equal_grad_of_the_plain_model(config, devices):
 
 @pytest.mark.full
 def test_two_gathered_layers_in_a_body_change_no_bit(monkeypatch):
-    """As in passes that are long enough to hide gathers. Of five layers in the loops one is left over."""
+    """As in passes that are long enough to hide gathers. Of five layers one is left over."""
     bodies = []
     layers_in_body = weights.Fetch.layers_in_body
 
@@ -97,7 +97,7 @@ def test_two_gathered_layers_in_a_body_change_no_bit(monkeypatch):
         return bodies[-1]
 
     monkeypatch.setattr(weights.Fetch, "layers_in_body", noted)
-    options = {"config": dataclasses.replace(CONFIG, num_hidden_layers=6), "devices": 4, "zero_level": 3}
+    options = {"config": dataclasses.replace(CONFIG, num_hidden_layers=5), "devices": 4, "zero_level": 3}
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
     expected = trained(batches, **options)
     assert {*bodies} == {1}
@@ -119,8 +119,8 @@ def gathered_arrays(group: int) -> int:
 def test_a_group_gathers_each_layer_once_a_pass():
     """Nine arrays of three layers, forward and backward, for each group; those of the first layer of a forward pass
     that does not come; once a step the three outer arrays."""
-    found = {group: gathered_arrays(group) for group in (1, 2, 4)}
-    assert found == {group: 9 * (2 * 3 * 4 // group + 1) + 3 for group in (1, 2, 4)}
+    found = {group: gathered_arrays(group) for group in (1, 4)}
+    assert found == {group: 9 * (2 * 3 * 4 // group + 1) + 3 for group in (1, 4)}
 
 
 @pytest.mark.parametrize("group, change", [(3, "use 4"), (8, "use 4")])

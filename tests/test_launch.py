@@ -298,7 +298,7 @@ IMPORTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime
 
 @pytest.mark.parametrize(
     "words, code",
-    [(["-m", "surojax.train"], STOPPED), (["-m", "surojax.launch"], STOPPED),
+    [(["-m", "surojax.train"], STOPPED), (["-m", "surojax.launch"], STOPPED), (["-m", "surojax", "train"], STOPPED),
      (["-c", "import surojax.launch"], -signal.SIGTERM)],
 )  # fmt: skip
 def test_sigterm_while_python_imports_asks_to_start_again(tmp_path, words, code):
@@ -323,6 +323,7 @@ def test_with_fewer_processes_a_step_has_the_same_samples(tmp_path, capfd):
     train = ["python", "-m", "surojax.train", "--config", str(config)]
     assert launch.accumulation(train) == 3
     assert launch.accumulation([*train, "--export", "x", "--config.gradient_accumulation_steps=5"]) == 5
+    assert launch.accumulation(["/a/bin/surojax", "train", "--config", str(config)]) == 3
     with pytest.raises(ConfigError, match=r"^--elastic: expected the command python -m surojax.train"):
         launch.accumulation(["python", "my.py"])
 

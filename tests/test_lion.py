@@ -12,7 +12,6 @@ from test_optim import by_layers, tree
 from surojax.config import checks
 from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError
-from surojax.memory.in_file import store_of
 from surojax.memory.nvme import claim
 from surojax.optim import lion
 from surojax.optim.optimizers import built
@@ -78,9 +77,7 @@ def test_shards_have_the_losses_of_one_device():
 @pytest.mark.full
 def test_files_change_no_bit(tmp_path):
     in_files = small(offload_optimizer="nvme", offload_master="nvme", nvme_path=str(tmp_path))
-    store = store_of(in_files.plan)
-    assert store is not None
-    with claim(store):
+    with claim(in_files.run.store):
         assert in_files.train(BATCHES) == small().train(BATCHES)
 
 

@@ -14,9 +14,11 @@ from surojax.errors import ConfigError
 from surojax.models import decoder
 from surojax.models.linear import linear
 from surojax.models.loss import cross_entropy
+from surojax.parallel.collectives import varying
 from surojax.placement.mesh import SHARD, make_mesh
-from surojax.step import objective as objectives, outer
+from surojax.step import objective as objectives
 from surojax.step.objective import CrossEntropy
+from surojax.step.outer import OuterLayers
 
 MODEL = decoder.build(CONFIG)
 Z_LOSS = 0.1  # large, so that leaving it out is seen
@@ -47,7 +49,7 @@ def formula(z_loss: float):
 
 
 def run_head(devices: int, sharded: bool, z_loss: float, chunks: int):
-    """(summed loss, gradients of weights, dx) of `outer.head` on virtual devices, and the loss of `outer.loss`."""
+    """(summed loss, gradients of weights, dx) of `OuterLayers.head` on virtual devices, and the loss of its `loss`."""
     weights, x, labels = example()
     mesh, rows = make_mesh(jax.devices()[:devices]), jax.P(SHARD if devices > 1 else None)
     table = {name: rows if sharded and name != "norm" else jax.P() for name in weights}
@@ -55,12 +57,12 @@ def run_head(devices: int, sharded: bool, z_loss: float, chunks: int):
     sums = {name: rows for name in weights}  # of one device, to be added up unless sharded
 
     def per_device(weights, x, labels):
-        weights = jax.tree.map(outer.varying, weights)
+        weights = varying(weights)
         zeros = jax.tree.map(jnp.zeros_like, weights)
-        how = dict(chunks=chunks, axes=(SHARD,) if sharded else ())
+        layers = OuterLayers(MODEL, objective, chunks, (SHARD,) if sharded else (), weights)
         targets = {"labels": labels}
-        evaluated = outer.loss(objective, MODEL, weights, x, targets, **how)
-        total, dx, grads = outer.head(objective, MODEL, weights, zeros, x, targets, jnp.float32(SCALE), **how)
+        evaluated = layers.loss(x, targets)
+        total, dx, grads = layers.head(zeros, x, targets, jnp.float32(SCALE))
         return total[None], grads, dx, evaluated[None]
 
     f = jax.shard_map(per_device, mesh=mesh, in_specs=(table, rows, rows), out_specs=(rows, sums, rows, rows))
@@ -106,7 +108,8 @@ def test_embedding():
 
     def per_device(table, tokens, dx):
         grads = {"embed": jnp.zeros_like(table)}
-        return outer.embed({"embed": table}, tokens, (SHARD,)), outer.push_embed(grads, tokens, dx, (SHARD,))["embed"]
+        layers = OuterLayers(MODEL, CrossEntropy(), 1, (SHARD,), {"embed": table})
+        return layers.embed(tokens), layers.push_embed(grads, tokens, dx)["embed"]
 
     rows = jax.P(SHARD)
     f = jax.shard_map(per_device, mesh=make_mesh(jax.devices()[:2]), in_specs=(rows,) * 3, out_specs=(rows, rows))

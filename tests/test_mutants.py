@@ -35,6 +35,7 @@ from mutation import Mutant, mutants_of
         # Texts, annotations, errors and barriers decide no result.
         ("y: tuple[int, 3] = f'{a + b}'", set()),
         ("assert a < b, a + b", set()),
+        ("y = zip(a, strict=True)", set()),
         ("raise ValueError(a + b)", set()),
         ("y = materialised(a + b)", set()),
     ],
@@ -129,3 +130,22 @@ def test_what_killed_a_mutant_is_said():
     assert mutants.verdict(None, "", 9) == "hang: more than 9 s"
     assert mutants.verdict(-11, "", 9) == "crash: SIGSEGV"
     assert mutants.verdict(4, "ImportError while loading conftest", 9).startswith("pytest ended with 4")
+
+
+@pytest.mark.full
+def test_a_run_ends_with_its_first_failure_or_at_its_limit(tmp_path):
+    """Each in a process of its own: what one did to a module is not seen by the next."""
+    (tmp_path / "test_x.py").write_text(
+        "import json, time\n"
+        "def test_good():\n    assert not hasattr(json, 'seen')\n    json.seen = True\n"
+        "def test_bad():\n    assert False\n"
+        "def test_slow():\n    time.sleep(60)\n"
+    )
+
+    def run(*names: str, limit_s: float = 60) -> str:
+        tests = [Timed(f"test_x.py::{name}", 0) for name in names]
+        return mutants.verdict(*mutants.run_tests(tmp_path, tests, limit_s), limit_s)
+
+    assert run("test_good") == run("test_good") == ""
+    assert run("test_good", "test_bad", "test_slow") == "test_x.py::test_bad"
+    assert run("test_slow", limit_s=2) == "hang: more than 2 s"

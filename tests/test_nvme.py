@@ -27,7 +27,7 @@ from surojax.assembly import from_config
 from surojax.config import checks, flags
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory import layer_file, nvme
-from surojax.memory.in_file import InFile, own_layers, store_of
+from surojax.memory.in_file import InFile, only_layer, own_layers
 from surojax.memory.layer_file import NvmeError, Store
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST, NVME
@@ -71,7 +71,7 @@ def small(compiled) -> Small:
 
 
 def folder_of(small: Small) -> Path:
-    return store_of(small.plan).folder
+    return small.run.store.folder
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_stages_update_their_layers_in_files_together(tmp_path, layers, devices,
     for each in (small, in_host):
         each.compile_as_users_do(BATCHES[0])
     assert small.train(BATCHES[:5]) == in_host.train(BATCHES[:5])
-    assert len(store_of(small.plan).records) == layers
+    assert len(small.run.store.records) == layers
     for ours, theirs in zip(jax.tree.leaves(small.state.moments), jax.tree.leaves(in_host.state.moments), strict=True):
         if isinstance(ours, InFile):
             np.testing.assert_array_equal(np.stack([ours.read(l) for l in range(len(theirs))]), theirs)
@@ -161,11 +161,23 @@ def test_a_checkpoint_of_stages_restores_without_stages_and_back(tmp_path, monke
     with monkeypatch.context() as patch, pytest.raises(NvmeError):
         patch.setattr(Store, "write", write)
         small.train(BATCHES[3:4])
-    assert store_of(small.plan).interrupted() == 4
+    assert small.run.store.interrupted() == 4
     small.state = restore(folder, small.plan, small.run.layers)
     sums = [on_disk.read_meta(on_disk.find(tmp_path / x))["checksums"] for x in ("saved", "back")]
     assert sums[0] == sums[1]
     assert small.train(BATCHES[2:3]) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_the_layer_of_one_stage_is_read_to_the_bit(dtype):
+    """Also a negative zero and a NaN, which sums would lose."""
+    layer = np.arange(8).astype(jax.numpy.dtype(dtype)).reshape(2, 4)
+    if dtype != "uint8":
+        layer[0, :2] = -0.0, np.nan
+    round_of_stages = np.stack([np.zeros_like(layer), layer, np.zeros_like(layer)])
+    device = jax.NamedSharding(jax.make_mesh((1,), ("pp",)), jax.P())
+    found = jax.jit(only_layer, static_argnums=1)(round_of_stages, device)
+    assert found.dtype == layer.dtype and np.asarray(found).tobytes() == layer.tobytes()
 
 
 @pytest.mark.full
@@ -218,7 +230,7 @@ def test_the_memory_that_is_counted(tmp_path):
     assert size(plan, NVME) * 4 == blocks
     assert size((plan.master["blocks"], plan.moments["blocks"]), HOST) == 0
     assert size((plan.master["outer"], plan.moments["outer"]), HOST) > 0
-    assert blocks <= store_of(plan).bytes <= blocks + CONFIG.num_hidden_layers * layer_file.ALIGN * 2
+    assert blocks <= small.run.store.bytes <= blocks + CONFIG.num_hidden_layers * layer_file.ALIGN * 2
 
     c = small_config(tmp_path)
     run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=9)
@@ -230,7 +242,7 @@ def test_the_memory_that_is_counted(tmp_path):
     assert of_full_stage == on_disk * 2 // 3  # two of three layers; the other stage has the third
     host = footprint.estimate_host(stages, Batch(1, 32, 2))
     assert host["layers from files"] == footprint.NVME_LAYERS * of_full_stage // 2
-    assert store_of(stages.plan).bytes == store_of(run.plan).bytes
+    assert stages.store.bytes == run.store.bytes
     assert "layers from files" not in footprint.estimate_host(
         from_config(default_config(), run.mesh, total_steps=9), Batch(1, 32, 2)
     )
@@ -315,8 +327,7 @@ def test_the_next_update_waits_until_a_checkpoint_is_read(small, tmp_path, monke
 
 def test_an_update_waits_for_every_item_that_a_checkpoint_reads(small):
     """Master weights and moments are two items, read one beside the other, in either order."""
-    store = store_of(small.plan)
-    assert store is not None
+    store = small.run.store
     for first in (0, 1):
         holds = [store.hold(), store.hold()]
         with ThreadPoolExecutor(1) as thread:
@@ -331,16 +342,20 @@ def test_an_update_waits_for_every_item_that_a_checkpoint_reads(small):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as in test_checkpoint
 @pytest.mark.usefixtures("orbax_fails")
 def test_a_checkpoint_that_cannot_be_written_does_not_block_the_next_update(small, tmp_path, monkeypatch):
-    plain = InFile.read
+    plain, plain_round, of_update = InFile.read, FileStep._read, threading.local()
+
+    def read_round(step, l):
+        of_update.reads = True
+        return plain_round(step, l)
 
     def read(file, l):
-        if threading.current_thread().name.startswith("read-ahead"):  # of the next update
+        if getattr(of_update, "reads", False):
             return plain(file, l)
         raise OSError(errno.EIO, "Input/output error")
 
     checkpoints = Checkpoints(tmp_path / "saved", save_total_limit=1)
     monkeypatch.setattr(checkpoint, "checksums", lambda **_: ({}, []))
-    monkeypatch.setattr(InFile, "read", read)
+    monkeypatch.setattr(InFile, "read", read), monkeypatch.setattr(FileStep, "_read", read_round)
     with pytest.raises(CheckpointError, match="Input/output error"), checkpoints:
         checkpoints.save(small.state, {"step": 1})
         small.train(BATCHES[:1])  # it would wait for ever here
@@ -397,9 +412,7 @@ def test_settings_that_do_not_go_together():
 
 
 def store(folder: Path) -> Store:
-    found = store_of(from_config(small_config(folder), make_mesh(jax.devices()[:1]), total_steps=9).plan)
-    assert found is not None
-    return found
+    return from_config(small_config(folder), make_mesh(jax.devices()[:1]), total_steps=9).store
 
 
 def test_folders_that_will_not_do(tmp_path, monkeypatch):
@@ -508,7 +521,7 @@ def test_a_write_that_fails_in_a_step_names_the_file(small, tmp_path, monkeypatc
         small.train(BATCHES[1:2])
     for expected in (f"could not write {folder_of(small)}/layers.bin", os.strerror(number), "no checkpoint is"):
         assert expected in str(caught.value)
-    assert store_of(small.plan).interrupted() == 2
+    assert small.run.store.interrupted() == 2
 
 
 def test_an_error_when_the_kernel_writes_pages_is_seen_before_the_next_update(small, tmp_path, monkeypatch):
@@ -518,14 +531,14 @@ def test_an_error_when_the_kernel_writes_pages_is_seen_before_the_next_update(sm
 
     monkeypatch.setattr(os, "fdatasync", fail)
     small.train(BATCHES[:1])
-    before = store_of(small.plan).path.read_bytes()
+    before = small.run.store.path.read_bytes()
     with pytest.raises(NvmeError, match=r"could not write .*Input/output error"):
         small.train(BATCHES[1:2])
-    assert store_of(small.plan).path.read_bytes() == before
+    assert small.run.store.path.read_bytes() == before
 
 
 def test_a_file_that_something_else_cut_short(small):
-    os.truncate(store_of(small.plan).path, 10_000)
+    os.truncate(small.run.store.path, 10_000)
     with pytest.raises(NvmeError, match=r"could not read .*shorter than it was made"):
         small.train(BATCHES[:1])
 
@@ -598,14 +611,16 @@ def test_parts_of_layers_go_to_the_devices_and_back(tmp_path, monkeypatch):
     store.folder.mkdir()
     for l, layer in enumerate(layers):
         file.write(l, file.stored_of(l, layer))
-        of_every_stage = file.on_every_stage(l)
+        rounds = file.on_devices(file.read_own([l]), HOST)
+        of_every_stage = jax.jit(only_layer, static_argnums=1)(rounds, file.layer_sharding(DEVICE))
         np.testing.assert_array_equal(np.asarray(of_every_stage).view(np.uint32), layer.view(np.uint32))
-        np.testing.assert_array_equal(file.from_every_stage(l, of_every_stage), file.read(l))
+        (stored,) = file.from_devices(rounds, [l])
+        np.testing.assert_array_equal(stored, file.read(l))
     array = file.on_devices({l: file.read(l) for l in (0, 2)}, DEVICE)
     np.testing.assert_array_equal(np.asarray(array), layers[[0, 2]])
     for l, stored in zip((0, 2), file.from_devices(array, (0, 2)), strict=True):
         np.testing.assert_array_equal(stored, file.read(l))
-    assert not np.any(file.read(3)) and not np.any(file.on_every_stage(3)), "padding is in no file"
+    assert not np.any(file.read(3)) and file.read_own([3]) == {}, "padding is in no file"
     store.close()
 
 
@@ -634,7 +649,7 @@ def test_a_process_stores_the_layers_of_its_stages(tmp_path, monkeypatch):
 
 
 def test_a_closed_store_reads_on_but_never_shortens_what_another_run_made(small):
-    store, file = store_of(small.plan), small.plan.master["blocks"]["mlp"]["w_up"]
+    store, file = small.run.store, small.plan.master["blocks"]["mlp"]["w_up"]
     before = file.read(2)
     store.close()
     os.truncate(store.path, store.bytes + 8192)

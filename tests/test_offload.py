@@ -25,7 +25,8 @@ from surojax.placement.layout import batch_sharding
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.on_disk import FOLDER, steps_in
 from surojax.run.restore import restore
-from surojax.step import engine, train_step as step, update
+from surojax.step import train_step as step, update
+from surojax.step.gradients import Sums
 from surojax.step.state_plan import bytes_per_device
 
 SETTINGS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
@@ -128,11 +129,10 @@ def test_accumulators_in_host_memory_need_not_start_as_zeros(monkeypatch):
 
     def unfilled(*args):
         found = zeros(*args)
-        stack = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), found.layers["blocks"].stack)
-        return found._replace(layers={"blocks": found.layers["blocks"]._replace(stack=stack)})
+        return found._replace(stack=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), found.stack))
 
-    zeros, expected = engine.accumulators, plain(4, True)[:2]
-    monkeypatch.setattr(engine, "accumulators", unfilled)
+    zeros, expected = Sums.new, plain(4, True)[:2]
+    monkeypatch.setattr(Sums, "new", unfilled)
     assert Small(4, zero_level=3, offload_grads=True).train(BATCHES[:2]) == expected
 
 
@@ -180,7 +180,9 @@ def test_sharded_outer_layers(tied, options):
 def test_a_sweep_updates_every_layer(n):
     """Of stacks in host memory, in a loop with two layers in its body from four layers on; others are as they were."""
     weights, master, moments, grads = (np.arange(k, k + 3.0 * (n + 1)).reshape(n + 1, 3) for k in (0, 100, 200, 300))
-    lanes = update.lanes_of(Small(offload_master=True, offload_weights=True).run.engine)
+    lanes = update.Update(
+        *(lambda run: (run.engine, run.optimizer))(Small(offload_master=True, offload_weights=True))
+    ).lanes
 
     def function(values):
         m = values["moments"] - values["grads"]

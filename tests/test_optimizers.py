@@ -11,7 +11,6 @@ import pytest
 from small import CONFIG, Small, quick_at, tokens
 
 from surojax.errors import CheckpointError
-from surojax.memory.in_file import store_of
 from surojax.memory.nvme import claim
 from surojax.optim import normuon as muon, optimizer as optim
 from surojax.run.checkpoint import Checkpoints
@@ -83,6 +82,8 @@ def test_a_large_embedding_is_updated_in_parts_to_the_same_bits():
     """In host memory it is: 256 words are four parts, none larger than a matrix of a block, `[80, 32]`."""
     large = dataclasses.replace(CONFIG, vocab_size=256, num_hidden_layers=1)
     plain, offloaded = (Small(config=large, master_dtype="bfloat16", **placed) for placed in ({}, OFFLOADED))
+    program = offloaded.step.lower(offloaded.plan, *offloaded.put(BATCHES[0])).as_text()
+    assert "tensor<4x64x32xbf16>" in program and "tensor<1x256x32xbf16>" not in program
     for small in (plain, offloaded):
         small.compile_as_users_do(BATCHES[0])
     assert plain.train(BATCHES[:2]) == offloaded.train(BATCHES[:2])
@@ -94,9 +95,7 @@ def test_files_change_no_bit(tmp_path):
     """Those of AdamW and NorMuon: tests/test_bits.py."""
     name = "adamw8bit"
     small = Small(1, optimizer=OPTIMIZERS[name], offload_optimizer="nvme", nvme_path=str(tmp_path))
-    store = store_of(small.plan)
-    assert store is not None
-    with claim(store):
+    with claim(small.run.store):
         assert small.train(BATCHES) == trained(name)[0]
 
 
@@ -106,9 +105,7 @@ def test_files_change_no_bit_of_what_is_rounded_at_random(tmp_path):
     options = {"config": dataclasses.replace(CONFIG, num_hidden_layers=2), "master_dtype": "bfloat16"}
     plain = Small(**options)
     in_files = Small(offload_optimizer="nvme", nvme_path=str(tmp_path), **options)
-    store = store_of(in_files.plan)
-    assert store is not None
-    with claim(store):
+    with claim(in_files.run.store):
         assert in_files.train(BATCHES[:2]) == plain.train(BATCHES[:2])
     same(jax.device_get(in_files.state.master), jax.device_get(plain.state.master))
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from small import CONFIG, Small, quick_at
 
+from surojax.memory.host import parts
 from surojax.models import decoder
 from surojax.models.decoder import Decoder
 from surojax.models.model import Compute
@@ -20,7 +21,7 @@ from surojax.placement import table as placement
 from surojax.placement.layout import MESH_AXES, batch_sharding
 from surojax.placement.mesh import SHARD, find_devices, make_mesh
 from surojax.placement.param import Kind
-from surojax.step.state import init_program
+from surojax.step.state import layer_function, layer_program, section
 from surojax.step.state_plan import bytes_per_device
 
 
@@ -89,7 +90,12 @@ def test_making_a_state_needs_less_than_a_step(devices, placed):
     for layers in (2, 6):
         config = dataclasses.replace(CONFIG, num_hidden_layers=layers)
         small = Small(devices, config=config, **placed)
-        init[layers] = temporaries(init_program(small.run.model, small.plan, small.optimizer), 0)
+        (segment,) = small.run.model.segments
+        planned = section(small.plan, segment.name)
+        (part,) = parts(planned.weights)
+        state = (planned.master, planned.moments)
+        layer = layer_function(segment, small.plan, small.optimizer, segment.init)
+        init[layers] = temporaries(layer_program(part.stack, state, layer), part.stack, jax.tree.leaves(state), 0, 0, 0)
     batch = jax.ShapeDtypeStruct((1, 8, 24), np.int32, sharding=batch_sharding(small.mesh))
     assert init[6] <= init[2] < temporaries(small.step, small.plan, batch, batch)
 

@@ -38,13 +38,13 @@ from surojax.planner import (
     remedies,
     report,
     roofline,
-    search,
     traffic,
 )
 from surojax.planner.amounts import GiB
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import Transfer
 from surojax.planner.plan import Plan
+from surojax.step.state_plan import bytes_per_device
 from surojax.training.report import peak_flops, predict
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -128,7 +128,7 @@ def test_device_memory(planned, name, gpu, changes, most):
     assert not p.estimate and p.fits
     assert p.device_bytes <= most * GiB
     # What `train` goes by, which compiles nothing: footprint.py says what was measured.
-    assert 0.98 < footprint.needed(c, c.gpus, "gpu") / p.device_bytes < 1.1
+    assert 0.98 < footprint.needs(c, c.gpus, "gpu").device / p.device_bytes < 1.1
     # Everything that the classes say rests on the device is in the program, and its state is exactly what they say.
     on_device, on_host = (sum(row[home] for row in p.classes.values()) for home in ("device", "host"))
     assert on_device <= p.device_bytes
@@ -153,7 +153,7 @@ def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
     """95 % of the card and twice the temporaries in host memory, as a part of what XLA starts from; nothing where the
     card's memory is not known."""
     run = from_config(config(gpus=1), jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
-    state = run.state_bytes()
+    state = bytes_per_device(run.plan)
     assert state > (2 + 4 + 2 + 2) * 6_607_077_376  # work and master weights, two moments
     limit = lambda **known: run.compiler_options("gpu", **known)[MEMORY_LIMIT]
     card = 2 * state
@@ -255,7 +255,7 @@ def test_quants_in_host_memory_travel_as_weights_do():
     run = from_config(config(gpus=4, **BLOCKS | QUANTS_IN_HOST), jax.sharding.AbstractMesh((1, 4), DATA), 10)
     batch = traffic.Batch(1, 64, microbatches=3)
     quants = 64 * (4 * 256**2 + 3 * 256 * 512) // 4
-    assert traffic.host_bytes(run, batch, planner.classes(run, batch)) == (2 * 3 * quants, quants)
+    assert traffic.host_bytes(run, batch, footprint.by_class(run, batch, "gpu")) == (2 * 3 * quants, quants)
 
 
 @needs_compiler
@@ -517,7 +517,7 @@ def test_train_counts_the_tokens_of_a_tensor_parallel_group_once(monkeypatch, ca
     monkeypatch.setattr(prediction, "predict", in_two_seconds)
     monkeypatch.setattr(hlo, "parse", lambda text: None)
     compiled = SimpleNamespace(as_text=lambda: "")
-    found = predict(c, search.assembly(c), compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)] * 2)
+    found = predict(c, footprint.assembly(c), compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)] * 2)
     assert capsys.readouterr().out.strip().endswith(" 1,024 tok/s")
     assert "predicted 1,024 " in prediction.comparison(found, [2.0], 16 * 128)
 

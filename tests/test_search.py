@@ -1,6 +1,7 @@
 """The search for the fastest settings: its estimates against compiled steps, its rules against trying everything."""
 
 import argparse
+import collections
 import dataclasses
 import itertools
 import json
@@ -17,16 +18,17 @@ from surojax import fit as command
 from surojax.config import checks, flags, write
 from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError
-from surojax.planner import aot, choices, fastest, footprint, products, remedies, roofline, search
+from surojax.planner import aot, choices, fastest, footprint, remedies, roofline, search, traffic
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.changes import changed, differing, flags as flags_of
 from surojax.planner.costs import product_time
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import checked, plan
 from surojax.planner.products import Seconds
-from surojax.planner.roofline import CollectiveTime
 from surojax.planner.search import Space
 from surojax.planner.traffic import batch_of
+from surojax.step import passes
+from surojax.step.passes import Stage
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -54,19 +56,24 @@ def config(name: str = "llama7b", **changes):
     return c
 
 
+GATHERED = traffic.LaneStage("weights", Stage.GATHER, "arriving")
+REDUCED = traffic.LaneStage("grads", Stage.REDUCE, "leaving")
+ONCE = traffic.LaneStage("grads", Stage.REDUCE_REPLICAS, "last")
+
+
 def work_of(c) -> roofline.Work:
     """The work of a checked config's step."""
-    run = search.assembly(c)
-    return search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), GPUS[GPU])
+    run = footprint.assembly(c)
+    return roofline.step_work(run, batch_of(c), GPUS[GPU], footprint.by_class(run, batch_of(c), "gpu"))
 
 
 def everything(c, limits: Memory) -> list[tuple[float, Memory]]:
     """(estimated seconds, need) of every setting of a space without rules: placement, recomputation, microbatches."""
     found = []
-    homes = [dict(zip(choices.OFFLOADS, on, strict=True)) for on in itertools.product((False, True), repeat=5)]
+    homes = [dict(zip(choices.OFFLOADS.values(), on, strict=True)) for on in itertools.product((False, True), repeat=5)]
     splits = [(1, 2), (2, 1)]
     for home, again, (size, count) in itertools.product(homes, choices.recomputations(c), splits):
-        change = {f"offload_{name}": on for name, on in home.items()} | again
+        change = home | again
         change |= {"per_device_batch_size": size, "gradient_accumulation_steps": count, "lmhead_chunks": 1}
         tried = search.estimated(changed(c, change), GPUS[GPU])
         if tried.need.fits(limits):
@@ -130,11 +137,11 @@ def test_a_phase_takes_as_long_as_its_busiest_resource():
     c = checked(config(**SMALL), GPU)
     gpu = GPUS[GPU]
     work = work_of(c)
-    plain, offloaded = (roofline.phases(work, names) for names in ((), ("master", "optimizer")))
+    plain, offloaded = (roofline.phases(work, rows) for rows in ((), ("master", "moments")))
     parameters = 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512) + 2 * 1024 * 512 + 512
     moved = parameters * (4 + 2 + 2)  # float32 master weights, two bfloat16 moments: there and back
     host = gpu.pcie_bandwidth * gpu.rates.host * gpu.rates.duplex
-    ends = 3 * moved / 8 / (gpu.pcie_bandwidth * gpu.rates.host)  # a layer is read twice before, and written after
+    ends = 2 * moved / 8 / (gpu.pcie_bandwidth * gpu.rates.host)  # a layer is read before, and written after
     assert offloaded["update"] == pytest.approx(moved / host + ends, rel=1e-6)
     assert plain["update"] < offloaded["update"] and plain["forward"] == offloaded["forward"]
     products = (
@@ -161,7 +168,7 @@ def test_microbatches_of_one_fetch_share_its_transfers():
         assert work.fetches == fetches
         work = dataclasses.replace(work, blocks=Seconds(), layer_bytes=0)
         grads = 1 + (fetches - 1) / gpu.rates.duplex
-        for name, times in (("weights", 2 * fetches), ("grads", grads), ("residual", 2 * 8)):
+        for name, times in (("weights", 2 * fetches), ("grads", grads), ("residuals", 2 * fetches)):
             found = roofline.phases(work, (name,))
             moved = times * work.sizes[name] / rate
             assert found["forward"] + found["backward"] == pytest.approx(moved), (group, name)
@@ -177,58 +184,63 @@ def test_microbatches_of_one_fetch_share_its_gathers():
     seconds = 3 / 4 * 2 * blocks / (gpu.link_bandwidth * gpu.rates.link)
     for group in (1, 4, 8):
         changes = {"gradient_accumulation_steps": 8, "microbatches_per_fetch": group, "gpus": 4, "zero_level": 3}
-        sent = work_of(checked(config(**SMALL | changes), GPU)).collectives
-        assert sent.gathered == pytest.approx(seconds + 8 * 3 * gpu.rates.hop), group
-        assert sent.reduced == pytest.approx(seconds + 56 * 3 * gpu.rates.hop), group
+        sent = work_of(checked(config(**SMALL | changes), GPU)).sent
+        assert sent[GATHERED] == pytest.approx(seconds + 8 * 3 * gpu.rates.hop), group
+        assert sent[REDUCED] == pytest.approx(seconds + 56 * 3 * gpu.rates.hop), group
 
 
-def layer_of(work: roofline.Work) -> roofline.Work:
+def layer_of(work: roofline.Work, *, recomputed: bool) -> roofline.Work:
     """A step of one microbatch with 8 s of a forward pass, repeated in whole, and 20 s of gradients, the first in 4."""
-    blocks = Seconds(forward=8.0, again=8.0, backward=20.0, first=4.0, columns=6.0)
-    slowed = dataclasses.replace(work.rates, collective_sms=0.0)
-    of_one = {"microbatches": 1, "rounds": 1, "fetches": 1, "layer_bytes": 0, "head": 0.0}
-    return dataclasses.replace(work, rates=slowed, blocks=blocks, hides_forward=8.0, hides_again=8.0, **of_one)
+    blocks = Seconds(forward=8.0, again=8.0, backward=20.0, first=4.0)
+    gpu = dataclasses.replace(work.gpu, rates=dataclasses.replace(work.rates, collective_sms=0.0))
+    engine = dataclasses.replace(work.engine, recompute_block=recomputed)
+    of_one = {"microbatches": 1, "rounds": 1, "layer_bytes": 0, "head": 0.0, "smallest": 0.1}
+    return dataclasses.replace(work, gpu=gpu, engine=engine, blocks=blocks, **of_one)
 
 
 @pytest.mark.parametrize(
     "sent, recomputed, forward, backward",
     [
         ({}, True, 8, 28),
-        ({"gathered": 10.0}, True, 10, 28),
-        ({"gathered": 10.0}, False, 10, 38),  # nothing is left to hide behind
-        ({"gathered": 15.0, "reduced": 10.0, "smallest": 0.1}, True, 15, 15 + 16 + 1),
-        ({"gathered": 15.0, "reduced": 20.0, "smallest": 0.1}, True, 15, 15 + 20 + 2),
-        ({"reduced_once": 20.0, "smallest": 0.1}, True, 8, 12 + 20 + 2),
-        ({"reduced_once": 20.0, "smallest": 0.1}, False, 8, 28 + 20),
-        ({"forward": 4.0, "again": 3.0, "backward": 4.0, "backward_tensor": 4.0}, True, 12, 12 + 3 + 16 + 3),
-        (
-            {"forward": 4.0, "again": 3.0, "backward": 4.0, "backward_tensor": 4.0, "reduced": 12.0, "smallest": 0.0},
-            True,
-            12,
-            12 + 3 + 1 + 6 + 12,  # the products of 6 hide what is not waited for, those of 10 the reductions
-        ),
+        ({GATHERED: 10.0}, True, 10, 28),
+        ({GATHERED: 10.0}, False, 10, 38),  # nothing is left to hide behind
+        ({GATHERED: 15.0, REDUCED: 10.0}, True, 15, 15 + 16 + 1),
+        ({GATHERED: 15.0, REDUCED: 20.0}, True, 15, 15 + 20 + 2),
+        ({ONCE: 20.0}, True, 8, 28 + 20),
+        ({"forward": 4.0, "again": 3.0, "backward": 4.0}, True, 12, 12 + 3 + 16 + 4),
+        ({"forward": 4.0, "again": 3.0, "backward": 4.0, REDUCED: 20.0}, True, 12, 12 + 3 + 20 + 2 + 4),
+        ({GATHERED: 10.0, "forward": 4.0, "again": 3.0}, True, 0.6 * 8 + 10 + 4, 0.6 * 8 + 10 + 3 + 16),
     ],
     ids=str,
 )
 def test_what_a_collective_hides_behind(sent, recomputed, forward, backward):
     """By hand, in seconds."""
-    work = layer_of(work_of(checked(config(**SMALL), GPU)))
-    nothing = dict.fromkeys((field.name for field in dataclasses.fields(CollectiveTime)), 0.0)
-    work = dataclasses.replace(work, collectives=CollectiveTime(**nothing | sent), recomputed=recomputed)
-    found = roofline.phases(work, ())
+    work = layer_of(work_of(checked(config(**SMALL | {"gpus": 2, "zero_level": 3}), GPU)), recomputed=recomputed)
+    found = roofline.phases(dataclasses.replace(work, sent=collections.Counter(sent)), ())
     assert (found["forward"], found["backward"]) == (pytest.approx(forward), pytest.approx(backward))
 
 
-def test_a_gather_hides_behind_the_longest_part_between_collectives_of_a_layer():
-    """Of a tensor-parallel group's layer: behind the MLP, which is most of it; then it is waited for."""
-    gpu = GPUS["h100"]
-    wide = {"model.intermediate_size": 8192, "gpus": 2, "tp_size": 2, "per_device_batch_size": 2}
-    c = checked(config(**SMALL | wide), "h100")
-    run = search.assembly(c)
-    blocks = products.of_blocks(run, batch_of(c), gpu)
-    rows = footprint.by_class(run, batch_of(c), "gpu")
-    hides = search.work_of(c, run, rows, gpu).hides_forward
-    assert hides == blocks.of_mlp and blocks.forward / 2 < hides < 0.9 * blocks.forward
+def test_a_class_that_is_gathered_is_read_from_its_lane(monkeypatch):
+    """Master weights that an update would gather: three quarters of their bytes, which it waits for."""
+    c = checked(config(**SMALL | {"gpus": 4, "zero_level": 3}), GPU)
+    run = footprint.assembly(c)
+
+    def planned() -> tuple[int, float]:
+        """Bytes that are gathered, and seconds of the update."""
+        sent = traffic.collective_bytes(run, batch_of(c))
+        return sent["all-gather", "dp_shard"], roofline.phases(work_of(c), ())["update"]
+
+    def gathers(engine, declared=passes.update):
+        lanes = declared(engine).lanes
+        arriving = {"master": (Stage.GATHER,)}
+        return passes.Pass("update", tuple(x._replace(arriving=arriving.get(x.row, ())) for x in lanes), updates=True)
+
+    before = planned()
+    monkeypatch.setattr(passes, "update", gathers)
+    more, longer = (after - x for after, x in zip(planned(), before, strict=True))
+    assert more == 3 / 4 * 4 * 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512)
+    rate = GPUS[GPU].link_bandwidth * GPUS[GPU].rates.link
+    assert longer == pytest.approx(more / rate + 7 * 8 * 3 * GPUS[GPU].rates.hop)
 
 
 def test_the_gpus_of_a_group_divide_its_attention():
@@ -253,7 +265,7 @@ def test_a_flash_attention_takes_no_time_for_scores(method):
     x = jax.ShapeDtypeStruct((1, 2048, 512), "bfloat16")
     cudnn, mosaic, xla = (changed(c, {"attention": by}) for by in ("cudnn", "mosaic", "xla"))
     for flash in (cudnn, mosaic):
-        run = search.assembly(flash)
+        run = footprint.assembly(flash)
         assert footprint.segment_bytes(run, run.model.segments[0], x, "gpu").scores == 0
     forward = {c.attention: work_of(c).blocks.forward for c in (cudnn, mosaic, xla)}
     assert forward["cudnn"] == pytest.approx(forward["mosaic"]) and forward["cudnn"] < forward["xla"]
@@ -262,20 +274,18 @@ def test_a_flash_attention_takes_no_time_for_scores(method):
 def test_an_update_hides_the_first_fetchs_forward_pass():
     """By hand: of two passes one is beside the update, whose transfers take longer than it; it reads no weights."""
     gpu = GPUS[GPU]
-    names = ("master", "optimizer", "grads", "weights", "residual")
+    names = ("master", "moments", "grads", "weights", "residuals")
     c = checked(config(**SMALL | {"gradient_accumulation_steps": 2}), GPU)
     work = work_of(c)
     apart, beside = (roofline.phases(work, names, overlap_update=x) for x in (False, True))
     assert beside["forward"] == pytest.approx(apart["forward"] / 2)
     rate = gpu.pcie_bandwidth * gpu.rates.host
-    state = work.sizes["master"] + work.sizes["optimizer"]
+    state = work.sizes["master"] + work.sizes["moments"]
     read = state + work.sizes["grads"]
-    written = state + work.sizes["weights"] + work.sizes["residual"]
+    written = state + work.sizes["weights"] + work.sizes["residuals"]
     both = min(read, written) / gpu.rates.duplex + abs(read - written)
-    ends = (
-        2 / 8 * (read + written - work.sizes["residual"])
-    )  # of two layers of eight nothing is read and written at once
-    assert beside["update"] == pytest.approx((6 / 8 * both + ends) / rate) and beside["update"] > work.blocks.forward
+    ends = (read + written) / 8  # of a layer of eight nothing is read and written at once
+    assert beside["update"] == pytest.approx((both + ends) / rate) and beside["update"] > work.blocks.forward
     assert {name: apart[name] for name in ("head", "backward", "between")} == {
         name: beside[name] for name in ("head", "backward", "between")
     }
@@ -286,7 +296,7 @@ def test_an_update_hides_the_first_fetchs_forward_pass():
 def test_an_overlapped_update_is_found_where_state_has_to_be_in_host_memory(keep, expected):
     """Not if the config's own value is kept."""
     c = checked(config(**SMALL | {"model.num_hidden_layers": 32}), GPU)
-    offloads = {f"offload_{name}": True for name in choices.OFFLOADS}
+    offloads = dict.fromkeys(choices.OFFLOADS.values(), True)
     need = search.estimated(changed(c, offloads | {"overlap_update": True}), GPUS[GPU]).need
     best = search.search(Space(c, GPUS[GPU], Memory(need.device), keep=keep)).candidates[0]
     assert best.config.overlap_update is expected
@@ -306,7 +316,7 @@ def test_what_has_nothing_more_to_offer_is_not_searched():
     c = checked(config(**SMALL | {"optimizer": "adamw8bit"}), GPU)
     found = search.search(Space(c, GPUS[GPU], Memory(2**40), allow=("adamw8bit",), keep=BLOCK)).candidates
     assert len({tuple(flat(x.config).items()) for x in found}) == len(found) > 0
-    assert not any(x.config[f"offload_{name}"] for x in found for name in choices.OFFLOADS)
+    assert not any(x.config[field] for x in found for field in choices.OFFLOADS.values())
 
 
 def test_layouts_keep_the_effective_batch_and_say_what_was_not_tried():
@@ -410,7 +420,7 @@ def test_a_mesh_of_one_gpu_can_be_kept():
 )
 def test_estimates_are_near_what_is_compiled(changes):
     """Device memory within 10 %, as footprint.py says; time within 10 % of the simulated step."""
-    changes = changes or {f"offload_{name}": True for name in choices.OFFLOADS} | {"gpus": 1}
+    changes = changes or dict.fromkeys(choices.OFFLOADS.values(), True) | {"gpus": 1}
     c = checked(config(**changes), aot.kind() or GPU)
     tried = search.estimated(c, GPUS[GPU])
     p = plan(c, GPU)
@@ -518,7 +528,8 @@ def test_the_command_without_a_compiler(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(aot, "available", lambda: False)
     monkeypatch.chdir(tmp_path)
     argv = ["--config", str(CONFIGS / "llama7b.py"), "--gpu", GPU, "--json", "found.json", "--top", "2"]
-    command.main([*argv, "--effective-batch", "4", "--keep", "recompute_block", "--tokens", "1e9", "--price", "3"])
+    keep = "recompute_block,offload_grads"  # then weights have to be in host memory
+    command.main([*argv, "--effective-batch", "4", "--keep", keep, "--tokens", "1e9", "--price", "3"])
     text = capsys.readouterr().out
     assert "ESTIMATE from shapes" in text and "the settings as given do not fit" in text
     assert "left out since they change numbers: adamw8bit (" in text and "was not tried" not in text
@@ -646,8 +657,8 @@ def test_settings_that_cannot_run_do_not_end_the_search(monkeypatch):
 def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monkeypatch):
     """Compiled steps need 5 % of the card more than estimated, which only fewer resident layers make up for."""
     c = config(**SMALL | {"model.num_hidden_layers": 32}, recompute_block=True)
-    keep = (*SLICES_TOO, "optimizer", "overlap_update", *(f"offload_{name}" for name in choices.OFFLOADS))
-    c.update({f"offload_{name}": True for name in choices.OFFLOADS})
+    keep = (*SLICES_TOO, "optimizer", "overlap_update", *choices.OFFLOADS.values())
+    c.update(dict.fromkeys(choices.OFFLOADS.values(), True))
     half = search.estimated(checked(changed(c, {"resident_layers": 16}), GPU), GPUS[GPU]).need.device
     card = dataclasses.replace(GPUS[GPU], memory_bytes=int((half + search.RESERVE) / footprint.POOL) + 1)
     monkeypatch.setitem(GPUS, GPU, card)

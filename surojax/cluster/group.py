@@ -174,7 +174,7 @@ class Group:
         return STOPPED if self.stopping and code == -signal.SIGTERM else code
 
     def _listen(self, now: float) -> None:
-        """Takes the signs of life that have come."""
+        """Reads the heartbeats that the processes have sent."""
         for i, ours in enumerate(self.sockets):
             with contextlib.suppress(OSError, ValueError):
                 if lines := ours.recv(1 << 16).split():
@@ -182,7 +182,7 @@ class Group:
                     self.heard[i] = now
 
     def _hang(self, silent: list[int]) -> Ended:
-        """Ends all processes because some give no sign of life."""
+        """Ends all processes because some send no heartbeat."""
         state = "stopped" if all(_is_stopped(self.processes[i].pid) for i in silent) else "hanging"
         who = ", ".join(f"{i} (process {self.processes[i].pid})" for i in silent)
         self._send(signal.SIGTERM)
@@ -190,7 +190,7 @@ class Group:
         return Ended(1, f"no answer from process {who}: {state}, killed")
 
     def _grace(self) -> None:
-        """Waits for the last words of those that run, for GRACE_S at most."""
+        """Waits until the processes that still run have ended, for GRACE_S at most."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(p.poll() is None for p in self.processes):
             time.sleep(POLL_S)

@@ -147,26 +147,26 @@ def detect(
         if coordinator is None:
             need(num_processes == 1, "--coordinator", "HOST:PORT of process 0", None, "give it, to every process")
             coordinator = "127.0.0.1:0"
-        found = Hosts("flags", coordinator, num_processes, process_id)
+        place = Hosts("flags", coordinator, num_processes, process_id)
     else:
         launcher = next((x for x in LAUNCHERS if any(name in environment for name in x.sign)), None)
         if launcher is None:
             _check_alone(environment, coordinator, num_processes, process_id)
             return None
-        found = _read(launcher, environment, coordinator, num_processes, process_id)
-    need(found.num_processes >= 1, _where(found), "at least 1 process", found.num_processes, "correct it")
-    need(found.num_processes <= MAX_PROCESSES, _where(found), f"at most {MAX_PROCESSES:,}", found.num_processes,
+        place = _read(launcher, environment, coordinator, num_processes, process_id)
+    need(place.num_processes >= 1, _where(place), "at least 1 process", place.num_processes, "correct it")
+    need(place.num_processes <= MAX_PROCESSES, _where(place), f"at most {MAX_PROCESSES:,}", place.num_processes,
          "correct it")  # fmt: skip
     need(
-        0 <= found.process_id < found.num_processes,
-        _where(found),
-        f"a process id from 0 to {found.num_processes - 1}",
-        found.process_id,
+        0 <= place.process_id < place.num_processes,
+        _where(place),
+        f"a process id from 0 to {place.num_processes - 1}",
+        place.process_id,
         "correct it, or the number of processes",
     )
-    if launcher and found.num_processes == 1:
+    if launcher and place.num_processes == 1:
         return None
-    return found._replace(coordinator=_with_port(found.coordinator, found.source))
+    return place._replace(coordinator=_with_port(place.coordinator, place.source))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -278,10 +278,10 @@ def _address(launcher: Variables, text: str, environment: Mapping[str, str]) -> 
         case "SkyPilot":
             host = text.split()[0]  # one address a line, in the order of the ranks
         case "Open MPI":
-            found = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", text)
-            need(found is not None, "OMPI_MCA_orte_hnp_uri", "a tcp address", text, "pass --coordinator HOST:PORT")
-            assert found
-            host = found[1] or f"[{found[2]}]"
+            match = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", text)
+            need(match is not None, "OMPI_MCA_orte_hnp_uri", "a tcp address", text, "pass --coordinator HOST:PORT")
+            assert match
+            host = match[1] or f"[{match[2]}]"
             port = _port_of_job(text.partition(".")[0], 2**12)
         case "Slurm":
             host = _first_node(text)
@@ -302,21 +302,21 @@ def _port_of_job(job: str, divisor: int) -> str:
 
 def _first_node(nodes: str) -> str:
     """The first host of Slurm's list: "node[003-005,9],gpu1" -> "node003"."""
-    found = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?([^,\[\]]*)", nodes)
-    assert found, nodes
-    return found[1] + (found[2] or "")
+    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?([^,\[\]]*)", nodes)
+    assert match, nodes
+    return match[1] + (match[2] or "")
 
 
 def _slurm_tasks_here(tasks: str, environment: Mapping[str, str]) -> int | None:
     """The number of tasks on this node, from "8(x2),4": two nodes with 8 and one with 4."""
-    each = []
+    tasks_of_nodes = []
     for part in tasks.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not found:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not match:
             return None
-        each += [int(found[1])] * int(found[2] or 1)
+        tasks_of_nodes += [int(match[1])] * int(match[2] or 1)
     node = int(environment.get("SLURM_NODEID", "0"))
-    return each[node] if node < len(each) else None
+    return tasks_of_nodes[node] if node < len(tasks_of_nodes) else None
 
 
 def _with_port(address: str, source: str) -> str:
@@ -328,20 +328,20 @@ def _with_port(address: str, source: str) -> str:
     return address
 
 
-def local_gpus(hosts: Hosts, environment: Mapping[str, str], found: int) -> list[int] | None:
-    """The numbers of the GPUs that this process uses; None: all that it sees.
+def local_gpus(hosts: Hosts, environment: Mapping[str, str], machine_gpus: int) -> list[int] | None:
+    """The indices of the GPUs that this process uses; None: all that it sees.
 
-    found: GPUs of the machine. Processes that share a machine divide its GPUs, unless their launcher gave each its own
+    Processes that share a machine divide its `machine_gpus`, unless their launcher gave each its own
     (CUDA_VISIBLE_DEVICES of one, as with Slurm's --gpus-per-task=1). Raises ConfigError if they do not divide evenly.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    count = found if visible is None else len([x for x in visible.split(",") if x.strip()])
+    count = machine_gpus if visible is None else len([x for x in visible.split(",") if x.strip()])
     sharing = hosts.local_processes or 1
     if sharing == 1 or hosts.local_id is None or count <= 1:
         return None
     need(count % sharing == 0, "processes", f"a divisor of the {count} GPUs of a host", sharing, "start fewer a host")
-    each = count // sharing
-    return list(range(hosts.local_id * each, (hosts.local_id + 1) * each))
+    gpus = count // sharing
+    return list(range(hosts.local_id * gpus, (hosts.local_id + 1) * gpus))
 
 
 def gpus_of_machine() -> int:

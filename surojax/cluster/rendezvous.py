@@ -103,13 +103,13 @@ def _addresses(host: str) -> list[str]:
     that of a gateway. Then it is all addresses.
     """
     try:
-        found = list(dict.fromkeys(str(x[4][0]) for x in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
+        addresses = list(dict.fromkeys(str(x[4][0]) for x in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)))
     except OSError:
         return [""]
-    local = [x for x in found if ipaddress.ip_address(x.partition("%")[0]).is_loopback]
+    local = [x for x in addresses if ipaddress.ip_address(x.partition("%")[0]).is_loopback]
     if host == "localhost" or host in local:
         return local
-    return [*(x for x in found if x not in local), ""]
+    return [*(x for x in addresses if x not in local), ""]
 
 
 def _listen(addresses: list[str], port: int) -> socket.socket:
@@ -176,7 +176,7 @@ class _Gathering:
         return hosts
 
     def _collect(self, deadline: float) -> str:
-        """Reads what the others say until all are there; returns what is wrong, "" if nothing is."""
+        """Reads the other processes' messages until all are there; returns an error, "" without one."""
         while len(self.names) < self.num_processes:
             if self.asked():
                 return _stopped(0, self.num_processes)
@@ -205,7 +205,7 @@ class _Gathering:
                 self._drop(connection)
 
     def _read(self, guest: _Guest) -> str:
-        """Reads what one has sent. Returns what ends the run, "" if nothing does."""
+        """Reads from a guest's connection. Returns the error that ends the run, "" without one."""
         try:
             part = guest.connection.recv(HELLO_BYTES)
         except BlockingIOError:
@@ -339,7 +339,7 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> bool:
-    """Sends a short message; returns False if the other side does not take it."""
+    """Sends a short message; returns False if the receiver does not read it."""
     with contextlib.suppress(OSError):
         connection.sendall(_line(message))
         return True

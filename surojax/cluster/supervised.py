@@ -26,7 +26,7 @@ class Supervised:
     """This process's end of the socket. key: of the run; command: what starts all processes of it."""
 
     def __init__(self, descriptor: int, heartbeat_s: float):
-        """Reads what the supervisor says. Raises ConfigError if there is none."""
+        """Reads the supervisor's message. Raises ConfigError if there is no supervisor."""
         try:
             self.socket = socket.socket(fileno=descriptor)
             self.socket.settimeout(WAIT_S)
@@ -42,7 +42,7 @@ class Supervised:
         threading.Thread(target=self._beat, name="surojax_supervised", daemon=True).start()
 
     def _beat(self) -> None:
-        """Says that this process lives, and ends it if the supervisor does not."""
+        """Sends heartbeats to the supervisor, and ends this process if the supervisor has gone."""
         self.socket.setblocking(False)
         period = min(PERIOD_S, self.heartbeat_s / 5)
         gone = False

@@ -49,28 +49,28 @@ class Watch:
             threading.Thread(target=target, name=f"surojax{target.__name__}", daemon=True).start()
 
     def _exchange(self) -> None:
-        """Says that this process lives, and reads what the others say."""
+        """Writes this process's heartbeat, and reads the heartbeats and messages of the others."""
         count = 0
         seen: dict[int, tuple[str, float]] = {}  # what each said last, and since when
         while not self._ended.wait(min(PERIOD_S, self.heartbeat_s / 5)):
             count += 1
             try:
                 self.client.key_value_set(f"{FOLDER}alive/{self.process_id}", str(count), allow_overwrite=True)
-                said = dict(self.client.key_value_dir_get(FOLDER))
+                messages = dict(self.client.key_value_dir_get(FOLDER))
             except jax.errors.JaxRuntimeError:
                 continue  # `_await_coordinator` counts the time
             now = self._answered = time.monotonic()
             if self._ended.is_set():
                 return
-            for key, text in said.items():
+            for key, text in messages.items():
                 if key.startswith(f"{FOLDER}failed/") and int(key.rpartition("/")[2]) != self.process_id:
                     code, _, message = text.partition(" ")
                     self._leave(f"{self.name(int(key.rpartition('/')[2]))} ended the run: {message}", int(code))
             for i in range(len(self.names)):
-                text = said.get(f"{FOLDER}alive/{i}", "")
+                text = messages.get(f"{FOLDER}alive/{i}", "")
                 if seen.get(i, ("", 0.0))[0] != text or i not in seen:
                     seen[i] = (text, now)
-                elif now - seen[i][1] > self.heartbeat_s and f"{FOLDER}done/{i}" not in said:
+                elif now - seen[i][1] > self.heartbeat_s and f"{FOLDER}done/{i}" not in messages:
                     self._leave(self._silent(i))
 
     def _await_coordinator(self) -> None:
@@ -83,7 +83,7 @@ class Watch:
         return f"{self.name(i)} has not answered for {self.heartbeat_s:g} s: it hangs, or its host or link is down"
 
     def name(self, i: int) -> str:
-        """A process in words."""
+        """The number and host of a process, as text for messages."""
         return f"process {i} ({self.names[i]})"
 
     def _leave(self, text: str, code: int = 1) -> None:
@@ -136,7 +136,7 @@ def together(watch: Watch | None) -> Iterator[None]:
 
 
 def _leave_with(watch: Watch, message: str, code: int) -> None:
-    """Ends this process because of an error: its own, or that of a collective in which another process is missing."""
+    """Ends this process because of an error: its own, or the error of a collective that another process has left."""
     if OF_A_PEER.search(message):
         time.sleep(3 * PERIOD_S)  # if the other process said why it ended, the watch says that and ends this one
         _exit(f"surojax: error: the connection to another process is lost ({message})", code)

@@ -31,11 +31,11 @@ def _check_names(value: str, field: str, known: Collection[str], alone: str) -> 
 def _check_rank(c: Config) -> None:
     m = c.model
     heads = m.num_attention_heads * head_dim(c)
-    of_keys = m.num_key_value_heads * head_dim(c)
+    key_rows = m.num_key_value_heads * head_dim(c)
     smallest = {
         "q_proj": min(m.hidden_size, heads),
-        "k_proj": min(m.hidden_size, of_keys),
-        "v_proj": min(m.hidden_size, of_keys),
+        "k_proj": min(m.hidden_size, key_rows),
+        "v_proj": min(m.hidden_size, key_rows),
         "o_proj": min(m.hidden_size, heads),
         "gate_proj": min(m.hidden_size, m.intermediate_size),
         "up_proj": min(m.hidden_size, m.intermediate_size),

@@ -29,7 +29,7 @@ from surojax.refusals import TABLE, markdown, refuse
 from surojax.sizes import check_largest, divisor
 
 # What does not go together: the rows of docs/refusals.md.
-REFUSALS = (*TABLE, *(row for of in ARCHITECTURES.values() for row in of.refusals), *OF_OPTIMIZERS)
+REFUSALS = (*TABLE, *(row for entry in ARCHITECTURES.values() for row in entry.refusals), *OF_OPTIMIZERS)
 MOST_FOR_BYTES = 1024  # rows of an embedding that is trained on bytes, whose 257 ids may be padded to divide over GPUs
 
 
@@ -146,9 +146,9 @@ def _check_chunks(c: Config) -> None:
     if n == 1:
         return
     sizes = [f" / {name}" for name in ("cp_size", "tp_size") if c[name] > 1]
-    of_device = c.sequence_len // (c.cp_size * c.tp_size)  # without a remainder, see check_mesh
-    expected = f"a divisor of sequence_len{''.join(sizes)} = {of_device}"
-    _need(of_device % n == 0, "sequence_chunks", expected, n, f"use {divisor(of_device, min(n, of_device))}")
+    length = c.sequence_len // (c.cp_size * c.tp_size)  # without a remainder, see check_mesh
+    expected = f"a divisor of sequence_len{''.join(sizes)} = {length}"
+    _need(length % n == 0, "sequence_chunks", expected, n, f"use {divisor(length, min(n, length))}")
     tokens = c.sequence_len // n
     expected = f"sequence_len / sequence_chunks = {tokens} to be even, or 'xla' or 'mosaic': cuDNN takes no odd length"
     _need(tokens % 2 == 0 or c.attention in ("xla", "mosaic"), "attention", expected, c.attention, "change one of them")

@@ -53,7 +53,7 @@ SHARDS = Range(lambda v: v == -1 or v >= 1, "1 or more, or -1", "-1 is all that 
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """How long a run is, and what it writes."""
+    """The length of a run, and the files that it writes."""
 
     # checkpoints, metrics.jsonl and TensorBoard events are written here
     output_dir: str = declare("runs/default", NOT_EMPTY)
@@ -219,7 +219,7 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True)
 class NumberSettings:
-    """Which implementation computes what the recipe does not."""
+    """The implementations of attention and of the operations between products."""
 
     # "auto", "xla", or flash attention (NVIDIA, 16-bit): "cudnn", or "mosaic" for sample_packing
     attention: str = declare("auto", choices=IMPLEMENTATIONS)
@@ -437,7 +437,7 @@ def tokens_of_piece(c: Config) -> int:
 
 
 def gpus_per_sequence(c: Config) -> int:
-    """Number of GPUs that share the same sequences: a batch is divided over groups of so many."""
+    """Number of GPUs that share the same sequences: a batch is divided over groups of this size."""
     return c.cp_size * c.tp_size * c.pp_size
 
 

@@ -18,6 +18,7 @@ from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.untrusted import expanded
 
+PACKAGE = Path(__file__).parents[1]
 FINETUNE = Path(__file__).with_name("finetune.py")  # the config of a command line that names only a model
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -34,20 +35,13 @@ def describe() -> str:
 def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Config, argparse.Namespace]:
     """Returns the config of a command line, and the command's own options, which the caller has added to `parser`.
 
-    `--config FILE` names a Python file with `get_config()`; a `model_path` without it takes config/finetune.py.
+    `--config FILE` names a Python file with `get_config()`, or one of `configs()`; a `model_path` without it takes
+    config/finetune.py.
     `--config.FIELD=VALUE` overrides one of its fields; if a field is set twice, the last value counts. `--help` prints
     the options and every field, and exits. Raises ConfigError for a bad option, and for a `model` field that
     contradicts the model at `model_path`.
     """
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"fields (--config.FIELD=VALUE overrides the config file's value):\n{describe()}"
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="Python file whose get_config() returns the config; left out with --config.model_path: fine-tuning",
-    )
-    parser.allow_abbrev = False
-    parser.error = _refuse  # argparse's own `error` prints the usage and exits
+    add_options(parser)
     rest, overrides = _split(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(rest)
     if unknown:
@@ -65,21 +59,57 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Conf
     config = load(args.config)
     for name, text in overrides:
         _override(config, name, text)
-    if of_model := [name.removeprefix("model.") for name, _ in overrides if name.startswith("model.")]:
-        resolved(config, fixed=of_model)  # sizes of a file give way to those of model_path; those of flags do not
+    if model_fields := [name.removeprefix("model.") for name, _ in overrides if name.startswith("model.")]:
+        resolved(config, fixed=model_fields)  # sizes of a file give way to those of model_path; those of flags do not
     return config, args
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds `--config`, and the help of every field, to the parser of a command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"fields (--config.FIELD=VALUE overrides the config file's value):\n{describe()}"
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="Python file whose get_config() returns the config, or a name of configs/, such as llama7b; left out with "
+        "--config.model_path: fine-tuning",
+    )
+    parser.allow_abbrev = False
+    parser.error = _refuse  # argparse's own `error` prints the usage and exits
 
 
 def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help")
 
 
+def configs() -> dict[str, Path]:
+    """The config files that come with surojax, by name: the files of configs/, which a wheel has in the package."""
+    folders = (PACKAGE / "configs", PACKAGE.parent / "configs")
+    folder = next((folder for folder in folders if (folder / "tiny.py").is_file()), folders[0])
+    return {file.stem: file for file in sorted(folder.glob("*.py"))}
+
+
+def is_name(path: str) -> bool:
+    """True if a text is meant as a name of `configs`, not as a path. Raises ConfigError if no file can be called so."""
+    return re.fullmatch(r"\w+", path) is not None and not expanded(path).exists()
+
+
 def load(path: str) -> Config:
-    """Returns `get_config()` of a Python file. Raises ConfigError if there is no such file or it returns no config."""
+    """Returns `get_config()` of a Python file, or of a config by its name, such as "llama7b".
+
+    Raises ConfigError if there is no such file or it returns no config.
+    """
+    if is_name(path):
+        if path not in configs():
+            near = difflib.get_close_matches(path, configs(), n=1)
+            hint = f"did you mean {near[0]}?" if near else "choose one, or a Python file"
+            raise ConfigError(f"--config: expected a name of {', '.join(configs())}, got {path!r}; {hint}")
+        path = str(configs()[path])
     file = expanded(path)
     if not file.is_file() or file.suffix != ".py":
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], n=1)
-        hint = f"did you mean {file.parent / near[0]}?" if near else "see configs/ for examples"
+        hint = f"see configs/ for examples, or take one by its name: {', '.join(configs())}"
+        hint = f"did you mean {file.parent / near[0]}?" if near else hint
         is_what = "another kind of file" if file.is_file() else "a folder" if file.is_dir() else "nothing there"
         raise ConfigError(f"--config: expected a Python file with get_config(), got {path!r} ({is_what}); {hint}")
     try:
@@ -110,8 +140,8 @@ def _in_words(error: BaseException) -> str:
     if wrong and (kind := next((k for k in KINDS if k.__name__ == wrong[4]), None)):
         field = wrong[1]
         value = wrong[2]
-        found = wrong[3]
-        return f"{field}: expected {KINDS[kind]}, got {value} of type {found}; its type is {kind.__name__}"
+        given_type = wrong[3]
+        return f"{field}: expected {KINDS[kind]}, got {value} of type {given_type}; its type is {kind.__name__}"
     return f"{type(error).__name__}: {text[:200]}"
 
 

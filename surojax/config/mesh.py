@@ -1,4 +1,4 @@
-"""Checks of the mesh's sizes: what is divided must divide evenly."""
+"""Checks of the mesh's sizes: they must divide model, batch and sequences evenly."""
 
 import math
 
@@ -37,7 +37,7 @@ def _check_parts(c: Config) -> None:
 
 
 def _check_heads(c: Config) -> None:
-    """Raises ConfigError if tp_size does not divide what it shards in the blocks."""
+    """Raises ConfigError if tp_size does not divide the heads or widths that it shards in the blocks."""
     m = c.model
     n = c.tp_size
     for name in ("num_attention_heads", "intermediate_size"):
@@ -89,9 +89,9 @@ def _check_context(c: Config) -> None:
     expected = f"a multiple of cp_size x tp_size = {n * c.tp_size} with cp_method='ulysses', which divides the heads"
     change = "lower cp_size, or set cp_method='ring'"
     need(heads % (n * c.tp_size) == 0, "model.num_attention_heads", expected, heads, change)
-    of_group = max(c.model.num_key_value_heads // c.tp_size, 1)
+    group_heads = max(c.model.num_key_value_heads // c.tp_size, 1)
     expected = f"a multiple or a divisor of cp_size = {n} on the GPUs of a tensor-parallel group"
-    need(of_group % n == 0 or n % of_group == 0, "model.num_key_value_heads", expected, of_group, change)
+    need(group_heads % n == 0 or n % group_heads == 0, "model.num_key_value_heads", expected, group_heads, change)
 
 
 def _check_pieces(c: Config) -> None:

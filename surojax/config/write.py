@@ -5,15 +5,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-from surojax.config.fields import DEFAULTS, Config, flat
+from surojax.config.fields import DEFAULTS, FIELDS, Config, flat
 from surojax.errors import ConfigError
 
 
-def config_file(c: Config, description: str) -> str:
-    """The text of a config file that is `c`, with this docstring. It needs no other file."""
+def config_file(c: Config, description: str, *, commented: bool = False) -> str:
+    """The text of a config file that yields `c`, with this docstring. It imports no other config file.
+
+    commented: above each field stands its help.
+    """
     values = flat(c)
     differ = [name for name, default in DEFAULTS.items() if values[name] != default]
-    lines = [f"    c.{name} = {_literal(values[name])}" for name in differ]
+    lines = []
+    for name in differ:
+        lines += [f"    # {FIELDS[name].comment}"] * commented
+        lines.append(f"    c.{name} = {_literal(values[name])}")
     return "\n".join(
         [
             f'"""{description}"""',

@@ -34,35 +34,40 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
     checks.check_tokenizer(c, tokenizer.vocab_size, tokenizer.name)
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
-    found = data.load_data(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size)
+    loaded = data.load_data(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size)
     groups = max(1, (c.gpus or 1) // gpus_per_sequence(c))
-    check_length(found.train.all, groups * c.per_device_batch_size * c.gradient_accumulation_steps)
-    return found, tokenizer
+    check_length(loaded.train.all, groups * c.per_device_batch_size * c.gradient_accumulation_steps)
+    return loaded, tokenizer
 
 
-def first_samples(found: data.Data, tokenizer: Tokenizer, *, rows: int, seed: int, color: bool) -> Iterator[str]:
-    """Yields the lines that show the first training samples of a run, in its order; at most those of an epoch."""
-    rows = min(rows, len(found.train))
-    with contextlib.closing(training_batches(found.train, batch_size=rows, accumulation=1, seed=seed)) as stream:
+def first_samples(loaded: data.Data, tokenizer: Tokenizer, *, rows: int, seed: int, color: bool) -> Iterator[str]:
+    """Yields lines that show the first `rows` training samples of a run, in order, or an epoch if it has fewer."""
+    rows = min(rows, len(loaded.train))
+    with contextlib.closing(training_batches(loaded.train, batch_size=rows, accumulation=1, seed=seed)) as stream:
         batch = {name: array[0] for name, array in next(stream).items()}
     yield from sample_table(batch["inputs"], batch["labels"], batch.get("starts"), tokenizer, color=color)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, prepare, and print. An error or Ctrl-C exits with one line, a closed pipe with none."""
+def parser() -> argparse.ArgumentParser:
+    """The command's own options."""
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
-    parser = argparse.ArgumentParser(prog="python -m surojax.data", description=description)
-    parser.add_argument(
+    options = argparse.ArgumentParser(prog="python -m surojax.data", description=description)
+    options.add_argument(
         "--debug", type=int, default=0, metavar="N", help="print the first N samples: token, text, label, document"
     )
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line, prepare, and print. An error or Ctrl-C exits with one line, a closed pipe with none."""
     try:
-        c, args = parse(argv, parser)
+        c, args = parse(argv, parser())
         if args.debug < 0:
             raise ConfigError(f"--debug: expected a number of samples, got {args.debug}")
-        found, tokenizer = prepare(c)
-        print(found.describe())
+        loaded, tokenizer = prepare(c)
+        print(loaded.describe())
         if args.debug:
-            for line in first_samples(found, tokenizer, rows=args.debug, seed=c.seed, color=sys.stdout.isatty()):
+            for line in first_samples(loaded, tokenizer, rows=args.debug, seed=c.seed, color=sys.stdout.isatty()):
                 print(line)
         sys.stdout.flush()
     except KeyboardInterrupt:

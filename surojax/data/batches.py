@@ -103,8 +103,8 @@ def training_batches(
 
     here = batch_size if rows is None else len(rows)
 
-    def to_batch(found: Sequence[Sample]) -> Batch:
-        batch = {name: np.stack([row[name] for row in found]) for name in found[0]}
+    def to_batch(drawn: Sequence[Sample]) -> Batch:
+        batch = {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
         mixture.all.release()
         return {name: x.reshape(accumulation, here, -1) for name, x in batch.items()}
 

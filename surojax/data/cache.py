@@ -1,4 +1,4 @@
-"""Tokenised data in files that are written once, mapped into memory, and found again by what they depend on.
+"""Tokenised data in files that are written once, mapped into memory, and found again by a hash of their inputs.
 
 An entry of the cache is a folder, named by a hash of everything that its tokens depend on. It has `meta.json` and a
 folder for each part ("train", "held_out"):
@@ -258,7 +258,7 @@ class Files(NamedTuple):
 
 
 def identify(paths: list[Path]) -> Files:
-    """Returns what identifies the content of these files, in this order. Raises ConfigError if one cannot be read."""
+    """Identifies files, in this order, by hashed paths, sizes and times. Raises ConfigError if one cannot be read."""
     digest = hashlib.sha256()
     num_bytes = 0
     for path in paths:
@@ -329,7 +329,7 @@ def _close_lock(descriptor: int) -> None:
 
 
 def _remove_leftovers(root: Path, own: str) -> None:
-    """Removes temporary folders of processes that have ended: their entry's lock is free, or this process's (`own`)."""
+    """Removes temporary folders of ended processes: the lock of their entry is free, or this process's (`own`)."""
     for folder in root.glob("*.tmp"):
         entry = folder.name.partition(".")[0]
         if entry == own:

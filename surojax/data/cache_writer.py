@@ -29,7 +29,7 @@ _ENCODING = 2  # groups that are encoded at a time
 
 
 class ItemEncoder[T, U](Protocol):
-    """Makes examples of items: those of `documents.TextEncoder` and `examples.Encoder`.
+    """The interface of `documents.TextEncoder` and `examples.Encoder`: makes examples of items.
 
     is_text: items are plain text, whose bytes are counted. fingerprint: of all that tokens depend on besides items.
     """
@@ -41,7 +41,7 @@ class ItemEncoder[T, U](Protocol):
     def fingerprint(self) -> str: ...
 
     def split(self, item: Item[T]) -> tuple[Item[T], Item[T]] | None:
-        """Returns the beginning and the end of an only item, see `hold_out`."""
+        """Splits a source's only item into its beginning and its end, see `hold_out`; None if it cannot be split."""
         ...
 
     def units(self, item: Item[T]) -> Iterable[Unit[U]]:
@@ -49,7 +49,7 @@ class ItemEncoder[T, U](Protocol):
         ...
 
     def encode(self, units: list[U | BadRow], /) -> Sequence[Example | BadRow]:
-        """Returns what follows from each unit."""
+        """Returns the example of each unit, or why there is none."""
         ...
 
 
@@ -94,9 +94,9 @@ def write_entry(
                     first_skipped = first_skipped or f"{example.where}: {example.reason}"
             for is_held_out in (False, True) if fraction else (False,):
                 parts.append(is_held_out, [x for x in good if x[0].is_held_out == is_held_out], encoder.is_text)
-            parts.bytes_read += sum(one.unit.num_bytes for one in group)
-        found = parts.finish()
-    numbers = [part["examples"] for part in found.values()]
+            parts.bytes_read += sum(member.unit.num_bytes for member in group)
+        parts_meta = parts.finish()
+    numbers = [part["examples"] for part in parts_meta.values()]
     skipped = f"{num_skipped:,} skipped" + (f" ({first_skipped})" if first_skipped else "")
     if not any(numbers):
         fate = f", {skipped}; correct them" if num_skipped else "; add some, or name other data"
@@ -107,7 +107,7 @@ def write_entry(
             f"evaluate on the other, got {numbers[0]:,} to train on and {numbers[1]:,} to evaluate on, {skipped}; add "
             f"or correct {source.what}, or set {source.instead}"
         )
-    return {"parts": found, "skipped": num_skipped, "first_skipped": first_skipped}
+    return {"parts": parts_meta, "skipped": num_skipped, "first_skipped": first_skipped}
 
 
 class _Parts:
@@ -180,12 +180,12 @@ def _groups(marked: Iterable[tuple[Item, bool]], encoder: ItemEncoder) -> Iterat
 def _in_threads(
     groups: Iterable[list[_Marked]], encoder: ItemEncoder
 ) -> Iterator[tuple[list[_Marked], Sequence[Example | BadRow]]]:
-    """Yields each group with what the encoder returns for it, in order; the next groups are encoded meanwhile."""
+    """Yields each group with its encoded examples, in order; the next groups are encoded meanwhile."""
     with ThreadPoolExecutor(_ENCODING) as threads:
         pending: deque[tuple[list[_Marked], Future[Sequence[Example | BadRow]]]] = deque()
         try:
             for group in groups:
-                pending.append((group, threads.submit(encoder.encode, [one.unit.content for one in group])))
+                pending.append((group, threads.submit(encoder.encode, [member.unit.content for member in group])))
                 if len(pending) > _ENCODING:
                     first, encoded = pending.popleft()
                     yield first, encoded.result()

@@ -78,17 +78,17 @@ def _reads_prompt(record: Mapping[str, Any], dataset: Dataset) -> bool:
 def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:
     """Returns the messages and tools of a row. A system prompt becomes the first message if the row has none."""
     names = (dataset.messages_field,) if dataset.messages_field else MESSAGES
-    found = [record[name] for name in names if record.get(name) is not None]
-    if not found:
+    message_lists = [record[name] for name in names if record.get(name) is not None]
+    if not message_lists:
         raise NotARow(
             f"expected messages in {' or '.join(map(repr, names))}, got {field_names(record)}; name the field in the "
             "dataset, or correct the row"
         )
-    if not isinstance(found[0], list):
-        raise NotARow(f"expected a list of messages, got a {type(found[0]).__name__}; correct the row")
-    if not found[0]:
+    if not isinstance(message_lists[0], list):
+        raise NotARow(f"expected a list of messages, got a {type(message_lists[0]).__name__}; correct the row")
+    if not message_lists[0]:
         raise NotARow("expected messages, got an empty list; remove the row")
-    messages = [_message(message, number, dataset) for number, message in enumerate(found[0], start=1)]
+    messages = [_message(message, number, dataset) for number, message in enumerate(message_lists[0], start=1)]
 
     system = _system(record, dataset)
     if messages[0]["role"] != "system":

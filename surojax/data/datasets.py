@@ -1,4 +1,4 @@
-"""Datasets: what an entry of `datasets` says, and the rows of its files.
+"""Datasets: the settings of an entry of `datasets`, and the rows of its files.
 
 A row is a record of named fields, with the place it comes from for messages. A row that cannot be read is a `BadRow`,
 in its place among the others: whether it ends the run or is counted is the caller's decision. What makes a whole
@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from surojax.data import docstrings, files, readers
+from surojax.data import docstrings, files, given, readers
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.readers import OpenSet, open_set
 from surojax.errors import ConfigError, shown
@@ -58,7 +58,7 @@ class Dataset:
 
     path: files, folders, globs, "stdlib_docstrings" (questions about Python, with no download), or one name of a set
       that the `datasets` library finds.
-    type: what a row is, one of TYPES; "auto": the fields of the first row decide.
+    type: what a row is, one of TYPES; "auto": the fields of the first row decide, which may be "tokens" as well.
     split, subset: of a set that the `datasets` library finds; "": its training split, its only configuration.
     samples: number of rows to read, from the first on; 0: all.
     weight: relative share in a mixture of datasets.
@@ -97,7 +97,7 @@ class Dataset:
         return ", ".join(self.path)
 
     def differing(self, *names: str) -> list[str]:
-        """Returns those of the settings that do not have their defaults."""
+        """Returns the names of settings, among `names`, that differ from their defaults."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
 
@@ -149,7 +149,7 @@ def _check_uses(dataset: Dataset, where: str) -> None:
 
 
 def _settings_of(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Returns the settings, under our names, that one of an entry means. Raises ConfigError for an unknown one."""
+    """Returns (our name, value) of each setting that a key of an entry sets. Raises ConfigError for an unknown key."""
     if name == "message_property_mappings":
         fields = dict(value) if hasattr(value, "items") else {"": value}
         if unknown := set(fields) - {"role", "content"}:
@@ -216,6 +216,8 @@ def _type_of(row: DataRow, dataset: Dataset) -> str:
         return "instruction"
     if dataset.text_field in fields:
         return "text"
+    if given.TOKENS in fields:
+        return "tokens"
     conversation = " or ".join(messages)
     instruction = f"{dataset.prompt_field} and {dataset.completion_field}"
     other_instruction = f"{dataset.instruction_field} and {dataset.output_field}"
@@ -242,11 +244,11 @@ def read_dataset(dataset: Dataset, open_set: OpenSet = open_set) -> Iterator[Dat
     open_set: loads a set of the `datasets` library. Raises ConfigError if something is missing or unreadable, or there
     is no row at all.
     """
-    found = False
+    has_rows = False
     for row in islice(_rows(dataset, open_set), dataset.samples or None):
-        found = True
+        has_rows = True
         yield row
-    if not found:
+    if not has_rows:
         raise ConfigError(f"{dataset.name}: expected rows, got none; add some, or leave the dataset out")
 
 
@@ -256,15 +258,15 @@ def files_of(dataset: Dataset) -> list[Path]:
 
 
 def fingerprints_of_sets(dataset: Dataset, open_set: OpenSet) -> list[list[str]]:
-    """Returns the name of each path that is no file, with what identifies its rows now; "": its name alone does."""
-    found = []
+    """Returns [name, fingerprint of its rows] of each path that is no file; "": the name determines the rows."""
+    fingerprints = []
     for item, paths in _paths(dataset):
         if item == docstrings.NAME:
-            found.append([item, ""])
+            fingerprints.append([item, ""])
         elif paths is None:
             rows = open_set(item, dataset.subset, _split_of(dataset))
-            found.append([item, str(getattr(rows, "_fingerprint", ""))])
-    return found
+            fingerprints.append([item, str(getattr(rows, "_fingerprint", ""))])
+    return fingerprints
 
 
 def _split_of(dataset: Dataset) -> str:
@@ -275,8 +277,11 @@ def _paths(dataset: Dataset) -> Iterator[tuple[str, list[Path] | None]]:
     """Yields each path of a dataset with its files, without those of an earlier path; None: it names no file."""
     seen: set[Path] = set()
     for item in dataset.path:
-        found = files.stdlib_files() if item == docstrings.NAME else files.find_files(item, readers.SUFFIXES)
-        yield item, None if found is None else files.unseen(found, seen)
+        if item == given.NAME:
+            yield item, None
+            continue
+        item_files = files.stdlib_files() if item == docstrings.NAME else files.find_files(item, readers.SUFFIXES)
+        yield item, None if item_files is None else files.unseen(item_files, seen)
 
 
 def _rows(dataset: Dataset, open_set: OpenSet) -> Iterator[DataRow | BadRow]:

@@ -24,7 +24,7 @@ def read_docstrings() -> Iterator[DataRow]:
     Raises ConfigError if this Python was installed without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = False
+    has_rows = False
     seen: set[str] = set()
     for path in stdlib_files():
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
@@ -38,10 +38,10 @@ def read_docstrings() -> Iterator[DataRow]:
             answer = _first_paragraph(ast.get_docstring(function))
             if SHORTEST <= len(answer) <= LONGEST and answer not in seen:
                 seen.add(answer)
-                found = True
+                has_rows = True
                 question = f"What does `{module}.{name}({ast.unparse(function.args)})` do?"
                 yield DataRow({"prompt": question, "completion": answer}, f"{path}:{function.lineno}")
-    if not found:
+    if not has_rows:
         raise ConfigError(
             f"{NAME}: expected Python source files below {root}, got none (an interpreter shipped without them); "
             "use rows of your own"

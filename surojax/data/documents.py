@@ -51,7 +51,7 @@ def _of_row(row: DataRow, text_field: str, by_record: bool, with_keys: bool) -> 
 
 
 def _of_file(file: TextFile, field: str | None, with_keys: bool) -> Item[Text]:
-    """field: the key is that of a record with the text in it; None: of the text."""
+    """Makes an item of a file. field: compute the key of a record with the text in this field; None: of the text."""
     digest = new_hash(json_of({field: ""})[:-2] if field else b"")
     num_bytes = 0
     is_blank = True
@@ -116,7 +116,7 @@ class TextEncoder:
         )
 
     def encode(self, pieces: Sequence[TextPiece | BadRow]) -> list[Example | BadRow]:
-        """Returns the tokens of each piece, with those that begin and end its document."""
+        """Returns the tokens of each piece, with the special tokens that begin and end a document."""
         encoded = iter(self.tokenizer.encode_batch([piece.text for piece in pieces if isinstance(piece, TextPiece)]))
         nothing = np.empty(0, np.int32)
         bos = np.array([self.tokenizer.bos_id], np.int32) if self.tokenizer.adds_bos else nothing

@@ -132,25 +132,25 @@ class Encoder:
 
     def _drafts(self, rows: list[DataRow | BadRow]) -> list[_Draft | BadRow]:
         """Returns the drafts of rows; all conversations are rendered together."""
-        found = [self._read(row) for row in rows]
-        talks = {i: one for i, one in enumerate(found) if isinstance(one, Conversation)}
+        contents = [self._read(row) for row in rows]
+        talks = {i: content for i, content in enumerate(contents) if isinstance(content, Conversation)}
         rendered: dict[int, tuple[DocumentPiece, ...] | NotARow] = {}
         if talks:
             assert self._template is not None, "checked by __init__"
             where = [rows[i].where for i in talks]
             rendered = dict(zip(talks, self._template.pieces([*talks.values()], self._train_on, where), strict=True))
         return [
-            self._draft(row, self._draft_of(one, rendered[i]) if isinstance(one, Conversation) else one)
-            for i, (row, one) in enumerate(zip(rows, found, strict=True))
+            self._draft(row, self._draft_of(content, rendered[i]) if isinstance(content, Conversation) else content)
+            for i, (row, content) in enumerate(zip(rows, contents, strict=True))
         ]
 
-    def _draft(self, row: DataRow | BadRow, one: _Draft | BadRow | NotARow) -> _Draft | BadRow:
-        if isinstance(one, _Draft):
-            one = _bad_unicode(one) or one
-        return BadRow(row.where, str(one)) if isinstance(one, NotARow) else one
+    def _draft(self, row: DataRow | BadRow, content: _Draft | BadRow | NotARow) -> _Draft | BadRow:
+        if isinstance(content, _Draft):
+            content = _bad_unicode(content) or content
+        return BadRow(row.where, str(content)) if isinstance(content, NotARow) else content
 
     def _read(self, row: DataRow | BadRow) -> Conversation | _Draft | BadRow | NotARow:
-        """Returns what a row says: a conversation to be rendered, the draft of an instruction, or why it says none."""
+        """Parses a row: returns a conversation to render, the draft of an instruction, or why the row has neither."""
         if isinstance(row, BadRow):
             return row
         dataset = self._dataset
@@ -210,7 +210,7 @@ def items(rows: Iterable[DataRow | BadRow]) -> Iterator[Item[DataRow]]:
 
 
 def _to_the_last(is_stop: np.ndarray) -> np.ndarray:
-    """Returns a mask of the tokens up to the last one that ends an answer, after which sampling stops; else of all."""
+    """Returns a mask of the tokens up to the last stop token, or of all tokens if there is no stop token."""
     last = np.flatnonzero(is_stop)[-1:]
     return np.arange(len(is_stop)) <= (last[0] if len(last) else len(is_stop))
 

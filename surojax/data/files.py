@@ -53,7 +53,7 @@ def find_files(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    """Yields what a glob names. `**` enters every folder once, also where links lead back to it."""
+    """Yields the paths that a glob matches. `**` enters every folder once, also where links lead back to it."""
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" not in parts:
         yield from glob.iglob(pattern)
@@ -80,13 +80,13 @@ def stdlib_files() -> list[Path]:
 
 def unseen(paths: Iterable[Path], seen: set[Path]) -> list[Path]:
     """Returns the paths of files that are not in `seen`, where all spellings of one are the same, and adds them."""
-    found = []
+    new_paths = []
     for path in paths:
         target = Path(os.path.realpath(path))  # `resolve` fails for links in a circle
         if target not in seen:
             seen.add(target)
-            found.append(path)
-    return found
+            new_paths.append(path)
+    return new_paths
 
 
 def decode(content: bytes, offset: int = 0) -> str:

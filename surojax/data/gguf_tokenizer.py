@@ -116,4 +116,4 @@ def _tokenizer(tokens: list[str], kinds: list[int], merges: list[tuple], rule: s
 
 
 def _of_kind(kind: int, tokens: list[str], kinds: list[int]) -> list[str]:
-    return [token for token, of_token in zip(tokens, kinds, strict=True) if of_token == kind]
+    return [token for token, token_kind in zip(tokens, kinds, strict=True) if token_kind == kind]

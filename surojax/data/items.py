@@ -15,7 +15,7 @@ from surojax.data.data_rows import BadRow
 
 
 class Item[T](NamedTuple):
-    """Something to encode, or the row that it cannot be. key: 64-bit hash, 0 if nothing is held out.
+    """A row or text to encode, or a row that cannot be used. key: 64-bit hash, 0 if nothing is held out.
 
     num_bytes: its length in UTF-8, of what is not text about that in a file.
     """
@@ -66,13 +66,13 @@ def hold_out[T](
         yield from zip(split(first[0]) or first, (False, True), strict=False)
         return
     threshold = int(fraction * 2**64)
-    found = False
+    has_held_out = False
     smallest: list[Item[T]] = []  # not yielded before it is known whether another item is held out
     for item in chain(first, items):
         if item.key < threshold:
-            found = True
+            has_held_out = True
             yield item, True
-        elif found:
+        elif has_held_out:
             yield item, False
         elif not smallest or item.key < smallest[0].key:
             yield from ((other, False) for other in smallest)
@@ -81,16 +81,16 @@ def hold_out[T](
             smallest.append(item)
         else:
             yield item, False
-    yield from ((item, not found) for item in smallest)
+    yield from ((item, not has_held_out) for item in smallest)
 
 
 def new_hash(content: bytes = b"") -> hashlib.blake2b:
-    """Returns the hash that keys are made of, of some content; more may follow."""
+    """Returns the hash of which a key is made, begun with `content`; the caller may add more."""
     return hashlib.blake2b(content, digest_size=8)
 
 
 def item_key(digest: hashlib.blake2b) -> int:
-    """Returns the key that a finished hash means."""
+    """Returns the key of an item, an integer, from the item's finished hash."""
     return int.from_bytes(digest.digest(), "big")
 
 
@@ -100,5 +100,5 @@ def key_of_bad(row: BadRow) -> int:
 
 
 def json_of(record: Mapping[str, Any]) -> bytes:
-    """Returns what the key of a record is a hash of."""
+    """Returns the JSON text of a record, whose hash is the record's key."""
     return json.dumps(record, sort_keys=True, default=str).encode("utf-8", "backslashreplace")

@@ -67,7 +67,7 @@ def _blocks(offsets: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _counts(lengths: np.ndarray, sequence_len: int, on_long: str, continues: bool) -> np.ndarray:
-    """Returns how many pieces are made of each example, see `row_pieces`."""
+    """Returns the number of pieces into which each example is cut, see `row_pieces`."""
     if on_long == "drop":
         return ((lengths > 0) & (lengths <= sequence_len)).astype(np.int64)
     if not continues:
@@ -140,7 +140,7 @@ class _Rows:
         return np.concatenate(placed)
 
     def _tightest(self, length: int, count: int) -> tuple[int, np.ndarray]:
-        """Removes and returns as many rows as `count` pieces need of those with the smallest space that suffices."""
+        """Removes and returns rows with the smallest sufficient space, as many as `count` pieces need."""
         i = bisect.bisect_left(self.spaces, length)
         if i == len(self.spaces):
             opened = math.ceil(count / (self.sequence_len // length))
@@ -162,7 +162,7 @@ class _Rows:
 
 
 def _plan(row_of: np.ndarray, num_rows: int, lengths: np.ndarray, sequence_len: int) -> PackingPlan:
-    """row_of: the row of each piece; rows are numbered from 0 without gaps."""
+    """Returns the plan with piece i in row row_of[i]; rows are numbered from 0 without gaps."""
     counts = _count(row_of, num_rows)
     bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     size = num_rows * sequence_len
@@ -171,7 +171,7 @@ def _plan(row_of: np.ndarray, num_rows: int, lengths: np.ndarray, sequence_len: 
 
 
 def _count(keys: np.ndarray, num_keys: int) -> np.ndarray:
-    """Returns how often each key is there. `bincount` of all at once would make int64 of them."""
+    """Returns how often each key occurs. `bincount` of all keys at once would make int64 of them."""
     counts = np.zeros(num_keys, np.int64)
     for start in range(0, len(keys), _BLOCK):
         counts += np.bincount(keys[start : start + _BLOCK], minlength=num_keys)

@@ -84,7 +84,7 @@ def in_limits(program: tuple[str, ...], train_on: str, conversation: tuple) -> d
 
 
 def _check_shown(messages: list[Message], whole: str, template: TemplateProgram) -> None:
-    """Raises NotARow if the template leaves out what is said to the assistant, or the functions that it calls."""
+    """Raises NotARow if the template leaves out messages to the assistant, or functions that the assistant calls."""
     for message in messages:
         if message["role"] != "assistant" and not _is_shown(message, whole):
             raise NotARow(

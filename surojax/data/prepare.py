@@ -18,6 +18,7 @@ from surojax.data.documents import TextEncoder, read_documents
 from surojax.data.examples import Encoder
 from surojax.data.items import Item, Source
 from surojax.data.readers import OpenSet, open_set
+from surojax.data.token_rows import TokenEncoder
 from surojax.data.tokenizer import Tokenizer
 
 DATA_CACHE = "~/.cache/surojax"
@@ -54,11 +55,11 @@ def load_corpora(
         data_cache=data_cache,
         say=say,
     )
-    found = corpus.source(source, text_field)
+    documents = corpus.source(source, text_field)
     if eval_source:
         evaluated = corpus.source(eval_source, text_field)
-        return load(found, fraction=0.0).corpora[TRAIN], load(evaluated, fraction=0.0).corpora[TRAIN]
-    corpora = load(found, fraction=HELD_OUT_STDLIB if source == corpus.STDLIB else HELD_OUT_FILES).corpora
+        return load(documents, fraction=0.0).corpora[TRAIN], load(evaluated, fraction=0.0).corpora[TRAIN]
+    corpora = load(documents, fraction=HELD_OUT_STDLIB if source == corpus.STDLIB else HELD_OUT_FILES).corpora
     return corpora[TRAIN], corpora[HELD_OUT]
 
 
@@ -72,7 +73,7 @@ class Prepared(NamedTuple):
 
 def load_dataset(
     dataset: Dataset,
-    encoder: Encoder | TextEncoder,
+    encoder: Encoder | TextEncoder | TokenEncoder,
     vocab_size: int,
     *,
     holds_out: bool,
@@ -88,7 +89,7 @@ def load_dataset(
     out and says how many they are. Raises ConfigError as well if no row remains.
     """
     entry = _load(
-        _source(dataset, open_set),
+        _source(dataset, encoder, open_set),
         encoder,
         vocab_size=vocab_size,
         fraction=HELD_OUT_FILES if holds_out else 0.0,
@@ -102,13 +103,15 @@ def load_dataset(
     return Prepared(entry.corpora[TRAIN], entry.corpora.get(HELD_OUT), encoder.is_text)
 
 
-def _source(dataset: Dataset, open_set: OpenSet) -> Source:
+def _source(dataset: Dataset, encoder: ItemEncoder, open_set: OpenSet) -> Source:
     """Returns the rows of a dataset as items."""
 
     def items(with_keys: bool) -> Iterator[Item]:
         rows = datasets.read_dataset(dataset, open_set)
         if dataset.type == "text":
             return read_documents(rows, dataset.text_field, by_record=True, with_keys=with_keys)
+        if isinstance(encoder, TokenEncoder):
+            return map(encoder.item, rows)
         return examples.items(rows)
 
     settings = {key: value for key, value in asdict(dataset).items() if key not in ("path", "weight")}
@@ -133,10 +136,10 @@ def _load(
     say: Callable[[str], None],
 ) -> CacheEntry:
     """Returns the entry of a source, which is written if the cache does not have it, and says where it is."""
-    found = identify(source.files)
+    identity = identify(source.files)
     key = {
         **source.key,
-        "files": found,
+        "files": identity,
         "encoder": encoder.fingerprint,
         "vocab_size": vocab_size,
         "held_out": fraction,
@@ -149,7 +152,7 @@ def _load(
         vocab_size=vocab_size,
         fraction=fraction,
         on_bad_row=on_bad_row,
-        source_bytes=found.num_bytes,
+        source_bytes=identity.num_bytes,
     )
     entry = cached(data_cache, key, make_entry, name=source.name, say=say)
     tokens = sum(len(corpus.tokens) for corpus in entry.corpora.values())

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.files import NotText, decode, unreadable
+from surojax.data.given import GivenRows
 from surojax.data.texts import READ, open_text, text_parts
 from surojax.errors import ConfigError
 from surojax.untrusted import parse_first, parse_json
@@ -77,7 +78,7 @@ def _row_of(record: Any, where: str) -> DataRow | BadRow:
 
 
 def _read_json(path: Path) -> Iterator[DataRow | BadRow]:
-    """Yields the rows of one JSON list, or those of lines, if the file does not begin so. Holds one row at a time."""
+    """Yields the rows of one JSON list, or of JSON lines if the file begins without "[". Holds one row at a time."""
     with path.open("rb") as file:
         first = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first != b"[":
@@ -103,7 +104,7 @@ def _elements(parts: Iterator[str]) -> Iterator[Any]:
     before = ""  # what stands before the next value
     while True:
         try:
-            found, end = _next_value(text, place, before)
+            element, end = _next_value(text, place, before)
         except ValueError as error:
             if not _may_go_on(error, len(text)):
                 raise
@@ -114,11 +115,11 @@ def _elements(parts: Iterator[str]) -> Iterator[Any]:
                 raise
             text, place = text[place:] + "".join(more), 0
             continue
-        if found is None:
+        if element is None:
             if text[end:].strip() or any(part.strip() for part in parts):
                 raise ValueError("more follows the end of the list")
             return
-        yield found[0]
+        yield element[0]
         place, before = end, ","
 
 
@@ -135,7 +136,7 @@ def _next_value(text: str, place: int, before: str) -> tuple[tuple[Any] | None, 
 
 
 def _may_go_on(error: ValueError, length: int) -> bool:
-    """True if a text of so many characters may be JSON when more of it is there. error: the decoder's."""
+    """True if a text of this length, refused as JSON, may become JSON when more text follows. error: the decoder's."""
     if not isinstance(error, json.JSONDecodeError):
         return False
     return error.msg.startswith("Unterminated string") or error.pos > length - _WORD
@@ -237,7 +238,7 @@ def _records(batch: Any) -> list[dict[str, Any] | Exception]:
 
 
 def _check_unfolded(path: Path, metadata: Any) -> None:
-    """Raises ConfigError for a Parquet file that unfolds to what no data set does.
+    """Raises ConfigError for a Parquet file that decompresses to implausibly many bytes.
 
     Equal values are stored once, so some bytes can mean billions of rows.
     """
@@ -257,11 +258,14 @@ SUFFIXES = (*_READERS, ".txt")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-type OpenSet = Callable[[str, str, str], Iterable[Any]]  # of a set's name, subset and split
+type OpenSet = Callable[[str, str, str], Iterable[Any] | GivenRows]  # of a set's name, subset and split
 
 
-def read_set(rows: Iterable[Any], name: str) -> Iterator[DataRow]:
+def read_set(rows: Iterable[Any] | GivenRows, name: str) -> Iterator[DataRow | BadRow]:
     """Yields the rows of a set that the `datasets` library has opened. Raises ConfigError if it cannot read them."""
+    if isinstance(rows, GivenRows):
+        yield from rows.read()
+        return
     try:
         for number, record in enumerate(rows, start=1):
             yield DataRow(dict(record), f"{name}, row {number}")

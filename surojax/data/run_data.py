@@ -9,27 +9,29 @@ else as if it were an entry of `datasets`.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax.data import corpus, datasets, templates
+from surojax.data import corpus, datasets, given, templates
 from surojax.data.batches import Batch, Mixture, evaluation_batches
 from surojax.data.cache import Corpus
 from surojax.data.datasets import Dataset
 from surojax.data.documents import TextEncoder
 from surojax.data.examples import Encoder
+from surojax.data.given import GivenRows
 from surojax.data.prepare import DATA_CACHE, Prepared, load_corpora, load_dataset
 from surojax.data.readers import OpenSet, open_set
 from surojax.data.samples import IGNORED, Rows, Windows, concatenated, windows_or_rows
+from surojax.data.token_rows import TokenEncoder
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The fields of a config that say what is read and how it becomes samples; see `config.fields`."""
+    """The fields of a config that determine the data and how samples are made; see `config.fields`."""
 
     sequence_len: int
     data: str = ""
@@ -49,11 +51,19 @@ SETTINGS = tuple(field.name for field in fields(Settings))
 
 
 class Entries(NamedTuple):
-    """The checked entries of `datasets` and `validation_datasets`. weights: of datasets; None: none has one."""
+    """The checked entries of `datasets` and `validation_datasets`.
+
+    weights: of datasets; None: none has one. rows: those of the entry `given.NAME`, if there is one.
+    """
 
     datasets: tuple[Dataset, ...] = ()
     weights: tuple[float, ...] | None = None
     validation: Mapping[str, Dataset] = {}
+    rows: GivenRows | None = None
+
+    def open_set(self, name: str, subset: str, split: str) -> Iterable[Any] | GivenRows:
+        """The rows given, or a set that the `datasets` library finds."""
+        return self.rows if self.rows is not None and name == given.NAME else open_set(name, subset, split)
 
     def resolved(self, open_set: OpenSet) -> "Entries":
         """Returns the entries with their types decided. Raises ConfigError if the first row of one fits no type."""
@@ -87,7 +97,7 @@ class Data(NamedTuple):
         text = f"data: {self.train.all.name}, {self.train.all.num_tokens:,} tokens for training"
         if not self.evaluated[0].name:
             text += f", {len(self.held_out.tokens):,} held out"
-        if names := ", ".join(one.name for one in self.evaluated if one.name):
+        if names := ", ".join(part.name for part in self.evaluated if part.name):
             text += f"; evaluated on {names}"
         if self.train.weights is not None:
             shares = zip(self.train.sources, self.train.shares(), strict=True)
@@ -147,7 +157,7 @@ def load_data(
             "data: expected what to train on, got none; --config.data=FILES of text, instructions or conversations "
             "(.jsonl, .txt, .parquet, .csv), or --config.data=stdlib for a trial on Python's own source"
         )
-    open_once = functools.cache(open_set)
+    open_once = functools.cache(entries.open_set)
     for_held_out = "validation_datasets" if entries.datasets else "eval_data"
     entries = _with_data(entries, settings, open_once).resolved(open_once)
     _check_uses(entries, settings)
@@ -166,15 +176,15 @@ def load_data(
             say=say,
         )
         prepared = [Prepared(*corpora, is_text=True)]
-    name = ", ".join(found.train.name for found in prepared)
+    name = ", ".join(prepared_set.train.name for prepared_set in prepared)
     train = Mixture([loader.samples(x.train, x.is_text) for x in prepared], entries.weights, name)
 
     sets: dict[str, list[tuple[Corpus, bool]]] = {}
     if held_out := [(x.held_out, x.is_text) for x in prepared if x.held_out is not None]:
         sets[""] = held_out
     for name, dataset in entries.validation.items():
-        found = loader.dataset(dataset, holds_out=False)
-        sets[name] = [(found.train, found.is_text)]
+        prepared_set = loader.dataset(dataset, holds_out=False)
+        sets[name] = [(prepared_set.train, prepared_set.is_text)]
     evaluated = [
         _evaluated(
             name,
@@ -205,27 +215,27 @@ def _with_data(entries: Entries, settings: Settings, open_set: OpenSet) -> Entri
 
 def _rows_of(names: str, settings: Settings, open_set: OpenSet) -> Dataset | None:
     """Returns the entry that a comma list of paths means, its type decided; None: documents of `load_corpora`."""
-    found = _entry(names, settings)
+    entry = _entry(names, settings)
     with contextlib.suppress(ConfigError):  # other kinds of files, or none
-        documents = dataclasses.replace(found, path=tuple(map(str, corpus.expand(names))))
+        documents = dataclasses.replace(entry, path=tuple(map(str, corpus.expand(names))))
         if datasets.resolve(documents, open_set).type == "text":
             return None
-    return datasets.resolve(found, open_set)
+    return datasets.resolve(entry, open_set)
 
 
 def _entry(names: str, settings: Settings) -> Dataset:
     """Returns the entry that a comma list of paths means; a field of text that is named makes it one of text."""
     is_named = settings.text_field != Settings(settings.sequence_len).text_field
-    of_text = {"type": "text", "text_field": settings.text_field} if is_named else {}
+    text_fields = {"type": "text", "text_field": settings.text_field} if is_named else {}
     try:
-        return datasets.parse_dataset({"path": [name.strip() for name in names.split(",")]} | of_text)
+        return datasets.parse_dataset({"path": [name.strip() for name in names.split(",")]} | text_fields)
     except ConfigError as error:
         raise ConfigError(str(error).replace("datasets: path:", "data:")) from None
 
 
 def _has_rows(entries: Entries) -> bool:
     """True if a dataset has rows of instructions or conversations."""
-    return any(dataset.type != "text" for dataset in (*entries.datasets, *entries.validation.values()))
+    return any(dataset.type not in ("text", "tokens") for dataset in (*entries.datasets, *entries.validation.values()))
 
 
 def _check_uses(entries: Entries, settings: Settings) -> None:
@@ -269,10 +279,12 @@ class _Loader(NamedTuple):
             say=self.say,
         )
 
-    def encoder(self, dataset: Dataset) -> Encoder | TextEncoder:
-        """Returns the encoder of a dataset's rows, and says what its chat template does to them."""
+    def encoder(self, dataset: Dataset) -> Encoder | TextEncoder | TokenEncoder:
+        """Returns the encoder of a dataset's rows, and prints notes about its chat template."""
         if dataset.type == "text":
             return TextEncoder(self.tokenizer, cuts_at_special=True)
+        if dataset.type == "tokens":
+            return TokenEncoder(self.tokenizer.vocab_size)
         s = self.settings
         template = templates.load_template(s.chat_template, self.tokenizer)
         encoder = Encoder(dataset, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
@@ -304,7 +316,7 @@ def _evaluated(
     if not any((batch["labels"] != IGNORED).any() for batch in batches):
         other = f", or name other examples in {instead}" if instead else ""
         raise ConfigError(f"{samples.name}: expected tokens to evaluate the loss on, got none; add rows{other}")
-    if not all(is_text for _, is_text in corpora):
+    if not all(is_text and corpus.num_bytes for corpus, is_text in corpora):
         return Evaluated(name, batches, None)
     # Long documents may be left out; what is known is the bytes of all. The first token of a document is no label.
     num_bytes = sum(x.num_tokens / len(x.corpus.tokens) * x.corpus.num_bytes for x in sources)

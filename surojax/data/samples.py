@@ -39,7 +39,7 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
     def release(self) -> None:
-        """Gives the memory of what was read back."""
+        """Gives the memory of mapped pages that were read back."""
         ...
 
 
@@ -203,9 +203,9 @@ def windows_or_rows(
         )
     arrange = packing.best_fit if packed else packing.one_per_row
     plan = arrange(pieces.lengths, sequence_len)
-    what = "pieces of examples" if pieces.num_long and on_long == "cut" and is_text else "examples"
+    noun = "pieces of examples" if pieces.num_long and on_long == "cut" and is_text else "examples"
     say(
-        f"data: {corpus.name}: {len(pieces.starts):,} {what} in {len(plan):,} rows of {sequence_len} tokens, "
+        f"data: {corpus.name}: {len(pieces.starts):,} {noun} in {len(plan):,} rows of {sequence_len} tokens, "
         f"{plan.padding:.1%} padding"
     )
     settings = (f"packed={packed}", f"on_long={on_long if pieces.num_long else None}")
@@ -225,14 +225,14 @@ def _inputs_and_labels(corpus: Corpus, start: int, length: int) -> tuple[np.ndar
 
 
 def _with_labels(corpus: Corpus, pieces: packing.Pieces, sequence_len: int) -> tuple[packing.Pieces, int]:
-    """Leaves out what has no label after a cut; returns the other pieces, and how many it left out."""
+    """Drops pieces without a label after a cut; returns the other pieces and the number of dropped ones."""
     if corpus.trained is None:
         return pieces, 0
     full = np.flatnonzero(pieces.lengths == sequence_len)  # what was cut is as long as a row
     starts = pieces.starts[full]
     ends = np.asarray(corpus.bounds)[np.searchsorted(corpus.bounds, starts, side="right")]  # of their documents
-    of_labels = np.stack([starts + 1, np.minimum(starts + sequence_len + 1, ends)], axis=1)  # first, and one past last
-    counts = _trained_before(corpus, of_labels.reshape(-1)).reshape(-1, 2)
+    bounds = np.stack([starts + 1, np.minimum(starts + sequence_len + 1, ends)], axis=1)  # first, and one past last
+    counts = _trained_before(corpus, bounds.reshape(-1)).reshape(-1, 2)
     kept = np.ones(len(pieces.lengths), np.bool_)
     kept[full] = counts[:, 1] > counts[:, 0]
     left_out = int((~kept).sum())

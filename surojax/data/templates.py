@@ -38,13 +38,13 @@ class Template(TemplateProgram):
     @functools.cached_property
     def shows_tools(self) -> bool:
         """True if the template reads the tools that a conversation may use. Raises ConfigError for a syntax error."""
-        (found,) = self._each("surojax.data.rendering", "checked_template", (), [self.text])
-        if "refused" in found:
+        (answer,) = self._each("surojax.data.rendering", "checked_template", (), [self.text])
+        if "refused" in answer:
             raise ConfigError(
-                f"{self.source}:{found['line']}: expected a Jinja template, got {found['refused']}; correct it, or "
+                f"{self.source}:{answer['line']}: expected a Jinja template, got {answer['refused']}; correct it, or "
                 f"choose another chat_template, such as {', '.join(NAMES)}"
             )
-        return found["shows_tools"]
+        return answer["shows_tools"]
 
     def render(
         self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
@@ -54,14 +54,14 @@ class Template(TemplateProgram):
         Raises NotARow if the template refuses the conversation or fails, ConfigError if it takes more than the limits.
         """
         request = (messages, tools, add_generation_prompt)
-        (found,) = self._each("surojax.data.rendering", "rendered", (self._fields,), [request])
-        if "refused" in found:
-            raise NotARow(found["refused"])
+        (answer,) = self._each("surojax.data.rendering", "rendered", (self._fields,), [request])
+        if "refused" in answer:
+            raise NotARow(answer["refused"])
         try:
-            found["text"].encode("utf-8")
+            answer["text"].encode("utf-8")
         except UnicodeEncodeError as error:
             raise NotARow(half_a_pair(error)) from error
-        return found["text"]
+        return answer["text"]
 
     def pieces(
         self, conversations: Sequence[Conversation], train_on: str, where: Sequence[str] = ()
@@ -71,10 +71,12 @@ class Template(TemplateProgram):
         where: each one's file and line, for messages. Raises ConfigError if one takes more than the limits.
         """
         items = [tuple(conversation) for conversation in conversations]
-        found = self._each("surojax.data.pieces", "in_limits", (self._fields, train_on), items, where)
+        answers = self._each("surojax.data.pieces", "in_limits", (self._fields, train_on), items, where)
         return [
-            NotARow(one["refused"]) if "refused" in one else tuple(DocumentPiece(*piece) for piece in one["pieces"])
-            for one in found
+            NotARow(answer["refused"])
+            if "refused" in answer
+            else tuple(DocumentPiece(*piece) for piece in answer["pieces"])
+            for answer in answers
         ]
 
     @property

@@ -134,6 +134,6 @@ def text_pieces(
 
 
 def _end(text: str, section_starts: Callable[[str], Sequence[int]] | None) -> int:
-    """Returns where the first piece of a text ends that is longer than a piece."""
+    """Returns the end of the first piece of a text that is longer than PIECE_CHARS."""
     places = [start for start in section_starts(text) if 0 < start <= PIECE_CHARS] if section_starts else []
     return places[-1] if places else text.rfind("\n", 0, PIECE_CHARS) + 1 or PIECE_CHARS

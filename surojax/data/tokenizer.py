@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end a sampled answer: `eos_id`, and those that end a turn of a conversation."""
+        """The tokens that end a sampled answer: `eos_id`, and the tokens that end a turn of a conversation."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""The files of a tokenizer, read as they are: what they say, before anything is made of it."""
+"""The contents of a tokenizer's files, before a tokenizer is built from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ class TokenizerFiles:
 
 
 def read_folder(folder: Path) -> TokenizerFiles:
-    """Reads tokenizer.json, and of the files beside it those that there are."""
+    """Reads tokenizer.json and the optional files beside it."""
     settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
     stop_ids = []
     for name in ("config.json", "generation_config.json"):
@@ -46,7 +46,7 @@ def read_folder(folder: Path) -> TokenizerFiles:
 
 
 def _read_template(folder: Path, in_settings: Any) -> str:
-    """Returns the chat template; a file of its own goes before that of tokenizer_config.json, as in transformers."""
+    """Returns the chat template: its own file's, else tokenizer_config.json's, as in transformers."""
     if (file := folder / "chat_template.jinja").exists():
         return read_text(file)
     template = _read_json(folder / "chat_template.json").get("chat_template", in_settings)

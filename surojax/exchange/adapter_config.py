@@ -45,13 +45,13 @@ OFF: dict[str, tuple] = {"bias": ("none",), "init_lora_weights": (True, "gaussia
 
 def modules(model: Model) -> dict[str, list[str]]:
     """The names of every matrix' modules, layer after layer, by our name of the matrix."""
-    found: dict[str, list[str]] = {}
+    module_names: dict[str, list[str]] = {}
     for segment in model.segments:
         for param in jax.tree.leaves(segment.params):
             if param.kind is Kind.MATRIX:
                 names = (tensor_name(param, segment, l).removesuffix(".weight") for l in range(segment.num_layers))
-                found.setdefault(param.name, []).extend(names)
-    return found
+                module_names.setdefault(param.name, []).extend(names)
+    return module_names
 
 
 def adapter_config_of(lora: Lora, base_name: str, naming: Naming) -> dict[str, Any]:
@@ -98,45 +98,45 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> Lora:
     Raises ConfigError if there is none, if it says what is not computed here, or names modules that the model has not.
     """
     file = folder / CONFIG
-    found = _content(folder)
+    content = _content(folder)
 
     def need(ok: bool, key: str, expected: str, change: str = "give another adapter") -> None:
         if not ok:
-            raise ConfigError(f"adapter: {file}: {key}: expected {expected}, got {shown(found.get(key))}; {change}")
+            raise ConfigError(f"adapter: {file}: {key}: expected {expected}, got {shown(content.get(key))}; {change}")
 
-    need(found.get("peft_type") == "LORA", "peft_type", "'LORA'")
-    for key, value in sorted(found.items()):
+    need(content.get("peft_type") == "LORA", "peft_type", "'LORA'")
+    for key, value in sorted(content.items()):
         allowed = OFF.get(key, ())
         expected = repr(allowed[0]) if allowed else "it off"
         is_off = key in READ | UNUSED or value in (None, False, {}, [], *allowed)
         need(is_off, key, expected, "nothing else is computed here")
-    rank: Any = found.get("r")
-    alpha: Any = found.get("lora_alpha")
+    rank: Any = content.get("r")
+    alpha: Any = content.get("lora_alpha")
     need(type(rank) is int and 0 < rank <= 2**16, "r", "a whole number from 1 to 65,536")
     need(type(alpha) in (int, float) and 0 < alpha < 2**31, "lora_alpha", "a number more than 0")
     for key in ("use_rslora", "use_dora"):
-        need(isinstance(found.get(key), bool | None), key, "true or false")
-    saved = found.get("modules_to_save") or []
+        need(isinstance(content.get(key), bool | None), key, "true or false")
+    saved = content.get("modules_to_save") or []
     known = [] if model.head == "embed" else list(SAVED)
     expected = f"names among {', '.join(known)}" if known else "none for a model whose head is its embedding"
     need(isinstance(saved, list) and all(name in known for name in saved), "modules_to_save", expected)
-    said = found.get("target_modules")
-    names: Any = [said] if isinstance(said, str) else said
+    target_modules = content.get("target_modules")
+    names: Any = [target_modules] if isinstance(target_modules, str) else target_modules
     need(isinstance(names, list) and all(isinstance(name, str) for name in names), "target_modules", "names of modules")
     return Lora(
         rank=rank,
         alpha=float(alpha),
-        targets=_targets(file, names, model, naming, is_expression=isinstance(said, str)),
+        targets=_targets(file, names, model, naming, is_expression=isinstance(target_modules, str)),
         saved=tuple(SAVED[name] for name in saved),
-        rank_stabilised=bool(found.get("use_rslora")),
-        magnitudes=bool(found.get("use_dora")),
+        rank_stabilised=bool(content.get("use_rslora")),
+        magnitudes=bool(content.get("use_dora")),
     )
 
 
 def _content(folder: Path) -> dict[str, Any]:
     try:
-        found = read_json(folder / CONFIG)
-        if not isinstance(found, dict):
+        content = read_json(folder / CONFIG)
+        if not isinstance(content, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -144,7 +144,7 @@ def _content(folder: Path) -> dict[str, Any]:
             f"adapter: expected a folder with {CONFIG}, got {str(folder)!r} ({reason}); give one that PEFT or a run "
             "wrote"
         ) from error
-    return found
+    return content
 
 
 def _targets(file: Path, names: list[str], model: Model, naming: Naming, *, is_expression: bool) -> tuple[str, ...]:
@@ -153,11 +153,11 @@ def _targets(file: Path, names: list[str], model: Model, naming: Naming, *, is_e
     names: ends of modules' names, or one regular expression. Raises ConfigError if one of them matches no matrix, or
     if a matrix is adapted in some layers only.
     """
-    of_matrices = {target: [naming.alone(name) for name in names] for target, names in modules(model).items()}
+    module_names = {target: [naming.alone(name) for name in names] for target, names in modules(model).items()}
     if is_expression and names == [ALL_LINEAR]:
-        return tuple(of_matrices)
+        return tuple(module_names)
     given = set(names)
-    matched = _matched(file, names[0], of_matrices) if is_expression else set()
+    matched = _matched(file, names[0], module_names) if is_expression else set()
 
     def matching(module: str) -> list[str]:
         if is_expression:
@@ -167,19 +167,19 @@ def _targets(file: Path, names: list[str], model: Model, naming: Naming, *, is_e
 
     used = set()
     targets = []
-    for target, of_layers in of_matrices.items():
-        of_modules = {module: matching(module) for module in of_layers}
-        used.update(*of_modules.values())
-        without = [module for module, found in of_modules.items() if not found]
+    for target, layer_modules in module_names.items():
+        matches = {module: matching(module) for module in layer_modules}
+        used.update(*matches.values())
+        without = [module for module, matching_names in matches.items() if not matching_names]
         if not without:
             targets.append(target)
-        elif len(without) < len(of_layers):
+        elif len(without) < len(layer_modules):
             raise ConfigError(
                 f"adapter: {file}: target_modules: expected {target} in every layer or in none, got none for "
                 f"{without[0]}; give another adapter"
             )
     if unknown := sorted(set(names) - used) or (not names and ["none"]):
-        endings = sorted(of_layers[0].split(".")[-1] for of_layers in of_matrices.values())
+        endings = sorted(layer_modules[0].split(".")[-1] for layer_modules in module_names.values())
         raise ConfigError(
             f"adapter: {file}: target_modules: expected modules among {', '.join(endings)}, got {shown(unknown[0])}; "
             "give an adapter of this model"
@@ -187,21 +187,21 @@ def _targets(file: Path, names: list[str], model: Model, naming: Naming, *, is_e
     return tuple(targets)
 
 
-def _matched(file: Path, expression: str, of_matrices: dict[str, list[str]]) -> set[str]:
+def _matched(file: Path, expression: str, module_names: dict[str, list[str]]) -> set[str]:
     """The modules that a regular expression matches under either of their names. Raises ConfigError."""
     spelled = {
         name: module
-        for of_layers in of_matrices.values()
-        for module in of_layers
+        for layer_modules in module_names.values()
+        for module in layer_modules
         for name in (module, in_whole(module))
     }
     where = f"adapter: {file}: target_modules: expected a regular expression"
     try:
-        (found,) = limited.each("surojax.exchange.patterns", "matching", (expression,), [list(spelled)])
+        (answer,) = limited.each("surojax.exchange.patterns", "matching", (expression,), [list(spelled)])
     except limited.OverLimit as error:
         raise ConfigError(
             f"{where} that can be matched, got one that takes {error}; give the names of modules"
         ) from None
-    if "refused" in found:
-        raise ConfigError(f"{where}, got {shown(expression, 80)} ({found['refused']}); give the names of modules")
-    return {spelled[name] for name in found["names"]}
+    if "refused" in answer:
+        raise ConfigError(f"{where}, got {shown(expression, 80)} ({answer['refused']}); give the names of modules")
+    return {spelled[name] for name in answer["names"]}

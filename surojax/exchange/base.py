@@ -14,9 +14,9 @@ SAMPLES = 4096  # numbers of a tensor in a fingerprint
 
 
 class Derived:
-    """Tensors that follow from those of a base: a subclass reads some of them otherwise.
+    """Tensors computed from a base's tensors: a subclass overrides how some of them are read.
 
-    made_with: hashes of what they follow from besides.
+    made_with: hashes of the other inputs of that computation.
     """
 
     def __init__(self, base: Tensors, *made_with: str):
@@ -61,24 +61,24 @@ def fingerprint(tensors: Tensors, model: Model) -> str:
     return digest.hexdigest()
 
 
-def check_base(found: str, expected: str, path: str) -> None:
+def check_base(actual: str, expected: str, path: str) -> None:
     """Raises CheckpointError if a base is another one than the adapters of a checkpoint were trained on."""
-    if found != expected:
+    if actual != expected:
         raise CheckpointError(
             f"model_path: expected the base that the adapters were trained on (fingerprint {expected[:12]}), got "
-            f"{path} ({found[:12]}); give that one"
+            f"{path} ({actual[:12]}); give that one"
         )
 
 
 def check_format(tensors: Tensors, model: Model, wanted: str) -> None:
-    """Raises ConfigError if a base that is to rest in this format is stored in another one."""
+    """Raises ConfigError if a base is stored in few bits in another format than `wanted`."""
     others = stored_formats(tensors, model) - {"", wanted}
     if others:
         setting = FORMATS[wanted].setting
-        found = min(others)
-        fix = f"set {FORMATS[found].setting}=True in its place" if found in FORMATS else "fetch it in 16 bits"
+        stored = min(others)
+        fix = f"set {FORMATS[stored].setting}=True in its place" if stored in FORMATS else "fetch it in 16 bits"
         raise ConfigError(
-            f"{setting}: expected a base in 16 or 32 bits or in {wanted}, got {found} in {tensors.path}; {fix}"
+            f"{setting}: expected a base in 16 or 32 bits or in {wanted}, got {stored} in {tensors.path}; {fix}"
         )
 
 
@@ -88,7 +88,7 @@ def stored_formats(tensors: Tensors, model: Model) -> set[str]:
 
 
 def described_format(tensors: Tensors, model: Model, wanted: str) -> str:
-    """The end of a line that says how a base comes to rest in a format; wanted: its name, "" for none."""
+    """Text for the end of a log line: how a base is converted to the format `wanted`, "" for none."""
     stored = stored_formats(tensors, model) - {""}
     if not wanted:
         return f", dequantised from {min(stored)}" if stored else ""

@@ -1,4 +1,4 @@
-"""Matrices that bitsandbytes stored in NF4, read as they are: their codes and scales, see numerics/nf4.py.
+"""Matrices that bitsandbytes stored in NF4, read without dequantising: their codes and scales, see numerics/nf4.py.
 
 A matrix `name` has its codes under that name, [out x in / 2, 1], and beside it:
 
@@ -38,7 +38,7 @@ def matrices(names: set[str]) -> set[str]:
 
 
 def parts_of(matrices: set[str]) -> set[str]:
-    """The names of the tensors beside these matrices."""
+    """The names of the tensors that hold the scales and tables of these matrices."""
     return {name + part for name in matrices for part in PARTS}
 
 
@@ -77,7 +77,7 @@ def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Nf4
 
 
 def read_nf4(name: str, of: Nf4Entry, read: Callable[[str], np.ndarray], parts: int = 1) -> nf4.Nf4:
-    """A matrix as it is stored, for rows in so many parts. Raises ConfigError for other tables of numbers."""
+    """Reads a matrix as codes and scales; parts: shards of a row. Raises ConfigError for other tables of numbers."""
     for part, numbers in ((".quant_map", nf4.NUMBERS), (".nested_quant_map", nf4.DYNAMIC)):
         if not np.array_equal(read(name + part), numbers):
             raise ConfigError(f"model_path: {name + part}: expected the numbers of bitsandbytes' nf4, got others")

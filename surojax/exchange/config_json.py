@@ -20,10 +20,10 @@ COPIED = (
 
 def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The config.json of a source model, for weights of this dtype, with what either version of transformers reads."""
-    found = {key: value for key, value in source.items() if key != "quantization_config"}
-    family = FAMILIES[found["model_type"]]
-    found.setdefault("architectures", [family.transformers_class])
-    return family.both_ropes(found) | {"dtype": dtype, "torch_dtype": dtype}
+    config = {key: value for key, value in source.items() if key != "quantization_config"}
+    family = FAMILIES[config["model_type"]]
+    config.setdefault("architectures", [family.transformers_class])
+    return family.both_ropes(config) | {"dtype": dtype, "torch_dtype": dtype}
 
 
 def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | None]) -> dict[str, Any]:
@@ -37,17 +37,17 @@ def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | Non
     for name, family in FAMILIES.items():
         candidate = _candidate(family, fields) | {"max_position_embeddings": max_positions} | tokens
         try:
-            found = _normal(model_fields(candidate))
+            computed = _normal(model_fields(candidate))
         except ConfigError:  # the family's class does not compute it either
             continue
-        if found == wanted:
+        if computed == wanted:
             return candidate
-        differences[name] = [key for key in wanted if wanted[key] != found.get(key)]
+        differences[name] = [key for key in wanted if wanted[key] != computed.get(key)]
     nearest = min(differences, key=lambda name: len(differences[name]))
-    what = ", ".join(f"{key}={wanted[key]!r}" for key in differences[nearest])
+    missing = ", ".join(f"{key}={wanted[key]!r}" for key in differences[nearest])
     raise ConfigError(
         f"export: expected fields of a family of Hugging Face ({', '.join(FAMILIES)}), got a model that is none: "
-        f"{nearest} does not have {what}"
+        f"{nearest} does not have {missing}"
     )
 
 
@@ -58,17 +58,17 @@ def agrees(config: dict[str, Any], fields: dict[str, Any]) -> bool:
 
 def _normal(fields: dict[str, Any]) -> dict[str, Any]:
     """All `model` fields, with their defaults, the heads' channels and the scale of scores filled in."""
-    found = default_config().model.to_dict() | fields
-    channels = found["head_dim"] or found["hidden_size"] // found["num_attention_heads"]
-    return found | {"head_dim": channels, "query_pre_attn_scalar": found["query_pre_attn_scalar"] or channels}
+    complete = default_config().model.to_dict() | fields
+    channels = complete["head_dim"] or complete["hidden_size"] // complete["num_attention_heads"]
+    return complete | {"head_dim": channels, "query_pre_attn_scalar": complete["query_pre_attn_scalar"] or channels}
 
 
 def _candidate(family: ModelFamily, fields: dict[str, Any]) -> dict[str, Any]:
-    """A config.json of this family, as near to the fields as it comes."""
+    """The config.json of this family that comes closest to these `model` fields."""
     fields = _normal(fields)
-    found = {key: fields[key] for key in COPIED} | {
+    config = {key: fields[key] for key in COPIED} | {
         "model_type": family.model_type,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
     }
-    return family.both_ropes(found | family.write(fields)) | {"architectures": [family.transformers_class]}
+    return family.both_ropes(config | family.write(fields)) | {"architectures": [family.transformers_class]}

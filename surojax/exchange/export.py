@@ -39,7 +39,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def check_folder(folder: str | Path) -> Path:
-    """Returns the absolute path of a folder to export to, of a link to a folder that folder's. Writes nothing.
+    """Returns the absolute path of a folder to export to, links to folders resolved. Writes nothing.
 
     Raises ConfigError if it exists and is not empty, or cannot be made.
     """

@@ -68,25 +68,25 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_file(path: Path) -> Contents:
-    """The contents of a file of a family that is known. Raises ConfigError if it is damaged or of another one."""
+    """The contents of a file of a known family. Raises ConfigError if it is damaged or of another one."""
     try:
         check_file(path)
-        found = _parsed(path, path.stat().st_mtime_ns)
+        contents = _parsed(path, path.stat().st_mtime_ns)
     except Exception as error:  # the library raises what a damaged file happens to cause
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"model_path: cannot read {path} as GGUF ({reason[:200]}); {AGAIN}") from error
-    architecture = found.metadata.get("general.architecture")
+    architecture = contents.metadata.get("general.architecture")
     if architecture not in FAMILIES:
         raise ConfigError(
             f"model_path: {path}: expected general.architecture {', '.join(FAMILIES)}, got {architecture!r}; "
             "other architectures are not known"
         )
-    if found.metadata.get("split.count", 1) > 1:
+    if contents.metadata.get("split.count", 1) > 1:
         raise ConfigError(
             f"model_path: {path}: expected a file with the entire model, got one of "
-            f"{found.metadata['split.count']} parts; join them (llama-gguf-split --merge)"
+            f"{contents.metadata['split.count']} parts; join them (llama-gguf-split --merge)"
         )
-    return found
+    return contents
 
 
 @functools.lru_cache(maxsize=1)
@@ -102,7 +102,7 @@ def _parsed(path: Path, modified: int) -> Contents:
 
 
 def config(contents: Contents) -> dict[str, Any]:
-    """A config.json that says what the metadata says. Raises ConfigError for a key that is missing or not known."""
+    """The metadata of a file as a config.json. Raises ConfigError for a key that is missing or not known."""
     metadata = contents.metadata
     architecture = metadata["general.architecture"]
     given = {
@@ -122,18 +122,18 @@ def config(contents: Contents) -> dict[str, Any]:
     missing += [names[ours] for ours in ("embed", "norm") if names[ours] not in contents.tensors]
     if missing:
         raise ConfigError(f"model_path: expected {missing[0]} in {contents.path}, got none; {AGAIN}")
-    found = {theirs: given[ours] for ours, theirs in SIZES.items()}
-    heads = found["num_attention_heads"]
-    if not all(isinstance(found[key], int) for key in ("num_attention_heads", "num_key_value_heads")):
+    sizes = {theirs: given[ours] for ours, theirs in SIZES.items()}
+    heads = sizes["num_attention_heads"]
+    if not all(isinstance(sizes[key], int) for key in ("num_attention_heads", "num_key_value_heads")):
         raise ConfigError(f"model_path: {contents.path}: expected equal layers, got head counts {heads}")
     for ours, theirs in SIZES.items():
-        value = found[theirs]
+        value = sizes[theirs]
         if not (isinstance(value, int | float) and value > 0):
             raise ConfigError(
                 f"model_path: {contents.path}: {ours}: expected a positive number, got {value!r}; {AGAIN}"
             )
-    head_dim = given.get("attention.key_length", found["hidden_size"] // heads)
-    check_largest(found | {"head_dim": head_dim}, f"model_path: {contents.path}: ")
+    head_dim = given.get("attention.key_length", sizes["hidden_size"] // heads)
+    check_largest(sizes | {"head_dim": head_dim}, f"model_path: {contents.path}: ")
     for key, expected in {
         "attention.value_length": head_dim,
         "rope.dimension_count": head_dim,
@@ -143,22 +143,22 @@ def config(contents: Contents) -> dict[str, Any]:
             raise ConfigError(f"model_path: {contents.path}: {key}: expected {expected}, got {given[key]}")
     tokens = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
     return (
-        found
+        sizes
         | tokens
         | {
             "model_type": architecture,
             "head_dim": head_dim,
             "vocab_size": contents.tensors[names["embed"]].shape[0],
             "tie_word_embeddings": names["head"] not in contents.tensors,
-            "rope_scaling": _rope_scaling(contents, given, found, head_dim),
+            "rope_scaling": _rope_scaling(contents, given, sizes, head_dim),
         }
     )
 
 
-def _rope_scaling(contents: Contents, given: dict, found: dict, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(contents: Contents, given: dict, sizes: dict, head_dim: int) -> dict[str, Any] | None:
     """The rope_scaling of a config.json; None if there is none."""
     if FREQUENCIES in contents.tensors:
-        return _from_divisors(contents, found["rope_theta"], head_dim)
+        return _from_divisors(contents, sizes["rope_theta"], head_dim)
     kind = given.get("rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -170,7 +170,7 @@ def _rope_scaling(contents: Contents, given: dict, found: dict, head_dim: int) -
 
 
 def _from_divisors(contents: Contents, theta: float, head_dim: int) -> dict[str, Any]:
-    """The rope_scaling of the type llama3 that makes a file's divisors of the frequencies.
+    """The `llama3` rope_scaling that yields the frequency divisors stored in a file.
 
     Files have these numbers only. The family says the parameters; the factor is the largest divisor. Raises ConfigError
     if the divisors do not follow from them, or if the family has no such models.
@@ -190,28 +190,28 @@ def _from_divisors(contents: Contents, theta: float, head_dim: int) -> dict[str,
     kept_F = np.clip((known["original_max_position_embeddings"] / wavelengths_F - low) / (high - low), 0, 1)
     expected_F = 1 / (kept_F + (1 - kept_F) / factor)
     if expected_F.shape != divisors_F.shape or not np.allclose(divisors_F, expected_F, rtol=1e-4):
-        said = ", ".join(f"{name} {value}" for name, value in known.items())
+        listed = ", ".join(f"{name} {value}" for name, value in known.items())
         raise ConfigError(
-            f"model_path: {contents.path}: expected {FREQUENCIES} of {architecture} ({said}), got others; fetch the "
+            f"model_path: {contents.path}: expected {FREQUENCIES} of {architecture} ({listed}), got others; fetch the "
             "model as safetensors"
         )
     return {"rope_type": "llama3", "factor": factor, **known}
 
 
 def _read(contents: Contents, name: str) -> np.ndarray:
-    """A tensor as the file has it, float32. Raises ConfigError if it cannot be read, or a number is not finite."""
+    """A tensor dequantised to float32, in the file's row order. Raises ConfigError if unreadable or not finite."""
     stored = contents.tensors[name]
     try:
         with contents.path.open("rb") as file:
             raw = np.fromfile(file, np.uint8, stored.bytes, offset=stored.offset)
-        found = gguf.quants.dequantize(raw.reshape(*stored.shape[:-1], -1), stored.kind).reshape(stored.shape)
+        numbers = gguf.quants.dequantize(raw.reshape(*stored.shape[:-1], -1), stored.kind).reshape(stored.shape)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model_path: cannot read {name} in {contents.path} ({error}); {AGAIN}") from error
-    if not is_finite(found):
+    if not is_finite(numbers):
         raise ConfigError(
             f"model_path: {contents.path}: expected finite numbers, got NaN or infinity in {name}; {AGAIN}"
         )
-    return found
+    return numbers
 
 
 def unpermuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
@@ -246,11 +246,11 @@ class GgufTensors:
     def read(self, name: str) -> np.ndarray:
         """A tensor, float32."""
         theirs = self._theirs[name]
-        found = _read(self._contents, theirs)
+        numbers = _read(self._contents, theirs)
         says = find_tensor(theirs, self._family.names)
         if self._family.neighbours and says is not None and says.ours in ("attention.wq", "attention.wk"):
-            return unpermuted(found, self._head_dim)
-        return found
+            return unpermuted(numbers, self._head_dim)
+        return numbers
 
 
 def _check_type(path: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:

@@ -21,9 +21,9 @@ def download(name: str, *, weights: bool) -> Path:
     """
     import huggingface_hub.constants  # imported here, so that runs without it do not wait for it
 
-    wanted = [*SMALL_FILES, *(("model*.safetensors", "model.safetensors.index.json") if weights else ())]
+    patterns = [*SMALL_FILES, *(("model*.safetensors", "model.safetensors.index.json") if weights else ())]
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the network library's own, the library's, OSError for a full disk
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

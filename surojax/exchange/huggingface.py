@@ -17,19 +17,19 @@ from surojax.untrusted import expanded, read_json
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a model's folder, or what it says of the language model if that is one of several parts.
+    """The config.json of a model's folder; of a model with an image encoder, the language model's section.
 
     Raises ConfigError if there is none, or it cannot be read.
     """
-    found = read_whole_config(folder)
-    return parts.text_config(found) if parts.has_parts(found) else found
+    config = read_whole_config(folder)
+    return parts.text_config(config) if parts.has_parts(config) else config
 
 
 def read_whole_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a model's folder as it is. Raises ConfigError if there is none, or it cannot be read."""
+    """The entire config.json of a model's folder. Raises ConfigError if there is none, or it cannot be read."""
     file = expanded(folder) / "config.json"
     try:
-        found = read_json(file)
+        config = read_json(file)
     except OSError as error:
         raise ConfigError(
             f"model_path: expected a folder with config.json, got {str(folder)!r} ({error.strerror}); give the folder "
@@ -37,9 +37,9 @@ def read_whole_config(folder: str | Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ConfigError(f"model_path: cannot read {file} ({error}); fetch it again") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"model_path: expected an object in {file}, got {type(found).__name__}; fetch it again")
-    return found
+    if not isinstance(config, dict):
+        raise ConfigError(f"model_path: expected an object in {file}, got {type(config).__name__}; fetch it again")
+    return config
 
 
 def model_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def model_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The same; what Python raises for values of other types."""
+    """The `model` fields of a config.json; Python's own errors for values of wrong types."""
     name = config.get("model_type")
     if "text_config" in config:
         raise ConfigError(
@@ -90,9 +90,9 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(given.get(key, False), bool | None):
             raise ConfigError(f"model_path: config.json: {key}: expected true or false, got {shown(given[key])}")
     given["rope_parameters"] = rope_keys.parameters(config, family.defaults)
-    found = {name: 0 if given[name] is None else given[name] for name in family.sizes}
-    found["num_key_value_heads"] = given["num_key_value_heads"] or given["num_attention_heads"]
-    return found | family.read(given) | family.options | {"model_type": family.architecture.name}
+    sizes = {name: 0 if given[name] is None else given[name] for name in family.sizes}
+    sizes["num_key_value_heads"] = given["num_key_value_heads"] or given["num_attention_heads"]
+    return sizes | family.read(given) | family.options | {"model_type": family.architecture.name}
 
 
 def float8_block_size(config: dict[str, Any]) -> tuple[int, int] | None:
@@ -100,13 +100,13 @@ def float8_block_size(config: dict[str, Any]) -> tuple[int, int] | None:
 
     Raises ConfigError for quantised weights of another kind.
     """
-    found = config.get("quantization_config")
-    if found is None:
+    entry = config.get("quantization_config")
+    if entry is None:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else found
-    if method == "bitsandbytes" and found.get("load_in_4bit") is True and found.get("bnb_4bit_quant_type") == "nf4":
+    method = entry.get("quant_method") if isinstance(entry, dict) else entry
+    if method == "bitsandbytes" and entry.get("load_in_4bit") is True and entry.get("bnb_4bit_quant_type") == "nf4":
         return None  # every matrix says how it is quantised, see bitsandbytes.py
-    block = found.get("weight_block_size") if method == "fp8" else None
+    block = entry.get("weight_block_size") if method == "fp8" else None
     if isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block):
         return block[0], block[1]
     got = f"{method!r} without it" if method == "fp8" else repr(method)

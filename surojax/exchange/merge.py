@@ -31,7 +31,7 @@ class InBaseFormat(Derived):
         super().__init__(base, f"{name} {dtype}")
         self._format = name
         self._dtype = dtype
-        self._matrices = {f"{module}.weight" for of_layers in modules(model).values() for module in of_layers}
+        self._matrices = {f"{module}.weight" for layer_modules in modules(model).values() for module in layer_modules}
 
     def read(self, name: str) -> np.ndarray:
         """A tensor: a matrix of a block in `dtype`, another one as the base has it. What is stored so stays so."""
@@ -55,14 +55,14 @@ class Merged(Derived):
         self._adapter = adapter
         self._layers = {
             f"{module}.weight": (target, l)
-            for target, of_layers in modules(model).items()
-            for l, module in enumerate(of_layers)
+            for target, layer_modules in modules(model).items()
+            for l, module in enumerate(layer_modules)
         }
         self._saved = {TENSOR_NAMES[name]: array for name, array in adapter.saved.items()}
-        if adapter.base and (found := fingerprint(base, model)) != adapter.base:
+        if adapter.base and (actual := fingerprint(base, model)) != adapter.base:
             raise ConfigError(
                 f"adapter: expected the model that it was trained on, whose hash begins with {adapter.base[:12]}, got "
-                f"{base.path} with {found[:12]}; give that model, and before this adapter those that it was trained on"
+                f"{base.path} with {actual[:12]}; give that model, and before this adapter those that it was trained on"
             )
 
     def read(self, name: str) -> np.ndarray:
@@ -82,19 +82,19 @@ def merged_matrix(
     w: np.ndarray, a: np.ndarray, b: np.ndarray, magnitude: np.ndarray | None, scale: float
 ) -> np.ndarray:
     """w + scale b a in float32, its rows of length `magnitude` if that is given."""
-    found = w.astype(np.float32) + np.float32(scale) * (b.astype(np.float32) @ a.astype(np.float32))
+    merged = w.astype(np.float32) + np.float32(scale) * (b.astype(np.float32) @ a.astype(np.float32))
     if magnitude is None:
-        return found
-    lengths = np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.finfo(np.float32).tiny)  # of zeros: zeros
-    return found * (magnitude.astype(np.float32)[:, None] / lengths)
+        return merged
+    lengths = np.maximum(np.linalg.norm(merged, axis=1, keepdims=True), np.finfo(np.float32).tiny)  # of zeros: zeros
+    return merged * (magnitude.astype(np.float32)[:, None] / lengths)
 
 
 def there_and_back(w: np.ndarray, name: str, dtype: str) -> np.ndarray:
-    """A matrix quantised to a format of this name from this dtype and back."""
+    """A matrix quantised to the base format of this name and dequantised to its dtype."""
     return np.asarray(_there_and_back(w.astype(dtype), name))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _there_and_back(w: jax.Array, name: str) -> jax.Array:
-    found = FORMATS[name]
-    return found.dequantise(found.quantise(w, found.planned(w.shape)), w.dtype)
+    base_format = FORMATS[name]
+    return base_format.dequantise(base_format.quantise(w, base_format.planned(w.shape)), w.dtype)

@@ -68,8 +68,8 @@ class Weights:
         self.path = expanded(folder)
         files = self._files()
         naming = naming_of(read_whole_config(self.path))
-        of_text = [name for name in files if not (naming.in_whole and parts.is_of_images(name))]
-        self._stored_as = {naming.ours(name): name for name in of_text}
+        text_names = [name for name in files if not (naming.in_whole and parts.is_of_images(name))]
+        self._stored_as = {naming.ours(name): name for name in text_names}
         self.left_aside: list[str] = sorted(files.keys() - set(self._stored_as.values()))
         shards = {name: self._open(name) for name in sorted({files[name] for name in self._stored_as.values()})}
         self._shard_of: dict[str, Shard] = {}
@@ -99,11 +99,11 @@ class Weights:
         index = self.path / INDEX
         if index.is_file():
             try:
-                found = dict(read_json(index, LARGEST_INDEX)["weight_map"])
-                for file in found.values():
+                file_of = dict(read_json(index, LARGEST_INDEX)["weight_map"])
+                for file in file_of.values():
                     if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
                         raise ValueError(f"weight_map: expected names of files in its folder, got {shown(file, 80)}")
-                return found
+                return file_of
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"model_path: cannot read {index} ({error!r}); {AGAIN}") from error
         if not (self.path / SINGLE).is_file():
@@ -129,12 +129,12 @@ class Weights:
             if name + SCALES not in self._shard_of:
                 raise ConfigError(f"model_path: {self.path} has {name} in float8 without {name + SCALES}; {AGAIN}")
             shape = self._entry(name).shape
-            expected = tuple(-(-size // of_block) for size, of_block in zip(shape, block, strict=False))
-            found = self._entry(name + SCALES).shape
-            if len(shape) != 2 or found != expected:
+            expected = tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=False))
+            stored = self._entry(name + SCALES).shape
+            if len(shape) != 2 or stored != expected:
                 raise ConfigError(
                     f"model_path: {name + SCALES}: expected {[*expected]} scales of blocks {[*block]} for "
-                    f"{[*shape]}, got {[*found]}; {AGAIN}"
+                    f"{[*shape]}, got {[*stored]}; {AGAIN}"
                 )
         assert block is not None
         return block
@@ -163,7 +163,7 @@ class Weights:
         return f"{dtype} in blocks of {self._block[0]} x {self._block[1]}"
 
     def read_coded(self, name: str, like: Coded) -> Coded:
-        """A matrix as it is stored, for arrays as planned in its format."""
+        """Reads a matrix without dequantising it, in the shapes of `like`."""
         if isinstance(like, block_fp8.BlockFp8):
             return block_fp8.from_blocks(self._read(name), self._read(name + SCALES).astype(np.float32), like)
         assert isinstance(like, nf4.Nf4), "no other format is read from files"
@@ -177,33 +177,33 @@ class Weights:
             return self._read(name)
         scales = self._read(name + SCALES).astype(np.float32)
         with np.errstate(over="ignore"):  # reported by the check
-            found = dequantised(self._read(name), scales, self._block)
-        return self._checked(name, found)
+            numbers = dequantised(self._read(name), scales, self._block)
+        return self._checked(name, numbers)
 
     def _read(self, name: str) -> np.ndarray:
         try:
-            found = self._shard_of[name].read(self._stored_as[name])
+            array = self._shard_of[name].read(self._stored_as[name])
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"model_path: cannot read {name} in {self.path} ({reason}); {AGAIN}") from error
-        return found if name in self._bytes else self._checked(name, found)
+        return array if name in self._bytes else self._checked(name, array)
 
-    def _checked(self, name: str, found: np.ndarray) -> np.ndarray:
-        """The array, if it is finite. Raises ConfigError."""
-        if is_float(found.dtype) and not is_finite(found):
+    def _checked(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Returns the array; raises ConfigError if it holds a NaN or an infinity."""
+        if is_float(array.dtype) and not is_finite(array):
             raise ConfigError(
                 f"model_path: {self.path}: expected finite numbers, got NaN or infinity in {name}; {AGAIN}"
             )
-        return found
+        return array
 
 
 def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     """A float8 matrix times the scale of each block, float32. The blocks at the ends may be smaller."""
-    found = matrix.astype(np.float32)
+    numbers = matrix.astype(np.float32)
     rows, columns = block
-    for i, of_rows in enumerate(scales):
-        found[i * rows : (i + 1) * rows] *= np.repeat(of_rows, columns)[: found.shape[1]]
-    return found
+    for i, row_scales in enumerate(scales):
+        numbers[i * rows : (i + 1) * rows] *= np.repeat(row_scales, columns)[: numbers.shape[1]]
+    return numbers
 
 
 def read_dequantised(weights: Weights, name: str, dtype: str) -> np.ndarray:
@@ -237,11 +237,25 @@ def tensor_name(param: Param, segment: Segment | None = None, l: int = 0) -> str
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's tensors by name: embedding, layer after layer, then the others."""
     outer = {tensor_name(param): param.shape for param in jax.tree.leaves(model.outer_params)}
-    found = {TENSOR_NAMES["embed"]: outer.pop(TENSOR_NAMES["embed"])}
+    by_name = {TENSOR_NAMES["embed"]: outer.pop(TENSOR_NAMES["embed"])}
     for segment in model.segments:
         for l in range(segment.num_layers):
-            found |= {tensor_name(param, segment, l): param.shape for param in jax.tree.leaves(base(segment.params))}
-    return found | outer
+            by_name |= {tensor_name(param, segment, l): param.shape for param in jax.tree.leaves(base(segment.params))}
+    return by_name | outer
+
+
+def named(tree: dict, model: Model) -> dict[str, np.ndarray]:
+    """The tensors of a tree like master weights, or like their gradients, by name. tree: arrays in host memory."""
+
+    def one(param: Param, section: str) -> np.ndarray:
+        return functools.reduce(lambda found, key: found[key], param.name.split("."), tree[section])
+
+    found = {tensor_name(param): one(param, OUTER) for param in jax.tree.leaves(model.outer_params)}
+    for segment in model.segments:
+        for param in jax.tree.leaves(base(segment.params)):
+            stack = one(param, segment.name)
+            found |= {tensor_name(param, segment, l): stack[l] for l in range(segment.num_layers)}
+    return found
 
 
 def check_tensors(weights: Tensors, model: Model) -> None:
@@ -284,21 +298,21 @@ def check_tensors(weights: Tensors, model: Model) -> None:
 def readers(
     weights: Tensors, coded: Callable[[Segment, Param], Coded | None] | None = None
 ) -> tuple[Callable[[Segment, int], Any], Callable[[Model], dict]]:
-    """Functions (segment, l) -> the arrays of its layer l, and model -> those of the outer layers.
+    """Functions (segment, l) -> arrays of the segment's layer l, and model -> arrays of the outer layers.
 
     coded: the planned arrays of a parameter that rests in a base's format, else None. Matrices that are stored in that
     format are read as they are.
     """
 
     def layer(segment: Segment, l: int):
-        def one(param: Param):
+        def read(param: Param):
             name = tensor_name(param, segment, l)
             like = coded(segment, param) if coded else None
             if like is not None and isinstance(weights, Weights) and is_in(like, weights.format_of(name)):
                 return weights.read_coded(name, like)
             return weights.read(name)
 
-        return jax.tree.map(one, base(segment.params))
+        return jax.tree.map(read, base(segment.params))
 
     def outer(model: Model) -> dict:
         return jax.tree.map(lambda param: weights.read(tensor_name(param)), model.params[OUTER])
@@ -307,19 +321,19 @@ def readers(
 
 
 def stacks(weights: Tensors, model: Model, dtype: str, sharding: jax.sharding.Sharding) -> dict:
-    """All weights by section in this dtype and sharding, of segments as stacks `[L, ...]`.
+    """All weights by section, in this dtype and sharding; a segment's weights are stacks `[L, ...]`.
 
     Host memory holds one stack at a time.
     """
 
     def stack(segment: Segment, param: Param) -> jax.Array:
-        found = np.empty((segment.num_layers, *param.shape), dtype)
+        layers = np.empty((segment.num_layers, *param.shape), dtype)
         for l in range(segment.num_layers):
-            found[l] = weights.read(tensor_name(param, segment, l))
-        return jax.device_put(found, sharding)
+            layers[l] = weights.read(tensor_name(param, segment, l))
+        return jax.device_put(layers, sharding)
 
     def outer(param: Param) -> jax.Array:
         return jax.device_put(weights.read(tensor_name(param)).astype(dtype), sharding)
 
-    of_segments = {s.name: jax.tree.map(functools.partial(stack, s), base(s.params)) for s in model.segments}
-    return of_segments | {OUTER: jax.tree.map(outer, model.outer_params)}
+    segments = {s.name: jax.tree.map(functools.partial(stack, s), base(s.params)) for s in model.segments}
+    return segments | {OUTER: jax.tree.map(outer, model.outer_params)}

@@ -27,7 +27,7 @@ class Naming(NamedTuple):
         return parts.in_whole(self.alone(name)) if self.in_whole else self.alone(name)
 
     def ours(self, name: str) -> str:
-        """The opposite of `alone`, and of `in_files` in either spelling; a name that is not known stays as it is."""
+        """Our name for a name in files of either spelling: the inverse of `alone` and `in_files`; others stay."""
         name = parts.alone(name)
         return name if self.family is None else renamed(name, self.family.tensors, self._ours)
 
@@ -38,7 +38,7 @@ class Naming(NamedTuple):
 
 
 def naming_of(config: dict[str, Any]) -> Naming:
-    """The names in the files of the model with this config.json, or in those of a model that it is a part of."""
+    """The `Naming` of the files of a model with this config.json, or of an image-text model that contains it."""
     in_whole = parts.has_parts(config)
     name = (parts.text_config(config) if in_whole else config).get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""The language model of a model that sees images as well: its config.json, and its names among those of all tensors.
+"""The language model of an image-text model: its config.json, and the names of its tensors in the whole model's files.
 
 Both spellings of the names are read: the one in files (`language_model.model.`), and the one of the modules of
 transformers 5 (`model.language_model.`). What an image passes through before it becomes embeddings is left aside.
@@ -40,23 +40,23 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
             f"model_path: config.json: expected an object as text_config of {family}, got {text!r}; fetch it again"
         )
     known = IMAGE_TEXT_FAMILIES[family].text_types
-    of_text = text.get("model_type", known[0])
-    if of_text not in known:
+    model_type = text.get("model_type", known[0])
+    if model_type not in known:
         raise ConfigError(
             f"model_path: config.json: expected model_type {' or '.join(known)} in text_config of {family}, got "
-            f"{of_text!r}; other language models are not known there"
+            f"{model_type!r}; other language models are not known there"
         )
     if unknown := sorted(config.keys() - {"text_config", *OF_IMAGES, *OF_THE_FILE, *OF_BOTH}):
         raise ConfigError(
             f"model_path: config.json has {', '.join(unknown)}, which may change what the model computes and is not "
             f"known for {family}"
         )
-    IMAGE_TEXT_FAMILIES[family].check_text(text | {"model_type": of_text})
-    found = {key: value for key, value in text.items() if key not in ("architectures", "transformers_version")}
-    found |= {key: config[key] for key in OF_BOTH if config.get(key) is not None}
+    IMAGE_TEXT_FAMILIES[family].check_text(text | {"model_type": model_type})
+    text_keys = {key: value for key, value in text.items() if key not in ("architectures", "transformers_version")}
+    text_keys |= {key: config[key] for key in OF_BOTH if config.get(key) is not None}
     if config.get("tie_word_embeddings") is False:
-        found["tie_word_embeddings"] = False
-    return found | {"model_type": of_text}
+        text_keys["tie_word_embeddings"] = False
+    return text_keys | {"model_type": model_type}
 
 
 def is_of_images(name: str) -> bool:
@@ -71,7 +71,7 @@ def in_whole(name: str) -> str:
 
 def alone(name: str) -> str:
     """The name of a tensor in the language model alone."""
-    for start, of_text in TEXT.items():
+    for start, text_start in TEXT.items():
         if name.startswith(start):
-            return of_text + name.removeprefix(start)
+            return text_start + name.removeprefix(start)
     return name

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def matching(expression: str, names: list[str]) -> dict[str, Any]:
-    """Returns {"names": those that the entire expression matches}, or {"refused": why} if it is no expression."""
+    """Returns {"names": names that the expression matches entirely}, or {"refused": reason} if it is invalid."""
     try:
         compiled = re.compile(expression)
     except (re.error, RecursionError, OverflowError) as error:

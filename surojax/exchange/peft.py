@@ -66,16 +66,16 @@ class AdapterArrays(NamedTuple):
 
 def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
     """The shapes of an adapter's tensors by name."""
-    of_base = shapes(model)
-    of_matrices = modules(model)
-    found = {}
-    for module in (module for target in lora.targets for module in of_matrices[target]):
-        rows, columns = of_base[f"{module}.weight"]
-        found[PREFIX + module + FACTOR_A] = (lora.rank, columns)
-        found[PREFIX + module + FACTOR_B] = (rows, lora.rank)
+    base_shapes = shapes(model)
+    module_names = modules(model)
+    by_name = {}
+    for module in (module for target in lora.targets for module in module_names[target]):
+        rows, columns = base_shapes[f"{module}.weight"]
+        by_name[PREFIX + module + FACTOR_A] = (lora.rank, columns)
+        by_name[PREFIX + module + FACTOR_B] = (rows, lora.rank)
         if lora.magnitudes:
-            found[PREFIX + module + MAGNITUDE] = (rows,)
-    return found | {PREFIX + TENSOR_NAMES[name]: of_base[TENSOR_NAMES[name]] for name in lora.saved}
+            by_name[PREFIX + module + MAGNITUDE] = (rows,)
+    return by_name | {PREFIX + TENSOR_NAMES[name]: base_shapes[TENSOR_NAMES[name]] for name in lora.saved}
 
 
 def save_adapter(
@@ -110,18 +110,18 @@ def _written(name: str, naming: Naming) -> str:
 
 
 def _ours(name: str, naming: Naming) -> str:
-    """The opposite of `_written`, in a model of several parts for names of either spelling."""
+    """Our name of a tensor in an adapter's file: the inverse of `_written`, for names of either spelling."""
     return PREFIX + naming.ours(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else name
 
 
 def _by_name(adapter: AdapterArrays, model: Model) -> dict[str, np.ndarray]:
     """The arrays of an adapter by the names of their tensors."""
-    of_matrices = modules(model)
-    found = {PREFIX + TENSOR_NAMES[name]: array for name, array in adapter.saved.items()}
+    module_names = modules(model)
+    arrays = {PREFIX + TENSOR_NAMES[name]: array for name, array in adapter.saved.items()}
     for target, stacks in adapter.matrices.items():
-        for l, module in enumerate(of_matrices[target]):
-            found |= {PREFIX + module + SUFFIXES[which]: stack[l] for which, stack in stacks.items()}
-    return found
+        for l, module in enumerate(module_names[target]):
+            arrays |= {PREFIX + module + SUFFIXES[factor]: stack[l] for factor, stack in stacks.items()}
+    return arrays
 
 
 def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMILIES) -> AdapterArrays:
@@ -131,25 +131,25 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
     """
     path = expanded(folder)
     lora = adapter_config.read_adapter_config(path, model, naming)
-    which = [name for name in SUFFIXES if name != "magnitude" or lora.magnitudes]
+    factors = [name for name in SUFFIXES if name != "magnitude" or lora.magnitudes]
     try:
         file = shards.Shard(path / TENSORS)
         stored_as = {_ours(name, naming): name for name in file.entries}
         _check_tensors(path, {name: file.entries[stored].shape for name, stored in stored_as.items()}, lora, model)
 
         def tensor(name: str) -> np.ndarray:
-            found = file.read(stored_as[name]).astype(np.float32)
-            if not is_finite(found):
+            array = file.read(stored_as[name]).astype(np.float32)
+            if not is_finite(array):
                 raise ConfigError(
                     f"adapter: {path / TENSORS}: expected finite numbers, got NaN or infinity in {stored_as[name]}; "
                     "give another adapter"
                 )
-            return found
+            return array
 
         def stack(target: str, suffix: str) -> np.ndarray:
             return np.stack([tensor(PREFIX + module + suffix) for module in modules(model)[target]])
 
-        matrices = {target: {name: stack(target, SUFFIXES[name]) for name in which} for target in lora.targets}
+        matrices = {target: {name: stack(target, SUFFIXES[name]) for name in factors} for target in lora.targets}
         saved = {name: tensor(PREFIX + TENSOR_NAMES[name]) for name in lora.saved}
     except ConfigError:
         raise
@@ -167,33 +167,33 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
 
 def digest(adapter: AdapterArrays) -> str:
     """SHA-256 of all that determines what an adapter adds to its base."""
-    found = hashlib.sha256(f"{adapter.lora.scale!r} {adapter.base_format}\n".encode())
-    arrays = {f"{target}.{which}": x for target, stacks in adapter.matrices.items() for which, x in stacks.items()}
+    sha256 = hashlib.sha256(f"{adapter.lora.scale!r} {adapter.base_format}\n".encode())
+    arrays = {f"{target}.{factor}": x for target, stacks in adapter.matrices.items() for factor, x in stacks.items()}
     for name, array in sorted((arrays | adapter.saved).items()):
-        found.update(f"{name} {[*array.shape]}\n".encode() + array.astype("<f4").tobytes())
-    return found.hexdigest()
+        sha256.update(f"{name} {[*array.shape]}\n".encode() + array.astype("<f4").tobytes())
+    return sha256.hexdigest()
 
 
-def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], lora: Lora, model: Model) -> None:
+def _check_tensors(path: Path, stored: dict[str, tuple[int, ...]], lora: Lora, model: Model) -> None:
     """Raises ConfigError unless a file has exactly an adapter's tensors, in the shapes of this model."""
     expected = tensor_shapes(lora, model)
     where = f"adapter: {path / TENSORS}"
-    if missing := sorted(expected.keys() - found.keys()):
+    if missing := sorted(expected.keys() - stored.keys()):
         raise ConfigError(f"{where}: expected {missing[0]}, got no such tensor; save the adapter again")
-    if unused := sorted(found.keys() - expected.keys()):
+    if unused := sorted(stored.keys() - expected.keys()):
         raise ConfigError(
             f"{where}: expected the tensors that {CONFIG} names in a model of {model.num_layers} layers, got "
             f"{unused[0]}; give an adapter of this model"
         )
     for name, shape in expected.items():
-        got = found[name]
-        ranks = {FACTOR_A: got[:1], FACTOR_B: got[1:]}
+        actual = stored[name]
+        ranks = {FACTOR_A: actual[:1], FACTOR_B: actual[1:]}
         if any(name.endswith(suffix) and rank != (lora.rank,) for suffix, rank in ranks.items()):
             raise ConfigError(
-                f"{where}: {name}: expected rank {lora.rank}, as {CONFIG} says, got {[*got]}; save the adapter again"
+                f"{where}: {name}: expected rank {lora.rank}, as {CONFIG} says, got {[*actual]}; save the adapter again"
             )
-        if got != shape:
-            raise ConfigError(f"{where}: {name}: expected {[*shape]}, got {[*got]}; give an adapter of this model")
+        if actual != shape:
+            raise ConfigError(f"{where}: {name}: expected {[*shape]}, got {[*actual]}; give an adapter of this model")
 
 
 # -- In a run ---------------------------------------------------------------------------------------------------------
@@ -204,14 +204,14 @@ def of_state(model: Model, lora: Lora, master: dict) -> tuple[dict, dict]:
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
     for segment in model.segments:
         for matrix, names in declared(segment.params):
-            of_matrix = parts.setdefault(matrix, {})
-            for which, name in names._asdict().items():
+            factors = parts.setdefault(matrix, {})
+            for factor, name in names._asdict().items():
                 if name is not None:
                     stack = np.asarray(_at(master[segment.name], name))
-                    of_matrix.setdefault(which, []).append(stack[: segment.num_layers])  # without padding
+                    factors.setdefault(factor, []).append(stack[: segment.num_layers])  # without padding
     matrices = {
-        matrix: {which: np.concatenate(stacks) for which, stacks in of_matrix.items()}
-        for matrix, of_matrix in parts.items()
+        matrix: {factor: np.concatenate(stacks) for factor, stacks in factors.items()}
+        for matrix, factors in parts.items()
     }
     return matrices, {name: np.asarray(master[OUTER][name]) for name in lora.saved}
 
@@ -224,16 +224,16 @@ def _at(tree: dict, name: str):
 
 
 def with_adapter(layer: Callable, outer: Callable, adapter: AdapterArrays) -> tuple[Callable, Callable]:
-    """`model_tensors.readers` of a base, as readers of the base with an adapter's arrays."""
+    """Wraps a base's `model_tensors.readers` into readers of the base's weights together with an adapter's arrays."""
 
     def layer_with(segment: Segment, l: int):
-        found = layer(segment, l)
+        weights = layer(segment, l)
         for matrix, names in declared(segment.params):
             stacks = adapter.matrices[matrix]
-            for which, name in names._asdict().items():
+            for factor, name in names._asdict().items():
                 if name is not None:
-                    found = with_part(found, _nested(name, stacks[which][segment.start + l]))
-        return found
+                    weights = with_part(weights, _nested(name, stacks[factor][segment.start + l]))
+        return weights
 
     def outer_with(model: Model) -> dict:
         return outer(model) | adapter.saved

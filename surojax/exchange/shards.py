@@ -84,8 +84,8 @@ class Shard:
         """A tensor in the dtype that it is stored in. Raises OSError, or ValueError if the file became shorter."""
         dtype, shape, start = self.entries[name]
         with self.path.open("rb") as file:
-            found = np.fromfile(file, dtype, math.prod(shape), offset=start)
-        return found.reshape(shape)
+            numbers = np.fromfile(file, dtype, math.prod(shape), offset=start)
+        return numbers.reshape(shape)
 
 
 def _entry(name: str, entry: dict, data: int) -> tuple[TensorEntry, int]:

@@ -25,16 +25,16 @@ type Files = dict[str, bytes]  # contents by name
 
 
 def read_small_files(folder: Path, names: tuple[str, ...]) -> Files:
-    """The contents of those of these files that are in a folder. Raises ConfigError if one cannot be read."""
-    found = {}
+    """The contents of the files of these names that exist in a folder. Raises ConfigError if one cannot be read."""
+    contents = {}
     for name in names:
         file = folder / name
         if file.is_file():
             try:
-                found[name] = read_bytes(file, LARGEST)
+                contents[name] = read_bytes(file, LARGEST)
             except OSError as error:
                 raise ConfigError(f"cannot read {file} ({error.strerror}); check its permissions") from error
-    return found
+    return contents
 
 
 def write_small_files(folder: Path, files: Files) -> None:

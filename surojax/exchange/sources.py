@@ -31,7 +31,7 @@ def kept_in(output_dir: str | Path) -> Path:
 
 
 def keeps(output_dir: str | Path, model_path: str) -> bool:
-    """Whether the small files that a run keeps are those of this model."""
+    """Whether a run's output folder keeps the small files of this model."""
     try:
         return read_json(kept_in(output_dir) / SOURCE) == {"model_path": model_path}
     except (OSError, ValueError):
@@ -56,12 +56,12 @@ def locate(model_path: str | Path, *, weights: bool) -> Path:
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """The config.json of a folder, or what a GGUF file says in its words. Raises ConfigError."""
+    """The config.json of a folder, or a GGUF file's metadata translated to one. Raises ConfigError."""
     return gguf.config(gguf.open_file(path)) if gguf.is_gguf(path) else read_config(path)
 
 
 def described(c: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a run's model, from that of its source: without the tie that `untied_head` takes away."""
+    """The config.json of a run's model: the source model's, its head untied if `untied_head` is set."""
     return config | {"tie_word_embeddings": False} if c.untied_head else config
 
 
@@ -95,7 +95,7 @@ def resolved(c: Any, fixed: Collection[str] = ()) -> Any:
     gone = not expanded(c.model_path).exists()
     kept = gone and keeps(c.output_dir, c.model_path)
     path = kept_in(c.output_dir) if kept else locate(c.model_path, weights=False)
-    found = copy.deepcopy(c)
+    completed = copy.deepcopy(c)
     defaults = default_config().model.to_dict()
     config = config_of(path)
     # The config.json that a run keeps has the untied head already.
@@ -109,20 +109,20 @@ def resolved(c: Any, fixed: Collection[str] = ()) -> Any:
                 "leave it out"
             )
     try:
-        found.model.update(fields)
+        completed.model.update(fields)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"model_path: config.json: a value has another type ({error}); fetch it again") from error
     has_tokenizer = gguf.is_gguf(path) or (path / "tokenizer.json").is_file()
     tokenizer_gone = kept and not expanded(c.tokenizer).exists()
     if has_tokenizer and (c.tokenizer == "bytes" or tokenizer_gone):
-        found.tokenizer = str(path)
-    return found
+        completed.tokenizer = str(path)
+    return completed
 
 
-def replaced_fields(given: Any, found: Any) -> list[str]:
-    """The `model` fields that a config says otherwise than `resolved` found them, without those left as they are."""
+def replaced_fields(given: Any, taken: Any) -> list[str]:
+    """The `model` fields that differ from their defaults in config `given`, and from the source model's in `taken`."""
     defaults = default_config().model
-    return [name for name, value in given.model.items() if value not in (defaults[name], found.model[name])]
+    return [name for name, value in given.model.items() if value not in (defaults[name], taken.model[name])]
 
 
 def open_weights(c: Any, model: Model) -> Tensors | None:
@@ -148,17 +148,17 @@ def for_inference(c: Any, source: str | Path, tokenizer: str = "") -> Any:
     """
     c.model_path = str(source)
     c.tokenizer = tokenizer or c.tokenizer
-    found = resolved(c)
-    if found.tokenizer == "bytes" and not tokenizer:
+    completed = resolved(c)
+    if completed.tokenizer == "bytes" and not tokenizer:
         raise ConfigError(f"tokenizer: expected tokenizer.json in {source}, got none; pass --tokenizer")
     config = config_of(locate(source, weights=False))
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
-    found.model_dtype = "bfloat16" if stored in ("bfloat16", "float16") else "float32"
-    return found
+    completed.model_dtype = "bfloat16" if stored in ("bfloat16", "float16") else "float32"
+    return completed
 
 
 def tokenizer_of(c: Any, output_dir: Path) -> str:
-    """The tokenizer of a run's config; what the run kept of it if the original is gone."""
+    """The tokenizer of a run's config, or the run's copy if the original is gone."""
     kept = kept_in(output_dir)
     gone = c.tokenizer != "bytes" and not expanded(c.tokenizer).exists()
     return str(kept) if gone and (kept / "tokenizer.json").is_file() else c.tokenizer

@@ -26,7 +26,7 @@ TENSORS = TENSOR_NAMES | {
 
 
 def _read_window(given: dict[str, Any], patterns: str, is_computed: Callable[[int], bool]) -> dict[str, int]:
-    """Without layer_types, every sliding_window_pattern-th layer is without the window.
+    """The `model` fields of the window; without layer_types, every sliding_window_pattern-th layer has none.
 
     patterns, is_computed: the numbers that transformers computes, in words and as a function.
     """
@@ -115,7 +115,7 @@ FULL, SLIDING = window_keys.FULL, window_keys.SLIDING  # also names of two rotar
 
 def _read_gemma3(given: dict[str, Any]) -> dict[str, Any]:
     _check_caps(given)
-    found = _read_window(given, "1 or more", lambda n: True)
+    window_fields = _read_window(given, "1 or more", lambda n: True)
     rope = rope_keys.said(given)
     base = given[LOCAL_BASE]
     if rope.keys() & {FULL, SLIDING}:
@@ -130,12 +130,12 @@ def _read_gemma3(given: dict[str, Any]) -> dict[str, Any]:
             f"model_path: config.json: rope_scaling: expected rope_type, got {', '.join(rope)}, which transformers "
             "does not read for gemma3_text; name it rope_type"
         )
-    local = {LOCAL_BASE: float(base) if found["sliding_window"] else 0.0}
-    return found | local | rope_keys.rope_fields(given, rope)
+    local = {LOCAL_BASE: float(base) if window_fields["sliding_window"] else 0.0}
+    return window_fields | local | rope_keys.rope_fields(given, rope)
 
 
 def _of_layer_types(rope: dict[str, Any], base: float) -> tuple[float, dict[str, Any]]:
-    """(base in layers with a window, parameters of the others). base: in layers with a window if nothing is said."""
+    """(RoPE base in layers with a window, RoPE parameters of the other layers). base: the default of the former."""
     local = dict(rope.pop(SLIDING, None) or {})
     full = dict(rope.pop(FULL, None) or {})
     base = local.pop("rope_theta", base)
@@ -152,14 +152,14 @@ def _write_gemma3(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _both_ropes(config: dict[str, Any]) -> dict[str, Any]:
-    said = config.get("rope_parameters")
-    if said is None:
+    rope = config.get("rope_parameters")
+    if rope is None:
         if config.get(LOCAL_BASE) is None:
             return rope_keys.both_spellings(config)
         local = {"rope_type": "default", "rope_theta": config[LOCAL_BASE]}
         return config | {"rope_parameters": {FULL: rope_keys.joined_keys(config), SLIDING: local}}
-    base = said.get(SLIDING, {}).get("rope_theta")
-    return config | rope_keys.separate_keys(said.get(FULL, said)) | ({} if base is None else {LOCAL_BASE: base})
+    base = rope.get(SLIDING, {}).get("rope_theta")
+    return config | rope_keys.separate_keys(rope.get(FULL, rope)) | ({} if base is None else {LOCAL_BASE: base})
 
 
 GEMMA3 = ModelFamily(

@@ -33,19 +33,19 @@ def _read_ministral3(given: dict[str, Any]) -> dict[str, Any]:
     rope = rope_keys.said(given)
     rope.pop("max_position_embeddings", None)  # says again what config.json says
     beta = rope.pop(BETA, 0.0)
-    found = window_keys.window_fields(given, window, types) | rope_keys.rope_fields(given, rope)
+    fields = window_keys.window_fields(given, window, types) | rope_keys.rope_fields(given, rope)
     if beta:
         original = rope_keys.original_length(given, rope)
-        found |= {f"rope_{BETA}": beta, "rope_original_max_position_embeddings": original}
-    return found
+        fields |= {f"rope_{BETA}": beta, "rope_original_max_position_embeddings": original}
+    return fields
 
 
 def _write_ministral3(fields: dict[str, Any]) -> dict[str, Any]:
-    found = _write(fields) | {"pad_token_id": None}  # the class's own may be beyond the vocabulary
+    keys = _write(fields) | {"pad_token_id": None}  # the class's own may be beyond the vocabulary
     beta = fields[f"rope_{BETA}"]
-    if beta and found["rope_scaling"]:
-        found["rope_scaling"] |= {BETA: beta}
-    return found
+    if beta and keys["rope_scaling"]:
+        keys["rope_scaling"] |= {BETA: beta}
+    return keys
 
 
 MINISTRAL3 = ModelFamily(

@@ -42,5 +42,5 @@ def module(name: str) -> str:
 
 def renamed(name: str, table: Mapping[str, str], to: Mapping[str, str]) -> str:
     """A name of one table in the words of another; a name of no tensor there stays as it is."""
-    found = find_tensor(name, table)
-    return name if found is None or found.ours not in to else module(to[found.ours]).format(l=found.l) + found.rest
+    place = find_tensor(name, table)
+    return name if place is None or place.ours not in to else module(to[place.ours]).format(l=place.l) + place.rest

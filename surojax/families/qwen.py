@@ -7,7 +7,7 @@ from surojax.families.family import LLAMA_DEFAULTS, Gguf, ModelFamily
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
-    """The window counts if use_sliding_window says so; the first max_window_layers layers are without it."""
+    """The `model` fields; a window only with use_sliding_window, and not in the first max_window_layers layers."""
     used = window_keys.is_used(given)
     window = window_keys.said_window(given, used=used)
     without = window_keys.NO_SUCH_NUMBER if used else "use_sliding_window false"

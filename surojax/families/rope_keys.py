@@ -17,16 +17,16 @@ REFUSED: dict[Any, str] = {
 
 
 def parameters(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any] | None:
-    """The `rope_parameters` that count: of config.json, or of the family's class; None if `rope_scaling` counts.
+    """The `rope_parameters` in effect: of config.json, or of the family's class; None if `rope_scaling` is in effect.
 
     Raises ConfigError if config.json says two different things in the two spellings.
     """
-    said = config.get("rope_parameters")
+    own = config.get("rope_parameters")
     if not (scaling := config.get("rope_scaling")):
-        return defaults.get("rope_parameters") if said is None else said
-    if said:
-        _check_same(said, scaling, (defaults | config)["rope_theta"])
-    return said  # and not those of the class
+        return defaults.get("rope_parameters") if own is None else own
+    if own:
+        _check_same(own, scaling, (defaults | config)["rope_theta"])
+    return own  # and not those of the class
 
 
 def _check_same(parameters: dict[str, Any], scaling: dict[str, Any], theta: float) -> None:
@@ -38,19 +38,19 @@ def _check_same(parameters: dict[str, Any], scaling: dict[str, Any], theta: floa
     if _of_both(parameters) != _of_both(scaling):
         raise ConfigError("model_path: config.json: expected rope_scaling or rope_parameters, got both")
     used = scaling.get("rope_theta", theta)
-    said = parameters.get("rope_theta", used)
-    if said != used:
+    base = parameters.get("rope_theta", used)
+    if base != used:
         raise ConfigError(
             f"model_path: config.json: rope_theta: expected the same with rope_scaling as in rope_parameters, got "
-            f"{used!r} and {said!r}; remove rope_scaling if the latter is right"
+            f"{used!r} and {base!r}; remove rope_scaling if the latter is right"
         )
 
 
 def _of_both(rope: dict[str, Any]) -> dict[str, Any]:
     """The entries of `rope_parameters` in the form of `rope_scaling`, to compare the two if a config.json has both."""
     rope = rope.get("full_attention", rope)
-    found = {"rope_type": rope.get("type", "default")} | rope
-    return {name: found[name] for name in found if name not in ("type", "rope_theta", "partial_rotary_factor")}
+    entries = {"rope_type": rope.get("type", "default")} | rope
+    return {name: entries[name] for name in entries if name not in ("type", "rope_theta", "partial_rotary_factor")}
 
 
 def said(given: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def rope_fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     Raises ConfigError for a type that is not computed, and for other parameters than those of its type.
     """
     rope = dict(rope)
-    found: dict[str, Any] = {"rope_theta": float(rope.pop("rope_theta", given["rope_theta"]))}
+    fields: dict[str, Any] = {"rope_theta": float(rope.pop("rope_theta", given["rope_theta"]))}
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     kind = "none" if kind in ("default", None) else kind
@@ -78,7 +78,7 @@ def rope_fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"model_path: config.json: rope_type: expected {expected}, got {kind!r}{REFUSED.get(kind, '')}"
         )
-    found["rope_scaling"] = kind
+    fields["rope_scaling"] = kind
     for fraction in (rope.pop("partial_rotary_factor", None), given.get("partial_rotary_factor")):
         if fraction not in (None, 1):
             raise ConfigError(
@@ -91,7 +91,7 @@ def rope_fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     names = sorted(name for name, value in rope.items() if value is not None)
     if set(names) != set(ROPE_USES[kind]):
         raise ConfigError(f"model_path: config.json: rope_type {kind}: expected {ROPE_USES[kind]}, got {names}")
-    return found | {f"rope_{name}": rope[name] for name in ROPE_USES[kind]}
+    return fields | {f"rope_{name}": rope[name] for name in ROPE_USES[kind]}
 
 
 def original_length(given: dict[str, Any], rope: dict[str, Any]) -> int | None:
@@ -101,25 +101,25 @@ def original_length(given: dict[str, Any], rope: dict[str, Any]) -> int | None:
 
 def _yarn(rope: dict[str, Any], longest: int | None) -> dict[str, Any]:
     """YaRN's parameters with all that transformers infers. longest: the new context length, if it is known."""
-    found = {"truncate": True} | rope
-    original = found.get("original_max_position_embeddings")
-    if found.get("factor") is None and longest and original:
-        found["factor"] = longest / original
-    numerator = found.pop("mscale", None)
-    denominator = found.pop("mscale_all_dim", None)
-    magnitude = found.get("attention_factor")
+    settings = {"truncate": True} | rope
+    original = settings.get("original_max_position_embeddings")
+    if settings.get("factor") is None and longest and original:
+        settings["factor"] = longest / original
+    numerator = settings.pop("mscale", None)
+    denominator = settings.pop("mscale_all_dim", None)
+    magnitude = settings.get("attention_factor")
     if magnitude == 0:
         raise ConfigError(
             "model_path: config.json: attention_factor: expected more than 0, or null, which follows from the factor, "
             f"got {magnitude!r}; remove it"
         )
-    if magnitude is None and numerator and denominator and found.get("factor"):
-        stretch = 0.1 * math.log(max(found["factor"], 1))
+    if magnitude is None and numerator and denominator and settings.get("factor"):
+        stretch = 0.1 * math.log(max(settings["factor"], 1))
         magnitude = (numerator * stretch + 1) / (denominator * stretch + 1)
-    found["attention_factor"] = magnitude or 0.0
-    found["beta_fast"] = float(found.get("beta_fast") or 32)
-    found["beta_slow"] = float(found.get("beta_slow") or 1)
-    return found
+    settings["attention_factor"] = magnitude or 0.0
+    settings["beta_fast"] = float(settings.get("beta_fast") or 32)
+    settings["beta_slow"] = float(settings.get("beta_slow") or 1)
+    return settings
 
 
 def write_rope(fields: dict[str, Any]) -> dict[str, Any]:
@@ -135,11 +135,11 @@ def write_rope(fields: dict[str, Any]) -> dict[str, Any]:
 
 def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
     """A config.json with its rotary embedding in both spellings, of transformers 5 and of transformers 4."""
-    said = config.get("rope_parameters")
-    if said is not None:
-        return config | separate_keys(said)
-    found = joined_keys(config)
-    return config | ({"rope_parameters": found} if len(found) > 1 else {})
+    own = config.get("rope_parameters")
+    if own is not None:
+        return config | separate_keys(own)
+    joined = joined_keys(config)
+    return config | ({"rope_parameters": joined} if len(joined) > 1 else {})
 
 
 def joined_keys(config: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,10 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_window(given: dict[str, Any]) -> dict[str, int]:
-    """transformers' masks follow layer_types whatever use_sliding_window says, and else the layers without rotation."""
+    """The `model` fields of the window, which layer_types sets whatever use_sliding_window says.
+
+    Without layer_types, the layers without rotary embedding have it, as in transformers' masks.
+    """
     used = window_keys.is_used(given)
     window = window_keys.said_window(given, used=used or given.get("layer_types") is not None)
     without = window_keys.NO_SUCH_NUMBER if used else "use_sliding_window false"
@@ -47,7 +50,7 @@ def _is_without_rope(given: dict[str, Any]) -> list[bool]:
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
     interval = fields["no_rope_layer_interval"]
     layers = range(1, fields["num_hidden_layers"] + 1)
-    found = {
+    keys = {
         "head_dim": fields["head_dim"],
         "attention_bias": False,
         "mlp_bias": False,
@@ -55,7 +58,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
         "no_rope_layers": [0 if interval and n % interval == 0 else 1 for n in layers],
         "no_rope_layer_interval": interval,
     }
-    return found | window_keys.write_used(fields) | rope_keys.write_rope(fields)
+    return keys | window_keys.write_used(fields) | rope_keys.write_rope(fields)
 
 
 SMOLLM3 = ModelFamily(

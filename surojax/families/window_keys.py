@@ -13,18 +13,18 @@ NO_SUCH_NUMBER = "no such number"
 
 
 def read_window(given: dict[str, Any]) -> dict[str, int]:
-    """The fields of a window that every layer has, or those that `layer_types` names."""
+    """The `model` fields of a window in every layer, or in the layers that `layer_types` names."""
     window = said_window(given)
     return window_fields(given, window, said_layer_types(given, window))
 
 
 def is_used(given: dict[str, Any]) -> bool:
-    """True if use_sliding_window is; false if it is not said."""
+    """True if use_sliding_window is true; False if the key is missing."""
     return bool(given.get("use_sliding_window", False))
 
 
 def said_window(given: dict[str, Any], *, used: bool = True) -> int | None:
-    """The window in positions; None: there is none. used: if not, `sliding_window` says nothing.
+    """The sliding window in positions, None without one. used: if False, `sliding_window` is ignored.
 
     Raises ConfigError for 0, and TypeError for values of another type.
     """
@@ -41,9 +41,9 @@ def said_window(given: dict[str, Any], *, used: bool = True) -> int | None:
 
 
 def said_layer_types(given: dict[str, Any], window: int | None, without: str = NO_SUCH_NUMBER) -> list[str] | None:
-    """`layer_types`; None if it is not there.
+    """The value of the key `layer_types`, None if it is missing.
 
-    window: of the layers with sliding attention; None: there is none. without: why there is none, for the message.
+    window: of the layers with sliding attention, None without one. without: the reason for None, for the message.
     Raises ConfigError for types that transformers refuses, and for others than these two.
     """
     types = given.get("layer_types")

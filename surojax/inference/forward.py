@@ -4,7 +4,6 @@ Shape suffixes: B batch, S new positions, T cached positions, L layers, K key/va
 V vocabulary, D hidden size.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,30 +11,31 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from surojax.memory.host import Part, parts, read, write
-from surojax.models.model import Cache, Model, Segment, Variant, loop_over, runs
+from surojax.memory.host import parts, read, write
+from surojax.models.model import Cache, Model, Segment, Variant
 from surojax.numerics import base_formats
 from surojax.numerics.quantize import dequantise_all
 from surojax.placement.param import OUTER
 from surojax.step.outer import embed
+from surojax.step.passes import Lane
+from surojax.step.stream import Flight, Layer, Stream, over
+from surojax.step.weights import runs_of
 
 
 def each_layer(segment: Segment, stacks, dtype, layer: Callable, carry):
-    """The carry after carry = layer(l, weights of layer l, its Variant, carry) for every layer l of a segment.
+    """The final carry of carry = layer(l, weights of layer l, Variant of layer l, carry) over all layers of a segment.
 
     stacks: the segment's weights in any memory, quantised or not; `layer` gets them dequantised, in `dtype`.
     """
 
-    def one(part: Part, first: int, _, in_turn, variant: Variant, carry):
-        l = first + in_turn
-        w = dequantise_all(read(part.stack, l - part.start), dtype)
-        return layer(l, base_formats.dequantise_all(w, dtype), variant, carry)
+    def body(place: Layer, values, carry, flights):
+        w = base_formats.dequantise_all(dequantise_all(values["weights"], dtype), dtype)
+        return layer(place.index, w, place.variant, carry), {}, flights
 
     for part in parts(stacks):
-        variants = segment.variants[part.start : part.stop]
-        for run in runs(variants):
-            body = functools.partial(one, part, part.start + run.start)
-            carry = loop_over(variants[run.start : run.stop], run.period, body, carry)
+        weights = Stream(Lane("weights", reads=True), lambda l, part=part: l - part.start)
+        for run in runs_of(segment.variants, part):
+            carry, _ = over(run, {"weights": weights}, body, carry, {"weights": Flight(part.stack)})
     return carry
 
 
@@ -50,14 +50,14 @@ def empty_cache(model: Model, batch: int, length: int, dtype) -> dict[str, tuple
 
 
 def check_cache_room(model: Model, rows: int, new: int, cached: int = 0, itemsize: int = 0) -> None:
-    """Raises ValueError if the scores of XLA's attention, and what is cached, cannot fit the first device's memory.
+    """Raises ValueError if the scores of XLA's attention and the key/value cache cannot fit the first device's memory.
 
     new: positions of each row that are computed together. cached: positions of its cache, in numbers of `itemsize`
     bytes.
     """
-    of_position = sum(2 * s.num_layers * s.heads.key_value * s.heads.channels for s in model.segments) * itemsize
+    position_bytes = sum(2 * s.num_layers * s.heads.key_value * s.heads.channels for s in model.segments) * itemsize
     scores = max(s.heads.query for s in model.segments) * new * max(new, cached) * 8  # float32, and their softmax
-    need = rows * (of_position * cached + scores)
+    need = rows * (position_bytes * cached + scores)
     free = free_bytes(jax.local_devices()[0])
     if need > free:
         raise ValueError(
@@ -68,7 +68,7 @@ def check_cache_room(model: Model, rows: int, new: int, cached: int = 0, itemsiz
 
 
 def free_bytes(device: Any) -> int:
-    """Free memory of a device; of a CPU, that of the machine."""
+    """Free memory of a device in bytes; for a CPU, free memory of the machine."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -80,7 +80,7 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
     start: number of positions that are already in the cache. first_B: where the texts of the rows begin, see `Cache`.
     """
-    x_BSD = embed(weights[OUTER], tokens_BS, axes=(), scale=model.embedding_scale)
+    x_BSD = embed(model, weights[OUTER]["embed"], tokens_BS)
     extended = {}
     for segment in model.segments:
 
@@ -98,7 +98,7 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
 def hidden(model: Model, weights, tokens_BS: jax.Array) -> jax.Array:
     """The last block's output `[B, S, D]` for whole sequences; the final norm is not applied."""
-    x_BSD = embed(weights[OUTER], tokens_BS, axes=(), scale=model.embedding_scale)
+    x_BSD = embed(model, weights[OUTER]["embed"], tokens_BS)
     for segment in model.segments:
 
         def layer(l, w, variant: Variant, x_BSD, segment=segment):

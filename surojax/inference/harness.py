@@ -71,52 +71,52 @@ class Harness(TemplateLM):
             context = context[-max(1, self.max_length + 1 - len(continuation)) :]  # the last token is no input
             pairs.append(Request(np.asarray(context, np.int32), np.asarray(continuation, np.int32)))
         scores = score(self.trained.model, self.trained.weights, pairs, batch_size=self.batch_size)
-        return [(found.logprob, found.is_greedy) for found in scores]
+        return [(result.logprob, result.is_greedy) for result in scores]
 
     def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
         """Log probability of whole texts, each token after as much context as fits."""
-        found = []
+        logprobs = []
         for request in tqdm(requests, disable=disable_tqdm):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
             pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
-            found.append(sum(logprob for logprob, _ in self._loglikelihood_tokens(pairs)))
-        return found
+            logprobs.append(sum(logprob for logprob, _ in self._loglikelihood_tokens(pairs)))
+        return logprobs
 
     def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
         """Continuations of texts up to the first of their stop strings; greedy unless a task samples."""
         prepared = [(number, *self._prepared(request.args)) for number, request in enumerate(requests)]
         # Texts of similar lengths together, and only those with the same options and stop strings.
         prepared.sort(key=lambda entry: (repr(entry[2:]), len(entry[1])))
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         with tqdm(total=len(prepared), disable=disable_tqdm) as progress:
             while prepared:
                 alike = prepared[0][2:]
                 batch = [entry for entry in prepared[: self.batch_size] if entry[2:] == alike]
                 prepared = prepared[len(batch) :]
                 for (number, *_), text in zip(batch, self._sampled(batch, alike[0]), strict=True):
-                    found[number] = text
+                    texts[number] = text
                 progress.update(len(batch))
-        return [found[number] for number in range(len(found))]
+        return [texts[number] for number in range(len(texts))]
 
     def _prepared(self, args: tuple) -> tuple[np.ndarray, dict[str, Any], tuple[str, ...]]:
         """(prompt, options of sampling, stop strings) of a request. Raises ConfigError if no token of it is left."""
-        text, wanted = args
-        until = wanted.get("until") or ()
+        text, arguments = args
+        until = arguments.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
-        max_tokens = int(wanted.get("max_gen_toks", wanted.get("max_tokens", 256)))
+        max_tokens = int(arguments.get("max_gen_toks", arguments.get("max_tokens", 256)))
         if max_tokens >= self.max_length:
             raise ConfigError(
                 f"--max-length: expected more than the {max_tokens} tokens that a task wants generated, got "
                 f"{self.max_length}; raise it"
             )
-        temperature = float(wanted.get("temperature", 0.0)) if wanted.get("do_sample", True) else 0.0
-        options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": float(wanted.get("top_p", 1.0))}
+        temperature = float(arguments.get("temperature", 0.0)) if arguments.get("do_sample", True) else 0.0
+        options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": float(arguments.get("top_p", 1.0))}
         ids = np.asarray(self.tok_encode(text), np.int32)[-(self.max_length - max_tokens) :]
         return ids, options, tuple(stop for stop in until if stop)
 
     def _sampled(self, batch: Sequence[tuple], options: dict[str, Any]) -> list[str]:
-        """The continuations of prepared requests that have the same options and stop strings."""
+        """Samples continuations of prepared requests that have the same options and stop strings."""
         prompts = [prompt for _, prompt, _, _ in batch]
         until = batch[0][3]
 

@@ -118,18 +118,18 @@ def compare_with_transformers(source: str | Path, python: str = sys.executable) 
         texts = [*TEXTS]
         ids = [tokenizer.encode(text)[:TOKENS] for text in texts]
     ids.append(np.random.default_rng(1).integers(0, model.vocab_size, LONG))
-    theirs = _theirs(weights.path, texts, [of_text.tolist() for of_text in ids], python)
+    theirs = _theirs(weights.path, texts, [text_ids.tolist() for text_ids in ids], python)
     sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
     ours = _logits(model, stacks(weights, model, "float32", sharding), ids)
     rows = []
-    for i, (of_text, logits_SV) in enumerate(zip(ids, ours, strict=True)):
+    for i, (text_ids, logits_SV) in enumerate(zip(ids, ours, strict=True)):
         expected_SV = theirs[f"logits{i}"]
-        same = np.array_equal(theirs[f"ids{i}"], of_text)
+        same = np.array_equal(theirs[f"ids{i}"], text_ids)
         difference = float(np.max(np.abs(logits_SV - expected_SV)))
         largest = float(np.max(np.abs(expected_SV)))
-        text = texts[i] if i < len(texts) else f"{len(of_text)} random tokens"
-        losses = _loss(logits_SV, of_text[-TOKENS:]), float(theirs[f"loss{i}"])
-        rows.append(ComparedText(text, len(of_text), *losses, difference, largest, same))
+        text = texts[i] if i < len(texts) else f"{len(text_ids)} random tokens"
+        losses = _loss(logits_SV, text_ids[-TOKENS:]), float(theirs[f"loss{i}"])
+        rows.append(ComparedText(text, len(text_ids), *losses, difference, largest, same))
     return Report(str(theirs["versions"]), rows)
 
 
@@ -141,7 +141,7 @@ def _logits(model: Model, weights: dict, ids: list[np.ndarray]) -> list[np.ndarr
         return model.logits(weights[OUTER], hidden(model, weights, ids_1S)[0, -TOKENS:])
 
     with jax.default_matmul_precision("highest"):
-        return [np.asarray(logits(weights, of_text[None])) for of_text in ids]
+        return [np.asarray(logits(weights, text_ids[None])) for text_ids in ids]
 
 
 def _loss(logits_SV: np.ndarray, ids: np.ndarray) -> float:
@@ -153,7 +153,7 @@ def _loss(logits_SV: np.ndarray, ids: np.ndarray) -> float:
 
 
 def _theirs(path: Path, texts: list[str], ids: list[list[int]], python: str) -> dict[str, np.ndarray]:
-    """What the script THEIRS saves. Raises ConfigError if it cannot run."""
+    """Token ids, losses and logits by transformers (script THEIRS). Raises ConfigError if the script cannot run."""
     folder, file = (path.parent, path.name) if gguf.is_gguf(path) else (path, "")
     request = {"folder": str(folder.absolute()), "file": file, "texts": texts, "ids": ids, "compared": TOKENS}
     with tempfile.TemporaryDirectory() as temporary:
@@ -162,17 +162,17 @@ def _theirs(path: Path, texts: list[str], ids: list[list[int]], python: str) -> 
         asked.write_text(json.dumps(request))
         try:
             command = [python, "-", str(asked), str(answered)]
-            done = subprocess.run(command, input=THEIRS, capture_output=True, text=True, check=False)
+            process = subprocess.run(command, input=THEIRS, capture_output=True, text=True, check=False)
         except OSError as error:
             raise ConfigError(f"--python: expected an interpreter, got {python!r} ({error.strerror})") from error
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        last = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         if last.startswith("MISSING "):
             name = last.removeprefix("MISSING ")
             raise ConfigError(f"--check: expected transformers with torch, got a Python without {name}; {INSTALL}")
-        if done.returncode:
+        if process.returncode:
             raise ConfigError(f"--check: transformers cannot compute {path}: {last[:300]}")
-        with np.load(answered) as found:
-            return dict(found)
+        with np.load(answered) as saved:
+            return dict(saved)
 
 
 def comparison_table(report: Report) -> str:

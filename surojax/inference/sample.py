@@ -124,18 +124,18 @@ def generate_batch(
 
     ended: whether a continuation, which then is not extended, has all that is wanted, such as a stop string.
     """
-    found: list[list[int]] = [[] for _ in prompts]
+    tokens_of_rows: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))
     for next_B in stream(model, weights, prompts, **options):
         for row in sorted(running):
             token = int(next_B[row])
             if token not in stop_ids:
-                found[row].append(token)
-            if token in stop_ids or ended(found[row]):
+                tokens_of_rows[row].append(token)
+            if token in stop_ids or ended(tokens_of_rows[row]):
                 running.remove(row)
         if not running:
             break
-    return found
+    return tokens_of_rows
 
 
 def check_options(max_tokens: int, temperature: float, top_p: float, seed: int = 0) -> None:

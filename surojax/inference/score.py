@@ -36,7 +36,7 @@ class Score(NamedTuple):
 
 
 def request_of(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
-    """The request of two texts. Spaces at the end of the context are the continuation's.
+    """The `Request` to score one text after another. Spaces at the end of the context are the continuation's.
 
     The ids are those of the whole text if these begin with the context's ids, else those of each part: no token is
     merged across the seam. An empty context is the token that a text begins with.
@@ -69,7 +69,7 @@ def score(
                 f"{request.continuation.size}; begin a text with the tokenizer's first or end-of-sequence token"
             )
     by_length = sorted(range(len(requests)), key=lambda i: requests[i].context.size + requests[i].continuation.size)
-    found: dict[int, Score] = {}
+    scores: dict[int, Score] = {}
     for first in range(0, len(by_length), batch_size):
         numbers = by_length[first : first + batch_size]
         if jax.default_backend() == "cpu":  # flash attention of GPUs has no scores in memory
@@ -78,8 +78,8 @@ def score(
         inputs_BS, targets_BS = _padded([requests[i] for i in numbers], batch_size, multiple_of)
         logprob_B, is_greedy_B = jax.device_get(_scorer(model)(weights, inputs_BS, targets_BS))
         for row, i in enumerate(numbers):
-            found[i] = Score(float(logprob_B[row]), bool(is_greedy_B[row]))
-    return [found[i] for i in range(len(requests))]
+            scores[i] = Score(float(logprob_B[row]), bool(is_greedy_B[row]))
+    return [scores[i] for i in range(len(requests))]
 
 
 def _padded(requests: Sequence[Request], rows: int, multiple_of: int) -> tuple[np.ndarray, np.ndarray]:
@@ -107,7 +107,7 @@ def _scorer(model: Model):
     def scores(weights, inputs_BS, targets_BS):
         x_BSD = hidden(plain, weights, inputs_BS)
 
-        def of_slice(args):
+        def score_slice(args):
             x_ND, targets_N = args
             logits_NV = plain.logits(weights[OUTER], x_ND)
             chosen_N = jnp.take_along_axis(logits_NV, jnp.maximum(targets_N, 0)[:, None], axis=-1)[:, 0]
@@ -121,7 +121,7 @@ def _scorer(model: Model):
         x_TD = jnp.pad(x_BSD.reshape(tokens, -1), ((0, padding), (0, 0)))
         targets_T = jnp.pad(targets_BS.reshape(-1), (0, padding), constant_values=_IGNORED)
         x_CND = x_TD.reshape(-1, _SLICE, x_TD.shape[-1])
-        logprob_CN, is_greedy_CN = jax.lax.map(of_slice, (x_CND, targets_T.reshape(-1, _SLICE)))
+        logprob_CN, is_greedy_CN = jax.lax.map(score_slice, (x_CND, targets_T.reshape(-1, _SLICE)))
         logprob_BS = logprob_CN.reshape(-1)[:tokens].reshape(targets_BS.shape)
         is_greedy_BS = is_greedy_CN.reshape(-1)[:tokens].reshape(targets_BS.shape)
         return jnp.sum(logprob_BS, axis=1), jnp.all(is_greedy_BS, axis=1)

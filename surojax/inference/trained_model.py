@@ -55,7 +55,7 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
         check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
         template = load_template(chat_template, found_tokenizer)
         return Trained(model, stacks(weights, model, c.model_dtype, sharding), found_tokenizer, template)
-    loaded = on_disk.read_newest(path, lambda found: _of_checkpoint(found, tokenizer, chat_template, sharding))
+    loaded = on_disk.read_newest(path, lambda folder: _of_checkpoint(folder, tokenizer, chat_template, sharding))
     if loaded is None:
         raise CheckpointError(
             f"--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file, got "
@@ -64,10 +64,10 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
     return loaded
 
 
-def _of_checkpoint(found: Path, tokenizer: str, chat_template: str, sharding: jax.sharding.Sharding) -> Trained:
-    meta = on_disk.read_meta(found)
+def _of_checkpoint(checkpoint: Path, tokenizer: str, chat_template: str, sharding: jax.sharding.Sharding) -> Trained:
+    meta = on_disk.read_meta(checkpoint)
     c = restored_config(meta["config"], on_disk.written_by(meta))
-    found_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, found.parent.parent))
+    found_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, checkpoint.parent.parent))
     check_trained_with(meta, found_tokenizer)
     check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
     model = assembly.model(c)
@@ -75,29 +75,29 @@ def _of_checkpoint(found: Path, tokenizer: str, chat_template: str, sharding: ja
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)
     base = base_of(c, meta, model, sharding) if c.lora else {}
     template = load_template(chat_template or c.chat_template, found_tokenizer)
-    weights = with_part(base, restore_weights(found, plan))
+    weights = with_part(base, restore_weights(checkpoint, plan))
     return Trained(model, weights, found_tokenizer, template)
 
 
 def base_of(c: Config, meta: dict[str, Any], model: Model, sharding: jax.sharding.Sharding) -> dict:
-    """The work weights that a checkpoint's adapters belong to, from where its run took them.
+    """The work weights of the base that a checkpoint's adapters were trained on, from the source its config names.
 
-    Raises CheckpointError if there is another base by now.
+    Raises CheckpointError if that source now holds another base.
     """
-    found = sources.open_weights(c, model)
-    if found is None:
+    base = sources.open_weights(c, model)
+    if base is None:
         return jax.device_put(drawn_base(c, model), sharding)
-    check_base(fingerprint(found, model), meta["base"], str(found.path))
+    check_base(fingerprint(base, model), meta["base"], str(base.path))
     if name := base_formats.chosen(c):
-        found = InBaseFormat(found, model, name, c.model_dtype)
-    return stacks(found, model, c.model_dtype, sharding)
+        base = InBaseFormat(base, model, name, c.model_dtype)
+    return stacks(base, model, c.model_dtype, sharding)
 
 
 def drawn_base(c: Config, model: Model) -> dict:
     """The work weights of a base that was drawn from the seed, dequantised if the run has them in a base format."""
     name = base_formats.chosen(c)
 
-    def one(x: jax.Array, planned, param: Param) -> jax.Array:
+    def plain(x: jax.Array, planned, param: Param) -> jax.Array:
         if not (name and param.kind is Kind.MATRIX and not param.trainable):
             return x.astype(planned.dtype)
         like = base_formats.FORMATS[name].planned(param.shape)
@@ -107,7 +107,7 @@ def drawn_base(c: Config, model: Model) -> dict:
 
         return jax.vmap(there_and_back)(x)
 
-    new = jax.jit(lambda: jax.tree.map(one, model.init(c.seed), model.abstract_params(c.model_dtype), model.params))
+    new = jax.jit(lambda: jax.tree.map(plain, model.init(c.seed), model.abstract_params(c.model_dtype), model.params))
     return new()
 
 

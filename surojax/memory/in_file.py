@@ -1,9 +1,10 @@
 """Stacks of layers stored in a file, of which one layer at a time is in memory.
 
-The plan and the state have an `InFile` in place of such an array. All of them share a file (memory/layer_file.py), so
-that a layer is one record. It stores unsharded layers, whatever the number of devices. With several processes each has
-a file, with records of the layers of the process's stages, of the parts that its devices hold: no layer crosses the
-network to be stored. All stages of `pp` update a layer at a time together, which is a *round*: layer r of every stage.
+The plan and the state have an `InFile` in place of such an array. `InFiles` tells them apart in a tree, and reads and
+writes a layer of all of them. They share a file (memory/layer_file.py), so that a layer is one record. It stores
+unsharded layers, whatever the number of devices. With several processes each has a file, with records of the layers of
+the process's stages, of the parts that its devices hold: no layer crosses the network to be stored. All stages of `pp`
+update a layer at a time together, which is a *round*: layer r of every stage.
 """
 
 import math
@@ -14,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from surojax.memory.host import move
 from surojax.memory.layer_file import Store
 from surojax.parallel.schedule import layers_of_stage
-from surojax.placement.home import DEVICE, Home
+from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.mesh import PIPELINE, pipeline_stages
 
 
@@ -97,6 +99,11 @@ class InFile:
         assert stored.shape == self.stored_shape(l) and stored.dtype == self.dtype, (self, stored.shape, stored.dtype)
         self.store.write(l, self.offset, stored)
 
+    @property
+    def own_entries(self) -> list[int]:
+        """The entries of the stack of which this process stores parts, and padding, which is read as zeros."""
+        return [l for l in range(self.shape[0]) if self.parts is None or self.parts[self.stage(l)]]
+
     def _own_parts(self) -> list[dict[tuple[int, ...], Part]]:
         """For each stage, the places of a layer's parts on this process's devices, by where they start."""
         indices = self.round_sharding(DEVICE).devices_indices_map((self.stages, *self.shape[1:]))
@@ -117,11 +124,27 @@ class InFile:
         """Returns the start of a part in its layer."""
         return tuple(part.indices(size)[0] for part, size in zip(index, self.shape[1:], strict=True))
 
+    def read_own(self, layers: Iterable[int]) -> dict[int, np.ndarray]:
+        """Reads the parts of these layers that this process's file stores, by number. Raises NvmeError."""
+        return {l: self.read(l) for l in layers if l in self.store.records}
+
     def stored_of(self, l: int, layer: Any) -> np.ndarray:
         """Returns this process's parts of the whole layer l: an array, or a tensorstore of which only that is read."""
         if self.parts is None:
             return np.asarray(layer)
         return np.stack([np.asarray(layer[part.index]) for part in self.parts[self.stage(l)].values()])
+
+    def first_pieces(self, l: int, stored: np.ndarray) -> list[tuple[tuple[slice, ...], np.ndarray]]:
+        """(index in layer l, array) of what is stored of it, without what processes of a lower number have too."""
+        if self.parts is None:
+            return [((), stored)]
+        return [(part.index, stored[part.number]) for part in self.parts[self.stage(l)].values() if part.first]
+
+    def stored_in(self, stack: Any, layers: range) -> dict[int, np.ndarray]:
+        """The parts of these layers for this process's file, by number. stack: all layers, else as for `stored_of`."""
+        whole = np.asarray(stack[layers.start : layers.stop]) if self.parts is None else None
+        own = [l for l in layers if l in self.store.records]
+        return {l: self.stored_of(l, stack[l] if whole is None else whole[l - layers.start]) for l in own}
 
     def on_devices(self, layers: dict[int, np.ndarray], home: Home) -> jax.Array:
         """A round in this memory of the devices, from what each process has stored of its layers. No process sends any.
@@ -153,33 +176,23 @@ class InFile:
             of_stage[self._start(shard.index[1:])] = shard.data[0]
         return [self._stacked(l, of_stages[self.stage(l)]) for l in numbers]
 
-    def from_every_stage(self, l: int, layer: jax.Array) -> np.ndarray:
-        """Returns this process's parts of layer l, which is sharded as `layer_sharding` says."""
-        if self.parts is None:
-            return jax.device_get(layer)
-        return self._stacked(l, {self._start(x.index): x.data for x in layer.addressable_shards})
-
     def _stacked(self, l: int, found: dict[tuple[int, ...], Any]) -> np.ndarray:
         """The parts of layer l that this process stores, from arrays by where they start."""
         assert self.parts is not None
         return np.stack([np.asarray(found[start]) for start in self.parts[self.stage(l)]])
 
-    def on_every_stage(self, l: int) -> jax.Array:
-        """Layer l in device memory, sharded as `layer_sharding` says; zeros if it is padding. Raises NvmeError.
-
-        The stages that do not store it are sent it.
-        """
-        own = {l: self.read(l)} if l in self.store.records else {}
-        one = jax.jit(_only_layer, out_shardings=self.layer_sharding(DEVICE))(self.on_devices(own, DEVICE))
-        return jax.block_until_ready(one) if self.stages > 1 else one
-
 
 class InFiles:
-    """Which leaves of a tree of stacks are in files; the others are in memory."""
+    """The leaves of a tree of stacks that are in files; the others are in memory.
+
+    store: what the files share; an empty one if no leaf is in a file.
+    """
 
     def __init__(self, tree: Any):
         leaves, self.structure = jax.tree.flatten(tree)
         self.are_in_file = [isinstance(x, InFile) for x in leaves]
+        self._stacks: list[InFile] = self.files(tree)
+        self.store = self._stacks[0].store if self._stacks else Store("", 0)
 
     def files(self, tree: Any) -> list:
         """The leaves of a tree of this structure that belong to files."""
@@ -195,12 +208,48 @@ class InFiles:
         of_memory, of_files = iter(in_memory), iter(files)
         return self.structure.unflatten([next(of_files if in_file else of_memory) for in_file in self.are_in_file])
 
+    # -- Rounds: a layer of every stage ------------------------------------------------------------------------------
 
-def _only_layer(layers: jax.Array) -> jax.Array:
-    """The layer of a round of which all others are zeros, to the bit."""
+    def layers_of_round(self, r: int) -> range:
+        """The numbers of layer r of every stage."""
+        return range(r, self._stacks[0].shape[0], self._stacks[0].entries)
+
+    def planned_round(self, home: Home) -> list[jax.ShapeDtypeStruct]:
+        """A planned round of each stack, `[stages, ...]`, in this memory."""
+        return [
+            jax.ShapeDtypeStruct((file.stages, *file.shape[1:]), file.dtype, sharding=file.round_sharding(home))
+            for file in self._stacks
+        ]
+
+    def read(self, layers: Iterable[int]) -> list[jax.Array]:
+        """A round of each stack in pinned host memory with these layers, at most one of each stage. Raises NvmeError.
+
+        Stages of which there is none, or padding, have zeros.
+        """
+        return [file.on_devices(file.read_own(layers), HOST) for file in self._stacks]
+
+    def write(self, layers: Iterable[int], rounds: list[jax.Array]) -> None:
+        """Writes these layers, at most one of each stage, from a round of each stack. Raises NvmeError."""
+        own = [l for l in layers if l in self.store.records]
+        for file, x in zip(self._stacks, rounds, strict=True):
+            for l, stored in zip(own, file.from_devices(x, own), strict=True):
+                file.write(l, stored)
+
+    def on_every_stage(self, rounds: list[jax.Array]) -> list[jax.Array]:
+        """The one layer of rounds that were read with one, on the devices of every stage. Inside `jit`."""
+        return [only_layer(x, file.layer_sharding(DEVICE)) for x, file in zip(rounds, self._stacks, strict=True)]
+
+    def repeated(self, layer: list[jax.Array]) -> list[jax.Array]:
+        """Rounds in which every stage has this layer. Inside `jit`."""
+        return [jnp.broadcast_to(x, (file.stages, *x.shape)) for x, file in zip(layer, self._stacks, strict=True)]
+
+
+def only_layer(layers: jax.Array, sharding: jax.NamedSharding) -> jax.Array:
+    """The layer of a round of which all others are zeros, to the bit, in this sharding. Inside `jit`."""
     number = jnp.dtype(f"uint{8 * layers.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(layers, number).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(jnp.sum(bits, 0, dtype=jnp.uint32).astype(number), layers.dtype)
+    bits = jax.lax.bitcast_convert_type(move(layers, DEVICE.space), number).astype(jnp.uint32)
+    layer = jax.lax.bitcast_convert_type(jnp.sum(bits, 0, dtype=jnp.uint32).astype(number), layers.dtype)
+    return jax.lax.with_sharding_constraint(layer, sharding)
 
 
 def own_layers(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, num_layers: int) -> list[int]:
@@ -215,6 +264,14 @@ def own_layers(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, num_layers: 
     return [l for l in range(num_layers) if own[l // of_stage]]
 
 
-def store_of(plan: Any) -> Store | None:
-    """The store of the layers of a plan or a state that are in a file; None if all layers are in memory."""
-    return next((x.store for x in jax.tree.leaves(plan) if isinstance(x, InFile)), None)
+def home_of(x: Any) -> Home:
+    """The memory of an array, or of one that is planned."""
+    if isinstance(x, InFile):
+        return NVME
+    kind = x.sharding.memory_kind or DEVICE.memory_kind
+    return next(home for home in HOMES if home.memory_kind == kind)
+
+
+def part_shape(x: Any) -> tuple[int, ...]:
+    """The shape of what a process writes at once of a layer of a stack `[L, ...]`: a shard, or what its file stores."""
+    return x.shape[1:] if isinstance(x, InFile) and x.parts is None else x.sharding.shard_shape(x.shape)[1:]

@@ -47,7 +47,7 @@ class NvmeError(OSError):
 
 
 class Store:
-    """The file of a run. The first use opens it; it stays open until `close`.
+    """The file of a run; none if nothing is stored in it. The first use opens it; it stays open until `close`.
 
     records: by the number of a layer of which the file has a record, the number of that record.
     """
@@ -70,6 +70,11 @@ class Store:
         offset = self.record
         self.record += -(-size // 64) * 64
         return offset
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is stored in it: there is no file then."""
+        return self.record == 0
 
     @property
     def bytes(self) -> int:
@@ -212,6 +217,8 @@ class Store:
 
     def interrupted(self) -> int | None:
         """The step in whose update the last run was interrupted, None if it was not."""
+        if self.is_empty:
+            return None
         try:
             last = json.loads((self.folder / MARKER).read_text())
             return int(last["step"]) if last["state"] == "updating" else None

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -20,12 +21,12 @@ UNUSABLE_S = 3600  # an update that takes longer than this is refused
 MiB = 2**20
 
 
-def check(store: Store | None) -> None:
-    """Checks the folder and its free space before anything is built; leaves no file there. Raises ConfigError.
+def check(store: Store) -> None:
+    """Checks the folder of a store and its free space before anything is built; leaves no file. Raises ConfigError.
 
     Every process has to call it: those of one machine may share a disk, which has to have room for all of them.
     """
-    if store is None:
+    if store.is_empty:
         return
     several = jax.process_count() > 1
     folder = store.folder.parent if several else store.folder
@@ -51,11 +52,15 @@ def check(store: Store | None) -> None:
 
 
 @contextlib.contextmanager
-def claim(store: Store):
+def claim(store: Store) -> Iterator[str]:
     """Locks the folder and allocates the file, within a `with` statement; yields a line about the disk to print.
 
-    Raises ConfigError if another run uses the folder, the disk is full, or it is too slow to be of use.
+    It is "" for an empty store. Raises ConfigError if another run uses the folder, the disk is full, or it is too slow
+    to be of use.
     """
+    if store.is_empty:
+        yield ""
+        return
     check(store)
     if jax.process_count() > 1:  # none takes room on a disk that they share before all have measured what is free
         multihost_utils.sync_global_devices("surojax: room for nvme_path is measured")

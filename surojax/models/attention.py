@@ -39,7 +39,7 @@ def chosen(
     window: bool = False,
     piece: int = 0,
 ) -> str:
-    """The meaning of "auto" for heads of this dtype and size: the flash attention of a GPU if it takes them, else xla.
+    """The implementation that "auto" selects for these heads: a GPU's flash attention if it supports them, else xla.
 
     packed: a row has several documents, which cuDNN separates by an S x S bias only. softcap: scores have a softcap,
     which cuDNN does not compute. window: of the layer. piece: tokens of each of the pairs of pieces that allgather and

@@ -44,16 +44,16 @@ class Chunk(NamedTuple):
     stop: int
 
     def of(self, x: jax.Array | None) -> Any:
-        """This part of an array `[B, S, ...]`, or None for None."""
+        """The chunk's part of an array `[B, S, ...]`; None for None."""
         return None if x is None else x[:, self.start : self.stop]
 
     def replaced(self, x_BSD: jax.Array, new_BCD: jax.Array) -> jax.Array:
-        """x with this part replaced, in place if the compiler can."""
+        """x with the chunk's part replaced, in place if the compiler can."""
         return jax.lax.dynamic_update_slice_in_dim(x_BSD, new_BCD, self.start, axis=1)
 
     @property
     def in_row(self) -> "Chunk":
-        """The chunk of whole rows of which this one is a device's part."""
+        """The chunk of whole rows to which this device's chunk belongs."""
         _, devices = device_number(CONTEXT, *TENSOR)
         return Chunk(devices * self.start, devices * self.stop)
 
@@ -69,7 +69,7 @@ def chunks_of(length: int, number: int) -> list[Chunk]:
 def block_functions(
     body: Callable, keys_values: Callable, number: int, trained: Any
 ) -> tuple[Callable, Callable, Callable]:
-    """`block`, `block_forward` and `block_backward` of a `Segment`, in this number of chunks.
+    """Functions `block`, `block_forward` and `block_backward` for a `Segment`, which process `number` chunks in turn.
 
     body: (weights, x `[B, C, D]`, Earlier, Variant, starts) -> (block of x, Earlier with the chunk's own keys and
     values). keys_values: (weights, x, index of the chunk's first token, Variant, starts) -> that Earlier alone. starts:
@@ -125,7 +125,7 @@ def block_functions(
 
 
 def _of_each_device(w):
-    """Weights typed as different on the devices of a group."""
+    """Weights typed as varying over the devices of a tensor-parallel group."""
     return jax.tree.map(lambda x: mark_varying(x, active(*TENSOR)), w)
 
 
@@ -137,10 +137,10 @@ def _plus(total, more):
 
 def _keys_values(keys_values: Callable, chunks: list[Chunk], w, x_BSD, variant: Variant, starts_BS) -> Earlier:
     """Keys and values of these chunks."""
-    found = Earlier()
+    earlier = Earlier()
     for chunk in chunks:
-        x_BCD, found = jax.lax.optimization_barrier((chunk.of(x_BSD), found))
+        x_BCD, earlier = jax.lax.optimization_barrier((chunk.of(x_BSD), earlier))
         row = chunk.in_row
         own = keys_values(w, x_BCD, row.start, variant, row.of(starts_BS))
-        found = Earlier(*found.with_own(*own))
-    return found
+        earlier = Earlier(*earlier.with_own(*own))
+    return earlier

@@ -84,8 +84,8 @@ _in_two_parts.defvjp(_forward, _backward)
 def forward_part(q, k, v, scale: float, *, causal: bool) -> tuple[jax.Array, jax.Array]:
     """(o, logsumexp `[B, H, S]` in float32) of the queries with these keys alone."""
     mask_type = stablehlo.MaskType.CAUSAL if causal else stablehlo.MaskType.NO_MASK
-    found: Any = stablehlo.dot_product_attention(q, k, v, scale=scale, mask_type=mask_type, return_residual=True)
-    return found
+    attended: Any = stablehlo.dot_product_attention(q, k, v, scale=scale, mask_type=mask_type, return_residual=True)
+    return attended
 
 
 def backward_part(q, k, v, lse_BHS, o, do, scale: float, *, causal: bool) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -108,14 +108,14 @@ class DecoderConfig:
         return tuple(Variant(precision.enabled(l, L), window(l), rotary(l)) for l in range(L))
 
     def rotary(self, variant: Variant) -> tuple[float, RopeScaling]:
-        """The base of a layer's rotary embedding, and what it has in addition."""
+        """(base, `RopeScaling`) of a layer's rotary embedding."""
         fraction = self.rope_scaling.partial_rotary_factor
-        of_layers = {
+        by_type = {
             "global": (self.rope_theta, self.rope_scaling),
             "local": (self.rope_local_base_freq, RopeScaling(partial_rotary_factor=fraction)),
             "none": (self.rope_theta, NO_ROTATION),
         }
-        return of_layers[variant.rotary]
+        return by_type[variant.rotary]
 
     @property
     def embedding_scale(self) -> float:
@@ -230,8 +230,8 @@ class Decoder(nnx.Module):
             return nnx.merge(graph, w)(x_BSD, Operations(variant=variant, starts=starts_BS))
 
         def layer(variant: Variant) -> Callable:
-            one = functools.partial(block, variant=variant)
-            return jax.checkpoint(one) if recompute_block else one
+            with_variant = functools.partial(block, variant=variant)
+            return jax.checkpoint(with_variant) if recompute_block else with_variant
 
         c = self.config
         x_BSD = self.outer.embed[...][tokens_BS]
@@ -272,14 +272,20 @@ def build(config: DecoderConfig, compute: Compute = DEFAULT) -> Model:
 
 
 @functools.cache
-def _build(config: DecoderConfig, compute: Compute) -> Model:
+def _declared(config: DecoderConfig) -> tuple[dict, nnx.GraphDef]:
+    """The `Param`s of sizes, and the graph of a block: equal for every `Compute`."""
 
     def abstract(module) -> Any:
         return nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
 
-    params = frozen(collect_params({BLOCKS: abstract(Block), OUTER: abstract(Outer)}), config.lora)
+    block = abstract(Block)
+    return frozen(collect_params({BLOCKS: block, OUTER: abstract(Outer)}), config.lora), nnx.graphdef(block)
+
+
+@functools.cache
+def _build(config: DecoderConfig, compute: Compute) -> Model:
+    params, graph = _declared(config)
     head = "embed" if config.tie_word_embeddings else "head"
-    graph = nnx.graphdef(abstract(Block))
     # For sampling: a token at a time leaves the kernels' threads nothing to share.
     by_xla = Compute(attention="xla")
 

@@ -104,7 +104,7 @@ class Quantiser:
         return scale_for(largest_of_group(absmax), dtype) if known is None else known
 
     def made(self, site: str, kernel) -> tuple[Quantized, tuple]:
-        """(the first result of a kernel as an operand, its results after absmax).
+        """(the first result of a kernel as a float8 operand, the kernel's results after absmax).
 
         kernel: a function (out_dtype=, out_scale=, **options) -> (values, absmax, ...).
         """
@@ -131,12 +131,12 @@ class Quantiser:
         if known is None:
             absmax = quantize.absmax(x_Nn, **self.options) if absmax is None else absmax
             known = scale_for(largest_of_group(absmax), dtype)
-        done = quantize.cast_transpose(x_Nn, known, dtype, **self.options)
-        self.observed[site] = done.absmax
-        return Quantized(done.values, known), Quantized(done.transposed, known)
+        cast = quantize.cast_transpose(x_Nn, known, dtype, **self.options)
+        self.observed[site] = cast.absmax
+        return Quantized(cast.values, known), Quantized(cast.transposed, known)
 
     def one(self, site: str, x_Nn: jax.Array) -> Quantized:
-        """The operand of a tensor, for a forward pass without gradients; no magnitude is recorded."""
+        """A tensor as a float8 operand, for a forward pass without gradients; no magnitude is recorded."""
         known = self.known(site)
         if known is None:
             known = scale_for(largest_of_group(quantize.absmax(x_Nn, **self.options)), E4M3)
@@ -222,7 +222,7 @@ def _gradient(name: str, d_T: Quantized | None, x_T: Quantized | None, dtype) ->
 
 
 def _attention(config, quantiser: Quantiser, ops: Operations, w: dict, x_nD: jax.Array, *, saving: bool):
-    """(o, which is not yet added to x; AttentionSaved, or None without `saving`)."""
+    """(output of the attention half, not yet added to x; AttentionSaved, or None without `saving`)."""
     a = w["attention"]
     options = quantiser.options
     eps = config.rms_norm_eps
@@ -244,8 +244,8 @@ def _attention(config, quantiser: Quantiser, ops: Operations, w: dict, x_nD: jax
         return dataclasses.replace(ops, starts=starts).attend(q, k, v)[0]
 
     def projected(name: str):
-        found = product(y, a[f"w{name}"], dtype, plus=bias(f"b{name}"))
-        return split_heads(branches.added(found, f"w{name}", normed_nD))
+        y_matrix = product(y, a[f"w{name}"], dtype, plus=bias(f"b{name}"))
+        return split_heads(branches.added(y_matrix, f"w{name}", normed_nD))
 
     branches = Branches(config.lora, a, quantiser.sequences)
     normed_nD = norm_of_input(**options)[0] if branches.has_any("wq", "wk", "wv") else None
@@ -386,6 +386,6 @@ def _mlp_backward(config, quantiser: Quantiser, w: dict, saved: MlpSaved, d_out_
 
 
 def _angles(config, ops: Operations, S: int) -> tuple[jax.Array, jax.Array]:
-    """The angles of rope for positions 0 to S - 1, or for those in the documents of each row."""
+    """The angles of rope for positions 0 to S - 1, or for positions within the documents of each row."""
     positions = positions_of(S, ops.starts, cp_method=ops.compute.cp_method)
     return rope_angles(config.head_dim, positions, *config.rotary(ops.variant))

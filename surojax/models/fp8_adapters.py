@@ -43,7 +43,7 @@ class Branches(NamedTuple):
         return any(map(self.has, matrices))
 
     def added(self, y: jax.Array, matrix: str, x: jax.Array | None) -> jax.Array:
-        """y plus what the adapter of a matrix makes of x, its input; y if it has none."""
+        """y plus the product of x, the matrix' input, with the matrix' adapter; y without an adapter."""
         if not self.has(matrix):
             return y
         return y + self._product(matrix, self.module[matrix + ADAPTER], x).astype(y.dtype)

@@ -22,13 +22,13 @@ from surojax.parallel.operands import operand_parts, summed_before_rounding
 
 
 def times(x_BSi: jax.Array, w_oi: jax.Array) -> jax.Array:
-    """x w^T in the dtype of both."""
+    """x w^T of operands of one dtype, in that dtype."""
     return jax.lax.dot_general(x_BSi, w_oi, (((x_BSi.ndim - 1,), (1,)), ((), ())))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def times_in(x_BSi: jax.Array, w_oi: jax.Array, dtype: str, gradient_dtype: str, frozen: bool = False) -> jax.Array:
-    """x w^T of operands in `dtype`, in the dtype of x; its gradients from operands in `gradient_dtype`.
+    """x w^T of operands cast to `dtype`, in x's dtype; gradients from operands cast to `gradient_dtype`.
 
     frozen: w has no gradient, so that x is not saved for it.
     """

@@ -163,7 +163,7 @@ def row_lengths(w: jax.Array) -> jax.Array:
 
 
 def add_adapters(block: nnx.Module, lora: Lora | None, *, rngs: nnx.Rngs) -> None:
-    """Adds the adapters to the modules of a block, after all else is drawn: its own values stay the same."""
+    """Adds the adapters to the modules of a block; they are drawn last, so the block's other values stay the same."""
     if lora is None:
         return
     for target in lora.targets:
@@ -179,10 +179,10 @@ def frozen(params: dict, lora: Lora | None) -> dict:
     if lora is None:
         return params
 
-    def one(param: Param) -> Param:
+    def mark(param: Param) -> Param:
         return dataclasses.replace(param, trainable=param.adapter or param.name in lora.saved)
 
-    return jax.tree.map(one, params)
+    return jax.tree.map(mark, params)
 
 
 class Names(NamedTuple):
@@ -195,30 +195,30 @@ class Names(NamedTuple):
 
 def adapters(params: dict, prefix: str = "") -> list[tuple[str, Names]]:
     """(name of a matrix, names of its adapter's parameters) for each adapter among the `Param`s of a segment."""
-    found = []
+    named = []
     for name, branch in params.items():
         if not isinstance(branch, dict):
             continue
         path = f"{prefix}{name}"
         if name.endswith(ADAPTER):
             magnitude = f"{path}.magnitude" if "magnitude" in branch else None
-            found.append((path.removesuffix(ADAPTER), Names(f"{path}.a", f"{path}.b", magnitude)))
+            named.append((path.removesuffix(ADAPTER), Names(f"{path}.a", f"{path}.b", magnitude)))
         else:
-            found += adapters(branch, f"{path}.")
-    return found
+            named += adapters(branch, f"{path}.")
+    return named
 
 
 def with_adapters(base: dict, new: dict, numbers: dict) -> dict:
-    """A layer's arrays: those of the base, and of its new adapters.
+    """A layer's arrays: the base's arrays and new adapters.
 
     new: the adapters' branches, see `adapters`. numbers: the base's, as products read them.
     """
-    found = dict(base)
+    arrays = dict(base)
     for name, branch in new.items():
         if not name.endswith(ADAPTER):
-            found[name] = with_adapters(base[name], branch, numbers[name])
+            arrays[name] = with_adapters(base[name], branch, numbers[name])
             continue
-        found[name] = branch
+        arrays[name] = branch
         if "magnitude" in branch:
-            found[name] = branch | {"magnitude": row_lengths(numbers[name.removesuffix(ADAPTER)])}
-    return found
+            arrays[name] = branch | {"magnitude": row_lengths(numbers[name.removesuffix(ADAPTER)])}
+    return arrays

@@ -29,7 +29,7 @@ from surojax.placement.param import OUTER, Kind, Param, trainable
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """The values that a block's backward pass recomputes, in place of reading them from the residuals.
+    """The values that a block's backward pass recomputes instead of reading them from the residuals.
 
     norm: the outputs of both RMSNorms. swiglu: silu(gate) * up. ffn: that, and the gate and up projections. att:
     queries, keys, values and the output of attention. Only `ffn` and `att` repeat products with weights.
@@ -43,7 +43,7 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How a model is computed; its architecture does not depend on it.
+    """Settings of a model's computation, on which the architecture does not depend.
 
     attention: an implementation, see `attention.attend`. cp_method: how it is divided over the devices of `cp`, see
     parallel/context.py. precision: the recipe of the blocks' matrix products, and the kernels between them.
@@ -107,7 +107,7 @@ class Earlier(NamedTuple):
         return 0 if self.keys is None else self.keys.shape[1]
 
     def with_own(self, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(keys, values) up to the chunk's last token, from those of the chunk itself."""
+        """(keys, values) up to the chunk's last token: the earlier ones and the chunk's own."""
         if self.keys is None or self.values is None:
             return keys, values
         return jnp.concatenate([self.keys, keys], axis=1), jnp.concatenate([self.values, values], axis=1)
@@ -181,12 +181,12 @@ class Segment:
         return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params) if p.kind is Kind.FACTOR)
 
     def _multiplied(self, params) -> int:
-        found = (p for p in jax.tree.leaves(params) if p.kind in (Kind.MATRIX, Kind.FACTOR))
-        return sum(math.prod(p.shape) for p in found)
+        matrices = (p for p in jax.tree.leaves(params) if p.kind in (Kind.MATRIX, Kind.FACTOR))
+        return sum(math.prod(p.shape) for p in matrices)
 
     @property
     def recomputed_matmul_size(self) -> int:
-        """Those of `matmul_size` that multiply every token once more if the block is recomputed."""
+        """The part of `matmul_size` that multiplies every token once more if the block is recomputed."""
         return self.matmul_size - sum(math.prod(p.shape) for p in self.last_products)
 
     def attention_flops(self, sequence_len: int) -> float:
@@ -204,7 +204,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """A model as everything but its family sees it.
+    """The interface of a model for step, state, planner and sampler, the same for all families.
 
     outer_params: `Param`s of embedding ("embed"), final norm and head. head: name of the head's matrix `[V, D]`,
     "embed" if it is the embedding's. head_uses: names of the outer parameters that `final` and the head read. sites: of
@@ -288,7 +288,7 @@ class Model:
         return {segment.name: stack(segment) for segment in self.segments} | {OUTER: self.init_outer(seed)}
 
     def abstract_params(self, dtype="float32") -> dict:
-        """Shapes and dtypes of `init`, without building any array; dtype: of what does not declare its own."""
+        """Shapes and dtypes of `init`, without building any array; dtype: of parameters that declare none."""
 
         def stack(layers: tuple[int, ...], params):
             return jax.tree.map(lambda p: jax.ShapeDtypeStruct((*layers, *p.shape), p.dtype or dtype), params)
@@ -329,7 +329,7 @@ def runs(variants: Sequence[Variant]) -> list[Run]:
     Greedy: from the front, the longest run whose period is repeated at least once, or is 1. A period is at most
     `LONGEST_PERIOD`: layers that are unrolled take their time to compile.
     """
-    found: list[Run] = []
+    split: list[Run] = []
     start = 0
     while start < len(variants):
         rest = variants[start:]
@@ -341,13 +341,13 @@ def runs(variants: Sequence[Variant]) -> list[Run]:
 
         periods = [p for p in range(1, LONGEST_PERIOD + 1) if p == 1 or (2 * p <= len(rest) and length(p) >= 2 * p)]
         period = max(periods, key=length)  # of several as long, the shortest
-        found.append(Run(start, start + length(period), period))
-        start = found[-1].stop
-    return found
+        split.append(Run(start, start + length(period), period))
+        start = split[-1].stop
+    return split
 
 
-def loop_over(variants: Sequence[Variant], period: int, one: Callable, carry, fixed: Callable = jnp.int32):
-    """The carry after carry = one(k, in_turn, variants[k], carry) for every k, in a loop with `period` k in its body.
+def loop_over(variants: Sequence[Variant], period: int, layer: Callable, carry, fixed: Callable = jnp.int32):
+    """The carry after carry = layer(k, in_turn, variants[k], carry) for every k, in a loop with `period` k in its body.
 
     variants: repeat after `period`. What is left over at the end is unrolled, and so is what would be a loop of one
     round, which XLA would dissolve. in_turn: the same as k, but known only when the layer before is done. k is linear
@@ -358,7 +358,7 @@ def loop_over(variants: Sequence[Variant], period: int, one: Callable, carry, fi
     looped = n - n % period if n >= 2 * period else 0
 
     def after(k, carry):
-        """(in_turn, carry), known only when the layer before is done. Between rounds of a loop its carry does this.
+        """Barrier: (k, carry), known only when the layer before is done. Between rounds of a loop its carry does this.
 
         Otherwise XLA merges the transfers of layers that it sees side by side, or makes all of them at the beginning,
         so that several layers are in memory at once, and hands activations on unrounded.
@@ -371,14 +371,14 @@ def loop_over(variants: Sequence[Variant], period: int, one: Callable, carry, fi
             in_turn = k
             if j:
                 in_turn, carry = after(k, carry)
-            carry = one(k, in_turn, variant, carry)
+            carry = layer(k, in_turn, variant, carry)
         return carry
 
     if looped:
         carry = jax.lax.fori_loop(0, looped // period, body, carry)
     for number in range(looped, n):
         in_turn, carry = after(number, carry)
-        carry = one(fixed(number), in_turn, variants[number], carry)
+        carry = layer(fixed(number), in_turn, variants[number], carry)
     return carry if looped == n else jax.lax.optimization_barrier(carry)
 
 
@@ -394,7 +394,7 @@ def collect_params(modules: dict[str, Any]) -> dict[str, Any]:
     def is_variable(x) -> bool:
         return isinstance(x, nnx.Variable)
 
-    found: dict[str, Any] = {}
+    by_section: dict[str, Any] = {}
     streams = {False: 0, True: 1}  # even numbers are for layers, odd ones for the outer parameters
     for section, module in modules.items():
         leaves, structure = jax.tree_util.tree_flatten_with_path(variables(module), is_leaf=is_variable)
@@ -406,5 +406,5 @@ def collect_params(modules: dict[str, Any]) -> dict[str, Any]:
             declared = variable.get_metadata("declared")
             params.append(Param(name, variable.get_value().shape, axes, kind, streams[section == OUTER], **declared))
             streams[section == OUTER] += 2
-        found[section] = structure.unflatten(params)
-    return found
+        by_section[section] = structure.unflatten(params)
+    return by_section

@@ -106,7 +106,7 @@ class Operations:
         return None if self.seed is None else random_bits(self.seed, jnp.uint32(number))
 
     def linear(self, x: jax.Array, projection: Projection) -> jax.Array:
-        """x w^T (+ b) in the recipe's numbers, and what its adapter adds; of this device's part of the sequence if a
+        """x w^T (+ b) in the recipe's numbers, plus the adapter's product; for this device's part of the sequence if a
         group divides the inputs."""
         weight, bias, adapter = projection
         number = weight.get_metadata("product")
@@ -121,7 +121,7 @@ class Operations:
         return linear(x, weight[...], None if bias is None else bias[...], product)
 
     def linears(self, x: jax.Array, projections: Sequence[Projection], norm: Callable | None) -> list[jax.Array]:
-        """Several `linear` of x, or of norm(x), which the backward pass then computes again.
+        """Products of x, or of norm(x), with several projections; norm(x) is recomputed in the backward pass.
 
         In a tensor-parallel group x is this device's part of the sequence, and the results are of all of it.
         """
@@ -148,8 +148,8 @@ class Operations:
             total = x + residual
             return self.norm(total, weight, eps, plus_one), total
         scale = 1 + weight.astype(jnp.float32) if plus_one else weight
-        found: Any = kernel_rms_norm(x, scale, residual, eps=eps, **self._kernel_options)
-        return found
+        normed_and_sum: Any = kernel_rms_norm(x, scale, residual, eps=eps, **self._kernel_options)
+        return normed_and_sum
 
     def rotate(
         self, q_BSHh: jax.Array, k_BSKh: jax.Array, first: jax.Array | int, theta: float, scaling: RopeScaling
@@ -180,7 +180,7 @@ class Operations:
         return kernel_rope(q, k, *rope_angles(q.shape[-1], positions, theta, scaling), **self._kernel_options)
 
     def of_whole_chunk(self, *xs_BSHh: jax.Array) -> Sequence[jax.Array]:
-        """Queries, keys or values of the chunk of which x is this device's part, of its part of the heads."""
+        """Queries, keys or values of the whole chunk, for this device's heads, from this device's part of the chunk."""
         if not context.is_divided():
             return xs_BSHh
         assert self.compute.cp_method == "ulysses", "config/checks.py refuses the other methods with chunks"
@@ -196,7 +196,7 @@ class Operations:
         scale: float | None = None,
         softcap: float = 0.0,
     ) -> tuple[jax.Array, Cache | Earlier | None]:
-        """(causal attention `[B, S, H, h]` within the window, over the cached or earlier positions too; what is new).
+        """(causal attention `[B, S, H, h]` within the window, over cached or earlier positions too; `new`).
 
         new: with a Cache the extended one; with an Earlier this chunk's own keys and values; else None.
         scale, softcap: of the scores, see `attention.attend`.

@@ -1,4 +1,4 @@
-"""Values that the backward pass computes again from their inputs."""
+"""Recomputation: the backward pass computes intermediate values from saved inputs."""
 
 import functools
 from collections.abc import Callable
@@ -11,5 +11,5 @@ save_inputs_only = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 def recomputed(f: Callable, enabled: bool = True) -> Callable:
-    """f; the backward pass computes its values again from its inputs, if enabled, but not twice its result."""
+    """Wraps f, if enabled, so that its intermediate values are recomputed in the backward pass, but not its output."""
     return save_inputs_only(f) if enabled else f

@@ -79,7 +79,7 @@ def _keys(k_BsKh: jax.Array, v_BsKh: jax.Array, owner: jax.Array | int) -> tuple
 
 
 def _either(first: jax.Array, one, other):
-    """One of two trees, known at run time."""
+    """One of two trees, selected at run time: `one` if `first`."""
     return jax.tree.map(lambda a, b: jnp.where(first, a, b), one, other)
 
 
@@ -157,8 +157,8 @@ def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, how: How):
         before = owner < number
         y_late = merged_pairs(y_late, attended(late, early_keys, earlier))
         queries = _either(before, early, late)
-        found = attended(queries, _either(before, early_keys, late_keys), earlier)
-        total = merged_pairs(_either(before, y_early, y_late), found)
+        y_second = attended(queries, _either(before, early_keys, late_keys), earlier)
+        total = merged_pairs(_either(before, y_early, y_late), y_second)
         y_early = _either(before, total, y_early)
         y_late = _either(before, y_late, total)
     y_BsHh = jnp.concatenate([y_early.y_BtKGh, y_late.y_BtKGh], axis=1).reshape(q_BsHh.shape).astype(q_BsHh.dtype)
@@ -180,8 +180,8 @@ def _backward(how: How, saved, dy_BsHh):
     earlier = how.pair()
     own = how.pair(own=True)
 
-    def of_hop(owner, k, v, *, is_own: bool):
-        """(dq of the early piece, dq of the late one, dk and dv of this block of keys, joined)."""
+    def hop_gradients(owner, k, v, *, is_own: bool):
+        """(dq of the early piece, dq of the late piece, dk and dv of a hop's keys in one array)."""
         early_keys, late_keys = _keys(k, v, owner)
         dq_late, *d_early = pair_gradients(late, early_keys, late_slopes, earlier)
         if is_own:
@@ -201,11 +201,11 @@ def _backward(how: How, saved, dy_BsHh):
             dq_late = dq_late + dq_more
         return dq_early, dq_late, jnp.concatenate([_joined(*d_early), _joined(*d_late)], axis=1)
 
-    dq_early, dq_late, d_block = of_hop(number, k_BsKh, v_BsKh, is_own=True)
+    dq_early, dq_late, d_block = hop_gradients(number, k_BsKh, v_BsKh, is_own=True)
     collected = context.Collected(d_block, how.method)
     for owner, block in hops:
         (k, v), dq_early, dq_late = _in_turn((block, dq_early, dq_late))
-        more_early, more_late, d_block = of_hop(owner, k, v, is_own=False)
+        more_early, more_late, d_block = hop_gradients(owner, k, v, is_own=False)
         dq_early, dq_late = dq_early + more_early, dq_late + more_late
         collected.add(d_block)
     dk_BsKh, dv_BsKh = jnp.split(collected.sums(k_BsKh.dtype), 2, axis=2)

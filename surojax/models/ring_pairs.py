@@ -77,13 +77,13 @@ def attended(queries: Queries, keys: Keys, pair: Pair) -> Attended:
 
 
 def pair_gradients(queries: Queries, keys: Keys, slopes: Slopes, pair: Pair) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dq `[B, t, K, G, h]`, dk, dv) that come from a pair of pieces, float32."""
+    """(dq `[B, t, K, G, h]`, dk, dv) of the attention of one piece to another, float32."""
     backward = {"xla": _backward_by_xla, "cudnn": _backward_by_cudnn, "mosaic": _backward_by_mosaic}[pair.by]
     return backward(queries, keys, slopes, pair)
 
 
 def merged_pairs(one: Attended, other: Attended) -> Attended:
-    """Attention to the keys of both: a weighted mean, with one product in its sum (numerics/rounding.py says why)."""
+    """Merges attention to two sets of keys: a weighted mean with one product in its sum (see numerics/rounding.py)."""
     lse_BKGt = jnp.logaddexp(one.lse_BKGt, other.lse_BKGt)
     weight_BtKG1 = _over_channels(jnp.exp(one.lse_BKGt - lse_BKGt))
     return Attended(other.y_BtKGh + weight_BtKG1 * (one.y_BtKGh - other.y_BtKGh), lse_BKGt)
@@ -100,7 +100,7 @@ def _over_channels(x_BKGt: jax.Array) -> jax.Array:
 def chosen_for_pairs(
     implementation: str, dtype, head_dim: int, tokens: int, *, gpu: bool, all_seen: bool, softcap: bool
 ) -> str:
-    """The meaning of "auto" for pieces of so many tokens, of heads of this dtype and size.
+    """The implementation that "auto" selects for pieces of `tokens` tokens, with heads of this dtype and size.
 
     On a GPU it is cuDNN if no document, window or softcap is in its way, else our kernel, if they take the heads.
     Raises NotImplementedError for "cudnn" or "mosaic" if it does not.
@@ -197,7 +197,7 @@ def _rows(x_BKGt: jax.Array) -> jax.Array:
 
 
 def _grouped(y_BtHh: jax.Array, lse_BHt: jax.Array, like: Queries) -> Attended:
-    """The result of a kernel for these queries."""
+    """A kernel's result in the shapes of `Attended`."""
     B, t, K, G, _ = like.q_BtKGh.shape
     return Attended(y_BtHh.reshape(like.q_BtKGh.shape).astype(f32), lse_BHt.reshape(B, K, G, t))
 

@@ -85,10 +85,10 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.A
 
 
 def yarn_bounds(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
-    """The pairs of channels between which YaRN blends: those before are kept, those after are stretched."""
+    """The range of channel pairs in which YaRN blends: pairs before it are kept, pairs after it are stretched."""
 
     def pair(turns: float) -> float:
-        """The pair, not rounded, that makes so many turns in the original context."""
+        """The pair, not rounded, that makes this number of turns in the original context."""
         original = scaling.original_max_position_embeddings
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -132,7 +132,7 @@ def positions_of(
 
 @jax.custom_vjp
 def gradient_in_one_pass(x: jax.Array) -> jax.Array:
-    """x; its gradient is written to memory once. Else XLA writes the halves of rope's apart, and joins them twice."""
+    """The identity; its gradient is written to memory once. XLA would write rope's halves apart and join them twice."""
     return x
 
 

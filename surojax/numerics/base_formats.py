@@ -43,12 +43,12 @@ FORMATS = {
         "qlora_fp4", nvfp4.BLOCK, nvfp4.Nvfp4, ("tensor_scale",), nvfp4.planned, nvfp4.quantise, nvfp4.dequantise
     ),
 }
-_OF_TYPE = {found.arrays: found for found in FORMATS.values()}
+_OF_TYPE = {known.arrays: known for known in FORMATS.values()}
 
 
 def chosen(settings: Mapping[str, Any]) -> str:
     """The format that these fields of the config choose; "": none. Raises ConfigError if they choose several."""
-    names = [name for name, found in FORMATS.items() if settings[found.setting]]
+    names = [name for name, candidate in FORMATS.items() if settings[candidate.setting]]
     if len(names) > 1:
         first, second = (FORMATS[name].setting for name in names[:2])
         raise ConfigError(f"{second}: expected False with {first}=True, got True; leave one of them out")
@@ -56,7 +56,7 @@ def chosen(settings: Mapping[str, Any]) -> str:
 
 
 def is_coded(x) -> bool:
-    """True for a Coded. As `is_leaf` it makes a Coded in a tree of weights one leaf, like an array."""
+    """True if x is a Coded. As `is_leaf` it makes a Coded in a tree of weights one leaf, like an array."""
     return type(x) in _OF_TYPE
 
 
@@ -66,7 +66,7 @@ def is_in(q: Coded, name: str) -> bool:
 
 
 def fits(name: str, shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> bool:
-    """True if matrices `[..., out, in]`, divided into so many parts of rows and columns, have whole blocks."""
+    """True if matrices `[..., out, in]`, sharded into these numbers of parts by rows and columns, have whole blocks."""
     return shape[-1] % (FORMATS[name].block * divided[1]) == 0
 
 
@@ -85,14 +85,14 @@ def dequantise_all(tree, dtype):
     return jax.tree.map(lambda x: dequantise(x, dtype) if is_coded(x) else x, tree, is_leaf=is_coded)
 
 
-def map_arrays(q: Coded, of_parts: Callable, of_matrix: Callable = lambda x: x) -> Coded:
-    """A Coded of what these functions return for its arrays. of_matrix: for those with one number per matrix."""
+def map_arrays(q: Coded, of_part: Callable, of_matrix: Callable = lambda x: x) -> Coded:
+    """Returns a Coded with these functions applied to its arrays; of_matrix: to arrays with one number per matrix."""
     per_matrix = _OF_TYPE[type(q)].per_matrix
-    return type(q)(*[(of_matrix if name in per_matrix else of_parts)(x) for name, x in q._asdict().items()])
+    return type(q)(*[(of_matrix if name in per_matrix else of_part)(x) for name, x in q._asdict().items()])
 
 
 def bytes_per_number(q: Coded, shape: tuple[int, ...]) -> float:
-    """Bytes that each number of a planned Coded takes: its code, and its part of the scales; not those of a matrix.
+    """Bytes per number of a planned Coded: its code and its share of the block scales, without arrays per matrix.
 
     shape: of the numbers.
     """

@@ -33,7 +33,7 @@ class BlockFp8(NamedTuple):
 
 
 def planned(shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> BlockFp8:
-    """Shapes and dtypes of matrices `[..., out, in]`, each divided into so many parts of (rows, columns)."""
+    """Shapes and dtypes of matrices `[..., out, in]`, each sharded into parts by (rows, columns)."""
     *several, rows, columns = shape
     tile = [math.gcd(BLOCK, n // parts) for n, parts in zip((rows, columns), divided, strict=True)]
     scales = jax.ShapeDtypeStruct((*several, rows // tile[0], columns // tile[1]), jnp.float32)
@@ -55,8 +55,8 @@ def quantise(w: jax.Array, like: BlockFp8) -> BlockFp8:
 def from_blocks(codes, scales, like: BlockFp8) -> BlockFp8:
     """A BlockFp8 from codes [out, in] and the scales of blocks, as checkpoints have them: numpy arrays, or jax's."""
     scales_of = zip(like.scales.shape[-2:], _tile(like), strict=True)
-    of_rows, of_columns = (np.arange(n) * tile // BLOCK for n, tile in scales_of)
-    return BlockFp8(codes, scales[of_rows[:, None], of_columns])
+    row_blocks, column_blocks = (np.arange(n) * tile // BLOCK for n, tile in scales_of)
+    return BlockFp8(codes, scales[row_blocks[:, None], column_blocks])
 
 
 def dequantise(q: BlockFp8, dtype) -> jax.Array:

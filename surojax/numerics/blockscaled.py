@@ -149,7 +149,7 @@ def mxfp8_linear(
 
 
 class Parts(NamedTuple):
-    """The parts that this device has of the operands of a linear layer. The gradient's is that of the outputs."""
+    """This device's shards of a linear layer's input, weights and output gradient (`outputs`)."""
 
     inputs: Part = WHOLE
     matrix: Part = WHOLE

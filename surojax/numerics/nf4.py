@@ -58,15 +58,15 @@ def _dynamic() -> np.ndarray:
     In a decade they are the midpoints of equal steps from 0.1 to 1 of it, which torch counts from both ends with a step
     in float32.
     """
-    found = [0.0, 1.0]
+    numbers = [0.0, 1.0]
     for i in range(7):
         n = 2**i
         step = np.float64(np.float32(np.float32(0.9) / n))
         upward = np.arange(n + 1) * step + np.float32(0.1)
         edges = np.where(np.arange(n + 1) < (n + 1) // 2, upward, 1 - step * np.arange(n, -1, -1)).astype(np.float32)
         midpoints = (edges[:-1] + edges[1:]) / np.float32(2) * np.float32(10.0 ** (i - 6))
-        found += [*midpoints, *-midpoints]
-    return np.sort(np.array(found, np.float32))
+        numbers += [*midpoints, *-midpoints]
+    return np.sort(np.array(numbers, np.float32))
 
 
 DYNAMIC = _dynamic()
@@ -140,19 +140,19 @@ def dequantise(q: Nf4, dtype) -> jax.Array:
     The barriers keep the sum from being contracted with the product before it (numerics/rounding.py), so that the
     result is that of bitsandbytes to the bit.
     """
-    rows, of_row = q.absmax.shape
+    rows, row_blocks = q.absmax.shape
     parts = q.shift.shape[-1]
-    blocks = of_row // parts
+    blocks = row_blocks // parts
     group_absmax = q.group_absmax.reshape(rows, parts, -1)
     if group_absmax.shape[-1] > 1:
-        which = (q.shift.astype(jnp.int32)[..., None] + jnp.arange(blocks)[None, None]) // GROUP
-        group_absmax = jnp.take_along_axis(group_absmax, which, axis=-1)
+        groups = (q.shift.astype(jnp.int32)[..., None] + jnp.arange(blocks)[None, None]) // GROUP
+        group_absmax = jnp.take_along_axis(group_absmax, groups, axis=-1)
     relative = _look_up(DYNAMIC, q.absmax).reshape(rows, parts, blocks) * group_absmax
     absmax = materialised(materialised(relative) + q.offset)
     # Shifts, not a stack: XLA (jax 0.12) would write unpacked codes to memory and read them again.
-    codes = (q.codes[..., None] >> np.array([[[4, 0]]], np.uint8) & 15).reshape(rows, of_row, BLOCK)
-    numbers = _look_up(NUMBERS, codes) * absmax.reshape(rows, of_row, 1)
-    return numbers.astype(dtype).reshape(rows, of_row * BLOCK)
+    codes = (q.codes[..., None] >> np.array([[[4, 0]]], np.uint8) & 15).reshape(rows, row_blocks, BLOCK)
+    numbers = _look_up(NUMBERS, codes) * absmax.reshape(rows, row_blocks, 1)
+    return numbers.astype(dtype).reshape(rows, row_blocks * BLOCK)
 
 
 def _look_up(numbers: np.ndarray, codes: jax.Array) -> jax.Array:
@@ -160,7 +160,7 @@ def _look_up(numbers: np.ndarray, codes: jax.Array) -> jax.Array:
 
 
 def planned(shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> Nf4:
-    """Shapes and dtypes of matrices `[..., out, in]`, each divided into so many parts of (rows, columns)."""
+    """Shapes and dtypes of matrices `[..., out, in]`, each sharded into parts by (rows, columns)."""
     *several, rows, columns = shape
     parts = divided[1]
     widths = (columns // 2, columns // BLOCK, parts * _groups(columns // BLOCK // parts), parts)

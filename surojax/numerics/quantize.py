@@ -111,15 +111,15 @@ def dequantise_all(tree, dtype):
 
 
 def work_copy(weights, like, dtype, reduce=lambda absmax: absmax):
-    """Casts master weights to the dtypes of `like`; quantises those that are a Quantized or a Coded there, as it is.
+    """Casts master weights to the dtypes of `like`; quantises tensors that are a Quantized or a Coded in `like`.
 
-    Numbers are rounded to `dtype`, the work dtype, before they are quantised: the result equals that of quantising work
-    weights when they are fetched. `reduce_precision` rounds them, because XLA may drop a cast to 16 bits and back.
+    Numbers are rounded to `dtype`, the work dtype, before they are quantised: the result equals work weights that are
+    quantised when they are fetched. `reduce_precision` rounds them, because XLA may drop a cast to 16 bits and back.
     reduce: from the largest magnitude of a shard to the largest magnitude of the matrix.
     """
     bits = jnp.finfo(dtype)
 
-    def one(like, x):
+    def cast(like, x):
         if base_formats.is_coded(x):
             return x
         if not _is_rounded(like):
@@ -131,7 +131,7 @@ def work_copy(weights, like, dtype, reduce=lambda absmax: absmax):
             return quantise_whole(x, like.values.dtype, reduce(largest_magnitude(x)))
         return quantise(x, like.values.dtype, like.values.shape[-1] // like.scales.shape[-1])
 
-    return jax.tree.map(one, like, weights, is_leaf=_is_rounded)
+    return jax.tree.map(cast, like, weights, is_leaf=_is_rounded)
 
 
 def _is_rounded(x) -> bool:

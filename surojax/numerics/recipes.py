@@ -82,7 +82,7 @@ def check_recipe(precision: Precision, name: str, device: Any) -> None:
     products.
     """
     stated = getattr(device, "compute_capability", None)  # as text; None on CPUs
-    found = dispatch.capability(device)
+    capability = dispatch.capability(device)
     native = precision.recipe in BLOCK_SCALED and precision.block_scaled_products != "emulated"
     if stated is None:
         if native and not precision.emulate:
@@ -91,12 +91,12 @@ def check_recipe(precision: Precision, name: str, device: Any) -> None:
             )
         return
     name = f"{name} (compute capability {stated})"
-    if precision.fp8 and (found is None or found < (8, 9)):
+    if precision.fp8 and (capability is None or capability < (8, 9)):
         raise ConfigError(
             f"recipe: expected 'bf16' on {name}, got {precision.recipe!r}, whose float8 products need NVIDIA's 8.9 or "
             "newer (RTX 40, H100); use recipe='bf16'"
         )
-    if native and (found is None or found < (10, 0)):
+    if native and (capability is None or capability < (10, 0)):
         raise ConfigError(
             f"recipe: expected 'bf16' or 'fp8_current' on {name}, got {precision.recipe!r}, whose block-scaled "
             "products need NVIDIA's 10.0 or newer (B200, RTX 50); to try its numbers slowly, set "

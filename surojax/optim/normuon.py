@@ -160,7 +160,7 @@ def normuon(
         return o * (RMS * o.size**0.5 * reciprocal(jnp.linalg.norm(o))), rows
 
     def moved(p, o, tensor: TensorContext):
-        """The weights after a step against o."""
+        """The weights after a step in direction -o, with cautious weight decay."""
         old = p.astype(jnp.float32)
         new = old - tensor.scalars["matrices_lr"] * (o + jnp.where(o * old > 0, weight_decay * old, 0))
         return rounded(new, p.dtype, tensor)
@@ -207,8 +207,8 @@ def flops(steps: int, shape: tuple[int, ...]) -> int:
 
 def _divided(layout: Layout) -> list[tuple[int, tuple[str, ...]]]:
     """The dimensions of a matrix that are sharded, and the mesh axes of each."""
-    found = ((dim, active(*mesh_axes(entry))) for dim, entry in enumerate(layout.stored))
-    return [(dim, axes) for dim, axes in found if axes]
+    entries = ((dim, active(*mesh_axes(entry))) for dim, entry in enumerate(layout.stored))
+    return [(dim, axes) for dim, axes in entries if axes]
 
 
 def _gathered(x: jax.Array, layout: Layout) -> jax.Array:
@@ -241,7 +241,7 @@ def _one_for_each_device(x: jax.Array, rows: jax.Array, layout: Layout) -> tuple
 
 
 def _shards_of_each(o: jax.Array, rows: jax.Array, layout: Layout, layers: int) -> tuple[jax.Array, jax.Array]:
-    """The inverse of `_one_for_each_device`, for a group of so many layers; rows are equal on all devices again."""
+    """This device's shards of a group's matrices: the inverse of `_one_for_each_device`; rows equal on all devices."""
     o, rows = o[None], rows[None]
     for dim, axes in reversed(_divided(layout)):
         o = jax.lax.all_to_all(o, axes, split_axis=dim + 1, concat_axis=0, tiled=True)

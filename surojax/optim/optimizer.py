@@ -112,7 +112,7 @@ class OptimizerChoice:
 
     @property
     def reads(self) -> frozenset[str]:
-        """The fields of the config that it reads."""
+        """The fields of the config that the optimizer reads."""
         return frozenset((*self.arguments.values(), *self.peaks.values()))
 
 
@@ -126,7 +126,7 @@ def clip_factor(max_norm: float, grad_norm: jax.Array) -> jax.Array:
 
 
 def scale_by_given(scalar: Callable[[Scalars], jax.Array]) -> optax.GradientTransformationExtraArgs:
-    """Multiplies updates with the number that the function `scalar` makes of the `scalars=` of `update`."""
+    """A transformation that multiplies updates with scalar(scalars), the argument `scalars=` of `update`."""
 
     def update(updates, state, params=None, *, scalars: Scalars, **_):
         factor = scalar(scalars)
@@ -162,9 +162,9 @@ def scale_by_adam(
     def update(grads, state, params=None, *, scalars: Scalars, **_):
         m = jax.tree.map(lambda m, g: mix(b1, m.astype(jnp.float32), g), state.m, grads)
         v = jax.tree.map(lambda v, g: mix(b2, v.astype(jnp.float32), g * g), state.v, grads)
-        of_m = scalars["unbias_m"]
-        of_v = scalars["unbias_v"]
-        updates = jax.tree.map(lambda m, v: m * of_m / (jnp.sqrt(v * of_v) + eps), m, v)
+        unbias_m = scalars["unbias_m"]
+        unbias_v = scalars["unbias_v"]
+        updates = jax.tree.map(lambda m, v: m * unbias_m / (jnp.sqrt(v * unbias_v) + eps), m, v)
         return updates, Moments(cast(m, m_dtype), cast(v, v_dtype))
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
@@ -260,8 +260,8 @@ def adam_scalars(schedule: Schedule, b1: float, b2: float, max_grad_norm: float)
         step = done + 1
         c1, c2 = (1 - jnp.float32(b) ** step for b in (b1, b2))
         clip = clip_factor(max_grad_norm, grad_norm)
-        found = {"step": step, "clip": clip, "lr": jnp.float32(schedule(done)), "c1": c1, "c2": c2}
-        return found | {"unbias_m": 1 / c1, "unbias_v": 1 / c2}
+        shared = {"step": step, "clip": clip, "lr": jnp.float32(schedule(done)), "c1": c1, "c2": c2}
+        return shared | {"unbias_m": 1 / c1, "unbias_v": 1 / c2}
 
     return scalars
 
@@ -281,12 +281,12 @@ def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
         return chain.init(jnp.zeros(shape, jnp.float32))
 
     @functools.cache
-    def of_a_number():
-        """The shapes of a number's state."""
+    def state_of_number():
+        """The state's shapes for a tensor of one number."""
         return jax.eval_shape(lambda: init((), 1))
 
     def state_layout(layout: Layout):
-        return jax.tree.map(lambda _: layout, of_a_number())
+        return jax.tree.map(lambda _: layout, state_of_number())
 
     def apply(p, g, state, tensor: TensorContext, dtype):
         old = p.astype(jnp.float32)  # optax would round the weight decay's factor to bfloat16
@@ -387,9 +387,9 @@ def adamw8bit(
         return apply if kernel.serves(p.size // state.m_scale.size, implementation) else None
 
     def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
-        found = plain.scalars(done, grad_norm)
-        lr, c1, c2, clip = (found[name] for name in ("lr", "c1", "c2", "clip"))
-        return found | {"hyper": kernel.Hyper(lr, b1, b2, eps, weight_decay, c1, c2, clip).vector()}
+        shared = plain.scalars(done, grad_norm)
+        lr, c1, c2, clip = (shared[name] for name in ("lr", "c1", "c2", "clip"))
+        return shared | {"hyper": kernel.Hyper(lr, b1, b2, eps, weight_decay, c1, c2, clip).vector()}
 
     layer_by_layer = Rule(init, state_layout, apply)
     in_one_pass = layer_by_layer._replace(apply_to_stack=apply_to_stack)
@@ -414,11 +414,11 @@ def init(optimizer: Optimizer, params, masters, plan):
     rows are sharded.
     """
 
-    def one(param: Param, p, planned):
+    def init_tensor(param: Param, p, planned):
         shards = planned.shape[-1] // planned.sharding.shard_shape(planned.shape)[-1]
         return optimizer.rule(param).init(p.shape, shards)
 
-    return jax.tree.map(one, params, masters, plan)
+    return jax.tree.map(init_tensor, params, masters, plan)
 
 
 def apply(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, context: UpdateContext, dtype):
@@ -466,8 +466,8 @@ def _seed(param: Param, layout: Layout, context: UpdateContext, size: int) -> ja
 
     k, n = context.part
     shard, _ = device_number(*layout.stored_axes)
-    of_tensor = jnp.uint32(param.stream) * jnp.uint32(0x85EBCA77)
-    of_layer = unsigned(context.layer) * jnp.uint32(0xC2B2AE3D)
-    of_step = unsigned(context.scalars["step"]) * jnp.uint32(0x9E3779B1)
+    tensor_term = jnp.uint32(param.stream) * jnp.uint32(0x85EBCA77)
+    layer_term = unsigned(context.layer) * jnp.uint32(0xC2B2AE3D)
+    step_term = unsigned(context.scalars["step"]) * jnp.uint32(0x9E3779B1)
     first = (unsigned(shard) * jnp.uint32(n) + unsigned(k)) * jnp.uint32(size % 2**32)
-    return jnp.stack([of_tensor + of_layer + of_step, first])
+    return jnp.stack([tensor_term + layer_term + step_term, first])

@@ -37,7 +37,7 @@ def built(name: str, settings: Mapping[str, Any], schedule: Callable[[float], Sc
 
 @functools.cache
 def _made(make: Callable, schedule: Schedule, **arguments) -> Optimizer:
-    """make(schedule, **arguments), the same object for equal arguments, so that what is traced of it can be cached."""
+    """make(schedule, **arguments), the same object for equal arguments, so that its traced functions can be cached."""
     return make(schedule, **arguments)
 
 

@@ -14,7 +14,7 @@ from surojax.optim.optimizer import Moments8bit
 
 
 def reblocked(old: Moments8bit, blocks: int) -> Moments8bit:
-    """The moments `[..., n]` with so many blocks in a row."""
+    """The moments `[..., n]` quantised again to this number of blocks per row."""
     m, m_scale = _codes(old.m, old.m_scale, blocks)
     v, v_scale = _codes(old.v, old.v_scale, blocks)
     v = jnp.where((old.v > 0) & (v == 0), 1, v)  # never 0, which m would be divided by
@@ -22,10 +22,10 @@ def reblocked(old: Moments8bit, blocks: int) -> Moments8bit:
 
 
 def _codes(codes: jax.Array, scales: jax.Array, blocks: int) -> tuple[jax.Array, jax.Array]:
-    """(codes, not cast yet, scales) of the numbers code |code| x scale; a code is proportional to their root."""
+    """(float32 codes, scales) in other blocks of the numbers code |code| x scale; a code is proportional to a root."""
     n = codes.shape[-1]
-    of_number = jnp.repeat(scales, n // scales.shape[-1], axis=-1)
-    new = jnp.max(of_number.reshape(*scales.shape[:-1], blocks, n // blocks), axis=-1)
+    number_scales = jnp.repeat(scales, n // scales.shape[-1], axis=-1)
+    new = jnp.max(number_scales.reshape(*scales.shape[:-1], blocks, n // blocks), axis=-1)
     largest = jnp.repeat(new, n // blocks, axis=-1)
-    root = jnp.where(of_number == largest, 1.0, jnp.sqrt(of_number / largest))
+    root = jnp.where(number_scales == largest, 1.0, jnp.sqrt(number_scales / largest))
     return jnp.round(codes.astype(jnp.float32) * root), new

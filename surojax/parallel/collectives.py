@@ -77,7 +77,7 @@ def device_number(*axes: str) -> tuple[jax.Array | int, int]:
 
 
 def first_layer(layers: int) -> jax.Array | int:
-    """The number of the first layer of this device's stage, each stage having so many."""
+    """The number of the first layer of this device's stage; layers: of each stage."""
     return device_number(PIPELINE)[0] * layers
 
 
@@ -89,11 +89,11 @@ def varying(tree, axes: tuple[str, ...] = TOKENS):
 def add_up(tree, *axes: str):
     """Sums each value over the axes among these that it varies over; the sum is equal on all devices of the axes."""
 
-    def one(x):
+    def summed(x):
         names = tuple(a for a in axes if a in varying_axes(x))
         return jax.lax.psum(x, names) if names else x
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(summed, tree)
 
 
 def same(tree, *axes: str):
@@ -116,7 +116,7 @@ def all_gather(tree, layouts):
     def gathered_as_bits(x: jax.Array, dim: int) -> jax.Array:
         return from_bits(gathered(as_bits(x), dim), x.dtype) if x.dtype.itemsize == 1 else gathered(x, dim)
 
-    def one(layout: Layout, x):
+    def gathered_array(layout: Layout, x):
         dim = layout.sharded_dim
         if dim is None:
             return x
@@ -127,7 +127,7 @@ def all_gather(tree, layouts):
             return map_arrays(x, lambda array: gathered_as_bits(array, dim))
         return gathered(x, dim)
 
-    return varying(jax.tree.map(one, layouts, tree))
+    return varying(jax.tree.map(gathered_array, layouts, tree))
 
 
 def as_bits(x: jax.Array) -> jax.Array:
@@ -151,7 +151,7 @@ def largest_of_devices(tree):
 
 
 def _largest(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The elementwise maximum over those of the axes that x varies over."""
+    """The elementwise maximum over the axes, among these, that x varies over."""
     names = tuple(a for a in axes if a in varying_axes(x))
     return jax.lax.pmax(x, names) if names else x
 
@@ -218,16 +218,16 @@ def reduce_scatter_in_turn(tree, params, layouts, reduce: Reduce):
     """
     leaves, structure = jax.tree.flatten(tree)
     declared = list(zip(jax.tree.leaves(params), jax.tree.leaves(layouts), strict=True))
-    done: dict[int, jax.Array] = {}
+    reduced: dict[int, jax.Array] = {}
     previous = None
     for i in reduced_in_order(leaves):
         x = leaves[i]
         param, layout = declared[i]
         if previous is not None and param.kind is not Kind.VECTOR:
-            x, done[previous] = jax.lax.optimization_barrier((x, done[previous]))
-        done[i] = reduce_scatter(x, param, layout, reduce)
+            x, reduced[previous] = jax.lax.optimization_barrier((x, reduced[previous]))
+        reduced[i] = reduce_scatter(x, param, layout, reduce)
         previous = i
-    return structure.unflatten([done[i] for i in range(len(leaves))])
+    return structure.unflatten([reduced[i] for i in range(len(leaves))])
 
 
 def _exchange(tree):
@@ -235,11 +235,11 @@ def _exchange(tree):
     leaves, structure = jax.tree.flatten(tree)
     received = list(leaves)
     for dtype in sorted({x.dtype for x in leaves}, key=str):
-        which = [i for i, x in enumerate(leaves) if x.dtype == dtype]
-        packed = jnp.concatenate([leaves[i].reshape(leaves[i].shape[0], -1) for i in which], axis=1)
+        indices = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        packed = jnp.concatenate([leaves[i].reshape(leaves[i].shape[0], -1) for i in indices], axis=1)
         packed = jax.lax.all_to_all(packed, active(*SHARDS), split_axis=0, concat_axis=0, tiled=True)
-        ends = np.cumsum([leaves[i].size // leaves[i].shape[0] for i in which])
-        for i, part in zip(which, jnp.split(packed, ends[:-1], axis=1), strict=True):
+        ends = np.cumsum([leaves[i].size // leaves[i].shape[0] for i in indices])
+        for i, part in zip(indices, jnp.split(packed, ends[:-1], axis=1), strict=True):
             received[i] = part.reshape(leaves[i].shape)
     return jax.tree.unflatten(structure, received)
 
@@ -260,9 +260,9 @@ def sum_of_squares(tree, layouts, *, in_memory: bool = False) -> Squares:
     squares = materialised(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree))
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(layouts), strict=True))
     start = no_squares()
-    of_shards = sum(_counted_once(square, layout) for square, layout in pairs if active(*_different(layout)))
-    of_replicated = sum(square for square, layout in pairs if not active(*_different(layout)))
-    return Squares(start.of_shards + of_shards, start.of_replicated + of_replicated)
+    sharded = sum(_counted_once(square, layout) for square, layout in pairs if active(*_different(layout)))
+    replicated = sum(square for square, layout in pairs if not active(*_different(layout)))
+    return Squares(start.of_shards + sharded, start.of_replicated + replicated)
 
 
 def _different(layout: Layout) -> tuple[str, ...]:

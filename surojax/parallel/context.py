@@ -59,11 +59,11 @@ def _piece(x_BS: jax.Array, number: jax.Array | int, count: int) -> jax.Array:
 
 
 def of_each_chunk(part: Callable, x_BS: jax.Array, chunks: int) -> jax.Array:
-    """part(chunk), columns of a chunk of the sequence, for so many equal chunks: these columns of all of them."""
+    """Applies `part`, which selects columns of a chunk of the sequence, to each of several equal chunks."""
     if chunks == 1:
         return part(x_BS)
-    of_chunks = part(x_BS.reshape(x_BS.shape[0] * chunks, -1))  # a chunk's columns are one row
-    return of_chunks.reshape(x_BS.shape[0], -1)
+    columns = part(x_BS.reshape(x_BS.shape[0] * chunks, -1))  # a chunk's columns are one row
+    return columns.reshape(x_BS.shape[0], -1)
 
 
 def own_index(tokens: int, method: Method) -> jax.Array:
@@ -99,7 +99,7 @@ def gather_heads(y_BSHh: jax.Array) -> jax.Array:
 
 
 def device() -> tuple[jax.Array | int, int]:
-    """(index of this device among those that have parts of the same sequences, number of these devices)."""
+    """(index of this device in its context-parallel group, number of devices in the group)."""
     return device_number(CONTEXT)
 
 
@@ -121,8 +121,8 @@ def to_next_device(x: jax.Array) -> jax.Array:
 
 
 class Collected:
-    """Sums of what all devices add to an array of each device, in the order of hops: to its own, to that of device
-    number i - 1, i - 2 and so on.
+    """A sum over devices for each device's array: device i adds to its own, then, hop by hop, to the arrays of devices
+    i - 1, i - 2 and so on.
 
     ring: a sum travels with the block that it belongs to, while the next device computes what it adds. allgather: all
     terms are kept and reduce-scattered at the end.

@@ -12,22 +12,22 @@ from jax.experimental import multihost_utils
 def from_host(tree, shardings):
     """Arrays in these shardings from numpy arrays that are the same in every process. No process sends any."""
 
-    def one(x, sharding):
+    def put(x, sharding):
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
         x = np.asarray(x)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    return jax.tree.map(one, tree, shardings)
+    return jax.tree.map(put, tree, shardings)
 
 
 def to_host(tree):
     """Numpy arrays, in every process, from arrays that may be divided over the devices of several processes."""
 
-    def one(x: jax.Array) -> np.ndarray:
+    def copied(x: jax.Array) -> np.ndarray:
         return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(copied, tree)
 
 
 class Feed:

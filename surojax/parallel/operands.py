@@ -25,7 +25,7 @@ from surojax.placement.mesh import CONTEXT, TENSOR
 
 
 def operand_parts(shape: tuple[int, ...], axes: tuple[str, ...]) -> Parts:
-    """The parts that this device has of a product's operands: inputs, matrix and outputs.
+    """This device's shards of a product's inputs, matrix and outputs.
 
     shape: `[out, in]` of this device's part of the matrix. axes: its logical axes.
     """
@@ -40,7 +40,7 @@ def operand_parts(shape: tuple[int, ...], axes: tuple[str, ...]) -> Parts:
 
 
 def _part(across_rows: tuple[str, ...], across_columns: tuple[str, ...], columns: int) -> Part:
-    """The part that this device has, with so many columns, of an operand whose rows and columns these axes divide."""
+    """This device's shard of an operand whose rows and columns are divided by these axes; columns: of the shard."""
     axes = (*across_rows, *across_columns)
     if not axes:
         return Part()

@@ -79,20 +79,20 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
 def _staggered(microbatches: int, stages: int, *, first_backward: int) -> Schedule:
-    """Microbatches in order, one tick apart. first_backward: the tick in which the last stage begins to go backward."""
+    """A schedule with microbatches one tick apart. first_backward: the last stage's first tick that goes backward."""
     stage = np.arange(stages)
     tick = np.arange(first_backward + stages - 1 + microbatches)[:, None]
     forward = tick - stage
     backward = tick - first_backward - (stages - 1 - stage)
 
-    def table(found: np.ndarray) -> np.ndarray:
-        return np.where((found >= 0) & (found < microbatches), found, NONE).astype(np.int32)
+    def table(numbers: np.ndarray) -> np.ndarray:
+        return np.where((numbers >= 0) & (numbers < microbatches), numbers, NONE).astype(np.int32)
 
     return Schedule(table(forward), table(backward))
 
 
 def layers_of_stage(layers: int, stages: int) -> int:
-    """The number of layers that each stage has room for; all but the last stage have so many."""
+    """The capacity of a stage in layers, which all stages but the last fill."""
     return -(-layers // stages)
 
 
@@ -112,7 +112,7 @@ def check_stages(layers: int, stages: int) -> None:
 
 
 class Patterns(NamedTuple):
-    """The kinds of layers of each stage, in order: its pattern. Stages with equal patterns run the same loops.
+    """The pattern of each stage: the kinds of its layers in order. Stages with equal patterns run the same loops.
 
     patterns: those that differ, each with a kind for every entry of a stage. of_stages: for each stage, the index of
     its pattern.
@@ -129,14 +129,14 @@ def patterns_of_stages(kinds: Sequence, stages: int) -> Patterns:
     """
     n = layers_of_stage(len(kinds), stages)
     patterns: list[tuple] = []
-    of_stages = []
+    indices = []
     for stage in range(stages):
         own = tuple(kinds[stage * n : (stage + 1) * n])
         pattern = next((full for full in patterns if full[: len(own)] == own), own + own[-1:] * (n - len(own)))
         if pattern not in patterns:
             patterns.append(pattern)
-        of_stages.append(patterns.index(pattern))
-    return Patterns(tuple(patterns), tuple(of_stages))
+        indices.append(patterns.index(pattern))
+    return Patterns(tuple(patterns), tuple(indices))
 
 
 def check_lockstep(kinds: Sequence, stages: int) -> None:

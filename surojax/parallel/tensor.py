@@ -86,6 +86,6 @@ def largest_of_group(x: jax.Array) -> jax.Array:
 
 
 def of_first_sharer(x: Quantized) -> Quantized:
-    """An operand of a product that is summed over the group: x on one of the devices with the same keys, else zeros."""
+    """x on the first of the devices with the same key/value heads, zeros on the others: their products are summed."""
     number, sharers = device_number(SAME_KV_HEADS)
     return x if sharers == 1 else x._replace(scales=jnp.where(number == 0, x.scales, 0))

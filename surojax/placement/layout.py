@@ -104,15 +104,15 @@ def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
 
     def layers(row: Row, params: dict) -> dict[str, Any]:
         """The layouts of all segments in this class."""
-        segments = {name: of_segment for name, of_segment in params.items() if name != OUTER}
+        segments = {name: segment_params for name, segment_params in params.items() if name != OUTER}
         return jax.tree.map(lambda param: dataclasses.replace(_zero(param, row, mesh), layers=stages), segments)
 
     def state(row: Row) -> dict[str, Any]:
         """The layouts of master weights or moments."""
         # Files store layers only. The outer layers are as large as a few layers and stay in pinned host memory.
         outer_row = dataclasses.replace(row, home=HOST) if row.home.in_file else row
-        of_outer = jax.tree.map(lambda param: _zero(param, outer_row, mesh), trained[OUTER])
-        return layers(row, trained) | {OUTER: of_outer}
+        outer_layouts = jax.tree.map(lambda param: _zero(param, outer_row, mesh), trained[OUTER])
+        return layers(row, trained) | {OUTER: outer_layouts}
 
     def outer(params: dict) -> dict[str, Any]:
         """The layouts of work weights and gradients of the outer layers."""
@@ -179,23 +179,23 @@ def stacked(layout: Layout) -> jax.P:
     return _spec([layout.layers, *map(mesh_axes, layout.stored)])
 
 
-def specs(of_class: dict) -> dict:
+def specs(class_layouts: dict) -> dict:
     """PartitionSpecs of stored arrays, from the layouts of a class; segments have stacks `[L, ...]`."""
 
     def spec(name: str, layout: Layout) -> jax.P:
         return layout.stored if name == OUTER else stacked(layout)
 
-    return {name: jax.tree.map(functools.partial(spec, name), layouts) for name, layouts in of_class.items()}
+    return {name: jax.tree.map(functools.partial(spec, name), layouts) for name, layouts in class_layouts.items()}
 
 
-def replicated_matrices(params: dict, of_class: dict) -> dict[str, tuple[int, ...]]:
+def replicated_matrices(params: dict, class_layouts: dict) -> dict[str, tuple[int, ...]]:
     """Names and shapes of matrices and tables that are not sharded over `dp_shard x cp`."""
-    found = {}
-    for section, of_section in params.items():
-        for param, layout in zip(jax.tree.leaves(of_section), jax.tree.leaves(of_class[section]), strict=True):
+    shapes = {}
+    for section, section_params in params.items():
+        for param, layout in zip(jax.tree.leaves(section_params), jax.tree.leaves(class_layouts[section]), strict=True):
             if layout.sharded_dim is None and param.kind is not Kind.VECTOR:
-                found[f"{section}.{param.name}"] = param.shape
-    return found
+                shapes[f"{section}.{param.name}"] = param.shape
+    return shapes
 
 
 def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding:

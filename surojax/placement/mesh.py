@@ -60,7 +60,7 @@ def find_devices(gpus: int) -> list:
 
 
 def own_device(devices: Sequence):
-    """The first of these devices that this process drives: only such a one reports its memory."""
+    """The first device that belongs to this process: only local devices report their memory."""
     return next(device for device in devices if device.process_index == jax.process_index())
 
 
@@ -105,7 +105,7 @@ def mesh_shape(
 
 
 def data_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
-    """Number of groups of devices that have sequences of their own."""
+    """Number of groups of devices that each compute different sequences."""
     return math.prod(mesh.shape[axis] for axis in DATA)
 
 
@@ -160,6 +160,6 @@ def make_mesh(devices: Sequence, **sizes: int) -> jax.sharding.Mesh:
 
 
 def abstract_mesh(devices: int, **sizes: int) -> jax.sharding.AbstractMesh:
-    """`make_mesh` of so many devices that need not exist."""
+    """The mesh of `make_mesh`, over this number of devices that need not exist."""
     shape = mesh_shape(devices, **sizes)
     return jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))

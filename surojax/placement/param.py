@@ -51,14 +51,14 @@ def base(params: dict) -> dict:
 
 
 def _where(params: dict, wanted) -> dict:
-    found = {}
-    for name, of_name in params.items():
-        if isinstance(of_name, dict):
-            if branch := _where(of_name, wanted):
-                found[name] = branch
-        elif wanted(of_name):
-            found[name] = of_name
-    return found
+    kept = {}
+    for name, branch_or_param in params.items():
+        if isinstance(branch_or_param, dict):
+            if branch := _where(branch_or_param, wanted):
+                kept[name] = branch
+        elif wanted(branch_or_param):
+            kept[name] = branch_or_param
+    return kept
 
 
 def part_of(tree: Any, like: Any) -> Any:
@@ -67,7 +67,7 @@ def part_of(tree: Any, like: Any) -> Any:
 
 
 def with_part(tree: Any, new: Any) -> Any:
-    """A tree of dicts with the leaves of `new`, a part of it, in place of its own."""
+    """A tree of dicts with the leaves of `new`, a tree of some of its names, in place of its own."""
     if not isinstance(new, dict):
         return new
     return tree | {name: with_part(tree.get(name, {}), value) for name, value in new.items()}

@@ -54,7 +54,6 @@ class Row:
     dtype: str
     sharded: bool  # over dp_shard x cp
     home: Home = DEVICE
-    folder: str = ""  # folder of the file, for a home of nvme
     resident: int = 0  # number of layers in device memory if the home of the others is host memory
 
 
@@ -68,6 +67,7 @@ class Placement:
     `base_formats.FORMATS`; "": in 16 or 32 bits.
     reduce: how gradients are summed over `dp_shard x cp`, see `collectives.reduce_scatter`.
     copy_engine: the enabled settings of `collectives.COPY_ENGINE`.
+    folder: of the file of the classes whose home is nvme.
     """
 
     weights: Row
@@ -82,6 +82,13 @@ class Placement:
     base_format: str = ""
     reduce: Reduce = "reduce_scatter"
     copy_engine: tuple[str, ...] = ()
+    folder: str = ""
+
+    @property
+    def in_files(self) -> bool:
+        """True if a tensor class is stored in files."""
+        rows = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return any(isinstance(row, Row) and row.home.in_file for row in rows)
 
     @property
     def streams_weights(self) -> bool:
@@ -183,14 +190,15 @@ def place(storage: Storage, *, num_shards: int) -> Placement:
         quants=Row(quants, shard_weights and several, home(storage.offload_quants)),
         outer=Row(storage.model_dtype, storage.shard_outer and several),
         grads=Row(storage.accum_dtype, shard_gradients and several, home(storage.offload_grads)),
-        master=Row(storage.master_dtype, True, home(storage.offload_master), storage.nvme_path),
-        moments=Row("", True, home(storage.offload_optimizer), storage.nvme_path),
+        master=Row(storage.master_dtype, True, home(storage.offload_master)),
+        moments=Row("", True, home(storage.offload_optimizer)),
         residuals=Row("", False, home(storage.offload_residual)),
         persistent_quants=storage.persistent_quants,
         one_scale=one_scale,
         base_format=chosen(settings),
         reduce=reduce,
         copy_engine=tuple(name for name in ("memcpy_all_gather", "memcpy_send_recv") if getattr(storage, name)),
+        folder=storage.nvme_path,
     )
 
 

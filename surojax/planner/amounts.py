@@ -48,7 +48,7 @@ def gib(size: float) -> str:
 
 
 def summed(sizes: dict[str, int], digits: int) -> str:
-    """The sum of sizes and its parts as text in one unit: "2.1 GiB (weights 1.5, master 0.6)"."""
+    """The sum of sizes and its parts that are not 0 as text in one unit: "2.1 GiB (weights 1.5, master 0.6)"."""
     name, unit = memory_unit(sum(sizes.values()))
-    parts = ", ".join(f"{part} {size / unit:.{digits}f}" for part, size in sizes.items())
+    parts = ", ".join(f"{part} {size / unit:.{digits}f}" for part, size in sizes.items() if size)
     return f"{sum(sizes.values()) / unit:.{digits}f} {name} ({parts})"

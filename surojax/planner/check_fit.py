@@ -22,7 +22,7 @@ from surojax.placement.table import Mesh
 from surojax.planner import choices, remedies
 from surojax.planner.amounts import Memory, gib, summed
 from surojax.planner.changes import changed, differing, flags
-from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING, estimate, estimate_host, needed
+from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING, estimate, estimate_host, needs
 from surojax.planner.gpus import GPUS, find_gpu
 from surojax.planner.search import Space
 from surojax.planner.traffic import batch_of
@@ -122,7 +122,7 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
     lines = []
     more = int(available * POOL / DEFAULT_POOL)  # bytes available with POOL_SETTING
     chosen = POOL_SETTING.partition("=")[0] in os.environ
-    if platform == "gpu" and not chosen and available < needed(c, n, platform) <= more:
+    if platform == "gpu" and not chosen and available < needs(c, n, platform).device <= more:
         lines.append(
             f"{POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} of a GPU's memory by itself, so {gib(more)} "
             "(fits)"
@@ -143,7 +143,7 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
     if platform == "cpu":
         on_gpus = [choices.with_gpus(own, gpus) for gpus in (1, 4, 8) if gpus % gpus_per_sequence(c) == 0]
         named = [flags({"gpus": x.gpus} | differing(own, flat(x))) for x in on_gpus]
-        sizes = [gib(needed(x, x.gpus, "gpu")) for x in on_gpus]
+        sizes = [gib(needs(x, x.gpus, "gpu").device) for x in on_gpus]
         each = ", ".join(f"{name} needs {size} on each" for name, size in zip(named, sizes, strict=True))
         lines += [f"NVIDIA GPUs: {each}"] if each else []
     return lines

@@ -40,7 +40,14 @@ from surojax.refusals import about, refused
 from surojax.sizes import divisor, largest_divisor
 
 AXES = ("tp_size", "cp_size", "pp_size")
-OFFLOADS = ("residual", "optimizer", "master", "grads", "weights")
+OFFLOADS = {  # rows of the placement table that host memory can store, by the field that says so
+    "residuals": "offload_residual",
+    "moments": "offload_optimizer",
+    "master": "offload_master",
+    "grads": "offload_grads",
+    "weights": "offload_weights",
+}
+IN_FILES = ("moments", "master")  # rows that files can store
 FETCH = "microbatches_per_fetch"
 BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", FETCH)
 FOLDER = "FOLDER"  # placeholder for a folder on an NVMe disk, which only the user knows
@@ -263,7 +270,7 @@ def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
 
 def in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:
     """Offloaded tensors that files can store, in every combination, one class first."""
-    return [of for of in subsets([name for name in ("optimizer", "master") if name in offloaded]) if of]
+    return [of for of in subsets([row for row in IN_FILES if row in offloaded]) if of]
 
 
 def chunks(c: Config, layout: Change) -> list[Change]:
@@ -276,24 +283,24 @@ def chunks(c: Config, layout: Change) -> list[Change]:
 
 def offloadable(c: Config) -> tuple[str, ...]:
     """Classes of tensors that host memory can store."""
-    return tuple(name for name in OFFLOADS if allows(c, f"offload_{name}", {f"offload_{name}": True}))
+    return tuple(row for row, field in OFFLOADS.items() if allows(c, field, {field: True}))
 
 
 def overlaps(c: Config, offloaded: Collection[str], files: Collection[str] | bool) -> tuple[bool, ...]:
     """Values of overlap_update with these classes in host memory. files: whether some of them are in files."""
-    stored = {f"offload_{name}": "nvme" if files and name in ("optimizer", "master") else True for name in offloaded}
+    stored = {OFFLOADS[row]: "nvme" if files and row in IN_FILES else True for row in offloaded}
     return tuple(x for x in (False, True) if allows(c, "overlap_update", stored | {"overlap_update": x}))
 
 
 def nothing_offloaded(c: Config) -> Change:
     """The placement with all state on the device."""
-    change: Change = {f"offload_{name}": False for name in OFFLOADS} | {"resident_layers": 0, "nvme_path": ""}
+    change: Change = dict.fromkeys(OFFLOADS.values(), False) | {"resident_layers": 0, "nvme_path": ""}
     return change | {"overlap_update": False} | ({"offload_quants": False} if c.persistent_quants else {})
 
 
 def placement(c: Config, offloaded: Collection[str], files: Collection[str], resident: int, overlaps: bool) -> Change:
     """The fields that differ from `nothing_offloaded` with these classes offloaded, some of them to files."""
-    change: Change = {f"offload_{name}": "nvme" if name in files else True for name in offloaded}
+    change: Change = {OFFLOADS[row]: "nvme" if row in files else True for row in offloaded}
     change |= {"resident_layers": resident, "overlap_update": overlaps}
     if "weights" in offloaded and c.persistent_quants:
         change["offload_quants"] = True

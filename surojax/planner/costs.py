@@ -264,9 +264,7 @@ def attention_flops(i: Instruction, queries: str) -> tuple[float, bool]:
 
 def product_time(gpu: Gpu, rates: Rates, m: int, n: int, k: int, batch: int = 1, dtype: str = "bf16") -> float:
     """Seconds of `[m, k] x [k, n]`, `batch` times, on an idle GPU without the launch. dtype: HLO's name."""
-    eight = gpu.fp8_flops or gpu.bf16_flops
-    four = gpu.fp4_flops or gpu.bf16_flops
-    peak = {"f8e4m3fn": eight, "f8e5m2": eight, "f4e2m1fn": four, "f32": gpu.tf32_flops}.get(dtype, gpu.bf16_flops)
+    peak = gpu.peak(dtype)
     if peak > gpu.bf16_flops:
         peak *= rates.eight_bit
     bandwidth = gpu.memory_bandwidth * rates.memory

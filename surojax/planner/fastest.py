@@ -26,7 +26,7 @@ RETRIES = 2  # of a candidate that does not fit as compiled, each with fewer res
 LARGER = (2, 4, 8)  # times the tokens of a step
 DOMINATES = 0.3  # part of a step that the update takes when a larger one is looked at
 WORTH = 0.01  # relative; what saves less time is not worth other numbers
-BAND = 0.1  # relative; roofline.py's estimates were at most so much above the predicted time
+BAND = 0.1  # relative; roofline.py's estimates were at most so much above the predicted time, but for fp8 with tp_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +147,11 @@ def fastest(
             refused = str(error)
     rows.sort(key=lambda row: row.seconds)
     searched = space.of(layouts=found.layouts)
+    proposals = [] if rows else remedies.with_limits_lifted(searched)
     nearest = found.nearest
     if nearest is None and not rows and not refuted and host < math.inf:
-        more = search(searched.of(limits=limits._replace(host=math.inf)), 1)
-        nearest = next(iter(more.candidates), more.nearest)
+        nearest = next((x.candidate for x in proposals if x.lifted == remedies.MORE_HOST), None)
+        nearest = nearest or search(searched.of(limits=limits._replace(host=math.inf)), 1).nearest
     return Result(
         gpu=gpu,
         gpus=c.gpus,
@@ -163,7 +164,7 @@ def fastest(
         nearest=None if rows or refuted else nearest,
         left_out=_left_out(space, rows[0]) if rows else {},
         larger=_larger(space, rows[0]) if rows else {},
-        proposals=[] if rows else remedies.with_limits_lifted(searched),
+        proposals=proposals,
     )
 
 

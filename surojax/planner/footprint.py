@@ -22,16 +22,15 @@ import math
 
 import jax
 
-from surojax import assembly
-from surojax.assembly import Assembly
+from surojax.assembly import Assembly, from_config
 from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.models.model import runs
 from surojax.numerics.quantize import is_quantized
 from surojax.parallel.schedule import SCHEDULES
-from surojax.placement.home import DEVICE, HOST, NVME, Home
+from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline_stages, shards, tensor_parallel
-from surojax.placement.param import OUTER, part_of
+from surojax.placement.param import OUTER
 from surojax.planner import sizes
 from surojax.planner.amounts import Memory
 from surojax.planner.layer_bytes import SegmentBytes, segment_bytes, shard_sizes, size
@@ -48,6 +47,28 @@ POOL_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={POOL}"  # environment variable 
 HOST_POOL = 0.9  # largest part of a machine's host memory to pin: the rest is for the system, data, and checkpoints
 NVME_LAYERS = 4  # most layers in host memory: a prefetched one, the current one before and after its update, a written
 
+type Rows = dict[str, dict[str, int]]  # bytes per device by class of tensors and by memory, see `by_class`
+
+
+def assembly(c: Config, n: int | None = None) -> Assembly:
+    """The parts of a run of a config, on n devices; None: on those that it names. Nothing is built.
+
+    Raises ConfigError if its settings do not go together.
+    """
+    axes = configs.mesh_sizes(c) if n is None else configs.mesh_sizes(c) | {"dp_shard_size": -1}
+    return from_config(c, abstract_mesh(n or c.gpus, **axes), total_steps=1000)
+
+
+def needs(c: Config, n: int, platform: str, *, in_a_machine: int | None = None) -> Memory:
+    """The `Memory` that a run on n devices needs. in_a_machine: the devices that share host memory; None: all n."""
+    return memory(by_class(assembly(c, n), batch_of(c), platform), n, in_a_machine or n, platform)
+
+
+def memory(rows: Rows, n: int, in_a_machine: int, platform: str) -> Memory:
+    """The `Memory` that classes of tensors take on n devices. On CPUs host memory counts as device memory."""
+    device, host, files = (sum(row[home.name] for row in rows.values()) for home in HOMES)
+    return Memory(device + host, 0, n * files) if platform == "cpu" else Memory(device, in_a_machine * host, n * files)
+
 
 def estimate(run: Assembly, batch: Batch, *, platform: str = "gpu") -> dict[str, int]:
     """Bytes in device memory per device and class.
@@ -61,59 +82,59 @@ def estimate(run: Assembly, batch: Batch, *, platform: str = "gpu") -> dict[str,
 
 def estimate_host(run: Assembly, batch: Batch) -> dict[str, int]:
     """Bytes of pinned host memory per GPU and class; empty if nothing is offloaded."""
-    found = {k: v[HOST.name] for k, v in by_class(run, batch, "gpu").items()}
-    return {k: size for k, size in found.items() if size}
+    sizes = {k: v[HOST.name] for k, v in by_class(run, batch, "gpu").items()}
+    return {k: size for k, size in sizes.items() if size}
 
 
 def host_temporaries(run: Assembly, batch: Batch) -> int:
     """Bytes of pinned host memory per GPU that a step allocates: gradient accumulators and saved activations."""
-    need = by_class(run, batch, "gpu")
-    return need["gradients"][HOST.name] + need["activations"][HOST.name]
+    rows = by_class(run, batch, "gpu")
+    return rows["grads"][HOST.name] + rows["residuals"][HOST.name]
 
 
-def by_class(run: Assembly, batch: Batch, platform: str) -> dict[str, dict[str, int]]:
-    """Bytes per device of each class in each memory: {class: {"device": bytes, "host": bytes}}."""
+def by_class(run: Assembly, batch: Batch, platform: str) -> Rows:
+    """Bytes per device of each class of tensors in each memory: {class: {"device", "host", "nvme": bytes}}.
+
+    Classes are the rows of the placement table, and what is on no row: "working space", and "layers from files", which
+    pass through host memory. Rows of the state are read from its plan.
+    """
     plan = run.plan
     table = run.engine.table
     model = run.model
     sequence_len = batch.sequence_len // devices_per_sequence(run.mesh)
     x = jax.ShapeDtypeStruct((batch.sequences, sequence_len, model.hidden_size), table.weights.dtype)
     segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
-    # Accumulators of outer layers are sharded like their work weights.
-    outer = jax.tree.leaves(part_of(plan.weights[OUTER], plan.master[OUTER]))
-    outer_grads = itemsize(run, "grads") * sum(math.prod(w.sharding.shard_shape(w.shape)) for w in outer)
-    gradients = _in(table.grads.home, sum(segment.grads for segment in segments))
-    gradients[DEVICE.name] += outer_grads
-    activations = _activations(run, batch, segments)
+    outer_grads = sizes.outer_gradients(run)
+    residuals = _residuals(run, batch, segments)
+    on_device = 0 if table.residuals.home.streamed else residuals
     space = working_space(
-        run,
-        batch,
-        platform,
-        segments,
-        x_bytes=size(x),
-        kept_bytes=0 if table.residuals.home.streamed else activations,
-        outer_grads=outer_grads,
+        run, batch, platform, segments, x_bytes=size(x), kept_bytes=on_device, outer_grads=outer_grads
     )
     if platform == "cpu" and run.mesh.size > 1 and not (table.grads.sharded and table.outer.sharded):
         # XLA's CPU compiler allocates separate activations for the last group (gradients.peels_last_group).
-        activations *= 2
-    work = jax.tree.leaves(plan.weights, is_leaf=is_quantized)
-    found = {"weights": _by_home([x for x in work if not is_quantized(x)])}
-    if quants := [x for x in work if is_quantized(x)]:
-        found["quants"] = _by_home(quants)
-    found |= {
+        residuals *= 2
+    weights = dict(plan.weights)
+    outer = weights.pop(OUTER)
+    work = jax.tree.leaves(weights, is_leaf=is_quantized)
+    grads = _in(table.grads.home, sum(segment.grads for segment in segments))
+    grads[DEVICE.name] += outer_grads
+    rows = {
+        "weights": _by_home([x for x in work if not is_quantized(x)]),
+        "quants": _by_home([x for x in work if is_quantized(x)]),
+        "outer": _by_home(outer),
+        "grads": grads,
         "master": _by_home(plan.master),
         "moments": _by_home((plan.moments, plan.history)),
-        "gradients": gradients,
-        "activations": _in(table.residuals.home, activations),
+        "residuals": _in(table.residuals.home, residuals),
         "working space": _in(DEVICE, space),
+        "layers from files": _in(HOST, NVME_LAYERS * bytes_per_device(plan, NVME) // sizes.layers_of(run)),
     }
-    if in_file := bytes_per_device(plan, NVME):
-        found["layers from files"] = _in(HOST, NVME_LAYERS * in_file // sizes.layers_of(run))
-    return found
+    if not table.quants.dtype:
+        del rows["quants"]
+    return rows
 
 
-def _activations(run: Assembly, batch: Batch, segments: list[SegmentBytes]) -> int:
+def _residuals(run: Assembly, batch: Batch, segments: list[SegmentBytes]) -> int:
     """Bytes of the residuals of all layers: of a group of microbatches, or of all that a stage has in flight."""
     engine = run.engine
     found = engine.microbatches_per_fetch * sum(segment.activations for segment in segments)
@@ -127,28 +148,12 @@ def _activations(run: Assembly, batch: Batch, segments: list[SegmentBytes]) -> i
 
 def _by_home(tree) -> dict[str, int]:
     """Bytes of a planned tree in each memory."""
-    return {home.name: bytes_per_device(tree, home) for home in (DEVICE, HOST)}
+    return {home.name: bytes_per_device(tree, home) for home in HOMES}
 
 
 def _in(home: Home, size: int) -> dict[str, int]:
     """Bytes in each memory of a class that is stored in this one."""
-    return {DEVICE.name: 0, HOST.name: 0} | {home.name: size}
-
-
-def needs(c: Config, n: int, platform: str, *, in_a_machine: int | None = None) -> Memory:
-    """The `Memory` that a run on n devices needs; nothing is built. On CPUs all of it counts as device memory.
-
-    in_a_machine: the devices that share host memory; None: all n.
-    """
-    mesh = abstract_mesh(n, **configs.mesh_sizes(c) | {"dp_shard_size": -1})
-    rows = by_class(assembly.from_config(c, mesh, total_steps=1000), batch_of(c), platform)
-    device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
-    return Memory(device + host, 0) if platform == "cpu" else Memory(device, (in_a_machine or n) * host)
-
-
-def needed(c: Config, n: int, platform: str) -> int:
-    """Bytes of device memory that a run needs on each of n devices."""
-    return needs(c, n, platform).device
+    return {each.name: size * (each == home) for each in HOMES}
 
 
 def working_space(
@@ -194,7 +199,7 @@ def _in_flight(
     table = run.engine.table
     group = run.engine.microbatches_per_fetch
     stages = pipeline_stages(run.mesh)
-    declared = passes.backward(run.engine)
+    declared = passes.backward(run.engine.table)
     weights, grads, residuals = (declared.lane(row) for row in ("weights", "grads", "residuals"))
     fetched = max(segment.fetched for segment in segments)
     # The loops over layers of each segment, and there of each pattern (step/stage_layers.py); a stage runs one pattern.

@@ -116,6 +116,14 @@ class Gpu:
         """The number of GPUs in one machine, of so many in all."""
         return min(gpus, self.gpus_per_node)
 
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of products of a dtype, by its name ("float8") or HLO's; float32 has the tensor cores' TF32 rate."""
+        if dtype in ("float32", "f32"):
+            return self.tf32_flops
+        eight = self.fp8_flops if dtype.startswith(("float8", "f8")) else None
+        four = self.fp4_flops if dtype.startswith(("float4", "f4")) else None
+        return eight or four or self.bf16_flops
+
     @property
     def shares_pcie(self) -> bool:
         """True if GPUs communicate over PCI Express, so that collectives and host copies share it."""

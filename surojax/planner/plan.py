@@ -27,14 +27,11 @@ from surojax.config.fields import Config
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.models.attention import attend, chosen
-from surojax.numerics.quantize import is_quantized
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.parallel.schedule import layers_of_stage
-from surojax.placement import table as placement
-from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
+from surojax.placement.home import DEVICE, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape, pipeline_stages
-from surojax.placement.param import OUTER
+from surojax.placement.mesh import data_parallel, make_mesh, mesh_shape, pipeline_stages
 from surojax.planner import (
     aot,
     check_fit,
@@ -112,46 +109,28 @@ def plan(
 
     gpu: what `gpu_names.named` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
     machine's host memory moves, both ways; None: see `Gpu.host_memory`. trace: a file for a trace of the simulated step
-    (`prediction.trace`).
+    (`prediction.trace`), written if its time is predicted.
     advise: look for `changes` if it does not fit.
 
     A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
-    planned in a new process. Raises ConfigError for settings that `train` refuses, for an unknown GPU, for `gpus=0`,
-    and for a trace of a step whose time is not predicted.
+    planned in a new process. Raises ConfigError for settings that `train` refuses, an unknown GPU, and `gpus=0`.
     """
     gpu = named(gpu)
     c = checked(config, gpu)
-    options: dict[str, Any] = {
-        "host_memory": host_memory,
-        "gpus_per_node": gpus_per_node,
-        "host_bandwidth": host_bandwidth,
-        "trace": trace,
-        "advise": advise,
-    }
     if aot.available() and not aot.usable(gpu):
-        return plan_in_subprocess(c, gpu, **options)
-    return _plan(c, gpu, **options)
-
-
-def _plan(
-    c: Config,
-    gpu: str,
-    *,
-    host_memory: float | None,
-    gpus_per_node: int | None,
-    host_bandwidth: float | None,
-    trace: str | None,
-    advise: bool,
-) -> Plan:
-    """`plan` of a checked config, in this process."""
+        return plan_in_subprocess(
+            c,
+            gpu,
+            host_memory=host_memory,
+            gpus_per_node=gpus_per_node,
+            host_bandwidth=host_bandwidth,
+            trace=trace,
+            advise=advise,
+        )
     n = c.gpus
     facts = seen.corrected(with_nodes(gpu, gpus_per_node, host_bandwidth), c.rates_file, seen.settings_key(c, n))
     batch = traffic.batch_of(c)
     found = _compiled(c, gpu, facts, batch, trace) if aot.available() else _estimated(c, batch)
-    if trace is not None and found["not_predicted"]:
-        raise ConfigError(
-            f"--trace: expected a step whose time is predicted, got {found['not_predicted']}; leave it out"
-        )
     times = roofline.bounds(
         facts,
         flops=found.pop("flops"),
@@ -258,7 +237,7 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
         "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x, _ in done),
         "host_bytes": most("host_bytes", HOST),
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x, _ in done),
-        "classes": classes(run, batch),
+        "classes": classes(run, footprint.by_class(run, batch, "gpu")),
         "collectives": _with_textbook(
             hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), sent
         ),
@@ -335,23 +314,18 @@ def others(run: Assembly, program: Program, home: Home) -> int:
 
 def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
     """The fields that `_compiled` returns, estimated from shapes."""
-    run = from_config(c, abstract_mesh(c.gpus, **configs.mesh_sizes(c)), total_steps=1000)
-    rows = classes(run, batch)
-    need = footprint.by_class(run, batch, "gpu")
-    temporaries = ("gradients", "activations", "working space")
-
-    def total(names, home: str) -> int:
-        """Bytes of these classes in a memory."""
-        return sum(need[name][home] for name in names)
-
+    run = footprint.assembly(c)
+    rows = footprint.by_class(run, batch, "gpu")
+    temporaries = {name: rows[name] for name in ("grads", "residuals", "working space")}
+    need, temporary = (footprint.memory(x, 1, 1, "gpu") for x in (rows, temporaries))
     h2d, d2h = traffic.host_bytes(run, batch, rows)
     return _sizes(run, batch) | {
         "estimate": True,
-        "device_bytes": total(need, "device"),
-        "device_temp_bytes": total(temporaries, "device"),
-        "host_bytes": total(need, "host"),
-        "host_temp_bytes": total(temporaries, "host"),
-        "classes": rows,
+        "device_bytes": need.device,
+        "device_temp_bytes": temporary.device,
+        "host_bytes": need.host,
+        "host_temp_bytes": temporary.host,
+        "classes": classes(run, rows),
         "collectives": _with_textbook([], traffic.collective_bytes(run, batch)),
         "h2d_bytes": h2d,
         "d2h_bytes": d2h,
@@ -380,29 +354,9 @@ def _with_textbook(found: list[hlo.Collective], textbook: dict[tuple[str, str], 
     return rows
 
 
-def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
-    """Bytes per GPU of each row of the placement table, by the memory that they are stored in."""
-    need = footprint.by_class(run, batch, "gpu")
-    weights = dict(run.plan.weights)
-    outer = weights.pop(OUTER)
-    blocks = jax.tree.leaves(weights, is_leaf=is_quantized)
-    state = run.plan._asdict() | {
-        "weights": [x for x in blocks if not is_quantized(x)],
-        "quants": [x for x in blocks if is_quantized(x)],
-        "outer": outer,
-    }
-    temporaries = {"grads": "gradients", "residuals": "activations"}  # rows that are no part of the state
-
-    def row(name: str) -> dict[str, int]:
-        found = {home.name: 0 for home in HOMES}
-        if name in temporaries:
-            return found | need[temporaries[name]]
-        for home in HOMES:
-            found[home.name] = bytes_per_device(state.get(name), home)
-        return found
-
-    rows = vars(run.engine.table).items()
-    return {name: row(name) for name, of in rows if isinstance(of, placement.Row) and (name != "quants" or of.dtype)}
+def classes(run: Assembly, rows: footprint.Rows) -> footprint.Rows:
+    """Bytes by class, of the rows of the placement table alone."""
+    return {name: of for name, of in rows.items() if hasattr(run.engine.table, name)}
 
 
 def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
@@ -425,8 +379,6 @@ def plan_in_subprocess(config: Config, gpu: str, **options: Any) -> Plan:
     Raises ConfigError as `plan` does, and RuntimeError if that process fails.
     """
     code = "from surojax.planner.plan import serve; serve()"
-    names = ("host_memory", "gpus_per_node", "host_bandwidth", "trace")
-    options = dict.fromkeys(names) | {"advise": True} | options
     request = json.dumps({"config": config.to_dict(), "gpu": gpu, "options": options})
     done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
     if done.returncode:
@@ -443,10 +395,10 @@ def serve() -> None:
     request = json.load(sys.stdin)
     try:
         gpu = request["gpu"]
-        c = checked(checks.restored_config(request["config"]), gpu)
+        c = checks.restored_config(request["config"])
         if aot.available() and not aot.usable(gpu):
             raise ConfigError(f"--gpu: cannot compile for {gpu}: JAX does not load its CUDA plugin; {aot.EXTRA}")
-        answer = dataclasses.asdict(_plan(c, gpu, **request["options"]))
+        answer = dataclasses.asdict(plan(c, gpu, **request["options"]))
     except ConfigError as error:
         answer = {"error": str(error)}
     json.dump(answer, sys.stdout)

@@ -33,6 +33,7 @@ LOGIT_PASSES = 4  # times that logits are read or written
 SCORE_PASSES = 4  # times that attention scores are, forward; twice as often backward
 IN_A_PASS = 4  # collectives over tp: attention and MLP each gather their inputs and scatter their results
 HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32", "float8": "f8e4m3fn", "float4": "f4e2m1fn"}
+LOW = ("float8", "float4")  # that operands are quantised to
 
 
 def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dict[str, float]:
@@ -84,33 +85,21 @@ def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
 
 
 def compute_time(gpu: Gpu, flops: dict[str, float]) -> float:
-    """Seconds that FLOPs take at the peak rate of their dtype; for float32 the tensor cores' TF32 rate."""
-    peak = {
-        "bfloat16": gpu.bf16_flops,
-        "float32": gpu.tf32_flops,
-        "float8": gpu.fp8_flops or gpu.bf16_flops,
-        "float4": gpu.fp4_flops or gpu.bf16_flops,
-    }
-    return sum(size / peak[dtype] for dtype, size in flops.items())
+    """Seconds that FLOPs take at the peak rate of their dtype."""
+    return sum(size / gpu.peak(dtype) for dtype, size in flops.items())
 
 
 class Seconds(NamedTuple):
     """Seconds that the blocks of a stage compute in a microbatch.
 
     again: of the forward pass, what the backward pass repeats. first: of `backward`, until the first gradient of each
-    layer is there, that of the matrix whose product comes last. columns: of `backward`, the gradients of matrices whose
-    rows tensor parallelism divides. of_mlp, of_attention: parts of `forward`, the products and passes of the MLP, and
-    attention itself; mlp_again: of `again`.
+    layer is there, that of the matrix whose product comes last.
     """
 
     forward: float = 0.0
     again: float = 0.0
     backward: float = 0.0
     first: float = 0.0
-    columns: float = 0.0
-    of_mlp: float = 0.0
-    of_attention: float = 0.0
-    mlp_again: float = 0.0
 
     def plus(self, other: "Seconds") -> "Seconds":
         """The sums of these and others."""
@@ -147,9 +136,6 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
         forward=in_passes + attended + lengths + IN_A_PASS * moved,
         again=in_passes_again + attended * again,
         backward=BACKWARD_PASSES * passes + attended_back + IN_A_PASS * moved,
-        of_mlp=in_passes / 2,
-        of_attention=attended,
-        mlp_again=in_passes_again / 2,
     )
     total = Seconds()
     for variant in variants:
@@ -171,22 +157,21 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: Batch, recipe_en
             in_words = operands(run.model.precision, recipe_enabled, dtype)
         low, low_back = (HLO_DTYPES[x] for x in in_words)
         ahead = _product(gpu, tokens, rows, columns, low)
-        of_weights = p.trainable * _product(gpu, rows, columns, tokens, low_back)
-        back = _product(gpu, tokens, columns, rows, low_back) + of_weights
+        back = _product(gpu, tokens, columns, rows, low_back) + p.trainable * _product(
+            gpu, rows, columns, tokens, low_back
+        )
+        if in_words[0] in LOW:  # activations and their gradients are read, and written in 8 bits
+            ahead += _passes(gpu, tokens * columns * (itemsize(run, "weights") + 1))
+            back += _passes(gpu, tokens * rows * (itemsize(run, "weights") + 1))
         decoded = 0.0
         if coded := sizes.coded_bytes(run, segment, p):  # codes are read and numbers written, in each pass
             decoded = _passes(gpu, rows * columns * (coded + itemsize(run, "weights")))
-        again = ahead * _repeated(run, segment, p)
-        in_mlp = "mlp" in p.axes
         total = total.plus(
             Seconds(
                 forward=ahead + decoded,
-                again=again,
+                again=ahead * _repeated(run, segment, p),
                 backward=back + decoded,
                 first=back * any(p.name == last.name for last in segment.last_products),
-                columns=of_weights * (p.axes[0] in ("mlp", "heads", "kv_heads")),
-                of_mlp=(ahead + decoded) * in_mlp,
-                mlp_again=again * in_mlp,
             )
         )
     return total

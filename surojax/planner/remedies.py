@@ -22,6 +22,7 @@ from surojax.planner.search import Candidate, Space, best, search
 ALTERNATIVES = 3  # that are proposed for settings that do not fit
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 COMPUTE = ("bf16_weights", "fp8")  # words about products, which on CPUs are in float32
+MORE_HOST = "more host memory"
 NOTHING = "a smaller model or sequence_len, or a machine with more memory"  # if there are no proposals
 FASTER = 0.1  # relative; a faster step that needs more host memory than another proposal is worth one of its own
 
@@ -75,7 +76,7 @@ def with_limits_lifted(space: Space) -> list[Proposal]:
     lifted: list[tuple[str, Candidate | None]] = []
     if limits.host < math.inf and space.platform == "gpu":
         least, fastest = best(whole.of(limits=unlimited), least_host=True), best(space.of(limits=unlimited))
-        lifted.append(("more host memory", least))
+        lifted.append((MORE_HOST, least))
         if least and fastest and fastest.seconds < least.seconds * (1 - FASTER):
             lifted.append(("more of it, for a faster step", fastest))
         if limits.files < math.inf:  # files are for what host memory has no room for

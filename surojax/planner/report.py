@@ -35,11 +35,8 @@ def table(p: Plan) -> str:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the step: {aot.EXTRA}")
     if p.packed:
         lines.append(documents(p.attention, p.cp_method))
-    totals = [p.device_bytes, p.host_bytes, p.nvme_bytes]
-    name, unit = memory_unit(max(totals))
-    rows = {kind: [sizes[home.name] for home in HOMES] for kind, sizes in p.classes.items()}
-    rest = [t - sum(sizes[home.name] for sizes in p.classes.values()) for t, home in zip(totals, HOMES, strict=True)]
-    rows |= {"working space": [max(0, r) for r in rest], "total": totals}
+    rows = memory_rows(p)
+    name, unit = memory_unit(max(rows["total"]))
     lines += ["", f"  {f'{name} per GPU':<16}" + "".join(f"{home.name:>10}" for home in HOMES)]
     lines += [f"  {kind:<16}{_cells(sizes, unit)}" for kind, sizes in rows.items()]
     recomputed = p.rematerialised
@@ -68,6 +65,14 @@ def table(p: Plan) -> str:
     parts = ", ".join(f"{RESOURCES[resource]} {t / unit:.3f}" for resource, t in p.times_s.items())
     bound = f"{p.step_time_bound_s / unit:.3f} {name}, bound by {RESOURCES[p.bound_by]}"
     return "\n".join([*lines, *prediction_lines(p), "", f"a step takes at least {bound} ({parts})", *verdict(p)])
+
+
+def memory_rows(p: Plan) -> dict[str, list[int]]:
+    """Bytes per GPU in each of `HOMES`, by tensor class; then the working space, and the total."""
+    totals = [p.device_bytes, p.host_bytes, p.nvme_bytes]
+    rows = {kind: [sizes[home.name] for home in HOMES] for kind, sizes in p.classes.items()}
+    rest = [t - sum(sizes[home.name] for sizes in p.classes.values()) for t, home in zip(totals, HOMES, strict=True)]
+    return rows | {"working space": [max(0, r) for r in rest], "total": totals}
 
 
 def _cells(sizes: Iterable[float], unit: float) -> str:
@@ -99,27 +104,36 @@ def overlap_lines(p: Plan) -> list[str]:
 
 def prediction_lines(p: Plan) -> list[str]:
     """The predicted time, what of it is exposed, and who does the host transfers in loops; or why nothing is said."""
-    idle = [f"pipeline: a stage idles {p.bubble:.1%} of a step (bubble)"] if p.bubble else []
-    if p.predicted_step_s is None or p.predicted_range_s is None:
-        return ["", f"no time is predicted: {p.not_predicted}", *idle]
-    low, high = map(milliseconds, p.predicted_range_s)
-    rate = p.tokens_per_s_per_gpu or 0.0
-    head = f"predicted: {1e3 * p.predicted_step_s:,.1f} ms a step ({low} to {high}), "
-    lines = ["", head + f"{rate:,.0f} tokens/s per GPU, {p.gpus * rate:,.0f} in all, MFU {p.mfu:.3f}"]
-    lines += range_lines(p)
-    lines += [f"{line}; the predicted time is an estimate, of stages that go in lockstep" for line in idle]
+    lines = ["", *time_lines(p)]
+    if p.predicted_step_s is None:
+        return lines
     kinds = list(p.exposed_s)
     lines.append(f"  {'exposed ms':<17}" + "".join(f"{kind:>13}" for kind in kinds))
-    rows = p.exposed_by_loop_s | {"total": p.exposed_s}
-    lines += [
-        f"  {loop:<17}" + "".join(f"{1e3 * row.get(kind, 0.0):>13,.1f}" for kind in kinds) for loop, row in rows.items()
-    ]
+    lines += [f"  {loop:<17}" + "".join(f"{cell:>13}" for cell in cells) for loop, cells in exposed_rows(p).items()]
     if any(p.host_transfers.values()):
         engine = p.host_transfers["copy_engine"]
         kernel = p.host_transfers["kernel"]
         note = ", which occupy the multiprocessors" if kernel else ""
         lines.append(f"host transfers in loops: {engine} by copy engine, {kernel} by kernel{note}")
     return lines
+
+
+def time_lines(p: Plan) -> list[str]:
+    """The predicted time, its range, and how long stages idle; or why no time is said."""
+    idle = [f"pipeline: a stage idles {p.bubble:.1%} of a step (bubble)"] if p.bubble else []
+    if p.predicted_step_s is None or p.predicted_range_s is None:
+        return [f"no time is predicted: {p.not_predicted}", *idle]
+    low, high = map(milliseconds, p.predicted_range_s)
+    rate = p.tokens_per_s_per_gpu or 0.0
+    head = f"predicted: {1e3 * p.predicted_step_s:,.1f} ms a step ({low} to {high}), "
+    lines = [head + f"{rate:,.0f} tokens/s per GPU, {p.gpus * rate:,.0f} in all, MFU {p.mfu:.3f}", *range_lines(p)]
+    return lines + [f"{line}; the predicted time is an estimate, of stages that go in lockstep" for line in idle]
+
+
+def exposed_rows(p: Plan) -> dict[str, list[str]]:
+    """Exposed milliseconds as text, by loop and then in total, for each kind of `Plan.exposed_s`."""
+    rows = p.exposed_by_loop_s | {"total": p.exposed_s}
+    return {loop: [f"{1e3 * row.get(kind, 0.0):,.1f}" for kind in p.exposed_s] for loop, row in rows.items()}
 
 
 def range_lines(p: Plan) -> list[str]:

@@ -26,19 +26,17 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from surojax.assembly import Assembly, from_config
+from surojax.assembly import Assembly
 from surojax.config import checks
-from surojax.config.fields import Config, flat, mesh_sizes
+from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
 from surojax.parallel.schedule import layers_of_stage
-from surojax.placement.home import NVME
-from surojax.placement.mesh import abstract_mesh
-from surojax.planner import choices, footprint, roofline
+from surojax.planner import choices, roofline
 from surojax.planner.amounts import Memory
 from surojax.planner.changes import Change, changed, differing
+from surojax.planner.footprint import HOST_POOL, POOL, Rows, assembly, by_class, memory
 from surojax.planner.gpus import Gpu
 from surojax.planner.traffic import batch_of
-from surojax.step.state_plan import bytes_per_device
 
 TIE = 0.01  # relative; placements of a family that the estimate cannot tell apart, as classes of equal size
 MOST_LAYOUTS = 3  # that are searched
@@ -122,12 +120,12 @@ class Found:
 
 def device_limit(gpu: Gpu) -> int:
     """Bytes of a GPU that a candidate may need."""
-    return int(footprint.POOL * gpu.memory_bytes) - RESERVE
+    return int(POOL * gpu.memory_bytes) - RESERVE
 
 
 def host_limit(size: float) -> float:
     """Bytes that a candidate may need of a host memory of this size."""
-    return footprint.HOST_POOL * size
+    return HOST_POOL * size
 
 
 def search(space: Space, most: int = KEPT, *, least_host: bool = False) -> Found:
@@ -238,17 +236,16 @@ class _Search:
             run = self.assembly(tried)
         except ConfigError as error:
             return str(error)
-        rows = footprint.by_class(run, batch_of(tried), space.platform)
-        work = work_of(tried, run, rows, space.gpu)
-        least = needed(tried, run, rows, space.gpu, space.platform).device
+        rows = by_class(run, batch_of(tried), space.platform)
+        work = roofline.step_work(run, batch_of(tried), space.gpu, rows)
+        least = needed(tried, rows, space.gpu, space.platform).device
         return Family(change, work, sum(roofline.phases(work, ()).values()), least)
 
     def fastest(self, family: Family, in_files: bool) -> list[Candidate]:
         """The fastest placement of a family that fits, and those that take as long within `TIE`; empty if none fits."""
         c, limits = self.space.config, self.space.limits
         layers = layers_of_stage(c.model.num_hidden_layers, family.change["pp_size"])
-        sizes = family.work.sizes
-        stored = sizes | {"residual": sizes["residuals at once"]}  # bytes that are in a memory, not those that move
+        stored = family.work.sizes
 
         def placed(offloaded: tuple[str, ...], resident: int, overlaps: bool) -> tuple:
             """An entry of the queue: bytes of host memory if the least are asked for, estimated seconds, the number of
@@ -260,7 +257,7 @@ class _Search:
 
         def room_for(need: float) -> int:
             """Layers whose weights fit into what `need` bytes leave; less than 0 if these do not fit."""
-            return math.floor((limits.device - need) * layers / max(1, sizes["weights"]))
+            return math.floor((limits.device - need) * layers / max(1, stored["weights"]))
 
         queue = []
         offloads = choices.offloadable(c) if self.space.platform == "gpu" else ()
@@ -321,8 +318,8 @@ class _Search:
             run = self.assembly(tried)
         except ConfigError:
             return self.space.config, None
-        rows = footprint.by_class(run, batch_of(tried), self.space.platform)
-        return tried, needed(tried, run, rows, self.space.gpu, self.space.platform)
+        rows = by_class(run, batch_of(tried), self.space.platform)
+        return tried, needed(tried, rows, self.space.gpu, self.space.platform)
 
     def over(self, candidate: Candidate) -> float:
         """Bytes that a candidate needs beyond the limits, of any memory."""
@@ -366,30 +363,16 @@ def kind(candidate: Candidate, *without: str) -> tuple:
 def estimated(c: Config, gpu: Gpu, change: Change | None = None) -> Candidate:
     """A checked config as a candidate, with the bytes and the time that it needs on a GPU with rates."""
     run = assembly(c)
-    rows = footprint.by_class(run, batch_of(c), "gpu")
-    offloaded = [name for name in choices.OFFLOADS if c[f"offload_{name}"]]
-    if c.offload_quants and "weights" not in offloaded:
-        offloaded.append("weights")
-    resident = c.resident_layers / layers_of_stage(run.model.num_layers, c.pp_size)
-    phases = roofline.phases(work_of(c, run, rows, gpu), offloaded, resident, overlap_update=c.overlap_update)
-    return Candidate(c, change or {}, needed(c, run, rows, gpu), phases)
+    rows = by_class(run, batch_of(c), "gpu")
+    work = roofline.step_work(run, batch_of(c), gpu, rows)
+    table = run.engine.table
+    offloaded = {row for row in choices.OFFLOADS if getattr(table, row).home.streamed}
+    offloaded |= {"weights"} if table.streams_weights else set()
+    resident = table.weights.resident / work.layers
+    phases = roofline.phases(work, offloaded, resident, overlap_update=run.engine.overlap_update)
+    return Candidate(c, change or {}, needed(c, rows, gpu), phases)
 
 
-def assembly(c: Config) -> Assembly:
-    """The parts of a run of a config. Raises ConfigError if its settings do not go together."""
-    return from_config(c, abstract_mesh(c.gpus, **mesh_sizes(c)), total_steps=1000)
-
-
-def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> roofline.Work:
-    """The `Work` of a config's step. rows: `footprint.by_class` of the run."""
-    batch = batch_of(c)
-    return roofline.step_work(run, batch, gpu, roofline.stored_bytes(run, rows, batch.microbatches))
-
-
-def needed(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu, platform: str = "gpu") -> Memory:
+def needed(c: Config, rows: Rows, gpu: Gpu, platform: str = "gpu") -> Memory:
     """Estimated bytes that a run of a config needs. rows: `footprint.by_class` of the run."""
-    device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
-    files = c.gpus * bytes_per_device(run.plan, NVME)
-    return (
-        Memory(device + host, 0, files) if platform == "cpu" else Memory(device, gpu.in_a_machine(c.gpus) * host, files)
-    )
+    return memory(rows, c.gpus, gpu.in_a_machine(c.gpus), platform)

@@ -101,9 +101,16 @@ def layers_of(run: Assembly, *segments: Segment) -> int:
     return sum(layers_of_stage(segment.num_layers, stages) for segment in segments or run.model.segments)
 
 
+def outer_gradients(run: Assembly) -> int:
+    """Bytes of the accumulators of the outer layers, which are sharded like their work weights."""
+    weights = part_of(run.plan.weights[OUTER], run.plan.master[OUTER])
+    shapes = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(weights)]
+    return itemsize(run, "grads") * sum(map(math.prod, shapes))
+
+
 def layers_together(run: Assembly, t: Tensor) -> int:
     """The number of layers of a trained matrix that are updated together."""
-    if run.engine.table.master.home.in_file:
+    if run.engine.table.in_files:
         return 1
     of_parts = [part.stop - part.start for part in parts(run.plan.weights[t.section])]
     devices = math.prod(run.mesh.shape[axis] for axis in t.master.stored_axes)

@@ -15,7 +15,6 @@ Such a loop is one thing of a tick, and runs once or not at all (step/pipeline.p
 
 import math
 import re
-from collections.abc import Iterable
 from fractions import Fraction
 
 from surojax.assembly import Assembly
@@ -51,21 +50,6 @@ def bubble(run: Assembly, microbatches: int) -> float:
     return SCHEDULES[run.engine.pp_schedule](microbatches, stages).bubble() if stages > 1 else 0.0
 
 
-def _moves(body: Iterable[hlo.Instruction]) -> bool:
-    """Whether a loop's body moves activations to another stage."""
-    return any(i.opcode.startswith("collective-permute") for i in body)
-
-
-def _passes(body: Iterable[hlo.Instruction]) -> bool:
-    """Whether a loop's body is a pass over a stage's layers."""
-    return any(PASS.search(i.attributes) for i in body)
-
-
-def _pattern(body: Iterable[hlo.Instruction]) -> int:
-    """The index of the pattern of stages whose pass over layers is a loop's body."""
-    return next(int(found[1]) for i in body if (found := PATTERN.search(i.attributes)))
-
-
 def with_rounds(module: hlo.Module, run: Assembly, microbatches: int, *, lockstep: bool = False) -> hlo.Module:
     """The module of a step with the mean number of rounds of these loops; the module itself without stages.
 
@@ -79,11 +63,13 @@ def with_rounds(module: hlo.Module, run: Assembly, microbatches: int, *, lockste
     of_stages = sizes.patterns(run, run.model.segments[0]).of_stages
 
     def rounds(body: list[hlo.Instruction]) -> Fraction:
-        if _moves(body) and not _passes(body):
-            return Fraction(in_any, schedule.ticks)
-        if not _passes(body):
-            return Fraction(microbatches, schedule.ticks)
-        pattern = _pattern(body) if len(set(of_stages)) > 1 else 0
+        """Of a loop, by what its body does: a pass over a stage's layers, moving activations to another stage, else."""
+        if not any(PASS.search(i.attributes) for i in body):
+            moves = any(i.opcode.startswith("collective-permute") for i in body)
+            return Fraction(in_any if moves else microbatches, schedule.ticks)
+        pattern = 0
+        if len(set(of_stages)) > 1:
+            pattern = next(int(found[1]) for i in body if (found := PATTERN.search(i.attributes)))
         if lockstep:
             return Fraction(in_any * (pattern == slowest(run)), schedule.ticks)
         share = Fraction(of_stages.count(pattern), stages)

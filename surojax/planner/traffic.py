@@ -21,7 +21,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -71,14 +71,25 @@ def batch_of(c: Config) -> Batch:
     return Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
 
 
+class LaneStage(NamedTuple):
+    """A stage of a lane: what tensors of a row of the placement table go through, and when (step/passes.py)."""
+
+    row: str
+    stage: Stage
+    when: Literal["arriving", "leaving", "last"]
+
+
 class Transfer(NamedTuple):
     """A collective of a step, of all layers of a full stage if it is one of layers.
 
-    part: of the step, see `roofline.CollectiveTime`. op, axes: as `hlo.collectives` names them. size: bytes that each
-    GPU sends each time. times: in a step. number: of collectives, one after another, that send them.
+    part: what sends it: a lane, or "forward", "again", "backward": a microbatch over `tp` and `cp`, in the forward
+    pass, its repetition, and reverse mode; "vocabulary": a microbatch's embedding, head and loss; "ticks": between
+    stages; "once": outer layers and whole matrices.
+    op, axes: as `hlo.collectives` names them. size: bytes that each GPU sends each time. times: in a step. number: of
+    collectives, one after another, that send them.
     """
 
-    part: str
+    part: str | LaneStage
     op: str
     axes: str
     size: float
@@ -111,38 +122,51 @@ def transfers(run: Assembly, batch: Batch) -> Iterator[Transfer]:
 
 
 def _of_lanes(run: Assembly, batch: Batch) -> Iterator[Transfer]:
-    """All-gathers of the blocks' weights and reductions of their gradients, as the passes declare them."""
-    table = run.engine.table
-    layers = sizes.layers_of(run)
-    along = _axes_of_shards(run)
-    trained = sizes.blocks(run, trained=True)
-    matrices = sum(t.layers for t in trained if t.param.kind is not Kind.VECTOR)
-    arriving, leaving, last = (collections.Counter[Stage]() for _ in range(3))  # how often in a step
+    """All-gathers and reductions of the blocks' tensors, as the lanes of the passes declare them."""
+    number = collections.Counter[LaneStage]()  # of times in a step
     for step_pass, times in passes.of_step(run.engine, sizes.groups_of(run, batch.microbatches)):
         for lane in step_pass.lanes:
-            arriving.update(dict.fromkeys(lane.arriving, times))
-            leaving.update(dict.fromkeys(lane.leaving, times))
-            last.update(lane.last)
-    if times := arriving[Stage.GATHER]:
-        fetched = layers + (pipeline_stages(run.mesh) > 1)  # with stages a pass prefetches a layer past its last one
-        dtype = table.quants.dtype and "8 bits"
-        gathered = [t for t in sizes.blocks(run) if t.weights.sharded_dim is not None]
-        size = fetched / layers * sum(t.size * _number_bytes(run, t, t.weights, dtype) for t in gathered)
-        yield Transfer("gathered", "all-gather", along, _ring(run) * size, times, fetched)
-    if times := leaving[Stage.GATHER]:
-        size = sum(t.size * _number_bytes(run, t, t.master) for t in trained if t.state_is_sharded)
-        yield Transfer("updated", "all-gather", along, _ring(run) * size, times, matrices)
-    if times := leaving[Stage.REDUCE] * run.engine.microbatches_per_fetch:
-        for x in _reductions(run, "reduced", trained, itemsize(run, "weights"), matrices):
-            yield x._replace(times=times)
-    if last[Stage.REDUCE]:
-        yield from _reductions(run, "reduced_once", trained, itemsize(run, "grads"), matrices)
-    if last[Stage.REDUCE_REPLICAS]:
-        yield from _over_replicas(run, "reduced_once", trained, matrices)
+            for stage in lane.arriving:
+                number[LaneStage(lane.row, stage, "arriving")] += times
+            for stage in lane.leaving:  # gradients of each microbatch are reduced
+                each = run.engine.microbatches_per_fetch if stage is Stage.REDUCE else 1
+                number[LaneStage(lane.row, stage, "leaving")] += times * each
+            for stage in lane.last:
+                number[LaneStage(lane.row, stage, "last")] += 1
+    trained = sizes.blocks(run, trained=True)
+    matrices = sum(t.layers for t in trained if t.param.kind is not Kind.VECTOR)
+    for part, times in number.items():
+        if part.stage is Stage.GATHER:
+            yield _gather(run, part, matrices)._replace(times=times)
+        if part.stage is Stage.REDUCE:
+            summed = itemsize(run, "grads" if part.when == "last" else "weights")
+            for x in _reductions(run, part, trained, summed, matrices):
+                yield x._replace(times=times)
+        if part.stage is Stage.REDUCE_REPLICAS:
+            yield from _over_replicas(run, part, trained, matrices)
+
+
+def _gather(run: Assembly, part: LaneStage, matrices: int) -> Transfer:
+    """The all-gathers of a class of tensors in a pass. matrices: that are trained; each is gathered by itself.
+
+    A layer's weights are gathered together when it is fetched, and with stages those of a layer more.
+    """
+    layers = sizes.layers_of(run)
+    fetches = part.row == "weights" and part.when == "arriving"
+    if fetches:
+        fetched = layers + (pipeline_stages(run.mesh) > 1)
+        dtype = run.engine.table.quants.dtype and "8 bits"
+        tensors = [t for t in sizes.blocks(run) if t.weights.sharded_dim is not None]
+        size = fetched / layers * sum(t.size * _number_bytes(run, t, t.weights, dtype) for t in tensors)
+        return Transfer(part, "all-gather", _axes_of_shards(run), _ring(run) * size, number=fetched)
+    tensors = [t for t in sizes.blocks(run, trained=True) if t.state_is_sharded]
+    of_row = 0 if part.row == "weights" else itemsize(run, part.row)
+    size = sum(t.size * (of_row or _number_bytes(run, t, t.master)) for t in tensors)
+    return Transfer(part, "all-gather", _axes_of_shards(run), _ring(run) * size, number=matrices)
 
 
 def _reductions(
-    run: Assembly, part: str, trained: list[Tensor], number_bytes: int, matrices: int = 0
+    run: Assembly, part: str | LaneStage, trained: list[Tensor], number_bytes: int, matrices: int = 0
 ) -> Iterator[Transfer]:
     """The sums of gradients over `dp_shard x cp`: shards of them, or all of those whose state is replicated."""
     table = run.engine.table
@@ -157,7 +181,9 @@ def _reductions(
     yield Transfer(part, "all-reduce", along, 2 * _ring(run) * replicated)
 
 
-def _over_replicas(run: Assembly, part: str, trained: list[Tensor], matrices: int = 0) -> Iterator[Transfer]:
+def _over_replicas(
+    run: Assembly, part: str | LaneStage, trained: list[Tensor], matrices: int = 0
+) -> Iterator[Transfer]:
     """The sums of gradients over the groups of `dp_replicate`."""
     number = run.mesh.shape[REPLICATE]
     if number > 1:
@@ -214,7 +240,7 @@ def _tensor_parallel(run: Assembly, batch: Batch, segment: Segment) -> Iterator[
     in_recipe = layers * sum(variant.recipe_enabled for variant in segment.variants) / segment.num_layers
     in_fp8 = run.model.precision.fp8 * in_recipe
     gathers_again, results_again = tensor_again(run, segment)
-    for part, gathers, results in ("forward", 2, 2), ("again", gathers_again, results_again), ("backward_tensor", 2, 2):
+    for part, gathers, results in ("forward", 2, 2), ("again", gathers_again, results_again), ("backward", 2, 2):
         in_words = layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
         yield Transfer(part, "all-gather", along, in_words * gathers * x, k, layers * gathers)
         yield Transfer(part, "reduce-scatter", along, layers * results * x, k, layers * results)
@@ -223,12 +249,12 @@ def _tensor_parallel(run: Assembly, batch: Batch, segment: Segment) -> Iterator[
         # Of gradients of keys and values before they are rounded; in bf16 those of their matrices alone are summed.
         width = segment.heads.key_value * segment.heads.channels * sharers // n
         size = in_recipe * 2 * (sharers - 1) / sharers * 2 * batch.tokens * width * work
-        yield Transfer("backward_tensor", "all-reduce", SAME_KV_HEADS, size, k)
+        yield Transfer("backward", "all-reduce", SAME_KV_HEADS, size, k)
     for t in sizes.blocks(run, trained=True):
         if t.section == segment.name:
-            yield from _shared(run, "backward_tensor", t, (layers - in_fp8) * work, k)
+            yield from _shared(run, "backward", t, (layers - in_fp8) * work, k)
             if not any(axis in t.weights.computed_axes for axis in TENSOR):  # scales of norms
-                yield from _shared(run, "backward_tensor", t, in_fp8 * 4, k)
+                yield from _shared(run, "backward", t, in_fp8 * 4, k)
 
 
 def tensor_again(run: Assembly, segment: Segment) -> tuple[float, int]:
@@ -390,7 +416,7 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
     stages = pipeline_stages(run.mesh)
     if stages > 1:
         stored["residuals"] /= sizes.slots(run, batch.microbatches)
-    updated = _updated_part(run)
+    updated = updated_part(run)
     totals = [0.0, 0.0]
     sums_are_local = run.mesh.shape[REPLICATE] > 1
     for step_pass, times in passes.of_step(run.engine, groups, stages=stages, sums_are_local=sums_are_local):
@@ -407,7 +433,7 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
     return read, written
 
 
-def _updated_part(run: Assembly) -> float:
+def updated_part(run: Assembly) -> float:
     """The fraction of the bytes of the layers' work weights that a step updates: those that are trained."""
     names = [segment.name for segment in run.model.segments]
     stored = {name: run.plan.weights[name] for name in names}

@@ -12,6 +12,7 @@ therefore written and read one layer at a time. It is also written in the backgr
 write.
 """
 
+import asyncio
 import contextlib
 import importlib.metadata
 import math
@@ -27,11 +28,12 @@ from orbax.checkpoint import type_handlers
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from surojax.errors import CheckpointError
-from surojax.memory.in_file import InFile, store_of
-from surojax.placement.home import DEVICE, HOST
+from surojax.memory.in_file import InFile, InFiles, home_of, part_shape
+from surojax.placement.home import HOST
 from surojax.placement.param import OUTER, part_of
 from surojax.run.checksum import checksums, name_of
 from surojax.run.on_disk import FOLDER, Translate, find, is_held, list_files
+from surojax.step.by_host import by_host
 from surojax.step.state import TrainState
 
 WRITE_TIMEOUT_S = 24 * 3600  # orbax's default is 20 minutes, and a terabyte takes longer
@@ -82,8 +84,7 @@ class Checkpoints:
         earlier checkpoints are not changed. Raises NvmeError if a file of the state does not contain what was written.
         """
         self.wait()
-        if store := store_of(state):
-            store.settle()
+        InFiles(state).store.settle()
         step = meta["step"]
         sums, bad = checksums(weights=part_of(state.weights, state.master), master=state.master, moments=state.moments)
         if bad:
@@ -145,11 +146,7 @@ def _apart(tree):
 
     Orbax itself copies arrays in device memory before it starts, but reads arrays in host memory during the write.
     """
-    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False) if _in_host(x) else x, tree)
-
-
-def _in_host(x) -> bool:
-    return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST.memory_kind
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False) if home_of(x) == HOST else x, tree)
 
 
 def _item_handlers() -> dict[str, ocp.CheckpointHandler]:
@@ -184,22 +181,18 @@ class _FileHandler(type_handlers.NumpyHandler):
             info,
             use_ocdbt=info.is_ocdbt_checkpoint,
             global_shape=file.shape,
-            local_shape=_shard_of(file),
+            local_shape=(file.shape[0], *part_shape(file)),
             dtype=file.dtype,
             process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
             arg=options,
         )
         array: Any = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
-        for l in range(file.shape[0]):  # and padding: readers of as many entries expect all chunks
-            if file.parts is not None and not file.parts[file.stage(l)]:
-                continue
-            stored = file.read(l)
-            if file.parts is None:
-                await array[l].write(stored)
-                continue
-            for part in file.parts[file.stage(l)].values():
-                if part.first:
-                    await array[l][part.index].write(stored[part.number])
+
+        def write(l: int, stored) -> None:
+            for index, piece in file.first_pieces(l, stored):
+                array[l, *index].write(piece).result()
+
+        await asyncio.to_thread(by_host, file.own_entries, file.read, lambda l, stored: stored, write)
 
 
 def _by_layer(tree):
@@ -208,21 +201,14 @@ def _by_layer(tree):
     def options(path, x):
         if name_of(path[:1]) == OUTER:
             return ocp.SaveArgs()
-        shard = _shard_of(x) if isinstance(x, InFile) else x.sharding.shard_shape(x.shape)
-        return ocp.SaveArgs(chunk_byte_size=math.prod(shard[1:]) * x.dtype.itemsize, shard_axes=(0,))
+        return ocp.SaveArgs(chunk_byte_size=math.prod(part_shape(x)) * x.dtype.itemsize, shard_axes=(0,))
 
     return jax.tree_util.tree_map_with_path(options, tree)
 
 
-def _shard_of(file: InFile) -> tuple[int, ...]:
-    """The shape of the parts that a process writes of a stack in a file, with all layers."""
-    layer = file.shape[1:]
-    return (file.shape[0], *(layer if file.parts is None else file.layer_sharding(DEVICE).shard_shape(layer)))
-
-
 def room_to_copy(state: TrainState) -> bool:
     """Whether host memory has room for a copy of the state's arrays in pinned host memory, with 10 % to spare."""
-    leaves = [x for x in jax.tree.leaves((state.master, state.moments)) if _in_host(x)]
+    leaves = [x for x in jax.tree.leaves((state.master, state.moments)) if home_of(x) == HOST]
     copy_bytes = sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards)
     return 1.1 * copy_bytes < psutil.virtual_memory().available
 

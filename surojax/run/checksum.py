@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.memory.host import move, read
-from surojax.memory.in_file import InFile
+from surojax.memory.in_file import InFiles, only_layer
 from surojax.placement.home import DEVICE
 from surojax.placement.param import OUTER
+from surojax.step.by_host import by_host
 
 
 def name_of(path, separator: str = ".") -> str:
@@ -20,18 +21,19 @@ def name_of(path, separator: str = ".") -> str:
 
 def checksums(**trees) -> tuple[dict[str, int], list[str]]:
     """Returns ({"name dtype": checksum} of every array, the names of arrays with values that are not finite)."""
-    leaves = jax.tree_util.tree_leaves_with_path(trees)
-    names = [f"{name_of(path, '/')} {x.dtype}" for path, x in leaves]
+    in_files = InFiles(trees)
+    named = jax.tree_util.tree_map_with_path(lambda path, x: f"{name_of(path, '/')} {x.dtype}", trees)
 
     def fetch(name, x):
-        if isinstance(x, InFile):
-            return _checksum_of_file(x)
         _, *section_and_path = name.split("/")  # "master/blocks/attention/wq"; other arrays have no section
         stacked = len(section_and_path) > 1 and section_and_path[0] != OUTER
         return jax.device_get(_checksum(x, stacked=stacked))
 
     # One program at a time: several with collectives in flight can block each other on virtual CPU devices.
-    sums, finite = zip(*(fetch(name, x) for name, (_, x) in zip(names, leaves, strict=True)), strict=True)
+    of_memory = map(fetch, in_files.in_memory(named), in_files.in_memory(trees))
+    found = in_files.joined(of_memory, _checksums_of_files(in_files, in_files.files(trees)))
+    names = jax.tree.leaves(named)
+    sums, finite = zip(*jax.tree.structure(trees).flatten_up_to(found), strict=True)
     bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
     return dict(zip(names, map(int, sums), strict=True)), bad
 
@@ -55,20 +57,24 @@ def _checksum(x: jax.Array, *, stacked: bool):
     return _checksum_part(move(x, DEVICE.space), 0)
 
 
-def _checksum_of_file(file: InFile) -> tuple[int, bool]:
-    """Returns what `_checksum` returns, for a stack in a file; one layer at a time is on the devices."""
-    total = 0
-    finite = True
-    for l in range(file.store.num_layers):
-        layer_total, layer_finite = jax.device_get(_part_of_file(file.on_every_stage(l), np.uint32(l), file.shape))
-        total += int(layer_total)
-        finite = finite and bool(layer_finite)
-    return total % 2**32, finite
+def _checksums_of_files(in_files: InFiles, files: list) -> list[tuple[int, bool]]:
+    """Returns what `_checksum` returns, for stacks in files; one layer at a time is on the devices."""
+    found = [(0, True)] * len(files)
+
+    def checksums_of_layer(l: int, rounds: list[jax.Array]) -> None:
+        for i, (x, file) in enumerate(zip(rounds, files, strict=True)):
+            part = _checksum_of_layer(x, np.uint32(l), shape=file.shape, sharding=file.layer_sharding(DEVICE))
+            total, finite = jax.device_get(part)
+            found[i] = ((found[i][0] + int(total)) % 2**32, found[i][1] and bool(finite))
+
+    by_host(range(in_files.store.num_layers), lambda l: in_files.read([l]), checksums_of_layer)
+    return found
 
 
-@functools.partial(jax.jit, static_argnames="shape")
-def _part_of_file(x, l, shape):
-    return _checksum_part(x, _first_word(shape, l))
+@functools.partial(jax.jit, static_argnames=("shape", "sharding"))
+def _checksum_of_layer(x: jax.Array, l, *, shape: tuple[int, ...], sharding: jax.NamedSharding):
+    """The part of `_checksum` of layer l of a stack of this shape; x: the round that it was read in."""
+    return _checksum_part(only_layer(x, sharding), _first_word(shape, l))
 
 
 def _first_word(shape: tuple[int, ...], l):

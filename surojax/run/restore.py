@@ -22,7 +22,7 @@ import tensorstore as ts
 
 from surojax.errors import CheckpointError
 from surojax.memory.host import put
-from surojax.memory.in_file import InFile
+from surojax.memory.in_file import InFiles, home_of
 from surojax.memory.layer_file import THREADS
 from surojax.optim.optimizer import Moments8bit
 from surojax.optim.reblock import reblocked
@@ -31,16 +31,8 @@ from surojax.placement.home import DEVICE
 from surojax.placement.param import OUTER, part_of, with_part
 from surojax.run.checksum import checksums, name_of
 from surojax.run.on_disk import read_meta, readable, written_by
-from surojax.step.state import (
-    TrainState,
-    cast,
-    fill_layers,
-    segment_names,
-    shardings,
-    work_dtype,
-    work_function,
-    work_weights,
-)
+from surojax.step.by_host import by_host
+from surojax.step.state import TrainState, cast, shardings, work_weights
 
 
 def restore(
@@ -57,7 +49,7 @@ def restore(
         stored = _stored_moments(path, plan.moments, meta)
         loaded = _load(path, {"master": plan.master, "moments": stored}, meta, layers or {})
         of_trained = plan._replace(weights=part_of(plan.weights, plan.master))
-        weights = with_part(base or {}, _work_weights(loaded["master"], of_trained))
+        weights = with_part(base or {}, work_weights(loaded["master"], of_trained))
         step = from_host(np.int32(meta["step"]), plan.step.sharding)
         state = TrainState(step, weights, loaded["master"], loaded["moments"], _history(path, plan))
         _verify(meta, master=state.master, moments=state.moments)
@@ -106,39 +98,52 @@ def restore_weights(path: Path, plan: dict) -> dict:
 
 
 def _load(path: Path, items: dict, meta: dict[str, Any], layers: dict[str, int]) -> dict:
-    """Reads the items of a checkpoint as planned; a stack that is planned in a file is copied to it layer by layer.
+    """Reads the items of a checkpoint as planned; stacks that are planned in files are copied to them layer by layer.
 
     layers: see `restore`.
     """
     loaded = {}
     for name, plan in items.items():
-        in_memory = jax.tree.map(lambda x: ... if isinstance(x, InFile) else x, plan)
+        in_files = InFiles(plan)
+        files = in_files.files(plan)
+        in_memory = in_files.joined(in_files.in_memory(plan), [...] * len(files))
         options = _restore_args(path / name, in_memory, meta, layers)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
-        leaves = [(name_of(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(plan)]
-        with ThreadPoolExecutor(THREADS) as pool:
-            loading = [pool.submit(_load_file, path / name, key, x) for key, x in leaves if isinstance(x, InFile)]
-            [one.result() for one in loading]
-        loaded[name] = jax.tree.map(lambda p, x: p if isinstance(p, InFile) else x, plan, arrays)
+        names = jax.tree_util.tree_map_with_path(lambda keys, _: name_of(keys), plan)
+        _load_files(path / name, in_files.files(names), files)
+        loaded[name] = in_files.joined(in_files.in_memory(arrays), files)
     return loaded
 
 
-def _load_file(item: Path, name: str, file: InFile) -> None:
-    """Copies one stack of an item to its file, one chunk at a time, which may be several layers."""
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{item}", "path": f"{name}/"}}
-    array: Any = ts.open(spec, open=True, read=True).result()
-    layers = file.store.num_layers
-    if array.shape[0] < layers or array.shape[1:] != file.shape[1:]:
-        raise ValueError(f"{item.name}/{name}: expected shape {file.shape}, got {array.shape}")
-    of_chunk = array.chunk_layout.read_chunk.shape[0]
-    for start in range(0, layers, of_chunk):
+def _load_files(item: Path, names: list[str], files: list) -> None:
+    """Copies stacks of an item to their files, a layer of all of them at a time, or the layers of the largest chunk."""
+    if not files:
+        return
+    arrays = [_stored_array(item, name) for name in names]
+    layers = files[0].store.num_layers
+    for name, array, file in zip(names, arrays, files, strict=True):
+        if array.shape[0] < layers or array.shape[1:] != file.shape[1:]:
+            raise ValueError(f"{item.name}/{name}: expected shape {file.shape}, got {array.shape}")
+    of_chunk = max(array.chunk_layout.read_chunk.shape[0] for array in arrays)
+
+    def read(start: int) -> list:
         numbers = range(start, min(start + of_chunk, layers))
-        whole = array[numbers.start : numbers.stop].read().result() if file.parts is None else None
-        for l in numbers:
-            if l in file.store.records:
-                layer = array[l] if whole is None else whole[l - start]  # of array[l], only the parts are read
-                file.write(l, file.stored_of(l, layer).astype(file.dtype))
+        return list(pool.map(lambda file, array: file.stored_in(array, numbers), files, arrays))
+
+    def write(_: int, stored: list) -> None:
+        for file, of_layers in zip(files, stored, strict=True):
+            for l, layer in of_layers.items():
+                file.write(l, layer.astype(file.dtype))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        by_host(range(0, layers, of_chunk), read, lambda _, stored: stored, write)
+
+
+def _stored_array(item: Path, name: str) -> Any:
+    """An array of an item, opened but not read."""
+    kvstore = {"driver": "ocdbt", "base": f"file://{item}", "path": f"{name}/"}
+    return ts.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
 
 
 def _restore_args(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]):
@@ -169,23 +174,6 @@ def _stored_shapes(item: Path) -> dict[str, tuple[int, ...]]:
         metadata: Any = reader.metadata(item)
     leaves = jax.tree_util.tree_leaves_with_path(metadata.item_metadata.tree)
     return {name_of(keys): tuple(x.shape) for keys, x in leaves if hasattr(x, "shape")}
-
-
-def _work_weights(master, plan: TrainState):
-    """Casts restored master weights to work weights; those in files are read one layer at a time."""
-    if not any(isinstance(x, InFile) for x in jax.tree.leaves(master)):
-        return jax.jit(lambda master: work_weights(master, plan), out_shardings=shardings(plan.weights))(master)
-    planned = plan.weights[OUTER]
-    outer = jax.jit(lambda x: cast(put(x, DEVICE), planned), out_shardings=shardings(planned))(master[OUTER])
-    (name,) = segment_names(master)  # `state_plan` refuses several
-    files, structure = jax.tree.flatten(master[name])
-    work = jax.jit(work_function(plan.weights[name], work_dtype(plan)))
-
-    def layer(l: int):
-        return work(structure.unflatten([file.on_every_stage(l) for file in files])), ()
-
-    stacks, _ = fill_layers(plan.weights[name], (), layer)
-    return {name: stacks, OUTER: outer}
 
 
 def _history(path: Path, plan: TrainState):
@@ -226,7 +214,7 @@ def _stored_moments(path: Path, moments, meta: dict[str, Any]):
         length = 0 if name_of(keys[:1]) == OUTER else 1  # of a stack, which may be padded
         if not name.endswith("_scale") or found[name][length:] == x.shape[length:]:
             return x
-        if isinstance(x, InFile):
+        if home_of(x).in_file:
             raise CheckpointError(
                 f"checkpoint {path}: expected {name} of shape {x.shape}, for the 8-bit blocks of shards of rows on "
                 f"this number of GPUs, got {found[name]}; use the sizes of the mesh as it was written with, or set "

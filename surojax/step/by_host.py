@@ -7,7 +7,12 @@ from typing import Any
 
 
 def by_host(
-    layers: Sequence[int], read: Callable[[int], Any], compute: Callable, write: Callable, *, begin: Callable[[], None]
+    layers: Sequence[int],
+    read: Callable[[int], Any],
+    compute: Callable[[int, Any], Any],
+    write: Callable[[int, Any], None] = lambda l, result: None,
+    *,
+    begin: Callable[[], None] = lambda: None,
 ) -> None:
     """write(l, compute(l, read(l))) for one layer after another.
 
@@ -16,15 +21,15 @@ def by_host(
     first layer is being read. What read and write raise is raised here.
     """
     with ThreadPoolExecutor(1, "read-ahead") as reader, ThreadPoolExecutor(1, "write-behind") as writer:
-        early = reader.submit(read, layers[0])
-        begin()
+        early = deque(reader.submit(read, l) for l in layers[:1])
         late: deque = deque()
+        begin()
         for i, l in enumerate(layers):
-            layer = early.result()
-            if i + 1 < len(layers):
-                early = reader.submit(read, layers[i + 1])
+            layer = early.popleft().result()
+            early.extend(reader.submit(read, following) for following in layers[i + 1 : i + 2])
             late.append(writer.submit(write, l, compute(l, layer)))
             del layer
             if len(late) > 1:
                 late.popleft().result()
-        late.popleft().result()
+        for last in late:
+            last.result()

@@ -31,45 +31,38 @@ computation, so only the reduce-scatter of its gradients depends on it.
 
 Everything here runs inside `jax.shard_map` over all mesh axes: arrays are one device's part. Data-parallel
 communication is only in `fetch`, `push` and `finish`; that of tensor and context parallelism is only in blocks
-(parallel/tensor.py, parallel/context.py) and in outer.py. Labels were shifted before a device takes its part of a
-sequence.
+(parallel/tensor.py, parallel/context.py) and in outer.py.
 
 Shape suffixes: A microbatches, B local batch, S sequence (or its part, see outer.py), D hidden size, N tokens.
 """
 
+import copy
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import read
-from surojax.models.model import Variant
-from surojax.numerics.fp8 import delayed_scales, extended, new_observed
+from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
-from surojax.parallel.context import of_each_chunk, own_tokens
-from surojax.parallel.tensor import own_part
-from surojax.placement.mesh import AXES, DATA, TOKENS
-from surojax.placement.param import OUTER
-from surojax.step.blocks import Backward, Group, Microbatch, backward, forward, in_turn
+from surojax.placement.mesh import AXES, TOKENS
+from surojax.step.batch import Batch, Group, Microbatch, recipe_inputs_of
+from surojax.step.blocks import Backward, Blocks, in_turn, residuals_of
 from surojax.step.gradients import (
     Accumulators,
-    accumulators,
     add,
-    begin_backward,
     finish,
+    outer_sums,
     peels_last_group,
     starts_in_first_group,
 )
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
-from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.residuals import Residuals, block_forward
+from surojax.step.outer import OuterLayers
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState
 from surojax.step.stream import Flight, Layer
-from surojax.step.weights import Layers, fetch
+from surojax.step.weights import Layers
 
 __all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
 
@@ -90,22 +83,6 @@ class Gradients(NamedTuple):
     finite: Finite | None = None
 
 
-class StepInputs(NamedTuple):
-    """What all groups of microbatches of a step read.
-
-    batch: the arrays `[A, B, S]` of `Engine.batch_arrays` by name. outer: weights of the outer layers. segments: by
-    name. recipe_inputs: see `recipe_inputs_of`. scale: of the loss in the gradients. d_auxiliary: gradient of every
-    auxiliary loss, or None.
-    """
-
-    batch: dict[str, jax.Array]
-    outer: dict
-    segments: dict[str, Layers]
-    recipe_inputs: Callable
-    scale: jax.Array
-    d_auxiliary: jax.Array | None
-
-
 class GroupCarry(NamedTuple):
     """The carry of the loop over groups of microbatches.
 
@@ -122,6 +99,150 @@ class GroupCarry(NamedTuple):
     squares: Squares
     observed: Any
     finite: Finite | None
+
+
+class Groups:
+    """The groups of microbatches of a step: forward and backward passes over all layers for each.
+
+    batch, recipe_inputs: of the whole step. outer: the outer layers. blocks: by segment. scale: of the loss in the
+    gradients. d_auxiliary: gradient of every auxiliary loss, or None.
+    """
+
+    def __init__(self, engine: Engine, weights, batch: Batch, history, step):
+        """weights: by section. history, step: see `loss_and_gradients`."""
+        microbatches = batch.microbatches
+        self.size = engine.microbatches_per_fetch
+        self.number, left_over = divmod(microbatches, self.size)
+        assert not left_over, f"expected a multiple of {self.size} microbatches, got {microbatches}"
+        self.engine = engine
+        self.batch = batch
+        self.scale = batch.scale()
+        self.auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*TOKENS)[1])
+        self.outer = OuterLayers.of(engine, weights)
+        layers = self.layers_of(weights)
+        self.recipe_inputs = recipe_inputs_of(engine.model, history, step, microbatches, self.scale)
+        has_auxiliary = any(segment.has_auxiliary_loss for segment in engine.model.segments)
+        self.d_auxiliary = varying(jnp.float32(self.auxiliary_scale)) if has_auxiliary else None
+        first = self.microbatch(0)
+        self.blocks = {
+            name: Blocks(engine, of_segment, residuals_of(engine, of_segment, self.outer, first))
+            for name, of_segment in layers.items()
+        }
+
+    def first_carry(self, history, used: dict[str, Any] | None) -> GroupCarry:
+        """The carry before the first group. history: see `loss_and_gradients`. used: by segment, see `Sums.new`."""
+        sums = {name: blocks.new_sums(used and used[name]) for name, blocks in self.blocks.items()}
+        d_outer = outer_sums(self.engine, self.outer.weights)
+        flights = {
+            name: {
+                "weights": blocks.layers.first(),
+                "residuals": Flight(blocks.residuals.stacks(self.size)),
+                "grads": sums[name],
+            }
+            for name, blocks in self.blocks.items()
+        }
+        return GroupCarry(
+            flights=flights,
+            d_outer=d_outer,
+            loss=varying(jnp.float32(0), AXES),
+            auxiliary=None if self.d_auxiliary is None else varying(jnp.float32(0)),
+            squares=collectives.no_squares(),
+            observed=varying(new_observed(history), AXES),
+            finite=all_finite(self.engine),
+        )
+
+    def layers_of(self, weights) -> dict[str, Layers]:
+        """The `Layers` of each segment. weights: by section."""
+        segments = self.engine.model.segments
+        return {segment.name: Layers(self.engine, segment, weights[segment.name]) for segment in segments}
+
+    def with_layers(self, layers: dict[str, Any], batch: Batch | None = None) -> "Groups":
+        """A copy of the passes over other `Layers` of the segments. batch: in place of the one that there is."""
+        new = copy.copy(self)
+        new.blocks = {name: blocks.with_layers(layers[name]) for name, blocks in self.blocks.items()}
+        new.batch = batch or self.batch
+        return new
+
+    def microbatch(self, a: jax.Array | int) -> Microbatch:
+        """Microbatch a."""
+        return self.batch.microbatch(a, self.recipe_inputs)
+
+    def group(self, g: jax.Array | int, *, first: bool, last: bool) -> Group:
+        """Group g of microbatches."""
+        return Group(g, [self.microbatch(g * self.size + i) for i in range(self.size)], first, last)
+
+    def both(self, g: jax.Array | int, carry: GroupCarry, *, first: bool = False, last: bool) -> GroupCarry:
+        """The carry after forward and backward of group g. first, last: group of the step."""
+        group = self.group(g, first=first, last=last)
+        return self.backward(group, *self.forward(group, carry))
+
+    def updating(self, layers: dict[str, Any], carry: GroupCarry, *, last: bool):
+        """(the carry after the first group, the new TensorState by segment).
+
+        layers: by segment, `overlap.UpdatingLayers`, which the forward pass updates.
+        """
+        group = self.group(0, first=True, last=last)
+        carry, xs_BSD = self.with_layers(layers).forward(group, carry)
+        updated: dict[str, TensorState] = {name: flights["weights"] for name, flights in carry.flights.items()}
+        new = self.layers_of({name: state.weights for name, state in updated.items()})
+        prefetched = {name: {"weights": of_segment.first(reverse=True)} for name, of_segment in new.items()}
+        carry = carry._replace(flights={name: flights | prefetched[name] for name, flights in carry.flights.items()})
+        return self.with_layers(new).backward(group, carry, xs_BSD), updated
+
+    def forward(self, group: Group, carry: GroupCarry) -> tuple[GroupCarry, list[jax.Array]]:
+        """(the carry, results of the last layer) after the forward pass of each segment."""
+        xs_BSD = [self.outer.embed(each.inputs_BS) for each in group.microbatches]
+        auxiliary = []  # by segment, of each microbatch
+        done = {}
+        for name, blocks in self.blocks.items():
+            flights = carry.flights[name]
+            moving = {
+                "weights": blocks.layers.turn(flights["weights"], group.number, reverse=False),
+                "residuals": blocks.residuals.before_forward(flights["residuals"].stack),
+            }
+            results, moving = blocks.forward(xs_BSD, group, moving)
+            xs_BSD = results.xs_BSD
+            auxiliary.append(results.auxiliary)
+            done[name] = flights | moving
+        total = carry.auxiliary
+        for of_microbatch in zip(*auxiliary, strict=True):
+            for of_segment in of_microbatch:
+                total = total if of_segment is None else add(total, of_segment)
+        return carry._replace(flights=done, auxiliary=total), xs_BSD
+
+    def heads(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> tuple[GroupCarry, list[jax.Array]]:
+        """(the carry with losses and the heads' gradients, gradients of xs_BSD: the results of the last layer)."""
+        losses = []
+        dxs_BSD = []
+        d_outer = carry.d_outer
+        for each, x_BSD in zip(group.microbatches, xs_BSD, strict=True):
+            loss, dx_BSD, d_outer = self.outer.head(d_outer, x_BSD, each.targets, self.scale)
+            losses.append(loss)
+            dxs_BSD.append(dx_BSD)
+        finite = and_activations(carry.finite, xs_BSD)
+        return carry._replace(d_outer=d_outer, loss=sum(losses, carry.loss), finite=finite), dxs_BSD
+
+    def backward(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> GroupCarry:
+        """The carry after heads, the blocks of all segments in reverse, and the embedding's gradients."""
+        carry, dxs_BSD = self.heads(group, carry, xs_BSD)
+        done = Backward(dxs_BSD, collectives.no_squares(), carry.observed)
+        flights_of = {}
+        for name, blocks in reversed(self.blocks.items()):
+            flights = carry.flights[name]
+            moving = {
+                "weights": blocks.layers.turn(flights["weights"], group.number, reverse=True),
+                "residuals": blocks.residuals.before_backward(flights["residuals"]),
+                "grads": blocks.sums.before_backward(flights["grads"], group.number, first=group.first),
+            }
+            done, moving = blocks.backward(done, self.d_auxiliary, group, moving)
+            flights_of[name] = moving | {"residuals": Flight(moving["residuals"].stack)}
+        d_outer = carry.d_outer
+        for each, dx_BSD in zip(group.microbatches, done.dxs_BSD, strict=True):
+            d_outer = self.outer.push_embed(d_outer, each.inputs_BS, dx_BSD)
+        finite = and_gradients(carry.finite, done.dxs_BSD)
+        return carry._replace(
+            flights=flights_of, d_outer=d_outer, squares=done.squares, observed=done.observed, finite=finite
+        )
 
 
 def loss_and_gradients(
@@ -141,277 +262,35 @@ def loss_and_gradients(
     updating: by segment, `overlap.UpdatingLayers`, which the first group's forward pass updates; None if `weights` are
     up to date.
     """
-    model = engine.model
-    batch = dict(zip(engine.batch_arrays, batch_ABS, strict=True))
-    microbatches = batch["inputs"].shape[0]
-    group_size = engine.microbatches_per_fetch
-    groups, left_over = divmod(microbatches, group_size)
-    assert not left_over, f"expected a multiple of {group_size} microbatches, got {microbatches}"
-    scale = 1.0 / jnp.maximum(count(engine, batch), 1).astype(jnp.float32)
-    has_auxiliary = any(segment.has_auxiliary_loss for segment in model.segments)
-    auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*TOKENS)[1])
-    step_inputs = StepInputs(
-        batch=batch,
-        outer=varying(weights[OUTER]),
-        segments=layers_of(engine, weights),
-        recipe_inputs=recipe_inputs_of(engine, history, step, microbatches, scale),
-        scale=scale,
-        d_auxiliary=varying(jnp.float32(auxiliary_scale)) if has_auxiliary else None,
-    )
-    residuals = residuals_of_segments(engine, step_inputs)
+    groups = Groups(engine, weights, Batch.of(engine, batch_ABS), history, step)
+    carry = groups.first_carry(history, updating and {name: layers.grads for name, layers in updating.items()})
     updated = None
-    sums = accumulators(engine, weights, updating and {name: layers.grads for name, layers in updating.items()})
-    carry = GroupCarry(
-        flights={
-            name: {
-                "weights": layers.first(),
-                "residuals": Flight(residuals[name].stacks(group_size)),
-                "grads": sums.layers[name],
-            }
-            for name, layers in step_inputs.segments.items()
-        },
-        d_outer=sums.outer,
-        loss=varying(jnp.float32(0), AXES),
-        auxiliary=varying(jnp.float32(0)) if has_auxiliary else None,
-        squares=collectives.no_squares(),
-        observed=varying(new_observed(history), AXES),
-        finite=all_finite(engine),
-    )
-    peeled = peels_last_group(engine)
+    only = groups.number == 1
     begin = 0
-    if starts_in_first_group(engine):
-        carry, updated = first_group(engine, step_inputs, residuals, carry, updating, last=groups == 1)
+    if starts_in_first_group(engine.table):
+        if updating:
+            carry, updated = groups.updating(updating, carry, last=only)
+        else:
+            carry = groups.both(0, carry, first=True, last=only)
         weights = weights | {name: state.weights for name, state in (updated or {}).items()}
         # Without a loop, XLA would fetch for the next group during this one: 0.16 GiB for 7B on four GPUs.
-        carry, (batch, weights) = in_turn(carry, (step_inputs.batch, weights))
-        step_inputs = step_inputs._replace(batch=batch, segments=layers_of(engine, weights))
+        carry, (arrays, weights) = in_turn(carry, (groups.batch.arrays, weights))
+        groups = groups.with_layers(groups.layers_of(weights), groups.batch._replace(arrays=arrays))
         begin = 1
-    end = max(begin, groups - peeled)
+    peeled = peels_last_group(engine.table)
+    end = max(begin, groups.number - peeled)
     if begin < end:
-        looped = functools.partial(group, engine, step_inputs, residuals, first=False, last=not peeled)
-        carry = jax.lax.fori_loop(begin, end, looped, carry)
-    if end < groups:
-        carry = group(engine, step_inputs, residuals, groups - 1, carry, first=False, last=True)
-    loss = collectives.add_up(carry.loss, *AXES) * scale
+        carry = jax.lax.fori_loop(begin, end, functools.partial(groups.both, last=not peeled), carry)
+    if end < groups.number:
+        carry = groups.both(groups.number - 1, carry, last=True)
+    loss = collectives.add_up(carry.loss, *AXES) * groups.scale
     if carry.auxiliary is not None:
-        loss = loss + collectives.add_up(carry.auxiliary, *TOKENS) * auxiliary_scale
+        loss = loss + collectives.add_up(carry.auxiliary, *TOKENS) * groups.auxiliary_scale
+    sums_of = {name: blocks.sums for name, blocks in groups.blocks.items()}
     sums = Accumulators({name: flights["grads"] for name, flights in carry.flights.items()}, carry.d_outer)
-    grads, norm = finish(engine, sums, carry.squares)
+    grads, norm = finish(engine, sums_of, sums, carry.squares)
     history = extended(history, collectives.largest_of_devices(carry.observed))
     return Gradients(loss, grads, norm, history, updated, carry.finite)
-
-
-def group(
-    engine: Engine,
-    step_inputs: StepInputs,
-    residuals: dict[str, Residuals],
-    g: jax.Array | int,
-    carry: GroupCarry,
-    *,
-    first: bool,
-    last: bool,
-) -> GroupCarry:
-    """The carry after group g of microbatches: forward and backward. first, last: group of the step."""
-    current = group_of(engine, step_inputs, g, first=first, last=last)
-    carry, xs_BSD = group_forward(engine, step_inputs, residuals, current, carry)
-    return group_backward(engine, step_inputs, residuals, current, carry, xs_BSD)
-
-
-def first_group(
-    engine: Engine,
-    step_inputs: StepInputs,
-    residuals: dict[str, Residuals],
-    carry: GroupCarry,
-    updating: dict[str, Any] | None,
-    *,
-    last: bool,
-) -> tuple[GroupCarry, dict[str, TensorState] | None]:
-    """(the carry after the step's first group, which updates the layers of `updating`; their new state by segment)."""
-    if not updating:
-        return group(engine, step_inputs, residuals, 0, carry, first=True, last=last), None
-    current = group_of(engine, step_inputs, 0, first=True, last=last)
-    carry, xs_BSD = group_forward(engine, step_inputs._replace(segments=updating), residuals, current, carry)
-    updated = {name: flights["weights"] for name, flights in carry.flights.items()}
-    new_layers = layers_of(engine, {name: state.weights for name, state in updated.items()})
-    prefetched = {name: {"weights": layers.first(reverse=True)} for name, layers in new_layers.items()}
-    carry = carry._replace(flights={name: flights | prefetched[name] for name, flights in carry.flights.items()})
-    step_inputs = step_inputs._replace(segments=new_layers)
-    return group_backward(engine, step_inputs, residuals, current, carry, xs_BSD), updated
-
-
-def group_of(engine: Engine, step_inputs: StepInputs, g: jax.Array | int, *, first: bool, last: bool) -> Group:
-    """Group g of microbatches."""
-    n = engine.microbatches_per_fetch
-    return Group(g, [microbatch_of(engine, step_inputs, g * n + i) for i in range(n)], first, last)
-
-
-def microbatch_of(engine: Engine, step_inputs: StepInputs, a: jax.Array | int) -> Microbatch:
-    """Microbatch a."""
-    batch_BS = read(step_inputs.batch, a)
-    recipe_inputs = functools.partial(step_inputs.recipe_inputs, a)
-    inputs_BS, targets = own_slices(engine, batch_BS)
-    return Microbatch(inputs_BS, targets, batch_BS.get("starts"), recipe_inputs)
-
-
-def group_forward(
-    engine: Engine, step_inputs: StepInputs, residuals: dict[str, Residuals], current: Group, carry: GroupCarry
-) -> tuple[GroupCarry, list[jax.Array]]:
-    """(the carry, results of the last layer) after the forward pass of each segment."""
-    xs_BSD = [embedded(engine, step_inputs.outer, each) for each in current.microbatches]
-    auxiliary = []  # by segment, of each microbatch
-    done = {}
-    for name, layers in step_inputs.segments.items():
-        flights = carry.flights[name]
-        moving = {
-            "weights": layers.turn(flights["weights"], current.number, reverse=False),
-            "residuals": residuals[name].before_forward(flights["residuals"].stack),
-        }
-        results, moving = forward(engine, layers, xs_BSD, current, residuals[name], moving)
-        xs_BSD = results.xs_BSD
-        auxiliary.append(results.auxiliary)
-        done[name] = flights | moving
-    total = carry.auxiliary
-    for of_microbatch in zip(*auxiliary, strict=True):
-        for of_segment in of_microbatch:
-            total = total if of_segment is None else add(total, of_segment)
-    return carry._replace(flights=done, auxiliary=total), xs_BSD
-
-
-def group_heads(
-    engine: Engine, step_inputs: StepInputs, current: Group, carry: GroupCarry, xs_BSD: list[jax.Array]
-) -> tuple[GroupCarry, list[jax.Array]]:
-    """(the carry with losses and the heads' gradients, gradients of xs_BSD: the results of the last layer)."""
-    losses = []
-    dxs_BSD = []
-    d_outer = carry.d_outer
-    for each, x_BSD in zip(current.microbatches, xs_BSD, strict=True):
-        loss, dx_BSD, d_outer = head_of_microbatch(engine, step_inputs, each, x_BSD, d_outer)
-        losses.append(loss)
-        dxs_BSD.append(dx_BSD)
-    finite = and_activations(carry.finite, xs_BSD)
-    return carry._replace(d_outer=d_outer, loss=sum(losses, carry.loss), finite=finite), dxs_BSD
-
-
-def head_of_microbatch(engine: Engine, step_inputs: StepInputs, each: Microbatch, x_BSD: jax.Array, d_outer: dict):
-    """(loss, d loss / dx, gradients of the outer layers with those of the head)."""
-    return head(
-        engine.objective,
-        engine.model,
-        step_inputs.outer,
-        d_outer,
-        x_BSD,
-        each.targets,
-        step_inputs.scale,
-        chunks=engine.lmhead_chunks,
-        axes=engine.vocabulary_axes,
-    )
-
-
-def group_backward(
-    engine: Engine,
-    step_inputs: StepInputs,
-    residuals: dict[str, Residuals],
-    current: Group,
-    carry: GroupCarry,
-    xs_BSD: list[jax.Array],
-) -> GroupCarry:
-    """The carry after heads, the blocks of all segments in reverse, and the embedding's gradients."""
-    carry, dxs_BSD = group_heads(engine, step_inputs, current, carry, xs_BSD)
-    done = Backward(dxs_BSD, collectives.no_squares(), carry.observed)
-    flights_of = {}
-    for name, layers in reversed(step_inputs.segments.items()):
-        flights = carry.flights[name]
-        moving = {
-            "weights": layers.turn(flights["weights"], current.number, reverse=True),
-            "residuals": residuals[name].before_backward(flights["residuals"]),
-            "grads": begin_backward(layers.segment, flights["grads"], current.number, first=current.first),
-        }
-        done, moving = backward(engine, layers, done, step_inputs.d_auxiliary, current, residuals[name], moving)
-        flights_of[name] = moving | {"residuals": Flight(moving["residuals"].stack)}
-    d_outer = carry.d_outer
-    for each, dx_BSD in zip(current.microbatches, done.dxs_BSD, strict=True):
-        d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, engine.vocabulary_axes, engine.model.embedding_scale)
-    finite = and_gradients(carry.finite, done.dxs_BSD)
-    return carry._replace(
-        flights=flights_of, d_outer=d_outer, squares=done.squares, observed=done.observed, finite=finite
-    )
-
-
-def layers_of(engine: Engine, weights) -> dict[str, Layers]:
-    """The `Layers` of each segment. weights: by section."""
-    return {segment.name: Layers(engine, segment, weights[segment.name]) for segment in engine.model.segments}
-
-
-def embedded(engine: Engine, outer, each: Microbatch) -> jax.Array:
-    """The embeddings of a microbatch's tokens."""
-    return embed(outer, each.inputs_BS, engine.vocabulary_axes, engine.model.embedding_scale)
-
-
-def own_slice(engine: Engine, x_BS: jax.Array) -> jax.Array:
-    """The columns of whole sequences whose activations are on this device."""
-    compute = engine.model.compute
-
-    def own_columns(x_BS: jax.Array) -> jax.Array:
-        return own_part(own_tokens(x_BS, compute.cp_method))
-
-    return of_each_chunk(own_columns, x_BS, compute.sequence_chunks)
-
-
-def own_slices(engine: Engine, batch_BS: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(inputs, the objective's arrays by name) of the tokens whose activations are on this device."""
-    targets = {name: own_slice(engine, batch_BS[name]) for name in engine.objective.targets}
-    return own_slice(engine, batch_BS["inputs"]), targets
-
-
-def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: jax.Array) -> Callable:
-    """A function (microbatch a, number of a layer) -> `recipe_inputs` of a `Segment`'s block.
-
-    scale: of the loss in the gradient, which tells the first step how large gradients may be.
-    """
-    model = engine.model
-    precision = model.precision
-    if precision.delayed:
-        scales = delayed_scales(history, model.sites, precision.margin, scale)
-        return lambda a, l: scales[l]
-    if model.draws:
-        device, devices = collectives.device_number(*TOKENS)
-
-        def word(i) -> jax.Array:
-            return jnp.asarray(i, jnp.uint32)
-
-        def seed(a, l) -> jax.Array:
-            return ((word(step) * microbatches + word(a)) * model.num_layers + word(l)) * devices + word(device)
-
-        return seed
-    return lambda a, l: None
-
-
-def residuals_of_segments(engine: Engine, step_inputs: StepInputs) -> dict[str, Residuals]:
-    """The residuals of each segment's layers in a microbatch."""
-    each = microbatch_of(engine, step_inputs, 0)
-    segments = step_inputs.segments.items()
-    return {name: residuals_of(engine, layers, step_inputs.outer, each) for name, layers in segments}
-
-
-def residuals_of(
-    engine: Engine, layers: Layers, outer, each: Microbatch, variants: tuple[Variant, ...] = ()
-) -> Residuals:
-    """The residuals of a segment's layers in a microbatch. variants: that they may have; (): those that they have."""
-    segment = layers.segment
-
-    def of_variant(variant: Variant):
-        stack = layers.fetches[0].part.stack  # all layers of a segment have the same shapes
-        layer = Layer(0, 0, segment.start, variant, 1)
-        x_BSD = embedded(engine, outer, each)
-        inputs = each.recipe_inputs(layer.number)
-        w = fetch(engine, segment, stack, 0, variant)
-        return block_forward(engine, segment, layer, w, x_BSD, inputs, each.starts_BS)[1]
-
-    saved = {
-        variant: jax.eval_shape(functools.partial(of_variant, variant))
-        for variant in variants or dict.fromkeys(segment.variants)
-    }
-    return Residuals(segment.num_layers, engine.table.residuals.home, saved)
 
 
 def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
@@ -419,23 +298,16 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
 
     batch_BS: the arrays `[B, S]` of `Engine.batch_arrays`.
     """
-    batch = dict(zip(engine.batch_arrays, batch_BS, strict=True))
-    inputs_BS, targets = own_slices(engine, batch)
-    starts_BS = batch.get("starts")
-    outer = varying(weights[OUTER])
-    axes = engine.vocabulary_axes
-    x_BSD = embed(outer, inputs_BS, axes, engine.model.embedding_scale)
+    batch = Batch.of(engine, batch_BS)
+    each = batch.on_device(lambda l: None)
+    outer = OuterLayers.of(engine, weights)
+    x_BSD = outer.embed(each.inputs_BS)
     for segment in engine.model.segments:
         layers = Layers(engine, segment, weights[segment.name])
 
         def block(layer: Layer, values, x_BSD, flights, segment=segment):
-            return segment.block(values["weights"], x_BSD, None, layer.variant, starts_BS)[0], {}, flights
+            return segment.block(values["weights"], x_BSD, None, layer.variant, each.starts_BS)[0], {}, flights
 
         x_BSD, _ = layers.over(block, x_BSD, {}, {"weights": layers.first()})
-    total = loss(engine.objective, engine.model, outer, x_BSD, targets, chunks=engine.lmhead_chunks, axes=axes)
-    return collectives.add_up(total, *AXES), count(engine, batch)
-
-
-def count(engine: Engine, batch: dict[str, jax.Array]) -> jax.Array:
-    """The number of terms of the objective, on all devices together. batch: of whole sequences."""
-    return collectives.add_up(engine.objective.count({k: batch[k] for k in engine.objective.targets}), *DATA)
+    total = outer.loss(x_BSD, each.targets)
+    return collectives.add_up(total, *AXES), batch.terms()

@@ -8,29 +8,25 @@ none of the last stage, whose padding there (step/padding.py) is zeros before an
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import Part, joined, parts, put, read, write
-from surojax.memory.in_file import InFiles, store_of
+from surojax.memory.in_file import InFiles
 from surojax.numerics.rounding import materialised
-from surojax.optim import optimizer as optim
-from surojax.optim.optimizer import Optimizer
+from surojax.optim.optimizer import UpdateContext
 from surojax.parallel import collectives
 from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import DEVICE, HOST
-from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER
-from surojax.placement.table import Mesh
 from surojax.step.by_host import by_host
-from surojax.step.metrics import metrics_of, plan_metrics
-from surojax.step.spec import Engine
-from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
-from surojax.step.update import as_trees, tensors, update_outer, update_tensor
+from surojax.step.metrics import metrics_of
+from surojax.step.state import TensorState, TrainState, from_sections, section
+from surojax.step.step_parts import StepParts
+from surojax.step.update import as_trees
 
 
 class Program(NamedTuple):
@@ -67,22 +63,14 @@ class FileStep:
     layer's copies to and from the device do not overlap with those of the next layer; disks are slower than these.
     """
 
-    def __init__(
-        self, engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh, loss_and_gradients: Callable
-    ):
-        """loss_and_gradients: of the engine, or of its stages."""
-        self.engine = engine
-        self.loss_and_gradients = loss_and_gradients
-        self.stages = pipeline_stages(mesh)
-        self.rounds = layers_of_stage(engine.model.num_layers, self.stages)
-        self.optimizer = optimizer
-        self.plan = plan
-        self.mesh = mesh
-        (self.segment,) = engine.model.segments  # `state_plan` refuses several
-        planned = tuple(self._section(plan)[1:])
-        self.state = InFiles(planned)  # of (master, moments)
-        self.files = self.state.files(planned)
-        self.store: Any = store_of(plan)
+    def __init__(self, step: StepParts):
+        self.step = step
+        plan = self.plan = step.plan
+        model = step.engine.model
+        self.stages = pipeline_stages(step.mesh)
+        self.rounds = layers_of_stage(model.num_layers, self.stages)
+        (self.segment,) = model.segments  # `state_plan` refuses several
+        self.state = InFiles(tuple(self._section(plan)[1:]))  # of (master, moments)
         self.update_inputs = self._plan_update_inputs()
         self.gradients: Any = self._gradients()
         self.updates: list[Any] = [self._update(part) for part in parts(self._section(plan).weights)]
@@ -98,13 +86,13 @@ class FileStep:
         stacks = self.state.in_memory((old.master, old.moments))
         weights = [part.stack for part in parts(old.weights)]
         part_of_round = [i for i, part in enumerate(parts(old.weights)) for _ in self._rounds(part)]
-        on_virtual_devices = jax.default_backend() == "cpu" and self.mesh.size > 1
+        on_virtual_devices = jax.default_backend() == "cpu" and self.step.mesh.size > 1
         results: Any = None
 
         def begin() -> None:
             nonlocal results
             results = self.gradients(section(state, OUTER), state.step, state.history, old.weights, *batch)
-            self.store.begin_update(step)
+            self.state.store.begin_update(step)
 
         def update(l: int, layer):
             nonlocal stacks
@@ -116,9 +104,9 @@ class FileStep:
             return layer
 
         by_host(range(self.rounds), self._read, update, self._write, begin=begin)
-        self.store.end_update(step)
+        self.state.store.end_update(step)
         outer, steps_done, history, metrics, _ = results
-        master, moments = self.state.joined(stacks, self.files)
+        master, moments = self.state.joined(stacks, self.state.files((old.master, old.moments)))
         sections = {self.segment.name: TensorState(joined(weights), master, moments), OUTER: outer}
         return from_sections(steps_done, sections, history), metrics
 
@@ -155,21 +143,13 @@ class FileStep:
         step.gradients, *step.updates = programs
         return step
 
-    def _numbers(self, l: int) -> list[int]:
-        """The numbers in the model of layer l of every stage, without those that this process's file does not have."""
-        return [number for number in range(l, self.stages * self.rounds, self.rounds) if number in self.store.records]
-
     def _read(self, l: int) -> list[jax.Array]:
         """Reads layer l of every stage from the file into pinned host memory."""
-        numbers = self._numbers(l)
-        return [file.on_devices({number: file.read(number) for number in numbers}, HOST) for file in self.files]
+        return self.state.read(self.state.layers_of_round(l))
 
     def _write(self, l: int, layer: list[jax.Array]) -> None:
         """Writes layer l of every stage to the file."""
-        numbers = self._numbers(l)
-        for file, x in zip(self.files, layer, strict=True):
-            for number, stored in zip(numbers, file.from_devices(x, numbers), strict=True):
-                file.write(number, stored)
+        self.state.write(self.state.layers_of_round(l), layer)
 
     def _rounds(self, part: Part) -> range:
         """The layers of each stage whose work weights are in this part."""
@@ -177,25 +157,21 @@ class FileStep:
 
     def _gradients(self):
         """The jitted program `gradients`."""
-        engine = self.engine
-        planned_metrics = plan_metrics(engine, self.mesh)
+        update = self.step.update
 
         def per_device(outer, step, history, blocks, *batch):
             weights = {self.segment.name: blocks, OUTER: outer.weights}
-            found = self.loss_and_gradients(engine, weights, *batch, history=history, step=step)
-            scalars = optim.scalars(self.optimizer, step, found.norm)
+            found = self.step.gradients(weights, *batch, history=history, step=step)
+            scalars = update.scalars(step, found.norm)
             metrics = metrics_of(found, scalars["lr"])
-            outer = update_outer(engine, self.optimizer, outer, found.grads, scalars)
+            outer = update.outer(outer, found.grads, scalars)
             update_inputs = {"grads": found.grads[self.segment.name], "scalars": scalars, "l": jnp.int32(0)}
             return outer, step + 1, found.history, metrics, update_inputs
 
-        tokens = [batch_sharding(self.mesh).spec for _ in engine.batch_arrays]
         donated = (section(self.plan, OUTER), self.plan.step, self.plan.history)
-        in_specs = (*specs_of((*donated, self._section(self.plan).weights)), *tokens)
-        out_specs = (*specs_of(donated), specs_of(planned_metrics), specs_of(self.update_inputs))
-        sharded = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-        out_shardings = (*shardings(donated), shardings(planned_metrics), shardings(self.update_inputs))
-        return jax.jit(sharded, donate_argnums=(0, 1, 2), out_shardings=out_shardings)
+        arguments = (*donated, self._section(self.plan).weights)
+        results = (*donated, self.step.metrics, self.update_inputs)
+        return self.step.program(per_device, arguments, results, donated=(0, 1, 2))
 
     def _update(self, part: Part):
         """The jitted program of `updates` for the layers of this part of the work weights."""
@@ -207,51 +183,31 @@ class FileStep:
             (master, moments), grads = materialised((old, read(update_inputs["grads"], l)))
             state = TensorState(weights, master, moments)
             done = []
-            for tensor in tensors(self.engine, self.segment.name, state, grads):
-                work, new = update_tensor(
-                    self.engine,
-                    self.optimizer,
-                    tensor,
-                    update_inputs["scalars"],
-                    tensor.state.weights,
-                    (tensor.state.master, tensor.state.moments),
-                    (tensor.grad, collectives.first_layer(self.rounds) + l),
-                )
-                done.append(TensorState(work, *new))
+            context = UpdateContext(update_inputs["scalars"], collectives.first_layer(self.rounds) + l)
+            for tensor in self.step.update.tensors(self.segment.name, state, grads):
+                done.append(tensor.updated(tensor.state.master, tensor.state.moments, tensor.grad, context))
             work, *new = materialised(tuple(as_trees(done, state)))
             stacks = write(stacks, self.state.in_memory(tuple(new)), l)
             layer = put([x[None] for x in self.state.files(tuple(new))], HOST)
             return write(weights, work, l - part.start // self.stages), stacks, layer, l + 1
 
         arguments = self._arguments(part)
-        in_specs = specs_of(arguments)
-        sharded = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=(*in_specs[:3], jax.P()))
-        out_shardings = (*shardings(arguments[:3]), self.plan.step.sharding)
-        return jax.jit(sharded, donate_argnums=(0, 1), out_shardings=out_shardings)
+        results = (*arguments[:3], self.plan.step)
+        return self.step.program(per_device, arguments, results, batch=False, donated=(0, 1))
 
     def _arguments(self, part: Part) -> tuple:
         """The planned arguments of the update of this part: `jax.ShapeDtypeStruct`s."""
-        layer = [
-            jax.ShapeDtypeStruct((self.stages, *f.shape[1:]), f.dtype, sharding=f.round_sharding(HOST))
-            for f in self.files
-        ]
         stacks = self.state.in_memory(tuple(self._section(self.plan)[1:]))
-        return part.stack, stacks, layer, self.update_inputs
+        return part.stack, stacks, self.state.planned_round(HOST), self.update_inputs
 
     def _plan_update_inputs(self) -> dict:
         """The plan of `update_inputs`."""
         plan = self.plan
-        row = self.engine.table.grads
-        mesh = plan.step.sharding.mesh
-
-        def gradient(p, spec):
-            sharding = jax.NamedSharding(mesh, spec, memory_kind=row.home.memory_kind)
-            return jax.ShapeDtypeStruct(p.shape, row.dtype, sharding=sharding)
 
         def replicated(x):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.step.sharding)
 
-        grads = jax.tree.map(gradient, self._section(plan).master, specs(self.engine.layouts.master)[self.segment.name])
         norm = jax.ShapeDtypeStruct((), jnp.float32)
-        scalars = jax.tree.map(replicated, jax.eval_shape(self.optimizer.scalars, plan.step, norm))
+        scalars = jax.tree.map(replicated, jax.eval_shape(self.step.update.scalars, plan.step, norm))
+        grads = self.step.planned_gradients(self.segment.name)
         return {"grads": grads, "scalars": scalars, "l": replicated(plan.step)}

@@ -1,7 +1,7 @@
 """Reduction of gradients: `push` completes a layer's sums, `finish` sums the local rest over devices.
 
     before layer l computes:     its sums are read
-    after each microbatch of it: sums = accumulate(sums, dw)      reduce-scatter (ZeRO-2 and 3), add
+    after each microbatch of it: sums = accumulated(sums, dw)     reduce-scatter (ZeRO-2 and 3), add
     after all in a group:        the sums are written; push, in the last group, first sums over all devices what is
                                  still local (ZeRO-1, replicas)
     after the backward pass:     finish                           embedding and final norm, global norm
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import allocate, index_in_loop, parts, read, write
+from surojax.memory.host import allocate, index_in_loop, read, write
 from surojax.models.model import Segment
 from surojax.numerics.quantize import dequantise_all
 from surojax.parallel import collectives
@@ -27,10 +27,10 @@ from surojax.parallel.collectives import Squares, varying
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import REPLICATE, SHARDS, TOKENS
 from surojax.placement.param import OUTER, Kind, part_of
+from surojax.placement.table import Placement
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine
 from surojax.step.stream import Flight, Stream, sweep
-from surojax.step.weights import fetch
 
 GRADS = Stream(Lane("grads", reads=True, writes=True))  # of stacks on the device, or after the last backward pass
 
@@ -50,62 +50,112 @@ def add(tree, more):
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, more)
 
 
-def accumulators(engine: Engine, weights, used: dict | None = None) -> Accumulators:
-    """Zeros for all that is trained: the layers' as the placement says, the outer ones as their weights (summed over
-    devices once per step).
+class Sums:
+    """The sums of a segment's gradients: how they begin, grow, and are summed over devices.
 
-    In host memory the layers' may hold anything, the first group reads nothing. used: by segment, stacks there to write
-    over.
+    in_place: see `sums_in_place`. replicated: see `replicated_stacks`.
     """
-    row = engine.table.grads
-    layers = {
-        segment.name: new_sums(engine, segment, weights[segment.name], used and used[segment.name])
-        for segment in engine.model.segments
-    }
+
+    def __init__(self, engine: Engine, segment: Segment):
+        self.table = engine.table
+        self.params = segment.trained_params
+        self.num_layers = segment.num_layers
+        self.layouts = engine.layouts.grads[segment.name]
+        self.of_shards = engine.layouts.master[segment.name]
+        self.in_place = sums_in_place(engine)
+        self.replicated = replicated_stacks(engine.table)
+
+    def new(self, weights, used=None) -> Flight:
+        """Zeros. weights: a layer's, to compute with, or their types.
+
+        In host memory they may be anything, the first group reads nothing. used: stacks there to write over.
+        """
+        row = self.table.grads
+
+        def gradient_of_layer(weights):
+            w = dequantise_all(part_of(weights, self.layouts), self.table.weights.dtype)
+            return collectives.reduce_scatter(w, self.params, self.layouts) if row.sharded else w
+
+        def axes(layout: Layout) -> tuple[str, ...]:
+            # A replicated array of sharded accumulators is summed over dp_shard and cp at every push: it is the same
+            # there.
+            data = (REPLICATE,) if row.sharded and layout.sharded_dim is None else TOKENS
+            return (*data, *layout.layers, *layout.computed_axes)
+
+        def zeros(*lead: int):
+            def one(g, layout):
+                return varying(jnp.zeros((*lead, *g.shape), row.dtype), axes(layout))
+
+            return jax.tree.map(one, of_layer, self.layouts)
+
+        of_layer = jax.eval_shape(gradient_of_layer, weights)
+        if used is not None:
+            return Flight(jax.tree.map(lambda x, layout: varying(x, axes(layout)), used, self.layouts), late=zeros())
+        return Flight(allocate(zeros(self.num_layers), row.home), late=zeros() if row.home.streamed else None)
+
+    def accumulated(self, sums, dw):
+        """A layer's sums plus its gradients in a microbatch, which are reduce-scattered if the sums are sharded."""
+        if self.table.grads.sharded:
+            dw = collectives.reduce_scatter_in_turn(dw, self.params, self.of_shards, self.table.reduce)
+        return add(sums, dw)
+
+    def before_backward(self, sums: Flight, group: jax.Array | int, *, first: bool) -> Flight:
+        """The flight that a backward pass begins with, in which the last layer's sums are to be written.
+
+        The pass before left layer 0's sums, which are copied out. The last layer's are read, and the pass, which begins
+        by writing what is late, writes them back unchanged. The first group reads nothing: it writes zeros to the last
+        layer, and the sums of that layer afterwards. group: the loop's counter.
+        """
+        if sums.late is None or first:
+            return sums
+        stack = write(sums.stack, sums.late, index_in_loop(0, group))
+        return Flight(stack, late=read(stack, index_in_loop(self.num_layers - 1, group)))
+
+    def push(self, sums, *, last: bool) -> tuple[Any, Squares]:
+        """(a layer's sums after a group of microbatches, to be written; Squares of these).
+
+        If sums are made in place, `finish` computes their Squares. last: last group, also sum over devices what is
+        still local.
+        """
+        if last:
+            if self.replicated:
+                sums = collectives.reduce_scatter_in_turn(sums, self.params, self.of_shards, self.table.reduce)
+            sums = collectives.add_up(sums, REPLICATE)
+        if not self.in_place:
+            # As in the update, a barrier between reads and writes keeps XLA from copying the whole stack.
+            sums = jax.lax.optimization_barrier(sums)
+        squares = collectives.no_squares()
+        if last and not self.in_place:
+            squares = collectives.sum_of_squares(sums, self.of_shards)
+        # Typed like layers that still differ.
+        return varying(sums, TOKENS if self.replicated else (REPLICATE,)), squares
+
+    def shards(self, sums: Flight) -> Any:
+        """The stacks after the last backward pass, as the shards that the optimizer updates."""
+        stack = sums.stack
+        if sums.late is not None:
+            stack = write(stack, sums.late, 0)  # the backward pass ends with layer 0
+        stack = collectives.same(stack, REPLICATE)
+        return jax.tree.map(_shard_in_stack, stack, self.of_shards) if self.replicated else stack
+
+    def squares_in_place(self, squares: Squares, stacks) -> Squares:
+        """The sum of `squares` and the `Squares` of these stacks, added in the order of the backward pass."""
+
+        def body(values, squares: Squares) -> tuple[Squares, dict]:
+            return add(squares, collectives.sum_of_squares(values["grads"], self.of_shards, in_memory=True)), {}
+
+        layers = range(len(jax.tree.leaves(stacks)[0]))
+        return sweep(layers, {"grads": GRADS}, body, squares, {"grads": Flight(stacks)}, reverse=True)[0]
+
+
+def outer_sums(engine: Engine, weights: dict) -> dict:
+    """Zeros for the outer layers that are trained, sharded as their weights: summed over devices once per step."""
+    layouts = engine.layouts.grads[OUTER]
 
     def zeros(w: jax.Array, layout: Layout) -> jax.Array:
-        return varying(jnp.zeros(w.shape, row.dtype), (*TOKENS, *layout.computed_axes))
+        return varying(jnp.zeros(w.shape, engine.table.grads.dtype), (*TOKENS, *layout.computed_axes))
 
-    layouts = engine.layouts.grads[OUTER]
-    outer = jax.tree.map(zeros, part_of(weights[OUTER], layouts), layouts)
-    return Accumulators(layers, outer)
-
-
-def new_sums(engine: Engine, segment: Segment, weights, used=None) -> Flight:
-    """Zeros for a segment. weights: its stacks. used: see `accumulators`."""
-    row = engine.table.grads
-    layouts = engine.layouts.grads[segment.name]
-    stack = parts(weights)[0].stack
-
-    def gradient_of_layer():
-        w = part_of(fetch(engine, segment, stack, 0, segment.variants[0]), layouts)
-        w = dequantise_all(w, engine.table.weights.dtype)
-        return collectives.reduce_scatter(w, segment.trained_params, layouts) if row.sharded else w
-
-    def axes(layout: Layout) -> tuple[str, ...]:
-        # A replicated array of sharded accumulators is summed over dp_shard and cp at every push: it is the same there.
-        data = (REPLICATE,) if row.sharded and layout.sharded_dim is None else TOKENS
-        return (*data, *layout.layers, *layout.computed_axes)
-
-    def zeros(*lead: int):
-        def one(g, layout):
-            return varying(jnp.zeros((*lead, *g.shape), row.dtype), axes(layout))
-
-        return jax.tree.map(one, of_layer, layouts)
-
-    of_layer = jax.eval_shape(gradient_of_layer)
-    if used is not None:
-        return Flight(jax.tree.map(lambda x, layout: varying(x, axes(layout)), used, layouts), late=zeros())
-    return Flight(allocate(zeros(segment.num_layers), row.home), late=zeros() if row.home.streamed else None)
-
-
-def accumulate(engine: Engine, segment: Segment, sums, dw):
-    """A layer's sums plus its gradients in a microbatch, which are reduce-scattered if accumulators are sharded."""
-    table = engine.table
-    if table.grads.sharded:
-        layouts = engine.layouts.master[segment.name]
-        dw = collectives.reduce_scatter_in_turn(dw, segment.trained_params, layouts, table.reduce)
-    return add(sums, dw)
+    return jax.tree.map(zeros, part_of(weights, layouts), layouts)
 
 
 def reduce_behind(dw, before):
@@ -116,62 +166,27 @@ def reduce_behind(dw, before):
     return structure.unflatten(leaves), before
 
 
-def begin_backward(segment: Segment, sums: Flight, group: jax.Array | int, *, first: bool) -> Flight:
-    """The flight that a backward pass begins with, in which the last layer's sums are to be written.
-
-    The pass before left layer 0's sums, which are copied out. The last layer's are read, and the pass, which begins by
-    writing what is late, writes them back unchanged. The first group reads nothing: it writes zeros to the last layer,
-    and the sums of that layer afterwards. group: the loop's counter.
-    """
-    if sums.late is None or first:
-        return sums
-    stack = write(sums.stack, sums.late, index_in_loop(0, group))
-    return Flight(stack, late=read(stack, index_in_loop(segment.num_layers - 1, group)))
-
-
-def push(engine: Engine, segment: Segment, sums, *, last: bool) -> tuple[Any, Squares]:
-    """(a layer's sums after a group of microbatches, to be written; Squares of these).
-
-    If sums are made in place, `finish` computes their Squares. last: last group, also sum over devices what is still
-    local.
-    """
-    table = engine.table
-    layouts = engine.layouts.master[segment.name]
-    if last:
-        if replicated_stacks(engine):
-            sums = collectives.reduce_scatter_in_turn(sums, segment.trained_params, layouts, table.reduce)
-        sums = collectives.add_up(sums, REPLICATE)
-    in_place = sums_in_place(engine)
-    if not in_place:
-        # As in the update, a barrier between reads and writes keeps XLA from copying the whole stack.
-        sums = jax.lax.optimization_barrier(sums)
-    squares = collectives.sum_of_squares(sums, layouts) if last and not in_place else collectives.no_squares()
-    # Typed like layers that still differ.
-    return varying(sums, TOKENS if replicated_stacks(engine) else (REPLICATE,)), squares
-
-
-def starts_in_first_group(engine: Engine) -> bool:
-    """Whether the first group of microbatches is peeled off the loop, so that it need not read the accumulators.
+def starts_in_first_group(table: Placement) -> bool:
+    """True if the first group of microbatches is peeled off the loop, so that it need not read the accumulators.
 
     From device memory that costs little. From host memory, 7B on one RTX 4090 would read 13 GB, 0.5 s.
     """
-    return engine.table.grads.home.streamed
+    return table.grads.home.streamed
 
 
-def peels_last_group(engine: Engine) -> bool:
+def peels_last_group(table: Placement) -> bool:
     """True if the last group of microbatches is peeled off the loop, to sum over devices what the others leave local.
 
     At ZeRO-2 and 3 without replicas they leave nothing local. Without `shard_outer` it saves memory there all the same:
     of two groups, no loop is left, and so no zeros for the first (7B on four GPUs: 0.5 GiB; docs/LOG.md, 2026-11-22).
     """
-    table = engine.table
     in_shards = table.grads.sharded and table.outer.sharded
     return bool(collectives.active(REPLICATE) or (collectives.active(*SHARDS) and not in_shards))
 
 
-def leaves_sums_local(engine: Engine) -> bool:
+def leaves_sums_local(table: Placement) -> bool:
     """True if layers' sums are still local to a device when all microbatches are done, until `push` adds them up."""
-    return bool(replicated_stacks(engine) or collectives.active(REPLICATE))
+    return bool(replicated_stacks(table) or collectives.active(REPLICATE))
 
 
 def sums_in_place(engine: Engine) -> bool:
@@ -187,9 +202,9 @@ def sums_in_place(engine: Engine) -> bool:
     return matrices and not row.sharded and not row.home.streamed
 
 
-def replicated_stacks(engine: Engine) -> bool:
-    """Whether every device has whole accumulators; `push` leaves the shards of their sums at the beginning of each."""
-    return bool(collectives.active(*SHARDS)) and not engine.table.grads.sharded
+def replicated_stacks(table: Placement) -> bool:
+    """True if every device has whole accumulators; `push` leaves the shards of their sums at the beginning of each."""
+    return bool(collectives.active(*SHARDS)) and not table.grads.sharded
 
 
 def sum_outer(engine: Engine, name: str, grad: jax.Array):
@@ -202,36 +217,19 @@ def sum_outer(engine: Engine, name: str, grad: jax.Array):
     return collectives.add_up(grad, REPLICATE)
 
 
-def finish(engine: Engine, grads: Accumulators, squares: Squares):
+def finish(engine: Engine, sums_of: dict[str, Sums], grads: Accumulators, squares: Squares):
     """(gradients summed over all devices, by section, as the shards that the optimizer updates; global norm).
 
-    squares: of the layers' accumulators, which `push` has completed; none of them if it sums in place.
+    sums_of: by segment. squares: of the layers' accumulators, which `push` has completed; none of them if it sums in
+    place.
     """
     outer = {name: sum_outer(engine, name, grad) for name, grad in grads.outer.items()}
-    done: dict[str, Any] = {OUTER: outer}
-    for name, sums in grads.layers.items():
-        stack = sums.stack
-        if sums.late is not None:
-            stack = write(stack, sums.late, 0)  # the backward pass ends with layer 0
-        stack = collectives.same(stack, REPLICATE)
-        if replicated_stacks(engine):
-            stack = jax.tree.map(_shard_in_stack, stack, engine.layouts.master[name])
-        done[name] = stack
-    if sums_in_place(engine):
-        for name in reversed(grads.layers):
-            squares = _add_squares(squares, done[name], engine.layouts.master[name])
+    done: dict[str, Any] = {OUTER: outer} | {name: sums_of[name].shards(sums) for name, sums in grads.layers.items()}
+    for name in reversed(grads.layers):
+        if sums_of[name].in_place:
+            squares = sums_of[name].squares_in_place(squares, done[name])
     squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master[OUTER]))
     return done, collectives.norm(squares)
-
-
-def _add_squares(squares: Squares, stacks, layouts) -> Squares:
-    """The sum of `squares` and the `Squares` of a segment's layers, added in the order of the backward pass."""
-
-    def body(values, squares: Squares) -> tuple[Squares, dict]:
-        return add(squares, collectives.sum_of_squares(values["grads"], layouts, in_memory=True)), {}
-
-    layers = range(len(jax.tree.leaves(stacks)[0]))
-    return sweep(layers, {"grads": GRADS}, body, squares, {"grads": Flight(stacks)}, reverse=True)[0]
 
 
 def _shard_in_stack(stack: jax.Array, layout):

@@ -110,6 +110,37 @@ class CrossEntropy:
         return value, {name: grads[name] for name in trained}, dx_ND
 
 
+@dataclasses.dataclass(frozen=True)
+class LossOfLogits:
+    """A loss of the logits of each token, which JAX differentiates. Labels < 0 are not counted, and their loss is 0.
+
+    of_tokens: (float32 logits `[N, V]`, labels `[N]`, at least 0) -> losses `[N]`. The vocabulary is not sharded.
+    """
+
+    of_tokens: Callable[[jax.Array, jax.Array], jax.Array]
+    targets: tuple[str, ...] = ("labels",)
+
+    def count(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return jnp.sum(targets["labels"] >= 0, dtype=jnp.int32)
+
+    def loss_and_gradients(
+        self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
+    ) -> tuple[jax.Array, dict, jax.Array]:
+        """See `Objective`."""
+        loss, vjp = jax.vjp(lambda used, x_ND: self.loss(model, used, x_ND, targets, axes), used, x_ND)
+        d_used, dx_ND = vjp(scale + jnp.zeros_like(loss))
+        return loss, {name: d_used[name] for name in trained}, dx_ND
+
+    def loss(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
+        """See `Objective`."""
+        assert not axes, "a sharded vocabulary is refused by assembly.check_objective"
+        labels_N = targets["labels"]
+        logits_NV, _ = _logits(model, model.final(outer, x_ND), outer[model.head])
+        losses_N = self.of_tokens(logits_NV.astype(jnp.float32), jnp.maximum(labels_N, 0))
+        return jnp.sum(jnp.where(labels_N >= 0, losses_N, 0.0))
+
+
 def _final(model: Model, used: dict, x_ND):
     """(x after the final norm, the norm's vjp, the head's matrix)."""
     others = {name: w for name, w in used.items() if name != model.head}

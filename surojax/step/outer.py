@@ -15,10 +15,12 @@ All-gathering the weights would send V rows three times per microbatch; this sen
 Qwen's vocabulary of 152k and 4 x 2048 tokens that is 18 times less, and the unsharded 1.5 GB matrix and its gradient
 are never in memory. The gradient of a shard needs no reduction.
 
-`axes` are the mesh axes over which the vocabulary is sharded; () if it is replicated. Shape suffixes: B batch, S this
+Shape suffixes: B batch, S this
 device's part of the sequence, D hidden size, C slices of tokens, N tokens of a slice on this device, M tokens of a
 slice on all devices of `axes`, V vocabulary, v rows of the vocabulary on one device.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -26,101 +28,108 @@ import jax.numpy as jnp
 from surojax.models.model import Model
 from surojax.parallel.collectives import device_number, varying
 from surojax.placement.mesh import AXES
+from surojax.placement.param import OUTER
 from surojax.step.gradients import add
 from surojax.step.objective import Axes, Objective
+from surojax.step.spec import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterLayers:
+    """The outer layers of a model, what it minimises, and the weights on this device by name.
+
+    chunks: slices of tokens in head and loss. axes: the mesh axes over which the vocabulary is sharded; () if it is
+    replicated.
+    """
+
+    model: Model
+    objective: Objective
+    chunks: int
+    axes: Axes
+    weights: dict[str, jax.Array]
+
+    @classmethod
+    def of(cls, engine: Engine, weights: dict) -> "OuterLayers":
+        """The outer layers of an engine. weights: work weights by section."""
+        outer = varying(weights[OUTER])
+        return cls(engine.model, engine.objective, engine.lmhead_chunks, engine.vocabulary_axes, outer)
+
+    def embed(self, tokens_BS: jax.Array) -> jax.Array:
+        """Embeddings `[B, S, D]` of the tokens."""
+        return embed(self.model, self.weights["embed"], tokens_BS, self.axes)
+
+    def push_embed(self, grads: dict, tokens_BS: jax.Array, dx_BSD: jax.Array) -> dict:
+        """The accumulators of the outer layers plus the gradient of `embed`, if the embedding is trained."""
+        if "embed" not in grads:
+            return grads
+        table = grads["embed"]
+        dx_BSD = scaled(self.model, dx_BSD)
+        rows = tokens_BS
+        if self.axes:
+            tokens, dx_BSD = (jax.lax.all_gather(v, self.axes, axis=0, tiled=True) for v in (tokens_BS, dx_BSD))
+            rows, here = local_rows(table, tokens, self.axes)
+            rows = jnp.where(here, rows, table.shape[0])  # a row out of bounds is dropped
+        return grads | {"embed": table.at[rows].add(dx_BSD.astype(table.dtype), mode="drop")}
+
+    @jax.named_scope("head")
+    def head(
+        self, grads: dict, x_BSD: jax.Array, targets: dict[str, jax.Array], scale: jax.Array
+    ) -> tuple[jax.Array, jax.Array, dict]:
+        """(summed loss, d (scale * loss) / dx, outer accumulators plus the head's gradients).
+
+        targets: the objective's arrays `[B, S]` by name. Loss and gradient of a slice of tokens are computed together,
+        so the logits of one slice are in memory at a time and are never recomputed. dx is written over x. No gradient
+        is computed of what has no accumulator in `grads`.
+        """
+        x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
+        targets_N = {name: of_tokens.reshape(-1) for name, of_tokens in targets.items()}
+        used = {name: self.weights[name] for name in self.model.head_uses}
+        n = len(x_ND) // self.chunks
+        trained = [name for name in used if name in grads]
+        objective = self.objective
+
+        def chunk(c, carry):
+            x_ND, grads, total = carry
+            x, of_slice = jax.tree.map(lambda v: jax.lax.dynamic_slice_in_dim(v, c * n, n), (x_ND, targets_N))
+            loss, d_used, dx = objective.loss_and_gradients(self.model, used, trained, x, of_slice, scale, self.axes)
+            grads = grads | add({name: grads[name] for name in trained}, d_used)
+            return jax.lax.dynamic_update_slice_in_dim(x_ND, dx, c * n, 0), grads, total + loss
+
+        x_ND, grads, total = jax.lax.fori_loop(0, self.chunks, chunk, (x_ND, grads, varying(jnp.float32(0), AXES)))
+        return total, x_ND.reshape(x_BSD.shape), grads
+
+    def loss(self, x_BSD: jax.Array, targets: dict[str, jax.Array]) -> jax.Array:
+        """Summed loss, forward only: of this device's tokens; if sharded, its term of the sum over all devices."""
+        x_CND = x_BSD.reshape(self.chunks, -1, x_BSD.shape[-1])
+        targets_CN = {name: of_tokens.reshape(self.chunks, -1) for name, of_tokens in targets.items()}
+
+        def chunk(c, total):
+            of_slice = {name: of_slices[c] for name, of_slices in targets_CN.items()}
+            return total + self.objective.loss(self.model, self.weights, x_CND[c], of_slice, self.axes)
+
+        return jax.lax.fori_loop(0, self.chunks, chunk, varying(jnp.float32(0), AXES))
+
+
+def embed(model: Model, table_vD: jax.Array, tokens_BS: jax.Array, axes: Axes = ()) -> jax.Array:
+    """Embeddings `[B, S, D]` of the tokens, times the model's scale, which is rounded to their dtype first.
+
+    The rounding is that of transformers. axes: see `OuterLayers`.
+    """
+    if not axes:
+        return scaled(model, table_vD[tokens_BS])
+    tokens = jax.lax.all_gather(tokens_BS, axes, axis=0, tiled=True)
+    rows, here = local_rows(table_vD, tokens, axes)
+    x = jnp.where(here[..., None], table_vD[jnp.where(here, rows, 0)], 0)
+    return scaled(model, jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
+
+
+def scaled(model: Model, x_BSD: jax.Array) -> jax.Array:
+    """x times the scale of the model's embeddings."""
+    scale = model.embedding_scale
+    return x_BSD if scale == 1 else x_BSD * jnp.asarray(scale, x_BSD.dtype)
 
 
 def local_rows(table_vD: jax.Array, ids: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
     """(row of each id in this device's shard of a table, whether the shard has that row)."""
     rows = ids - device_number(*axes)[0] * table_vD.shape[0]
     return rows, (rows >= 0) & (rows < table_vD.shape[0])
-
-
-def embed(outer: dict, tokens_BS: jax.Array, axes: Axes, scale: float = 1.0) -> jax.Array:
-    """Embeddings `[B, S, D]` of the tokens, times a scale; it is rounded to their dtype first, as in transformers."""
-    x_BSD = _rows(outer, tokens_BS, axes)
-    return x_BSD if scale == 1 else x_BSD * jnp.asarray(scale, x_BSD.dtype)
-
-
-def _rows(outer: dict, tokens_BS: jax.Array, axes: Axes) -> jax.Array:
-    """The rows `[B, S, D]` of the embedding that belong to the tokens."""
-    if not axes:
-        return outer["embed"][tokens_BS]
-    tokens = jax.lax.all_gather(tokens_BS, axes, axis=0, tiled=True)
-    rows, here = local_rows(outer["embed"], tokens, axes)
-    x = jnp.where(here[..., None], outer["embed"][jnp.where(here, rows, 0)], 0)
-    return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
-
-
-def push_embed(grads: dict, tokens_BS: jax.Array, dx_BSD: jax.Array, axes: Axes, scale: float = 1.0) -> dict:
-    """Adds the gradient of `embed` to the accumulators of the outer layers, if it is trained; returns all of them."""
-    if "embed" not in grads:
-        return grads
-    table = grads["embed"]
-    dx_BSD = dx_BSD if scale == 1 else dx_BSD * jnp.asarray(scale, dx_BSD.dtype)
-    rows = tokens_BS
-    if axes:
-        tokens, dx_BSD = (jax.lax.all_gather(v, axes, axis=0, tiled=True) for v in (tokens_BS, dx_BSD))
-        rows, here = local_rows(table, tokens, axes)
-        rows = jnp.where(here, rows, table.shape[0])  # a row out of bounds is dropped
-    return grads | {"embed": table.at[rows].add(dx_BSD.astype(table.dtype), mode="drop")}
-
-
-@jax.named_scope("head")
-def head(
-    objective: Objective,
-    model: Model,
-    outer: dict,
-    grads: dict,
-    x_BSD: jax.Array,
-    targets: dict[str, jax.Array],
-    scale: jax.Array,
-    *,
-    chunks: int,
-    axes: Axes,
-) -> tuple[jax.Array, jax.Array, dict]:
-    """(summed loss, d (scale * loss) / dx, outer accumulators plus the head's gradients).
-
-    targets: the objective's arrays `[B, S]` by name. The tokens are processed in `chunks` slices. Loss and gradient of
-    a slice are computed together, so the logits of one slice are in memory at a time and are never recomputed. dx is
-    written over x. No gradient is computed of what has no accumulator in `grads`.
-    """
-    x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-    targets_N = {name: of_tokens.reshape(-1) for name, of_tokens in targets.items()}
-    used = {name: outer[name] for name in model.head_uses}
-    n = len(x_ND) // chunks
-    trained = [name for name in used if name in grads]
-
-    def chunk(c, carry):
-        x_ND, grads, total = carry
-        x, of_slice = jax.tree.map(lambda v: jax.lax.dynamic_slice_in_dim(v, c * n, n), (x_ND, targets_N))
-        loss, d_used, dx = objective.loss_and_gradients(model, used, trained, x, of_slice, scale, axes)
-        grads = grads | add({name: grads[name] for name in trained}, d_used)
-        return jax.lax.dynamic_update_slice_in_dim(x_ND, dx, c * n, 0), grads, total + loss
-
-    x_ND, grads, total = jax.lax.fori_loop(0, chunks, chunk, (x_ND, grads, varying(jnp.float32(0), AXES)))
-    return total, x_ND.reshape(x_BSD.shape), grads
-
-
-def loss(
-    objective: Objective,
-    model: Model,
-    outer: dict,
-    x_BSD: jax.Array,
-    targets: dict[str, jax.Array],
-    *,
-    chunks: int,
-    axes: Axes,
-) -> jax.Array:
-    """Summed loss, forward only: of this device's tokens; if sharded, this device's term of the sum over all devices.
-
-    The tokens are processed in `chunks` slices.
-    """
-    x_CND = x_BSD.reshape(chunks, -1, x_BSD.shape[-1])
-    targets_CN = {name: of_tokens.reshape(chunks, -1) for name, of_tokens in targets.items()}
-
-    def chunk(c, total):
-        of_slice = {name: of_slices[c] for name, of_slices in targets_CN.items()}
-        return total + objective.loss(model, outer, x_CND[c], of_slice, axes)
-
-    return jax.lax.fori_loop(0, chunks, chunk, varying(jnp.float32(0), AXES))

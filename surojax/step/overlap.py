@@ -28,18 +28,14 @@ import jax.numpy as jnp
 from surojax.memory.host import exchange, joined, parts, read, write
 from surojax.models.model import Segment, Variant
 from surojax.numerics.rounding import materialised
-from surojax.optim import optimizer as optim
-from surojax.optim.optimizer import Optimizer, Scalars
-from surojax.placement.home import DEVICE
-from surojax.placement.layout import batch_sharding, specs
+from surojax.optim.optimizer import Scalars, UpdateContext
 from surojax.placement.param import OUTER
-from surojax.placement.table import Mesh
-from surojax.step.metrics import metrics_of, plan_metrics
-from surojax.step.spec import Engine
-from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
+from surojax.step.metrics import metrics_of
+from surojax.step.state import TensorState, TrainState, from_sections, section
+from surojax.step.step_parts import StepParts
 from surojax.step.stream import Flight, Layer, Run, comes_in_pairs, hides_transfers, over
-from surojax.step.update import as_trees, tensors, update, update_outer, update_tensor
-from surojax.step.weights import all_gather_weights, in_gather_format, runs_of
+from surojax.step.update import Update, as_trees
+from surojax.step.weights import Gather, runs_of
 
 
 class Pending(NamedTuple):
@@ -98,16 +94,13 @@ class UpdatingLayers:
     state, grads: of the segment, before the update.
     """
 
-    def __init__(
-        self, engine: Engine, optimizer: Optimizer, segment: Segment, state: TensorState, grads, scalars: Scalars
-    ):
-        self.engine = engine
-        self.optimizer = optimizer
+    def __init__(self, gather: Gather, update: Update, segment: Segment, state: TensorState, grads, scalars: Scalars):
         self.segment = segment
         self.state = state
         self.grads = grads
         self.scalars = scalars
-        self.tensors = tensors(engine, segment.name, state, grads)
+        self.tensors = update.tensors(segment.name, state, grads)
+        self.gather = gather
 
     def first(self) -> None:
         """Nothing is prefetched before the pass: `over` begins with copies of its first two layers."""
@@ -162,7 +155,7 @@ class UpdatingLayers:
         """
         layers, variants, period = run
         is_last = layers.stop == self.segment.num_layers
-        if not is_last or period > 1 or len(layers) in (1, 3) or self.engine.table.weights.sharded:
+        if not is_last or period > 1 or len(layers) in (1, 3) or self.gather.table.weights.sharded:
             return [(run, True)]
         loops = [(Run(layers[:-2], variants[:-2], 1), True)] if len(layers) > 2 else []
         return [*loops, (Run(layers[-2:], variants[-2:], 1), False)]
@@ -178,15 +171,12 @@ class UpdatingLayers:
         rows = zip(*map(structure.flatten_up_to, (master, moments, grads)), strict=True)
         done = []
         for tensor, (p, m, g) in zip(self.tensors, rows, strict=True):
-            like = parts(tensor.state.weights)[0].stack
-            work, new = update_tensor(self.engine, self.optimizer, tensor, self.scalars, like, (p, m), (g, l))
-            done.append(TensorState(work, *new))
+            done.append(tensor.updated(p, m, g, UpdateContext(self.scalars, l)))
         return materialised(as_trees(done, self.state))
 
     def gathered(self, updated: TensorState, variant: Variant):
         """The weights of an updated layer, as its products read them."""
-        shards = in_gather_format(self.engine, self.segment, updated.weights, variant)
-        return all_gather_weights(self.engine, self.segment, shards)
+        return self.gather.all_gather(self.gather.to_gather(updated.weights, variant))
 
 
 class OverlappedStep:
@@ -197,16 +187,11 @@ class OverlappedStep:
     update: (state, gradients, norm) -> state, which applies what is pending and computes no gradients.
     """
 
-    def __init__(
-        self, engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh, loss_and_gradients: Callable
-    ):
-        """loss_and_gradients: that of engine.py."""
-        self.engine = engine
-        self.optimizer = optimizer
-        self.plan = plan
-        self.mesh = mesh
-        self.loss_and_gradients = loss_and_gradients
-        self.pending = planned(engine, plan)
+    def __init__(self, parts: StepParts):
+        self.parts = parts
+        grads = {name: parts.planned_gradients(name) for name in parts.plan.master}
+        norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=parts.plan.step.sharding)
+        self.pending = Pending(parts.plan, grads, norm)
         self.gradients: Any = self._gradients()
         self.step: Any = self._step()
         self.update: Any = self._update()
@@ -221,13 +206,13 @@ class OverlappedStep:
     def finish(self, pending: Pending) -> TrainState:
         """The state with its last update applied; its state is donated."""
         state = self.update(*pending)
-        if jax.default_backend() == "cpu" and self.mesh.size > 1:
+        if jax.default_backend() == "cpu" and self.parts.mesh.size > 1:
             jax.block_until_ready(state)  # programs with collectives in flight can block each other on virtual devices
         return state
 
     def lower(self, plan: TrainState, *batch) -> "OverlappedStep":
         """The step with all programs lowered. plan: the one that the step was made from."""
-        assert jax.tree.structure(plan) == jax.tree.structure(self.plan), "a step is lowered for its own plan"
+        assert jax.tree.structure(plan) == jax.tree.structure(self.parts.plan), "a step is lowered for its own plan"
         gradients = self.gradients.lower(plan.weights, plan.step, plan.history, *batch)
         return self._with(gradients, self.step.lower(self.pending, *batch), self.update.lower(*self.pending))
 
@@ -253,80 +238,46 @@ class OverlappedStep:
 
     def _gradients(self):
         """The jitted program `gradients`."""
+        plan = self.parts.plan
 
         def per_device(weights, step, history, *batch):
-            found = self.loss_and_gradients(self.engine, weights, *batch, history=history, step=step)
+            found = self.parts.gradients(weights, *batch, history=history, step=step)
             return found.grads, found.norm, found.history, self._metrics(found, step)
 
-        plan = self.plan
-        results = (self.pending.grads, self.pending.norm, plan.history, plan_metrics(self.engine, self.mesh))
-        return self._program(per_device, (plan.weights, plan.step, plan.history), results)
+        results = (self.pending.grads, self.pending.norm, plan.history, self.parts.metrics)
+        return self.parts.program(per_device, (plan.weights, plan.step, plan.history), results)
 
     def _step(self):
         """The jitted program `step`."""
-        engine = self.engine
-        optimizer = self.optimizer
+        engine = self.parts.engine
+        update = self.parts.update
 
         def per_device(pending: Pending, *batch):
             state, grads, norm = pending
-            scalars = optim.scalars(optimizer, state.step, norm)
-            outer = update_outer(engine, optimizer, section(state, OUTER), grads, scalars)
-            updating = {
-                segment.name: UpdatingLayers(
-                    engine,
-                    optimizer,
-                    segment,
-                    section(state, segment.name),
-                    grads[segment.name],
-                    scalars,
-                )
-                for segment in engine.model.segments
-            }
+            scalars = update.scalars(state.step, norm)
+            outer = update.outer(section(state, OUTER), grads, scalars)
+            updating = {}
+            for segment in engine.model.segments:
+                old = section(state, segment.name)
+                gather = Gather.of(engine, segment)
+                updating[segment.name] = UpdatingLayers(gather, update, segment, old, grads[segment.name], scalars)
             done = state.step + 1
             weights = state.weights | {OUTER: outer.weights}
-            found = self.loss_and_gradients(
-                engine, weights, *batch, history=state.history, step=done, updating=updating
-            )
+            found = self.parts.gradients(weights, *batch, history=state.history, step=done, updating=updating)
             new = from_sections(done, found.updated | {OUTER: outer}, found.history)
             return Pending(new, found.grads, found.norm), self._metrics(found, done)
 
-        return self._program(per_device, (self.pending,), (self.pending, plan_metrics(engine, self.mesh)), donated=(0,))
+        return self.parts.program(per_device, (self.pending,), (self.pending, self.parts.metrics), donated=(0,))
 
     def _update(self):
         """The jitted program `update`."""
+        update = self.parts.update
 
         def per_device(state: TrainState, grads, norm):
-            scalars = optim.scalars(self.optimizer, state.step, norm)
-            return update(self.engine, self.optimizer, state, grads, scalars, state.history)
+            return update.everything(state, grads, update.scalars(state.step, norm), state.history)
 
-        return self._program(per_device, self.pending, self.plan, batch=False, donated=(0,))
+        return self.parts.program(per_device, self.pending, self.parts.plan, batch=False, donated=(0,))
 
     def _metrics(self, found, step) -> dict[str, jax.Array]:
         """The metrics of a step. found: its `engine.Gradients`; step: number of updates before its own."""
-        lr = optim.scalars(self.optimizer, step, found.norm)["lr"]
-        return metrics_of(found, lr)
-
-    def _program(self, per_device: Callable, arguments, results, *, batch: bool = True, donated: tuple = ()):
-        """A jitted program. arguments, results: their plans, without the batch."""
-        tokens = [batch_sharding(self.mesh).spec for _ in self.engine.batch_arrays] if batch else []
-        in_specs = (*specs_of(arguments), *tokens)
-        sharded = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=specs_of(results))
-        return jax.jit(sharded, donate_argnums=donated, out_shardings=shardings(results))
-
-
-def planned(engine: Engine, plan: TrainState) -> Pending:
-    """The plan of a Pending: gradients are sharded as master weights, and the blocks' are in the accumulators' home."""
-    row = engine.table.grads
-    mesh = plan.step.sharding.mesh
-
-    def gradients(name: str):
-        home = DEVICE if name == OUTER else row.home
-
-        def one(master, spec):
-            sharding = jax.NamedSharding(mesh, spec, memory_kind=home.memory_kind)
-            return jax.ShapeDtypeStruct(master.shape, row.dtype, sharding=sharding)
-
-        return jax.tree.map(one, plan.master[name], specs(engine.layouts.master)[name])
-
-    norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=plan.step.sharding)
-    return Pending(plan, {name: gradients(name) for name in plan.master}, norm)
+        return metrics_of(found, self.parts.update.scalars(step, found.norm)["lr"])

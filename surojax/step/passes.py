@@ -113,9 +113,8 @@ def updated(table: Placement, *, ahead: int) -> tuple[Lane, ...]:
     )
 
 
-def forward(engine: Engine, *, updates: bool = False) -> Pass:
+def forward(table: Placement, *, updates: bool = False) -> Pass:
     """The forward pass of a group of microbatches. updates: it is also the update of the step before."""
-    table = engine.table
     out = copied(table.residuals.home, Stage.COPY_OUT)
     residuals = Lane("residuals", writes=True, leaving=out, behind=len(out), of_microbatch=True)
     if not updates:
@@ -125,9 +124,8 @@ def forward(engine: Engine, *, updates: bool = False) -> Pass:
     return Pass("forward", (*state, weights, residuals), updates=True)
 
 
-def backward(engine: Engine, *, stages: int = 1) -> Pass:
+def backward(table: Placement, *, stages: int = 1) -> Pass:
     """The backward pass of a group of microbatches. stages: with several, sums begin as stored zeros."""
-    table = engine.table
     into = copied(table.residuals.home, Stage.COPY_IN)
     residuals = Lane("residuals", reads=True, arriving=into, ahead=len(into), of_microbatch=True)
     home = table.grads.home
@@ -147,26 +145,27 @@ def backward(engine: Engine, *, stages: int = 1) -> Pass:
     return Pass("backward", (fetched(table), residuals, grads), reverse=True)
 
 
-def update(engine: Engine) -> Pass:
+def update(table: Placement) -> Pass:
     """The update of all layers after the last group."""
-    return Pass("update", updated(engine.table, ahead=1), updates=True)
+    return Pass("update", updated(table, ahead=1), updates=True)
 
 
-def around_ticks(engine: Engine, *, sums_are_local: bool) -> list[Pass]:
+def around_ticks(table: Placement, *, sums_are_local: bool) -> list[Pass]:
     """With stages: the passes that store zeros before the first tick, and read all sums after the last one.
 
     sums_are_local: they are summed over devices then, and written back.
     """
-    out = copied(engine.table.grads.home, Stage.COPY_OUT)
+    out = copied(table.grads.home, Stage.COPY_OUT)
     grads = Lane("grads", writes=True, leaving=out, behind=len(out))
     return [Pass("zeros", (grads,)), Pass("norm", (grads._replace(reads=True, writes=sums_are_local, behind=0),))]
 
 
 def of_step(engine: Engine, groups: int, *, stages: int = 1, sums_are_local: bool = False) -> list[tuple[Pass, int]]:
     """(pass, how often it runs) in a step of so many groups of microbatches, and stages of pipeline parallelism."""
-    found = [(forward(engine), groups), (backward(engine, stages=stages), groups), (update(engine), 1)]
+    table = engine.table
+    found = [(forward(table), groups), (backward(table, stages=stages), groups), (update(table), 1)]
     if engine.overlap_update:
-        found = [(forward(engine, updates=True), 1), (forward(engine), groups - 1), (backward(engine), groups)]
+        found = [(forward(table, updates=True), 1), (forward(table), groups - 1), (backward(table), groups)]
     if stages > 1:
-        found += [(one, 1) for one in around_ticks(engine, sums_are_local=sums_are_local)]
+        found += [(one, 1) for one in around_ticks(table, sums_are_local=sums_are_local)]
     return [(one, times) for one, times in found if times]

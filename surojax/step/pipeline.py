@@ -26,7 +26,6 @@ Arrays are one device's part. Shape suffixes: A microbatches, B local batch, S s
 part of it, if it is tensor parallel), D hidden size.
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,27 +40,16 @@ from surojax.parallel.collectives import Squares, varying
 from surojax.parallel.pipeline import collect, own_part, spread
 from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, stacked_layers
 from surojax.placement.mesh import AXES
-from surojax.placement.param import OUTER
-from surojax.step import passes
-from surojax.step.blocks import Backward, Group, Microbatch, backward, forward
-from surojax.step.engine import Gradients, count, own_slices, recipe_inputs_of, residuals_of
-from surojax.step.gradients import (
-    GRADS,
-    Accumulators,
-    accumulators,
-    add,
-    finish,
-    leaves_sums_local,
-    push,
-    sums_in_place,
-)
+from surojax.step.batch import Batch, Group, Microbatch, recipe_inputs_of
+from surojax.step.blocks import Backward, Blocks, residuals_of
+from surojax.step.engine import Gradients
+from surojax.step.gradients import GRADS, Accumulators, add, finish, leaves_sums_local, outer_sums
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
-from surojax.step.outer import embed, head, loss, push_embed
+from surojax.step.outer import OuterLayers
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import StageLayers, first_layer, inputs_of_stage, stage_engine, when_any
 from surojax.step.stream import Flight, Layer, Stream, sweep
-from surojax.step.weights import Layers
 
 
 class TickCarry(NamedTuple):
@@ -89,40 +77,29 @@ class Stage:
     Methods take the number of a microbatch, which is the same on all stages for what they do together.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        engine: Engine,
-        weights,
-        batch,
-        schedule: Schedule,
-        scale: jax.Array,
-        recipe_inputs: Callable,
-    ):
-        """model: whole. engine: of one stage. batch: the arrays `[A, B, S]` of `Engine.batch_arrays` by name. scale:
-        of the loss in the gradient.
-
-        recipe_inputs: a function (microbatch, computes, number of an entry in the stage's stacks); computes: see
-        `StageLayers.when_any`.
-        """
+    def __init__(self, model: Model, engine: Engine, weights, batch: Batch, schedule: Schedule, history, step):
+        """model: whole. engine: of one stage. batch: of the step. history, step: see `engine.loss_and_gradients`."""
         (self.segment,) = engine.model.segments
+        self.model = model
         self.engine = engine
-        self.batch = varying(batch, AXES)
         self.schedule = schedule
-        self.scale = scale
-        self.recipe_inputs = recipe_inputs
+        self.scale = batch.scale()
+        self.of_model = recipe_inputs_of(model, history, step, batch.microbatches, self.scale)
+        self.batch = batch._replace(arrays=varying(batch.arrays, AXES))
         self.number, self.stages = pipeline.stage()
-        self.outer = varying(weights[OUTER])
+        self.outer = OuterLayers.of(engine, weights)
         self.layers = StageLayers(model, engine, weights[self.segment.name])
         of_first = self.layers.of_patterns[0]
         self.residuals = residuals_of(engine, of_first, self.outer, self.microbatch(0), self.layers.variants)
+        self.blocks = [Blocks(engine, layers, self.residuals) for layers in self.layers.of_patterns]
+        self.sums = self.blocks[0].sums
         self.entries = self.segment.num_layers + self.residuals.home.streamed  # of a slot
         self.unused = 1 + self.residuals.home.streamed  # entries for the residuals of no microbatch
         self.slots = int(schedule.in_flight.max())
         self.last = self.segment.num_layers - 1
         self.head_slots = int(schedule.in_flight[-1])
 
-    def first(self, weights, history) -> TickCarry:
+    def first(self, history) -> TickCarry:
         """The carry before the first tick."""
         engine = self.engine
         inputs_BS = self.microbatch(0).inputs_BS
@@ -132,16 +109,21 @@ class Stage:
         from_head = varying(jnp.zeros((self.head_slots, batch, length // self.stages, width), x.dtype), AXES)
         entries = self.slots * self.entries + self.layers.in_lockstep * self.unused
         saved = allocate(self.residuals.zeros(entries), engine.table.residuals.home)
-        grads = zeros_in_host_memory(self.segment, accumulators(engine, weights))
+        sums = self.blocks[0].new_sums()
+        d_outer = outer_sums(engine, self.outer.weights)
+        grads = Accumulators({self.segment.name: zeros_in_host_memory(self.segment, sums)}, d_outer)
         observed = None if history is None else new_observed(history[: self.segment.num_layers])
         loss = varying(jnp.float32(0), AXES)
         return TickCarry(x_BSD, x_BSD, from_head, saved, grads, loss, varying(observed, AXES), all_finite(engine))
 
-    def microbatch(self, a, computes: jax.Array | bool = True) -> Microbatch:
-        batch_BS = read(self.batch, a)
-        inputs_BS, targets = own_slices(self.engine, batch_BS)
-        recipe_inputs = functools.partial(self.recipe_inputs, a, computes)
-        return Microbatch(inputs_BS, targets, batch_BS.get("starts"), recipe_inputs)
+    def microbatch(self, a: jax.Array | int, computes: jax.Array | bool = True) -> Microbatch:
+        """Microbatch a. computes: see `StageLayers.when_any`."""
+
+        def recipe_inputs(a, l):
+            number = first_layer(self.engine) + l
+            return inputs_of_stage(self.model, number, self.of_model(a, number), computes)
+
+        return self.batch.microbatch(a, recipe_inputs)
 
     def entry_of(self, a, computes: jax.Array | bool) -> Callable:
         """A function from a layer to its entry in the stacks of residuals, which have those of several microbatches.
@@ -173,37 +155,28 @@ class Stage:
     def embed(self, a, carry: TickCarry) -> TickCarry:
         """All stages: the embeddings of a microbatch, which become x of stage 0."""
         ids_Bs = own_part(self.microbatch(a).inputs_BS)
-        x_BsD = embed(self.outer, ids_Bs, self.engine.vocabulary_axes, self.engine.model.embedding_scale)
-        x_BSD = collect(x_BsD)
+        x_BSD = collect(self.outer.embed(ids_Bs))
         return carry._replace(x_BSD=jnp.where(self.number == 0, x_BSD, carry.x_BSD))
 
-    def forward(self, layers: Layers, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
-        """This stage: its layers forward. computes: see `StageLayers.when_any`."""
+    def forward(self, pattern: int, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
+        """This stage: its layers forward. pattern, computes: see `StageLayers.when_any`."""
+        blocks = self.blocks[pattern]
         entry = self.entry_of(a, computes)
         group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
         moving = {
-            "weights": self.layers.early(layers),
+            "weights": self.layers.early(pattern),
             "residuals": self.residuals.before_forward([carry.saved]),
         }
-        results, moving = forward(self.engine, layers, [carry.x_BSD], group, self.residuals, moving, entry)
-        (saved,) = Stream(passes.forward(self.engine).lane("residuals"), entry).end(moving["residuals"], self.last)
+        results, moving = blocks.forward([carry.x_BSD], group, moving, entry)
+        (saved,) = Stream(blocks.forward_lanes.lane("residuals"), entry).end(moving["residuals"], self.last)
         finite = self.if_computed(computes, and_activations(carry.finite, results.xs_BSD), carry.finite)
         return carry._replace(x_BSD=results.xs_BSD[0], saved=saved, finite=finite)
 
     def head(self, a, carry: TickCarry) -> TickCarry:
         """All stages: head and loss of the last stage's x."""
-        engine = self.engine
-        value, dx_BsD, d_outer = head(
-            engine.objective,
-            engine.model,
-            self.outer,
-            carry.grads.outer,
-            spread(carry.x_BSD, self.stages - 1),
-            {name: own_part(of_tokens) for name, of_tokens in self.microbatch(a).targets.items()},
-            self.scale,
-            chunks=engine.lmhead_chunks,
-            axes=engine.vocabulary_axes,
-        )
+        x_BsD = spread(carry.x_BSD, self.stages - 1)
+        targets = {name: own_part(of_tokens) for name, of_tokens in self.microbatch(a).targets.items()}
+        value, dx_BsD, d_outer = self.outer.head(carry.grads.outer, x_BsD, targets, self.scale)
         from_head = write(carry.from_head, dx_BsD, a % self.head_slots)
         return carry._replace(from_head=from_head, grads=carry.grads._replace(outer=d_outer), loss=carry.loss + value)
 
@@ -212,18 +185,19 @@ class Stage:
         dx_BSD = collect(read(carry.from_head, a % self.head_slots))
         return carry._replace(dx_BSD=jnp.where(self.number == self.stages - 1, dx_BSD, carry.dx_BSD))
 
-    def backward(self, layers: Layers, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
+    def backward(self, pattern: int, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
         """This stage: its layers backward, from the residuals in the microbatch's slot."""
+        blocks = self.blocks[pattern]
         group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
         entry = self.entry_of(a, computes)
         name = self.segment.name
         moving = {
-            "weights": self.layers.early(layers, reverse=True),
-            "residuals": Stream(passes.backward(self.engine).lane("residuals"), entry).begin([carry.saved], self.last),
+            "weights": self.layers.early(pattern, reverse=True),
+            "residuals": Stream(blocks.backward_lanes.lane("residuals"), entry).begin([carry.saved], self.last),
             "grads": begin_backward(self.segment, carry.grads.layers[name]),
         }
         before = Backward([carry.dx_BSD], collectives.no_squares(), carry.observed)
-        done, moving = backward(self.engine, layers, before, None, group, self.residuals, moving, entry)
+        done, moving = blocks.backward(before, None, group, moving, entry)
         grads = carry.grads._replace(layers={name: moving["grads"]})
         finite = self.if_computed(computes, and_gradients(carry.finite, done.dxs_BSD), carry.finite)
         return carry._replace(dx_BSD=done.dxs_BSD[0], grads=grads, observed=done.observed, finite=finite)
@@ -235,9 +209,7 @@ class Stage:
     def push_embed(self, a, carry: TickCarry) -> TickCarry:
         """All stages: the embedding's gradient from dx of stage 0."""
         ids_Bs = own_part(self.microbatch(a).inputs_BS)
-        dx_BsD = spread(carry.dx_BSD, 0)
-        engine = self.engine
-        d_outer = push_embed(carry.grads.outer, ids_Bs, dx_BsD, engine.vocabulary_axes, engine.model.embedding_scale)
+        d_outer = self.outer.push_embed(carry.grads.outer, ids_Bs, spread(carry.dx_BSD, 0))
         return carry._replace(grads=carry.grads._replace(outer=d_outer))
 
     def send_forward(self, _, carry: TickCarry) -> TickCarry:
@@ -250,26 +222,25 @@ class Stage:
 
     def push_all(self, grads: Accumulators) -> tuple[Accumulators, Squares]:
         """(accumulators, their Squares) after the sums of every layer that are still local are summed over devices."""
-        segment = self.segment
-        lane = Stream(passes.backward(self.engine).lane("grads"))
-        stack = lane.end(grads.layers[segment.name], 0)  # the backward pass ends with layer 0
-        local = leaves_sums_local(self.engine)
-        layouts = self.engine.layouts.master[segment.name]
-        if not local and sums_in_place(self.engine):  # `finish` computes the Squares
-            return grads._replace(layers={segment.name: Flight(stack)}), collectives.no_squares()
+        name = self.segment.name
+        lane = Stream(self.blocks[0].backward_lanes.lane("grads"))
+        stack = lane.end(grads.layers[name], 0)  # the backward pass ends with layer 0
+        local = leaves_sums_local(self.engine.table)
+        if not local and self.sums.in_place:  # `finish` computes the Squares
+            return grads._replace(layers={name: Flight(stack)}), collectives.no_squares()
 
         def body(values, squares: Squares) -> tuple[Squares, dict]:
             if not local:
-                return add(squares, collectives.sum_of_squares(values["grads"], layouts)), {}
-            sums, of_layer = push(self.engine, segment, values["grads"], last=True)
+                return add(squares, collectives.sum_of_squares(values["grads"], self.sums.of_shards)), {}
+            sums, of_layer = self.sums.push(values["grads"], last=True)
             return add(squares, of_layer), {"grads": sums}
 
         if not local:
             lane = GRADS
         flights = {"grads": lane.begin(stack, self.last, -1)}
-        layers = range(segment.num_layers)
+        layers = range(self.segment.num_layers)
         squares, flights = sweep(layers, {"grads": lane}, body, collectives.no_squares(), flights, reverse=True)
-        return grads._replace(layers={segment.name: Flight(lane.end(flights["grads"], 0))}), squares
+        return grads._replace(layers={name: Flight(lane.end(flights["grads"], 0))}), squares
 
 
 def begin_backward(segment: Segment, sums: Flight) -> Flight:
@@ -281,39 +252,30 @@ def begin_backward(segment: Segment, sums: Flight) -> Flight:
     return Flight(stack, late=of_last)
 
 
-def zeros_in_host_memory(segment: Segment, grads: Accumulators) -> Accumulators:
-    """Accumulators that begin with zeros in host memory too, since which tick is a stage's first is known too late."""
-    sums = grads.layers[segment.name]
+def zeros_in_host_memory(segment: Segment, sums: Flight) -> Flight:
+    """Sums that begin with zeros in host memory too, since which tick is a stage's first is known too late."""
     if sums.late is None:
-        return grads
+        return sums
 
     def body(_, carry: None) -> tuple[None, dict]:
         return carry, {"grads": sums.late}
 
     lane = Stream(Lane("grads", writes=True))
     _, flights = sweep(range(segment.num_layers), {"grads": lane}, body, None, {"grads": Flight(sums.stack)})
-    return grads._replace(layers={segment.name: sums._replace(stack=flights["grads"].stack)})
+    return sums._replace(stack=flights["grads"].stack)
 
 
 def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, history=None, step=0) -> Gradients:
     """`engine.loss_and_gradients`, for layers that are divided over `pp`."""
     model = engine.model
-    batch = dict(zip(engine.batch_arrays, batch_ABS, strict=True))
-    microbatches = batch["inputs"].shape[0]
-    schedule = SCHEDULES[engine.pp_schedule](microbatches, pipeline.stage()[1])
-    scale = 1.0 / jnp.maximum(count(engine, batch), 1).astype(jnp.float32)
-    of_model = recipe_inputs_of(engine, history, step, microbatches, scale)
+    batch = Batch.of(engine, batch_ABS)
+    schedule = SCHEDULES[engine.pp_schedule](batch.microbatches, pipeline.stage()[1])
     engine = stage_engine(engine)
-
-    def recipe_inputs(a, computes, l):
-        number = first_layer(engine) + l
-        return inputs_of_stage(model, number, of_model(a, number), computes)
-
-    stage = Stage(model, engine, weights, batch, schedule, scale, recipe_inputs)
-    done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first(weights, history))
+    stage = Stage(model, engine, weights, batch, schedule, history, step)
+    done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first(history))
     grads, squares = stage.push_all(done.grads)
-    grads, norm = finish(engine, grads, squares)
-    loss = collectives.add_up(done.loss, *AXES) * scale
+    grads, norm = finish(engine, {stage.segment.name: stage.sums}, grads, squares)
+    loss = collectives.add_up(done.loss, *AXES) * stage.scale
     history = extended(history, largest_of_stages(model, done.observed))
     return Gradients(loss, grads, norm, history, finite=done.finite)
 
@@ -331,24 +293,24 @@ def largest_of_stages(model: Model, observed: jax.Array | None) -> jax.Array | N
 
 def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     """`engine.evaluate`, for layers that are divided over `pp`: one stage after another, as one microbatch."""
-    batch = dict(zip(engine.batch_arrays, batch_BS, strict=True))
-    inputs_BS, targets = own_slices(engine, batch)
     model = engine.model
+    batch = Batch.of(engine, batch_BS)
+    each = batch.on_device(lambda l: None)
+    starts_BS = varying(each.starts_BS, AXES)
     engine = stage_engine(engine)
     (segment,) = engine.model.segments
     _, stages = pipeline.stage()
-    outer = varying(weights[OUTER])
-    axes = engine.vocabulary_axes
+    outer = OuterLayers.of(engine, weights)
     layers = StageLayers(model, engine, weights[segment.name])
-    starts_BS = varying(batch.get("starts"), AXES)
-    x_BsD = embed(outer, own_part(inputs_BS), axes, model.embedding_scale)
+    x_BsD = outer.embed(own_part(each.inputs_BS))
 
-    def blocks(layers: Layers, _, computes, x_BSD):
+    def blocks(pattern: int, _, computes, x_BSD):
         def block(layer: Layer, values, x_BSD, flights):
             inputs = inputs_of_stage(model, first_layer(engine) + layer.index, None, computes)
             return segment.block(values["weights"], x_BSD, inputs, layer.variant, starts_BS)[0], {}, flights
 
-        return layers.over(block, x_BSD, {}, {"weights": layers.first()})[0]
+        of_pattern = layers.of_patterns[pattern]
+        return of_pattern.over(block, x_BSD, {}, {"weights": of_pattern.first()})[0]
 
     def of_stage(i, x_BSD):
         turn = jnp.where(jnp.arange(stages) == i, 0, NONE)  # of one microbatch
@@ -356,7 +318,6 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
         return jax.lax.cond(i == stages - 1, lambda x: x, pipeline.to_next, x_BSD)
 
     x_BSD = jax.lax.fori_loop(0, stages, of_stage, varying(collect(x_BsD), AXES))
-    targets = {name: own_part(of_tokens) for name, of_tokens in targets.items()}
-    x_BsD = spread(x_BSD, stages - 1)
-    total = loss(engine.objective, model, outer, x_BsD, targets, chunks=engine.lmhead_chunks, axes=axes)
-    return collectives.add_up(total, *AXES), count(engine, batch)
+    targets = {name: own_part(of_tokens) for name, of_tokens in each.targets.items()}
+    total = outer.loss(spread(x_BSD, stages - 1), targets)
+    return collectives.add_up(total, *AXES), batch.terms()

@@ -7,6 +7,8 @@ Stacks in host memory lag by one layer: the residuals of layer l - 1 are copied 
 in while layer l + 1 is differentiated. The last layer's never leave the device: the backward pass begins with them.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,17 +19,17 @@ from surojax.models.model import Segment, Variant
 from surojax.parallel.collectives import varying
 from surojax.placement.home import Home
 from surojax.placement.mesh import AXES
-from surojax.step.spec import Engine
-from surojax.step.stream import Flight, Layer
+from surojax.step.stream import Flight
 
 
 class Residuals:
     """The arrays that a segment's layers save in a microbatch, and the stacks of them."""
 
-    def __init__(self, num_layers: int, home: Home, saved: dict[Variant, Any]):
-        """saved: the abstract residuals of a layer of each variant; their arrays have the same shapes."""
+    def __init__(self, num_layers: int, home: Home, save: Callable[[Variant], Any], variants: tuple[Variant, ...]):
+        """save: returns the residuals of a layer of a variant, which has as many arrays of the same shapes as any."""
         self.num_layers = num_layers
         self.home = home
+        saved = {variant: jax.eval_shape(lambda variant=variant: save(variant)) for variant in dict.fromkeys(variants)}
         self.structures = {variant: jax.tree.structure(of_variant) for variant, of_variant in saved.items()}
         shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(of_variant)] for of_variant in saved.values()]
         assert all(one == shapes[0] for one in shapes), "variants of a segment save arrays of different shapes"
@@ -60,15 +62,14 @@ class Residuals:
         return self.structures[variant].unflatten(arrays)
 
 
-def block_forward(engine: Engine, segment: Segment, layer: Layer, w, x_BSD: jax.Array, recipe_inputs, starts_BS):
-    """((the block of x, its auxiliary loss), residuals: x itself if the block is recomputed). w: its weights."""
-    if engine.recompute_block:
-        return segment.block(w, x_BSD, recipe_inputs, layer.variant, starts_BS), x_BSD
-    return segment.block_forward(w, x_BSD, recipe_inputs, layer.variant, starts_BS)
+def recomputed(segment: Segment) -> Segment:
+    """The segment with blocks that save their input alone, from which the backward pass computes them again."""
 
+    def block_forward(w, x_BSD: jax.Array, recipe_inputs, variant: Variant, starts_BS=None):
+        return segment.block(w, x_BSD, recipe_inputs, variant, starts_BS), x_BSD
 
-def block_backward(engine: Engine, segment: Segment, layer: Layer, w, saved, d_result, recipe_inputs, starts_BS):
-    """(dw, dx, observed) from the residuals, see `Segment`."""
-    if engine.recompute_block:
-        saved = segment.block_forward(w, saved, recipe_inputs, layer.variant, starts_BS)[1]
-    return segment.block_backward(w, saved, d_result, recipe_inputs, layer.variant, starts_BS)
+    def block_backward(w, x_BSD: jax.Array, d_result, recipe_inputs, variant: Variant, starts_BS=None):
+        saved = segment.block_forward(w, x_BSD, recipe_inputs, variant, starts_BS)[1]
+        return segment.block_backward(w, saved, d_result, recipe_inputs, variant, starts_BS)
+
+    return dataclasses.replace(segment, block_forward=block_forward, block_backward=block_backward)

@@ -107,32 +107,31 @@ class StageLayers:
             for layers in self.of_patterns
         ]
 
-    def early(self, layers: Layers, *, reverse: bool = False) -> list:
-        """Weights that are prefetched before a pass. layers: one of the patterns'."""
-        shards = self.shards[self.of_patterns.index(layers)][reverse]
-        pairs = zip(layers.fetches, shards, strict=True)
+    def early(self, pattern: int, *, reverse: bool = False) -> list:
+        """Weights that are prefetched before a pass over the layers of a pattern."""
+        pairs = zip(self.of_patterns[pattern].fetches, self.shards[pattern][reverse], strict=True)
         return [fetch.from_shards(of_run, reverse=reverse) for fetch, of_run in pairs]
 
     def when_any(self, of_stages: jax.Array, function: Callable, carry):
-        """The carry after function(this stage's Layers, a, computes, carry), if it has a microbatch a.
+        """The carry after function(this stage's pattern, a, computes, carry), if it has a microbatch a.
 
-        of_stages: the microbatch of each stage, int32 [stages]. computes: False in lockstep, bool [], if this stage has
-        no microbatch but another one has; the function is then called too, with a = 0, and must change nothing. Else
-        True.
+        pattern: its number in `of_patterns`. of_stages: the microbatch of each stage, int32 [stages]. computes: False
+        in lockstep, bool [], if this stage has no microbatch but another one has; the function is then called too, with
+        a = 0, and must change nothing. Else True.
         """
         own = of_stages[pipeline.stage()[0]]
         if self.in_lockstep:
-            (layers,) = self.of_patterns
+            assert len(self.of_patterns) == 1
 
             def together(_, carry):
-                return function(layers, jnp.maximum(own, 0), own != NONE, carry)
+                return function(0, jnp.maximum(own, 0), own != NONE, carry)
 
             return when_any(jnp.max(of_stages), together, carry)
-        for i, layers in enumerate(self.of_patterns):
+        for i in range(len(self.of_patterns)):
             a = own if len(self.of_patterns) == 1 else jnp.where(self.own_pattern == i, own, NONE)
 
-            def alone(a, carry, layers=layers):
-                return function(layers, a, True, carry)
+            def alone(a, carry, i=i):
+                return function(i, a, True, carry)
 
             with jax.named_scope(f"pattern{i}"):
                 carry = when_any(a, alone, carry)

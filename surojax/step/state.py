@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax.memory.host import Part, joined, parts, put, read, write
-from surojax.memory.in_file import InFiles, store_of
+from surojax.memory.host import joined, parts, put, read, write
+from surojax.memory.in_file import InFiles
 from surojax.models.model import Model, Segment
 from surojax.numerics.base_formats import dequantise, is_coded
 from surojax.numerics.quantize import work_copy
@@ -19,6 +19,7 @@ from surojax.placement.home import DEVICE
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER, base, part_of, trainable, with_part
 from surojax.step import padding
+from surojax.step.by_host import by_host
 
 
 class TrainState(NamedTuple):
@@ -100,50 +101,89 @@ def layer_of(plan):
     return jax.tree.map(one, plan)
 
 
-def build_stacks(weights, others, layer: Callable):
-    """Stacked (work weights, other arrays), inside `jit`.
+def build_stacks(weights, others, layer: Callable, inputs: Callable[[int], Any]):
+    """Stacked (work weights, other arrays), in memory and in files, of one layer after another (by_host.py).
 
-    weights, others: their plans. layer: a function l -> (work weights before the cast, other arrays) of layer l.
-    Each layer is written to the planned memory before the next one is made.
+    weights, others: their plans. layer: a function (inputs, l) -> (work weights before the cast, other arrays) of layer
+    l, compiled once for each part of the work weights. inputs: a function l -> inputs, which a thread calls while the
+    layer before is built. Raises what that raises, and NvmeError if a file cannot be written.
     """
-    leaves, structure = jax.tree.flatten((weights, others))
-    # Each array gets a different constant instead of zeros, see `host.allocate`. Every layer is overwritten below.
-    fill = [jax.device_put(jnp.full(p.shape, i % 100, p.dtype), p.sharding) for i, p in enumerate(leaves)]
-    new, built = jax.tree.unflatten(structure, fill)
-    layer_plan = (layer_of(parts(weights)[0].stack), layer_of(others))
-    stacks = []
-    for part, planned in zip(parts(new), parts(weights), strict=True):
-        number = numbers_of(planned, weights)
+    in_files = InFiles(others)
+    stacks, built = allocated(([part.stack for part in parts(weights)], in_files.in_memory(others)))
+    programs = [layer_program(part.stack, others, layer) for part in parts(weights)]
+    order = entries(weights)
 
-        def one(i, carry, start=part.start, number=number):
-            stack, built = carry
-            l = number(i)
-            work, other = cast(layer(l), layer_plan)
-            return write(stack, work, i - start), write(built, other, l)
+    def compute(number: int, layer_inputs):
+        nonlocal built
+        part, i, l = order[number]
+        stacks[part], built, to_files = programs[part](stacks[part], built, layer_inputs, i, l)
+        # On virtual CPU devices several programs with collectives in flight can block each other.
+        return jax.block_until_ready((to_files, stacks[part], built))[0]
 
-        stack, built = jax.lax.fori_loop(part.start, part.stop, one, (part.stack, built))
-        stacks.append(stack)
-    return joined(stacks), built
+    def write_files(number: int, to_files) -> None:
+        in_files.write([order[number].l], to_files)
+
+    by_host(range(len(order)), lambda number: inputs(order[number].l), compute, write_files)
+    return joined(stacks), in_files.joined(built, in_files.files(others))
 
 
-def numbers_of(part: Part, weights) -> Callable:
-    """A function from the index of an entry of a planned part of all stages' work weights to its number in all stacks.
+def layer_program(stack, others, layer: Callable) -> Callable:
+    """A jitted (stack, built, inputs, i, l) -> (stack, built, rounds for files), which builds layer l.
 
-    The index begins with part.start. In a stage, a part's layers follow those of the part before it; in the part, they
-    follow those of the stage before. weights: the plan of the segment's work weights.
+    stack: a part of the work weights, of which entry i is replaced; planned here. others, layer: see `build_stacks`.
+    built: the other arrays that are in memory. Both are updated in place.
     """
-    stages = stages_of(part.stack)
-    entries = sum(other.stop - other.start for other in parts(weights)) // stages
-    begin = part.start // stages
-    layers = (part.stop - part.start) // stages
-    if stages == 1 or layers == entries:
-        return lambda i: i
+    in_files = InFiles(others)
+    layer_plan = layer_of((stack, others))
 
-    def number(i):
-        stage, l = divmod(i - part.start, layers)
-        return stage * entries + begin + l
+    def build(stack, built, inputs, i, l):
+        work, other = cast(layer(inputs, l), layer_plan)
+        to_files = in_files.repeated(in_files.files(other))
+        return write(stack, work, i), write(built, in_files.in_memory(other), l), to_files
 
-    return number
+    planned = (stack, in_files.in_memory(others), in_files.planned_round(DEVICE))
+    return jax.jit(build, donate_argnums=(0, 1), out_shardings=shardings(planned))
+
+
+def allocated(plan):
+    """Stacks as planned, with a layer of zeros; every layer has to be written before it is read.
+
+    XLA replaces a constant in host memory only if something is written into it, see `host.allocate`: without the layer
+    of zeros, all of a stack would be in device memory first. Equal constants would be copied, hence i % 100.
+    """
+
+    def build():
+        leaves, structure = jax.tree.flatten(plan)
+        fill = [jax.device_put(jnp.full(p.shape, i % 100, p.dtype), p.sharding) for i, p in enumerate(leaves)]
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), layer_of(leaves))
+        return structure.unflatten(write(fill, cast(zeros, layer_of(leaves)), 0))
+
+    return jax.jit(build, out_shardings=shardings(plan))()
+
+
+class Entry(NamedTuple):
+    """An entry of stacked work weights in parts: entry i of a part is layer l of all stages' stacks."""
+
+    part: int
+    i: int
+    l: int
+
+
+def entries(weights) -> list[Entry]:
+    """The entries of a segment's planned work weights, part by part.
+
+    In a stage, a part's layers follow those of the part before it; in the part, they follow those of the stage before.
+    """
+    found = parts(weights)
+    stages = stages_of(found[0].stack)
+    of_stage = found[-1].stop // stages
+    order = []
+    for number, part in enumerate(found):
+        layers = (part.stop - part.start) // stages
+        for i in range(part.stop - part.start):
+            stage, l = divmod(i, layers)
+            order.append(Entry(number, i, stage * of_stage + part.start // stages + l))
+    return order
 
 
 def stages_of(plan) -> int:
@@ -167,50 +207,41 @@ def work_dtype(plan: TrainState):
     return (jax.tree.leaves(plan.weights[OUTER]) or jax.tree.leaves(plan.weights))[0].dtype
 
 
-def work_weights(master, plan: TrainState):
-    """Work weights made from master weights, inside `jit`, one layer at a time. plan: of what is trained."""
+def work_weights(master, plan: TrainState) -> dict:
+    """Work weights made from master weights, one layer at a time. plan: of what is trained."""
     weights = {}
     for name in segment_names(plan.weights):
+        in_files = InFiles(master[name])
+        stacks = in_files.in_memory(master[name])
         work = work_function(plan.weights[name], work_dtype(plan))
 
-        def layer(l, work=work, stacks=master[name]):
-            return work(read(stacks, l)), ()
+        def layer(inputs, l, in_files=in_files, work=work):
+            stacks, rounds = inputs
+            return work(in_files.joined(read(stacks, l), in_files.on_every_stage(rounds))), ()
 
-        weights[name], _ = build_stacks(plan.weights[name], (), layer)
-    return weights | {OUTER: cast(put(master[OUTER], DEVICE), plan.weights[OUTER])}
+        def inputs(l: int, in_files=in_files, stacks=stacks):
+            return stacks, in_files.read([l])
+
+        weights[name], _ = build_stacks(plan.weights[name], (), layer, inputs)
+    planned = plan.weights[OUTER]
+    outer = jax.jit(lambda x: cast(put(x, DEVICE), planned), out_shardings=shardings(planned))
+    return weights | {OUTER: outer(master[OUTER])}
 
 
 def init_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, seed: int) -> TrainState:
-    """A new state, each array created in its own sharding and memory; see `init_program`."""
-    if store_of(plan) is None:
-        return init_program(model, plan, optimizer)(seed)
+    """A new state with initial weights that are drawn, see `new_state`."""
 
-    def layer_function(segment: Segment) -> Callable:
-        return functools.partial(jax.jit(init_layer_function(segment, plan, optimizer)), seed)
+    def drawn(segment: Segment, seed, l):
+        layer = segment.init(seed, l)
+        stored = jax.tree.leaves(parts(plan.weights[segment.name])[0].stack, is_leaf=is_coded)
+        if segment.with_adapters is None or not any(map(is_coded, stored)):
+            return layer
+        return with_new_adapters(segment, plan, part_of(layer, base(segment.params)), seed, l)
 
-    outer = jax.jit(init_outer_function(model, plan, optimizer), out_shardings=shardings(section(plan, OUTER)))
-    return fill_state(model, plan, layer_function, outer(seed))
+    def inputs(segment: Segment, l: int):
+        return seed
 
-
-def init_program(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
-    """A jitted function seed -> TrainState that initialises one layer after another.
-
-    No device ever has all of a tensor that is planned as sharded. If a tensor is planned for host memory, one layer of
-    it at a time is in device memory.
-    """
-
-    def build(seed):
-        sections = {}
-        for segment in model.segments:
-            layer = init_layer_function(segment, plan, optimizer)
-            planned = section(plan, segment.name)
-            others = (planned.master, planned.moments)
-            weights, (master, moments) = build_stacks(planned.weights, others, functools.partial(layer, seed))
-            sections[segment.name] = TensorState(weights, master, moments)
-        sections[OUTER] = init_outer_function(model, plan, optimizer)(seed)
-        return from_sections(jnp.int32(0), sections, new_history(plan))
-
-    return jax.jit(build, out_shardings=shardings(plan))
+    return new_state(model, plan, optimizer, inputs, drawn, seed, model.init_outer)
 
 
 def load_state(
@@ -226,48 +257,54 @@ def load_state(
     """A new state with initial weights that are read one layer after another; adapters are drawn, or read with them.
 
     read_layer: (segment, l) -> numpy arrays of its layer l. read_outer: model -> numpy arrays of the outer layers. Host
-    memory holds one layer of them at a time. Each device receives its shards only. seed: of the adapters.
+    memory holds two layers of them at a time. Each device receives its shards only. seed: of the adapters.
     """
 
-    def layer_function(segment: Segment) -> Callable:
-        read_params = segment.params if reads_adapters else base(segment.params)
-        planned = part_of(layer_of(initial_plan(plan, segment.name)), read_params)
-        state_of = layer_state_function(segment, plan, optimizer)
-        adds_adapters = segment.with_adapters is not None and not reads_adapters
+    def inputs(segment: Segment, l: int):
+        params = segment.params if reads_adapters else base(segment.params)
+        planned = part_of(layer_of(initial_plan(plan, segment.name)), params)
+        return put_planned(read_layer(segment, l) if l < segment.num_layers else padding.zeros(params), planned)
 
-        @jax.jit
-        def new(read, l):
-            return state_of(with_new_adapters(segment, plan, read, seed, l) if adds_adapters else read)
-
-        def layer(l: int):
-            if l < segment.num_layers:
-                return new(put_planned(read_layer(segment, l), planned), l)
-            everything = layer_of(initial_plan(plan, segment.name))
-            return jax.jit(state_of)(put_planned(padding.zeros(segment.params), everything))
-
-        return layer
-
-    def state_of_outer(initial):
-        return outer_state(model, plan, optimizer, initial)
+    def with_adapters(segment: Segment, layer, l):
+        if segment.with_adapters is None or reads_adapters:
+            return layer
+        return with_new_adapters(segment, plan, layer, seed, l)
 
     planned = initial_plan(plan, OUTER)
     on_device = jax.tree.map(lambda p: p.sharding.with_memory_kind(DEVICE.memory_kind), planned)
-    initial = from_host(read_outer(model), on_device)
-    outer = jax.jit(state_of_outer, out_shardings=shardings(section(plan, OUTER)))(initial)
-    return fill_state(model, plan, layer_function, outer)
+    outer = from_host(read_outer(model), on_device)
+    return new_state(model, plan, optimizer, inputs, with_adapters, outer, lambda outer: outer)
 
 
-def fill_state(model: Model, plan: TrainState, layer_function: Callable, outer: TensorState) -> TrainState:
-    """A state before the first step, filled outside `jit`; layer_function: of a segment, see `fill_layers`."""
+def new_state(
+    model: Model,
+    plan: TrainState,
+    optimizer: optim.Optimizer,
+    inputs: Callable,
+    initial: Callable,
+    outer_inputs,
+    initial_outer: Callable,
+) -> TrainState:
+    """The state before the first step, built one layer after another, each array in its own sharding and memory.
+
+    inputs: (segment, l) -> what the initial values of its layer l are made of. initial: (segment, inputs, l) -> initial
+    values, inside `jit`. outer_inputs, initial_outer: of the outer layers. No device ever has all of a tensor that is
+    planned as sharded. If a tensor is planned for host memory or a file, one layer of it at a time is in device memory.
+    """
     sections = {}
     for segment in model.segments:
         planned = section(plan, segment.name)
         others = (planned.master, planned.moments)
-        weights, (master, moments) = fill_layers(planned.weights, others, layer_function(segment))
+        layer = layer_function(segment, plan, optimizer, functools.partial(initial, segment))
+        weights, (master, moments) = build_stacks(planned.weights, others, layer, functools.partial(inputs, segment))
         sections[segment.name] = TensorState(weights, master, moments)
+
+    def outer(inputs):
+        return outer_state(model, plan, optimizer, initial_outer(inputs))
+
+    sections[OUTER] = jax.jit(outer, out_shardings=shardings(section(plan, OUTER)))(outer_inputs)
     step = from_host(np.int32(0), plan.step.sharding)
-    history = from_host(new_history(plan), shardings(plan.history))
-    return from_sections(step, sections | {OUTER: outer}, history)
+    return from_sections(step, sections, from_host(new_history(plan), shardings(plan.history)))
 
 
 def initial_plan(plan: TrainState, name: str):
@@ -296,16 +333,23 @@ def new_master(optimizer: optim.Optimizer, params, initial, master_plan):
     return master, optim.init(optimizer, trainable(params), master, master_plan)
 
 
-def layer_state_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
-    """A function: initial values of a layer -> (arrays that work weights are cast from, (master weights, moments))."""
+def layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer, initial: Callable) -> Callable:
+    """A function (inputs, l) -> (arrays that work weights are cast from, (master weights, moments)) of layer l.
+
+    initial: (inputs, l) -> initial values of layer l; those of an entry that is no layer are replaced by zeros.
+    """
     master_plan = layer_of(plan.master[segment.name])
     work = work_function(plan.weights[segment.name], work_dtype(plan))
+    is_padded = jax.tree.leaves(plan.master[segment.name])[0].shape[0] > segment.num_layers
 
-    def state_of(initial):
-        master, moments = new_master(optimizer, segment.params, initial, master_plan)
-        return work(with_part(initial, master)), (master, moments)
+    def layer(inputs, l):
+        values = initial(inputs, l)
+        if is_padded:
+            values = padding.zeros_beyond(segment, l, values)
+        master, moments = new_master(optimizer, segment.params, values, master_plan)
+        return work(with_part(values, master)), (master, moments)
 
-    return state_of
+    return layer
 
 
 def with_new_adapters(segment: Segment, plan: TrainState, layer, seed, l):
@@ -328,65 +372,3 @@ def outer_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, init
     """The TensorState of the outer layers with these initial values."""
     master, moments = new_master(optimizer, model.outer_params, initial, plan.master[OUTER])
     return TensorState(cast(with_part(initial, master), plan.weights[OUTER]), master, moments)
-
-
-def init_layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
-    """A function (seed, l) -> the result of `layer_state_function` for a new layer, drawn at random."""
-    state_of = layer_state_function(segment, plan, optimizer)
-    entries = jax.tree.leaves(plan.master[segment.name])[0].shape[0]
-
-    of_base = base(segment.params)
-    is_quantised = any(map(is_coded, jax.tree.leaves(parts(plan.weights[segment.name])[0].stack, is_leaf=is_coded)))
-
-    def state_of_new(seed, l):
-        initial = segment.init(seed, l)
-        if is_quantised and segment.with_adapters is not None:
-            initial = with_new_adapters(segment, plan, part_of(initial, of_base), seed, l)
-        return state_of(padding.zeros_beyond(segment, l, initial) if entries > segment.num_layers else initial)
-
-    return state_of_new
-
-
-def init_outer_function(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
-    """A function seed -> initial TensorState of the outer layers."""
-    return lambda seed: outer_state(model, plan, optimizer, model.init_outer(seed))
-
-
-def fill_layers(weights, others, layer: Callable):
-    """Stacked (work weights, other arrays), in memory and in files (in_file.py): `build_stacks` outside `jit`.
-
-    weights, others: their plans. layer: a function l -> (work weights, other arrays) of layer l, which is called for
-    one layer after another. Raises NvmeError if a file cannot be written.
-    """
-    stored = InFiles(others)
-
-    def zeros(plan):
-        """Arrays of zeros, created in the shardings of a plan."""
-
-        def build():
-            return jax.tree.map(lambda p: jax.device_put(jnp.zeros(p.shape, p.dtype), p.sharding), plan)
-
-        return jax.jit(build, out_shardings=shardings(plan))()
-
-    planned = stored.in_memory(others)
-    files = stored.files(others)
-    built = zeros(planned)
-    stacks = []
-    for part in parts(weights):
-        number = numbers_of(part, weights)
-
-        def replace(stack, built, work, new, i, l, start=part.start):
-            return write(stack, work, i - start), write(built, new, l)
-
-        out_shardings = (shardings(part.stack), shardings(planned))
-        replace = jax.jit(replace, donate_argnums=(0, 1), out_shardings=out_shardings)
-        stack = zeros(part.stack)
-        for i in range(part.start, part.stop):
-            l = number(i)
-            work, new = layer(l)
-            stack, built = jax.block_until_ready(replace(stack, built, work, stored.in_memory(new), i, l))
-            for file, x in zip(files, stored.files(new), strict=True):
-                if l in file.store.records:
-                    file.write(l, file.from_every_stage(l, jax.device_put(x, file.layer_sharding(DEVICE))))
-        stacks.append(stack)
-    return joined(stacks), stored.joined(built, files)

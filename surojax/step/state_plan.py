@@ -14,7 +14,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.memory.host import joined
-from surojax.memory.in_file import InFile, own_layers
+from surojax.memory.in_file import InFile, home_of, own_layers
 from surojax.memory.layer_file import Store
 from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, quantize
@@ -46,7 +46,7 @@ def state_plan(
     """
     check_resident(table, model, mesh)
     check_files(table, model)
-    store = Store(table.master.folder, model.num_layers, own_layers(mesh, model.num_layers))
+    store = Store(table.folder, model.num_layers, own_layers(mesh, model.num_layers))
     planner = StatePlanner(model, table, layouts, optimizer, mesh, store)
     # Stacks in a file are stored in each layer's record in the order in which they are made here.
     weights = {}
@@ -80,8 +80,7 @@ def check_resident(table: Placement, model: Model, mesh: Mesh) -> None:
 
 def check_files(table: Placement, model: Model) -> None:
     """Raises ConfigError if state in a file is of a model of several segments."""
-    in_file = table.master.home.in_file or table.moments.home.in_file
-    if in_file and len(model.segments) > 1:
+    if table.in_files and len(model.segments) > 1:
         names = ", ".join(segment.name for segment in model.segments)
         raise ConfigError(
             f"offload_optimizer, offload_master: expected true or false for a model of several segments of layers "
@@ -225,12 +224,10 @@ def bytes_per_device(plan, home: Home = DEVICE) -> int:
     For nvme it is an equal part of the files, in which every tensor is once. With stages that are not all full it is
     that of a device of a full one.
     """
-    leaves = jax.tree.leaves(plan)
+    leaves = [x for x in jax.tree.leaves(plan) if home_of(x) == home]
     if home.in_file:
-        return sum(x.size * x.dtype.itemsize // x.sharding.mesh.size for x in leaves if isinstance(x, InFile))
-    return sum(
-        leaf_bytes(x) for x in leaves if not isinstance(x, InFile) and x.sharding.memory_kind == home.memory_kind
-    )
+        return sum(x.size * x.dtype.itemsize // x.sharding.mesh.size for x in leaves)
+    return sum(map(leaf_bytes, leaves))
 
 
 def leaf_bytes(x: jax.ShapeDtypeStruct) -> int:

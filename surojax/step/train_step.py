@@ -1,28 +1,25 @@
 """One optimizer step, and one evaluation batch, as compiled programs over the mesh.
 
-A step is `engine.loss_and_gradients`, the optimizer's `scalars`, and `update.update`. All of it is one program, unless
-master weights or moments are in a file (memory/in_file.py). Then it is a `file_step.FileStep` of several programs.
-With `Engine.overlap_update` it is an `overlap.OverlappedStep`, whose updates come a step late: see `up_to_date`.
+A step is `engine.loss_and_gradients` and an `update.Update`. All of it is one program, unless master weights or moments
+are in a file (memory/in_file.py): then it is a `file_step.FileStep` of several programs. With `Engine.overlap_update`
+it is an `overlap.OverlappedStep`, whose updates come a step late: see `up_to_date`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from surojax.memory.in_file import store_of
-from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer
-from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.table import Mesh
 from surojax.step import engine as whole_model, pipeline
 from surojax.step.file_step import FileStep
-from surojax.step.metrics import metrics_of, plan_metrics
+from surojax.step.metrics import metrics_of
 from surojax.step.overlap import OverlappedStep, Pending
 from surojax.step.spec import Engine
-from surojax.step.state import TrainState, shardings, specs_of
-from surojax.step.update import update
+from surojax.step.state import TrainState
+from surojax.step.step_parts import StepParts, jitted
+from surojax.step.update import Update
 
 
 def passes(mesh: Mesh):
@@ -38,22 +35,36 @@ def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh
     the global norm before clipping. lr: the learning rate of this step. If layers are in a file, the result is a
     `FileStep`, which is called, lowered and compiled in the same way; and so is an `OverlappedStep`.
     """
-    if store_of(plan) is not None:
-        return FileStep(engine, optimizer, plan, mesh, passes(mesh).loss_and_gradients)
+    gradients = functools.partial(passes(mesh).loss_and_gradients, engine)
+    update = Update(engine, optimizer)
+    step = StepParts(engine, mesh, plan, gradients, update)
+    if engine.table.in_files:
+        return FileStep(step)
     if engine.overlap_update:
-        return OverlappedStep(engine, optimizer, plan, mesh, whole_model.loss_and_gradients)
+        return OverlappedStep(step)
 
     def per_device(state: TrainState, *batch):
-        found = passes(mesh).loss_and_gradients(engine, state.weights, *batch, history=state.history, step=state.step)
-        scalars = optim.scalars(optimizer, state.step, found.norm)
-        metrics = metrics_of(found, scalars["lr"])
-        return update(engine, optimizer, state, found.grads, scalars, found.history), metrics
+        found = gradients(state.weights, *batch, history=state.history, step=state.step)
+        scalars = update.scalars(state.step, found.norm)
+        return update.everything(state, found.grads, scalars, found.history), metrics_of(found, scalars["lr"])
 
-    spec = specs_of(plan)
-    tokens = [batch_sharding(mesh).spec for _ in engine.batch_arrays]
-    results = (plan, plan_metrics(engine, mesh))
-    step = jax.shard_map(per_device, mesh=mesh, in_specs=(spec, *tokens), out_specs=specs_of(results))
-    return jax.jit(step, donate_argnums=0, out_shardings=shardings(results))
+    return step.program(per_device, (plan,), (plan, step.metrics), donated=(0,))
+
+
+def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> Callable:
+    """A jitted (weights, history, step, inputs `[A, B, S]`, labels) -> (loss, gradients by section) of a step.
+
+    History and step are those of the state. The gradients are sharded as master weights, before clipping.
+    """
+    gradients = functools.partial(passes(mesh).loss_and_gradients, engine)
+    parts = StepParts(engine, mesh, plan, gradients, Update(engine, optimizer))
+
+    def per_device(weights, history, step, *batch):
+        found = gradients(weights, *batch, history=history, step=step)
+        return found.loss, found.grads
+
+    results = (parts.metrics["loss"], {name: parts.planned_gradients(name) for name in plan.master})
+    return parts.program(per_device, (plan.weights, plan.history, plan.step), results)
 
 
 def up_to_date(step: Any, state: TrainState | Pending) -> TrainState:
@@ -66,10 +77,8 @@ def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Callable:
 
     A packed engine's step has one more argument: starts.
     """
-    tokens = [batch_sharding(mesh, accumulated=False).spec for _ in engine.batch_arrays]
 
     def per_device(weights, *batch):
         return passes(mesh).evaluate(engine, weights, *batch)
 
-    in_specs = (specs_of(plan.weights), *tokens)
-    return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=jax.P()))
+    return jitted(per_device, mesh, (plan.weights,), batch_arrays=len(engine.batch_arrays), accumulated=False)

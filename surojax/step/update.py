@@ -14,7 +14,7 @@ from surojax.memory.host import Part, balanced, joined, on_device, parts, read
 from surojax.numerics.quantize import is_quantized, work_copy
 from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
-from surojax.optim.optimizer import Optimizer, Scalars, UpdateContext
+from surojax.optim.optimizer import Optimizer, Rule, Scalars, UpdateContext
 from surojax.parallel import collectives
 from surojax.parallel.collectives import varying
 from surojax.placement.layout import Layout
@@ -28,40 +28,100 @@ from surojax.step.stream import Flight, Stream, sweep
 
 
 class Tensor(NamedTuple):
-    """A tensor to update: its declaration, layouts, old state and gradient. A segment's tensor has all layers."""
+    """A tensor to update: how, and its state and gradient before.
+
+    param: its declaration. dtype: of its work weights before they are quantised. A segment's tensor has all layers.
+    """
 
     param: Param
+    optimizer: Optimizer
     master_layout: Layout
     weights_layout: Layout
+    dtype: str
     state: TensorState
     grad: Any
 
+    @property
+    def rule(self) -> Rule:
+        """The optimizer's rule for it."""
+        return self.optimizer.rule(self.param)
 
-@jax.named_scope("update")
-def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scalars: Scalars, history) -> TrainState:
-    """The state after one optimizer step; runs per device on shards, one tensor after another."""
-    sections: dict[str, TensorState] = {}
-    done: list[TensorState] = []  # of all segments
-    for segment in engine.model.segments:
-        old = section(state, segment.name)
-        before = len(done)
-        for tensor in tensors(engine, segment.name, old, grads[segment.name]):
-            done.append(update_layers(engine, optimizer, in_turn(tensor, done), scalars))
-        sections[segment.name] = as_trees(done[before:], old)
-    sections[OUTER] = update_outer(engine, optimizer, section(state, OUTER), grads, scalars)
-    return from_sections(state.step + 1, sections, history)
+    @property
+    def how(self) -> tuple[Optimizer, Param, Layout]:
+        """The first arguments of functions of the optimizer that update it."""
+        return self.optimizer, self.param, self.master_layout
+
+    def updated(self, master, moments, grad, context: UpdateContext) -> TensorState:
+        """One layer of it, or an outer tensor, after the update. master, moments, grad: on the device."""
+        work, master, moments = optim.apply(*self.how, master, grad, moments, context, self.dtype)
+        return TensorState(self.work_weights(work), master, moments)
+
+    def work_weights(self, work: jax.Array):
+        """New work weights from shards of them: all-gathered if these are replicated, quantised like the old ones."""
+        work = collectives.reshard(work, self.master_layout, self.weights_layout)
+        return work_copy(work, parts(self.state.weights)[0].stack, self.dtype, collectives.largest_of_shards)
 
 
-def tensors(engine: Engine, name: str, old: TensorState, grads) -> list[Tensor]:
-    """The tensors of a section that are trained, from the trees of its state and gradients."""
-    leaves, structure = jax.tree.flatten(old.master)
-    layouts = engine.layouts
-    trees = (engine.params[name], layouts.master[name], layouts.weights[name], old.weights, old.moments, grads)
-    rows = zip(leaves, *(structure.flatten_up_to(part_of(tree, old.master)) for tree in trees), strict=True)
-    return [
-        Tensor(param, master_layout, weights_layout, TensorState(weights, master, moments), grad)
-        for master, param, master_layout, weights_layout, weights, moments, grad in rows
-    ]
+class Update:
+    """The update of a training state: which tensors there are, and how each moves and changes."""
+
+    def __init__(self, engine: Engine, optimizer: Optimizer):
+        self.optimizer = optimizer
+        self.segments = [segment.name for segment in engine.model.segments]
+        self.params = engine.params
+        self.layouts = engine.layouts
+        self.dtype = engine.table.weights.dtype  # of work weights before they are quantised
+        self.lanes = {lane.row: lane for lane in passes.update(engine.table).lanes}
+        self.lanes["layer"] = Lane("layer", reads=True)  # the layers' numbers
+
+    def scalars(self, step: jax.Array, norm: jax.Array) -> Scalars:
+        """Scalars that the updates of all tensors share. step: the number of updates before. norm: of all gradients."""
+        return optim.scalars(self.optimizer, step, norm)
+
+    @jax.named_scope("update")
+    def everything(self, state: TrainState, grads, scalars: Scalars, history) -> TrainState:
+        """The state after one optimizer step; runs per device on shards, one tensor after another."""
+        sections: dict[str, TensorState] = {}
+        done: list[TensorState] = []  # of all segments
+        for name in self.segments:
+            old = section(state, name)
+            before = len(done)
+            for tensor in self.tensors(name, old, grads[name]):
+                done.append(update_layers(in_turn(tensor, done), scalars, self.lanes))
+            sections[name] = as_trees(done[before:], old)
+        sections[OUTER] = self.outer(section(state, OUTER), grads, scalars)
+        return from_sections(state.step + 1, sections, history)
+
+    def outer(self, old: TensorState, grads, scalars: Scalars) -> TensorState:
+        """The state of the outer layers after one optimizer step, each array in its home.
+
+        grads: of all sections. A tensor whose state is in host memory is updated in parts that are no larger than the
+        largest tensor of a layer.
+        """
+        stacks = jax.tree.leaves([grads[name] for name in self.segments])
+        largest = max(stack.size // len(stack) for stack in stacks)
+        done: list[TensorState] = []
+        for tensor in self.tensors(OUTER, old, grads[OUTER]):
+            tensor = in_turn(tensor, done)
+            state = tensor.state
+            if on_device((state.master, state.moments)):
+                done.append(tensor.updated(state.master, state.moments, tensor.grad, UpdateContext(scalars, 0)))
+            else:
+                done.append(update_in_parts(tensor, scalars, self.lanes, largest))
+        return as_trees(done, old)
+
+    def tensors(self, name: str, old: TensorState, grads) -> list[Tensor]:
+        """The tensors of a section that are trained, from the trees of its state and gradients."""
+        leaves, structure = jax.tree.flatten(old.master)
+        layouts = self.layouts.master[name], self.layouts.weights[name]
+        trees = (self.params[name], *layouts, old.weights, old.moments, grads)
+        rows = zip(leaves, *(structure.flatten_up_to(part_of(tree, old.master)) for tree in trees), strict=True)
+        found = []
+        for master, param, master_layout, weights_layout, weights, moments, grad in rows:
+            state = TensorState(weights, master, moments)
+            dtype = param.dtype or self.dtype
+            found.append(Tensor(param, self.optimizer, master_layout, weights_layout, dtype, state, grad))
+        return found
 
 
 def in_turn(tensor: Tensor, done: list[TensorState]) -> Tensor:
@@ -82,65 +142,53 @@ def as_trees(done: list[TensorState], old: TensorState) -> TensorState:
     return TensorState(with_part(old.weights, weights), master, moments)
 
 
-def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars) -> TensorState:
-    """The state of a segment's tensor, all layers, after the update."""
+def update_layers(tensor: Tensor, scalars: Scalars, lanes: dict[str, Lane]) -> TensorState:
+    """The state of a segment's tensor, all layers, after the update. lanes: see `Update`."""
     weights, master, moments = tensor.state
-    lanes = lanes_of(engine)
     layers = collectives.first_layer(len(master)) + jnp.arange(len(master))
-    like = parts(weights)[0].stack
 
     def work_of_layer(values):
-        return {"weights": work_weights(engine, tensor, values["master"].astype(work_dtype(engine, tensor)), like)}
+        return {"weights": tensor.work_weights(values["master"].astype(tensor.dtype))}
 
     if on_device((master, moments, tensor.grad)):
         # All layers in one pass, if the rule allows it: a loop would copy each slice before overwriting it.
         # as_updated: the pass itself returns the new work weights, in the form in which they are stored.
         as_updated = tensor.master_layout.stored == tensor.weights_layout.stored
         as_updated = as_updated and on_device(weights) and not is_quantized(weights)
-        dtype = work_dtype(engine, tensor) if as_updated else None
-        apply_to_stack = optimizer.rule(tensor.param).apply_to_stack(master, moments)
+        apply_to_stack = tensor.rule.apply_to_stack(master, moments)
         if apply_to_stack:
             size = master.size // len(master)
             context = optim.stack_context(tensor.param, tensor.master_layout, UpdateContext(scalars, layers), size)
+            dtype = tensor.dtype if as_updated else None
             work, master, moments = apply_to_stack(master, tensor.grad, moments, context, dtype)
             if not as_updated:
                 only_read = lanes | {"master": lanes["master"]._replace(writes=False, behind=0)}
                 work, _ = sweep_parts(only_read, work_of_layer, weights, {"master": master})
             return TensorState(work, master, moments)
-    together = layers_together(optimizer, tensor)
+    together = layers_together(tensor)
+    stacks = {"master": master, "moments": moments, "grads": tensor.grad, "layer": layers}
     if together > 1:
-        return update_groups(engine, optimizer, tensor, scalars, layers, together)
+        return update_groups(tensor, scalars, lanes, stacks, together)
 
     def layer(values):
-        old = values["master"], values["moments"]
-        inputs = values["grads"], values["layer"]
-        work, (master, moments) = update_tensor(engine, optimizer, tensor, scalars, like, old, inputs)
-        return {"weights": work, "master": master, "moments": moments}
+        context = UpdateContext(scalars, values["layer"])
+        return tensor.updated(values["master"], values["moments"], values["grads"], context)._asdict()
 
-    stacks = {"master": master, "moments": moments, "grads": tensor.grad, "layer": layers}
     work, stacks = sweep_parts(lanes, layer, weights, stacks)
     return TensorState(work, stacks["master"], stacks["moments"])
 
 
-def lanes_of(engine: Engine) -> dict[str, Lane]:
-    """The lanes of an update by name; "layer" has the layers' numbers."""
-    return {lane.row: lane for lane in passes.update(engine).lanes} | {"layer": Lane("layer", reads=True)}
-
-
-def layers_together(optimizer: Optimizer, tensor: Tensor) -> int:
+def layers_together(tensor: Tensor) -> int:
     """The number of layers of a segment's tensor that are updated together."""
     of_parts = [part.stop - part.start for part in parts(tensor.state.weights)]
     devices = collectives.device_number(*tensor.master_layout.stored_axes)[1]
-    return optim.layers_together(optimizer.rule(tensor.param), of_parts, devices)
+    return optim.layers_together(tensor.rule, of_parts, devices)
 
 
 def update_groups(
-    engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars, layers: jax.Array, together: int
+    tensor: Tensor, scalars: Scalars, lanes: dict[str, Lane], stacks: dict[str, Any], together: int
 ) -> TensorState:
-    """The state of a segment's tensor after an update of `together` layers at a time."""
-    weights, master, moments = tensor.state
-    layout = tensor.master_layout
-    dtype = engine.table.weights.dtype
+    """The state of a segment's tensor after an update of `together` layers at a time. stacks: see `update_layers`."""
 
     def grouped(tree):
         return jax.tree.map(lambda x: x.reshape(-1, together, *x.shape[1:]), tree)
@@ -148,46 +196,14 @@ def update_groups(
     def single(tree):
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
-    like = parts(weights)[0].stack
-
     def group(values):
         context = UpdateContext(scalars, values["layer"])
-        work, *new = optim.apply_to_group(
-            optimizer, tensor.param, layout, values["master"], values["grads"], values["moments"], context, dtype
-        )
-        work = jax.vmap(lambda layer: work_weights(engine, tensor, layer, like))(work)
-        return {"weights": work} | dict(zip(("master", "moments"), new, strict=True))
+        old = values["master"], values["grads"], values["moments"]
+        work, *new = optim.apply_to_group(*tensor.how, *old, context, tensor.dtype)
+        return {"weights": jax.vmap(tensor.work_weights)(work)} | dict(zip(("master", "moments"), new, strict=True))
 
-    stacks = {"master": master, "moments": moments, "grads": tensor.grad, "layer": layers}
-    work, stacks = sweep_parts(lanes_of(engine), group, grouped(weights), grouped(stacks))
+    work, stacks = sweep_parts(lanes, group, grouped(tensor.state.weights), grouped(stacks))
     return TensorState(single(work), single(stacks["master"]), single(stacks["moments"]))
-
-
-def update_tensor(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars, like, old, inputs):
-    """(work weights, (master weights, moments)) of one layer's tensor, or of an outer tensor, after the update.
-
-    like: the old work weights, or anything of the same structure. old: (master weights, moments). inputs: (gradient,
-    number of the layer). old and inputs are in device memory.
-    """
-    master, moments = old
-    grad, layer = inputs
-    dtype = work_dtype(engine, tensor)
-    context = UpdateContext(scalars, layer)
-    work, master, moments = optim.apply(
-        optimizer, tensor.param, tensor.master_layout, master, grad, moments, context, dtype
-    )
-    return work_weights(engine, tensor, work, like), (master, moments)
-
-
-def work_weights(engine: Engine, tensor: Tensor, work: jax.Array, like):
-    """New work weights from shards of them: all-gathered if work weights are replicated, quantised if `like` is."""
-    work = collectives.reshard(work, tensor.master_layout, tensor.weights_layout)
-    return work_copy(work, like, engine.table.weights.dtype, collectives.largest_of_shards)
-
-
-def work_dtype(engine: Engine, tensor: Tensor) -> str:
-    """The dtype of a tensor's work weights before they are quantised."""
-    return tensor.param.dtype or engine.table.weights.dtype
 
 
 def sweep_parts(lanes: dict[str, Lane], function: Callable, weights, stacks: dict[str, Any]) -> tuple[Any, dict]:
@@ -242,31 +258,7 @@ def sweep_part(lanes: dict[str, Lane], function: Callable, part: Part, stacks: d
     return ended.pop("weights"), ended
 
 
-def update_outer(engine: Engine, optimizer: Optimizer, old: TensorState, grads, scalars: Scalars) -> TensorState:
-    """The state of the outer layers after one optimizer step, each array in its home.
-
-    grads: of all sections. A tensor whose state is in host memory is updated in parts that are no larger than the
-    largest tensor of a layer.
-    """
-    stacks = jax.tree.leaves([grads[segment.name] for segment in engine.model.segments])
-    largest = max(stack.size // len(stack) for stack in stacks)
-    done: list[TensorState] = []
-    for tensor in tensors(engine, OUTER, old, grads[OUTER]):
-        tensor = in_turn(tensor, done)
-        state = tensor.state
-        if on_device((state.master, state.moments)):
-            old_state = (state.master, state.moments)
-            inputs = (tensor.grad, 0)
-            work, new = update_tensor(engine, optimizer, tensor, scalars, state.weights, old_state, inputs)
-            done.append(TensorState(work, *new))
-        else:
-            done.append(update_in_parts(engine, optimizer, tensor, scalars, largest))
-    return as_trees(done, old)
-
-
-def update_in_parts(
-    engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars, largest: int
-) -> TensorState:
+def update_in_parts(tensor: Tensor, scalars: Scalars, lanes: dict[str, Lane], largest: int) -> TensorState:
     """The state of an outer tensor after an update in parts: groups of rows with at most `largest` elements each."""
     weights, master, moments = tensor.state
     rows = master.shape[0]
@@ -280,8 +272,8 @@ def update_in_parts(
 
     def update_part(values):
         context = UpdateContext(scalars, part=(values["layer"], n))
-        state = values["master"], values["grads"], values["moments"]
-        work, *new = optim.apply(optimizer, tensor.param, tensor.master_layout, *state, context, weights.dtype)
+        old = values["master"], values["grads"], values["moments"]
+        work, *new = optim.apply(*tensor.how, *old, context, weights.dtype)
         return {"weights": work} | dict(zip(("master", "moments"), new, strict=True))
 
     if tensor.master_layout.stored == tensor.weights_layout.stored:
@@ -289,6 +281,6 @@ def update_in_parts(
     else:
         work = varying(jnp.zeros(jax.eval_shape(split, master).shape, weights.dtype), tensor.master_layout.stored_axes)
     stacks = jax.tree.map(split, {"master": master, "moments": moments, "grads": tensor.grad})
-    work, new = sweep_part(lanes_of(engine), update_part, Part(work, 0, n), stacks | {"layer": jnp.arange(n)})
+    work, new = sweep_part(lanes, update_part, Part(work, 0, n), stacks | {"layer": jnp.arange(n)})
     work = collectives.reshard(join(work, master), tensor.master_layout, tensor.weights_layout)
     return TensorState(work, *jax.tree.map(join, (new["master"], new["moments"]), (master, moments)))

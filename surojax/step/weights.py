@@ -7,7 +7,7 @@ layer begins, so that those on their way take 4 or 8 bits.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,26 +23,47 @@ from surojax.step.spec import Engine
 from surojax.step.stream import Flight, Layer, Run, comes_in_pairs, hides_transfers, over
 
 
-def fetch(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
-    """The weights of layer l of a stack, as its products read them."""
-    w = all_gather_weights(engine, segment, copy_in(engine, segment, stack, l, variant))
-    return base_formats.dequantise_all(w, engine.table.weights.dtype)
+class Gather(NamedTuple):
+    """How the stored weights of a segment's layers become those that products read.
 
-
-def copy_in(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
-    """This device's shards of layer l of a stack, in device memory, quantised if the all-gather is in 8 bits."""
-    return in_gather_format(engine, segment, read(stack, l), variant)
-
-
-def in_gather_format(engine: Engine, segment: Segment, w, variant: Variant):
-    """This device's shards of a layer's weights, quantised if the all-gather is in 8 bits.
-
-    Layers in which the recipe is disabled keep their weights in 16 bits if the recipe is in float8.
+    params: of a layer. layouts: of its weights.
     """
-    table = engine.table
-    if table.persistent_quants or not table.quants.dtype or (table.one_scale and not variant.recipe_enabled):
-        return w
-    return quantised(segment.params, w, table)
+
+    table: Placement
+    params: Any
+    layouts: Any
+
+    @classmethod
+    def of(cls, engine: Engine, segment: Segment) -> "Gather":
+        """The gather of a segment of an engine's model."""
+        return cls(engine.table, segment.params, engine.layouts.weights[segment.name])
+
+    def fetch(self, stack, l: jax.Array | int, variant: Variant):
+        """The weights of layer l of a stack, as its products read them."""
+        return self.to_compute_with(self.all_gather(self.copy_in(stack, l, variant)))
+
+    def copy_in(self, stack, l: jax.Array | int, variant: Variant):
+        """This device's shards of layer l of a stack, in device memory, in the format of the all-gather."""
+        return self.to_gather(read(stack, l), variant)
+
+    def to_gather(self, w, variant: Variant):
+        """This device's shards of a layer's weights, quantised if the all-gather is in 8 bits.
+
+        Layers in which the recipe is disabled keep their weights in 16 bits if the recipe is in float8.
+        """
+        table = self.table
+        if table.persistent_quants or not table.quants.dtype or (table.one_scale and not variant.recipe_enabled):
+            return w
+        return quantised(self.params, w, table)
+
+    def all_gather(self, shards):
+        """A layer's weights, or Codeds of them, from the shards that `to_gather` returns."""
+        w = collectives.all_gather(shards, self.layouts)
+        return w if self.table.one_scale else dequantise_all(w, self.table.weights.dtype)
+
+    def to_compute_with(self, w):
+        """A layer's weights, or codes of them, as its products read them."""
+        return base_formats.dequantise_all(w, self.table.weights.dtype)
 
 
 def quantised(params, w, table: Placement):
@@ -70,12 +91,6 @@ def quantise_with_one_scale(params, w, dtype):
     return jax.tree.unflatten(structure, leaves)
 
 
-def all_gather_weights(engine: Engine, segment: Segment, shards):
-    """The weights of a layer to compute with, or Codeds of them, from the shards that `copy_in` returns."""
-    w = collectives.all_gather(shards, engine.layouts.weights[segment.name])
-    return w if engine.table.one_scale else dequantise_all(w, engine.table.weights.dtype)
-
-
 class Fetch:
     """The lane of weights in passes over one run of layers.
 
@@ -84,23 +99,21 @@ class Fetch:
     other direction begins.
     """
 
-    def __init__(self, engine: Engine, segment: Segment, part: Part, run: Run):
-        """part: the stack that holds these layers."""
+    def __init__(self, gather: Gather, part: Part, run: Run, *, recomputed: bool):
+        """part: the stack that holds these layers. recomputed: the backward pass computes blocks again."""
+        self.gather = gather
         self.run = run
         self.part = part
+        self.recomputed = recomputed
         self.on_device = on_device(part.stack)
-        self.stages = engine.table.weights.sharded + (not self.on_device)
-        self.recomputes = engine.recompute_block
-        self.dtype = engine.table.weights.dtype
-        self.gather = functools.partial(all_gather_weights, engine, segment)
-        self._copy_in = functools.partial(copy_in, engine, segment, part.stack, variant=run.variants[0])
+        self.stages = gather.table.weights.sharded + (not self.on_device)
         assert len({variant.recipe_enabled for variant in run.variants}) == 1
 
     def copy_in(self, l):
         """This device's shards of layer l. A stack in host memory is sliced at an offset that is linear in l."""
         if self.on_device:
             l = jnp.clip(l, self.run.layers.start, self.run.layers.stop - 1)
-        return self._copy_in(l - self.part.start)
+        return self.gather.copy_in(self.part.stack, l - self.part.start, self.run.variants[0])
 
     def first(self, *, reverse: bool = False) -> tuple:
         """What is prefetched before a pass in this direction."""
@@ -127,17 +140,17 @@ class Fetch:
 
     def from_shards(self, shards: tuple, *, reverse: bool) -> tuple:
         """Returns what `first` does, from the shards that `first_shards` has copied in."""
-        return (self.gather(shards[0]), *shards[1:]) if shards else self.first(reverse=reverse)
+        return (self.gather.all_gather(shards[0]), *shards[1:]) if shards else self.first(reverse=reverse)
 
     def arrive(self, flight: Flight, layer: Layer) -> tuple[Any, Flight]:
         """(the layer's weights to compute with, the flight while it computes). Early is what is prefetched."""
         l = layer.in_turn if self.on_device else layer.index  # XLA does not find linear what is behind a barrier
         copied = self.copy_in(l + self.stages * layer.step)
         if self.stages == 0:
-            return self._to_compute_with(self.gather(copied)), flight
+            return self.gather.to_compute_with(self.gather.all_gather(copied)), flight
         w, *shards = flight.early
-        arriving = (self.gather(shards[0]), copied) if shards else (self.gather(copied),)
-        return self._to_compute_with(w), Flight(early=arriving)
+        arriving = (self.gather.all_gather(shards[0]), copied) if shards else (self.gather.all_gather(copied),)
+        return self.gather.to_compute_with(w), Flight(early=arriving)
 
     def layers_in_body(self, tokens: int, *, reverse: bool) -> int:
         """The number of layers in a loop's body: a multiple of the variants' period. tokens: of the pass.
@@ -149,7 +162,7 @@ class Fetch:
         run = self.run
         if self.stages != 1 or not comes_in_pairs(len(run.layers), run.period, odd=self.on_device):
             return run.period
-        in_pairs = self.recomputes and hides_transfers(tokens) if self.on_device else reverse
+        in_pairs = self.recomputed and hides_transfers(tokens) if self.on_device else reverse
         return 2 if in_pairs else run.period
 
     def _first(self, reverse: bool) -> int:
@@ -161,11 +174,7 @@ class Fetch:
 
     def _stage(self, i: int, first: jax.Array | int, reverse: bool):
         """The i-th of what is prefetched before layer `first`: its weights, then the next layer's shards."""
-        return self.copy_in(first + (-1 if reverse else 1)) if i else self.gather(self.copy_in(first))
-
-    def _to_compute_with(self, w):
-        """A layer's weights, or codes of them, as its products read them."""
-        return base_formats.dequantise_all(w, self.dtype)
+        return self.copy_in(first + (-1 if reverse else 1)) if i else self.gather.all_gather(self.copy_in(first))
 
 
 class Layers:
@@ -174,9 +183,16 @@ class Layers:
     def __init__(self, engine: Engine, segment: Segment, stacks):
         """stacks: the segment's work weights."""
         self.segment = segment
+        self.gather = Gather.of(engine, segment)
         self.fetches = [
-            Fetch(engine, segment, part, run) for part in parts(stacks) for run in runs_of(segment.variants, part)
+            Fetch(self.gather, part, run, recomputed=engine.recompute_block)
+            for part in parts(stacks)
+            for run in runs_of(segment.variants, part)
         ]
+
+    def fetch_first(self, variant: Variant):
+        """The weights of the first layer, fetched for a layer of this variant: all have the same shapes."""
+        return self.gather.fetch(self.fetches[0].part.stack, 0, variant)
 
     def first(self, *, reverse: bool = False) -> list[tuple]:
         """What is prefetched before a pass in this direction, for each run."""

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from surojax.config.fields import Config
+from surojax.run.callbacks import Callbacks
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.console import say
 from surojax.run.metrics import DeferredMetrics, FinishedStep, MetricsLog
@@ -20,10 +21,11 @@ from surojax.training.start import Start
 
 
 class Outputs(NamedTuple):
-    """The checkpoints and the log that the loop writes, and the signal that may stop it."""
+    """The checkpoints and the log that the loop writes, what it tells, and the signal that may stop it."""
 
     checkpoints: Checkpoints
     log: MetricsLog
+    callbacks: Callbacks
     stop: StopSignal
 
 
@@ -51,21 +53,29 @@ def loop(
     evaluates_first: before the first step. layers: of each segment, for checkpoints. Raises NonFiniteLoss,
     CheckpointError and OSError.
     """
-    checkpoints, log, stop = outputs
+    checkpoints, log, callbacks, stop = outputs
     history: list[dict[str, Any]] = []
     deferred = DeferredMetrics()
+
+    def current() -> TrainState:
+        nonlocal state
+        state = up_to_date(programs.train_step, state)
+        return state
 
     def report(done: FinishedStep | None) -> None:
         if done is not None:
             record = log.step(done.step, **done.values, duration_s=done.duration_s, data_wait_s=done.data_wait_s)
             history.append(record)
             check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last, done.finite)
+            callbacks.tell(record, current)
 
-    def evaluate(step: int, state: TrainState) -> None:
-        history.extend(log.eval(step, **scores) for scores in programs.evaluate(state.weights))
+    def evaluate(step: int) -> None:
+        for scores in programs.evaluate(current().weights):
+            history.append(log.eval(step, **scores))
+            callbacks.tell(history[-1], current)
 
     if evaluates_first:
-        evaluate(start.first_step, state)
+        evaluate(start.first_step)
         deferred.restart_clock()
     step = start.first_step
     position = start.position
@@ -83,18 +93,19 @@ def loop(
             report(deferred.flush())
         checkpoints.check()
 
-        stopping = stop.after(step)
+        stopping = stop.after(step) or callbacks.stopped_by
         final = step == start.total_steps
         evaluate_now = final or (c.eval_steps and step % c.eval_steps == 0)
-        save_now = final or stopping or (c.save_steps and step % c.save_steps == 0)
-        if evaluate_now or save_now:
+        save_now = final or (c.save_steps and step % c.save_steps == 0)
+        if evaluate_now or save_now or stopping:
             report(deferred.flush())  # logs step n and checks that it is finite, before its checkpoint is written
-            state = up_to_date(programs.train_step, state)
             if evaluate_now:
-                evaluate(step, state)
-            if save_now:
+                evaluate(step)
+            stopping = stopping or callbacks.stopped_by
+            if save_now or stopping:
                 progress = {"step": step, "samples": position, "samples_per_step": start.samples_per_step}
-                checkpoints.save(state, {**progress, "layers": layers, "config": c.to_dict(), **start.identity})
+                checkpoints.save(current(), {**progress, "layers": layers, "config": c.to_dict(), **start.identity})
+                callbacks.tell({"log": "checkpoint", "step": step}, current, checkpoints.last)
             deferred.restart_clock()
         if stopping:
             break

@@ -8,7 +8,6 @@ import numpy as np
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
 from surojax.data.run_data import Evaluated
-from surojax.memory.in_file import store_of
 from surojax.parallel.feed import Feed
 from surojax.placement.mesh import own_device
 from surojax.planner import traffic
@@ -50,5 +49,5 @@ def compile_programs(
         evaluate = Evaluation(c, run, mesh, evaluated)
     # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in files, a
     # step has already ended when `train_step` returns.
-    one_at_a_time = (platform == "cpu" and len(devices) > 1) or store_of(run.plan) is not None
+    one_at_a_time = (platform == "cpu" and len(devices) > 1) or not run.store.is_empty
     return Programs(train_step, evaluate, feed, arrays, one_at_a_time)

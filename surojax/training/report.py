@@ -12,7 +12,6 @@ from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
 from surojax.inference.prompts import complete
 from surojax.inference.trained_model import Trained
-from surojax.memory.in_file import store_of
 from surojax.models.attention import chosen_here
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
@@ -59,7 +58,7 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
     except ConfigError as error:
         say(f"note: {error}")
     try:
-        if store_of(run.plan):
+        if not run.store.is_empty:
             return Prediction(not_predicted="state in files, and the drive's speed is not known")
         found = prediction.of_compiled(compiled.as_text(), run, batch, gpu)
     except Exception as error:  # whatever a new version of XLA writes

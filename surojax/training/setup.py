@@ -1,18 +1,21 @@
 """What can be known before anything is read of the data: settings, devices, memory, and what there is to start from."""
 
+import copy
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from surojax.assembly import from_config
+from surojax.assembly import NOTHING, Brought, from_config
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.data import run_data as data
+from surojax.data.given import NAME, GivenRows
+from surojax.errors import ConfigError
 from surojax.exchange.model_tensors import Tensors
 from surojax.exchange.sources import open_weights
 from surojax.memory import nvme
-from surojax.memory.in_file import store_of
 from surojax.models.model import Model
 from surojax.placement.mesh import find_devices, make_mesh
 from surojax.planner.check_fit import check_fit
@@ -37,16 +40,32 @@ class Setup(NamedTuple):
     initial: Tensors | None
 
 
-def set_up(c: Config) -> Setup:
-    """Checks everything that can be checked without data; writes nothing. Raises ConfigError and CheckpointError."""
+def naming_rows(c: Config, rows: Iterable[Any] | None) -> Config:
+    """The config, with an entry of `datasets` for a caller's rows. Raises ConfigError if it has other data."""
+    if rows is None:
+        return c
+    if other := [name for name in ("data", "datasets") if c[name]]:
+        raise ConfigError(f"{other[0]}: expected none in the config beside rows given, got some; leave one of them out")
+    found = copy.deepcopy(c)
+    found.datasets = [{"path": NAME}]
+    return found
+
+
+def set_up(c: Config, brought: Brought = NOTHING, rows: Iterable[Any] | None = None) -> Setup:
+    """Checks everything that can be checked without data; writes nothing. Raises ConfigError and CheckpointError.
+
+    brought: of the caller, in place of the config's optimizer and objective. rows: of `naming_rows`.
+    """
     checks.check(c)
     output_dir = checks.check_output_dir(c.output_dir)
     devices = find_devices(c.gpus)
     mesh = make_mesh(devices, **configs.mesh_sizes(c))
-    run = from_config(c, mesh, total_steps=1)
+    run = from_config(c, mesh, total_steps=1, brought=brought)
     need = check_fit(c, run, devices)
-    nvme.check(store_of(run.plan))
+    nvme.check(run.store)
     entries = data.parse_entries(c.datasets, c.validation_datasets)
+    if rows is not None:
+        entries = entries._replace(rows=GivenRows(rows))
     newest = on_disk.find(output_dir / on_disk.FOLDER)
     continues = newest is not None or c.resume_from_checkpoint not in ("auto", "no")
     initial = None if continues and not c.lora else open_weights(c, run.model)

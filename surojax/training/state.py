@@ -8,7 +8,6 @@ from surojax.exchange import peft
 from surojax.exchange.base import described_format
 from surojax.exchange.model_tensors import Tensors, describe_source as describe_weights, readers
 from surojax.exchange.sources import naming
-from surojax.memory.in_file import store_of
 from surojax.numerics.base_formats import chosen
 from surojax.parallel.feed import to_host
 from surojax.run.console import say
@@ -23,8 +22,7 @@ def first_state(
     c: Config, run: Assembly, resume: Path | None, initial: Tensors | None, adapter: peft.AdapterArrays | None
 ) -> TrainState:
     """The state from a checkpoint, from another model's weights, or new; says which."""
-    store = store_of(run.plan)
-    if store and (step := store.interrupted()):
+    if step := run.store.interrupted():
         start = f"continuing from {resume.name}" if resume else "there is no checkpoint, so this starts anew"
         say(f"nvme: the last run ended within the update of step {step}, what it left is not used: {start}")
     if resume:

@@ -1,4 +1,4 @@
-"""How far the losses and gradient norms of a row may be from those of its reference, and why."""
+"""Bounds on the differences of losses and gradient norms between a row and its reference, with reasons."""
 
 import math
 from typing import NamedTuple
@@ -82,9 +82,9 @@ def _quantised_again(recipe: str, amplified: str) -> Bound:
     return Bound(5e-3, 5e-3, f"{reason}; gradient norm: first step only", first_norm=True)
 
 
-def judge(found: Curve, expected: Curve, bound: Bound) -> tuple[str, float, float, str]:
+def judge(actual: Curve, expected: Curve, bound: Bound) -> tuple[str, float, float, str]:
     """Returns (status, largest relative difference of the loss, of the gradient norm, reason of a failure or "")."""
-    a = np.array(found)
+    a = np.array(actual)
     b = np.array(expected)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return "FAIL", math.nan, math.nan, "a loss or gradient norm is not finite"

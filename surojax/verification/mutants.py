@@ -46,23 +46,23 @@ class Outcome(NamedTuple):
 
 def collectives_of(row: Built):
     """Returns (a row's step, lowered; its collectives in the order of the trace)."""
-    found: dict[Collective, None] = {}
+    collectives: dict[Collective, None] = {}
 
     def keep(collective: Collective) -> bool:
-        found[collective] = None
+        collectives[collective] = None
         return False
 
     with watching(keep):
         step = lowered(row)
-    return step, list(found)
+    return step, list(collectives)
 
 
 def outcome(curves: Curves, mutant: Mutant, row: Built) -> Outcome:
     """Traces a mutant of a row, and trains it if it can be traced, until it is too far."""
     started = time.perf_counter()
 
-    def done(found: str, why: str) -> Outcome:
-        return Outcome(mutant, found, why, time.perf_counter() - started)
+    def result(noticed: str, why: str) -> Outcome:
+        return Outcome(mutant, noticed, why, time.perf_counter() - started)
 
     try:
         with watching(mutant.removed.__eq__):
@@ -70,15 +70,15 @@ def outcome(curves: Curves, mutant: Mutant, row: Built) -> Outcome:
     except (TypeError, ValueError) as error:
         if not VARIES.search(str(error)):
             raise  # not what taking out a collective may cause
-        return done(AT_TRACE, str(error).partition("\n")[0])
-    found: Curve = []
-    for of_step in curve(row, compiled(row, step), curves.first.of(row), curves.batches):
-        found.append(of_step)
-        status, loss, grad_norm, why = judged(curves, mutant.setting, found)
+        return result(AT_TRACE, str(error).partition("\n")[0])
+    trained: Curve = []
+    for figures in curve(row, compiled(row, step), curves.first.of(row), curves.batches):
+        trained.append(figures)
+        status, loss, grad_norm, why = judged(curves, mutant.setting, trained)
         if status == "FAIL" and (loss or grad_norm):  # nan too; an approximate row may begin without a difference
             break
-    off = f"loss off by {loss:.0e}, gradient norm by {grad_norm:.0e}, in step {len(found)}"
-    return done(NOT_FOUND, off) if status == "pass" else done(BY_PARITY, off if "far" in why else why)
+    off = f"loss off by {loss:.0e}, gradient norm by {grad_norm:.0e}, in step {len(trained)}"
+    return result(NOT_FOUND, off) if status == "pass" else result(BY_PARITY, off if "far" in why else why)
 
 
 def keep_whole(curves: Curves, s: Setting, row: Built, step) -> None:
@@ -88,9 +88,9 @@ def keep_whole(curves: Curves, s: Setting, row: Built, step) -> None:
         raise ConfigError(f"--only: expected rows that pass, got {s.name}: {why}; its mutants would show nothing")
 
 
-def judged(curves: Curves, s: Setting, found: Curve) -> tuple[str, float, float, str]:
-    """Returns what `judge` says of the first steps of a row."""
-    return judge(found, curves.of(curves.table[s.like])[: len(found)], bounds(curves.config)[s.expect])
+def judged(curves: Curves, s: Setting, trained: Curve) -> tuple[str, float, float, str]:
+    """Compares the first steps of a row without a collective with the row's reference, see `judge`."""
+    return judge(trained, curves.of(curves.table[s.like])[: len(trained)], bounds(curves.config)[s.expect])
 
 
 def verify_mutants(
@@ -102,7 +102,7 @@ def verify_mutants(
     report: Callable[[Outcome], None] = lambda outcome: None,
     skipped: Callable[[Setting, str], None] = lambda setting, why: None,
 ) -> list[Outcome]:
-    """Takes out every collective of the rows, one at a time, and returns what became of each.
+    """Takes out every collective of the rows, one at a time, and returns the `Outcome` of each.
 
     steps: at most; a mutant's training ends with the first step that is too far. only, devices: as for `verify`.
     report: called with each outcome as soon as it is known. skipped: called with each row that cannot run here, and
@@ -121,7 +121,7 @@ def _outcomes(
     report: Callable[[Outcome], None],
     skipped: Callable[[Setting, str], None],
 ) -> Iterator[Outcome]:
-    """Yields what becomes of each mutant of the rows; see `verify_mutants`."""
+    """Yields the `Outcome` of each mutant of the rows; see `verify_mutants`."""
     known: set[Collective] = set()
     for s in rows:
         if s.devices == 1:
@@ -139,6 +139,6 @@ def _outcomes(
             known.update(new)
             keep_whole(curves, s, row, step)
             for collective in new:
-                found = outcome(curves, Mutant(s, collective), row)
-                report(found)
-                yield found
+                result = outcome(curves, Mutant(s, collective), row)
+                report(result)
+                yield result

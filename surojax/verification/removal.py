@@ -1,4 +1,4 @@
-"""Takes collectives out of a program while it is traced: what is left computes with the values of its own device.
+"""Takes collectives out of a program while it is traced: each device then computes with its own values only.
 
 A program is traced by Python code that binds JAX's primitives. Within `watching`, every collective that is bound is
 shown to a function, which says whether it is left out (not those that are traced for their shapes only). In its place
@@ -57,7 +57,7 @@ class Collective(NamedTuple):
 
 @contextlib.contextmanager
 def watching(left_out: Callable[[Collective], bool]) -> Iterator[None]:
-    """Calls a function with every collective that is traced in this context, and leaves out those of which it is true.
+    """Calls a predicate with every collective traced in this context, and leaves out those for which it is true.
 
     What JAX has traced before is traced again: its caches are empty at the beginning and the end.
     """
@@ -132,18 +132,18 @@ def _lines(calls: list[_Frame]) -> tuple[str, ...]:
 
 
 def _own(x: jax.Array, axes: tuple[str, ...], params: dict) -> jax.Array:
-    """Returns the device's own value."""
+    """Replaces a reduction: returns the device's own value."""
     return x
 
 
 def _own_shard_everywhere(x: jax.Array, axes: tuple[str, ...], params: dict) -> jax.Array:
-    """Returns the device's own shard in all places of an all-gather's result."""
+    """Replaces an all-gather: returns the device's own shard in all places."""
     join = jnp.concatenate if params["tiled"] else jnp.stack
     return join([x] * jax.lax.axis_size(axes), axis=params["all_gather_dimension"])
 
 
 def _own_part(x: jax.Array, axes: tuple[str, ...], params: dict) -> jax.Array:
-    """Returns the device's part of its own term of a reduce-scatter."""
+    """Replaces a reduce-scatter: returns the device's part of its own term."""
     number = jax.lax.axis_index(axes)
     dim = params["scatter_dimension"]
     if not params["tiled"]:
@@ -153,7 +153,7 @@ def _own_part(x: jax.Array, axes: tuple[str, ...], params: dict) -> jax.Array:
 
 
 def _own_parts(x: jax.Array, axes: tuple[str, ...], params: dict) -> jax.Array:
-    """Returns the device's own parts, in the places of those that an all-to-all would bring."""
+    """Replaces an all-to-all: returns the device's own parts, in the places of the received ones."""
     if not params["tiled"]:
         return jnp.moveaxis(x, params["split_axis"], params["concat_axis"])
     parts = jnp.split(x, jax.lax.axis_size(axes), params["split_axis"])

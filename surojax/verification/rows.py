@@ -36,7 +36,7 @@ class Curves:
     """Losses and gradient norms of rows, each row trained once, on equal batches."""
 
     def __init__(self, config: Config, steps: int, devices: Sequence | None):
-        """steps: of each row. devices: None for all devices of JAX. Raises ConfigError, as `verify`."""
+        """steps: of the training of each row. devices: None for all devices of JAX. Raises ConfigError, as `verify`."""
         if not 1 <= steps <= MOST_STEPS:
             raise ConfigError(f"--steps: expected 1 to {MOST_STEPS:,}, got {steps}; correct it")
         self.config = resolved(config)
@@ -101,10 +101,10 @@ class Curves:
                 self._start(self._planned.popleft())
             started = self._started.pop(s.name)
             self._found[s.name] = started if isinstance(started, ConfigError) else started.trained(self.first)
-        found = self._found[s.name]
-        if isinstance(found, ConfigError):
-            raise found
-        return found
+        curve = self._found[s.name]
+        if isinstance(curve, ConfigError):
+            raise curve
+        return curve
 
     def of_plain(self) -> Curve:
         """Returns the curve of the first row. Raises ConfigError if the model does not fit on one device."""

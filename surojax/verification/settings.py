@@ -127,14 +127,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("hsdp_tp_2x2x2_offload_all", HSDP | TP | ALL, 8, like="hsdp_tp_2x2x2"),
     Setting("hsdp_tp_2x2x2_sample_packing", HSDP | TP | PACKED, 8, like="sample_packing", expect="order"),
     # Context parallelism: dp_shard_size x cp_size, with dp_replicate_size before it or tp_size behind it
-    *(Setting(f"cp_{name}_2x2", ZERO3 | of_method, 4, expect="order") for name, of_method in CP.items()),
+    *(Setting(f"cp_{name}_2x2", ZERO3 | method, 4, expect="order") for name, method in CP.items()),
+    *(Setting(f"cp_{name}_2x4", ZERO3 | method | {"cp_size": 4}, 8, expect="order") for name, method in CP.items()),
     *(
-        Setting(f"cp_{name}_2x4", ZERO3 | of_method | {"cp_size": 4}, 8, expect="order")
-        for name, of_method in CP.items()
-    ),
-    *(
-        Setting(f"cp_{name}_{part}_2x2", ZERO3 | of_method | changes, 4, like=f"cp_{name}_2x2", expect=expect)
-        for name, of_method in CP.items()
+        Setting(f"cp_{name}_{part}_2x2", ZERO3 | method | changes, 4, like=f"cp_{name}_2x2", expect=expect)
+        for name, method in CP.items()
         for part, changes, expect in (
             ("saved", SAVED, "saved"),
             ("offload_all", ALL, "same"),
@@ -142,8 +139,8 @@ SETTINGS: tuple[Setting, ...] = (
         )
     ),
     *(
-        Setting(f"cp_{name}_sample_packing_2x2", ZERO3 | of_method | PACKED, 4, like="sample_packing", expect="order")
-        for name, of_method in CP.items()
+        Setting(f"cp_{name}_sample_packing_2x2", ZERO3 | method | PACKED, 4, like="sample_packing", expect="order")
+        for name, method in CP.items()
     ),
     *(Setting(f"zero_level={n}_cp_2x2", {"zero_level": n} | CP["ulysses"], 4, expect="order") for n in (1, 2)),
     Setting("shard_outer_cp_2x2", ZERO3 | CP["ulysses"] | {"shard_outer": True}, 4, expect="order"),
@@ -163,34 +160,34 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("resident_layers_cp_2x2", ZERO3 | CP["ring"] | ALL | {"resident_layers": 1}, 4, like="cp_ring_2x2"),
     Setting("hsdp_cp_2x2x2", HSDP | CP["ulysses"], 8, expect="order"),
     Setting("hsdp_cp_2x2x2_offload_all", HSDP | CP["ulysses"] | ALL, 8, like="hsdp_cp_2x2x2"),
-    *(Setting(f"cp_{name}_tp_2x2", of_method | TP, 4, expect="order") for name, of_method in CP.items()),
+    *(Setting(f"cp_{name}_tp_2x2", method | TP, 4, expect="order") for name, method in CP.items()),
     *(
         Setting(
             f"cp_{name}_tp_offload_all_2x2",
-            of_method | TP | ALL | {"offload_grads": False},
+            method | TP | ALL | {"offload_grads": False},
             4,
             like=f"cp_{name}_tp_2x2",
         )
-        for name, of_method in CP.items()
+        for name, method in CP.items()
     ),
     *(
-        Setting(f"cp_{name}_tp_sample_packing_2x2", of_method | TP | PACKED, 4, like="sample_packing", expect="order")
-        for name, of_method in CP.items()
+        Setting(f"cp_{name}_tp_sample_packing_2x2", method | TP | PACKED, 4, like="sample_packing", expect="order")
+        for name, method in CP.items()
     ),
-    *(Setting(f"cp_{name}_tp_2x2x2", ZERO3_TP | of_method, 8, expect="order") for name, of_method in CP.items()),
+    *(Setting(f"cp_{name}_tp_2x2x2", ZERO3_TP | method, 8, expect="order") for name, method in CP.items()),
     *(
-        Setting(f"cp_{name}_tp_offload_all_2x2x2", ZERO3_TP | ALL | of_method, 8, like=f"cp_{name}_tp_2x2x2")
-        for name, of_method in CP.items()
+        Setting(f"cp_{name}_tp_offload_all_2x2x2", ZERO3_TP | ALL | method, 8, like=f"cp_{name}_tp_2x2x2")
+        for name, method in CP.items()
     ),
     *(
         Setting(
             f"cp_{name}_tp_sample_packing_2x2x2",
-            ZERO3_TP | of_method | PACKED,
+            ZERO3_TP | method | PACKED,
             8,
             like="sample_packing",
             expect="order",
         )
-        for name, of_method in CP.items()
+        for name, method in CP.items()
     ),
     # Pipeline parallelism: pp_size x dp_shard_size, x tp_size or with dp_replicate_size before dp_shard_size
     Setting("pp@2", PP, 2, expect="order"),
@@ -219,14 +216,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("zero_quantized_weights=fp8_pp_2x2", FP8 | PP, 4, like="zero_level=3_pp_2x2", expect="fp8"),
     Setting("offload_quants_pp_2x2", FP8 | QUANTS | ALL | PP, 4, like="zero_quantized_weights=fp8_pp_2x2"),
     Setting("hsdp_pp_2x2x2", HSDP | PP, 8, expect="order"),
-    *(Setting(f"pp_cp_{name}_2x2x2", ZERO3 | PP | of_method, 8, expect="order") for name, of_method in CP.items()),
+    *(Setting(f"pp_cp_{name}_2x2x2", ZERO3 | PP | method, 8, expect="order") for name, method in CP.items()),
     *(
-        Setting(f"offload_all_pp_cp_{name}_2x2x2", ZERO3 | PP | of_method | ALL, 8, like=f"pp_cp_{name}_2x2x2")
-        for name, of_method in CP.items()
+        Setting(f"offload_all_pp_cp_{name}_2x2x2", ZERO3 | PP | method | ALL, 8, like=f"pp_cp_{name}_2x2x2")
+        for name, method in CP.items()
     ),
     *(
-        Setting(f"sample_packing_pp_cp_{name}_2x2x2", ZERO3 | PP | of_method | PACKED, 8, "sample_packing", "order")
-        for name, of_method in CP.items()
+        Setting(f"sample_packing_pp_cp_{name}_2x2x2", ZERO3 | PP | method | PACKED, 8, "sample_packing", "order")
+        for name, method in CP.items()
     ),
     Setting("pp_tp_2x2", PP | TP, 4, expect="order"),
     Setting("offload_all_pp_tp_2x2", PP | TP | ALL, 4, like="pp_tp_2x2"),
@@ -314,8 +311,8 @@ ADAPTERS: tuple[Setting, ...] = (
     Setting("qlora_tp@2", QLORA | TP, 2, like="qlora", expect="order"),
     Setting("qlora_offload_all_tp_2x2", QLORA_OFFLOADS | ZERO3_TP, 4, like="qlora", expect="order"),
     *(
-        Setting(f"qlora_cp_{name}_2x2", QLORA | ZERO3 | of_method, 4, like="qlora", expect="order")
-        for name, of_method in CP.items()
+        Setting(f"qlora_cp_{name}_2x2", QLORA | ZERO3 | method, 4, like="qlora", expect="order")
+        for name, method in CP.items()
     ),
     Setting("qlora_offload_all_cp_ring_2x2", QLORA_OFFLOADS | ZERO3 | CP["ring"], 4, like="qlora_cp_ring_2x2"),
     Setting("qlora_pp_2x2", QLORA | ZERO3 | PP, 4, like="qlora", expect="order"),
@@ -369,12 +366,12 @@ def settings(c: Config, devices: int) -> list[Setting]:
 
 def chosen(table: dict[str, Setting], only: Sequence[str] | None) -> list[Setting]:
     """Returns the rows that `only` names or matches; None: all. Raises ConfigError for a name that matches no row."""
-    wanted = set(table if only is None else ())
+    selected = set(table if only is None else ())
     for name in only or ():
-        found = fnmatch.filter(table, name)
-        if not found:
+        names = fnmatch.filter(table, name)
+        if not names:
             near = difflib.get_close_matches(name, table, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"--only: expected names of settings, got {name!r}; {hint}--list shows them all")
-        wanted.update(found)
-    return [s for name, s in table.items() if name in wanted]
+        selected.update(names)
+    return [s for name, s in table.items() if name in selected]

@@ -14,7 +14,6 @@ from surojax.assembly import Assembly, from_config
 from surojax.config import Config, checks, default_config, fields as configs
 from surojax.errors import ConfigError
 from surojax.memory import nvme
-from surojax.memory.in_file import store_of
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.placement.table import Mesh
@@ -50,14 +49,14 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[Batch], int]
     multiple = math.lcm(8, own_groups) * microbatches
     sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_groups // multiple) * multiple
     rng = np.random.default_rng(c.seed)
-    of_documents = np.random.default_rng((c.seed, 1))
+    document_rng = np.random.default_rng((c.seed, 1))
     shape = (sequences, c.sequence_len)
 
     def batch():
         # Some tokens are frequent. The model learns their frequencies in the first steps, so every update shows.
         inputs = (c.model.vocab_size * rng.random(shape) ** 3).astype(np.int32)
         labels = np.where(rng.random(shape) < 0.05, np.int32(-1), np.roll(inputs, -1, axis=-1))
-        begins = np.where(of_documents.random(shape) < 1 / 16, np.arange(c.sequence_len, dtype=np.int32), 0)
+        begins = np.where(document_rng.random(shape) < 1 / 16, np.arange(c.sequence_len, dtype=np.int32), 0)
         return inputs, labels, np.maximum.accumulate(begins, axis=1, dtype=np.int32)
 
     return [batch() for _ in range(steps)], microbatches
@@ -95,8 +94,7 @@ def built(c: Config, s: Setting, batches: list[Batch], microbatches: int, device
         mesh = make_mesh(devices, **configs.mesh_sizes(c))
         run = from_config(c, mesh, total_steps=len(batches))
         check_fit(c, run, devices)
-        if store := store_of(run.plan):
-            until_end.enter_context(nvme.claim(store))
+        until_end.enter_context(nvme.claim(run.store))
         yield Built(run, mesh, (microbatches, sequences // microbatches, c.sequence_len), devices, c.seed)
 
 
@@ -132,7 +130,7 @@ class FirstStates:
 
     def of(self, row: Built) -> TrainState:
         """Returns the first state of a row. A state of which some is in files is drawn for itself."""
-        if store_of(row.run.plan) is not None:
+        if not row.run.store.is_empty:
             return row.run.init_state(row.seed)
         arrays, structure = jax.tree.flatten(row.run.plan)
         key = (row.seed, structure, *((x.shape, x.dtype) for x in arrays))

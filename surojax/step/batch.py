@@ -1,0 +1,112 @@
+"""The batch of a step: its microbatches, and what each device has of their tokens.
+
+Labels were shifted before a device takes its part of a sequence. Shape suffixes: A microbatches, B local batch, S
+sequence, or its part whose activations are on this device.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from surojax.memory.host import read
+from surojax.models.model import Compute, Model
+from surojax.numerics.fp8 import delayed_scales
+from surojax.parallel import collectives
+from surojax.parallel.context import of_each_chunk, own_tokens
+from surojax.parallel.tensor import own_part
+from surojax.placement.mesh import DATA, TOKENS
+from surojax.step.objective import Objective
+from surojax.step.spec import Engine
+
+
+class Microbatch(NamedTuple):
+    """The inputs of a pass over layers, of one microbatch.
+
+    inputs_BS, and targets: the objective's arrays by name, of this device's tokens. starts_BS: of the documents of
+    whole sequences, None if the engine is not packed. recipe_inputs: a function of the number of a layer.
+    """
+
+    inputs_BS: jax.Array
+    targets: dict[str, jax.Array]
+    starts_BS: jax.Array | None
+    recipe_inputs: Callable
+
+
+class Group(NamedTuple):
+    """Microbatches for which a layer is fetched once. first, last: of the step's groups."""
+
+    number: jax.Array | int
+    microbatches: list[Microbatch]
+    first: bool
+    last: bool
+
+
+class Batch(NamedTuple):
+    """Whole sequences `[A, B, S]`, or `[B, S]`, by the names of `Engine.batch_arrays`; and who reads them."""
+
+    arrays: dict[str, jax.Array]
+    objective: Objective
+    compute: Compute
+
+    @classmethod
+    def of(cls, engine: Engine, arrays: Sequence[jax.Array]) -> "Batch":
+        """The batch of these arrays, in the order of `Engine.batch_arrays`."""
+        return cls(dict(zip(engine.batch_arrays, arrays, strict=True)), engine.objective, engine.model.compute)
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches."""
+        return self.arrays["inputs"].shape[0]
+
+    def terms(self) -> jax.Array:
+        """The number of terms of the objective, on all devices together; int32 []."""
+        targets = {name: self.arrays[name] for name in self.objective.targets}
+        return collectives.add_up(self.objective.count(targets), *DATA)
+
+    def scale(self) -> jax.Array:
+        """1 / the number of terms: the factor of the summed loss; float32 []."""
+        return 1.0 / jnp.maximum(self.terms(), 1).astype(jnp.float32)
+
+    def microbatch(self, a: jax.Array | int, recipe_inputs: Callable) -> Microbatch:
+        """Microbatch a. recipe_inputs: a function (a, number of a layer)."""
+        microbatch = self._replace(arrays=read(self.arrays, a))
+        return microbatch.on_device(functools.partial(recipe_inputs, a))
+
+    def on_device(self, recipe_inputs: Callable) -> Microbatch:
+        """The tokens of one microbatch whose activations are on this device."""
+        targets = {name: self._own(name) for name in self.objective.targets}
+        return Microbatch(self._own("inputs"), targets, self.arrays.get("starts"), recipe_inputs)
+
+    def _own(self, name: str) -> jax.Array:
+        """The columns of an array `[B, S]` whose activations are on this device."""
+
+        def own_columns(x_BS: jax.Array) -> jax.Array:
+            return own_part(own_tokens(x_BS, self.compute.cp_method))
+
+        return of_each_chunk(own_columns, self.arrays[name], self.compute.sequence_chunks)
+
+
+def recipe_inputs_of(model: Model, history, step, microbatches: int, scale: jax.Array) -> Callable:
+    """A function (microbatch a, number of a layer) -> `recipe_inputs` of a `Segment`'s block.
+
+    history: largest magnitudes in the last steps, see `fp8.history_shape`. scale: of the loss in the gradient, which
+    tells the first step how large gradients may be.
+    """
+    precision = model.precision
+    if precision.delayed:
+        scales = delayed_scales(history, model.sites, precision.margin, scale)
+        return lambda a, l: scales[l]
+    if model.draws:
+        device, devices = collectives.device_number(*TOKENS)
+
+        def word(i) -> jax.Array:
+            return jnp.asarray(i, jnp.uint32)
+
+        def seed(a, l) -> jax.Array:
+            return ((word(step) * microbatches + word(a)) * model.num_layers + word(l)) * devices + word(device)
+
+        return seed
+    return lambda a, l: None

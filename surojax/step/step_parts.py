@@ -1,0 +1,77 @@
+"""What the kinds of training steps have in common: gradients, update, and the plans of their arguments and results."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from surojax.placement.home import DEVICE
+from surojax.placement.layout import batch_sharding, specs
+from surojax.placement.param import OUTER
+from surojax.placement.table import Mesh
+from surojax.step.metrics import plan_metrics
+from surojax.step.spec import Engine
+from surojax.step.state import TrainState, shardings, specs_of
+from surojax.step.update import Update
+
+
+@dataclasses.dataclass(frozen=True)
+class StepParts:
+    """The parts of a training step.
+
+    plan: of the training state. gradients: forward and backward of engine.py or pipeline.py, a function (weights,
+    *batch, history, step) -> `engine.Gradients`, of what one device has. update: what follows.
+    """
+
+    engine: Engine
+    mesh: Mesh
+    plan: TrainState
+    gradients: Callable
+    update: Update
+
+    @property
+    def metrics(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The plan of a step's metrics."""
+        return plan_metrics(self.engine, self.mesh)
+
+    def planned_gradients(self, name: str):
+        """The plan of a section's gradients: sharded as master weights, the blocks' in the accumulators' home."""
+        row = self.engine.table.grads
+        home = DEVICE if name == OUTER else row.home
+
+        def one(master, spec):
+            sharding = jax.NamedSharding(self.mesh, spec, memory_kind=home.memory_kind)
+            return jax.ShapeDtypeStruct(master.shape, row.dtype, sharding=sharding)
+
+        return jax.tree.map(one, self.plan.master[name], specs(self.engine.layouts.master)[name])
+
+    def program(
+        self, per_device: Callable, arguments: tuple, results: Any, *, batch: bool = True, donated: tuple[int, ...] = ()
+    ) -> Any:
+        """A jitted function of these arguments and of a step's batch, if it takes one; see `jitted`."""
+        batch_arrays = len(self.engine.batch_arrays) if batch else 0
+        return jitted(per_device, self.mesh, arguments, results, batch_arrays=batch_arrays, donated=donated)
+
+
+def jitted(
+    per_device: Callable,
+    mesh: Mesh,
+    arguments: tuple,
+    results: Any = None,
+    *,
+    batch_arrays: int = 0,
+    accumulated: bool = True,
+    donated: tuple[int, ...] = (),
+) -> Any:
+    """A jitted function of these arguments and of a batch.
+
+    arguments, results: their plans, whose shardings they have; results None: on every device the same. batch_arrays:
+    their number, `[A, B, S]`, or `[B, S]` if not accumulated. donated: numbers of the arguments that are given away.
+    """
+    tokens = [batch_sharding(mesh, accumulated=accumulated).spec] * batch_arrays
+    out_specs = jax.P() if results is None else specs_of(results)
+    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(*specs_of(arguments), *tokens), out_specs=out_specs)
+    if results is None:
+        return jax.jit(sharded)
+    return jax.jit(sharded, donate_argnums=donated, out_shardings=shardings(results))
