@@ -108,7 +108,8 @@ def test_what_is_planned_is_built():
     built = run.init().weights
     chex.assert_trees_all_equal_shapes_and_dtypes(run.plan.weights, built)
     on_first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(built))
-    assert estimate(run.run, Batch(4, 32, 1))["weights"] == on_first
+    rows = estimate(run.run, Batch(4, 32, 1))
+    assert rows["weights"] + rows["outer"] == on_first
 
 
 def test_rows_that_are_no_blocks_are_refused_by_name():

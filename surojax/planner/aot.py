@@ -174,8 +174,12 @@ class Compiled:
 def compile_for(jitted, args, mesh: jax.sharding.Mesh, compiler_options=None) -> Compiled:
     """Compiles `jitted(*args)` with XLA_OPTIONS and these options.
 
-    Every sharding in `args` and of the results must be on `mesh.abstract_mesh`.
+    Shardings in `args` and of the results are on `mesh.abstract_mesh`: one on a mesh of devices that are not there has
+    no memory kind, so that host memory would count as device memory. Raises ValueError for arguments on both meshes.
     """
+    meshes = {type(x.sharding.mesh) for x in jax.tree.leaves(args) if x.sharding is not None}
+    if len(meshes) > 1:
+        raise ValueError("arguments: expected all on the abstract mesh, got some on the mesh to compile for")
     targets = mesh.devices.flatten()
     with jax.default_device(targets[0]):
         lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))

@@ -39,9 +39,10 @@ class StepParts:
         """The plan of a section's gradients: sharded as master weights, the blocks' in the accumulators' home."""
         row = self.engine.table.grads
         home = DEVICE if name == OUTER else row.home
+        mesh = self.plan.step.sharding.mesh  # abstract if the devices to compile for are not there
 
         def one(master, spec):
-            sharding = jax.NamedSharding(self.mesh, spec, memory_kind=home.memory_kind)
+            sharding = jax.NamedSharding(mesh, spec, memory_kind=home.memory_kind)
             return jax.ShapeDtypeStruct(master.shape, row.dtype, sharding=sharding)
 
         return jax.tree.map(one, self.plan.master[name], specs(self.engine.layouts.master)[name])
