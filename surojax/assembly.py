@@ -15,7 +15,7 @@ from surojax.config import fields as configs
 from surojax.errors import ConfigError
 from surojax.families.registry import ARCHITECTURES
 from surojax.memory.host import parts
-from surojax.memory.in_file import InFiles
+from surojax.memory.in_file import own_layers
 from surojax.memory.layer_file import Store
 from surojax.models.lora import Lora, saved_names, target_names
 from surojax.models.model import Compute, Model, Recompute, Segment
@@ -27,10 +27,11 @@ from surojax.optim.from_optax import MakeTransformation, from_optax
 from surojax.parallel import collectives
 from surojax.placement.home import HOST
 from surojax.placement.layout import layouts
-from surojax.placement.mesh import pipeline_stages, shards
+from surojax.placement.mesh import data_parallel, pipeline_stages, shards
 from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
 from surojax.step import train_step as step
+from surojax.step.layer_gradients import Files, planned_files
 from surojax.step.objective import CrossEntropy, LossOfLogits, Objective
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import of_stage
@@ -83,18 +84,19 @@ def schedule_options(precision: Precision) -> dict[str, str | bool | int]:
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """The parts of a run. plan: of its training state."""
+    """The parts of a run.
+
+    plan: of its training state. store: the file of the classes that are in one; an empty store if none is. files: what
+    a step keeps there.
+    """
 
     model: Model
     optimizer: optim.Optimizer
     plan: TrainState
     engine: Engine
     mesh: Mesh
-
-    @property
-    def store(self) -> Store:
-        """The file that part of the state is stored in; an empty store if all of it is in memory."""
-        return InFiles(self.plan).store
+    store: Store
+    files: Files
 
     @property
     def params(self) -> dict:
@@ -128,7 +130,7 @@ class Assembly:
 
     def train_step(self):
         """See `step.make_train_step`."""
-        return step.make_train_step(self.engine, self.optimizer, self.plan, self.mesh)
+        return step.make_train_step(self.engine, self.optimizer, self.plan, self.mesh, self.files)
 
     def gradients(self):
         """See `step.make_gradients`."""
@@ -181,9 +183,12 @@ def assemble(
     overlap_update: bool = False,
     pp_schedule: str = "gpipe",
     locates_nonfinite: bool = False,
+    batch: tuple[int, int, int] | None = None,
 ) -> Assembly:
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
+    batch: (microbatches, sequences of a microbatch on all devices, sequence length) of a step, which residuals in files
+    are planned for.
     objective: None: cross-entropy with this z_loss. recompute_block, lmhead_chunks, packed, microbatches_per_fetch,
     overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`.
     """
@@ -212,8 +217,10 @@ def assemble(
     history = None
     if precision.delayed:
         history = fp8.history_shape(model.num_layers, model.sites, precision.amax_history)
-    plan = state_plan(model, table, of_classes, optimizer, mesh, history=history)
-    return Assembly(model, optimizer, plan, engine, mesh)
+    store = Store(table.folder, model.num_layers, own_layers(mesh, model.num_layers))
+    plan = state_plan(model, table, of_classes, optimizer, mesh, store, history=history)
+    files = planned_files(step.parts_of(engine, optimizer, plan, mesh), store, batch)
+    return Assembly(model, optimizer, plan, engine, mesh, store, files)
 
 
 class Brought(NamedTuple):
@@ -237,9 +244,10 @@ def from_config(
 
     locates_nonfinite: see `spec.Engine`. Raises ConfigError if what the caller brought does not go with the config.
     """
+    table = place(Storage(**{name: c[name] for name in SETTINGS}), num_shards=shards(mesh))
     found = assemble(
         model(c),
-        table=place(Storage(**{name: c[name] for name in SETTINGS}), num_shards=shards(mesh)),
+        table=table,
         optimizer=_optimizer(c, total_steps, brought.optimizer),
         mesh=mesh,
         recompute_block=c.recompute_block,
@@ -247,10 +255,11 @@ def from_config(
         z_loss=c.z_loss,
         objective=brought.objective,
         packed=c.sample_packing,
-        microbatches_per_fetch=c.microbatches_per_fetch,
+        microbatches_per_fetch=c.gradient_accumulation_steps if table.by_layer else c.microbatches_per_fetch,
         overlap_update=c.overlap_update,
         pp_schedule=c.pp_schedule,
         locates_nonfinite=locates_nonfinite,
+        batch=(c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len),
     )
     if brought.objective:
         check_objective(c, found.engine)

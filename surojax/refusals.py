@@ -149,8 +149,11 @@ def _has_rows(s: Settings) -> bool:
     return bool(s["datasets"] or s["validation_datasets"] or s["data"] not in ("", "stdlib"))
 
 
+IN_FILES = ("offload_optimizer", "offload_master", "offload_grads", "offload_residual")  # may be "nvme"
+
+
 def _in_nvme(s: Settings) -> list[str]:
-    return [name for name in ("offload_optimizer", "offload_master") if s[name] == "nvme"]
+    return [name for name in IN_FILES if s[name] == "nvme"]
 
 
 def _without(name: str, fields: tuple[str, ...], holds: Callable[[Settings], bool], example: Settings) -> Feature:
@@ -176,6 +179,11 @@ offload_quants = is_on("offload_quants", persistent_quants=True, **QUANTISED)
 resident = is_above("resident_layers", 0, offload_weights=True)
 optimizer_in_files = is_one_of("offload_optimizer", "nvme", instead="True or False", needs={"nvme_path": "folder"})
 master_in_files = is_one_of("offload_master", "nvme", instead="True or False", needs={"nvme_path": "folder"})
+grads_in_files = is_one_of(
+    "offload_grads", "nvme", instead="True or False", needs={"nvme_path": "folder", "zero_level": 2}
+)
+residuals_in_files = is_one_of("offload_residual", "nvme", instead="True or False", needs={"nvme_path": "folder"})
+by_layer = (grads_in_files, residuals_in_files)  # computed by programs of one layer
 quantised_gathers = is_other_than("zero_quantized_weights", "none", "fp8", SHARDED)
 persistent = is_on("persistent_quants", **QUANTISED)
 recompute_parts = [is_on(name, recompute_block=False) for name in RECOMPUTE_PARTS]
@@ -195,8 +203,8 @@ no_window = _without(
 )
 grows_with_position = is_other_than("model.rope_llama_4_scaling_beta", 0.0, 0.1)
 in_files = Feature(
-    "offload_optimizer or offload_master='nvme'",
-    ("offload_optimizer", "offload_master"),
+    "a class of tensors in files",
+    IN_FILES,
     lambda s, _: bool(_in_nvme(s)),
     lambda s: f"with {_in_nvme(s)[0]}='nvme'",
     "True or False",
@@ -204,9 +212,9 @@ in_files = Feature(
 )
 nothing_in_files = _without(
     "with nothing offloaded to 'nvme'",
-    ("offload_optimizer", "offload_master"),
+    IN_FILES,
     lambda s: not _in_nvme(s),
-    {"offload_optimizer": False, "offload_master": False},
+    dict.fromkeys(IN_FILES, False),
 )
 no_state_offloaded = _without(
     "without offload_optimizer and offload_master",
@@ -374,6 +382,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(is_on("zero_quantized_gradients"), lora, "whose adapters' gradients are small", OUT),
     Refusal(overlap, lora, "whose adapters' update takes no time worth hiding", OUT),
     Refusal(optimizer_in_files, lora, "whose state is small", "set it to true or false"),
+    Refusal(grads_in_files, lora, "whose gradients are small", "set it to true or false"),
     *each((dora, stages, chunks), dropout, NOT_BUILT, "leave it out, or set lora_dropout=0.0"),
     *each((dora, dropout, in_nf4, in_fp8, in_nvfp4), fp8, NOT_BUILT, "leave it out, or use recipe='mxfp8' or 'bf16'"),
     Refusal(
@@ -465,6 +474,14 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(optimizer_in_files, overlap, "which is not built for state in files"),
     Refusal(master_in_files, overlap, "which is not built for state in files"),
+    *each(by_layer, overlap, "which is not built for what is in files", "set it to true or false"),
+    *each(by_layer, stages, "whose stages are not built for what is in files", "set it to true or false"),
+    *(
+        Refusal(
+            is_above("microbatches_per_fetch", 1), feature, "which fetches a layer for all microbatches", "leave it out"
+        )
+        for feature in by_layer
+    ),
     Refusal(overlap, no_state_offloaded, "whose transfers it hides", "leave it out, or offload one of them"),
     Refusal(stages, overlap, "which updates in the first forward pass: that of a stage is one tick of a loop"),
     # Mesh

@@ -127,6 +127,7 @@ class Small:
         microbatches_per_fetch: int = 1,
         overlap_update: bool = False,
         locates_nonfinite: bool = False,
+        batch: tuple[int, int, int] | None = None,
         seed: int = 0,
         m_dtype: str = "float32",
         optimizer=optim.adamw,
@@ -155,6 +156,7 @@ class Small:
             overlap_update=overlap_update,
             pp_schedule=pp_schedule,
             locates_nonfinite=locates_nonfinite,
+            batch=batch,
         )
         self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer
         self.step = self.run.train_step()

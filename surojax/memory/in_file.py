@@ -211,8 +211,8 @@ class InFiles:
     # -- Rounds: a layer of every stage ------------------------------------------------------------------------------
 
     def layers_of_round(self, r: int) -> range:
-        """The numbers of layer r of every stage."""
-        return range(r, self._stacks[0].shape[0], self._stacks[0].entries)
+        """The numbers of layer r of every stage that are in files."""
+        return range(r, self._stacks[0].shape[0], self._stacks[0].entries) if self._stacks else range(0)
 
     def planned_round(self, home: Home) -> list[jax.ShapeDtypeStruct]:
         """A planned round of each stack, `[stages, ...]`, in this memory."""

@@ -185,7 +185,12 @@ class Store:
     # -- Steps -------------------------------------------------------------------------------------------------------
 
     def begin_update(self, step: int) -> None:
-        """Waits until the last update is on the disk and no checkpoint reads the file, then marks it as updating."""
+        """Waits until the last update is on the disk and no checkpoint reads the file, then marks it as updating.
+
+        Like `end_update`, it does nothing for an empty store.
+        """
+        if self.is_empty:
+            return
         self.settle()
         while self._copied:
             self._copied.pop().exception()  # a checkpoint that could not be written says so itself
@@ -193,6 +198,8 @@ class Store:
 
     def end_update(self, step: int) -> None:
         """Marks the file as clean (all of it is from this step) and begins to force it to the disk."""
+        if self.is_empty:
+            return
         self._mark(step, "clean")
         self._synced = self._pools[1].submit(os.fdatasync, self.fd)
 

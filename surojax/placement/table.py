@@ -12,9 +12,9 @@
 
 * except the first `resident_layers`, which stay in device memory.
 
-`offload_master` and `offload_optimizer` can also be "nvme". Then the state of the blocks is stored in a file under
-`nvme_path` (memory/in_file.py). The state of the outer layers is as large as that of a few layers and is not read
-layer by layer; it is stored in pinned host memory.
+`offload_master`, `offload_optimizer`, `offload_grads` and `offload_residual` can also be "nvme". Then what belongs to
+the blocks is stored in a file under `nvme_path` (memory/in_file.py). The state of the outer layers is as large as that
+of a few layers and is not read layer by layer; it is stored in pinned host memory, their gradients on the device.
 
 Quantised weights are all-gathered in 8 bits (quantize.py). They are used with `zero_quantized_weights`, and with the
 recipes fp8_*, also on one device. By default they are made from `weights` whenever a layer is fetched. With
@@ -91,6 +91,11 @@ class Placement:
         return any(isinstance(row, Row) and row.home.in_file for row in rows)
 
     @property
+    def by_layer(self) -> bool:
+        """True if what a layer leaves for later in a step is in files, so that programs of one layer compute it."""
+        return self.grads.home.in_file or self.residuals.home.in_file
+
+    @property
     def streams_weights(self) -> bool:
         """True if a layer's weights, or its quants, are copied in from host memory."""
         return self.weights.home.streamed or self.quants.home.streamed
@@ -108,14 +113,14 @@ class Storage:
     shard_weights: bool | None = None
     # shard embedding and head by token id, for large vocabularies; XLA then computes the loss
     shard_outer: bool = False
-    # residuals (saved for the backward pass) in pinned host memory
-    offload_residual: bool = False
+    # residuals (saved for the backward pass) in pinned host memory; "nvme" = in a file in nvme_path
+    offload_residual: bool | str = declare(False, words=("nvme",))
     # optimizer state in pinned host memory; "nvme" = in a file in nvme_path
     offload_optimizer: bool | str = declare(False, words=("nvme",))
     # master weights in pinned host memory; "nvme" = in a file in nvme_path
     offload_master: bool | str = declare(False, words=("nvme",))
-    # gradient accumulators of the blocks in host memory; several GPUs: needs shard_gradients
-    offload_grads: bool = False
+    # gradient accumulators of the blocks in host memory; several GPUs: needs shard_gradients; "nvme" = in a file
+    offload_grads: bool | str = declare(False, words=("nvme",))
     # block weights in host memory; two layers at a time are in device memory
     offload_weights: bool = False
     # all-gather block matrices in 8 bits: none, fp8 or int8; needs zero_level=3

@@ -52,9 +52,10 @@ from surojax.planner.gpu_names import named
 from surojax.planner.gpus import GPUS, Gpu, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
-from surojax.step.file_step import FileStep, Program
+from surojax.step.file_step import FileStep
 from surojax.step.overlap import OverlappedStep
 from surojax.step.state_plan import bytes_per_device
+from surojax.step.step_parts import Program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -297,7 +298,7 @@ def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> li
     """The programs that make up a step."""
     shape = (batch.microbatches, batch.sequences * data_parallel(mesh), batch.sequence_len)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh.abstract_mesh))
-    train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh)
+    train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh, run.files)
     arrays = [tokens for _ in run.engine.batch_arrays]
     if isinstance(train_step, FileStep):
         return train_step.programs(*arrays)

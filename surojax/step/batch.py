@@ -70,6 +70,10 @@ class Batch(NamedTuple):
         """1 / the number of terms: the factor of the summed loss; float32 []."""
         return 1.0 / jnp.maximum(self.terms(), 1).astype(jnp.float32)
 
+    def auxiliary_scale(self) -> float:
+        """The factor of a block's auxiliary loss on a device: 1 / (microbatches x devices with tokens of their own)."""
+        return 1.0 / (self.microbatches * collectives.device_number(*TOKENS)[1])
+
     def microbatch(self, a: jax.Array | int, recipe_inputs: Callable) -> Microbatch:
         """Microbatch a. recipe_inputs: a function (a, number of a layer)."""
         microbatch = self._replace(arrays=read(self.arrays, a))

@@ -117,7 +117,7 @@ class Groups:
         self.engine = engine
         self.batch = batch
         self.scale = batch.scale()
-        self.auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*TOKENS)[1])
+        self.auxiliary_scale = batch.auxiliary_scale()
         self.outer = OuterLayers.of(engine, weights)
         layers = self.layers_of(weights)
         self.recipe_inputs = recipe_inputs_of(engine.model, history, step, microbatches, self.scale)

@@ -70,28 +70,32 @@ class Sums:
 
         In host memory they may be anything, the first group reads nothing. used: stacks there to write over.
         """
-        row = self.table.grads
-
-        def gradient_of_layer(weights):
-            w = dequantise_all(part_of(weights, self.layouts), self.table.weights.dtype)
-            return collectives.reduce_scatter(w, self.params, self.layouts) if row.sharded else w
-
-        def axes(layout: Layout) -> tuple[str, ...]:
-            # A replicated array of sharded accumulators is summed over dp_shard and cp at every push: it is the same
-            # there.
-            data = (REPLICATE,) if row.sharded and layout.sharded_dim is None else TOKENS
-            return (*data, *layout.layers, *layout.computed_axes)
-
-        def zeros(*lead: int):
-            def one(g, layout):
-                return varying(jnp.zeros((*lead, *g.shape), row.dtype), axes(layout))
-
-            return jax.tree.map(one, of_layer, self.layouts)
-
-        of_layer = jax.eval_shape(gradient_of_layer, weights)
+        home = self.table.grads.home
         if used is not None:
-            return Flight(jax.tree.map(lambda x, layout: varying(x, axes(layout)), used, self.layouts), late=zeros())
-        return Flight(allocate(zeros(self.num_layers), row.home), late=zeros() if row.home.streamed else None)
+            stacks = jax.tree.map(lambda x, layout: varying(x, self._axes(layout)), used, self.layouts)
+            return Flight(stacks, late=self.of_layer(weights))
+        stacks = allocate(self.of_layer(weights, self.num_layers), home)
+        return Flight(stacks, late=self.of_layer(weights) if home.streamed else None)
+
+    def of_layer(self, weights, *lead: int):
+        """A layer's zeros. weights: see `new`. lead: dimensions before theirs."""
+
+        def gradients(weights):
+            w = dequantise_all(part_of(weights, self.layouts), self.table.weights.dtype)
+            if self.table.grads.sharded:
+                return collectives.reduce_scatter(w, self.params, self.layouts)
+            return w
+
+        def zeros(g, layout: Layout) -> jax.Array:
+            return varying(jnp.zeros((*lead, *g.shape), self.table.grads.dtype), self._axes(layout))
+
+        return jax.tree.map(zeros, jax.eval_shape(gradients, weights), self.layouts)
+
+    def _axes(self, layout: Layout) -> tuple[str, ...]:
+        """The mesh axes over which a layer's sums differ."""
+        # A replicated array of sharded accumulators is summed over dp_shard and cp at every push: it is the same there.
+        data = (REPLICATE,) if self.table.grads.sharded and layout.sharded_dim is None else TOKENS
+        return (*data, *layout.layers, *layout.computed_axes)
 
     def accumulated(self, sums, dw):
         """A layer's sums plus its gradients in a microbatch, which are reduce-scattered if the sums are sharded."""

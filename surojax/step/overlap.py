@@ -255,7 +255,8 @@ class OverlappedStep:
         def per_device(pending: Pending, *batch):
             state, grads, norm = pending
             scalars = update.scalars(state.step, norm)
-            outer = update.outer(section(state, OUTER), grads, scalars)
+            largest = update.largest_in_layer(grads)
+            outer = update.outer(section(state, OUTER), grads[OUTER], scalars, largest=largest)
             updating = {}
             for segment in engine.model.segments:
                 old = section(state, segment.name)

@@ -14,7 +14,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.memory.host import joined
-from surojax.memory.in_file import InFile, home_of, own_layers
+from surojax.memory.in_file import InFile, home_of
 from surojax.memory.layer_file import Store
 from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, quantize
@@ -34,19 +34,19 @@ def state_plan(
     layouts: Layouts,
     optimizer: Optimizer,
     mesh: Mesh,
+    store: Store,
     *,
     history: tuple[int, ...] | None = None,
 ) -> TrainState:
     """A TrainState of `jax.ShapeDtypeStruct`s with shardings, for the `Param`s of a model.
 
-    Stacks of layers whose home is nvme are `InFile`s of one store. The work weights of a segment are `host.Split`s if
+    Stacks of layers whose home is nvme are `InFile`s of the store. The work weights of a segment are `host.Split`s if
     some of its layers stay on the device: of each stage as many. Stacks have padding if stages are not all full
     (step/padding.py). history: its shape, see `fp8.history_shape`; None if there is none. Raises ConfigError if
     `resident_layers` leaves no layer to stream, or if a model of several segments has a home of nvme.
     """
     check_resident(table, model, mesh)
     check_files(table, model)
-    store = Store(table.folder, model.num_layers, own_layers(mesh, model.num_layers))
     planner = StatePlanner(model, table, layouts, optimizer, mesh, store)
     # Stacks in a file are stored in each layer's record in the order in which they are made here.
     weights = {}

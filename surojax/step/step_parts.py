@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from surojax.placement.home import DEVICE
 from surojax.placement.layout import batch_sharding, specs
@@ -14,6 +15,22 @@ from surojax.step.metrics import plan_metrics
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState, shardings, specs_of
 from surojax.step.update import Update
+
+
+class Program(NamedTuple):
+    """One of the programs that make up a step.
+
+    function: jitted. arguments: planned arrays. times: number of runs in a step. others: planned state that is in
+    memory while the program runs but is no argument of it. layers_read: number of layers from the file that are in host
+    memory while the program runs, in addition to arguments and results: a prefetched one, and during the update one
+    that is being written back.
+    """
+
+    function: Any
+    arguments: tuple
+    times: int
+    others: Any = ()
+    layers_read: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +63,12 @@ class StepParts:
             return jax.ShapeDtypeStruct(master.shape, row.dtype, sharding=sharding)
 
         return jax.tree.map(one, self.plan.master[name], specs(self.engine.layouts.master)[name])
+
+    def planned_scalars(self):
+        """The plan of `Update.scalars`."""
+        scalars = jax.eval_shape(self.update.scalars, self.plan.step, jax.ShapeDtypeStruct((), jnp.float32))
+        sharding = self.plan.step.sharding
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), scalars)
 
     def program(
         self, per_device: Callable, arguments: tuple, results: Any, *, batch: bool = True, donated: tuple[int, ...] = ()

@@ -1,8 +1,8 @@
 """One optimizer step, and one evaluation batch, as compiled programs over the mesh.
 
-A step is `engine.loss_and_gradients` and an `update.Update`. All of it is one program, unless master weights or moments
-are in a file (memory/in_file.py): then it is a `file_step.FileStep` of several programs. With `Engine.overlap_update`
-it is an `overlap.OverlappedStep`, whose updates come a step late: see `up_to_date`.
+A step is `engine.loss_and_gradients` and an `update.Update`. All of it is one program, unless a class of tensors is in
+a file (memory/in_file.py): then it is a `file_step.FileStep` of several programs. With `Engine.overlap_update` it is an
+`overlap.OverlappedStep`, whose updates come a step late: see `up_to_date`.
 """
 
 import functools
@@ -13,7 +13,8 @@ from surojax.optim.optimizer import Optimizer
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.table import Mesh
 from surojax.step import engine as whole_model, pipeline
-from surojax.step.file_step import FileStep
+from surojax.step.file_step import FileStep, WholeGradients
+from surojax.step.layer_gradients import NO_FILES, Files, LayerGradients
 from surojax.step.metrics import metrics_of
 from surojax.step.overlap import OverlappedStep, Pending
 from surojax.step.spec import Engine
@@ -27,19 +28,27 @@ def passes(mesh: Mesh):
     return pipeline if pipeline_stages(mesh) > 1 else whole_model
 
 
-def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> Callable:
+def parts_of(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> StepParts:
+    """The parts of a step."""
+    gradients = functools.partial(passes(mesh).loss_and_gradients, engine)
+    return StepParts(engine, mesh, plan, gradients, Update(engine, optimizer))
+
+
+def make_train_step(
+    engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh, files: Files = NO_FILES
+) -> Callable:
     """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), see `metrics`.
 
     A packed engine's step has one more argument: starts; see `Engine.batch_arrays`.
     The state is donated: its arrays are updated in place. loss: mean over all labels of the batch, in nats. grad_norm:
     the global norm before clipping. lr: the learning rate of this step. If layers are in a file, the result is a
-    `FileStep`, which is called, lowered and compiled in the same way; and so is an `OverlappedStep`.
+    `FileStep`, which is called, lowered and compiled in the same way; and so is an `OverlappedStep`. files: what a step
+    keeps there.
     """
-    gradients = functools.partial(passes(mesh).loss_and_gradients, engine)
-    update = Update(engine, optimizer)
-    step = StepParts(engine, mesh, plan, gradients, update)
+    step = parts_of(engine, optimizer, plan, mesh)
+    gradients, update = step.gradients, step.update
     if engine.table.in_files:
-        return FileStep(step)
+        return FileStep(step, LayerGradients(step, files) if engine.table.by_layer else WholeGradients(step))
     if engine.overlap_update:
         return OverlappedStep(step)
 
@@ -56,11 +65,10 @@ def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh:
 
     History and step are those of the state. The gradients are sharded as master weights, before clipping.
     """
-    gradients = functools.partial(passes(mesh).loss_and_gradients, engine)
-    parts = StepParts(engine, mesh, plan, gradients, Update(engine, optimizer))
+    parts = parts_of(engine, optimizer, plan, mesh)
 
     def per_device(weights, history, step, *batch):
-        found = gradients(weights, *batch, history=history, step=step)
+        found = parts.gradients(weights, *batch, history=history, step=step)
         return found.loss, found.grads
 
     results = (parts.metrics["loss"], {name: parts.planned_gradients(name) for name in plan.master})

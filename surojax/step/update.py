@@ -89,19 +89,22 @@ class Update:
             for tensor in self.tensors(name, old, grads[name]):
                 done.append(update_layers(in_turn(tensor, done), scalars, self.lanes))
             sections[name] = as_trees(done[before:], old)
-        sections[OUTER] = self.outer(section(state, OUTER), grads, scalars)
+        sections[OUTER] = self.outer(section(state, OUTER), grads[OUTER], scalars, largest=self.largest_in_layer(grads))
         return from_sections(state.step + 1, sections, history)
 
-    def outer(self, old: TensorState, grads, scalars: Scalars) -> TensorState:
+    def largest_in_layer(self, grads) -> int:
+        """Elements of the largest tensor of a layer. grads: by section, of this device."""
+        stacks = jax.tree.leaves([grads[name] for name in self.segments])
+        return max(stack.size // len(stack) for stack in stacks)
+
+    def outer(self, old: TensorState, grads, scalars: Scalars, *, largest: int) -> TensorState:
         """The state of the outer layers after one optimizer step, each array in its home.
 
-        grads: of all sections. A tensor whose state is in host memory is updated in parts that are no larger than the
-        largest tensor of a layer.
+        A tensor whose state is in host memory is updated in parts of at most `largest` elements, see
+        `largest_in_layer`.
         """
-        stacks = jax.tree.leaves([grads[name] for name in self.segments])
-        largest = max(stack.size // len(stack) for stack in stacks)
         done: list[TensorState] = []
-        for tensor in self.tensors(OUTER, old, grads[OUTER]):
+        for tensor in self.tensors(OUTER, old, grads):
             tensor = in_turn(tensor, done)
             state = tensor.state
             if on_device((state.master, state.moments)):

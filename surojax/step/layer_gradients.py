@@ -1,0 +1,474 @@
+"""Loss and gradients by programs of one layer, which the host runs one after another (by_host.py).
+
+A layer's residuals and gradients are results of one program and arguments of another. So they need not stay in memory:
+between the two they rest where the placement table says, in files too.
+
+    begin                        all:  x = embed(tokens)
+    forward,   l in layers       w = fetch(l);  all: save x;  x = block(w, x)
+    head                         all:  loss, dx = head(x)
+    backward,  l reversed        w = fetch(l);  all: dw, dx = vjp(block)(w, saved x)(dx);  sums += dw;  push(l, sums)
+    finish                       all:  push(embedding, dx);  the global norm, and the update of the outer layers
+
+It is the step of engine.py with all microbatches in one group, in the same order, and equal to it to the bit. Weights
+are fetched twice a step, and no accumulators are read. The activations of all microbatches are in device memory.
+
+Shape suffixes: A microbatches, B local batch, S sequence (or its part, see outer.py), D hidden size.
+"""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.manual_axes import varying_axes
+from surojax.memory.host import parts, put
+from surojax.memory.in_file import InFile, InFiles
+from surojax.memory.layer_file import Store
+from surojax.models.model import Variant
+from surojax.numerics.fp8 import extended, new_observed
+from surojax.parallel import collectives
+from surojax.parallel.collectives import Squares, varying
+from surojax.placement.home import DEVICE, HOST, Home
+from surojax.placement.layout import batch_sharding
+from surojax.placement.mesh import AXES, TOKENS
+from surojax.placement.param import OUTER
+from surojax.step.batch import Batch, recipe_inputs_of
+from surojax.step.by_host import by_host
+from surojax.step.engine import Gradients
+from surojax.step.gradients import Accumulators, Sums, add, finish, outer_sums
+from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients, metrics_of
+from surojax.step.outer import OuterLayers
+from surojax.step.residuals import Residuals, recomputed
+from surojax.step.state import TensorState, section
+from surojax.step.step_parts import Program, StepParts
+from surojax.step.stream import Flight
+from surojax.step.weights import Gather
+
+LAYERS_IN_FLIGHT = 3  # of a class in files, in host memory: one that is read or computed, one computed, one written
+
+
+class Sent(NamedTuple):
+    """What one program hands on to the next, besides activations or their gradients.
+
+    l: number of the layer that the next program computes. auxiliary: sum of the blocks' auxiliary losses, None if no
+    block has one. squares: of the gradients so far. observed: largest magnitudes so far, for delayed scales. finite:
+    see `metrics`.
+    """
+
+    l: jax.Array
+    auxiliary: Any
+    squares: Squares
+    observed: Any
+    finite: Finite | None
+
+
+class Files(NamedTuple):
+    """Stacks of a step's layers that rest in files: `InFile`s. None: they rest in memory.
+
+    grads: sharded as master weights `[L, ...]`. residuals: `[L, devices, A, ...]`, of what each device saves.
+    """
+
+    grads: Any = None
+    residuals: list[InFile] | None = None
+
+
+NO_FILES = Files()
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """The type of a value that left a program. equal: the mesh axes over which it does not differ."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    equal: tuple[str, ...]
+
+
+class OfDevices:
+    """Values of which each device has its own, as results and arguments of programs: arrays `[devices, ...]`.
+
+    Inside `shard_map`, a type says over which mesh axes a value may differ. It is recorded where the value leaves a
+    program and restored where it enters one, so programs are traced in the order in which they run.
+    """
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+        self.axes = tuple(axis for axis in AXES if mesh.shape.get(axis, 1) > 1)
+        self.number = math.prod(mesh.shape[axis] for axis in self.axes)
+        self._left: dict[str, Any] = {}
+
+    def leave(self, name: str, tree):
+        """Results of a program: these values, by a name under which other programs take them."""
+
+        def left(x) -> Left:
+            return Left(x.shape, x.dtype, tuple(sorted(frozenset(self.axes) - varying_axes(x))))
+
+        self._left[name] = jax.tree.map(left, tree)
+        return jax.tree.map(lambda x: varying(x, AXES)[None], tree)
+
+    def enter(self, name: str, tree):
+        """The inverse of `leave`."""
+        return jax.tree.map(lambda x, left: collectives.same(x[0], *left.equal), tree, self._left[name])
+
+    def any_of(self, home: Home = DEVICE) -> jax.ShapeDtypeStruct:
+        """In place of the plan of any such arrays in this memory: it has their sharding."""
+        sharding = jax.NamedSharding(self.mesh, jax.P(self.axes), memory_kind=home.memory_kind)
+        return jax.ShapeDtypeStruct((self.number,), jnp.float32, sharding=sharding)
+
+    def planned(self, name: str, home: Home = DEVICE):
+        """The plan of the results by this name, in this memory."""
+        sharding = self.any_of(home).sharding
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.number, *x.shape), x.dtype, sharding=sharding), self._left[name]
+        )
+
+
+class Resting:
+    """The arrays of each layer between two programs: in files, or where the program left them."""
+
+    def __init__(self, files: Any = None):
+        """files: a tree of `InFile`s; None: none are in files."""
+        self.in_files = files is not None
+        self.files = InFiles(files)
+        self.layers: dict[int, Any] = {}
+
+    def write(self, l: int, layer) -> None:
+        """Keeps the arrays of layer l. Raises NvmeError."""
+        if self.in_files:
+            self.files.write([l], jax.tree.leaves(layer))
+        else:
+            self.layers[l] = layer
+
+    def read(self, l: int):
+        """The arrays of layer l, once. Raises NvmeError."""
+        return self.files.joined((), self.files.read([l])) if self.in_files else self.layers.pop(l)
+
+
+class LayerGradients:
+    """The gradients of a `file_step.FileStep`, and the update of its outer layers."""
+
+    def __init__(self, step: StepParts, files: Files):
+        self.step = step
+        engine = self.engine = step.engine
+        (segment,) = engine.model.segments  # `state_plan` refuses several
+        self.segment = recomputed(segment) if engine.recompute_block else segment
+        self.gather = Gather.of(engine, segment)
+        self.sums = Sums(engine, segment)
+        self.saved_as: dict[Variant, Any] = {}  # structure of what a block saves
+        self.grads, self.residuals = Resting(files.grads), Resting(files.residuals)
+        self.of_devices = OfDevices(step.plan.step.sharding.mesh)
+        self.weights = parts(step.plan.weights[segment.name])
+        # Layers of one part of the weights and of one variant have a program.
+        part_of = [i for i, part in enumerate(self.weights) for _ in range(part.start, part.stop)]
+        self.kinds = list(zip(part_of, segment.variants, strict=True))
+        gradients = jax.tree.leaves(self.planned_grads())
+        self.largest = max(math.prod(x.sharding.shard_shape(x.shape)) for x in gradients)
+        self.update_inputs = {"grads": (), "scalars": step.planned_scalars(), "l": step.plan.step}
+        self.begin: Any = self._begin()
+        self.forward: dict[Any, Any] = {kind: self._forward(*kind) for kind in self.kinds}
+        self.head: Any = self._head()
+        self.backward: dict[Any, Any] = {kind: self._backward(*kind) for kind in self.kinds}
+        self.finish: Any = self._finish()
+
+    def __call__(self, outer: TensorState, step, history, weights, *batch):
+        """(outer state, step, history, metrics, update_inputs) after a step's gradients; see `file_step.FileStep`.
+
+        outer, step, history: donated. weights: of the segment. Raises NvmeError.
+        """
+        stacks = [part.stack for part in parts(weights)]
+        moving, sent = self.begin(outer.weights, step, history, *batch)
+
+        def forward(l: int, _):
+            nonlocal moving, sent
+            kind = self.kinds[l]
+            moving, sent, saved = done(self.forward[kind](stacks[kind[0]], moving, sent, step, history, *batch))
+            return saved
+
+        def backward(l: int, saved):
+            nonlocal moving, sent
+            kind = self.kinds[l]
+            arguments = stacks[kind[0]], saved, moving, sent, step, history, *batch
+            moving, sent, grads = done(self.backward[kind](*arguments))
+            return grads
+
+        def done(results):
+            if jax.default_backend() == "cpu" and self.step.mesh.size > 1:
+                jax.block_until_ready(results)  # several programs with collectives in flight can block each other
+            return results
+
+        layers = range(len(self.kinds))
+        by_host(layers, lambda l: None, forward, self.residuals.write)
+        moving, sent, summed = done(self.head(outer.weights, moving, sent, *batch))
+        by_host(layers[::-1], self.residuals.read, backward, self.grads.write)
+        return done(self.finish(outer, step, history, moving, sent, summed, *batch))
+
+    def read(self, l: int):
+        """The gradients of layer l for its update, a round of each stack; read once. Raises NvmeError."""
+        return self.grads.read(l)
+
+    @staticmethod
+    def of_layer(update_inputs, layer, l):
+        """The gradients of a layer in device memory, from what `read` has returned. Inside `jit`."""
+        return put(jax.tree.map(lambda x: x[0], layer), DEVICE)
+
+    # -- Plans -------------------------------------------------------------------------------------------------------
+
+    def programs(self, outer: TensorState, step, history, weights, *batch) -> list[Program]:
+        """The programs with planned arguments, in the order in which they first run. See `__call__`."""
+        stacks = [part.stack for part in parts(weights)]
+        of_step = (step, history, *batch)
+        found = [Program(self.begin, (outer.weights, *of_step), 1)]
+        jax.eval_shape(self.begin, *found[0].arguments)
+        moving, sent = self.of_devices.planned("moving"), self.of_devices.planned("sent")
+        forward, backward = [], []
+        for kind in self.forward:
+            arguments = (stacks[kind[0]], moving, sent, *of_step)
+            jax.eval_shape(self.forward[kind], *arguments)
+            forward.append(Program(self.forward[kind], arguments, self.kinds.count(kind)))
+        head = Program(self.head, (outer.weights, moving, sent, *batch), 1)
+        jax.eval_shape(self.head, *head.arguments)
+        summed = self.of_devices.planned("summed")
+        saved = self.planned_saved()
+        for kind in self.backward:
+            arguments = (stacks[kind[0]], saved, moving, sent, *of_step)
+            backward.append(Program(self.backward[kind], arguments, self.kinds.count(kind)))
+        end = Program(self.finish, (outer, step, history, moving, sent, summed, *batch), 1)
+        return [*found, *forward, head, *backward, end]
+
+    def planned_saved(self) -> list[jax.ShapeDtypeStruct]:
+        """The plan of a layer's residuals, a round of each array; known once `forward` is traced."""
+        return jax.tree.map(in_round, self.of_devices.planned("saved", self.memory_of("residuals")))
+
+    def memory_of(self, row: str) -> Home:
+        """The memory in which a program leaves what belongs to this row: host memory, if it goes on to a file."""
+        home = getattr(self.engine.table, row).home
+        return HOST if home.in_file else home
+
+    def planned_grads(self):
+        """The plan of a layer's gradients, a round of each stack."""
+        stacks = self.step.planned_gradients(self.segment.name)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), stacks)
+
+    def others_of_update(self) -> list:
+        """What is in memory during the update of a layer besides its arguments: the other layers' gradients."""
+        layers = 2 if self.grads.in_files else len(self.kinds) - 1
+        return [self.planned_grads()] * layers
+
+    # -- Programs ----------------------------------------------------------------------------------------------------
+
+    def batch(self, arrays, history, step) -> tuple[Batch, Callable, jax.Array]:
+        """(the batch, its `recipe_inputs`, scale of the loss) inside a program."""
+        batch = Batch.of(self.engine, arrays)
+        scale = batch.scale()
+        return batch, recipe_inputs_of(self.engine.model, history, step, batch.microbatches, scale), scale
+
+    def _begin(self):
+        def per_device(outer, step, history, *arrays):
+            batch, recipe_inputs, _ = self.batch(arrays, history, step)
+            layers = OuterLayers.of(self.engine, {OUTER: outer})
+
+            def embed(_, a):
+                return _, layers.embed(batch.microbatch(a, recipe_inputs).inputs_BS)
+
+            _, xs_ABSD = jax.lax.scan(embed, None, jnp.arange(batch.microbatches))
+            sent = Sent(
+                l=jnp.int32(0),
+                auxiliary=varying(jnp.zeros(batch.microbatches)) if self.segment.has_auxiliary_loss else None,
+                squares=collectives.no_squares(),
+                observed=varying(new_observed(history), AXES),
+                finite=all_finite(self.engine),
+            )
+            return self.of_devices.leave("moving", xs_ABSD), self.of_devices.leave("sent", sent)
+
+        plan = self.step.plan
+        any_of = self.of_devices.any_of
+        return self.step.program(per_device, (plan.weights[OUTER], plan.step, plan.history), (any_of(), any_of()))
+
+    def _forward(self, part: int, variant: Variant):
+        """The program of the forward pass of one layer."""
+        block = self.segment.block_forward
+
+        def per_device(stack, moving, sent, step, history, *arrays):
+            batch, recipe_inputs, _ = self.batch(arrays, history, step)
+            xs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
+            w = self.fetch(stack, part, variant, sent.l)
+
+            def microbatch(auxiliary, each):
+                a, x_BSD = each
+                inputs = batch.microbatch(a, recipe_inputs)
+                (x_BSD, loss), saved = block(w, x_BSD, inputs.recipe_inputs(sent.l), variant, inputs.starts_BS)
+                self.saved_as[variant] = jax.tree.structure(saved)
+                auxiliary = auxiliary if loss is None else auxiliary.at[a].add(loss)
+                return auxiliary, (x_BSD, Residuals.arrays(saved))
+
+            rows = (jnp.arange(batch.microbatches), xs_ABSD)
+            auxiliary, (xs_ABSD, saved) = jax.lax.scan(microbatch, sent.auxiliary, rows)
+            sent = sent._replace(l=sent.l + 1, auxiliary=auxiliary)
+            kept = put(in_rounds(self.of_devices.leave("saved", saved)), self.memory_of("residuals"))
+            return self.of_devices.leave("moving", xs_ABSD), self.of_devices.leave("sent", sent), kept
+
+        plan = self.step.plan
+        any_of = self.of_devices.any_of
+        arguments = (self.weights[part].stack, any_of(), any_of(), plan.step, plan.history)
+        results = (any_of(), any_of(), in_round(any_of(self.memory_of("residuals"))))
+        return self.step.program(per_device, arguments, results, donated=(1, 2))
+
+    def fetch(self, stack, part: int, variant: Variant, l):
+        """The weights of layer l of the segment, as products read them."""
+        return self.gather.fetch(stack, l - self.weights[part].start, variant)
+
+    def _head(self):
+        def per_device(outer, moving, sent, *arrays):
+            batch = Batch.of(self.engine, arrays)
+            scale = batch.scale()
+            xs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
+            layers = OuterLayers.of(self.engine, {OUTER: outer})
+
+            def microbatch(carry, each):
+                loss, d_outer = carry
+                a, x_BSD = each
+                targets = batch.microbatch(a, lambda a, l: None).targets
+                more, dx_BSD, d_outer = layers.head(d_outer, x_BSD, targets, scale)
+                return (loss + more, d_outer), dx_BSD
+
+            carry = varying(jnp.float32(0), AXES), outer_sums(self.engine, outer)
+            summed, dxs_ABSD = jax.lax.scan(microbatch, carry, (jnp.arange(batch.microbatches), xs_ABSD))
+            finite = and_activations(sent.finite, [xs_ABSD])
+            sent = sent._replace(l=sent.l - 1, finite=finite)
+            leave = self.of_devices.leave
+            return leave("moving", dxs_ABSD), leave("sent", sent), leave("summed", summed)
+
+        any_of = self.of_devices.any_of
+        arguments = (self.step.plan.weights[OUTER], any_of(), any_of())
+        return self.step.program(per_device, arguments, (any_of(),) * 3, donated=(1, 2))
+
+    def _backward(self, part: int, variant: Variant):
+        """The program of the backward pass of one layer."""
+        block = self.segment.block_backward
+
+        def per_device(stack, kept, moving, sent, step, history, *arrays):
+            batch, recipe_inputs, _ = self.batch(arrays, history, step)
+            dxs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
+            saved = self.of_devices.enter("saved", put(jax.tree.map(lambda x: x[0], kept), DEVICE))
+            w = self.fetch(stack, part, variant, sent.l)
+            d_auxiliary = None
+            if self.segment.has_auxiliary_loss:
+                d_auxiliary = varying(jnp.float32(batch.auxiliary_scale()))
+
+            def microbatch(carry, each):
+                sums, observed = carry
+                a, arrays, dx_BSD = each
+                inputs = batch.microbatch(a, recipe_inputs)
+                of_block = self.saved_as[variant].unflatten(arrays)
+                d_result, numbers = (dx_BSD, d_auxiliary), inputs.recipe_inputs(sent.l)
+                dw, dx_BSD, seen = block(w, of_block, d_result, numbers, variant, inputs.starts_BS)
+                observed = jax.tree.map(lambda old, new: old.at[sent.l].max(new), observed, seen)
+                return (self.sums.accumulated(sums, dw), observed), dx_BSD
+
+            rows = (jnp.arange(batch.microbatches), saved, dxs_ABSD)
+            (sums, observed), dxs_ABSD = jax.lax.scan(microbatch, (self.sums.of_layer(w), sent.observed), rows)
+            sums, squares = self.sums.push(sums, last=True)
+            sent = sent._replace(l=sent.l - 1, squares=add(sent.squares, squares), observed=observed)
+            grads = put(self.sums.shards(Flight(in_rounds(sums))), self.memory_of("grads"))
+            return self.of_devices.leave("moving", dxs_ABSD), self.of_devices.leave("sent", sent), grads
+
+        plan = self.step.plan
+        any_of = self.of_devices.any_of
+        kept = in_round(any_of(self.memory_of("residuals")))
+        arguments = (self.weights[part].stack, kept, any_of(), any_of(), plan.step, plan.history)
+        return self.step.program(per_device, arguments, (any_of(), any_of(), self.planned_grads()), donated=(2, 3))
+
+    def _finish(self):
+        update = self.step.update
+
+        def per_device(outer, step, history, moving, sent, summed, *arrays):
+            batch, recipe_inputs, scale = self.batch(arrays, history, step)
+            dxs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
+            loss, d_outer = self.of_devices.enter("summed", summed)
+            layers = OuterLayers.of(self.engine, {OUTER: outer.weights})
+
+            def microbatch(d_outer, each):
+                a, dx_BSD = each
+                inputs_BS = batch.microbatch(a, recipe_inputs).inputs_BS
+                return layers.push_embed(d_outer, inputs_BS, dx_BSD), None
+
+            d_outer, _ = jax.lax.scan(microbatch, d_outer, (jnp.arange(batch.microbatches), dxs_ABSD))
+            loss = collectives.add_up(loss, *AXES) * scale
+            if sent.auxiliary is not None:
+                loss = loss + collectives.add_up(sum(sent.auxiliary), *TOKENS) * batch.auxiliary_scale()
+            grads, norm = finish(self.engine, {}, Accumulators({}, d_outer), sent.squares)
+            finite = and_gradients(sent.finite, [dxs_ABSD])
+            history = extended(history, collectives.largest_of_devices(sent.observed))
+            done = Gradients(loss, grads, norm, history, finite=finite)
+            scalars = update.scalars(step, norm)
+            outer = update.outer(outer, grads[OUTER], scalars, largest=self.largest)
+            update_inputs = {"grads": (), "scalars": scalars, "l": jnp.int32(0)}
+            return outer, step + 1, history, metrics_of(done, scalars["lr"]), update_inputs
+
+        plan = self.step.plan
+        any_of = self.of_devices.any_of
+        donated = (section(plan, OUTER), plan.step, plan.history)
+        results = (*donated, self.step.metrics, self.update_inputs)
+        return self.step.program(per_device, (*donated, any_of(), any_of(), any_of()), results, donated=(0, 1, 2))
+
+    def lowered(self, *arguments) -> "LayerGradients":
+        """A copy with all programs lowered. arguments: planned, see `__call__`."""
+        return self._with([x.function.lower(*x.arguments) for x in self.programs(*arguments)])
+
+    def compiled(self, compiler_options=None) -> "LayerGradients":
+        """A copy of the lowered programs, compiled."""
+        programs = [self.begin, *self.forward.values(), self.head, *self.backward.values(), self.finish]
+        return self._with([x.compile(compiler_options) for x in programs])
+
+    def _with(self, programs: list) -> "LayerGradients":
+        """A copy with these programs, in the order of `programs`."""
+        new = copy.copy(self)
+        of_kinds = len(self.forward)
+        new.begin, *rest, new.finish = programs
+        new.forward = dict(zip(self.forward, rest[:of_kinds], strict=True))
+        new.head = rest[of_kinds]
+        new.backward = dict(zip(self.backward, rest[of_kinds + 1 :], strict=True))
+        return new
+
+
+def in_rounds(tree):
+    """Arrays of a layer as rounds `[1, ...]`, see `InFiles`."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def in_round(planned: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The plan of an array as a round."""
+    spec = jax.P(None, *planned.sharding.spec)
+    return jax.ShapeDtypeStruct((1, *planned.shape), planned.dtype, sharding=planned.sharding.update(spec=spec))
+
+
+def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | None) -> Files:
+    """The plan of what a step keeps in files, as its table says; room for it is reserved in the store.
+
+    batch: (microbatches, sequences of a microbatch, sequence length) of a step, of all devices together; residuals in
+    files need it.
+    """
+    table = step.engine.table
+    if not table.by_layer:
+        return NO_FILES
+    gradients = LayerGradients(step, NO_FILES)
+    layers = gradients.segment.num_layers
+
+    def stack(x: jax.ShapeDtypeStruct) -> InFile:
+        return InFile(store, (layers, *x.shape[1:]), x.dtype, jax.NamedSharding(x.sharding.mesh, x.sharding.spec))
+
+    grads = jax.tree.map(stack, gradients.planned_grads()) if table.grads.home.in_file else None
+    residuals = None
+    if table.residuals.home.in_file:
+        assert batch is not None, "residuals in files are planned for a batch"
+        plan = step.plan
+        tokens = jax.ShapeDtypeStruct(batch, jnp.int32, sharding=batch_sharding(plan.step.sharding.mesh))
+        arrays = (tokens for _ in step.engine.batch_arrays)
+        name = gradients.segment.name
+        gradients.programs(section(plan, OUTER), plan.step, plan.history, plan.weights[name], *arrays)
+        residuals = jax.tree.map(stack, gradients.planned_saved())
+    return Files(grads, residuals)
