@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from surojax.config import fields as configs
 from surojax.errors import ConfigError
 from surojax.families.registry import ARCHITECTURES
@@ -198,6 +200,11 @@ def assemble(
         raise ConfigError(
             "overlap_update: expected offload_grads, no state in files and pp_size=1 with it, got True without; "
             "leave it out"
+        )
+    if table.by_layer and jax.process_count() > 1:
+        raise ConfigError(
+            "offload_grads, offload_residual: expected true or false with several processes, got 'nvme', which is not "
+            "built for them; set them to true"
         )
     of_classes = layouts(model.params, table, mesh)
     engine = Engine(

@@ -37,6 +37,7 @@ from surojax.planner.layer_bytes import SegmentBytes, segment_bytes, shard_sizes
 from surojax.planner.sizes import itemsize
 from surojax.planner.traffic import Batch, batch_of
 from surojax.step import passes
+from surojax.step.layer_gradients import LAYERS_IN_FLIGHT
 from surojax.step.stage_layers import in_lockstep
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.stream import comes_in_pairs
@@ -127,8 +128,10 @@ def by_class(run: Assembly, batch: Batch, platform: str) -> Rows:
         "moments": _by_home((plan.moments, plan.history)),
         "residuals": _in(table.residuals.home, residuals),
         "working space": _in(DEVICE, space),
-        "layers from files": _in(HOST, NVME_LAYERS * bytes_per_device(plan, NVME) // sizes.layers_of(run)),
     }
+    of_step = sum(rows[name][NVME.name] for name in ("grads", "residuals"))
+    in_flight = NVME_LAYERS * bytes_per_device(plan, NVME) + LAYERS_IN_FLIGHT * of_step
+    rows["layers from files"] = _in(HOST, in_flight // sizes.layers_of(run))
     if not table.quants.dtype:
         del rows["quants"]
     return rows

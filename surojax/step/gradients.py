@@ -142,6 +142,15 @@ class Sums:
         stack = collectives.same(stack, REPLICATE)
         return jax.tree.map(_shard_in_stack, stack, self.of_shards) if self.replicated else stack
 
+    def shards_of_layer(self, sums) -> Any:
+        """A layer's sums after the last `push`, as the shards that the optimizer updates."""
+
+        def shard(x: jax.Array, layout: Layout) -> jax.Array:
+            replicated = self.replicated and layout.sharded_dim is None
+            return collectives.same(x, REPLICATE, *(SHARDS if replicated else ()))
+
+        return jax.tree.map(shard, sums, self.of_shards)
+
     def squares_in_place(self, squares: Squares, stacks) -> Squares:
         """The sum of `squares` and the `Squares` of these stacks, added in the order of the backward pass."""
 
@@ -199,11 +208,11 @@ def sums_in_place(engine: Engine) -> bool:
     A product can write its result into a layer of a stack if nothing else reads the result (docs/performance.md). So
     `finish` computes the sum of squares then, once a step. Gradients of adapters are too small to gain by that, and so
     is the loop over them in `finish`: XLA:CPU compiles a small loop to one function, whose sums LLVM vectorises in
-    another order than it does where accumulators are in host memory.
+    another order than it does where accumulators are in host memory. Programs of one layer have no stack to add to.
     """
     row = engine.table.grads
     matrices = any(p.kind is Kind.MATRIX for s in engine.model.segments for p in jax.tree.leaves(s.trained_params))
-    return matrices and not row.sharded and not row.home.streamed
+    return matrices and not row.sharded and not row.home.streamed and not engine.table.by_layer
 
 
 def replicated_stacks(table: Placement) -> bool:

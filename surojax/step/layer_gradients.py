@@ -45,10 +45,9 @@ from surojax.step.outer import OuterLayers
 from surojax.step.residuals import Residuals, recomputed
 from surojax.step.state import TensorState, section
 from surojax.step.step_parts import Program, StepParts
-from surojax.step.stream import Flight
 from surojax.step.weights import Gather
 
-LAYERS_IN_FLIGHT = 3  # of a class in files, in host memory: one that is read or computed, one computed, one written
+LAYERS_IN_FLIGHT = 3  # of a class in files, in host memory: one that is read, the one of the program, one written
 
 
 class Sent(NamedTuple):
@@ -157,7 +156,6 @@ class LayerGradients:
         (segment,) = engine.model.segments  # `state_plan` refuses several
         self.segment = recomputed(segment) if engine.recompute_block else segment
         self.gather = Gather.of(engine, segment)
-        self.sums = Sums(engine, segment)
         self.saved_as: dict[Variant, Any] = {}  # structure of what a block saves
         self.grads, self.residuals = Resting(files.grads), Resting(files.residuals)
         self.of_devices = OfDevices(step.plan.step.sharding.mesh)
@@ -213,7 +211,7 @@ class LayerGradients:
     @staticmethod
     def of_layer(update_inputs, layer, l):
         """The gradients of a layer in device memory, from what `read` has returned. Inside `jit`."""
-        return put(jax.tree.map(lambda x: x[0], layer), DEVICE)
+        return of_round(layer)
 
     # -- Plans -------------------------------------------------------------------------------------------------------
 
@@ -221,6 +219,7 @@ class LayerGradients:
         """The programs with planned arguments, in the order in which they first run. See `__call__`."""
         stacks = [part.stack for part in parts(weights)]
         of_step = (step, history, *batch)
+        grads = self.others_of_update()
         found = [Program(self.begin, (outer.weights, *of_step), 1)]
         jax.eval_shape(self.begin, *found[0].arguments)
         moving, sent = self.of_devices.planned("moving"), self.of_devices.planned("sent")
@@ -229,14 +228,16 @@ class LayerGradients:
             arguments = (stacks[kind[0]], moving, sent, *of_step)
             jax.eval_shape(self.forward[kind], *arguments)
             forward.append(Program(self.forward[kind], arguments, self.kinds.count(kind)))
-        head = Program(self.head, (outer.weights, moving, sent, *batch), 1)
+        saved = self.planned_saved()
+        kept = [saved] * (LAYERS_IN_FLIGHT if self.residuals.in_files else len(self.kinds))
+        head = Program(self.head, (outer.weights, moving, sent, *batch), 1, kept)
         jax.eval_shape(self.head, *head.arguments)
         summed = self.of_devices.planned("summed")
-        saved = self.planned_saved()
+        forward = [x._replace(others=kept[1:]) for x in forward]
         for kind in self.backward:
             arguments = (stacks[kind[0]], saved, moving, sent, *of_step)
-            backward.append(Program(self.backward[kind], arguments, self.kinds.count(kind)))
-        end = Program(self.finish, (outer, step, history, moving, sent, summed, *batch), 1)
+            backward.append(Program(self.backward[kind], arguments, self.kinds.count(kind), (kept[1:], grads)))
+        end = Program(self.finish, (outer, step, history, moving, sent, summed, *batch), 1, grads)
         return [*found, *forward, head, *backward, end]
 
     def planned_saved(self) -> list[jax.ShapeDtypeStruct]:
@@ -255,8 +256,7 @@ class LayerGradients:
 
     def others_of_update(self) -> list:
         """What is in memory during the update of a layer besides its arguments: the other layers' gradients."""
-        layers = 2 if self.grads.in_files else len(self.kinds) - 1
-        return [self.planned_grads()] * layers
+        return [self.planned_grads()] * ((LAYERS_IN_FLIGHT if self.grads.in_files else len(self.kinds)) - 1)
 
     # -- Programs ----------------------------------------------------------------------------------------------------
 
@@ -353,8 +353,9 @@ class LayerGradients:
         def per_device(stack, kept, moving, sent, step, history, *arrays):
             batch, recipe_inputs, _ = self.batch(arrays, history, step)
             dxs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
-            saved = self.of_devices.enter("saved", put(jax.tree.map(lambda x: x[0], kept), DEVICE))
+            saved = self.of_devices.enter("saved", of_round(kept))
             w = self.fetch(stack, part, variant, sent.l)
+            accumulator = Sums(self.engine, self.segment)
             d_auxiliary = None
             if self.segment.has_auxiliary_loss:
                 d_auxiliary = varying(jnp.float32(batch.auxiliary_scale()))
@@ -367,13 +368,13 @@ class LayerGradients:
                 d_result, numbers = (dx_BSD, d_auxiliary), inputs.recipe_inputs(sent.l)
                 dw, dx_BSD, seen = block(w, of_block, d_result, numbers, variant, inputs.starts_BS)
                 observed = jax.tree.map(lambda old, new: old.at[sent.l].max(new), observed, seen)
-                return (self.sums.accumulated(sums, dw), observed), dx_BSD
+                return (accumulator.accumulated(sums, dw), observed), dx_BSD
 
             rows = (jnp.arange(batch.microbatches), saved, dxs_ABSD)
-            (sums, observed), dxs_ABSD = jax.lax.scan(microbatch, (self.sums.of_layer(w), sent.observed), rows)
-            sums, squares = self.sums.push(sums, last=True)
+            (sums, observed), dxs_ABSD = jax.lax.scan(microbatch, (accumulator.of_layer(w), sent.observed), rows)
+            sums, squares = accumulator.push(sums, last=True)
             sent = sent._replace(l=sent.l - 1, squares=add(sent.squares, squares), observed=observed)
-            grads = put(self.sums.shards(Flight(in_rounds(sums))), self.memory_of("grads"))
+            grads = put(in_rounds(accumulator.shards_of_layer(sums)), self.memory_of("grads"))
             return self.of_devices.leave("moving", dxs_ABSD), self.of_devices.leave("sent", sent), grads
 
         plan = self.step.plan
@@ -438,6 +439,11 @@ class LayerGradients:
 def in_rounds(tree):
     """Arrays of a layer as rounds `[1, ...]`, see `InFiles`."""
     return jax.tree.map(lambda x: x[None], tree)
+
+
+def of_round(tree):
+    """The arrays of a layer in device memory, from rounds. XLA (0.12) reshapes nothing in host memory."""
+    return jax.tree.map(lambda x: x[0], put(tree, DEVICE))
 
 
 def in_round(planned: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.placement.home import DEVICE
+from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
@@ -53,9 +53,12 @@ class StepParts:
         return plan_metrics(self.engine, self.mesh)
 
     def planned_gradients(self, name: str):
-        """The plan of a section's gradients: sharded as master weights, the blocks' in the accumulators' home."""
+        """The plan of a section's gradients: sharded as master weights, the blocks' in the accumulators' home.
+
+        What goes on to a file is in host memory.
+        """
         row = self.engine.table.grads
-        home = DEVICE if name == OUTER else row.home
+        home = DEVICE if name == OUTER else HOST if row.home.in_file else row.home
         mesh = self.plan.step.sharding.mesh  # abstract if the devices to compile for are not there
 
         def one(master, spec):

@@ -24,6 +24,7 @@ class Setting(NamedTuple):
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
 ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
 NVME: dict[str, Any] = {"offload_optimizer": "nvme", "offload_master": "nvme"}
+NVME_ALL: dict[str, Any] = NVME | {"offload_grads": "nvme", "offload_residual": "nvme"}
 SAVED: dict[str, Any] = {"recompute_block": False}
 PACKED: dict[str, Any] = {"sample_packing": True}
 PARTS: dict[str, Any] = dict.fromkeys(configs.RECOMPUTE_PARTS, True)
@@ -84,6 +85,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("offload_optimizer=nvme", {"offload_optimizer": "nvme"}),
     Setting("offload_master=nvme", {"offload_master": "nvme"}),
     Setting("nvme@4", ZERO3 | ALL | NVME, 4, like="zero_level=3@4"),
+    Setting("offload_grads=nvme", {"offload_grads": "nvme"}, expect="grouped"),
+    Setting("offload_residual=nvme", {"offload_residual": "nvme"}, expect="grouped"),
+    Setting("nvme_all@4", ZERO3 | ALL | NVME_ALL, 4, like="zero_level=3@4", expect="grouped"),
     # Mesh
     *(Setting(f"zero_level={n}@4", {"zero_level": n}, 4, expect="order") for n in (1, 2, 3)),
     Setting("shard_gradients@4", {"shard_gradients": True}, 4, expect="order"),
@@ -113,6 +117,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("use_all_to_all_reduce_tp_2x2", ZERO3_TP | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting("offload_grouped_tp_2x2", ZERO3_TP | ALL | GROUPED, 4, like="zero_level=3_tp_2x2", expect="grouped"),
     Setting("nvme_tp_2x2", ZERO3_TP | ALL | NVME, 4, like="zero_level=3_tp_2x2"),
+    Setting("nvme_all_tp_2x2", ZERO3_TP | ALL | NVME_ALL, 4, like="zero_level=3_tp_2x2", expect="grouped"),
     Setting(
         "zero_quantized_gradients_tp_2x2",
         ZERO3_TP | {"zero_quantized_gradients": True},

@@ -1,0 +1,123 @@
+"""Gradients by programs of one layer: what a layer leaves for later rests in files, and no bit changes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small import CONFIG, Small, quick_at, tokens
+
+from surojax.errors import ConfigError
+from surojax.memory.layer_file import NvmeError, Store
+from surojax.models.model import Compute
+from surojax.numerics.recipes import Precision
+from surojax.optim import normuon as muon, optimizer as optim
+from surojax.placement.home import NVME
+from surojax.planner import footprint
+from surojax.planner.traffic import Batch
+
+A, B, S = 3, 4, 16
+IN_MEMORY: dict[str, Any] = {"offload_weights": True, "offload_grads": True}
+STEP = {"offload_grads": "nvme", "offload_residual": "nvme"}
+STATE = {"offload_master": "nvme", "offload_optimizer": "nvme"}
+
+
+def recipe(name: str) -> dict[str, Any]:
+    return {"compute": Compute(precision=Precision(recipe=name))}
+
+
+def batches(packed: bool = False) -> list[tuple]:
+    starts = np.broadcast_to(np.where(np.arange(S) < 7, 0, 7).astype(np.int32), (A, B, S))
+    return [(*tokens(A, B, S, seed=seed), *[starts] * packed) for seed in range(3)]
+
+
+def trained(devices: int, **placed) -> tuple[list, list]:
+    """(loss and norm of three steps, work weights and history after them), compiled as users do."""
+    small = Small(devices, batch=(A, B, S), **placed)
+    of_steps = batches(placed.get("packed", False))
+    small.compile_as_users_do(of_steps[0])
+    losses = small.train(of_steps)
+    state = jax.tree.leaves((small.state.weights, small.state.history))
+    return losses, [np.asarray(x) for x in jax.device_get(state)]
+
+
+def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None:
+    expected = trained(devices, microbatches_per_fetch=A, **(IN_MEMORY | placed))
+    losses, state = trained(devices, nvme_path=str(folder), **(IN_MEMORY | placed | in_files))
+    assert losses == expected[0]
+    for x, y in zip(state, expected[1], strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "devices, placed, in_files",
+    quick_at(
+        [
+            (1, {}, STEP | STATE),
+            (1, {}, {"offload_grads": "nvme"}),
+            (1, {"offload_grads": False, "resident_layers": 1}, {"offload_residual": "nvme"}),
+            (1, {"recompute_block": False}, STEP),
+            (1, {"lmhead_chunks": 2, "z_loss": 1e-3, "locates_nonfinite": True}, STEP),
+            (1, {"compute": Compute(sequence_chunks=2)}, STEP),
+            (1, {"packed": True}, STEP),
+            (1, {"config": dataclasses.replace(CONFIG, tie_word_embeddings=True)}, STEP),
+            (1, {"model_dtype": "bfloat16", "accum_dtype": "bfloat16", "master_dtype": "bfloat16"}, STEP | STATE),
+            (1, recipe("fp8_hybrid"), STEP),
+            (1, recipe("fp8_current"), STEP),
+            (1, {"optimizer": muon.normuon}, STEP),
+            (4, {"optimizer": optim.adamw8bit, "zero_level": 3}, STEP),
+            (4, {"zero_level": 3}, STEP | STATE),
+            (4, {"zero_level": 3, "recompute_block": False}, STEP),
+            (4, {"zero_level": 2, "replicate": 2}, STEP),
+            (4, {"zero_level": 2, "tp_size": 2}, STEP | STATE),
+            (4, {"zero_level": 3, "cp_size": 2, "packed": True}, STEP | STATE),
+            (4, {"zero_level": 3, "use_all_to_all_reduce": True}, STEP),
+            (4, {"offload_grads": False, "zero_level": 1}, {"offload_residual": "nvme"}),
+        ],
+        0,
+    ),
+)
+def test_what_a_layer_leaves_rests_in_files_and_changes_no_bit(tmp_path, devices, placed, in_files):
+    """Three steps of three microbatches beside the step that is one program, with a group of all microbatches."""
+    check_bits(tmp_path, devices, in_files, **placed)
+
+
+def test_room_is_reserved_for_every_class(tmp_path):
+    small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(STEP | STATE))
+    run = small.run
+    rows = footprint.by_class(dataclasses.replace(run, engine=with_all_microbatches(run.engine)), Batch(B, S, A), "gpu")
+    stored = {name: row[NVME.name] for name, row in rows.items()}
+    assert stored["grads"] == stored["master"] > 0 and stored["moments"] == 2 * stored["master"]
+    assert stored["residuals"] == CONFIG.num_hidden_layers * A * B * S * CONFIG.hidden_size * 4
+    assert sum(stored.values()) <= run.store.bytes < sum(stored.values()) + CONFIG.num_hidden_layers * 8192
+    assert not run.store.path.exists()
+
+
+def with_all_microbatches(engine):
+    return dataclasses.replace(engine, microbatches_per_fetch=A)
+
+
+def test_a_disk_that_fails_ends_the_step(tmp_path, monkeypatch):
+    """In the middle of either pass, in a thread that writes: the error is raised, and nothing waits for ever."""
+    small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | STEP))
+    plain = Store.write
+    for stacks in (small.run.files.residuals, small.run.files.grads):
+        lost = 1, jax.tree.leaves(stacks)[0].offset
+
+        def write(store, l, offset, array, lost=lost):
+            if (l, offset) == lost:
+                raise NvmeError("nvme_path: could not write")
+            plain(store, l, offset, array)
+
+        monkeypatch.setattr(Store, "write", write)
+        small.state = small.drawn()
+        with pytest.raises(NvmeError, match="could not write"):
+            small.train(batches()[:1])
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", functools.partial(int, 2))
+    with pytest.raises(ConfigError, match=r"offload_grads, offload_residual: .* several processes, got 'nvme'"):
+        Small(batch=(A, B, S), nvme_path=str(tmp_path), **STEP)
