@@ -524,8 +524,9 @@ def planned_weights(model):
 
 def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
     """Greedily: each token is the likeliest that the plain model finds with the checkpoint's weights."""
-    model, weights, tokenizer, _ = load_trained(whole)
+    model, weights, tokenizer, _, length = load_trained(whole)
     c = restored_config(on_disk.read_meta(whole / "checkpoints/12")["config"])
+    assert length == c.sequence_len
     assert not np.allclose(weights["outer"]["norm"], 1, atol=1e-3)  # training has moved what was 1 at the beginning
     generate.main(["--checkpoint", str(whole), "--prompt", "abc", "--max-tokens", "8", "--temperature", "0"])
     text = capsys.readouterr().out
