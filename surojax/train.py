@@ -30,7 +30,7 @@ from surojax.cluster import hosts
 from surojax.cluster.rendezvous import ANY_RUN
 from surojax.cluster.supervised import Supervised
 from surojax.cluster.watch import Watch, leave, together
-from surojax.config.fields import Config
+from surojax.config.fields import Config, flat
 from surojax.config.flags import parse
 from surojax.data.batches import training_batches as training_batches
 from surojax.errors import CheckpointError, ConfigError, Refused, ends_with_code, exit_codes, need
@@ -43,7 +43,7 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import own_device
 from surojax.planner import prediction, products, seen
 from surojax.planner.check_fit import compare, peak_bytes
-from surojax.run import on_disk
+from surojax.run import on_disk, trackers
 from surojax.run.callbacks import Callback, Callbacks
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.console import say
@@ -57,7 +57,7 @@ from surojax.step.state import TrainState
 from surojax.training.evaluation import evaluation_summary
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
-from surojax.training.report import describe, peak_flops, predict, sample, where_events_are
+from surojax.training.report import describe, peak_flops, predict, sample
 from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
 from surojax.training.state import first_state, restored, write_adapter
@@ -131,6 +131,10 @@ def train(
         if start.resume and start.first_step >= start.total_steps:
             return nothing_left(c, run, setup, start)
         claim_output_dir(c, setup, start, until_end)
+        tracked = trackers.Trackers()
+        if is_first():
+            tracked = trackers.start(c.report_to, setup.output_dir, first_step=start.first_step, settings=flat(c))
+        until_end.enter_context(tracked)
 
         # -- Compile; a thread prepares the first batches meanwhile ---------------------------------------------------
         feed = Feed(batch_sharding(setup.mesh), start.batch_size)
@@ -162,10 +166,12 @@ def train(
             peak_memory=functools.partial(peak_bytes, own_device(devices)),
             flops_per_token=sum(products.token_flops(run, c.sequence_len).values()),
             peak_flops=peak_flops(devices, run, c.sequence_len),
+            report=tracked.log,
             writes=is_first(),
         )
         until_end.enter_context(log)
-        say(where_events_are(setup.output_dir))
+        for line in tracked.where:
+            say(line)
         fine_tunes = setup.initial is not None and not start.resume  # evaluated first: what it starts from
         with StopSignal(until, setup.output_dir) as stop:
             outputs = Outputs(checkpoints, log, Callbacks(callbacks, start.total_steps), stop)

@@ -1,9 +1,5 @@
 """What a run says of itself: its size before it starts, its predicted time, and a sample of its text at the end."""
 
-import importlib.util
-import shlex
-from pathlib import Path
-
 from surojax.assembly import Assembly
 from surojax.config import fields as configs
 from surojax.config.fields import Config
@@ -20,7 +16,6 @@ from surojax.planner.amounts import summed
 from surojax.planner.footprint import estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
-from surojax.run.metrics import TENSORBOARD_DIR
 
 
 def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
@@ -70,13 +65,6 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
     rate = len(devices) * (found.tokens_per_s_per_gpu or 0.0)
     say(f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s")
     return found
-
-
-def where_events_are(output_dir: Path) -> str:
-    """A line that says where the TensorBoard events of a run are, and how to look at them."""
-    folder = output_dir / TENSORBOARD_DIR
-    install = "" if importlib.util.find_spec("tensorboard") else "pip install tensorboard; "
-    return f"TensorBoard events: {folder}; to see them: {install}tensorboard --logdir {shlex.quote(str(folder))}"
 
 
 def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
