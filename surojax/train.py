@@ -47,6 +47,7 @@ from surojax.run import on_disk, trackers
 from surojax.run.callbacks import Callback, Callbacks
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.console import say
+from surojax.run.guard import Guard
 from surojax.run.metrics import MetricsLog
 from surojax.run.nonfinite import NonFiniteLoss
 from surojax.run.restore import check_restorable
@@ -57,7 +58,7 @@ from surojax.step.state import TrainState
 from surojax.training.evaluation import evaluation_summary
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
-from surojax.training.report import describe, peak_flops, predict, sample
+from surojax.training.report import budget, describe, peak_flops, predict, sample
 from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
 from surojax.training.state import first_state, restored, write_adapter
@@ -122,6 +123,8 @@ def train(
     describe(c, run, devices, setup.need)
     say(start.found.describe())
     say(f"run: {start.total_steps} steps of {tokens_per_step:,} tokens into {setup.output_dir}")
+    is_new = (c.from_scratch or not c.model_path) and not c.lora
+    say(budget(run.model, start.total_steps * tokens_per_step, is_new=is_new))
 
     with contextlib.ExitStack() as until_end:
         if of_disk := until_end.enter_context(nvme.claim(run.store)):
@@ -174,7 +177,7 @@ def train(
             say(line)
         fine_tunes = setup.initial is not None and not start.resume  # evaluated first: what it starts from
         with StopSignal(until, setup.output_dir) as stop:
-            outputs = Outputs(checkpoints, log, Callbacks(callbacks, start.total_steps), stop)
+            outputs = Outputs(checkpoints, log, Callbacks(guarded(callbacks), start.total_steps), stop)
             # The state is moved into the loop: what a step replaces is not kept here.
             done = loop(
                 c, start, programs, outputs, batches, states.pop(), evaluates_first=fine_tunes, layers=run.layers
@@ -201,6 +204,11 @@ def train(
         if c.lora:
             say(f"adapter: {write_adapter(c, run, done.state.master, start.identity.get('base', ''))}")
         return Result(done.state, done.history, checkpoints.last, finished)
+
+
+def guarded(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    """The callbacks, and a `Guard` if there is none among them."""
+    return callbacks if any(isinstance(callback, Guard) for callback in callbacks) else (*callbacks, Guard())
 
 
 def nothing_left(c: Config, run: Assembly, setup: Setup, start: Start) -> Result:

@@ -263,6 +263,7 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
         first, last = records(whole)[4], records(whole)[-1]
         for expected in (
             f"continuing from {tmp_path}/run/checkpoints/5",
+            "budget: 3,072 tokens, ",
             f"evaluation: loss {first['loss']:.4f} -> {last['loss']:.4f}",
             "--- continuation",
             "7 steps in",
@@ -726,6 +727,19 @@ def test_adapters_say_how_many_parameters_train(config, capsys):
     training_report.describe(c, from_config(c, make_mesh(devices), total_steps=1), devices, {"weights": 1})
     trained = 2 * 2 * ((32 + 32) + (32 + 16))  # layers, rank, widths of wq and wv
     assert f"surojax: 0.0M parameters, of which {trained} train (1.13%), on 1 x" in capsys.readouterr().out
+
+
+def test_the_budget_of_a_run():
+    """Of a new model beside 20 tokens for each parameter; frozen parameters have no gradient."""
+    model = SimpleNamespace(num_parameters=100, num_trained_parameters=100)
+    assert training_report.budget(model, 5000, is_new=True) == (  # type: ignore[arg-type]
+        "budget: 5,000 tokens, 50.00 for each parameter (20 for each would be 2,000); 3.00e+06 FLOPs (6 x parameters x "
+        "tokens)"
+    )
+    model.num_trained_parameters = 10
+    assert training_report.budget(model, 5000, is_new=False) == (  # type: ignore[arg-type]
+        "budget: 5,000 tokens; 2.10e+06 FLOPs (6 x trained + 4 x frozen parameters x tokens)"
+    )
 
 
 def test_warmup_longer_than_the_data_lasts(config, tmp_path):

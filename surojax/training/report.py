@@ -9,6 +9,7 @@ from surojax.errors import ConfigError
 from surojax.inference.prompts import complete
 from surojax.inference.trained_model import Trained
 from surojax.models.attention import chosen_here
+from surojax.models.model import Model
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
 from surojax.planner import gpus, prediction, products, report as planned, seen, traffic
@@ -37,6 +38,19 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     shards = number_of_shards(run.mesh)
     if shards > 1 and (replicated := replicated_matrices(run.engine.trained_params, run.engine.layouts.master)):
         say(f"note: not sharded over {shards} devices, which divide none of their dimensions: {replicated}")
+
+
+def budget(model: Model, tokens: int, *, is_new: bool) -> str:
+    """A line with the tokens of a run, of a new model beside 20 for each parameter, and the FLOPs of its products.
+
+    20 tokens a parameter are the optimum of compute that Hoffmann et al. found (Chinchilla, arXiv:2203.15556). FLOPs: 6
+    for each token and trained parameter, 4 for each frozen one, which has no gradient; without those of attention.
+    """
+    trained = model.num_trained_parameters
+    frozen = model.num_parameters - trained
+    beside = f", {tokens / trained:,.2f} for each parameter (20 for each would be {20 * trained:,})" if is_new else ""
+    formula = f"6 x {'trained + 4 x frozen ' if frozen else ''}parameters x tokens"
+    return f"budget: {tokens:,} tokens{beside}; {(6.0 * trained + 4.0 * frozen) * tokens:.2e} FLOPs ({formula})"
 
 
 def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
