@@ -58,7 +58,7 @@ from surojax.step.state import TrainState
 from surojax.training.evaluation import evaluation_summary
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
-from surojax.training.report import budget, describe, peak_flops, predict, sample
+from surojax.training.report import budget, describe, peak_flops, predict, sample, write_page
 from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
 from surojax.training.state import first_state, restored, write_adapter
@@ -200,6 +200,7 @@ def train(
             say(comparison)
         if is_first():
             say(evaluation_summary(setup.output_dir))
+            say(write_page(setup.output_dir, setup.need, predicted, len(devices)))
         say(f"checkpoint: {checkpoints.last}")
         if c.lora:
             say(f"adapter: {write_adapter(c, run, done.state.master, start.identity.get('base', ''))}")

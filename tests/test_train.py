@@ -729,6 +729,24 @@ def test_adapters_say_how_many_parameters_train(config, capsys):
     assert f"surojax: 0.0M parameters, of which {trained} train (1.13%), on 1 x" in capsys.readouterr().out
 
 
+def test_a_run_ends_with_its_page(whole, tmp_path, capsys):
+    """As `surojax report` writes it, beside what was planned."""
+    text = (whole / "report.html").read_text()
+    last = [x for x in read_metrics(whole / "metrics.jsonl") if x["log"] == "step"][-1]
+    assert f"surojax report {whole}" in text and f"{last['loss']:.4f}" in text and ">plan<" in text
+    need = {"weights": 3 << 30}
+    line = training_report.write_page(tmp_path, need, Prediction(), 1)
+    assert line.startswith(
+        "note: no report.html of the run: RUN: expected the folder of a run, with metrics.jsonl, got"
+    )
+    shutil.copy(whole / "metrics.jsonl", tmp_path)
+    assert training_report.write_page(tmp_path, need, Prediction(tokens_per_s_per_gpu=400.0), 8) == (
+        f"curves: {tmp_path}/report.html"
+    )
+    text = (tmp_path / "report.html").read_text()
+    assert ">3,200<" in text and ">3.00<" in text
+
+
 def test_the_budget_of_a_run():
     """Of a new model beside 20 tokens for each parameter; frozen parameters have no gradient."""
     model = SimpleNamespace(num_parameters=100, num_trained_parameters=100)

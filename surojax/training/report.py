@@ -1,5 +1,8 @@
 """What a run says of itself: its size before it starts, its predicted time, and a sample of its text at the end."""
 
+import shlex
+from pathlib import Path
+
 from surojax.assembly import Assembly
 from surojax.config import fields as configs
 from surojax.config.fields import Config
@@ -10,6 +13,7 @@ from surojax.inference.prompts import complete
 from surojax.inference.trained_model import Trained
 from surojax.models.attention import chosen_here
 from surojax.models.model import Model
+from surojax.pages import runs
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
 from surojax.planner import gpus, prediction, products, report as planned, seen, traffic
@@ -17,6 +21,8 @@ from surojax.planner.amounts import summed
 from surojax.planner.footprint import estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
+
+PAGE = "report.html"
 
 
 def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
@@ -79,6 +85,22 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
     rate = len(devices) * (found.tokens_per_s_per_gpu or 0.0)
     say(f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s")
     return found
+
+
+def write_page(output_dir: Path, need: dict[str, int], predicted: Prediction, num_devices: int) -> str:
+    """Writes the page of `surojax report` into the folder of a run, beside what was planned; a line that says where.
+
+    need: bytes per device. It never ends a run: what prevents the page is in the line.
+    """
+    rate = predicted.tokens_per_s_per_gpu
+    plan = runs.Planned("plan", sum(need.values()), None if rate is None else num_devices * rate)
+    file = output_dir / PAGE
+    try:
+        text = runs.page([runs.read_run(str(output_dir))], plan, shlex.join(["surojax", "report", str(output_dir)]))
+        file.write_text(text, encoding="utf-8")
+    except (ConfigError, OSError) as error:
+        return f"note: no {PAGE} of the run: {error}"
+    return f"curves: {file}"
 
 
 def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
