@@ -247,6 +247,7 @@ def parser() -> argparse.ArgumentParser:
         "--export", metavar="DIR", help="write the trained model there, as a Hugging Face folder in bfloat16"
     )
     found.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
+    found.add_argument("--quiet", action="store_true", help="print no steps and evaluations, as --config.quiet does")
     hosts.add_flags(found)
     return found
 
@@ -272,6 +273,7 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
     watch = None
     try:
         c, args = parse(argv, parser)
+        c.quiet = c.quiet or args.quiet
         if args.max_minutes is not None:
             need(
                 0 < args.max_minutes < math.inf, "--max-minutes", "minutes, more than 0", args.max_minutes, "correct it"

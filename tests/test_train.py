@@ -256,8 +256,9 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
     command = f"python -m surojax.train --config {tmp_path / 'config.py'}"
     assert printed.out.splitlines()[-1] == f"resume: {command}" and printed.err == ""
     if number == signal.SIGTERM:
-        module.main(["--config", str(tmp_path / "config.py")])
+        module.main(["--config", str(tmp_path / "config.py"), "--quiet"])
         printed = capsys.readouterr().out
+        assert "step  " not in printed and "eval " not in printed
         assert records(tmp_path / "run") == records(whole)
         assert steps_saved(tmp_path / "run") == [3, 5, 6, 9, 12]
         first, last = records(whole)[4], records(whole)[-1]
@@ -269,7 +270,7 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
             "7 steps in",
             f"checkpoint: {tmp_path}/run/checkpoints/12",
             f"sample: python -m surojax.generate --checkpoint {tmp_path}/run --prompt TEXT",
-            f"resume: {command} --config.max_steps=24",
+            f"resume: {command} --quiet --config.max_steps=24",
             "compiling the step and the evaluation ...\ncompiled in ",
             f"TensorBoard events: {tmp_path}/run/tensorboard; to see them: ",
             f"tensorboard --logdir {tmp_path}/run/tensorboard\n",
@@ -729,7 +730,7 @@ def test_adapters_say_how_many_parameters_train(config, capsys):
     assert f"surojax: 0.0M parameters, of which {trained} train (1.13%), on 1 x" in capsys.readouterr().out
 
 
-def test_a_run_ends_with_its_page(whole, tmp_path, capsys):
+def test_a_run_ends_with_its_page(whole, tmp_path):
     """As `surojax report` writes it, beside what was planned."""
     text = (whole / "report.html").read_text()
     last = [x for x in read_metrics(whole / "metrics.jsonl") if x["log"] == "step"][-1]
