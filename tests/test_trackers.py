@@ -1,5 +1,6 @@
 """Trackers: each gets what a run reports, a resumed run continues its record, and none can end or delay a run."""
 
+import re
 import struct
 import sys
 import threading
@@ -21,6 +22,7 @@ def report(folder, report_to: str, first: int, last: int) -> trackers.Trackers:
     with trackers.start(report_to, folder, first_step=first - 1, settings=SETTINGS) as found:
         for step in range(first, last + 1):
             found.log(step, {"train/loss": 1.0 / step})
+        found.log(last, {"eval/what is asked?/loss": 2.0})
     return found
 
 
@@ -44,7 +46,7 @@ def test_tensorboard_events(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]
     fresh, resumed = sorted((tmp_path / "tensorboard").iterdir(), key=lambda file: file.name[-1:])
     scalars = [(e.step, v.tag, v.simple_value) for e in tensorboard_events(fresh) for v in e.summary.value]
-    assert [step for step, _, _ in scalars] == list(range(1, 7)) and scalars[1] == (2, "train/loss", 0.5)
+    assert [step for step, _, _ in scalars] == [*range(1, 7), 6] and scalars[1] == (2, "train/loss", 0.5)
     # TensorBoard hides what an earlier file says about step 5 and later.
     assert [e.step for e in tensorboard_events(resumed) if e.session_log.status] == [5]
 
@@ -75,7 +77,7 @@ def fake_wandb(server: Server) -> types.ModuleType:
             assert (name, step_metric) in (("step", None), ("*", "step"))
 
         def log(self, data):
-            self.run["points"] += [(data["step"], data["train/loss"])]
+            self.run["points"] += [(data["step"], data["train/loss"])] if "train/loss" in data else []
 
         def finish(self, exit_code=None):
             self.run["ended"] = exit_code
@@ -95,7 +97,7 @@ def fake_trackio(server: Server) -> types.ModuleType:
             self.run = run
 
         def log(self, metrics, step=None):
-            self.run["points"] += [(step, metrics["train/loss"])]
+            self.run["points"] += [(step, metrics["train/loss"])] if "train/loss" in metrics else []
 
         def finish(self):
             self.run["ended"] = 0
@@ -128,6 +130,7 @@ def fake_mlflow(server: Server) -> types.ModuleType:
 
         def log_batch(self, run_id, metrics=(), params=()):
             assert len(metrics) <= 1000 and len(params) <= 100
+            assert all(re.fullmatch(r"[\w./: -]+", key) for key, *_ in metrics)
             run = server.runs[run_id]
             run["points"] += [(step, value) for key, value, _, step in metrics if key == "train/loss"]
             run["settings"].update({key: type(SETTINGS[key])(value) for key, value in params})
@@ -232,7 +235,7 @@ def test_a_tracker_that_fails_is_said_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == (
         "note: trackio misses some of this run: ConnectionError: no route to host; metrics.jsonl has all of it\n"
     )
-    assert found._senders[0]._tracker.steps == list(range(1, 13))  # type: ignore[attr-defined]
+    assert found._senders[0]._tracker.steps == [*range(1, 13), 12]  # type: ignore[attr-defined]
     (file,) = (tmp_path / "tensorboard").iterdir()
     assert tensorboard_events(file)[-1].step == 12
 
