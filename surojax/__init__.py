@@ -44,7 +44,7 @@ _HOMES = {
     "EarlyStopping": "surojax.run.callbacks",
     "Engine": "surojax.step.spec",
     "Event": "surojax.run.callbacks",
-    "Guard": "surojax.run.callbacks",
+    "Guard": "surojax.run.guard",
     "LossOfLogits": "surojax.step.objective",
     "Decoder": "surojax.models.decoder",
     "DecoderConfig": "surojax.models.decoder",
@@ -72,8 +72,8 @@ if TYPE_CHECKING:  # for editors, which complete these names and show their type
         Callback as Callback,
         EarlyStopping as EarlyStopping,
         Event as Event,
-        Guard as Guard,
     )
+    from surojax.run.guard import Guard as Guard
     from surojax.run.metrics import read_metrics as read_metrics
     from surojax.run.nonfinite import NonFiniteLoss as NonFiniteLoss
     from surojax.step.objective import LossOfLogits as LossOfLogits, Objective as Objective

@@ -4,22 +4,27 @@ python -m surojax.generate --checkpoint runs/tiny --prompt "def main("
 python -m surojax.generate --checkpoint runs/chat --chat --prompt "What does os.walk do?"
 python -m surojax.generate --checkpoint runs/chat --chat
 
-Without --prompt it reads lines, from a terminal or a pipe, and loads the model once: a conversation with --chat, a
-text to continue in each line without.
+Without --prompt it reads lines, from a terminal or a pipe, and loads the model once: with --chat a conversation, in
+which /reset begins anew and /quit ends; without, a text to continue in each line.
 """
 
 import argparse
 import contextlib
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
 from surojax.data.templates import NAMES as TEMPLATES
+from surojax.data.tokenizer import Tokenizer
 from surojax.errors import CheckpointError, ConfigError, Refused, ending, ends_with_code, short_exit_codes
-from surojax.inference.prompts import conversation_ids, message_ids, text_ids
+from surojax.inference.conversation import Conversation
+from surojax.inference.prompts import message_ids, text_ids
 from surojax.inference.sample import check_options, generate, generate_batch
 from surojax.inference.trained_model import Trained, load_trained
 
+RESET = "/reset"
+QUIT = "/quit"
 LENGTHS = 64  # prompts of a conversation are padded to a multiple: a program is compiled for each length
 
 
@@ -27,22 +32,27 @@ def _exit_with(message: str) -> NoReturn:
     raise Refused(f"surojax.generate: error: {message}; see -h")
 
 
-def lines() -> Iterator[str]:
+def lines(hint: str) -> Iterator[str]:
     """Yields the lines of the standard input that are not blank; asks for each on a terminal. Raises ConfigError.
 
-    Ctrl-D ends a terminal's.
+    hint: printed before the first one on a terminal, where Ctrl-D ends the lines and Ctrl-C discards one.
     """
     asks = sys.stdin.isatty()
     if asks:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  arrow keys and history
-        print("Ctrl-C ends an answer, Ctrl-D the program", file=sys.stderr)
+        print(hint, file=sys.stderr)
     found = False
     while True:
         try:
             line = input("> " if asks else "")
         except EOFError:
             break
+        except KeyboardInterrupt:
+            if not asks:
+                raise
+            print()
+            continue
         if line.strip():
             found = True
             yield line
@@ -50,36 +60,65 @@ def lines() -> Iterator[str]:
         raise ConfigError("--prompt: expected one, or lines on the standard input, got neither; give it")
 
 
-def interact(trained: Trained, *, chat: bool, system: str, **options) -> None:
-    """Answers, or continues, one line after another; prints tokens as they come. options: of `sample.stream`."""
-    messages = [{"role": "system", "content": system}] if system else []
-    on_terminal = sys.stdin.isatty()
-    seed = options.pop("seed")
-    for number, line in enumerate(lines()):
-        if number and not on_terminal:
+def print_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
+    """Prints tokens as they come, up to Ctrl-C on a terminal, and returns their text."""
+    new: list[int] = []
+    shown = ""
+    try:
+        for token in tokens:
+            new.append(token)
+            text = tokenizer.decode(new)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may take several tokens
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+    text = tokenizer.decode(new)
+    print(text[len(shown) :])
+    return text
+
+
+def continue_lines(trained: Trained, *, seed: int, **options) -> None:
+    """Continues each line. options: of `sample.generate`, whose seed is one more for each line."""
+    for number, line in enumerate(lines("Ctrl-C ends a text, Ctrl-D the program")):
+        if number and not sys.stdin.isatty():
             print("---")
-        if chat:
-            messages.append({"role": "user", "content": line})
-            ids = conversation_ids(trained, messages)
-        else:
-            ids = text_ids(trained.tokenizer, line)
-            print(line, end="")
-        new: list[int] = []
-        shown = ""
+        print(line, end="")
+        ids = text_ids(trained.tokenizer, line)
+        print_stream(trained.tokenizer, generate(trained.model, trained.weights, ids, seed=seed + number, **options))
+
+
+def converse(trained: Trained, *, system: str, seed: int, **options) -> None:
+    """Answers each line as the next message of a conversation. options: as of `continue_lines`."""
+    conversation = Conversation(trained, system, options["max_tokens"])
+    number = 0
+    for line in lines(f"{RESET} begins anew, {QUIT} or Ctrl-D ends, Ctrl-C stops an answer"):
+        if line.strip() == QUIT:
+            break
+        if line.strip() == RESET:
+            conversation.reset()
+            continue
+        left_out = conversation.left_out
         try:
-            for token in generate(trained.model, trained.weights, ids, seed=seed + number, **options):
-                new.append(token)
-                text = trained.tokenizer.decode(new)
-                if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may take several tokens
-                    print(text[len(shown) :], end="", flush=True)
-                    shown = text
-        except KeyboardInterrupt:
-            if not on_terminal:
+            ids = conversation.ask(line)
+        except ConfigError as error:
+            if trained.template is None or not sys.stdin.isatty():
                 raise
-        text = trained.tokenizer.decode(new)
-        print(text[len(shown) :])
-        if chat:
-            messages.append({"role": "assistant", "content": text})
+            print(f"note: {error}", file=sys.stderr)
+            continue
+        if conversation.left_out > left_out:
+            print(
+                f"note: the model's length is {conversation.length:,} tokens: the first {conversation.left_out} "
+                f"messages are left out",
+                file=sys.stderr,
+            )
+        if number and not sys.stdin.isatty():
+            print("---")
+        tokens = generate(trained.model, trained.weights, ids, seed=seed + number, **options)
+        room = None if conversation.length is None else conversation.length - ids.size
+        conversation.answer(print_stream(trained.tokenizer, itertools.islice(tokens, room)))
+        number += 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
         "--prompt",
         action="append",
         help="text to continue, or message to answer; may be given several times; empty = start a new document; left "
-        "out = lines of the standard input, with --chat a conversation",
+        "out = lines of the standard input, with --chat a conversation (/reset, /quit)",
     )
     chat = found.add_argument_group("conversations")
     chat.add_argument("--chat", action="store_true", help="answer: put the prompt into the model's chat template")
@@ -125,13 +164,16 @@ def main(argv: list[str] | None = None) -> None:
         if (args.system or args.chat_template) and not args.chat:
             raise ConfigError("--system, --chat-template: expected --chat with them, got none; add it")
         trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
-        model, weights, tokenizer, _ = trained
+        model, weights, tokenizer = trained[:3]
         options = {
             "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed,
             "stop_ids": tokenizer.stop_ids, "vocab_size": tokenizer.vocab_size,
         }  # fmt: skip
         if args.prompt is None:
-            interact(trained, chat=args.chat, system=args.system, multiple_of=LENGTHS, **options)
+            if args.chat:
+                converse(trained, system=args.system, multiple_of=LENGTHS, **options)
+            else:
+                continue_lines(trained, multiple_of=LENGTHS, **options)
             return
         prompts = args.prompt
         if args.chat:

@@ -30,7 +30,7 @@ from surojax.cluster import hosts
 from surojax.cluster.rendezvous import ANY_RUN
 from surojax.cluster.supervised import Supervised
 from surojax.cluster.watch import Watch, leave, together
-from surojax.config.fields import Config
+from surojax.config.fields import Config, flat
 from surojax.config.flags import parse
 from surojax.data.batches import training_batches as training_batches
 from surojax.errors import CheckpointError, ConfigError, Refused, ends_with_code, exit_codes, need
@@ -43,10 +43,11 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import own_device
 from surojax.planner import prediction, products, seen
 from surojax.planner.check_fit import compare, peak_bytes
-from surojax.run import on_disk
+from surojax.run import on_disk, trackers
 from surojax.run.callbacks import Callback, Callbacks
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.console import say
+from surojax.run.guard import Guard
 from surojax.run.metrics import MetricsLog
 from surojax.run.nonfinite import NonFiniteLoss
 from surojax.run.restore import check_restorable
@@ -57,7 +58,7 @@ from surojax.step.state import TrainState
 from surojax.training.evaluation import evaluation_summary
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
-from surojax.training.report import describe, peak_flops, predict, sample, where_events_are
+from surojax.training.report import budget, describe, peak_flops, predict, sample, write_page
 from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
 from surojax.training.state import first_state, restored, write_adapter
@@ -122,6 +123,8 @@ def train(
     describe(c, run, devices, setup.need)
     say(start.found.describe())
     say(f"run: {start.total_steps} steps of {tokens_per_step:,} tokens into {setup.output_dir}")
+    is_new = (c.from_scratch or not c.model_path) and not c.lora
+    say(budget(run.model, start.total_steps * tokens_per_step, is_new=is_new))
 
     with contextlib.ExitStack() as until_end:
         if of_disk := until_end.enter_context(nvme.claim(run.store)):
@@ -131,6 +134,10 @@ def train(
         if start.resume and start.first_step >= start.total_steps:
             return nothing_left(c, run, setup, start)
         claim_output_dir(c, setup, start, until_end)
+        tracked = trackers.Trackers()
+        if is_first():
+            tracked = trackers.start(c.report_to, setup.output_dir, first_step=start.first_step, settings=flat(c))
+        until_end.enter_context(tracked)
 
         # -- Compile; a thread prepares the first batches meanwhile ---------------------------------------------------
         feed = Feed(batch_sharding(setup.mesh), start.batch_size)
@@ -162,13 +169,15 @@ def train(
             peak_memory=functools.partial(peak_bytes, own_device(devices)),
             flops_per_token=sum(products.token_flops(run, c.sequence_len).values()),
             peak_flops=peak_flops(devices, run, c.sequence_len),
+            report=tracked.log,
             writes=is_first(),
         )
         until_end.enter_context(log)
-        say(where_events_are(setup.output_dir))
+        for line in tracked.where:
+            say(line)
         fine_tunes = setup.initial is not None and not start.resume  # evaluated first: what it starts from
         with StopSignal(until, setup.output_dir) as stop:
-            outputs = Outputs(checkpoints, log, Callbacks(callbacks, start.total_steps), stop)
+            outputs = Outputs(checkpoints, log, Callbacks(guarded(callbacks), start.total_steps), stop)
             # The state is moved into the loop: what a step replaces is not kept here.
             done = loop(
                 c, start, programs, outputs, batches, states.pop(), evaluates_first=fine_tunes, layers=run.layers
@@ -191,10 +200,16 @@ def train(
             say(comparison)
         if is_first():
             say(evaluation_summary(setup.output_dir))
+            say(write_page(setup.output_dir, setup.need, predicted, len(devices)))
         say(f"checkpoint: {checkpoints.last}")
         if c.lora:
             say(f"adapter: {write_adapter(c, run, done.state.master, start.identity.get('base', ''))}")
         return Result(done.state, done.history, checkpoints.last, finished)
+
+
+def guarded(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    """The callbacks, and a `Guard` if there is none among them."""
+    return callbacks if any(isinstance(callback, Guard) for callback in callbacks) else (*callbacks, Guard())
 
 
 def nothing_left(c: Config, run: Assembly, setup: Setup, start: Start) -> Result:
@@ -232,6 +247,7 @@ def parser() -> argparse.ArgumentParser:
         "--export", metavar="DIR", help="write the trained model there, as a Hugging Face folder in bfloat16"
     )
     found.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
+    found.add_argument("--quiet", action="store_true", help="print no steps and evaluations, as --config.quiet does")
     hosts.add_flags(found)
     return found
 
@@ -257,6 +273,7 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
     watch = None
     try:
         c, args = parse(argv, parser)
+        c.quiet = c.quiet or args.quiet
         if args.max_minutes is not None:
             need(
                 0 < args.max_minutes < math.inf, "--max-minutes", "minutes, more than 0", args.max_minutes, "correct it"

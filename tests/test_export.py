@@ -159,6 +159,7 @@ def test_a_tied_head_is_trained_apart_if_it_is_asked_for(tmp_path):
     assert (said["tie_word_embeddings"], said["max_position_embeddings"], said["model_type"]) == (False, 77, "llama")
     assert not config(out).model.tie_word_embeddings
     trained = load_trained(tmp_path / "run")
+    assert trained.length == 77 > c.sequence_len
     chex.assert_trees_all_equal(jax.device_get(trained.weights), jax.device_get(master))
 
 

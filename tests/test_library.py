@@ -49,8 +49,10 @@ def losses(result) -> list[float]:
 # -- Callbacks --------------------------------------------------------------------------------------------------------
 
 
-def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path):
+def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path, monkeypatch):
     """With the numbers of metrics.jsonl and a state that belongs to them; the run's numbers stay as they are."""
+    guards: list[Guard] = []
+    monkeypatch.setattr(Guard, "__call__", lambda guard, event: guards.append(guard))
     told: list[Event] = []
     steps = []
 
@@ -74,7 +76,10 @@ def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path):
     assert told[-1].checkpoint == result.checkpoint
     for event, step in zip(told, steps, strict=True):
         assert step - event.step in ((0, 1) if event.kind == "step" else (0,))
-    plain = train(config(tmp_path, output_dir=str(tmp_path / "plain")), data=TEXTS)
+    assert len(guards) == len(told) and len(set(map(id, guards))) == 1  # every run has one
+    mine = Guard()
+    plain = train(config(tmp_path, output_dir=str(tmp_path / "plain")), data=TEXTS, callbacks=[mine])
+    assert guards[len(told) :] == [mine] * len(told)  # the caller's in its place
     without_times = lambda r: [{k: v for k, v in x.items() if k not in TIMINGS} for x in r.history]
     assert without_times(plain) == without_times(result)
 
@@ -107,15 +112,57 @@ def test_early_stopping_waits_for_its_patience():
     assert reasons == ["early stopping (no evaluation below 1.5000 in the last 2)"]
 
 
-def test_a_guard_says_a_spike_and_zero_gradients_and_nothing_else():
+def said(losses, norm=1.0, lr=3e-4) -> list[str]:
+    """What a guard says of a run with these losses."""
     lines: list[str] = []
-    guard = Guard(window=10, tell=lines.append)
-    for step in range(30):
-        guard(event("step", step, loss=3.0 - 0.01 * step + 0.01 * (step % 2), norm=1.0))
-    assert not lines
-    guard(event("step", 30, loss=9.0, norm=1.0))
-    guard(event("step", 31, loss=2.6, norm=0.0))
-    assert ["loss 9.0000 at step 30" in lines[0], "step 31 are zero" in lines[1], len(lines)] == [True, True, 2]
+    guard = Guard(tell=lines.append)
+    for step, loss in enumerate(losses, start=1):
+        metrics = {"loss": float(loss), "norm": norm, "lr": lr}
+        guard(Event("step", step, len(losses), metrics, "", None, lambda: None, lambda reason: None))  # type: ignore[arg-type]
+    return lines
+
+
+def falling(steps: int, seed: int, noise: float = 0.1) -> np.ndarray:
+    """A healthy run: a power law of the steps, noise with heavy tails, and now and then a batch of other data."""
+    rng = np.random.default_rng(seed)
+    losses = 2 + 8 * np.arange(1, steps + 1) ** -0.3 + noise * rng.standard_t(3, steps)
+    losses[rng.integers(0, steps, steps // 50)] += 2
+    return losses
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.3])
+def test_a_guard_says_nothing_of_a_noisy_run_that_learns(noise):
+    for seed in range(3):
+        assert not said(falling(4000, seed, noise))
+
+
+def test_a_guard_says_a_spike_once_as_often_as_there_is_one():
+    losses = falling(1000, 0)
+    for start in (200, 600):
+        losses[start : start + 40] += np.linspace(3, 0, 40)
+    lines = said(losses)
+    assert len(lines) == 2 and "the loss spikes:" in lines[0] and "at step 205, in 5 steps above" in lines[0]
+    assert "at step 605, " in lines[1] and "the median of the last 100 is" in lines[1]
+    almost = np.full(200, 1.5)  # a text learned by heart, then a batch that is a little worse
+    almost[150:] += 0.09
+    assert not said(almost)
+
+
+def test_a_guard_says_a_loss_that_stands_still():
+    """From the beginning, and after a while; not at learning rates of zero, nor if noise hides what is learned."""
+    noise = np.random.default_rng(0).normal(0, 0.02, 3000)
+    assert said(np.log(32000) + noise[:499]) == []
+    (line,) = said(np.log(32000) + noise[:500])
+    assert line.startswith("note: the loss stands still: 10.37") and " in steps 376 to 500, at learning" in line
+    later = falling(3000, 0, 0.02)
+    later[1000:] = later[990] + noise[1000:]
+    assert {line[:32] for line in said(later)} == {"note: the loss stands still: 3.0"}
+    assert not said(np.log(32000) + noise[:500], lr=0.0) and not said(2 + 50 * noise[:500])
+
+
+def test_a_guard_says_gradients_of_zero_once():
+    assert said([2.5] * 4, norm=0.0) == [] and len(said([2.5] * 20, norm=0.0)) == 1
+    assert "all gradients of 5 steps up to step 5 are zero" in said([2.5] * 5, norm=0.0)[0]
 
 
 # -- Rows -------------------------------------------------------------------------------------------------------------

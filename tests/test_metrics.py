@@ -1,7 +1,8 @@
-"""Metrics: what the console, metrics.jsonl and TensorBoard receive, resuming, and reading one step late."""
+"""Metrics: what the console, metrics.jsonl and trackers receive, resuming, and reading one step late."""
 
 import fcntl
 import io
+import math
 import os
 import pty
 import re
@@ -16,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tensorboardX.proto import event_pb2
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
@@ -236,7 +236,7 @@ def test_a_resumed_run_ends_with_the_file_of_one_that_never_stopped(tmp_path, mo
         log_steps(log, 5, 8)
 
     assert path.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-    assert sorted(p.name for p in path.parent.iterdir()) == ["metrics.jsonl", "tensorboard"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["metrics.jsonl"]
 
 
 def test_a_line_that_only_lacks_its_newline_is_kept(tmp_path):
@@ -278,7 +278,7 @@ def test_a_kill_loses_no_finished_line(tmp_path):
     code = (
         "import os, signal, sys, pathlib\n"
         "from surojax.run.metrics import MetricsLog\n"
-        "assert 'torch' not in sys.modules and 'tensorboard' not in sys.modules\n"
+        "assert not {'torch', 'tensorboard', 'tensorboardX'} & sys.modules.keys()\n"
         f"log = MetricsLog(pathlib.Path({str(tmp_path)!r}), total_steps=9, tokens_per_step=1, flops_per_token=1.0)\n"
         "for step in range(1, 6):\n"
         "    log.step(step, loss=1.0, grad_norm=1.0, lr=1.0, duration_s=1.0)\n"
@@ -286,41 +286,25 @@ def test_a_kill_loses_no_finished_line(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
-    assert done.stdout.count("\n") == 5 and done.stderr == ""  # tensorboardX prints nothing of its own either
+    assert done.stdout.count("\n") == 5 and done.stderr == ""
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-# ----------------------------------------------------------------- TensorBoard
-
-
-def tensorboard_events(file):
-    """The events of one file; a TFRecord is a length, its checksum, the event, its checksum."""
-    data, events = file.read_bytes(), []
-    while data:
-        (length,) = struct.unpack("<Q", data[:8])
-        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))  # pyright: ignore[reportAttributeAccessIssue]
-        data = data[16 + length :]
-    return events
-
-
-def test_tensorboard_events(tmp_path):
-    with open_log(tmp_path, peak_memory=lambda: 3 << 30) as log:
-        log_steps(log, 1, 6)
-        log.eval(6, loss=2.0, bits_per_byte=2.885, duration_s=0.25)
-    with open_log(tmp_path, first_step=4) as log:
-        log_steps(log, 5, 5)
-    fresh, resumed = sorted((tmp_path / "tensorboard").iterdir(), key=lambda file: file.name[-1:])
-
-    scalars = [(e.step, v.tag, v.simple_value) for e in tensorboard_events(fresh) for v in e.summary.value]
-    train = {
-        f"train/{name}"
-        for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "peak_memory_bytes")
-    }
-    assert {tag for _, tag, _ in scalars} == train | {"eval/loss", "eval/bits_per_byte", "eval/perplexity"}
-    assert [(step, value) for step, tag, value in scalars if tag == "train/loss"][1] == (2, 0.5)
-    assert {value for _, tag, value in scalars if tag == "train/mfu"} == {0.5}
-    # TensorBoard hides what an earlier file says about step 5 and later.
-    assert [e.step for e in tensorboard_events(resumed) if e.session_log.status] == [5]
+def test_trackers_get_the_finite_numbers(tmp_path):
+    told = []
+    with open_log(
+        tmp_path, peak_memory=lambda: 3 << 30, report=lambda step, values: told.append((step, values))
+    ) as log:
+        log_steps(log, 2, 2)
+        log.step(3, loss=math.nan, grad_norm=0.5, lr=3e-4, duration_s=0.5)
+        log.eval(3, loss=2.0, bits_per_byte=2.885, duration_s=0.25)
+        log.eval(3, loss=3.0, duration_s=0.25, name="other")
+    train = {"loss": 0.5, "grad_norm": 0.5, "learning_rate": 3e-4, "tokens_per_second": 2000.0, "mfu": 0.5}
+    train = {f"train/{name}": value for name, value in (train | {"peak_memory_bytes": 3 << 30}).items()}
+    rest = {name: value for name, value in train.items() if name != "train/loss"}
+    scores = {"eval/loss": 2.0, "eval/bits_per_byte": 2.885, "eval/perplexity": math.exp(2.0)}
+    others = {"eval/other/loss": 3.0, "eval/other/perplexity": math.exp(3.0)}
+    assert told == [(2, train), (3, rest), (3, scores), (3, others)]
 
 
 # ----------------------------------------------------------------- one step late

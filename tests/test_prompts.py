@@ -133,3 +133,48 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         generate.main(["--checkpoint", "X", "--chat"])
     assert end.value.code == 130
+
+
+def test_a_conversation_begins_anew_and_quits(capsys, monkeypatch):
+    """Of a terminal; Ctrl-C at the prompt discards what was typed, and what has the words elsewhere is a message."""
+    asked, _ = typed(monkeypatch, capsys, Terminal("Hi\n/reset\nIs /quit it?\n/quit\nMore\n"), "--chat")
+    users = [[{"role": "user", "content": text}] for text in ("Hi", "Is /quit it?")]
+    assert asked == [bytes(conversation_ids(MODEL, messages).tolist()).decode() for messages in users]
+    typing = iter([KeyboardInterrupt, "Hi", EOFError])
+
+    def ask(_):
+        what = next(typing)
+        if isinstance(what, str):
+            return what
+        raise what
+
+    monkeypatch.setattr("builtins.input", ask)
+    assert typed(monkeypatch, capsys, Terminal(), "--chat")[0] == asked[:1]
+
+
+def test_the_oldest_turns_are_cut_at_the_models_length(capsys, monkeypatch):
+    """With the system message kept; an answer ends at the length; a message that is too long alone is not taken."""
+    system = {"role": "system", "content": "Be brief."}
+    turns = [
+        {"role": role, "content": text}
+        for role, text in zip(["user", "assistant"] * 2, ["Hi", "é1", "And that?", "é2"], strict=True)
+    ]
+    first, second, third = ([system, *turns[:1]], [system, *turns[:3]], [system, turns[2]])
+    size = {n: conversation_ids(MODEL, messages).size for n, messages in enumerate((first, second, third), start=1)}
+    assert size[2] > size[3] + 3 > size[1]
+    model = MODEL._replace(length=size[3] + 3)
+    asked = []
+    monkeypatch.setattr(generate, "load_trained", lambda *_: model)
+
+    def sampled(model, weights, ids, **options):
+        asked.append(bytes(ids.tolist()).decode())
+        yield from b"abcdef"
+
+    monkeypatch.setattr(generate, "generate", sampled)
+    monkeypatch.setattr("sys.stdin", Terminal("Hi\n" + "x" * 200 + "\nAnd that?\n"))
+    generate.main(["--checkpoint", "X", "--max-tokens", "3", "--chat", "--system", "Be brief."])
+    assert asked == [bytes(conversation_ids(MODEL, messages).tolist()).decode() for messages in (first, third)]
+    printed = capsys.readouterr()
+    assert printed.out.split("> ")[3] == "abc\n"  # the room that is left
+    assert f"note: message: expected at most {size[3]} tokens" in printed.err
+    assert f"note: the model's length is {size[3] + 3} tokens: the first 2 messages are left out" in printed.err

@@ -256,19 +256,21 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
     command = f"python -m surojax.train --config {tmp_path / 'config.py'}"
     assert printed.out.splitlines()[-1] == f"resume: {command}" and printed.err == ""
     if number == signal.SIGTERM:
-        module.main(["--config", str(tmp_path / "config.py")])
+        module.main(["--config", str(tmp_path / "config.py"), "--quiet"])
         printed = capsys.readouterr().out
+        assert "step  " not in printed and "eval " not in printed
         assert records(tmp_path / "run") == records(whole)
         assert steps_saved(tmp_path / "run") == [3, 5, 6, 9, 12]
         first, last = records(whole)[4], records(whole)[-1]
         for expected in (
             f"continuing from {tmp_path}/run/checkpoints/5",
+            "budget: 3,072 tokens, ",
             f"evaluation: loss {first['loss']:.4f} -> {last['loss']:.4f}",
             "--- continuation",
             "7 steps in",
             f"checkpoint: {tmp_path}/run/checkpoints/12",
             f"sample: python -m surojax.generate --checkpoint {tmp_path}/run --prompt TEXT",
-            f"resume: {command} --config.max_steps=24",
+            f"resume: {command} --quiet --config.max_steps=24",
             "compiling the step and the evaluation ...\ncompiled in ",
             f"TensorBoard events: {tmp_path}/run/tensorboard; to see them: ",
             f"tensorboard --logdir {tmp_path}/run/tensorboard\n",
@@ -524,8 +526,9 @@ def planned_weights(model):
 
 def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
     """Greedily: each token is the likeliest that the plain model finds with the checkpoint's weights."""
-    model, weights, tokenizer, _ = load_trained(whole)
+    model, weights, tokenizer, _, length = load_trained(whole)
     c = restored_config(on_disk.read_meta(whole / "checkpoints/12")["config"])
+    assert length == c.sequence_len
     assert not np.allclose(weights["outer"]["norm"], 1, atol=1e-3)  # training has moved what was 1 at the beginning
     generate.main(["--checkpoint", str(whole), "--prompt", "abc", "--max-tokens", "8", "--temperature", "0"])
     text = capsys.readouterr().out
@@ -725,6 +728,37 @@ def test_adapters_say_how_many_parameters_train(config, capsys):
     training_report.describe(c, from_config(c, make_mesh(devices), total_steps=1), devices, {"weights": 1})
     trained = 2 * 2 * ((32 + 32) + (32 + 16))  # layers, rank, widths of wq and wv
     assert f"surojax: 0.0M parameters, of which {trained} train (1.13%), on 1 x" in capsys.readouterr().out
+
+
+def test_a_run_ends_with_its_page(whole, tmp_path):
+    """As `surojax report` writes it, beside what was planned."""
+    text = (whole / "report.html").read_text()
+    last = [x for x in read_metrics(whole / "metrics.jsonl") if x["log"] == "step"][-1]
+    assert f"surojax report {whole}" in text and f"{last['loss']:.4f}" in text and ">plan<" in text
+    need = {"weights": 3 << 30}
+    line = training_report.write_page(tmp_path, need, Prediction(), 1)
+    assert line.startswith(
+        "note: no report.html of the run: RUN: expected the folder of a run, with metrics.jsonl, got"
+    )
+    shutil.copy(whole / "metrics.jsonl", tmp_path)
+    assert training_report.write_page(tmp_path, need, Prediction(tokens_per_s_per_gpu=400.0), 8) == (
+        f"curves: {tmp_path}/report.html"
+    )
+    text = (tmp_path / "report.html").read_text()
+    assert ">3,200<" in text and ">3.00<" in text
+
+
+def test_the_budget_of_a_run():
+    """Of a new model beside 20 tokens for each parameter; frozen parameters have no gradient."""
+    model = SimpleNamespace(num_parameters=100, num_trained_parameters=100)
+    assert training_report.budget(model, 5000, is_new=True) == (  # type: ignore[arg-type]
+        "budget: 5,000 tokens, 50.00 for each parameter (20 for each would be 2,000); 3.00e+06 FLOPs (6 x parameters x "
+        "tokens)"
+    )
+    model.num_trained_parameters = 10
+    assert training_report.budget(model, 5000, is_new=False) == (  # type: ignore[arg-type]
+        "budget: 5,000 tokens; 2.10e+06 FLOPs (6 x trained + 4 x frozen parameters x tokens)"
+    )
 
 
 def test_warmup_longer_than_the_data_lasts(config, tmp_path):

@@ -41,6 +41,7 @@ from surojax.optim.optimizers import OPTIMIZERS
 from surojax.parallel.context import METHODS
 from surojax.parallel.schedule import SCHEDULES as STAGE_SCHEDULES
 from surojax.placement.table import Storage
+from surojax.run.trackers import KNOWN as KNOWN_TRACKERS
 from surojax.sizes import MOST_GPUS
 
 type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
@@ -55,7 +56,7 @@ SHARDS = Range(lambda v: v == -1 or v >= 1, "1 or more, or -1", "-1 is all that 
 class RunSettings:
     """The length of a run, and the files that it writes."""
 
-    # checkpoints, metrics.jsonl and TensorBoard events are written here
+    # checkpoints, metrics.jsonl and trackers' files are written here
     output_dir: str = declare("runs/default", NOT_EMPTY)
     # determines the initial weights and the order of the data
     seed: int = declare(0, AT_LEAST_0)
@@ -77,6 +78,8 @@ class RunSettings:
     log_steps: int = declare(10, AT_LEAST_1)
     # print no steps and evaluations; metrics.jsonl has them
     quiet: bool = False
+    # trackers, a comma list: tensorboard, wandb, trackio, mlflow; "" = none
+    report_to: str = declare("tensorboard", KNOWN_TRACKERS)
     # what steps took on GPUs, for plan and fit; "" = not written or read
     rates_file: str = "~/.cache/surojax/rates.json"
     # "auto" = newest in output_dir if any, "no" = start anew, or a checkpoint folder

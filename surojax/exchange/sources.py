@@ -162,3 +162,15 @@ def tokenizer_of(c: Any, output_dir: Path) -> str:
     kept = kept_in(output_dir)
     gone = c.tokenizer != "bytes" and not expanded(c.tokenizer).exists()
     return str(kept) if gone and (kept / "tokenizer.json").is_file() else c.tokenizer
+
+
+def length_of(path: Path) -> int | None:
+    """Tokens of the longest text that a model in a folder or GGUF file was made for; None if it does not say."""
+    length = config_of(path).get("max_position_embeddings")
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def length_of_run(c: Any, output_dir: Path) -> int:
+    """Tokens of the longest text that a run's model was made for: its source model's, at least the run's rows."""
+    starts_from = c.model_path and not c.from_scratch and keeps(output_dir, c.model_path)
+    return max(c.sequence_len, (starts_from and length_of(kept_in(output_dir))) or 0)

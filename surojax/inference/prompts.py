@@ -52,6 +52,6 @@ def answer_message(trained: Trained, message: str, system: str = "", **options) 
 
 
 def _sampled(trained: Trained, prompt: np.ndarray, **options) -> str:
-    model, weights, tokenizer, _ = trained
+    model, weights, tokenizer = trained[:3]
     limits = {"stop_ids": tokenizer.stop_ids, "vocab_size": tokenizer.vocab_size}
     return tokenizer.decode(list(generate(model, weights, prompt, **limits, **options)))

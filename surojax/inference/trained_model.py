@@ -25,12 +25,17 @@ from surojax.run.restore import restore_weights
 
 
 class Trained(NamedTuple):
-    """A model in use. weights: work weights by section. template: of conversations; None: there is none."""
+    """A model in use.
+
+    weights: work weights by section. template: of conversations; None: there is none. length: tokens of the longest
+    text that it was made for; None: unknown.
+    """
 
     model: Model
     weights: dict
     tokenizer: Tokenizer
     template: Template | None
+    length: int | None = None
 
 
 def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trained:
@@ -54,7 +59,8 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
         found_tokenizer = load_tokenizer(c.tokenizer)
         check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
         template = load_template(chat_template, found_tokenizer)
-        return Trained(model, stacks(weights, model, c.model_dtype, sharding), found_tokenizer, template)
+        work = stacks(weights, model, c.model_dtype, sharding)
+        return Trained(model, work, found_tokenizer, template, sources.length_of(sources.locate(path, weights=False)))
     loaded = on_disk.read_newest(path, lambda folder: _of_checkpoint(folder, tokenizer, chat_template, sharding))
     if loaded is None:
         raise CheckpointError(
@@ -67,7 +73,8 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
 def _of_checkpoint(checkpoint: Path, tokenizer: str, chat_template: str, sharding: jax.sharding.Sharding) -> Trained:
     meta = on_disk.read_meta(checkpoint)
     c = restored_config(meta["config"], on_disk.written_by(meta))
-    found_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, checkpoint.parent.parent))
+    output_dir = checkpoint.parent.parent
+    found_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, output_dir))
     check_trained_with(meta, found_tokenizer)
     check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
     model = assembly.model(c)
@@ -76,7 +83,7 @@ def _of_checkpoint(checkpoint: Path, tokenizer: str, chat_template: str, shardin
     base = base_of(c, meta, model, sharding) if c.lora else {}
     template = load_template(chat_template or c.chat_template, found_tokenizer)
     weights = with_part(base, restore_weights(checkpoint, plan))
-    return Trained(model, weights, found_tokenizer, template)
+    return Trained(model, weights, found_tokenizer, template, sources.length_of_run(c, output_dir))
 
 
 def base_of(c: Config, meta: dict[str, Any], model: Model, sharding: jax.sharding.Sharding) -> dict:

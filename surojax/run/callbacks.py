@@ -1,14 +1,11 @@
-"""What a caller of `train` is told while a run goes on, and three small things to do with it."""
+"""What a caller of `train` is told while a run goes on, and a callback that ends it early."""
 
 import dataclasses
 import math
-import statistics
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from surojax.run.console import say
 from surojax.step.state import TrainState
 
 
@@ -89,27 +86,3 @@ class EarlyStopping:
         self.best = loss if improved else self.best
         if self.waited >= self.patience:
             event.stop(f"early stopping (no evaluation below {self.best:.4f} in the last {self.waited})")
-
-
-class Guard:
-    """Says that a loss jumps, or that the gradients are zero; does nothing about it.
-
-    deviations: standard deviations above the mean of the last `window` losses. tell: prints a line.
-    """
-
-    def __init__(self, *, deviations: float = 6.0, window: int = 50, tell: Callable[[str], None] = say):
-        self.deviations = deviations
-        self.losses: deque[float] = deque(maxlen=window)
-        self.tell = tell
-
-    def __call__(self, event: Event) -> None:
-        if event.kind != "step":
-            return
-        loss = event.metrics["loss"]
-        if len(self.losses) == self.losses.maxlen:
-            mean = statistics.fmean(self.losses)
-            if loss > mean + self.deviations * statistics.stdev(self.losses):
-                self.tell(f"note: loss {loss:.4f} at step {event.step}, {mean:.4f} over the last {len(self.losses)}")
-        if event.metrics["norm"] == 0:
-            self.tell(f"note: all gradients of step {event.step} are zero: nothing is learned")
-        self.losses.append(loss)

@@ -1,4 +1,4 @@
-"""Reports a run: on the console, in `metrics.jsonl` and in TensorBoard events; copies metrics from device to host.
+"""Reports a run: on the console, in `metrics.jsonl` and to trackers; copies metrics from device to host.
 
 Reading a step's loss waits for that step. The loop therefore reads metrics one step late: `DeferredMetrics.push` starts
 the copy of step n's metrics and returns the numbers of step n - 1. Step n is already in flight, so the device never
@@ -30,9 +30,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tqdm import tqdm
 
 from surojax.errors import ConfigError
@@ -40,8 +37,6 @@ from surojax.run.console import CONSOLE, Console
 from surojax.untrusted import parse_json
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_DIR = "tensorboard"
-TENSORBOARD_FLUSH_S = 10
 ETA_WINDOW = 20  # steps in the moving average behind the eta
 SILENT_S = 60.0  # where steps are slow, a line is printed after so long
 STATUS_S = 0.1  # the status of a terminal is rewritten no more often
@@ -53,7 +48,7 @@ class MetricsLog:
     """Writes everything that a run reports under `output_dir`. Use it as a context manager, or call `close()`.
 
     Args:
-      output_dir: an existing or new folder for `metrics.jsonl` and `tensorboard/`.
+      output_dir: an existing or new folder for `metrics.jsonl`.
       total_steps: the step at which the run ends.
       tokens_per_step: tokens of one optimizer step over all devices and microbatches.
       flops_per_token: see `traffic.token_flops`.
@@ -67,6 +62,7 @@ class MetricsLog:
       quiet: nothing of steps and evaluations is printed.
       peak_memory: returns the most bytes of a device's memory that were in use so far, or None if unknown.
       console: for the lines and the status.
+      report: called with a step and its finite numbers by name, such as "train/loss"; see `trackers.Trackers.log`.
       writes: False: only return the records, in a process that is not the first.
 
     Raises:
@@ -87,6 +83,7 @@ class MetricsLog:
         quiet: bool = False,
         peak_memory: Callable[[], int | None] = lambda: None,
         console: Console = CONSOLE,
+        report: Callable[[int, dict[str, float]], None] = lambda step, values: None,
         writes: bool = True,
     ):
         self._total_steps = total_steps
@@ -99,6 +96,7 @@ class MetricsLog:
         self._quiet = quiet
         self._peak_memory = peak_memory
         self._console = console
+        self._report = report
         self._recent_s: deque[float] | None = None  # None until the first step, whose duration is mostly compilation
         self._said = -math.inf  # when the last line of a step, or status, was printed
 
@@ -109,7 +107,6 @@ class MetricsLog:
         path = output_dir / METRICS_FILE
         _keep_up_to(path, first_step)
         self._file = path.open("ab")
-        self._tensorboard = _Events(output_dir / TENSORBOARD_DIR, first_step)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -127,7 +124,6 @@ class MetricsLog:
         with contextlib.ExitStack() as outputs:
             if self._file is not None:
                 outputs.callback(self._file.close)
-                outputs.callback(self._tensorboard.close)
                 outputs.callback(self._console.keep_status)
 
     def step(
@@ -230,7 +226,7 @@ class MetricsLog:
     def _scalars(self, group: str, step: int, scalars: dict[str, float]) -> None:
         if self._file is None:
             return
-        self._tensorboard.scalars(step, {f"{group}/{name}": v for name, v in scalars.items() if math.isfinite(v)})
+        self._report(step, {f"{group}/{name}": v for name, v in scalars.items() if math.isfinite(v)})
 
     def _eta(self, step: int, duration_s: float) -> str:
         """Estimated remaining time as [H:]MM:SS, from the mean of the last steps. The first step is not counted."""
@@ -241,37 +237,6 @@ class MetricsLog:
         if not self._recent_s:
             return "--:--"
         return tqdm.format_interval((self._total_steps - step) * sum(self._recent_s) / len(self._recent_s))
-
-
-class _Events:
-    """TensorBoard event files, written in the calling thread.
-
-    tensorboardX's SummaryWriter is not used: it writes in its own thread, and if a full disk ends that thread, the run
-    waits forever.
-    """
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        # File names contain the time in seconds; the suffix keeps a restart in the same second from overwriting a file.
-        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".from-{first_step}")
-        # With this event, TensorBoard hides the events of earlier runs in this folder from this step on.
-        start = SessionLog(status=SessionLog.START)
-        step = first_step + 1 if first_step else 0
-        self._writer.write_event(Event(wall_time=time.time(), step=step, session_log=start))
-        self._flush_at = 0.0
-        self._closed = False
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary))
-        if time.monotonic() >= self._flush_at:
-            self._writer.flush()
-            self._flush_at = time.monotonic() + TENSORBOARD_FLUSH_S
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._writer.close()
 
 
 class FinishedStep(NamedTuple):

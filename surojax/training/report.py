@@ -1,6 +1,5 @@
 """What a run says of itself: its size before it starts, its predicted time, and a sample of its text at the end."""
 
-import importlib.util
 import shlex
 from pathlib import Path
 
@@ -13,6 +12,8 @@ from surojax.errors import ConfigError
 from surojax.inference.prompts import complete
 from surojax.inference.trained_model import Trained
 from surojax.models.attention import chosen_here
+from surojax.models.model import Model
+from surojax.pages import runs
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
 from surojax.planner import gpus, prediction, products, report as planned, seen, traffic
@@ -20,7 +21,8 @@ from surojax.planner.amounts import summed
 from surojax.planner.footprint import estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
-from surojax.run.metrics import TENSORBOARD_DIR
+
+PAGE = "report.html"
 
 
 def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
@@ -42,6 +44,19 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     shards = number_of_shards(run.mesh)
     if shards > 1 and (replicated := replicated_matrices(run.engine.trained_params, run.engine.layouts.master)):
         say(f"note: not sharded over {shards} devices, which divide none of their dimensions: {replicated}")
+
+
+def budget(model: Model, tokens: int, *, is_new: bool) -> str:
+    """A line with the tokens of a run, of a new model beside 20 for each parameter, and the FLOPs of its products.
+
+    20 tokens a parameter are the optimum of compute that Hoffmann et al. found (Chinchilla, arXiv:2203.15556). FLOPs: 6
+    for each token and trained parameter, 4 for each frozen one, which has no gradient; without those of attention.
+    """
+    trained = model.num_trained_parameters
+    frozen = model.num_parameters - trained
+    beside = f", {tokens / trained:,.2f} for each parameter (20 for each would be {20 * trained:,})" if is_new else ""
+    formula = f"6 x {'trained + 4 x frozen ' if frozen else ''}parameters x tokens"
+    return f"budget: {tokens:,} tokens{beside}; {(6.0 * trained + 4.0 * frozen) * tokens:.2e} FLOPs ({formula})"
 
 
 def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
@@ -72,11 +87,20 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
     return found
 
 
-def where_events_are(output_dir: Path) -> str:
-    """A line that says where the TensorBoard events of a run are, and how to look at them."""
-    folder = output_dir / TENSORBOARD_DIR
-    install = "" if importlib.util.find_spec("tensorboard") else "pip install tensorboard; "
-    return f"TensorBoard events: {folder}; to see them: {install}tensorboard --logdir {shlex.quote(str(folder))}"
+def write_page(output_dir: Path, need: dict[str, int], predicted: Prediction, num_devices: int) -> str:
+    """Writes the page of `surojax report` into the folder of a run, beside what was planned; a line that says where.
+
+    need: bytes per device. It never ends a run: what prevents the page is in the line.
+    """
+    rate = predicted.tokens_per_s_per_gpu
+    plan = runs.Planned("plan", sum(need.values()), None if rate is None else num_devices * rate)
+    file = output_dir / PAGE
+    try:
+        text = runs.page([runs.read_run(str(output_dir))], plan, shlex.join(["surojax", "report", str(output_dir)]))
+        file.write_text(text, encoding="utf-8")
+    except (ConfigError, OSError) as error:
+        return f"note: no {PAGE} of the run: {error}"
+    return f"curves: {file}"
 
 
 def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:

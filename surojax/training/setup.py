@@ -20,6 +20,8 @@ from surojax.models.model import Model
 from surojax.placement.mesh import find_devices, make_mesh
 from surojax.planner.check_fit import check_fit
 from surojax.run import checkpoint, on_disk
+from surojax.run.shared import is_first
+from surojax.run.trackers import check_packages
 
 
 class Setup(NamedTuple):
@@ -59,6 +61,8 @@ def set_up(c: Config, brought: Brought = NOTHING, rows: Iterable[Any] | None = N
     checks.check(c)
     output_dir = checks.check_output_dir(c.output_dir)
     devices = find_devices(c.gpus)
+    if is_first():
+        check_packages(c.report_to)
     mesh = make_mesh(devices, **configs.mesh_sizes(c))
     run = from_config(c, mesh, total_steps=1, brought=brought)
     need = check_fit(c, run, devices)
