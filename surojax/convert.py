@@ -197,8 +197,8 @@ def gguf_tokenizer_of(config: dict[str, Any], files: Files, path: str | Path) ->
     """
     if "tokenizer.json" not in files:
         raise ConfigError(
-            "tokenizer: expected a tokenizer.json, since a .gguf file has its tokens and merges, got none (bytes have no "
-            "merges); pass --tokenizer, or export a folder"
+            "tokenizer: expected a tokenizer.json, of which a .gguf file has tokens and merges, got none (bytes have "
+            "no merges); pass --tokenizer, or export a folder"
         )
     with tempfile.TemporaryDirectory() as folder:
         small_files.write_small_files(Path(folder), files | {CONFIG: encoded(config)})
