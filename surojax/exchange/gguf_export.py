@@ -32,7 +32,6 @@ from surojax.exchange.gguf import (
 )
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.model_tensors import Tensors, shapes
-from surojax.exchange.small_files import write_small_files
 from surojax.families import registry
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import renamed
@@ -83,14 +82,14 @@ def export_gguf(
     tokenizer: dict[str, Any],
     file: str | Path,
     *,
+    modelfile: str,
     dtype: str = "bfloat16",
-    modelfile: str = "",
 ) -> Path:
     """Writes a GGUF file and its Modelfile, and returns the file's path.
 
     tensors: of which those of `model` are written. source: config.json of the model. tokenizer: metadata of its
-    tokenizer. dtype: of the matrices, one of DTYPES; with q4_0, the head, or the embedding if it is the head, is q8_0.
-    modelfile: the content.
+    tokenizer. modelfile: the content of the Modelfile. dtype: of the matrices, one of DTYPES; with q4_0, the head, or
+    the embedding if it is the head, is q8_0.
 
     Raises ConfigError for a model that such files do not describe, a row that is not a whole number of blocks, a number
     beyond the type, and if a file exists or cannot be written; what reading the tensors raises. Nothing is left then.
@@ -130,7 +129,8 @@ def export_gguf(
             rows = permuted(numbers, head_dim) if is_permuted(name, family) else numbers
             yield gguf.quants.quantize(rows, kinds[ours])
 
-    with unfinished_beside(path, size) as unfinished:
+    with unfinished_beside(path, size) as unfinished, unfinished_beside(modelfile_of(path), 0) as small:
+        small.write_text(modelfile)
         try:
             writer.write_header_to_file(unfinished)
             writer.write_kv_data_to_file()
@@ -139,8 +139,6 @@ def export_gguf(
                 writer.write_tensor_data(array)
         finally:
             writer.close()
-        if modelfile:
-            write_small_files(path.parent, {modelfile_of(path).name: modelfile.encode()})
     return path
 
 
@@ -151,8 +149,14 @@ def described(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.nd
     """
     fields = model_fields(source)
     families = {name: registry.FAMILIES[name] for name in FAMILIES}
+    positions = source.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        raise ConfigError(
+            f"model_path: config.json: max_position_embeddings: expected a number for a .gguf file, got {positions!r}; "
+            "add it"
+        )
     try:
-        said = config_json.made(fields, source.get("max_position_embeddings"), {}, families)
+        said = config_json.made(fields, positions, {}, families)
         metadata, divisors_F = _metadata(said)
         names = FAMILIES[said["model_type"]].names
         entry = GgufEntry(Kind.F32, (said["vocab_size"], said["hidden_size"]), 0, 0)
@@ -186,7 +190,7 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
     keys = {ours: said[theirs] for ours, theirs in SIZES.items()}
     head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
     keys |= dict.fromkeys(HEAD_DIM, head_dim) | {"vocab_size": said["vocab_size"]}
-    scaling = said["rope_scaling"] or {"rope_type": "none"}
+    scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}
     divisors_F = None
     if scaling["rope_type"] == "llama3":
         divisors_F = divisors(scaling, said["rope_theta"], head_dim).astype(np.float32)
@@ -222,7 +226,7 @@ def _bytes(shape: tuple[int, ...], kind: Kind) -> int:
 def _read(tensors: Tensors, name: str, kind: Kind, dtype: str) -> np.ndarray:
     """A tensor in float32. Raises ConfigError if a number is beyond the type."""
     numbers = np.asarray(tensors.read(name), np.float32)
-    if not np.abs(numbers).max() <= LARGEST.get(kind, HALF):  # false for NaN too
+    if not max(numbers.max(), -numbers.min()) <= LARGEST.get(kind, HALF):  # false for NaN too
         raise ConfigError(
             f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; "
             + ("use float32" if dtype != "float32" else "train again: what is exported is not finite")
