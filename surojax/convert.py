@@ -1,15 +1,17 @@
-"""Writes a model as a Hugging Face folder: a run's, a checkpoint's, another folder's, or a GGUF file's.
+"""Writes a model as a Hugging Face folder or a GGUF file: a run's, a checkpoint's, a folder's, or a GGUF file's.
 
     python -m surojax.convert --checkpoint runs/tiny --out FOLDER [--dtype float32]
+    python -m surojax.convert --checkpoint runs/chat --out FILE.gguf [--dtype q8_0]
     python -m surojax.convert merge BASE ADAPTER [ADAPTER ...] FOLDER [--dtype float32]
     python -m surojax.convert --check FOLDER [--python INTERPRETER]
 
-The second merges adapters in PEFT's format into a model, each onto the result of those before it. The third compares
-logits and losses with those of transformers, if an interpreter has it with torch.
+The third merges adapters in PEFT's format into a model, each onto the result of those before it. The fourth
+compares logits and losses with those of transformers, if an interpreter has it with torch.
 """
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +20,14 @@ from surojax import assembly
 from surojax.config import checks
 from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
+from surojax.data.modelfile import modelfile as modelfile_text
 from surojax.data.tokenizer import load_tokenizer
+from surojax.data.tokenizer_files import read_folder
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, refusing, short_exit_codes
-from surojax.exchange import config_json, gguf, peft, small_files
+from surojax.exchange import config_json, gguf, gguf_export, peft, small_files
 from surojax.exchange.checkpoint_tensors import CheckpointTensors
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
+from surojax.exchange.gguf_export import DTYPES as GGUF_DTYPES, export_gguf
 from surojax.exchange.huggingface import read_config
 from surojax.exchange.merge import Merged
 from surojax.exchange.model_tensors import Tensors, describe_source
@@ -36,6 +41,10 @@ from surojax.run import on_disk
 from surojax.untrusted import expanded
 
 DEFAULT_DTYPE = "bfloat16"
+OUT_HELP = "the folder to write, new or empty; or a new file that ends in .gguf"
+DTYPE_HELP = (
+    f"{', '.join(DTYPES)}; of a .gguf file also {', '.join(name for name in GGUF_DTYPES if name not in DTYPES)}"
+)
 
 
 class Opened(NamedTuple):
@@ -55,9 +64,10 @@ def convert(
     tokenizer: str = "",
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Writes the model of a run, a checkpoint, a Hugging Face folder, a GGUF file or the hub; returns its folder.
+    """Writes the model of a run, a checkpoint, a Hugging Face folder, a GGUF file or the hub; returns the path.
 
-    dtype: of the export; the source's own, such as float32 of master weights, is not looked at. tokenizer: as in a
+    folder: to write; a path that ends in .gguf is that of a file, with a Modelfile beside it. dtype: of the export, see
+    `gguf_export` for a file; the source's own, such as float32 of master weights, is not looked at. tokenizer: as in a
     config; "": the model's own. say: is given a line that names the source and what of it is left aside.
 
     Raises ConfigError or CheckpointError; then nothing is written.
@@ -78,13 +88,17 @@ def merge(
 
     Raises ConfigError too if one of them is an adapter of another model.
     """
-    check_dtype(dtype)
-    check_folder(folder)
+    to_gguf = gguf.is_gguf(Path(folder))
+    (gguf_export.check_dtype if to_gguf else check_dtype)(dtype)
+    check_out(folder)
     opened = open_model(base, tokenizer)
     say(f"reading {describe_source(opened.tensors)}")
     tensors = opened.tensors
     for path in adapter_folders:
         tensors = Merged(tensors, peft.read_adapter(path, opened.model, naming_of(opened.config)), opened.model)
+    if to_gguf:
+        said, modelfile = gguf_tokenizer_of(opened.config, opened.files, folder)
+        return export_gguf(tensors, opened.model, opened.config, said, folder, dtype=dtype, modelfile=modelfile)
     config = config_json.completed(opened.config, dtype)
     return export(tensors, opened.model, config, opened.files, folder, dtype=dtype)
 
@@ -171,6 +185,32 @@ def tokenizer_files(spec: str) -> Files:
     return {"tokenizer.json": path.read_bytes()}
 
 
+def check_out(path: str | Path) -> None:
+    """Raises ConfigError unless a folder, or a file if the path ends in .gguf, can be written there."""
+    (gguf_export.check_path if gguf.is_gguf(Path(path)) else check_folder)(path)
+
+
+def gguf_tokenizer_of(config: dict[str, Any], files: Files, path: str | Path) -> tuple[dict[str, Any], str]:
+    """(a GGUF file's metadata of the tokenizer, its Modelfile) for a model with this config.json and other files.
+
+    path: of the GGUF file. Raises ConfigError if there is no tokenizer that such a file has.
+    """
+    if "tokenizer.json" not in files:
+        raise ConfigError(
+            "tokenizer: expected a tokenizer.json, of which a .gguf file has tokens and merges, got none (bytes have "
+            "no merges); pass --tokenizer, or export a folder"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        small_files.write_small_files(Path(folder), files | {CONFIG: encoded(config)})
+        read = read_folder(Path(folder))
+        metadata = gguf_tokenizer.tokenizer_metadata(read, "tokenizer.json", config["vocab_size"])
+        modelfile = modelfile_text(Path(path).name, load_tokenizer(folder))
+    pad = config.get("pad_token_id")
+    if isinstance(pad, int) and 0 <= pad < config["vocab_size"]:
+        metadata["tokenizer.ggml.padding_token_id"] = pad
+    return metadata, modelfile
+
+
 def check_exportable(c: Config, folder: str | Path) -> None:
     """Raises ConfigError if the model of a resolved config cannot be exported to this folder."""
     checks.check(c)
@@ -179,8 +219,11 @@ def check_exportable(c: Config, folder: str | Path) -> None:
             "--export: expected lora=False, with which all weights are trained, got True; leave it out, and merge the "
             f"adapter then: python -m surojax.convert merge MODEL OUTPUT_DIR/adapter {folder}"
         )
-    check_folder(folder)
-    folder_files(c)
+    check_out(folder)
+    config, files = folder_files(c)
+    if gguf.is_gguf(Path(folder)):
+        gguf_export.described(config, Path(folder))
+        gguf_tokenizer_of(config, files, folder)
 
 
 def keep(c: Config) -> None:
@@ -200,8 +243,8 @@ def parser() -> argparse.ArgumentParser:
     """The command's options."""
     found = argparse.ArgumentParser(prog="python -m surojax.convert", description=(__doc__ or "").partition("\n")[0])
     found.add_argument("--checkpoint", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder, a .gguf file")
-    found.add_argument("--out", metavar="DIR", help="the folder to write, new or empty")
-    found.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default {DEFAULT_DTYPE}, whatever the source has)")
+    found.add_argument("--out", metavar="PATH", help=OUT_HELP)
+    found.add_argument("--dtype", help=f"{DTYPE_HELP} (default {DEFAULT_DTYPE}, whatever the source has)")
     found.add_argument("--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says")
     found.add_argument("--check", metavar="MODEL", help="compare a Hugging Face folder or .gguf file with transformers")
     found.add_argument("--python", help="--check: an interpreter with transformers and torch (default: this one)")
@@ -214,8 +257,8 @@ def merge_parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m surojax.convert merge")
     found.add_argument("base", metavar="BASE", help="as for --checkpoint: the model that the adapter was trained on")
     found.add_argument("adapters", metavar="ADAPTER", nargs="+", help="a folder that PEFT or a run wrote")
-    found.add_argument("out", metavar="DIR", help="the folder to write, new or empty")
-    found.add_argument("--dtype", default=DEFAULT_DTYPE, help=f"{', '.join(DTYPES)} (default {DEFAULT_DTYPE})")
+    found.add_argument("out", metavar="PATH", help=OUT_HELP)
+    found.add_argument("--dtype", default=DEFAULT_DTYPE, help=f"{DTYPE_HELP} (default {DEFAULT_DTYPE})")
     return refusing(found)
 
 
@@ -238,7 +281,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.python is not None:
             raise ConfigError("--python: expected --check with it, got none; leave it out")
         if args.checkpoint is None or args.out is None:
-            raise ConfigError("expected --checkpoint MODEL and --out DIR, got one or none of them; see --help")
+            raise ConfigError("expected --checkpoint MODEL and --out PATH, got one or none of them; see --help")
         dtype = args.dtype or DEFAULT_DTYPE
         path = convert(args.checkpoint, args.out, dtype=dtype, tokenizer=args.tokenizer)
         print(f"written: {path}")

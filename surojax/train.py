@@ -244,7 +244,9 @@ def parser() -> argparse.ArgumentParser:
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{exit_codes()}"
     found = argparse.ArgumentParser(prog="python -m surojax.train", description=description)
     found.add_argument(
-        "--export", metavar="DIR", help="write the trained model there, as a Hugging Face folder in bfloat16"
+        "--export",
+        metavar="PATH",
+        help="write the trained model there in bfloat16: a Hugging Face folder, or a file that ends in .gguf",
     )
     found.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
     found.add_argument("--quiet", action="store_true", help="print no steps and evaluations, as --config.quiet does")

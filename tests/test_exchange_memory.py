@@ -129,3 +129,22 @@ def test_a_model_goes_out_tensor_by_tensor(folder, tmp_path, dtype):
     code = f"print(json.dumps(peak_of(lambda: str(convert.convert({str(folder)!r}, {out!r}, dtype={dtype!r})))[0]))"
     peak = measured(code)
     assert peak < 4 * 4 * D * F + SLACK < 0.2 * 4 * ALL
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "q8_0"])
+def test_a_gguf_file_goes_out_tensor_by_tensor(folder, tmp_path, dtype):
+    """As a folder does; what is added is the library's own groups of rows."""
+    code = f"""
+        from surojax.exchange.gguf_export import export_gguf
+
+        def written():
+            opened = convert.open_model({str(folder)!r})
+            config = opened.config | {{"max_position_embeddings": 512}}
+            out = {str(tmp_path / "out.gguf")!r}
+            return str(export_gguf(opened.tensors, opened.model, config, {{}}, out, modelfile="", dtype={dtype!r}))
+
+        print(json.dumps(peak_of(written)[0]))
+    """
+    peak = measured(code)
+    assert peak < 6 * 4 * D * F + SLACK < 0.25 * 4 * ALL

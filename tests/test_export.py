@@ -419,6 +419,8 @@ def test_the_command_trains_and_exports(tmp_path, capsys, monkeypatch):
         main([*arguments, str(tmp_path / "full")])
     with pytest.raises(SystemExit, match=r"export: .*qwen2 does not have qk_norm=True"):
         main([*arguments, str(tmp_path / "out"), "--config.model.qk_norm"])
+    with pytest.raises(SystemExit, match=r"tokenizer: expected a tokenizer\.json, of which a \.gguf file has tokens"):
+        main([*arguments, str(tmp_path / "out.gguf")])
     assert not (tmp_path / "run").exists()
     main([*arguments, str(tmp_path / "out")])
     assert f"exported: {tmp_path / 'out'}" in capsys.readouterr().out
@@ -453,7 +455,7 @@ def damage(item: Path) -> None:
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face"):
         convert.convert(tmp_path, tmp_path / "out")
-    with pytest.raises(SystemExit, match=r"^surojax\.convert: error: expected --checkpoint MODEL and --out DIR"):
+    with pytest.raises(SystemExit, match=r"^surojax\.convert: error: expected --checkpoint MODEL and --out PATH"):
         convert.main([])
     assert sources.is_model("owner/name") and not sources.is_model(tmp_path)
 

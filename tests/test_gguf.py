@@ -319,6 +319,9 @@ def test_a_run_starts_from_a_file_and_is_exported(tmp_path):
     assert (said["eos_token_id"], said["max_position_embeddings"]) == (0, 512)
     assert json.loads((out / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 0}
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    _, _, again = opened(convert.convert(tmp_path / "run", tmp_path / "again.gguf", dtype="float32"))
+    assert again is not None
+    chex.assert_trees_all_equal({name: again.read(name) for name in again.names}, stored("llama"))
     goes_on = sources.resolved(c)
     assert (goes_on.tokenizer, goes_on.model.vocab_size) == (str(tmp_path / "run" / "model"), 96)
 

@@ -1,9 +1,10 @@
-"""The tokenizer of a GGUF file as the `tokenizer.json` that Hugging Face's libraries read.
+"""The tokenizer of a GGUF file as the `tokenizer.json` that Hugging Face's libraries read, and the other way.
 
 GGUF stores tokens, merges and kinds of tokens, and names the rule by which text is split before the merges apply
 (`tokenizer.ggml.pre`). The rules are those of the models' own tokenizer.json; only byte-level BPE is read.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ RULES = {
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }
+# The names that files get: of several with one rule, the one that llama.cpp's own converter writes.
+WRITTEN = ("smollm", "llama-bpe", "qwen2", "gpt-2")
+NORMAL, UNUSED = 1, 5  # kinds of tokens: those of the merges, and rows of the embedding that no text has
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that text is searched for before it is split
 
 
@@ -42,7 +46,7 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
     if rule not in RULES:
         raise ConfigError(f"{path}: expected tokenizer.ggml.pre {', '.join(RULES)}, got {rule!r}; {change}")
     tokens = metadata.get("tokenizer.ggml.tokens") or []
-    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    kinds = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     merges = metadata.get("tokenizer.ggml.merges") or []
     pairs = [tuple(merge.split(" ")) for merge in merges]
     if not tokens or len(kinds) != len(tokens) or any(len(pair) != 2 for pair in pairs):
@@ -117,3 +121,81 @@ def _tokenizer(tokens: list[str], kinds: list[int], merges: list[tuple], rule: s
 
 def _of_kind(kind: int, tokens: list[str], kinds: list[int]) -> list[str]:
     return [token for token, token_kind in zip(tokens, kinds, strict=True) if token_kind == kind]
+
+
+# -- The other way ----------------------------------------------------------------------------------------------------
+
+
+def tokenizer_metadata(files: TokenizerFiles, source: str, size: int) -> dict[str, Any]:
+    """The metadata of a GGUF file that `read_gguf_tokenizer` reads as this tokenizer.
+
+    source: where it comes from, for messages. size: rows of the model's embedding, which has so many tokens in a file.
+    Raises ConfigError for a tokenizer that is not byte-level BPE, or that splits text by a rule without a name.
+    """
+    from tokenizers import Tokenizer as Library
+
+    from surojax.data.tokenizer import HuggingFaceTokenizer
+
+    tokenizer = HuggingFaceTokenizer(files, source)
+    content = json.loads(Library.from_str(files.tokenizer).to_str())  # with every field of the library's version
+    rule = _rule(content, source)
+    added = {token["id"]: token for token in content["added_tokens"]}
+    texts = {id_: text for text, id_ in content["model"]["vocab"].items()} | {i: t["content"] for i, t in added.items()}
+    kinds = {i: CONTROL if token["special"] else USER_DEFINED for i, token in added.items()}
+    tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]
+    merges = content["model"]["merges"]
+    if not merges or tokenizer.vocab_size > size:
+        raise ConfigError(
+            f"{source}: expected a tokenizer with merges and at most {size} tokens for a .gguf file, got {len(merges)} "
+            f"and {tokenizer.vocab_size}; set tokenizer to the model's tokenizer.json"
+        )
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    others = sorted(tokenizer.stop_ids - {tokenizer.eos_id})
+    ids |= dict(zip(("eot", "eom"), others, strict=False))
+    metadata = {
+        "model": "gpt2",
+        "pre": rule,
+        "tokens": tokens,
+        "token_type": [kinds.get(i, NORMAL) if i in texts else UNUSED for i in range(size)],
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+        "add_bos_token": tokenizer.adds_bos,
+    } | {f"{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None}
+    template = {"tokenizer.chat_template": files.chat_template} if files.chat_template else {}
+    return {f"tokenizer.ggml.{key}": value for key, value in metadata.items()} | template
+
+
+def _rule(content: dict[str, Any], source: str) -> str:
+    """The name of the rule by which a tokenizer.json splits text. Raises ConfigError if it has none."""
+    change = "export a folder, which llama.cpp's convert_hf_to_gguf.py may convert"
+    if content["model"]["type"] != "BPE":
+        raise ConfigError(
+            f"{source}: expected byte-level BPE for a .gguf file, got {content['model']['type']}; {change}"
+        )
+    for token in content["added_tokens"]:
+        for flag in ("single_word", "lstrip", "rstrip"):
+            if token[flag]:
+                raise ConfigError(
+                    f"{source}: expected added tokens without {flag}, which a .gguf file does not say, got "
+                    f"{token['content']!r}; {change}"
+                )
+    said = _splitting(content)
+    for rule in WRITTEN:
+        if said == _splitting(json.loads(_tokenizer(["a"], [NORMAL], [], rule, ""))):
+            return rule
+    raise ConfigError(
+        f"{source}: expected a tokenizer that splits text as {', '.join(WRITTEN)} of llama.cpp, got another; {change}"
+    )
+
+
+def _splitting(content: dict[str, Any]) -> dict[str, Any]:
+    """All that decides how a tokenizer.json makes tokens of text, but its tokens and merges."""
+    pre = content["pre_tokenizer"] or {}
+    steps = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
+    options = "dropout continuing_subword_prefix end_of_word_suffix byte_fallback ignore_merges".split()
+    return {
+        "normalizer": content["normalizer"],
+        # trim_offsets is of where tokens were in the text, not of which they are.
+        "steps": [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps],
+        "decoder": (content["decoder"] or {}).get("type"),
+        "model": {option: content["model"][option] or None for option in options},
+    }

@@ -4,6 +4,7 @@
 as the fields that the model was trained with, or is refused.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from surojax.config.fields import default_config
@@ -26,18 +27,23 @@ def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
     return family.both_ropes(config) | {"dtype": dtype, "torch_dtype": dtype}
 
 
-def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | None]) -> dict[str, Any]:
-    """A config.json of the first family that computes a model with these `model` fields.
+def made(
+    fields: dict[str, Any],
+    max_positions: int,
+    tokens: dict[str, int | None],
+    families: Mapping[str, ModelFamily] = FAMILIES,
+) -> dict[str, Any]:
+    """A config.json of the first of these families that computes a model with these `model` fields.
 
     tokens: values of keys like eos_token_id, for which the families' classes have defaults of their own. Raises
     ConfigError if no family computes it.
     """
-    wanted = _normal(fields)
+    wanted = normal(fields)
     differences: dict[str, list[str]] = {}
-    for name, family in FAMILIES.items():
+    for name, family in families.items():
         candidate = _candidate(family, fields) | {"max_position_embeddings": max_positions} | tokens
         try:
-            computed = _normal(model_fields(candidate))
+            computed = normal(model_fields(candidate))
         except ConfigError:  # the family's class does not compute it either
             continue
         if computed == wanted:
@@ -46,17 +52,17 @@ def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | Non
     nearest = min(differences, key=lambda name: len(differences[name]))
     missing = ", ".join(f"{key}={wanted[key]!r}" for key in differences[nearest])
     raise ConfigError(
-        f"export: expected fields of a family of Hugging Face ({', '.join(FAMILIES)}), got a model that is none: "
+        f"export: expected fields of a family of Hugging Face ({', '.join(families)}), got a model that is none: "
         f"{nearest} does not have {missing}"
     )
 
 
 def agrees(config: dict[str, Any], fields: dict[str, Any]) -> bool:
     """True if a config.json describes the model of these `model` fields. Raises ConfigError if it cannot be read."""
-    return _normal(model_fields(config)) == _normal(fields)
+    return normal(model_fields(config)) == normal(fields)
 
 
-def _normal(fields: dict[str, Any]) -> dict[str, Any]:
+def normal(fields: dict[str, Any]) -> dict[str, Any]:
     """All `model` fields, with their defaults, the heads' channels and the scale of scores filled in."""
     complete = default_config().model.to_dict() | fields
     channels = complete["head_dim"] or complete["hidden_size"] // complete["num_attention_heads"]
@@ -65,7 +71,7 @@ def _normal(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _candidate(family: ModelFamily, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of this family that comes closest to these `model` fields."""
-    fields = _normal(fields)
+    fields = normal(fields)
     config = {key: fields[key] for key in COPIED} | {
         "model_type": family.model_type,
         "hidden_act": "silu",

@@ -49,17 +49,49 @@ def check_folder(folder: str | Path) -> Path:
         path = path.resolve() if path.is_dir() else path  # a link cannot be replaced by a folder
         if path.is_dir() and any(path.iterdir()):
             raise ConfigError(f"export: expected a folder that is new or empty, got {str(folder)!r}; {change}")
-        nearest = next(p for p in (path.parent, *path.parent.parents) if p.exists(follow_symlinks=False))
-        problem = None if nearest.is_dir() else f"{nearest} is no folder"
-        if path.exists(follow_symlinks=False) and not path.is_dir():
-            problem = "it is a file"
-        if problem is None and not os.access(nearest, os.W_OK | os.X_OK):
-            problem = f"{nearest} cannot be written"
+        is_file = path.exists(follow_symlinks=False) and not path.is_dir()
+        problem = "it is a file" if is_file else problem_beside(path)
     except OSError as error:
         problem = error.strerror or str(error)
     if problem:
         raise ConfigError(f"export: expected a folder that can be made, got {str(folder)!r} ({problem}); {change}")
     return path
+
+
+def problem_beside(path: Path) -> str | None:
+    """Why nothing can be made at this path, whose folder may not exist yet; None if it can. Raises OSError."""
+    nearest = next(p for p in (path.parent, *path.parent.parents) if p.exists(follow_symlinks=False))
+    if not nearest.is_dir():
+        return f"{nearest} is no folder"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} cannot be written"
+
+
+@contextlib.contextmanager
+def unfinished_beside(path: Path, size: int) -> Iterator[Path]:
+    """Gives the path of a file or folder to write, which gets the name `path` at the end, and none after an error.
+
+    size: bytes that will be written. Raises ConfigError if there is no room, or for OSError. Folders made for it do not
+    stay then.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    new_parents = [parent for parent in path.parents if not parent.exists()]  # innermost first
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_room(path, size)
+        try:
+            yield unfinished
+            unfinished.replace(path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"export: cannot write {path} ({error.strerror or error}); choose another folder") from error
+    finally:
+        if not path.exists():
+            with contextlib.suppress(OSError):  # someone else put something into it
+                for parent in new_parents:
+                    parent.rmdir()
 
 
 def export(
@@ -88,31 +120,16 @@ def export(
     expected = {names.in_files(name): shape for name, shape in ours.items()}
     stored_as = dict(zip(expected, ours, strict=True))
     parts = _parts(expected, DTYPES[dtype].itemsize, shard_bytes)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    new_parents = [parent for parent in path.parents if not parent.exists()]  # innermost first
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(path, sum(_bytes(shape, DTYPES[dtype]) for shape in expected.values()))
+    with unfinished_beside(path, sum(_bytes(shape, DTYPES[dtype]) for shape in expected.values())) as unfinished:
         unfinished.mkdir()
-        try:
-            for file, names in parts.items():
-                part = {name: expected[name] for name in names}
-                shards.write_shard(
-                    unfinished / file, part, DTYPES[dtype], _cast(tensors, [stored_as[name] for name in names], dtype)
-                )
-            if len(parts) > 1:
-                (unfinished / INDEX).write_text(_index(parts, expected, DTYPES[dtype]))
-            small_files.write_small_files(unfinished, files | {small_files.CONFIG: encoded(config)})
-            unfinished.replace(path)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
-        raise ConfigError(f"export: cannot write {path} ({error.strerror or error}); choose another folder") from error
-    finally:
-        if not path.exists():
-            with contextlib.suppress(OSError):  # someone else put something into it
-                for parent in new_parents:
-                    parent.rmdir()
+        for file, names in parts.items():
+            part = {name: expected[name] for name in names}
+            shards.write_shard(
+                unfinished / file, part, DTYPES[dtype], _cast(tensors, [stored_as[name] for name in names], dtype)
+            )
+        if len(parts) > 1:
+            (unfinished / INDEX).write_text(_index(parts, expected, DTYPES[dtype]))
+        small_files.write_small_files(unfinished, files | {small_files.CONFIG: encoded(config)})
     return path
 
 

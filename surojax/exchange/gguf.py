@@ -7,10 +7,13 @@ llama.cpp rotates neighbouring channels of a head (0 and 1, 2 and 3), Hugging Fa
 Files of some families (`families.family.Gguf`) therefore have the rows of queries and keys in another order: row
 2 i + j of a head is row i + j h/2 of Hugging Face. Others keep Hugging Face's order.
 
+gguf_export.py writes such files, with the tables here.
+
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +23,7 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.exchange.finite import is_finite
 from surojax.families import registry
-from surojax.families.family import TENSOR_NAMES
+from surojax.families.family import TENSOR_NAMES, Gguf
 from surojax.families.names import find_tensor, renamed
 from surojax.sizes import check_largest
 from surojax.untrusted import check_file
@@ -39,9 +42,12 @@ SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
+HEAD_DIM = ("attention.key_length", "attention.value_length", "rope.dimension_count")  # all are a head's channels
+SCALING_TYPE = "rope.scaling.type"
+# Keys of the stretched positions, and theirs in rope_scaling.
+SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
 OTHERS = frozenset(
-    "attention.key_length attention.value_length rope.dimension_count rope.scaling.type rope.scaling.factor "
-    "rope.scaling.original_context_length rope.scaling.finetuned vocab_size expert_count expert_used_count".split()
+    (*HEAD_DIM, SCALING_TYPE, *SCALING, "rope.scaling.finetuned", "vocab_size", "expert_count", "expert_used_count")
 )
 
 
@@ -101,8 +107,11 @@ def _parsed(path: Path, modified: int) -> Contents:
     return Contents(path, metadata, tensors)
 
 
-def config(contents: Contents) -> dict[str, Any]:
-    """The metadata of a file as a config.json. Raises ConfigError for a key that is missing or not known."""
+def config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str, Any]:
+    """The metadata of a file as a config.json. Raises ConfigError for a key that is missing or not known.
+
+    divisors_F: the numbers of `FREQUENCIES`, of a file that is not written yet.
+    """
     metadata = contents.metadata
     architecture = metadata["general.architecture"]
     given = {
@@ -132,13 +141,9 @@ def config(contents: Contents) -> dict[str, Any]:
             raise ConfigError(
                 f"model_path: {contents.path}: {ours}: expected a positive number, got {value!r}; {AGAIN}"
             )
-    head_dim = given.get("attention.key_length", sizes["hidden_size"] // heads)
+    head_dim = given.get(HEAD_DIM[0], sizes["hidden_size"] // heads)
     check_largest(sizes | {"head_dim": head_dim}, f"model_path: {contents.path}: ")
-    for key, expected in {
-        "attention.value_length": head_dim,
-        "rope.dimension_count": head_dim,
-        "expert_count": 0,
-    }.items():
+    for key, expected in (dict.fromkeys(HEAD_DIM, head_dim) | {"expert_count": 0}).items():
         if given.get(key, expected) != expected:
             raise ConfigError(f"model_path: {contents.path}: {key}: expected {expected}, got {given[key]}")
     tokens = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
@@ -150,26 +155,36 @@ def config(contents: Contents) -> dict[str, Any]:
             "head_dim": head_dim,
             "vocab_size": contents.tensors[names["embed"]].shape[0],
             "tie_word_embeddings": names["head"] not in contents.tensors,
-            "rope_scaling": _rope_scaling(contents, given, sizes, head_dim),
+            "rope_scaling": _rope_scaling(contents, divisors_F, given, sizes, head_dim),
         }
     )
 
 
-def _rope_scaling(contents: Contents, given: dict, sizes: dict, head_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(
+    contents: Contents, divisors_F: np.ndarray | None, given: dict, sizes: dict, head_dim: int
+) -> dict[str, Any] | None:
     """The rope_scaling of a config.json; None if there is none."""
     if FREQUENCIES in contents.tensors:
-        return _from_divisors(contents, sizes["rope_theta"], head_dim)
-    kind = given.get("rope.scaling.type", "none")
+        return _from_divisors(contents, divisors_F, sizes["rope_theta"], head_dim)
+    kind = given.get(SCALING_TYPE, "none")
     if kind == "none":
         return None
-    scaling = {"rope_type": kind, "factor": given.get("rope.scaling.factor")}
-    original = given.get("rope.scaling.original_context_length")
-    if kind != "linear" and original is not None:
-        scaling["original_max_position_embeddings"] = original
-    return scaling
+    scaling = {theirs: given.get(ours) for ours, theirs in SCALING.items()}
+    if kind == "linear" or scaling["original_max_position_embeddings"] is None:
+        del scaling["original_max_position_embeddings"]
+    return {"rope_type": kind} | scaling
 
 
-def _from_divisors(contents: Contents, theta: float, head_dim: int) -> dict[str, Any]:
+def divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> np.ndarray:
+    """What a rotary embedding of the type llama3 divides its frequencies by, [head_dim / 2]."""
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
+    wavelengths_F = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    kept_F = np.clip((scaling["original_max_position_embeddings"] / wavelengths_F - low) / (high - low), 0, 1)
+    return 1 / (kept_F + (1 - kept_F) / scaling["factor"])
+
+
+def _from_divisors(contents: Contents, divisors_F: np.ndarray | None, theta: float, head_dim: int) -> dict[str, Any]:
     """The `llama3` rope_scaling that yields the frequency divisors stored in a file.
 
     Files have these numbers only. The family says the parameters; the factor is the largest divisor. Raises ConfigError
@@ -182,13 +197,9 @@ def _from_divisors(contents: Contents, theta: float, head_dim: int) -> dict[str,
             f"model_path: {contents.path}: expected no {FREQUENCIES} in a model of {architecture}, got one; fetch the "
             "model as safetensors"
         )
-    divisors_F = _read(contents, FREQUENCIES).reshape(-1)
+    divisors_F = _read(contents, FREQUENCIES).reshape(-1) if divisors_F is None else divisors_F
     factor = float(divisors_F.max())
-    low = known["low_freq_factor"]
-    high = known["high_freq_factor"]
-    wavelengths_F = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    kept_F = np.clip((known["original_max_position_embeddings"] / wavelengths_F - low) / (high - low), 0, 1)
-    expected_F = 1 / (kept_F + (1 - kept_F) / factor)
+    expected_F = divisors({"factor": factor, **known}, theta, head_dim)
     if expected_F.shape != divisors_F.shape or not np.allclose(divisors_F, expected_F, rtol=1e-4):
         listed = ", ".join(f"{name} {value}" for name, value in known.items())
         raise ConfigError(
@@ -220,6 +231,18 @@ def unpermuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
+def permuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows in Hugging Face's order, in that of `unpermuted`'s argument."""
+    halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def is_permuted(name: str, family: Gguf) -> bool:
+    """Whether the rows of a tensor of this name, in files of this family, are in another order than Hugging Face's."""
+    place = find_tensor(name, family.names)
+    return family.neighbours and place is not None and place.ours in ("attention.wq", "attention.wk")
+
+
 class GgufTensors:
     """The tensors of a GGUF file under Hugging Face's names. Raises ConfigError if one cannot be dequantised."""
 
@@ -247,10 +270,7 @@ class GgufTensors:
         """A tensor, float32."""
         theirs = self._theirs[name]
         numbers = _read(self._contents, theirs)
-        says = find_tensor(theirs, self._family.names)
-        if self._family.neighbours and says is not None and says.ours in ("attention.wq", "attention.wk"):
-            return unpermuted(numbers, self._head_dim)
-        return numbers
+        return unpermuted(numbers, self._head_dim) if is_permuted(theirs, self._family) else numbers
 
 
 def _check_type(path: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:

@@ -1,0 +1,241 @@
+"""Models out as a GGUF file, the format of llama.cpp: what gguf.py reads, with its names and keys.
+
+Metadata is written if gguf.py reads the same model from it, and refused else: a key that llama.cpp would need and that
+is not written, such as one of a sliding window, is noticed so. Tensors are read, quantised and written one at a time.
+Vectors, such as weights of norms, stay in float32: llama.cpp has no other products with them.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from surojax.errors import ConfigError
+from surojax.exchange import config_json
+from surojax.exchange.export import problem_beside, unfinished_beside
+from surojax.exchange.gguf import (
+    FAMILIES,
+    FREQUENCIES,
+    HEAD_DIM,
+    SCALING,
+    SCALING_TYPE,
+    SIZES,
+    Contents,
+    GgufEntry,
+    config,
+    divisors,
+    is_permuted,
+    permuted,
+)
+from surojax.exchange.huggingface import model_fields
+from surojax.exchange.model_tensors import Tensors, shapes
+from surojax.families import registry
+from surojax.families.family import TENSOR_NAMES
+from surojax.families.names import renamed
+from surojax.models.model import Model
+from surojax.untrusted import expanded
+
+Kind = gguf.GGMLQuantizationType
+# The types of a file's matrices, and what general.file_type says of such a file.
+DTYPES = {
+    "bfloat16": (Kind.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "float16": (Kind.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "float32": (Kind.F32, gguf.LlamaFileType.ALL_F32),
+    "q8_0": (Kind.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (Kind.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+}
+HALF = 65504.0  # the largest float16, in which scales are too
+LARGEST = {Kind.F32: float(np.finfo(np.float32).max), Kind.BF16: 3.3895313892515355e38}  # of others: HALF
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ConfigError if no GGUF file that is written has this type."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)} for a .gguf file, got {dtype!r}; choose one")
+
+
+def modelfile_of(path: Path) -> Path:
+    """The path of the Modelfile beside a GGUF file."""
+    return path.with_suffix(".Modelfile")
+
+
+def check_path(file: str | Path) -> Path:
+    """Returns the absolute path of a file to write. Raises ConfigError if it exists, or cannot be made."""
+    path = expanded(file).absolute()
+    try:
+        there = [path for path in (path, modelfile_of(path)) if path.exists(follow_symlinks=False)]
+        problem = f"{there[0].name} exists" if there else problem_beside(path)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise ConfigError(f"export: expected a file that can be made, got {str(file)!r} ({problem}); choose another")
+    return path
+
+
+def export_gguf(
+    tensors: Tensors,
+    model: Model,
+    source: dict[str, Any],
+    tokenizer: dict[str, Any],
+    file: str | Path,
+    *,
+    modelfile: str,
+    dtype: str = "bfloat16",
+) -> Path:
+    """Writes a GGUF file and its Modelfile, and returns the file's path.
+
+    tensors: of which those of `model` are written. source: config.json of the model. tokenizer: metadata of its
+    tokenizer. modelfile: the content of the Modelfile. dtype: of the matrices, one of DTYPES; with q4_0, the head, or
+    the embedding if it is the head, is q8_0.
+
+    Raises ConfigError for a model that such files do not describe, a row that is not a whole number of blocks, a number
+    beyond the type, and if a file exists or cannot be written; what reading the tensors raises. Nothing is left then.
+    """
+    check_dtype(dtype)
+    path = check_path(file)
+    metadata, divisors_F = described(source, path)
+    kinds = _kinds(model, dtype)
+    family = FAMILIES[metadata["general.architecture"]]
+    stored_as = {renamed(name, TENSOR_NAMES, family.names): name for name in kinds}
+    expected = shapes(model)
+    head_dim = metadata[f"{metadata['general.architecture']}.{HEAD_DIM[0]}"]
+
+    writer = gguf.GGUFWriter(None, metadata["general.architecture"])
+    about = {
+        "general.type": "model",
+        "general.name": path.stem,
+        "general.file_type": int(DTYPES[dtype][1]),
+        "general.quantization_version": gguf.GGML_QUANT_VERSION,
+    }
+    for key, value in (about | metadata | tokenizer).items():
+        if key != "general.architecture":  # the writer's own
+            writer.add_key_value(key, value, _value_type(value))
+    size = 0
+    if divisors_F is not None:
+        writer.add_tensor_info(FREQUENCIES, divisors_F.shape, divisors_F.dtype, divisors_F.nbytes)
+    for name, ours in stored_as.items():
+        bytes_ = _bytes(expected[ours], kinds[ours])
+        writer.add_tensor_info(name, expected[ours], np.dtype(np.float32), bytes_, raw_dtype=kinds[ours])
+        size += bytes_
+
+    def arrays() -> Iterator[np.ndarray]:
+        if divisors_F is not None:
+            yield divisors_F
+        for name, ours in stored_as.items():
+            numbers = _read(tensors, ours, kinds[ours], dtype)
+            rows = permuted(numbers, head_dim) if is_permuted(name, family) else numbers
+            yield gguf.quants.quantize(rows, kinds[ours])
+
+    with unfinished_beside(path, size) as unfinished, unfinished_beside(modelfile_of(path), 0) as small:
+        small.write_text(modelfile)
+        try:
+            writer.write_header_to_file(unfinished)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for array in arrays():
+                writer.write_tensor_data(array)
+        finally:
+            writer.close()
+    return path
+
+
+def described(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.ndarray | None]:
+    """(metadata, divisors of the frequencies or None) for a model with this config.json.
+
+    path: of the file, for messages. Raises ConfigError unless gguf.py reads the same model from them.
+    """
+    fields = model_fields(source)
+    families = {name: registry.FAMILIES[name] for name in FAMILIES}
+    positions = source.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        raise ConfigError(
+            f"model_path: config.json: max_position_embeddings: expected a number for a .gguf file, got {positions!r}; "
+            "add it"
+        )
+    try:
+        said = config_json.made(fields, positions, {}, families)
+        metadata, divisors_F = _metadata(said)
+        names = FAMILIES[said["model_type"]].names
+        entry = GgufEntry(Kind.F32, (said["vocab_size"], said["hidden_size"]), 0, 0)
+        outer = ["embed", "norm"] + ([] if said["tie_word_embeddings"] else ["head"])
+        entries = {names[ours]: entry for ours in outer}
+        entries |= {} if divisors_F is None else {FREQUENCIES: entry}
+        back = _comparable(model_fields(config(Contents(path, metadata, entries), divisors_F)))
+        wanted = _comparable(fields)
+        lost = [f"{key}={wanted[key]!r}" for key in wanted if wanted[key] != back[key]]
+        problem = f"{said['model_type']} does not have {', '.join(lost)}" if lost else ""
+    except ConfigError as error:
+        problem = str(error).rpartition(": ")[2]
+    if problem:
+        raise ConfigError(
+            f"export: expected a model that GGUF files of {', '.join(FAMILIES)} describe, got {source['model_type']} "
+            f"({problem}); export a folder, which llama.cpp's convert_hf_to_gguf.py may convert"
+        )
+    return metadata, divisors_F
+
+
+def _comparable(fields: dict[str, Any]) -> dict[str, Any]:
+    """All `model` fields that change what a trained model computes, floats as a file has them."""
+    complete = config_json.normal(fields)
+    del complete["initializer_range"]
+    return {key: float(np.float32(value)) if type(value) is float else value for key, value in complete.items()}
+
+
+def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
+    """The keys of a file for this config.json, and the divisors of the frequencies, float32 [head_dim / 2]."""
+    architecture = said["model_type"]
+    keys = {ours: said[theirs] for ours, theirs in SIZES.items()}
+    head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
+    keys |= dict.fromkeys(HEAD_DIM, head_dim) | {"vocab_size": said["vocab_size"]}
+    scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}
+    divisors_F = None
+    if scaling["rope_type"] == "llama3":
+        divisors_F = divisors(scaling, said["rope_theta"], head_dim).astype(np.float32)
+    elif scaling["rope_type"] != "none":
+        keys |= {SCALING_TYPE: scaling["rope_type"]}
+        keys |= {ours: scaling[theirs] for ours, theirs in SCALING.items() if theirs in scaling}
+    floats = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor"}
+    typed = {key: float(value) if key in floats else value for key, value in keys.items()}
+    return {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in typed.items()}, divisors_F
+
+
+def _kinds(model: Model, dtype: str) -> dict[str, Kind]:
+    """The type of each tensor, by our name. Raises ConfigError if a row is not a whole number of blocks."""
+    wanted, _ = DTYPES[dtype]
+    head = Kind.Q8_0 if wanted == Kind.Q4_0 else wanted  # llama.cpp's own files have more bits there too
+    kinds = {}
+    for name, shape in shapes(model).items():
+        kinds[name] = Kind.F32 if len(shape) == 1 else head if name == TENSOR_NAMES[model.head] else wanted
+        block, _ = gguf.GGML_QUANT_SIZES[kinds[name]]
+        if shape[-1] % block:
+            raise ConfigError(
+                f"--dtype: expected rows of a multiple of {block} numbers for {dtype}, got {shape[-1]} in {name}; use "
+                "bfloat16, float16 or float32"
+            )
+    return kinds
+
+
+def _bytes(shape: tuple[int, ...], kind: Kind) -> int:
+    block, bytes_ = gguf.GGML_QUANT_SIZES[kind]
+    return math.prod(shape) // block * bytes_
+
+
+def _read(tensors: Tensors, name: str, kind: Kind, dtype: str) -> np.ndarray:
+    """A tensor in float32. Raises ConfigError if a number is beyond the type."""
+    numbers = np.asarray(tensors.read(name), np.float32)
+    if not max(numbers.max(), -numbers.min()) <= LARGEST.get(kind, HALF):  # false for NaN too
+        raise ConfigError(
+            f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; "
+            + ("use float32" if dtype != "float32" else "train again: what is exported is not finite")
+        )
+    return numbers
+
+
+def _value_type(value: Any) -> gguf.GGUFValueType:
+    types = gguf.GGUFValueType
+    return {bool: types.BOOL, int: types.UINT32, float: types.FLOAT32, str: types.STRING, list: types.ARRAY}[
+        type(value)
+    ]
