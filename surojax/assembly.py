@@ -37,6 +37,8 @@ from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
 from surojax.step.state_plan import bytes_per_device, state_plan
 
+OVERLAP = "overlap"  # xla_options: those below; else XLA's own defaults
+
 # XLA options that overlap copies and communication with computation. In the engine's program all copies and all-gathers
 # of a layer can start when the layer starts (engine.py). With XLA's defaults, each was nevertheless started and awaited
 # at the same place in the schedule, most of them after the last matrix product of the layer. Source: schedules compiled
@@ -83,13 +85,14 @@ def schedule_options(precision: Precision) -> dict[str, str | bool | int]:
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """The parts of a run. plan: of its training state."""
+    """The parts of a run. plan: of its training state. xla_options: of a step on a GPU, a value of the field."""
 
     model: Model
     optimizer: optim.Optimizer
     plan: TrainState
     engine: Engine
     mesh: Mesh
+    xla_options: str = OVERLAP
 
     @property
     def store(self) -> Store:
@@ -141,14 +144,18 @@ class Assembly:
 
         memory_bytes: memory of a GPU that JAX can use. plans_with: the fraction of it that XLA plans with.
         host_temporaries: bytes of host memory that a step allocates. XLA's memory limit is corrected with these three,
-        see `MEMORY_LIMIT`; without memory_bytes it is not changed.
+        see `MEMORY_LIMIT`; without memory_bytes it is not changed. With xla_options="default" there are none but those
+        of the copy engine settings.
         """
         if platform == "cpu":
             # With the collectives of a device in flight together, two cores deadlocked, and once read what was not
             # there yet (jaxlib 0.12, offloaded quants under tp).
             return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if self.mesh.size > 1 else {}
-        schedule = schedule_options(self.model.precision)
         table = self.engine.table
+        of_copies = collectives.compiler_options(table.copy_engine)
+        if self.xla_options != OVERLAP:
+            return {**of_copies}
+        schedule = schedule_options(self.model.precision)
         if table.weights.sharded and not table.streams_weights:
             schedule |= GATHERS
         limit = {}
@@ -159,7 +166,7 @@ class Assembly:
             if self.engine.overlap_update:
                 wanted += bytes_per_device(self.plan, HOST)
             limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
-        return schedule | limit | collectives.compiler_options(self.engine.table.copy_engine)
+        return schedule | limit | of_copies
 
     def eval_step(self):
         """See `step.make_eval_step`."""
@@ -181,11 +188,12 @@ def assemble(
     overlap_update: bool = False,
     pp_schedule: str = "gpipe",
     locates_nonfinite: bool = False,
+    xla_options: str = OVERLAP,
 ) -> Assembly:
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
     objective: None: cross-entropy with this z_loss. recompute_block, lmhead_chunks, packed, microbatches_per_fetch,
-    overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`.
+    overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`. xla_options: see `Assembly`.
     """
     if pipeline_stages(mesh) > 1:
         of_stage(model, pipeline_stages(mesh))  # raises
@@ -213,7 +221,7 @@ def assemble(
     if precision.delayed:
         history = fp8.history_shape(model.num_layers, model.sites, precision.amax_history)
     plan = state_plan(model, table, of_classes, optimizer, mesh, history=history)
-    return Assembly(model, optimizer, plan, engine, mesh)
+    return Assembly(model, optimizer, plan, engine, mesh, xla_options)
 
 
 class Brought(NamedTuple):
@@ -251,6 +259,7 @@ def from_config(
         overlap_update=c.overlap_update,
         pp_schedule=c.pp_schedule,
         locates_nonfinite=locates_nonfinite,
+        xla_options=c.xla_options,
     )
     if brought.objective:
         check_objective(c, found.engine)
