@@ -5,14 +5,15 @@
 
 It takes minutes. Each check runs in a process of its own and trains or measures something small; what fails names the
 settings to leave off. The report, a file in Markdown, is made to be attached to an issue: it has versions, names of
-devices and of the measured folder, and nothing else of this machine. Rates that were measured on a GPU go into the file
-that `surojax plan` reads.
+devices and of the measured folder, and the last words of what failed. Rates that were measured on a GPU go into the
+file that `surojax plan` reads.
 
 Without a GPU, 8 virtual CPU devices stand for GPUs, and what only a GPU has is skipped.
 """
 
 import argparse
 import collections
+import contextlib
 import json
 import sys
 import time
@@ -23,10 +24,11 @@ import surojax
 from surojax.config.fields import DEFAULTS
 from surojax.diagnosis.checks import CHECKS, ITS_PROCESS, in_process
 from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, Verdict, skipped
-from surojax.errors import ConfigError, ending, ends_with_code, refusing, short_exit_codes
+from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
 from surojax.plan import check_path
 from surojax.run.console import CONSOLE
 from surojax.training.safe import DOCTORS_REPORT
+from surojax.untrusted import expanded
 
 WORDS = {OK: "ok", FAILED: "FAILED", SKIPPED: "skipped"}
 PART = 28  # columns
@@ -129,17 +131,21 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parser().parse_args(argv)
         names = chosen(args.only)
+        folder = str(expanded(args.nvme_path)) if args.nvme_path else ""
+        change = "create it, or choose another"
+        need(not folder or Path(folder).is_dir(), "--nvme-path", "a folder", args.nvme_path, change)
         output = check_path("--output", args.output)
         as_data = check_path("--json", args.json) if args.json is not None else None
         started = time.perf_counter()
         print(f"{'check':<14}{'of what':<{PART}}verdict", flush=True)
-        verdicts = printed(examine(names, Asked(args.nvme_path, args.rates_file)))
+        verdicts = printed(examine(names, Asked(folder, args.rates_file)))
         seconds = time.perf_counter() - started
         print(summary(verdicts))
         write(output, markdown(verdicts, seconds))
         if as_data:
             write(as_data, as_json(verdicts, seconds))
-        write(DOCTORS_REPORT.expanduser(), as_json(verdicts, seconds))
+        with contextlib.suppress(OSError, RuntimeError):  # without a home folder; `train` goes on to mention doctor
+            write(DOCTORS_REPORT.expanduser(), as_json(verdicts, seconds))
         print(f"written: {output}; attach it to an issue")
     except (ConfigError, OSError) as error:
         raise ending("doctor", error) from error

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import bench, shapes
+from pallas_kernels import bench, dispatch, shapes
 from surojax.config import Config
 from surojax.config.fields import default_config
 from surojax.diagnosis.verdict import Asked, Verdict, attempt, failed, ok, skipped
@@ -53,6 +53,15 @@ ROWS_OF_OFFLOADS = (
     "offload_optimizer=nvme",
     "offload_master=nvme",
 )
+# Parts of the check of a step: name, row of `surojax verify`, and the options of `training.safe` that it turns on, which
+# are fields of the config.
+TURNED_ON: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("attention", "plain", {"attention": "auto"}),
+    ("attention within documents", "sample_packing", {"attention": "auto"}),
+    ("kernels", "plain", {"kernels": "mosaic"}),
+    ("xla_options", "plain", {"xla_options": "overlap"}),
+    ("all of them", "plain", {"attention": "auto", "kernels": "mosaic", "xla_options": "overlap"}),
+)
 COPYING = ("offload_all", "overlap_update")
 NO_GPU = "no GPU"
 
@@ -73,8 +82,9 @@ def config(asked: Asked, device) -> Config:
 
 def kernels(asked: Asked) -> Iterator[Verdict]:
     """Every kernel against its reference compiled by XLA, at a small size."""
-    if find_devices(0)[0].platform != "gpu":
-        yield skipped("kernels", "all", f"{NO_GPU}: Pallas kernels are for NVIDIA GPUs")
+    if dispatch.automatic(find_devices(0)[0]) != "mosaic":
+        major, minor = dispatch.OLDEST
+        yield skipped("kernels", "all", f"our Pallas kernels are for NVIDIA GPUs from sm_{major}{minor} on")
         return
     for op in bench.OPS:
         yield from attempt("kernels", op, kernel, op, options=("kernels",))
@@ -82,15 +92,15 @@ def kernels(asked: Asked) -> Iterator[Verdict]:
 
 def kernel(op: str, implementation: str = "mosaic", sizes: shapes.Sizes = KERNEL_SIZES) -> Verdict:
     """The verdict on an op: all of its cases with an implementation beside XLA's."""
-    worst = []
-    for case in bench.OPS[op].cases(sizes, KERNEL_TOKENS):
+    cases = bench.OPS[op].cases(sizes, KERNEL_TOKENS)
+    differences = []
+    for case in cases:
         actual, expected = (bench.compiled(case, how)(*bench.arrays(case, 1)) for how in (implementation, "xla"))
         if difference := bench.disagreement(actual, expected):
-            worst.append(f"{case.name}: {difference}")
-    count = len(bench.OPS[op].cases(sizes, KERNEL_TOKENS))
-    if worst:
-        return failed("kernels", op, "; ".join(worst), ("kernels",))
-    return ok("kernels", op, f"{count} calls as their references")
+            differences.append(f"{case.name}: {difference}")
+    if differences:
+        return failed("kernels", op, "; ".join(differences), ("kernels",))
+    return ok("kernels", op, f"{len(cases)} calls as their references")
 
 
 # -- A step on the GPU against the CPU --------------------------------------------------------------------------------
@@ -102,18 +112,11 @@ def step(asked: Asked) -> Iterator[Verdict]:
     c = config(asked, device)
     steps = AgainstCpu(safe(c)[0], device)
     yield from attempt("step", "without options", steps.verdict, "without options", "plain", {})
-    turned_on: Sequence[tuple[str, str, dict[str, Any], tuple[str, ...]]] = (
-        ("attention", "plain", {"attention": "auto"}, ("attention",)),
-        ("attention within documents", "sample_packing", {"attention": "auto"}, ("attention",)),
-        ("kernels", "plain", {"kernels": "mosaic"}, ("kernels",)),
-        ("xla_options", "plain", {"xla_options": "overlap"}, ("xla_options",)),
-        ("all of them", "plain", {"attention": "auto", "kernels": "mosaic", "xla_options": "overlap"}, ()),
-    )
-    for part, row, changes, options in turned_on:
+    for part, row, changes in TURNED_ON:
         if device.platform != "gpu":
             yield skipped("step", part, f"{NO_GPU}: on a CPU it is the step without options, or refused")
             continue
-        options = options or ("attention", "kernels", "xla_options")
+        options = tuple(changes)
         yield from attempt("step", part, steps.verdict, part, row, changes, options, options=options)
 
 
