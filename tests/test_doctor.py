@@ -207,6 +207,7 @@ def test_what_a_step_turns_on_are_options_that_can_be_left_off():
 
 def test_a_kernel_apart_from_its_reference_names_the_kernels(monkeypatch):
     small = shapes.Sizes(64, 64, 2, 1, 32, 64)
+    monkeypatch.setattr(steps, "KERNEL_TOKENS", 8)
     assert steps.kernel("rope", "xla", small) == ok("kernels", "rope", "2 calls as their references")
     monkeypatch.setattr(bench, "difference", lambda a, b: (0.1, 1.0))
     verdict = steps.kernel("rope", "xla", small)

@@ -53,8 +53,7 @@ ROWS_OF_OFFLOADS = (
     "offload_optimizer=nvme",
     "offload_master=nvme",
 )
-# Parts of the check of a step: name, row of `surojax verify`, and the options of `training.safe` that it turns on, which
-# are fields of the config.
+# Parts of the check of a step: name, row of `surojax verify`, and the options of `training.safe` that it turns on.
 TURNED_ON: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("attention", "plain", {"attention": "auto"}),
     ("attention within documents", "sample_packing", {"attention": "auto"}),
