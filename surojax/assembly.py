@@ -152,9 +152,9 @@ class Assembly:
             # there yet (jaxlib 0.12, offloaded quants under tp).
             return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if self.mesh.size > 1 else {}
         table = self.engine.table
-        of_copies = collectives.compiler_options(table.copy_engine)
+        copy_engine_options = collectives.compiler_options(table.copy_engine)
         if self.xla_options != OVERLAP:
-            return {**of_copies}
+            return {**copy_engine_options}
         schedule = schedule_options(self.model.precision)
         if table.weights.sharded and not table.streams_weights:
             schedule |= GATHERS
@@ -166,7 +166,7 @@ class Assembly:
             if self.engine.overlap_update:
                 wanted += bytes_per_device(self.plan, HOST)
             limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
-        return schedule | limit | of_copies
+        return schedule | limit | copy_engine_options
 
     def eval_step(self):
         """See `step.make_eval_step`."""

@@ -99,31 +99,31 @@ def chosen(only: str | None) -> list[str]:
 
 def printed(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Prints each verdict as it comes, and returns all."""
-    found = []
+    all_verdicts = []
     for verdict in verdicts:
-        found.append(verdict)
+        all_verdicts.append(verdict)
         CONSOLE.line(line(verdict))
-    return found
+    return all_verdicts
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    found = argparse.ArgumentParser(prog="surojax doctor", description=(__doc__ or "").partition("\n")[0])
-    found.add_argument("--only", metavar="CHECK,...", help=f"of {', '.join(CHECKS)}")
-    found.add_argument(
+    options = argparse.ArgumentParser(prog="surojax doctor", description=(__doc__ or "").partition("\n")[0])
+    options.add_argument("--only", metavar="CHECK,...", help=f"of {', '.join(CHECKS)}")
+    options.add_argument(
         "--nvme-path", metavar="DIR", default="", help="folder whose disk is to hold state in files: it has to be fast"
     )
-    found.add_argument("--output", metavar="FILE", default="doctor.md", help="the report (doctor.md)")
-    found.add_argument("--json", metavar="FILE", help="write the report there as JSON as well")
-    found.add_argument(
+    options.add_argument("--output", metavar="FILE", default="doctor.md", help="the report (doctor.md)")
+    options.add_argument("--json", metavar="FILE", help="write the report there as JSON as well")
+    options.add_argument(
         "--rates-file",
         metavar="FILE",
         default=DEFAULTS["rates_file"],
         help=f'where measured rates are written for plan and fit ({DEFAULTS["rates_file"]}); "" writes none',
     )
-    found.epilog = short_exit_codes("a check that failed")
+    options.epilog = short_exit_codes("a check that failed")
 
-    return refusing(found)
+    return refusing(options)
 
 
 def main(argv: list[str] | None = None) -> None:

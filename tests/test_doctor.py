@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from pallas_kernels import bench, shapes
@@ -190,8 +191,19 @@ def test_a_command_line_that_is_refused(words, said):
         doctor.main(words)
 
 
-def test_how_processes_end():
-    assert [checks.how_it_ended(code) for code in (0, 1, -11)] == ["", "exit code 1", "ended by SIGSEGV"]
+def test_a_process_that_crashes_is_a_verdict_after_those_that_it_wrote(monkeypatch, tmp_path):
+    """In place of Python, a program that gets what the process would get: -c CODE NAME VERDICTS ASKED."""
+    program = tmp_path / "python"
+    program.write_text("""#!/bin/sh
+echo '["step", "plain", "ok", "fine", ""]' >> "$4"; echo "last words"; kill -SEGV $$
+""")
+    program.chmod(0o755)
+    monkeypatch.setattr(checks.sys, "executable", str(program))
+    first, crash = checks.in_process("step", ASKED)
+    assert first == ok("step", "plain", "fine")
+    assert (crash.part, crash.said) == ("its process", "ended by SIGSEGV; last: last words")
+    assert crash.without.startswith("--config.attention=xla --config.kernels=xla")
+    assert [checks.how_it_ended(code) for code in (0, 1)] == ["", "exit code 1"]
 
 
 def test_what_a_step_turns_on_are_options_that_can_be_left_off():
@@ -206,13 +218,20 @@ def test_what_a_step_turns_on_are_options_that_can_be_left_off():
 
 
 def test_a_kernel_apart_from_its_reference_names_the_kernels(monkeypatch):
+    """In place of kernels: what returns its arguments, exactly, with rounding, or further apart than that."""
     small = shapes.Sizes(64, 64, 2, 1, 32, 64)
-    monkeypatch.setattr(steps, "KERNEL_TOKENS", 8)
-    assert steps.kernel("rope", "xla", small) == ok("kernels", "rope", "2 calls as their references")
-    monkeypatch.setattr(bench, "difference", lambda a, b: (0.1, 1.0))
-    verdict = steps.kernel("rope", "xla", small)
-    assert (verdict.status, verdict.without) == (FAILED, "--config.kernels=xla")
-    assert "rope.forward: 1.00e-01 apart, where 7.81e-03 is rounding (bfloat16)" in verdict.said
+    numbers = lambda case, seed: [np.linspace(-1, 1, 64, dtype=a.dtype) for a in case.args[:1]]
+    monkeypatch.setattr(bench, "arrays", numbers)
+
+    def off_by(more: float):
+        return lambda case, how: lambda x: x + np.asarray(more * (how == "mosaic"), x.dtype)
+
+    for more, status in ((0, OK), (2**-8, OK), (2**-5, FAILED), (np.nan, FAILED)):
+        monkeypatch.setattr(bench, "compiled", off_by(more))
+        verdict = steps.kernel("rope", sizes=small)
+        assert (verdict.status, verdict.without) == (status, "--config.kernels=xla" * (status == FAILED))
+    monkeypatch.setattr(bench, "compiled", off_by(2**-5))
+    assert "rope.forward: 3.15e-02 apart, where 7.81e-03 is rounding (bfloat16); rope" in steps.kernel("rope").said
 
 
 def test_a_row_of_offloads_that_fails_names_its_fields(monkeypatch):
@@ -283,6 +302,11 @@ def test_a_step_apart_from_the_cpus_names_the_options_that_were_on():
 
 @pytest.mark.full
 def test_on_a_cpu_all_checks_end_and_say_what_was_not_checked(tmp_path, monkeypatch, capsys):
+    """Installation in a process of its own; the others here, with a few rows of offloads."""
+    in_process, rows = checks.in_process, ("offload_all", "offload_master=nvme")
+    here = lambda name, asked: (in_process if name == "installation" else checks.judged)(name, asked)
+    monkeypatch.setattr(doctor, "in_process", here)
+    monkeypatch.setattr(steps, "ROWS_OF_OFFLOADS", rows)
     monkeypatch.setattr(doctor, "DOCTORS_REPORT", tmp_path / "doctor.json")
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--output", str(tmp_path / "doctor.md"), "--rates-file", str(tmp_path / "rates.json")])
@@ -291,10 +315,12 @@ def test_on_a_cpu_all_checks_end_and_say_what_was_not_checked(tmp_path, monkeypa
     verdicts = json.loads((tmp_path / "doctor.json").read_text())["verdicts"]
     of = lambda name: {x["part"]: x["status"] for x in verdicts if x["check"] == name}
     assert {x["check"] for x in verdicts} == checks.CHECKS.keys()
-    assert of("offloads") == dict.fromkeys(steps.ROWS_OF_OFFLOADS, OK)
+    assert of("installation") == {"versions": OK, "devices": OK, "planner": SKIPPED}
+    assert of("offloads") == dict.fromkeys(rows, OK)
     assert of("several")["zero_level=3@8"] == of("step")["without options"] == of("host_memory")["pinned"] == OK
-    assert {SKIPPED} == set(of("kernels").values()) | set(of("rates").values()) | set(of("copies").values())
+    assert {SKIPPED} == {status for name in ("kernels", "rates", "copies", "times") for status in of(name).values()}
     assert "not checked: " in out and "our Pallas kernels are for NVIDIA GPUs from sm_80 on" in out
+    assert "measured" in next(x["said"] for x in verdicts if x["check"] == "times")
     assert not (tmp_path / "rates.json").exists()
 
 

@@ -49,7 +49,7 @@ def installation(asked: Asked) -> Iterator[Verdict]:
     yield from attempt(check, "versions", lambda: ok(check, "versions", versions()))
     devices: list = []
 
-    def of_devices() -> Verdict:
+    def judge_devices() -> Verdict:
         try:
             devices.extend(find_devices(0))
         except ConfigError as error:  # without devices nothing runs at all
@@ -61,12 +61,12 @@ def installation(asked: Asked) -> Iterator[Verdict]:
         if first.platform == "cpu":
             return ok(check, "devices", f"no GPU; {len(devices)} virtual CPU devices stand for GPUs")
         limit = memory_limit(first)
-        of_memory = f", of whose memory JAX has {gib(limit)}" if limit else ""
+        memory_text = f", of whose memory JAX has {gib(limit)}" if limit else ""
         fraction = os.environ.get(FRACTION)
-        of_memory += f" ({FRACTION}={fraction})" if fraction else f" ({FRACTION} is not set, so {DEFAULT_POOL})"
-        return ok(check, "devices", f"{len(devices)} x {first.device_kind}{of_memory}")
+        memory_text += f" ({FRACTION}={fraction})" if fraction else f" ({FRACTION} is not set, so {DEFAULT_POOL})"
+        return ok(check, "devices", f"{len(devices)} x {first.device_kind}{memory_text}")
 
-    yield from attempt(check, "devices", of_devices)
+    yield from attempt(check, "devices", judge_devices)
     if devices:
         yield from attempt(check, "planner", known_to_planner, devices[0])
 
@@ -113,7 +113,9 @@ def host_memory(asked: Asked) -> Iterator[Verdict]:
 
     def limits() -> Verdict:
         memory = psutil.virtual_memory()
-        return ok(check, "free", f"{gib(memory.available)} of {gib(memory.total)} are free; {', '.join(of_process())}")
+        return ok(
+            check, "free", f"{gib(memory.available)} of {gib(memory.total)} are free; {', '.join(process_limits())}"
+        )
 
     def pinned() -> Verdict:
         numbers = np.arange(PINNED_BYTES // 4, dtype=np.int32)
@@ -127,22 +129,22 @@ def host_memory(asked: Asked) -> Iterator[Verdict]:
     yield from attempt(check, "pinned", pinned, options=OFFLOADS)
 
 
-def of_process() -> list[str]:
+def process_limits() -> list[str]:
     """The limits on the memory of this process, in words."""
-    found = []
+    limits = []
     try:
         import resource
 
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         unlimited = soft in (resource.RLIM_INFINITY, UNLIMITED)
-        found.append(f"locked memory {'unlimited' if unlimited else f'at most {gib(soft)}'}")
+        limits.append(f"locked memory {'unlimited' if unlimited else f'at most {gib(soft)}'}")
     except (ImportError, ValueError, OSError):
-        found.append("locked memory: the system does not say")
+        limits.append("locked memory: the system does not say")
     group = Path("/sys/fs/cgroup/memory.max")
     if group.exists():
         text = group.read_text().strip()
-        found.append(f"of the container {gib(int(text)) if text.isdigit() else 'unlimited'}")
-    return found
+        limits.append(f"of the container {gib(int(text)) if text.isdigit() else 'unlimited'}")
+    return limits
 
 
 def disk(asked: Asked) -> Iterator[Verdict]:
@@ -176,8 +178,8 @@ def disk_rates(folder: Path, size: int) -> tuple[float, float]:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(store.fd, 0, 0, os.POSIX_FADV_DONTNEED)
             start = time.perf_counter()
-            found = sum(len(os.pread(store.fd, PIECE, offset)) for offset in range(0, store.bytes, PIECE))
-            return written, found / (time.perf_counter() - start)
+            bytes_read = sum(len(os.pread(store.fd, PIECE, offset)) for offset in range(0, store.bytes, PIECE))
+            return written, bytes_read / (time.perf_counter() - start)
         finally:
             store.close()
 

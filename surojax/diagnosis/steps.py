@@ -205,16 +205,16 @@ def copies(asked: Asked) -> Iterator[Verdict]:
 def copied_by(curves: verifier.Curves, setting: Setting, options: tuple[str, ...]) -> Verdict:
     """The verdict on the host transfers of a row's program."""
     with curves.built(setting) as row:
-        found = costs.host_transfers(hlo.parse(compiled(row, lowered(row)).as_text()))
-    return on_transfers(setting.name, found, options)
+        transfers = costs.host_transfers(hlo.parse(compiled(row, lowered(row)).as_text()))
+    return on_transfers(setting.name, transfers, options)
 
 
-def on_transfers(part: str, found: dict[str, int], options: tuple[str, ...]) -> Verdict:
+def on_transfers(part: str, transfers: dict[str, int], options: tuple[str, ...]) -> Verdict:
     """The verdict on host transfers in a program's loops, as `costs.host_transfers` counts them."""
-    said = f"{found['copy_engine']} by copy engines, {found['kernel']} by kernels"
-    if not sum(found.values()):
+    said = f"{transfers['copy_engine']} by copy engines, {transfers['kernel']} by kernels"
+    if not sum(transfers.values()):
         return failed("copies", part, "no host transfers in the loops of a step that has offloads", options)
-    return failed("copies", part, said, options) if found["kernel"] else ok("copies", part, said)
+    return failed("copies", part, said, options) if transfers["kernel"] else ok("copies", part, said)
 
 
 def times(asked: Asked) -> Iterator[Verdict]:
@@ -243,8 +243,8 @@ def timed(curves: verifier.Curves, setting: Setting, steps: int = TIMED_STEPS) -
         if gpu is None:
             return skipped("times", setting.name, f"{measured}; none is predicted: {row.devices[0].device_kind}")
         microbatches, sequences, length = row.shape
-        of_step = Batch(sequences, length, microbatches)
-        predicted = prediction.of_compiled(step.as_text(), row.run, of_step, gpu)
-    if not (line := prediction.comparison(predicted, durations, microbatches * of_step.tokens)):
+        step_batch = Batch(sequences, length, microbatches)
+        predicted = prediction.of_compiled(step.as_text(), row.run, step_batch, gpu)
+    if not (line := prediction.comparison(predicted, durations, microbatches * step_batch.tokens)):
         return skipped("times", setting.name, f"{measured}; none is predicted: {predicted.not_predicted}")
     return ok("times", setting.name, f"{measured}; {line}")
