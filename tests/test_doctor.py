@@ -286,6 +286,45 @@ def test_a_slow_disk_fails_if_it_was_named(monkeypatch, tmp_path):
     assert judged(str(tmp_path)).without == "--config.offload_optimizer=False --config.offload_master=False"
 
 
+def test_what_only_a_gpu_gets_is_asked_of_it(monkeypatch, tmp_path):
+    """Of a stand-in that has a GPU's names, and nothing that runs: what would, is replaced."""
+    facts = {"platform": "gpu", "device_kind": GPU.name, "compute_capability": "9.0"}
+    device = type("Device", (), facts | {"memory_stats": lambda self: {"bytes_limit": 60 * 2**30}})()
+    for module in (machine, steps):
+        monkeypatch.setattr(module, "find_devices", lambda n: [device])
+    _, devices, planner = machine.installation(ASKED)
+    assert f"1 x {GPU.name}, of whose memory JAX has 60.0 GiB" in devices.said and planner.status == OK
+    device.device_kind = "NVIDIA Unheard"
+    assert machine.known_to_planner(device).status == FAILED and "no rates" in next(machine.rates(ASKED)).said
+    device.device_kind = GPU.name
+
+    monkeypatch.setattr(machine, "size_per_s", lambda device, to, size: 40e9)
+    monkeypatch.setattr(machine, "product_seconds", lambda n: 2 * n**3 / 600e12)
+    monkeypatch.setattr(bench, "copier", lambda: None)
+    monkeypatch.setattr(bench, "times", lambda callers, turns: {"copy": 2 * bench.COPY_BYTES / 3e12})
+    file = str(tmp_path / "rates.json")
+    link, memory, products, *written = machine.rates(Asked("", file))
+    assert [v.status for v in (link, memory, products)] == [OK] * 3, (link, memory, products)
+    assert [v.part for v in written] == [f"{name} for the planner" for name in ("host", "memory", "products")]
+    corrected = seen.corrected(GPU, file).rates
+    assert corrected.memory == pytest.approx(3e12 / GPU.memory_bandwidth, abs=1e-4)
+    assert corrected.products == pytest.approx(600e12 / GPU.bf16_flops, rel=0.05)
+
+    monkeypatch.setattr(steps, "kernel", lambda op: ok("kernels", op, ""))
+    assert [verdict.part for verdict in steps.kernels(ASKED)] == list(bench.OPS)
+
+    def stepped(self, part, row, changes, options=()):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a\nb")
+
+    monkeypatch.setattr(steps.AgainstCpu, "verdict", stepped)
+    without, *turned_on = steps.step(ASKED)
+    assert (without.status, without.said, without.without) == (FAILED, "JaxRuntimeError: INTERNAL: a b", "")
+    flags = ["attention=xla", "attention=xla", "kernels=xla", "xla_options=default"]
+    assert [v.without for v in turned_on[:-1]] == [f"--config.{flag}" for flag in flags]
+    monkeypatch.setattr(steps, "copied_by", lambda curves, setting, options: ok("copies", setting.name, *options[-1:]))
+    assert [(v.part, v.said) for v in steps.copies(ASKED)] == [(name, "xla_options") for name in steps.COPYING]
+
+
 # -- All of it --------------------------------------------------------------------------------------------------------
 
 
