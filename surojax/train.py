@@ -40,7 +40,7 @@ from surojax.memory.lock import locked
 from surojax.optim.from_optax import MakeTransformation
 from surojax.parallel.feed import Feed
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import own_device
+from surojax.placement.mesh import expect_no_cuda_without_driver, own_device
 from surojax.planner import prediction, products, seen
 from surojax.planner.check_fit import compare, peak_bytes
 from surojax.run import on_disk
@@ -294,6 +294,7 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
     """Train, export, and print how to continue; errors exit as `main` says. again: the command that started this."""
     if args.safe:
         c, changes = safe(c)
+        expect_no_cuda_without_driver()  # the line below is JAX's first use
         say(f"--safe: {changes or 'nothing to leave off'}")
     try:
         result = train(c, max_minutes=args.max_minutes)
