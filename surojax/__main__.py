@@ -84,6 +84,11 @@ GROUPS = {
         ),
     },
     "checks and shell": {
+        "doctor": Verb(
+            "what this machine's GPU, link, memory and disk do, in minutes",
+            ("--output doctor.md",
+             "--nvme-path /mnt/nvme --only disk,offloads"),
+        ),
         "verify": Verb(
             "trains a small model under every setting, and compares",
             ("--config verify --only 'offload_*'",

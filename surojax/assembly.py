@@ -40,6 +40,8 @@ from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
 from surojax.step.state_plan import bytes_per_device, state_plan
 
+OVERLAP = "overlap"  # xla_options: those below; else XLA's own defaults
+
 # XLA options that overlap copies and communication with computation. In the engine's program all copies and all-gathers
 # of a layer can start when the layer starts (engine.py). With XLA's defaults, each was nevertheless started and awaited
 # at the same place in the schedule, most of them after the last matrix product of the layer. Source: schedules compiled
@@ -89,7 +91,7 @@ class Assembly:
     """The parts of a run.
 
     plan: of its training state. store: the file of the classes that are in one; an empty store if none is. files: what
-    a step keeps there.
+    a step keeps there. xla_options: of a step on a GPU, a value of the field.
     """
 
     model: Model
@@ -99,6 +101,7 @@ class Assembly:
     mesh: Mesh
     store: Store
     files: Files
+    xla_options: str = OVERLAP
 
     @property
     def params(self) -> dict:
@@ -145,14 +148,18 @@ class Assembly:
 
         memory_bytes: memory of a GPU that JAX can use. plans_with: the fraction of it that XLA plans with.
         host_temporaries: bytes of host memory that a step allocates. XLA's memory limit is corrected with these three,
-        see `MEMORY_LIMIT`; without memory_bytes it is not changed.
+        see `MEMORY_LIMIT`; without memory_bytes it is not changed. With xla_options="default" there are none but those
+        of the copy engine settings.
         """
         if platform == "cpu":
             # With the collectives of a device in flight together, two cores deadlocked, and once read what was not
             # there yet (jaxlib 0.12, offloaded quants under tp).
             return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if self.mesh.size > 1 else {}
-        schedule = schedule_options(self.model.precision)
         table = self.engine.table
+        copy_engine_options = collectives.compiler_options(table.copy_engine)
+        if self.xla_options != OVERLAP:
+            return {**copy_engine_options}
+        schedule = schedule_options(self.model.precision)
         if table.weights.sharded and not table.streams_weights:
             schedule |= GATHERS
         limit = {}
@@ -163,7 +170,7 @@ class Assembly:
             if self.engine.overlap_update:
                 wanted += bytes_per_device(self.plan, HOST)
             limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
-        return schedule | limit | collectives.compiler_options(self.engine.table.copy_engine)
+        return schedule | limit | copy_engine_options
 
     def eval_step(self):
         """See `step.make_eval_step`."""
@@ -186,13 +193,14 @@ def assemble(
     pp_schedule: str = "gpipe",
     locates_nonfinite: bool = False,
     batch: tuple[int, int, int] | None = None,
+    xla_options: str = OVERLAP,
 ) -> Assembly:
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
     batch: (microbatches, sequences of a microbatch on all devices, sequence length) of a step, which residuals in files
     are planned for.
     objective: None: cross-entropy with this z_loss. recompute_block, lmhead_chunks, packed, microbatches_per_fetch,
-    overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`.
+    overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`. xla_options: see `Assembly`.
     """
     if pipeline_stages(mesh) > 1:
         of_stage(model, pipeline_stages(mesh))  # raises
@@ -227,7 +235,7 @@ def assemble(
     store = Store(table.folder, model.num_layers, own_layers(mesh, model.num_layers))
     plan = state_plan(model, table, of_classes, optimizer, mesh, store, history=history)
     files = planned_files(step.parts_of(engine, optimizer, plan, mesh), store, batch)
-    return Assembly(model, optimizer, plan, engine, mesh, store, files)
+    return Assembly(model, optimizer, plan, engine, mesh, store, files, xla_options)
 
 
 class Brought(NamedTuple):
@@ -267,6 +275,7 @@ def from_config(
         pp_schedule=c.pp_schedule,
         locates_nonfinite=locates_nonfinite,
         batch=(c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len),
+        xla_options=c.xla_options,
     )
     if brought.objective:
         check_objective(c, found.engine)

@@ -1,4 +1,4 @@
-"""The two ways a run ends early on purpose; commands print them as one line and exit non-zero.
+"""The ways a run ends early on purpose; commands print them as one line and exit non-zero.
 
 A message may repeat what a file or another library says: it becomes one line, without its middle if it is too long.
 """
@@ -21,6 +21,13 @@ class ConfigError(ValueError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; nothing was overwritten."""
+
+    def __init__(self, message: str):
+        super().__init__(_one_line(message))
+
+
+class StepError(RuntimeError):
+    """A step failed to compile or to run on a GPU: the message says how to go on without what may be at fault."""
 
     def __init__(self, message: str):
         super().__init__(_one_line(message))

@@ -33,14 +33,14 @@ from surojax.cluster.watch import Watch, leave, together
 from surojax.config.fields import Config, flat
 from surojax.config.flags import parse
 from surojax.data.batches import training_batches as training_batches
-from surojax.errors import CheckpointError, ConfigError, Refused, ends_with_code, exit_codes, need
+from surojax.errors import CheckpointError, ConfigError, Refused, StepError, ends_with_code, exit_codes, need
 from surojax.exchange.sources import keeps, replaced_fields, resolved
 from surojax.memory import nvme
 from surojax.memory.lock import locked
 from surojax.optim.from_optax import MakeTransformation
 from surojax.parallel.feed import Feed
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import own_device
+from surojax.placement.mesh import expect_no_cuda_without_driver, own_device
 from surojax.planner import prediction, products, seen
 from surojax.planner.check_fit import compare, peak_bytes
 from surojax.run import on_disk, trackers
@@ -59,6 +59,7 @@ from surojax.training.evaluation import evaluation_summary
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
 from surojax.training.report import budget, describe, peak_flops, predict, sample, write_page
+from surojax.training.safe import advised, mention_of_doctor, safe
 from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
 from surojax.training.state import first_state, restored, write_adapter
@@ -98,8 +99,8 @@ def train(
     objective: what is minimised in place of cross-entropy, such as `LossOfLogits`.
 
     Raises ConfigError (bad settings or data, or too little memory; nothing was written), CheckpointError (a checkpoint
-    cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), OSError (the disk has no room
-    for metrics, or the disk of nvme_path fails).
+    cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), StepError (XLA fails on a GPU),
+    OSError (the disk has no room for metrics, or the disk of nvme_path fails).
     """
     c = naming_rows(resolved(config), data)
     if replaced := replaced_fields(config, c):
@@ -111,6 +112,8 @@ def train(
     brought = Brought(optimizer, objective)
     setup = set_up(c, brought, data)
     devices = setup.devices
+    if mention := mention_of_doctor(devices[0].platform):
+        say(mention)
 
     # -- Data, and the checkpoint to continue from --------------------------------------------------------------------
     start = find_start(c, setup)
@@ -150,7 +153,9 @@ def train(
             rows=feed.rows,
         )
         until_end.enter_context(contextlib.closing(batches))
-        programs = compile_programs(c, run, setup.mesh, start.found.evaluated, feed)
+        until_end.enter_context(advised(c, devices[0].platform))
+        with advised(c, devices[0].platform, compiles=True):
+            programs = compile_programs(c, run, setup.mesh, start.found.evaluated, feed)
         predicted = predict(c, run, programs.train_step, devices)
 
         # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
@@ -248,6 +253,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="write the trained model there in bfloat16: a Hugging Face folder, or a file that ends in .gguf",
     )
+    found.add_argument(
+        "--safe",
+        action="store_true",
+        help="leave off what may fail on a GPU: attention=xla, kernels=xla, xla_options=default, no copy engines",
+    )
     found.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
     found.add_argument("--quiet", action="store_true", help="print no steps and evaluations, as --config.quiet does")
     hosts.add_flags(found)
@@ -301,6 +311,10 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
 
 def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
     """Train, export, and print how to continue; errors exit as `main` says. again: the command that started this."""
+    if args.safe:
+        c, changes = safe(c)
+        expect_no_cuda_without_driver()  # the line below is JAX's first use
+        say(f"--safe: {changes or 'nothing to leave off'}")
     try:
         result = train(c, max_minutes=args.max_minutes)
         if args.export is not None and result.checkpoint and is_first():
@@ -309,7 +323,7 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
                 if result.finished
                 else "not exported yet"
             )
-    except (ConfigError, CheckpointError, NonFiniteLoss) as error:
+    except (ConfigError, CheckpointError, NonFiniteLoss, StepError) as error:
         exits = Refused if isinstance(error, ConfigError) else SystemExit
         raise exits(f"surojax.train: error: {'; '.join([str(error), *getattr(error, '__notes__', ())])}") from error
     except OSError as error:

@@ -55,15 +55,10 @@ def test_kernels_train_as_xla_does(recipe):
 
 @pytest.mark.parametrize("op", bench.OPS)
 def test_kernels_at_real_sizes(op):
-    """Every call that Llama-7B makes, with 2048 tokens, against the reference compiled by XLA. Values may be rounded to
-    the other neighbour: 2^-7 (bfloat16) or 2^-2 (e5m2) of the largest number, one step of an 8-bit moment's code."""
+    """Every call that Llama-7B makes, with 2048 tokens, against the reference compiled by XLA."""
     for case in bench.OPS[op].cases(shapes.MODELS["llama7b"], 2048):
         found, expected = (bench.compiled(case, how)(*bench.arrays(case, 1)) for how in ("mosaic", "xla"))
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert a.dtype == b.dtype
-            whole, bits = np.issubdtype(a.dtype, np.integer), a.dtype.itemsize * 8
-            apart, largest = bench.difference(a, b)
-            assert apart <= (1 if whole else largest * {8: 2**-2, 16: 2**-7, 32: 1e-4}[bits]), (case.name, a.dtype)
+        assert not bench.disagreement(found, expected), case.name
 
 
 def test_a_run_fits_as_estimated(tmp_path, capsys):

@@ -162,6 +162,8 @@ def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
     assert limit(memory_bytes=card, plans_with=0.8) == math.ceil(100 * 0.9 / 0.6)
     assert limit(memory_bytes=state) == 95  # does not fit anyway
     assert MEMORY_LIMIT not in run.compiler_options("gpu")
+    plain = from_config(config(gpus=1, xla_options="default"), run.mesh, total_steps=10)
+    assert plain.compiler_options("gpu", memory_bytes=card) == {}
     assert run.compiler_options("cpu", memory_bytes=24, host_temporaries=13) == {}
 
 

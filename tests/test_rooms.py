@@ -15,9 +15,9 @@ PACKAGE = Path(surojax.__file__).parent
 # A room imports rooms to its left only.
 ORDER = (
     "numerics placement cluster parallel memory models families optim step run exchange config assembly "
-    "inference planner pages training verification commands"
+    "inference planner pages training verification diagnosis commands"
 ).split()
-COMMANDS = tuple("train launch plan fit report verify generate evaluate convert completion new".split())
+COMMANDS = tuple("train launch plan fit report verify generate evaluate convert completion new doctor".split())
 ANYWHERE = ("declared", "errors", "refusals", "sizes", "untrusted", "limited")
 ALONE = {"data"}  # it imports `errors` only
 

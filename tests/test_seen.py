@@ -69,7 +69,7 @@ ENTRY %main (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
 
 
 def test_single_rates_replace_what_is_assumed(file):
-    """As a later command will write them; a step measured without them does not count any more."""
+    """As doctor writes them, see tests/test_doctor.py; a step measured without them does not count any more."""
     seen.record(file, KIND, 1.0, 2.0, "a", 1)
     versions = {"device_kind": KIND, "gpus": 1, "date": "2026-11-23", "versions": {}}
     rates = [versions | {"rate": "host", "value": 0.6}, versions | {"rate": "hop", "value": 3e-5}]
@@ -108,13 +108,13 @@ def test_bad_content_is_refused_in_a_line_and_left_as_it_is(tmp_path, text):
     with pytest.raises(ConfigError, match=r"^rates_file: expected .*, got .* \(.+\); move it away, or .*rates_file=$"):
         seen.corrected(GPU, str(file))
     line = seen.record(str(file), KIND, 1.0, 1.0, "a", 1)
-    assert line.startswith("note: what steps took is not written: rates_file: ") and file.read_text() == text
+    assert line.startswith("note: what was measured is not written: rates_file: ") and file.read_text() == text
 
 
 def test_what_cannot_be_written_ends_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     line = seen.record(str(tmp_path / "file" / "rates.json"), KIND, 1.0, 1.0, "a", 1)
-    assert line.startswith("note: what steps took is not written") and "\n" not in line
+    assert line.startswith("note: what was measured is not written") and "\n" not in line
     assert seen.record("", KIND, 1.0, 1.0, "a", 1) == ""
     assert [x.name for x in tmp_path.iterdir()] == ["file"]
 

@@ -288,7 +288,7 @@ class AdapterSources:
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionSettings:
-    """The values that a step computes again, and the pieces in which it computes."""
+    """The values that a step computes again, the pieces in which it computes, and how XLA schedules it."""
 
     # save only each block's input and recompute the block in the backward pass
     recompute_block: bool = True
@@ -308,6 +308,8 @@ class ExecutionSettings:
     sequence_chunks: int = declare(1, AT_LEAST_1)
     # chunks of the tokens in head and loss; more chunks = less memory for logits
     lmhead_chunks: int = declare(1, AT_LEAST_1)
+    # of the step on GPUs: "overlap" = options that overlap copies with products, "default" = XLA's own
+    xla_options: str = declare("overlap", choices=("overlap", "default"))
 
 
 @dataclasses.dataclass(frozen=True)

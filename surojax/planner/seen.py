@@ -1,4 +1,4 @@
-"""What was measured on GPUs here: a file that `train` writes and `plan` and `fit` read (config field `rates_file`).
+"""What was measured on GPUs here: a file that `train` and `doctor` write and `plan` and `fit` read (`rates_file`).
 
 The file is JSON: {"version": 1, "entries": [...]}, the newest entry last. Each entry has
 
@@ -120,24 +120,48 @@ def record(
     if not path or not 0 < value < math.inf:
         return ""
     entry = {
-        "device_kind": device_kind,
-        "gpus": gpus,
-        "rate": STEP,
-        "value": round(value, 4),
+        **_entry(device_kind, gpus, STEP, value),
         "settings": settings,
         "measured_s": round(measured_s, 6),
         "predicted_s": round(predicted_s, 6),
         "replaced": sorted(replaced),
+    }
+    written = f"written: a step took {value:.2f} x the predicted time; plan and fit read {path}"
+    return _add(path, entry, ("device_kind", "rate", "settings")) or written
+
+
+def record_rate(path: str, device_kind: str, rate: str, value: float) -> str:
+    """Adds a rate that was measured on one GPU of a kind to the file; returns a line that says so.
+
+    rate: a field of `Rates`, whose units value has. The newest replaces older ones. Steps that were measured before
+    correct no predictions with it. path: "" writes nothing. See `of_run` for errors.
+    """
+    entry = _entry(device_kind, 1, rate, value)
+    if not path or not _is_entry(entry):
+        return ""
+    return _add(path, entry, ("device_kind", "rate")) or f"written: {value:.2f}; plan and fit read {path}"
+
+
+def _entry(device_kind: str, gpus: int, rate: str, value: float) -> dict[str, Any]:
+    """What all entries have."""
+    return {
+        "device_kind": device_kind,
+        "gpus": gpus,
+        "rate": rate,
+        "value": round(value, 4),
         "date": datetime.date.today().isoformat(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
-    this = ("device_kind", "rate", "settings")
+
+
+def _add(path: str, entry: dict[str, Any], this: Sequence[str]) -> str:
+    """Adds an entry to the file, in place of those with the same values of `this`; returns why not, or ""."""
     try:
         others = [x for x in _read(path) if any(x.get(name) != entry[name] for name in this)]
         _write(path, [*others, entry][-MOST_ENTRIES:])
     except (ConfigError, OSError) as error:
-        return f"note: what steps took is not written: {error}"
-    return f"written: a step took {value:.2f} x the predicted time; plan and fit read {path}"
+        return f"note: what was measured is not written: {error}"
+    return ""
 
 
 def _version(package: str) -> str:

@@ -164,17 +164,23 @@ def verify(
         if any(s.like == "plain" and s.devices <= len(curves.devices) for s in settings_of_rows):
             curves.of_plain()  # first, as it may not fit
         curves.plan(settings_of_rows)
-        allowed = bounds(curves.config)
         for s in settings_of_rows:
-            started = time.perf_counter()
-            bound = allowed[s.expect]
-            try:
-                judged = judge(curves.of(s), curves.of(curves.table[s.like]), bound)
-            except ConfigError as error:
-                if s.name == OWN and s.devices <= len(curves.devices):
-                    raise
-                judged = "skipped", None, None, str(error)
-            status, loss, grad_norm, why = judged
-            rows.append(Row(s, status, loss, grad_norm, bound, why, time.perf_counter() - started))
+            rows.append(judged(curves, s))
             report(rows[-1])
     return rows
+
+
+def judged(curves: Curves, s: Setting) -> Row:
+    """Trains a row and its reference, unless that was done, and compares them; a row that cannot run is skipped.
+
+    Raises ConfigError if the config's own row cannot run.
+    """
+    started = time.perf_counter()
+    bound = bounds(curves.config)[s.expect]
+    try:
+        status, loss, grad_norm, why = judge(curves.of(s), curves.of(curves.table[s.like]), bound)
+    except ConfigError as error:
+        if s.name == OWN and s.devices <= len(curves.devices):
+            raise
+        status, loss, grad_norm, why = "skipped", None, None, str(error)
+    return Row(s, status, loss, grad_norm, bound, why, time.perf_counter() - started)

@@ -1,0 +1,282 @@
+"""Checks of a machine: what is installed, its memory and disk, and its rates beside those that the planner assumes."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+
+from pallas_kernels import bench
+from surojax.diagnosis.verdict import Asked, Verdict, attempt, failed, ok, skipped
+from surojax.errors import ConfigError
+from surojax.memory import host, nvme
+from surojax.memory.layer_file import PIECE, Store
+from surojax.placement.home import DEVICE, HOST, Home
+from surojax.placement.mesh import find_devices, has_driver
+from surojax.planner import costs, seen
+from surojax.planner.amounts import gib
+from surojax.planner.check_fit import memory_limit
+from surojax.planner.footprint import DEFAULT_POOL, POOL_SETTING
+from surojax.planner.gpus import GB, Gpu, find_gpu, known_rates
+from surojax.verification.settings import OFFLOADS
+
+MiB = 2**20
+PACKAGES = ("surojax", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13")
+FRACTION = POOL_SETTING.partition("=")[0]
+PINNED_BYTES = 256 * MiB
+DISK_BYTES = 256 * MiB
+COPIED_BYTES = 512 * MiB  # over the host link
+PRODUCT = 8192  # rows and columns of the matrices
+TURNS = 10  # of which the median counts
+UNLIMITED = 2**63 - 1
+
+
+# -- Installation -----------------------------------------------------------------------------------------------------
+
+
+def installation(asked: Asked) -> Iterator[Verdict]:
+    """Versions, devices and their memory, and whether the planner knows them."""
+    check = "installation"
+    yield from attempt(check, "versions", lambda: ok(check, "versions", versions()))
+    devices: list = []
+
+    def judge_devices() -> Verdict:
+        try:
+            devices.extend(find_devices(0))
+        except ConfigError as error:  # without devices nothing runs at all
+            return failed(check, "devices", str(error))
+        first = devices[0]
+        if first.platform == "cpu" and has_driver():
+            change = "pip install 'surojax[cuda]', and leave JAX_PLATFORMS out of the environment"
+            return failed(check, "GPU", f"NVIDIA's driver is installed, but JAX uses the CPU: {change}")
+        if first.platform == "cpu":
+            return ok(check, "devices", f"no GPU; {len(devices)} virtual CPU devices stand for GPUs")
+        limit = memory_limit(first)
+        memory_text = f", of whose memory JAX has {gib(limit)}" if limit else ""
+        fraction = os.environ.get(FRACTION)
+        memory_text += f" ({FRACTION}={fraction})" if fraction else f" ({FRACTION} is not set, so {DEFAULT_POOL})"
+        return ok(check, "devices", f"{len(devices)} x {first.device_kind}{memory_text}")
+
+    yield from attempt(check, "devices", judge_devices)
+    if devices:
+        yield from attempt(check, "planner", known_to_planner, devices[0])
+
+
+def versions() -> str:
+    """Versions of Python, the packages that count, the system and NVIDIA's driver."""
+    installed = []
+    for name in PACKAGES:
+        try:
+            installed.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join([f"Python {platform.python_version()}", *installed, platform.platform(), driver()])
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver and what it says of the GPUs; in words if there is none."""
+    if not (command := shutil.which("nvidia-smi")):
+        return "no nvidia-smi"
+    query = [command, "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    lines = " | ".join(done.stdout.split("\n")).strip(" |")
+    return f"driver: {lines}" if done.returncode == 0 and lines else f"nvidia-smi: {' '.join(done.stderr.split())}"
+
+
+def known_to_planner(device) -> Verdict:
+    """Whether gpus.csv has this kind of GPU, and its memory as this one has it."""
+    check, part = "installation", "planner"
+    if device.platform == "cpu":
+        return skipped(check, part, "no GPU to look up in surojax/planner/gpus.csv")
+    gpu = find_gpu(device.device_kind)
+    if gpu is None:
+        return failed(check, part, f"{device.device_kind!r} is not in surojax/planner/gpus.csv: no time is predicted")
+    rates = "" if gpu.rates else ", without rates"
+    return ok(check, part, f"{gpu.name} is in surojax/planner/gpus.csv with {gib(gpu.memory_bytes)}{rates}")
+
+
+# -- Host memory and disk ---------------------------------------------------------------------------------------------
+
+
+def host_memory(asked: Asked) -> Iterator[Verdict]:
+    """Free host memory, limits on it, and whether pinned memory can be had."""
+    check = "host_memory"
+
+    def limits() -> Verdict:
+        memory = psutil.virtual_memory()
+        return ok(
+            check, "free", f"{gib(memory.available)} of {gib(memory.total)} are free; {', '.join(process_limits())}"
+        )
+
+    def pinned() -> Verdict:
+        numbers = np.arange(PINNED_BYTES // 4, dtype=np.int32)
+        device = find_devices(0)[0]
+        there = jax.device_put(numbers, jax.sharding.SingleDeviceSharding(device, memory_kind=HOST.memory_kind))
+        if there.sharding.memory_kind != HOST.memory_kind or not np.array_equal(there, numbers):
+            return failed(check, "pinned", "numbers that were put there came back otherwise", OFFLOADS)
+        return ok(check, "pinned", f"{gib(PINNED_BYTES)} were put there and came back")
+
+    yield from attempt(check, "free", limits)
+    yield from attempt(check, "pinned", pinned, options=OFFLOADS)
+
+
+def process_limits() -> list[str]:
+    """The limits on the memory of this process, in words."""
+    limits = []
+    try:
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        unlimited = soft in (resource.RLIM_INFINITY, UNLIMITED)
+        limits.append(f"locked memory {'unlimited' if unlimited else f'at most {gib(soft)}'}")
+    except (ImportError, ValueError, OSError):
+        limits.append("locked memory: the system does not say")
+    group = Path("/sys/fs/cgroup/memory.max")
+    if group.exists():
+        text = group.read_text().strip()
+        limits.append(f"of the container {gib(int(text)) if text.isdigit() else 'unlimited'}")
+    return limits
+
+
+def disk(asked: Asked) -> Iterator[Verdict]:
+    """How fast a folder's disk is written and read; it fails if that is no NVMe disk's, and one was named."""
+    check = "disk"
+    folder = asked.nvme_path or "."
+
+    def rates() -> Verdict:
+        written, read = disk_rates(Path(folder), DISK_BYTES)
+        said = f"written at {written / MiB:,.0f} MiB/s, read at {read / MiB:,.0f} MiB/s"
+        slow = min(written, read) < nvme.SLOW_MIB_S * MiB
+        said += f"; state in files wants {nvme.SLOW_MIB_S} and more, which the planner takes no time for"
+        if slow and asked.nvme_path:
+            return failed(check, folder, said, ("offload_optimizer", "offload_master"))
+        return ok(check, folder, said + (" (--nvme-path FOLDER measures another disk)" if not asked.nvme_path else ""))
+
+    yield from attempt(check, folder, rates, options=("offload_optimizer", "offload_master"))
+
+
+def disk_rates(folder: Path, size: int) -> tuple[float, float]:
+    """(bytes/s written, bytes/s read) of a new file with so many bytes, which is removed; without the page cache.
+
+    Where the system cannot leave out its cache (macOS), what is read comes from there.
+    """
+    with tempfile.TemporaryDirectory(prefix="doctor", dir=folder) as inside:
+        store = Store(inside, 1)
+        store.reserve(size)
+        try:
+            written = nvme.write_rate(store)
+            os.fsync(store.fd)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(store.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            start = time.perf_counter()
+            bytes_read = sum(len(os.pread(store.fd, PIECE, offset)) for offset in range(0, store.bytes, PIECE))
+            return written, bytes_read / (time.perf_counter() - start)
+        finally:
+            store.close()
+
+
+# -- Rates ------------------------------------------------------------------------------------------------------------
+
+
+def rates(asked: Asked) -> Iterator[Verdict]:
+    """Rates of the host link, device memory and matrix products beside the planner's; those seen are written for it."""
+    check = "rates"
+    device = find_devices(0)[0]
+    gpu = find_gpu(device.device_kind)
+    if device.platform != "gpu" or gpu is None or gpu.rates is None:
+        why = "no GPU" if device.platform != "gpu" else f"the planner has no rates of {device.device_kind!r}"
+        yield skipped(check, "link, memory, products", f"{why} to compare with")
+        return
+    measured: dict[str, float] = {}
+    yield from attempt(check, "host link", host_link, device, gpu, measured, options=OFFLOADS)
+    yield from attempt(check, "device memory", device_memory, gpu, measured)
+    yield from attempt(check, "products", matrix_products, gpu, measured)
+    for name, value in measured.items():
+        said = seen.record_rate(asked.rates_file, device.device_kind, name, value)
+        verdict = ok if said.startswith("written") else skipped
+        yield verdict(check, f"{name} for the planner", said or "not written: no --rates-file")
+
+
+def host_link(device, gpu: Gpu, measured: dict[str, float]) -> Verdict:
+    """The rate of the host link in either direction; the planner's is the mean of both, as many bytes go each way."""
+    to_host, to_device = (size_per_s(device, home, COPIED_BYTES) for home in (HOST, DEVICE))
+    mean = 2 / (1 / to_host + 1 / to_device)
+    said = f"to the GPU {to_device / GB:.1f}, from it {to_host / GB:.1f} GB/s"
+    return beside("host link", gpu, "host", mean, gpu.pcie_bandwidth, said, measured, OFFLOADS)
+
+
+def device_memory(gpu: Gpu, measured: dict[str, float]) -> Verdict:
+    """The rate at which device memory is read and written by a large copy."""
+    seconds = bench.times({"copy": bench.copier()}, TURNS)["copy"]
+    rate = 2 * bench.COPY_BYTES / seconds
+    return beside("device memory", gpu, "memory", rate, gpu.memory_bandwidth, f"{rate / GB:,.0f} GB/s", measured)
+
+
+def matrix_products(gpu: Gpu, measured: dict[str, float]) -> Verdict:
+    """The rate of a product of large matrices in bfloat16."""
+    seconds = product_seconds(PRODUCT)
+    known = known_rates(gpu)
+    planned = costs.product_time(gpu, known, PRODUCT, PRODUCT, PRODUCT)
+    reached = known.products * (planned - known.ramp) / (seconds - known.ramp)
+    said = f"{2 * PRODUCT**3 / seconds / 1e12:,.0f} TFLOP/s"
+    return beside("products", gpu, "products", reached * gpu.bf16_flops, gpu.bf16_flops, said, measured)
+
+
+def beside(
+    part: str,
+    gpu: Gpu,
+    name: str,
+    rate: float,
+    peak: float,
+    said: str,
+    measured: dict[str, float],
+    options: tuple[str, ...] = (),
+) -> Verdict:
+    """The verdict on a rate beside the planner's; it fails below the slow end of that. measured: gets the fraction.
+
+    name: a field of `Rates`, a fraction of the peak. said: what was measured, in words. options: see `failed`.
+    """
+    fraction = measured[name] = rate / peak
+    assumed = getattr(known_rates(gpu), name)
+    span = gpu.spans()[name]
+    slow, fast = assumed * span.slow, assumed * span.fast
+    said += f": {fraction:.2f} of the peak; the planner assumes {assumed:.2f} ({slow:.2f} to {fast:.2f}, {span.source})"
+    if fraction < slow:
+        return failed("rates", part, f"{said}: slower than that", options)
+    return ok("rates", part, said)
+
+
+def size_per_s(device, to: Home, size: int) -> float:
+    """Bytes/s of copies of so many bytes to a memory of a device, from its other one: device or pinned host memory."""
+    kinds = {home: jax.sharding.SingleDeviceSharding(device, memory_kind=home.memory_kind) for home in (DEVICE, HOST)}
+    source = kinds[HOST if to == DEVICE else DEVICE]
+    x = jax.device_put(np.zeros(size // 4, np.float32), source)
+    copy = jax.jit(lambda x: host.move(x, to.space), in_shardings=source, out_shardings=kinds[to])
+    return size / bench.times({"copy": repeated(copy, x)}, TURNS)["copy"]
+
+
+def product_seconds(n: int) -> float:
+    """Seconds of a product of two matrices `[n, n]` in bfloat16."""
+    a, b = (jnp.full((n, n), value, jnp.bfloat16) for value in (0.5, 0.25))
+    return bench.times({"product": repeated(jax.jit(jnp.matmul), a, b)}, TURNS)["product"]
+
+
+def repeated(f: Callable, *arguments: jax.Array) -> Callable[[int], None]:
+    """A function of n that makes n calls and awaits them, as `bench.times` takes it."""
+
+    def calls(n: int) -> None:
+        results = None
+        for _ in range(n):
+            results = f(*arguments)
+        jax.block_until_ready(results)
+
+    return calls

@@ -1,0 +1,250 @@
+"""Checks that compute on a machine's GPU: kernels, a step against the CPU, offloads, transfers and times of steps.
+
+All train one small model, as `surojax verify` does: its rows of settings, its bounds and its batches. On a machine
+without a GPU the first of 8 virtual CPU devices stands for it, and what only a GPU has is skipped.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels import bench, dispatch, shapes
+from surojax.config import Config
+from surojax.config.fields import default_config
+from surojax.diagnosis.verdict import Asked, Verdict, attempt, failed, ok, skipped
+from surojax.placement.layout import batch_sharding
+from surojax.placement.mesh import find_devices
+from surojax.planner import costs, hlo, prediction
+from surojax.planner.changes import changed
+from surojax.planner.gpus import find_gpu
+from surojax.planner.prediction import milliseconds
+from surojax.planner.traffic import Batch
+from surojax.training.safe import OPTIONS, safe
+from surojax.verification import rows as verifier
+from surojax.verification.bounds import bounds, judge
+from surojax.verification.settings import OFFLOADS, Setting
+from surojax.verification.training import FirstStates, compiled, lowered
+
+# Heads and widths that flash attention and every kernel serve, and layers for every row of offloads.
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    # With the usual 0.02 all tokens get nearly equal attention, so that scores scaled by 4 change a loss by 3e-4 only.
+    "initializer_range": 0.1,
+}
+KERNEL_SIZES = shapes.Sizes(hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=512)
+KERNEL_TOKENS = 256
+STEPS = 3  # of each row of offloads: the third begins with a state that two updates have moved
+TIMED_STEPS = 12  # the first is left out
+SEVERAL = ("zero_level=3@4", "zero_level=3@8", "memcpy_all_gather@4", "memcpy_send_recv@4")
+ROWS_OF_OFFLOADS = (
+    *OFFLOADS,
+    "offload_all",
+    "overlap_update",
+    "resident_layers",
+    "offload_optimizer=nvme",
+    "offload_master=nvme",
+)
+# Parts of the check of a step: name, row of `surojax verify`, and the options of `training.safe` that it turns on.
+TURNED_ON: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("attention", "plain", {"attention": "auto"}),
+    ("attention within documents", "sample_packing", {"attention": "auto"}),
+    ("kernels", "plain", {"kernels": "mosaic"}),
+    ("xla_options", "plain", {"xla_options": "overlap"}),
+    ("all of them", "plain", {"attention": "auto", "kernels": "mosaic", "xla_options": "overlap"}),
+)
+COPYING = ("offload_all", "overlap_update")
+NO_GPU = "no GPU"
+
+
+def config(asked: Asked, device) -> Config:
+    """The small model, for a device."""
+    c = default_config()
+    c.model.update(SIZES)
+    c.update({"gpus": 1, "sequence_len": 128, "per_device_batch_size": 8, "learning_rate": 1e-3})
+    c.update({"nvme_path": asked.nvme_path, "rates_file": asked.rates_file})
+    if device.platform == "cpu":
+        c.update({"model_dtype": "float32", "sequence_len": 32})  # CPUs have no fast bfloat16
+    return c
+
+
+# -- Kernels ----------------------------------------------------------------------------------------------------------
+
+
+def kernels(asked: Asked) -> Iterator[Verdict]:
+    """Every kernel against its reference compiled by XLA, at a small size."""
+    if dispatch.automatic(find_devices(0)[0]) != "mosaic":
+        major, minor = dispatch.OLDEST
+        yield skipped("kernels", "all", f"our Pallas kernels are for NVIDIA GPUs from sm_{major}{minor} on")
+        return
+    for op in bench.OPS:
+        yield from attempt("kernels", op, kernel, op, options=("kernels",))
+
+
+def kernel(op: str, implementation: str = "mosaic", sizes: shapes.Sizes = KERNEL_SIZES) -> Verdict:
+    """The verdict on an op: all of its cases with an implementation beside XLA's."""
+    cases = bench.OPS[op].cases(sizes, KERNEL_TOKENS)
+    differences = []
+    for case in cases:
+        actual, expected = (bench.compiled(case, how)(*bench.arrays(case, 1)) for how in (implementation, "xla"))
+        if difference := bench.disagreement(actual, expected):
+            differences.append(f"{case.name}: {difference}")
+    if differences:
+        return failed("kernels", op, "; ".join(differences), ("kernels",))
+    return ok("kernels", op, f"{len(cases)} calls as their references")
+
+
+# -- A step on the GPU against the CPU --------------------------------------------------------------------------------
+
+
+def step(asked: Asked) -> Iterator[Verdict]:
+    """A step on the GPU against the same on the CPU: without the options that can be left off, and with each."""
+    device = find_devices(0)[0]
+    c = config(asked, device)
+    steps = AgainstCpu(safe(c)[0], device)
+    yield from attempt("step", "without options", steps.verdict, "without options", "plain", {})
+    for part, row, changes in TURNED_ON:
+        if device.platform != "gpu":
+            yield skipped("step", part, f"{NO_GPU}: on a CPU it is the step without options, or refused")
+            continue
+        options = tuple(changes)
+        yield from attempt("step", part, steps.verdict, part, row, changes, options, options=options)
+
+
+class AgainstCpu:
+    """Steps on a device against those of a config on the CPU, whose curves are kept."""
+
+    def __init__(self, reference: Config, device):
+        self.reference = reference
+        self.device = device
+        self.first = FirstStates()  # the same numbers for both
+        self.expected: dict[str, list[tuple[float, float]]] = {}
+        self.cpu = jax.devices("cpu")[-1]  # without a GPU another virtual device
+
+    def curve(self, c: Config, row: str, device) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of a step of a row of `verification.settings` on a device."""
+        with verifier.Curves(c, 1, [device]) as curves:
+            curves.first = self.first
+            return curves.of(curves.table[row])
+
+    def verdict(self, part: str, row: str, changes: dict[str, Any], options: tuple[str, ...] = ()) -> Verdict:
+        """The verdict on a row with these changes of the config, on the device; options: see `failed`."""
+        if row not in self.expected:
+            self.expected[row] = self.curve(self.reference, row, self.cpu)
+        actual = self.curve(changed(self.reference, changes), row, self.device)
+        bound = bounds(self.reference)["order"]
+        status, loss, grad_norm, why = judge(actual, self.expected[row], bound)
+        allowed = f"{bound.loss:.0e}, {bound.grad_norm:.0e}"
+        said = f"{self.device.device_kind} beside the CPU: loss {loss:.1e}, gradient norm {grad_norm:.1e} ({allowed})"
+        return ok("step", part, said) if status == "pass" else failed("step", part, f"{said}: {why}", options)
+
+
+# -- Settings of memory and parallelism -------------------------------------------------------------------------------
+
+
+def offloads(asked: Asked) -> Iterator[Verdict]:
+    """Training with weights, gradients, residuals and state elsewhere, to the bit as without."""
+    yield from claims("offloads", asked, ROWS_OF_OFFLOADS, find_devices(0)[:1])
+
+
+def several(asked: Asked) -> Iterator[Verdict]:
+    """Training over several GPUs, or virtual devices, as on one up to the order of sums."""
+    yield from claims("several", asked, SEVERAL, find_devices(0))
+
+
+def claims(check: str, asked: Asked, names: Sequence[str], devices: Sequence) -> Iterator[Verdict]:
+    """Yields the verdicts of rows of `surojax verify`: each claims that a setting changes nothing."""
+    with verifier.Curves(config(asked, devices[0]), STEPS, devices) as curves:
+        rows = [curves.table[name] for name in names]
+        curves.plan(rows)
+        for row in rows:
+            yield from attempt(check, row.name, claim, check, curves, row, options=options_of(row))
+
+
+def claim(check: str, curves: verifier.Curves, setting: Setting) -> Verdict:
+    """The verdict of one row."""
+    row = verifier.judged(curves, setting)
+    if row.status == "skipped":
+        return skipped(check, setting.name, row.why)
+    if row.status == "pass" and not (row.loss or row.grad_norm):
+        return ok(check, setting.name, f"{STEPS} steps equal {setting.like!r} to the bit")
+    said = f"{STEPS} steps beside {setting.like!r}: loss {row.loss:.1e}, gradient norm {row.grad_norm:.1e} apart"
+    if row.status == "FAIL":
+        return failed(check, setting.name, f"{said}: {row.why}", options_of(setting))
+    return ok(check, setting.name, said)
+
+
+def options_of(setting: Setting) -> tuple[str, ...]:
+    """The options of `training.safe` that a row of `surojax verify` turns on."""
+    return tuple(option.name for option in OPTIONS if option.without.keys() & setting.changes.keys())
+
+
+# -- The compiled step: who copies, and how long it takes -------------------------------------------------------------
+
+
+def copies(asked: Asked) -> Iterator[Verdict]:
+    """Who does the host transfers of a step with every offload: copy engines, or kernels that take multiprocessors."""
+    device = find_devices(0)[0]
+    for name in COPYING:
+        if device.platform != "gpu":
+            yield skipped("copies", name, f"{NO_GPU}: the device memory of a CPU is host memory")
+            continue
+        with verifier.Curves(config(asked, device), 1, [device]) as curves:
+            options = (*options_of(curves.table[name]), "xla_options")
+            yield from attempt("copies", name, copied_by, curves, curves.table[name], options, options=options)
+
+
+def copied_by(curves: verifier.Curves, setting: Setting, options: tuple[str, ...]) -> Verdict:
+    """The verdict on the host transfers of a row's program."""
+    with curves.built(setting) as row:
+        transfers = costs.host_transfers(hlo.parse(compiled(row, lowered(row)).as_text()))
+    return on_transfers(setting.name, transfers, options)
+
+
+def on_transfers(part: str, transfers: dict[str, int], options: tuple[str, ...]) -> Verdict:
+    """The verdict on host transfers in a program's loops, as `costs.host_transfers` counts them."""
+    said = f"{transfers['copy_engine']} by copy engines, {transfers['kernel']} by kernels"
+    if not sum(transfers.values()):
+        return failed("copies", part, "no host transfers in the loops of a step that has offloads", options)
+    return failed("copies", part, said, options) if transfers["kernel"] else ok("copies", part, said)
+
+
+def times(asked: Asked) -> Iterator[Verdict]:
+    """Measured beside predicted time of a step. It never fails: the model is small, so most of it is launches."""
+    device = find_devices(0)[0]
+    with verifier.Curves(config(asked, device), 1, [device]) as curves:
+        for name in ("plain", "offload_all"):
+            yield from attempt("times", name, timed, curves, curves.table[name], options=("xla_options",))
+
+
+def timed(curves: verifier.Curves, setting: Setting, steps: int = TIMED_STEPS) -> Verdict:
+    """The verdict on the time of a row's step, the median of so many."""
+    with curves.built(setting) as row:
+        step = compiled(row, lowered(row))
+        tokens = [x.reshape(row.shape) for x in curves.batches[0][: len(row.run.engine.batch_arrays)]]
+        batch = jax.device_put(tokens, batch_sharding(row.mesh))
+        state = curves.first.of(row)
+        durations = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            state, metrics = step(state, *batch)
+            jax.block_until_ready((state, metrics))
+            durations.append(time.perf_counter() - started)
+        measured = f"measured {milliseconds(statistics.median(durations[1:]))} ms a step"
+        gpu = find_gpu(row.devices[0].device_kind)
+        if gpu is None:
+            return skipped("times", setting.name, f"{measured}; none is predicted: {row.devices[0].device_kind}")
+        microbatches, sequences, length = row.shape
+        step_batch = Batch(sequences, length, microbatches)
+        predicted = prediction.of_compiled(step.as_text(), row.run, step_batch, gpu)
+    if not (line := prediction.comparison(predicted, durations, microbatches * step_batch.tokens)):
+        return skipped("times", setting.name, f"{measured}; none is predicted: {predicted.not_predicted}")
+    return ok("times", setting.name, f"{measured}; {line}")

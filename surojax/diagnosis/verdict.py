@@ -1,0 +1,65 @@
+"""The verdict of a check: what `surojax doctor` prints and writes, a line each."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from surojax.errors import ConfigError
+from surojax.training.safe import leave_off
+
+OK, FAILED, SKIPPED = "ok", "failed", "skipped"
+
+
+class Verdict(NamedTuple):
+    """What became of a part of a check.
+
+    status: OK, FAILED or SKIPPED, which shows nothing. said: what was seen, or the reason. without: the flags that
+    leave off what failed; "" if there is none.
+    """
+
+    check: str
+    part: str
+    status: str
+    said: str
+    without: str = ""
+
+
+class Asked(NamedTuple):
+    """What the command was asked for. nvme_path: the folder whose disk is measured. rates_file: as the config's."""
+
+    nvme_path: str
+    rates_file: str
+
+
+def ok(check: str, part: str, said: str) -> Verdict:
+    """The verdict on something that is as it should be."""
+    return Verdict(check, part, OK, said)
+
+
+def failed(check: str, part: str, said: str, options: tuple[str, ...] = ()) -> Verdict:
+    """The verdict on something that is not; options: of `training.safe.OPTIONS`, to be left off."""
+    return Verdict(check, part, FAILED, said, leave_off(options))
+
+
+def skipped(check: str, part: str, said: str) -> Verdict:
+    """The verdict on something that could not be checked; said: why."""
+    return Verdict(check, part, SKIPPED, said)
+
+
+def attempt(
+    check: str, part: str, judge: Callable[..., Verdict], *arguments: Any, options: tuple[str, ...] = ()
+) -> Iterator[Verdict]:
+    """Yields judge(*arguments), or the verdict that follows from what it raises: of a ConfigError, that it is skipped.
+
+    options: what to leave off if it fails, see `failed`.
+    """
+    try:
+        yield judge(*arguments)
+    except ConfigError as error:
+        yield skipped(check, part, str(error))
+    except Exception as error:  # a report of what fails has no use for a check that ends it
+        yield failed(check, part, in_a_line(error), options)
+
+
+def in_a_line(error: BaseException) -> str:
+    """An error as a line of a table: its type and the beginning of its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]

@@ -1,0 +1,151 @@
+"""The options of a step on a GPU that it can do without: what to leave off if one of them fails, in one table.
+
+`surojax doctor` checks each, an error of a step on a GPU names those that are likely at fault, and `train --safe`
+leaves off all that need no other memory. None of them has run on a GPU yet.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from surojax.cluster.watch import OF_A_PEER
+from surojax.config.fields import DEFAULTS, Config
+from surojax.errors import CheckpointError, ConfigError, StepError
+from surojax.numerics.recipes import BLOCK_SCALED
+from surojax.planner.changes import changed, differing, flags
+
+DOCTORS_REPORT = Path("~/.cache/surojax/doctor.json")  # of the newest `surojax doctor` of this user
+OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
+
+
+class Option(NamedTuple):
+    """An option of a step, and how to go without.
+
+    name: as the checks of doctor call it. does: what it is, in words. without: {field of the config: value}. pattern:
+    what an error of it has in its message. in_safe: whether `train --safe` leaves it off. used: whether a config uses
+    it, besides having other values than `without`.
+    """
+
+    name: str
+    does: str
+    without: dict[str, Any]
+    pattern: str
+    in_safe: bool = True
+    used: Callable[[Config], bool] = lambda c: True
+
+    @property
+    def flags(self) -> str:
+        """The fields of `without` as flags."""
+        return flags(self.without)
+
+    def in_use(self, c: Config) -> bool:
+        """True if a step of this config on a GPU uses the option."""
+        return bool(differing(c, self.without)) and self.used(c)
+
+
+def _offload(name: str, does: str) -> Option:
+    return Option(name, does, {name: DEFAULTS[name]}, r"host.?memory|host.?offload|pinned|memory.?space|MoveTo", False)
+
+
+# In the order of suspicion, if a message names none of them.
+OPTIONS: tuple[Option, ...] = (
+    Option("attention", "flash attention", {"attention": "xla"}, r"cudnn|flash|fmha|attention"),
+    Option("kernels", "our Pallas kernels", {"kernels": "xla"}, r"mosaic|pallas"),
+    Option(
+        "block_scaled_products",
+        "products of block-scaled numbers",
+        {"block_scaled_products": "emulated"},
+        r"block.?scaled|scaled.?dot",
+        used=lambda c: c.recipe in BLOCK_SCALED,
+    ),
+    Option(
+        "copy_engines",
+        "collectives by copy engines",
+        {"memcpy_all_gather": False, "memcpy_send_recv": False},
+        r"symmetric|put.?signal|memcpy.?local|p2p",
+    ),
+    Option(
+        "xla_options",
+        "XLA's options that overlap copies with products",
+        {"xla_options": "default"},
+        r"xla_gpu_|compile.?option|latency.?hiding|pgle|profile|scheduler",
+    ),
+    _offload("offload_residual", "residuals in host memory"),
+    _offload("offload_optimizer", "optimizer state in host memory or files"),
+    _offload("offload_master", "master weights in host memory or files"),
+    _offload("offload_grads", "gradients in host memory"),
+    _offload("offload_weights", "weights in host memory"),
+    _offload("overlap_update", "updates under the next forward pass"),
+)
+BY_NAME = {option.name: option for option in OPTIONS}
+
+
+def leave_off(names: Sequence[str]) -> str:
+    """The flags that go without these options, by their names; "" for none."""
+    return " ".join(dict.fromkeys(" ".join(BY_NAME[name].flags for name in names).split()))
+
+
+def safe(c: Config) -> tuple[Config, str]:
+    """Returns (the config without the options of `train --safe`, the flags that say what was changed)."""
+    options = [option for option in OPTIONS if option.in_safe and option.in_use(c)]
+    changes = {field: value for option in options for field, value in differing(c, option.without).items()}
+    return changed(c, changes), flags(changes)
+
+
+def advice(c: Config, message: str) -> str:
+    """What to do about an error of a step on a GPU: the option likely at fault, and how to go without.
+
+    message: of the error. An option that the message names is more likely at fault than one that is only in use.
+    """
+    if OUT_OF_MEMORY.search(message):
+        return (
+            "out of memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment gives JAX more of a GPU, "
+            "`surojax fit` finds settings that fit"
+        )
+    in_use = [option for option in OPTIONS if option.in_use(c)]
+    named = [option for option in in_use if re.search(option.pattern, message, re.IGNORECASE)]
+    if not in_use:
+        return "none of the options that can be left off is in use: please report it with what `surojax doctor` writes"
+    likely, *others = named or [option for option in in_use if option.in_safe] or in_use
+    why = "which the message names" if named else "which may be at fault"
+    line = f"most likely {likely.does}, {why}: go on without it by {likely.flags}"
+    if others:
+        line += f"; then without {', '.join(option.flags for option in others)}"
+    return f"{line}; --safe leaves off all such options but offloads, `surojax doctor` checks each"
+
+
+@contextlib.contextmanager
+def advised(c: Config, platform: str, *, compiles: bool = False) -> Iterator[None]:
+    """Adds `advice` to an error within a `with` statement: StepError for one of XLA on a GPU.
+
+    compiles: other errors are the compiler's too, and get the advice as a note. Errors that another process caused are
+    left as they are.
+    """
+    try:
+        yield
+    except (ConfigError, CheckpointError, StepError, OSError):
+        raise
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        if platform != "gpu" or (jax.process_count() > 1 and OF_A_PEER.search(message)):
+            raise
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            raise StepError(f"{message}; {advice(c, message)}") from error
+        if compiles:
+            error.add_note(advice(c, message))
+        raise
+
+
+def mention_of_doctor(platform: str) -> str:
+    """A line about `surojax doctor` for the first runs on a GPU, until it has been run; else ""."""
+    try:
+        known = DOCTORS_REPORT.expanduser().exists()
+    except RuntimeError:  # no home folder
+        known = True
+    if platform != "gpu" or known:
+        return ""
+    return "note: `surojax doctor` checks in minutes what this GPU does: kernels, offloads, link, predicted time"

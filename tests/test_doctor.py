@@ -1,0 +1,367 @@
+"""`surojax doctor`: every check ends with a verdict, and what fails names the settings to leave off."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import bench, shapes
+from surojax import doctor
+from surojax.config import checks as config_checks
+from surojax.config.fields import FIELDS, default_config
+from surojax.diagnosis import checks, machine, steps
+from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, failed, ok, skipped
+from surojax.errors import ConfigError, Refused, StepError
+from surojax.planner import seen
+from surojax.planner.gpus import GPUS
+from surojax.training import safe as options
+from surojax.verification import rows as verifier
+from surojax.verification.bounds import Bound
+from surojax.verification.settings import OFFLOADS, SETTINGS
+
+PAGE = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text()
+ASKED = Asked("", "")
+GPU = GPUS["h100"]
+SMALL = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+# -- The table of options ---------------------------------------------------------------------------------------------
+
+
+def test_what_to_leave_off_are_fields_with_values_that_they_may_have():
+    """And the page lists them in the same order."""
+    for option in options.OPTIONS:
+        for name, value in option.without.items():
+            FIELDS[name].check_type(value)
+            FIELDS[name].check(value)
+    rows = re.findall(r"^\| (.+) \| `(--config.+)` \| (yes|no) \|$", PAGE, re.MULTILINE)
+    assert rows == [(x.does, x.flags, "yes" if x.in_safe else "no") for x in options.OPTIONS]
+
+
+@pytest.mark.parametrize(
+    "changes, message, begins",
+    [
+        (
+            {},
+            "INTERNAL: something",
+            "most likely flash attention, which may be at fault: go on without it by --config.a",
+        ),
+        ({}, "no cuDNN plan", "most likely flash attention, which the message names: go on without it by --config.att"),
+        (
+            {"kernels": "mosaic"},
+            "failed to load Mosaic GPU module",
+            "most likely our Pallas kernels, which the message",
+        ),
+        ({}, "Unknown option xla_gpu_x", "most likely XLA's options that overlap copies with products, which the mess"),
+        ({"offload_grads": True}, "cannot allocate pinned host memory", "most likely gradients in host memory, which"),
+        ({}, "Unsupported: mosaic", "most likely flash attention, which may be at fault"),  # not in use: not blamed
+        ({}, "RESOURCE_EXHAUSTED: 3 GiB", "out of memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
+        (
+            {"attention": "xla", "xla_options": "default"},
+            "mosaic",
+            "none of the options that can be left off is in use",
+        ),
+    ],
+)
+def test_an_error_names_the_option_in_use_that_is_likely_at_fault(changes, message, begins):
+    c = default_config()
+    c.update(changes)
+    assert options.advice(c, message).startswith(begins)
+
+
+def test_only_errors_of_xla_on_a_gpu_end_with_that_line():
+    """What the compiler raises besides gets it as a note; a CPU's errors and those that say what to do stay."""
+    c, error = default_config(), jax.errors.JaxRuntimeError("INTERNAL: no cuDNN\nplan")
+    for compiles in (False, True):
+        line = "no cuDNN plan; most likely flash attention"
+        with pytest.raises(StepError, match=line), options.advised(c, "gpu", compiles=compiles):
+            raise error
+    for platform, raised in (("cpu", error), ("gpu", ConfigError("a: b")), ("gpu", KeyError("a callback's"))):
+        with pytest.raises(type(raised)) as ended, options.advised(c, platform):
+            raise raised
+        assert ended.value is raised and not getattr(raised, "__notes__", ())
+    with pytest.raises(NotImplementedError) as ended, options.advised(c, "gpu", compiles=True):
+        raise NotImplementedError("pallas")
+    assert ended.value.__notes__[0].startswith("most likely flash attention")
+
+
+def test_safe_changes_the_config_that_is_trained_and_written(monkeypatch, capsys):
+    """To settings that go together, for every recipe; a config that uses none of them is trained as it is."""
+    for recipe in FIELDS["recipe"].choices:
+        c = default_config()
+        c.update({"recipe": recipe, "kernels": "auto", "memcpy_send_recv": True})
+        changed, said = options.safe(c)
+        assert not [x.name for x in options.OPTIONS if x.in_safe and x.in_use(changed)]
+        assert "--config.kernels=xla" in said and ("emulated" in said) == (recipe in ("mxfp8", "nvfp4"))
+        assert options.safe(changed)[1] == "" and c.kernels == "auto"
+    trained = []
+
+    def stop(c, **_):
+        config_checks.check(c)
+        trained.append(c)
+        raise StepError("no more")
+
+    train = importlib.import_module("surojax.train")  # surojax.train is the function
+    monkeypatch.setattr(train, "train", stop)
+    with pytest.raises(SystemExit, match=r"^surojax\.train: error: no more$"):
+        train.main(["--config", "tiny", "--safe", "--config.attention=xla"])
+    assert "--safe: --config.xla_options=default\n" in capsys.readouterr().out
+    assert (trained[0].attention, trained[0].xla_options) == ("xla", "default")
+
+
+def test_train_ends_so_and_mentions_doctor(monkeypatch, tmp_path, capsys):
+    """In place of a GPU: a step that cannot be compiled, of which the platform is said to be one."""
+    train = importlib.import_module("surojax.train")
+
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: latency hiding")
+
+    monkeypatch.setattr(train, "compile_programs", fails)
+    monkeypatch.setattr(train, "advised", lambda c, platform, **how: options.advised(c, "gpu", **how))
+    monkeypatch.setattr(train, "mention_of_doctor", lambda platform: f"doctor on a {platform}")
+    c = default_config()
+    c.model.update(SMALL)
+    c.update({"gpus": 1, "sequence_len": 16, "max_steps": 1, "output_dir": str(tmp_path)})
+    with pytest.raises(StepError, match="latency hiding; most likely XLA's options"):
+        train.train(c, data=[f"text {i} of a few words" for i in range(200)])
+    assert "doctor on a cpu\n" in capsys.readouterr().out
+
+
+def test_the_first_runs_on_a_gpu_mention_doctor(tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "DOCTORS_REPORT", tmp_path / "doctor.json")
+    assert "`surojax doctor` checks" in options.mention_of_doctor("gpu") and not options.mention_of_doctor("cpu")
+    (tmp_path / "doctor.json").touch()
+    assert not options.mention_of_doctor("gpu")
+
+
+# -- Verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_check_that_raises_is_a_verdict_and_the_report_goes_on(monkeypatch, tmp_path, capsys):
+    """Also one that never ends. The exit code is 1, and what failed names what to leave off."""
+
+    def stops(asked):
+        yield ok("disk", ".", "fine")
+        raise ZeroDivisionError("by | zero")
+
+    monkeypatch.setitem(checks.CHECKS, "disk", checks.Check(stops, 9, ("offload_master",)))
+    monkeypatch.setitem(checks.CHECKS, "kernels", checks.CHECKS["kernels"]._replace(seconds=0.01))
+    in_process = checks.in_process
+    here = lambda name, asked: checks.judged(name, asked) if name == "disk" else in_process(name, asked)
+    monkeypatch.setattr(doctor, "in_process", here)
+    monkeypatch.setattr(doctor, "DOCTORS_REPORT", tmp_path / "cache" / "doctor.json")
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--only", "kernels,disk", "--output", str(tmp_path / "a.md"), "--json", str(tmp_path / "a.json")])
+    assert ended.value.code == 1
+    out = capsys.readouterr().out
+    assert "1 ok, 2 failed, 0 skipped" in out and "ZeroDivisionError: by | zero" in out
+    assert "leave off: --config.offload_master=False --config.kernels=xla" in out
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert json.loads((tmp_path / "cache" / "doctor.json").read_text()) == report
+    assert [(x["check"], x["part"], x["status"]) for x in report["verdicts"]] == [
+        ("disk", ".", OK), ("disk", "all", FAILED), ("kernels", "its process", FAILED)
+    ]  # fmt: skip
+    assert report["verdicts"][-1]["said"].startswith("no end within 0.01 s")
+    rows = [line for line in (tmp_path / "a.md").read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) == 4 and all(len(re.split(r"(?<!\\)\|", row)) == 7 for row in rows)
+
+
+def test_without_devices_nothing_else_is_tried(monkeypatch):
+    monkeypatch.setattr(doctor, "in_process", lambda name, asked: iter([failed(name, "devices", "no driver")]))
+    found = list(doctor.examine(["installation", "step"], ASKED))
+    assert [verdict.status for verdict in found] == [FAILED, SKIPPED]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--only", "kernel"], r"--only: expected names of installation, .*, got 'kernel'"),
+        (["--output", "/nowhere/doctor.md"], "--output: expected a file that can be written"),
+        (["--nvme-path", "/nowhere"], "--nvme-path: expected a folder, got '/nowhere'; create it, or choose another"),
+        (["now"], "unrecognized arguments: now"),
+    ],
+)
+def test_a_command_line_that_is_refused(words, said):
+    with pytest.raises(Refused, match=said):
+        doctor.main(words)
+
+
+def test_a_process_that_crashes_is_a_verdict_after_those_that_it_wrote(monkeypatch, tmp_path):
+    """In place of Python, a program that gets what the process would get: -c CODE NAME VERDICTS ASKED."""
+    program = tmp_path / "python"
+    program.write_text("""#!/bin/sh
+echo '["step", "plain", "ok", "fine", ""]' >> "$4"; echo "last words"; kill -SEGV $$
+""")
+    program.chmod(0o755)
+    monkeypatch.setattr(checks.sys, "executable", str(program))
+    first, crash = checks.in_process("step", ASKED)
+    assert first == ok("step", "plain", "fine")
+    assert (crash.part, crash.said) == ("its process", "ended by SIGSEGV; last: last words")
+    assert crash.without.startswith("--config.attention=xla --config.kernels=xla")
+    assert [checks.how_it_ended(code) for code in (0, 1)] == ["", "exit code 1"]
+
+
+def test_what_a_step_turns_on_are_options_that_can_be_left_off():
+    for _, row, changes in steps.TURNED_ON:
+        assert row in {setting.name for setting in SETTINGS}
+        for name, value in changes.items():
+            FIELDS[name].check(value)
+            assert options.BY_NAME[name].without.keys() == {name} and options.BY_NAME[name].without[name] != value
+
+
+# -- What fails -------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_apart_from_its_reference_names_the_kernels(monkeypatch):
+    """In place of kernels: what returns its arguments, exactly, with rounding, or further apart than that."""
+    small = shapes.Sizes(64, 64, 2, 1, 32, 64)
+    numbers = lambda case, seed: [np.linspace(-1, 1, 64, dtype=a.dtype) for a in case.args[:1]]
+    monkeypatch.setattr(bench, "arrays", numbers)
+
+    def off_by(more: float):
+        return lambda case, how: lambda x: x + np.asarray(more * (how == "mosaic"), x.dtype)
+
+    for more, status in ((0, OK), (2**-8, OK), (2**-5, FAILED), (np.nan, FAILED)):
+        monkeypatch.setattr(bench, "compiled", off_by(more))
+        verdict = steps.kernel("rope", sizes=small)
+        assert (verdict.status, verdict.without) == (status, "--config.kernels=xla" * (status == FAILED))
+    monkeypatch.setattr(bench, "compiled", off_by(2**-5))
+    assert "rope.forward: 3.15e-02 apart, where 7.81e-03 is rounding (bfloat16); rope" in steps.kernel("rope").said
+
+
+def test_a_row_of_offloads_that_fails_names_its_fields(monkeypatch):
+    """And each of the rows is about fields that can be left off."""
+    table = {setting.name: setting for setting in SETTINGS}
+    for name in steps.ROWS_OF_OFFLOADS:
+        row = verifier.Row(table[name], "FAIL", 0.5, 0.1, Bound(0, 0, ""), "loss too far", 1.0)
+        monkeypatch.setattr(verifier, "judged", lambda curves, setting, row=row: row)
+        verdict = steps.claim("offloads", None, table[name])
+        assert verdict.status == FAILED and "loss 5.0e-01" in verdict.said and "loss too far" in verdict.said
+        turned_off = set(re.findall(r"--config\.(\w+)=False", verdict.without))
+        assert turned_off == table[name].changes.keys() - {"resident_layers"}
+    assert steps.options_of(table["memcpy_send_recv@4"]) == ("copy_engines",)
+
+
+def test_transfers_by_kernels_and_none_at_all_fail():
+    count = lambda engines, kernels: {"copy_engine": engines, "kernel": kernels}
+    judged = [steps.on_transfers("a", count(*n), ("xla_options",)) for n in ((3, 0), (3, 1), (0, 0))]
+    assert [verdict.status for verdict in judged] == [OK, FAILED, FAILED]
+    assert judged[1].without == "--config.xla_options=default" and judged[1].said == "3 by copy engines, 1 by kernels"
+
+
+def test_rates_stand_beside_those_of_the_planner_and_are_written_for_it(monkeypatch, tmp_path):
+    """Measured with small arrays on this CPU, as on a GPU; below the slow end of what is assumed they fail."""
+    monkeypatch.setattr(bench, "TURN_SECONDS", 1e-3)
+    monkeypatch.setattr(bench, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(machine, "COPIED_BYTES", 2**12)
+    monkeypatch.setattr(machine, "PRODUCT", 64)
+    measured = {}
+    link = machine.host_link(jax.devices()[0], GPU, measured)
+    memory = machine.device_memory(GPU, measured)
+    products = machine.matrix_products(GPU, measured)
+    assert (link.status, memory.status, products.status) == (FAILED, FAILED, FAILED)
+    assert link.without == " ".join(f"--config.{name}=False" for name in OFFLOADS)
+    assert "the planner assumes 0.85 (0.62 to 0.94, measured by others): slower than that" in link.said
+    assert measured.keys() == {"host", "memory", "products"} and all(value > 0 for value in measured.values())
+    assert machine.beside("link", GPU, "host", 50e9, GPU.pcie_bandwidth, "50 GB/s", measured).status == OK
+
+    file = str(tmp_path / "rates.json")
+    assert file in seen.record_rate(file, GPU.name, "host", measured["host"])
+    assert seen.corrected(GPU, file).rates.host == pytest.approx(50e9 / GPU.pcie_bandwidth, abs=1e-4)
+    for bad in (0.0, 11.0, float("nan")):
+        assert seen.record_rate(file, GPU.name, "host", bad) == "" == seen.record_rate("", GPU.name, "host", 0.5)
+
+
+def test_a_slow_disk_fails_if_it_was_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "DISK_BYTES", 2**16)
+    judged = lambda path: next(iter(machine.disk(Asked(path, ""))))
+    assert min(machine.disk_rates(tmp_path, 2**16)) > 0 and not list(tmp_path.iterdir())
+    monkeypatch.setattr(machine, "disk_rates", lambda folder, size: (1e7, 1e9))
+    assert judged("").status == OK
+    assert judged(str(tmp_path)).without == "--config.offload_optimizer=False --config.offload_master=False"
+
+
+def test_what_only_a_gpu_gets_is_asked_of_it(monkeypatch, tmp_path):
+    """Of a stand-in that has a GPU's names, and nothing that runs: what would, is replaced."""
+    facts = {"platform": "gpu", "device_kind": GPU.name, "compute_capability": "9.0"}
+    device = type("Device", (), facts | {"memory_stats": lambda self: {"bytes_limit": 60 * 2**30}})()
+    for module in (machine, steps):
+        monkeypatch.setattr(module, "find_devices", lambda n: [device])
+    _, devices, planner = machine.installation(ASKED)
+    assert f"1 x {GPU.name}, of whose memory JAX has 60.0 GiB" in devices.said and planner.status == OK
+    device.device_kind = "NVIDIA Unheard"
+    assert machine.known_to_planner(device).status == FAILED and "no rates" in next(machine.rates(ASKED)).said
+    device.device_kind = GPU.name
+
+    monkeypatch.setattr(machine, "size_per_s", lambda device, to, size: 40e9)
+    monkeypatch.setattr(machine, "product_seconds", lambda n: 2 * n**3 / 600e12)
+    monkeypatch.setattr(bench, "copier", lambda: None)
+    monkeypatch.setattr(bench, "times", lambda callers, turns: {"copy": 2 * bench.COPY_BYTES / 3e12})
+    file = str(tmp_path / "rates.json")
+    link, memory, products, *written = machine.rates(Asked("", file))
+    assert [v.status for v in (link, memory, products)] == [OK] * 3, (link, memory, products)
+    assert [v.part for v in written] == [f"{name} for the planner" for name in ("host", "memory", "products")]
+    corrected = seen.corrected(GPU, file).rates
+    assert corrected.memory == pytest.approx(3e12 / GPU.memory_bandwidth, abs=1e-4)
+    assert corrected.products == pytest.approx(600e12 / GPU.bf16_flops, rel=0.05)
+
+    monkeypatch.setattr(steps, "kernel", lambda op: ok("kernels", op, ""))
+    assert [verdict.part for verdict in steps.kernels(ASKED)] == list(bench.OPS)
+
+    def stepped(self, part, row, changes, options=()):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a\nb")
+
+    monkeypatch.setattr(steps.AgainstCpu, "verdict", stepped)
+    without, *turned_on = steps.step(ASKED)
+    assert (without.status, without.said, without.without) == (FAILED, "JaxRuntimeError: INTERNAL: a b", "")
+    flags = ["attention=xla", "attention=xla", "kernels=xla", "xla_options=default"]
+    assert [v.without for v in turned_on[:-1]] == [f"--config.{flag}" for flag in flags]
+    monkeypatch.setattr(steps, "copied_by", lambda curves, setting, options: ok("copies", setting.name, *options[-1:]))
+    assert [(v.part, v.said) for v in steps.copies(ASKED)] == [(name, "xla_options") for name in steps.COPYING]
+
+
+# -- All of it --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_step_apart_from_the_cpus_names_the_options_that_were_on():
+    """On another virtual device; then with attention scores that are a quarter of what they should be."""
+    device = jax.devices()[0]
+    against = steps.AgainstCpu(options.safe(steps.config(ASKED, device))[0], device)
+    assert against.verdict("plain", "plain", {}).status == OK
+    wrong = {"model": {"query_pre_attn_scalar": 16.0 * steps.SIZES["head_dim"]}}
+    verdict = against.verdict("attention", "plain", wrong, ("attention",))
+    assert (verdict.status, verdict.without) == (FAILED, "--config.attention=xla") and "too far" in verdict.said
+
+
+@pytest.mark.full
+def test_on_a_cpu_all_checks_end_and_say_what_was_not_checked(tmp_path, monkeypatch, capsys):
+    """Installation in a process of its own; the others here, with a few rows of offloads."""
+    in_process, rows = checks.in_process, ("offload_all", "offload_master=nvme")
+    here = lambda name, asked: (in_process if name == "installation" else checks.judged)(name, asked)
+    monkeypatch.setattr(doctor, "in_process", here)
+    monkeypatch.setattr(steps, "ROWS_OF_OFFLOADS", rows)
+    monkeypatch.setattr(doctor, "DOCTORS_REPORT", tmp_path / "doctor.json")
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--output", str(tmp_path / "doctor.md"), "--rates-file", str(tmp_path / "rates.json")])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0, out
+    verdicts = json.loads((tmp_path / "doctor.json").read_text())["verdicts"]
+    of = lambda name: {x["part"]: x["status"] for x in verdicts if x["check"] == name}
+    assert {x["check"] for x in verdicts} == checks.CHECKS.keys()
+    assert of("installation") == {"versions": OK, "devices": OK, "planner": SKIPPED}
+    assert of("offloads") == dict.fromkeys(rows, OK)
+    assert of("several")["zero_level=3@8"] == of("step")["without options"] == of("host_memory")["pinned"] == OK
+    assert {SKIPPED} == {status for name in ("kernels", "rates", "copies", "times") for status in of(name).values()}
+    assert "not checked: " in out and "our Pallas kernels are for NVIDIA GPUs from sm_80 on" in out
+    assert "measured" in next(x["said"] for x in verdicts if x["check"] == "times")
+    assert not (tmp_path / "rates.json").exists()
+
+
+def test_skipped_is_said():
+    assert "not checked: copies (no GPU)" in doctor.summary([skipped("copies", "all", "no GPU")])
