@@ -100,7 +100,7 @@ PLACED = {  # (model, devices, placement, whether blocks are computed again)
 
 
 OF_CONFIG = ("1", "4-zero2-saved", "2x4-zero3-saved")
-OF_OTHERS = ("qwen-8-zero3", "ministral-1-saved")
+OF_OTHERS = ("ministral-1-saved",)
 QUICK = [i for i, name in enumerate(PLACED) if name in (*OF_CONFIG, *OF_OTHERS)]
 
 

@@ -39,7 +39,7 @@ def test_a_name_is_found_in_the_cache(cache):
     c.model_path = "owner/tiny-llama"
     c = resolved(c)
     assert (c.model_path, c.model.vocab_size, c.tokenizer) == ("owner/tiny-llama", 96, str(folder))
-    _, weights, tokenizer, _ = generate.load_trained("owner/tiny-llama")
+    _, weights, tokenizer, *_ = generate.load_trained("owner/tiny-llama")
     expected = stored("llama")["model.layers.1.mlp.up_proj.weight"]
     assert (weights["blocks"]["mlp"]["w_up"][1] == expected).all() and tokenizer.vocab_size == 62
     assert Weights(folder).names == stored("llama").keys()

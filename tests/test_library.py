@@ -297,6 +297,7 @@ def smoothed(logits_NV, labels_N):
     return 0.9 * cross_entropy(logits_NV, labels_N) - 0.1 * jax.nn.log_softmax(logits_NV).mean(-1)
 
 
+@pytest.mark.full
 def test_a_loss_of_logits(tmp_path):
     """Cross-entropy as one is cross-entropy; another one trains and is evaluated."""
     plain = train(config(tmp_path), data=TEXTS)

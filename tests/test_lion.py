@@ -67,6 +67,7 @@ def test_offloading_changes_no_bit_of_shards(master):
 
 
 @needs(4)
+@pytest.mark.full
 def test_shards_have_the_losses_of_one_device():
     """1e-4: a gradient near zero whose sum is rounded to the other sign moves its weight the other way."""
     expected = Small(optimizer=lion.lion).train(BATCHES)

@@ -131,6 +131,7 @@ def test_it_goes_in_trains_and_comes_out(tmp_path):
     np.testing.assert_array_equal(found["decoder.layer.3.attention.q.norm.weight"], norm[3])
 
 
+@pytest.mark.full
 def test_its_adapters_have_its_names(tmp_path):
     folder_of_nova(tmp_path / "model")
     train(config_of_run(tmp_path, lora=True, lora_rank=2, model_dtype="float32"))

@@ -855,6 +855,7 @@ def test_what_would_fit_leaves_room_in_host_memory(monkeypatch):
     assert "--config.offload_master=nvme" in files and "--config.nvme_path=FOLDER" in files
 
 
+@pytest.mark.full
 def test_what_fits_leaves_the_driver_its_part(monkeypatch):
     """`train` has 95 % of a card at most: what needs all of it does not fit."""
     monkeypatch.setattr(aot, "available", lambda: False)

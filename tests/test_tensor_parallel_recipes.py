@@ -91,7 +91,7 @@ FP8 = [  # (model, recipe, devices of a group, placement)
 ]
 
 
-@pytest.mark.parametrize("config, recipe, tp_size, placed", quick_at(FP8, 0))
+@pytest.mark.parametrize("config, recipe, tp_size, placed", quick_at(FP8))
 def test_float8_equals_one_device(config, recipe, tp_size, placed):
     """In some of six batches no number lies at a border of float8, where the last bit of a sum decides. Then all
     gradients agree to 1e-5, and observed magnitudes to float32's rounding; their scales are equal."""
