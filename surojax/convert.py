@@ -21,7 +21,7 @@ from surojax.config import checks
 from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
 from surojax.data.modelfile import modelfile as modelfile_text
-from surojax.data.tokenizer import load_tokenizer
+from surojax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from surojax.data.tokenizer_files import read_folder
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, refusing, short_exit_codes
 from surojax.exchange import config_json, gguf, gguf_export, peft, small_files
@@ -203,7 +203,8 @@ def gguf_tokenizer_of(config: dict[str, Any], files: Files, path: str | Path) ->
     with tempfile.TemporaryDirectory() as folder:
         small_files.write_small_files(Path(folder), files | {CONFIG: encoded(config)})
         read = read_folder(Path(folder))
-        metadata = gguf_tokenizer.tokenizer_metadata(read, "tokenizer.json", config["vocab_size"])
+        tokenizer = HuggingFaceTokenizer(read, "tokenizer.json")
+        metadata = gguf_tokenizer.tokenizer_metadata(tokenizer, read, "tokenizer.json", config["vocab_size"])
         modelfile = modelfile_text(Path(path).name, load_tokenizer(folder))
     pad = config.get("pad_token_id")
     if isinstance(pad, int) and 0 <= pad < config["vocab_size"]:

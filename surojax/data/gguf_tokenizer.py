@@ -126,17 +126,16 @@ def _of_kind(kind: int, tokens: list[str], kinds: list[int]) -> list[str]:
 # -- The other way ----------------------------------------------------------------------------------------------------
 
 
-def tokenizer_metadata(files: TokenizerFiles, source: str, size: int) -> dict[str, Any]:
+def tokenizer_metadata(tokenizer: Any, files: TokenizerFiles, source: str, size: int) -> dict[str, Any]:
     """The metadata of a GGUF file that `read_gguf_tokenizer` reads as this tokenizer.
 
-    source: where it comes from, for messages. size: rows of the model's embedding, which has so many tokens in a file.
+    tokenizer: the `HuggingFaceTokenizer` of the files. source: where they come from, for messages. size: rows of the
+    model's embedding, which has so many tokens in a file.
+
     Raises ConfigError for a tokenizer that is not byte-level BPE, or that splits text by a rule without a name.
     """
     from tokenizers import Tokenizer as Library
 
-    from surojax.data.tokenizer import HuggingFaceTokenizer
-
-    tokenizer = HuggingFaceTokenizer(files, source)
     content = json.loads(Library.from_str(files.tokenizer).to_str())  # with every field of the library's version
     rule = _rule(content, source)
     added = {token["id"]: token for token in content["added_tokens"]}
