@@ -77,7 +77,7 @@ class WholeGradients:
         return ()
 
     def others_of_update(self) -> tuple:
-        """What is in memory during the update of a layer besides its arguments: nothing."""
+        """Nothing: gradients are arguments of the update, see `LayerGradients`."""
         return ()
 
     def _program(self):

@@ -16,7 +16,6 @@ Shape suffixes: A microbatches, B local batch, S sequence (or its part, see oute
 """
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,19 +23,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.manual_axes import varying_axes
 from surojax.memory.host import parts, put
-from surojax.memory.in_file import InFile, InFiles
+from surojax.memory.in_file import InFile
 from surojax.memory.layer_file import Store
 from surojax.models.model import Variant
 from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
-from surojax.placement.home import DEVICE, HOST, Home
+from surojax.placement.home import HOST, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import AXES, TOKENS
 from surojax.placement.param import OUTER
 from surojax.step.batch import Batch, recipe_inputs_of
+from surojax.step.between import OfDevices, Resting, in_round, in_rounds, of_round
 from surojax.step.by_host import by_host
 from surojax.step.engine import Gradients
 from surojax.step.gradients import Accumulators, Sums, add, finish, outer_sums
@@ -51,7 +50,7 @@ LAYERS_IN_FLIGHT = 3  # of a class in files, in host memory: one that is read, t
 
 
 class Sent(NamedTuple):
-    """What one program hands on to the next, besides activations or their gradients.
+    """Values that one program hands on to the next, besides activations or their gradients.
 
     l: number of the layer that the next program computes. auxiliary: sum of the blocks' auxiliary losses, None if no
     block has one. squares: of the gradients so far. observed: largest magnitudes so far, for delayed scales. finite:
@@ -76,75 +75,6 @@ class Files(NamedTuple):
 
 
 NO_FILES = Files()
-
-
-@dataclasses.dataclass(frozen=True)
-class Left:
-    """The type of a value that left a program. equal: the mesh axes over which it does not differ."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    equal: tuple[str, ...]
-
-
-class OfDevices:
-    """Values of which each device has its own, as results and arguments of programs: arrays `[devices, ...]`.
-
-    Inside `shard_map`, a type says over which mesh axes a value may differ. It is recorded where the value leaves a
-    program and restored where it enters one, so programs are traced in the order in which they run.
-    """
-
-    def __init__(self, mesh):
-        self.mesh = mesh
-        self.axes = tuple(axis for axis in AXES if mesh.shape.get(axis, 1) > 1)
-        self.number = math.prod(mesh.shape[axis] for axis in self.axes)
-        self._left: dict[str, Any] = {}
-
-    def leave(self, name: str, tree):
-        """Results of a program: these values, by a name under which other programs take them."""
-
-        def left(x) -> Left:
-            return Left(x.shape, x.dtype, tuple(sorted(frozenset(self.axes) - varying_axes(x))))
-
-        self._left[name] = jax.tree.map(left, tree)
-        return jax.tree.map(lambda x: varying(x, AXES)[None], tree)
-
-    def enter(self, name: str, tree):
-        """The inverse of `leave`."""
-        return jax.tree.map(lambda x, left: collectives.same(x[0], *left.equal), tree, self._left[name])
-
-    def any_of(self, home: Home = DEVICE) -> jax.ShapeDtypeStruct:
-        """In place of the plan of any such arrays in this memory: it has their sharding."""
-        sharding = jax.NamedSharding(self.mesh, jax.P(self.axes), memory_kind=home.memory_kind)
-        return jax.ShapeDtypeStruct((self.number,), jnp.float32, sharding=sharding)
-
-    def planned(self, name: str, home: Home = DEVICE):
-        """The plan of the results by this name, in this memory."""
-        sharding = self.any_of(home).sharding
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((self.number, *x.shape), x.dtype, sharding=sharding), self._left[name]
-        )
-
-
-class Resting:
-    """The arrays of each layer between two programs: in files, or where the program left them."""
-
-    def __init__(self, files: Any = None):
-        """files: a tree of `InFile`s; None: none are in files."""
-        self.in_files = files is not None
-        self.files = InFiles(files)
-        self.layers: dict[int, Any] = {}
-
-    def write(self, l: int, layer) -> None:
-        """Keeps the arrays of layer l. Raises NvmeError."""
-        if self.in_files:
-            self.files.write([l], jax.tree.leaves(layer))
-        else:
-            self.layers[l] = layer
-
-    def read(self, l: int):
-        """The arrays of layer l, once. Raises NvmeError."""
-        return self.files.joined((), self.files.read([l])) if self.in_files else self.layers.pop(l)
 
 
 class LayerGradients:
@@ -255,7 +185,7 @@ class LayerGradients:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), stacks)
 
     def others_of_update(self) -> list:
-        """What is in memory during the update of a layer besides its arguments: the other layers' gradients."""
+        """The gradients of other layers that are in memory while a layer is updated: planned arrays."""
         return [self.planned_grads()] * ((LAYERS_IN_FLIGHT if self.grads.in_files else len(self.kinds)) - 1)
 
     # -- Programs ----------------------------------------------------------------------------------------------------
@@ -434,22 +364,6 @@ class LayerGradients:
         new.head = rest[of_kinds]
         new.backward = dict(zip(self.backward, rest[of_kinds + 1 :], strict=True))
         return new
-
-
-def in_rounds(tree):
-    """Arrays of a layer as rounds `[1, ...]`, see `InFiles`."""
-    return jax.tree.map(lambda x: x[None], tree)
-
-
-def of_round(tree):
-    """The arrays of a layer in device memory, from rounds. XLA (0.12) reshapes nothing in host memory."""
-    return jax.tree.map(lambda x: x[0], put(tree, DEVICE))
-
-
-def in_round(planned: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The plan of an array as a round."""
-    spec = jax.P(None, *planned.sharding.spec)
-    return jax.ShapeDtypeStruct((1, *planned.shape), planned.dtype, sharding=planned.sharding.update(spec=spec))
 
 
 def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | None) -> Files:
