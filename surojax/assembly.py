@@ -211,8 +211,8 @@ def assemble(
         )
     if table.by_layer and jax.process_count() > 1:
         raise ConfigError(
-            "offload_grads, offload_residual: expected true or false with several processes, got 'nvme', which is not "
-            "built for them; set them to true"
+            "offload_weights, offload_grads, offload_residual: expected true or false with several processes, got "
+            "'nvme', which is not built for them; set them to true"
         )
     of_classes = layouts(model.params, table, mesh)
     engine = Engine(

@@ -149,7 +149,13 @@ def _has_rows(s: Settings) -> bool:
     return bool(s["datasets"] or s["validation_datasets"] or s["data"] not in ("", "stdlib"))
 
 
-IN_FILES = ("offload_optimizer", "offload_master", "offload_grads", "offload_residual")  # may be "nvme"
+IN_FILES = (  # may be "nvme"
+    "offload_optimizer",
+    "offload_master",
+    "offload_grads",
+    "offload_residual",
+    "offload_weights",
+)
 
 
 def _in_nvme(s: Settings) -> list[str]:
@@ -183,7 +189,8 @@ grads_in_files = is_one_of(
     "offload_grads", "nvme", instead="True or False", needs={"nvme_path": "folder", "zero_level": 2}
 )
 residuals_in_files = is_one_of("offload_residual", "nvme", instead="True or False", needs={"nvme_path": "folder"})
-by_layer = (grads_in_files, residuals_in_files)  # computed by programs of one layer
+weights_in_files = is_one_of("offload_weights", "nvme", instead="True or False", needs={"nvme_path": "folder"})
+by_layer = (grads_in_files, residuals_in_files, weights_in_files)  # computed by programs of one layer
 quantised_gathers = is_other_than("zero_quantized_weights", "none", "fp8", SHARDED)
 persistent = is_on("persistent_quants", **QUANTISED)
 recompute_parts = [is_on(name, recompute_block=False) for name in RECOMPUTE_PARTS]
@@ -376,6 +383,7 @@ TABLE: tuple[Refusal, ...] = (
     # Adapters
     *each(OF_ADAPTERS, no_lora, NOT_USED, "leave it out, or set lora=True"),
     Refusal(offload_master, lora, "whose base has no master weights, and the adapters' are small", OUT),
+    Refusal(weights_in_files, persistent, "which leaves only vectors to offload_weights", "set it to true or false"),
     Refusal(persistent, lora, "whose base is not updated, so that nothing is quantised again", OUT),
     Refusal(offload_quants, lora, "whose base is not quantised again", OUT),
     Refusal(is_set("optimizer", "normuon"), lora, "since adapters' state is small, and is updated by AdamW alone", OUT),

@@ -193,6 +193,8 @@ def train(
         finished = done.step == start.total_steps
         if finished and c.sample_tokens and jax.process_count() > 1:
             say("no text is sampled with several processes: python -m surojax.generate does it from the checkpoint")
+        elif finished and c.sample_tokens and run.engine.table.weights.home.in_file:
+            say("no text is sampled with weights in files: python -m surojax.generate does it from the checkpoint")
         elif finished and c.sample_tokens:
             say(sample(c, run, done.state.weights, start.tokenizer, start.found.held_out))
         say(f"{done.step - start.first_step} steps in {time.perf_counter() - started:.0f} s")

@@ -37,6 +37,10 @@ KERNEL = {"implementation": "mosaic", "interpret": jax.default_backend() == "cpu
 REFERENCE = {"implementation": "xla"}
 
 
+# The levels of the compiler that tests/conftest.py turns down, as users have them.
+AS_USERS_DO = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
 def quick_at(cases: Sequence, *positions: int) -> list:
     """The cases of a parametrised test: those at these positions for `pytest`, the others for `pytest --all` only.
 
@@ -183,8 +187,7 @@ class Small:
         Without LLVM's optimisations, what its fast instruction selection cannot translate is contracted and the rest is
         not, which differs from kernel to kernel, and from processor to processor.
         """
-        options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-        self.step = self.step.lower(self.plan, *self.put(batch)).compile(options)
+        self.step = self.step.lower(self.plan, *self.put(batch)).compile(AS_USERS_DO)
 
     def put(self, batch):
         """A batch `[A, B, S]` on the devices."""

@@ -7,21 +7,31 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small import CONFIG, Small, quick_at, tokens
+from small import AS_USERS_DO, CONFIG, Small, quick_at, tokens
 
 from surojax.errors import ConfigError
+from surojax.memory.in_file import InFile
 from surojax.memory.layer_file import NvmeError, Store
+from surojax.models.lora import TARGETS, Lora
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.optim import normuon as muon, optimizer as optim
 from surojax.placement.home import NVME
+from surojax.placement.layout import batch_sharding
 from surojax.planner import footprint
 from surojax.planner.traffic import Batch
 
 A, B, S = 3, 4, 16
 IN_MEMORY: dict[str, Any] = {"offload_weights": True, "offload_grads": True}
-STEP = {"offload_grads": "nvme", "offload_residual": "nvme"}
+RESIDUALS = {"offload_residual": "nvme"}
+STEP = {"offload_grads": "nvme"} | RESIDUALS
+WEIGHTS = {"offload_weights": "nvme"}
 STATE = {"offload_master": "nvme", "offload_optimizer": "nvme"}
+# Rows that the blocks of NF4 divide.
+WITH_ADAPTERS = dataclasses.replace(
+    CONFIG, hidden_size=64, intermediate_size=256, head_dim=32, lora=Lora(4, 8.0, tuple(TARGETS.values()))
+)
+FROZEN_BASE: dict[str, Any] = {"config": WITH_ADAPTERS, "offload_grads": False}
 
 
 def recipe(name: str) -> dict[str, Any]:
@@ -40,7 +50,12 @@ def trained(devices: int, **placed) -> tuple[list, list]:
     small.compile_as_users_do(of_steps[0])
     losses = small.train(of_steps)
     state = jax.tree.leaves((small.state.weights, small.state.history))
-    return losses, [np.asarray(x) for x in jax.device_get(state)]
+    return losses, [whole(x) for x in state]
+
+
+def whole(x: Any) -> np.ndarray:
+    """An array of a state, or the stack that a file has in its place."""
+    return np.stack([x.read(l) for l in range(x.shape[0])]) if isinstance(x, InFile) else np.asarray(x)
 
 
 def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None:
@@ -57,6 +72,14 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
         [
             (1, {}, STEP | STATE),
             (1, {}, {"offload_grads": "nvme"}),
+            (1, {}, WEIGHTS),
+            (1, {"resident_layers": 1}, WEIGHTS | STEP | STATE),
+            (4, {"zero_level": 3, "recompute_block": False}, WEIGHTS | STEP | STATE),
+            (4, {"zero_level": 1, "offload_grads": False}, WEIGHTS),
+            (4, {"zero_level": 3, "tp_size": 2}, WEIGHTS | STEP),
+            (1, FROZEN_BASE | {"qlora_bnb": True}, WEIGHTS | RESIDUALS),
+            (4, FROZEN_BASE | {"qlora_fp4": True, "zero_level": 3}, WEIGHTS),
+            (4, FROZEN_BASE | {"zero_level": 3, "tp_size": 2}, WEIGHTS | RESIDUALS),
             (1, {"offload_grads": False, "resident_layers": 1}, {"offload_residual": "nvme"}),
             (1, {"recompute_block": False}, STEP),
             (1, {"lmhead_chunks": 2, "z_loss": 1e-3, "locates_nonfinite": True}, STEP),
@@ -82,6 +105,30 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
 def test_what_a_layer_leaves_rests_in_files_and_changes_no_bit(tmp_path, devices, placed, in_files):
     """Three steps of three microbatches beside the step that is one program, with a group of all microbatches."""
     check_bits(tmp_path, devices, in_files, **placed)
+
+
+@pytest.mark.parametrize(
+    "devices, placed",
+    quick_at(
+        [
+            (1, {"resident_layers": 1}),
+            (1, recipe("fp8_hybrid") | {"packed": True}),
+            (4, {"zero_level": 3, "cp_size": 2}),
+            (4, {"tp_size": 2, "packed": True}),
+        ],
+        0,
+    ),
+)
+def test_evaluation_reads_weights_from_files(tmp_path, devices, placed):
+    """The loss of a batch beside that of weights in host memory: the same to the bit."""
+    batch = [x[0] for x in batches(placed.get("packed", False))[0]]
+    found = []
+    for in_files in ({"offload_weights": True}, WEIGHTS | {"nvme_path": str(tmp_path)}):
+        small = Small(devices, batch=(A, B, S), **(placed | in_files))
+        on_devices = jax.device_put(batch, batch_sharding(small.mesh, accumulated=False))
+        step = small.run.eval_step().lower(small.plan.weights, *on_devices).compile(AS_USERS_DO)
+        found.append(jax.device_get(step(small.drawn().weights, *on_devices)))
+    assert found[0] == found[1] and found[0][1] > 0
 
 
 def test_room_is_reserved_for_every_class(tmp_path):
@@ -119,5 +166,7 @@ def test_a_disk_that_fails_ends_the_step(tmp_path, monkeypatch):
 
 def test_several_processes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", functools.partial(int, 2))
-    with pytest.raises(ConfigError, match=r"offload_grads, offload_residual: .* several processes, got 'nvme'"):
+    with pytest.raises(
+        ConfigError, match=r"offload_weights, offload_grads, offload_residual: .* several processes, got 'nvme'"
+    ):
         Small(batch=(A, B, S), nvme_path=str(tmp_path), **STEP)

@@ -395,9 +395,9 @@ def test_the_settings_in_config_files_flags_and_checkpoints(tmp_path, capsys):
         with pytest.raises(ConfigError, match=f"offload_optimizer: expected true or false or 'nvme', got {wrong!r}"):
             checks.check(c)
     c = default_config()
-    c.offload_weights = True
+    c.offload_quants = True
     with pytest.raises(TypeError):
-        c.offload_weights = "nvme"
+        c.offload_quants = "nvme"
     assert "--config.offload_master=False\n        master weights" in flags.describe()
 
 

@@ -185,14 +185,14 @@ class InFile:
 class InFiles:
     """The leaves of a tree of stacks that are in files; the others are in memory.
 
-    store: what the files share; an empty one if no leaf is in a file.
+    stacks: these leaves. store: what the files share; an empty one if no leaf is in a file.
     """
 
     def __init__(self, tree: Any):
         leaves, self.structure = jax.tree.flatten(tree)
         self.are_in_file = [isinstance(x, InFile) for x in leaves]
-        self._stacks: list[InFile] = self.files(tree)
-        self.store = self._stacks[0].store if self._stacks else Store("", 0)
+        self.stacks: list[InFile] = self.files(tree)
+        self.store = self.stacks[0].store if self.stacks else Store("", 0)
 
     def files(self, tree: Any) -> list:
         """The leaves of a tree of this structure that belong to files."""
@@ -212,13 +212,13 @@ class InFiles:
 
     def layers_of_round(self, r: int) -> range:
         """The numbers of layer r of every stage that are in files."""
-        return range(r, self._stacks[0].shape[0], self._stacks[0].entries) if self._stacks else range(0)
+        return range(r, self.stacks[0].shape[0], self.stacks[0].entries) if self.stacks else range(0)
 
     def planned_round(self, home: Home) -> list[jax.ShapeDtypeStruct]:
         """A planned round of each stack, `[stages, ...]`, in this memory."""
         return [
             jax.ShapeDtypeStruct((file.stages, *file.shape[1:]), file.dtype, sharding=file.round_sharding(home))
-            for file in self._stacks
+            for file in self.stacks
         ]
 
     def read(self, layers: Iterable[int]) -> list[jax.Array]:
@@ -226,22 +226,22 @@ class InFiles:
 
         Stages of which there is none, or padding, have zeros.
         """
-        return [file.on_devices(file.read_own(layers), HOST) for file in self._stacks]
+        return [file.on_devices(file.read_own(layers), HOST) for file in self.stacks]
 
     def write(self, layers: Iterable[int], rounds: list[jax.Array]) -> None:
         """Writes these layers, at most one of each stage, from a round of each stack. Raises NvmeError."""
         own = [l for l in layers if l in self.store.records]
-        for file, x in zip(self._stacks, rounds, strict=True):
+        for file, x in zip(self.stacks, rounds, strict=True):
             for l, stored in zip(own, file.from_devices(x, own), strict=True):
                 file.write(l, stored)
 
     def on_every_stage(self, rounds: list[jax.Array]) -> list[jax.Array]:
         """The one layer of rounds that were read with one, on the devices of every stage. Inside `jit`."""
-        return [only_layer(x, file.layer_sharding(DEVICE)) for x, file in zip(rounds, self._stacks, strict=True)]
+        return [only_layer(x, file.layer_sharding(DEVICE)) for x, file in zip(rounds, self.stacks, strict=True)]
 
     def repeated(self, layer: list[jax.Array]) -> list[jax.Array]:
         """Rounds in which every stage has this layer. Inside `jit`."""
-        return [jnp.broadcast_to(x, (file.stages, *x.shape)) for x, file in zip(layer, self._stacks, strict=True)]
+        return [jnp.broadcast_to(x, (file.stages, *x.shape)) for x, file in zip(layer, self.stacks, strict=True)]
 
 
 def only_layer(layers: jax.Array, sharding: jax.NamedSharding) -> jax.Array:

@@ -69,15 +69,18 @@ def claim(store: Store) -> Iterator[str]:
 
 
 def describe(store: Store, rate: float) -> str:
-    """A line that says how long an update takes at `rate` bytes/s. Raises ConfigError if it is more than an hour."""
+    """A line that says how long a step reads and writes at `rate` bytes/s. Raises ConfigError if that is over an hour.
+
+    Each class is read and written once a step, but weights, which are read twice; those that are frozen are not written.
+    """
     seconds = 2 * store.bytes / rate
     text = f"nvme: {gib(store.bytes)} in {store.folder}, written at {rate / MiB:,.0f} MiB/s"
     if seconds > UNUSABLE_S:
         raise ConfigError(
-            f"nvme_path: expected a disk that is fast enough, got {rate / MiB:,.1f} MiB/s in {store.folder}, where an "
-            f"update reads and writes {gib(store.bytes)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
+            f"nvme_path: expected a disk that is fast enough, got {rate / MiB:,.1f} MiB/s in {store.folder}, where a "
+            f"step reads and writes {gib(store.bytes)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
         )
-    text += f": updates take {seconds:,.1f} s a step, unless the page cache holds it"
+    text += f": {seconds:,.1f} s of reads and writes a step, unless the page cache holds it"
     slow = rate < SLOW_MIB_S * MiB and seconds > 1
     return f"warning: slow disk, {text}; gradient_accumulation_steps makes them rarer" if slow else text
 

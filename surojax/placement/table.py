@@ -12,9 +12,10 @@
 
 * except the first `resident_layers`, which stay in device memory.
 
-`offload_master`, `offload_optimizer`, `offload_grads` and `offload_residual` can also be "nvme". Then what belongs to
-the blocks is stored in a file under `nvme_path` (memory/in_file.py). The state of the outer layers is as large as that
-of a few layers and is not read layer by layer; it is stored in pinned host memory, their gradients on the device.
+`offload_weights`, `offload_master`, `offload_optimizer`, `offload_grads` and `offload_residual` can also be "nvme".
+Then what belongs to the blocks is stored in a file under `nvme_path` (memory/in_file.py). The outer layers are as large
+as a few layers and are not read layer by layer: their state is stored in pinned host memory, their weights and
+gradients on the device.
 
 Quantised weights are all-gathered in 8 bits (quantize.py). They are used with `zero_quantized_weights`, and with the
 recipes fp8_*, also on one device. By default they are made from `weights` whenever a layer is fetched. With
@@ -92,8 +93,8 @@ class Placement:
 
     @property
     def by_layer(self) -> bool:
-        """True if what a layer leaves for later in a step is in files, so that programs of one layer compute it."""
-        return self.grads.home.in_file or self.residuals.home.in_file
+        """True if what programs of a step read or leave for later is in files, so that they compute one layer each."""
+        return any(row.home.in_file for row in (self.weights, self.grads, self.residuals))
 
     @property
     def streams_weights(self) -> bool:
@@ -121,8 +122,8 @@ class Storage:
     offload_master: bool | str = declare(False, words=("nvme",))
     # gradient accumulators of the blocks in host memory; several GPUs: needs shard_gradients; "nvme" = in a file
     offload_grads: bool | str = declare(False, words=("nvme",))
-    # block weights in host memory; two layers at a time are in device memory
-    offload_weights: bool = False
+    # block weights in host memory, "nvme" = in a file in nvme_path; two layers at a time are in device memory
+    offload_weights: bool | str = declare(False, words=("nvme",))
     # all-gather block matrices in 8 bits: none, fp8 or int8; needs zero_level=3
     zero_quantized_weights: str = declare("none", choices=WEIGHT_FORMATS)
     # store the 8-bit matrices in place of 16-bit ones; quantised once a step

@@ -28,10 +28,9 @@ from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.models.attention import attend, chosen
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
-from surojax.parallel.schedule import layers_of_stage
-from surojax.placement.home import DEVICE, HOST, NVME, Home
+from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import data_parallel, make_mesh, mesh_shape, pipeline_stages
+from surojax.placement.mesh import data_parallel, make_mesh, mesh_shape
 from surojax.planner import (
     aot,
     check_fit,
@@ -230,7 +229,8 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
 
     def most(name: str, home: Home) -> int:
         """The largest of the programs' bytes in a memory, each with the state that is no argument of the program."""
-        return max(getattr(x, name) + others(run, part, home) for (x, _), part in zip(done, parts, strict=True))
+        pairs = zip(done, parts, strict=True)
+        return max(getattr(x, name) + bytes_per_device(part.others, home) for (x, _), part in pairs)
 
     return _sizes(run, batch) | {
         "estimate": False,
@@ -305,12 +305,6 @@ def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> li
     if isinstance(train_step, OverlappedStep):
         return [Program(train_step.step, (train_step.pending, *arrays), 1)]
     return [Program(train_step, (run.plan, *arrays), 1)]
-
-
-def others(run: Assembly, program: Program, home: Home) -> int:
-    """Bytes per GPU that are in a memory while a program of a step runs, but are not its arguments or results."""
-    layer = bytes_per_device(run.plan, NVME) // layers_of_stage(run.model.num_layers, pipeline_stages(run.mesh))
-    return bytes_per_device(program.others, home) + (program.layers_read * layer if home == HOST else 0)
 
 
 def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import Part, joined, parts, put, read, write
+from surojax.memory.host import put, read, write
 from surojax.memory.in_file import InFiles
 from surojax.numerics.rounding import materialised
 from surojax.optim.optimizer import UpdateContext
@@ -22,12 +22,14 @@ from surojax.parallel import collectives
 from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.mesh import pipeline_stages
-from surojax.placement.param import OUTER
+from surojax.placement.param import OUTER, part_of, with_part
+from surojax.step.between import in_rounds
 from surojax.step.by_host import by_host
 from surojax.step.metrics import metrics_of
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.step_parts import Program, StepParts
 from surojax.step.update import as_trees
+from surojax.step.work_weights import WorkWeights
 
 
 class WholeGradients:
@@ -108,13 +110,15 @@ class FileStep:
 
     update_inputs: {"grads", "scalars", "l"}, the inputs that the update of each layer needs; l starts at 0.
 
-    updates: one program for each of `host.parts` of the work weights: (work weights, stacks, layer, gradients,
-    update_inputs) -> (work weights, stacks, layer, l + 1). It runs `Tensor.updated` on layer l of every stage. `stacks`
-    are the master weights and moments in memory, updated in place; `layer` are those of the round from the file, arrays
-    `[stages, ...]`, which are written back; gradients: those of the layer that are not in update_inputs.
+    updates: one program for each of the parts of the work weights that are trained (`WorkWeights`): (work weights,
+    stacks, layer, gradients, update_inputs) -> (work weights, stacks, (layer, work weights for files), l + 1). It runs
+    `Tensor.updated` on layer l of every stage. `stacks` are the master weights and moments in memory, updated in place,
+    as work weights in memory are; `layer` are those of the round from the file, arrays `[stages, ...]`, which are
+    written back; gradients: those of the layer that are not in update_inputs.
 
-    Host memory has four layers of the file (`by_host`). Layer 0 is prefetched while the gradients are computed. A
-    layer's copies to and from the device do not overlap with those of the next layer; disks are slower than these.
+    Host memory has four layers of the state from the file (`by_host`). Layer 0 is prefetched while the gradients are
+    computed. A layer's copies to and from the device do not overlap with those of the next layer; disks are slower than
+    these.
     """
 
     def __init__(self, step: StepParts, gradients: Any):
@@ -125,8 +129,11 @@ class FileStep:
         self.stages = pipeline_stages(step.mesh)
         self.rounds = layers_of_stage(model.num_layers, self.stages)
         (self.segment,) = model.segments  # `state_plan` refuses several
-        self.state = InFiles(tuple(self._section(plan)[1:]))  # of (master, moments)
-        self.updates: list[Any] = [self._update(part) for part in parts(self._section(plan).weights)]
+        weights, *state = self._section(plan)
+        self.state = InFiles(tuple(state))  # of (master, moments)
+        self.store = InFiles(plan).store
+        self.weights = WorkWeights(part_of(weights, self._section(plan).master), self.stages)
+        self.updates: list[Any] = [self._update(number) for number in range(len(self.weights.parts))]
 
     def _section(self, state: TrainState) -> TensorState:
         """The part of a state, or of a plan, that belongs to the layers."""
@@ -137,8 +144,7 @@ class FileStep:
         step = int(jax.device_get(state.step)) + 1
         old = self._section(state)
         stacks = self.state.in_memory((old.master, old.moments))
-        weights = [part.stack for part in parts(old.weights)]
-        part_of_round = [i for i, part in enumerate(parts(old.weights)) for _ in self._rounds(part)]
+        work = self.weights.in_memory(part_of(old.weights, old.master))
         on_virtual_devices = jax.default_backend() == "cpu" and self.step.mesh.size > 1
         gradients_are_there = threading.Event()
         results: Any = None
@@ -147,7 +153,7 @@ class FileStep:
             nonlocal results
             try:
                 results = self.gradients(section(state, OUTER), state.step, state.history, old.weights, *batch)
-                self.state.store.begin_update(step)
+                self.store.begin_update(step)
             finally:  # else the thread that waits to read them would never end
                 gradients_are_there.set()
 
@@ -158,41 +164,44 @@ class FileStep:
 
         def update(l: int, arrived):
             nonlocal stacks
-            i = part_of_round[l]
+            i = self.weights.part_of[l]
             *_, update_inputs = results
-            arguments = weights[i], stacks, *arrived, update_inputs
-            weights[i], stacks, layer, update_inputs["l"] = self.updates[i](*arguments)
+            arguments = work[i], stacks, *arrived, update_inputs
+            work[i], stacks, to_files, update_inputs["l"] = self.updates[i](*arguments)
             if on_virtual_devices:  # several programs with collectives in flight can block each other
-                jax.block_until_ready(weights[i])
-            return layer
+                jax.block_until_ready(update_inputs["l"])
+            return to_files
 
         by_host(range(self.rounds), read_layer, update, self._write, begin=begin)
-        self.state.store.end_update(step)
+        self.store.end_update(step)
         outer, steps_done, history, metrics, _ = results
         master, moments = self.state.joined(stacks, self.state.files((old.master, old.moments)))
-        sections = {self.segment.name: TensorState(joined(weights), master, moments), OUTER: outer}
+        weights = with_part(old.weights, self.weights.joined(work))
+        sections = {self.segment.name: TensorState(weights, master, moments), OUTER: outer}
         return from_sections(steps_done, sections, history), metrics
 
     def programs(self, *batch) -> list[Program]:
         """All programs of a step, with planned arrays as arguments."""
-        plan = self.plan
-        layers = self._section(plan)
-        in_memory = self.state.in_memory((layers.master, layers.moments))
-        gradients = self.gradients.programs(*self._arguments_of_gradients(batch))
-        found = [x._replace(others=(x.others, in_memory), layers_read=1) for x in gradients]
-        weight_parts = parts(layers.weights)
-        for update, part in zip(self.updates, weight_parts, strict=True):
-            others = [other.stack for other in weight_parts if other.start != part.start]
-            others += [section(plan, OUTER), plan.step, plan.history, self.gradients.others_of_update()]
-            found.append(Program(update, self._arguments(part), len(self._rounds(part)), others, layers_read=2))
+        early = self.state.planned_round(HOST)
+        found = [self._with_state(x, early) for x in self.gradients.programs(*self._arguments_of_gradients(batch))]
+        for number, update in enumerate(self.updates):
+            late = early, self.weights.files[number].planned_round(HOST)
+            others = early, late, self.gradients.others_of_update()
+            rounds = len(self.weights.layers[number])
+            found.append(self._with_state(Program(update, self._arguments(number), rounds), others))
         return found
+
+    def _with_state(self, program: Program, others: Any) -> Program:
+        """The program with these others, and with the planned state that is no argument of it."""
+        arguments = {id(x) for x in jax.tree.leaves(program.arguments)}
+        state = [x for x in jax.tree.leaves(self.plan) if id(x) not in arguments]
+        return program._replace(others=(program.others, others, state))
 
     def lower(self, plan: TrainState, *batch) -> "FileStep":
         """The step with all programs lowered. plan: the one that the step was made from."""
         assert jax.tree.structure(plan) == jax.tree.structure(self.plan), "a step is lowered for its own plan"
-        updates = zip(self.updates, parts(self._section(plan).weights), strict=True)
         gradients = self.gradients.lowered(*self._arguments_of_gradients(batch))
-        return self._with(gradients, [update.lower(*self._arguments(part)) for update, part in updates])
+        return self._with(gradients, [x.lower(*self._arguments(number)) for number, x in enumerate(self.updates)])
 
     def compile(self, compiler_options=None) -> "FileStep":
         """The lowered step, compiled."""
@@ -218,38 +227,38 @@ class FileStep:
         """Reads layer l of every stage from the file into pinned host memory."""
         return self.state.read(self.state.layers_of_round(l))
 
-    def _write(self, l: int, layer: list[jax.Array]) -> None:
-        """Writes layer l of every stage to the file."""
+    def _write(self, l: int, to_files: tuple[list[jax.Array], list[jax.Array]]) -> None:
+        """Writes layer l of every stage, and its work weights, to the file."""
+        layer, weights = to_files
         self.state.write(self.state.layers_of_round(l), layer)
+        self.weights.write(l, weights)
 
-    def _rounds(self, part: Part) -> range:
-        """The layers of each stage whose work weights are in this part."""
-        return range(part.start // self.stages, part.stop // self.stages)
-
-    def _update(self, part: Part):
+    def _update(self, number: int):
         """The jitted program of `updates` for the layers of this part of the work weights."""
 
-        def per_device(weights, stacks, layer, gradients, update_inputs):
+        def per_device(work, stacks, layer, gradients, update_inputs):
             l = update_inputs["l"]
             old = self.state.joined(read(stacks, l), [x[0] for x in put(layer, DEVICE)])
             # The barrier ends the reads before the writes begin, as in `update.sweep_part`.
             (master, moments), grads = materialised((old, self.gradients.of_layer(update_inputs, gradients, l)))
-            state = TensorState(weights, master, moments)
+            state = TensorState(self.weights.like(number, work), master, moments)
             done = []
             context = UpdateContext(update_inputs["scalars"], collectives.first_layer(self.rounds) + l)
             for tensor in self.step.update.tensors(self.segment.name, state, grads):
                 done.append(tensor.updated(tensor.state.master, tensor.state.moments, tensor.grad, context))
-            work, *new = materialised(tuple(as_trees(done, state)))
+            weights, *new = materialised(tuple(as_trees(done, state)))
             stacks = write(stacks, self.state.in_memory(tuple(new)), l)
-            layer = put([x[None] for x in self.state.files(tuple(new))], HOST)
-            return write(weights, work, l - part.start // self.stages), stacks, layer, l + 1
+            work, of_weights = self.weights.replaced(number, work, weights, l)
+            return work, stacks, put((in_rounds(self.state.files(tuple(new))), of_weights), HOST), l + 1
 
-        arguments = self._arguments(part)
-        results = (*arguments[:3], self.plan.step)
+        work, stacks, layer, *_ = arguments = self._arguments(number)
+        to_files = layer, self.weights.files[number].planned_round(HOST)
+        results = work, stacks, to_files, self.plan.step
         return self.step.program(per_device, arguments, results, batch=False, donated=(0, 1))
 
-    def _arguments(self, part: Part) -> tuple:
+    def _arguments(self, number: int) -> tuple:
         """The planned arguments of the update of this part: `jax.ShapeDtypeStruct`s."""
+        work, _ = self.weights.planned(number)
         stacks = self.state.in_memory(tuple(self._section(self.plan)[1:]))
         of_layer = self.state.planned_round(HOST), self.gradients.planned_grads()
-        return part.stack, stacks, *of_layer, self.gradients.update_inputs
+        return work, stacks, *of_layer, self.gradients.update_inputs

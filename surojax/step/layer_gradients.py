@@ -11,6 +11,7 @@ between the two they rest where the placement table says, in files too.
 
 It is the step of engine.py with all microbatches in one group, in the same order, and equal to it to the bit. Weights
 are fetched twice a step, and no accumulators are read. The activations of all microbatches are in device memory.
+Weights that rest in files come to the device a layer early; those in host memory are copied when their layer begins.
 
 Shape suffixes: A microbatches, B local batch, S sequence (or its part, see outer.py), D hidden size.
 """
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import parts, put
+from surojax.memory.host import put
 from surojax.memory.in_file import InFile
 from surojax.memory.layer_file import Store
 from surojax.models.model import Variant
@@ -43,8 +44,10 @@ from surojax.step.metrics import Finite, all_finite, and_activations, and_gradie
 from surojax.step.outer import OuterLayers
 from surojax.step.residuals import Residuals, recomputed
 from surojax.step.state import TensorState, section
+from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_parts import Program, StepParts
 from surojax.step.weights import Gather
+from surojax.step.work_weights import WorkWeights
 
 LAYERS_IN_FLIGHT = 3  # of a class in files, in host memory: one that is read, the one of the program, one written
 
@@ -89,10 +92,9 @@ class LayerGradients:
         self.saved_as: dict[Variant, Any] = {}  # structure of what a block saves
         self.grads, self.residuals = Resting(files.grads), Resting(files.residuals)
         self.of_devices = OfDevices(step.plan.step.sharding.mesh)
-        self.weights = parts(step.plan.weights[segment.name])
+        self.weights = WorkWeights(step.plan.weights[segment.name])
         # Layers of one part of the weights and of one variant have a program.
-        part_of = [i for i, part in enumerate(self.weights) for _ in range(part.start, part.stop)]
-        self.kinds = list(zip(part_of, segment.variants, strict=True))
+        self.kinds = list(zip(self.weights.part_of, segment.variants, strict=True))
         gradients = jax.tree.leaves(self.planned_grads())
         self.largest = max(math.prod(x.sharding.shard_shape(x.shape)) for x in gradients)
         self.update_inputs = {"grads": (), "scalars": step.planned_scalars(), "l": step.plan.step}
@@ -107,19 +109,21 @@ class LayerGradients:
 
         outer, step, history: donated. weights: of the segment. Raises NvmeError.
         """
-        stacks = [part.stack for part in parts(weights)]
+        stacks = self.weights.in_memory(weights)
         moving, sent = self.begin(outer.weights, step, history, *batch)
 
-        def forward(l: int, _):
+        def forward(l: int, w):
             nonlocal moving, sent
             kind = self.kinds[l]
-            moving, sent, saved = done(self.forward[kind](stacks[kind[0]], moving, sent, step, history, *batch))
+            arguments = (stacks[kind[0]], w), moving, sent, step, history, *batch
+            moving, sent, saved = done(self.forward[kind](*arguments))
             return saved
 
-        def backward(l: int, saved):
+        def backward(l: int, arrived):
             nonlocal moving, sent
             kind = self.kinds[l]
-            arguments = stacks[kind[0]], saved, moving, sent, step, history, *batch
+            w, saved = arrived
+            arguments = (stacks[kind[0]], w), saved, moving, sent, step, history, *batch
             moving, sent, grads = done(self.backward[kind](*arguments))
             return grads
 
@@ -129,9 +133,9 @@ class LayerGradients:
             return results
 
         layers = range(len(self.kinds))
-        by_host(layers, lambda l: None, forward, self.residuals.write)
+        by_host(layers, self.weights.read, forward, self.residuals.write)
         moving, sent, summed = done(self.head(outer.weights, moving, sent, *batch))
-        by_host(layers[::-1], self.residuals.read, backward, self.grads.write)
+        by_host(layers[::-1], lambda l: (self.weights.read(l), self.residuals.read(l)), backward, self.grads.write)
         return done(self.finish(outer, step, history, moving, sent, summed, *batch))
 
     def read(self, l: int):
@@ -147,7 +151,8 @@ class LayerGradients:
 
     def programs(self, outer: TensorState, step, history, weights, *batch) -> list[Program]:
         """The programs with planned arguments, in the order in which they first run. See `__call__`."""
-        stacks = [part.stack for part in parts(weights)]
+        work = [self.weights.planned(number) for number in range(len(self.weights.parts))]
+        arriving = max((self.weights.arriving(number) for number in range(len(work))), key=bytes_per_device)
         of_step = (step, history, *batch)
         grads = self.others_of_update()
         found = [Program(self.begin, (outer.weights, *of_step), 1)]
@@ -155,7 +160,7 @@ class LayerGradients:
         moving, sent = self.of_devices.planned("moving"), self.of_devices.planned("sent")
         forward, backward = [], []
         for kind in self.forward:
-            arguments = (stacks[kind[0]], moving, sent, *of_step)
+            arguments = (work[kind[0]], moving, sent, *of_step)
             jax.eval_shape(self.forward[kind], *arguments)
             forward.append(Program(self.forward[kind], arguments, self.kinds.count(kind)))
         saved = self.planned_saved()
@@ -163,10 +168,11 @@ class LayerGradients:
         head = Program(self.head, (outer.weights, moving, sent, *batch), 1, kept)
         jax.eval_shape(self.head, *head.arguments)
         summed = self.of_devices.planned("summed")
-        forward = [x._replace(others=kept[1:]) for x in forward]
+        forward = [x._replace(others=(kept[1:], arriving)) for x in forward]
         for kind in self.backward:
-            arguments = (stacks[kind[0]], saved, moving, sent, *of_step)
-            backward.append(Program(self.backward[kind], arguments, self.kinds.count(kind), (kept[1:], grads)))
+            arguments = (work[kind[0]], saved, moving, sent, *of_step)
+            others = kept[1:], grads, arriving
+            backward.append(Program(self.backward[kind], arguments, self.kinds.count(kind), others))
         end = Program(self.finish, (outer, step, history, moving, sent, summed, *batch), 1, grads)
         return [*found, *forward, head, *backward, end]
 
@@ -222,10 +228,10 @@ class LayerGradients:
         """The program of the forward pass of one layer."""
         block = self.segment.block_forward
 
-        def per_device(stack, moving, sent, step, history, *arrays):
+        def per_device(work, moving, sent, step, history, *arrays):
             batch, recipe_inputs, _ = self.batch(arrays, history, step)
             xs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
-            w = self.fetch(stack, part, variant, sent.l)
+            w = self.gather.of_layer(self.weights.layer(part, work, sent.l), variant)
 
             def microbatch(auxiliary, each):
                 a, x_BSD = each
@@ -243,13 +249,9 @@ class LayerGradients:
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
-        arguments = (self.weights[part].stack, any_of(), any_of(), plan.step, plan.history)
+        arguments = (self.weights.planned(part), any_of(), any_of(), plan.step, plan.history)
         results = (any_of(), any_of(), in_round(any_of(self.memory_of("residuals"))))
         return self.step.program(per_device, arguments, results, donated=(1, 2))
-
-    def fetch(self, stack, part: int, variant: Variant, l):
-        """The weights of layer l of the segment, as products read them."""
-        return self.gather.fetch(stack, l - self.weights[part].start, variant)
 
     def _head(self):
         def per_device(outer, moving, sent, *arrays):
@@ -280,11 +282,11 @@ class LayerGradients:
         """The program of the backward pass of one layer."""
         block = self.segment.block_backward
 
-        def per_device(stack, kept, moving, sent, step, history, *arrays):
+        def per_device(work, kept, moving, sent, step, history, *arrays):
             batch, recipe_inputs, _ = self.batch(arrays, history, step)
             dxs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
             saved = self.of_devices.enter("saved", of_round(kept))
-            w = self.fetch(stack, part, variant, sent.l)
+            w = self.gather.of_layer(self.weights.layer(part, work, sent.l), variant)
             accumulator = Sums(self.engine, self.segment)
             d_auxiliary = None
             if self.segment.has_auxiliary_loss:
@@ -310,7 +312,7 @@ class LayerGradients:
         plan = self.step.plan
         any_of = self.of_devices.any_of
         kept = in_round(any_of(self.memory_of("residuals")))
-        arguments = (self.weights[part].stack, kept, any_of(), any_of(), plan.step, plan.history)
+        arguments = (self.weights.planned(part), kept, any_of(), any_of(), plan.step, plan.history)
         return self.step.program(per_device, arguments, (any_of(), any_of(), self.planned_grads()), donated=(2, 3))
 
     def _finish(self):

@@ -108,8 +108,9 @@ def build_stacks(weights, others, layer: Callable, inputs: Callable[[int], Any])
     l, compiled once for each part of the work weights. inputs: a function l -> inputs, which a thread calls while the
     layer before is built. Raises what that raises, and NvmeError if a file cannot be written.
     """
-    in_files = InFiles(others)
-    stacks, built = allocated(([part.stack for part in parts(weights)], in_files.in_memory(others)))
+    in_files, of_parts = InFiles(others), [InFiles(part.stack) for part in parts(weights)]
+    in_memory = [files.in_memory(part.stack) for files, part in zip(of_parts, parts(weights), strict=True)]
+    stacks, built = allocated((in_memory, in_files.in_memory(others)))
     programs = [layer_program(part.stack, others, layer) for part in parts(weights)]
     order = entries(weights)
 
@@ -121,27 +122,34 @@ def build_stacks(weights, others, layer: Callable, inputs: Callable[[int], Any])
         return jax.block_until_ready((to_files, stacks[part], built))[0]
 
     def write_files(number: int, to_files) -> None:
-        in_files.write([order[number].l], to_files)
+        part, i, l = order[number]
+        of_weights, of_others = to_files
+        of_parts[part].write([i], of_weights)
+        in_files.write([l], of_others)
 
     by_host(range(len(order)), lambda number: inputs(order[number].l), compute, write_files)
-    return joined(stacks), in_files.joined(built, in_files.files(others))
+    rows = zip(of_parts, stacks, parts(weights), strict=True)
+    work = joined([files.joined(stack, files.files(part.stack)) for files, stack, part in rows])
+    return work, in_files.joined(built, in_files.files(others))
 
 
 def layer_program(stack, others, layer: Callable) -> Callable:
-    """A jitted (stack, built, inputs, i, l) -> (stack, built, rounds for files), which builds layer l.
+    """A jitted (stacks, built, inputs, i, l) -> (stacks, built, rounds for files), which builds layer l.
 
-    stack: a part of the work weights, of which entry i is replaced; planned here. others, layer: see `build_stacks`.
-    built: the other arrays that are in memory. Both are updated in place.
+    stack: the plan of a part of the work weights; stacks: those in memory, of which entry i is replaced. others, layer:
+    see `build_stacks`. built: the other arrays that are in memory. Both are updated in place. rounds for files: of the
+    work weights, and of the others.
     """
-    in_files = InFiles(others)
+    in_files, of_weights = InFiles(others), InFiles(stack)
     layer_plan = layer_of((stack, others))
 
-    def build(stack, built, inputs, i, l):
+    def build(stacks, built, inputs, i, l):
         work, other = cast(layer(inputs, l), layer_plan)
-        to_files = in_files.repeated(in_files.files(other))
-        return write(stack, work, i), write(built, in_files.in_memory(other), l), to_files
+        to_files = of_weights.repeated(of_weights.files(work)), in_files.repeated(in_files.files(other))
+        return write(stacks, of_weights.in_memory(work), i), write(built, in_files.in_memory(other), l), to_files
 
-    planned = (stack, in_files.in_memory(others), in_files.planned_round(DEVICE))
+    of_files = of_weights.planned_round(DEVICE), in_files.planned_round(DEVICE)
+    planned = (of_weights.in_memory(stack), in_files.in_memory(others), of_files)
     return jax.jit(build, donate_argnums=(0, 1), out_shardings=shardings(planned))
 
 

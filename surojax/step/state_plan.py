@@ -83,7 +83,7 @@ def check_files(table: Placement, model: Model) -> None:
     if table.in_files and len(model.segments) > 1:
         names = ", ".join(segment.name for segment in model.segments)
         raise ConfigError(
-            f"offload_optimizer, offload_master: expected true or false for a model of several segments of layers "
+            f"offload_optimizer, offload_master, offload_weights: expected true or false for a model of several segments of layers "
             f"({names}), got 'nvme', whose file has records of equal size; set them to true"
         )
 
@@ -106,10 +106,13 @@ class StatePlanner:
 
     def stack(self, layers: int, shape, dtype, layout: Layout):
         """A planned stack of this many layers, each of this shape and layout."""
-        spec = stacked(layout)
-        if layout.home.in_file:
-            return InFile(self.store, (layers, *shape), dtype, jax.NamedSharding(self.mesh, spec))
-        return self.array((layers, *shape), dtype, spec, layout.home)
+        return self.in_home((layers, *shape), dtype, stacked(layout), layout.home)
+
+    def in_home(self, shape, dtype, spec: jax.P, home: Home):
+        """A planned stack `[L, ...]` in this memory, or in the file."""
+        if home.in_file:
+            return InFile(self.store, shape, dtype, jax.NamedSharding(self.mesh, spec))
+        return self.array(shape, dtype, spec, home)
 
     def coded_stack(self, layers: int, param: Param, layout: Layout) -> base_formats.Coded:
         """A planned stack of this many layers of a matrix in the base's format."""
@@ -125,7 +128,7 @@ class StatePlanner:
             )
         return base_formats.map_arrays(
             base.planned(shape, divided),
-            lambda x: self.array(x.shape, x.dtype, spec, layout.home),
+            lambda x: self.in_home(x.shape, x.dtype, spec, layout.home),
             lambda x: self.array(x.shape, x.dtype, jax.P(*spec[:1]), DEVICE),
         )
 

@@ -21,16 +21,13 @@ class Program(NamedTuple):
     """One of the programs that make up a step.
 
     function: jitted. arguments: planned arrays. times: number of runs in a step. others: planned state that is in
-    memory while the program runs but is no argument of it. layers_read: number of layers from the file that are in host
-    memory while the program runs, in addition to arguments and results: a prefetched one, and during the update one
-    that is being written back.
+    memory while the program runs but is no argument or result of it, and layers on their way to and from files.
     """
 
     function: Any
     arguments: tuple
     times: int
     others: Any = ()
-    layers_read: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

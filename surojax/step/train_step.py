@@ -14,6 +14,7 @@ from surojax.placement.mesh import pipeline_stages
 from surojax.placement.table import Mesh
 from surojax.step import engine as whole_model, pipeline
 from surojax.step.file_step import FileStep, WholeGradients
+from surojax.step.layer_evaluation import LayerEvaluation
 from surojax.step.layer_gradients import NO_FILES, Files, LayerGradients
 from surojax.step.metrics import metrics_of
 from surojax.step.overlap import OverlappedStep, Pending
@@ -80,11 +81,14 @@ def up_to_date(step: Any, state: TrainState | Pending) -> TrainState:
     return step.finish(state) if isinstance(state, Pending) else state
 
 
-def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Callable:
+def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Any:
     """A jitted (weights, inputs `[B, S]`, labels) -> (summed loss in nats, number of labels).
 
-    A packed engine's step has one more argument: starts.
+    A packed engine's step has one more argument: starts. With weights in files the result is a `LayerEvaluation`, which
+    is called, lowered and compiled in the same way.
     """
+    if engine.table.weights.home.in_file:
+        return LayerEvaluation(engine, plan, mesh)
 
     def per_device(weights, *batch):
         return passes(mesh).evaluate(engine, weights, *batch)

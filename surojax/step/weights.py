@@ -40,7 +40,11 @@ class Gather(NamedTuple):
 
     def fetch(self, stack, l: jax.Array | int, variant: Variant):
         """The weights of layer l of a stack, as its products read them."""
-        return self.to_compute_with(self.all_gather(self.copy_in(stack, l, variant)))
+        return self.of_layer(read(stack, l), variant)
+
+    def of_layer(self, w, variant: Variant):
+        """A layer's weights as its products read them, from this device's shards as they rest."""
+        return self.to_compute_with(self.all_gather(self.to_gather(w, variant)))
 
     def copy_in(self, stack, l: jax.Array | int, variant: Variant):
         """This device's shards of layer l of a stack, in device memory, in the format of the all-gather."""

@@ -1,0 +1,106 @@
+"""The evaluation of a batch by programs of one layer, for weights that rest in files."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from surojax.models.model import Variant
+from surojax.parallel import collectives
+from surojax.placement.mesh import AXES
+from surojax.placement.param import OUTER
+from surojax.placement.table import Mesh
+from surojax.step.batch import Batch
+from surojax.step.between import OfDevices
+from surojax.step.by_host import by_host
+from surojax.step.outer import OuterLayers
+from surojax.step.spec import Engine
+from surojax.step.state import TrainState
+from surojax.step.step_parts import jitted
+from surojax.step.weights import Gather
+from surojax.step.work_weights import WorkWeights
+
+
+class LayerEvaluation:
+    """The step of `train_step.make_eval_step`; it is lowered, compiled and called in the same way.
+
+    begin: (outer weights, *batch) -> activations. layers: for each part of the weights and variant of a layer, (layer's
+    weights as `WorkWeights.planned`, number of the layer, activations, *batch) -> activations. end: (outer weights,
+    activations, *batch) -> (summed loss, number of its terms).
+    """
+
+    def __init__(self, engine: Engine, plan: TrainState, mesh: Mesh):
+        self.engine = engine
+        self.plan = plan
+        self.mesh = mesh
+        (self.segment,) = engine.model.segments  # `state_plan` refuses several
+        self.gather = Gather.of(engine, self.segment)
+        self.weights = WorkWeights(plan.weights[self.segment.name])
+        self.kinds = list(zip(self.weights.part_of, self.segment.variants, strict=True))
+        self.of_devices = OfDevices(plan.step.sharding.mesh)
+        self.begin: Any = self._begin()
+        self.layers: dict[Any, Any] = {kind: self._layer(*kind) for kind in self.kinds}
+        self.end: Any = self._end()
+
+    def __call__(self, weights, *batch):
+        """(summed loss in nats, number of labels). Raises NvmeError."""
+        stacks = self.weights.in_memory(weights[self.segment.name])
+        x = self.begin(weights[OUTER], *batch)
+
+        def layer(l: int, arrived) -> None:
+            nonlocal x
+            kind = self.kinds[l]
+            x = self.layers[kind]((stacks[kind[0]], arrived), l, x, *batch)
+            if jax.default_backend() == "cpu" and self.mesh.size > 1:
+                jax.block_until_ready(x)  # several programs with collectives in flight can block each other
+
+        by_host(range(len(self.kinds)), self.weights.read, layer)
+        return self.end(weights[OUTER], x, *batch)
+
+    def lower(self, weights, *batch) -> "LayerEvaluation":
+        """The evaluation with all programs lowered. weights: planned, those that it was made from."""
+        begin = self.begin.lower(weights[OUTER], *batch)
+        x = self.of_devices.planned("x")
+        each = {kind: f.lower(self.weights.planned(kind[0]), 0, x, *batch) for kind, f in self.layers.items()}
+        return self._with(begin, each, self.end.lower(weights[OUTER], x, *batch))
+
+    def compile(self, compiler_options=None) -> "LayerEvaluation":
+        """The lowered evaluation, compiled."""
+        each = {kind: f.compile(compiler_options) for kind, f in self.layers.items()}
+        return self._with(self.begin.compile(compiler_options), each, self.end.compile(compiler_options))
+
+    def _with(self, begin, layers: dict, end) -> "LayerEvaluation":
+        new = copy.copy(self)
+        new.begin, new.layers, new.end = begin, layers, end
+        return new
+
+    def _begin(self):
+        def per_device(outer, *batch_BS):
+            each = Batch.of(self.engine, batch_BS).on_device(lambda l: None)
+            return self.of_devices.leave("x", OuterLayers.of(self.engine, {OUTER: outer}).embed(each.inputs_BS))
+
+        return self._program(per_device, (self.plan.weights[OUTER],), self.of_devices.any_of())
+
+    def _layer(self, part: int, variant: Variant):
+        def per_device(work, l, x, *batch_BS):
+            each = Batch.of(self.engine, batch_BS).on_device(lambda l: None)
+            w = self.gather.of_layer(self.weights.layer(part, work, l), variant)
+            x_BSD = self.of_devices.enter("x", x)
+            return self.of_devices.leave("x", self.segment.block(w, x_BSD, None, variant, each.starts_BS)[0])
+
+        x = self.of_devices.any_of()
+        return self._program(per_device, (self.weights.planned(part), self.plan.step, x), x)
+
+    def _end(self):
+        def per_device(outer, x, *batch_BS):
+            batch = Batch.of(self.engine, batch_BS)
+            layers = OuterLayers.of(self.engine, {OUTER: outer})
+            total = layers.loss(self.of_devices.enter("x", x), batch.on_device(lambda l: None).targets)
+            return collectives.add_up(total, *AXES), batch.terms()
+
+        return self._program(per_device, (self.plan.weights[OUTER], self.of_devices.any_of()))
+
+    def _program(self, per_device: Callable, arguments: tuple, results: Any = None):
+        arrays = len(self.engine.batch_arrays)
+        return jitted(per_device, self.mesh, arguments, results, batch_arrays=arrays, accumulated=False)

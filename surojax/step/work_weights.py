@@ -1,0 +1,82 @@
+"""Work weights of a segment for programs that the host runs: stacks in memory, and layers that come from files.
+
+A stack in memory is an argument, whatever part of it a program uses. Of a stack in files a program gets one layer, as a
+round (`in_file.InFiles`). The update and the makers of states return it the same way.
+"""
+
+from typing import Any
+
+import jax
+
+from surojax.memory.host import Part, joined, parts, read, write
+from surojax.memory.in_file import InFiles
+from surojax.placement.home import DEVICE, HOST
+from surojax.step.between import in_rounds, of_round
+
+
+class WorkWeights:
+    """The parts of a segment's work weights (`host.parts`), planned or built.
+
+    parts: of the plan. layers: of each part, those of each stage of `pp`. part_of: number of the part of each of them.
+    Weights in files have one stage.
+    """
+
+    def __init__(self, weights: Any, stages: int = 1):
+        """weights: the segment's plan."""
+        self.parts: list[Part] = parts(weights)
+        self.files = [InFiles(part.stack) for part in self.parts]
+        self.layers = [range(part.start // stages, part.stop // stages) for part in self.parts]
+        self.part_of = [i for i, layers in enumerate(self.layers) for _ in layers]
+
+    @property
+    def in_files(self) -> bool:
+        """True if some are in files."""
+        return any(not files.store.is_empty for files in self.files)
+
+    # -- State ---------------------------------------------------------------------------------------------------------
+
+    def in_memory(self, weights: Any) -> list[list]:
+        """The stacks in memory of each part of weights."""
+        return [files.in_memory(part.stack) for files, part in zip(self.files, parts(weights), strict=True)]
+
+    def joined(self, in_memory: list[list]) -> Any:
+        """The weights with these stacks in memory."""
+        return joined([self.like(number, stacks) for number, stacks in enumerate(in_memory)])
+
+    def read(self, l: int) -> list[jax.Array]:
+        """Layer l from files, a round of each stack, on its way to device memory. Raises NvmeError."""
+        number = self.part_of[l]
+        rounds = self.files[number].read([l - self.layers[number].start])
+        return jax.device_put(rounds, [file.round_sharding(DEVICE) for file in self.files[number].stacks])
+
+    def write(self, l: int, rounds: list[jax.Array]) -> None:
+        """Writes what `replaced` has returned of layer l to files. Raises NvmeError."""
+        number = self.part_of[l]
+        self.files[number].write([l - self.layers[number].start], rounds)
+
+    # -- Programs ------------------------------------------------------------------------------------------------------
+
+    def planned(self, number: int) -> tuple[list, list[jax.ShapeDtypeStruct]]:
+        """The plan of a program's arguments for layers of a part: (stacks in memory, rounds)."""
+        files = self.files[number]
+        return files.in_memory(self.parts[number].stack), files.planned_round(DEVICE)
+
+    def arriving(self, number: int) -> list[jax.ShapeDtypeStruct]:
+        """Planned arrays of the layer from files that comes while another one of this part computes."""
+        return [*self.files[number].planned_round(HOST), *self.files[number].planned_round(DEVICE)]
+
+    def layer(self, number: int, arguments: tuple[list, list], l: jax.Array | int):
+        """Layer l of the segment, which is in this part, in device memory. Inside `jit`."""
+        in_memory, rounds = arguments
+        return self.files[number].joined(read(in_memory, l - self.layers[number].start), of_round(rounds))
+
+    def like(self, number: int, in_memory: list) -> Any:
+        """The tree of a part with these stacks in memory, and plans in place of those in files."""
+        files = self.files[number]
+        return files.joined(in_memory, files.files(self.parts[number].stack))
+
+    def replaced(self, number: int, in_memory: list, layer: Any, l: jax.Array | int) -> tuple[list, list]:
+        """(stacks in memory with this layer in place of layer l, rounds of what goes to files). Inside `jit`."""
+        files = self.files[number]
+        stacks = write(in_memory, files.in_memory(layer), l - self.layers[number].start)
+        return stacks, in_rounds(files.files(layer))
