@@ -71,7 +71,7 @@ def claim(store: Store) -> Iterator[str]:
 def describe(store: Store, rate: float) -> str:
     """A line that says how long a step reads and writes at `rate` bytes/s. Raises ConfigError if that is over an hour.
 
-    Each class is read and written once a step, but weights, which are read twice; those that are frozen are not written.
+    Each class is read and written once a step, but for weights: they are read twice, and not written if frozen.
     """
     seconds = 2 * store.bytes / rate
     text = f"nvme: {gib(store.bytes)} in {store.folder}, written at {rate / MiB:,.0f} MiB/s"

@@ -83,8 +83,8 @@ def check_files(table: Placement, model: Model) -> None:
     if table.in_files and len(model.segments) > 1:
         names = ", ".join(segment.name for segment in model.segments)
         raise ConfigError(
-            f"offload_optimizer, offload_master, offload_weights: expected true or false for a model of several segments of layers "
-            f"({names}), got 'nvme', whose file has records of equal size; set them to true"
+            f"offload_optimizer, offload_master, offload_weights: expected true or false for a model of several "
+            f"segments of layers ({names}), got 'nvme', whose file has records of equal size; set them to true"
         )
 
 
