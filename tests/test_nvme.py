@@ -27,6 +27,7 @@ from surojax.assembly import from_config
 from surojax.config import checks, flags
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory import layer_file, nvme
+from surojax.memory.aligned import ALIGN, Buffers
 from surojax.memory.in_file import InFile, only_layer, own_layers
 from surojax.memory.layer_file import NvmeError, Store
 from surojax.placement import table as placement
@@ -230,7 +231,8 @@ def test_the_memory_that_is_counted(tmp_path):
     assert size(plan, NVME) * 4 == blocks
     assert size((plan.master["blocks"], plan.moments["blocks"]), HOST) == 0
     assert size((plan.master["outer"], plan.moments["outer"]), HOST) > 0
-    assert blocks <= small.run.store.bytes <= blocks + CONFIG.num_hidden_layers * layer_file.ALIGN * 2
+    arrays = len(jax.tree.leaves((plan.master["blocks"], plan.moments["blocks"])))
+    assert blocks <= small.run.store.bytes <= blocks + CONFIG.num_hidden_layers * arrays * ALIGN
 
     c = small_config(tmp_path)
     run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=9)
@@ -544,13 +546,44 @@ def test_a_file_that_something_else_cut_short(small):
 
 
 def test_layers_larger_than_a_request_are_read_and_written_in_pieces(small, monkeypatch):
-    monkeypatch.setattr(layer_file, "PIECE", 1000)
+    monkeypatch.setattr(layer_file, "PIECE", ALIGN)
     file = small.plan.master["blocks"]["mlp"]["w_up"]
     before = {l: file.read(l) for l in range(3)}
-    assert file.layer_bytes > 10 * layer_file.PIECE
+    assert file.layer_bytes > 2 * layer_file.PIECE
     file.write(1, before[1] + 1)
     for l in range(3):
         np.testing.assert_array_equal(file.read(l), before[l] + (l == 1))
+
+
+def test_a_buffer_is_used_again_when_its_last_view_is_gone():
+    buffers = Buffers()
+    first = buffers.take(2 * ALIGN)
+    first[:] = 7
+    view, where = first[:5].view(np.int8).reshape(5, 1), first.ctypes.data
+    del first
+    assert where % ALIGN == 0 and buffers.take(2 * ALIGN).ctypes.data != where and (view == 7).all()
+    del view
+    assert where in {buffer.ctypes.data for buffer in [buffers.take(2 * ALIGN) for _ in range(3)]}
+
+
+def test_a_file_system_that_refuses_direct_access(tmp_path, monkeypatch):
+    """As tmpfs does: the file is read and written through the page cache, and the line about the disk says so."""
+    plain = os.open
+
+    def refusing(path, flags, *mode):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return plain(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refusing)
+    small = Small(nvme_path=str(tmp_path), **BOTH)
+    with nvme.claim(small.run.store) as line:
+        assert "refuses direct access" in line
+        small.train(BATCHES[:1])
+    monkeypatch.undo()
+    direct = Small(nvme_path=str(tmp_path), **BOTH)
+    with nvme.claim(direct.run.store) as line:
+        assert direct.run.store.is_direct and "refuses" not in line
 
 
 class Shards:

@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -17,6 +17,8 @@ from surojax.memory.layer_file import LOCK, MAKE_ROOM, PIECE, Store, gib
 from surojax.memory.lock import locked
 
 SLOW_MIB_S = 500  # slower disks are reported as slow; SATA disks reach this, NVMe disks 1,000 and more
+MEASURED, MEASURED_S = 256 * 2**20, 2.0  # the rate of a disk: bytes and seconds after which it is known
+CHUNK = 4 * PIECE  # bytes that are measured at once
 UNUSABLE_S = 3600  # an update that takes longer than this is refused
 MiB = 2**20
 
@@ -80,18 +82,36 @@ def describe(store: Store, rate: float) -> str:
             f"nvme_path: expected a disk that is fast enough, got {rate / MiB:,.1f} MiB/s in {store.folder}, where a "
             f"step reads and writes {gib(store.bytes)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
         )
-    text += f": {seconds:,.1f} s of reads and writes a step, unless the page cache holds it"
+    text += f": {seconds:,.1f} s of reads and writes a step"
+    if not store.is_direct:
+        text += ", through the page cache: this file system refuses direct access"
     slow = rate < SLOW_MIB_S * MiB and seconds > 1
     return f"warning: slow disk, {text}; gradient_accumulation_steps makes them rarer" if slow else text
 
 
-def write_rate(store: Store, limit: int = 256 * MiB, seconds: float = 2.0) -> float:
-    """Bytes per second written to the disk, measured with up to `limit` bytes at the start of the file."""
-    data = memoryview(np.random.default_rng(0).bytes(min(PIECE, store.bytes)))
-    written = 0
-    start = time.perf_counter()
-    with store.explained("write"):
-        while written < min(limit, store.bytes) and time.perf_counter() - start < seconds:
-            written += os.pwrite(store.fd, data[: store.bytes - written], written)
+def write_rate(store: Store) -> float:
+    """Bytes per second written to the disk as a step writes, measured at the start of the file. Raises NvmeError."""
+    data = np.frombuffer(np.random.default_rng(0).bytes(min(CHUNK, store.bytes)), np.uint8)
+
+    def write(at: int, size: int) -> None:
+        store.write(next(iter(store.records)), at, data[:size])
+        with store.explained("write"):
             os.fdatasync(store.fd)
-    return written / (time.perf_counter() - start)
+
+    return _rate(store, write)
+
+
+def read_rate(store: Store) -> float:
+    """Bytes per second that `write_rate` has written, read as a step reads. Raises NvmeError."""
+    return _rate(store, lambda at, size: store.read(next(iter(store.records)), at, (size,), np.dtype(np.uint8)))
+
+
+def _rate(store: Store, moves: Callable[[int, int], object]) -> float:
+    """Bytes per second of moves(offset, bytes) over the start of the file."""
+    done = 0
+    start = time.perf_counter()
+    while done < min(MEASURED, store.bytes) and time.perf_counter() - start < MEASURED_S:
+        size = min(CHUNK, store.bytes - done)
+        moves(done, size)
+        done += size
+    return done / (time.perf_counter() - start)
