@@ -226,14 +226,18 @@ class InFiles:
 
         Stages of which there is none, or padding, have zeros.
         """
-        return [file.on_devices(file.read_own(layers), HOST) for file in self.stacks]
+        return list(self.store.of_arrays[0].map(lambda file: file.on_devices(file.read_own(layers), HOST), self.stacks))
 
     def write(self, layers: Iterable[int], rounds: list[jax.Array]) -> None:
         """Writes these layers, at most one of each stage, from a round of each stack. Raises NvmeError."""
         own = [l for l in layers if l in self.store.records]
-        for file, x in zip(self.stacks, rounds, strict=True):
+
+        def write(pair: tuple[InFile, jax.Array]) -> None:
+            file, x = pair
             for l, stored in zip(own, file.from_devices(x, own), strict=True):
                 file.write(l, stored)
+
+        list(self.store.of_arrays[1].map(write, zip(self.stacks, rounds, strict=True)))
 
     def on_every_stage(self, rounds: list[jax.Array]) -> list[jax.Array]:
         """The one layer of rounds that were read with one, on the devices of every stage. Inside `jit`."""

@@ -36,6 +36,7 @@ from surojax.memory.aligned import Buffers, aligned
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
 PIECE = 16 << 20  # bytes of one request
 THREADS = 8  # requests in flight, in each direction
+ARRAYS = 4  # of a layer, that are read or written at a time
 MAKE_ROOM = (
     "free some, choose another folder, or keep one of both in host memory (offload_optimizer=True, "
     "offload_master=True); what is stored in 16 bits takes half, but that is another training (opt_m_dtype, "
@@ -91,6 +92,11 @@ class Store:
         return ThreadPoolExecutor(THREADS, "nvme-read"), ThreadPoolExecutor(THREADS, "nvme-write")
 
     @functools.cached_property
+    def of_arrays(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+        """(threads that read, threads that write) several arrays of a layer at a time, so that pieces are in flight."""
+        return ThreadPoolExecutor(ARRAYS, "nvme-arrays-read"), ThreadPoolExecutor(ARRAYS, "nvme-arrays-write")
+
+    @functools.cached_property
     def fd(self) -> int:
         """The open file. The first open allocates its full size, so that a full disk is found. Raises ConfigError."""
         try:
@@ -127,7 +133,7 @@ class Store:
 
     def close(self) -> None:
         """Waits for requests in flight and closes the file; a later read opens it again."""
-        for pool in self.__dict__.pop("_pools", ()):
+        for pool in (*self.__dict__.pop("of_arrays", ()), *self.__dict__.pop("_pools", ())):
             pool.shutdown()
         if "fd" in self.__dict__:
             os.close(self.__dict__.pop("fd"))
