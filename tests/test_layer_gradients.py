@@ -21,6 +21,7 @@ from surojax.placement.home import NVME
 from surojax.placement.layout import batch_sharding
 from surojax.planner import footprint
 from surojax.planner.traffic import Batch
+from surojax.step.train_step import evaluated
 
 A, B, S = 3, 4, 16
 IN_MEMORY: dict[str, Any] = {"offload_weights": True, "offload_grads": True}
@@ -128,8 +129,9 @@ def test_evaluation_reads_weights_from_files(tmp_path, devices, placed):
         small = Small(devices, batch=(A, B, S), **(placed | in_files))
         on_devices = jax.device_put(batch, batch_sharding(small.mesh, accumulated=False))
         step = small.run.eval_step().lower(small.plan.weights, *on_devices).compile(AS_USERS_DO)
-        found.append(jax.device_get(step(small.drawn().weights, *on_devices)))
-    assert found[0] == found[1] and found[0][1] > 0
+        pair = [on_devices, [*on_devices[1::-1], *on_devices[2:]]]  # labels as inputs: another batch
+        found.append(jax.device_get(list(evaluated(step, small.drawn().weights, pair))))
+    assert found[0] == found[1]
 
 
 def test_room_is_reserved_for_every_class(tmp_path):

@@ -4,12 +4,25 @@ New memory costs as much CPU time as filling it, so buffers are used again.
 """
 
 import collections
+import ctypes
 import mmap
 import weakref
 
 import numpy as np
 
 ALIGN = 4096  # bytes: a page of memory, and the most that disks ask for
+M_ARENA_MAX = -8  # of glibc's mallopt
+
+
+def share_arenas() -> None:
+    """Makes threads that start from now on share one arena of glibc's malloc; does nothing with another C library.
+
+    Each thread has one of its own otherwise, which keeps what is freed. Threads that read and write layers allocate all
+    the time: training 1.5B parameters in files took 5.8 GiB of resident memory, and 3.5 with one arena.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, 1)
 
 
 def aligned(size: int) -> int:

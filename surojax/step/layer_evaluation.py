@@ -1,7 +1,7 @@
 """The evaluation of a batch by programs of one layer, for weights that rest in files."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,18 +45,26 @@ class LayerEvaluation:
 
     def __call__(self, weights, *batch):
         """(summed loss in nats, number of labels). Raises NvmeError."""
+        return self.each(weights, [batch])[0]
+
+    def each(self, weights, batches: Sequence[tuple]) -> list[tuple]:
+        """What a call returns, for each of several batches. Their layers are read once. Raises NvmeError."""
         stacks = self.weights.in_memory(weights[self.segment.name])
-        x = self.begin(weights[OUTER], *batch)
+
+        def done(results):
+            if jax.default_backend() == "cpu" and self.mesh.size > 1:
+                jax.block_until_ready(results)  # several programs with collectives in flight can block each other
+            return results
+
+        xs = [done(self.begin(weights[OUTER], *batch)) for batch in batches]
 
         def layer(l: int, arrived) -> None:
-            nonlocal x
             kind = self.kinds[l]
-            x = self.layers[kind]((stacks[kind[0]], arrived), l, x, *batch)
-            if jax.default_backend() == "cpu" and self.mesh.size > 1:
-                jax.block_until_ready(x)  # several programs with collectives in flight can block each other
+            for i, batch in enumerate(batches):
+                xs[i] = done(self.layers[kind]((stacks[kind[0]], arrived), l, xs[i], *batch))
 
         by_host(range(len(self.kinds)), self.weights.read, layer)
-        return self.end(weights[OUTER], x, *batch)
+        return [done(self.end(weights[OUTER], x, *batch)) for x, batch in zip(xs, batches, strict=True)]
 
     def lower(self, weights, *batch) -> "LayerEvaluation":
         """The evaluation with all programs lowered. weights: planned, those that it was made from."""

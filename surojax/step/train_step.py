@@ -6,7 +6,8 @@ a file (memory/in_file.py): then it is a `file_step.FileStep` of several program
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from surojax.optim.optimizer import Optimizer
@@ -22,6 +23,8 @@ from surojax.step.spec import Engine
 from surojax.step.state import TrainState
 from surojax.step.step_parts import StepParts, jitted
 from surojax.step.update import Update
+
+BATCHES_IN_FLIGHT = 16  # of an evaluation with weights in files: their activations are in device memory together
 
 
 def passes(mesh: Mesh):
@@ -79,6 +82,16 @@ def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh:
 def up_to_date(step: Any, state: TrainState | Pending) -> TrainState:
     """The state that a step returned, with all updates applied. step: the compiled step, to which it is donated."""
     return step.finish(state) if isinstance(state, Pending) else state
+
+
+def evaluated(step: Any, weights: Any, batches: Iterable[tuple]) -> Iterator[tuple]:
+    """Yields what a compiled evaluation step returns of each batch. Weights in files are read once for several."""
+    if isinstance(step, LayerEvaluation):
+        for together in itertools.batched(batches, BATCHES_IN_FLIGHT):
+            yield from step.each(weights, together)
+    else:
+        for batch in batches:
+            yield step(weights, *batch)
 
 
 def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Any:

@@ -16,6 +16,7 @@ from surojax.parallel.feed import from_host
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel
 from surojax.run.metrics import METRICS_FILE, perplexity, read_metrics
+from surojax.step import train_step
 
 
 class Evaluation:
@@ -34,19 +35,17 @@ class Evaluation:
         """Returns the arguments of `MetricsLog.eval` for each set."""
         return [self.scores(weights, one) for one in self.evaluated]
 
-    def scores(self, weights, evaluated: data.Evaluated) -> dict[str, Any]:
+    def scores(self, weights, one: data.Evaluated) -> dict[str, Any]:
         """Returns {"name", "loss" (nats per token), "bits_per_byte" (comparable across tokenizers), "duration_s"}."""
         start = time.perf_counter()
-        sums = []  # (sum of the losses, number of labels) of each batch
-        for batch in evaluated.batches:
-            on_devices = [from_host(batch[name], self.sharding) for name in self.arrays]
-            # One batch at a time: programs with collectives in flight can block each other on virtual CPU devices.
-            sums.append(jax.device_get(self.step(weights, *on_devices)))
+        on_devices = (tuple(from_host(batch[name], self.sharding) for name in self.arrays) for batch in one.batches)
+        # One batch at a time: programs with collectives in flight can block each other on virtual CPU devices.
+        sums = list(map(jax.device_get, train_step.evaluated(self.step, weights, on_devices)))
         loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))
-        per_label = evaluated.bytes_per_label
+        per_label = one.bytes_per_label
         bits = None if per_label is None else loss / math.log(2) / per_label
         duration_s = time.perf_counter() - start
-        return {"name": evaluated.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s}
+        return {"name": one.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s}
 
 
 def evaluation_summary(output_dir: Path) -> str:
