@@ -36,6 +36,7 @@ from surojax.data.batches import training_batches as training_batches
 from surojax.errors import CheckpointError, ConfigError, Refused, StepError, ends_with_code, exit_codes, need
 from surojax.exchange.sources import keeps, replaced_fields, resolved
 from surojax.memory import nvme
+from surojax.memory.aligned import share_arenas
 from surojax.memory.lock import locked
 from surojax.optim.from_optax import MakeTransformation
 from surojax.parallel.feed import Feed
@@ -109,6 +110,8 @@ def train(
     until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
 
     # -- Check: everything that can be checked without data -----------------------------------------------------------
+    if c.nvme_path:
+        share_arenas()
     brought = Brought(optimizer, objective)
     setup = set_up(c, brought, data)
     devices = setup.devices

@@ -13,7 +13,6 @@ from jax.experimental import multihost_utils
 
 from surojax.cluster.hosts import processes_here
 from surojax.errors import ConfigError
-from surojax.memory.aligned import share_arenas
 from surojax.memory.layer_file import LOCK, MAKE_ROOM, PIECE, Store, gib
 from surojax.memory.lock import locked
 
@@ -67,7 +66,6 @@ def claim(store: Store) -> Iterator[str]:
     check(store)
     if jax.process_count() > 1:  # none takes room on a disk that they share before all have measured what is free
         multihost_utils.sync_global_devices("surojax: room for nvme_path is measured")
-    share_arenas()
     with locked(store.folder / LOCK, "nvme_path"), contextlib.closing(store):
         yield describe(store, write_rate(store))
 
