@@ -24,7 +24,7 @@ class Setting(NamedTuple):
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
 ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
 NVME: dict[str, Any] = {"offload_optimizer": "nvme", "offload_master": "nvme"}
-NVME_ALL: dict[str, Any] = NVME | {"offload_grads": "nvme", "offload_residual": "nvme"}
+NVME_ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, "nvme")
 SAVED: dict[str, Any] = {"recompute_block": False}
 PACKED: dict[str, Any] = {"sample_packing": True}
 PARTS: dict[str, Any] = dict.fromkeys(configs.RECOMPUTE_PARTS, True)
@@ -87,7 +87,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("nvme@4", ZERO3 | ALL | NVME, 4, like="zero_level=3@4"),
     Setting("offload_grads=nvme", {"offload_grads": "nvme"}, expect="grouped"),
     Setting("offload_residual=nvme", {"offload_residual": "nvme"}, expect="grouped"),
-    Setting("nvme_all@4", ZERO3 | ALL | NVME_ALL, 4, like="zero_level=3@4", expect="grouped"),
+    Setting("offload_weights=nvme", {"offload_weights": "nvme"}, expect="grouped"),
+    Setting("nvme_all@4", ZERO3 | NVME_ALL, 4, like="zero_level=3@4", expect="grouped"),
+    Setting("nvme_all_hsdp_2x2", HSDP | NVME_ALL, 4, like="hsdp_2x2", expect="grouped"),
+    Setting("nvme_all_cp_2x2", ZERO3 | CP["ring"] | NVME_ALL, 4, like="cp_ring_2x2", expect="grouped"),
     # Mesh
     *(Setting(f"zero_level={n}@4", {"zero_level": n}, 4, expect="order") for n in (1, 2, 3)),
     Setting("shard_gradients@4", {"shard_gradients": True}, 4, expect="order"),
@@ -99,7 +102,6 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("hsdp_2x2", HSDP, 4, expect="order"),
     Setting("hsdp_2x2_offload_all", HSDP | ALL, 4, like="hsdp_2x2"),
     Setting("hsdp_2x2_sample_packing", HSDP | PACKED, 4, like="sample_packing", expect="order"),
-    Setting("hsdp_2x4", HSDP, 8, expect="order"),
     Setting("hsdp_2x4_offload_all", HSDP | ALL | {"shard_outer": True}, 8, expect="order"),
     # Tensor parallelism: dp_shard_size x tp_size, or dp_replicate_size x dp_shard_size x tp_size
     Setting("tp@2", TP, 2, expect="order"),
@@ -107,17 +109,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("tp_saved@2", TP | SAVED, 2, like="tp@2", expect="saved"),
     Setting("tp_offload_all@2", TP | ALL, 2, like="tp@2"),
     *(Setting(f"zero_level={n}_tp_2x2", {"zero_level": n} | TP, 4, expect="order") for n in (1, 2, 3)),
-    *(Setting(f"{name}_tp_2x2", ZERO3_TP | {name: True}, 4, like="zero_level=3_tp_2x2") for name in OFFLOADS),
     Setting("offload_all_tp_2x2", ZERO3_TP | ALL, 4, like="zero_level=3_tp_2x2"),
     Setting("offload_saved_tp_2x2", ZERO3_TP | SAVED | ALL, 4, like="zero_level=3_tp_2x2", expect="saved"),
-    Setting("resident_layers_tp_2x2", ZERO3_TP | ALL | {"resident_layers": 1}, 4, like="zero_level=3_tp_2x2"),
     Setting("sample_packing_tp_2x2", ZERO3_TP | PACKED, 4, like="sample_packing", expect="order"),
     Setting("shard_outer_tp_2x2", ZERO3_TP | {"shard_outer": True}, 4, expect="order"),
     Setting("lmhead_chunks_tp_2x2", ZERO3_TP | {"lmhead_chunks": 4}, 4, expect="order"),
     Setting("use_all_to_all_reduce_tp_2x2", ZERO3_TP | {"use_all_to_all_reduce": True}, 4, expect="order"),
-    Setting("offload_grouped_tp_2x2", ZERO3_TP | ALL | GROUPED, 4, like="zero_level=3_tp_2x2", expect="grouped"),
-    Setting("nvme_tp_2x2", ZERO3_TP | ALL | NVME, 4, like="zero_level=3_tp_2x2"),
-    Setting("nvme_all_tp_2x2", ZERO3_TP | ALL | NVME_ALL, 4, like="zero_level=3_tp_2x2", expect="grouped"),
+    Setting("nvme_all_tp_2x2", ZERO3_TP | NVME_ALL, 4, like="zero_level=3_tp_2x2", expect="grouped"),
     Setting(
         "zero_quantized_gradients_tp_2x2",
         ZERO3_TP | {"zero_quantized_gradients": True},
@@ -126,11 +124,9 @@ SETTINGS: tuple[Setting, ...] = (
         expect="sent_int8",
     ),
     Setting("zero_quantized_weights=fp8_tp_2x2", FP8 | TP, 4, like="zero_level=3_tp_2x2", expect="fp8"),
-    Setting("zero_quantized_weights=int8_tp_2x2", INT8 | TP, 4, like="zero_level=3_tp_2x2", expect="int8"),
     Setting("offload_quants_tp_2x2", FP8 | QUANTS | ALL | TP, 4, like="zero_quantized_weights=fp8_tp_2x2"),
     Setting("hsdp_tp_2x2x2", HSDP | TP, 8, expect="order"),
     Setting("hsdp_tp_2x2x2_offload_all", HSDP | TP | ALL, 8, like="hsdp_tp_2x2x2"),
-    Setting("hsdp_tp_2x2x2_sample_packing", HSDP | TP | PACKED, 8, like="sample_packing", expect="order"),
     # Context parallelism: dp_shard_size x cp_size, with dp_replicate_size before it or tp_size behind it
     *(Setting(f"cp_{name}_2x2", ZERO3 | method, 4, expect="order") for name, method in CP.items()),
     *(Setting(f"cp_{name}_2x4", ZERO3 | method | {"cp_size": 4}, 8, expect="order") for name, method in CP.items()),
@@ -138,7 +134,6 @@ SETTINGS: tuple[Setting, ...] = (
         Setting(f"cp_{name}_{part}_2x2", ZERO3 | method | changes, 4, like=f"cp_{name}_2x2", expect=expect)
         for name, method in CP.items()
         for part, changes, expect in (
-            ("saved", SAVED, "saved"),
             ("offload_all", ALL, "same"),
             ("offload_saved", SAVED | ALL, "saved"),
         )
@@ -151,7 +146,6 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("shard_outer_cp_2x2", ZERO3 | CP["ulysses"] | {"shard_outer": True}, 4, expect="order"),
     Setting("use_all_to_all_reduce_cp_2x2", ZERO3 | CP["ulysses"] | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting("offload_grouped_cp_2x2", ZERO3 | CP["ring"] | ALL | GROUPED, 4, like="cp_ring_2x2", expect="grouped"),
-    Setting("nvme_cp_2x2", ZERO3 | CP["ring"] | ALL | NVME, 4, like="cp_ring_2x2"),
     Setting(
         "zero_quantized_gradients_cp_2x2",
         ZERO3 | CP["ulysses"] | {"zero_quantized_gradients": True},
@@ -159,48 +153,23 @@ SETTINGS: tuple[Setting, ...] = (
         like="cp_ulysses_2x2",
         expect="sent_int8",
     ),
-    Setting("zero_quantized_weights=int8_cp_2x2", INT8 | CP["ring"], 4, like="cp_ring_2x2", expect="int8"),
     Setting("zero_quantized_weights=fp8_cp_2x2", FP8 | CP["ulysses"], 4, like="cp_ulysses_2x2", expect="fp8"),
     Setting("offload_quants_cp_2x2", FP8 | QUANTS | ALL | CP["ulysses"], 4, like="zero_quantized_weights=fp8_cp_2x2"),
-    Setting("resident_layers_cp_2x2", ZERO3 | CP["ring"] | ALL | {"resident_layers": 1}, 4, like="cp_ring_2x2"),
     Setting("hsdp_cp_2x2x2", HSDP | CP["ulysses"], 8, expect="order"),
     Setting("hsdp_cp_2x2x2_offload_all", HSDP | CP["ulysses"] | ALL, 8, like="hsdp_cp_2x2x2"),
-    *(Setting(f"cp_{name}_tp_2x2", method | TP, 4, expect="order") for name, method in CP.items()),
-    *(
-        Setting(
-            f"cp_{name}_tp_offload_all_2x2",
-            method | TP | ALL | {"offload_grads": False},
-            4,
-            like=f"cp_{name}_tp_2x2",
-        )
-        for name, method in CP.items()
-    ),
-    *(
-        Setting(f"cp_{name}_tp_sample_packing_2x2", method | TP | PACKED, 4, like="sample_packing", expect="order")
-        for name, method in CP.items()
-    ),
+    Setting("cp_ulysses_tp_2x2", CP["ulysses"] | TP, 4, expect="order"),
     *(Setting(f"cp_{name}_tp_2x2x2", ZERO3_TP | method, 8, expect="order") for name, method in CP.items()),
     *(
         Setting(f"cp_{name}_tp_offload_all_2x2x2", ZERO3_TP | ALL | method, 8, like=f"cp_{name}_tp_2x2x2")
         for name, method in CP.items()
     ),
-    *(
-        Setting(
-            f"cp_{name}_tp_sample_packing_2x2x2",
-            ZERO3_TP | method | PACKED,
-            8,
-            like="sample_packing",
-            expect="order",
-        )
-        for name, method in CP.items()
-    ),
+    Setting("cp_ring_tp_sample_packing_2x2x2", ZERO3_TP | CP["ring"] | PACKED, 8, "sample_packing", "order"),
     # Pipeline parallelism: pp_size x dp_shard_size, x tp_size or with dp_replicate_size before dp_shard_size
     Setting("pp@2", PP, 2, expect="order"),
     Setting("pp_1f1b@2", PP_1F1B, 2, like="pp@2", expect="grouped"),
     Setting("pp_saved@2", PP | SAVED, 2, like="pp@2", expect="saved"),
     *(Setting(f"zero_level={n}_pp_2x2", {"zero_level": n} | PP, 4, expect="order") for n in (1, 2, 3)),
     Setting("zero_level=3_pp_1f1b_2x2", ZERO3 | PP_1F1B, 4, like="zero_level=3_pp_2x2", expect="grouped"),
-    *(Setting(f"{name}_pp_2x2", ZERO3 | PP | {name: True}, 4, like="zero_level=3_pp_2x2") for name in OFFLOADS),
     Setting("offload_all_pp_2x2", ZERO3 | PP | ALL, 4, like="zero_level=3_pp_2x2"),
     Setting("offload_all_pp_1f1b_2x2", ZERO3 | PP_1F1B | ALL, 4, like="zero_level=3_pp_1f1b_2x2"),
     Setting("resident_layers_pp_2x2", ZERO3 | PP | ALL | {"resident_layers": 1}, 4, like="zero_level=3_pp_2x2"),
@@ -217,22 +186,13 @@ SETTINGS: tuple[Setting, ...] = (
         like="zero_level=3_pp_2x2",
         expect="sent_int8",
     ),
-    Setting("zero_quantized_weights=int8_pp_2x2", INT8 | PP, 4, like="zero_level=3_pp_2x2", expect="int8"),
     Setting("zero_quantized_weights=fp8_pp_2x2", FP8 | PP, 4, like="zero_level=3_pp_2x2", expect="fp8"),
     Setting("offload_quants_pp_2x2", FP8 | QUANTS | ALL | PP, 4, like="zero_quantized_weights=fp8_pp_2x2"),
     Setting("hsdp_pp_2x2x2", HSDP | PP, 8, expect="order"),
     *(Setting(f"pp_cp_{name}_2x2x2", ZERO3 | PP | method, 8, expect="order") for name, method in CP.items()),
-    *(
-        Setting(f"offload_all_pp_cp_{name}_2x2x2", ZERO3 | PP | method | ALL, 8, like=f"pp_cp_{name}_2x2x2")
-        for name, method in CP.items()
-    ),
-    *(
-        Setting(f"sample_packing_pp_cp_{name}_2x2x2", ZERO3 | PP | method | PACKED, 8, "sample_packing", "order")
-        for name, method in CP.items()
-    ),
+    Setting("offload_all_pp_cp_ring_2x2x2", ZERO3 | PP | CP["ring"] | ALL, 8, like="pp_cp_ring_2x2x2"),
+    Setting("sample_packing_pp_cp_ulysses_2x2x2", ZERO3 | PP | CP["ulysses"] | PACKED, 8, "sample_packing", "order"),
     Setting("pp_tp_2x2", PP | TP, 4, expect="order"),
-    Setting("offload_all_pp_tp_2x2", PP | TP | ALL, 4, like="pp_tp_2x2"),
-    Setting("sample_packing_pp_tp_2x2", PP | TP | PACKED, 4, like="sample_packing", expect="order"),
     Setting("zero_level=3_pp_tp_2x2x2", ZERO3 | PP | TP, 8, expect="order"),
     Setting("offload_all_pp_tp_2x2x2", ZERO3 | PP | TP | ALL, 8, like="zero_level=3_pp_tp_2x2x2"),
     Setting("sample_packing_pp_tp_2x2x2", ZERO3 | PP | TP | PACKED, 8, like="sample_packing", expect="order"),
@@ -243,7 +203,6 @@ SETTINGS: tuple[Setting, ...] = (
         for setting in (
             Setting(name, mesh | CHUNKS, 4, expect="order"),
             Setting(f"offload_all_{name}", mesh | CHUNKS | ALL, 4, like=name),
-            Setting(f"sample_packing_{name}", mesh | CHUNKS | PACKED, 4, like="sample_packing", expect="order"),
         )
     ),
     *(
@@ -273,7 +232,6 @@ SETTINGS: tuple[Setting, ...] = (
         for name, changes, like in (
             ("tp", TP, "zero_level=3_tp_2x2"),
             ("cp", CP["ulysses"], "cp_ulysses_2x2"),
-            ("pp", PP, "zero_level=3_pp_2x2"),
         )
     ),
     Setting(
@@ -297,31 +255,19 @@ ADAPTERS: tuple[Setting, ...] = (
     Setting("lora_zero_quantized_weights=int8@4", LORA | INT8, 4, like="lora_zero_level=3@4", expect="int8"),
     Setting("lora_hsdp_2x2", LORA | ZERO3 | {"dp_replicate_size": 2}, 4, like="lora", expect="order"),
     Setting("lora_cp_tp_chunks_2x2", LORA | TP | CP["ulysses"] | TWO_CHUNKS, 4, like="lora", expect="order"),
-    Setting("lora_tp@2", LORA | TP, 2, like="lora", expect="order"),
     Setting("lora_tp_2x2", LORA_OFFLOADS | ZERO3_TP, 4, like="lora", expect="order"),
-    Setting("lora_cp_ulysses_2x2", LORA | ZERO3 | CP["ulysses"], 4, like="lora", expect="order"),
     Setting("lora_cp_ring_2x2", LORA | ZERO3 | CP["ring"], 4, like="lora", expect="order"),
     Setting("lora_pp_2x2", LORA | ZERO3 | PP, 4, like="lora", expect="order"),
     Setting("lora_pp_1f1b_tp_2x2x2", LORA_OFFLOADS | ZERO3 | PP_1F1B | TP, 8, like="lora", expect="order"),
-    Setting("lora_cp_allgather_2x2", LORA | ZERO3 | CP["allgather"], 4, like="lora", expect="order"),
     Setting("lora_offload_all_cp_ring_2x2", LORA_OFFLOADS | ZERO3 | CP["ring"], 4, like="lora_cp_ring_2x2"),
     Setting("lora_offload_all_pp_2x2", LORA_OFFLOADS | ZERO3 | PP, 4, like="lora_pp_2x2"),
     Setting("qlora", QLORA, like="lora", expect="nf4"),
     Setting("qlora_offload_all", QLORA_OFFLOADS, like="qlora"),
-    Setting("qlora_resident_layers", QLORA_OFFLOADS | {"resident_layers": 1}, like="qlora"),
-    Setting("qlora_sequence_chunks", QLORA | CHUNKS, like="qlora", expect="order"),
+    Setting("qlora_offload_weights=nvme", QLORA | {"offload_weights": "nvme"}, like="qlora", expect="grouped"),
     Setting("qlora_zero_level=3@4", QLORA | ZERO3, 4, like="qlora", expect="order"),
     Setting("qlora_offload_all@4", QLORA_OFFLOADS | ZERO3, 4, like="qlora_zero_level=3@4"),
     Setting("qlora_hsdp_2x2", QLORA | HSDP, 4, like="qlora", expect="order"),
-    Setting("qlora_tp@2", QLORA | TP, 2, like="qlora", expect="order"),
     Setting("qlora_offload_all_tp_2x2", QLORA_OFFLOADS | ZERO3_TP, 4, like="qlora", expect="order"),
-    *(
-        Setting(f"qlora_cp_{name}_2x2", QLORA | ZERO3 | method, 4, like="qlora", expect="order")
-        for name, method in CP.items()
-    ),
-    Setting("qlora_offload_all_cp_ring_2x2", QLORA_OFFLOADS | ZERO3 | CP["ring"], 4, like="qlora_cp_ring_2x2"),
-    Setting("qlora_pp_2x2", QLORA | ZERO3 | PP, 4, like="qlora", expect="order"),
-    Setting("qlora_offload_all_pp_2x2", QLORA_OFFLOADS | ZERO3 | PP, 4, like="qlora_pp_2x2"),
     Setting("qlora_pp_1f1b_tp_2x2x2", QLORA_OFFLOADS | ZERO3 | PP_1F1B | TP, 8, like="qlora", expect="order"),
     Setting("qlora_cp_ring_tp_2x2", QLORA_OFFLOADS | ZERO3_TP | CP["ring"], 4, like="qlora", expect="order"),
     Setting("qlora_fp8", QLORA_FP8, like="lora", expect="fp8"),
