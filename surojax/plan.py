@@ -20,6 +20,7 @@ import jax
 from surojax.config.flags import parse
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.pages.plan import page
+from surojax.planner.file_time import disks
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import Plan, plan
 from surojax.planner.report import cost, table
@@ -77,6 +78,11 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument("--gpu", metavar="NAME", help=f"the GPU to plan for: {', '.join(GPUS)}")
     machine.add_argument("--host-memory", metavar="GIB", type=float, help="host memory of a machine, to check as well")
     machine.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8 of most)")
+    machine.add_argument(
+        "--disk",
+        metavar="READ/WRITE",
+        help="GB/s of the disk that holds files (offload_*=nvme), as 7.4/6.9, or 2x7.4/6.9 of two; assumed if left out",
+    )
     output = found.add_argument_group("what is written")
     output.add_argument("--json", metavar="FILE", help="write the plan there, as JSON")
     output.add_argument("--html", metavar="FILE", help="write the plan there, as a page to open in a browser")
@@ -105,6 +111,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.host_memory is not None and not 0 < args.host_memory < float("inf"):
             raise ConfigError(f"--host-memory: expected GiB, more than 0, got {args.host_memory}; leave it out")
         check_cost(args)
+        disks(args.disk)
         with tempfile.TemporaryDirectory() as folder:
             trace = files.get("trace", Path(folder) / "trace.json")
             found = plan(
@@ -114,6 +121,7 @@ def main(argv: list[str] | None = None) -> None:
                 gpus_per_node=args.gpus_per_node,
                 host_bandwidth=args.host_bandwidth,
                 trace=str(trace) if {"trace", "html"} & files.keys() else None,
+                disk=args.disk,
             )
             if "trace" in files and found.not_predicted:
                 raise ConfigError(

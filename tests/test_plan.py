@@ -453,6 +453,7 @@ KEYS = {
     "host_bytes": int,
     "host_temp_bytes": int,
     "nvme_bytes": int,
+    "disks": str,
     "classes": dict,
     "collectives": list,
     "h2d_bytes": int,
@@ -513,7 +514,7 @@ def test_train_counts_the_tokens_of_a_tensor_parallel_group_once(monkeypatch, ca
     c = flags.load(str(CONFIGS / "tiny.py"))
     c.gpus, c.tp_size = 2, 2
 
-    def in_two_seconds(module, gpu, mesh_shape, *, tokens: int, compute_time: float) -> prediction.Prediction:
+    def in_two_seconds(step, gpu, *, tokens: int, compute_time: float) -> prediction.Prediction:
         return prediction.Prediction(2.0, [1.8, 2.2], tokens_per_s_per_gpu=tokens / 2.0)
 
     monkeypatch.setattr(prediction, "predict", in_two_seconds)

@@ -53,10 +53,13 @@ ENTRY %main (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
   ROOT %y = bf16[4096,4096]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }""")
     mesh = {"dp_shard": 1}
-    plain = prediction.predict(module, GPU, mesh, tokens=1, compute_time=0.0)
+    step = prediction.OneProgram(module, mesh)
+    plain = prediction.predict(step, GPU, tokens=1, compute_time=0.0)
     seen.record(file, KIND, plain.predicted_step_s, 1.25 * plain.predicted_step_s, "a", 1)
     same, other = (
-        prediction.predict(module, seen.corrected(GPU, file, settings), mesh, tokens=1, compute_time=0.0)
+        prediction.predict(
+            prediction.OneProgram(module, mesh), seen.corrected(GPU, file, settings), tokens=1, compute_time=0.0
+        )
         for settings in ("a", "b")
     )
     assert same.predicted_step_s == pytest.approx(1.25 * plain.predicted_step_s, rel=1e-3) == other.predicted_step_s

@@ -249,7 +249,7 @@ def test_a_trace_has_the_events_in_order(tmp_path):
 def test_a_prediction_adds_up():
     """The range: a second of product and a second of reading, each at its ends, apart from what does not move."""
     module = program(READ_BY_KERNEL, f"  %y {Y}", END)
-    found = prediction.predict(module, GPU, MESH, tokens=100, compute_time=0.5)
+    found = prediction.predict(prediction.OneProgram(module, MESH), GPU, tokens=100, compute_time=0.5)
     assert found.predicted_step_s == pytest.approx(2.0) and found.tokens_per_s_per_gpu == pytest.approx(50)
     spans = GPU.spans()
     # copies: a copy engine reads under the product, as fast as it takes. The others move one of the two seconds.
@@ -260,7 +260,7 @@ def test_a_prediction_adds_up():
     assert found.step_at_ends_s.keys() == {"products", "host", "copies"}
     assert found.step_at_ends_s["host"] == pytest.approx([1 + 1 / spans["host"].fast, 1 + 1 / spans["host"].slow])
     assert found.hangs_on.startswith("whether copy engines do") and found.calibrated
-    too_fast = prediction.predict(module, GPU, MESH, tokens=100, compute_time=2.5)
+    too_fast = prediction.predict(prediction.OneProgram(module, MESH), GPU, tokens=100, compute_time=2.5)
     assert too_fast.predicted_step_s is None and "our attention kernel" in too_fast.not_predicted
     assert found.mfu == pytest.approx(0.25) and found.exposed_s[HOST_IN] == pytest.approx(1.0)
     assert found.exposed_by_loop_s == {timeline.ENTRY: {HOST_IN: pytest.approx(1.0)}}
@@ -269,15 +269,15 @@ def test_a_prediction_adds_up():
 def test_the_rate_that_a_step_hangs_on_is_named():
     """A step that only waits for the host link; a card without published rows says so, and its range is wider."""
     module = program(READ, END)
-    found = prediction.predict(module, GPU, MESH, tokens=1, compute_time=0.1)
+    found = prediction.predict(prediction.OneProgram(module, MESH), GPU, tokens=1, compute_time=0.1)
     host = GPU.spans()["host"]
     assert found.hangs_on == (
         f"host link ({0.5 * host.slow:.2f} to {0.5 * host.fast:.2f}, measured by others): "
         f"{1e3 / host.fast:,.0f} to {1e3 / host.slow:,.0f} ms"
     )
     guessed = dataclasses.replace(GPU, products_from=rates.SHEET)
-    products = program(f"  %y {Y}")
-    known, wide = (prediction.predict(products, g, MESH, tokens=1, compute_time=0.1) for g in (GPU, guessed))
+    products = prediction.OneProgram(program(f"  %y {Y}"), MESH)
+    known, wide = (prediction.predict(products, g, tokens=1, compute_time=0.1) for g in (GPU, guessed))
     assert known.calibrated and not wide.calibrated and known.predicted_step_s == wide.predicted_step_s
     (low, high), (lower, higher) = known.predicted_range_s or (), wide.predicted_range_s or ()
     assert lower < low < 1 < high < higher
@@ -327,7 +327,7 @@ def test_measured_beside_predicted():
 
 def test_nothing_is_predicted_for_a_gpu_without_rates():
     unknown = dataclasses.replace(GPU, rates=None)
-    found = prediction.predict(program(f"  %y {Y}"), unknown, MESH, tokens=1, compute_time=1.0)
+    found = prediction.predict(prediction.OneProgram(program(f"  %y {Y}"), MESH), unknown, tokens=1, compute_time=1.0)
     assert found.predicted_step_s is None and "gpus.csv" in found.not_predicted and found.host_transfers
     with pytest.raises(ValueError, match="rates"):
         simulated(program(f"  %y {Y}"), unknown)

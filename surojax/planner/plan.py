@@ -30,10 +30,11 @@ from surojax.models.attention import attend, chosen
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import data_parallel, make_mesh, mesh_shape
+from surojax.placement.mesh import data_parallel, make_mesh, mesh_shape, pipeline_stages
 from surojax.planner import (
     aot,
     check_fit,
+    file_time,
     footprint,
     hlo,
     links,
@@ -84,6 +85,7 @@ class Plan(Prediction):
     within_host_bytes: int  # copies from host memory to host memory
     nvme_read_bytes: int
     nvme_write_bytes: int
+    disks: str  # of a machine, that hold files; "" without files
     bubble: float  # fraction of a step in which a stage of `pp` idles, see `stages.bubble`; 0 without stages
     overlap: list[dict[str, Any]]  # `hlo.Transfer`s in loops, with the computation that overlaps them
     rematerialised: dict[str, Any]  # {"count", "bytes", "largest"}: operations that XLA recomputes to save memory
@@ -103,13 +105,15 @@ def plan(
     gpus_per_node: int | None = None,
     host_bandwidth: float | None = None,
     trace: str | None = None,
+    disk: str | None = None,
     advise: bool = True,
 ) -> Plan:
     """Plans a run on `config.gpus` GPUs of this kind. host_memory: of the machine, in GiB; None: no limit is checked.
 
     gpu: what `gpu_names.named` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
     machine's host memory moves, both ways; None: see `Gpu.host_memory`. trace: a file for a trace of the simulated step
-    (`prediction.trace`), written if its time is predicted.
+    (`prediction.trace`), written if its time is predicted. disk: the disks of a machine that hold files, as
+    `file_time.disks` takes them; None: assumed.
     advise: look for `changes` if it does not fit.
 
     A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
@@ -125,12 +129,13 @@ def plan(
             gpus_per_node=gpus_per_node,
             host_bandwidth=host_bandwidth,
             trace=trace,
+            disk=disk,
             advise=advise,
         )
     n = c.gpus
     facts = seen.corrected(with_nodes(gpu, gpus_per_node, host_bandwidth), c.rates_file, seen.settings_key(c, n))
     batch = traffic.batch_of(c)
-    found = _compiled(c, gpu, facts, batch, trace) if aot.available() else _estimated(c, batch)
+    found = _compiled(c, gpu, facts, batch, trace, disk) if aot.available() else _estimated(c, batch)
     times = roofline.bounds(
         facts,
         flops=found.pop("flops"),
@@ -159,8 +164,7 @@ def plan(
         between_machines=links.crossing(facts, found["mesh"]),
         fits=fits,
         nvme_bytes=in_files,
-        nvme_read_bytes=in_files,  # a step reads and writes the entire file once
-        nvme_write_bytes=in_files,
+        disks=str(file_time.disks(disk)) if in_files else "",
         step_time_bound_s=times[bound_by],
         bound_by=bound_by,
         times_s=times,
@@ -198,8 +202,10 @@ def _attention(c: Config) -> str:
     return chosen(c.attention, c.model_dtype, configs.head_dim(c), gpu=True, **kind)
 
 
-def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str | None) -> dict[str, Any]:
-    """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace: see `plan`."""
+def _compiled(
+    c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str | None, disk: str | None
+) -> dict[str, Any]:
+    """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace, disk: see `plan`."""
     mesh = make_mesh(aot.devices(gpu, c.gpus), **configs.mesh_sizes(c))
     run = from_config(c, mesh.abstract_mesh, total_steps=1000)
     _check_attention(c, gpu, batch)
@@ -232,6 +238,8 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
         pairs = zip(done, parts, strict=True)
         return max(getattr(x, name) + bytes_per_device(part.others, home) for (x, _), part in pairs)
 
+    read, written = file_time.moved(parts)
+    put = sum(part.times * bytes_per_device(part.put, HOST) for part in parts)
     return _sizes(run, batch) | {
         "estimate": False,
         "device_bytes": most("device_bytes", DEVICE),
@@ -242,7 +250,7 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
         "collectives": _with_textbook(
             hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), sent
         ),
-        "h2d_bytes": total(copies, "h2d_bytes"),
+        "h2d_bytes": total(copies, "h2d_bytes") + put,
         "d2h_bytes": total(copies, "d2h_bytes"),
         "within_host_bytes": total(copies, "within_host_bytes"),
         "overlap": [dataclasses.asdict(x) for module, _ in modules for x in hlo.overlaps(module)],
@@ -253,16 +261,30 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
         },
         "flops": products.step_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
-        **_predicted(c, facts, run, batch, parsed, trace),
+        "nvme_read_bytes": read // run.mesh.size,
+        "nvme_write_bytes": written // run.mesh.size,
+        **_predicted(c, facts, run, batch, parts, parsed, trace, disk),
     }
 
 
 def _predicted(
-    c: Config, gpu: Gpu, run: Assembly, batch: traffic.Batch, modules: list[hlo.Module], trace: str | None
+    c: Config,
+    gpu: Gpu,
+    run: Assembly,
+    batch: traffic.Batch,
+    parts: list[Program],
+    modules: list[hlo.Module],
+    trace: str | None,
+    disk: str | None,
 ) -> dict[str, Any]:
-    """Fields of the `Plan` about time, of a step that is one program. trace: see `plan`."""
-    if len(modules) > 1:
-        return dataclasses.asdict(Prediction(not_predicted="state in files, and the drive's speed is not known"))
+    """Fields of the `Plan` about time. trace, disk: see `plan`."""
+    if run.engine.table.in_files:
+        machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
+        with_files = file_time.StepWithFiles(parts, modules, run.mesh.shape, machines, file_time.disks(disk))
+        found = prediction.of_step(with_files, run, batch, gpu)
+        if pipeline_stages(run.mesh) > 1:
+            found = Prediction(not_predicted="state in files, and stages that wait for each other")
+        return dataclasses.asdict(found)
     (module,) = modules
     found = prediction.of_module(module, run, batch, gpu)
     if trace is not None and not found.not_predicted:
@@ -314,6 +336,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
     temporaries = {name: rows[name] for name in ("grads", "residuals", "working space")}
     need, temporary = (footprint.memory(x, 1, 1, "gpu") for x in (rows, temporaries))
     h2d, d2h = traffic.host_bytes(run, batch, rows)
+    read, written = traffic.file_bytes(run, rows)
     return _sizes(run, batch) | {
         "estimate": True,
         "device_bytes": need.device,
@@ -324,6 +347,8 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
         "collectives": _with_textbook([], traffic.collective_bytes(run, batch)),
         "h2d_bytes": h2d,
         "d2h_bytes": d2h,
+        "nvme_read_bytes": read,
+        "nvme_write_bytes": written,
         "within_host_bytes": 0,
         "overlap": [],
         "rematerialised": {"count": 0, "bytes": 0, "largest": ""},

@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from surojax.assembly import Assembly
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
@@ -20,7 +21,7 @@ from surojax.planner import costs, hlo, products, traffic
 from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS
 from surojax.planner.gpus import Gpu, known_rates
 from surojax.planner.hlo import Module
-from surojax.planner.rates import CALIBRATED, TOGETHER, WORDS
+from surojax.planner.rates import CALIBRATED, DISKS, TOGETHER, WORDS
 from surojax.planner.stages import in_lockstep
 from surojax.planner.timeline import WAITS, Timeline, program, simulate
 
@@ -60,20 +61,58 @@ class Prediction:
     not_predicted: str = ""  # why
 
 
-def predict(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, tokens: int, compute_time: float) -> Prediction:
+class Simulated(Protocol):
+    """A step that can be simulated."""
+
+    @property
+    def host_transfers(self) -> dict[str, int]:
+        """Host transfers in loops, {"copy_engine", "kernel"}."""
+        ...
+
+    def timeline(self, gpu: Gpu, *, copies_only: bool = False) -> Timeline:
+        """The step on this GPU. copies_only: as if copy engines did all host transfers."""
+        ...
+
+    def other_ends(self, gpu: Gpu) -> dict[str, list[float]]:
+        """Seconds at the ends of rates that are not the GPU's, as `at_ends` returns them."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OneProgram:
+    """A step that is one program. See `Simulated`."""
+
+    module: Module
+    mesh_shape: Mapping[str, int]
+
+    @property
+    def host_transfers(self) -> dict[str, int]:
+        """See `Simulated`."""
+        return costs.host_transfers(self.module)
+
+    def timeline(self, gpu: Gpu, *, copies_only: bool = False) -> Timeline:
+        """See `Simulated`."""
+        return simulate(program(self.module, gpu, self.mesh_shape, copies_only=copies_only))
+
+    def other_ends(self, gpu: Gpu) -> dict[str, list[float]]:
+        """None."""
+        return {}
+
+
+def predict(step: Simulated, gpu: Gpu, *, tokens: int, compute_time: float) -> Prediction:
     """Predicts the time of a step.
 
     tokens: of a step on each GPU. compute_time: seconds of their model FLOPs at the GPU's peak rates.
     """
-    transfers = costs.host_transfers(module)
+    transfers = step.host_transfers
     if gpu.rates is None:
         reason = f"what a {gpu.name} reaches of its peaks is not in surojax/planner/gpus.csv"
         return Prediction(host_transfers=transfers, not_predicted=reason)
-    found = simulate(program(module, gpu, mesh_shape))
+    found = step.timeline(gpu)
     if compute_time > found.seconds:  # our attention kernel counts as a pass over memory: its rate was never measured
         reason = "most of its FLOPs are in our attention kernel, whose speed was never measured"
         return Prediction(host_transfers=transfers, not_predicted=reason)
-    ends = at_ends(module, gpu, mesh_shape, found)
+    ends = at_ends(step, gpu, found)
     exposed = dict.fromkeys(TRANSFERS, 0.0)
     by_loop: dict[str, dict[str, float]] = {}
     for (loop, kind), seconds in found.exposed.items():
@@ -96,7 +135,7 @@ def predict(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, tokens: 
     )
 
 
-def at_ends(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], found: Timeline) -> dict[str, list[float]]:
+def at_ends(step: Simulated, gpu: Gpu, found: Timeline) -> dict[str, list[float]]:
     """Seconds of a step with each rate at its ends, {rate: [fast, slow]}; rates that change nothing are left out.
 
     found: the step as it is predicted. "copies" are host transfers by kernels, if copy engines did them.
@@ -105,14 +144,15 @@ def at_ends(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], found: Time
 
     def seconds(name: str, end: float) -> float:
         other = dataclasses.replace(gpu, rates=rates.with_end(name, end))
-        return simulate(program(module, other, mesh_shape)).seconds
+        return step.timeline(other).seconds
 
     ends = {
         name: [seconds(name, span.fast), seconds(name, span.slow)]
         for name, span in gpu.spans().items()
         if not NEEDED.get(name) or NEEDED[name] & found.busy.keys()
     }
-    ends["copies"] = [simulate(program(module, gpu, mesh_shape, copies_only=True)).seconds, found.seconds]
+    ends["copies"] = [step.timeline(gpu, copies_only=True).seconds, found.seconds]
+    ends |= step.other_ends(gpu)
     return {name: both for name, both in ends.items() if both[1] - both[0] > 1e-3 * found.seconds}
 
 
@@ -139,6 +179,8 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
     fast, slow = map(milliseconds, ends[name])
     if name == "copies":
         return f"whether copy engines do the host transfers that are kernels in this program: {fast} to {slow} ms"
+    if name == DISKS:
+        return f"{WORDS[name]}: {fast} to {slow} ms"
     span = gpu.spans()[name]
     value = getattr(known_rates(gpu), TOGETHER.get(name, (name,))[0])
     known = "half to twice" if name == "latencies" else f"{value * span.slow:.2f} to {value * span.fast:.2f}"
@@ -152,10 +194,14 @@ def of_compiled(text: str, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Pre
 
 def of_module(module: Module, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
     """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.in_lockstep`."""
-    module = in_lockstep(module, run, batch.microbatches)
+    return of_step(OneProgram(in_lockstep(module, run, batch.microbatches), run.mesh.shape), run, batch, gpu)
+
+
+def of_step(step: Simulated, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
+    """The `Prediction` of a step of a run."""
     tokens = batch.tokens * batch.microbatches // (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
     compute_time = tokens * products.compute_time(gpu, products.token_flops(run, batch.sequence_len))
-    return predict(module, gpu, run.mesh.shape, tokens=tokens, compute_time=compute_time)
+    return predict(step, gpu, tokens=tokens, compute_time=compute_time)
 
 
 def comparison(predicted: Prediction, durations_s: Sequence[float], tokens: int) -> str:

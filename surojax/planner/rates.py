@@ -45,6 +45,7 @@ CALIBRATED = "calibrated on published rows"
 MEASURED = "measured by others"
 SHEET = "from data sheets"
 ASSUMED = "assumed"
+DISKS = "disks"  # the rate of the disks that hold files, which is no GPU's
 HERE = "measured here"
 
 
@@ -150,4 +151,5 @@ WORDS = {  # for output
     "network": "network between machines",
     "collective_sms": "multiprocessors that collectives take",
     "latencies": "latencies",
+    DISKS: "disks",
 }

@@ -433,6 +433,16 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
     return read, written
 
 
+def file_bytes(run: Assembly, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
+    """(bytes read from files, bytes written) per step and GPU; rows: as for `host_bytes`.
+
+    Each class is read once and written once, but weights: they are read for both passes, and written if trained.
+    """
+    stored = {name: row["nvme"] for name, row in rows.items()}
+    frozen = stored["weights"] * (1 - updated_part(run))
+    return sum(stored.values()) + stored["weights"], round(sum(stored.values()) - frozen)
+
+
 def updated_part(run: Assembly) -> float:
     """The fraction of the bytes of the layers' work weights that a step updates: those that are trained."""
     names = [segment.name for segment in run.model.segments]

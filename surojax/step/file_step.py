@@ -78,6 +78,10 @@ class WholeGradients:
         """The plan of what `read` returns."""
         return ()
 
+    def grads_in_files(self) -> tuple:
+        """Nothing: gradients are in memory."""
+        return ()
+
     def others_of_update(self) -> tuple:
         """Nothing: gradients are arguments of the update, see `LayerGradients`."""
         return ()
@@ -188,7 +192,9 @@ class FileStep:
             late = early, self.weights.files[number].planned_round(HOST)
             others = early, late, self.gradients.others_of_update()
             rounds = len(self.weights.layers[number])
-            found.append(self._with_state(Program(update, self._arguments(number), rounds), others))
+            program = Program(update, self._arguments(number), rounds, (), "update")
+            program = program._replace(reads=(early, self.gradients.grads_in_files()), writes=late)
+            found.append(self._with_state(program, others))
         return found
 
     def _with_state(self, program: Program, others: Any) -> Program:

@@ -153,6 +153,7 @@ class LayerGradients:
         """The programs with planned arguments, in the order in which they first run. See `__call__`."""
         work = [self.weights.planned(number) for number in range(len(self.weights.parts))]
         arriving = max((self.weights.arriving(number) for number in range(len(work))), key=bytes_per_device)
+        fetched = [self.weights.files[number].planned_round(HOST) for number in range(len(work))]
         of_step = (step, history, *batch)
         grads = self.others_of_update()
         found = [Program(self.begin, (outer.weights, *of_step), 1)]
@@ -162,17 +163,21 @@ class LayerGradients:
         for kind in self.forward:
             arguments = (work[kind[0]], moving, sent, *of_step)
             jax.eval_shape(self.forward[kind], *arguments)
-            forward.append(Program(self.forward[kind], arguments, self.kinds.count(kind)))
+            w = fetched[kind[0]]
+            forward.append(Program(self.forward[kind], arguments, self.kinds.count(kind), (), "forward", w, (), w))
         saved = self.planned_saved()
+        in_file = saved if self.residuals.in_files else []
         kept = [saved] * (LAYERS_IN_FLIGHT if self.residuals.in_files else len(self.kinds))
         head = Program(self.head, (outer.weights, moving, sent, *batch), 1, kept)
         jax.eval_shape(self.head, *head.arguments)
         summed = self.of_devices.planned("summed")
-        forward = [x._replace(others=(kept[1:], arriving)) for x in forward]
+        forward = [x._replace(others=(kept[1:], arriving), writes=in_file) for x in forward]
         for kind in self.backward:
             arguments = (work[kind[0]], saved, moving, sent, *of_step)
             others = kept[1:], grads, arriving
-            backward.append(Program(self.backward[kind], arguments, self.kinds.count(kind), others))
+            w = fetched[kind[0]]
+            program = Program(self.backward[kind], arguments, self.kinds.count(kind), others, "backward")
+            backward.append(program._replace(reads=(w, in_file), writes=self.grads_in_files(), put=w))
         end = Program(self.finish, (outer, step, history, moving, sent, summed, *batch), 1, grads)
         return [*found, *forward, head, *backward, end]
 
@@ -189,6 +194,10 @@ class LayerGradients:
         """The plan of a layer's gradients, a round of each stack."""
         stacks = self.step.planned_gradients(self.segment.name)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), stacks)
+
+    def grads_in_files(self):
+        """The plan of a layer's gradients if they are in files, else nothing."""
+        return self.planned_grads() if self.grads.in_files else ()
 
     def others_of_update(self) -> list:
         """The gradients of other layers that are in memory while a layer is updated: planned arrays."""

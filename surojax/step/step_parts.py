@@ -22,12 +22,18 @@ class Program(NamedTuple):
 
     function: jitted. arguments: planned arrays. times: number of runs in a step. others: planned state that is in
     memory while the program runs but is no argument or result of it, and layers on their way to and from files.
+    name: of the pass that it is one layer of; "" if it runs by itself. reads, writes: planned rounds of a layer that
+    come from files for it, and that go there from it. put: those of `reads` that the host puts on the device.
     """
 
     function: Any
     arguments: tuple
     times: int
     others: Any = ()
+    name: str = ""
+    reads: Any = ()
+    writes: Any = ()
+    put: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)

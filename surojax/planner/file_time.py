@@ -1,0 +1,142 @@
+"""The time of a step with tensor classes in files, whose programs the host runs one after another (step/by_host.py).
+
+A layer takes as long as its program, as its files, or as what the host puts on the device for it, whichever takes
+longest: they overlap with those of the layers beside it. Nothing hides the first layer that a pass reads, but for the
+update's, which comes while gradients are computed, and the last one that it writes. A disk does one direction at a
+time: reading and writing at once takes as long as one after the other (docs/LOG.md, 2026-11-24).
+
+Not modelled: the CPU time of file access, checkpoints that are written meanwhile, and programs that are not of a layer
+while files are read.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from surojax.errors import ConfigError
+from surojax.planner import costs
+from surojax.planner.costs import HOST_IN
+from surojax.planner.gpus import GB, Gpu, known_rates
+from surojax.planner.hlo import Module
+from surojax.planner.rates import ASSUMED, DISKS, SHEET, Span
+from surojax.planner.timeline import Timeline, program, simulate
+from surojax.step.step_parts import Program
+
+TB = 1e12
+DRIVE_TBW = 1200  # TB that the makers of 2 TB consumer drives warrant (Samsung 990 PRO, 980 PRO)
+# Disks that nobody said: at the fast end of a PCIe 4.0 drive, at the slow end what consumer drives write once their
+# cache is full (techpowerup.com's reviews of write intensive usage: 0.5 to 2 GB/s).
+UNKNOWN = Span(0.25, 1.1, ASSUMED)
+SAID = Span(0.8, 1.05, SHEET)
+FORM = re.compile(r"(?:(\d{1,4})x)?(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True)
+class Disks:
+    """The disks of a machine that hold the files of a run, together.
+
+    read, write: B/s, one direction at a time. span: how far they are known.
+    """
+
+    read: float = 7e9
+    write: float = 6e9
+    span: Span = UNKNOWN
+
+    def seconds(self, read: float, written: float, end: float = 1.0) -> float:
+        """Seconds that so many bytes take. end: a multiple of the rates."""
+        return (read / self.read + written / self.write) / end
+
+    def __str__(self) -> str:
+        source = "assumed; --disk says what there is" if self.span is UNKNOWN else "as given"
+        return f"{self.read / GB:g} GB/s read, {self.write / GB:g} written ({source})"
+
+
+def disks(text: str | None) -> Disks:
+    """What `--disk` says: "7.4/6.9", GB/s read and written, or "2x7.4/6.9". Raises ConfigError for anything else."""
+    if text is None:
+        return Disks()
+    match = FORM.fullmatch(text)
+    number, read, write = (float(x or 1) for x in match.groups()) if match else (0.0, 0.0, 0.0)
+    if not 0 < min(number, read, write) <= max(read, write) < 1e4:
+        raise ConfigError(f"--disk: expected GB/s read and written, as 7.4/6.9 or 2x7.4/6.9, got {text!r}; correct it")
+    return Disks(number * read * GB, number * write * GB, SAID)
+
+
+def file_bytes(tree) -> int:
+    """Bytes of planned rounds in files, where each is once, whatever the number of devices."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def wear(written: float) -> str:
+    """A line about what so many bytes written a step and machine do to a drive."""
+    if not written:
+        return "nothing is written to files"
+    after = f"{DRIVE_TBW:,} TB, which a 2 TB consumer drive is made for, after {DRIVE_TBW * TB / written:,.0f} steps"
+    return f"{written / GB:,.1f} GB written to files a step: {after}"
+
+
+def moved(parts: Sequence[Program]) -> tuple[int, int]:
+    """(bytes read from files, bytes written to files) of a step, of all machines together."""
+    return (
+        sum(part.times * file_bytes(part.reads) for part in parts),
+        sum(part.times * file_bytes(part.writes) for part in parts),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWithFiles:
+    """A step of several programs. See `prediction.Simulated`.
+
+    modules: of the programs. machines: that share the bytes of files.
+    """
+
+    parts: Sequence[Program]
+    modules: Sequence[Module]
+    mesh_shape: Mapping[str, int]
+    machines: int
+    disks: Disks
+
+    @property
+    def host_transfers(self) -> dict[str, int]:
+        """See `prediction.Simulated`."""
+        found = collections.Counter[str]()
+        for module in self.modules:
+            found.update(costs.host_transfers(module))
+        return dict(found)
+
+    def timeline(self, gpu: Gpu, *, copies_only: bool = False, end: float = 1.0) -> Timeline:
+        """See `prediction.Simulated`. end: a multiple of the disks' rates."""
+        simulated = [simulate(program(x, gpu, self.mesh_shape, copies_only=copies_only)) for x in self.modules]
+        busy = collections.defaultdict[str, float](float)
+        exposed = collections.defaultdict[tuple[str, str], float](float)
+        total = 0.0
+        passes: dict[str, float] = {}
+        link = gpu.pcie_bandwidth * known_rates(gpu).host
+        gpus = math.prod(self.mesh_shape.values())
+        for part, of_program in zip(self.parts, simulated, strict=True):
+            read, written = (file_bytes(tree) / self.machines for tree in (part.reads, part.writes))
+            on_disk = self.disks.seconds(read, written, end)
+            put = file_bytes(part.put) / gpus / link
+            longest = max(of_program.seconds, on_disk, put)
+            seconds = part.times * longest
+            name = part.name or "outside loops"
+            waits = DISKS if on_disk >= put else HOST_IN
+            exposed[name, waits] += part.times * (longest - of_program.seconds)
+            ends = self.disks.seconds(0.0 if part.name == "update" else read, written, end) * (part.name not in passes)
+            exposed[name, DISKS] += ends
+            busy[DISKS] += part.times * on_disk
+            for kind, s in of_program.busy.items():
+                busy[kind] += part.times * s
+            for (_, kind), s in of_program.exposed.items():
+                exposed[name, kind] += part.times * s
+            passes[part.name] = passes.get(part.name, 0.0) + seconds + ends
+            total += seconds + ends
+        return Timeline(total, dict(busy), dict(exposed), passes, [])
+
+    def other_ends(self, gpu: Gpu) -> dict[str, list[float]]:
+        """See `prediction.Simulated`: with the disks at their ends."""
+        return {DISKS: [self.timeline(gpu, end=end).seconds for end in (self.disks.span.fast, self.disks.span.slow)]}

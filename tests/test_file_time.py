@@ -1,0 +1,80 @@
+"""The predicted time of a step with files: of programs that overlap with what their layers read and write."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from surojax.errors import ConfigError
+from surojax.planner import file_time
+from surojax.planner.file_time import Disks, StepWithFiles
+from surojax.planner.gpus import GPUS, known_rates
+from surojax.planner.rates import DISKS
+from surojax.planner.timeline import Timeline
+from surojax.step.step_parts import Program
+
+GPU = GPUS["rtx4090"]
+GIGABYTE = jax.ShapeDtypeStruct((1, 10**9), jnp.int8)
+ONE = Disks(read=1e9, write=0.5e9)
+
+
+@pytest.fixture
+def a_second_each(monkeypatch):
+    """Every program takes a second."""
+    monkeypatch.setattr(file_time, "program", lambda *_, **__: None)
+    monkeypatch.setattr(
+        file_time, "simulate", lambda _: Timeline(1.0, {"product": 0.9}, {("loop", "host in"): 0.1}, {}, [])
+    )
+
+
+def seconds(*parts: Program, disks: Disks = ONE, gpus: int = 1, machines: int = 1) -> Timeline:
+    step = StepWithFiles(parts, [{}] * len(parts), {"dp_shard": gpus}, machines, disks)
+    return step.timeline(GPU)
+
+
+def layers(name: str, reads=(), writes=(), put=()) -> Program:
+    return Program(None, (), 10, (), name, reads, writes, put)
+
+
+@pytest.mark.usefixtures("a_second_each")
+def test_a_layer_takes_as_long_as_its_program_or_its_files():
+    hidden = seconds(layers("forward", reads=GIGABYTE), disks=Disks(read=4e9, write=4e9))
+    assert hidden.seconds == pytest.approx(10 + 0.25)  # the first layer is waited for
+    assert hidden.exposed["forward", DISKS] == pytest.approx(0.25)
+    bound = seconds(layers("backward", reads=GIGABYTE, writes=GIGABYTE))
+    assert bound.seconds == pytest.approx(10 * 3 + 3) and bound.busy[DISKS] == pytest.approx(30)
+    assert bound.exposed["backward", DISKS] == pytest.approx(23)
+
+
+@pytest.mark.usefixtures("a_second_each")
+def test_what_hides_the_ends_of_a_pass():
+    update = layers("update", reads=GIGABYTE, writes=GIGABYTE)
+    assert seconds(update).seconds == pytest.approx(30 + 2)  # its first layer is read meanwhile
+    of_two_parts = seconds(layers("forward", reads=GIGABYTE), layers("forward", reads=GIGABYTE))
+    assert of_two_parts.seconds == pytest.approx(20 + 1)  # once for a pass, however many programs it has
+    assert seconds(Program(None, (), 1)).seconds == 1
+
+
+@pytest.mark.usefixtures("a_second_each")
+def test_machines_share_the_bytes_and_gpus_those_that_the_host_puts():
+    read = layers("forward", reads=GIGABYTE)
+    assert seconds(read, disks=Disks(0.25e9, 1e9), gpus=16, machines=2).seconds == pytest.approx(20 + 2)
+    link = GPU.pcie_bandwidth * known_rates(GPU).host
+    slow = jax.ShapeDtypeStruct((1, int(8 * link)), jnp.int8)
+    of_link = seconds(layers("forward", put=slow), gpus=4)
+    assert of_link.seconds == pytest.approx(20) and of_link.exposed["forward", "host in"] == pytest.approx(10 + 1)
+
+
+def test_the_option():
+    assert file_time.disks("7.4/6.9") == Disks(7.4e9, 6.9e9, file_time.SAID)
+    assert file_time.disks("2x7/6") == Disks(14e9, 12e9, file_time.SAID)
+    assert "assumed" in str(file_time.disks(None)) and "as given" in str(file_time.disks("7/6"))
+    for wrong in ("", "7", "7/0", "-7/6", "0x7/6", "7/6x2", "nan/6", "7/99999", "7/6 "):
+        with pytest.raises(ConfigError, match=r"^--disk: expected GB/s read and written, .*" + re.escape(repr(wrong))):
+            file_time.disks(wrong)
+
+
+def test_the_endurance_of_a_drive():
+    assert file_time.wear(1.2e12).startswith("1,200.0 GB written to files a step: 1,200 TB")
+    assert file_time.wear(1.2e12).endswith("after 1,000 steps") and "nothing" in file_time.wear(0)
