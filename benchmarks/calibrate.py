@@ -184,7 +184,6 @@ def predicted(row: Row, **ends: float) -> float:
     ends: rates at an end, as multiples of their values.
     """
     gpu = GPUS[row.gpu]
-    assert gpu.rates is not None
     rates = gpu.rates
     for name, end in ends.items():
         rates = rates.with_end(name, end)

@@ -719,11 +719,3 @@ def test_another_batch_keeps_its_microbatches_where_it_can(size, group, sequence
     c = choices.with_batch(c, sequences)
     checks.check(c)
     assert (c.per_device_batch_size, c.gradient_accumulation_steps, c.microbatches_per_fetch) == expected
-
-
-def test_a_gpu_without_rates_is_refused(monkeypatch):
-    monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], rates=None))
-    with pytest.raises(ConfigError, match="--gpu: expected a GPU with rates"):
-        fastest.fastest(config(), GPU)
-    with pytest.raises(ValueError, match="rates: expected a GPU with rates"):
-        search.estimated(checked(config(), GPU), GPUS[GPU])

@@ -325,14 +325,6 @@ def test_measured_beside_predicted():
     assert prediction.comparison(prediction.Prediction(not_predicted="why"), [2.0], tokens=1000) == ""
 
 
-def test_nothing_is_predicted_for_a_gpu_without_rates():
-    unknown = dataclasses.replace(GPU, rates=None)
-    found = prediction.predict(program(f"  %y {Y}"), unknown, MESH, tokens=1, compute_time=1.0)
-    assert found.predicted_step_s is None and "gpus.csv" in found.not_predicted and found.host_transfers
-    with pytest.raises(ValueError, match="rates"):
-        simulated(program(f"  %y {Y}"), unknown)
-
-
 def test_calibration_fails_when_the_model_is_wrong(monkeypatch, capsys):
     """All rows within 5 % on average and 10 % each; with products a fifth faster than fitted no longer."""
     assert calibrate.main(["--only", "rtx4090"]) == 0
@@ -342,7 +334,6 @@ def test_calibration_fails_when_the_model_is_wrong(monkeypatch, capsys):
     assert len(errors) == 25 and max(map(abs, errors)) < 0.10
     assert sum(map(abs, errors)) / len(errors) < 0.05
     gpu = GPUS["rtx4090"]
-    assert gpu.rates is not None
     rates = dataclasses.replace(gpu.rates, products=1.2 * gpu.rates.products)
     monkeypatch.setitem(GPUS, "rtx4090", dataclasses.replace(gpu, rates=rates))
     assert calibrate.main(["--only", "rtx4090"]) == 1

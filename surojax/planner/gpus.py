@@ -103,10 +103,10 @@ class Gpu:
     pcie_bandwidth: float  # B/s per direction between GPU and host: PCIe, or NVLink-C2C
     clock: float  # Hz, the highest of an SM
     l2_bytes: int  # second-level cache
+    rates: Rates  # what programs reach of these peaks
     gpus_per_node: int = 8  # GPUs in a machine, which share `link_bandwidth`
     aliases: tuple[str, ...] = ()  # other device kinds of exactly the same card
     also_called: tuple[str, ...] = ()  # other words for it, see gpu_names.py
-    rates: Rates | None = None  # None: no time is predicted
     products_from: str = MEASURED  # where `rates.products` comes from: a key of rates.PRODUCTS
     ends: Mapping[str, Span] = field(default_factory=dict, hash=False)  # of rates, where they differ from rates.ENDS
     host_memory_bandwidth: float | None = None  # B/s of a machine's host memory, both ways; None: see `host_memory`
@@ -238,13 +238,6 @@ def with_nodes(gpu: str, gpus_per_node: int | None, host_bandwidth: float | None
             raise ConfigError(f"--host-bandwidth: expected GB/s, more than 0, got {host_bandwidth}; leave it out")
         facts = replace(facts, host_memory_bandwidth=host_bandwidth * GB)
     return facts
-
-
-def known_rates(gpu: Gpu) -> Rates:
-    """Returns what programs reach of a GPU's peaks. Raises ValueError if it is not known."""
-    if gpu.rates is None:
-        raise ValueError(f"rates: expected a GPU with rates in planner/gpus.csv, got {gpu.name}; add them there")
-    return gpu.rates
 
 
 def find_gpu(device_kind: str) -> Gpu | None:

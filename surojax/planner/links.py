@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from surojax.planner.gpus import Gpu, known_rates
+from surojax.planner.gpus import Gpu
 
 
 class Group(NamedTuple):
@@ -46,8 +46,8 @@ def bandwidth(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> fl
 
 
 def rate(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> float:
-    """Returns what programs reach of `bandwidth`. Raises ValueError if that is not known of this GPU."""
-    rates = known_rates(gpu)
+    """Returns what programs reach of `bandwidth`."""
+    rates = gpu.rates
     within = gpu.link_bandwidth * rates.link
     if gpu.staged:  # what is written to host memory is read from there
         within = min(within, gpu.host_memory(math.prod(mesh_shape.values())) * rates.dram / 2)

@@ -369,7 +369,7 @@ def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
     device = search.device_limit(gpu) - max(0, need.device - estimated.device)
     host = search.host_limit(limit.host) - max(0, need.host - estimated.host)
     limits = Memory(device, host, math.inf if c.nvme_path else 0)
-    found = remedies.proposals(search.Space(c, gpu, limits)) if gpu.rates is not None else []
+    found = remedies.proposals(search.Space(c, gpu, limits))
     lines = ["\n".join(proposal.lines()) for proposal in found]
     return [f"{'or ' if i else ''}{line}" for i, line in enumerate(lines)] or [remedies.NOTHING]
 

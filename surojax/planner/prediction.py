@@ -18,7 +18,7 @@ from surojax.assembly import Assembly
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
 from surojax.planner import costs, hlo, products, traffic
 from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS
-from surojax.planner.gpus import Gpu, known_rates
+from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
 from surojax.planner.rates import CALIBRATED, TOGETHER, WORDS
 from surojax.planner.stages import in_lockstep
@@ -66,9 +66,6 @@ def predict(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, tokens: 
     tokens: of a step on each GPU. compute_time: seconds of their model FLOPs at the GPU's peak rates.
     """
     transfers = costs.host_transfers(module)
-    if gpu.rates is None:
-        reason = f"what a {gpu.name} reaches of its peaks is not in surojax/planner/gpus.csv"
-        return Prediction(host_transfers=transfers, not_predicted=reason)
     found = simulate(program(module, gpu, mesh_shape))
     if compute_time > found.seconds:  # our attention kernel counts as a pass over memory: its rate was never measured
         reason = "most of its FLOPs are in our attention kernel, whose speed was never measured"
@@ -101,7 +98,7 @@ def at_ends(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], found: Time
 
     found: the step as it is predicted. "copies" are host transfers by kernels, if copy engines did them.
     """
-    rates = known_rates(gpu)
+    rates = gpu.rates
 
     def seconds(name: str, end: float) -> float:
         other = dataclasses.replace(gpu, rates=rates.with_end(name, end))
@@ -140,7 +137,7 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
     if name == "copies":
         return f"whether copy engines do the host transfers that are kernels in this program: {fast} to {slow} ms"
     span = gpu.spans()[name]
-    value = getattr(known_rates(gpu), TOGETHER.get(name, (name,))[0])
+    value = getattr(gpu.rates, TOGETHER.get(name, (name,))[0])
     known = "half to twice" if name == "latencies" else f"{value * span.slow:.2f} to {value * span.fast:.2f}"
     return f"{WORDS[name]} ({known}, {span.source}): {fast} to {slow} ms"
 

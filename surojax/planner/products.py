@@ -22,7 +22,7 @@ from surojax.placement.mesh import CONTEXT, SHARD, devices_per_sequence, pipelin
 from surojax.placement.param import Kind, Param
 from surojax.planner import sizes, traffic
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
-from surojax.planner.gpus import Gpu, known_rates
+from surojax.planner.gpus import Gpu
 from surojax.planner.layer_bytes import segment_bytes
 from surojax.planner.sizes import itemsize
 from surojax.planner.traffic import Batch
@@ -214,7 +214,7 @@ def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
 
     flops: of its forward pass there. scores: bytes of the scores there; 0: flash attention, which stores none.
     """
-    rates = known_rates(gpu)
+    rates = gpu.rates
     if not scores:
         back = attention_time(gpu, rates, BACKWARD_FLOPS * flops, backward=True)
         return attention_time(gpu, rates, flops, backward=False), back
@@ -242,11 +242,11 @@ def of_head(run: Assembly, batch: Batch, gpu: Gpu) -> float:
 
 def _passes(gpu: Gpu, size: float) -> float:
     """Seconds in which so many bytes are read from or written to device memory."""
-    return size / (gpu.memory_bandwidth * known_rates(gpu).memory)
+    return size / (gpu.memory_bandwidth * gpu.rates.memory)
 
 
 @functools.cache
 def _product(gpu: Gpu, m: int, n: int, k: int, dtype: str) -> float:
     """Seconds of a product `[m, k] x [k, n]`."""
-    rates = known_rates(gpu)
+    rates = gpu.rates
     return product_time(gpu, rates, m, n, k, dtype=dtype) + rates.launch

@@ -36,7 +36,7 @@ from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Kind
 from surojax.planner import links, products, sizes, traffic
 from surojax.planner.footprint import Rows
-from surojax.planner.gpus import Gpu, Rates, known_rates
+from surojax.planner.gpus import Gpu, Rates
 from surojax.planner.products import Seconds
 from surojax.planner.sizes import itemsize
 from surojax.planner.traffic import Batch, LaneStage
@@ -70,7 +70,7 @@ class Work:
     @property
     def rates(self) -> Rates:
         """The rates of the GPU's peaks that programs reach."""
-        return known_rates(self.gpu)
+        return self.gpu.rates
 
     @property
     def fetches(self) -> int:
@@ -80,7 +80,7 @@ class Work:
 
 def step_work(run: Assembly, batch: Batch, gpu: Gpu, rows: Rows) -> Work:
     """The `Work` of a step. rows: `footprint.by_class` of the run."""
-    rates = known_rates(gpu)
+    rates = gpu.rates
     stored = {name: float(sum(of.values())) for name, of in rows.items()}
     stored["weights"] += stored.pop("quants", 0.0)
     stored["grads"] -= sizes.outer_gradients(run)
@@ -112,7 +112,7 @@ def collective_seconds(run: Assembly, batch: Batch, gpu: Gpu) -> Mapping[str | L
 
     Each time, but for "ticks" and "once": in a step.
     """
-    shape, hop = run.mesh.shape, known_rates(gpu).hop
+    shape, hop = run.mesh.shape, gpu.rates.hop
     seconds = collections.defaultdict[str | LaneStage, float](float)
     for x in traffic.transfers(run, batch):
         late = x.number * links.hops(gpu, shape, x.op, x.axes) * hop if x.number else 0.0

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from surojax.planner.costs import COLLECTIVES, HOST_IN, HOST_OUT, MAIN, Loop, Program, Step, Wait, Work
-from surojax.planner.gpus import Gpu, Rates, known_rates
+from surojax.planner.gpus import Gpu, Rates
 from surojax.planner.hlo import Module
 
 MOST = 6
@@ -64,7 +64,7 @@ class Timeline:
 
 def program(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, copies_only: bool = False) -> Program:
     """A program on a GPU. Raises ValueError if it is not known what that GPU reaches of its peaks."""
-    return Program(module, gpu, known_rates(gpu), mesh_shape, copies_only)
+    return Program(module, gpu, gpu.rates, mesh_shape, copies_only)
 
 
 def simulate(p: Program, *, most: int = MOST, events: bool = False) -> Timeline:
