@@ -377,7 +377,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size, layer
     options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
     compiled = small.step.lower(small.plan, batch, batch).compile(options)
     module = stages.with_rounds(hlo.parse(compiled.as_text()), small.run, microbatches)
-    found = {(x.op, x.axis): x.bytes for x in hlo.collectives(module, small.mesh.shape)}
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(module, 1)], small.mesh.shape)}
     of_group = traffic.Batch(sequences=1, sequence_len=24, microbatches=microbatches)
     expected = traffic.collective_bytes(small.run, of_group)
     assert {("collective-permute", "pp"), ("all-gather", "dp_shard"), ("reduce-scatter", "dp_shard")} <= expected.keys()

@@ -212,45 +212,31 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
     )
     parts = programs(run, mesh, batch)
     try:
-        done = [(aot.compile_for(part.function, part.arguments, mesh, options), part.times) for part in parts]
+        compiled = [aot.compile_for(part.function, part.arguments, mesh, options) for part in parts]
     except Unserved as error:
         raise check_fit.unserved(error) from error
     sent = traffic.collective_bytes(run, batch)
-    parsed = [hlo.parse(compiled.text) for compiled, _ in done]
+    parsed = [hlo.parse(x.text) for x in compiled]
     modules = [
-        (stages.with_rounds(module, run, batch.microbatches), times)
-        for module, (_, times) in zip(parsed, done, strict=True)
+        (stages.with_rounds(module, run, batch.microbatches), part.times)
+        for module, part in zip(parsed, parts, strict=True)
     ]
-    copies = [(hlo.host_copies(module), times) for module, times in modules]
-    recomputed = [(hlo.rematerialised(module), times) for module, times in modules]
-
-    def total(pairs, name: str) -> int:
-        """The sum of a field over all runs of all programs."""
-        return sum(times * getattr(x, name) for x, times in pairs)
 
     def most(name: str, home: Home) -> int:
         """The largest of the programs' bytes in a memory, each with the state that is no argument of the program."""
-        return max(getattr(x, name) + others(run, part, home) for (x, _), part in zip(done, parts, strict=True))
+        return max(getattr(x, name) + others(run, part, home) for x, part in zip(compiled, parts, strict=True))
 
     return _sizes(run, batch) | {
         "estimate": False,
         "device_bytes": most("device_bytes", DEVICE),
-        "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x, _ in done),
+        "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x in compiled),
         "host_bytes": most("host_bytes", HOST),
-        "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x, _ in done),
+        "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x in compiled),
         "classes": classes(run, footprint.by_class(run, batch, "gpu")),
-        "collectives": _with_textbook(
-            hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), sent
-        ),
-        "h2d_bytes": total(copies, "h2d_bytes"),
-        "d2h_bytes": total(copies, "d2h_bytes"),
-        "within_host_bytes": total(copies, "within_host_bytes"),
+        "collectives": _with_textbook(hlo.collectives(modules, mesh.shape), sent),
+        **hlo.host_copies(modules),
         "overlap": [dataclasses.asdict(x) for module, _ in modules for x in hlo.overlaps(module)],
-        "rematerialised": {
-            "count": total(recomputed, "count"),
-            "bytes": total(recomputed, "bytes"),
-            "largest": max((r for r, _ in recomputed), key=lambda r: r.bytes).largest,
-        },
+        "rematerialised": hlo.rematerialised(modules),
         "flops": products.step_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
         **_predicted(c, facts, run, batch, parsed, trace),
