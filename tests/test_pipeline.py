@@ -392,7 +392,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size, layer
 
     for name in ("forward", "backward"):
         assert passes(module, name) == microbatches
-        lockstep = stages.in_lockstep(hlo.parse(compiled.as_text()), small.run, microbatches)
+        lockstep = stages.with_rounds(hlo.parse(compiled.as_text()), small.run, microbatches, lockstep=True)
         assert passes(lockstep, name) == microbatches + 1  # as long as both stages need, one after the other
     assert stages.bubble(small.run, microbatches) == pytest.approx(1 / 6)
 

@@ -148,7 +148,7 @@ def test_a_phase_takes_as_long_as_its_busiest_resource():
         2
         * 8
         * sum(
-            product_time(gpu, gpu.rates, 256, n, k) + gpu.rates.launch
+            product_time(gpu, 256, n, k) + gpu.rates.launch
             for n, k in [(512, 512)] * 4 + [(1536, 512)] * 2 + [(512, 1536)]
         )
     )

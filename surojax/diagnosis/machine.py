@@ -225,7 +225,7 @@ def matrix_products(gpu: Gpu, measured: dict[str, float]) -> Verdict:
     """The rate of a product of large matrices in bfloat16."""
     seconds = product_seconds(PRODUCT)
     known = gpu.rates
-    planned = costs.product_time(gpu, known, PRODUCT, PRODUCT, PRODUCT)
+    planned = costs.product_time(gpu, PRODUCT, PRODUCT, PRODUCT)
     reached = known.products * (planned - known.ramp) / (seconds - known.ramp)
     said = f"{2 * PRODUCT**3 / seconds / 1e12:,.0f} TFLOP/s"
     return beside("products", gpu, "products", reached * gpu.bf16_flops, gpu.bf16_flops, said, measured)

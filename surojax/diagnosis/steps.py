@@ -244,7 +244,7 @@ def timed(curves: verifier.Curves, setting: Setting, steps: int = TIMED_STEPS) -
             return skipped("times", setting.name, f"{measured}; none is predicted: {row.devices[0].device_kind}")
         microbatches, sequences, length = row.shape
         step_batch = Batch(sequences, length, microbatches)
-        predicted = prediction.of_compiled(step.as_text(), row.run, step_batch, gpu)
+        predicted = prediction.of_module(hlo.parse(step.as_text()), row.run, step_batch, gpu)
     if not (line := prediction.comparison(predicted, durations, microbatches * step_batch.tokens)):
         return skipped("times", setting.name, f"{measured}; none is predicted: {predicted.not_predicted}")
     return ok("times", setting.name, f"{measured}; {line}")

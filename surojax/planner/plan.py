@@ -252,7 +252,7 @@ def _predicted(
     (module,) = modules
     found = prediction.of_module(module, run, batch, gpu)
     if trace is not None and not found.not_predicted:
-        module = stages.in_lockstep(module, run, batch.microbatches)
+        module = stages.with_rounds(module, run, batch.microbatches, lockstep=True)
         prediction.write_trace(Path(trace), module, gpu, run.mesh.shape, f"{c.gpus} x {gpu.name}")
     return dataclasses.asdict(found)
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from surojax.assembly import Assembly
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
-from surojax.planner import costs, hlo, products, traffic
-from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS
+from surojax.planner import costs, products, traffic
+from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS, ProgramOnGpu
 from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
 from surojax.planner.rates import CALIBRATED, TOGETHER, WORDS
-from surojax.planner.stages import in_lockstep
-from surojax.planner.timeline import WAITS, Timeline, program, simulate
+from surojax.planner.stages import with_rounds
+from surojax.planner.timeline import WAITS, Timeline, simulate
 
 AGAIN = 0.03  # relative, of a step that was measured with the same settings: clocks, temperature, other machines
 # Kinds of work without which a rate changes nothing.
@@ -66,7 +66,7 @@ def predict(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, tokens: 
     tokens: of a step on each GPU. compute_time: seconds of their model FLOPs at the GPU's peak rates.
     """
     transfers = costs.host_transfers(module)
-    found = simulate(program(module, gpu, mesh_shape))
+    found = simulate(ProgramOnGpu(module, gpu, mesh_shape))
     if compute_time > found.seconds:  # our attention kernel counts as a pass over memory: its rate was never measured
         reason = "most of its FLOPs are in our attention kernel, whose speed was never measured"
         return Prediction(host_transfers=transfers, not_predicted=reason)
@@ -102,14 +102,14 @@ def at_ends(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], found: Time
 
     def seconds(name: str, end: float) -> float:
         other = dataclasses.replace(gpu, rates=rates.with_end(name, end))
-        return simulate(program(module, other, mesh_shape)).seconds
+        return simulate(ProgramOnGpu(module, other, mesh_shape)).seconds
 
     ends = {
         name: [seconds(name, span.fast), seconds(name, span.slow)]
         for name, span in gpu.spans().items()
         if not NEEDED.get(name) or NEEDED[name] & found.busy.keys()
     }
-    ends["copies"] = [simulate(program(module, gpu, mesh_shape, copies_only=True)).seconds, found.seconds]
+    ends["copies"] = [simulate(ProgramOnGpu(module, gpu, mesh_shape, copies_only=True)).seconds, found.seconds]
     return {name: both for name, both in ends.items() if both[1] - both[0] > 1e-3 * found.seconds}
 
 
@@ -142,14 +142,9 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
     return f"{WORDS[name]} ({known}, {span.source}): {fast} to {slow} ms"
 
 
-def of_compiled(text: str, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
-    """The `Prediction` of a compiled step of a run. text: its HLO, `jax.stages.Compiled.as_text()`."""
-    return of_module(hlo.parse(text), run, batch, gpu)
-
-
 def of_module(module: Module, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
-    """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.in_lockstep`."""
-    module = in_lockstep(module, run, batch.microbatches)
+    """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.with_rounds`."""
+    module = with_rounds(module, run, batch.microbatches, lockstep=True)
     tokens = batch.tokens * batch.microbatches // (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
     compute_time = tokens * products.compute_time(gpu, products.token_flops(run, batch.sequence_len))
     return predict(module, gpu, run.mesh.shape, tokens=tokens, compute_time=compute_time)
@@ -174,7 +169,7 @@ def comparison(predicted: Prediction, durations_s: Sequence[float], tokens: int)
 
 def write_trace(file: Path, module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], title: str) -> None:
     """Writes a trace of a simulated step, for https://ui.perfetto.dev or chrome://tracing: see `trace`."""
-    found = simulate(program(module, gpu, mesh_shape), events=True)
+    found = simulate(ProgramOnGpu(module, gpu, mesh_shape), events=True)
     file.write_text(json.dumps(trace(found, title)) + "\n")
 
 

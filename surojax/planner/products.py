@@ -214,11 +214,10 @@ def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
 
     flops: of its forward pass there. scores: bytes of the scores there; 0: flash attention, which stores none.
     """
-    rates = gpu.rates
     if not scores:
-        back = attention_time(gpu, rates, BACKWARD_FLOPS * flops, backward=True)
-        return attention_time(gpu, rates, flops, backward=False), back
-    squares = 2 * flops / (gpu.bf16_flops * rates.products)  # XLA multiplies the masked half too
+        back = attention_time(gpu, BACKWARD_FLOPS * flops, backward=True)
+        return attention_time(gpu, flops, backward=False), back
+    squares = 2 * flops / (gpu.bf16_flops * gpu.rates.products)  # XLA multiplies the masked half too
     forward = squares + _passes(gpu, SCORE_PASSES * scores)
     return forward, BACKWARD_FLOPS * forward
 
@@ -248,5 +247,4 @@ def _passes(gpu: Gpu, size: float) -> float:
 @functools.cache
 def _product(gpu: Gpu, m: int, n: int, k: int, dtype: str) -> float:
     """Seconds of a product `[m, k] x [k, n]`."""
-    rates = gpu.rates
-    return product_time(gpu, rates, m, n, k, dtype=dtype) + rates.launch
+    return product_time(gpu, m, n, k, dtype=dtype) + gpu.rates.launch

@@ -26,12 +26,11 @@ chooses better or worse than `costs.product_time`, GPUs that wait for slower one
 import dataclasses
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from surojax.planner.costs import COLLECTIVES, HOST_IN, HOST_OUT, MAIN, Loop, Program, Step, Wait, Work
-from surojax.planner.gpus import Gpu, Rates
-from surojax.planner.hlo import Module
+from surojax.planner.costs import COLLECTIVES, HOST_IN, HOST_OUT, MAIN, Loop, ProgramOnGpu, Step, Wait, Work
+from surojax.planner.gpus import Gpu
 
 MOST = 6
 ENTRY = "outside loops"
@@ -62,18 +61,13 @@ class Timeline:
     events: list[Event]  # empty if not asked for
 
 
-def program(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, copies_only: bool = False) -> Program:
-    """A program on a GPU. Raises ValueError if it is not known what that GPU reaches of its peaks."""
-    return Program(module, gpu, gpu.rates, mesh_shape, copies_only)
-
-
-def simulate(p: Program, *, most: int = MOST, events: bool = False) -> Timeline:
+def simulate(p: ProgramOnGpu, *, most: int = MOST, events: bool = False) -> Timeline:
     """Simulates a program.
 
     most: iterations of each loop that are simulated. events: whether to record them; of loops without a loop inside,
     all iterations are simulated then.
     """
-    machine = Machine(p.gpu, p.rates, math.prod(p.mesh_shape.values()), most, events)
+    machine = Machine(p.gpu, math.prod(p.mesh_shape.values()), most, events)
     machine.run(p.steps())
     machine.finish()
     return machine.timeline()
@@ -99,8 +93,8 @@ class Task:
 class Machine:
     """A GPU in simulated time."""
 
-    def __init__(self, gpu: Gpu, rates: Rates, gpus: int, most: int, record: bool):
-        self.rates = rates
+    def __init__(self, gpu: Gpu, gpus: int, most: int, record: bool):
+        self.rates = rates = gpu.rates
         self.most = most
         self.host_rate = gpu.pcie_bandwidth * rates.host
         self.link_rate = gpu.link_bandwidth * rates.link
