@@ -131,34 +131,43 @@ def plan(
     n = c.gpus
     facts = seen.corrected(with_nodes(gpu, gpus_per_node, host_bandwidth), c.rates_file, seen.settings_key(c, n))
     batch = traffic.batch_of(c)
-    found = _compiled(c, gpu, facts, batch, trace) if aot.available() else _estimated(c, batch)
+    mesh = make_mesh(aot.devices(gpu, n), **configs.mesh_sizes(c)) if aot.available() else None
+    run = from_config(c, mesh.abstract_mesh, total_steps=1000) if mesh else footprint.assembly(c)
+    rows = footprint.by_class(run, batch, "gpu")
+    measured = _compiled(c, facts, run, mesh, batch, trace) if mesh else _estimated(run, batch, rows)
+    shape = dict(run.mesh.shape)
+    collectives = _with_textbook(measured.pop("collectives"), traffic.collective_bytes(run, batch))
     times = roofline.bounds(
         facts,
-        flops=found.pop("flops"),
-        device_bytes=found.pop("device_traffic"),
-        link_bytes=sum(row["bytes"] for row in found["collectives"]),
-        link_seconds=sum(
-            row["bytes"] / links.bandwidth(facts, found["mesh"], row["op"], row["axis"]) for row in found["collectives"]
-        ),
-        h2d=found["h2d_bytes"],
-        d2h=found["d2h_bytes"],
+        flops=products.step_flops(run, batch),
+        device_bytes=traffic.device_traffic(run, batch),
+        link_bytes=sum(x["bytes"] for x in collectives),
+        link_seconds=sum(x["bytes"] / links.bandwidth(facts, shape, x["op"], x["axis"]) for x in collectives),
+        h2d=measured["h2d_bytes"],
+        d2h=measured["d2h_bytes"],
     )
     host_limit = None if host_memory is None else int(host_memory * GiB)
-    in_files = sum(row["nvme"] for row in found["classes"].values())
+    in_table = {name: row for name, row in rows.items() if hasattr(run.engine.table, name)}
+    in_files = sum(row["nvme"] for row in in_table.values())
     device_limit = int(footprint.POOL * facts.memory_bytes)
     limit = Memory(device_limit, math.inf if host_limit is None else host_limit)
-    need = Memory(found["device_bytes"], facts.in_a_machine(n) * found["host_bytes"])
+    need = Memory(measured["device_bytes"], facts.in_a_machine(n) * measured["host_bytes"])
     fits = need.fits(limit)
     bound_by = max(times, key=lambda resource: times[resource])
     return Plan(
         gpu=gpu,
         gpus=n,
         gpus_per_node=facts.in_a_machine(n),
+        parameters=run.model.num_parameters,
         attention=_attention(c),
         packed=c.sample_packing,
         cp_method=c.cp_method,
-        between_machines=links.crossing(facts, found["mesh"]),
+        mesh=shape,
+        between_machines=links.crossing(facts, shape),
         fits=fits,
+        classes=in_table,
+        collectives=collectives,
+        bubble=stages.bubble(run, batch.microbatches),
         nvme_bytes=in_files,
         nvme_read_bytes=in_files,  # a step reads and writes the entire file once
         nvme_write_bytes=in_files,
@@ -168,7 +177,7 @@ def plan(
         device_limit_bytes=device_limit,
         host_limit_bytes=host_limit,
         changes=_changes(c, facts, need, limit) if advise and not fits else [],
-        **found,
+        **measured,
     )
 
 
@@ -199,14 +208,14 @@ def _attention(c: Config) -> str:
     return chosen(c.attention, c.model_dtype, configs.head_dim(c), gpu=True, **kind)
 
 
-def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str | None) -> dict[str, Any]:
+def _compiled(
+    c: Config, gpu: Gpu, run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch, trace: str | None
+) -> dict[str, Any]:
     """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace: see `plan`."""
-    mesh = make_mesh(aot.devices(gpu, c.gpus), **configs.mesh_sizes(c))
-    run = from_config(c, mesh.abstract_mesh, total_steps=1000)
-    _check_attention(c, gpu, batch)
+    _check_attention(c, gpu.name, batch)
     options = run.compiler_options(
         "gpu",
-        memory_bytes=facts.memory_bytes,
+        memory_bytes=gpu.memory_bytes,
         plans_with=aot.PLANS_WITH,
         host_temporaries=footprint.host_temporaries(run, batch),
     )
@@ -215,7 +224,6 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
         compiled = [aot.compile_for(part.function, part.arguments, mesh, options) for part in parts]
     except Unserved as error:
         raise check_fit.unserved(error) from error
-    sent = traffic.collective_bytes(run, batch)
     parsed = [hlo.parse(x.text) for x in compiled]
     modules = [
         (stages.with_rounds(module, run, batch.microbatches), part.times)
@@ -226,20 +234,17 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
         """The largest of the programs' bytes in a memory, each with the state that is no argument of the program."""
         return max(getattr(x, name) + others(run, part, home) for x, part in zip(compiled, parts, strict=True))
 
-    return _sizes(run, batch) | {
+    return {
         "estimate": False,
         "device_bytes": most("device_bytes", DEVICE),
         "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x in compiled),
         "host_bytes": most("host_bytes", HOST),
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x in compiled),
-        "classes": classes(run, footprint.by_class(run, batch, "gpu")),
-        "collectives": _with_textbook(hlo.collectives(modules, mesh.shape), sent),
+        "collectives": hlo.collectives(modules, mesh.shape),
         **hlo.host_copies(modules),
         "overlap": [dataclasses.asdict(x) for module, _ in modules for x in hlo.overlaps(module)],
         "rematerialised": hlo.rematerialised(modules),
-        "flops": products.step_flops(run, batch),
-        "device_traffic": traffic.device_traffic(run, batch),
-        **_predicted(c, facts, run, batch, parsed, trace),
+        **_predicted(c, gpu, run, batch, parsed, trace),
     }
 
 
@@ -299,36 +304,25 @@ def others(run: Assembly, program: Program, home: Home) -> int:
     return bytes_per_device(program.others, home) + (program.layers_read * layer if home == HOST else 0)
 
 
-def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
-    """The fields that `_compiled` returns, estimated from shapes."""
-    run = footprint.assembly(c)
-    rows = footprint.by_class(run, batch, "gpu")
+def _estimated(run: Assembly, batch: traffic.Batch, rows: footprint.Rows) -> dict[str, Any]:
+    """The fields that `_compiled` returns, estimated from shapes. rows: `footprint.by_class` of the run."""
     temporaries = {name: rows[name] for name in ("grads", "residuals", "working space")}
     need, temporary = (footprint.memory(x, 1, 1, "gpu") for x in (rows, temporaries))
     h2d, d2h = traffic.host_bytes(run, batch, rows)
-    return _sizes(run, batch) | {
+    return {
         "estimate": True,
         "device_bytes": need.device,
         "device_temp_bytes": temporary.device,
         "host_bytes": need.host,
         "host_temp_bytes": temporary.host,
-        "classes": classes(run, rows),
-        "collectives": _with_textbook([], traffic.collective_bytes(run, batch)),
+        "collectives": [],
         "h2d_bytes": h2d,
         "d2h_bytes": d2h,
         "within_host_bytes": 0,
         "overlap": [],
         "rematerialised": {"count": 0, "bytes": 0, "largest": ""},
-        "flops": products.step_flops(run, batch),
-        "device_traffic": traffic.device_traffic(run, batch),
         **dataclasses.asdict(Prediction(not_predicted="an estimate: nothing was compiled")),
     }
-
-
-def _sizes(run: Assembly, batch: traffic.Batch) -> dict[str, Any]:
-    """Fields of the `Plan` about the size of the model and of the mesh."""
-    bubble = stages.bubble(run, batch.microbatches)
-    return {"parameters": run.model.num_parameters, "mesh": dict(run.mesh.shape), "bubble": bubble}
 
 
 def _with_textbook(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
@@ -339,11 +333,6 @@ def _with_textbook(found: list[hlo.Collective], textbook: dict[tuple[str, str], 
     for (op, axis), size in missing.items():
         rows.append({"op": op, "axis": axis, "count": 0, "bytes": 0 if found else size, "textbook_bytes": size})
     return rows
-
-
-def classes(run: Assembly, rows: footprint.Rows) -> footprint.Rows:
-    """Bytes by class, of the rows of the placement table alone."""
-    return {name: of for name, of in rows.items() if hasattr(run.engine.table, name)}
 
 
 def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
