@@ -33,8 +33,7 @@ from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline
 from surojax.placement.param import OUTER
 from surojax.planner import sizes
 from surojax.planner.amounts import Memory
-from surojax.planner.layer_bytes import SegmentBytes, segment_bytes, shard_sizes, size
-from surojax.planner.sizes import itemsize
+from surojax.planner.sizes import SegmentBytes, itemsize, segment_bytes, shard_sizes, size
 from surojax.planner.traffic import Batch, batch_of
 from surojax.step import passes
 from surojax.step.layer_gradients import LAYERS_IN_FLIGHT

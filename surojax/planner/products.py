@@ -23,8 +23,7 @@ from surojax.placement.param import Kind, Param
 from surojax.planner import sizes, traffic
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu
-from surojax.planner.layer_bytes import segment_bytes
-from surojax.planner.sizes import itemsize
+from surojax.planner.sizes import itemsize, segment_bytes
 from surojax.planner.traffic import Batch
 
 FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
@@ -148,10 +147,11 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: Batch, recipe_en
     dtype = run.engine.table.weights.dtype
     tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1)  # a tensor-parallel group has the same ones
     total = Seconds()
-    for p, layout in sizes.with_layouts(run, segment.name, run.engine.layouts.weights):
+    for t in sizes.blocks(run, segment):
+        p = t.param
         if p.kind not in (Kind.MATRIX, Kind.FACTOR):
             continue
-        rows, columns = jax.NamedSharding(run.mesh, layout.computed).shard_shape(p.shape)
+        rows, columns = t.shape
         in_words = (p.dtype or dtype,) * 2
         if p.kind is Kind.MATRIX:
             in_words = operands(run.model.precision, recipe_enabled, dtype)
@@ -164,8 +164,8 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: Batch, recipe_en
             ahead += _passes(gpu, tokens * columns * (itemsize(run, "weights") + 1))
             back += _passes(gpu, tokens * rows * (itemsize(run, "weights") + 1))
         decoded = 0.0
-        if coded := sizes.coded_bytes(run, segment, p):  # codes are read and numbers written, in each pass
-            decoded = _passes(gpu, rows * columns * (coded + itemsize(run, "weights")))
+        if t.coded:  # codes are read and numbers written, in each pass
+            decoded = _passes(gpu, rows * columns * (t.coded + itemsize(run, "weights")))
         total = total.plus(
             Seconds(
                 forward=ahead + decoded,
@@ -190,13 +190,12 @@ def _rearranged(run: Assembly, batch: Batch, gpu: Gpu) -> float:
 
 def _row_lengths(run: Assembly, segment: Segment, gpu: Gpu) -> float:
     """Seconds in which a layer's DoRA adapters compute their lengths of rows: a float32 product and a pass for each."""
-    layouts = {p.name: (p, x) for p, x in sizes.with_layouts(run, segment.name, run.engine.layouts.weights)}
+    tensors = {t.param.name: t for t in sizes.blocks(run, segment)}
     seconds = 0.0
     for matrix, names in adapters(segment.params):
         if names.magnitude:
-            p, layout = layouts[matrix]
-            rows, columns = jax.NamedSharding(run.mesh, layout.computed).shard_shape(p.shape)
-            seconds += _product(gpu, rows, layouts[names.a][0].shape[0], columns, HLO_DTYPES["float32"])
+            rows, columns = tensors[matrix].shape
+            seconds += _product(gpu, rows, tensors[names.a].param.shape[0], columns, HLO_DTYPES["float32"])
             seconds += _passes(gpu, rows * columns * itemsize(run, "weights"))
     return seconds
 

@@ -123,9 +123,11 @@ def collective_seconds(run: Assembly, batch: Batch, gpu: Gpu) -> Mapping[str | L
 
 def _smallest(run: Assembly) -> float:
     """The part of the elements of a stage's trained matrices that the smallest matrix of each layer has."""
-    matrices = [t for t in sizes.blocks(run, trained=True) if t.param.kind is not Kind.VECTOR]
-    of_segments = ([t.size for t in matrices if t.section == segment.name] for segment in run.model.segments)
-    return sum(min(of, default=0) for of in of_segments) / max(sum(t.size for t in matrices), 1)
+    matrices = [
+        [t.size for t in sizes.blocks(run, segment, trained=True) if t.param.kind is not Kind.VECTOR]
+        for segment in run.model.segments
+    ]
+    return sum(min(of_segment, default=0) for of_segment in matrices) / max(sum(map(sum, matrices)), 1)
 
 
 def phases(

@@ -250,11 +250,10 @@ def _tensor_parallel(run: Assembly, batch: Batch, segment: Segment) -> Iterator[
         width = segment.heads.key_value * segment.heads.channels * sharers // n
         size = in_recipe * 2 * (sharers - 1) / sharers * 2 * batch.tokens * width * work
         yield Transfer("backward", "all-reduce", SAME_KV_HEADS, size, k)
-    for t in sizes.blocks(run, trained=True):
-        if t.section == segment.name:
-            yield from _shared(run, "backward", t, (layers - in_fp8) * work, k)
-            if not any(axis in t.weights.computed_axes for axis in TENSOR):  # scales of norms
-                yield from _shared(run, "backward", t, in_fp8 * 4, k)
+    for t in sizes.blocks(run, segment, trained=True):
+        yield from _shared(run, "backward", t, (layers - in_fp8) * work, k)
+        if not any(axis in t.weights.computed_axes for axis in TENSOR):  # scales of norms
+            yield from _shared(run, "backward", t, in_fp8 * 4, k)
 
 
 def tensor_again(run: Assembly, segment: Segment) -> tuple[float, int]:
