@@ -29,8 +29,7 @@ from surojax.planner.amounts import GiB, gib
 from surojax.planner.changes import differing, flags, wrapped
 from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
 from surojax.planner.fastest import MOST_COMPILED, Result, Row, fastest
-from surojax.planner.gpu_names import named
-from surojax.planner.gpus import GPUS
+from surojax.planner.gpus import GPUS, named
 from surojax.planner.plan import checked
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING

@@ -16,8 +16,7 @@ from surojax.planner import aot, choices, remedies, seen
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.changes import Change, changed, differing, flags
 from surojax.planner.choices import NUMBERS
-from surojax.planner.gpu_names import named
-from surojax.planner.gpus import GB, with_nodes
+from surojax.planner.gpus import GB, named, with_nodes
 from surojax.planner.plan import Plan, checked, plan
 from surojax.planner.search import Candidate, Found, Space, best, device_limit, estimated, host_limit, kind, search
 
@@ -104,7 +103,7 @@ def fastest(
 ) -> Result:
     """The fastest settings of `config.gpus` GPUs of this kind; the effective batch and the model stay as they are.
 
-    gpu: what `gpu_names.named` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
+    gpu: what `gpus.named` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
     in a machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`. nvme: room
     for files in GB, on the drives of all machines together; None: no files. allow: words of
     `choices.NUMBERS`. keep: fields that are not changed. most: settings that are compiled. say: told what goes on.

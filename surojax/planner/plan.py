@@ -48,8 +48,7 @@ from surojax.planner import (
     traffic,
 )
 from surojax.planner.amounts import GiB, Memory
-from surojax.planner.gpu_names import named
-from surojax.planner.gpus import GPUS, Gpu, with_nodes
+from surojax.planner.gpus import GPUS, Gpu, named, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
 from surojax.step.file_step import FileStep
@@ -108,7 +107,7 @@ def plan(
 ) -> Plan:
     """Plans a run on `config.gpus` GPUs of this kind. host_memory: of the machine, in GiB; None: no limit is checked.
 
-    gpu: what `gpu_names.named` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
+    gpu: what `gpus.named` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
     machine's host memory moves, both ways; None: see `Gpu.host_memory`. trace: a file for a trace of the simulated step
     (`prediction.trace`), written if its time is predicted.
     advise: look for `changes` if it does not fit.
