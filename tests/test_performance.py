@@ -68,7 +68,7 @@ def compiled_step(settings: str) -> hlo.Module:
     c = planner.checked(row(0, 0).loaded(f"{TINY} {settings}"), GPU)
     mesh = make_mesh(aot.devices(GPU, 1))
     run = from_config(c, mesh.abstract_mesh, total_steps=10)
-    (program,) = planner.programs(run, mesh, traffic.Batch(1, 64, c.gradient_accumulation_steps))
+    (program,) = planner.programs(run, mesh, traffic.BatchShape(1, 64, c.gradient_accumulation_steps))
     return hlo.parse(aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text)
 
 

@@ -151,7 +151,7 @@ def operands(i: Instruction, computation: Mapping[str, Instruction]) -> list[Arr
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class CollectiveTotal:
     """Collectives of one kind over one axis of the mesh, per step and GPU."""
 
     op: str
@@ -160,7 +160,7 @@ class Collective:
     bytes: int  # that a GPU sends
 
 
-def collectives(programs: Programs, mesh_shape: Mapping[str, int]) -> list[Collective]:
+def collectives(programs: Programs, mesh_shape: Mapping[str, int]) -> list[CollectiveTotal]:
     """The collectives of a step by kind and axis. mesh_shape: axes in the order in which devices are numbered."""
     counts, sizes = collections.Counter[tuple[str, str]](), collections.Counter[tuple[str, str]]()
     for i, times, computation in executed_in_step(programs):
@@ -169,7 +169,7 @@ def collectives(programs: Programs, mesh_shape: Mapping[str, int]) -> list[Colle
             axis, n = group(i, mesh_shape)
             counts[op, axis] += times
             sizes[op, axis] += times * WIRE[op](n, sum(a.bytes for a in operands(i, computation)))
-    return [Collective(op, axis, round(counts[op, axis]), round(sizes[op, axis])) for op, axis in sorted(counts)]
+    return [CollectiveTotal(op, axis, round(counts[op, axis]), round(sizes[op, axis])) for op, axis in sorted(counts)]
 
 
 def group(i: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, int]:

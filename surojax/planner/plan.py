@@ -208,7 +208,7 @@ def _attention(c: Config) -> str:
 
 
 def _compiled(
-    c: Config, gpu: Gpu, run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch, trace: str | None
+    c: Config, gpu: Gpu, run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.BatchShape, trace: str | None
 ) -> dict[str, Any]:
     """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace: see `plan`."""
     _check_attention(c, gpu.name, batch)
@@ -248,7 +248,7 @@ def _compiled(
 
 
 def _predicted(
-    c: Config, gpu: Gpu, run: Assembly, batch: traffic.Batch, modules: list[hlo.Module], trace: str | None
+    c: Config, gpu: Gpu, run: Assembly, batch: traffic.BatchShape, modules: list[hlo.Module], trace: str | None
 ) -> dict[str, Any]:
     """Fields of the `Plan` about time, of a step that is one program. trace: see `plan`."""
     if len(modules) > 1:
@@ -261,7 +261,7 @@ def _predicted(
     return dataclasses.asdict(found)
 
 
-def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
+def _check_attention(c: Config, gpu: str, batch: traffic.BatchShape) -> None:
     """Raises ConfigError for a model that the attention does not support; only traces it."""
 
     def heads(number: int, length: int) -> jax.ShapeDtypeStruct:
@@ -284,7 +284,7 @@ def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
         ) from error
 
 
-def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> list[Program]:
+def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.BatchShape) -> list[Program]:
     """The programs that make up a step."""
     shape = (batch.microbatches, batch.sequences * data_parallel(mesh), batch.sequence_len)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh.abstract_mesh))
@@ -303,7 +303,7 @@ def others(run: Assembly, program: Program, home: Home) -> int:
     return bytes_per_device(program.others, home) + (program.layers_read * layer if home == HOST else 0)
 
 
-def _estimated(run: Assembly, batch: traffic.Batch, rows: footprint.Rows) -> dict[str, Any]:
+def _estimated(run: Assembly, batch: traffic.BatchShape, rows: footprint.Rows) -> dict[str, Any]:
     """The fields that `_compiled` returns, estimated from shapes. rows: `footprint.by_class` of the run."""
     temporaries = {name: rows[name] for name in ("grads", "residuals", "working space")}
     need, temporary = (footprint.memory(x, 1, 1, "gpu") for x in (rows, temporaries))
@@ -324,7 +324,7 @@ def _estimated(run: Assembly, batch: traffic.Batch, rows: footprint.Rows) -> dic
     }
 
 
-def _with_textbook(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
+def _with_textbook(found: list[hlo.CollectiveTotal], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
     """Rows of collectives, each with its textbook bytes. If nothing was compiled, these are also the row's bytes."""
     rows = [dataclasses.asdict(x) | {"textbook_bytes": textbook.get((x.op, x.axis), 0)} for x in found]
     listed = {(x.op, x.axis) for x in found}

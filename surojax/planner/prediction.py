@@ -142,7 +142,7 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
     return f"{WORDS[name]} ({known}, {span.source}): {fast} to {slow} ms"
 
 
-def of_module(module: Module, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
+def of_module(module: Module, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
     """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.with_rounds`."""
     module = with_rounds(module, run, batch.microbatches, lockstep=True)
     tokens = batch.tokens * batch.microbatches // (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))

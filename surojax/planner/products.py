@@ -24,7 +24,7 @@ from surojax.planner import sizes, traffic
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu
 from surojax.planner.sizes import itemsize, segment_bytes
-from surojax.planner.traffic import Batch
+from surojax.planner.traffic import BatchShape
 
 FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
 BACKWARD_PASSES = 3.2
@@ -71,7 +71,7 @@ def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[st
     return low, low
 
 
-def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
+def step_flops(run: Assembly, batch: BatchShape) -> dict[str, float]:
     """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer."""
     per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
     tokens = batch.tokens * batch.microbatches / (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
@@ -105,7 +105,7 @@ class Seconds(NamedTuple):
         return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def of_blocks(run: Assembly, batch: Batch, gpu: Gpu) -> Seconds:
+def of_blocks(run: Assembly, batch: BatchShape, gpu: Gpu) -> Seconds:
     """The `Seconds` of all blocks of a full stage; of stages with other kinds of layers, of the slowest one."""
     total = Seconds()
     for segment in run.model.segments:
@@ -114,7 +114,7 @@ def of_blocks(run: Assembly, batch: Batch, gpu: Gpu) -> Seconds:
     return total
 
 
-def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch: Batch, gpu: Gpu) -> Seconds:
+def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch: BatchShape, gpu: Gpu) -> Seconds:
     """The `Seconds` of layers of a segment. variants: of each of them."""
     model = run.model
     length = batch.sequence_len // devices_per_sequence(run.mesh)
@@ -142,7 +142,7 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     return total
 
 
-def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: Batch, recipe_enabled: bool) -> Seconds:
+def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: BatchShape, recipe_enabled: bool) -> Seconds:
     """The `Seconds` of a layer's products. recipe_enabled: whether the layer has the recipe's numbers."""
     dtype = run.engine.table.weights.dtype
     tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1)  # a tensor-parallel group has the same ones
@@ -177,7 +177,7 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: Batch, recipe_en
     return total
 
 
-def _rearranged(run: Assembly, batch: Batch, gpu: Gpu) -> float:
+def _rearranged(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     """Seconds of the pass that brings gathered activations, shard by shard, into the order of the sequences.
 
     There is one for each collective over `tp`, of what is scattered as well; of one sequence the order is the same.
@@ -221,7 +221,7 @@ def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
     return forward, BACKWARD_FLOPS * forward
 
 
-def of_head(run: Assembly, batch: Batch, gpu: Gpu) -> float:
+def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     """Seconds of head and loss in a microbatch: three products and several passes for each slice of tokens."""
     model = run.model
     table = run.engine.table

@@ -28,7 +28,7 @@ from surojax.step.weights import quantise_with_one_scale
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class TensorOnGpu:
     """A parameter on a GPU whose stage is full.
 
     mesh: of the run. section: that it belongs to. layers: of the section on this stage; 1 for the outer layers.
@@ -74,23 +74,23 @@ class Tensor:
         return self.master.sharded_dim is not None
 
 
-def blocks(run: Assembly, *segments: Segment, trained: bool = False) -> list[Tensor]:
-    """The `Tensor`s of these segments, or of all; trained: only those with master weights."""
+def blocks(run: Assembly, *segments: Segment, trained: bool = False) -> list[TensorOnGpu]:
+    """The `TensorOnGpu`s of these segments, or of all; trained: only those with master weights."""
     tensors = (t for segment in segments or run.model.segments for t in _section(run, segment.name, segment))
     return [t for t in tensors if t.trained >= trained]
 
 
-def outer(run: Assembly, *, trained: bool = False) -> list[Tensor]:
-    """The `Tensor`s of the outer layers; trained: only those with master weights."""
+def outer(run: Assembly, *, trained: bool = False) -> list[TensorOnGpu]:
+    """The `TensorOnGpu`s of the outer layers; trained: only those with master weights."""
     return [t for t in _section(run, OUTER) if t.trained >= trained]
 
 
-def _section(run: Assembly, name: str, segment: Segment | None = None) -> Iterator[Tensor]:
-    """The `Tensor`s of a section. segment: of its layers, if it has any."""
+def _section(run: Assembly, name: str, segment: Segment | None = None) -> Iterator[TensorOnGpu]:
+    """The `TensorOnGpu`s of a section. segment: of its layers, if it has any."""
     master = {p.name: layout for p, layout in with_layouts(run, name, run.engine.layouts.master)}
     for p, weights in with_layouts(run, name, run.engine.layouts.weights):
         coded = run.coded(segment, p) if segment else None
-        yield Tensor(
+        yield TensorOnGpu(
             param=p,
             mesh=run.mesh,
             section=name,
@@ -122,7 +122,7 @@ def outer_gradients(run: Assembly) -> int:
     return itemsize(run, "grads") * sum(map(math.prod, shapes))
 
 
-def layers_together(run: Assembly, t: Tensor) -> int:
+def layers_together(run: Assembly, t: TensorOnGpu) -> int:
     """The number of layers of a trained matrix that are updated together."""
     if run.engine.table.in_files:
         return 1

@@ -38,7 +38,7 @@ WAITS = "waits"  # a row of events: when the main stream waits
 OPPOSITE = {HOST_IN: HOST_OUT, HOST_OUT: HOST_IN}
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """A work, or a wait of the main stream, in seconds after the step's beginning. bytes: 0 for a kernel."""
 
     name: str
@@ -58,7 +58,7 @@ class Timeline:
     busy: dict[str, float]  # by kind of work
     exposed: dict[tuple[str, str], float]  # by (label of the loop, kind of transfer)
     loops: dict[str, float]  # by label, with the loops inside
-    events: list[Event]  # empty if not asked for
+    events: list[TimelineEvent]  # empty if not asked for
 
 
 def simulate(p: ProgramOnGpu, *, most: int = MOST, events: bool = False) -> Timeline:
@@ -107,7 +107,7 @@ class Machine:
         self.open: dict[str, Task] = {}  # works that were started, by name
         self.labels = [ENTRY]
         self.totals: defaultdict[tuple[str, ...], float] = defaultdict(float)  # see `timeline`
-        self.events: list[Event] | None = [] if record else None
+        self.events: list[TimelineEvent] | None = [] if record else None
 
     def run(self, steps: Sequence[Step]) -> None:
         """Runs steps of the main stream."""
@@ -237,7 +237,7 @@ class Machine:
     def record(self, name: str, kind: str, stream: str, begin: float, end: float, size: float = 0.0) -> None:
         """Records an event, if events are asked for."""
         if self.events is not None:
-            self.events.append(Event(name, kind, stream, self.labels[-1], begin, end, size))
+            self.events.append(TimelineEvent(name, kind, stream, self.labels[-1], begin, end, size))
 
     def timeline(self) -> Timeline:
         """What was simulated."""
