@@ -31,7 +31,7 @@ from surojax.config import flags
 from surojax.config.fields import Config
 from surojax.planner import aot
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
-from surojax.planner.gpus import GPUS, Gpu, Rates
+from surojax.planner.gpus import GPUS, Gpu
 from surojax.planner.plan import plan
 
 MOST = 0.05
@@ -184,14 +184,14 @@ def predicted(row: Row, **ends: float) -> float:
     ends: rates at an end, as multiples of their values.
     """
     gpu = GPUS[row.gpu]
-    assert gpu.rates is not None
     rates = gpu.rates
     for name, end in ends.items():
         rates = rates.with_end(name, end)
+    gpu = dataclasses.replace(gpu, rates=rates)
     sizes = MODELS[row.model]
     tokens = row.sequences * SEQUENCE_LEN
-    layer_s = layer_time(gpu, rates, sizes, tokens, row.recomputed, fp8=row.fp8, kept=row.kept)
-    computed = sizes.layers * layer_s + head_time(gpu, rates, sizes, tokens, row.chunks)
+    layer_s = layer_time(gpu, sizes, tokens, row.recomputed, fp8=row.fp8, kept=row.kept)
+    computed = sizes.layers * layer_s + head_time(gpu, sizes, tokens, row.chunks)
     # What crosses links in a microbatch, and once in the last one; a microbatch computes or waits for it.
     sent = ITEMSIZE * sizes.parameters * (row.gpus - 1) / row.gpus / (gpu.link_bandwidth * rates.link)
     per_microbatch = sent * (2 * ("weights" in row.sharded) + ("gradients" in row.sharded))
@@ -202,13 +202,11 @@ def predicted(row: Row, **ends: float) -> float:
         per_microbatch += host
         host = 0.0
     steps = (row.microbatches - 1) * max(computed, per_microbatch, host) + max(computed, per_microbatch + once, host)
-    update = update_time(gpu, rates, sizes, row.offloaded, row.gpus)
+    update = update_time(gpu, sizes, row.offloaded, row.gpus)
     return row.gpus * row.microbatches * tokens / (steps + update)
 
 
-def layer_time(
-    gpu: Gpu, rates: Rates, sizes: Sizes, tokens: int, recomputed: str, *, fp8: bool = False, kept: bool = False
-) -> float:
+def layer_time(gpu: Gpu, sizes: Sizes, tokens: int, recomputed: str, *, fp8: bool = False, kept: bool = False) -> float:
     """Seconds of a layer, forward and backward. fp8, kept: see `Row`."""
     products = {  # (n, k) of each product with a matrix
         "qkv": ((sizes.heads + 2 * sizes.key_value_heads) * sizes.channels, sizes.hidden),
@@ -218,22 +216,22 @@ def layer_time(
     }
 
     def product(m: int, n: int, k: int) -> float:
-        return product_time(gpu, rates, m, n, k, dtype="f8e4m3fn" if fp8 else "bf16") + rates.launch
+        return product_time(gpu, m, n, k, dtype="f8e4m3fn" if fp8 else "bf16") + gpu.rates.launch
 
     flops = 2.0 * SEQUENCE_LEN * sizes.hidden * tokens  # causal
-    attention = attention_time(gpu, rates, flops, backward=False)
+    attention = attention_time(gpu, flops, backward=False)
     again = RECOMPUTED[recomputed]
-    seconds = attention + attention_time(gpu, rates, BACKWARD_FLOPS * flops, backward=True)
+    seconds = attention + attention_time(gpu, BACKWARD_FLOPS * flops, backward=True)
     seconds += sum(product(tokens, n, k) + product(tokens, k, n) + product(n, k, tokens) for n, k in products.values())
     seconds += sum(attention if name == "attention" else product(tokens, *products[name]) for name in again)
     hidden, intermediate = (x + y for x, y in zip(PASSES, PASSES_AGAIN[recomputed], strict=True))
     moved = tokens * (hidden * sizes.hidden + intermediate * sizes.intermediate)
     if fp8:
         moved += sum((QUANTISE + TURN) * (tokens * (n + k) + (not kept) * n * k) for n, k in products.values())
-    return seconds + moved / (gpu.memory_bandwidth * rates.memory) + 20 * rates.launch
+    return seconds + moved / (gpu.memory_bandwidth * gpu.rates.memory) + 20 * gpu.rates.launch
 
 
-def head_time(gpu: Gpu, rates: Rates, sizes: Sizes, tokens: int, chunks: int) -> float:
+def head_time(gpu: Gpu, sizes: Sizes, tokens: int, chunks: int) -> float:
     """Seconds of the head and the loss, forward and backward, in slices of the tokens."""
     m = tokens // chunks
     shapes = (
@@ -241,15 +239,15 @@ def head_time(gpu: Gpu, rates: Rates, sizes: Sizes, tokens: int, chunks: int) ->
         (m, sizes.hidden, sizes.vocabulary),
         (sizes.vocabulary, sizes.hidden, m),
     )
-    products = chunks * sum(product_time(gpu, rates, *shape) + rates.launch for shape in shapes)
-    return products + 2 * ITEMSIZE * tokens * sizes.vocabulary / (gpu.memory_bandwidth * rates.memory)
+    products = chunks * sum(product_time(gpu, *shape) + gpu.rates.launch for shape in shapes)
+    return products + 2 * ITEMSIZE * tokens * sizes.vocabulary / (gpu.memory_bandwidth * gpu.rates.memory)
 
 
-def update_time(gpu: Gpu, rates: Rates, sizes: Sizes, offloaded: int, gpus: int = 1) -> float:
+def update_time(gpu: Gpu, sizes: Sizes, offloaded: int, gpus: int = 1) -> float:
     """Seconds of AdamW, by device memory traffic or, for offloaded bytes, by PCI Express and host memory."""
     parameters = sizes.parameters / gpus
-    in_memory = 16 * parameters / (gpu.memory_bandwidth * rates.memory)
-    both_ways = min(2 * gpu.pcie_bandwidth * rates.host * rates.duplex, gpu.host_memory(gpus) * rates.dram)
+    in_memory = 16 * parameters / (gpu.memory_bandwidth * gpu.rates.memory)
+    both_ways = min(2 * gpu.pcie_bandwidth * gpu.rates.host * gpu.rates.duplex, gpu.host_memory(gpus) * gpu.rates.dram)
     return max(in_memory, 2 * offloaded * parameters / both_ways)
 
 

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import dispatch, elementwise, fp8, nvfp4_format as form, shapes, tiles
 from pallas_kernels.dispatch import Implementation, need
 from pallas_kernels.fp8 import E4M3
-from pallas_kernels.nvfp4_format import BLOCK, E2M1, NVFP4, WHOLE, Part
+from pallas_kernels.nvfp4_format import BLOCK, E2M1, NVFP4, WHOLE, OperandPart
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -87,7 +87,7 @@ def _absmax(x, op: str, interpret: bool):
     return elementwise.run(lambda v, *_: ([], v), (x,), (), [], 1, op, interpret)[1][0]
 
 
-def _rows_mosaic(x, seed, part: Part, op: str, interpret: bool) -> NVFP4:
+def _rows_mosaic(x, seed, part: OperandPart, op: str, interpret: bool) -> NVFP4:
     """The kernel of `quantize`."""
     n = x.size // BLOCK
     dtype = x.dtype
@@ -170,7 +170,7 @@ def _absmax_mosaic(x, rotation, plain_too: bool, op: str, interpret: bool) -> li
     return [fp8.from_ordered(jnp.max(top)) for top in peaks]
 
 
-def _columns_mosaic(x, rotation, columns, rows, part: Part, op: str, interpret: bool) -> list[NVFP4]:
+def _columns_mosaic(x, rotation, columns, rows, part: OperandPart, op: str, interpret: bool) -> list[NVFP4]:
     """[x in blocks along rows if `rows`, rotated x^T]; rows, columns: (absmax, seed or None) of either."""
     n = part.columns or x.shape[1]
     dtype = x.dtype
@@ -219,7 +219,7 @@ def _columns_mosaic(x, rotation, columns, rows, part: Part, op: str, interpret: 
     return _by_tiles(kernel, x, scalars, bool(rows), True, factors, op, interpret)
 
 
-def _weights_mosaic(w, transposed: bool, part: Part, op: str, interpret: bool) -> NVFP4:
+def _weights_mosaic(w, transposed: bool, part: OperandPart, op: str, interpret: bool) -> NVFP4:
     """The kernel of `quantize_weights`, or of `quantize_weights_transposed`."""
     dtype = w.dtype
     layout = _tiled_layout(dtype)
@@ -311,7 +311,7 @@ def quantize(
     x: Float[Array, "*M N"],
     seed: Int[Array, ""] | None = None,
     *,
-    part: Part = WHOLE,
+    part: OperandPart = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> NVFP4:
@@ -335,7 +335,7 @@ def quantize_rotated(
     rotation: Int[Array, ""],
     seed: Int[Array, ""] | None = None,
     *,
-    part: Part = WHOLE,
+    part: OperandPart = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> NVFP4:
@@ -358,7 +358,7 @@ def quantize_both(
     rotation: Int[Array, ""],
     seeds: tuple[Int[Array, ""], Int[Array, ""]],
     *,
-    part: Part = WHOLE,
+    part: OperandPart = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> tuple[NVFP4, NVFP4]:
@@ -382,7 +382,7 @@ def quantize_both(
 def quantize_weights(
     w: Float[Array, "M N"],
     *,
-    part: Part = WHOLE,
+    part: OperandPart = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> NVFP4:
@@ -396,7 +396,7 @@ def quantize_weights(
 def quantize_weights_transposed(
     w: Float[Array, "M N"],
     *,
-    part: Part = WHOLE,
+    part: OperandPart = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> NVFP4:
@@ -407,7 +407,7 @@ def quantize_weights_transposed(
     return _weights(w, True, part, implementation, interpret)
 
 
-def _weights(w, transposed: bool, part: Part, implementation: Implementation, interpret: bool) -> NVFP4:
+def _weights(w, transposed: bool, part: OperandPart, implementation: Implementation, interpret: bool) -> NVFP4:
     op = "nvfp4.quantize_weights" + "_transposed" * transposed
     fits = w.ndim == 2 and w.shape[0] % BLOCK == w.shape[-1] % BLOCK == 0
     _check(op, w, fits, f"[M, N], multiples of {BLOCK}", name="w")

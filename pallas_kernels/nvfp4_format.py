@@ -51,7 +51,7 @@ class NVFP4(NamedTuple):
     tensor_scale: jax.Array  # float32 []
 
 
-class Part(NamedTuple):
+class OperandPart(NamedTuple):
     """The part that x is of a matrix, if several devices have one each: it is rounded as it is in the matrix.
 
     Parts begin at multiples of 16, so that no block lies in two of them.
@@ -62,7 +62,7 @@ class Part(NamedTuple):
     first: Callable = lambda: u32(0)  # () -> index of x's first column, uint32 []
 
 
-WHOLE = Part()
+WHOLE = OperandPart()
 
 
 # --- arithmetic of references and kernels -----------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _dither(random):
 # --- reference --------------------------------------------------------------------------------------------------------
 
 
-def reference(x: Float[Array, "*M N"], seed: Int[Array, ""] | None = None, part: Part = WHOLE) -> NVFP4:
+def reference(x: Float[Array, "*M N"], seed: Int[Array, ""] | None = None, part: OperandPart = WHOLE) -> NVFP4:
     """`quantize` with results in float32 that the formats can represent: a cast to them changes no number."""
     blocks = x.astype(f32).reshape(-1, x.shape[-1] // BLOCK, BLOCK)
     number = jax.lax.broadcasted_iota(u32, (blocks.shape[0], x.shape[-1]), 0) * u32(part.columns or x.shape[-1])
@@ -169,7 +169,7 @@ def reference(x: Float[Array, "*M N"], seed: Int[Array, ""] | None = None, part:
 
 
 def reference_rotated(
-    x: Float[Array, "M N"], rotation: Int[Array, ""], seed: Int[Array, ""] | None = None, part: Part = WHOLE
+    x: Float[Array, "M N"], rotation: Int[Array, ""], seed: Int[Array, ""] | None = None, part: OperandPart = WHOLE
 ) -> NVFP4:
     """`quantize_rotated` with results in float32, as `reference`."""
     blocks = rotate(x, rotation).reshape(x.shape[1], -1, BLOCK)
@@ -179,7 +179,7 @@ def reference_rotated(
     return NVFP4(q.values.reshape(x.shape[::-1]), q.scales, q.tensor_scale)
 
 
-def reference_weights(w: Float[Array, "M N"], part: Part = WHOLE) -> tuple[NVFP4, NVFP4]:
+def reference_weights(w: Float[Array, "M N"], part: OperandPart = WHOLE) -> tuple[NVFP4, NVFP4]:
     """(`quantize_weights`, `quantize_weights_transposed`) with results in float32, as `reference`."""
     m, n = w.shape
     scale, factor, reciprocal = factors(part.largest(fp8.absmax(w)))
@@ -222,7 +222,7 @@ def signs(rotation):
     return plain.random_bits(rotation, u32(0))
 
 
-def _in_blocks(blocks, seed, pair, place, part: Part) -> NVFP4:
+def _in_blocks(blocks, seed, pair, place, part: OperandPart) -> NVFP4:
     """Quantises float32 blocks along the last axis.
 
     pair: index of the pair of each number, for random numbers; place: its last bit says which of the pair it is.

@@ -28,9 +28,8 @@ from surojax.planner import aot, footprint
 from surojax.planner.amounts import GiB, gib
 from surojax.planner.changes import differing, flags, wrapped
 from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
-from surojax.planner.fastest import MOST_COMPILED, Result, Row, fastest
-from surojax.planner.gpu_names import named
-from surojax.planner.gpus import GPUS
+from surojax.planner.fastest import MOST_COMPILED, FitResult, Trial, fastest
+from surojax.planner.gpus import GPUS, named
 from surojax.planner.plan import checked
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING
@@ -39,7 +38,7 @@ from surojax.planner.report import cost, range_lines
 SHOWN = 5  # rows by default
 
 
-def table(result: Result, top: int = SHOWN, given: Config | None = None) -> str:
+def table(result: FitResult, top: int = SHOWN, given: Config | None = None) -> str:
     """The table of a search's result, as text. given: the config that its flags change; None: the one searched for."""
     name = GPUS[result.gpu].name
     if not result.rows:
@@ -75,7 +74,7 @@ def table(result: Result, top: int = SHOWN, given: Config | None = None) -> str:
     return "\n".join(lines)
 
 
-def larger_steps(result: Result) -> list[str]:
+def larger_steps(result: FitResult) -> list[str]:
     """Lines that say how much faster steps of more tokens would be, if they are."""
     if not result.larger:
         return []
@@ -89,7 +88,7 @@ def larger_steps(result: Result) -> list[str]:
     ]
 
 
-def layouts_tried(result: Result) -> list[str]:
+def layouts_tried(result: FitResult) -> list[str]:
     """Lines that say how the best of each other layout compares by estimate, and why an axis was not tried."""
     sampled = result.found.sampled
     lines = []
@@ -105,7 +104,7 @@ def axes(layout: dict) -> str:
     return " ".join(f"{axis}={layout[axis]}" for axis in AXES if layout[axis] > 1) or "none"
 
 
-def _cells(row: Row, gpus: int, number: str) -> str:
+def _cells(row: Trial, gpus: int, number: str) -> str:
     """A row of the table."""
     rate = row.tokens / row.seconds
     cells = f"  {number:>2} {rate:>9,.0f} {gpus * rate:>9,.0f} {_ms(row.seconds):>8} {_ms(row.estimate.seconds):>10}"
@@ -118,7 +117,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1}f}"
 
 
-def waits_for(row: Row) -> str:
+def waits_for(row: Trial) -> str:
     """The transfers that compute waits for most, with their part of a step; "compute" if it waits less than 5 %."""
     if row.plan is None or row.plan.predicted_step_s is None or not row.plan.exposed_s:
         return "-"
@@ -127,7 +126,7 @@ def waits_for(row: Row) -> str:
     return f"{kind} {part:.0%}" if part >= 0.05 else "compute"
 
 
-def nothing_fits(result: Result) -> list[str]:
+def nothing_fits(result: FitResult) -> list[str]:
     """Lines that say by how much nothing fits, and what would."""
     limit = gib(result.limits.device)
     lines = [f"nothing fits {result.gpus} x {GPUS[result.gpu].name} with {limit} of each for the program"]
@@ -150,7 +149,7 @@ def nothing_fits(result: Result) -> list[str]:
     return lines if result.proposals else [*lines, f"  {NOTHING}"]
 
 
-def describe(row: Row, result: Result, base: str, file: Path) -> str:
+def describe(row: Trial, result: FitResult, base: str, file: Path) -> str:
     """The docstring of the config file of a row."""
     name = GPUS[result.gpu].name
     what = "predicted" if row.plan and row.plan.predicted_step_s else "estimated"
@@ -178,10 +177,10 @@ def words(option: str, text: str, known) -> tuple[str, ...]:
     return found
 
 
-def as_json(result: Result) -> dict:
+def as_json(result: FitResult) -> dict:
     """The result for `--json`: {"rows", "given", "left_out", "remedies"}, each row with its plan."""
 
-    def of(row: Row) -> dict:
+    def of(row: Trial) -> dict:
         return {
             "change": row.change,
             "seconds": row.seconds,

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from surojax.cluster.early import STOPPED  # isort: skip  # before what takes seconds
 
-from surojax.cluster.group import Group, free_port, in_words, new_key, say, start
+from surojax.cluster.group import ProcessGroup, free_port, in_words, new_key, say, start
 from surojax.cluster.hosts import gpus_of_machine
 from surojax.config import flags
 from surojax.errors import REFUSED, ConfigError, Refused, ends_with_code, exit_codes, need
@@ -99,7 +99,7 @@ def supervise(
     started = n
     stop_asked = False
     accepted = False
-    group: Group | None = None
+    group: ProcessGroup | None = None
 
     def stop(number: int, _frame) -> None:
         nonlocal stop_asked
@@ -113,7 +113,7 @@ def supervise(
     try:
         for attempt in range(restarts + 1):
             more = [f"--config.gradient_accumulation_steps={steps * started // n}"] if n < started else []
-            with Group([*command, *more], _environments(n, devices), again) as group:
+            with ProcessGroup([*command, *more], _environments(n, devices), again) as group:
                 if stop_asked:
                     group.stop()
                 ended = group.wait()

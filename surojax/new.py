@@ -19,8 +19,7 @@ from surojax.config.write import check_new, config_file
 from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.changes import changed
-from surojax.planner.gpu_names import named
-from surojax.planner.gpus import GPUS, with_nodes
+from surojax.planner.gpus import GPUS, named, with_nodes
 from surojax.planner.plan import checked
 from surojax.planner.search import Candidate, Space, best, device_limit, host_limit
 from surojax.sizes import MOST_GPUS

@@ -49,7 +49,7 @@ from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
 from surojax.verification import mutants
-from surojax.verification.rows import Row, refused_sizes, verify
+from surojax.verification.rows import VerifiedSetting, refused_sizes, verify
 from surojax.verification.settings import SETTINGS, Setting
 from surojax.verification.training import make_batches
 
@@ -63,7 +63,7 @@ def heading() -> str:
     return f"{'setting':<{WIDTH}}{'compared with':<{WIDTH}}{'loss':>9}{'grad norm':>11}  {'expected':<20}{'s':>6}"
 
 
-def line(row: Row) -> str:
+def line(row: VerifiedSetting) -> str:
     """Returns one line of the table, and a second line with the reason if the row did not pass."""
     s = row.setting
     b = row.bound
@@ -76,7 +76,7 @@ def line(row: Row) -> str:
     return f"{text}{row.seconds:>6.1f}  {row.status}" + (f"\n  {row.why}" if row.why else "")
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[VerifiedSetting]) -> str:
     """Returns the reason of each bound, once, and the numbers of rows that passed, failed and were skipped."""
     reasons = dict.fromkeys(f"{row.setting.expect}: {row.bound.reason}" for row in rows if row.bound.loss)
     count = collections.Counter(row.status for row in rows)

@@ -113,9 +113,11 @@ def test_divided_chunks_move_what_the_formulas_say():
     small = Small(4, cp_size=2, tp_size=2, compute=Compute(sequence_chunks=4))
     batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 32), np.int32)
     text = small.step.lower(small.plan, batch, batch).compile().as_text()
-    found = {(x.op, x.axis): x.bytes for x in hlo.collectives(hlo.parse(text), small.mesh.shape)}
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse(text), 1)], small.mesh.shape)}
     found = {key: size for key, size in found.items() if size > 100}  # others: scalars
-    assert found == traffic.collective_bytes(small.run, traffic.Batch(sequences=1, sequence_len=32, microbatches=2))
+    assert found == traffic.collective_bytes(
+        small.run, traffic.BatchShape(sequences=1, sequence_len=32, microbatches=2)
+    )
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD, make_mesh
 from surojax.placement.param import Kind, Param
 from surojax.planner import check_fit, footprint
-from surojax.planner.traffic import Batch
+from surojax.planner.traffic import BatchShape
 from surojax.step.state import shardings, work_weights
 from surojax.step.state_plan import bytes_per_device
 
@@ -398,13 +398,13 @@ def drawn(**settings) -> assembly.Assembly:
 
 def test_persistent_quants_halve_the_work_copy():
     """Of the 16-bit matrices; a scale of 4 bytes for 128 numbers is a thirty-second on top."""
-    plain = footprint.estimate(drawn(), Batch(1, 64, 2))
-    ours = footprint.estimate(drawn(zero_quantized_weights="fp8", persistent_quants=True), Batch(1, 64, 2))
+    plain = footprint.estimate(drawn(), BatchShape(1, 64, 2))
+    ours = footprint.estimate(drawn(zero_quantized_weights="fp8", persistent_quants=True), BatchShape(1, 64, 2))
     run = drawn()
     matrices = bytes_per_device([x for x in jax.tree.leaves(run.plan.weights["blocks"]) if x.ndim > 2])
     assert ours["quants"] == matrices / 2 * (1 + 4 / 128) and plain["weights"] - ours["weights"] == matrices
     host = drawn(zero_quantized_weights="fp8", persistent_quants=True, offload_quants=True)
-    assert footprint.estimate_host(host, Batch(1, 64, 2)) == {"quants": ours["quants"]}
+    assert footprint.estimate_host(host, BatchShape(1, 64, 2)) == {"quants": ours["quants"]}
 
 
 def test_copy_engines_are_asked_for_when_a_step_is_compiled():

@@ -197,8 +197,8 @@ def test_a_compiled_step_moves_what_the_formulas_say(method, recompute_block):
     small = Small(8, cp_size=4, zero_level=3, compute=compute, recompute_block=recompute_block)
     batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
     text = small.step.lower(small.plan, batch, batch).compile().as_text()
-    found = {(x.op, x.axis): x.bytes for x in hlo.collectives(hlo.parse(text), small.mesh.shape)}
-    of_group = traffic.Batch(sequences=1, sequence_len=24, microbatches=2)
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse(text), 1)], small.mesh.shape)}
+    of_group = traffic.BatchShape(sequences=1, sequence_len=24, microbatches=2)
     expected = traffic.collective_bytes(small.run, of_group)
     del expected["all-gather", "dp_shard+cp"]  # three layers of two microbatches: the first one's prefetch is 8 % more
     assert {axis for _, axis in expected} == {"cp", "dp_shard+cp"}
@@ -219,7 +219,7 @@ def test_groups_move_what_the_formulas_say():
         c.update({"cp_method": method})
         checks.check(c)
         run = from_config(c, abstract_mesh(8, **mesh_sizes(c)), total_steps=10)
-        batch = traffic.Batch(sequences=1, sequence_len=S, microbatches=K)
+        batch = traffic.BatchShape(sequences=1, sequence_len=S, microbatches=K)
         found = traffic.collective_bytes(run, batch)
         flops = sum(products.token_flops(run, S, again=True).values())
         assert sum(products.step_flops(run, batch).values()) == pytest.approx(flops * S * K / 4)

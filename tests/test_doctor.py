@@ -238,7 +238,7 @@ def test_a_row_of_offloads_that_fails_names_its_fields(monkeypatch):
     """And each of the rows is about fields that can be left off."""
     table = {setting.name: setting for setting in SETTINGS}
     for name in steps.ROWS_OF_OFFLOADS:
-        row = verifier.Row(table[name], "FAIL", 0.5, 0.1, Bound(0, 0, ""), "loss too far", 1.0)
+        row = verifier.VerifiedSetting(table[name], "FAIL", 0.5, 0.1, Bound(0, 0, ""), "loss too far", 1.0)
         monkeypatch.setattr(verifier, "judged", lambda curves, setting, row=row: row)
         verdict = steps.claim("offloads", None, table[name])
         assert verdict.status == FAILED and "loss 5.0e-01" in verdict.said and "loss too far" in verdict.said

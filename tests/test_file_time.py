@@ -9,7 +9,7 @@ import pytest
 from surojax.errors import ConfigError
 from surojax.planner import file_time
 from surojax.planner.file_time import Disks, StepWithFiles
-from surojax.planner.gpus import GPUS, known_rates
+from surojax.planner.gpus import GPUS
 from surojax.planner.rates import DISKS
 from surojax.planner.timeline import Timeline
 from surojax.step.step_parts import Program
@@ -22,7 +22,6 @@ ONE = Disks(read=1e9, write=0.5e9)
 @pytest.fixture
 def a_second_each(monkeypatch):
     """Every program takes a second."""
-    monkeypatch.setattr(file_time, "program", lambda *_, **__: None)
     monkeypatch.setattr(
         file_time, "simulate", lambda _: Timeline(1.0, {"product": 0.9}, {("loop", "host in"): 0.1}, {}, [])
     )
@@ -60,7 +59,7 @@ def test_what_hides_the_ends_of_a_pass():
 def test_machines_share_the_bytes_and_gpus_those_that_the_host_puts():
     read = layers("forward", reads=GIGABYTE)
     assert seconds(read, disks=Disks(0.25e9, 1e9), gpus=16, machines=2).seconds == pytest.approx(20 + 2)
-    link = GPU.pcie_bandwidth * known_rates(GPU).host
+    link = GPU.pcie_bandwidth * GPU.rates.host
     slow = jax.ShapeDtypeStruct((1, int(8 * link)), jnp.int8)
     of_link = seconds(layers("forward", put=slow), gpus=4)
     assert of_link.seconds == pytest.approx(20) and of_link.exposed["forward", "host in"] == pytest.approx(10 + 1)

@@ -20,7 +20,7 @@ from surojax.planner.amounts import GiB, Memory, gib, summed
 from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
 from surojax.planner.search import Space
-from surojax.planner.traffic import Batch, batch_of
+from surojax.planner.traffic import BatchShape, batch_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SMALL = {
@@ -129,7 +129,7 @@ def test_each_recomputation_saves_less(platform):
 def test_resident_layers_are_counted_where_they_rest():
     table = lambda n: small(offload_weights=True, resident_layers=n, model_dtype="bfloat16")
     device = lambda n: estimate(table(n), "gpu")["weights"]
-    host = lambda n: footprint.estimate_host(plan(table(n)), Batch(8, 128, 2))["weights"]
+    host = lambda n: footprint.estimate_host(plan(table(n)), BatchShape(8, 128, 2))["weights"]
     layer = 2 * (256 * (2 * 256 + 2 * 128) + 3 * 256 * 704 + 2 * 256)
     assert device(3) - device(0) == host(0) - host(3) == 3 * layer
 

@@ -8,8 +8,7 @@ import pytest
 
 from surojax.errors import ConfigError
 from surojax.planner import gpus, rates
-from surojax.planner.gpu_names import named
-from surojax.planner.gpus import GPUS, find_gpu, with_nodes
+from surojax.planner.gpus import GPUS, find_gpu, named, with_nodes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -1,5 +1,7 @@
 """What is read from compiled programs: loops multiply, groups name axes, host copies have a direction."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +54,7 @@ for word, text in {
 
 
 def test_collectives_are_counted_as_often_as_they_run_by_axis():
-    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives(hlo.parse(PROGRAM), MESH)}
+    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives([(hlo.parse(PROGRAM), 1)], MESH)}
     a = 8 * 4 * 4  # bytes
     assert found == {
         ("reduce-scatter", "dp_shard"): (6, 6 * 3 * a // 4),
@@ -63,9 +65,9 @@ def test_collectives_are_counted_as_often_as_they_run_by_axis():
 
 
 def test_host_copies_have_a_direction():
-    copies = hlo.host_copies(hlo.parse(PROGRAM))
+    copies = hlo.host_copies([(hlo.parse(PROGRAM), 1)])
     layer, a = 6 * 2, 8 * 4 * 4
-    assert copies == hlo.HostCopies(h2d_bytes=layer + a, d2h_bytes=layer + a, within_host_bytes=5 * layer)
+    assert copies == {"h2d_bytes": layer + a, "d2h_bytes": layer + a, "within_host_bytes": 5 * layer}
 
 
 LOOP = """HloModule step, is_scheduled=true
@@ -112,7 +114,7 @@ def test_transfers_are_beside_what_is_between_their_start_and_end():
 
 
 def test_rematerialised_operations_are_named():
-    assert hlo.rematerialised(hlo.parse(PROGRAM)) == hlo.Rematerialised(1, 8 * 4 * 4, "y.remat2")
+    assert hlo.rematerialised([(hlo.parse(PROGRAM), 1)]) == {"count": 1, "bytes": 8 * 4 * 4, "largest": "y.remat2"}
 
 
 def test_a_loop_of_unknown_length_is_refused():
@@ -121,8 +123,11 @@ def test_a_loop_of_unknown_length_is_refused():
 
 
 def test_programs_are_added_up():
-    one = [hlo.Collective("all-gather", "dp_shard", 2, 10)]
-    assert hlo.add_up([(one, 1), (one, 3)]) == [hlo.Collective("all-gather", "dp_shard", 8, 40)]
+    once = hlo.parse(PROGRAM)
+    both = hlo.collectives([(once, 1), (once, 3)], MESH)
+    assert both == [
+        dataclasses.replace(x, count=4 * x.count, bytes=4 * x.bytes) for x in hlo.collectives([(once, 1)], MESH)
+    ]
 
 
 def test_reads_what_jax_compiles():
@@ -137,6 +142,6 @@ def test_reads_what_jax_compiles():
     spec = jax.P(("dp_replicate", "dp_shard"))
     x = jax.ShapeDtypeStruct((8, 256), np.float32, sharding=jax.NamedSharding(mesh, spec))
     text = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)).lower(x).compile().as_text()
-    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives(hlo.parse(text), mesh.shape)}
+    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives([(hlo.parse(text), 1)], mesh.shape)}
     sums = 5, 5 * 2 * 3 * 1024 // 4
     assert found == {("all-reduce", "dp_shard"): sums, ("collective-permute", "dp_replicate"): (1, 1024)}

@@ -16,7 +16,7 @@ from surojax.placement.home import HOMES
 from surojax.planner import aot
 from surojax.planner.plan import Plan
 from surojax.planner.prediction import trace
-from surojax.planner.timeline import Event, Timeline
+from surojax.planner.timeline import Timeline, TimelineEvent
 
 TINY = ["--config", "tiny", "--gpu", "rtx4090", "--config.gpus=2", "--config.offload_master=True"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -108,9 +108,9 @@ def test_a_plan_that_does_not_fit(estimated):
 
 def test_the_time_line_has_the_events_of_the_trace(estimated):
     _, found = estimated()
-    events = [Event("dot </script>", "product", "compute", "forward", 0.0, 2e-3, 0.0)]
-    events += [Event("all-gather.1", "gather", "collectives", "forward", 1e-3, 3e-3, 5e6)]
-    events += [Event("wait for all-gather.1", "gather", "waits", "forward", 2e-3, 3e-3, 0.0)]
+    events = [TimelineEvent("dot </script>", "product", "compute", "forward", 0.0, 2e-3, 0.0)]
+    events += [TimelineEvent("all-gather.1", "gather", "collectives", "forward", 1e-3, 3e-3, 5e6)]
+    events += [TimelineEvent("wait for all-gather.1", "gather", "waits", "forward", 2e-3, 3e-3, 0.0)]
     p = dataclasses.replace(
         Plan(**found),
         not_predicted="",

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.gpu
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 SHAPE = (256, 128)  # four programs of tiles
 # Of a matrix of three times 64 columns, the last; the largest number is in another.
-PART = nvfp4_format.Part(lambda absmax: jnp.maximum(absmax, f32(4321)), columns=192, first=lambda: jnp.uint32(128))
+PART = nvfp4_format.OperandPart(
+    lambda absmax: jnp.maximum(absmax, f32(4321)), columns=192, first=lambda: jnp.uint32(128)
+)
 ROTATION, SEEDS = jnp.uint32(11), (jnp.int32(5), jnp.uint32(6))
 
 

@@ -209,7 +209,7 @@ SUPERVISOR = """
 import os, sys
 from surojax.cluster import group, watch
 group.BOUND = group.BOUND.replace('"linux"', repr(sys.argv[1]))
-with group.Group(sys.argv[2:], [dict(os.environ)] * 2, "") as started:
+with group.ProcessGroup(sys.argv[2:], [dict(os.environ)] * 2, "") as started:
     started.wait()
 """
 

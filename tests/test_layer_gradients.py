@@ -20,7 +20,7 @@ from surojax.optim import normuon as muon, optimizer as optim
 from surojax.placement.home import NVME
 from surojax.placement.layout import batch_sharding
 from surojax.planner import footprint
-from surojax.planner.traffic import Batch
+from surojax.planner.traffic import BatchShape
 from surojax.step.train_step import evaluated
 
 A, B, S = 3, 4, 16
@@ -137,7 +137,9 @@ def test_evaluation_reads_weights_from_files(tmp_path, devices, placed):
 def test_room_is_reserved_for_every_class(tmp_path):
     small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(STEP | STATE))
     run = small.run
-    rows = footprint.by_class(dataclasses.replace(run, engine=with_all_microbatches(run.engine)), Batch(B, S, A), "gpu")
+    rows = footprint.by_class(
+        dataclasses.replace(run, engine=with_all_microbatches(run.engine)), BatchShape(B, S, A), "gpu"
+    )
     stored = {name: row[NVME.name] for name, row in rows.items()}
     assert stored["grads"] == stored["master"] > 0 and stored["moments"] == 2 * stored["master"]
     assert stored["residuals"] == CONFIG.num_hidden_layers * A * B * S * CONFIG.hidden_size * 4

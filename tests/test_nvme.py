@@ -36,7 +36,7 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import abstract_mesh, make_mesh
 from surojax.planner import footprint
 from surojax.planner.changes import changed
-from surojax.planner.traffic import Batch
+from surojax.planner.traffic import BatchShape
 from surojax.run import checkpoint, on_disk
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.metrics import TIMINGS
@@ -237,16 +237,16 @@ def test_the_memory_that_is_counted(tmp_path):
     c = small_config(tmp_path)
     run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=9)
     on_disk = size(run.plan, NVME)
-    host = footprint.estimate_host(run, Batch(1, 32, 2))
+    host = footprint.estimate_host(run, BatchShape(1, 32, 2))
     assert host["layers from files"] == footprint.NVME_LAYERS * on_disk // c.model.num_hidden_layers
     stages = from_config(small_config(tmp_path, gpus=2, pp_size=2), abstract_mesh(2, pp_size=2), total_steps=9)
     of_full_stage = size(stages.plan, NVME)
     assert of_full_stage == on_disk * 2 // 3  # two of three layers; the other stage has the third
-    host = footprint.estimate_host(stages, Batch(1, 32, 2))
+    host = footprint.estimate_host(stages, BatchShape(1, 32, 2))
     assert host["layers from files"] == footprint.NVME_LAYERS * of_full_stage // 2
     assert stages.store.bytes == run.store.bytes
     assert "layers from files" not in footprint.estimate_host(
-        from_config(default_config(), run.mesh, total_steps=9), Batch(1, 32, 2)
+        from_config(default_config(), run.mesh, total_steps=9), BatchShape(1, 32, 2)
     )
 
 

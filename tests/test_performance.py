@@ -12,7 +12,7 @@ import performance
 from surojax.assembly import from_config
 from surojax.config import checks
 from surojax.placement.mesh import make_mesh
-from surojax.planner import aot, costs, hlo, plan as planner, timeline, traffic
+from surojax.planner import aot, costs, hlo, plan as planner, traffic
 from surojax.planner.gpus import GPUS
 
 GPU = "rtx4090"  # the kind that the test processes compile for: test_plan.py
@@ -68,7 +68,7 @@ def compiled_step(settings: str) -> hlo.Module:
     c = planner.checked(row(0, 0).loaded(f"{TINY} {settings}"), GPU)
     mesh = make_mesh(aot.devices(GPU, 1))
     run = from_config(c, mesh.abstract_mesh, total_steps=10)
-    (program,) = planner.programs(run, mesh, traffic.Batch(1, 64, c.gradient_accumulation_steps))
+    (program,) = planner.programs(run, mesh, traffic.BatchShape(1, 64, c.gradient_accumulation_steps))
     return hlo.parse(aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text)
 
 
@@ -76,7 +76,7 @@ def compiled_step(settings: str) -> hlo.Module:
 @pytest.mark.full
 def test_nothing_holds_the_link_up_in_an_update_from_host_memory():
     """A loop's body has two layers, each with its own memory: no device copy, and as many bytes in as out."""
-    steps = timeline.program(compiled_step(performance.FIVE), GPUS[GPU], {}).steps()
+    steps = costs.ProgramOnGpu(compiled_step(performance.FIVE), GPUS[GPU], {}).steps()
     updates = [step for step in steps if isinstance(step, costs.Loop) and step.label == "update"]
     assert len(updates) == 9 and {loop.trips for loop in updates} == {2}  # seven matrices, two vectors
     for loop in updates:

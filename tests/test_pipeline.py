@@ -377,8 +377,8 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size, layer
     options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
     compiled = small.step.lower(small.plan, batch, batch).compile(options)
     module = stages.with_rounds(hlo.parse(compiled.as_text()), small.run, microbatches)
-    found = {(x.op, x.axis): x.bytes for x in hlo.collectives(module, small.mesh.shape)}
-    of_group = traffic.Batch(sequences=1, sequence_len=24, microbatches=microbatches)
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(module, 1)], small.mesh.shape)}
+    of_group = traffic.BatchShape(sequences=1, sequence_len=24, microbatches=microbatches)
     expected = traffic.collective_bytes(small.run, of_group)
     assert {("collective-permute", "pp"), ("all-gather", "dp_shard"), ("reduce-scatter", "dp_shard")} <= expected.keys()
     for key in expected.keys() | found.keys():
@@ -392,7 +392,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size, layer
 
     for name in ("forward", "backward"):
         assert passes(module, name) == microbatches
-        lockstep = stages.in_lockstep(hlo.parse(compiled.as_text()), small.run, microbatches)
+        lockstep = stages.with_rounds(hlo.parse(compiled.as_text()), small.run, microbatches, lockstep=True)
         assert passes(lockstep, name) == microbatches + 1  # as long as both stages need, one after the other
     assert stages.bubble(small.run, microbatches) == pytest.approx(1 / 6)
 
@@ -400,7 +400,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size, layer
 def test_the_planner_counts_what_a_stage_has():
     """A quarter of the layers, of their FLOPs, and of the vocabulary; residuals of the microbatches in flight."""
 
-    batch = traffic.Batch(sequences=1, sequence_len=512, microbatches=16)
+    batch = traffic.BatchShape(sequences=1, sequence_len=512, microbatches=16)
 
     def run(**changes):
         c = default_config()
@@ -482,7 +482,7 @@ def test_the_planner_takes_the_time_of_the_slowest_stage():
 
 def test_what_is_gathered_after_an_update_is_that_of_a_stage():
     """A quarter of the layers on each of four stages, and a quarter of the vocabulary; by hand for one stage."""
-    batch = traffic.Batch(sequences=1, sequence_len=512, microbatches=4)
+    batch = traffic.BatchShape(sequences=1, sequence_len=512, microbatches=4)
     sent = []
     for stages_ in (1, 4):
         c = default_config()

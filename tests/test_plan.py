@@ -228,7 +228,7 @@ def test_other_collectives_are_those_of_the_textbook(planned, changes):
         assert x["bytes"] == pytest.approx(x["textbook_bytes"], rel=0.02, abs=1000), x
     assert found["all-gather"]["bytes"] > 10e6 < found["all-to-all"]["bytes"] and "reduce-scatter" not in found
     run = lambda **changes: from_config(config(gpus=4, **BLOCKS | changes), jax.sharding.AbstractMesh((1, 4), DATA), 10)
-    plain = traffic.collective_bytes(run(zero_level=changes["zero_level"]), traffic.Batch(1, 64, 2))
+    plain = traffic.collective_bytes(run(zero_level=changes["zero_level"]), traffic.BatchShape(1, 64, 2))
     if "zero_quantized_weights" in changes:
         assert 0.5 < found["all-gather"]["bytes"] / plain["all-gather", "dp_shard"] < 0.54
     reduced = found["all-to-all"]["bytes"] / plain["reduce-scatter", "dp_shard"]
@@ -255,7 +255,7 @@ QUANTS_IN_HOST = {"zero_level": 3, "recipe": "fp8_hybrid", "persistent_quants": 
 def test_quants_in_host_memory_travel_as_weights_do():
     """Twice a microbatch to the device and once a step back: a byte for each number of the blocks' matrices."""
     run = from_config(config(gpus=4, **BLOCKS | QUANTS_IN_HOST), jax.sharding.AbstractMesh((1, 4), DATA), 10)
-    batch = traffic.Batch(1, 64, microbatches=3)
+    batch = traffic.BatchShape(1, 64, microbatches=3)
     quants = 64 * (4 * 256**2 + 3 * 256 * 512) // 4
     assert traffic.host_bytes(run, batch, footprint.by_class(run, batch, "gpu")) == (2 * 3 * quants, quants)
 
@@ -356,9 +356,10 @@ def test_layers_in_files(planned):
     rest, layer = sum(host.values()) - host["residuals"], in_files // 64
     assert p.host_bytes == pytest.approx(rest + max(host["residuals"] + layer, 4 * layer), rel=0.01)
     assert p.device_bytes < 10 * layer < p.host_bytes
-    assert footprint.estimate_host(from_config(c, MESH, 10), traffic.Batch(1, 64, 2))["layers from files"] == 4 * layer
+    run, batch = from_config(c, MESH, 10), traffic.BatchShape(1, 64, 2)
+    assert footprint.estimate_host(run, batch)["layers from files"] == 4 * layer
     # The file's part crosses the host link as well, weights and gradients as they do without it.
-    read, written = traffic.host_bytes(from_config(c, MESH, 10), traffic.Batch(1, 64, 2), p.classes)
+    read, written = traffic.host_bytes(run, batch, p.classes)
     assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)
     assert in_files < p.h2d_bytes and "read from NVMe" in report.table(p)
 
@@ -486,7 +487,7 @@ def compiled_step(gpus: int, **changes) -> str:
     c = config(gpus=gpus, **BLOCKS | {"model.num_hidden_layers": 5} | changes)
     mesh = make_mesh(aot.devices(FIRST, gpus), **mesh_sizes(c))
     run = from_config(planner.checked(c, FIRST), mesh.abstract_mesh, total_steps=10)
-    (program,) = planner.programs(run, mesh, traffic.Batch(1, 64, c.gradient_accumulation_steps))
+    (program,) = planner.programs(run, mesh, traffic.BatchShape(1, 64, c.gradient_accumulation_steps))
     return aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text
 
 
@@ -753,7 +754,7 @@ def test_flops_count_recomputation():
     flops = []
     for c.recompute_block in (False, True):
         run = from_config(c, jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
-        found = products.step_flops(run, traffic.Batch(1, 2048, 2))
+        found = products.step_flops(run, traffic.BatchShape(1, 2048, 2))
         assert found.keys() == {"bfloat16"}
         flops.append(found["bfloat16"] / 4096)
     n, head, attention = 6_607_077_376, 32000 * 4096, 6 * 32 * 4096 * 2048

@@ -13,7 +13,7 @@ from surojax import ConfigError
 from surojax.models.lora import TARGETS, Lora
 from surojax.numerics import base_formats
 from surojax.planner.footprint import estimate
-from surojax.planner.traffic import Batch
+from surojax.planner.traffic import BatchShape
 
 LORA = Lora(rank=4, alpha=8.0, targets=tuple(TARGETS.values()))
 # Rows of one to four blocks of NF4, and of one or two of FP8.
@@ -108,7 +108,7 @@ def test_what_is_planned_is_built():
     built = run.init().weights
     chex.assert_trees_all_equal_shapes_and_dtypes(run.plan.weights, built)
     on_first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(built))
-    rows = estimate(run.run, Batch(4, 32, 1))
+    rows = estimate(run.run, BatchShape(4, 32, 1))
     assert rows["weights"] + rows["outer"] == on_first
 
 

@@ -61,7 +61,7 @@ REDUCED = traffic.LaneStage("grads", Stage.REDUCE, "leaving")
 ONCE = traffic.LaneStage("grads", Stage.REDUCE_REPLICAS, "last")
 
 
-def work_of(c) -> roofline.Work:
+def work_of(c) -> roofline.StepWork:
     """The work of a checked config's step."""
     run = footprint.assembly(c)
     return roofline.step_work(run, batch_of(c), GPUS[GPU], footprint.by_class(run, batch_of(c), "gpu"))
@@ -148,7 +148,7 @@ def test_a_phase_takes_as_long_as_its_busiest_resource():
         2
         * 8
         * sum(
-            product_time(gpu, gpu.rates, 256, n, k) + gpu.rates.launch
+            product_time(gpu, 256, n, k) + gpu.rates.launch
             for n, k in [(512, 512)] * 4 + [(1536, 512)] * 2 + [(512, 1536)]
         )
     )
@@ -189,7 +189,7 @@ def test_microbatches_of_one_fetch_share_its_gathers():
         assert sent[REDUCED] == pytest.approx(seconds + 56 * 3 * gpu.rates.hop), group
 
 
-def layer_of(work: roofline.Work, *, recomputed: bool) -> roofline.Work:
+def layer_of(work: roofline.StepWork, *, recomputed: bool) -> roofline.StepWork:
     """A step of one microbatch with 8 s of a forward pass, repeated in whole, and 20 s of gradients, the first in 4."""
     blocks = Seconds(forward=8.0, again=8.0, backward=20.0, first=4.0)
     gpu = dataclasses.replace(work.gpu, rates=dataclasses.replace(work.rates, collective_sms=0.0))
@@ -574,7 +574,7 @@ def test_it_says_which_resource_is_too_small(monkeypatch):
     c = config(**SMALL, gpus=1)
     whole = search.estimated(checked(c, GPU), GPUS[GPU]).need.device
 
-    def tried(of_device: float, of_host: float, nvme: float | None) -> fastest.Result:
+    def tried(of_device: float, of_host: float, nvme: float | None) -> fastest.FitResult:
         """On a card and in host memory with these parts of what the settings as given need on the card."""
         memory = int((of_device * whole + search.RESERVE) / footprint.POOL)
         monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], memory_bytes=memory))
@@ -623,7 +623,7 @@ def faked_rows(monkeypatch, row):
 
     def compiled(config, candidate, gpu, space):
         change = differing(config, candidate.change)
-        return fastest.Row(changed(config, change), change, candidate, None, row(change))
+        return fastest.Trial(changed(config, change), change, candidate, None, row(change))
 
     monkeypatch.setattr(aot, "available", lambda: False)
     monkeypatch.setattr(fastest, "_row", compiled)
@@ -719,11 +719,3 @@ def test_another_batch_keeps_its_microbatches_where_it_can(size, group, sequence
     c = choices.with_batch(c, sequences)
     checks.check(c)
     assert (c.per_device_batch_size, c.gradient_accumulation_steps, c.microbatches_per_fetch) == expected
-
-
-def test_a_gpu_without_rates_is_refused(monkeypatch):
-    monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], rates=None))
-    with pytest.raises(ConfigError, match="--gpu: expected a GPU with rates"):
-        fastest.fastest(config(), GPU)
-    with pytest.raises(ValueError, match="rates: expected a GPU with rates"):
-        search.estimated(checked(config(), GPU), GPUS[GPU])

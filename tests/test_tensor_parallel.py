@@ -117,8 +117,8 @@ def moves_what_is_said(small: Small):
     """The compiled step's collectives of groups, on 24 tokens in two microbatches, have the textbook's bytes."""
     batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
     text = small.step.lower(small.plan, batch, batch).compile().as_text()
-    found = {(x.op, x.axis): x.bytes for x in hlo.collectives(hlo.parse(text), small.mesh.shape)}
-    of_group = traffic.Batch(sequences=1, sequence_len=24, microbatches=2)
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse(text), 1)], small.mesh.shape)}
+    of_group = traffic.BatchShape(sequences=1, sequence_len=24, microbatches=2)
     expected = traffic.collective_bytes(small.run, of_group)
     of_tp = {key: size for key, size in expected.items() if "tp" in key[1]}
     assert {op for op, _ in of_tp} - {"all-to-all"} == {"all-gather", "reduce-scatter", "all-reduce"}
@@ -222,13 +222,13 @@ def test_groups_move_what_the_formulas_say():
     c.model.update(sizes | {"num_attention_heads": 4, "num_key_value_heads": 2})
     c.update({"gpus": 8, "tp_size": 4, "zero_level": 3, "sequence_len": S, "model_dtype": "bfloat16"})
     run = from_config(c, abstract_mesh(8, **mesh_sizes(c)), total_steps=10)
-    found = traffic.collective_bytes(run, traffic.Batch(sequences=1, sequence_len=S, microbatches=K))
+    found = traffic.collective_bytes(run, traffic.BatchShape(sequences=1, sequence_len=S, microbatches=K))
     x = 3 * S // 4 * D * 2  # what three others send or get of a sequence in bfloat16
     ids = 3 * S // 4 * 4
     blocks = L * ((2 * D * D + 3 * D * F) // 4 + 2 * D * D // 2 // 2 + 2 * D)
     outer = 2 * V * D // 4 + D
     flops = sum(products.token_flops(run, S, again=True).values())
-    of_gpu = products.step_flops(run, traffic.Batch(sequences=1, sequence_len=S, microbatches=K))
+    of_gpu = products.step_flops(run, traffic.BatchShape(sequences=1, sequence_len=S, microbatches=K))
     assert sum(of_gpu.values()) == pytest.approx(flops * S * K / 4)
     assert found == {
         ("all-gather", "tp+tp_rep"): K * (L * 6 * x + 2 * x + 2 * ids),

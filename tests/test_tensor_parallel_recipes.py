@@ -401,9 +401,10 @@ def test_what_is_sent_in_8_bits(quantized):
     assert max(distances(found, expected)) < 2e-4
     batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
     compiled = hlo.parse(small.step.lower(small.plan, batch, batch).compile().as_text())
-    sent = {(x.op, x.axis): x.bytes for x in hlo.collectives(compiled, small.mesh.shape)}
+    sent = {(x.op, x.axis): x.bytes for x in hlo.collectives([(compiled, 1)], small.mesh.shape)}
     said, more = (
-        traffic.collective_bytes(small.run, traffic.Batch(sequences=1, sequence_len=24, microbatches=n)) for n in (2, 3)
+        traffic.collective_bytes(small.run, traffic.BatchShape(sequences=1, sequence_len=24, microbatches=n))
+        for n in (2, 3)
     )
     gathers = "all-gather", "dp_shard"
     said[gathers] += (more[gathers] - said[gathers]) // 4  # a layer for a forward pass that does not come

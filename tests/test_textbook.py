@@ -26,7 +26,7 @@ def assembled(replicate: int = 1, **changes) -> Assembly:
     return from_config(c, jax.sharding.AbstractMesh((replicate, N), DATA), total_steps=10)
 
 
-BATCH = traffic.Batch(sequences=1, sequence_len=16, microbatches=K)
+BATCH = traffic.BatchShape(sequences=1, sequence_len=16, microbatches=K)
 
 
 def moved(replicate: int = 1, **changes) -> dict[tuple[str, str], int]:

@@ -113,7 +113,7 @@ def program(*lines: str, body: tuple[str, ...] = (), trips: int | Fraction = 0) 
 
 
 def simulated(module: hlo.Module, gpu=GPU, **how) -> timeline.Timeline:
-    return timeline.simulate(timeline.program(module, gpu, MESH), **how)
+    return timeline.simulate(costs.ProgramOnGpu(module, gpu, MESH), **how)
 
 
 READ = f"  %s = {ASYNC_SLICE}, kind=kLoop, calls=%copied"
@@ -146,17 +146,17 @@ def test_products_take_whole_waves():
     """A tile alone leaves a multiprocessor idle, unless a split of the k loop fills both. On three, the best for one
     large tile are eight parts: two smaller tiles, each split in four, in three waves."""
     two = dataclasses.replace(GPU, sm_count=2, bf16_flops=4.0 * TILE, memory_bandwidth=2e15)
-    time = lambda m, k=64: costs.product_time(two, ROUND, m, 128, k)
+    time = lambda m, k=64: costs.product_time(two, m, 128, k)
     assert time(256) == pytest.approx(0.5, rel=1e-3)  # one tile, split in two
     assert time(512) == pytest.approx(1.0, rel=1e-3)
     assert time(768) == pytest.approx(1.5, rel=1e-3)
     three = dataclasses.replace(two, sm_count=3, bf16_flops=6.0 * TILE)
-    assert costs.product_time(three, ROUND, 256, 128, 64) == pytest.approx(3 * 0.125 / 0.95, rel=1e-3)
+    assert costs.product_time(three, 256, 128, 64) == pytest.approx(3 * 0.125 / 0.95, rel=1e-3)
     whole = dataclasses.replace(two, memory_bandwidth=1.0)  # sums of parts cost too much
     moved = 2 * (768 * 64 + 64 * 128 + 768 * 128) / 0.5
-    assert costs.product_time(whole, ROUND, 768, 128, 64) == pytest.approx(moved)
+    assert costs.product_time(whole, 768, 128, 64) == pytest.approx(moved)
     eight_bits = dataclasses.replace(two, fp8_flops=8.0 * TILE)
-    assert costs.product_time(eight_bits, ROUND, 512, 128, 64, dtype="f8e4m3fn") == pytest.approx(0.5, rel=1e-3)
+    assert costs.product_time(eight_bits, 512, 128, 64, dtype="f8e4m3fn") == pytest.approx(0.5, rel=1e-3)
 
 
 def test_attention_counts_causal_products():
@@ -183,7 +183,7 @@ def test_a_kernel_that_reads_host_memory_keeps_products_waiting():
     """Started in front of a product, it has the multiprocessors first; a copy engine needs none."""
     found = simulated(program(READ_BY_KERNEL, f"  %y {Y}", END))
     assert found.seconds == pytest.approx(2.0) and found.exposed[timeline.ENTRY, HOST_IN] == pytest.approx(1.0)
-    by_copies = timeline.program(program(READ_BY_KERNEL, f"  %y {Y}", END), GPU, MESH, copies_only=True)
+    by_copies = costs.ProgramOnGpu(program(READ_BY_KERNEL, f"  %y {Y}", END), GPU, MESH, copies_only=True)
     assert timeline.simulate(by_copies).seconds == pytest.approx(1.0)
 
 
@@ -302,7 +302,7 @@ def test_products_in_eight_bits_have_a_rate_of_their_own():
     gpu = dataclasses.replace(GPU, fp8_flops=4.0 * TILE)
     slower = dataclasses.replace(ROUND, eight_bit=0.5)
     sixteen, eight, slow = (
-        costs.product_time(gpu, of, 256, 128, 64, dtype=dtype)
+        costs.product_time(dataclasses.replace(gpu, rates=of), 256, 128, 64, dtype=dtype)
         for of, dtype in ((slower, "bf16"), (ROUND, "f8e4m3fn"), (slower, "f8e4m3fn"))
     )
     assert (sixteen, eight, slow) == pytest.approx((1.0, 0.5, 1.0), rel=1e-3)
@@ -325,14 +325,6 @@ def test_measured_beside_predicted():
     assert prediction.comparison(prediction.Prediction(not_predicted="why"), [2.0], tokens=1000) == ""
 
 
-def test_nothing_is_predicted_for_a_gpu_without_rates():
-    unknown = dataclasses.replace(GPU, rates=None)
-    found = prediction.predict(prediction.OneProgram(program(f"  %y {Y}"), MESH), unknown, tokens=1, compute_time=1.0)
-    assert found.predicted_step_s is None and "gpus.csv" in found.not_predicted and found.host_transfers
-    with pytest.raises(ValueError, match="rates"):
-        simulated(program(f"  %y {Y}"), unknown)
-
-
 def test_calibration_fails_when_the_model_is_wrong(monkeypatch, capsys):
     """All rows within 5 % on average and 10 % each; with products a fifth faster than fitted no longer."""
     assert calibrate.main(["--only", "rtx4090"]) == 0
@@ -342,7 +334,6 @@ def test_calibration_fails_when_the_model_is_wrong(monkeypatch, capsys):
     assert len(errors) == 25 and max(map(abs, errors)) < 0.10
     assert sum(map(abs, errors)) / len(errors) < 0.05
     gpu = GPUS["rtx4090"]
-    assert gpu.rates is not None
     rates = dataclasses.replace(gpu.rates, products=1.2 * gpu.rates.products)
     monkeypatch.setitem(GPUS, "rtx4090", dataclasses.replace(gpu, rates=rates))
     assert calibrate.main(["--only", "rtx4090"]) == 1

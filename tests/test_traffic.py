@@ -7,13 +7,13 @@ from surojax.assembly import from_config
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.placement.mesh import DATA
-from surojax.planner.traffic import Batch, device_traffic, host_bytes
+from surojax.planner.traffic import BatchShape, device_traffic, host_bytes
 
 # Parameters of three layers, q 32 x 32, k and v 16 x 32, o 32 x 32, three of 80 x 32 in the MLP, two norms; and of the
 # embedding and the head, 64 words each, and the final norm.
 BLOCKS = 3 * (32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 80 * 32 + 2 * 32)
 OUTER = 2 * 64 * 32 + 32
-BATCH = Batch(sequences=2, sequence_len=24, microbatches=5)
+BATCH = BatchShape(sequences=2, sequence_len=24, microbatches=5)
 RESIDUALS = 5 * 3 * 48 * 32 * 2  # of 5 microbatches, 3 layers, 48 tokens, 32 channels, in bfloat16
 STATE = 4 + 2 + 4  # bytes of master weight, first and second moment
 
@@ -61,7 +61,7 @@ def test_of_streamed_weights_the_trained_ones_are_written(lora):
     nothing = {"host": 0, "nvme": 0}
     streamed = 2 * (BLOCKS + lora * ADAPTERS)
     rows = {name: nothing for name in ("master", "moments", "grads", "residuals")}
-    batch = Batch(sequences=2, sequence_len=24, microbatches=4)
+    batch = BatchShape(sequences=2, sequence_len=24, microbatches=4)
     read, written = host_bytes(run, batch, rows | {"weights": {"host": streamed, "nvme": 0}})
     assert (read, written) == (2 * 2 * streamed, 2 * ADAPTERS if lora else streamed)
 

@@ -772,7 +772,7 @@ def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, c
     short = changed(config, max_steps=2, save_steps=0, eval_steps=0, sample_tokens=0)
     predicted = Prediction(0.5, [0.4, 0.6], uncorrected_s=0.5, tokens_per_s_per_gpu=512.0)
     monkeypatch.setattr(seen, "LEAST_STEPS", 1)
-    monkeypatch.setattr(prediction, "of_compiled", lambda text, run, batch, gpu: predicted)
+    monkeypatch.setattr(prediction, "of_module", lambda module, run, batch, gpu: predicted)
     monkeypatch.setattr(gpus, "find_gpu", lambda kind: GPUS["rtx4090"])
     short.rates_file = str(tmp_path / "rates.json")
     assert train(short).finished
@@ -781,7 +781,7 @@ def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, c
     said = capsys.readouterr().out
     assert "predicted: 500.0 ms a step (400 to 600), 512 tok/s" in said
     assert re.search(r"tok/s: measured [\d,]+, predicted 512 \(427 to 640\), measured / predicted [\d.]+", said)
-    monkeypatch.setattr(prediction, "of_compiled", lambda *_: {}["a text of XLA"])
+    monkeypatch.setattr(prediction, "of_module", lambda *_: {}["a text of XLA"])
     assert train(changed(short, output_dir=str(tmp_path / "again"))).finished
     said = capsys.readouterr().out
     assert "note: no time is predicted: KeyError: 'a text of XLA'" in said and "tok/s: measured" not in said

@@ -74,7 +74,7 @@ def new_key() -> dict[str, str]:
     return {"run": secrets.token_hex(4), "secret": secrets.token_hex(16)}
 
 
-class Group:
+class ProcessGroup:
     """The processes of one start. Context manager that leaves none behind.
 
     command: of each process, to which the flags of its place are added. environments: of each. again: the command that

@@ -25,7 +25,7 @@ from surojax.planner import costs, seen
 from surojax.planner.amounts import gib
 from surojax.planner.check_fit import memory_limit
 from surojax.planner.footprint import DEFAULT_POOL, POOL_SETTING
-from surojax.planner.gpus import GB, Gpu, find_gpu, known_rates
+from surojax.planner.gpus import GB, Gpu, find_gpu
 from surojax.verification.settings import OFFLOADS
 
 MiB = 2**20
@@ -185,7 +185,7 @@ def rates(asked: Asked) -> Iterator[Verdict]:
     check = "rates"
     device = find_devices(0)[0]
     gpu = find_gpu(device.device_kind)
-    if device.platform != "gpu" or gpu is None or gpu.rates is None:
+    if device.platform != "gpu" or gpu is None:
         why = "no GPU" if device.platform != "gpu" else f"the planner has no rates of {device.device_kind!r}"
         yield skipped(check, "link, memory, products", f"{why} to compare with")
         return
@@ -217,8 +217,8 @@ def device_memory(gpu: Gpu, measured: dict[str, float]) -> Verdict:
 def matrix_products(gpu: Gpu, measured: dict[str, float]) -> Verdict:
     """The rate of a product of large matrices in bfloat16."""
     seconds = product_seconds(PRODUCT)
-    known = known_rates(gpu)
-    planned = costs.product_time(gpu, known, PRODUCT, PRODUCT, PRODUCT)
+    known = gpu.rates
+    planned = costs.product_time(gpu, PRODUCT, PRODUCT, PRODUCT)
     reached = known.products * (planned - known.ramp) / (seconds - known.ramp)
     said = f"{2 * PRODUCT**3 / seconds / 1e12:,.0f} TFLOP/s"
     return beside("products", gpu, "products", reached * gpu.bf16_flops, gpu.bf16_flops, said, measured)
@@ -239,7 +239,7 @@ def beside(
     name: a field of `Rates`, a fraction of the peak. said: what was measured, in words. options: see `failed`.
     """
     fraction = measured[name] = rate / peak
-    assumed = getattr(known_rates(gpu), name)
+    assumed = getattr(gpu.rates, name)
     span = gpu.spans()[name]
     slow, fast = assumed * span.slow, assumed * span.fast
     said += f": {fraction:.2f} of the peak; the planner assumes {assumed:.2f} ({slow:.2f} to {fast:.2f}, {span.source})"

@@ -21,7 +21,7 @@ from surojax.planner import costs, hlo, prediction
 from surojax.planner.changes import changed
 from surojax.planner.gpus import find_gpu
 from surojax.planner.prediction import milliseconds
-from surojax.planner.traffic import Batch
+from surojax.planner.traffic import BatchShape
 from surojax.training.safe import OPTIONS, safe
 from surojax.verification import rows as verifier
 from surojax.verification.bounds import bounds, judge
@@ -243,8 +243,8 @@ def timed(curves: verifier.Curves, setting: Setting, steps: int = TIMED_STEPS) -
         if gpu is None:
             return skipped("times", setting.name, f"{measured}; none is predicted: {row.devices[0].device_kind}")
         microbatches, sequences, length = row.shape
-        step_batch = Batch(sequences, length, microbatches)
-        predicted = prediction.of_compiled(step.as_text(), row.run, step_batch, gpu)
+        step_batch = BatchShape(sequences, length, microbatches)
+        predicted = prediction.of_module(hlo.parse(step.as_text()), row.run, step_batch, gpu)
     if not (line := prediction.comparison(predicted, durations, microbatches * step_batch.tokens)):
         return skipped("times", setting.name, f"{measured}; none is predicted: {predicted.not_predicted}")
     return ok("times", setting.name, f"{measured}; {line}")

@@ -22,7 +22,7 @@ from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.mesh import PIPELINE, pipeline_stages
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a layer. index: where in the layer. first: no process of a lower number has the part too."""
 
     number: int
@@ -104,7 +104,7 @@ class InFile:
         """The entries of the stack of which this process stores parts, and padding, which is read as zeros."""
         return [l for l in range(self.shape[0]) if self.parts is None or self.parts[self.stage(l)]]
 
-    def _own_parts(self) -> list[dict[tuple[int, ...], Part]]:
+    def _own_parts(self) -> list[dict[tuple[int, ...], FilePart]]:
         """For each stage, the places of a layer's parts on this process's devices, by where they start."""
         indices = self.round_sharding(DEVICE).devices_indices_map((self.stages, *self.shape[1:]))
         mine = jax.process_index()
@@ -113,7 +113,9 @@ class InFile:
             of_stage = {device: index[1:] for device, index in indices.items() if self._stage_at(index) == stage}
             own = {self._start(index): index for device, index in of_stage.items() if device.process_index == mine}
             of_lower = {self._start(index) for device, index in of_stage.items() if (device.process_index or 0) < mine}
-            of_stages.append({start: Part(i, own[start], start not in of_lower) for i, start in enumerate(sorted(own))})
+            of_stages.append(
+                {start: FilePart(i, own[start], start not in of_lower) for i, start in enumerate(sorted(own))}
+            )
         return of_stages
 
     def _stage_at(self, index: tuple[slice, ...]) -> int:

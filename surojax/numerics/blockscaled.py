@@ -39,7 +39,7 @@ from jax import lax
 from pallas_kernels import fp8, mx, nvfp4, nvfp4_format
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.manual_axes import mark_varying, varying_axes
-from pallas_kernels.nvfp4_format import WHOLE, Part
+from pallas_kernels.nvfp4_format import WHOLE, OperandPart
 from pallas_kernels.quantize import random_bits
 from surojax.numerics.quantize import Quantized
 
@@ -70,12 +70,12 @@ def quantise_mxfp8(x: jax.Array) -> Quantized:
     return Quantized(values.reshape(x.shape), scales[..., 0])
 
 
-def quantise_nvfp4(x: jax.Array, seed: jax.Array | None = None, part: Part = WHOLE) -> Quantized:
+def quantise_nvfp4(x: jax.Array, seed: jax.Array | None = None, part: OperandPart = WHOLE) -> Quantized:
     """Quantises x `[n, k]`, k a multiple of 16, in blocks along k. A seed selects stochastic rounding, scales up."""
     return Quantized(*nvfp4_format.reference(x, seed, part))
 
 
-def quantise_nvfp4_weights(w: jax.Array, part: Part = WHOLE) -> tuple[Quantized, Quantized]:
+def quantise_nvfp4_weights(w: jax.Array, part: OperandPart = WHOLE) -> tuple[Quantized, Quantized]:
     """Quantises w `[out, in]`, multiples of 16, in blocks of 16 x 16; returns (w, w^T), which are the same numbers."""
     rows, columns = nvfp4_format.reference_weights(w, part)
     return Quantized(*rows), Quantized(*columns)
@@ -151,9 +151,9 @@ def mxfp8_linear(
 class Parts(NamedTuple):
     """This device's shards of a linear layer's input, weights and output gradient (`outputs`)."""
 
-    inputs: Part = WHOLE
-    matrix: Part = WHOLE
-    outputs: Part = WHOLE
+    inputs: OperandPart = WHOLE
+    matrix: OperandPart = WHOLE
+    outputs: OperandPart = WHOLE
 
 
 ALL_WHOLE = Parts()

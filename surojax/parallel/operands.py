@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import fp8
-from pallas_kernels.nvfp4_format import Part
+from pallas_kernels.nvfp4_format import OperandPart
 from surojax.numerics.blockscaled import Parts
 from surojax.parallel.collectives import active, device_number
 from surojax.placement.layout import MESH_AXES
@@ -39,12 +39,12 @@ def operand_parts(shape: tuple[int, ...], axes: tuple[str, ...]) -> Parts:
     )
 
 
-def _part(across_rows: tuple[str, ...], across_columns: tuple[str, ...], columns: int) -> Part:
+def _part(across_rows: tuple[str, ...], across_columns: tuple[str, ...], columns: int) -> OperandPart:
     """This device's shard of an operand whose rows and columns are divided by these axes; columns: of the shard."""
     axes = (*across_rows, *across_columns)
     if not axes:
-        return Part()
-    return Part(
+        return OperandPart()
+    return OperandPart(
         functools.partial(_largest, axes),
         columns=columns * device_number(*across_columns)[1],
         first=lambda: jnp.uint32(columns) * jnp.asarray(device_number(*across_columns)[0], jnp.uint32),

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
 from surojax.planner import hlo, links
-from surojax.planner.gpus import Gpu, Rates
+from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Instruction, Module
 
 # Streams, as XLA assigns them (execution_stream_assignment.cc), and kinds of work. Each transfer's kind is its stream's
@@ -88,7 +88,7 @@ class Loop:
     """A loop. label: one of LOOPS, or "microbatches" if there is a loop in it, or "other loops"."""
 
     label: str
-    trips: int | Fraction  # a fraction is a mean, see `stages.in_lockstep`
+    trips: int | Fraction  # a fraction is a mean, see `stages.with_rounds`
     body: tuple["Step", ...]
 
     @property
@@ -100,12 +100,11 @@ type Step = Work | Wait | Loop  # of the main stream, which starts the work of o
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class ProgramOnGpu:
     """A parsed program and the machine that it runs on. copies_only: as if copy engines did every host transfer."""
 
     module: Module
     gpu: Gpu
-    rates: Rates
     mesh_shape: Mapping[str, int]
     copies_only: bool = False
 
@@ -115,7 +114,7 @@ class Program:
         return tuple(step for i in instructions.values() for step in _steps(self, i, instructions))
 
 
-def _steps(p: Program, i: Instruction, computation: Mapping[str, Instruction]) -> Iterator[Step]:
+def _steps(p: ProgramOnGpu, i: Instruction, computation: Mapping[str, Instruction]) -> Iterator[Step]:
     """Yields the steps of an instruction."""
     if i.opcode in FREE:
         return
@@ -145,7 +144,7 @@ def _has_loops(body: tuple[Step, ...]) -> bool:
     return any(isinstance(step, Loop) for step in body)
 
 
-def _work(p: Program, i: Instruction, computation: Mapping[str, Instruction]) -> Work | None:
+def _work(p: ProgramOnGpu, i: Instruction, computation: Mapping[str, Instruction]) -> Work | None:
     """The work of an instruction; None if it takes no time."""
     asynchronous = i.opcode.endswith("-start")
     inside = [p.module[name] for name in hlo.called(i, "calls")]
@@ -160,19 +159,19 @@ def _work(p: Program, i: Instruction, computation: Mapping[str, Instruction]) ->
     return Work(i.name, kind, stream, seconds=seconds, needs_sms=kind != DEVICE_COPY)
 
 
-def _collective(p: Program, i: Instruction, collective: Instruction, computation) -> Work:
+def _collective(p: ProgramOnGpu, i: Instruction, collective: Instruction, computation) -> Work:
     op = collective.opcode.removesuffix("-start")
     axes, n = hlo.group(collective, p.mesh_shape)
     sent = hlo.WIRE[op](n, sum(a.bytes for a in hlo.operands(collective, computation)))
     rate = links.rate(p.gpu, p.mesh_shape, op, axes)
-    latency = links.hops(p.gpu, p.mesh_shape, op, axes) * p.rates.hop
+    latency = links.hops(p.gpu, p.mesh_shape, op, axes) * p.gpu.rates.hop
     return Work(i.name, OF_COLLECTIVE[op], COLLECTIVES, latency=latency, bytes=sent, rate=rate)
 
 
-def _host_transfer(p: Program, i: Instruction, way: str, size: int) -> Work:
+def _host_transfer(p: ProgramOnGpu, i: Instruction, way: str, size: int) -> Work:
     by_kernel = not p.copies_only and not by_copy_engine(p.module, i)
     stream = HOST_OUT if way == "d2h" else HOST_IN
-    latency = p.rates.launch if by_kernel else p.rates.copy
+    latency = p.gpu.rates.launch if by_kernel else p.gpu.rates.copy
     return Work(i.name, stream, stream, latency=latency, bytes=size, needs_sms=by_kernel)
 
 
@@ -200,7 +199,7 @@ def host_transfers(module: Module) -> dict[str, int]:
     return found
 
 
-def _kernel(p: Program, i: Instruction, computation, inside: list[dict[str, Instruction]]) -> tuple[str, float]:
+def _kernel(p: ProgramOnGpu, i: Instruction, computation, inside: list[dict[str, Instruction]]) -> tuple[str, float]:
     """(kind, seconds) of a kernel; 0 seconds if nothing runs."""
     if i.opcode in ("custom-call", "dot"):
         return _library_call(p, i, computation)
@@ -218,12 +217,12 @@ def _kernel(p: Program, i: Instruction, computation, inside: list[dict[str, Inst
     return kind, _pass_time(p, _fusion_bytes(inside[0]))
 
 
-def _pass_time(p: Program, size: float) -> float:
+def _pass_time(p: ProgramOnGpu, size: float) -> float:
     """Seconds of a kernel that reads and writes so many bytes of device memory."""
-    return size / (p.gpu.memory_bandwidth * p.rates.memory) + p.rates.launch
+    return size / (p.gpu.memory_bandwidth * p.gpu.rates.memory) + p.gpu.rates.launch
 
 
-def _library_call(p: Program, i: Instruction, computation) -> tuple[str, float]:
+def _library_call(p: ProgramOnGpu, i: Instruction, computation) -> tuple[str, float]:
     """(kind, seconds) of a library's kernel, of one of ours, or of a product that XLA computes itself."""
     target = _attribute(i, r'custom_call_target="([^"]*)"') if i.opcode == "custom-call" else ""
     operands = [computation[name].shape for name in i.operands]
@@ -233,10 +232,10 @@ def _library_call(p: Program, i: Instruction, computation) -> tuple[str, float]:
         m, n, k, batch = product_sizes(i, computation)
         dtype = re.match(r"\(?(\w+)\[", operands[0])
         assert dtype is not None, operands[0]
-        return PRODUCT, product_time(p.gpu, p.rates, m, n, k, batch, dtype[1]) + p.rates.launch
+        return PRODUCT, product_time(p.gpu, m, n, k, batch, dtype[1]) + p.gpu.rates.launch
     if "fmha" in target:
         flops, backward = attention_flops(i, operands[0])
-        return ATTENTION, attention_time(p.gpu, p.rates, flops, backward=backward) + p.rates.launch
+        return ATTENTION, attention_time(p.gpu, flops, backward=backward) + p.gpu.rates.launch
     return PASS, _pass_time(p, _bytes(i.shape) + sum(map(_bytes, operands)))
 
 
@@ -262,8 +261,9 @@ def attention_flops(i: Instruction, queries: str) -> tuple[float, bool]:
     return 4.0 * square * _dims(queries)[-1] * causal * (BACKWARD_FLOPS if backward else 1.0), backward
 
 
-def product_time(gpu: Gpu, rates: Rates, m: int, n: int, k: int, batch: int = 1, dtype: str = "bf16") -> float:
+def product_time(gpu: Gpu, m: int, n: int, k: int, batch: int = 1, dtype: str = "bf16") -> float:
     """Seconds of `[m, k] x [k, n]`, `batch` times, on an idle GPU without the launch. dtype: HLO's name."""
+    rates = gpu.rates
     peak = gpu.peak(dtype)
     if peak > gpu.bf16_flops:
         peak *= rates.eight_bit
@@ -282,9 +282,9 @@ def product_time(gpu: Gpu, rates: Rates, m: int, n: int, k: int, batch: int = 1,
     return rates.ramp + max(moved, min(tiled(*tile, split) for tile in tiles for split in SPLITS))
 
 
-def attention_time(gpu: Gpu, rates: Rates, flops: float, *, backward: bool) -> float:
+def attention_time(gpu: Gpu, flops: float, *, backward: bool) -> float:
     """Seconds of an attention on an idle GPU without the launch."""
-    return flops / (gpu.bf16_flops * (rates.attention_backward if backward else rates.attention))
+    return flops / (gpu.bf16_flops * (gpu.rates.attention_backward if backward else gpu.rates.attention))
 
 
 def _fusion_bytes(computation: dict[str, Instruction]) -> int:

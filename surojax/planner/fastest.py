@@ -16,8 +16,7 @@ from surojax.planner import aot, choices, remedies, seen
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.changes import Change, changed, differing, flags
 from surojax.planner.choices import NUMBERS
-from surojax.planner.gpu_names import named
-from surojax.planner.gpus import GB, with_nodes
+from surojax.planner.gpus import GB, named, with_nodes
 from surojax.planner.plan import Plan, checked, plan
 from surojax.planner.search import Candidate, Found, Space, best, device_limit, estimated, host_limit, kind, search
 
@@ -30,7 +29,7 @@ BAND = 0.1  # relative; roofline.py's estimates were at most so much above the p
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Trial:
     """Settings that were compiled, or only estimated if there is no compiler for GPUs.
 
     change: the fields that differ from the given config. plan: None if it was not compiled. fits: with the reserve of
@@ -65,7 +64,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class FitResult:
     """What `fastest` returns. rows: settings that fit, the fastest first. refuted: settings that fit by estimate only.
 
     as_given: the given config, with its own files if there is no limit for files; None if it does not fit by estimate.
@@ -78,9 +77,9 @@ class Result:
     gpu: str
     gpus: int
     limits: Memory
-    rows: list[Row]
-    refuted: list[Row]
-    as_given: Row | None
+    rows: list[Trial]
+    refuted: list[Trial]
+    as_given: Trial | None
     refused: str
     found: Found
     nearest: Candidate | None
@@ -101,15 +100,15 @@ def fastest(
     keep: Collection[str] = (),
     most: int = MOST_COMPILED,
     say: Callable[[str], None] = lambda text: None,
-) -> Result:
+) -> FitResult:
     """The fastest settings of `config.gpus` GPUs of this kind; the effective batch and the model stay as they are.
 
-    gpu: what `gpu_names.named` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
+    gpu: what `gpus.named` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
     in a machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`. nvme: room
     for files in GB, on the drives of all machines together; None: no files. allow: words of
     `choices.NUMBERS`. keep: fields that are not changed. most: settings that are compiled. say: told what goes on.
 
-    Raises ConfigError for what `train` refuses, and for a GPU whose rates are not known.
+    Raises ConfigError for what `train` refuses, and for an unknown GPU.
     """
     started = time.perf_counter()
     gpu = named(gpu)
@@ -117,8 +116,6 @@ def fastest(
     facts = seen.corrected(with_nodes(gpu, gpus_per_node, host_bandwidth), c.rates_file)
     if aot.available():
         aot.usable(gpu)  # before anything else: what it sets for XLA's log counts from the first use of XLA
-    if facts.rates is None:
-        raise ConfigError(f"--gpu: expected a GPU with rates in surojax/planner/gpus.csv, got {gpu!r}; add them there")
     for word in allow:
         try:
             checked(changed(config, NUMBERS[word]), gpu)
@@ -152,7 +149,7 @@ def fastest(
     if nearest is None and not rows and not refuted and host < math.inf:
         nearest = next((x.candidate for x in proposals if x.lifted == remedies.MORE_HOST), None)
         nearest = nearest or search(searched.of(limits=limits._replace(host=math.inf)), 1).nearest
-    return Result(
+    return FitResult(
         gpu=gpu,
         gpus=c.gpus,
         limits=limits,
@@ -170,10 +167,10 @@ def fastest(
 
 def _compiled(
     config: Config, space: Space, found: Found, gpu: str, most: int, say: Callable[[str], None]
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[list[Trial], list[Trial]]:
     """(rows of candidates that fit as compiled, rows of those that do not). Raises ConfigError if all are refused."""
-    rows: list[Row] = []
-    refuted: list[Row] = []
+    rows: list[Trial] = []
+    refuted: list[Trial] = []
     refusal = None  # of the compiler or of the checks that come with it
     compiled = 0
     for candidate in in_order(found.candidates):
@@ -209,25 +206,25 @@ def in_order(candidates: list[Candidate]) -> list[Candidate]:
     return [candidate for *_, candidate in sorted(ranked, key=lambda x: x[:2])]
 
 
-def _row(config: Config, candidate: Candidate, gpu: str, space: Space) -> Row:
+def _row(config: Config, candidate: Candidate, gpu: str, space: Space) -> Trial:
     """The row of a candidate, compiled if there is a compiler."""
     change = differing(config, candidate.change)
     c = changed(config, change)
     if not aot.available():
-        return Row(c, change, candidate, None, True)
+        return Trial(c, change, candidate, None, True)
     bandwidth = space.gpu.host_memory_bandwidth and space.gpu.host_memory_bandwidth / GB
     p = plan(c, gpu, gpus_per_node=space.gpu.gpus_per_node, host_bandwidth=bandwidth, advise=False)
-    row = Row(c, change, candidate, p, True)
+    row = Trial(c, change, candidate, p, True)
     return dataclasses.replace(row, fits=row.need.fits(space.limits))
 
 
-def _most(row: Row, limits: Memory) -> str:
+def _most(row: Trial, limits: Memory) -> str:
     """The memory of a compiled row beyond its limit."""
     over = row.need.device > limits.device
     return f"{gib(row.need.device)} on each GPU" if over else f"{gib(row.need.host)} of host memory"
 
 
-def _until_it_fits(config: Config, candidate: Candidate, gpu: str, space: Space) -> Iterator[Row]:
+def _until_it_fits(config: Config, candidate: Candidate, gpu: str, space: Space) -> Iterator[Trial]:
     """The row of a candidate. While it does not fit a GPU as compiled: with fewer resident layers, if it has any."""
     for _ in range(1 + RETRIES):
         row = _row(config, candidate, gpu, space)
@@ -245,7 +242,7 @@ def _until_it_fits(config: Config, candidate: Candidate, gpu: str, space: Space)
         candidate = with_resident(max(0, resident - math.ceil(over / of_layer)))
 
 
-def _given(config: Config, gpu: str, space: Space) -> Row | None:
+def _given(config: Config, gpu: str, space: Space) -> Trial | None:
     """The row of the given config; None if it does not fit by estimate. Raises ConfigError if it cannot run."""
     candidate = estimated(space.config, space.gpu)
     if not candidate.need.fits(space.limits):
@@ -253,10 +250,10 @@ def _given(config: Config, gpu: str, space: Space) -> Row | None:
     try:
         return _row(config, candidate, gpu, space)
     except ConfigError:  # what only compiling shows
-        return Row(config, {}, candidate, None, False)
+        return Trial(config, {}, candidate, None, False)
 
 
-def _left_out(space: Space, row: Row) -> dict[str, float]:
+def _left_out(space: Space, row: Trial) -> dict[str, float]:
     """Estimated seconds of a row with each setting that changes numbers, was not allowed and is worth it."""
     own = space.of(config=changed(space.config, row.change))
     words = [word for word in remedies.other_numbers(own) if word not in space.allow]
@@ -269,7 +266,7 @@ def _left_out(space: Space, row: Row) -> dict[str, float]:
     return {word: s for word, s in seconds.items() if s < row.estimate.seconds * (1 - WORTH)}
 
 
-def _larger(space: Space, row: Row) -> dict[int, float]:
+def _larger(space: Space, row: Trial) -> dict[int, float]:
     """Estimated tokens/s per GPU of steps with `LARGER` times the sequences, by their number; empty if none pays.
 
     Looked at if the update, which takes as long for any number of tokens, is `DOMINATES` of the best step or more.

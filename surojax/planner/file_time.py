@@ -19,11 +19,11 @@ import jax
 
 from surojax.errors import ConfigError
 from surojax.planner import costs
-from surojax.planner.costs import HOST_IN
-from surojax.planner.gpus import GB, Gpu, known_rates
+from surojax.planner.costs import HOST_IN, ProgramOnGpu
+from surojax.planner.gpus import GB, Gpu
 from surojax.planner.hlo import Module
 from surojax.planner.rates import ASSUMED, DISKS, SHEET, Span
-from surojax.planner.timeline import Timeline, program, simulate
+from surojax.planner.timeline import Timeline, simulate
 from surojax.step.step_parts import Program
 
 TB = 1e12
@@ -110,12 +110,12 @@ class StepWithFiles:
 
     def timeline(self, gpu: Gpu, *, copies_only: bool = False, end: float = 1.0) -> Timeline:
         """See `prediction.Simulated`. end: a multiple of the disks' rates."""
-        simulated = [simulate(program(x, gpu, self.mesh_shape, copies_only=copies_only)) for x in self.modules]
+        simulated = [simulate(ProgramOnGpu(x, gpu, self.mesh_shape, copies_only)) for x in self.modules]
         busy = collections.defaultdict[str, float](float)
         exposed = collections.defaultdict[tuple[str, str], float](float)
         total = 0.0
         passes: dict[str, float] = {}
-        link = gpu.pcie_bandwidth * known_rates(gpu).host
+        link = gpu.pcie_bandwidth * gpu.rates.host
         gpus = math.prod(self.mesh_shape.values())
         for part, of_program in zip(self.parts, simulated, strict=True):
             read, written = (file_bytes(tree) / self.machines for tree in (part.reads, part.writes))

@@ -33,9 +33,8 @@ from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline
 from surojax.placement.param import OUTER
 from surojax.planner import sizes
 from surojax.planner.amounts import Memory
-from surojax.planner.layer_bytes import SegmentBytes, segment_bytes, shard_sizes, size
-from surojax.planner.sizes import itemsize
-from surojax.planner.traffic import Batch, batch_of
+from surojax.planner.sizes import SegmentBytes, itemsize, segment_bytes, shard_sizes, size
+from surojax.planner.traffic import BatchShape, batch_of
 from surojax.step import passes
 from surojax.step.layer_gradients import LAYERS_IN_FLIGHT
 from surojax.step.stage_layers import in_lockstep
@@ -71,7 +70,7 @@ def memory(rows: Rows, n: int, in_a_machine: int, platform: str) -> Memory:
     return Memory(device + host, 0, n * files) if platform == "cpu" else Memory(device, in_a_machine * host, n * files)
 
 
-def estimate(run: Assembly, batch: Batch, *, platform: str = "gpu") -> dict[str, int]:
+def estimate(run: Assembly, batch: BatchShape, *, platform: str = "gpu") -> dict[str, int]:
     """Bytes in device memory per device and class.
 
     See `estimate_host` for host memory. platform: "gpu" or "cpu". On CPUs XLA multiplies in float32 and fuses less, and
@@ -81,19 +80,19 @@ def estimate(run: Assembly, batch: Batch, *, platform: str = "gpu") -> dict[str,
     return {k: sum(v[home.name] for home in homes) for k, v in by_class(run, batch, platform).items()}
 
 
-def estimate_host(run: Assembly, batch: Batch) -> dict[str, int]:
+def estimate_host(run: Assembly, batch: BatchShape) -> dict[str, int]:
     """Bytes of pinned host memory per GPU and class; empty if nothing is offloaded."""
     sizes = {k: v[HOST.name] for k, v in by_class(run, batch, "gpu").items()}
     return {k: size for k, size in sizes.items() if size}
 
 
-def host_temporaries(run: Assembly, batch: Batch) -> int:
+def host_temporaries(run: Assembly, batch: BatchShape) -> int:
     """Bytes of pinned host memory per GPU that a step allocates: gradient accumulators and saved activations."""
     rows = by_class(run, batch, "gpu")
     return rows["grads"][HOST.name] + rows["residuals"][HOST.name]
 
 
-def by_class(run: Assembly, batch: Batch, platform: str) -> Rows:
+def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
     """Bytes per device of each class of tensors in each memory: {class: {"device", "host", "nvme": bytes}}.
 
     Classes are the rows of the placement table, and what is on no row: "working space", and "layers from files", which
@@ -137,7 +136,7 @@ def by_class(run: Assembly, batch: Batch, platform: str) -> Rows:
     return rows
 
 
-def _residuals(run: Assembly, batch: Batch, segments: list[SegmentBytes]) -> int:
+def _residuals(run: Assembly, batch: BatchShape, segments: list[SegmentBytes]) -> int:
     """Bytes of the residuals of all layers: of a group of microbatches, or of all that a stage has in flight."""
     engine = run.engine
     found = engine.microbatches_per_fetch * sum(segment.activations for segment in segments)
@@ -161,7 +160,7 @@ def _in(home: Home, size: int) -> dict[str, int]:
 
 def working_space(
     run: Assembly,
-    batch: Batch,
+    batch: BatchShape,
     platform: str,
     segments: list[SegmentBytes],
     *,
@@ -192,7 +191,7 @@ def working_space(
 
 
 def _in_flight(
-    run: Assembly, batch: Batch, platform: str, segments: list[SegmentBytes], x_bytes: int
+    run: Assembly, batch: BatchShape, platform: str, segments: list[SegmentBytes], x_bytes: int
 ) -> tuple[int, int, int]:
     """Bytes on their way while the head computes, while a layer does, and at any time between stages, by the lanes of
     the backward pass.
@@ -251,7 +250,7 @@ def _in_flight(
     return head, layer, of_stages
 
 
-def _head(run: Assembly, batch: Batch, platform: str) -> int:
+def _head(run: Assembly, batch: BatchShape, platform: str) -> int:
     """Bytes of one slice of logits: first with their gradient, then with the head's gradient."""
     model = run.model
     stages = pipeline_stages(run.mesh)

@@ -25,11 +25,15 @@ TFLOP/s has those of its multiprocessors and clock. Checked against what the doc
 59.5, RTX A6000 154.8, A10 125, A10G 70, L4 121, L40 181, RTX 6000 Ada 364, RTX 4080 97.5, RTX 5070 61.7, RTX 5080
 112.6, RTX PRO 6000 504 TFLOP/s.
 
+Users call GPUs by any writing of the names in gpus.csv (`named`). A name that is not known is refused with a list of
+those that are. Another card is never proposed for it: a card that is near in name is not near in speed.
+
 This file imports no jax.
 """
 
 import csv
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,10 +107,10 @@ class Gpu:
     pcie_bandwidth: float  # B/s per direction between GPU and host: PCIe, or NVLink-C2C
     clock: float  # Hz, the highest of an SM
     l2_bytes: int  # second-level cache
+    rates: Rates  # what programs reach of these peaks
     gpus_per_node: int = 8  # GPUs in a machine, which share `link_bandwidth`
     aliases: tuple[str, ...] = ()  # other device kinds of exactly the same card
-    also_called: tuple[str, ...] = ()  # other words for it, see gpu_names.py
-    rates: Rates | None = None  # None: no time is predicted
+    also_called: tuple[str, ...] = ()  # other words for it, see `named`
     products_from: str = MEASURED  # where `rates.products` comes from: a key of rates.PRODUCTS
     ends: Mapping[str, Span] = field(default_factory=dict, hash=False)  # of rates, where they differ from rates.ENDS
     host_memory_bandwidth: float | None = None  # B/s of a machine's host memory, both ways; None: see `host_memory`
@@ -240,13 +244,6 @@ def with_nodes(gpu: str, gpus_per_node: int | None, host_bandwidth: float | None
     return facts
 
 
-def known_rates(gpu: Gpu) -> Rates:
-    """Returns what programs reach of a GPU's peaks. Raises ValueError if it is not known."""
-    if gpu.rates is None:
-        raise ValueError(f"rates: expected a GPU with rates in planner/gpus.csv, got {gpu.name}; add them there")
-    return gpu.rates
-
-
 def find_gpu(device_kind: str) -> Gpu | None:
     """The facts for jax's `device.device_kind`, or None for a model that is not in `GPUS`.
 
@@ -267,3 +264,47 @@ _BY_KIND = {
     for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_bytes)
     for kind in (gpu.name, *gpu.aliases)
 }
+
+
+# Cards that are known and not planned for, and why. Measured: PyTorch's products in bf16 beside fp16, see rates.py.
+_NO_BF16 = "its tensor cores have no bfloat16 ({} beside {} TFLOP/s in float16), and flash attention needs sm_80"
+REFUSED = {
+    "t4": f"sm_75: {_NO_BF16.format(2, 42)}",
+    "v100": f"sm_70: {_NO_BF16.format(10, 95)}, and CUDA 13 no longer compiles for it",
+    "rtx2080ti": f"sm_75: {_NO_BF16.format(7, 59)}",
+    "p100": "sm_60: it has no tensor cores",
+}
+_REFUSED_WORDS = {"t4": "t416gb", "v100": "v10016gb v10032gb v100sxm2 v100s v100pcie"}
+
+
+def named(text: str) -> str:
+    """Returns the key of `GPUS` for what a user calls a GPU, whatever its case, spaces, dashes and vendor's words.
+
+    Raises ConfigError for one that is not known, that this project does not compute on, or of which there are several.
+    """
+    word = _word(text)
+    found = _BY_WORD.get(word)
+    if found in REFUSED:
+        raise ConfigError(f"--gpu: expected a GPU that computes in bfloat16, got {text!r} ({REFUSED[found]})")
+    if found is not None:
+        return found
+    sizes = [key for key in GPUS if "_" in key and _word(key.partition("_")[0]) == word]
+    known = f"there are {' and '.join(sizes)}" if sizes else f"known are {', '.join(GPUS)}"
+    raise ConfigError(f"--gpu: expected a GPU of surojax/planner/gpus.csv, got {text!r}; {known}")
+
+
+def _word(text: str) -> str:
+    """A name of a GPU in one word: "NVIDIA GeForce RTX 4090" and "4090" are "4090", "A100-40G" is "a10040gb"."""
+    word = re.sub(r"[^a-z0-9]", "", re.sub(r"nvidia|geforce|quadro|tesla|graphics", "", text.lower()))
+    word = re.sub(r"(?<=\d)g$", "gb", word.removesuffix("gpu"))
+    return word.removeprefix("rtx")
+
+
+_BY_WORD = {_word(key): key for key in (*GPUS, *REFUSED)}
+_BY_WORD |= {
+    _word(kind): key for key, gpu in GPUS.items() if not key.endswith("ti_8gb") for kind in (gpu.name, *gpu.aliases)
+}
+_BY_WORD |= {word: key for key, gpu in GPUS.items() for word in gpu.also_called}
+_BY_WORD |= {word: key for key, words in _REFUSED_WORDS.items() for word in words.split()}
+for _key in [key for key in GPUS if key.endswith("ti_8gb")]:
+    del _BY_WORD[_word(GPUS[_key].name)]  # two cards have it

@@ -11,11 +11,12 @@ operand of b bytes each: all-gather (n - 1) b, reduce-scatter and all-to-all (n 
 permute b.
 """
 
+import collections
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -59,6 +60,7 @@ LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)")
 
 # Computations by name, each with its instructions by name. The name of the entry computation is "".
 type Module = dict[str, dict[str, Instruction]]
+type Programs = Sequence[tuple[Module, int]]  # of a step, and how often each runs in it
 
 
 def parse(text: str) -> Module:
@@ -123,6 +125,12 @@ def executed(
                 yield from executed(module, name, times)
 
 
+def executed_in_step(programs: Programs) -> Iterator[tuple[Instruction, Any, dict]]:
+    """Yields what `executed` does, for all programs of a step."""
+    for module, times in programs:
+        yield from executed(module, times=times)
+
+
 def trips(loop: Instruction) -> int | Fraction:
     """The trip count of a loop; a fraction if it is a mean over rounds of the loop around it, see `with_rounds`."""
     known = TRIPS.search(loop.attributes)
@@ -143,7 +151,7 @@ def operands(i: Instruction, computation: Mapping[str, Instruction]) -> list[Arr
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class CollectiveTotal:
     """Collectives of one kind over one axis of the mesh, per step and GPU."""
 
     op: str
@@ -152,28 +160,16 @@ class Collective:
     bytes: int  # that a GPU sends
 
 
-def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
+def collectives(programs: Programs, mesh_shape: Mapping[str, int]) -> list[CollectiveTotal]:
     """The collectives of a step by kind and axis. mesh_shape: axes in the order in which devices are numbered."""
-    found: dict[tuple[str, str], tuple[Any, Any]] = {}
-    for i, times, computation in executed(module):
+    counts, sizes = collections.Counter[tuple[str, str]](), collections.Counter[tuple[str, str]]()
+    for i, times, computation in executed_in_step(programs):
         op = i.opcode.removesuffix("-start")
         if op in WIRE:
             axis, n = group(i, mesh_shape)
-            count, size = found.get((op, axis), (0, 0.0))
-            sent = WIRE[op](n, sum(a.bytes for a in operands(i, computation)))
-            found[op, axis] = count + times, size + times * sent
-    return [Collective(op, axis, round(count), round(size)) for (op, axis), (count, size) in sorted(found.items())]
-
-
-def add_up(programs: Iterable[tuple[list[Collective], int]]) -> list[Collective]:
-    """The collectives of several (program, how often it runs), by kind and axis."""
-    found: dict[tuple[str, str], Collective] = {}
-    for rows, times in programs:
-        for x in rows:
-            before = found.get((x.op, x.axis), Collective(x.op, x.axis, 0, 0))
-            more = Collective(x.op, x.axis, before.count + times * x.count, before.bytes + times * x.bytes)
-            found[x.op, x.axis] = more
-    return sorted(found.values(), key=lambda x: (x.op, x.axis))
+            counts[op, axis] += times
+            sizes[op, axis] += times * WIRE[op](n, sum(a.bytes for a in operands(i, computation)))
+    return [CollectiveTotal(op, axis, round(counts[op, axis]), round(sizes[op, axis])) for op, axis in sorted(counts)]
 
 
 def group(i: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, int]:
@@ -195,23 +191,17 @@ def group(i: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, int]:
     return "+".join(axes), len(group)
 
 
-@dataclasses.dataclass(frozen=True)
-class HostCopies:
-    """Bytes per step and GPU of copies from host to device, from device to host, and within host memory."""
+def host_copies(programs: Programs) -> dict[str, int]:
+    """Bytes per step and GPU that are copied: {"h2d_bytes", "d2h_bytes", "within_host_bytes"}.
 
-    h2d_bytes: int
-    d2h_bytes: int
-    within_host_bytes: int
-
-
-def host_copies(module: Module) -> HostCopies:
-    """Host copies of a step: of arrays, and of layers that are read from or written to stacks in host memory."""
-    moved: dict[str, Any] = dict.fromkeys(("h2d", "d2h", "within"), 0)
-    for i, times, computation in executed(module):
+    Copies of arrays, and of layers that are read from or written to stacks in host memory.
+    """
+    moved: dict[str, Any] = {"h2d": 0, "d2h": 0, "within": 0}
+    for i, times, computation in executed_in_step(programs):
         if (copy := host_copy(i, computation)) is not None:
             kind, size = copy
             moved[kind] += times * size
-    return HostCopies(*(round(moved[kind]) for kind in ("h2d", "d2h", "within")))
+    return {f"{'within_host' if kind == 'within' else kind}_bytes": round(size) for kind, size in moved.items()}
 
 
 def host_copy(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[str, int] | None:
@@ -243,27 +233,24 @@ def result(i: Instruction) -> str:
     raise AssertionError(i.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rematerialised:
-    """Results that XLA recomputes instead of keeping them, because memory is short."""
+def rematerialised(programs: Programs) -> dict[str, Any]:
+    """Results that XLA recomputes because memory is short: {"count", "bytes", "largest"}, per step.
 
-    count: int  # instructions run per step
-    bytes: int  # of their results
-    largest: str  # name of the instruction with most bytes; "" if there is none
+    count: instructions that run. bytes: of their results. largest: the instruction with most bytes; "" if none.
 
-
-def rematerialised(module: Module) -> Rematerialised:
-    """Finds recomputed results by the names of their instructions, which have `.remat`.
-
-    Those without operands are left out: zeros that are written a second time instead of kept.
+    They are found by the names of their instructions, which have `.remat`. Those without operands are left out: zeros
+    that are written a second time instead of kept.
     """
     found = [
         (times * sum(a.bytes for a in arrays(i.shape)), times, i.name)
-        for i, times, _ in executed(module)
+        for i, times, _ in executed_in_step(programs)
         if ".remat" in i.name and i.operands and i.opcode not in NAMES_ONLY
     ]
-    count = round(sum(n for _, n, _ in found))
-    return Rematerialised(count, round(sum(b for b, *_ in found)), max(found, default=(0, 0, ""))[2])
+    return {
+        "count": round(sum(times for _, times, _ in found)),
+        "bytes": round(sum(size for size, *_ in found)),
+        "largest": max(found, default=(0, 0, ""))[2],
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from surojax.planner.gpus import Gpu, known_rates
+from surojax.planner.gpus import Gpu
 
 
-class Group(NamedTuple):
+class SlowestGroup(NamedTuple):
     """The slowest group of a collective. in_one: its GPUs in the machine that has the fewest of them."""
 
     gpus: int
@@ -46,8 +46,8 @@ def bandwidth(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> fl
 
 
 def rate(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> float:
-    """Returns what programs reach of `bandwidth`. Raises ValueError if that is not known of this GPU."""
-    rates = known_rates(gpu)
+    """Returns what programs reach of `bandwidth`."""
+    rates = gpu.rates
     within = gpu.link_bandwidth * rates.link
     if gpu.staged:  # what is written to host memory is read from there
         within = min(within, gpu.host_memory(math.prod(mesh_shape.values())) * rates.dram / 2)
@@ -67,13 +67,13 @@ def hops(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> int:
     return 2 * (within + math.ceil(math.log2(slowest.machines)))
 
 
-def group(gpu: Gpu, mesh_shape: Mapping[str, int], axes: str) -> Group:
+def group(gpu: Gpu, mesh_shape: Mapping[str, int], axes: str) -> SlowestGroup:
     """Returns the slowest group of devices along these axes."""
     return _slowest(gpu.gpus_per_node, tuple(mesh_shape.items()), axes)
 
 
 @functools.lru_cache
-def _slowest(gpus_per_node: int, mesh_shape: tuple[tuple[str, int], ...], axes: str) -> Group:
+def _slowest(gpus_per_node: int, mesh_shape: tuple[tuple[str, int], ...], axes: str) -> SlowestGroup:
     """Returns the group with the most machines, and of those the one with the fewest GPUs in one of them."""
     names = axes.split("+")
     sizes = tuple(size for _, size in mesh_shape)
@@ -82,5 +82,5 @@ def _slowest(gpus_per_node: int, mesh_shape: tuple[tuple[str, int], ...], axes: 
     gpus = math.prod(sizes[i] for i in along)
     groups = np.arange(math.prod(sizes)).reshape(sizes).transpose(others + along).reshape(-1, gpus) // gpus_per_node
     counts = [np.unique(machines, return_counts=True)[1] for machines in np.unique(groups, axis=0)]
-    found = [Group(gpus, len(of_machine), int(of_machine.min())) for of_machine in counts]
+    found = [SlowestGroup(gpus, len(of_machine), int(of_machine.min())) for of_machine in counts]
     return max(found, key=lambda x: (x.machines > 1, -x.in_one, x.machines))

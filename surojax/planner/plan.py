@@ -48,8 +48,7 @@ from surojax.planner import (
     traffic,
 )
 from surojax.planner.amounts import GiB, Memory
-from surojax.planner.gpu_names import named
-from surojax.planner.gpus import GPUS, Gpu, with_nodes
+from surojax.planner.gpus import GPUS, Gpu, named, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
 from surojax.step.file_step import FileStep
@@ -110,7 +109,7 @@ def plan(
 ) -> Plan:
     """Plans a run on `config.gpus` GPUs of this kind. host_memory: of the machine, in GiB; None: no limit is checked.
 
-    gpu: what `gpu_names.named` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
+    gpu: what `gpus.named` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
     machine's host memory moves, both ways; None: see `Gpu.host_memory`. trace: a file for a trace of the simulated step
     (`prediction.trace`), written if its time is predicted. disk: the disks of a machine that hold files, as
     `file_time.disks` takes them; None: assumed.
@@ -135,34 +134,43 @@ def plan(
     n = c.gpus
     facts = seen.corrected(with_nodes(gpu, gpus_per_node, host_bandwidth), c.rates_file, seen.settings_key(c, n))
     batch = traffic.batch_of(c)
-    found = _compiled(c, gpu, facts, batch, trace, disk) if aot.available() else _estimated(c, batch)
+    mesh = make_mesh(aot.devices(gpu, n), **configs.mesh_sizes(c)) if aot.available() else None
+    run = from_config(c, mesh.abstract_mesh, total_steps=1000) if mesh else footprint.assembly(c)
+    rows = footprint.by_class(run, batch, "gpu")
+    measured = _compiled(c, facts, run, mesh, batch, trace, disk) if mesh else _estimated(run, batch, rows)
+    shape = dict(run.mesh.shape)
+    collectives = _with_textbook(measured.pop("collectives"), traffic.collective_bytes(run, batch))
     times = roofline.bounds(
         facts,
-        flops=found.pop("flops"),
-        device_bytes=found.pop("device_traffic"),
-        link_bytes=sum(row["bytes"] for row in found["collectives"]),
-        link_seconds=sum(
-            row["bytes"] / links.bandwidth(facts, found["mesh"], row["op"], row["axis"]) for row in found["collectives"]
-        ),
-        h2d=found["h2d_bytes"],
-        d2h=found["d2h_bytes"],
+        flops=products.step_flops(run, batch),
+        device_bytes=traffic.device_traffic(run, batch),
+        link_bytes=sum(x["bytes"] for x in collectives),
+        link_seconds=sum(x["bytes"] / links.bandwidth(facts, shape, x["op"], x["axis"]) for x in collectives),
+        h2d=measured["h2d_bytes"],
+        d2h=measured["d2h_bytes"],
     )
     host_limit = None if host_memory is None else int(host_memory * GiB)
-    in_files = sum(row["nvme"] for row in found["classes"].values())
+    in_table = {name: row for name, row in rows.items() if hasattr(run.engine.table, name)}
+    in_files = sum(row["nvme"] for row in in_table.values())
     device_limit = int(footprint.POOL * facts.memory_bytes)
     limit = Memory(device_limit, math.inf if host_limit is None else host_limit)
-    need = Memory(found["device_bytes"], facts.in_a_machine(n) * found["host_bytes"])
+    need = Memory(measured["device_bytes"], facts.in_a_machine(n) * measured["host_bytes"])
     fits = need.fits(limit)
     bound_by = max(times, key=lambda resource: times[resource])
     return Plan(
         gpu=gpu,
         gpus=n,
         gpus_per_node=facts.in_a_machine(n),
+        parameters=run.model.num_parameters,
         attention=_attention(c),
         packed=c.sample_packing,
         cp_method=c.cp_method,
-        between_machines=links.crossing(facts, found["mesh"]),
+        mesh=shape,
+        between_machines=links.crossing(facts, shape),
         fits=fits,
+        classes=in_table,
+        collectives=collectives,
+        bubble=stages.bubble(run, batch.microbatches),
         nvme_bytes=in_files,
         disks=str(file_time.disks(disk)) if in_files else "",
         step_time_bound_s=times[bound_by],
@@ -171,7 +179,7 @@ def plan(
         device_limit_bytes=device_limit,
         host_limit_bytes=host_limit,
         changes=_changes(c, facts, need, limit) if advise and not fits else [],
-        **found,
+        **measured,
     )
 
 
@@ -203,67 +211,55 @@ def _attention(c: Config) -> str:
 
 
 def _compiled(
-    c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str | None, disk: str | None
+    c: Config,
+    gpu: Gpu,
+    run: Assembly,
+    mesh: jax.sharding.Mesh,
+    batch: traffic.BatchShape,
+    trace: str | None,
+    disk: str | None,
 ) -> dict[str, Any]:
     """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace, disk: see `plan`."""
-    mesh = make_mesh(aot.devices(gpu, c.gpus), **configs.mesh_sizes(c))
-    run = from_config(c, mesh.abstract_mesh, total_steps=1000)
-    _check_attention(c, gpu, batch)
+    _check_attention(c, gpu.name, batch)
     options = run.compiler_options(
         "gpu",
-        memory_bytes=facts.memory_bytes,
+        memory_bytes=gpu.memory_bytes,
         plans_with=aot.PLANS_WITH,
         host_temporaries=footprint.host_temporaries(run, batch),
     )
     parts = programs(run, mesh, batch)
     try:
-        done = [(aot.compile_for(part.function, part.arguments, mesh, options), part.times) for part in parts]
+        compiled = [aot.compile_for(part.function, part.arguments, mesh, options) for part in parts]
     except Unserved as error:
         raise check_fit.unserved(error) from error
-    sent = traffic.collective_bytes(run, batch)
-    parsed = [hlo.parse(compiled.text) for compiled, _ in done]
+    parsed = [hlo.parse(x.text) for x in compiled]
     modules = [
-        (stages.with_rounds(module, run, batch.microbatches), times)
-        for module, (_, times) in zip(parsed, done, strict=True)
+        (stages.with_rounds(module, run, batch.microbatches), part.times)
+        for module, part in zip(parsed, parts, strict=True)
     ]
-    copies = [(hlo.host_copies(module), times) for module, times in modules]
-    recomputed = [(hlo.rematerialised(module), times) for module, times in modules]
-
-    def total(pairs, name: str) -> int:
-        """The sum of a field over all runs of all programs."""
-        return sum(times * getattr(x, name) for x, times in pairs)
 
     def most(name: str, home: Home) -> int:
         """The largest of the programs' bytes in a memory, each with the state that is no argument of the program."""
-        pairs = zip(done, parts, strict=True)
-        return max(getattr(x, name) + bytes_per_device(part.others, home) for (x, _), part in pairs)
+        pairs = zip(compiled, parts, strict=True)
+        return max(getattr(x, name) + bytes_per_device(part.others, home) for x, part in pairs)
 
     read, written = file_time.moved(parts)
-    put = sum(part.times * bytes_per_device(part.put, HOST) for part in parts)
-    return _sizes(run, batch) | {
+    copies = hlo.host_copies(modules)
+    copies["h2d_bytes"] += sum(part.times * bytes_per_device(part.put, HOST) for part in parts)
+
+    return {
         "estimate": False,
         "device_bytes": most("device_bytes", DEVICE),
-        "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x, _ in done),
+        "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x in compiled),
         "host_bytes": most("host_bytes", HOST),
-        "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x, _ in done),
-        "classes": classes(run, footprint.by_class(run, batch, "gpu")),
-        "collectives": _with_textbook(
-            hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), sent
-        ),
-        "h2d_bytes": total(copies, "h2d_bytes") + put,
-        "d2h_bytes": total(copies, "d2h_bytes"),
-        "within_host_bytes": total(copies, "within_host_bytes"),
+        "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x in compiled),
+        "collectives": hlo.collectives(modules, mesh.shape),
+        **copies,
         "overlap": [dataclasses.asdict(x) for module, _ in modules for x in hlo.overlaps(module)],
-        "rematerialised": {
-            "count": total(recomputed, "count"),
-            "bytes": total(recomputed, "bytes"),
-            "largest": max((r for r, _ in recomputed), key=lambda r: r.bytes).largest,
-        },
-        "flops": products.step_flops(run, batch),
-        "device_traffic": traffic.device_traffic(run, batch),
+        "rematerialised": hlo.rematerialised(modules),
         "nvme_read_bytes": read // run.mesh.size,
         "nvme_write_bytes": written // run.mesh.size,
-        **_predicted(c, facts, run, batch, parts, parsed, trace, disk),
+        **_predicted(c, gpu, run, batch, parts, parsed, trace, disk),
     }
 
 
@@ -271,7 +267,7 @@ def _predicted(
     c: Config,
     gpu: Gpu,
     run: Assembly,
-    batch: traffic.Batch,
+    batch: traffic.BatchShape,
     parts: list[Program],
     modules: list[hlo.Module],
     trace: str | None,
@@ -288,12 +284,12 @@ def _predicted(
     (module,) = modules
     found = prediction.of_module(module, run, batch, gpu)
     if trace is not None and not found.not_predicted:
-        module = stages.in_lockstep(module, run, batch.microbatches)
+        module = stages.with_rounds(module, run, batch.microbatches, lockstep=True)
         prediction.write_trace(Path(trace), module, gpu, run.mesh.shape, f"{c.gpus} x {gpu.name}")
     return dataclasses.asdict(found)
 
 
-def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
+def _check_attention(c: Config, gpu: str, batch: traffic.BatchShape) -> None:
     """Raises ConfigError for a model that the attention does not support; only traces it."""
 
     def heads(number: int, length: int) -> jax.ShapeDtypeStruct:
@@ -316,7 +312,7 @@ def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
         ) from error
 
 
-def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> list[Program]:
+def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.BatchShape) -> list[Program]:
     """The programs that make up a step."""
     shape = (batch.microbatches, batch.sequences * data_parallel(mesh), batch.sequence_len)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh.abstract_mesh))
@@ -329,22 +325,19 @@ def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> li
     return [Program(train_step, (run.plan, *arrays), 1)]
 
 
-def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
-    """The fields that `_compiled` returns, estimated from shapes."""
-    run = footprint.assembly(c)
-    rows = footprint.by_class(run, batch, "gpu")
+def _estimated(run: Assembly, batch: traffic.BatchShape, rows: footprint.Rows) -> dict[str, Any]:
+    """The fields that `_compiled` returns, estimated from shapes. rows: `footprint.by_class` of the run."""
     temporaries = {name: rows[name] for name in ("grads", "residuals", "working space")}
     need, temporary = (footprint.memory(x, 1, 1, "gpu") for x in (rows, temporaries))
     h2d, d2h = traffic.host_bytes(run, batch, rows)
     read, written = traffic.file_bytes(run, rows)
-    return _sizes(run, batch) | {
+    return {
         "estimate": True,
         "device_bytes": need.device,
         "device_temp_bytes": temporary.device,
         "host_bytes": need.host,
         "host_temp_bytes": temporary.host,
-        "classes": classes(run, rows),
-        "collectives": _with_textbook([], traffic.collective_bytes(run, batch)),
+        "collectives": [],
         "h2d_bytes": h2d,
         "d2h_bytes": d2h,
         "nvme_read_bytes": read,
@@ -352,19 +345,11 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
         "within_host_bytes": 0,
         "overlap": [],
         "rematerialised": {"count": 0, "bytes": 0, "largest": ""},
-        "flops": products.step_flops(run, batch),
-        "device_traffic": traffic.device_traffic(run, batch),
         **dataclasses.asdict(Prediction(not_predicted="an estimate: nothing was compiled")),
     }
 
 
-def _sizes(run: Assembly, batch: traffic.Batch) -> dict[str, Any]:
-    """Fields of the `Plan` about the size of the model and of the mesh."""
-    bubble = stages.bubble(run, batch.microbatches)
-    return {"parameters": run.model.num_parameters, "mesh": dict(run.mesh.shape), "bubble": bubble}
-
-
-def _with_textbook(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
+def _with_textbook(found: list[hlo.CollectiveTotal], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
     """Rows of collectives, each with its textbook bytes. If nothing was compiled, these are also the row's bytes."""
     rows = [dataclasses.asdict(x) | {"textbook_bytes": textbook.get((x.op, x.axis), 0)} for x in found]
     listed = {(x.op, x.axis) for x in found}
@@ -372,11 +357,6 @@ def _with_textbook(found: list[hlo.Collective], textbook: dict[tuple[str, str], 
     for (op, axis), size in missing.items():
         rows.append({"op": op, "axis": axis, "count": 0, "bytes": 0 if found else size, "textbook_bytes": size})
     return rows
-
-
-def classes(run: Assembly, rows: footprint.Rows) -> footprint.Rows:
-    """Bytes by class, of the rows of the placement table alone."""
-    return {name: of for name, of in rows.items() if hasattr(run.engine.table, name)}
 
 
 def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
@@ -388,7 +368,7 @@ def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
     device = search.device_limit(gpu) - max(0, need.device - estimated.device)
     host = search.host_limit(limit.host) - max(0, need.host - estimated.host)
     limits = Memory(device, host, math.inf if c.nvme_path else 0)
-    found = remedies.proposals(search.Space(c, gpu, limits)) if gpu.rates is not None else []
+    found = remedies.proposals(search.Space(c, gpu, limits))
     lines = ["\n".join(proposal.lines()) for proposal in found]
     return [f"{'or ' if i else ''}{line}" for i, line in enumerate(lines)] or [remedies.NOTHING]
 

@@ -17,13 +17,13 @@ from typing import Protocol
 
 from surojax.assembly import Assembly
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
-from surojax.planner import costs, hlo, products, traffic
-from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS
-from surojax.planner.gpus import Gpu, known_rates
+from surojax.planner import costs, products, traffic
+from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS, ProgramOnGpu
+from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
 from surojax.planner.rates import CALIBRATED, DISKS, TOGETHER, WORDS
-from surojax.planner.stages import in_lockstep
-from surojax.planner.timeline import WAITS, Timeline, program, simulate
+from surojax.planner.stages import with_rounds
+from surojax.planner.timeline import WAITS, Timeline, simulate
 
 AGAIN = 0.03  # relative, of a step that was measured with the same settings: clocks, temperature, other machines
 # Kinds of work without which a rate changes nothing.
@@ -92,7 +92,7 @@ class OneProgram:
 
     def timeline(self, gpu: Gpu, *, copies_only: bool = False) -> Timeline:
         """See `Simulated`."""
-        return simulate(program(self.module, gpu, self.mesh_shape, copies_only=copies_only))
+        return simulate(ProgramOnGpu(self.module, gpu, self.mesh_shape, copies_only))
 
     def other_ends(self, gpu: Gpu) -> dict[str, list[float]]:
         """None."""
@@ -105,9 +105,6 @@ def predict(step: Simulated, gpu: Gpu, *, tokens: int, compute_time: float) -> P
     tokens: of a step on each GPU. compute_time: seconds of their model FLOPs at the GPU's peak rates.
     """
     transfers = step.host_transfers
-    if gpu.rates is None:
-        reason = f"what a {gpu.name} reaches of its peaks is not in surojax/planner/gpus.csv"
-        return Prediction(host_transfers=transfers, not_predicted=reason)
     found = step.timeline(gpu)
     if compute_time > found.seconds:  # our attention kernel counts as a pass over memory: its rate was never measured
         reason = "most of its FLOPs are in our attention kernel, whose speed was never measured"
@@ -140,10 +137,9 @@ def at_ends(step: Simulated, gpu: Gpu, found: Timeline) -> dict[str, list[float]
 
     found: the step as it is predicted. "copies" are host transfers by kernels, if copy engines did them.
     """
-    rates = known_rates(gpu)
 
     def seconds(name: str, end: float) -> float:
-        other = dataclasses.replace(gpu, rates=rates.with_end(name, end))
+        other = dataclasses.replace(gpu, rates=gpu.rates.with_end(name, end))
         return step.timeline(other).seconds
 
     ends = {
@@ -182,22 +178,18 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
     if name == DISKS:
         return f"{WORDS[name]}: {fast} to {slow} ms"
     span = gpu.spans()[name]
-    value = getattr(known_rates(gpu), TOGETHER.get(name, (name,))[0])
+    value = getattr(gpu.rates, TOGETHER.get(name, (name,))[0])
     known = "half to twice" if name == "latencies" else f"{value * span.slow:.2f} to {value * span.fast:.2f}"
     return f"{WORDS[name]} ({known}, {span.source}): {fast} to {slow} ms"
 
 
-def of_compiled(text: str, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
-    """The `Prediction` of a compiled step of a run. text: its HLO, `jax.stages.Compiled.as_text()`."""
-    return of_module(hlo.parse(text), run, batch, gpu)
+def of_module(module: Module, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
+    """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.with_rounds`."""
+    module = with_rounds(module, run, batch.microbatches, lockstep=True)
+    return of_step(OneProgram(module, run.mesh.shape), run, batch, gpu)
 
 
-def of_module(module: Module, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
-    """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.in_lockstep`."""
-    return of_step(OneProgram(in_lockstep(module, run, batch.microbatches), run.mesh.shape), run, batch, gpu)
-
-
-def of_step(step: Simulated, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
+def of_step(step: Simulated, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
     """The `Prediction` of a step of a run."""
     tokens = batch.tokens * batch.microbatches // (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
     compute_time = tokens * products.compute_time(gpu, products.token_flops(run, batch.sequence_len))
@@ -223,7 +215,7 @@ def comparison(predicted: Prediction, durations_s: Sequence[float], tokens: int)
 
 def write_trace(file: Path, module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], title: str) -> None:
     """Writes a trace of a simulated step, for https://ui.perfetto.dev or chrome://tracing: see `trace`."""
-    found = simulate(program(module, gpu, mesh_shape), events=True)
+    found = simulate(ProgramOnGpu(module, gpu, mesh_shape), events=True)
     file.write_text(json.dumps(trace(found, title)) + "\n")
 
 

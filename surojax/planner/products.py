@@ -22,10 +22,9 @@ from surojax.placement.mesh import CONTEXT, SHARD, devices_per_sequence, pipelin
 from surojax.placement.param import Kind, Param
 from surojax.planner import sizes, traffic
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
-from surojax.planner.gpus import Gpu, known_rates
-from surojax.planner.layer_bytes import segment_bytes
-from surojax.planner.sizes import itemsize
-from surojax.planner.traffic import Batch
+from surojax.planner.gpus import Gpu
+from surojax.planner.sizes import itemsize, segment_bytes
+from surojax.planner.traffic import BatchShape
 
 FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
 BACKWARD_PASSES = 3.2
@@ -72,7 +71,7 @@ def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[st
     return low, low
 
 
-def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
+def step_flops(run: Assembly, batch: BatchShape) -> dict[str, float]:
     """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer."""
     per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
     tokens = batch.tokens * batch.microbatches / (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
@@ -106,7 +105,7 @@ class Seconds(NamedTuple):
         return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def of_blocks(run: Assembly, batch: Batch, gpu: Gpu) -> Seconds:
+def of_blocks(run: Assembly, batch: BatchShape, gpu: Gpu) -> Seconds:
     """The `Seconds` of all blocks of a full stage; of stages with other kinds of layers, of the slowest one."""
     total = Seconds()
     for segment in run.model.segments:
@@ -115,7 +114,7 @@ def of_blocks(run: Assembly, batch: Batch, gpu: Gpu) -> Seconds:
     return total
 
 
-def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch: Batch, gpu: Gpu) -> Seconds:
+def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch: BatchShape, gpu: Gpu) -> Seconds:
     """The `Seconds` of layers of a segment. variants: of each of them."""
     model = run.model
     length = batch.sequence_len // devices_per_sequence(run.mesh)
@@ -143,15 +142,16 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     return total
 
 
-def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: Batch, recipe_enabled: bool) -> Seconds:
+def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: BatchShape, recipe_enabled: bool) -> Seconds:
     """The `Seconds` of a layer's products. recipe_enabled: whether the layer has the recipe's numbers."""
     dtype = run.engine.table.weights.dtype
     tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1)  # a tensor-parallel group has the same ones
     total = Seconds()
-    for p, layout in sizes.with_layouts(run, segment.name, run.engine.layouts.weights):
+    for t in sizes.blocks(run, segment):
+        p = t.param
         if p.kind not in (Kind.MATRIX, Kind.FACTOR):
             continue
-        rows, columns = jax.NamedSharding(run.mesh, layout.computed).shard_shape(p.shape)
+        rows, columns = t.shape
         in_words = (p.dtype or dtype,) * 2
         if p.kind is Kind.MATRIX:
             in_words = operands(run.model.precision, recipe_enabled, dtype)
@@ -164,8 +164,8 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: Batch, recipe_en
             ahead += _passes(gpu, tokens * columns * (itemsize(run, "weights") + 1))
             back += _passes(gpu, tokens * rows * (itemsize(run, "weights") + 1))
         decoded = 0.0
-        if coded := sizes.coded_bytes(run, segment, p):  # codes are read and numbers written, in each pass
-            decoded = _passes(gpu, rows * columns * (coded + itemsize(run, "weights")))
+        if t.coded:  # codes are read and numbers written, in each pass
+            decoded = _passes(gpu, rows * columns * (t.coded + itemsize(run, "weights")))
         total = total.plus(
             Seconds(
                 forward=ahead + decoded,
@@ -177,7 +177,7 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: Batch, recipe_en
     return total
 
 
-def _rearranged(run: Assembly, batch: Batch, gpu: Gpu) -> float:
+def _rearranged(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     """Seconds of the pass that brings gathered activations, shard by shard, into the order of the sequences.
 
     There is one for each collective over `tp`, of what is scattered as well; of one sequence the order is the same.
@@ -190,13 +190,12 @@ def _rearranged(run: Assembly, batch: Batch, gpu: Gpu) -> float:
 
 def _row_lengths(run: Assembly, segment: Segment, gpu: Gpu) -> float:
     """Seconds in which a layer's DoRA adapters compute their lengths of rows: a float32 product and a pass for each."""
-    layouts = {p.name: (p, x) for p, x in sizes.with_layouts(run, segment.name, run.engine.layouts.weights)}
+    tensors = {t.param.name: t for t in sizes.blocks(run, segment)}
     seconds = 0.0
     for matrix, names in adapters(segment.params):
         if names.magnitude:
-            p, layout = layouts[matrix]
-            rows, columns = jax.NamedSharding(run.mesh, layout.computed).shard_shape(p.shape)
-            seconds += _product(gpu, rows, layouts[names.a][0].shape[0], columns, HLO_DTYPES["float32"])
+            rows, columns = tensors[matrix].shape
+            seconds += _product(gpu, rows, tensors[names.a].param.shape[0], columns, HLO_DTYPES["float32"])
             seconds += _passes(gpu, rows * columns * itemsize(run, "weights"))
     return seconds
 
@@ -214,16 +213,15 @@ def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
 
     flops: of its forward pass there. scores: bytes of the scores there; 0: flash attention, which stores none.
     """
-    rates = known_rates(gpu)
     if not scores:
-        back = attention_time(gpu, rates, BACKWARD_FLOPS * flops, backward=True)
-        return attention_time(gpu, rates, flops, backward=False), back
-    squares = 2 * flops / (gpu.bf16_flops * rates.products)  # XLA multiplies the masked half too
+        back = attention_time(gpu, BACKWARD_FLOPS * flops, backward=True)
+        return attention_time(gpu, flops, backward=False), back
+    squares = 2 * flops / (gpu.bf16_flops * gpu.rates.products)  # XLA multiplies the masked half too
     forward = squares + _passes(gpu, SCORE_PASSES * scores)
     return forward, BACKWARD_FLOPS * forward
 
 
-def of_head(run: Assembly, batch: Batch, gpu: Gpu) -> float:
+def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     """Seconds of head and loss in a microbatch: three products and several passes for each slice of tokens."""
     model = run.model
     table = run.engine.table
@@ -242,11 +240,10 @@ def of_head(run: Assembly, batch: Batch, gpu: Gpu) -> float:
 
 def _passes(gpu: Gpu, size: float) -> float:
     """Seconds in which so many bytes are read from or written to device memory."""
-    return size / (gpu.memory_bandwidth * known_rates(gpu).memory)
+    return size / (gpu.memory_bandwidth * gpu.rates.memory)
 
 
 @functools.cache
 def _product(gpu: Gpu, m: int, n: int, k: int, dtype: str) -> float:
     """Seconds of a product `[m, k] x [k, n]`."""
-    rates = known_rates(gpu)
-    return product_time(gpu, rates, m, n, k, dtype=dtype) + rates.launch
+    return product_time(gpu, m, n, k, dtype=dtype) + gpu.rates.launch

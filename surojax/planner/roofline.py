@@ -20,8 +20,8 @@ other:
 Stages of `pp` go from tick to tick together: for k microbatches and p stages each of them takes the time of k + p - 1,
 and fetches its layers as often.
 
-A setting that stores something elsewhere changes only the bytes of transfers. So `Work` holds what does not depend on
-where tensors are stored, and `phases` adds the transfers for a choice of memories. `surojax.fit` prints estimated
+A setting that stores something elsewhere changes only the bytes of transfers. So `StepWork` holds what does not depend
+on where tensors are stored, and `phases` adds the transfers for a choice of memories. `surojax.fit` prints estimated
 beside predicted time for each step that it compiles. Of 38 compiled steps (docs/performance.md and scaling.json) the
 estimates are 3.8 % off on average, 13.5 % at worst.
 """
@@ -36,10 +36,10 @@ from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Kind
 from surojax.planner import links, products, sizes, traffic
 from surojax.planner.footprint import Rows
-from surojax.planner.gpus import Gpu, Rates, known_rates
+from surojax.planner.gpus import Gpu, Rates
 from surojax.planner.products import Seconds
 from surojax.planner.sizes import itemsize
-from surojax.planner.traffic import Batch, LaneStage
+from surojax.planner.traffic import BatchShape, LaneStage
 from surojax.step import passes
 from surojax.step.passes import Pass
 from surojax.step.spec import Engine
@@ -48,7 +48,7 @@ BETWEEN = 0.4  # of a layer's products, those between two of its collectives tha
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StepWork:
     """A step on one GPU, wherever its tensors are stored. Seconds of a microbatch, bytes of a step or a microbatch."""
 
     engine: Engine
@@ -58,7 +58,7 @@ class Work:
     rounds: int  # times that a stage's layers take the time of a microbatch, in each direction
     layers: int  # of a stage
     blocks: Seconds  # that they compute
-    sent: Mapping[str | LaneStage, float]  # seconds of collectives, by `Transfer.part`
+    sent: Mapping[str | LaneStage, float]  # seconds of collectives, by `StepCollective.part`
     smallest: float  # the part of a layer's reductions that is of its smallest matrix
     head: float
     update_bytes: float  # in device memory
@@ -70,7 +70,7 @@ class Work:
     @property
     def rates(self) -> Rates:
         """The rates of the GPU's peaks that programs reach."""
-        return known_rates(self.gpu)
+        return self.gpu.rates
 
     @property
     def fetches(self) -> int:
@@ -78,9 +78,9 @@ class Work:
         return self.rounds // self.engine.microbatches_per_fetch
 
 
-def step_work(run: Assembly, batch: Batch, gpu: Gpu, rows: Rows) -> Work:
-    """The `Work` of a step. rows: `footprint.by_class` of the run."""
-    rates = known_rates(gpu)
+def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows) -> StepWork:
+    """The `StepWork` of a step. rows: `footprint.by_class` of the run."""
+    rates = gpu.rates
     stored = {name: float(sum(of.values())) for name, of in rows.items()}
     stored["weights"] += stored.pop("quants", 0.0)
     stored["grads"] -= sizes.outer_gradients(run)
@@ -88,7 +88,7 @@ def step_work(run: Assembly, batch: Batch, gpu: Gpu, rows: Rows) -> Work:
     accumulated = 2 * stored["grads"] / (gpu.memory_bandwidth * rates.memory)  # read and written
     updated = traffic.updated_part(run)
     stages = pipeline_stages(run.mesh)
-    return Work(
+    return StepWork(
         engine=run.engine,
         gpu=gpu,
         host_memory=gpu.host_memory(run.mesh.size) * rates.dram,
@@ -107,12 +107,12 @@ def step_work(run: Assembly, batch: Batch, gpu: Gpu, rows: Rows) -> Work:
     )
 
 
-def collective_seconds(run: Assembly, batch: Batch, gpu: Gpu) -> Mapping[str | LaneStage, float]:
-    """Seconds of collectives by `Transfer.part`: bytes at the rate of the slowest link, and hops in which none arrives.
+def collective_seconds(run: Assembly, batch: BatchShape, gpu: Gpu) -> Mapping[str | LaneStage, float]:
+    """Seconds of collectives by `StepCollective.part`, each time; of "ticks" and "once" in a step.
 
-    Each time, but for "ticks" and "once": in a step.
+    Their bytes at the rate of the slowest link, and hops in which none arrives.
     """
-    shape, hop = run.mesh.shape, known_rates(gpu).hop
+    shape, hop = run.mesh.shape, gpu.rates.hop
     seconds = collections.defaultdict[str | LaneStage, float](float)
     for x in traffic.transfers(run, batch):
         late = x.number * links.hops(gpu, shape, x.op, x.axes) * hop if x.number else 0.0
@@ -123,13 +123,15 @@ def collective_seconds(run: Assembly, batch: Batch, gpu: Gpu) -> Mapping[str | L
 
 def _smallest(run: Assembly) -> float:
     """The part of the elements of a stage's trained matrices that the smallest matrix of each layer has."""
-    matrices = [t for t in sizes.blocks(run, trained=True) if t.param.kind is not Kind.VECTOR]
-    of_segments = ([t.size for t in matrices if t.section == segment.name] for segment in run.model.segments)
-    return sum(min(of, default=0) for of in of_segments) / max(sum(t.size for t in matrices), 1)
+    matrices = [
+        [t.size for t in sizes.blocks(run, segment, trained=True) if t.param.kind is not Kind.VECTOR]
+        for segment in run.model.segments
+    ]
+    return sum(min(of_segment, default=0) for of_segment in matrices) / max(sum(map(sum, matrices)), 1)
 
 
 def phases(
-    work: Work, offloaded: Collection[str], resident: float = 0.0, *, overlap_update: bool = False
+    work: StepWork, offloaded: Collection[str], resident: float = 0.0, *, overlap_update: bool = False
 ) -> dict[str, float]:
     """Estimated seconds of each phase of a step.
 
@@ -150,7 +152,7 @@ def phases(
     return seconds | {"between": sent["once"] + sent["ticks"]}
 
 
-def _seconds(work: Work, step_pass: Pass, times: int, stored: Mapping[str, float], resident: float) -> float:
+def _seconds(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, float], resident: float) -> float:
     """Seconds of a pass that runs so many times. stored, resident: see `phases`.
 
     Layers whose weights are resident and those whose weights are streamed are loops of their own.
@@ -166,7 +168,7 @@ def _seconds(work: Work, step_pass: Pass, times: int, stored: Mapping[str, float
     )
 
 
-def _works(work: Work, step_pass: Pass, times: int, *, streams: bool) -> tuple[float, float]:
+def _works(work: StepWork, step_pass: Pass, times: int, *, streams: bool) -> tuple[float, float]:
     """(seconds of a pass's works that wait for each other, seconds of its collectives).
 
     streams: weights come from host memory.
@@ -210,7 +212,7 @@ def _works(work: Work, step_pass: Pass, times: int, *, streams: bool) -> tuple[f
     return chain, link
 
 
-def _busiest(work: Work, chain: float, link: float, read: float, written: float) -> float:
+def _busiest(work: StepWork, chain: float, link: float, read: float, written: float) -> float:
     """Seconds of a chain of works while collectives take `link` seconds and these bytes cross the host link."""
     gpu, rates = work.gpu, work.rates
     host_rate = gpu.pcie_bandwidth * rates.host

@@ -70,7 +70,7 @@ class Family(NamedTuple):
     offloaded."""
 
     change: Change
-    work: roofline.Work
+    work: roofline.StepWork
     floor: float
     least: float
 

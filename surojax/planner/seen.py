@@ -64,8 +64,6 @@ def corrected(gpu: Gpu, path: str, settings: str = "") -> Gpu:
 
     settings: `settings_key` of the step to predict. Raises ConfigError for a file that cannot be read.
     """
-    if gpu.rates is None:
-        return gpu
     mine = [entry for entry in _read(path) if find_gpu(entry["device_kind"]) is find_gpu(gpu.name) is not None]
     single = {entry["rate"]: entry["value"] for entry in mine if entry["rate"] != STEP}
     steps = {x["settings"]: x for x in mine if x["rate"] == STEP and set(x["replaced"]) == single.keys()}

@@ -1,43 +1,62 @@
-"""What each GPU has of a model: layers of its stage, elements of its tensor-parallel group."""
+"""What each GPU has of a model: layers of its stage, tensors of its tensor-parallel group, bytes of one layer."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.memory.host import parts
-from surojax.models.model import Segment
+from surojax.models.attention import chosen
+from surojax.models.model import Model, Recompute, Segment
+from surojax.numerics import quantize
 from surojax.numerics.base_formats import bytes_per_number
 from surojax.optim import optimizer as optim
 from surojax.parallel.schedule import SCHEDULES, Patterns, layers_of_stage, patterns_of_stages
+from surojax.placement.home import HOMES
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import PIPELINE, TENSOR, pipeline_stages
+from surojax.placement.mesh import PIPELINE, TENSOR, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import OUTER, Kind, Param, part_of
+from surojax.placement.table import Mesh
 from surojax.step.stage_layers import in_lockstep
+from surojax.step.state_plan import bytes_per_device
+from surojax.step.weights import quantise_with_one_scale
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class TensorOnGpu:
     """A parameter on a GPU whose stage is full.
 
-    section: that it belongs to. layers: of the section on this stage; 1 for the outer layers. elements: of one layer,
-    in the GPU's tensor-parallel group, shared over `dp_shard x cp`. trained: it has master weights, else it is frozen.
-    weights, master: layouts of work weights and master weights; of a frozen one both are those of work weights.
-    itemsize: bytes of each number of the work weights; coded: if it rests in the format of a frozen base, else 0.
+    mesh: of the run. section: that it belongs to. layers: of the section on this stage; 1 for the outer layers.
+    trained: it has master weights, else it is frozen. weights, master: layouts of work weights and master weights; of a
+    frozen one both are those of work weights. itemsize: bytes of each number of the work weights; coded: if it rests in
+    the format of a frozen base, else 0.
     """
 
     param: Param
+    mesh: Mesh
     section: str
     layers: int
-    elements: int
     trained: bool
     weights: Layout
     master: Layout
     itemsize: int
     coded: float = 0.0
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one layer, or of an outer layer, on a GPU while it computes."""
+        return jax.NamedSharding(self.mesh, self.weights.computed).shard_shape(self.param.shape)
+
+    @property
+    def elements(self) -> int:
+        """Elements of one layer in the GPU's tensor-parallel group, whose outer layers may be shared over shards."""
+        axes = [axis for axis in (PIPELINE, *TENSOR) if axis in self.weights.computed_axes]
+        return math.prod(self.param.shape) // math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def size(self) -> int:
@@ -55,31 +74,32 @@ class Tensor:
         return self.master.sharded_dim is not None
 
 
-def blocks(run: Assembly, *, trained: bool = False) -> list[Tensor]:
-    """The `Tensor`s of all segments; trained: only those with master weights."""
-    return [t for segment in run.model.segments for t in _section(run, segment.name, segment) if t.trained >= trained]
+def blocks(run: Assembly, *segments: Segment, trained: bool = False) -> list[TensorOnGpu]:
+    """The `TensorOnGpu`s of these segments, or of all; trained: only those with master weights."""
+    tensors = (t for segment in segments or run.model.segments for t in _section(run, segment.name, segment))
+    return [t for t in tensors if t.trained >= trained]
 
 
-def outer(run: Assembly, *, trained: bool = False) -> list[Tensor]:
-    """The `Tensor`s of the outer layers; trained: only those with master weights."""
+def outer(run: Assembly, *, trained: bool = False) -> list[TensorOnGpu]:
+    """The `TensorOnGpu`s of the outer layers; trained: only those with master weights."""
     return [t for t in _section(run, OUTER) if t.trained >= trained]
 
 
-def _section(run: Assembly, name: str, segment: Segment | None = None) -> Iterator[Tensor]:
-    """The `Tensor`s of a section. segment: of its layers, if it has any."""
+def _section(run: Assembly, name: str, segment: Segment | None = None) -> Iterator[TensorOnGpu]:
+    """The `TensorOnGpu`s of a section. segment: of its layers, if it has any."""
     master = {p.name: layout for p, layout in with_layouts(run, name, run.engine.layouts.master)}
     for p, weights in with_layouts(run, name, run.engine.layouts.weights):
-        divided = math.prod(run.mesh.shape[axis] for axis in (PIPELINE, *TENSOR) if axis in weights.computed_axes)
-        yield Tensor(
+        coded = run.coded(segment, p) if segment else None
+        yield TensorOnGpu(
             param=p,
+            mesh=run.mesh,
             section=name,
             layers=layers_of(run, segment) if segment else 1,
-            elements=math.prod(p.shape) // divided,
             trained=p.name in master,
             weights=weights,
             master=master.get(p.name, weights),
             itemsize=jnp.dtype(p.dtype).itemsize if p.dtype else itemsize(run, "weights"),
-            coded=coded_bytes(run, segment, p) if segment else 0.0,
+            coded=0.0 if coded is None else bytes_per_number(coded, (coded.codes.shape[0], *p.shape)),
         )
 
 
@@ -87,12 +107,6 @@ def with_layouts(run: Assembly, section: str, of_class: dict) -> list[tuple[Para
     """(param, layout) for each parameter of a section that a class has."""
     layouts = of_class[section]
     return list(zip(jax.tree.leaves(part_of(run.params[section], layouts)), jax.tree.leaves(layouts), strict=True))
-
-
-def coded_bytes(run: Assembly, segment: Segment, p: Param) -> float:
-    """Bytes of each number of a parameter that rests in the base's format; 0 if it does not."""
-    planned = run.coded(segment, p)
-    return 0.0 if planned is None else bytes_per_number(planned, (planned.codes.shape[0], *p.shape))
 
 
 def layers_of(run: Assembly, *segments: Segment) -> int:
@@ -108,7 +122,7 @@ def outer_gradients(run: Assembly) -> int:
     return itemsize(run, "grads") * sum(map(math.prod, shapes))
 
 
-def layers_together(run: Assembly, t: Tensor) -> int:
+def layers_together(run: Assembly, t: TensorOnGpu) -> int:
     """The number of layers of a trained matrix that are updated together."""
     if run.engine.table.in_files:
         return 1
@@ -147,3 +161,169 @@ def slots(run: Assembly, microbatches: int) -> int:
 def attention_again(run: Assembly) -> bool:
     """True if the backward pass computes attention again."""
     return run.engine.recompute_block or run.model.compute.recompute.att
+
+
+class SegmentBytes(NamedTuple):
+    """Bytes of a segment on each device."""
+
+    weights: int  # weights of one layer, in the dtype that products compute with
+    gradients: int  # gradients of one layer, in that dtype
+    fetched: int  # weights of one layer, as they are all-gathered or copied to the device
+    kept: int  # residuals of one layer, from the forward pass to the backward pass
+    saved: int  # residuals of one layer if nothing is recomputed
+    attention: int  # what attention needs besides in the backward pass of one layer
+    scores: int  # attention scores, which are part of that; 0: flash attention
+    # With chunks of the sequence: keys and values of all of it, less its input, which is changed in place. In a
+    # tensor-parallel group also a whole chunk's term of the input's gradient, before it is reduce-scattered.
+    sequence: int
+    sums: int  # with chunks: gradients of keys and values, their float32 sums, and the copy that a chunk reads
+    layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
+    grads: int  # gradient accumulators of all layers
+    activations: int  # residuals of all layers
+
+    def values(self, recompute_factor: float) -> int:
+        """Bytes of values while a block is differentiated. With chunks, the MLP's and the attention's come in turn."""
+        return max(int(recompute_factor * self.saved) + self.attention, self.sums) + self.sequence
+
+
+def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
+    """The `SegmentBytes` of a segment whose layers have an input like x."""
+    engine = run.engine
+    layers = layers_of(run, segment)
+    compute = run.model.compute
+    tensors = blocks(run, segment)
+    low = [t for t in tensors if engine.table.one_scale and t.is_matrix]  # fetched with a byte a number, and a scale
+    fetched = sum(t.elements * (t.coded or t.itemsize) for t in tensors if t not in low)
+    fetched += sum(t.elements + 4 for t in low)
+    packed = engine.packed
+    chunks = compute.sequence_chunks
+    # The backward pass has all residuals of a layer, or of one chunk, in memory at once, even if they are recomputed.
+    plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute(), sequence_chunks=1))
+    B, S, D = x.shape
+    chunk = jax.ShapeDtypeStruct((B, S // chunks, D), x.dtype)
+    of_chunk = _block_bytes(run, plain, segment, chunk, platform, packed, chunks)
+    saved = of_chunk.saved
+    if plain is not run.model and not engine.recompute_block:
+        saved = _block_bytes(run, run.model, segment, x, platform, packed).saved
+    number = x.dtype.itemsize
+    keys = max(segment.heads.key_value, devices_per_sequence(run.mesh))  # devices that share a head have it each
+    numbers = 2 * B * S * keys * segment.heads.channels  # of keys and values
+    tensor = tensor_parallel(run.mesh)
+    of_group = tensor * size(chunk) if tensor > 1 else 0
+    kept = size(x) if engine.recompute_block else saved
+    grads = itemsize(run, "grads") * layers * sum(shard_sizes(run, engine.layouts.grads, segment))
+    state = run.plan.master[segment.name], run.plan.moments[segment.name]
+    return SegmentBytes(
+        weights=sum(t.elements * t.itemsize for t in tensors),
+        gradients=sum(t.elements * t.itemsize for t in tensors if t.trained),
+        fetched=round(fetched),
+        kept=kept,
+        saved=of_chunk.saved,
+        attention=of_chunk.attention,
+        scores=of_chunk.scores,
+        sequence=number * numbers - size(x) + of_group if chunks > 1 else 0,
+        sums=(4 + 3 * number) * numbers if chunks > 1 else 0,
+        layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
+        grads=grads,
+        activations=layers * kept,
+    )
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of one block on each device. See `SegmentBytes`."""
+
+    saved: int  # residuals, without its weights
+    attention: int
+    scores: int
+
+
+def _block_bytes(
+    run: Assembly,
+    model: Model,
+    segment: Segment,
+    x: jax.ShapeDtypeStruct,
+    platform: str,
+    packed: bool,
+    chunks: int = 1,
+) -> BlockBytes:
+    """The `BlockBytes` of a segment's block.
+
+    chunks: x is one of so many equal parts of a sequence, which attends to all of it.
+    """
+    B, S, _ = x.shape
+    number = x.dtype.itemsize
+    compute = model.compute
+    heads_of = segment.heads
+    tensor = tensor_parallel(run.mesh)
+    per_sequence = devices_per_sequence(run.mesh)
+    shapes = tuple(t.shape for t in blocks(run, segment))
+    structure = jax.tree.structure(segment.params)
+    mesh = run.mesh if per_sequence > 1 else None
+    saved = _traced_residuals(model, segment, shapes, structure, mesh, x.shape, x.dtype)
+    heads = B * S * heads_of.query  # in a group: of whole sequences, a part of the heads
+    kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
+    if in_pieces := per_sequence > tensor and compute.cp_method != "ulysses":
+        kind |= {"piece": S * tensor // 2, "window": any(v.window for v in segment.variants)}
+    flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
+    if flash != "xla" and in_pieces:
+        # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with. Our
+        # kernel also has float32 gradients of a pair, and reads transposed copies.
+        keys = max(heads_of.key_value, tensor)
+        more = 2 * (heads_of.query + keys) * (number + 4) if flash == "mosaic" else 0
+        sums = 2 * heads_of.query * 4 + 4 * keys * (number + 4)
+        return BlockBytes(saved, B * S * (sums + more) * heads_of.channels, scores=0)
+    if flash != "xla":
+        # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
+        # queries, keys and the gradient of its output.
+        keys = chunks * max(heads_of.key_value, tensor if chunks == 1 else per_sequence)
+        copied = (2 * heads_of.query + keys) * heads_of.channels if flash == "mosaic" else 0
+        kept = 0 if compute.recompute.att else heads * (heads_of.channels * number + 4)
+        return BlockBytes(saved + kept, B * S * copied * number, scores=0)
+    keys = S * chunks * per_sequence
+    if in_pieces:
+        keys = 2 * S * tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17 pieces)
+    scores = (4 if platform == "cpu" else 2) * heads * keys * 4
+    return BlockBytes(saved, scores, scores)
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_residuals(
+    model: Model, segment: Segment, weights: tuple, structure, mesh: Mesh | None, shape: tuple[int, ...], dtype
+) -> int:
+    """Bytes of a block's residuals without its weights, for an input of this shape. Traces the block, so it is cached.
+
+    weights, structure: shapes of the tree of weights on one device. mesh: None if devices have whole sequences.
+
+    Families build the same model for the same settings once, so models can be keys.
+    """
+    compute = model.compute
+    # Residuals are the same with every kernel. "auto" never raises; `check_kernels` reports what is not supported.
+    kernels = "xla" if compute.precision.kernels == "xla" else "auto"
+    precision = dataclasses.replace(compute.precision, kernels=kernels)
+    traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
+    forward = next(s for s in traced.segments if s.name == segment.name).block_forward
+    layer = structure.unflatten([jax.ShapeDtypeStruct(of_weight, dtype) for of_weight in weights])
+    if precision.fp8:  # matrices are quantised to float8 with one scale each
+        quantise = functools.partial(quantise_with_one_scale, segment.params, dtype=quantize.DTYPES["fp8"])
+        layer = jax.eval_shape(quantise, layer)
+    variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
+    x = jax.ShapeDtypeStruct(shape, dtype)
+
+    def residuals(w, x):
+        return forward(w, x, None, variant)[1]
+
+    if mesh is not None:  # for the shapes on one device, which are all that is asked
+        specs: Any = {"in_specs": jax.P(), "out_specs": jax.P()}
+        residuals = jax.shard_map(residuals, mesh=mesh, check_vma=False, **specs)
+    return size(jax.eval_shape(residuals, layer, x))
+
+
+def shard_sizes(run: Assembly, of_class: dict, segment: Segment) -> list[int]:
+    """Number of elements on one device of each parameter of one layer. of_class: the layouts of a class."""
+    pairs = with_layouts(run, segment.name, of_class)
+    return [math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape)) for p, layout in pairs]
+
+
+def size(tree) -> int:
+    """Bytes of a tree of shapes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

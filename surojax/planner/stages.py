@@ -1,12 +1,12 @@
 """Stages of pipeline parallelism in a compiled step: how often the loops run whose rounds depend on the stage.
 
-Such a loop is one thing of a tick, and runs once or not at all (step/pipeline.py). There are two answers:
+Such a loop is one thing of a tick, and runs once or not at all (step/pipeline.py). `with_rounds` has two answers:
 
-* `with_rounds`: how often a stage runs it. On average over the ticks, a stage does each thing for every microbatch
+* How often a stage runs it. On average over the ticks, a stage does each thing for every microbatch
   once; what moves activations runs in every tick in which any stage computes in that direction, and so do passes over
   layers with a ring. A loop that belongs to some of the stages (their pattern, step/stage_layers.py) runs as often on
   average over the stages. Counts and bytes of a step follow from that.
-* `in_lockstep`: how often stages take the time of it. All of them go from tick to tick together, so a pass over a
+* In lockstep: how often stages take the time of it. All of them go from tick to tick together, so a pass over a
   stage's layers takes its time in every tick in which any stage makes one: for m microbatches and p stages in m + p - 1
   ticks of each direction. Of stages with other kinds of layers, the one that attends to most counts. The time of a step
   follows from that, and is an estimate: a tick takes what its parts take one after another in a full stage, and no part
@@ -39,11 +39,6 @@ def slowest(run: Assembly) -> int:
     return found.index(max(found))
 
 
-def in_lockstep(module: hlo.Module, run: Assembly, microbatches: int) -> hlo.Module:
-    """The module of a step with the mean number of rounds in a tick of which stages take the time."""
-    return with_rounds(module, run, microbatches, lockstep=True)
-
-
 def bubble(run: Assembly, microbatches: int) -> float:
     """The fraction of a step in which a stage idles, without embedding and head; 0 without stages."""
     stages = pipeline_stages(run.mesh)
@@ -53,7 +48,7 @@ def bubble(run: Assembly, microbatches: int) -> float:
 def with_rounds(module: hlo.Module, run: Assembly, microbatches: int, *, lockstep: bool = False) -> hlo.Module:
     """The module of a step with the mean number of rounds of these loops; the module itself without stages.
 
-    lockstep: see `in_lockstep`.
+    lockstep: rounds of which stages take the time, see the second answer above.
     """
     stages = pipeline_stages(run.mesh)
     if stages == 1:

@@ -26,12 +26,11 @@ chooses better or worse than `costs.product_time`, GPUs that wait for slower one
 import dataclasses
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from surojax.planner.costs import COLLECTIVES, HOST_IN, HOST_OUT, MAIN, Loop, Program, Step, Wait, Work
-from surojax.planner.gpus import Gpu, Rates, known_rates
-from surojax.planner.hlo import Module
+from surojax.planner.costs import COLLECTIVES, HOST_IN, HOST_OUT, MAIN, Loop, ProgramOnGpu, Step, Wait, Work
+from surojax.planner.gpus import Gpu
 
 MOST = 6
 ENTRY = "outside loops"
@@ -39,7 +38,7 @@ WAITS = "waits"  # a row of events: when the main stream waits
 OPPOSITE = {HOST_IN: HOST_OUT, HOST_OUT: HOST_IN}
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """A work, or a wait of the main stream, in seconds after the step's beginning. bytes: 0 for a kernel."""
 
     name: str
@@ -59,21 +58,16 @@ class Timeline:
     busy: dict[str, float]  # by kind of work
     exposed: dict[tuple[str, str], float]  # by (label of the loop, kind of transfer)
     loops: dict[str, float]  # by label, with the loops inside
-    events: list[Event]  # empty if not asked for
+    events: list[TimelineEvent]  # empty if not asked for
 
 
-def program(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, copies_only: bool = False) -> Program:
-    """A program on a GPU. Raises ValueError if it is not known what that GPU reaches of its peaks."""
-    return Program(module, gpu, known_rates(gpu), mesh_shape, copies_only)
-
-
-def simulate(p: Program, *, most: int = MOST, events: bool = False) -> Timeline:
+def simulate(p: ProgramOnGpu, *, most: int = MOST, events: bool = False) -> Timeline:
     """Simulates a program.
 
     most: iterations of each loop that are simulated. events: whether to record them; of loops without a loop inside,
     all iterations are simulated then.
     """
-    machine = Machine(p.gpu, p.rates, math.prod(p.mesh_shape.values()), most, events)
+    machine = Machine(p.gpu, math.prod(p.mesh_shape.values()), most, events)
     machine.run(p.steps())
     machine.finish()
     return machine.timeline()
@@ -99,8 +93,8 @@ class Task:
 class Machine:
     """A GPU in simulated time."""
 
-    def __init__(self, gpu: Gpu, rates: Rates, gpus: int, most: int, record: bool):
-        self.rates = rates
+    def __init__(self, gpu: Gpu, gpus: int, most: int, record: bool):
+        self.rates = rates = gpu.rates
         self.most = most
         self.host_rate = gpu.pcie_bandwidth * rates.host
         self.link_rate = gpu.link_bandwidth * rates.link
@@ -113,7 +107,7 @@ class Machine:
         self.open: dict[str, Task] = {}  # works that were started, by name
         self.labels = [ENTRY]
         self.totals: defaultdict[tuple[str, ...], float] = defaultdict(float)  # see `timeline`
-        self.events: list[Event] | None = [] if record else None
+        self.events: list[TimelineEvent] | None = [] if record else None
 
     def run(self, steps: Sequence[Step]) -> None:
         """Runs steps of the main stream."""
@@ -243,7 +237,7 @@ class Machine:
     def record(self, name: str, kind: str, stream: str, begin: float, end: float, size: float = 0.0) -> None:
         """Records an event, if events are asked for."""
         if self.events is not None:
-            self.events.append(Event(name, kind, stream, self.labels[-1], begin, end, size))
+            self.events.append(TimelineEvent(name, kind, stream, self.labels[-1], begin, end, size))
 
     def timeline(self) -> Timeline:
         """What was simulated."""

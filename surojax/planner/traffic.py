@@ -46,14 +46,14 @@ from surojax.placement.mesh import (
 )
 from surojax.placement.param import Kind, part_of
 from surojax.planner import sizes
-from surojax.planner.sizes import Tensor, itemsize
+from surojax.planner.sizes import TensorOnGpu, itemsize
 from surojax.step import passes
 from surojax.step.passes import Pass, Stage
 from surojax.step.state_plan import leaf_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """The tokens of a step on one GPU, or on one group of GPUs that share sequences."""
 
     sequences: int  # per microbatch
@@ -66,9 +66,9 @@ class Batch:
         return self.sequences * self.sequence_len
 
 
-def batch_of(c: Config) -> Batch:
-    """The `Batch` of a config."""
-    return Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
+def batch_of(c: Config) -> BatchShape:
+    """The `BatchShape` of a config."""
+    return BatchShape(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
 
 
 class LaneStage(NamedTuple):
@@ -79,7 +79,7 @@ class LaneStage(NamedTuple):
     when: Literal["arriving", "leaving", "last"]
 
 
-class Transfer(NamedTuple):
+class StepCollective(NamedTuple):
     """A collective of a step, of all layers of a full stage if it is one of layers.
 
     part: what sends it: a lane, or "forward", "again", "backward": a microbatch over `tp` and `cp`, in the forward
@@ -97,7 +97,7 @@ class Transfer(NamedTuple):
     number: float = 0
 
 
-def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
+def collective_bytes(run: Assembly, batch: BatchShape) -> dict[tuple[str, str], int]:
     """Bytes that each GPU sends per step, by (collective, axis)."""
     sent = collections.defaultdict[tuple[str, str], float](float)
     for x in transfers(run, batch):
@@ -105,7 +105,7 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     return {key: round(size) for key, size in sent.items() if size}
 
 
-def transfers(run: Assembly, batch: Batch) -> Iterator[Transfer]:
+def transfers(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
     """All collectives of a step."""
     yield from _of_lanes(run, batch)
     yield from _outer_layers(run)
@@ -121,7 +121,7 @@ def transfers(run: Assembly, batch: Batch) -> Iterator[Transfer]:
             yield from _whole_matrix(run, t) if t.is_matrix else ()
 
 
-def _of_lanes(run: Assembly, batch: Batch) -> Iterator[Transfer]:
+def _of_lanes(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
     """All-gathers and reductions of the blocks' tensors, as the lanes of the passes declare them."""
     number = collections.Counter[LaneStage]()  # of times in a step
     for step_pass, times in passes.of_step(run.engine, sizes.groups_of(run, batch.microbatches)):
@@ -146,7 +146,7 @@ def _of_lanes(run: Assembly, batch: Batch) -> Iterator[Transfer]:
             yield from _over_replicas(run, part, trained, matrices)
 
 
-def _gather(run: Assembly, part: LaneStage, matrices: int) -> Transfer:
+def _gather(run: Assembly, part: LaneStage, matrices: int) -> StepCollective:
     """The all-gathers of a class of tensors in a pass. matrices: that are trained; each is gathered by itself.
 
     A layer's weights are gathered together when it is fetched, and with stages those of a layer more.
@@ -158,16 +158,16 @@ def _gather(run: Assembly, part: LaneStage, matrices: int) -> Transfer:
         dtype = run.engine.table.quants.dtype and "8 bits"
         tensors = [t for t in sizes.blocks(run) if t.weights.sharded_dim is not None]
         size = fetched / layers * sum(t.size * _number_bytes(run, t, t.weights, dtype) for t in tensors)
-        return Transfer(part, "all-gather", _axes_of_shards(run), _ring(run) * size, number=fetched)
+        return StepCollective(part, "all-gather", _axes_of_shards(run), _ring(run) * size, number=fetched)
     tensors = [t for t in sizes.blocks(run, trained=True) if t.state_is_sharded]
     of_row = 0 if part.row == "weights" else itemsize(run, part.row)
     size = sum(t.size * (of_row or _number_bytes(run, t, t.master)) for t in tensors)
-    return Transfer(part, "all-gather", _axes_of_shards(run), _ring(run) * size, number=matrices)
+    return StepCollective(part, "all-gather", _axes_of_shards(run), _ring(run) * size, number=matrices)
 
 
 def _reductions(
-    run: Assembly, part: str | LaneStage, trained: list[Tensor], number_bytes: int, matrices: int = 0
-) -> Iterator[Transfer]:
+    run: Assembly, part: str | LaneStage, trained: list[TensorOnGpu], number_bytes: int, matrices: int = 0
+) -> Iterator[StepCollective]:
     """The sums of gradients over `dp_shard x cp`: shards of them, or all of those whose state is replicated."""
     table = run.engine.table
     along = _axes_of_shards(run)
@@ -176,33 +176,33 @@ def _reductions(
     if table.reduce == "int8" and part != "once":
         size = sum(t.size * _number_bytes(run, t, t.master, "8 bits", vectors=4) for t in sharded)
     op = "reduce-scatter" if table.reduce == "reduce_scatter" else "all-to-all"
-    yield Transfer(part, op, along, _ring(run) * size, number=matrices)
+    yield StepCollective(part, op, along, _ring(run) * size, number=matrices)
     replicated = number_bytes * sum(t.size for t in trained if not t.state_is_sharded)
-    yield Transfer(part, "all-reduce", along, 2 * _ring(run) * replicated)
+    yield StepCollective(part, "all-reduce", along, 2 * _ring(run) * replicated)
 
 
 def _over_replicas(
-    run: Assembly, part: str | LaneStage, trained: list[Tensor], matrices: int = 0
-) -> Iterator[Transfer]:
+    run: Assembly, part: str | LaneStage, trained: list[TensorOnGpu], matrices: int = 0
+) -> Iterator[StepCollective]:
     """The sums of gradients over the groups of `dp_replicate`."""
     number = run.mesh.shape[REPLICATE]
     if number > 1:
         size = sum(t.size / (shards(run.mesh) if t.state_is_sharded else 1) for t in trained)
         sent = 2 * (number - 1) / number * itemsize(run, "grads") * size
-        yield Transfer(part, "all-reduce", REPLICATE, sent, number=matrices)
+        yield StepCollective(part, "all-reduce", REPLICATE, sent, number=matrices)
 
 
-def _outer_layers(run: Assembly) -> Iterator[Transfer]:
+def _outer_layers(run: Assembly) -> Iterator[StepCollective]:
     """Gathers of updated outer weights and reductions of their gradients, if each GPU has all of them."""
     trained = sizes.outer(run, trained=True)
     moved = [t for t in trained if not (t.state_is_sharded and t.weights.stored == t.master.stored)]
     gathered = itemsize(run, "weights") * sum(t.size for t in moved if t.state_is_sharded)
-    yield Transfer("once", "all-gather", _axes_of_shards(run), _ring(run) * gathered)
+    yield StepCollective("once", "all-gather", _axes_of_shards(run), _ring(run) * gathered)
     yield from _reductions(run, "once", moved, itemsize(run, "grads"))
     yield from _over_replicas(run, "once", trained)
 
 
-def _vocabulary(run: Assembly, batch: Batch) -> Iterator[Transfer]:
+def _vocabulary(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
     """What embedding, head and loss send for tokens if rows of the vocabulary are sharded.
 
     Embedding: gathers ids, scatters rows; its gradient: gathers rows. Head, for each slice of tokens: gathers
@@ -216,14 +216,14 @@ def _vocabulary(run: Assembly, batch: Batch) -> Iterator[Transfer]:
         ids = others * tokens * 4
         sums = 2 * 2 * ids  # largest logit and sum of exponentials, float32
         along = _joined(run, axes)
-        yield Transfer("vocabulary", "all-gather", along, 2 * x + 2 * ids, k, chunks + 2)
-        yield Transfer("vocabulary", "reduce-scatter", along, 2 * x, k, chunks + 1)
-        yield Transfer("vocabulary", "all-reduce", along, sums, k, 2 * chunks)
+        yield StepCollective("vocabulary", "all-gather", along, 2 * x + 2 * ids, k, chunks + 2)
+        yield StepCollective("vocabulary", "reduce-scatter", along, 2 * x, k, chunks + 1)
+        yield StepCollective("vocabulary", "all-reduce", along, sums, k, 2 * chunks)
     for t in sizes.outer(run, trained=True):
         yield from _shared(run, "vocabulary", t, chunks * itemsize(run, "weights"), k)
 
 
-def _tensor_parallel(run: Assembly, batch: Batch, segment: Segment) -> Iterator[Transfer]:
+def _tensor_parallel(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[StepCollective]:
     """What a segment's blocks send within a tensor-parallel group.
 
     A pass over a block gathers the inputs of attention and MLP and scatters their results; reverse mode scatters where
@@ -242,19 +242,18 @@ def _tensor_parallel(run: Assembly, batch: Batch, segment: Segment) -> Iterator[
     gathers_again, results_again = tensor_again(run, segment)
     for part, gathers, results in ("forward", 2, 2), ("again", gathers_again, results_again), ("backward", 2, 2):
         in_words = layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
-        yield Transfer(part, "all-gather", along, in_words * gathers * x, k, layers * gathers)
-        yield Transfer(part, "reduce-scatter", along, layers * results * x, k, layers * results)
+        yield StepCollective(part, "all-gather", along, in_words * gathers * x, k, layers * gathers)
+        yield StepCollective(part, "reduce-scatter", along, layers * results * x, k, layers * results)
     sharers = run.mesh.shape.get(SAME_KV_HEADS, 1)  # of keys and values
     if sharers > 1 and run.model.precision.recipe != "bf16":
         # Of gradients of keys and values before they are rounded; in bf16 those of their matrices alone are summed.
         width = segment.heads.key_value * segment.heads.channels * sharers // n
         size = in_recipe * 2 * (sharers - 1) / sharers * 2 * batch.tokens * width * work
-        yield Transfer("backward", "all-reduce", SAME_KV_HEADS, size, k)
-    for t in sizes.blocks(run, trained=True):
-        if t.section == segment.name:
-            yield from _shared(run, "backward", t, (layers - in_fp8) * work, k)
-            if not any(axis in t.weights.computed_axes for axis in TENSOR):  # scales of norms
-                yield from _shared(run, "backward", t, in_fp8 * 4, k)
+        yield StepCollective("backward", "all-reduce", SAME_KV_HEADS, size, k)
+    for t in sizes.blocks(run, segment, trained=True):
+        yield from _shared(run, "backward", t, (layers - in_fp8) * work, k)
+        if not any(axis in t.weights.computed_axes for axis in TENSOR):  # scales of norms
+            yield from _shared(run, "backward", t, in_fp8 * 4, k)
 
 
 def tensor_again(run: Assembly, segment: Segment) -> tuple[float, int]:
@@ -265,7 +264,7 @@ def tensor_again(run: Assembly, segment: Segment) -> tuple[float, int]:
     return (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn), 0
 
 
-def _attention(run: Assembly, batch: Batch, segment: Segment) -> Iterator[Transfer]:
+def _attention(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[StepCollective]:
     """What a segment's attention sends over the devices of `cp`.
 
     ulysses: queries, keys and values of one pass, and its results; so are their gradients. With chunks, the backward
@@ -282,8 +281,8 @@ def _attention(run: Assembly, batch: Batch, segment: Segment) -> Iterator[Transf
     of_head = layers * heads.channels * batch.tokens / n
     of_group = heads.key_value // run.mesh.shape.get(KV_HEADS, 1)
 
-    def transfer(part: str, op: str, size: float, number: float) -> Transfer:
-        return Transfer(part, op, CONTEXT, size, times, layers * number)
+    def transfer(part: str, op: str, size: float, number: float) -> StepCollective:
+        return StepCollective(part, op, CONTEXT, size, times, layers * number)
 
     if method == "ulysses":
         keys = 2 * max(of_group, n)
@@ -308,7 +307,7 @@ def _earlier_chunks(run: Assembly) -> float:
     return 1 - 1 / run.model.compute.sequence_chunks
 
 
-def _between_stages(run: Assembly, batch: Batch) -> Iterator[Transfer]:
+def _between_stages(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
     """What stages send each other, besides what the vocabulary sends.
 
     Between ticks activations move forward and their gradients backward, also those of microbatches that have left the
@@ -318,12 +317,12 @@ def _between_stages(run: Assembly, batch: Batch) -> Iterator[Transfer]:
     if stages > 1:
         tokens = batch.tokens // devices_per_sequence(run.mesh)
         x = tokens * run.model.hidden_size * itemsize(run, "weights")
-        yield Transfer("ticks", "collective-permute", PIPELINE, 2 * x, k + stages - 1)
+        yield StepCollective("ticks", "collective-permute", PIPELINE, 2 * x, k + stages - 1)
         for op in ("all-gather", "reduce-scatter"):
-            yield Transfer("ticks", op, PIPELINE, 2 * (stages - 1) / stages * x, k)
+            yield StepCollective("ticks", op, PIPELINE, 2 * (stages - 1) / stages * x, k)
 
 
-def _shared(run: Assembly, part: str, t: Tensor, number_bytes: float, times: int) -> Iterator[Transfer]:
+def _shared(run: Assembly, part: str, t: TensorOnGpu, number_bytes: float, times: int) -> Iterator[StepCollective]:
     """The sum over a group's devices of the gradient of a parameter that some of them share.
 
     It is in the loops over microbatches and slices of the head. For GPUs, XLA adds up the terms of the final norm on
@@ -334,10 +333,10 @@ def _shared(run: Assembly, part: str, t: Tensor, number_bytes: float, times: int
     axes = tuple(axis for axis in (PIPELINE, *TENSOR) if axis in run.mesh.shape and axis not in divided)
     n = math.prod(run.mesh.shape[axis] for axis in axes)
     if n > 1:
-        yield Transfer(part, "all-reduce", _joined(run, axes), 2 * (n - 1) / n * number_bytes * t.elements, times)
+        yield StepCollective(part, "all-reduce", _joined(run, axes), 2 * (n - 1) / n * number_bytes * t.elements, times)
 
 
-def _whole_matrix(run: Assembly, t: Tensor) -> Iterator[Transfer]:
+def _whole_matrix(run: Assembly, t: TensorOnGpu) -> Iterator[StepCollective]:
     """What an optimizer sends that needs whole matrices (optim/normuon.py), one dimension after another.
 
     Momentum in the work dtype, to the device that has a layer of a group, and the float32 result back; then the rows'
@@ -354,15 +353,15 @@ def _whole_matrix(run: Assembly, t: Tensor) -> Iterator[Transfer]:
         n = math.prod(run.mesh.shape[axis] for axis in axes)
         along = "+".join(axes)  # named by `hlo.collectives` in this order
         if axes and together == 1:
-            yield Transfer("once", "all-gather", along, groups * work * gathered * (n - 1))
+            yield StepCollective("once", "all-gather", along, groups * work * gathered * (n - 1))
         elif axes:
-            yield Transfer("once", "all-to-all", along, groups * (work + 4) * math.prod(shape) * (n - 1) / n)
-            yield Transfer("once", "all-gather", along, groups * 4 * shape[0] * devices * (n - 1) / n)
+            yield StepCollective("once", "all-to-all", along, groups * (work + 4) * math.prod(shape) * (n - 1) / n)
+            yield StepCollective("once", "all-gather", along, groups * 4 * shape[0] * devices * (n - 1) / n)
         gathered *= n
         devices //= n
 
 
-def _number_bytes(run: Assembly, t: Tensor, layout: Layout, dtype: str = "", vectors: int = 0) -> float:
+def _number_bytes(run: Assembly, t: TensorOnGpu, layout: Layout, dtype: str = "", vectors: int = 0) -> float:
     """Bytes of a number on its way between devices, of matrices in 8 bits with their scales if dtype is "8 bits".
 
     vectors: bytes of each number of a vector; 0: as of the work weights.
@@ -404,7 +403,7 @@ def copied(step_pass: Pass, times: int, stored: Mapping[str, float], updated: fl
     return read, written
 
 
-def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
+def host_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
     """(host to device, device to host) bytes per step and GPU; rows: bytes by class of tensors and by memory.
 
     What is in files passes through host memory. With stages, residuals in flight are in memory together; layers that a
@@ -452,7 +451,7 @@ def updated_part(run: Assembly) -> float:
     return updated / whole
 
 
-def device_traffic(run: Assembly, batch: Batch) -> int:
+def device_traffic(run: Assembly, batch: BatchShape) -> int:
     """Least bytes that a step reads from and writes to device memory on each GPU: weights, state and residuals."""
     engine, table, k = run.engine, run.engine.table, batch.microbatches
     n = shards(run.mesh)

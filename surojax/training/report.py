@@ -16,7 +16,7 @@ from surojax.models.model import Model
 from surojax.pages import runs
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
-from surojax.planner import gpus, prediction, products, report as planned, seen, traffic
+from surojax.planner import gpus, hlo, prediction, products, report as planned, seen, traffic
 from surojax.planner.amounts import summed
 from surojax.planner.footprint import estimate_host
 from surojax.planner.prediction import Prediction
@@ -75,7 +75,7 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
     try:
         if not run.store.is_empty:
             return Prediction(not_predicted="state in files, and the drive's speed is not known")
-        found = prediction.of_compiled(compiled.as_text(), run, batch, gpu)
+        found = prediction.of_module(hlo.parse(compiled.as_text()), run, batch, gpu)
     except Exception as error:  # whatever a new version of XLA writes
         say(f"note: no time is predicted: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         return Prediction(not_predicted="the compiled step cannot be read")

@@ -20,7 +20,7 @@ MOST_STEPS = 10_000  # all batches are in memory
 MOST_COMPILERS = 8  # more than tracing, which is one thread's, keeps busy
 
 
-class Row(NamedTuple):
+class VerifiedSetting(NamedTuple):
     """The result of a row."""
 
     setting: Setting
@@ -145,8 +145,8 @@ def verify(
     steps: int = 5,
     only: Sequence[str] | None = None,
     devices: Sequence | None = None,
-    report: Callable[[Row], None] = lambda row: None,
-) -> list[Row]:
+    report: Callable[[VerifiedSetting], None] = lambda row: None,
+) -> list[VerifiedSetting]:
     """Trains under each setting in turn and returns the rows.
 
     steps: optimizer steps of each row.
@@ -170,7 +170,7 @@ def verify(
     return rows
 
 
-def judged(curves: Curves, s: Setting) -> Row:
+def judged(curves: Curves, s: Setting) -> VerifiedSetting:
     """Trains a row and its reference, unless that was done, and compares them; a row that cannot run is skipped.
 
     Raises ConfigError if the config's own row cannot run.
@@ -183,4 +183,4 @@ def judged(curves: Curves, s: Setting) -> Row:
         if s.name == OWN and s.devices <= len(curves.devices):
             raise
         status, loss, grad_norm, why = "skipped", None, None, str(error)
-    return Row(s, status, loss, grad_norm, bound, why, time.perf_counter() - started)
+    return VerifiedSetting(s, status, loss, grad_norm, bound, why, time.perf_counter() - started)
