@@ -344,11 +344,11 @@ def test_an_update_waits_for_every_item_that_a_checkpoint_reads(small):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as in test_checkpoint
 @pytest.mark.usefixtures("orbax_fails")
 def test_a_checkpoint_that_cannot_be_written_does_not_block_the_next_update(small, tmp_path, monkeypatch):
-    plain, plain_round, of_update = InFile.read, FileStep._read, threading.local()
+    plain, plain_own, of_update = InFile.read, InFile.read_own, threading.local()
 
-    def read_round(step, l):
+    def read_own(file, layers):
         of_update.reads = True
-        return plain_round(step, l)
+        return plain_own(file, layers)
 
     def read(file, l):
         if getattr(of_update, "reads", False):
@@ -357,7 +357,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_block_the_next_update(smal
 
     checkpoints = Checkpoints(tmp_path / "saved", save_total_limit=1)
     monkeypatch.setattr(checkpoint, "checksums", lambda **_: ({}, []))
-    monkeypatch.setattr(InFile, "read", read), monkeypatch.setattr(FileStep, "_read", read_round)
+    monkeypatch.setattr(InFile, "read", read), monkeypatch.setattr(InFile, "read_own", read_own)
     with pytest.raises(CheckpointError, match="Input/output error"), checkpoints:
         checkpoints.save(small.state, {"step": 1})
         small.train(BATCHES[:1])  # it would wait for ever here

@@ -215,7 +215,7 @@ def test_bounds_of_a_recipe(recipe):
 
 
 def test_what_cannot_run_here_is_skipped_not_passed():
-    rows = verify(small_config(), steps=1, only=["hsdp_2x4", "memcpy_all_gather@4"], devices=jax.devices()[:4])
+    rows = verify(small_config(), steps=1, only=["hsdp_cp_2x2x2", "memcpy_all_gather@4"], devices=jax.devices()[:4])
     assert [row.status for row in rows] == ["skipped"] * 2
     assert rows[0].why == "needs 8 devices, there are 4" and "expected false on cpu" in rows[1].why
     assert "0 passed, 0 failed, 2 skipped" in verifier.summary(rows)
