@@ -20,17 +20,21 @@ from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.planner.amounts import GiB
 from surojax.planner.plan import Plan, plan
+from surojax.planner.rates import DISKS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "scaling.json"
-CONFIGS = {"7B": "llama7b", "8B": "llama8b_long", "70B": "llama70b", "405B": "llama405b"}
-ALL = "offload_residual offload_optimizer offload_master offload_grads offload_weights"
+CONFIGS = {"7B": "llama7b", "8B": "llama8b_long", "32B": "qwen32b", "70B": "llama70b", "405B": "llama405b"}
+CLASSES = ("residual", "optimizer", "master", "grads", "weights")
+ALL = " ".join(f"offload_{x}" for x in CLASSES)
+ALL_IN_FILES = " ".join(f"offload_{x}=nvme" for x in CLASSES) + " nvme_path=FOLDER"
 SHARDED = "zero_level=3 shard_outer"
 BOUND = 0.1  # of a step: what takes less time than this does not bind it
 
 GROWING = "From 8 to 4,096 GPUs"
 LAYOUTS = "Layouts beside each other"
 LONG = "Long sequences"
+FILES = "Every class in files"
 PUBLISHED = "Beside published rows"
 
 
@@ -38,7 +42,8 @@ PUBLISHED = "Beside published rows"
 class Row:
     """A model on GPUs of one kind under a layout. settings: of the config, separated by spaces.
 
-    published: tokens/s of each GPU that others measured with these settings; source: where.
+    published: tokens/s of each GPU that others measured with these settings; source: where. disk: of a machine, what
+    `--disk` takes; "" without files.
     """
 
     table: str
@@ -48,11 +53,12 @@ class Row:
     settings: str
     published: float | None = None
     source: str = ""
+    disk: str = ""
 
     @property
     def key(self) -> str:
         """The key of the row in the results."""
-        return f"{self.model} {self.gpus} x {self.gpu} {self.settings}"
+        return f"{self.model} {self.gpus} x {self.gpu} {self.settings}{self.disk and f' on {self.disk}'}"
 
     def loaded(self) -> Config:
         """The config of this row."""
@@ -64,7 +70,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a plan says of a row. Bytes of each GPU; seconds of a step; spent: of these, by what a GPU waits for."""
+    """What a plan says of a row. Bytes of each GPU; seconds of a step; spent: of these, by what a GPU waits for.
+
+    written_bytes: to files, a step.
+    """
 
     fits: bool
     device_bytes: int
@@ -74,6 +83,8 @@ class Result:
     mfu: float | None
     spent: dict[str, float]
     between_machines: list[str]
+    file_bytes: int = 0
+    written_bytes: int = 0
 
     @property
     def bound_by(self) -> str:
@@ -91,6 +102,7 @@ def result(p: Plan) -> Result:
         "collectives": sum(p.exposed_s.get(kind, 0.0) for kind in ("gather", "reduce")),
         "host copies": sum(p.exposed_s.get(kind, 0.0) for kind in ("host in", "host out")),
         "bubble": p.bubble * (p.predicted_step_s or 0.0),
+        "files": p.exposed_s.get(DISKS, 0.0),
     }
     return Result(
         fits=p.fits,
@@ -101,6 +113,8 @@ def result(p: Plan) -> Result:
         mfu=p.mfu,
         spent=spent,
         between_machines=p.between_machines,
+        file_bytes=p.nvme_bytes,
+        written_bytes=p.nvme_write_bytes,
     )
 
 
@@ -113,6 +127,10 @@ TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 LONG_8B = "sequence_chunks=1 offload_residual=false offload_optimizer=false offload_master=false offload_grads=false"
 LONG_8B += " offload_weights=false"
 OF_STAGES = "tp_size=8 pp_size=2 pp_schedule=1f1b"
+
+OF_ONE = "per_device_batch_size=1 gradient_accumulation_steps"
+SMALL_STATE = "optimizer=adamw8bit master_dtype=bfloat16"
+QLORA = "lora qlora_bnb offload_weights=nvme offload_residual nvme_path=FOLDER"
 
 SAVED = "recompute_block=false recompute_norm recompute_swiglu"
 
@@ -151,6 +169,12 @@ ROWS = (
     Row(LAYOUTS, "405B", "h100", 128, "zero_level=3 tp_size=8 offload_residual per_device_batch_size=4"),
     Row(LONG, "8B", "h200", 8, f"zero_level=3 cp_size=8 sequence_len=1048576 {LONG_8B}"),
     Row(LONG, "8B", "rtx4090", 1, "sequence_len=131072 sequence_chunks=8"),
+    Row(FILES, "70B", "rtx4090", 1, f"{ALL_IN_FILES} {OF_ONE}=32", disk="2x7/6"),
+    Row(FILES, "70B", "rtx4090", 1, f"{ALL_IN_FILES} {OF_ONE}=32 {SMALL_STATE}", disk="2x7/6"),
+    Row(FILES, "32B", "rtx4090", 1, f"{ALL_IN_FILES} {OF_ONE}=32", disk="2x7/6"),
+    Row(FILES, "7B", "rtx4060", 1, f"{ALL_IN_FILES} {OF_ONE}=16", disk="7/6"),
+    Row(FILES, "405B", "h100", 8, f"{SHARDED} {ALL_IN_FILES} {OF_ONE}=32", disk="8x7/6"),
+    Row(FILES, "70B", "rtx4090", 1, f"{QLORA} {OF_ONE}=8", disk="7/6"),
     Row(PUBLISHED, "8B", "h100", 8, f"{SHARDED} {OF_8B} {SELECTIVE}", 6667, f"{TITAN}, table 1"),
     Row(PUBLISHED, "8B", "h100", 8, f"{SHARDED} {OF_8B} {FP8}", 8532, f"{TITAN}, table 1"),
     Row(PUBLISHED, "8B", "h100", 128, f"zero_level=3 {OF_8B} {SELECTIVE}", 6514, f"{TITAN}, table 3"),
@@ -191,11 +215,14 @@ OF_PLANS += ", GPU hours per 10^9 tokens, bound by, between machines"
 OF_PUBLISHED = (
     "settings, GiB of each GPU, predicted tokens/s per GPU, published, predicted / published, bound by, source"
 )
+OF_FILES = "settings, disks of a machine (GB/s read/written), GiB of each GPU, GiB of host memory for each"
+OF_FILES += ", GiB of files in all, step (s), tokens/s in all, MFU, GB written a step, bound by"
 
 
-def head(published: bool) -> str:
-    """The two header lines of a Markdown table."""
-    names = ["model", "GPUs", *(OF_PUBLISHED if published else OF_PLANS).split(", ")]
+def head(row: Row) -> str:
+    """The two header lines of the Markdown table of a row."""
+    columns = OF_FILES if row.disk else OF_PUBLISHED if row.published else OF_PLANS
+    names = ["model", "GPUs", *columns.split(", ")]
     return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
 
 
@@ -204,7 +231,15 @@ def line(row: Row, planned: Result) -> str:
     cells = [row.model, f"{row.gpus:,} x {row.gpu}", f"`{row.settings}`"]
     cells.append(f"{planned.device_bytes / GiB:.1f}{'' if planned.fits else ' (does not fit)'}")
     rate = planned.tokens_per_s
-    if row.published:
+    if row.disk:
+        cells.insert(3, row.disk)
+        cells += [f"{planned.host_bytes / GiB:.1f}", f"{row.gpus * planned.file_bytes / GiB:,.0f}"]
+        if rate and planned.seconds and planned.mfu:
+            cells += [f"{planned.seconds:.0f}", f"{row.gpus * rate:,.0f}", f"{planned.mfu:.3f}"]
+        else:
+            cells += ["-"] * 3
+        cells += [f"{row.gpus * planned.written_bytes / 1e9:,.0f}", planned.bound_by]
+    elif row.published:
         cells += [f"{rate:,.0f}" if rate else "-", f"{row.published:,.0f}"]
         cells += [f"{rate / row.published:.2f}" if rate else "-", planned.bound_by, row.source]
     else:
@@ -222,7 +257,7 @@ def tables(rows: tuple[Row, ...], results: dict[str, Result]) -> Iterator[str]:
     for table in dict.fromkeys(row.table for row in rows):
         table_rows = [row for row in rows if row.table == table and row.key in results]
         if table_rows:
-            yield from ("", f"## {table}", "", head(table_rows[0].published is not None))
+            yield from ("", f"## {table}", "", head(table_rows[0]))
             yield from (line(row, results[row.key]) for row in table_rows)
 
 
@@ -266,7 +301,7 @@ def main() -> None:
     rows = tuple(row for row in ROWS if args.only in f"{row.table} {row.key}")
     for row in rows:
         if args.again or row.key not in results:
-            results[row.key] = result(plan(row.loaded(), row.gpu, advise=False))
+            results[row.key] = result(plan(row.loaded(), row.gpu, disk=row.disk or None, advise=False))
             print(f"planned: {row.key}", flush=True)
             fields = {key: dataclasses.asdict(x) for key, x in results.items()}
             args.results.write_text(json.dumps(fields, indent=1) + "\n")

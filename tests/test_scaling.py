@@ -54,6 +54,14 @@ def test_a_published_row_has_both_figures():
     assert scaling.line(row, FOUND).endswith("| 1,000 | 800 | 1.25 | collectives 12% | a page |")
 
 
+def test_a_row_with_files_has_the_disks_and_what_is_written():
+    row = scaling.dataclasses.replace(ROW, disk="2x7/6")
+    found = scaling.dataclasses.replace(FOUND, file_bytes=2**30, written_bytes=10**9, spent={"files": 2.0})
+    assert scaling.line(row, found).endswith(
+        "| 2x7/6 | 80.0 (does not fit) | 1.0 | 1,024 | 2 | 1,024,000 | 0.400 | 1,024 | files 80% |"
+    )
+
+
 def test_the_picture_is_small(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "x.svg"
