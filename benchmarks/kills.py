@@ -6,10 +6,10 @@ A Llama small enough for two CPU cores trains with a checkpoint every few steps 
 the first seconds after it has compiled: while it restores, computes gradients, updates layers, or writes a checkpoint.
 Every fifth kill is during the start instead. The last start is not killed.
 
-Without `-n`, one process has its master weights and optimizer state in a file (`nvme_path`); one line per kill says in
-which state the file was. With `-n`, the run has 4 virtual devices of so many processes under `surojax.launch`, at
-ZeRO-3 with its optimizer state offloaded; a random process is killed, process 0 included, and the supervisor starts all
-again. With `--elastic`, each start has fewer processes, down to one.
+Without `-n`, one process has every class of its layers in files (`nvme_path`), and the undisturbed run has all of them
+in memory; one line per kill says in which state the file of the update was. With `-n`, the run has 4 virtual devices of
+so many processes under `surojax.launch`, at ZeRO-3 with its optimizer state offloaded; a random process is killed,
+process 0 included, and the supervisor starts all again. With `--elastic`, each start has fewer processes, down to one.
 
 Exit code 1: the run did not finish, it did not report an update that was interrupted in its file, or its records in
 metrics.jsonl are not those of the undisturbed run to the bit; with `--elastic`, where sums have another order, a loss
@@ -39,6 +39,7 @@ from surojax.config.fields import Config, default_config
 from surojax.memory import layer_file
 from surojax.run import on_disk
 from surojax.run.metrics import METRICS_FILE, TIMINGS
+from surojax.verification.settings import OFFLOADS
 
 DEVICES = 4  # of all processes together
 SECONDS = 15.0  # a kill is at most this long after its moment
@@ -99,7 +100,7 @@ def is_of_a_start(kill: int) -> bool:
     return kill % 5 == 4
 
 
-# -- One process, with its state in a file -----------------------------------------------------------------------------
+# -- One process, with its layers in files -----------------------------------------------------------------------------
 
 
 def state_of(disk: Path) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def run_in_a_file(folder: Path, kills: int, rng: random.Random) -> bool:
     disk = folder / "disk"
     killed = folder / "killed"
     disk.mkdir(parents=True)
-    on_nvme = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": disk}
+    on_nvme = {**dict.fromkeys(OFFLOADS, "nvme"), "nvme_path": disk}
     expected = undisturbed(folder / "whole", [], **IN_A_FILE)
     all_sound = True
     kills_done = 0
@@ -259,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20, help="number of kills (default: %(default)s)")
     parser.add_argument(
-        "-n", type=int, default=0, choices=(0, 1, 2, 4), help="processes (default: 0, one with its state in a file)"
+        "-n", type=int, default=0, choices=(0, 1, 2, 4), help="processes (default: 0, one with its layers in files)"
     )
     parser.add_argument("--elastic", action="store_true", help="start again with fewer processes each time")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments (default: %(default)s)")

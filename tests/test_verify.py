@@ -1,6 +1,7 @@
 """The verifier: it passes what is right, fails what is not, and has a row for every setting of the table."""
 
 import functools
+import itertools
 import types
 
 import jax
@@ -137,6 +138,29 @@ def test_every_setting_of_the_table_has_a_row():
     keywords = {*placement.SETTINGS, *configs.RECOMPUTE_PARTS}
     keywords |= {"recompute_block", "microbatches_per_fetch", "sequence_chunks", "overlap_update"}
     assert keywords - {name for s in SETTINGS for name in s.changes} == set(NO_ROW)
+
+
+AXES = ("dp_replicate_size", "cp_size", "tp_size", "pp_size")
+
+
+def test_every_axis_has_a_row_with_every_kind_of_placement():
+    """What SETTINGS says of itself: a new axis needs these rows, and no row is missing for two of them."""
+    kinds = {
+        "alone": lambda changes: True,
+        "offloads": lambda changes: all(changes.get(name) for name in OFFLOADS),
+        "files": lambda changes: "nvme" in changes.values(),
+        "packed": lambda changes: changes.get("sample_packing"),
+        "adapters": lambda changes: changes.get("lora"),
+    }
+    found = {kind: set() for kind in kinds}
+    for s in SETTINGS:
+        axes = frozenset(axis for axis in AXES if s.changes.get(axis, 1) > 1)
+        for kind, is_of in kinds.items():
+            if is_of(s.changes):
+                found[kind].add(axes)
+    for kind, of_kind in found.items():
+        assert {frozenset(), *(frozenset({axis}) for axis in AXES)} <= of_kind, kind
+    assert {frozenset(two) for two in itertools.combinations(AXES, 2)} <= found["offloads"]
 
 
 def test_every_row_compares_two_different_things():

@@ -1,6 +1,6 @@
 """The file on an NVMe disk that training state is stored in: a record per layer.
 
-    <nvme_path>/layers.bin     one record per layer: all its tensors that are stored here (master weights, moments)
+    <nvme_path>/layers.bin     one record per layer: all its tensors that are stored here
     <nvme_path>/layers.json    state of the last run: {"step": n, "state": "updating" or "clean"}
     <nvme_path>/layers.lock    locked while a run uses the folder
 

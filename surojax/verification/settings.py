@@ -54,7 +54,9 @@ QLORA_FP4: dict[str, Any] = LORA | {"qlora_fp4": True}
 QLORA_OFFLOADS: dict[str, Any] = LORA_OFFLOADS | NF4
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
-# To add a setting, add a line. @n in a name: on n devices.
+# A row is there for a path through the step. Each field alone; each axis of the mesh alone, with every offload, with
+# classes in files, with packed documents and with adapters; each two axes together with every offload. Other pairs share
+# no code, and have none. To add a setting, add a line. @n in a name: on n devices.
 SETTINGS: tuple[Setting, ...] = (
     Setting("plain", {}),
     # Activations
@@ -188,7 +190,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("zero_quantized_weights=fp8_pp_2x2", FP8 | PP, 4, like="zero_level=3_pp_2x2", expect="fp8"),
     Setting("offload_quants_pp_2x2", FP8 | QUANTS | ALL | PP, 4, like="zero_quantized_weights=fp8_pp_2x2"),
-    Setting("hsdp_pp_2x2x2", HSDP | PP, 8, expect="order"),
+    Setting("hsdp_pp_2x2x2_offload_all", HSDP | PP | ALL, 8, expect="order"),
     *(Setting(f"pp_cp_{name}_2x2x2", ZERO3 | PP | method, 8, expect="order") for name, method in CP.items()),
     Setting("offload_all_pp_cp_ring_2x2x2", ZERO3 | PP | CP["ring"] | ALL, 8, like="pp_cp_ring_2x2x2"),
     Setting("sample_packing_pp_cp_ulysses_2x2x2", ZERO3 | PP | CP["ulysses"] | PACKED, 8, "sample_packing", "order"),
