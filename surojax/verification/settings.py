@@ -55,8 +55,8 @@ QLORA_OFFLOADS: dict[str, Any] = LORA_OFFLOADS | NF4
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
 # A row is there for a path through the step. Each field alone; each axis of the mesh alone, with every offload, with
-# classes in files, with packed documents and with adapters; each two axes together with every offload. Other pairs share
-# no code, and have none. To add a setting, add a line. @n in a name: on n devices.
+# classes in files, with packed documents and with adapters; each two axes together with every offload. Other pairs
+# share no code, and have none. To add a setting, add a line. @n in a name: on n devices.
 SETTINGS: tuple[Setting, ...] = (
     Setting("plain", {}),
     # Activations
