@@ -7,7 +7,8 @@ the first seconds after it has compiled: while it restores, computes gradients, 
 Every fifth kill is during the start instead. The last start is not killed.
 
 Without `-n`, one process has every class of its layers in files (`nvme_path`), and the undisturbed run has all of them
-in memory; one line per kill says in which state the file of the update was. With `-n`, the run has 4 virtual devices of
+in memory; one line per kill says in which state the file of the update was. Every other kill waits for an update; every
+third start updates under the next forward pass. With `-n`, the run has 4 virtual devices of
 so many processes under `surojax.launch`, at ZeRO-3 with its optimizer state offloaded; a random process is killed,
 process 0 included, and the supervisor starts all again. With `--elastic`, each start has fewer processes, down to one.
 
@@ -42,12 +43,12 @@ from surojax.run.metrics import METRICS_FILE, TIMINGS
 from surojax.verification.settings import OFFLOADS
 
 DEVICES = 4  # of all processes together
-SECONDS = 15.0  # a kill is at most this long after its moment
+SECONDS = 10.0  # a kill is at most this long after its moment
 STARTING, TRAINING = "a start", "the end of the compilation"  # every fifth kill is after the first one
 COMPILED = "compiled in"  # printed by a run that has compiled
 SAID = "the last run ended within the update"  # printed by a run whose predecessor was killed during an update
 # Fields of a run whose updates take long enough to be hit, and of a run whose steps are short.
-IN_A_FILE = {"model.hidden_size": 128, "model.num_hidden_layers": 6, "max_steps": 300, "save_steps": 2}
+IN_A_FILE = {"model.hidden_size": 128, "model.num_hidden_layers": 6, "max_steps": 400, "save_steps": 2}
 OF_PROCESSES = {"gpus": 0, "zero_level": 3, "offload_optimizer": True}
 
 
@@ -124,13 +125,16 @@ def lines_until(process: subprocess.Popen, text: str) -> Iterator[str]:
             return
 
 
-def killed_at(process: subprocess.Popen, after: float, *, while_starting: bool) -> tuple[str, str]:
+def killed_at(process: subprocess.Popen, after: float, *, while_starting: bool, disk: Path | None) -> tuple[str, str]:
     """Kills a process; returns (what it printed, the moment of the kill in words).
 
-    after: seconds after the end of the compilation, or after the start if `while_starting`.
+    after: seconds after the end of the compilation, or after the start if `while_starting`. disk: kill it within the
+    next update after that, as the file's marker there says.
     """
     text = "" if while_starting else "".join(lines_until(process, COMPILED))
     time.sleep(after)
+    while disk and process.poll() is None and state_of(disk)["state"] != "updating":
+        time.sleep(1e-3)
     process.kill()
     text += process.communicate()[0]
     return text, f"killed {after:3.1f} s after {'its start' if while_starting else 'compiling'}"
@@ -149,12 +153,14 @@ def run_in_a_file(folder: Path, kills: int, rng: random.Random) -> bool:
     for i in range(kills + 1):
         before = state_of(disk)
         last_written = written_at(disk)
-        process = start(killed, [], **IN_A_FILE, **on_nvme)
+        process = start(killed, [], **IN_A_FILE, **on_nvme, overlap_update=i % 3 == 2)
         if i == kills:
             text = process.communicate()[0]
             moment = "left to end"
         else:
-            text, moment = killed_at(process, rng.uniform(0, SECONDS), while_starting=is_of_a_start(i))
+            starting = is_of_a_start(i)
+            in_update = disk if i % 2 and not starting else None
+            text, moment = killed_at(process, rng.uniform(0, SECONDS), while_starting=starting, disk=in_update)
         reported = SAID in text
         newest = on_disk.find(killed / on_disk.FOLDER)
         updated = written_at(disk) != last_written

@@ -27,7 +27,7 @@ from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim, optimizers
 from surojax.optim.from_optax import MakeTransformation, from_optax
 from surojax.parallel import collectives
-from surojax.placement.home import HOST
+from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import data_parallel, pipeline_stages, shards
 from surojax.placement.param import Param
@@ -167,7 +167,7 @@ class Assembly:
             state = bytes_per_device(self.plan)
             left = plans_with * memory_bytes - state
             wanted = 0.95 * memory_bytes - state + 2 * host_temporaries
-            if self.engine.overlap_update:
+            if self.engine.overlap_update and not self.engine.table.in_files:
                 wanted += bytes_per_device(self.plan, HOST)
             limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
         return schedule | limit | copy_engine_options
@@ -204,9 +204,10 @@ def assemble(
     """
     if pipeline_stages(mesh) > 1:
         of_stage(model, pipeline_stages(mesh))  # raises
-    if overlap_update and (not table.grads.home.streamed or table.in_files or pipeline_stages(mesh) > 1):
+    only_state_in_files = table.in_files and not table.by_layer
+    if overlap_update and (table.grads.home == DEVICE or only_state_in_files or pipeline_stages(mesh) > 1):
         raise ConfigError(
-            "overlap_update: expected offload_grads, no state in files and pp_size=1 with it, got True without; "
+            "overlap_update: expected offload_grads, not only state in files, and pp_size=1 with it, got True without; "
             "leave it out"
         )
     if table.by_layer and jax.process_count() > 1:

@@ -217,6 +217,14 @@ in_files = Feature(
     "True or False",
     {"offload_optimizer": "nvme", "nvme_path": "folder"},
 )
+state_alone_in_files = Feature(
+    "only optimizer state or master weights in files",
+    ("offload_optimizer", "offload_master"),
+    lambda s, _: bool(_in_nvme(s)) and set(_in_nvme(s)) <= {"offload_optimizer", "offload_master"},
+    lambda s: f"with {_in_nvme(s)[0]}='nvme'",
+    "True or False",
+    {"offload_optimizer": "nvme", "nvme_path": "folder"},
+)
 nothing_in_files = _without(
     "with nothing offloaded to 'nvme'",
     IN_FILES,
@@ -480,9 +488,12 @@ TABLE: tuple[Refusal, ...] = (
         "whose gradients rest in host memory until the next step",
         "set it, or leave overlap_update out",
     ),
-    Refusal(optimizer_in_files, overlap, "which is not built for state in files"),
-    Refusal(master_in_files, overlap, "which is not built for state in files"),
-    *each(by_layer, overlap, "which is not built for what is in files", "set it to true or false"),
+    Refusal(
+        state_alone_in_files,
+        overlap,
+        "whose programs of one layer only gradients, residuals or weights in files make",
+        "set offload_grads='nvme', or leave overlap_update out",
+    ),
     *each(by_layer, stages, "whose stages are not built for what is in files", "set it to true or false"),
     *(
         Refusal(

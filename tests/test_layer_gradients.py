@@ -21,7 +21,7 @@ from surojax.placement.home import NVME
 from surojax.placement.layout import batch_sharding
 from surojax.planner import footprint
 from surojax.planner.traffic import BatchShape
-from surojax.step.train_step import evaluated
+from surojax.step.train_step import evaluated, up_to_date
 
 A, B, S = 3, 4, 16
 IN_MEMORY: dict[str, Any] = {"offload_weights": True, "offload_grads": True}
@@ -29,6 +29,7 @@ RESIDUALS = {"offload_residual": "nvme"}
 STEP = {"offload_grads": "nvme"} | RESIDUALS
 WEIGHTS = {"offload_weights": "nvme"}
 STATE = {"offload_master": "nvme", "offload_optimizer": "nvme"}
+LATE: dict[str, Any] = {"overlap_update": True}  # updates under the next forward pass
 # Rows that the blocks of NF4 divide.
 WITH_ADAPTERS = dataclasses.replace(
     CONFIG, hidden_size=64, intermediate_size=256, head_dim=32, lora=Lora(4, 8.0, tuple(TARGETS.values()))
@@ -51,8 +52,8 @@ def trained(devices: int, **placed) -> tuple[list, list]:
     of_steps = batches(placed.get("packed", False))
     small.compile_as_users_do(of_steps[0])
     losses = small.train(of_steps)
-    state = jax.tree.leaves((small.state.weights, small.state.history))
-    return losses, [whole(x) for x in state]
+    state = up_to_date(small.step, small.state)
+    return losses, [whole(x) for x in jax.tree.leaves((state.weights, state.history))]
 
 
 def whole(x: Any) -> np.ndarray:
@@ -75,7 +76,14 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
             (1, {}, STEP | STATE),
             (1, {}, {"offload_grads": "nvme"}),
             (1, {}, WEIGHTS),
+            (1, {}, LATE | WEIGHTS | STEP | STATE),
             (1, {"resident_layers": 1}, WEIGHTS | STEP | STATE),
+            (1, {"resident_layers": 1}, LATE | WEIGHTS | STATE),
+            (1, {"offload_optimizer": True}, LATE | RESIDUALS),
+            (1, recipe("fp8_hybrid"), LATE | STEP | STATE),
+            (4, {"zero_level": 3}, LATE | WEIGHTS | STEP | STATE),
+            (4, {"zero_level": 3, "tp_size": 2}, LATE | WEIGHTS | {"offload_optimizer": "nvme"}),
+            (4, {"optimizer": optim.adamw8bit, "zero_level": 2, "replicate": 2}, LATE | STEP | STATE),
             (4, {"zero_level": 3, "recompute_block": False}, WEIGHTS | STEP | STATE),
             (4, {"zero_level": 1, "offload_grads": False}, WEIGHTS),
             (4, {"zero_level": 3, "tp_size": 2}, WEIGHTS | STEP),

@@ -41,7 +41,7 @@ from surojax.run import checkpoint, on_disk
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.metrics import TIMINGS
 from surojax.run.restore import check_restorable, restore
-from surojax.step.file_step import FileStep
+from surojax.step.file_step import UpdatingRounds
 from surojax.step.state_plan import bytes_per_device
 from surojax.train import main
 
@@ -193,7 +193,7 @@ def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, mon
     """Counted from the begin of a layer's read to the end of its write, which waits here for the next read to begin."""
     small.train(BATCHES[:1])
     L, lock, held, order = CONFIG.num_hidden_layers, threading.Lock(), [0], []
-    begun, plain_read, plain_write = [threading.Event() for _ in range(L)], FileStep._read, FileStep._write
+    begun, plain_read, plain_write = [threading.Event() for _ in range(L)], UpdatingRounds.read, UpdatingRounds.write
 
     def read(step, l):
         with lock:
@@ -208,7 +208,7 @@ def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, mon
         with lock:
             held.append(held[-1] - 1)
 
-    monkeypatch.setattr(FileStep, "_read", read), monkeypatch.setattr(FileStep, "_write", write)
+    monkeypatch.setattr(UpdatingRounds, "read", read), monkeypatch.setattr(UpdatingRounds, "write", write)
     small.train(BATCHES[1:2])
     assert order == list(range(L)) and 2 <= max(held) <= 3 and held[-1] == 0
 

@@ -1,9 +1,9 @@
 """The time of a step with tensor classes in files, whose programs the host runs one after another (step/by_host.py).
 
-A layer takes as long as its program, as its files, or as what the host puts on the device for it, whichever takes
-longest: they overlap with those of the layers beside it. Nothing hides the first layer that a pass reads, but for the
-update's, which comes while gradients are computed, and the last one that it writes. A disk does one direction at a
-time: reading and writing at once takes as long as one after the other (docs/LOG.md, 2026-11-24).
+A pass over layers takes as long as its programs, as its files, or as what the host puts on the device for it, whichever
+takes longest: those of a layer overlap with those of the layers beside it. Nothing hides the first layer that a pass
+reads, but for the update's, which comes while gradients are computed, and the last one that it writes. A disk does one
+direction at a time: reading and writing at once takes as long as one after the other (docs/LOG.md, 2026-11-24).
 
 Not modelled: the CPU time of file access, checkpoints that are written meanwhile, and programs that are not of a layer
 while files are read.
@@ -26,6 +26,7 @@ from surojax.planner.rates import ASSUMED, DISKS, SHEET, Span
 from surojax.planner.timeline import Timeline, simulate
 from surojax.step.step_parts import Program
 
+UPDATE = "update"  # the pass whose first layer is read before it begins
 TB = 1e12
 DRIVE_TBW = 1200  # TB that the makers of 2 TB consumer drives warrant (Samsung 990 PRO, 980 PRO)
 # Disks that nobody said: at the fast end of a PCIe 4.0 drive, at the slow end what consumer drives write once their
@@ -113,29 +114,31 @@ class StepWithFiles:
         simulated = [simulate(ProgramOnGpu(x, gpu, self.mesh_shape, copies_only)) for x in self.modules]
         busy = collections.defaultdict[str, float](float)
         exposed = collections.defaultdict[tuple[str, str], float](float)
-        total = 0.0
         passes: dict[str, float] = {}
         link = gpu.pcie_bandwidth * gpu.rates.host
         gpus = math.prod(self.mesh_shape.values())
-        for part, of_program in zip(self.parts, simulated, strict=True):
-            read, written = (file_bytes(tree) / self.machines for tree in (part.reads, part.writes))
-            on_disk = self.disks.seconds(read, written, end)
-            put = file_bytes(part.put) / gpus / link
-            longest = max(of_program.seconds, on_disk, put)
-            seconds = part.times * longest
-            name = part.name or "outside loops"
-            waits = DISKS if on_disk >= put else HOST_IN
-            exposed[name, waits] += part.times * (longest - of_program.seconds)
-            ends = self.disks.seconds(0.0 if part.name == "update" else read, written, end) * (part.name not in passes)
-            exposed[name, DISKS] += ends
-            busy[DISKS] += part.times * on_disk
-            for kind, s in of_program.busy.items():
-                busy[kind] += part.times * s
-            for (_, kind), s in of_program.exposed.items():
-                exposed[name, kind] += part.times * s
-            passes[part.name] = passes.get(part.name, 0.0) + seconds + ends
-            total += seconds + ends
-        return Timeline(total, dict(busy), dict(exposed), passes, [])
+        for name in dict.fromkeys(part.name for part in self.parts):
+            label = name or "outside loops"
+            programs = on_disk = put = ends = 0.0
+            for part, of_program in zip(self.parts, simulated, strict=True):
+                if part.name != name:
+                    continue
+                read, written = (file_bytes(tree) / self.machines for tree in (part.reads, part.writes))
+                of_layer = self.disks.seconds(read, written, end)
+                programs += part.times * of_program.seconds
+                on_disk += part.times * of_layer
+                put += part.times * file_bytes(part.put) / gpus / link
+                ends = max(ends, self.disks.seconds(0.0, written, end) if name == UPDATE else of_layer)
+                for kind, s in of_program.busy.items():
+                    busy[kind] += part.times * s
+                for (_, kind), s in of_program.exposed.items():
+                    exposed[label, kind] += part.times * s
+            longest = max(programs, on_disk, put)
+            exposed[label, DISKS if on_disk >= put else HOST_IN] += longest - programs
+            exposed[label, DISKS] += ends
+            busy[DISKS] += on_disk
+            passes[name] = longest + ends
+        return Timeline(sum(passes.values()), dict(busy), dict(exposed), passes, [])
 
     def other_ends(self, gpu: Gpu) -> dict[str, list[float]]:
         """See `prediction.Simulated`: with the disks at their ends."""

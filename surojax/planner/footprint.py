@@ -177,7 +177,7 @@ def working_space(
     engine = run.engine
     in_head, in_layer, of_stages = _in_flight(run, batch, platform, segments, x_bytes)
     layer_state = max(segment.layer_state for segment in segments)
-    if engine.overlap_update:
+    if engine.overlap_update and not engine.table.in_files:
         # Layers in flight: one on its way back, one updated, one to update, one on its way to the device. The factors
         # are fitted to compiled steps of 7B on an RTX 4090 and an H200.
         update = max(int(3.5 * segment.layer_state + 0.7 * segment.saved) for segment in segments)

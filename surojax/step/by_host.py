@@ -11,19 +11,16 @@ def by_host(
     read: Callable[[int], Any],
     compute: Callable[[int, Any], Any],
     write: Callable[[int, Any], None] = lambda l, result: None,
-    *,
-    begin: Callable[[], None] = lambda: None,
 ) -> None:
     """write(l, compute(l, read(l))) for one layer after another.
 
     While layer l computes, a thread reads the next one and another writes the one before; so four layers are in host
-    memory: a prefetched one, the current one before and after, and one that is being written. begin: called when the
-    first layer is being read. What read and write raise is raised here.
+    memory: a prefetched one, the current one before and after, and one that is being written. What read and write raise
+    is raised here.
     """
     with ThreadPoolExecutor(1, "read-ahead") as reader, ThreadPoolExecutor(1, "write-behind") as writer:
         early = deque(reader.submit(read, l) for l in layers[:1])
         late: deque = deque()
-        begin()
         for i, l in enumerate(layers):
             layer = early.popleft().result()
             early.extend(reader.submit(read, following) for following in layers[i + 1 : i + 2])

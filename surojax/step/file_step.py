@@ -8,8 +8,8 @@ none of the last stage, whose padding there (step/padding.py) is zeros before an
 """
 
 import copy
-import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from surojax.step.between import in_rounds
 from surojax.step.by_host import by_host
 from surojax.step.metrics import metrics_of
 from surojax.step.state import TensorState, TrainState, from_sections, section
+from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_parts import Program, StepParts
 from surojax.step.update import as_trees
 from surojax.step.work_weights import WorkWeights
@@ -105,6 +106,24 @@ class WholeGradients:
         return self.step.program(per_device, arguments, results, donated=(0, 1, 2))
 
 
+class PendingUpdate(NamedTuple):
+    """A training state of which the outer layers are updated, and the others are still to be.
+
+    update_inputs: see `FileStep`. step: the number of the update.
+    """
+
+    state: TrainState
+    update_inputs: dict[str, Any]
+    step: int
+
+
+class ToFiles(NamedTuple):
+    """Rounds of a layer that its update left for files: of master weights and moments, and of work weights."""
+
+    state: list[jax.Array]
+    weights: list[jax.Array]
+
+
 class FileStep:
     """The step of `train_step.make_train_step` with tensor classes in files; it has several programs.
 
@@ -120,9 +139,11 @@ class FileStep:
     as work weights in memory are; `layer` are those of the round from the file, arrays `[stages, ...]`, which are
     written back; gradients: those of the layer that are not in update_inputs.
 
-    Host memory has four layers of the state from the file (`by_host`). Layer 0 is prefetched while the gradients are
-    computed. A layer's copies to and from the device do not overlap with those of the next layer; disks are slower than
-    these.
+    Host memory has four layers of the state from the file (`by_host`). A layer's copies to and from the device do not
+    overlap with those of the next layer; disks are slower than these.
+
+    With `Engine.overlap_update` a step leaves its update pending, as an `overlap.OverlappedStep` does, and the next one
+    updates each layer before its first forward pass computes it: while that computes, files are read and written.
     """
 
     def __init__(self, step: StepParts, gradients: Any):
@@ -143,65 +164,60 @@ class FileStep:
         """The part of a state, or of a plan, that belongs to the layers."""
         return section(state, self.segment.name)
 
-    def __call__(self, state: TrainState, *batch):
+    def __call__(self, state: TrainState | PendingUpdate, *batch):
         """Runs a step. Raises NvmeError if a file cannot be read or written; the state cannot be used after that."""
-        step = int(jax.device_get(state.step)) + 1
-        old = self._section(state)
-        stacks = self.state.in_memory((old.master, old.moments))
-        work = self.weights.in_memory(part_of(old.weights, old.master))
-        on_virtual_devices = jax.default_backend() == "cpu" and self.step.mesh.size > 1
-        gradients_are_there = threading.Event()
-        results: Any = None
+        late = UpdatingRounds(self, state) if isinstance(state, PendingUpdate) else None
+        if isinstance(state, PendingUpdate):
+            state = state.state
+        number = int(jax.device_get(state.step)) + 1
+        arguments = section(state, OUTER), state.step, state.history
+        layers = self._section(state)
+        if late:
+            results = self.gradients(*arguments, late, *batch)
+            layers = late.section()
+        else:
+            results = self.gradients(*arguments, layers.weights, *batch)
+        outer, steps_done, history, metrics, update_inputs = results
+        sections = {self.segment.name: layers, OUTER: outer}
+        pending = PendingUpdate(from_sections(steps_done, sections, history), update_inputs, number)
+        return pending if self.step.engine.overlap_update else self.finish(pending), metrics
 
-        def begin() -> None:
-            nonlocal results
-            try:
-                results = self.gradients(section(state, OUTER), state.step, state.history, old.weights, *batch)
-                self.store.begin_update(step)
-            finally:  # else the thread that waits to read them would never end
-                gradients_are_there.set()
-
-        def read_layer(l: int):
-            layer = self._read(l)
-            gradients_are_there.wait()
-            return layer, self.gradients.read(l)
-
-        def update(l: int, arrived):
-            nonlocal stacks
-            i = self.weights.part_of[l]
-            *_, update_inputs = results
-            arguments = work[i], stacks, *arrived, update_inputs
-            work[i], stacks, to_files, update_inputs["l"] = self.updates[i](*arguments)
-            if on_virtual_devices:  # several programs with collectives in flight can block each other
-                jax.block_until_ready(update_inputs["l"])
-            return to_files
-
-        by_host(range(self.rounds), read_layer, update, self._write, begin=begin)
-        self.store.end_update(step)
-        outer, steps_done, history, metrics, _ = results
-        master, moments = self.state.joined(stacks, self.state.files((old.master, old.moments)))
-        weights = with_part(old.weights, self.weights.joined(work))
-        sections = {self.segment.name: TensorState(weights, master, moments), OUTER: outer}
-        return from_sections(steps_done, sections, history), metrics
+    def finish(self, pending: PendingUpdate) -> TrainState:
+        """The state with its last update applied; its state is donated. Raises NvmeError."""
+        layers = UpdatingRounds(self, pending)
+        layers.over_all(layers.update, layers.write)
+        state = pending.state
+        sections = {self.segment.name: layers.section(), OUTER: section(state, OUTER)}
+        return from_sections(state.step, sections, state.history)
 
     def programs(self, *batch) -> list[Program]:
         """All programs of a step, with planned arrays as arguments."""
         early = self.state.planned_round(HOST)
-        found = [self._with_state(x, early) for x in self.gradients.programs(*self._arguments_of_gradients(batch))]
+        overlaps = self.step.engine.overlap_update
+        updates, in_flight = [], []
         for number, update in enumerate(self.updates):
             late = early, self.weights.files[number].planned_round(HOST)
             others = early, late, self.gradients.others_of_update()
             rounds = len(self.weights.layers[number])
-            program = Program(update, self._arguments(number), rounds, (), "update")
-            program = program._replace(reads=(early, self.gradients.grads_in_files()), writes=late)
-            found.append(self._with_state(program, others))
-        return found
+            name = "forward" if overlaps else "update"
+            updates.append(Program(update, self._arguments(number), rounds, others, name))
+            updates[-1] = updates[-1]._replace(reads=(early, self.gradients.grads_in_files()), writes=late)
+            in_flight.append((others, late))
+        gradients = self.gradients.programs(*self._arguments_of_gradients(batch))
+        if overlaps:  # the programs of a forward pass have an update's layers beside them, and the other way around
+            most = max(in_flight, key=bytes_per_device)
+            _, moving, sent, *_ = next(x for x in gradients if x.name == "forward").arguments
+            updates = [x._replace(others=(x.others, moving, sent)) for x in updates]
+            gradients = [x._replace(others=(x.others, most), reads=()) if x.name == "forward" else x for x in gradients]
+        else:  # the first layer is read while gradients are computed
+            gradients = [x._replace(others=(x.others, early)) for x in gradients]
+        return [self._with_state(x) for x in (*gradients, *updates)]
 
-    def _with_state(self, program: Program, others: Any) -> Program:
-        """The program with these others, and with the planned state that is no argument of it."""
+    def _with_state(self, program: Program) -> Program:
+        """The program with the planned state that is no argument of it among its others."""
         arguments = {id(x) for x in jax.tree.leaves(program.arguments)}
         state = [x for x in jax.tree.leaves(self.plan) if id(x) not in arguments]
-        return program._replace(others=(program.others, others, state))
+        return program._replace(others=(program.others, state))
 
     def lower(self, plan: TrainState, *batch) -> "FileStep":
         """The step with all programs lowered. plan: the one that the step was made from."""
@@ -228,16 +244,6 @@ class FileStep:
         """The planned arguments of `gradients`."""
         plan = self.plan
         return section(plan, OUTER), plan.step, plan.history, self._section(plan).weights, *batch
-
-    def _read(self, l: int) -> list[jax.Array]:
-        """Reads layer l of every stage from the file into pinned host memory."""
-        return self.state.read(self.state.layers_of_round(l))
-
-    def _write(self, l: int, to_files: tuple[list[jax.Array], list[jax.Array]]) -> None:
-        """Writes layer l of every stage, and its work weights, to the file."""
-        layer, weights = to_files
-        self.state.write(self.state.layers_of_round(l), layer)
-        self.weights.write(l, weights)
 
     def _update(self, number: int):
         """The jitted program of `updates` for the layers of this part of the work weights."""
@@ -268,3 +274,51 @@ class FileStep:
         stacks = self.state.in_memory(tuple(self._section(self.plan)[1:]))
         of_layer = self.state.planned_round(HOST), self.gradients.planned_grads()
         return work, stacks, *of_layer, self.gradients.update_inputs
+
+
+class UpdatingRounds:
+    """The layers of a state while the host updates one after another: a round, which is a layer of every stage.
+
+    work: the stacks in memory of each part of the work weights, up to date for the layers before.
+    """
+
+    def __init__(self, step: FileStep, pending: PendingUpdate):
+        self.step = step
+        self.number = pending.step
+        self.layers = section(pending.state, step.segment.name)  # as before the update
+        self.inputs = dict(pending.update_inputs)
+        self.stacks = step.state.in_memory((self.layers.master, self.layers.moments))
+        self.work = step.weights.in_memory(part_of(self.layers.weights, self.layers.master))
+
+    def over_all(self, compute: Callable[[int, Any], Any], write: Callable[[int, Any], None]) -> None:
+        """A pass over all layers that updates them, see `by_host`; `read` reads. Raises NvmeError."""
+        self.step.store.begin_update(self.number)
+        by_host(range(self.step.rounds), self.read, compute, write)
+        self.step.store.end_update(self.number)
+
+    def read(self, l: int) -> tuple:
+        """(state, gradients) of layer l of every stage in pinned host memory. Raises NvmeError."""
+        state = self.step.state
+        return state.read(state.layers_of_round(l)), self.step.gradients.read(l)
+
+    def update(self, l: int, arrived: tuple) -> ToFiles:
+        """Updates layer l, of which this was read."""
+        step = self.step
+        i = step.weights.part_of[l]
+        arguments = self.work[i], self.stacks, *arrived, self.inputs
+        self.work[i], self.stacks, to_files, self.inputs["l"] = step.updates[i](*arguments)
+        if jax.default_backend() == "cpu" and step.step.mesh.size > 1:
+            jax.block_until_ready(to_files)  # several programs with collectives in flight can block each other
+        return ToFiles(*to_files)
+
+    def write(self, l: int, to_files: ToFiles) -> None:
+        """Writes layer l of every stage, and its work weights, to the file. Raises NvmeError."""
+        state = self.step.state
+        state.write(state.layers_of_round(l), to_files.state)
+        self.step.weights.write(l, to_files.weights)
+
+    def section(self) -> TensorState:
+        """The layers after their update."""
+        step, old = self.step, self.layers
+        master, moments = step.state.joined(self.stacks, step.state.files((old.master, old.moments)))
+        return TensorState(with_part(old.weights, step.weights.joined(self.work)), master, moments)

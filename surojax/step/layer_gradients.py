@@ -39,6 +39,7 @@ from surojax.step.batch import Batch, recipe_inputs_of
 from surojax.step.between import OfDevices, Resting, in_round, in_rounds, of_round
 from surojax.step.by_host import by_host
 from surojax.step.engine import Gradients
+from surojax.step.file_step import UpdatingRounds
 from surojax.step.gradients import Accumulators, Sums, add, finish, outer_sums
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients, metrics_of
 from surojax.step.outer import OuterLayers
@@ -107,9 +108,11 @@ class LayerGradients:
     def __call__(self, outer: TensorState, step, history, weights, *batch):
         """(outer state, step, history, metrics, update_inputs) after a step's gradients; see `file_step.FileStep`.
 
-        outer, step, history: donated. weights: of the segment. Raises NvmeError.
+        outer, step, history: donated. weights: of the segment; or its layers, which the forward pass then updates.
+        Raises NvmeError.
         """
-        stacks = self.weights.in_memory(weights)
+        late = weights if isinstance(weights, UpdatingRounds) else None
+        stacks = late.work if late else self.weights.in_memory(weights)
         moving, sent = self.begin(outer.weights, step, history, *batch)
 
         def forward(l: int, w):
@@ -132,8 +135,22 @@ class LayerGradients:
                 jax.block_until_ready(results)  # several programs with collectives in flight can block each other
             return results
 
+        def update_and_forward(l: int, arrived):
+            assert late
+            to_files = late.update(l, arrived)
+            return to_files, forward(l, self.weights.on_device(l, to_files.weights))
+
+        def write(l: int, left) -> None:
+            assert late
+            to_files, saved = left
+            late.write(l, to_files)
+            self.residuals.write(l, saved)
+
         layers = range(len(self.kinds))
-        by_host(layers, self.weights.read, forward, self.residuals.write)
+        if late:
+            late.over_all(update_and_forward, write)
+        else:
+            by_host(layers, self.weights.read, forward, self.residuals.write)
         moving, sent, summed = done(self.head(outer.weights, moving, sent, *batch))
         by_host(layers[::-1], lambda l: (self.weights.read(l), self.residuals.read(l)), backward, self.grads.write)
         return done(self.finish(outer, step, history, moving, sent, summed, *batch))

@@ -14,7 +14,7 @@ from surojax.optim.optimizer import Optimizer
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.table import Mesh
 from surojax.step import engine as whole_model, pipeline
-from surojax.step.file_step import FileStep, WholeGradients
+from surojax.step.file_step import FileStep, PendingUpdate, WholeGradients
 from surojax.step.layer_evaluation import LayerEvaluation
 from surojax.step.layer_gradients import NO_FILES, Files, LayerGradients
 from surojax.step.metrics import metrics_of
@@ -79,9 +79,9 @@ def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh:
     return parts.program(per_device, (plan.weights, plan.history, plan.step), results)
 
 
-def up_to_date(step: Any, state: TrainState | Pending) -> TrainState:
+def up_to_date(step: Any, state: TrainState | Pending | PendingUpdate) -> TrainState:
     """The state that a step returned, with all updates applied. step: the compiled step, to which it is donated."""
-    return step.finish(state) if isinstance(state, Pending) else state
+    return state if isinstance(state, TrainState) else step.finish(state)
 
 
 def evaluated(step: Any, weights: Any, batches: Iterable[tuple]) -> Iterator[tuple]:

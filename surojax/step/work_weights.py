@@ -46,8 +46,11 @@ class WorkWeights:
     def read(self, l: int) -> list[jax.Array]:
         """Layer l from files, a round of each stack, on its way to device memory. Raises NvmeError."""
         number = self.part_of[l]
-        rounds = self.files[number].read([l - self.layers[number].start])
-        return jax.device_put(rounds, [file.round_sharding(DEVICE) for file in self.files[number].stacks])
+        return self.on_device(l, self.files[number].read([l - self.layers[number].start]))
+
+    def on_device(self, l: int, rounds: list[jax.Array]) -> list[jax.Array]:
+        """Rounds of layer l, on their way to device memory."""
+        return jax.device_put(rounds, [file.round_sharding(DEVICE) for file in self.files[self.part_of[l]].stacks])
 
     def write(self, l: int, rounds: list[jax.Array]) -> None:
         """Writes what `replaced` has returned of layer l to files. Raises NvmeError."""
