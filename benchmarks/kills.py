@@ -8,9 +8,9 @@ Every fifth kill is during the start instead. The last start is not killed.
 
 Without `-n`, one process has every class of its layers in files (`nvme_path`), and the undisturbed run has all of them
 in memory; one line per kill says in which state the file of the update was. Every other kill waits for an update; every
-third start updates under the next forward pass. With `-n`, the run has 4 virtual devices of
-so many processes under `surojax.launch`, at ZeRO-3 with its optimizer state offloaded; a random process is killed,
-process 0 included, and the supervisor starts all again. With `--elastic`, each start has fewer processes, down to one.
+third start updates under the next forward pass. With `-n`, the run has 4 virtual devices of so many processes under
+`surojax.launch`, at ZeRO-3 with its optimizer state offloaded; a random process is killed, process 0 included, and the
+supervisor starts all again. With `--elastic`, each start has fewer processes, down to one.
 
 Exit code 1: the run did not finish, it did not report an update that was interrupted in its file, or its records in
 metrics.jsonl are not those of the undisturbed run to the bit; with `--elastic`, where sums have another order, a loss

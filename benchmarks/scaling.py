@@ -27,7 +27,7 @@ RESULTS = ROOT / "docs" / "scaling.json"
 CONFIGS = {"7B": "llama7b", "8B": "llama8b_long", "32B": "qwen32b", "70B": "llama70b", "405B": "llama405b"}
 CLASSES = ("residual", "optimizer", "master", "grads", "weights")
 ALL = " ".join(f"offload_{x}" for x in CLASSES)
-ALL_IN_FILES = " ".join(f"offload_{x}=nvme" for x in CLASSES) + " nvme_path=FOLDER"
+ALL_IN_FILES = " ".join(f"offload_{x}=nvme" for x in CLASSES) + " nvme_path=FOLDER overlap_update"
 SHARDED = "zero_level=3 shard_outer"
 BOUND = 0.1  # of a step: what takes less time than this does not bind it
 

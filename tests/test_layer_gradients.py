@@ -19,8 +19,9 @@ from surojax.numerics.recipes import Precision
 from surojax.optim import normuon as muon, optimizer as optim
 from surojax.placement.home import NVME
 from surojax.placement.layout import batch_sharding
-from surojax.planner import footprint
+from surojax.planner import file_time, footprint
 from surojax.planner.traffic import BatchShape
+from surojax.step.state_plan import bytes_per_device
 from surojax.step.train_step import evaluated, up_to_date
 
 A, B, S = 3, 4, 16
@@ -158,6 +159,34 @@ def test_room_is_reserved_for_every_class(tmp_path):
 
 def with_all_microbatches(engine):
     return dataclasses.replace(engine, microbatches_per_fetch=A)
+
+
+@pytest.mark.parametrize("late", [{}, LATE], ids=["update", "late"])
+def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late):
+    """Weights twice, gradients, residuals and state once; weights once if the forward pass makes them."""
+    small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | WEIGHTS | STEP | STATE | late))
+    small.train(batches()[:1])
+    moved = [0, 0]
+    read, write = Store.read, Store.write
+
+    def count_read(store, *where):
+        array = read(store, *where)
+        moved[0] += array.nbytes
+        return array
+
+    def count_write(store, l, offset, array):
+        moved[1] += array.nbytes
+        write(store, l, offset, array)
+
+    monkeypatch.setattr(Store, "read", count_read), monkeypatch.setattr(Store, "write", count_write)
+    small.train(batches()[1:2])
+    shape = jax.ShapeDtypeStruct((A, B, S), np.int32, sharding=batch_sharding(small.mesh))
+    assert tuple(moved) == file_time.moved(small.step.programs(shape, shape))
+    plan = small.plan
+    classes = (plan.weights["blocks"], plan.master["blocks"], plan.moments["blocks"])
+    weights, *state = (bytes_per_device(tree, NVME) for tree in classes)
+    others = sum(bytes_per_device(tree, NVME) for tree in small.run.files)
+    assert tuple(moved) == ((1 if late else 2) * weights + sum(state) + others, weights + sum(state) + others)
 
 
 def test_a_disk_that_fails_ends_the_step(tmp_path, monkeypatch):

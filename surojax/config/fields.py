@@ -302,7 +302,7 @@ class ExecutionSettings:
     recompute_att: bool = False
     # microbatches that each fetch of a layer serves; divides gradient_accumulation_steps
     microbatches_per_fetch: int = declare(1, AT_LEAST_1)
-    # update a layer under the next step's first forward pass; for state in host memory
+    # update a layer under the next step's first forward pass; for state in host memory or files
     overlap_update: bool = False
     # chunks of the sequence that a block computes one after another, exactly; for long sequences
     sequence_chunks: int = declare(1, AT_LEAST_1)

@@ -14,7 +14,7 @@ begins: it writes the new sums over the pending gradients.
 
 `OverlappedStep.finish` applies what is pending without a forward pass. Whoever reads the state needs it before:
 evaluation, checkpoints, the end. No arithmetic differs from that of a step with its update, so results are the same to
-the bit.
+the bit. Layers in files have the same by programs of one layer: file_step.py.
 """
 
 import copy
