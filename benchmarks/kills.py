@@ -48,7 +48,7 @@ STARTING, TRAINING = "a start", "the end of the compilation"  # every fifth kill
 COMPILED = "compiled in"  # printed by a run that has compiled
 SAID = "the last run ended within the update"  # printed by a run whose predecessor was killed during an update
 # Fields of a run whose updates take long enough to be hit, and of a run whose steps are short.
-IN_A_FILE = {"model.hidden_size": 128, "model.num_hidden_layers": 6, "max_steps": 400, "save_steps": 2}
+IN_A_FILE = {"model.hidden_size": 128, "model.num_hidden_layers": 6, "max_steps": 500, "save_steps": 2}
 OF_PROCESSES = {"gpus": 0, "zero_level": 3, "offload_optimizer": True}
 
 
