@@ -480,10 +480,12 @@ def test_one_run_at_a_time(tmp_path):
 
 def test_slow_disks(tmp_path):
     one = store(tmp_path)
-    assert nvme.describe(one, 2 * one.bytes / 0.5).startswith("nvme: ")  # half a second, at however few bytes/s
-    assert nvme.describe(one, 2 * one.bytes / 20).startswith("warning: slow disk, nvme: ")
+    both = functools.partial(nvme.describe, one)
+    assert both(one.bytes / 0.25, one.bytes / 0.25).startswith("nvme: ")  # half a second, at however few bytes/s
+    assert both(one.bytes / 15, one.bytes / 5).startswith("warning: slow disk, nvme: ")
+    assert both(one.bytes / 15, one.bytes / 5).count("20.0 s of reads and writes a step") == 1
     with pytest.raises(ConfigError, match=r"expected a disk that is fast enough, got .* 2\.0 hours a step; choose"):
-        nvme.describe(one, 2 * one.bytes / 7200)
+        both(one.bytes / 3600, one.bytes / 3600)
 
 
 def test_train_says_it_in_one_line_before_anything_is_written(tmp_path, monkeypatch):

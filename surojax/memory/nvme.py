@@ -67,25 +67,26 @@ def claim(store: Store) -> Iterator[str]:
     if jax.process_count() > 1:  # none takes room on a disk that they share before all have measured what is free
         multihost_utils.sync_global_devices("surojax: room for nvme_path is measured")
     with locked(store.folder / LOCK, "nvme_path"), contextlib.closing(store):
-        yield describe(store, write_rate(store))
+        yield describe(store, write_rate(store), read_rate(store))
 
 
-def describe(store: Store, rate: float) -> str:
-    """A line that says how long a step reads and writes at `rate` bytes/s. Raises ConfigError if that is over an hour.
+def describe(store: Store, writes: float, reads: float) -> str:
+    """A line that says how long a step reads and writes at so many bytes/s. Raises ConfigError if that is over an hour.
 
     Each class is read and written once a step, but for weights: they are read twice, and not written if frozen.
     """
-    seconds = 2 * store.bytes / rate
-    text = f"nvme: {gib(store.bytes)} in {store.folder}, written at {rate / MiB:,.0f} MiB/s"
+    seconds = store.bytes / writes + store.bytes / reads
+    rates = f"read at {reads / MiB:,.0f} MiB/s, written at {writes / MiB:,.0f}"
+    text = f"nvme: {gib(store.bytes)} in {store.folder}, {rates}"
     if seconds > UNUSABLE_S:
         raise ConfigError(
-            f"nvme_path: expected a disk that is fast enough, got {rate / MiB:,.1f} MiB/s in {store.folder}, where a "
-            f"step reads and writes {gib(store.bytes)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
+            f"nvme_path: expected a disk that is fast enough, got one {rates} in {store.folder}, where a step reads "
+            f"and writes {gib(store.bytes)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
         )
     text += f": {seconds:,.1f} s of reads and writes a step"
     if not store.is_direct:
         text += ", through the page cache: this file system refuses direct access"
-    slow = rate < SLOW_MIB_S * MiB and seconds > 1
+    slow = min(writes, reads) < SLOW_MIB_S * MiB and seconds > 1
     return f"warning: slow disk, {text}; gradient_accumulation_steps makes them rarer" if slow else text
 
 
@@ -95,10 +96,12 @@ def write_rate(store: Store) -> float:
 
     def write(at: int, size: int) -> None:
         store.write(next(iter(store.records)), at, data[:size])
+
+    def settle() -> None:
         with store.explained("write"):
             os.fdatasync(store.fd)
 
-    return _rate(store, write)
+    return _rate(store, write, settle)
 
 
 def read_rate(store: Store) -> float:
@@ -106,12 +109,13 @@ def read_rate(store: Store) -> float:
     return _rate(store, lambda at, size: store.read(next(iter(store.records)), at, (size,), np.dtype(np.uint8)))
 
 
-def _rate(store: Store, moves: Callable[[int, int], object]) -> float:
-    """Bytes per second of moves(offset, bytes) over the start of the file."""
+def _rate(store: Store, moves: Callable[[int, int], object], end: Callable[[], None] = lambda: None) -> float:
+    """Bytes per second of moves(offset, bytes) over the start of the file, and of the end."""
     done = 0
     start = time.perf_counter()
     while done < min(MEASURED, store.bytes) and time.perf_counter() - start < MEASURED_S:
         size = min(CHUNK, store.bytes - done)
         moves(done, size)
         done += size
+    end()
     return done / (time.perf_counter() - start)
