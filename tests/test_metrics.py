@@ -81,7 +81,7 @@ def test_a_line_every_log_steps_and_a_record_every_step(tmp_path):
     with open_log(tmp_path, console=console, total_steps=133, log_steps=10, first_step=0) as log:
         log_steps(log, 1, 133)
     assert steps_said(console) == [1, *range(10, 131, 10), 133]  # a cell of a notebook: 15 outputs
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 133
+    assert len(read_metrics(str(tmp_path / "metrics.jsonl"))) == 133
     lines = default_config().max_steps, default_config().log_steps
     assert lines == (0, 10)  # 100,000 steps print 10,001 lines of 100 characters: 1 MB
 

@@ -299,13 +299,13 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 709 else math.inf if not math.isnan(loss) else loss
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Returns the records of a `metrics.jsonl`, oldest first. An incomplete last line, left by a kill, is skipped.
 
     Raises:
       ConfigError: another line is not a record.
     """
-    return [record for record, _ in _parse(path)]
+    return [record for record, _ in _parse(Path(path))]
 
 
 def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
