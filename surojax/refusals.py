@@ -457,6 +457,12 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(quantised_gathers, fp8, "whose weights travel in fp8 anyway", OUT),
     Refusal(persistent, skips_in_fp8, "since those layers need their 16-bit weights"),
+    Refusal(
+        is_above("early_stopping_patience", 0),
+        is_one_of("eval_steps", 0, instead="the steps between evaluations"),
+        "which evaluates at the end only",
+        "set eval_steps, or leave it out",
+    ),
     # Schedule of the learning rate
     Refusal(is_set("warmup_ratio", 0.1), is_set("warmup_steps", 10), "", "set only one of them"),
     Refusal(

@@ -45,7 +45,7 @@ from surojax.placement.mesh import expect_no_cuda_without_driver, own_device
 from surojax.planner import prediction, products, seen
 from surojax.planner.check_fit import compare, peak_bytes
 from surojax.run import on_disk, trackers
-from surojax.run.callbacks import Callback, Callbacks
+from surojax.run.callbacks import Callback, Callbacks, EarlyStopping
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.console import say
 from surojax.run.guard import Guard
@@ -56,7 +56,7 @@ from surojax.run.shared import check_shared, is_first
 from surojax.run.stop import ABORTED, EarlyStop, StopSignal, ended_at_once
 from surojax.step.objective import Objective
 from surojax.step.state import TrainState
-from surojax.training.evaluation import evaluation_summary
+from surojax.training.evaluation import early_stopping, evaluation_summary
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
 from surojax.training.report import budget, describe, peak_flops, predict, sample, write_page
@@ -66,6 +66,7 @@ from surojax.training.start import Start, find_start
 from surojax.training.state import first_state, restored, write_adapter
 
 COMMAND = ["python", "-m", "surojax.train"]
+GOES_ON = "early_stopping_patience=0 goes on"
 
 
 class Result(NamedTuple):
@@ -74,7 +75,8 @@ class Result(NamedTuple):
     state: TrainState
     history: list[dict[str, Any]]  # the records of metrics.jsonl that this call wrote
     checkpoint: Path | None  # the newest checkpoint
-    finished: bool  # False if SIGTERM, Ctrl-C or the time limit stopped the run
+    finished: bool  # False if SIGTERM, Ctrl-C, the time limit or a callback stopped the run
+    stopped_by: str = ""  # why the run ended before its last step; early_stopping_patience finishes it
 
 
 def train(
@@ -137,8 +139,9 @@ def train(
             say(of_disk)
         settings = c.to_dict() | start.meta | start.identity
         check_shared(setup.output_dir, json.dumps(settings, sort_keys=True, default=str))
-        if start.resume and start.first_step >= start.total_steps:
-            return nothing_left(c, run, setup, start)
+        patience = early_stopping(c, setup.output_dir, start)
+        if start.resume and (start.first_step >= start.total_steps or patience.is_over):
+            return nothing_left(c, run, setup, start, patience)
         claim_output_dir(c, setup, start, until_end)
         tracked = trackers.Trackers()
         if is_first():
@@ -185,7 +188,8 @@ def train(
             say(line)
         fine_tunes = setup.initial is not None and not start.resume  # evaluated first: what it starts from
         with StopSignal(until, setup.output_dir) as stop:
-            outputs = Outputs(checkpoints, log, Callbacks(guarded(callbacks), start.total_steps), stop)
+            told = (patience, *guarded(callbacks))
+            outputs = Outputs(checkpoints, log, Callbacks(told, start.total_steps), stop)
             # The state is moved into the loop: what a step replaces is not kept here.
             done = loop(
                 c, start, programs, outputs, batches, states.pop(), evaluates_first=fine_tunes, layers=run.layers
@@ -193,7 +197,10 @@ def train(
             checkpoints.wait()
 
         # -- Finish ---------------------------------------------------------------------------------------------------
-        finished = done.step == start.total_steps
+        finished = not done.stopped_by or patience.is_over
+        if done.stopped_by:
+            further = GOES_ON if patience.is_over else "start again to continue"
+            say(f"stopped by {done.stopped_by} after step {done.step} of {start.total_steps}; {further}")
         if finished and c.sample_tokens and jax.process_count() > 1:
             say("no text is sampled with several processes: python -m surojax.generate does it from the checkpoint")
         elif finished and c.sample_tokens and run.engine.table.weights.home.in_file:
@@ -214,7 +221,7 @@ def train(
         say(f"checkpoint: {checkpoints.last}")
         if c.lora:
             say(f"adapter: {write_adapter(c, run, done.state.master, start.identity.get('base', ''))}")
-        return Result(done.state, done.history, checkpoints.last, finished)
+        return Result(done.state, done.history, checkpoints.last, finished, done.stopped_by)
 
 
 def guarded(callbacks: Sequence[Callback]) -> Sequence[Callback]:
@@ -222,15 +229,17 @@ def guarded(callbacks: Sequence[Callback]) -> Sequence[Callback]:
     return callbacks if any(isinstance(callback, Guard) for callback in callbacks) else (*callbacks, Guard())
 
 
-def nothing_left(c: Config, run: Assembly, setup: Setup, start: Start) -> Result:
-    """The result of a run whose checkpoint is at its last step already."""
+def nothing_left(c: Config, run: Assembly, setup: Setup, start: Start, patience: EarlyStopping) -> Result:
+    """The result of a run whose checkpoint is at its last step already, or whose evaluations did not improve."""
     assert start.resume
     reached = f"{start.resume} is at step {start.first_step} of {start.total_steps}"
-    say(f"nothing left to train: {reached}; raise max_steps to go on")
+    is_at_end = start.first_step >= start.total_steps
+    why = "raise max_steps to go on" if is_at_end else f"{patience.reason}; {GOES_ON}"
+    say(f"nothing left to train: {reached}; {why}")
     state = restored(c, run, start.resume, setup.initial)
     if c.lora:
         say(f"adapter: {write_adapter(c, run, state.master, start.identity.get('base', ''))}")
-    return Result(state, [], start.resume, True)
+    return Result(state, [], start.resume, True, "" if is_at_end else patience.reason)
 
 
 def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextlib.ExitStack) -> None:
@@ -338,7 +347,11 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
         sys.exit(ABORTED)
     say(f"sample: python -m surojax.generate --checkpoint {shlex.quote(str(c.output_dir))} --prompt TEXT")
     elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
-    longer = going_on(again, c, int(result.state.step)) if result.finished else again
+    longer = again
+    if result.finished and result.stopped_by:
+        longer = [*without_field(again, "early_stopping_patience"), "--config.early_stopping_patience=0"]
+    elif result.finished:
+        longer = going_on(again, c, int(result.state.step))
     say(f"resume: {shlex.join(longer)}{elsewhere}")
     if not result.finished:
         sys.exit(STOPPED)

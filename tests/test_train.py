@@ -309,6 +309,22 @@ def test_a_run_whose_time_is_up_saves_and_stops(config, tmp_path, capsys):
 
 
 @pytest.mark.full
+def test_evaluations_that_no_longer_improve_finish_a_run(config, tmp_path, capsys):
+    """Without learning all are alike. A start that was killed counts, a further one has nothing left; 0 goes on."""
+    changed(config, learning_rate=1e-12, weight_decay=0.0, eval_steps=1, early_stopping_patience=4, sample_tokens=0)
+    assert not train(changed(config, max_steps=12), max_minutes=0).finished
+    result = train(config)
+    of_eval = [(record["step"], record["loss"]) for record in records(tmp_path / "run") if record["log"] == "eval"]
+    assert result.finished and int(result.state.step) == 5 and [step for step, _ in of_eval] == [1, 2, 3, 4, 5]
+    assert result.stopped_by == f"early stopping (no evaluation below {of_eval[0][1]:.4f} in the last 4)"
+    assert f"stopped by {result.stopped_by} after step 5 of 12; early_stopping_patience=0" in capsys.readouterr().out
+    again = train(config)
+    assert again.finished and (again.history, again.stopped_by) == ([], result.stopped_by)
+    assert f"nothing left to train: {result.checkpoint} is at step 5 of 12; early stopping" in capsys.readouterr().out
+    assert int(train(changed(config, early_stopping_patience=0)).state.step) == 12
+
+
+@pytest.mark.full
 def test_updates_under_the_next_step_leave_the_same_run(whole, config, tmp_path, monkeypatch):
     """Evaluated in the middle, stopped, continued and ended: losses, evaluations, checkpoints and weights of a run in
     which every step ends with its update."""

@@ -68,6 +68,8 @@ class RunSettings:
     num_epochs: int = declare(1, AT_LEAST_1)
     # steps between evaluations; 0 = only at the end; with model_path there is one before step 1 too
     eval_steps: int = declare(100, AT_LEAST_0)
+    # evaluations in a row without a lower loss, of the first data set that is evaluated, that end a run; 0 = none do
+    early_stopping_patience: int = declare(0, AT_LEAST_0)
     # largest number of batches in an evaluation, spread over the held-out text
     eval_batches: int = declare(20, AT_LEAST_1)
     # steps between checkpoints; 0 = write one only at the end

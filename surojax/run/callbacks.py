@@ -66,11 +66,11 @@ class Callbacks:
 class EarlyStopping:
     """Stops a run whose evaluations no longer improve.
 
-    patience: evaluations in a row without a loss below the best by min_change nats. name: of the validation dataset;
-    "": held-out data.
+    patience: evaluations in a row without a loss below the best by min_change nats; math.inf: any number. name: of the
+    validation dataset; "": held-out data.
     """
 
-    def __init__(self, patience: int, *, min_change: float = 0.0, name: str = ""):
+    def __init__(self, patience: float, *, min_change: float = 0.0, name: str = ""):
         self.patience = patience
         self.min_change = min_change
         self.name = name
@@ -78,11 +78,23 @@ class EarlyStopping:
         self.waited = 0
 
     def __call__(self, event: Event) -> None:
-        if event.kind != "eval" or event.name != self.name:
-            return
-        loss = event.metrics["loss"]
+        if event.kind == "eval" and event.name == self.name:
+            self.see(event.metrics["loss"])
+            if self.is_over:
+                event.stop(self.reason)
+
+    def see(self, loss: float) -> None:
+        """Counts the loss of an evaluation."""
         improved = loss < self.best - self.min_change
         self.waited = 0 if improved else self.waited + 1
         self.best = loss if improved else self.best
-        if self.waited >= self.patience:
-            event.stop(f"early stopping (no evaluation below {self.best:.4f} in the last {self.waited})")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run should end."""
+        return self.waited >= self.patience
+
+    @property
+    def reason(self) -> str:
+        """Why it should, in words."""
+        return f"early stopping (no evaluation below {self.best:.4f} in the last {self.waited})"

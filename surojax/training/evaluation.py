@@ -15,8 +15,10 @@ from surojax.data import run_data as data
 from surojax.parallel.feed import from_host
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel
+from surojax.run.callbacks import EarlyStopping
 from surojax.run.metrics import METRICS_FILE, perplexity, read_metrics
 from surojax.step import train_step
+from surojax.training.start import Start
 
 
 class Evaluation:
@@ -46,6 +48,17 @@ class Evaluation:
         bits = None if per_label is None else loss / math.log(2) / per_label
         duration_s = time.perf_counter() - start
         return {"name": one.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s}
+
+
+def early_stopping(c: Config, output_dir: Path, start: Start) -> EarlyStopping:
+    """What ends a run whose evaluations no longer improve: of the first data set, those of earlier starts too."""
+    name = next((one.name for one in start.found.evaluated), "")
+    found = EarlyStopping(c.early_stopping_patience or math.inf, name=name)
+    file = output_dir / METRICS_FILE
+    for record in read_metrics(file) if start.resume and file.exists() else ():
+        if record["log"] == "eval" and record.get("name", "") == name and record["step"] <= start.first_step:
+            found.see(math.nan if record["loss"] is None else record["loss"])
+    return found
 
 
 def evaluation_summary(output_dir: Path) -> str:

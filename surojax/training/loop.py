@@ -10,7 +10,6 @@ import numpy as np
 from surojax.config.fields import Config
 from surojax.run.callbacks import Callbacks
 from surojax.run.checkpoint import Checkpoints
-from surojax.run.console import say
 from surojax.run.metrics import DeferredMetrics, FinishedStep, MetricsLog
 from surojax.run.nonfinite import check_finite
 from surojax.run.stop import StopSignal
@@ -30,11 +29,13 @@ class Outputs(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The result of the loop. step: the last one. history: its records in metrics.jsonl."""
+    """The result of the loop. step: the last one. history: its records in metrics.jsonl. stopped_by: why it is not the
+    run's last one, or ""."""
 
     state: TrainState
     step: int
     history: list[dict[str, Any]]
+    stopped_by: str
 
 
 def loop(
@@ -110,6 +111,4 @@ def loop(
         if stopping:
             break
     log.keep_status()
-    if step < start.total_steps:
-        say(f"stopped by {stopping} after step {step} of {start.total_steps}; start again to continue")
-    return Done(state, step, history)
+    return Done(state, step, history, stopping if step < start.total_steps else "")
