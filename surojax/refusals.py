@@ -217,13 +217,13 @@ in_files = Feature(
     "True or False",
     {"offload_optimizer": "nvme", "nvme_path": "folder"},
 )
-state_alone_in_files = Feature(
-    "only optimizer state or master weights in files",
-    ("offload_optimizer", "offload_master"),
-    lambda s, _: bool(_in_nvme(s)) and set(_in_nvme(s)) <= {"offload_optimizer", "offload_master"},
-    lambda s: f"with {_in_nvme(s)[0]}='nvme'",
-    "True or False",
-    {"offload_optimizer": "nvme", "nvme_path": "folder"},
+overlap_of_whole_step = Feature(
+    "overlap_update=True with no gradients, residuals or weights in files",
+    ("overlap_update", "offload_grads", "offload_residual", "offload_weights"),
+    lambda s, _: s["overlap_update"] and set(_in_nvme(s)) <= {"offload_optimizer", "offload_master"},
+    _clause("overlap_update"),
+    "False",
+    overlap.example,
 )
 nothing_in_files = _without(
     "with nothing offloaded to 'nvme'",
@@ -494,10 +494,10 @@ TABLE: tuple[Refusal, ...] = (
         "whose gradients rest in host memory until the next step",
         "set it, or leave overlap_update out",
     ),
-    Refusal(
-        state_alone_in_files,
-        overlap,
-        "whose programs of one layer only gradients, residuals or weights in files make",
+    *each(
+        (optimizer_in_files, master_in_files),
+        overlap_of_whole_step,
+        "which is built for state in files if gradients, residuals or weights are there too",
         "set offload_grads='nvme', or leave overlap_update out",
     ),
     *each(by_layer, stages, "whose stages are not built for what is in files", "set it to true or false"),

@@ -451,7 +451,7 @@ def test_room_is_taken_before_the_first_step(tmp_path, monkeypatch):
         patch.setattr(os, "posix_fallocate", full)
         nvme.claim(store(tmp_path)).__enter__()
     with nvme.claim(one := store(tmp_path)) as line:
-        assert line.startswith(f"nvme: {layer_file.gib(one.bytes)} in {tmp_path}, written at ")
+        assert line.startswith(f"nvme: {layer_file.gib(one.bytes)} in {tmp_path}, read at ")
         file = os.stat(tmp_path / layer_file.FILE)
         assert file.st_size == one.bytes and file.st_blocks * 512 >= one.bytes
 
