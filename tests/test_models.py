@@ -370,6 +370,18 @@ def test_segments_train_alike_under_every_placement(tmp_path):
         Small(model=toy(), offload_optimizer="nvme", nvme_path=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "devices, placed", quick_at([(1, {"offload_weights": True}), (4, {"zero_level": 3, "offload_weights": "nvme"})], 0)
+)
+def test_programs_of_one_layer_have_auxiliary_losses(tmp_path, devices, placed):
+    """The wide layers alone, whose residuals rest in files: losses and norms of the step that is one program."""
+    wide = dataclasses.replace(toy(), segments=(dataclasses.replace(toy().segments[1], start=0),))
+    of_steps = [tokens(3, 8, 16, seed=i) for i in range(2)]
+    in_memory = Small(devices, model=wide, microbatches_per_fetch=3, **placed | {"offload_weights": True})
+    in_files = Small(devices, model=wide, batch=(3, 8, 16), offload_residual="nvme", nvme_path=str(tmp_path), **placed)
+    assert in_files.train(of_steps) == in_memory.train(of_steps)
+
+
 def test_segments_are_sampled_from():
     """The caches of both segments come back, whatever the layers do with them."""
     model = toy()
