@@ -57,7 +57,8 @@ def page(p: Plan, command: str, trace: dict[str, Any] | None = None) -> str:
 def facts(p: Plan) -> list[tuple[str, str, str]]:
     """(name, value, note) of what is read first."""
     found = [("device memory", gib(p.device_bytes), f"of {gib(p.device_limit_bytes)} on each GPU")]
-    found.append(("host memory", gib(p.gpus_per_node * p.host_bytes), f"of a machine, {p.gpus_per_node} GPU{'s'[: p.gpus_per_node != 1]}"))
+    gpus = f"of a machine, {p.gpus_per_node} GPU{'s'[: p.gpus_per_node != 1]}"
+    found.append(("host memory", gib(p.gpus_per_node * p.host_bytes), gpus))
     if p.nvme_bytes:
         found.append(("files", gib(p.nvme_bytes), "per GPU"))
     if p.predicted_step_s is None or p.predicted_range_s is None:
