@@ -129,7 +129,8 @@ class FileStep:
 
     gradients: (outer state, step, history, block weights, *batch) -> (outer state, step, history, metrics,
     update_inputs). It computes the gradients of all layers and updates the outer layers: `WholeGradients` by one
-    program, `LayerGradients` by programs of a layer. batch: see `Engine.batch_arrays`.
+    program; `LayerGradients` by programs of a layer, and it takes `UpdatingRounds` in place of block weights, too.
+    batch: see `Engine.batch_arrays`.
 
     update_inputs: {"grads", "scalars", "l"}, the inputs that the update of each layer needs; l starts at 0.
 
@@ -166,19 +167,15 @@ class FileStep:
 
     def __call__(self, state: TrainState | PendingUpdate, *batch):
         """Runs a step. Raises NvmeError if a file cannot be read or written; the state cannot be used after that."""
-        late = UpdatingRounds(self, state) if isinstance(state, PendingUpdate) else None
+        late = None
         if isinstance(state, PendingUpdate):
+            late = UpdatingRounds(self, state)
             state = state.state
         number = int(jax.device_get(state.step)) + 1
-        arguments = section(state, OUTER), state.step, state.history
         layers = self._section(state)
-        if late:
-            results = self.gradients(*arguments, late, *batch)
-            layers = late.section()
-        else:
-            results = self.gradients(*arguments, layers.weights, *batch)
+        results = self.gradients(section(state, OUTER), state.step, state.history, late or layers.weights, *batch)
         outer, steps_done, history, metrics, update_inputs = results
-        sections = {self.segment.name: layers, OUTER: outer}
+        sections = {self.segment.name: late.section() if late else layers, OUTER: outer}
         pending = PendingUpdate(from_sections(steps_done, sections, history), update_inputs, number)
         return pending if self.step.engine.overlap_update else self.finish(pending), metrics
 
@@ -199,9 +196,9 @@ class FileStep:
             late = early, self.weights.files[number].planned_round(HOST)
             others = early, late, self.gradients.others_of_update()
             rounds = len(self.weights.layers[number])
+            reads = early, self.gradients.grads_in_files()
             name = "forward" if overlaps else "update"
-            updates.append(Program(update, self._arguments(number), rounds, others, name))
-            updates[-1] = updates[-1]._replace(reads=(early, self.gradients.grads_in_files()), writes=late)
+            updates.append(Program(update, self._arguments(number), rounds, others, name, reads, late))
             in_flight.append((others, late))
         gradients = self.gradients.programs(*self._arguments_of_gradients(batch))
         if overlaps:  # the programs of a forward pass have an update's layers beside them, and the other way around

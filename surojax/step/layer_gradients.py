@@ -12,6 +12,7 @@ between the two they rest where the placement table says, in files too.
 It is the step of engine.py with all microbatches in one group, in the same order, and equal to it to the bit. Weights
 are fetched twice a step, and no accumulators are read. The activations of all microbatches are in device memory.
 Weights that rest in files come to the device a layer early; those in host memory are copied when their layer begins.
+With `Engine.overlap_update` the forward pass has w = update(l) of the step before in place of fetch(l).
 
 Shape suffixes: A microbatches, B local batch, S sequence (or its part, see outer.py), D hidden size.
 """
