@@ -26,10 +26,11 @@ from surojax import default_config, read_metrics
 from surojax.assembly import from_config
 from surojax.config import checks, flags
 from surojax.errors import CheckpointError, ConfigError
-from surojax.memory import layer_file, nvme
+from surojax.memory import layer_file, nvme, striped
 from surojax.memory.aligned import ALIGN, Buffers
 from surojax.memory.in_file import InFile, only_layer, own_layers
 from surojax.memory.layer_file import NvmeError, Store
+from surojax.memory.striped import StripedFile
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.layout import batch_sharding
@@ -366,7 +367,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_block_the_next_update(smal
 # ----------------------------------------------------------------- refused
 
 
-def small_config(folder: Path, **changes):
+def small_config(folder: Path | str, **changes):
     c = default_config()
     c.model.vocab_size, c.model.hidden_size, c.model.intermediate_size = 320, 32, 64
     c.model.num_hidden_layers, c.model.num_attention_heads, c.model.num_key_value_heads = 3, 2, 1
@@ -413,7 +414,7 @@ def test_settings_that_do_not_go_together():
         place(offload_optimizer="disk", nvme_path="x")
 
 
-def store(folder: Path) -> Store:
+def store(folder: Path | str) -> Store:
     return from_config(small_config(folder), make_mesh(jax.devices()[:1]), total_steps=9).store
 
 
@@ -548,13 +549,58 @@ def test_a_file_that_something_else_cut_short(small):
 
 
 def test_layers_larger_than_a_request_are_read_and_written_in_pieces(small, monkeypatch):
-    monkeypatch.setattr(layer_file, "PIECE", ALIGN)
+    monkeypatch.setattr(striped, "STRIPE", ALIGN)
     file = small.plan.master["blocks"]["mlp"]["w_up"]
     before = {l: file.read(l) for l in range(3)}
-    assert file.layer_bytes > 2 * layer_file.PIECE
+    assert file.layer_bytes > 2 * ALIGN
     file.write(1, before[1] + 1)
     for l in range(3):
         np.testing.assert_array_equal(file.read(l), before[l] + (l == 1))
+
+
+def test_stripes_of_a_file():
+    """Each byte is in one of the files, once; a request is in one stripe."""
+    for n, size in [(1, 5), (2, 5), (3, 10), (3, 12)]:
+        whole = StripedFile([Path(str(i)) for i in range(n)])
+        stripe = striped.STRIPE
+        sizes = whole.sizes(size * stripe + 4096)
+        assert sum(sizes) == size * stripe + 4096 and sizes[size % n] % stripe == 4096
+    assert StripedFile.spans(0, 10) == [(0, 10)] and StripedFile.spans(stripe - 4, 10) == [(0, 4), (4, 6)]
+    assert StripedFile.spans(stripe, 2 * stripe) == [(0, stripe), (stripe, stripe)]
+
+
+def test_a_file_over_two_folders_holds_the_same(tmp_path, monkeypatch):
+    """Stripes of a page, so that every array is in both: the same training, and both files have half of the bytes."""
+    monkeypatch.setattr(striped, "STRIPE", ALIGN)
+    two = [tmp_path / "one", tmp_path / "two"]
+    for folder in two:
+        folder.mkdir()
+    runs = [Small(nvme_path=path, **BOTH) for path in (", ".join(map(str, two)), str(tmp_path))]
+    with nvme.claim(runs[0].run.store) as line, nvme.claim(runs[1].run.store):
+        assert f"in {two[0]}, {two[1]}, read at" in line
+        assert runs[0].train(BATCHES[:3]) == runs[1].train(BATCHES[:3])
+        with pytest.raises(ConfigError, match=r"two is used by another run"), nvme.claim(store(two[1])):
+            pass
+    sizes = [(folder / layer_file.FILE).stat().st_size for folder in two]
+    assert sum(sizes) == runs[0].run.store.bytes and abs(sizes[0] - sizes[1]) <= ALIGN
+    os.truncate(two[1] / layer_file.FILE, 0)
+    with pytest.raises(NvmeError, match=r"could not read .*/two/layers.bin \(it is shorter than it was made"):
+        runs[0].train(BATCHES[3:4])
+
+
+def test_several_folders_that_will_not_do(tmp_path, monkeypatch):
+    (tmp_path / "one").mkdir()
+    for given, message in [
+        (f"{tmp_path}/one, {tmp_path}/missing", r"expected a folder, got '.*/missing' \(nothing there\)"),
+        (f"{tmp_path}/one,{tmp_path}/one/", r"expected folders that differ, got .*/one, .*/one; name each once"),
+    ]:
+        with pytest.raises(ConfigError, match=f"nvme_path: {message}"):
+            nvme.check(store(given))
+    both = store(f"{tmp_path}/one,{tmp_path}")
+    free = shutil.disk_usage(tmp_path)._replace(free=both.bytes - 1)  # of one disk, of which each takes a part
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(ConfigError, match=f"nvme_path: needs {layer_file.gib(both.bytes)} in .* are free"):
+        nvme.check(both)
 
 
 def test_a_buffer_is_used_again_when_its_last_view_is_gone():
@@ -585,7 +631,7 @@ def test_a_file_system_that_refuses_direct_access(tmp_path, monkeypatch):
     monkeypatch.undo()
     direct = Small(nvme_path=str(tmp_path), **BOTH)
     with nvme.claim(direct.run.store) as line:
-        assert direct.run.store.is_direct and "refuses" not in line
+        assert direct.run.store.file.is_direct and "refuses" not in line
 
 
 class Shards:

@@ -4,6 +4,7 @@
     <nvme_path>/layers.json    state of the last run: {"step": n, "state": "updating" or "clean"}
     <nvme_path>/layers.lock    locked while a run uses the folder
 
+In several folders layers.bin is striped over all of them (striped.py), and layers.json is in the first one.
 Reads and writes are split into pieces for several threads, since a disk needs several requests in flight to be fast.
 Several processes have a folder <nvme_path>/process-<i> each. What is in a record: memory/in_file.py.
 
@@ -22,8 +23,8 @@ import errno
 import functools
 import json
 import math
-import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,10 +33,10 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.memory.aligned import Buffers, aligned
+from surojax.memory.striped import StripedFile
 
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
-PIECE = 16 << 20  # bytes of one request
-THREADS = 8  # requests in flight, in each direction
+THREADS = 8  # requests in flight, in each direction and for each folder
 ARRAYS = 4  # of a layer, that are read or written at a time
 MAKE_ROOM = (
     "free some, choose another folder, or keep one of both in host memory (offload_optimizer=True, "
@@ -51,20 +52,22 @@ class NvmeError(OSError):
 class Store:
     """The file of a run; none if nothing is stored in it. The first use opens it; it stays open until `close`.
 
-    records: by the number of a layer of which the file has a record, the number of that record. is_direct: whether the
-    file is read and written past the page cache; known once it is open.
+    folders: over which it is striped; folder: the first of them, which has the marker. records: by the number of a
+    layer of which the file has a record, the number of that record.
     """
 
     def __init__(self, folder: str | Path, num_layers: int, layers: Iterable[int] | None = None):
-        """layers: those of which this process stores parts, see `own_layers`; None: all."""
-        self.folder = Path(folder).expanduser().absolute()
-        if jax.process_count() > 1:
-            self.folder /= f"process-{jax.process_index()}"
+        """folder: or several, see `folders`. layers: those of which this process stores parts, see `own_layers`; None:
+        all."""
+        own = f"process-{jax.process_index()}" if jax.process_count() > 1 else ""
+        self.folders = [given / own for given in folders(folder)]
+        self.folder = self.folders[0]
         self.num_layers = num_layers
         self.records = {l: i for i, l in enumerate(range(num_layers) if layers is None else layers)}
         self.path = self.folder / FILE
         self.record = 0
-        self.is_direct = False
+        self._file = StripedFile([folder / FILE for folder in self.folders])
+        self._opening = threading.Lock()
         self._buffers = Buffers()
         self._made = False
         self._synced: Future | None = None
@@ -86,57 +89,50 @@ class Store:
         """Size of the file."""
         return len(self.records) * self.record
 
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of it in each of the folders."""
+        return self._file.sizes(self.bytes)
+
     @functools.cached_property
     def _pools(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
         """(threads that read, threads that write)."""
-        return ThreadPoolExecutor(THREADS, "nvme-read"), ThreadPoolExecutor(THREADS, "nvme-write")
+        threads = THREADS * len(self.folders)
+        return ThreadPoolExecutor(threads, "nvme-read"), ThreadPoolExecutor(threads, "nvme-write")
 
     @functools.cached_property
     def of_arrays(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
         """(threads that read, threads that write) several arrays of a layer at a time, so that pieces are in flight."""
         return ThreadPoolExecutor(ARRAYS, "nvme-arrays-read"), ThreadPoolExecutor(ARRAYS, "nvme-arrays-write")
 
-    @functools.cached_property
-    def fd(self) -> int:
-        """The open file. The first open allocates its full size, so that a full disk is found. Raises ConfigError."""
-        try:
-            fd = self._open()
-        except OSError as error:
-            raise ConfigError(
-                f"nvme_path: cannot open {self.path} ({error.strerror}); choose another folder"
-            ) from error
-        if self._made:  # opened again after `close`: another run may use the file by now
-            return fd
-        try:
-            os.ftruncate(fd, self.bytes)
-            os.posix_fallocate(fd, 0, self.bytes)
-            self._made = True
-        except OSError as error:
-            os.ftruncate(fd, 0)
-            os.close(fd)
-            raise ConfigError(
-                f"nvme_path: expected room for {gib(self.bytes)} in {self.folder}, got: {error.strerror}; {MAKE_ROOM}"
-            ) from error
-        return fd
+    @property
+    def file(self) -> StripedFile:
+        """The open file. The first use allocates its full size, so that a full disk is found. Raises ConfigError."""
+        with self._opening:
+            if not self._file.is_open:
+                self._open()
+        return self._file
 
-    def _open(self) -> int:
-        """Opens the file, past the page cache if the file system can. Raises OSError."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    def _open(self) -> None:
+        takes_room = not self._made  # opened again after `close`: another run may use the file by now
         try:
-            fd = os.open(self.path, flags | getattr(os, "O_DIRECT", 0), 0o600)
-            self.is_direct = hasattr(os, "O_DIRECT")
+            self._file.open(self.bytes, takes_room=takes_room)
         except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            fd = os.open(self.path, flags, 0o600)
-        return fd
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise ConfigError(
+                    f"nvme_path: cannot open {error.filename} ({error.strerror}); choose another folder"
+                ) from error
+            folder = Path(error.filename).parent
+            raise ConfigError(
+                f"nvme_path: expected room for {gib(self.bytes)} in {folder}, got: {error.strerror}; {MAKE_ROOM}"
+            ) from error
+        self._made = True
 
     def close(self) -> None:
         """Waits for requests in flight and closes the file; a later read opens it again."""
         for pool in (*self.__dict__.pop("of_arrays", ()), *self.__dict__.pop("_pools", ())):
             pool.shutdown()
-        if "fd" in self.__dict__:
-            os.close(self.__dict__.pop("fd"))
+        self._file.close()
 
     # -- Layers ------------------------------------------------------------------------------------------------------
 
@@ -146,17 +142,10 @@ class Store:
         begin = self._record_start(l) + offset
         raw = self._buffers.take(aligned(size))
 
-        def piece(start: int) -> None:
-            view = memoryview(raw)[start : start + PIECE]
-            at = begin + start
-            while view:
-                n = os.preadv(self.fd, [view], at)
-                if n == 0:
-                    raise OSError("it is shorter than it was made: something else wrote to it")
-                view = view[n:]
-                at += n
+        def piece(start: int, length: int) -> None:
+            self.file.read(memoryview(raw)[start : start + length], begin + start)
 
-        self._each_piece(0, piece, raw.size, "read")
+        self._each_piece(0, piece, begin, raw.size, "read")
         return raw[:size].view(dtype).reshape(shape)
 
     def write(self, l: int, offset: int, array: np.ndarray) -> None:
@@ -164,18 +153,13 @@ class Store:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         begin = self._record_start(l) + offset
 
-        def piece(start: int) -> None:
-            part = raw[start : start + PIECE]
+        def piece(start: int, length: int) -> None:
+            part = raw[start : start + length]
             buffer = self._buffers.take(aligned(part.size))
             buffer[: part.size] = part
-            view = memoryview(buffer)
-            at = begin + start
-            while view:
-                n = os.pwrite(self.fd, view, at)
-                view = view[n:]
-                at += n
+            self.file.write(memoryview(buffer), begin + start)
 
-        self._each_piece(1, piece, raw.size, "write")
+        self._each_piece(1, piece, begin, raw.size, "write")
 
     def _record_start(self, l: int) -> int:
         """Offset in the file of the record of layer l."""
@@ -183,13 +167,17 @@ class Store:
             raise IndexError(f"layer: expected one of {list(self.records)}, got {l}")
         return self.records[l] * self.record
 
-    def _each_piece(self, pool: int, piece, size: int, what: str) -> None:
-        """Calls piece(start) for every PIECE of `size` bytes, by the threads of _pools[pool] if there are several."""
+    def _each_piece(self, pool: int, piece: Callable[[int, int], None], begin: int, size: int, what: str) -> None:
+        """Calls piece(offset, bytes) for each stripe of `size` bytes, by threads of _pools[pool] if there are several.
+
+        begin: where they are in the file.
+        """
         with self.explained(what):
-            if size <= PIECE:
-                piece(0)
+            spans = StripedFile.spans(begin, size)
+            if len(spans) == 1:
+                piece(*spans[0])
             else:
-                list(self._pools[pool].map(piece, range(0, size, PIECE)))
+                list(self._pools[pool].map(piece, *zip(*spans, strict=True)))
 
     @contextlib.contextmanager
     def explained(self, what: str):
@@ -199,8 +187,8 @@ class Store:
         except OSError as error:
             reason = error.strerror or str(error)
             raise NvmeError(
-                f"nvme_path: could not {what} {self.path} ({reason}); its content is lost, but no checkpoint is: "
-                "the next start continues from the last one"
+                f"nvme_path: could not {what} {error.filename or self.path} ({reason}); its content is lost, but no "
+                "checkpoint is: the next start continues from the last one"
             ) from error
 
     # -- Steps -------------------------------------------------------------------------------------------------------
@@ -222,7 +210,7 @@ class Store:
         if self.is_empty:
             return
         self._mark(step, "clean")
-        self._synced = self._pools[1].submit(os.fdatasync, self.fd)
+        self._synced = self._pools[1].submit(self.file.sync)
 
     def settle(self) -> None:
         """Waits until the last update is on the disk. Raises NvmeError if it cannot be written there."""
@@ -252,6 +240,11 @@ class Store:
             return int(last["step"]) if last["state"] == "updating" else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def folders(given: str | Path) -> list[Path]:
+    """The absolute paths of a folder, or of several with commas between them."""
+    return [Path(one.strip()).expanduser().absolute() for one in str(given).split(",")]
 
 
 def gib(size: int) -> str:

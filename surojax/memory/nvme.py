@@ -1,4 +1,4 @@
-"""The folder on an NVMe disk (`nvme_path`) that a run stores state in: checked, claimed, and its speed measured."""
+"""The folders on NVMe disks (`nvme_path`) that a run stores layers in: checked, claimed, and their speed measured."""
 
 import contextlib
 import os
@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,51 +14,64 @@ from jax.experimental import multihost_utils
 
 from surojax.cluster.hosts import processes_here
 from surojax.errors import ConfigError
-from surojax.memory.layer_file import LOCK, MAKE_ROOM, PIECE, Store, gib
+from surojax.memory.layer_file import FILE, LOCK, MAKE_ROOM, Store, gib
 from surojax.memory.lock import locked
+from surojax.memory.striped import STRIPE
 
 SLOW_MIB_S = 500  # slower disks are reported as slow; SATA disks reach this, NVMe disks 1,000 and more
 MEASURED, MEASURED_S = 256 * 2**20, 2.0  # the rate of a disk: bytes and seconds after which it is known
-CHUNK = 4 * PIECE  # bytes that are measured at once
+CHUNK = 8 * STRIPE  # bytes that are measured at once
 UNUSABLE_S = 3600  # an update that takes longer than this is refused
 MiB = 2**20
 
 
 def check(store: Store) -> None:
-    """Checks the folder of a store and its free space before anything is built; leaves no file. Raises ConfigError.
+    """Checks the folders of a store and their free space before anything is built; leaves no file. Raises ConfigError.
 
     Every process has to call it: those of one machine may share a disk, which has to have room for all of them.
     """
     if store.is_empty:
         return
     several = jax.process_count() > 1
-    folder = store.folder.parent if several else store.folder
     change = "choose a folder on an NVMe disk"
     sharing = processes_here()
-    if not folder.is_dir():
-        what = "a file" if folder.exists() else "nothing there"
-        raise ConfigError(f"nvme_path: expected a folder, got {str(folder)!r} ({what}); create it, or {change}")
-    try:
-        store.folder.mkdir(exist_ok=True)
-        tempfile.TemporaryFile(dir=store.folder).close()
-        reused = os.stat(store.path).st_blocks * 512 if store.path.exists() else 0  # the file of an earlier run
-        free = shutil.disk_usage(folder).free + reused * sharing
-    except OSError as error:
-        raise ConfigError(
-            f"nvme_path: expected a folder that can be written, got {str(folder)!r} ({error.strerror}); {change}"
-        ) from error
-    if store.bytes * sharing > free:
-        of = f" for {sharing} processes" if sharing > 1 else ""
-        raise ConfigError(
-            f"nvme_path: needs {gib(store.bytes * sharing)}{of} in {folder}, where {gib(free)} are free; {MAKE_ROOM}"
-        )
+    free: dict[int, int] = {}  # by the number of a disk
+    needed: dict[int, int] = {}
+    on_disk: dict[int, Path] = {}
+    for own, size in zip(store.folders, store.sizes, strict=True):
+        folder = own.parent if several else own
+        if not folder.is_dir():
+            what = "a file" if folder.exists() else "nothing there"
+            raise ConfigError(f"nvme_path: expected a folder, got {str(folder)!r} ({what}); create it, or {change}")
+        try:
+            own.mkdir(exist_ok=True)
+            tempfile.TemporaryFile(dir=own).close()
+            file = own / FILE
+            reused = os.stat(file).st_blocks * 512 if file.exists() else 0  # the file of an earlier run
+            disk = os.stat(folder).st_dev
+            free[disk] = free.get(disk, shutil.disk_usage(folder).free) + reused * sharing
+        except OSError as error:
+            raise ConfigError(
+                f"nvme_path: expected a folder that can be written, got {str(folder)!r} ({error.strerror}); {change}"
+            ) from error
+        needed[disk] = needed.get(disk, 0) + size * sharing
+        on_disk.setdefault(disk, folder)
+    if len({folder.resolve() for folder in store.folders}) < len(store.folders):
+        given = ", ".join(map(str, store.folders))
+        raise ConfigError(f"nvme_path: expected folders that differ, got {given}; name each once")
+    for disk, size in needed.items():
+        if size > free[disk]:
+            of = f" for {sharing} processes" if sharing > 1 else ""
+            raise ConfigError(
+                f"nvme_path: needs {gib(size)}{of} in {on_disk[disk]}, where {gib(free[disk])} are free; {MAKE_ROOM}"
+            )
 
 
 @contextlib.contextmanager
 def claim(store: Store) -> Iterator[str]:
-    """Locks the folder and allocates the file, within a `with` statement; yields a line about the disk to print.
+    """Locks the folders and allocates the file, within a `with` statement; yields a line about the disk to print.
 
-    It is "" for an empty store. Raises ConfigError if another run uses the folder, the disk is full, or it is too slow
+    It is "" for an empty store. Raises ConfigError if another run uses a folder, a disk is full, or it is too slow
     to be of use.
     """
     if store.is_empty:
@@ -66,7 +80,10 @@ def claim(store: Store) -> Iterator[str]:
     check(store)
     if jax.process_count() > 1:  # none takes room on a disk that they share before all have measured what is free
         multihost_utils.sync_global_devices("surojax: room for nvme_path is measured")
-    with locked(store.folder / LOCK, "nvme_path"), contextlib.closing(store):
+    with contextlib.ExitStack() as until_end:
+        for folder in store.folders:
+            until_end.enter_context(locked(folder / LOCK, "nvme_path"))
+        until_end.enter_context(contextlib.closing(store))
         yield describe(store, write_rate(store), read_rate(store))
 
 
@@ -77,14 +94,15 @@ def describe(store: Store, writes: float, reads: float) -> str:
     """
     seconds = store.bytes / writes + store.bytes / reads
     rates = f"read at {reads / MiB:,.0f} MiB/s, written at {writes / MiB:,.0f}"
-    text = f"nvme: {gib(store.bytes)} in {store.folder}, {rates}"
+    folders = ", ".join(map(str, store.folders))
+    text = f"nvme: {gib(store.bytes)} in {folders}, {rates}"
     if seconds > UNUSABLE_S:
         raise ConfigError(
-            f"nvme_path: expected a disk that is fast enough, got one {rates} in {store.folder}, where a step reads "
+            f"nvme_path: expected a disk that is fast enough, got one {rates} in {folders}, where a step reads "
             f"and writes {gib(store.bytes)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
         )
     text += f": {seconds:,.1f} s of reads and writes a step"
-    if not store.is_direct:
+    if not store.file.is_direct:
         text += ", through the page cache: this file system refuses direct access"
     slow = min(writes, reads) < SLOW_MIB_S * MiB and seconds > 1
     return f"warning: slow disk, {text}; gradient_accumulation_steps makes them rarer" if slow else text
@@ -99,7 +117,7 @@ def write_rate(store: Store) -> float:
 
     def settle() -> None:
         with store.explained("write"):
-            os.fdatasync(store.fd)
+            store.file.sync()
 
     return _rate(store, write, settle)
 

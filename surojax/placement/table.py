@@ -140,7 +140,8 @@ class Storage:
     memcpy_send_recv: bool = False
     # offload_weights: first layers (of each stage) whose weights stay in device memory
     resident_layers: int = declare(0, AT_LEAST_0)
-    # folder on an NVMe disk for state offloaded to "nvme"; one run at a time
+    # folder on an NVMe disk for what is offloaded to "nvme"; one run at a time. Several on several disks, with commas
+    # between them: files are striped over them
     nvme_path: str = ""
     # work weights, activations, products: bfloat16 or float32 (products: TF32 on GPUs)
     model_dtype: str = declare("bfloat16", choices=FLOATS)

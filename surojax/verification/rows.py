@@ -11,6 +11,7 @@ from typing import NamedTuple
 from surojax.config import Config, checks
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
+from surojax.memory.layer_file import folders
 from surojax.placement.mesh import find_devices
 from surojax.verification.bounds import Bound, Curve, bounds, judge
 from surojax.verification.settings import OWN, SEQUENCE_LEN, SIZES, Setting, chosen, settings
@@ -42,8 +43,9 @@ class Curves:
         self.config = resolved(config)
         checks.check(self.config)
         self.devices = find_devices(0) if devices is None else devices
-        if config.nvme_path and not os.path.isdir(config.nvme_path):
-            raise ConfigError(f"nvme_path: expected a folder, got {config.nvme_path!r}; create it, or choose another")
+        for folder in folders(config.nvme_path) if config.nvme_path else ():
+            if not folder.is_dir():
+                raise ConfigError(f"nvme_path: expected a folder, got {str(folder)!r}; create it, or choose another")
         self.table = {s.name: s for s in settings(self.config, len(self.devices))}
         self.batches, self.microbatches = make_batches(self.config, len(self.devices), steps)
         self.first = FirstStates()

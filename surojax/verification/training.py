@@ -14,6 +14,7 @@ from surojax.assembly import Assembly, from_config
 from surojax.config import Config, checks, default_config, fields as configs
 from surojax.errors import ConfigError
 from surojax.memory import nvme
+from surojax.memory.layer_file import folders
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.placement.table import Mesh
@@ -88,7 +89,8 @@ def built(c: Config, s: Setting, batches: list[Batch], microbatches: int, device
     devices = devices[: s.devices]
     with contextlib.ExitStack() as until_end:
         if "nvme" in s.changes.values():  # in a folder of its own: another run may be using nvme_path
-            folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix="verify", dir=c.nvme_path or None))
+            inside = folders(c.nvme_path)[0] if c.nvme_path else None
+            folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix="verify", dir=inside))
             s = s._replace(changes=s.changes | {"nvme_path": folder})
         c = changed(c, s, len(batches), sequences, microbatches)
         mesh = make_mesh(devices, **configs.mesh_sizes(c))

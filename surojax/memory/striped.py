@@ -1,0 +1,108 @@
+"""A file in stripes over several folders: on several disks it is as fast as all of them together."""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+STRIPE = 16 << 20  # bytes, and the most that one request reads or writes
+
+
+class StripedFile:
+    """Files in several folders that are read and written as one.
+
+    Stripe i of the whole, of `STRIPE` bytes, is in file i modulo their number, behind those with lower numbers. One
+    file is the whole itself.
+
+    is_direct: whether all are read and written past the page cache; known once they are open.
+    """
+
+    def __init__(self, paths: Sequence[Path]):
+        self.paths = list(paths)
+        self.is_direct = False
+        self._fds: list[int] = []
+
+    def sizes(self, size: int) -> list[int]:
+        """Bytes of each file if the whole has so many."""
+        n = len(self.paths)
+        stripes, rest = divmod(size, STRIPE)
+        return [STRIPE * (stripes // n + (i < stripes % n)) + rest * (i == stripes % n) for i in range(n)]
+
+    @staticmethod
+    def spans(begin: int, size: int) -> list[tuple[int, int]]:
+        """(offset behind `begin`, bytes) of the parts of these bytes that are in one stripe each."""
+        starts = [0, *range(STRIPE - begin % STRIPE, size, STRIPE)]
+        return [(start, end - start) for start, end in zip(starts, [*starts[1:], size], strict=True)]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` was called, and not `close` since."""
+        return bool(self._fds)
+
+    def open(self, size: int, *, takes_room: bool) -> None:
+        """Opens the files, past the page cache if the file system can. size: of the whole.
+
+        takes_room: all of it is allocated now, so that a full disk is found. Raises OSError with the name of the file;
+        then none is open, and none has room.
+        """
+        opened: list[int] = []
+        self.is_direct = hasattr(os, "O_DIRECT")
+        for path, share in zip(self.paths, self.sizes(size), strict=True):
+            try:
+                opened.append(self._open(path))
+                if takes_room:
+                    os.ftruncate(opened[-1], share)
+                    if share:
+                        os.posix_fallocate(opened[-1], 0, share)
+            except OSError as error:
+                for fd in opened:
+                    if takes_room:
+                        os.ftruncate(fd, 0)
+                    os.close(fd)
+                error.filename = str(path)
+                raise
+        self._fds = opened
+
+    def _open(self, path: Path) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        self.is_direct = False
+        return os.open(path, flags, 0o600)
+
+    def read(self, view: memoryview, at: int) -> None:
+        """Fills a view with what is at this offset of the whole, in one stripe. Raises OSError."""
+        self._all(view, at, lambda fd, view, at: os.preadv(fd, [view], at))
+
+    def write(self, view: memoryview, at: int) -> None:
+        """Writes a view at this offset of the whole, in one stripe. Raises OSError."""
+        self._all(view, at, os.pwrite)
+
+    def _all(self, view: memoryview, at: int, some: Callable[[int, memoryview, int], int]) -> None:
+        """Calls some(descriptor, rest of the view, offset in the file), which returns how much it did, until all is."""
+        stripe, inside = divmod(at, STRIPE)
+        behind, number = divmod(stripe, len(self.paths))
+        at = behind * STRIPE + inside
+        try:
+            while view:
+                n = some(self._fds[number], view, at)
+                if n == 0:
+                    raise OSError(errno.EIO, "it is shorter than it was made: something else wrote to it")
+                view = view[n:]
+                at += n
+        except OSError as error:
+            error.filename = str(self.paths[number])
+            raise
+
+    def sync(self) -> None:
+        """Waits until the disks keep what was written. Raises OSError."""
+        for fd in self._fds:
+            os.fdatasync(fd)
+
+    def close(self) -> None:
+        """Closes the files."""
+        while self._fds:
+            os.close(self._fds.pop())
