@@ -95,7 +95,8 @@ def test_making_a_state_needs_less_than_a_step(devices, placed):
         (part,) = parts(planned.weights)
         state = (planned.master, planned.moments)
         layer = layer_function(segment, small.plan, small.optimizer, segment.init)
-        init[layers] = temporaries(layer_program(part.stack, state, layer), part.stack, jax.tree.leaves(state), 0, 0, 0)
+        stacks = jax.tree.leaves(part.stack), jax.tree.leaves(state)
+        init[layers] = temporaries(layer_program(part.stack, state, layer), *stacks, 0, 0, 0)
     batch = jax.ShapeDtypeStruct((1, 8, 24), np.int32, sharding=batch_sharding(small.mesh))
     assert init[6] <= init[2] < temporaries(small.step, small.plan, batch, batch)
 
