@@ -565,8 +565,10 @@ def test_stripes_of_a_file():
         stripe = striped.STRIPE
         sizes = whole.sizes(size * stripe + 4096)
         assert sum(sizes) == size * stripe + 4096 and sizes[size % n] % stripe == 4096
-    assert StripedFile.spans(0, 10) == [(0, 10)] and StripedFile.spans(stripe - 4, 10) == [(0, 4), (4, 6)]
-    assert StripedFile.spans(stripe, 2 * stripe) == [(0, stripe), (stripe, stripe)]
+    assert whole.spans(0, 10) == [(0, 10)] and whole.spans(stripe - 4, 10) == [(0, 4), (4, 6)]
+    assert whole.spans(stripe, 2 * stripe) == [(0, stripe), (stripe, stripe)]
+    alone = StripedFile([Path("alone")])  # has no stripes: requests are as large as they may be
+    assert alone.spans(stripe - 4, 10) == [(0, 10)] and alone.spans(5, stripe + 1) == [(0, stripe), (stripe, 1)]
 
 
 def test_a_file_over_two_folders_holds_the_same(tmp_path, monkeypatch):
@@ -612,6 +614,9 @@ def test_a_buffer_is_used_again_when_its_last_view_is_gone():
     assert where % ALIGN == 0 and buffers.take(2 * ALIGN).ctypes.data != where and (view == 7).all()
     del view
     assert where in {buffer.ctypes.data for buffer in [buffers.take(2 * ALIGN) for _ in range(3)]}
+    # Of many sizes: pieces of layers are cut where their stripes end.
+    others = {buffers.take(n * ALIGN).ctypes.data for n in range(129, 257)}
+    assert len(others) == 1 and buffers.take(130 * ALIGN).size == 130 * ALIGN
 
 
 def test_a_file_system_that_refuses_direct_access(tmp_path, monkeypatch):

@@ -32,17 +32,22 @@ def aligned(size: int) -> int:
 
 
 class Buffers:
-    """Buffers that can be taken again once nothing refers to them any more."""
+    """Buffers that can be taken again once nothing refers to them any more.
+
+    Their sizes are powers of two, so that there are few of them however many sizes are asked for: of what is not used of
+    a buffer, no memory is taken.
+    """
 
     def __init__(self):
         self._free: dict[int, list[mmap.mmap]] = collections.defaultdict(list)
 
     def take(self, size: int) -> np.ndarray:
         """An array of so many bytes, a multiple of `ALIGN`, with any content; free again when it and its views are."""
+        free = self._free[(size - 1).bit_length()]
         try:
-            memory = self._free[size].pop()
+            memory = free.pop()
         except IndexError:
-            memory = mmap.mmap(-1, size)
-        array = np.frombuffer(memory, np.uint8)
-        weakref.finalize(array, self._free[size].append, memory).atexit = False
+            memory = mmap.mmap(-1, 1 << (size - 1).bit_length())
+        array = np.frombuffer(memory, np.uint8, size)
+        weakref.finalize(array, free.append, memory).atexit = False
         return array

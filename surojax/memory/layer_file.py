@@ -168,12 +168,12 @@ class Store:
         return self.records[l] * self.record
 
     def _each_piece(self, pool: int, piece: Callable[[int, int], None], begin: int, size: int, what: str) -> None:
-        """Calls piece(offset, bytes) for each stripe of `size` bytes, by threads of _pools[pool] if there are several.
+        """Calls piece(offset, bytes) for each part of `size` bytes, by threads of _pools[pool] if there are several.
 
         begin: where they are in the file.
         """
         with self.explained(what):
-            spans = StripedFile.spans(begin, size)
+            spans = self._file.spans(begin, size)
             if len(spans) == 1:
                 piece(*spans[0])
             else:

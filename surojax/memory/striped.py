@@ -28,10 +28,10 @@ class StripedFile:
         stripes, rest = divmod(size, STRIPE)
         return [STRIPE * (stripes // n + (i < stripes % n)) + rest * (i == stripes % n) for i in range(n)]
 
-    @staticmethod
-    def spans(begin: int, size: int) -> list[tuple[int, int]]:
-        """(offset behind `begin`, bytes) of the parts of these bytes that are in one stripe each."""
-        starts = [0, *range(STRIPE - begin % STRIPE, size, STRIPE)]
+    def spans(self, begin: int, size: int) -> list[tuple[int, int]]:
+        """(offset behind `begin`, bytes) of the parts of these bytes that one request each reads or writes."""
+        first = STRIPE - (begin % STRIPE if len(self.paths) > 1 else 0)
+        starts = [0, *range(first, size, STRIPE)]
         return [(start, end - start) for start, end in zip(starts, [*starts[1:], size], strict=True)]
 
     @property
@@ -74,11 +74,11 @@ class StripedFile:
         return os.open(path, flags, 0o600)
 
     def read(self, view: memoryview, at: int) -> None:
-        """Fills a view with what is at this offset of the whole, in one stripe. Raises OSError."""
+        """Fills a view with what is at this offset of the whole, one of `spans`. Raises OSError."""
         self._all(view, at, lambda fd, view, at: os.preadv(fd, [view], at))
 
     def write(self, view: memoryview, at: int) -> None:
-        """Writes a view at this offset of the whole, in one stripe. Raises OSError."""
+        """Writes a view at this offset of the whole, one of `spans`. Raises OSError."""
         self._all(view, at, os.pwrite)
 
     def _all(self, view: memoryview, at: int, some: Callable[[int, memoryview, int], int]) -> None:
