@@ -1,8 +1,8 @@
 """Finds the fastest settings of a run on given GPUs, without the GPUs, and writes them as a config file.
 
     python -m surojax.fit --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--host-memory GIB] [--nvme GB] \
-        [--allow adamw8bit,bf16_master,fp8] [--effective-batch N] [--keep FIELD,FIELD] [--out FILE] [--top N] \
-        [--json FILE] [--tokens N [--price PER_GPU_HOUR]] [--host-bandwidth GB]
+        [--disk READ/WRITE] [--allow adamw8bit,bf16_master,fp8] [--effective-batch N] [--keep FIELD,FIELD] \
+        [--out FILE] [--top N] [--json FILE] [--tokens N [--price PER_GPU_HOUR]] [--host-bandwidth GB]
 
 It searches tensor, context and pipeline parallelism, placement, mesh, recomputation and microbatches by estimate, and
 compiles and simulates the best few. Model, data and the sequences of a step stay as they are. Settings that change
@@ -23,12 +23,13 @@ from surojax.config.fields import Config, default_config, flat
 from surojax.config.flags import parse
 from surojax.config.write import check_new, config_file
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
-from surojax.plan import add_cost, check_cost, check_path
+from surojax.plan import add_cost, add_disk, check_cost, check_path
 from surojax.planner import aot, footprint
 from surojax.planner.amounts import GiB, gib
 from surojax.planner.changes import differing, flags, wrapped
 from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
 from surojax.planner.fastest import MOST_COMPILED, FitResult, Trial, fastest
+from surojax.planner.file_time import disks, wear
 from surojax.planner.gpus import GPUS, named
 from surojax.planner.plan import checked
 from surojax.planner.prediction import milliseconds
@@ -69,8 +70,10 @@ def table(result: FitResult, top: int = SHOWN, given: Config | None = None) -> s
         gains = ", ".join(f"{word} ({1 - s / now:.0%} faster by estimate)" for word, s in result.left_out.items())
         lines += ["", f"left out since they change numbers: {gains};", f"  --allow {','.join(result.left_out)}"]
         lines.append("  (with the best settings as they are; the memory that they free may allow faster ones)")
-    if result.rows[0].estimate.need.files:
-        lines += ["", "nothing fits without files, whose drive's speed is not known: the time is that of the host link"]
+    best = result.rows[0]
+    if best.estimate.need.files:
+        lines += ["", f"nothing fits without files; disks: {result.disks}"]
+        lines += [wear(best.plan.gpus_per_node * best.plan.nvme_write_bytes)] if best.plan else []
     return "\n".join(lines)
 
 
@@ -218,8 +221,9 @@ def parser() -> argparse.ArgumentParser:
         "--nvme",
         metavar="GB",
         type=float,
-        help="room for state in files on the drives of all machines together, in GB (10^9); none are used if left out",
+        help="room for files on the drives of all machines together, in GB (10^9); none are used if left out",
     )
+    add_disk(machine)
     free = found.add_argument_group("what may change")
     free.add_argument(
         "--allow",
@@ -253,6 +257,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
         args.gpu = named(args.gpu)
         check_cost(args)
+        disks(args.disk)
         for option, value in (("--host-memory", args.host_memory), ("--nvme", args.nvme), ("--top", args.top)):
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{option}: expected more than 0, got {value}; leave it out")
@@ -267,6 +272,7 @@ def main(argv: list[str] | None = None) -> None:
             gpus_per_node=args.gpus_per_node,
             host_bandwidth=args.host_bandwidth,
             nvme=args.nvme,
+            disk=args.disk,
             allow=words("--allow", args.allow, tuple(NUMBERS)),
             keep=words("--keep", args.keep, tuple(flat(default_config()))),
             most=max(args.top, MOST_COMPILED),

@@ -57,6 +57,15 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_disk(machine: argparse._ArgumentGroup) -> None:
+    """Adds the option that says how fast the disks of a machine are."""
+    machine.add_argument(
+        "--disk",
+        metavar="READ/WRITE",
+        help="GB/s of the disk that holds files (offload_*=nvme), as 7.4/6.9, or 2x7.4/6.9 of two; assumed if left out",
+    )
+
+
 def check_cost(args: argparse.Namespace) -> None:
     """Raises ConfigError for values of `add_cost`'s options that make no sense."""
     for option, value in (
@@ -78,11 +87,7 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument("--gpu", metavar="NAME", help=f"the GPU to plan for: {', '.join(GPUS)}")
     machine.add_argument("--host-memory", metavar="GIB", type=float, help="host memory of a machine, to check as well")
     machine.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8 of most)")
-    machine.add_argument(
-        "--disk",
-        metavar="READ/WRITE",
-        help="GB/s of the disk that holds files (offload_*=nvme), as 7.4/6.9, or 2x7.4/6.9 of two; assumed if left out",
-    )
+    add_disk(machine)
     output = found.add_argument_group("what is written")
     output.add_argument("--json", metavar="FILE", help="write the plan there, as JSON")
     output.add_argument("--html", metavar="FILE", help="write the plan there, as a page to open in a browser")

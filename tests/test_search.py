@@ -15,15 +15,18 @@ import pytest
 from small import quick_at
 
 from surojax import fit as command
+from surojax.assembly import from_config
 from surojax.config import checks, flags, write
-from surojax.config.fields import default_config, flat
+from surojax.config.fields import default_config, flat, mesh_sizes
 from surojax.errors import ConfigError
-from surojax.planner import aot, choices, fastest, footprint, remedies, roofline, search, traffic
+from surojax.placement.mesh import make_mesh
+from surojax.planner import aot, choices, fastest, file_time, footprint, remedies, roofline, search, traffic
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.changes import changed, differing, flags as flags_of
 from surojax.planner.costs import product_time
+from surojax.planner.file_time import Disks
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan import checked, plan
+from surojax.planner.plan import checked, plan, programs
 from surojax.planner.products import Seconds
 from surojax.planner.search import Space
 from surojax.planner.traffic import batch_of
@@ -45,6 +48,8 @@ SMALL = {
     "gradient_accumulation_steps": 2,
 }
 
+SLOW = Disks(read=0.5e9, write=0.25e9)
+IN_FILES = dict.fromkeys(choices.OFFLOADS.values(), "nvme") | {"nvme_path": "x"}
 BLOCK = ("recompute_block", "per_device_batch_size")  # kept, where a search of fewer settings is enough
 
 
@@ -303,12 +308,53 @@ def test_an_overlapped_update_is_found_where_state_has_to_be_in_host_memory(keep
     assert search.estimated(best.config, GPUS[GPU]).phases == best.phases
 
 
-def test_state_in_files_is_not_faster_than_in_host_memory():
-    """The estimate of a step has no time of a drive, but that of the host link."""
-    in_host = {"offload_optimizer": True, "offload_master": True, "offload_grads": True}
-    in_files = in_host | {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "x"}
-    host, files = (search.estimated(checked(config(**SMALL | x), GPU), GPUS[GPU]).phases for x in (in_host, in_files))
-    assert files["update"] == pytest.approx(host["update"])
+def test_a_phase_with_files_takes_as_long_as_its_disk():
+    """By hand, with disks so slow that all passes wait for them; with fast ones it takes as long as in host memory."""
+    c = checked(config(**SMALL | IN_FILES), GPU)
+    work = work_of(c)
+    weights, state = work.sizes["weights"], work.sizes["master"] + work.sizes["moments"]
+    residuals, grads = work.sizes["residuals"], work.sizes["grads"]
+    by_layer = search.estimated(c, GPUS[GPU], disks=SLOW).phases
+    ends = 1 + 1 / 8  # of eight layers, the first that is read and the last that is written
+    expected = SLOW.seconds(weights, residuals) * ends
+    assert by_layer["forward"] == pytest.approx(expected)
+    assert by_layer["backward"] == pytest.approx(SLOW.seconds(weights + residuals, grads) * ends)
+    written = SLOW.seconds(0, state + weights)
+    assert by_layer["update"] == pytest.approx(SLOW.seconds(state + grads, 0) + written * ends)
+    late = search.estimated(changed(c, {"overlap_update": True}), GPUS[GPU], disks=SLOW).phases
+    expected = SLOW.seconds(state + grads, state + weights + residuals) * ends
+    assert late["update"] == pytest.approx(expected) and late["forward"] == 0.0  # weights are not read before it
+    host = dict.fromkeys(choices.OFFLOADS.values(), True) | {"microbatches_per_fetch": 2}
+    in_host = search.estimated(checked(config(**SMALL | host), GPU), GPUS[GPU])
+    fast = search.estimated(c, GPUS[GPU], disks=Disks(1e15, 1e15))
+    assert fast.seconds == pytest.approx(in_host.seconds, rel=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"overlap_update": True}, {"offload_weights": True}], ids=str)
+def test_an_estimated_step_reads_and_writes_what_its_programs_do(changes):
+    c = checked(config(**SMALL | IN_FILES | changes), GPU)
+    mesh = make_mesh(jax.devices()[:1], **mesh_sizes(c))
+    run = from_config(c, mesh.abstract_mesh, total_steps=10)
+    rows = footprint.by_class(run, batch_of(c), "gpu")
+    assert traffic.file_bytes(run, batch_of(c), rows) == file_time.moved(programs(run, mesh, batch_of(c)))
+
+
+def test_every_class_goes_to_files_where_host_memory_holds_none(tmp_path):
+    """What is said of them is what an estimate of their config says, also with slow disks."""
+    c = checked(config(**SMALL | {"model.num_hidden_layers": 32, "nvme_path": str(tmp_path)}), GPU)
+    need = search.estimated(changed(c, IN_FILES | {"overlap_update": True}), GPUS[GPU]).need
+    limits = Memory(1.2 * need.device, need.host, files=2**40)
+    fast, slow = (
+        search.search(Space(c, GPUS[GPU], limits, keep=BLOCK, disks=disks)).candidates[0] for disks in (Disks(), SLOW)
+    )
+    for found, disks in ((fast, Disks()), (slow, SLOW)):
+        assert found.config.offload_weights == found.config.offload_optimizer == "nvme"
+        tried = search.estimated(found.config, GPUS[GPU], disks=disks)
+        assert tried.need == found.need and tried.phases == pytest.approx(found.phases)
+        checks.check(found.config)
+    assert slow.seconds > 2 * fast.seconds
+    (files,) = (x for x in remedies.proposals(Space(c, GPUS[GPU], limits._replace(files=0))) if "--nvme" in x.lifted)
+    assert files.change["offload_grads"] == "nvme" and files.candidate.need.files
 
 
 def test_what_has_nothing_more_to_offer_is_not_searched():
@@ -574,13 +620,13 @@ def test_it_says_which_resource_is_too_small(monkeypatch):
     c = config(**SMALL, gpus=1)
     whole = search.estimated(checked(c, GPU), GPUS[GPU]).need.device
 
-    def tried(of_device: float, of_host: float, nvme: float | None) -> fastest.FitResult:
+    def tried(of_device: float, of_host: float, nvme: float | None, c=c, keep=()) -> fastest.FitResult:
         """On a card and in host memory with these parts of what the settings as given need on the card."""
         memory = int((of_device * whole + search.RESERVE) / footprint.POOL)
         monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], memory_bytes=memory))
-        return fastest.fastest(c, GPU, host_memory=of_host * whole / GiB, nvme=nvme, keep=(*SLICES_TOO, "gpus"))
+        return fastest.fastest(c, GPU, host_memory=of_host * whole / GiB, nvme=nvme, keep=(*SLICES_TOO, "gpus", *keep))
 
-    files = tried(0.4, 0.45, 0.001)
+    files = tried(0.6, 1.5, 0.001, changed(c, IN_FILES), tuple(choices.OFFLOADS.values()))
     assert files.nearest and [x > 0 for x in files.nearest.need.beyond(files.limits)] == [False, False, True]
     said = "\n".join(command.nothing_fits(files))
     over = files.nearest.need.files - 1e6
@@ -621,7 +667,7 @@ def test_a_config_that_uses_files_fits_with_them(monkeypatch):
 def faked_rows(monkeypatch, row):
     """Has `row(change)` compile the settings, which takes no compiler."""
 
-    def compiled(config, candidate, gpu, space):
+    def compiled(config, candidate, gpu, disk, space):
         change = differing(config, candidate.change)
         return fastest.Trial(changed(config, change), change, candidate, None, row(change))
 
@@ -663,7 +709,7 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
     card = dataclasses.replace(GPUS[GPU], memory_bytes=int((half + search.RESERVE) / footprint.POOL) + 1)
     monkeypatch.setitem(GPUS, GPU, card)
 
-    def compiled(config, gpu, *, gpus_per_node, host_bandwidth, advise):
+    def compiled(config, gpu, *, gpus_per_node, host_bandwidth, disk, advise):
         need = search.estimated(checked(config, gpu), card).need
         more = {"device_bytes": need.device + int(0.05 * card.memory_bytes), "host_bytes": need.host, "nvme_bytes": 0}
         return types.SimpleNamespace(
@@ -678,7 +724,7 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
     one_more = changed(result.rows[0].config, {"resident_layers": best + 1})
     assert 0 < best < first and not result.rows[0].need.device > search.device_limit(card)
     assert compiled(
-        one_more, GPU, gpus_per_node=None, host_bandwidth=None, advise=False
+        one_more, GPU, gpus_per_node=None, host_bandwidth=None, disk=None, advise=False
     ).device_bytes > search.device_limit(card)
 
 

@@ -8,7 +8,7 @@
 | `batches`        | per_device_batch_size, microbatches, fetches, lmhead_chunks     | time: passes over the weights |
 | `chunks`         | sequence_chunks, of long sequences                              | time: smaller products        |
 | `placements`     | offload_*, overlap_update (and resident_layers, see search.py)  | time and host memory          |
-| `in_files`       | offload_optimizer, offload_master = "nvme", nvme_path           | time and a drive; if allowed  |
+| `in_files`       | offload_* = "nvme", nvme_path                                   | time and a drive; if allowed  |
 | `numbers`        | `NUMBERS`                                                       | other numbers; if allowed     |
 
 The effective batch stays as it is. Only `with_gpus` and `with_batch` change it or the number of GPUs, for proposals.
@@ -47,7 +47,9 @@ OFFLOADS = {  # rows of the placement table that host memory can store, by the f
     "grads": "offload_grads",
     "weights": "offload_weights",
 }
-IN_FILES = ("moments", "master")  # rows that files can store
+# Rows that files can store, in the order in which they go there: state is touched once a step and nothing waits for it
+# but the update; residuals, which every pass writes or reads, come last.
+IN_FILES = ("moments", "master", "grads", "weights", "residuals")
 FETCH = "microbatches_per_fetch"
 BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", FETCH)
 FOLDER = "FOLDER"  # placeholder for a folder on an NVMe disk, which only the user knows
@@ -269,8 +271,10 @@ def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
 
 
 def in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:
-    """Offloaded tensors that files can store, in every combination, one class first."""
-    return [of for of in subsets([row for row in IN_FILES if row in offloaded]) if of]
+    """Which of the offloaded classes to store in files: the first of `IN_FILES`, or the first few; or only "master"."""
+    rows = [row for row in IN_FILES if row in offloaded]
+    alone = [("master",)] if rows[:2] == ["moments", "master"] else []
+    return [*alone, *(tuple(rows[:n]) for n in range(1, len(rows) + 1))]
 
 
 def chunks(c: Config, layout: Change) -> list[Change]:
@@ -286,10 +290,15 @@ def offloadable(c: Config) -> tuple[str, ...]:
     return tuple(row for row, field in OFFLOADS.items() if allows(c, field, {field: True}))
 
 
-def overlaps(c: Config, offloaded: Collection[str], files: Collection[str] | bool) -> tuple[bool, ...]:
-    """Values of overlap_update with these classes in host memory. files: whether some of them are in files."""
-    stored = {OFFLOADS[row]: "nvme" if files and row in IN_FILES else True for row in offloaded}
+def overlaps(c: Config, offloaded: Collection[str], files: Collection[str]) -> tuple[bool, ...]:
+    """Values of overlap_update with these classes offloaded, some of them to files."""
+    stored = homes(offloaded, files)
     return tuple(x for x in (False, True) if allows(c, "overlap_update", stored | {"overlap_update": x}))
+
+
+def homes(offloaded: Collection[str], files: Collection[str]) -> Change:
+    """The offload_* fields that offload these classes, some of them to files."""
+    return {OFFLOADS[row]: "nvme" if row in files else True for row in offloaded}
 
 
 def nothing_offloaded(c: Config) -> Change:
@@ -300,8 +309,7 @@ def nothing_offloaded(c: Config) -> Change:
 
 def placement(c: Config, offloaded: Collection[str], files: Collection[str], resident: int, overlaps: bool) -> Change:
     """The fields that differ from `nothing_offloaded` with these classes offloaded, some of them to files."""
-    change: Change = {OFFLOADS[row]: "nvme" if row in files else True for row in offloaded}
-    change |= {"resident_layers": resident, "overlap_update": overlaps}
+    change: Change = homes(offloaded, files) | {"resident_layers": resident, "overlap_update": overlaps}
     if "weights" in offloaded and c.persistent_quants:
         change["offload_quants"] = True
     return change | ({"nvme_path": c.nvme_path or FOLDER} if files else {})

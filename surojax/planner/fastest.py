@@ -16,9 +16,10 @@ from surojax.planner import aot, choices, remedies, seen
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.changes import Change, changed, differing, flags
 from surojax.planner.choices import NUMBERS
+from surojax.planner.file_time import Disks, disks
 from surojax.planner.gpus import GB, named, with_nodes
 from surojax.planner.plan import Plan, checked, plan
-from surojax.planner.search import Candidate, Found, Space, best, device_limit, estimated, host_limit, kind, search
+from surojax.planner.search import Candidate, Found, Space, best, device_limit, host_limit, kind, search
 
 MOST_COMPILED = 10
 RETRIES = 2  # of a candidate that does not fit as compiled, each with fewer resident layers
@@ -70,8 +71,8 @@ class FitResult:
     as_given: the given config, with its own files if there is no limit for files; None if it does not fit by estimate.
     refused: why the given config cannot run at all, as `train` would say it; "" if it can. nearest: if nothing fits,
     what comes closest. left_out: for each setting that changes numbers, was not allowed and is worth it, the estimated
-    seconds of the best row with it. larger: estimated tokens/s per GPU by sequences of a step, if larger steps pay:
-    see `_larger`. proposals: if nothing fits, what would.
+    seconds of the best row with it. disks: of a machine, for files. larger: estimated tokens/s per GPU by sequences of
+    a step, if larger steps pay: see `_larger`. proposals: if nothing fits, what would.
     """
 
     gpu: str
@@ -84,6 +85,7 @@ class FitResult:
     found: Found
     nearest: Candidate | None
     left_out: dict[str, float]
+    disks: Disks
     larger: dict[int, float]
     proposals: list[remedies.Proposal]
 
@@ -96,6 +98,7 @@ def fastest(
     gpus_per_node: int | None = None,
     host_bandwidth: float | None = None,
     nvme: float | None = None,
+    disk: str | None = None,
     allow: Collection[str] = (),
     keep: Collection[str] = (),
     most: int = MOST_COMPILED,
@@ -105,8 +108,9 @@ def fastest(
 
     gpu: what `gpus.named` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
     in a machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`. nvme: room
-    for files in GB, on the drives of all machines together; None: no files. allow: words of
-    `choices.NUMBERS`. keep: fields that are not changed. most: settings that are compiled. say: told what goes on.
+    for files in GB, on the drives of all machines together; None: no files. disk: the disks of a machine, as
+    `file_time.disks` takes them; None: assumed. allow: words of `choices.NUMBERS`. keep: fields that are not changed.
+    most: settings that are compiled. say: told what goes on.
 
     Raises ConfigError for what `train` refuses, and for an unknown GPU.
     """
@@ -123,7 +127,7 @@ def fastest(
             raise ConfigError(f"--allow {word}: {error}") from error
     host = math.inf if host_memory is None else host_limit(host_memory * GiB)
     limits = Memory(device_limit(facts), host, (nvme or 0.0) * 1e9)
-    space = Space(c, facts, limits, tuple(allow), tuple(keep))
+    space = Space(c, facts, limits, tuple(allow), tuple(keep), disks=disks(disk))
     found = search(space)
     if not found.families:
         raise ConfigError(f"--keep: expected fields that leave settings to try, got {', '.join(keep)}; keep fewer")
@@ -133,13 +137,13 @@ def fastest(
     )
     if facts.seen.note:
         say(facts.seen.note)
-    rows, refuted = _compiled(config, space, found, gpu, most, say)
+    rows, refuted = _compiled(config, space, found, gpu, disk, most, say)
     own_files = limits if nvme is not None else limits._replace(files=math.inf)
     as_given = next((row for row in (*rows, *refuted) if not row.change), None)
     refused = ""
     if as_given is None:
         try:
-            as_given = _given(config, gpu, space.of(limits=own_files))
+            as_given = _given(config, gpu, disk, space.of(limits=own_files))
         except ConfigError as error:
             refused = str(error)
     rows.sort(key=lambda row: row.seconds)
@@ -160,13 +164,14 @@ def fastest(
         found=found,
         nearest=None if rows or refuted else nearest,
         left_out=_left_out(space, rows[0]) if rows else {},
+        disks=space.disks,
         larger=_larger(space, rows[0]) if rows else {},
         proposals=proposals,
     )
 
 
 def _compiled(
-    config: Config, space: Space, found: Found, gpu: str, most: int, say: Callable[[str], None]
+    config: Config, space: Space, found: Found, gpu: str, disk: str | None, most: int, say: Callable[[str], None]
 ) -> tuple[list[Trial], list[Trial]]:
     """(rows of candidates that fit as compiled, rows of those that do not). Raises ConfigError if all are refused."""
     rows: list[Trial] = []
@@ -180,7 +185,7 @@ def _compiled(
         if (compiled >= most and (rows or compiled >= 2 * most)) or candidate.seconds > soonest * (1 + BAND):
             continue
         try:
-            for row in _until_it_fits(config, candidate, gpu, space):
+            for row in _until_it_fits(config, candidate, gpu, disk, space):
                 compiled += row.plan is not None
                 (rows if row.fits else refuted).append(row)
                 if row.plan:
@@ -206,14 +211,14 @@ def in_order(candidates: list[Candidate]) -> list[Candidate]:
     return [candidate for *_, candidate in sorted(ranked, key=lambda x: x[:2])]
 
 
-def _row(config: Config, candidate: Candidate, gpu: str, space: Space) -> Trial:
+def _row(config: Config, candidate: Candidate, gpu: str, disk: str | None, space: Space) -> Trial:
     """The row of a candidate, compiled if there is a compiler."""
     change = differing(config, candidate.change)
     c = changed(config, change)
     if not aot.available():
         return Trial(c, change, candidate, None, True)
     bandwidth = space.gpu.host_memory_bandwidth and space.gpu.host_memory_bandwidth / GB
-    p = plan(c, gpu, gpus_per_node=space.gpu.gpus_per_node, host_bandwidth=bandwidth, advise=False)
+    p = plan(c, gpu, gpus_per_node=space.gpu.gpus_per_node, host_bandwidth=bandwidth, disk=disk, advise=False)
     row = Trial(c, change, candidate, p, True)
     return dataclasses.replace(row, fits=row.need.fits(space.limits))
 
@@ -224,10 +229,10 @@ def _most(row: Trial, limits: Memory) -> str:
     return f"{gib(row.need.device)} on each GPU" if over else f"{gib(row.need.host)} of host memory"
 
 
-def _until_it_fits(config: Config, candidate: Candidate, gpu: str, space: Space) -> Iterator[Trial]:
+def _until_it_fits(config: Config, candidate: Candidate, gpu: str, disk: str | None, space: Space) -> Iterator[Trial]:
     """The row of a candidate. While it does not fit a GPU as compiled: with fewer resident layers, if it has any."""
     for _ in range(1 + RETRIES):
-        row = _row(config, candidate, gpu, space)
+        row = _row(config, candidate, gpu, disk, space)
         yield row
         resident = candidate.config.resident_layers
         over = row.need.device - space.limits.device
@@ -236,19 +241,19 @@ def _until_it_fits(config: Config, candidate: Candidate, gpu: str, space: Space)
 
         def with_resident(layers: int, candidate: Candidate = candidate) -> Candidate:
             change = {"resident_layers": layers}
-            return estimated(changed(candidate.config, change), space.gpu, candidate.change | change)
+            return space.estimated(changed(candidate.config, change), candidate.change | change)
 
         of_layer = max(1, with_resident(resident).need.device - with_resident(resident - 1).need.device)
         candidate = with_resident(max(0, resident - math.ceil(over / of_layer)))
 
 
-def _given(config: Config, gpu: str, space: Space) -> Trial | None:
+def _given(config: Config, gpu: str, disk: str | None, space: Space) -> Trial | None:
     """The row of the given config; None if it does not fit by estimate. Raises ConfigError if it cannot run."""
-    candidate = estimated(space.config, space.gpu)
+    candidate = space.estimated(space.config)
     if not candidate.need.fits(space.limits):
         return None
     try:
-        return _row(config, candidate, gpu, space)
+        return _row(config, candidate, gpu, disk, space)
     except ConfigError:  # what only compiling shows
         return Trial(config, {}, candidate, None, False)
 
@@ -260,7 +265,7 @@ def _left_out(space: Space, row: Trial) -> dict[str, float]:
     seconds = {}
     for word in words:
         try:
-            seconds[word] = estimated(changed(own.config, NUMBERS[word]), space.gpu).seconds
+            seconds[word] = space.estimated(changed(own.config, NUMBERS[word])).seconds
         except ConfigError:  # what only the parts of a run show
             continue
     return {word: s for word, s in seconds.items() if s < row.estimate.seconds * (1 - WORTH)}
@@ -274,7 +279,7 @@ def _larger(space: Space, row: Trial) -> dict[int, float]:
     c = space.config
     if set(choices.BATCH_FIELDS[:2]) & set(space.keep):
         return {}
-    if estimated(changed(c, row.change), space.gpu).phases["update"] < DOMINATES * row.estimate.seconds:
+    if space.estimated(changed(c, row.change)).phases["update"] < DOMINATES * row.estimate.seconds:
         return {}
     now = row.tokens / row.estimate.seconds
     layout = {name: row.config[name] for name in choices.own_layout(c)}

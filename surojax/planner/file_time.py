@@ -51,15 +51,22 @@ class Disks:
         """Seconds that so many bytes take. end: a multiple of the rates."""
         return (read / self.read + written / self.write) / end
 
+    def shared_by(self, gpus: int) -> "Disks":
+        """What each of so many GPUs has of them."""
+        return dataclasses.replace(self, read=self.read / gpus, write=self.write / gpus)
+
     def __str__(self) -> str:
         source = "assumed; --disk says what there is" if self.span is UNKNOWN else "as given"
         return f"{self.read / GB:g} GB/s read, {self.write / GB:g} written ({source})"
 
 
+ASSUMED_DISKS = Disks()
+
+
 def disks(text: str | None) -> Disks:
     """What `--disk` says: "7.4/6.9", GB/s read and written, or "2x7.4/6.9". Raises ConfigError for anything else."""
     if text is None:
-        return Disks()
+        return ASSUMED_DISKS
     match = FORM.fullmatch(text)
     number, read, write = (float(x or 1) for x in match.groups()) if match else (0.0, 0.0, 0.0)
     if not 0 < min(number, read, write) <= max(read, write) < 1e4:

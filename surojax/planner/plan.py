@@ -330,7 +330,7 @@ def _estimated(run: Assembly, batch: traffic.BatchShape, rows: footprint.Rows) -
     temporaries = {name: rows[name] for name in ("grads", "residuals", "working space")}
     need, temporary = (footprint.memory(x, 1, 1, "gpu") for x in (rows, temporaries))
     h2d, d2h = traffic.host_bytes(run, batch, rows)
-    read, written = traffic.file_bytes(run, rows)
+    read, written = traffic.file_bytes(run, batch, rows)
     return {
         "estimate": True,
         "device_bytes": need.device,

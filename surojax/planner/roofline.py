@@ -7,6 +7,8 @@ other:
 
 * The host link copies the bytes of its lanes (`traffic.copied`). Directions slow each other by `Rates.duplex`. Nothing
   hides what a pass that updates layers begins with and ends with: a layer of each lane.
+* The disks of a machine read and write what its lanes have in files, one direction at a time, beside all else but the
+  first layer that a pass reads and the last one that it writes (file_time.py).
 * The link between GPUs has the collectives of its lanes and of its blocks (traffic.py). GPUs without a link of their
   own share PCI Express between them and host copies, and all share host memory (timeline.py).
 * The chain has products and passes over activations (products.py), copies of what was fetched into the loop's carry,
@@ -35,6 +37,7 @@ from surojax.assembly import Assembly
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Kind
 from surojax.planner import links, products, sizes, traffic
+from surojax.planner.file_time import ASSUMED_DISKS, UPDATE, Disks
 from surojax.planner.footprint import Rows
 from surojax.planner.gpus import Gpu, Rates
 from surojax.planner.products import Seconds
@@ -44,6 +47,7 @@ from surojax.step import passes
 from surojax.step.passes import Pass
 from surojax.step.spec import Engine
 
+BY_LAYER = {"weights", "grads", "residuals"}  # rows of which a step with one in files has programs of one layer
 BETWEEN = 0.4  # of a layer's products, those between two of its collectives that a gather hides behind
 
 
@@ -66,6 +70,7 @@ class StepWork:
     sizes: Mapping[str, float]  # of rows of the placement table, in whichever memory, without outer layers' gradients
     slots: int  # microbatches whose residuals a stage has room for; 1: those of a group
     updated: float  # the part of the weights that an update writes
+    disks: Disks  # what this GPU has of its machine's
 
     @property
     def rates(self) -> Rates:
@@ -77,9 +82,16 @@ class StepWork:
         """Times that each layer's weights and accumulators are fetched in each direction."""
         return self.rounds // self.engine.microbatches_per_fetch
 
+    def by_layer(self) -> "StepWork":
+        """The step by programs of one layer each, which fetch it for all microbatches (`Placement.by_layer`)."""
+        times = self.microbatches // self.engine.microbatches_per_fetch
+        engine = dataclasses.replace(self.engine, microbatches_per_fetch=self.microbatches)
+        larger = {**self.sizes, "residuals": times * self.sizes["residuals"]}
+        return dataclasses.replace(self, engine=engine, sizes=larger)
 
-def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows) -> StepWork:
-    """The `StepWork` of a step. rows: `footprint.by_class` of the run."""
+
+def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows, disks: Disks = ASSUMED_DISKS) -> StepWork:
+    """The `StepWork` of a step. rows: `footprint.by_class` of the run. disks: of a machine."""
     rates = gpu.rates
     stored = {name: float(sum(of.values())) for name, of in rows.items()}
     stored["weights"] += stored.pop("quants", 0.0)
@@ -104,6 +116,7 @@ def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows) -> StepWor
         sizes=stored,
         slots=sizes.slots(run, batch.microbatches) if stages > 1 else 1,
         updated=updated,
+        disks=disks.shared_by(gpu.in_a_machine(run.mesh.size)),
     )
 
 
@@ -131,13 +144,21 @@ def _smallest(run: Assembly) -> float:
 
 
 def phases(
-    work: StepWork, offloaded: Collection[str], resident: float = 0.0, *, overlap_update: bool = False
+    work: StepWork,
+    offloaded: Collection[str],
+    resident: float = 0.0,
+    *,
+    files: Collection[str] = (),
+    overlap_update: bool = False,
 ) -> dict[str, float]:
     """Estimated seconds of each phase of a step.
 
-    offloaded: rows of the placement table that are in host memory. resident: the fraction of layers whose weights are
-    in device memory all the same. overlap_update: the update's phase has the first group's forward pass in it.
+    offloaded: rows of the placement table that are in host memory, or in files. resident: the fraction of layers whose
+    weights are in device memory all the same. files: those of the rows that are in files. overlap_update: the update's
+    phase has the first group's forward pass in it.
     """
+    if BY_LAYER & set(files):
+        work = work.by_layer()
     stored = {row: float(work.sizes[row]) for row in offloaded}
     if "weights" in stored:
         stored["weights"] *= 1 - resident
@@ -148,8 +169,20 @@ def phases(
     engine = dataclasses.replace(work.engine, overlap_update=overlap_update)
     for step_pass, times in passes.of_step(engine, work.fetches):
         name = "update" if step_pass.updates else step_pass.name
-        seconds[name] = _seconds(work, step_pass, times, stored, resident if stored.get("weights") else 0.0)
+        on_link = _seconds(work, step_pass, times, stored, resident if stored.get("weights") else 0.0)
+        on_disk, ends = _disk_seconds(work, step_pass, times, {row: stored[row] for row in files})
+        seconds[name] = max(on_link, on_disk) + ends
     return seconds | {"between": sent["once"] + sent["ticks"]}
+
+
+def _disk_seconds(work: StepWork, step_pass: Pass, times: int, in_files: Mapping[str, float]) -> tuple[float, float]:
+    """(seconds that disks are busy in a pass that runs so many times, seconds of it that nothing hides).
+
+    in_files: bytes by row. The first layer of the update is read while gradients are computed.
+    """
+    read, written = traffic.copied(step_pass, times, in_files, work.updated)
+    first = 0.0 if step_pass.name == UPDATE else read
+    return work.disks.seconds(read, written), work.disks.seconds(first, written) / work.layers
 
 
 def _seconds(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, float], resident: float) -> float:

@@ -34,6 +34,7 @@ from surojax.parallel.schedule import layers_of_stage
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import Memory
 from surojax.planner.changes import Change, changed, differing
+from surojax.planner.file_time import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import HOST_POOL, POOL, Rows, assembly, by_class, memory
 from surojax.planner.gpus import Gpu
 from surojax.planner.traffic import batch_of
@@ -81,7 +82,7 @@ class Space:
 
     allow: words of `choices.NUMBERS`. keep: fields that are not changed. layouts: to search; None: the best by samples.
     few: a few families of each layout. platform: "gpu" or "cpu"; on CPUs nothing is offloaded, and all memory counts as
-    that of the device.
+    that of the device. disks: of a machine, for files.
     """
 
     config: Config
@@ -92,12 +93,17 @@ class Space:
     layouts: tuple[Change, ...] | None = None
     few: bool = False
     platform: str = "gpu"
+    disks: Disks = ASSUMED_DISKS
     # Families, placements and parts of runs by what they are of; shared by spaces that differ in limits and words.
     known: dict[tuple, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def of(self, **changes: Any) -> "Space":
         """Returns this space with other values of some fields."""
         return dataclasses.replace(self, **changes, **({"known": {}} if "config" in changes else {}))
+
+    def estimated(self, c: Config, change: Change | None = None) -> Candidate:
+        """A checked config as a candidate on the GPUs and disks of this space, whether it fits or not."""
+        return estimated(c, self.gpu, change, self.disks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +243,7 @@ class _Search:
         except ConfigError as error:
             return str(error)
         rows = by_class(run, batch_of(tried), space.platform)
-        work = roofline.step_work(run, batch_of(tried), space.gpu, rows)
+        work = roofline.step_work(run, batch_of(tried), space.gpu, rows, space.disks)
         least = needed(tried, rows, space.gpu, space.platform).device
         return Family(change, work, sum(roofline.phases(work, ()).values()), least)
 
@@ -247,13 +253,14 @@ class _Search:
         layers = layers_of_stage(c.model.num_hidden_layers, family.change["pp_size"])
         stored = family.work.sizes
 
-        def placed(offloaded: tuple[str, ...], resident: int, overlaps: bool) -> tuple:
+        def placed(offloaded: tuple[str, ...], files: tuple[str, ...], resident: int, overlaps: bool) -> tuple:
             """An entry of the queue: bytes of host memory if the least are asked for, estimated seconds, the number of
             classes, and the arguments."""
-            phases = roofline.phases(family.work, offloaded, resident / layers, overlap_update=overlaps)
-            in_host = self.least_host * sum(stored[name] for name in offloaded)
-            in_host -= self.least_host * ("weights" in offloaded) * stored["weights"] * resident / layers
-            return in_host, sum(phases.values()), len(offloaded), offloaded, resident, overlaps
+            part = resident / layers
+            phases = roofline.phases(family.work, offloaded, part, files=files, overlap_update=overlaps)
+            in_host = self.least_host * sum(stored[name] for name in offloaded if name not in files)
+            in_host -= self.least_host * ("weights" in offloaded) * stored["weights"] * part
+            return in_host, sum(phases.values()), len(offloaded) + len(files), offloaded, files, resident, overlaps
 
         def room_for(need: float) -> int:
             """Layers whose weights fit into what `need` bytes leave; less than 0 if these do not fit."""
@@ -261,54 +268,67 @@ class _Search:
 
         queue = []
         offloads = choices.offloadable(c) if self.space.platform == "gpu" else ()
-        for offloaded in choices.subsets(offloads):
+        for offloaded, files, overlaps in self.placements(offloads, in_files):
+            in_host = sum(stored[name] for name in offloaded if name not in (*files, "weights"))
+            if self.space.gpu.in_a_machine(c.gpus) * in_host > limits.host:
+                continue
             room = room_for(family.least - sum(stored[name] for name in offloaded))
-            streams = "weights" in offloaded and not c.persistent_quants
+            streams = "weights" in offloaded and "weights" not in files and not c.persistent_quants
             resident = min(max(room, 0), layers - 1) if streams else 0
             resident = self.keep.get("resident_layers", resident)
             if room >= 0 or len(offloaded) == len(offloads):
-                queue += [placed(offloaded, resident, x) for x in choices.overlaps(c, offloaded, in_files)]
+                queue.append(placed(offloaded, files, resident, overlaps))
         heapq.heapify(queue)
         fastest: list[Candidate] = []
         placements: list[set[str]] = []  # of `fastest`
         while queue and not (fastest and (self.least_host or queue[0][1] > fastest[0].seconds * (1 + TIE))):
-            *_, offloaded, resident, overlaps = heapq.heappop(queue)
-            if any(fewer < set(offloaded) for fewer in placements):
+            *_, offloaded, files, resident, overlaps = heapq.heappop(queue)
+            placement = {*offloaded, *(f"{row} in files" for row in files)}
+            if any(fewer < placement for fewer in placements):
                 continue
-            candidates = self.stored(family, offloaded, resident, in_files, overlaps)
-            if fits := next((x for x in candidates if x.need.fits(limits)), None):
-                fastest.append(fits)
-                placements.append(set(offloaded))
+            x = self.stored(family, offloaded, files, resident, overlaps)
+            if x is None:
                 continue
-            for x in candidates:
-                if x.need.host <= limits.host and (not self.nearest or self.over(x) < self.over(self.nearest)):
-                    self.nearest = x
+            if x.need.fits(limits):
+                fastest.append(x)
+                placements.append(placement)
+                continue
+            if x.need.host <= limits.host and (not self.nearest or self.over(x) < self.over(self.nearest)):
+                self.nearest = x
             # Working space has grown.
-            if candidates and resident and candidates[0].need.device > limits.device:
-                fewer_resident = resident + min(-1, room_for(candidates[0].need.device))
-                heapq.heappush(queue, placed(offloaded, max(0, fewer_resident), overlaps))
+            if resident and x.need.device > limits.device:
+                fewer_resident = resident + min(-1, room_for(x.need.device))
+                heapq.heappush(queue, placed(offloaded, files, max(0, fewer_resident), overlaps))
         return fastest
 
-    def stored(
-        self, family: Family, offloaded: tuple[str, ...], resident: int, in_files: bool, overlaps: bool
-    ) -> list[Candidate]:
-        """The candidates of a placement that the checks accept: in host memory, or each choice of what is in files."""
+    def placements(self, offloads: tuple[str, ...], in_files: bool) -> list[tuple[tuple, tuple, bool]]:
+        """(offloaded classes, those of them in files, overlap_update) of all placements that are tried."""
         c = self.space.config
-        candidates = []
-        for files in choices.in_files(offloaded) if in_files else [()]:
-            in_host = sum(family.work.sizes[name] for name in offloaded if name not in (*files, "weights"))
-            if self.space.gpu.in_a_machine(c.gpus) * in_host > self.space.limits.host:
-                continue
-            change = family.change | choices.placement(c, offloaded, files, resident, overlaps)
-            if self.changes_kept(change):
-                continue
-            tried, need = self.known(("placed", *change.items()), lambda change=change: self.needed(change))
-            if need is None:
-                continue
-            part = resident / layers_of_stage(c.model.num_hidden_layers, tried.pp_size)
-            phases = roofline.phases(family.work, offloaded, part, overlap_update=overlaps)
-            candidates.append(Candidate(tried, change, need, phases))
-        return candidates
+
+        def found() -> list[tuple[tuple, tuple, bool]]:
+            return [
+                (offloaded, files, overlaps)
+                for offloaded in choices.subsets(offloads)
+                for files in (choices.in_files(offloaded) if in_files else [()])
+                for overlaps in choices.overlaps(c, offloaded, files)
+            ]
+
+        return self.known(("placements", offloads, in_files), found)
+
+    def stored(
+        self, family: Family, offloaded: tuple[str, ...], files: tuple[str, ...], resident: int, overlaps: bool
+    ) -> Candidate | None:
+        """The candidate of a placement; None if the checks refuse it."""
+        c = self.space.config
+        change = family.change | choices.placement(c, offloaded, files, resident, overlaps)
+        if self.changes_kept(change):
+            return None
+        tried, need = self.known(("placed", *change.items()), lambda: self.needed(change))
+        if need is None:
+            return None
+        part = resident / layers_of_stage(c.model.num_hidden_layers, tried.pp_size)
+        phases = roofline.phases(family.work, offloaded, part, files=files, overlap_update=overlaps)
+        return Candidate(tried, change, need, phases)
 
     def needed(self, change: Change) -> tuple[Config, Memory | None]:
         """(the config with a change, the bytes that it needs by estimate); None if the checks refuse it."""
@@ -360,16 +380,20 @@ def kind(candidate: Candidate, *without: str) -> tuple:
     return tuple((name, value) for name, value in candidate.change.items() if name not in without)
 
 
-def estimated(c: Config, gpu: Gpu, change: Change | None = None) -> Candidate:
-    """A checked config as a candidate, with the bytes and the time that it needs on a GPU with rates."""
+def estimated(c: Config, gpu: Gpu, change: Change | None = None, disks: Disks = ASSUMED_DISKS) -> Candidate:
+    """A checked config as a candidate, with the bytes and the time that it needs on a GPU with rates.
+
+    disks: of a machine.
+    """
     run = assembly(c)
     rows = by_class(run, batch_of(c), "gpu")
-    work = roofline.step_work(run, batch_of(c), gpu, rows)
+    work = roofline.step_work(run, batch_of(c), gpu, rows, disks)
     table = run.engine.table
     offloaded = {row for row in choices.OFFLOADS if getattr(table, row).home.streamed}
     offloaded |= {"weights"} if table.streams_weights else set()
+    files = [row for row in choices.OFFLOADS if getattr(table, row).home.in_file]
     resident = table.weights.resident / work.layers
-    phases = roofline.phases(work, offloaded, resident, overlap_update=run.engine.overlap_update)
+    phases = roofline.phases(work, offloaded, resident, files=files, overlap_update=run.engine.overlap_update)
     return Candidate(c, change or {}, needed(c, rows, gpu), phases)
 
 

@@ -432,14 +432,13 @@ def host_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]
     return read, written
 
 
-def file_bytes(run: Assembly, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
-    """(bytes read from files, bytes written) per step and GPU; rows: as for `host_bytes`.
-
-    Each class is read once and written once, but weights: they are read for both passes, and written if trained.
-    """
+def file_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
+    """(bytes read from files, bytes written) per step and GPU; rows: as for `host_bytes`."""
     stored = {name: row["nvme"] for name, row in rows.items()}
-    frozen = stored["weights"] * (1 - updated_part(run))
-    return sum(stored.values()) + stored["weights"], round(sum(stored.values()) - frozen)
+    step_passes = passes.of_step(run.engine, sizes.groups_of(run, batch.microbatches))
+    moved = [copied(step_pass, times, stored, updated_part(run)) for step_pass, times in step_passes]
+    read, written = map(sum, zip(*moved, strict=True))
+    return round(read), round(written)
 
 
 def updated_part(run: Assembly) -> float:
