@@ -135,8 +135,9 @@ def train(
     say(budget(run.model, start.total_steps * tokens_per_step, is_new=is_new))
 
     with contextlib.ExitStack() as until_end:
-        if of_disk := until_end.enter_context(nvme.claim(run.store)):
-            say(of_disk)
+        disk = until_end.enter_context(nvme.claim(run.store))
+        if disk.line:
+            say(disk.line)
         settings = c.to_dict() | start.meta | start.identity
         check_shared(setup.output_dir, json.dumps(settings, sort_keys=True, default=str))
         patience = early_stopping(c, setup.output_dir, start)
@@ -162,7 +163,7 @@ def train(
         until_end.enter_context(advised(c, devices[0].platform))
         with advised(c, devices[0].platform, compiles=True):
             programs = compile_programs(c, run, setup.mesh, start.found.evaluated, feed)
-        predicted = predict(c, run, programs.train_step, devices)
+        predicted = predict(c, run, programs.train_step, devices, disk)
 
         # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
         states = [first_state(c, run, start.resume, setup.initial, start.adapter)]

@@ -451,8 +451,10 @@ def test_room_is_taken_before_the_first_step(tmp_path, monkeypatch):
     ):
         patch.setattr(os, "posix_fallocate", full)
         nvme.claim(store(tmp_path)).__enter__()
-    with nvme.claim(one := store(tmp_path)) as line:
-        assert line.startswith(f"nvme: {layer_file.gib(one.bytes)} in {tmp_path}, read at ")
+    with nvme.claim(one := store(tmp_path)) as claimed:
+        assert min(claimed.reads, claimed.writes) > 0 and claimed.line.startswith(
+            f"nvme: {layer_file.gib(one.bytes)} in {tmp_path}, read at "
+        )
         file = os.stat(tmp_path / layer_file.FILE)
         assert file.st_size == one.bytes and file.st_blocks * 512 >= one.bytes
 
@@ -578,8 +580,8 @@ def test_a_file_over_two_folders_holds_the_same(tmp_path, monkeypatch):
     for folder in two:
         folder.mkdir()
     runs = [Small(nvme_path=path, **BOTH) for path in (", ".join(map(str, two)), str(tmp_path))]
-    with nvme.claim(runs[0].run.store) as line, nvme.claim(runs[1].run.store):
-        assert f"in {two[0]}, {two[1]}, read at" in line
+    with nvme.claim(runs[0].run.store) as claimed, nvme.claim(runs[1].run.store):
+        assert f"in {two[0]}, {two[1]}, read at" in claimed.line
         assert runs[0].train(BATCHES[:3]) == runs[1].train(BATCHES[:3])
         with pytest.raises(ConfigError, match=r"two is used by another run"), nvme.claim(store(two[1])):
             pass
@@ -630,13 +632,13 @@ def test_a_file_system_that_refuses_direct_access(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", refusing)
     small = Small(nvme_path=str(tmp_path), **BOTH)
-    with nvme.claim(small.run.store) as line:
-        assert "refuses direct access" in line
+    with nvme.claim(small.run.store) as claimed:
+        assert "refuses direct access" in claimed.line
         small.train(BATCHES[:1])
     monkeypatch.undo()
     direct = Small(nvme_path=str(tmp_path), **BOTH)
-    with nvme.claim(direct.run.store) as line:
-        assert direct.run.store.file.is_direct and "refuses" not in line
+    with nvme.claim(direct.run.store) as claimed:
+        assert direct.run.store.file.is_direct and "refuses" not in claimed.line
 
 
 class Shards:

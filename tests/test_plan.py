@@ -26,6 +26,7 @@ from surojax.assembly import MEMORY_LIMIT, from_config
 from surojax.config import flags
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
+from surojax.memory.nvme import Claimed
 from surojax.placement.mesh import DATA, make_mesh
 from surojax.planner import (
     aot,
@@ -501,12 +502,12 @@ def test_train_predicts_what_the_plan_says(capsys):
     compiled = SimpleNamespace(as_text=lambda: compiled_step(1))
     c = planner.checked(config(gpus=1, **BLOCKS | {"model.num_hidden_layers": 5}), FIRST)
     run = from_config(c, MESH, total_steps=10)
-    found = predict(c, run, compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)])
+    found = predict(c, run, compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)], Claimed())
     p = planner.plan(c, FIRST)
     assert found.predicted_step_s == pytest.approx(p.predicted_step_s, rel=0.01)
     assert found.mfu == pytest.approx(p.mfu, rel=0.01)
     assert f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step" in capsys.readouterr().out
-    assert predict(c, run, compiled, [SimpleNamespace(device_kind="cpu")]).predicted_step_s is None
+    assert predict(c, run, compiled, [SimpleNamespace(device_kind="cpu")], Claimed()).predicted_step_s is None
     assert capsys.readouterr().out == ""
 
 
@@ -521,7 +522,7 @@ def test_train_counts_the_tokens_of_a_tensor_parallel_group_once(monkeypatch, ca
     monkeypatch.setattr(prediction, "predict", in_two_seconds)
     monkeypatch.setattr(hlo, "parse", lambda text: None)
     compiled = SimpleNamespace(as_text=lambda: "")
-    found = predict(c, footprint.assembly(c), compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)] * 2)
+    found = predict(c, footprint.assembly(c), compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)] * 2, Claimed())
     assert capsys.readouterr().out.strip().endswith(" 1,024 tok/s")
     assert "predicted 1,024 " in prediction.comparison(found, [2.0], 16 * 128)
 

@@ -3,6 +3,7 @@
 Exact comparison throughout where the program is the same: the same compiled step on the same numbers.
 """
 
+import contextlib
 import errno
 import fcntl
 import importlib
@@ -35,11 +36,13 @@ from surojax.config.checks import restored_config
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference import prompts
 from surojax.inference.trained_model import load_trained
+from surojax.memory import nvme
 from surojax.memory.lock import locked
 from surojax.models.decoder import Decoder
 from surojax.placement.mesh import make_mesh
-from surojax.planner import gpus, prediction, seen
+from surojax.planner import file_time, gpus, prediction, seen, traffic
 from surojax.planner.gpus import GPUS
+from surojax.planner.plan import programs as step_programs
 from surojax.planner.prediction import Prediction
 from surojax.run import checkpoint, on_disk, stop
 from surojax.run.metrics import TIMINGS, MetricsLog
@@ -802,6 +805,28 @@ def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, c
     said = capsys.readouterr().out
     assert "note: no time is predicted: KeyError: 'a text of XLA'" in said and "tok/s: measured" not in said
     assert "seen: the compiled step cannot be read, 2 steps" in said
+
+
+@pytest.mark.parametrize("classes", [("optimizer", "master"), ("weights", "grads", "residual")], ids=str)
+def test_a_step_with_files_is_predicted_by_what_its_disks_did(config, tmp_path, capsys, monkeypatch, classes):
+    """From the programs that were compiled, at the measured rates: twice as long with disks of a hundredth."""
+    (tmp_path / "files").mkdir()
+    in_files = {f"offload_{name}": "nvme" for name in classes} | {"nvme_path": str(tmp_path / "files")}
+    short = changed(config, max_steps=2, save_steps=0, eval_steps=0, sample_tokens=0, recompute_block=True, **in_files)
+    monkeypatch.setattr(gpus, "find_gpu", lambda kind: GPUS["rtx4090"])
+    seconds = {}
+    for rate in (1e9, 1e7):
+        measured = nvme.Claimed(f"disks of {rate:.0e}", rate, rate)
+        monkeypatch.setattr(nvme, "claim", lambda store, measured=measured: contextlib.nullcontext(measured))
+        assert train(changed(short, output_dir=str(tmp_path / measured.line))).finished
+        said = capsys.readouterr().out
+        found = re.search(r"predicted: ([\d,.]+) ms a step", said)
+        assert found, said
+        seconds[rate] = float(found[1].replace(",", "")) / 1e3
+    run = from_config(short, make_mesh(jax.devices()[:1]), 1)
+    parts = step_programs(run, make_mesh(jax.devices()[:1]), traffic.batch_of(short))
+    moved = sum(file_time.moved(parts))
+    assert moved / 1e7 < seconds[1e7] < 2 * moved / 1e7 and seconds[1e9] < seconds[1e7]
 
 
 # ----------------------------------------------------------------- ended by what goes wrong

@@ -34,8 +34,8 @@ def aligned(size: int) -> int:
 class Buffers:
     """Buffers that can be taken again once nothing refers to them any more.
 
-    Their sizes are powers of two, so that there are few of them however many sizes are asked for: of what is not used of
-    a buffer, no memory is taken.
+    Their sizes are powers of two, so that there are few of them however many sizes are asked for. What is not used of
+    a buffer takes no memory.
     """
 
     def __init__(self):

@@ -1,12 +1,14 @@
 """The folders on NVMe disks (`nvme_path`) that a run stores layers in: checked, claimed, and their speed measured."""
 
 import contextlib
+import math
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -67,15 +69,25 @@ def check(store: Store) -> None:
             )
 
 
-@contextlib.contextmanager
-def claim(store: Store) -> Iterator[str]:
-    """Locks the folders and allocates the file, within a `with` statement; yields a line about the disk to print.
+class Claimed(NamedTuple):
+    """The disks of a store, ready for use. line: about them, to print. reads, writes: bytes per second, measured.
 
-    It is "" for an empty store. Raises ConfigError if another run uses a folder, a disk is full, or it is too slow
-    to be of use.
+    Of an empty store, which needs none, the line is "".
+    """
+
+    line: str = ""
+    reads: float = math.inf
+    writes: float = math.inf
+
+
+@contextlib.contextmanager
+def claim(store: Store) -> Iterator[Claimed]:
+    """Locks the folders and allocates the file, within a `with` statement.
+
+    Raises ConfigError if another run uses a folder, a disk is full, or it is too slow to be of use.
     """
     if store.is_empty:
-        yield ""
+        yield Claimed()
         return
     check(store)
     if jax.process_count() > 1:  # none takes room on a disk that they share before all have measured what is free
@@ -84,7 +96,8 @@ def claim(store: Store) -> Iterator[str]:
         for folder in store.folders:
             until_end.enter_context(locked(folder / LOCK, "nvme_path"))
         until_end.enter_context(contextlib.closing(store))
-        yield describe(store, write_rate(store), read_rate(store))
+        writes, reads = write_rate(store), read_rate(store)
+        yield Claimed(describe(store, writes, reads), reads, writes)
 
 
 def describe(store: Store, writes: float, reads: float) -> str:

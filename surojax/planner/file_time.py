@@ -22,7 +22,7 @@ from surojax.planner import costs
 from surojax.planner.costs import HOST_IN, ProgramOnGpu
 from surojax.planner.gpus import GB, Gpu
 from surojax.planner.hlo import Module
-from surojax.planner.rates import ASSUMED, DISKS, SHEET, Span
+from surojax.planner.rates import ASSUMED, DISKS, HERE, SHEET, Span
 from surojax.planner.timeline import Timeline, simulate
 from surojax.step.step_parts import Program
 
@@ -33,6 +33,7 @@ DRIVE_TBW = 1200  # TB that the makers of 2 TB consumer drives warrant (Samsung 
 # cache is full (techpowerup.com's reviews of write intensive usage: 0.5 to 2 GB/s).
 UNKNOWN = Span(0.25, 1.1, ASSUMED)
 SAID = Span(0.8, 1.05, SHEET)
+MEASURED_HERE = Span(0.25, 1.05, HERE)  # at the start of a run; the slow end is that of a full cache, as above
 FORM = re.compile(r"(?:(\d{1,4})x)?(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", re.ASCII)
 
 

@@ -29,8 +29,7 @@ from surojax.exchange.sources import resolved
 from surojax.models.attention import attend, chosen
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement.home import DEVICE, HOST, Home
-from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import data_parallel, make_mesh, mesh_shape, pipeline_stages
+from surojax.placement.mesh import make_mesh, mesh_shape
 from surojax.planner import (
     aot,
     check_fit,
@@ -277,10 +276,7 @@ def _predicted(
     if run.engine.table.in_files:
         machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
         with_files = file_time.StepWithFiles(parts, modules, run.mesh.shape, machines, file_time.disks(disk))
-        found = prediction.of_step(with_files, run, batch, gpu)
-        if pipeline_stages(run.mesh) > 1:
-            found = Prediction(not_predicted="state in files, and stages that wait for each other")
-        return dataclasses.asdict(found)
+        return dataclasses.asdict(prediction.of_step(with_files, run, batch, gpu))
     (module,) = modules
     found = prediction.of_module(module, run, batch, gpu)
     if trace is not None and not found.not_predicted:
@@ -314,10 +310,8 @@ def _check_attention(c: Config, gpu: str, batch: traffic.BatchShape) -> None:
 
 def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.BatchShape) -> list[Program]:
     """The programs that make up a step."""
-    shape = (batch.microbatches, batch.sequences * data_parallel(mesh), batch.sequence_len)
-    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh.abstract_mesh))
     train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh, run.files)
-    arrays = [tokens for _ in run.engine.batch_arrays]
+    arrays = traffic.batch_arrays(run, batch)
     if isinstance(train_step, FileStep):
         return train_step.programs(*arrays)
     if isinstance(train_step, OverlappedStep):

@@ -191,6 +191,8 @@ def of_module(module: Module, run: Assembly, batch: traffic.BatchShape, gpu: Gpu
 
 def of_step(step: Simulated, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
     """The `Prediction` of a step of a run."""
+    if run.engine.table.in_files and pipeline_stages(run.mesh) > 1:
+        return Prediction(not_predicted="state in files, and stages that wait for each other")
     tokens = batch.tokens * batch.microbatches // (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
     compute_time = tokens * products.compute_time(gpu, products.token_flops(run, batch.sequence_len))
     return predict(step, gpu, tokens=tokens, compute_time=compute_time)

@@ -87,11 +87,13 @@ def corrected(gpu: Gpu, path: str, settings: str = "") -> Gpu:
 def of_run(c: Config, devices: Sequence[Any], predicted: Prediction, durations_s: Sequence[float]) -> str:
     """Writes what the steps of a run took, if they ran on a GPU and were predicted; returns a line that says so, or "".
 
+    A step with files says less of a GPU than of its disks, and is left out.
+
     durations_s: of steps; the median of those after the first is written if there are `LEAST_STEPS`. A file that cannot
     be read or written is left as it is, and the line says why: it never ends a run.
     """
     later = durations_s[1:]
-    if devices[0].platform != "gpu" or predicted.uncorrected_s is None or len(later) < LEAST_STEPS:
+    if devices[0].platform != "gpu" or predicted.uncorrected_s is None or c.nvme_path or len(later) < LEAST_STEPS:
         return ""
     kind = devices[0].device_kind
     measured = statistics.median(later)

@@ -24,12 +24,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
 from surojax.models.model import Segment
 from surojax.numerics.quantize import block_size
-from surojax.placement.layout import Layout, mesh_axes
+from surojax.placement.layout import Layout, batch_sharding, mesh_axes
 from surojax.placement.mesh import (
     CONTEXT,
     KV_HEADS,
@@ -38,6 +39,7 @@ from surojax.placement.mesh import (
     SAME_KV_HEADS,
     SHARD,
     TENSOR,
+    data_parallel,
     devices_per_sequence,
     pipeline_stages,
     shard_axes,
@@ -69,6 +71,13 @@ class BatchShape:
 def batch_of(c: Config) -> BatchShape:
     """The `BatchShape` of a config."""
     return BatchShape(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
+
+
+def batch_arrays(run: Assembly, batch: BatchShape) -> list[jax.ShapeDtypeStruct]:
+    """The planned arrays of a step's batch, `[microbatches, sequences of all groups, sequence_len]` each."""
+    shape = (batch.microbatches, batch.sequences * data_parallel(run.mesh), batch.sequence_len)
+    sharding = batch_sharding(run.mesh.abstract_mesh)
+    return [jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding) for _ in run.engine.batch_arrays]
 
 
 class LaneStage(NamedTuple):

@@ -54,6 +54,10 @@ class WholeGradients:
         """The program with planned arguments."""
         return [Program(self.program, arguments, 1)]
 
+    def functions(self) -> list:
+        """The functions of `programs`, in their order."""
+        return [self.program]
+
     def lowered(self, *arguments) -> "WholeGradients":
         """A copy with the program lowered for planned arguments."""
         return self._with(self.program.lower(*arguments))
@@ -160,6 +164,7 @@ class FileStep:
         self.store = InFiles(plan).store
         self.weights = WorkWeights(part_of(weights, self._section(plan).master), self.stages)
         self.updates: list[Any] = [self._update(number) for number in range(len(self.weights.parts))]
+        self._planned: list[Program] = []  # `programs`, once the step is lowered
 
     def _section(self, state: TrainState) -> TensorState:
         """The part of a state, or of a plan, that belongs to the layers."""
@@ -220,12 +225,19 @@ class FileStep:
         """The step with all programs lowered. plan: the one that the step was made from."""
         assert jax.tree.structure(plan) == jax.tree.structure(self.plan), "a step is lowered for its own plan"
         gradients = self.gradients.lowered(*self._arguments_of_gradients(batch))
-        return self._with(gradients, [x.lower(*self._arguments(number)) for number, x in enumerate(self.updates)])
+        lowered = self._with(gradients, [x.lower(*self._arguments(number)) for number, x in enumerate(self.updates)])
+        lowered._planned = self.programs(*batch)
+        return lowered
 
     def compile(self, compiler_options=None) -> "FileStep":
         """The lowered step, compiled."""
         updates = [update.compile(compiler_options) for update in self.updates]
         return self._with(self.gradients.compiled(compiler_options), updates)
+
+    def compiled_programs(self) -> list[Program]:
+        """All programs of a lowered and compiled step, with planned arrays as arguments."""
+        functions = [*self.gradients.functions(), *self.updates]
+        return [x._replace(function=function) for x, function in zip(self._planned, functions, strict=True)]
 
     def memory_analysis(self) -> None:
         """None, because a step of several programs has no single answer: ask each of `programs`."""

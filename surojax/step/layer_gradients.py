@@ -375,14 +375,17 @@ class LayerGradients:
         results = (*donated, self.step.metrics, self.update_inputs)
         return self.step.program(per_device, (*donated, any_of(), any_of(), any_of()), results, donated=(0, 1, 2))
 
+    def functions(self) -> list:
+        """The functions of `programs`, in their order."""
+        return [self.begin, *self.forward.values(), self.head, *self.backward.values(), self.finish]
+
     def lowered(self, *arguments) -> "LayerGradients":
         """A copy with all programs lowered. arguments: planned, see `__call__`."""
         return self._with([x.function.lower(*x.arguments) for x in self.programs(*arguments)])
 
     def compiled(self, compiler_options=None) -> "LayerGradients":
         """A copy of the lowered programs, compiled."""
-        programs = [self.begin, *self.forward.values(), self.head, *self.backward.values(), self.finish]
-        return self._with([x.compile(compiler_options) for x in programs])
+        return self._with([x.compile(compiler_options) for x in self.functions()])
 
     def _with(self, programs: list) -> "LayerGradients":
         """A copy with these programs, in the order of `programs`."""

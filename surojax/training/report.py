@@ -3,6 +3,8 @@
 import shlex
 from pathlib import Path
 
+import jax
+
 from surojax.assembly import Assembly
 from surojax.config import fields as configs
 from surojax.config.fields import Config
@@ -11,13 +13,15 @@ from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
 from surojax.inference.prompts import complete
 from surojax.inference.trained_model import Trained
+from surojax.memory.nvme import Claimed
 from surojax.models.attention import chosen_here
 from surojax.models.model import Model
 from surojax.pages import runs
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
-from surojax.planner import gpus, hlo, prediction, products, report as planned, seen, traffic
+from surojax.planner import file_time, gpus, hlo, prediction, products, report as planned, seen, traffic
 from surojax.planner.amounts import summed
+from surojax.planner.file_time import Disks, StepWithFiles
 from surojax.planner.footprint import estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
@@ -59,10 +63,11 @@ def budget(model: Model, tokens: int, *, is_new: bool) -> str:
     return f"budget: {tokens:,} tokens{beside}; {(6.0 * trained + 4.0 * frozen) * tokens:.2e} FLOPs ({formula})"
 
 
-def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
+def predict(c: Config, run: Assembly, compiled, devices, disk: Claimed) -> Prediction:
     """The predicted time of the compiled step, printed if the planner knows the GPU. It never ends a run.
 
-    A few seconds at most: a step is simulated about 20 times, 0.05 s each, of a model of 70B parameters 0.2 s.
+    disk: what was measured of the run's files; each process has its own. A few seconds at most: a step is simulated
+    about 20 times, 0.05 s each, of a model of 70B parameters 0.2 s.
     """
     gpu = gpus.find_gpu(devices[0].device_kind)
     if gpu is None:
@@ -73,9 +78,14 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
     except ConfigError as error:
         say(f"note: {error}")
     try:
-        if not run.store.is_empty:
-            return Prediction(not_predicted="state in files, and the drive's speed is not known")
-        found = prediction.of_module(hlo.parse(compiled.as_text()), run, batch, gpu)
+        if run.store.is_empty:
+            found = prediction.of_module(hlo.parse(compiled.as_text()), run, batch, gpu)
+        else:
+            parts = compiled.compiled_programs()
+            modules = [hlo.parse(part.function.as_text()) for part in parts]
+            disks = Disks(disk.reads, disk.writes, file_time.MEASURED_HERE)
+            with_files = StepWithFiles(parts, modules, run.mesh.shape, jax.process_count(), disks)
+            found = prediction.of_step(with_files, run, batch, gpu)
     except Exception as error:  # whatever a new version of XLA writes
         say(f"note: no time is predicted: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         return Prediction(not_predicted="the compiled step cannot be read")
