@@ -344,15 +344,17 @@ def test_every_class_goes_to_files_where_host_memory_holds_none(tmp_path):
     c = checked(config(**SMALL | {"model.num_hidden_layers": 32, "nvme_path": str(tmp_path)}), GPU)
     need = search.estimated(changed(c, IN_FILES | {"overlap_update": True}), GPUS[GPU]).need
     limits = Memory(1.2 * need.device, need.host, files=2**40)
-    fast, slow = (
-        search.search(Space(c, GPUS[GPU], limits, keep=BLOCK, disks=disks)).candidates[0] for disks in (Disks(), SLOW)
-    )
-    for found, disks in ((fast, Disks()), (slow, SLOW)):
-        assert found.config.offload_weights == found.config.offload_optimizer == "nvme"
-        tried = search.estimated(found.config, GPUS[GPU], disks=disks)
-        assert tried.need == found.need and tried.phases == pytest.approx(found.phases)
-        checks.check(found.config)
-    assert slow.seconds > 2 * fast.seconds
+    fastest_of = {}
+    for disks in (Disks(), SLOW):
+        found = search.search(Space(c, GPUS[GPU], limits, keep=BLOCK[:1], disks=disks)).candidates
+        assert len({x.config.gradient_accumulation_steps for x in found}) == 2
+        fastest_of[disks] = found[0].seconds
+        for x in found:
+            assert x.config.offload_weights == x.config.offload_optimizer == "nvme"
+            tried = search.estimated(x.config, GPUS[GPU], disks=disks)
+            assert tried.need == x.need and tried.phases == pytest.approx(x.phases)
+            checks.check(x.config)
+    assert fastest_of[SLOW] > 2 * fastest_of[Disks()]
     (files,) = (x for x in remedies.proposals(Space(c, GPUS[GPU], limits._replace(files=0))) if "--nvme" in x.lifted)
     assert files.change["offload_grads"] == "nvme" and files.candidate.need.files
 
@@ -648,7 +650,7 @@ def test_changes_that_make_it_fit_are_of_the_config_as_given(kept, monkeypatch):
     for proposal in found:
         said = proposal.text().partition(": ")[2]
         for flag in shlex.split(flags_of(proposal.change)):
-            flags._override(c, *flag.removeprefix("--config.").split("=", 1))
+            flags.override(c, *flag.removeprefix("--config.").split("=", 1))
         checks.check(c)
         need = footprint.needs(c, c.gpus, "gpu")
         assert need.device <= result.limits.device and said.startswith(f"{gib(need.device)} on each GPU, ")
