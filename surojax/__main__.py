@@ -38,6 +38,11 @@ GROUPS = {
             ("--config llama7b --gpu rtx4090 --config.gpus=4 --config.zero_level=3",
              "--config llama1b --gpu h100 --tokens 1e9 --price 2.5 --html plan.html"),
         ),
+        "studio": Verb(
+            "a page in the browser: choose a model and a machine, see what fits and how fast",
+            ("--port 8000",
+             "runs/tiny"),
+        ),
         "fit": Verb(
             "the fastest settings that fit, as a config file",
             ("--config llama7b --gpu rtx4090 --config.gpus=4",

@@ -164,7 +164,7 @@ def apply(c, text: str):
     """The config with `name=value name=value`, through the command line's own parser."""
     c = changed(c)
     for flag in text.split():
-        flags._override(c, *flag.removeprefix("--config.").split("=", 1))
+        flags.override(c, *flag.removeprefix("--config.").split("=", 1))
     checks.check(c)
     return c
 

@@ -445,7 +445,7 @@ def use_fields(r: random.Random) -> None:
         values = NUMBERS if isinstance(flat(c)[name], int | float) and r.random() < 0.8 else FLAGS
         overrides.append((name, r.choice([*values, *choices * 5])))
     for name, text in overrides:
-        flags._override(c, name, text)
+        flags.override(c, name, text)
     if r.random() < 0.2:
         entry = {"path": "x.jsonl"}
         names = [*datasets.Dataset.__dataclass_fields__, "name", "field", "message_property_mappings"]

@@ -149,7 +149,7 @@ def test_a_compiled_step_is_drawn_without_an_error(tmp_path):
     assert max(ends) == pytest.approx(1e6 * found["predicted_step_s"], rel=1e-4)
     if CHROMIUM:
         words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-        done = subprocess.run([*words, html.as_uri()], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*words, html.as_uri()], capture_output=True, text=True, timeout=300)
         assert "CONSOLE" not in done.stderr and re.search(r'<canvas[^>]* height="\d+"', done.stdout)
 
 

@@ -58,7 +58,7 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Conf
         )
     config = load(args.config)
     for name, text in overrides:
-        _override(config, name, text)
+        override(config, name, text)
     if model_fields := [name.removeprefix("model.") for name, _ in overrides if name.startswith("model.")]:
         resolved(config, fixed=model_fields)  # sizes of a file give way to those of model_path; those of flags do not
     return config, args
@@ -162,8 +162,8 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
     return rest, overrides
 
 
-def _override(config: Config, name: str, text: str | None) -> None:
-    """Set one field from the text of a command line, converted to the field's type."""
+def override(config: Config, name: str, text: str | None) -> None:
+    """Sets one field from the text of a command line, converted to the field's type. Raises ConfigError."""
     defaults = DEFAULTS
     if inside := [field for field in defaults if field.startswith(f"{name}.")]:
         raise ConfigError(f"--config.{name} holds several fields: set one of {', '.join(inside)}")

@@ -93,9 +93,14 @@ def _topology(gpu: str, n: int):
     expect_no_cuda_without_driver()
     if not has_driver():
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # fact 6
-    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # jax's default
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # silences messages about memory: the plan has the figures
+    silence()
     return topologies.get_topology_desc(platform="cuda", target_config=target_config(GPUS[gpu]), topology=f"1x1x{n}")
+
+
+def silence() -> None:
+    """Silences XLA's messages about memory, which a plan has the figures of; to be called before its first use."""
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # jax's default
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 
 def target_config(gpu: Gpu) -> str:

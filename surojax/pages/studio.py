@@ -1,0 +1,202 @@
+"""What the page of `surojax studio` asks for: an estimate, settings that fit, a compiled plan, and how a run is going.
+
+A question is the query of an address: a model, a machine, and settings. Every answer is made by the planner as `plan`
+and `fit` have it, and is a dict of plain values, or a page.
+"""
+
+import copy
+import dataclasses
+import json
+import math
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import surojax
+from surojax.config import flags
+from surojax.config.fields import Config, flat, gpus_per_sequence
+from surojax.errors import ConfigError
+from surojax.pages import plan as plan_page
+from surojax.pages.template import fill
+from surojax.planner import aot, seen
+from surojax.planner.amounts import GiB, Memory, gib
+from surojax.planner.changes import changed, differing, flags as as_flags
+from surojax.planner.choices import with_batch
+from surojax.planner.file_time import Disks, disks
+from surojax.planner.gpus import GB, GPUS, named, with_nodes
+from surojax.planner.plan import checked, plan
+from surojax.planner.prediction import milliseconds
+from surojax.planner.remedies import NOTHING, with_limits_lifted
+from surojax.planner.search import Candidate, Space, device_limit, host_limit, search
+
+SHOWN = 5  # settings that fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What was chosen. config: with the machine and the settings. given: the same without the settings.
+
+    model: what `--config` takes, or `--config.model_path`. host: GiB of a machine's memory, and files: GB on its
+    drives; None: as much as needed, and none. disk: see `file_time.disks`.
+    """
+
+    model: str
+    gpu: str
+    given: Config
+    config: Config
+    host: float | None
+    files: float | None
+    disk: str | None
+
+    @property
+    def disks(self) -> Disks:
+        """The disks of a machine."""
+        return disks(self.disk)
+
+    def space(self) -> Space:
+        """What there is, and the checked config. Raises ConfigError."""
+        c = checked(self.config, self.gpu)
+        facts = seen.corrected(with_nodes(self.gpu, None, None), c.rates_file)
+        host = math.inf if self.host is None else host_limit(self.host * GiB)
+        return Space(c, facts, Memory(device_limit(facts), host, (self.files or 0.0) * GB), disks=self.disks)
+
+    def command(self, verb: str) -> str:
+        """The command line of a verb with this config."""
+        model = ["--config", self.model] if flags.is_name(self.model) else [f"--config.model_path={self.model}"]
+        start = flags.load(self.model if flags.is_name(self.model) else str(flags.FINETUNE))
+        change = {name: value for name, value in differing(start, flat(self.config)).items() if name != "model_path"}
+        return " ".join(["surojax", verb, shlex.join(model), as_flags(change)]).strip()
+
+    @property
+    def plan_command(self) -> str:
+        """The command line of `plan`."""
+        options = {"--gpu": self.gpu, "--host-memory": self.host and f"{self.host:g}", "--disk": self.disk}
+        words = [word for name, value in options.items() if value for word in (name, value)]
+        return f"{self.command('plan')} {shlex.join(words)}"
+
+
+def question(query: Mapping[str, str]) -> Question:
+    """The question of an address's query. Raises ConfigError for what cannot be read, or is no field."""
+    model = query.get("model", "").strip()
+    gpu = named(query.get("gpu", ""))
+    is_name = flags.is_name(model)
+    given = flags.load(model if is_name else str(flags.FINETUNE))
+    if not is_name:
+        given.model_path = model
+    given.gpus = int(number(query, "gpus") or 1)
+    if length := number(query, "sequence_len"):
+        given.sequence_len = int(length)
+    sequences = number(query, "sequences")
+    given = with_batch(given, None if sequences is None else int(sequences))
+    config = copy.deepcopy(given)
+    for name, text in settings(query.get("settings", "")):
+        flags.override(config, name, text)
+    disks(query.get("disk") or None)
+    return Question(
+        model, gpu, given, config, number(query, "host"), number(query, "files"), query.get("disk", "").strip() or None
+    )
+
+
+def number(query: Mapping[str, str], name: str) -> float | None:
+    """A number above 0 of a query; None if it was left empty. Raises ConfigError."""
+    text = query.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < 1e9:
+        raise ConfigError(f"{name}: expected a number, more than 0, got {text!r}; correct it, or leave it empty")
+    return found
+
+
+def settings(text: str) -> list[tuple[str, str]]:
+    """(field, value) of settings, which are separated by spaces: `zero_level=3`, or as a flag. Raises ConfigError."""
+    try:
+        words = [word.removeprefix("--config.") for word in shlex.split(text)]
+    except ValueError as error:
+        raise ConfigError(f"settings: {error}; correct them") from error
+    pairs = [word.partition("=") for word in words]
+    return [(name, value if is_set else "true") for name, is_set, value in pairs]
+
+
+def estimate(asked: Question) -> dict[str, Any]:
+    """What the settings need and how long a step takes, by estimate, and the commands. Raises ConfigError."""
+    space = asked.space()
+    x = space.estimated(space.config)
+    limits = space.limits
+    fits = x.need.fits(limits)
+    said = "it fits, by estimate" if fits else f"it does not fit, by estimate: {x.need.beyond(limits).text()} too much"
+    return {
+        "fits": fits,
+        "said": said,
+        "facts": facts(x, limits),
+        "phases": [{"name": name, "seconds": s} for name, s in x.phases.items() if s],
+        "train": asked.command("train"),
+        "plan": asked.plan_command,
+        "compiles": aot.available(),
+    }
+
+
+def facts(x: Candidate, limits: Memory) -> list[dict[str, Any]]:
+    """The figures of a candidate that are read first; "value" as text, "exact" in bytes or seconds."""
+
+    def memory(name: str, size: float, limit: float) -> dict[str, Any]:
+        return {"name": name, "value": gib(size), "exact": size, "note": f"of {gib(limit)}" if limit < math.inf else ""}
+
+    found = [
+        memory("memory of each GPU", x.need.device, limits.device),
+        memory("host memory of a machine", x.need.host, limits.host),
+    ]
+    if x.need.files or limits.files:
+        found.append(memory("files", x.need.files, limits.files))
+    found.append({"name": "a step", "value": f"{milliseconds(x.seconds)} ms", "exact": x.seconds, "note": "estimated"})
+    rate = tokens(x.config) / x.seconds
+    note = f"{rate / x.config.gpus:,.0f} per GPU"
+    return [*found, {"name": "tokens/s", "value": f"{rate:,.0f}", "exact": rate, "note": note}]
+
+
+def tokens(c: Config) -> int:
+    """Tokens of a step on all GPUs."""
+    groups = c.gpus // gpus_per_sequence(c)
+    return groups * c.per_device_batch_size * c.gradient_accumulation_steps * c.sequence_len
+
+
+def fitting(asked: Question) -> dict[str, Any]:
+    """The fastest settings that fit by estimate, as texts for the form; if none do, what would help.
+
+    Raises ConfigError.
+    """
+    space = asked.space()
+    rows = []
+    for x in search(space, SHOWN).candidates:
+        own = changed(asked.config, differing(space.config, x.change))  # "auto" and what it stands for are no change
+        change = differing(asked.given, flat(own))
+        rows.append({"settings": as_flags(change).replace("--config.", ""), "facts": facts(x, space.limits)})
+    helps = [] if rows else [proposal.text() for proposal in with_limits_lifted(space)] or [NOTHING]
+    return {"rows": rows, "helps": helps}
+
+
+def compiled(asked: Question) -> str:
+    """The page of the plan of these settings, compiled if there is a compiler. Raises ConfigError."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        p = plan(asked.config, asked.gpu, host_memory=asked.host, disk=asked.disk, trace=str(trace), advise=False)
+        events = json.loads(trace.read_text()) if trace.exists() else None
+    return plan_page.page(p, asked.plan_command, events)
+
+
+def page(runs: Sequence[str]) -> str:
+    """The page itself. runs: folders of runs to watch."""
+    return fill(
+        "studio.html.jinja",
+        title="surojax studio",
+        command=shlex.join(["surojax", "studio", *runs]),
+        version=surojax.__version__,
+        models=list(flags.configs()),
+        gpus={name: gpu.name for name, gpu in GPUS.items()},
+        runs=list(runs),
+    )

@@ -1,0 +1,161 @@
+"""A page in the browser over the planner: choose a model and a machine, see what fits and how fast, watch runs.
+
+surojax studio
+surojax studio runs/tiny --port 8000
+
+It serves this machine only (127.0.0.1), and only who knows the address that it prints, which holds a token. It reads
+models, configs and the runs that it was given; it writes nothing and starts no run.
+"""
+
+import argparse
+import http.server
+import json
+import secrets
+import threading
+import urllib.parse
+import webbrowser
+from collections.abc import Sequence
+
+import jax
+
+from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
+from surojax.pages import runs as runs_page, studio
+from surojax.planner import aot
+from surojax.untrusted import expanded
+
+HERE = "127.0.0.1"
+SECURITY = {  # pages hold their own styles and scripts, and ask nobody else
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Answers the questions of the page at `address`. runs: folders of runs to watch. port: 0 takes a free one."""
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[str] = (), port: int = 0):
+        super().__init__((HERE, port), Handler)
+        self.runs = list(runs)
+        self.token = secrets.token_urlsafe(16)
+        self.compiling = threading.Lock()  # a search or a compilation at a time: each takes all cores
+        self.newest = object()  # stands for the last question about a plan
+        self.answers = {"": self.page, "estimate": self.estimate, "fit": self.fit, "plan": self.plan, "run": self.run}
+
+    @property
+    def address(self) -> str:
+        """The address of the page."""
+        return f"http://{HERE}:{self.server_port}/{self.token}/"
+
+    # Each takes the query of an address and returns (media type, text). Raises ConfigError.
+
+    def page(self, query: dict[str, str]) -> tuple[str, str]:
+        """The page itself."""
+        return "text/html", studio.page(self.runs)
+
+    def estimate(self, query: dict[str, str]) -> tuple[str, str]:
+        """See `studio.estimate`."""
+        return "application/json", json.dumps(studio.estimate(studio.question(query)))
+
+    def fit(self, query: dict[str, str]) -> tuple[str, str]:
+        """See `studio.fitting`."""
+        with self.compiling:
+            return "application/json", json.dumps(studio.fitting(studio.question(query)))
+
+    def plan(self, query: dict[str, str]) -> tuple[str, str]:
+        """See `studio.compiled`. If others are asked for before it begins, only the last one is compiled."""
+        mine = self.newest = object()
+        with self.compiling:
+            if mine is not self.newest:
+                raise ConfigError("another plan was asked for meanwhile")
+            return "text/html", studio.compiled(studio.question(query))
+
+    def run(self, query: dict[str, str]) -> tuple[str, str]:
+        """The page of a run of `runs`, by its number."""
+        number = query.get("number", "")
+        if number not in map(str, range(len(self.runs))):
+            raise ConfigError(f"run: expected the number of one of {len(self.runs)} runs, got {number!r}")
+        name = self.runs[int(number)]
+        return "text/html", runs_page.page([runs_page.read_run(name)], None, f"surojax report {name}")
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """A request to the server."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        """Answers a question; 404 for who does not know the token. A line of plain text says why there is no answer."""
+        path, _, query = self.path.partition("?")
+        _, token, *rest = [*path.split("/"), ""]
+        name = "/".join(rest).strip("/")
+        hosts = {f"{HERE}:{self.server.server_port}", f"localhost:{self.server.server_port}"}
+        if (
+            self.headers.get("Host") not in hosts  # another name that leads here (DNS rebinding)
+            or not secrets.compare_digest(token.encode(), self.server.token.encode())
+            or name not in self.server.answers
+        ):
+            self.send(404, "text/plain", "not found")
+            return
+        try:
+            kind, text = self.server.answers[name](dict(urllib.parse.parse_qsl(query)))
+        except (ConfigError, OSError) as error:
+            self.send(200, "text/plain", " ".join(str(error).split()))
+            return
+        self.send(200, kind, text)
+
+    def send(self, status: int, kind: str, text: str) -> None:
+        """Sends a response."""
+        body = text.encode()
+        self.send_response(status)
+        for name, value in {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": len(body), **SECURITY}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the page says what goes wrong."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    found = argparse.ArgumentParser(prog="surojax studio", description=(__doc__ or "").partition("\n")[0])
+    found.add_argument("runs", metavar="RUN", nargs="*", help="folders of runs, whose curves are shown as they grow")
+    found.add_argument("--port", metavar="N", type=int, default=0, help="of 127.0.0.1; a free one if left out")
+    found.add_argument("--no-browser", action="store_true", help="only print the address")
+    found.epilog = short_exit_codes()
+
+    return refusing(found)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and serve until Ctrl-C. An error ends it with one line (`errors.ending`)."""
+    jax.config.update("jax_platforms", "cpu")  # planning needs no GPU, and should not occupy one
+    aot.silence()
+    try:
+        args = parser().parse_args(argv)
+        for name in args.runs:
+            need(expanded(name).exists(), "RUN", "the folder of a run", name, "correct it")
+        if not 0 <= args.port < 2**16:
+            raise ConfigError(f"--port: expected 0 to 65535, got {args.port}; leave it out")
+        try:
+            server = Server(args.runs, args.port)
+        except OSError as error:
+            raise ConfigError(f"--port: cannot use {args.port} ({error.strerror}); leave it out") from error
+        with server:
+            print(f"surojax studio: {server.address}\n  Ctrl-C ends it", flush=True)
+            if not args.no_browser:
+                webbrowser.open(server.address)
+            server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    except (ConfigError, OSError) as error:
+        raise ending("studio", error) from error
+
+
+if __name__ == "__main__":
+    ends_with_code(main)

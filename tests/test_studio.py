@@ -1,0 +1,272 @@
+"""The page of `surojax studio`: what it says is what the planner says, to whom knows its address; and in a browser."""
+
+import argparse
+import contextlib
+import http.client
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import threading
+import urllib.parse
+
+import pytest
+from test_html import Page, write_run
+
+from surojax import studio as command
+from surojax.config import flags
+from surojax.config.fields import flat
+from surojax.errors import Refused
+from surojax.pages import studio
+from surojax.planner import aot, search
+from surojax.planner.file_time import disks
+from surojax.planner.gpus import with_nodes
+from surojax.planner.plan import checked, plan
+
+TINY = {"model": "tiny", "gpu": "rtx4090", "gpus": "2", "settings": "offload_master=true zero_level=2"}
+needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
+CHROMIUM = shutil.which("chromium")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run"]
+
+
+@pytest.fixture
+def serve():
+    """serve(*runs) starts a server, which ends with the test."""
+    with contextlib.ExitStack() as until_end:
+
+        def start(*runs: str) -> command.Server:
+            server = until_end.enter_context(command.Server(runs))
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            until_end.callback(server.shutdown)
+            return server
+
+        yield start
+
+
+def get(server: command.Server, path: str, query: dict[str, str] | None = None, named: str = ""):
+    """(status, headers, text) of an address behind the token."""
+    connection = http.client.HTTPConnection(command.HERE, server.server_port, timeout=120)
+    headers = {"Host": named} if named else {}
+    connection.request("GET", f"/{server.token}/{path}?{urllib.parse.urlencode(query or {})}", headers=headers)
+    response = connection.getresponse()
+    return response.status, response.headers, response.read().decode()
+
+
+def test_who_does_not_know_the_address_gets_nothing(serve):
+    server = serve()
+    status, headers, text = get(server, "")
+    assert status == 200 and headers["Content-Type"].startswith("text/html")
+    assert "connect-src 'self'" in headers["Content-Security-Policy"] and headers["Cache-Control"] == "no-store"
+    assert not [x for x in Page(text).addresses if not x.startswith("data:")] and server.token not in text
+    assert get(server, "", named="evil.example")[0] == get(server, "other")[0] == get(server, "../estimate")[0] == 404
+    assert get(server, "", named=f"localhost:{server.server_port}")[0] == 200
+    server.token = "another"  # what the client of the next line sends was right before
+    connection = http.client.HTTPConnection(command.HERE, server.server_port)
+    connection.request("GET", f"/{'x' * 22}/estimate?model=tiny")
+    assert connection.getresponse().status == 404
+
+
+def test_an_estimate_is_that_of_the_planner(serve):
+    """Also of a model in files, with disks; commands lead to the same config."""
+    settings = "offload_weights=nvme offload_grads=nvme nvme_path=x recompute_block=true"
+    asked = TINY | {"gpus": "1", "settings": settings, "files": "1000", "disk": "2x7/6", "host": "64"}
+    asked |= {"sequences": "16", "sequence_len": "128"}
+    _, headers, text = get(serve(), "estimate", asked)
+    found = json.loads(text)
+    words = [f"--config.{word}" for word in ("gpus=1", "sequence_len=128", *settings.split())]
+    parsers = (argparse.ArgumentParser() for _ in range(2))
+    c, _ = flags.parse(["--config", "tiny", *words], next(parsers))
+    c.per_device_batch_size, c.gradient_accumulation_steps = 16, 1
+    _, verb, *words = shlex.split(found["train"])
+    assert verb == "train" and flat(flags.parse(words, next(parsers))[0]) == flat(c)
+    assert found["plan"].endswith(" --gpu rtx4090 --host-memory 64 --disk 2x7/6")
+    expected = search.estimated(checked(c, "rtx4090"), with_nodes("rtx4090", None, None), disks=disks("2x7/6"))
+    exact = {fact["name"]: fact["exact"] for fact in found["facts"]}
+    assert exact["memory of each GPU"] == expected.need.device and exact["files"] == expected.need.files > 0
+    assert exact["a step"] == pytest.approx(expected.seconds)
+    assert exact["tokens/s"] == pytest.approx(16 * 128 / expected.seconds)
+    assert found["fits"] and "application/json" in headers["Content-Type"]
+    assert sum(phase["seconds"] for phase in found["phases"]) == pytest.approx(expected.seconds)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model": "lama7b"}, "expected a name of .* got 'lama7b'; did you mean llama7b?"),
+        ({"model": "/not/there"}, "model_path"),
+        ({"gpu": "rtx9999"}, "rtx9999"),
+        ({"gpus": "0"}, "gpus: expected a number, more than 0, got '0'"),
+        ({"gpus": "many"}, "gpus: expected a number, more than 0, got 'many'; correct it, or leave it empty"),
+        ({"host": "-1"}, "host: expected a number"),
+        ({"files": "nan"}, "files: expected a number"),
+        ({"disk": "fast"}, "--disk: expected GB/s read and written"),
+        ({"sequences": "3"}, "--effective-batch: expected a multiple of the 2 GPUs, got 3"),
+        ({"settings": "zero_levl=3"}, "zero_levl"),
+        ({"settings": "zero_level=9"}, "zero_level: expected one of 1, 2, 3, got 9"),
+        ({"settings": "'"}, "settings: No closing quotation; correct them"),
+    ],
+    ids=lambda x: " ".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else "",
+)
+def test_what_cannot_be_answered_is_a_line(serve, change, message):
+    status, headers, text = get(serve(), "estimate", TINY | change)
+    assert status == 200 and headers["Content-Type"].startswith("text/plain")
+    assert re.search(message, text) and "\n" not in text
+
+
+@pytest.mark.full
+def test_settings_that_fit_are_taken_back(serve):
+    """What is said of settings is what an estimate of them says; if nothing fits, what would help."""
+    server = serve()
+    large = {"model": "llama1b", "gpu": "rtx4060", "gpus": "1", "settings": "optimizer=adamw8bit"}
+    _, _, text = get(server, "fit", large)
+    rows = json.loads(text)["rows"]
+    assert rows and all("optimizer=adamw8bit" in row["settings"] and "attention" not in row["settings"] for row in rows)
+    again = json.loads(get(server, "estimate", large | {"settings": rows[0]["settings"]})[2])
+    assert again["fits"] and again["facts"] == rows[0]["facts"]
+    nothing = json.loads(get(server, "fit", large | {"host": "0.5", "settings": "model.num_hidden_layers=20"})[2])
+    assert not nothing["rows"] and any("more host memory" in line for line in nothing["helps"])
+
+
+@needs_compiler
+def test_a_plan_is_that_of_the_compiled_step(serve):
+    _, headers, text = get(serve(), "plan", TINY)
+    config, _ = flags.parse(
+        ["--config", "tiny", "--config.gpus=2", "--config.offload_master", "--config.zero_level=2"],
+        argparse.ArgumentParser(),
+    )
+    expected = plan(config, "rtx4090")
+    assert headers["Content-Type"].startswith("text/html")
+    assert Page(text).bytes[-3:] == [expected.device_bytes, expected.host_bytes, 0]
+
+
+def test_only_the_last_plan_that_was_asked_for_is_compiled(serve, monkeypatch):
+    """While one compiles, two more are asked for."""
+    server = serve()
+    begun, go_on, compiled = threading.Event(), threading.Event(), []
+
+    def slow(asked: studio.Question) -> str:
+        compiled.append(asked.config.gpus)
+        begun.set()
+        assert go_on.wait(60)
+        return ""
+
+    monkeypatch.setattr(studio, "compiled", slow)
+    texts: dict[str, str] = {}
+
+    def ask(gpus: str) -> threading.Thread:
+        before = server.newest
+        thread = threading.Thread(target=lambda: texts.update({gpus: get(server, "plan", TINY | {"gpus": gpus})[2]}))
+        thread.start()
+        while server.newest is before:
+            pass
+        return thread
+
+    threads = [ask("1")]
+    assert begun.wait(60)
+    threads += [ask("2"), ask("4")]
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert compiled == [1, 4] and texts == {"1": "", "2": "another plan was asked for meanwhile", "4": ""}
+
+
+def test_runs_are_watched(serve, tmp_path):
+    server = serve(write_run(tmp_path / "first", [3.0, 2.0]))
+    _, headers, text = get(server, "run", {"number": "0"})
+    assert headers["Content-Type"].startswith("text/html") and "2.0000" in text
+    for number in ("1", "-1", "x", ""):
+        assert get(server, "run", {"number": number})[2].startswith("run: expected the number of one of 1 runs")
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    opened = []
+    monkeypatch.setattr(command.webbrowser, "open", opened.append)
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.Server, "serve_forever", interrupted)
+    command.main([])
+    said = capsys.readouterr().out
+    assert re.search(r"^surojax studio: http://127.0.0.1:\d+/[\w-]{22}/$", said, re.MULTILINE) and opened[0] in said
+    command.main(["--no-browser"])
+    assert len(opened) == 1
+    with command.Server() as other:
+        for argv, message in [
+            (["--port", "70000"], "--port: expected 0 to 65535, got 70000"),
+            (["--port", str(other.server_port)], f"--port: cannot use {other.server_port}"),
+            ([str(tmp_path / "missing")], "RUN: expected the folder of a run"),
+        ]:
+            with pytest.raises(Refused, match=f"surojax.studio: error: {message}"):
+                command.main(argv)
+
+
+# -- in a browser ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def browser():
+    """A headless Chromium."""
+    if CHROMIUM is None or importlib.util.find_spec("playwright") is None:
+        pytest.skip("no Chromium here, or no playwright")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield found
+        found.close()
+
+
+@pytest.mark.full
+@needs_compiler
+def test_in_a_browser(serve, browser, tmp_path):
+    """Load, choose, read numbers that are the plan's, zoom, take settings, a run that grows, 400 px, dark, keyboard."""
+    run = tmp_path / "run"
+    server = serve(write_run(run, [3.0, 2.5]))
+    page = browser.new_page()
+    page.set_default_timeout(120_000)
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(f"{server.address}#{urllib.parse.urlencode(TINY)}")
+    page.wait_for_selector("#said:has-text('it fits, by estimate')")
+    assert page.input_value("[name=gpus]") == "2"
+    page.wait_for_selector("#said:has-text('compiled')")
+    config, _ = flags.parse(
+        ["--config", "tiny", "--config.gpus=2", "--config.offload_master", "--config.zero_level=2"],
+        argparse.ArgumentParser(),
+    )
+    expected = plan(config, "rtx4090")
+    frame = page.frame_locator("#plan iframe")
+    cells = frame.locator("#memory-table tr.total td")
+    assert [int(cells.nth(i).get_attribute("data-bytes")) for i in range(2)] == [
+        expected.device_bytes,
+        expected.host_bytes,
+    ]
+    canvas = frame.locator("#timeline")
+    before = canvas.evaluate("x => x.toDataURL()")
+    canvas.press("+")
+    page.wait_for_timeout(200)
+    assert canvas.evaluate("x => x.toDataURL()") != before
+    page.focus("[name=gpus]")
+    page.keyboard.press("ControlOrMeta+a")
+    page.keyboard.type("4")
+    page.wait_for_selector("#commands:has-text('--config.gpus=4')")
+    page.focus("#fit")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#found tbody tr")
+    page.click("#found button >> nth=0")
+    page.wait_for_function("document.querySelector('[name=settings]').value !== 'offload_master=true zero_level=2'")
+    page.wait_for_selector("#said:has-text('it fits, by estimate')")
+    curves = page.frame_locator(".run iframe")
+    assert "2.5000" in curves.locator("table").first.inner_text()
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"log": "step", "step": 3, "loss": 1.25, "tokens": 192}) + "\n")
+    curves.locator("td:has-text('1.2500')").first.wait_for()
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    assert not said
