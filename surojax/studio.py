@@ -12,6 +12,7 @@ import http.server
 import json
 import secrets
 import threading
+import traceback
 import urllib.parse
 import webbrowser
 from collections.abc import Sequence
@@ -105,6 +106,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             kind, text = self.server.answers[name](dict(urllib.parse.parse_qsl(query)))
         except (ConfigError, OSError) as error:
             self.send(200, "text/plain", " ".join(str(error).split()))
+            return
+        except Exception as error:  # of XLA's compiler, or a mistake of ours: the page stays
+            traceback.print_exc()
+            self.send(200, "text/plain", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             return
         self.send(200, kind, text)
 

@@ -95,7 +95,10 @@ def test_an_estimate_is_that_of_the_planner(serve):
     [
         ({"model": "lama7b"}, "expected a name of .* got 'lama7b'; did you mean llama7b?"),
         ({"model": "/not/there"}, "model_path"),
+        ({"model": " "}, "model: expected a name of configs/"),
         ({"gpu": "rtx9999"}, "rtx9999"),
+        ({"gpus": "999999"}, "gpus: expected at most 131,072, got 999999"),
+        ({"gpus": "1.5"}, "gpus: expected a whole number, got '1.5'"),
         ({"gpus": "0"}, "gpus: expected a number, more than 0, got '0'"),
         ({"gpus": "many"}, "gpus: expected a number, more than 0, got 'many'; correct it, or leave it empty"),
         ({"host": "-1"}, "host: expected a number"),
@@ -126,6 +129,16 @@ def test_settings_that_fit_are_taken_back(serve):
     assert again["fits"] and again["facts"] == rows[0]["facts"]
     nothing = json.loads(get(server, "fit", large | {"host": "0.5", "settings": "model.num_hidden_layers=20"})[2])
     assert not nothing["rows"] and any("more host memory" in line for line in nothing["helps"])
+
+
+def test_a_mistake_of_ours_is_said_and_the_page_stays(serve, monkeypatch, capsys):
+    def broken(asked: studio.Question) -> dict:
+        raise ValueError("a shape\nof two lines")
+
+    monkeypatch.setattr(studio, "estimate", broken)
+    server = serve()
+    assert get(server, "estimate", TINY)[2] == "ValueError: a shape of two lines"
+    assert "Traceback" in capsys.readouterr().err and get(server, "")[0] == 200
 
 
 @needs_compiler

@@ -125,11 +125,16 @@ async function watch(section) {
   if (!isRefusal(response) && frame.srcdoc !== text) frame.srcdoc = text;
 }
 
-form.addEventListener("input", () => {
+function later(event) {
+  const isModel = event.target.name === "model"; // which may be asked for on the hub: not with each letter of its name
+  if (isModel !== (event.type === "change")) return;
   asked++;
   clearTimeout(timer);
   timer = setTimeout(estimate, PAUSE_MS);
-});
+}
+
+form.addEventListener("input", later);
+form.addEventListener("change", later);
 form.addEventListener("submit", (event) => event.preventDefault());
 document.getElementById("fit").addEventListener("click", fit);
 document.getElementById("compile").addEventListener("click", compile);

@@ -17,7 +17,7 @@ from typing import Any
 import surojax
 from surojax.config import flags
 from surojax.config.fields import Config, flat, gpus_per_sequence
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, need
 from surojax.pages import plan as plan_page
 from surojax.pages.template import fill
 from surojax.planner import aot, seen
@@ -30,6 +30,7 @@ from surojax.planner.plan import checked, plan
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING, with_limits_lifted
 from surojax.planner.search import Candidate, Space, device_limit, host_limit, search
+from surojax.sizes import MOST_GPUS
 
 SHOWN = 5  # settings that fit
 
@@ -80,23 +81,22 @@ class Question:
 def question(query: Mapping[str, str]) -> Question:
     """The question of an address's query. Raises ConfigError for what cannot be read, or is no field."""
     model = query.get("model", "").strip()
+    need(bool(model), "model", "a name of configs/, or a Hugging Face folder or name", model, "choose one")
     gpu = named(query.get("gpu", ""))
     is_name = flags.is_name(model)
     given = flags.load(model if is_name else str(flags.FINETUNE))
     if not is_name:
         given.model_path = model
-    given.gpus = int(number(query, "gpus") or 1)
-    if length := number(query, "sequence_len"):
-        given.sequence_len = int(length)
-    sequences = number(query, "sequences")
-    given = with_batch(given, None if sequences is None else int(sequences))
+    given.gpus = whole(query, "gpus") or 1
+    need(given.gpus <= MOST_GPUS, "gpus", f"at most {MOST_GPUS:,}", given.gpus, "correct it")
+    given.sequence_len = whole(query, "sequence_len") or given.sequence_len
+    given = with_batch(given, whole(query, "sequences"))
     config = copy.deepcopy(given)
     for name, text in settings(query.get("settings", "")):
         flags.override(config, name, text)
-    disks(query.get("disk") or None)
-    return Question(
-        model, gpu, given, config, number(query, "host"), number(query, "files"), query.get("disk", "").strip() or None
-    )
+    disk = query.get("disk", "").strip() or None
+    disks(disk)
+    return Question(model, gpu, given, config, number(query, "host"), number(query, "files"), disk)
 
 
 def number(query: Mapping[str, str], name: str) -> float | None:
@@ -111,6 +111,15 @@ def number(query: Mapping[str, str], name: str) -> float | None:
     if not 0 < found < 1e9:
         raise ConfigError(f"{name}: expected a number, more than 0, got {text!r}; correct it, or leave it empty")
     return found
+
+
+def whole(query: Mapping[str, str], name: str) -> int | None:
+    """A whole number above 0 of a query; None if it was left empty. Raises ConfigError."""
+    found = number(query, name)
+    if found is None:
+        return None
+    need(found.is_integer(), name, "a whole number", f"{found:g}", "correct it, or leave it empty")
+    return int(found)
 
 
 def settings(text: str) -> list[tuple[str, str]]:
