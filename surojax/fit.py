@@ -35,6 +35,7 @@ from surojax.planner.plan import checked
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING
 from surojax.planner.report import cost, range_lines
+from surojax.untrusted import expanded
 
 SHOWN = 5  # rows by default
 
@@ -261,7 +262,7 @@ def main(argv: list[str] | None = None) -> None:
         for option, value in (("--host-memory", args.host_memory), ("--nvme", args.nvme), ("--top", args.top)):
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{option}: expected more than 0, got {value}; leave it out")
-        out = Path(args.out or f"{Path(args.config).stem}_{c.gpus}x{args.gpu}.py").expanduser()
+        out = expanded(args.out or f"{Path(args.config).stem}_{c.gpus}x{args.gpu}.py")
         check_new("--out", out)
         file = check_path("--json", args.json) if args.json is not None else None
         checked(c, args.gpu)  # before its sizes divide the batch

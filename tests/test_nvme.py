@@ -596,6 +596,7 @@ def test_several_folders_that_will_not_do(tmp_path, monkeypatch):
     (tmp_path / "one").mkdir()
     for given, message in [
         (f"{tmp_path}/one, {tmp_path}/missing", r"expected a folder, got '.*/missing' \(nothing there\)"),
+        ("~nobody-here/x", r"expected a folder, got '.*/~nobody-here/x' \(nothing there\)"),
         (f"{tmp_path}/one,{tmp_path}/one/", r"expected folders that differ, got .*/one, .*/one; name each once"),
     ]:
         with pytest.raises(ConfigError, match=f"nvme_path: {message}"):

@@ -115,6 +115,7 @@ def test_bad_content_is_refused_in_a_line_and_left_as_it_is(tmp_path, text):
 
 
 def test_what_cannot_be_written_ends_nothing(tmp_path):
+    assert seen.corrected(GPU, "~nobody-here/rates.json") is GPU
     (tmp_path / "file").write_text("")
     line = seen.record(str(tmp_path / "file" / "rates.json"), KIND, 1.0, 1.0, "a", 1)
     assert line.startswith("note: what was measured is not written") and "\n" not in line

@@ -34,6 +34,7 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.memory.aligned import Buffers, aligned
 from surojax.memory.striped import StripedFile
+from surojax.untrusted import expanded
 
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
 THREADS = 8  # requests in flight, in each direction and for each folder
@@ -243,8 +244,8 @@ class Store:
 
 
 def folders(given: str | Path) -> list[Path]:
-    """The absolute paths of a folder, or of several with commas between them."""
-    return [Path(one.strip()).expanduser().absolute() for one in str(given).split(",")]
+    """The absolute paths of a folder, or of several with commas between them. Raises ConfigError, see `expanded`."""
+    return [expanded(one.strip()).absolute() for one in str(given).split(",")]
 
 
 def gib(size: int) -> str:

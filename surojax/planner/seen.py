@@ -24,7 +24,6 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from surojax.config.fields import Config, flat
@@ -33,6 +32,7 @@ from surojax.optim.optimizers import SETTINGS as OPTIMIZER_SETTINGS
 from surojax.planner.gpus import Gpu, find_gpu
 from surojax.planner.prediction import Prediction
 from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
+from surojax.untrusted import expanded
 
 VERSION = 1
 STEP = "step"
@@ -174,7 +174,7 @@ def _version(package: str) -> str:
 
 def _read(path: str) -> list[dict[str, Any]]:
     """The entries of a file; none if there is no file. Raises ConfigError for bad content."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     if not path or not file.exists():
         return []
 
@@ -216,7 +216,7 @@ def _is_entry(entry: Any) -> bool:
 
 def _write(path: str, entries: list[dict[str, Any]]) -> None:
     """Writes the file whole, or not at all. Raises OSError."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
