@@ -141,6 +141,7 @@ def test_a_mistake_of_ours_is_said_and_the_page_stays(serve, monkeypatch, capsys
     assert "Traceback" in capsys.readouterr().err and get(server, "")[0] == 200
 
 
+@pytest.mark.full
 @needs_compiler
 def test_a_plan_is_that_of_the_compiled_step(serve):
     _, headers, text = get(serve(), "plan", TINY)

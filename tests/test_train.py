@@ -807,7 +807,9 @@ def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, c
     assert "seen: the compiled step cannot be read, 2 steps" in said
 
 
-@pytest.mark.parametrize("classes", [("optimizer", "master"), ("weights", "grads", "residual")], ids=str)
+@pytest.mark.parametrize(
+    "classes", small.quick_at([(("optimizer", "master"),), (("weights", "grads", "residual"),)], 1)
+)
 def test_a_step_with_files_is_predicted_by_what_its_disks_did(config, tmp_path, capsys, monkeypatch, classes):
     """From the programs that were compiled, at the measured rates: twice as long with disks of a hundredth."""
     (tmp_path / "files").mkdir()
