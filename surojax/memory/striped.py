@@ -36,7 +36,7 @@ class StripedFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether `open` was called, and not `close` since."""
+        """True from `open` to `close`."""
         return bool(self._fds)
 
     def open(self, size: int, *, takes_room: bool) -> None:

@@ -37,7 +37,7 @@ SHOWN = 5  # settings that fit
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What was chosen. config: with the machine and the settings. given: the same without the settings.
+    """A model, a machine and settings. config: with the machine and the settings. given: without the settings.
 
     model: what `--config` takes, or `--config.model_path`. host: GiB of a machine's memory, and files: GB on its
     drives; None: as much as needed, and none. disk: see `file_time.disks`.
@@ -57,7 +57,7 @@ class Question:
         return disks(self.disk)
 
     def space(self) -> Space:
-        """What there is, and the checked config. Raises ConfigError."""
+        """The checked config, with the GPUs, memory and disks that there are. Raises ConfigError."""
         c = checked(self.config, self.gpu)
         facts = seen.corrected(with_nodes(self.gpu, None, None), c.rates_file)
         host = math.inf if self.host is None else host_limit(self.host * GiB)
@@ -133,7 +133,7 @@ def settings(text: str) -> list[tuple[str, str]]:
 
 
 def estimate(asked: Question) -> dict[str, Any]:
-    """What the settings need and how long a step takes, by estimate, and the commands. Raises ConfigError."""
+    """Estimated memory and time of a step with these settings, and the commands. Raises ConfigError."""
     space = asked.space()
     x = space.estimated(space.config)
     limits = space.limits

@@ -53,7 +53,7 @@ class Disks:
         return (read / self.read + written / self.write) / end
 
     def shared_by(self, gpus: int) -> "Disks":
-        """What each of so many GPUs has of them."""
+        """The share of each of so many GPUs in these disks."""
         return dataclasses.replace(self, read=self.read / gpus, write=self.write / gpus)
 
     def __str__(self) -> str:
