@@ -13,6 +13,7 @@ import urllib.parse
 
 import pytest
 from test_html import Page, write_run
+from test_huggingface import write
 
 from surojax import studio as command
 from surojax.config import flags
@@ -129,6 +130,19 @@ def test_settings_that_fit_are_taken_back(serve):
     assert again["fits"] and again["facts"] == rows[0]["facts"]
     nothing = json.loads(get(server, "fit", large | {"host": "0.5", "settings": "model.num_hidden_layers=20"})[2])
     assert not nothing["rows"] and any("more host memory" in line for line in nothing["helps"])
+
+
+def test_settings_that_contradict_a_model_are_refused(serve, tmp_path):
+    """As on a command line; a model by its folder is in the commands."""
+    asked = TINY | {"model": str(write(tmp_path / "model", "gemma2")), "settings": "model.num_hidden_layers=9"}
+    server = serve()
+    assert re.match(
+        r"model.num_hidden_layers: expected 4, as the model at .*, got 9", get(server, "estimate", asked)[2]
+    )
+    found = json.loads(get(server, "estimate", asked | {"settings": "optimizer=adamw8bit"})[2])
+    words = shlex.split(found["train"])
+    assert words[2:4] == [f"--config.model_path={asked['model']}", "--config.gpus=2"]
+    assert words[4:] == ["--config.optimizer=adamw8bit"] and found["fits"]
 
 
 def test_a_mistake_of_ours_is_said_and_the_page_stays(serve, monkeypatch, capsys):
@@ -263,6 +277,11 @@ def test_in_a_browser(serve, browser, tmp_path):
     canvas.press("+")
     page.wait_for_timeout(200)
     assert canvas.evaluate("x => x.toDataURL()") != before
+    assert "update" in page.inner_text("#phases")
+    page.fill("[name=settings]", "zero_level=9")
+    page.wait_for_selector("#said:has-text('zero_level: expected one of 1, 2, 3')")
+    assert page.inner_text("#facts") == page.inner_text("#commands") == ""
+    page.fill("[name=settings]", TINY["settings"])
     page.focus("[name=gpus]")
     page.keyboard.press("ControlOrMeta+a")
     page.keyboard.type("4")

@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -57,10 +58,7 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Conf
             "to fine-tune a model; see --help"
         )
     config = load(args.config)
-    for name, text in overrides:
-        override(config, name, text)
-    if model_fields := [name.removeprefix("model.") for name, _ in overrides if name.startswith("model.")]:
-        resolved(config, fixed=model_fields)  # sizes of a file give way to those of model_path; those of flags do not
+    override_all(config, overrides)
     return config, args
 
 
@@ -160,6 +158,18 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
             follows = argv and not argv[0].startswith("--")
             overrides.append((name.removeprefix("--config."), argv.pop(0) if follows else None))
     return rest, overrides
+
+
+def override_all(config: Config, overrides: Iterable[tuple[str, str | None]]) -> None:
+    """Sets fields, (name, text) each, see `override`.
+
+    Raises ConfigError, also for a `model` field that contradicts the model at `model_path`.
+    """
+    overrides = list(overrides)
+    for name, text in overrides:
+        override(config, name, text)
+    if model_fields := [name.removeprefix("model.") for name, _ in overrides if name.startswith("model.")]:
+        resolved(config, fixed=model_fields)  # sizes of a file give way to those of model_path; those of flags do not
 
 
 def override(config: Config, name: str, text: str | None) -> None:

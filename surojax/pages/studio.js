@@ -21,19 +21,19 @@ function say(text, kind) {
   said.className = kind || "";
 }
 
-// The answer to a question, or null if there is none, which is said, or if another question was asked meanwhile.
+// The answer to a question; null if there is none, which is said; undefined if another question was asked meanwhile.
 async function answer(path, waits) {
   const number = ++asked;
   clearTimeout(timer);
   say(waits);
   const response = await fetch(`${path}?${query()}`).catch(() => null);
-  if (number !== asked) return null;
+  if (number !== asked) return undefined;
   if (response === null) {
     say("surojax studio does not answer: has it ended?", "bad");
     return null;
   }
   const text = await response.text();
-  if (number !== asked) return null;
+  if (number !== asked) return undefined;
   if (isRefusal(response)) {
     say(text, "bad");
     return null;
@@ -67,14 +67,19 @@ function show(facts) {
 async function estimate() {
   history.replaceState(null, "", `#${query()}`);
   const text = await answer("estimate", "estimating ...");
+  if (text === undefined) return;
   if (text === null) {
-    if (said.className) show([]);
+    show([]);
+    document.getElementById("phases").textContent = "";
+    document.getElementById("commands").textContent = "";
     return;
   }
   const found = JSON.parse(text);
   estimated = found.said;
   say(found.said, found.fits ? "good" : "bad");
   show(found.facts);
+  const phases = found.phases.map((phase) => `${phase.name} ${(1e3 * phase.seconds).toLocaleString("en", { maximumSignificantDigits: 3 })}`);
+  document.getElementById("phases").textContent = `milliseconds by phase, estimated: ${phases.join(", ")}`;
   document.getElementById("commands").textContent = `${found.train}\n${found.plan}`;
   document.getElementById("compile").disabled = !found.compiles;
   if (found.fits && found.compiles) timer = setTimeout(compile, REST_MS);
@@ -82,7 +87,7 @@ async function estimate() {
 
 async function fit() {
   const text = await answer("fit", "searching settings: up to a minute ...");
-  if (text === null) return;
+  if (!text) return;
   const found = JSON.parse(text);
   const rows = found.rows.map((row) => {
     const line = document.createElement("tr");
@@ -110,7 +115,7 @@ async function fit() {
 
 async function compile() {
   const text = await answer("plan", `${estimated}; compiling, up to a minute for large models ...`);
-  if (text === null) return;
+  if (!text) return;
   document.getElementById("plan").hidden = false;
   document.querySelector("#plan iframe").srcdoc = text;
   say("compiled: the plan is below", "good");

@@ -1,7 +1,7 @@
-"""What the page of `surojax studio` asks for: an estimate, settings that fit, a compiled plan, and how a run is going.
+"""The page of `surojax studio`, and its answers: an estimate, settings that fit, and the page of a compiled plan.
 
-A question is the query of an address: a model, a machine, and settings. Every answer is made by the planner as `plan`
-and `fit` have it, and is a dict of plain values, or a page.
+A question is the query of an address: a model, a machine, and settings. The planner answers it as it answers `plan` and
+`fit`. An answer is a dict that becomes JSON, or a page.
 """
 
 import copy
@@ -92,8 +92,7 @@ def question(query: Mapping[str, str]) -> Question:
     given.sequence_len = whole(query, "sequence_len") or given.sequence_len
     given = with_batch(given, whole(query, "sequences"))
     config = copy.deepcopy(given)
-    for name, text in settings(query.get("settings", "")):
-        flags.override(config, name, text)
+    flags.override_all(config, settings(query.get("settings", "")))
     disk = query.get("disk", "").strip() or None
     disks(disk)
     return Question(model, gpu, given, config, number(query, "host"), number(query, "files"), disk)
@@ -123,7 +122,7 @@ def whole(query: Mapping[str, str], name: str) -> int | None:
 
 
 def settings(text: str) -> list[tuple[str, str]]:
-    """(field, value) of settings, which are separated by spaces: `zero_level=3`, or as a flag. Raises ConfigError."""
+    """(field, value) of settings with spaces between them, each as `zero_level=3` or as a flag. Raises ConfigError."""
     try:
         words = [word.removeprefix("--config.") for word in shlex.split(text)]
     except ValueError as error:
