@@ -44,6 +44,7 @@ from surojax.refusals import refuse
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 ZERO_LEVELS = (1, 2, 3)
+BY_LAYER = ("weights", "grads", "residuals")  # rows of which a step with one in files has programs of one layer
 WEIGHT_FORMATS = ("none", *quantize.DTYPES)  # that weights are gathered in, in place of 16 bits
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.reduce_scatter
 
@@ -94,7 +95,7 @@ class Placement:
     @property
     def by_layer(self) -> bool:
         """True if what programs of a step read or leave for later is in files, so that they compute one layer each."""
-        return any(row.home.in_file for row in (self.weights, self.grads, self.residuals))
+        return any(getattr(self, name).home.in_file for name in BY_LAYER)
 
     @property
     def streams_weights(self) -> bool:

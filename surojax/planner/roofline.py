@@ -36,6 +36,7 @@ from typing import Literal
 from surojax.assembly import Assembly
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Kind
+from surojax.placement.table import BY_LAYER
 from surojax.planner import links, products, sizes, traffic
 from surojax.planner.file_time import ASSUMED_DISKS, UPDATE, Disks
 from surojax.planner.footprint import Rows
@@ -47,7 +48,6 @@ from surojax.step import passes
 from surojax.step.passes import Pass
 from surojax.step.spec import Engine
 
-BY_LAYER = {"weights", "grads", "residuals"}  # rows of which a step with one in files has programs of one layer
 BETWEEN = 0.4  # of a layer's products, those between two of its collectives that a gather hides behind
 
 
@@ -157,7 +157,7 @@ def phases(
     weights are in device memory all the same. files: those of the rows that are in files. overlap_update: the update's
     phase has the first group's forward pass in it.
     """
-    if BY_LAYER & set(files):
+    if not set(files).isdisjoint(BY_LAYER):
         work = work.by_layer()
     stored = {row: float(work.sizes[row]) for row in offloaded}
     if "weights" in stored:

@@ -44,9 +44,9 @@ MOST_LAYOUTS = 3  # that are searched
 FAR = 0.15  # relative; layouts whose sample is so much slower are not searched
 KEPT = 32  # candidates that the estimate keeps
 RESERVE = 512 * 2**20  # bytes of a GPU left for cuDNN's workspaces and fragmentation, which no estimate counts
-# Fields that the parts of a run do not depend on; on the first ones they do if a step has programs of one layer, which
-# have all microbatches inside.
-IRRELEVANT = (*choices.BATCH_FIELDS[:2], "datasets", "validation_datasets")
+IRRELEVANT = ("datasets", "validation_datasets")  # fields that the parts of a run do not depend on
+# Fields that they do not depend on either, unless a step has programs of one layer, with all microbatches inside.
+OF_BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,7 +365,7 @@ class _Search:
     def assembly(self, c: Config) -> Assembly:
         """The parts of a run of this config."""
         values = flat(c)
-        irrelevant = IRRELEVANT[2:] if "nvme" in values.values() else IRRELEVANT
+        irrelevant = IRRELEVANT if "nvme" in values.values() else (*IRRELEVANT, *OF_BATCH)
         key = ("run", *((name, value) for name, value in values.items() if name not in irrelevant))
         return self.known(key, lambda: assembly(c))
 
