@@ -19,6 +19,7 @@ from surojax.families.registry import ARCHITECTURES
 from surojax.memory.host import parts
 from surojax.memory.in_file import own_layers
 from surojax.memory.layer_file import Store
+from surojax.models.experts import RouterLosses
 from surojax.models.lora import Lora, saved_names, target_names
 from surojax.models.model import Compute, Model, Recompute, Segment
 from surojax.numerics import fp8
@@ -187,6 +188,7 @@ def assemble(
     lmhead_chunks: int = 1,
     z_loss: float = 0.0,
     objective: Objective | None = None,
+    auxiliary: Callable | None = None,
     packed: bool = False,
     microbatches_per_fetch: int = 1,
     overlap_update: bool = False,
@@ -199,7 +201,7 @@ def assemble(
 
     batch: (microbatches, sequences of a microbatch on all devices, sequence length) of a step, which residuals in files
     are planned for.
-    objective: None: cross-entropy with this z_loss. recompute_block, lmhead_chunks, packed, microbatches_per_fetch,
+    objective: None: cross-entropy with this z_loss. auxiliary, recompute_block, lmhead_chunks, packed, microbatches_per_fetch,
     overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`. xla_options: see `Assembly`.
     """
     if pipeline_stages(mesh) > 1:
@@ -223,6 +225,7 @@ def assemble(
         recompute_block=recompute_block,
         lmhead_chunks=lmhead_chunks,
         objective=objective or CrossEntropy(z_loss),
+        auxiliary=auxiliary,
         packed=packed,
         microbatches_per_fetch=microbatches_per_fetch,
         overlap_update=overlap_update,
@@ -270,6 +273,7 @@ def from_config(
         lmhead_chunks=c.lmhead_chunks,
         z_loss=c.z_loss,
         objective=brought.objective,
+        auxiliary=_router_losses(c),
         packed=c.sample_packing,
         microbatches_per_fetch=c.gradient_accumulation_steps if table.by_layer else c.microbatches_per_fetch,
         overlap_update=c.overlap_update,
@@ -299,6 +303,12 @@ def check_objective(c: configs.Config, engine: Engine) -> None:
         )
 
 
+def _router_losses(c: configs.Config) -> RouterLosses | None:
+    """The losses of the routers of a checked config; None if it has none."""
+    losses = RouterLosses(c.router_aux_loss_coef, c.router_z_loss_coef)
+    return losses if losses != RouterLosses() else None
+
+
 def architecture(c: configs.Config) -> Any:
     """The frozen architecture of a checked config, for example a `DecoderConfig`."""
     settings = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
@@ -311,7 +321,7 @@ def lora(c: configs.Config) -> Lora:
     return Lora(
         rank=c.lora_rank,
         alpha=c.lora_alpha,
-        targets=target_names(c.lora_target_modules),
+        targets=target_names(c.lora_target_modules, experts=c.model.num_experts > 0),
         saved=saved_names(c.modules_to_save),
         dtype=c.lora_dtype,
         rank_stabilised=c.use_rslora,

@@ -15,6 +15,9 @@ LARGEST = {
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,
     "head_dim": 2**14,
+    "num_experts": 2**16,
+    "num_experts_per_tok": 2**10,
+    "moe_intermediate_size": 2**22,
 }
 MOST_GPUS = 2**17
 

@@ -81,7 +81,7 @@ def test_no_gradient_crosses_documents():
 
     @jax.jit
     def of_last_token(w, x, starts):
-        return segment.block_backward(w, x, (last * x, None), None, segment.variants[0], starts)[1]
+        return segment.block_backward(w, (x, None), (last * x, None), None, segment.variants[0], starts)[1]
 
     dx = np.asarray(of_last_token(w, x, starts))
     mine = starts == starts[:, -1:]
@@ -95,13 +95,13 @@ def test_sums_over_chunks_are_rounded_once():
     def keys_values(w, x, first, variant, starts):
         return Earlier(x[..., None], x[..., None])
 
-    def body(w, x, earlier, variant, starts):
+    def body(w, x, earlier, variant, starts, routing):
         seen = 0 if earlier.keys is None else earlier.keys.sum(axis=(1, 3))[:, None]
-        return w * x + seen, keys_values(w, x, 0, variant, starts)
+        return w * x + seen, keys_values(w, x, 0, variant, starts), None
 
     _, _, backward = chunked.block_functions(body, keys_values, 4, trained=None)
     x = jnp.ones((1, 4, 1), jnp.bfloat16)
-    dw, dx, _ = backward(x[:, :1], x, (x.at[0, -1].set(256), None))  # ends with 256, with which the sums begin
+    dw, dx, _ = backward(x[:, :1], (x, None), (x.at[0, -1].set(256), None))  # ends with 256, with which the sums begin
     assert dw.dtype == dx.dtype == jnp.bfloat16
     assert dw[0, 0, 0] == 260  # 259, rounded to even
     assert dx[0, 0, 0] == 260 and dx[0, -1, 0] == 256  # as a factor, and as a key of three later queries: 1 + 258

@@ -27,16 +27,20 @@ from surojax.models.loss import cross_entropy
 from surojax.models.model import (
     DEFAULT,
     PLAIN,
+    ROUTES,
     Cache,
     Compute,
     Heads,
     Model,
+    Routed,
+    Routing,
     Segment,
     Variant,
     collect_params,
 )
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
+from surojax.parallel.collectives import varying
 from surojax.placement.param import OUTER, Kind
 
 # --- sliding windows --------------------------------------------------------------------------------------------------
@@ -231,11 +235,12 @@ class Mixer(nnx.Module):
         self.w2 = parameter(rngs, (32, width), ("embed", "mlp"), normal, product=1)
 
     def __call__(self, x_BSD: jax.Array, variant: Variant) -> tuple[jax.Array, jax.Array]:
+        """(the layer of x, the mean square of each token's hidden values `[B, S]`)."""
         sums_BSD = jnp.cumsum(x_BSD, axis=1)
         late_BSD = jnp.pad(sums_BSD, ((0, 0), (variant.window, 0), (0, 0)))[:, : x_BSD.shape[1]]
         mean_BSD = (sums_BSD - late_BSD) / variant.window
         hidden = jnp.tanh(linear(mean_BSD, self.w1[...]))
-        return x_BSD + linear(hidden, self.w2[...]), jnp.mean(jnp.square(hidden)).astype(jnp.float32)
+        return x_BSD + linear(hidden, self.w2[...]), jnp.mean(jnp.square(hidden), axis=-1)
 
 
 class Around(nnx.Module):
@@ -250,17 +255,22 @@ class Around(nnx.Module):
 LAYERS = {
     "narrow": (16, (2, 3, 3, 2, 3, 3, 2, 3)),
     "wide": (48, (4, 4, 4)),
-}  # width, windows; the second has an auxiliary loss
-AUXILIARY = 0.3
+}  # width, windows; the second has statistics
 
 
 def arrays(module: nnx.Module) -> dict:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
+def auxiliary(statistics, tokens):
+    """Not linear in what the layers sum up, so that it is the same only if these are sums of a whole step."""
+    (squares_L,) = statistics["wide"]
+    return 0.3 * jnp.mean((squares_L / tokens) ** 2)
+
+
 @functools.cache
 def toy(compute: Compute = DEFAULT) -> Model:
-    """Narrow layers, then wide ones that have an auxiliary loss."""
+    """Narrow layers, then wide ones that have statistics."""
     abstract = {
         name: nnx.eval_shape(lambda width=width: Mixer(width, rngs=nnx.Rngs(0))) for name, (width, _) in LAYERS.items()
     }
@@ -270,15 +280,29 @@ def toy(compute: Compute = DEFAULT) -> Model:
         width, windows = LAYERS[name]
         graph = nnx.graphdef(abstract[name])
 
-        def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
-            x_BSD, square = nnx.merge(graph, w)(x_BSD, variant)
-            return x_BSD, AUXILIARY * square if name == "wide" else None
+        has_statistics = name == "wide"
 
-        def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
-            return jax.vjp(lambda w, x: block(w, x, None, variant), w, x_BSD)
+        def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
+            x_BSD, square_BS = nnx.merge(graph, w)(x_BSD, variant)
+            if not has_statistics:
+                return x_BSD, None
+            square_BS = square_BS if routing.counted is None else jnp.where(routing.counted, square_BS, 0)
+            return x_BSD, Routed((jnp.sum(square_BS, dtype=jnp.float32),))
 
-        def block_backward(w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
-            return *saved(d_result), None
+        def block_forward(
+            w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
+        ):
+            run = lambda w, x, counted: block(w, x, None, variant, None, Routing(counted))
+            return jax.vjp(run, w, x_BSD, routing.counted, saveable_args=(True, True, False))
+
+        def block_backward(
+            w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
+        ):
+            saved.args_res[2] = routing.counted
+            dx_BSD, d_statistics = d_result
+            if has_statistics and d_statistics is None:
+                d_statistics = (varying(jnp.float32(0)),)
+            return *saved((dx_BSD, Routed(d_statistics) if has_statistics else None))[:2], None
 
         def init(seed, l):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), l)
@@ -295,7 +319,7 @@ def toy(compute: Compute = DEFAULT) -> Model:
             block_forward=block_forward,
             block_backward=block_backward,
             cached_block=lambda w, x, cache, variant: (block(w, x, None, variant)[0], cache),
-            has_auxiliary_loss=name == "wide",
+            statistics=(jax.ShapeDtypeStruct((), jnp.float32),) if has_statistics else None,
         )
 
     return Model(
@@ -315,20 +339,21 @@ def toy(compute: Compute = DEFAULT) -> Model:
 
 
 def toy_loss(params, inputs_ABS, labels_ABS):
-    """Mean loss of the toy, and the mean over microbatches and devices of its auxiliary losses."""
-    nats, auxiliary = [], []
+    """(what the toy minimises, its mean loss)."""
+    nats, squares_L = [], [0.0] * len(LAYERS["wide"][1])
+    count = (labels_ABS >= 0).sum()
     for inputs_BS, labels_BS in zip(inputs_ABS, labels_ABS, strict=True):
         x_BSD = params[OUTER]["embed"][inputs_BS]
         for name, (width, windows) in LAYERS.items():
             graph = nnx.graphdef(nnx.eval_shape(lambda width=width: Mixer(width, rngs=nnx.Rngs(0))))
             for l, window in enumerate(windows):
                 w = jax.tree.map(lambda x, l=l: x[l], params[name])
-                x_BSD, square = nnx.merge(graph, w)(x_BSD, Variant(window=window))
+                x_BSD, square_BS = nnx.merge(graph, w)(x_BSD, Variant(window=window))
                 if name == "wide":
-                    auxiliary.append(AUXILIARY * square)  # of equal parts of tokens: their mean is that of the devices
+                    squares_L[l] += jnp.sum(jnp.where(labels_BS >= 0, square_BS, 0))
         logits = linear(x_BSD, params[OUTER]["head"])
         nats.append(cross_entropy(logits.reshape(-1, 64), labels_BS.reshape(-1)))
-    return sum(nats) / (labels_ABS >= 0).sum() + sum(auxiliary) / len(nats)
+    return sum(nats) / count + auxiliary({"wide": (jnp.stack(squares_L),)}, count), sum(nats) / count
 
 
 @needs(8)
@@ -348,14 +373,15 @@ def toy_loss(params, inputs_ABS, labels_ABS):
 )
 def test_segments_with_auxiliary_losses_equal_reverse_mode(devices, placed):
     """Loss and every gradient, whatever the placement; 9 resident layers are the first segment and one of the next."""
-    small = Small(devices, model=toy(), **placed)
+    small = Small(devices, model=toy(), auxiliary=auxiliary, microbatches_per_fetch=3, **placed)
     if placed.get("resident_layers"):
         wide = small.plan.weights["wide"]["w1"]
         assert isinstance(wide, Split) and wide.resident.shape[0] == 1
         assert small.plan.weights["narrow"]["w1"].sharding.memory_kind == "device"
     batch = tokens(3, 8, 16)
     params = toy().init(0)
-    expected = jax.jit(jax.value_and_grad(toy_loss))(params, *batch)
+    (_, loss), grads = jax.jit(jax.value_and_grad(toy_loss, has_aux=True))(params, *batch)
+    expected = loss, grads
     found = engine_gradients(small, batch)
     assert worst_relative(found, expected) < ORDER_OF_SUMS
 
@@ -364,7 +390,7 @@ def test_segments_with_auxiliary_losses_equal_reverse_mode(devices, placed):
 def test_segments_train_alike_under_every_placement(tmp_path):
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
     losses = Small(model=toy()).train(batches)
-    assert Small(model=toy(), **ALL).train(batches) == losses
+    assert Small(model=toy(), microbatches_per_fetch=2, **ALL).train(batches) == losses
     assert losses[0][0] > losses[-1][0]
     with pytest.raises(ConfigError, match=r"several segments of layers \(narrow, wide\), got 'nvme'"):
         Small(model=toy(), offload_optimizer="nvme", nvme_path=str(tmp_path))
@@ -377,8 +403,11 @@ def test_programs_of_one_layer_have_auxiliary_losses(tmp_path, devices, placed):
     """The wide layers alone, whose residuals rest in files: losses and norms of the step that is one program."""
     wide = dataclasses.replace(toy(), segments=(dataclasses.replace(toy().segments[1], start=0),))
     of_steps = [tokens(3, 8, 16, seed=i) for i in range(2)]
-    in_memory = Small(devices, model=wide, microbatches_per_fetch=3, **placed | {"offload_weights": True})
-    in_files = Small(devices, model=wide, batch=(3, 8, 16), offload_residual="nvme", nvme_path=str(tmp_path), **placed)
+    in_memory = Small(
+        devices, model=wide, auxiliary=auxiliary, microbatches_per_fetch=3, **placed | {"offload_weights": True}
+    )
+    rest: dict = {"offload_residual": "nvme", "nvme_path": str(tmp_path), "batch": (3, 8, 16)}
+    in_files = Small(devices, model=wide, auxiliary=auxiliary, **rest, **placed)
     assert in_files.train(of_steps) == in_memory.train(of_steps)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from surojax.config.fields import Config, head_dim
 from surojax.errors import need
-from surojax.models.lora import ALL_LINEAR, SAVED, TARGETS
+from surojax.models.lora import ALL_LINEAR, SAVED, linear_targets
 from surojax.refusals import OF_ADAPTERS
 
 FIELDS = tuple(feature.field for feature in OF_ADAPTERS)
@@ -14,9 +14,14 @@ def check_adapters(c: Config) -> None:
     """Raises ConfigError for a name or a size of adapters that is wrong."""
     if not c.lora:
         return
-    _check_names(c.lora_target_modules, "lora_target_modules", TARGETS, ALL_LINEAR)
+    _check_names(c.lora_target_modules, "lora_target_modules", _linear(c), ALL_LINEAR)
     _check_names(c.modules_to_save, "modules_to_save", SAVED, "")
     _check_rank(c)
+
+
+def _linear(c: Config) -> Collection[str]:
+    """PEFT's names of the matrices that may have adapters."""
+    return linear_targets(experts=c.model.num_experts > 0)
 
 
 def _check_names(value: str, field: str, known: Collection[str], alone: str) -> None:
@@ -41,7 +46,7 @@ def _check_rank(c: Config) -> None:
         "up_proj": min(m.hidden_size, m.intermediate_size),
         "down_proj": min(m.hidden_size, m.intermediate_size),
     }
-    names = TARGETS if c.lora_target_modules == ALL_LINEAR else map(str.strip, c.lora_target_modules.split(","))
+    names = _linear(c) if c.lora_target_modules == ALL_LINEAR else map(str.strip, c.lora_target_modules.split(","))
     for name in names:
         expected = f"at most {smallest[name]}, the smaller side of {name}"
         need(c.lora_rank <= smallest[name], "lora_rank", expected, c.lora_rank, "lower it")

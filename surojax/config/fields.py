@@ -156,6 +156,14 @@ class ModelSettings:
     hidden_size: int = declare(768, AT_LEAST_1)
     # width inside the MLP
     intermediate_size: int = declare(2048, AT_LEAST_1)
+    # experts of each MLP, of which every token chooses some; 0 = one MLP for all tokens
+    num_experts: int = declare(0, AT_LEAST_0)
+    # experts that a token chooses
+    num_experts_per_tok: int = declare(0, AT_LEAST_0)
+    # width inside an expert; 0 = intermediate_size
+    moe_intermediate_size: int = declare(0, AT_LEAST_0)
+    # weights of the chosen experts are divided by their sum
+    norm_topk_prob: bool = False
     # decoder blocks
     num_hidden_layers: int = declare(12, AT_LEAST_1)
     # query heads
@@ -200,6 +208,8 @@ class ModelSettings:
     attention_bias: bool = False
     # RMSNorm on each head's queries and keys (Qwen3, Gemma 3)
     qk_norm: bool = False
+    # RMSNorm on queries and keys, of the channels of all heads together (OLMoE)
+    qk_norm_whole: bool = False
     # RMSNorm multiplies by 1 + its weights, which start at 0 (Gemma)
     norm_plus_one: bool = False
     # RMSNorm also on what attention and MLP add to the residual stream (Gemma 2, 3)
@@ -356,6 +366,10 @@ class OptimizerSettings:
     weight_decay: float = declare(0.1, AT_LEAST_0)
     # weight of logsumexp(logits)^2 in the gradients (PaLM: 1e-4); reported losses are without it
     z_loss: float = declare(0.0, AT_LEAST_0)
+    # weight of the routers' balance loss, over all tokens of a step (OLMoE: 0.01); reported apart
+    router_aux_loss_coef: float = declare(0.0, AT_LEAST_0)
+    # weight of the routers' mean logsumexp(logits)^2 (OLMoE: 0.001); reported apart
+    router_z_loss_coef: float = declare(0.0, AT_LEAST_0)
     # clip gradients to this global norm; 0 = never
     max_grad_norm: float = declare(1.0, AT_LEAST_0)
 

@@ -17,7 +17,7 @@ from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import module
 from surojax.models.lora import ALL_LINEAR, SAVED, TARGETS, Lora
 from surojax.models.model import Model
-from surojax.placement.param import Kind
+from surojax.placement.param import EXPERTS, Kind
 from surojax.untrusted import read_json
 
 CONFIG = "adapter_config.json"
@@ -44,11 +44,11 @@ OFF: dict[str, tuple] = {"bias": ("none",), "init_lora_weights": (True, "gaussia
 
 
 def modules(model: Model) -> dict[str, list[str]]:
-    """The names of every matrix' modules, layer after layer, by our name of the matrix."""
+    """The names of every matrix' modules, layer after layer, by our name of the matrix; experts are no modules."""
     module_names: dict[str, list[str]] = {}
     for segment in model.segments:
         for param in jax.tree.leaves(segment.params):
-            if param.kind is Kind.MATRIX:
+            if param.kind is Kind.MATRIX and EXPERTS not in param.axes:
                 names = (tensor_name(param, segment, l).removesuffix(".weight") for l in range(segment.num_layers))
                 module_names.setdefault(param.name, []).extend(names)
     return module_names

@@ -17,6 +17,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange import shards, small_files
+from surojax.exchange.experts import of_expert
 from surojax.exchange.finite import is_finite
 from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, shapes
 from surojax.exchange.naming import naming_of
@@ -115,18 +116,21 @@ def export(
     """
     check_dtype(dtype)
     path = check_folder(folder)
-    ours = shapes(model)
+    stored_as = {}  # by name in files: our name of the tensor, and the expert if it is of one
+    expected = {}
     names = naming_of(config)
-    expected = {names.in_files(name): shape for name, shape in ours.items()}
-    stored_as = dict(zip(expected, ours, strict=True))
+    for ours, shape in shapes(model).items():
+        for expert in [None] if len(shape) < 3 else range(shape[0]):
+            name = names.in_files(ours) if expert is None else of_expert(names.in_files(ours), expert)
+            stored_as[name] = ours, expert
+            expected[name] = shape if expert is None else shape[1:]
     parts = _parts(expected, DTYPES[dtype].itemsize, shard_bytes)
     with unfinished_beside(path, sum(_bytes(shape, DTYPES[dtype]) for shape in expected.values())) as unfinished:
         unfinished.mkdir()
-        for file, names in parts.items():
-            part = {name: expected[name] for name in names}
-            shards.write_shard(
-                unfinished / file, part, DTYPES[dtype], _cast(tensors, [stored_as[name] for name in names], dtype)
-            )
+        for file, of_part in parts.items():
+            part = {name: expected[name] for name in of_part}
+            arrays = _cast(tensors, [stored_as[name] for name in of_part], dtype)
+            shards.write_shard(unfinished / file, part, DTYPES[dtype], arrays)
         if len(parts) > 1:
             (unfinished / INDEX).write_text(_index(parts, expected, DTYPES[dtype]))
         small_files.write_small_files(unfinished, files | {small_files.CONFIG: encoded(config)})
@@ -177,10 +181,14 @@ def _index(parts: dict[str, list[str]], expected: dict[str, tuple[int, ...]], dt
     return json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n"
 
 
-def _cast(tensors: Tensors, names: list[str], dtype: str) -> Iterator[np.ndarray]:
-    """The tensors in this dtype, one after another. Raises ConfigError if a number is too large for it."""
-    for name in names:
-        tensor = tensors.read(name)
+def _cast(tensors: Tensors, wanted: list[tuple[str, int | None]], dtype: str) -> Iterator[np.ndarray]:
+    """The tensors in this dtype, one after another; of experts, each alone. Raises ConfigError if a number is too large
+    for it."""
+    of_all, read = "", np.zeros(0)
+    for name, expert in wanted:
+        if name != of_all:
+            of_all, read = name, tensors.read(name)
+        tensor = read if expert is None else read[expert]
         if tensor.dtype != DTYPES[dtype]:
             with np.errstate(over="ignore"):  # reported below
                 tensor = tensor.astype(DTYPES[dtype])

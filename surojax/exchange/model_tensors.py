@@ -15,6 +15,7 @@ import numpy as np
 
 from surojax.errors import ConfigError, shown
 from surojax.exchange import bitsandbytes, parts
+from surojax.exchange.experts import parts_in
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import float8_block_size, read_config, read_whole_config
 from surojax.exchange.naming import naming_of
@@ -93,6 +94,7 @@ class Weights:
         self.in_nf4 = {
             name: bitsandbytes.stored(name, set(names), self._read) for name in sorted(in_nf4 - self._beside)
         }
+        self._of_experts = parts_in(self._in_files())
 
     def _files(self) -> dict[str, str]:
         """The file of each tensor."""
@@ -142,17 +144,31 @@ class Weights:
     def _entry(self, name: str):
         return self._shard_of[name].entries[self._stored_as[name]]
 
+    def _in_files(self) -> set[str]:
+        """The names of all tensors but the scales of float8 and of NF4; each expert has its own, if files say so."""
+        return self._shard_of.keys() - {name + SCALES for name in self._in_float8} - self._beside
+
     @property
     def names(self) -> set[str]:
         """The names of all tensors but the scales of float8 and of NF4."""
-        return self._shard_of.keys() - {name + SCALES for name in self._in_float8} - self._beside
+        of_parts = {name for part in self._of_experts.values() for name in part.names}
+        return (self._in_files() - of_parts) | self._of_experts.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """The shape of a tensor. Raises ConfigError if its parts have different ones."""
+        if part := self._of_experts.get(name):
+            first, *others = map(self.shape, part.names)
+            for other, shape in zip(part.names[1:], others, strict=True):
+                if shape != first:
+                    raise ConfigError(f"model_path: {other}: expected {[*first]}, as expert 0, got {[*shape]}; {AGAIN}")
+            return part.shape(first)
         return self.in_nf4[name].shape if name in self.in_nf4 else self._entry(name).shape
 
     def format_of(self, name: str) -> str:
         """The format that a matrix is stored in: a name in `base_formats.FORMATS`, or of another; "": in numbers."""
+        if part := self._of_experts.get(name):
+            formats = set(map(self.format_of, part.names))
+            return formats.pop() if len(formats) == 1 and part.half is None else ""
         if name in self.in_nf4:
             return "nf4"
         if name not in self._in_float8:
@@ -163,7 +179,10 @@ class Weights:
         return f"{dtype} in blocks of {self._block[0]} x {self._block[1]}"
 
     def read_coded(self, name: str, like: Coded) -> Coded:
-        """Reads a matrix without dequantising it, in the shapes of `like`."""
+        """Reads a matrix without dequantising it, in the shapes of `like`, or those of all experts."""
+        if part := self._of_experts.get(name):
+            of_experts = [self.read_coded(of_expert, like) for of_expert in part.names]
+            return jax.tree.map(lambda *arrays: np.stack(arrays), *of_experts)
         if isinstance(like, block_fp8.BlockFp8):
             return block_fp8.from_blocks(self._read(name), self._read(name + SCALES).astype(np.float32), like)
         assert isinstance(like, nf4.Nf4), "no other format is read from files"
@@ -171,6 +190,8 @@ class Weights:
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in the dtype that it is stored in, in float32 if that is float8, dequantised if it is in NF4."""
+        if part := self._of_experts.get(name):
+            return part.tensor(self.read(of_expert) for of_expert in part.names)
         if name in self.in_nf4:
             return read_dequantised(self, name, self.in_nf4[name].dtype)
         if name not in self._in_float8:

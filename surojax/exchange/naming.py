@@ -6,7 +6,7 @@ family may have others, and a model of several parts (parts.py) has them under a
 
 from typing import Any, NamedTuple
 
-from surojax.exchange import parts
+from surojax.exchange import experts, parts
 from surojax.families.family import ModelFamily
 from surojax.families.names import renamed
 from surojax.families.registry import FAMILIES, tensor_names
@@ -28,8 +28,9 @@ class Naming(NamedTuple):
 
     def ours(self, name: str) -> str:
         """Our name for a name in files of either spelling: the inverse of `alone` and `in_files`; others stay."""
-        name = parts.alone(name)
-        return name if self.family is None else renamed(name, self.family.tensors, self._ours)
+        name, number = experts.without_number(parts.alone(name))
+        name = name if self.family is None else renamed(name, self.family.tensors, self._ours)
+        return name if number is None else experts.of_expert(name, number)
 
     @property
     def _ours(self):

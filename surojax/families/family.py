@@ -71,6 +71,14 @@ TENSOR_NAMES = {
     "mlp.w_up": LAYER + "mlp.up_proj.weight",
     "mlp.w_down": LAYER + "mlp.down_proj.weight",
 }
+# Matrices of experts [experts, out, in] are one tensor here; exchange/experts.py reads them from one for each expert.
+EXPERTS = "mlp.experts."
+EXPERT_TENSOR_NAMES = TENSOR_NAMES | {
+    "mlp.router": LAYER + "mlp.gate.weight",
+    "mlp.w_gate": LAYER + EXPERTS + "gate_proj.weight",
+    "mlp.w_up": LAYER + EXPERTS + "up_proj.weight",
+    "mlp.w_down": LAYER + EXPERTS + "down_proj.weight",
+}
 GGUF_LAYER = "blk.{l}."
 GGUF_NAMES = {
     "embed": "token_embd.weight",
@@ -90,6 +98,12 @@ GGUF_NAMES = {
     "mlp.w_gate": GGUF_LAYER + "ffn_gate.weight",
     "mlp.w_up": GGUF_LAYER + "ffn_up.weight",
     "mlp.w_down": GGUF_LAYER + "ffn_down.weight",
+}
+EXPERT_GGUF_NAMES = GGUF_NAMES | {
+    "mlp.router": GGUF_LAYER + "ffn_gate_inp.weight",
+    "mlp.w_gate": GGUF_LAYER + "ffn_gate_exps.weight",
+    "mlp.w_up": GGUF_LAYER + "ffn_up_exps.weight",
+    "mlp.w_down": GGUF_LAYER + "ffn_down_exps.weight",
 }
 
 

@@ -1,9 +1,10 @@
-"""Qwen 2 and 2.5 (a bias on queries, keys and values), and Qwen 3 (norms of each head's queries and keys)."""
+"""Qwen 2 and 2.5 (a bias on queries, keys and values), and Qwen 3 (norms of each head's queries and keys; experts)."""
 
 from typing import Any
 
 from surojax.families import rope_keys, window_keys
-from surojax.families.family import LLAMA_DEFAULTS, Gguf, ModelFamily
+from surojax.families.family import EXPERT_GGUF_NAMES, EXPERT_TENSOR_NAMES, LLAMA_DEFAULTS, SIZES, Gguf, ModelFamily
+from surojax.families.olmoe import OF_EXPERTS, OF_TRAINING
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
@@ -20,6 +21,12 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     return window_keys.window_fields(given, window, types) | rope_keys.read_rope(given)
 
 
+def _read_qwen3_moe(given: dict[str, Any]) -> dict[str, Any]:
+    """The `model` fields; transformers 5 writes the number of experts under another name."""
+    written = given["num_local_experts"]
+    return _read(given) | ({} if written is None else {"num_experts": written})
+
+
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
     window = window_keys.write_used(fields)
     return (window and window | {"max_window_layers": 0}) | rope_keys.write_rope(fields)
@@ -28,6 +35,12 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 def _write_qwen3(fields: dict[str, Any]) -> dict[str, Any]:
     # Its attention_bias is of all four projections; our option of that name is Qwen 2's, of three.
     return {"head_dim": fields["head_dim"], "attention_bias": False} | _write(fields)
+
+
+def _write_qwen3_moe(fields: dict[str, Any]) -> dict[str, Any]:
+    every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    widths = {"moe_intermediate_size": fields["moe_intermediate_size"] or fields["intermediate_size"]}
+    return {name: fields[name] for name in OF_EXPERTS} | widths | every_layer | _write_qwen3(fields)
 
 
 QWEN2 = ModelFamily(
@@ -49,4 +62,28 @@ QWEN3 = ModelFamily(
     read=_read,
     write=_write_qwen3,
     gguf=Gguf(),
+)
+QWEN3_MOE = ModelFamily(
+    model_type="qwen3_moe",
+    transformers_class="Qwen3MoeForCausalLM",
+    defaults=QWEN3.defaults
+    | OF_TRAINING
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_local_experts": None,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    },
+    sizes=(*SIZES, *OF_EXPERTS, "moe_intermediate_size"),
+    required={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},  # all layers have experts
+    options={"qk_norm": True},
+    read=_read_qwen3_moe,
+    write=_write_qwen3_moe,
+    tensors=EXPERT_TENSOR_NAMES,
+    gguf=Gguf(names=EXPERT_GGUF_NAMES),
 )

@@ -24,6 +24,7 @@ Shape suffixes: B batch, S this device's part of the sequence, C its part of a c
 h head dimension.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.manual_axes import mark_varying
-from surojax.models.model import PLAIN, Earlier, Variant
+from surojax.models.model import PLAIN, ROUTES, Earlier, Routed, Routing, Variant
 from surojax.parallel.collectives import active, device_number
 from surojax.placement.mesh import CONTEXT, TENSOR
 from surojax.placement.param import part_of, with_part
@@ -50,6 +51,10 @@ class Chunk(NamedTuple):
     def replaced(self, x_BSD: jax.Array, new_BCD: jax.Array) -> jax.Array:
         """x with the chunk's part replaced, in place if the compiler can."""
         return jax.lax.dynamic_update_slice_in_dim(x_BSD, new_BCD, self.start, axis=1)
+
+    def routing(self, routing: Routing) -> Routing:
+        """The chunk's part of what a router is given."""
+        return Routing(*map(self.of, routing))
 
     @property
     def in_row(self) -> "Chunk":
@@ -71,30 +76,37 @@ def block_functions(
 ) -> tuple[Callable, Callable, Callable]:
     """Functions `block`, `block_forward` and `block_backward` for a `Segment`, which process `number` chunks in turn.
 
-    body: (weights, x `[B, C, D]`, Earlier, Variant, starts) -> (block of x, Earlier with the chunk's own keys and
-    values). keys_values: (weights, x, index of the chunk's first token, Variant, starts) -> that Earlier alone. starts:
+    body: (weights, x `[B, C, D]`, Earlier, Variant, starts, Routing) -> (block of x, Earlier with the chunk's own keys
+    and values, Routed or None). keys_values: (weights, x, index of the chunk's first token, Variant, starts) -> that Earlier alone. starts:
     of the whole chunk. trained: the `Param`s of which gradients are computed.
     """
 
-    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
+    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
         earlier = Earlier()
         out_BSD = x_BSD
+        of_chunks = []
         for chunk in chunks_of(x_BSD.shape[1], number):
             x_BCD, out_BSD, earlier = jax.lax.optimization_barrier((chunk.of(out_BSD), out_BSD, earlier))
-            y_BCD, own = body(w, x_BCD, earlier, variant, chunk.in_row.of(starts_BS))
+            y_BCD, own, routed = body(w, x_BCD, earlier, variant, chunk.in_row.of(starts_BS), chunk.routing(routing))
+            of_chunks.append(routed)
             earlier = Earlier(*earlier.with_own(*own))
             out_BSD = chunk.replaced(out_BSD, y_BCD)
-        return out_BSD, None
+        return out_BSD, _of_all(of_chunks)
 
-    def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
-        return block(w, x_BSD, recipe_inputs, variant, starts_BS), x_BSD
+    def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, *of_tokens):
+        y_BSD, routed = block(w, x_BSD, recipe_inputs, variant, *of_tokens)
+        return (y_BSD, routed), (x_BSD, routed and routed.decided)
 
-    def block_backward(w, x_BSD, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
+    def block_backward(
+        w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
+    ):
+        x_BSD, decided = saved
+        routing = routing._replace(decided=decided)
         chunks = chunks_of(x_BSD.shape[1], number)
         everything = _keys_values(keys_values, chunks[:-1], w, x_BSD, variant, starts_BS)
         # Parameters that all devices of a group have: one sum of their gradients instead of one for each chunk.
         w_trained, sum_over_group = jax.vjp(_of_each_device, part_of(w, trained))
-        d_stream, _ = d_result
+        d_stream, d_statistics = d_result
         d_later = Earlier()  # gradients of keys and values of all chunks that are not differentiated yet, float32
         dw = None
         for chunk in reversed(chunks):
@@ -105,14 +117,18 @@ def block_functions(
             first = row.start == 0
             earlier = Earlier() if first else jax.tree.map(lambda x, row=row: x[:, : row.start], everything)
 
-            def run(w_trained, x_BCD, earlier, row=row):
-                return body(with_part(w, w_trained), x_BCD, earlier, variant, row.of(starts_BS))
+            def run(w_trained, x_BCD, earlier, row=row, of_chunk=chunk.routing(routing)):
+                w_all = with_part(w, w_trained)
+                y_BCD, own, routed = body(w_all, x_BCD, earlier, variant, row.of(starts_BS), of_chunk)
+                return y_BCD, own, routed and routed.statistics
 
-            (_, own), vjp = jax.vjp(run, w_trained, x_BCD, earlier)
+            (_, own, statistics), vjp = jax.vjp(run, w_trained, x_BCD, earlier)
+            if statistics is not None and d_statistics is None:
+                d_statistics = jax.tree.map(jnp.zeros_like, statistics)
             d_own = jax.tree.map(jnp.zeros_like, own)
             if d_later.keys is not None:
                 d_own = jax.tree.map(lambda d, x, row=row: row.of(d).astype(x.dtype), d_later, own)
-            dw_of_chunk, dx_BCD, d_earlier = vjp((dy_BCD, d_own))
+            dw_of_chunk, dx_BCD, d_earlier = vjp((dy_BCD, d_own, d_statistics))
             dw = _plus(dw, dw_of_chunk)
             if not first:
                 before = None if d_later.keys is None else jax.tree.map(lambda d, row=row: d[:, : row.start], d_later)
@@ -122,6 +138,19 @@ def block_functions(
         return dw, d_stream, None
 
     return block, block_forward, block_backward
+
+
+def _of_all(of_chunks: list[Routed | None]) -> Routed | None:
+    """What the router of a block returns, from what it returned for each chunk."""
+    routed = [of_chunk for of_chunk in of_chunks if of_chunk is not None]
+    if not routed:
+        return None
+    statistics = functools.reduce(_sum, [of_chunk.statistics for of_chunk in routed])
+    return Routed(statistics, jnp.concatenate([of_chunk.decided for of_chunk in routed], axis=1))
+
+
+def _sum(a, b):
+    return jax.tree.map(jnp.add, a, b)
 
 
 def _of_each_device(w):

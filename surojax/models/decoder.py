@@ -20,19 +20,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models import chunked, decoder_checks, decoder_fp8
+from surojax.models.experts import Experts, planned_statistics
 from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
 from surojax.models.linear import linear
 from surojax.models.lora import Lora, add_adapters, frozen, with_adapters
 from surojax.models.model import (
     DEFAULT,
     PLAIN,
+    ROUTES,
     Cache,
     Compute,
     Earlier,
     Heads,
     Model,
     ModelArchitecture,
+    Routed,
+    Routing,
     Segment,
     Variant,
     collect_params,
@@ -59,7 +64,11 @@ class DecoderConfig:
     qk_norm: RMSNorm on each head's queries and keys. norm_plus_one: norms scale by 1 + weight. sandwich_norms: norms
     also on what attention and MLP add to the residual stream. scale_embedding: by sqrt(hidden_size).
     query_pre_attn_scalar: attention scores are divided by its square root; 0: head_dim. attn_logit_softcapping,
-    final_logit_softcapping: caps of attention scores and logits, see `operations.softcapped`; 0: none. lora: adapters,
+    final_logit_softcapping: caps of attention scores and logits, see `operations.softcapped`; 0: none.
+    qk_norm_whole: RMSNorm on queries and keys, of the channels of all heads together; not with qk_norm.
+
+    num_experts: of each MLP, see experts.py; 0: the MLP is one. num_experts_per_tok: that a token chooses.
+    moe_intermediate_size: width of an expert; 0: intermediate_size. norm_topk_prob: the weights of the chosen ones add up to 1. lora: adapters,
     which are trained in place of all else; None: there are none.
     """
 
@@ -76,6 +85,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     norm_plus_one: bool = False
     sandwich_norms: bool = False
     hidden_act: str = "silu"
@@ -87,6 +97,10 @@ class DecoderConfig:
     sliding_window: int = 0
     sliding_window_pattern: int = 0
     no_rope_layer_interval: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
     initializer_range: float = 0.02
     lora: Lora | None = None
 
@@ -147,7 +161,7 @@ class Block(nnx.Module):
         self.attention_norm = norm()
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = SwiGLU(config, rngs=rngs)
+        self.mlp = Experts(config, rngs=rngs) if config.num_experts else SwiGLU(config, rngs=rngs)
         if config.sandwich_norms:
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()
@@ -161,9 +175,9 @@ class Block(nnx.Module):
         return Earlier(*ops.of_whole_chunk(k_BSKh, v_BSKh))
 
     def __call__(
-        self, x_BSD: jax.Array, ops: Operations, cache: Cache | Earlier | None = None
-    ) -> tuple[jax.Array, Cache | Earlier | None]:
-        """(the block of x `[B, S, D]`, the second result of `Operations.attend`)."""
+        self, x_BSD: jax.Array, ops: Operations, cache: Cache | Earlier | None = None, routing: Routing = ROUTES
+    ) -> tuple[jax.Array, Cache | Earlier | None, Routed | None]:
+        """(the block of x `[B, S, D]`, the second result of `Operations.attend`, what a router returns)."""
         again = ops.compute.recompute
         how = self.config.rms_norm_eps, self.config.norm_plus_one
 
@@ -174,8 +188,9 @@ class Block(nnx.Module):
             return attended_BSD, extended
 
         def mlp(y_BSD, norm=None):
-            y_BSD = self.mlp(y_BSD, ops, norm)
-            return ops.norm(y_BSD, self.mlp_out_norm[...], *how) if self.config.sandwich_norms else y_BSD
+            y_BSD, routed = self.mlp(y_BSD, ops, norm, routing)
+            y_BSD = ops.norm(y_BSD, self.mlp_out_norm[...], *how) if self.config.sandwich_norms else y_BSD
+            return y_BSD, routed
 
         def attention_norm(x_BSD):
             return ops.norm(x_BSD, self.attention_norm[...], *how)
@@ -186,10 +201,12 @@ class Block(nnx.Module):
         if again.norm:
             attended_BSD, cache = recomputed(lambda x_BSD: attention(x_BSD, attention_norm), again.att)(x_BSD)
             x_BSD = x_BSD + attended_BSD
-            return x_BSD + recomputed(lambda x_BSD: mlp(x_BSD, mlp_norm), again.ffn)(x_BSD), cache
+            y_BSD, routed = recomputed(lambda x_BSD: mlp(x_BSD, mlp_norm), again.ffn)(x_BSD)
+            return x_BSD + y_BSD, cache, routed
         attended_BSD, cache = recomputed(attention, again.att)(attention_norm(x_BSD))
         y_BSD, x_BSD = ops.add_and_norm(x_BSD, attended_BSD, self.mlp_norm[...], *how)
-        return x_BSD + recomputed(mlp, again.ffn)(y_BSD), cache
+        y_BSD, routed = recomputed(mlp, again.ffn)(y_BSD)
+        return x_BSD + y_BSD, cache, routed
 
 
 class Outer(nnx.Module):
@@ -227,7 +244,8 @@ class Decoder(nnx.Module):
         graph, weights = nnx.split(self.blocks)
 
         def block(x_BSD, w, variant: Variant):
-            return nnx.merge(graph, w)(x_BSD, Operations(variant=variant, starts=starts_BS))
+            x_BSD, _, routed = nnx.merge(graph, w)(x_BSD, Operations(variant=variant, starts=starts_BS))
+            return x_BSD, None
 
         def layer(variant: Variant) -> Callable:
             with_variant = functools.partial(block, variant=variant)
@@ -298,7 +316,7 @@ def _build(config: DecoderConfig, compute: Compute) -> Model:
 
     def cached_block(w, x_BSD, cache: Cache, variant: Variant):
         starts_BS = None if cache.first is None else jnp.broadcast_to(cache.first[:, None], x_BSD.shape[:2])
-        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant, starts=starts_BS), cache)
+        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant, starts=starts_BS), cache)[:2]
 
     trained = trainable(params[BLOCKS])
 
@@ -324,6 +342,7 @@ def _build(config: DecoderConfig, compute: Compute) -> Model:
         cached_block=cached_block,
         last_products=() if config.sandwich_norms else (params[BLOCKS]["mlp"]["w_down"],),
         with_adapters=with_new_adapters if config.lora else None,
+        statistics=planned_statistics(config.num_experts) if config.num_experts else None,
     )
     return Model(
         vocab_size=config.vocab_size,
@@ -363,36 +382,50 @@ def _block_functions(config: DecoderConfig, compute: Compute, graph, trained) ->
     def in_fp8(variant: Variant) -> bool:
         return variant.recipe_enabled and precision.fp8
 
-    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
+    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
         if in_fp8(variant):
             ops = Operations(compute, variant, starts=starts_BS)
             return decoder_fp8.fp8_block(config, ops, w, x_BSD, recipe_inputs), None
         seed = recipe_inputs if draws else None
-        x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant, seed, starts_BS, frozen))
-        return x_BSD, None
+        ops = Operations(compute, variant, seed, starts_BS, frozen)
+        x_BSD, _, routed = nnx.merge(graph, w)(x_BSD, ops, routing=routing)
+        return x_BSD, routed
 
-    def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
+    def block_forward(
+        w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
+    ):
         if in_fp8(variant):
             ops = Operations(compute, variant, starts=starts_BS)
             x_BSD, saved = decoder_fp8.fp8_block_forward(config, ops, w, x_BSD, recipe_inputs)
             return (x_BSD, None), saved
 
-        def run(w_trained, w, x_BSD, starts_BS):
-            return block(with_part(w, w_trained), x_BSD, recipe_inputs, variant, starts_BS)
+        def run(w_trained, w, x_BSD, starts_BS, counted_BS):
+            of_tokens = starts_BS, routing._replace(counted=counted_BS)
+            x_BSD, routed = block(with_part(w, w_trained), x_BSD, recipe_inputs, variant, *of_tokens)
+            statistics, decided = routed or (None, None)
+            return (x_BSD, statistics), decided
 
         # Without a tangent, reverse mode computes no gradient of what is not trained.
-        how: Any = {"saveable_args": (False, False, True, False), "in_nzs": (True, False, True, True)}
-        return jax.vjp(run, part_of(w, trained), w, x_BSD, starts_BS, **how)
+        how: Any = {"saveable_args": (False, False, True, False, False), "in_nzs": (True, False, True, True, True)}
+        arguments = part_of(w, trained), w, x_BSD, starts_BS, routing.counted
+        (x_BSD, statistics), vjp, decided = jax.vjp(run, *arguments, has_aux=True, **how)
+        return (x_BSD, Routed(statistics, decided) if config.num_experts else None), vjp
 
-    def block_backward(w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
+    def block_backward(
+        w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
+    ):
         if in_fp8(variant):
             dy_BSD, _ = d_result
             ops = Operations(compute, variant, starts=starts_BS)
             dw, dx_BSD, observed = decoder_fp8.fp8_block_backward(config, ops, w, saved, dy_BSD, recipe_inputs)
             return part_of(dw, trained), dx_BSD, observed if precision.delayed else None
         # As `saveable_args` asks for: neither weights nor starts are among what is saved. Weights are fetched again.
-        saved.args_res = [part_of(w, trained), w, saved.args_res[2], starts_BS]
-        dw, _, dx_BSD, _ = saved(d_result)
+        saved.args_res = [part_of(w, trained), w, saved.args_res[2], starts_BS, routing.counted]
+        dx_BSD, d_statistics = d_result
+        if config.num_experts and d_statistics is None:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned_statistics(config.num_experts))
+            d_statistics = jax.tree.map(lambda x: mark_varying(x, varying_axes(dx_BSD)), zeros)
+        dw, _, dx_BSD, _, _ = saved((dx_BSD, d_statistics))
         return dw, dx_BSD, fp8.unobserved(decoder_fp8.SITES) if precision.delayed else None
 
     return block, block_forward, block_backward
@@ -401,8 +434,9 @@ def _block_functions(config: DecoderConfig, compute: Compute, graph, trained) ->
 def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, Callable]:
     """`body` and `keys_values` of `chunked.block_functions`. frozen: see `Operations`."""
 
-    def body(w, x_BCD, earlier: Earlier, variant: Variant, starts_BC):
-        return nnx.merge(graph, w)(x_BCD, Operations(compute, variant, starts=starts_BC, frozen=frozen), earlier)
+    def body(w, x_BCD, earlier: Earlier, variant: Variant, starts_BC, routing: Routing):
+        ops = Operations(compute, variant, starts=starts_BC, frozen=frozen)
+        return nnx.merge(graph, w)(x_BCD, ops, earlier, routing)
 
     def keys_values(w, x_BCD, first: int, variant: Variant, starts_BC):
         return nnx.merge(graph, w).keys_values(x_BCD, Operations(compute, variant, starts=starts_BC), first)

@@ -7,7 +7,18 @@ from typing import Any
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
 from surojax.models.rotary import ROPE_USES
-from surojax.refusals import Refusal, each, fp8, grows_with_position, is_on, is_one_of, is_set, softcap
+from surojax.refusals import (
+    Refusal,
+    each,
+    fp8,
+    grows_with_position,
+    is_above,
+    is_on,
+    is_one_of,
+    is_set,
+    softcap,
+    stages,
+)
 
 
 def check_decoder(c) -> None:
@@ -30,6 +41,7 @@ def check_decoder(c) -> None:
         change = "use attention='auto'"
         need(fits_mosaic(c.model_dtype, h), "model.head_dim", expected, f"{c.model_dtype} of {h}", change)
     _check_layers(c)
+    _check_experts(c)
     _check_rope(c, h)
 
 
@@ -46,6 +58,22 @@ def _check_layers(c) -> None:
     interval = m.no_rope_layer_interval
     expected = f"at most num_hidden_layers={layers}, since it is the first layer without rotary embedding"
     need(interval <= layers, "model.no_rope_layer_interval", expected, interval, "lower it; 0 = no such layer")
+
+
+def _check_experts(c) -> None:
+    """Checks the number of experts that a token chooses."""
+    m = c.model
+    chosen = m.num_experts_per_tok
+    if m.num_experts:
+        expected = f"1 to num_experts={m.num_experts}"
+        need(1 <= chosen <= m.num_experts, "model.num_experts_per_tok", expected, chosen, "8 of 64 is usual")
+        one_group = c.gradient_accumulation_steps
+        needed = c.router_aux_loss_coef or c.router_z_loss_coef
+        by_layer = any(c[name] == "nvme" for name in BY_LAYER)
+        expected = f"gradient_accumulation_steps={one_group} with a loss of routers, which is of all tokens of a step"
+        fetched = c.microbatches_per_fetch
+        alone = not needed or by_layer or fetched == one_group
+        need(alone, "microbatches_per_fetch", expected, fetched, f"set it to {one_group}")
 
 
 def _check_rope(c, h: int) -> None:
@@ -95,6 +123,19 @@ def _unused_of_rope(name: str) -> Refusal:
     return Refusal(feature, other, "which does not use it", "leave it out, or set model.rope_scaling")
 
 
+BY_LAYER = ("offload_grads", "offload_residual", "offload_weights")  # in files: all microbatches are one group
+experts = is_above("model.num_experts", 0, **{"model.num_experts_per_tok": 1})
+no_experts = is_one_of("model.num_experts", 0)
+# Of experts, which a model without them does not read.
+OF_EXPERTS = (
+    is_set("model.num_experts_per_tok", 2),
+    is_set("model.moe_intermediate_size", 64),
+    is_on("model.norm_topk_prob"),
+    is_set("router_aux_loss_coef", 0.01),
+    is_set("router_z_loss_coef", 0.001),
+)
+ROUTER_LOSSES = OF_EXPERTS[-2:]
+whole_norm = is_on("model.qk_norm_whole")
 # Options that the float8 block (decoder_fp8.py) does not compute; the other recipes do.
 NOT_IN_FP8 = (
     is_on("model.norm_plus_one"),
@@ -104,9 +145,20 @@ NOT_IN_FP8 = (
     softcap,
     is_set("model.rope_partial_rotary_factor", 0.5),
     grows_with_position,
+    experts,
+    whole_norm,
 )
 OF_ROPE = dict.fromkeys(name for names in ROPE_USES.values() for name in names)
 REFUSALS = (
     *map(_unused_of_rope, OF_ROPE),
+    *each(OF_EXPERTS, no_experts, "which does not use it", "leave it out, or set model.num_experts"),
+    *each(
+        [dataclasses.replace(loss, example=loss.example | experts.example) for loss in ROUTER_LOSSES],
+        stages,
+        "for which it is not built yet",
+        "leave it out, or set pp_size=1",
+    ),
+    Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),
+    Refusal(whole_norm, is_on("model.norm_plus_one"), "with which it is not built", "leave one of them out"),
     *each(NOT_IN_FP8, fp8, "whose blocks are written out without it", "use recipe='mxfp8', 'nvfp4' or 'bf16'"),
 )

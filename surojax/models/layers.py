@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.models.model import Cache, Earlier
+from surojax.models.model import ROUTES, Cache, Earlier, Routing
 from surojax.models.operations import Operations, Projection, gated
 from surojax.models.recompute import recomputed
 from surojax.placement.param import Kind
@@ -78,6 +78,9 @@ class Attention(nnx.Module):
             self.bq = vector(rngs, q, "heads", nnx.initializers.zeros)
             self.bk = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
             self.bv = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
+        if c.qk_norm_whole:
+            self.q_norm = norm_weight(rngs, c, q, "heads")
+            self.k_norm = norm_weight(rngs, c, kv, "kv_heads")
         if c.qk_norm:
             self.q_norm = norm_weight(rngs, c, c.head_dim, "head_dim")
             self.k_norm = norm_weight(rngs, c, c.head_dim, "head_dim")
@@ -89,6 +92,13 @@ class Attention(nnx.Module):
         c = self.config
         projections = [projection(self, f"w{name}", f"b{name}") for name in "qkv"]
         projected = ops.linears(x_BSD, projections, norm)
+        if c.qk_norm_whole:
+            q, k, v = projected
+            projected = (
+                ops.norm_of_all_heads(q, self.q_norm[...], "heads", c.rms_norm_eps),
+                ops.norm_of_all_heads(k, self.k_norm[...], "kv_heads", c.rms_norm_eps),
+                v,
+            )
         B, S, _ = projected[0].shape
         q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projected)
         if c.qk_norm:
@@ -121,11 +131,13 @@ class SwiGLU(nnx.Module):
         self.w_up = parameter(rngs, (F, D), ("mlp", "embed"), normal, product=5)
         self.w_down = parameter(rngs, (D, F), ("embed", "mlp"), out, product=6)
 
-    def __call__(self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None) -> jax.Array:
-        """The MLP of x, or of norm(x), which is then recomputed."""
+    def __call__(
+        self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, routing: Routing = ROUTES
+    ) -> tuple[jax.Array, None]:
+        """(the MLP of x, or of norm(x), which is then recomputed; None: it has no router)."""
         gate_BSF, up_BSF = ops.linears(x_BSD, [projection(self, name) for name in ("w_gate", "w_up")], norm)
 
         def down(gate_BSF, up_BSF):
             return ops.linear(gated(gate_BSF, up_BSF, self.activation), projection(self, "w_down"))
 
-        return recomputed(down, ops.compute.recompute.swiglu)(gate_BSF, up_BSF)
+        return recomputed(down, ops.compute.recompute.swiglu)(gate_BSF, up_BSF), None

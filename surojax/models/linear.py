@@ -83,6 +83,12 @@ def recipe_product(precision: Precision, seed: jax.Array | None, frozen: bool = 
     return cast
 
 
+def router_product(x_BSi: jax.Array, w_oi: jax.Array) -> jax.Array:
+    """x w^T with float32 results: `[..., out]`. Experts whose logits are close would be taken for each other in 16 bits."""
+    how: Any = {"preferred_element_type": jnp.float32}
+    return jax.lax.dot_general(x_BSi, w_oi, (((x_BSi.ndim - 1,), (1,)), ((), ())), **how)
+
+
 def linear(x_BSi: jax.Array, w_oi: jax.Array, b_o: jax.Array | None = None, product: Callable = times) -> jax.Array:
     """x w^T (+ b): `[..., in]`, `[out, in]` -> `[..., out]`, in the dtype of x."""
     y_BSo = product(x_BSi, w_oi)

@@ -77,10 +77,19 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 
-def target_names(targets: str) -> tuple[str, ...]:
-    """Our names of the matrices in a list of PEFT's, separated by commas. Raises KeyError with an unknown name."""
+def linear_targets(*, experts: bool) -> dict[str, str]:
+    """Those of `TARGETS` that a model has. experts: its MLPs are experts, which are no linear layers for PEFT either."""
+    return {name: ours for name, ours in TARGETS.items() if not (experts and ours.startswith("mlp."))}
+
+
+def target_names(targets: str, *, experts: bool = False) -> tuple[str, ...]:
+    """Our names of the matrices in a list of PEFT's, separated by commas. Raises KeyError with an unknown name.
+
+    experts: see `linear_targets`.
+    """
+    known = linear_targets(experts=experts)
     names = [name.strip() for name in targets.split(",")]
-    return tuple(TARGETS.values()) if names == [ALL_LINEAR] else tuple(dict.fromkeys(TARGETS[name] for name in names))
+    return tuple(known.values()) if names == [ALL_LINEAR] else tuple(dict.fromkeys(known[name] for name in names))
 
 
 def saved_names(modules: str) -> tuple[str, ...]:

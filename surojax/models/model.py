@@ -113,6 +113,36 @@ class Earlier(NamedTuple):
         return jnp.concatenate([self.keys, keys], axis=1), jnp.concatenate([self.values, values], axis=1)
 
 
+class Routing(NamedTuple):
+    """What a block with a router is given.
+
+    counted: bool `[B, S]`, the tokens of its statistics; None: all. decided: `Routed.decided` of the pass that this one
+    repeats; None: the block decides.
+    """
+
+    counted: Any = None
+    decided: Any = None
+
+
+ROUTES = Routing()
+
+
+class Routed(NamedTuple):
+    """What a block with a router returns beside its activations.
+
+    statistics: float32 arrays, sums over the tokens that count. decided: integers `[B, S, ...]`, which a recomputation
+    takes as they are: computed again, they could be others.
+    """
+
+    statistics: Any
+    decided: Any = None
+
+
+def _multiplying(param: Param) -> int:
+    """Elements of a matrix that multiply a token, on average."""
+    return round(math.prod(param.shape) * param.used)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
     """A run of layers with equal parameters.
@@ -121,15 +151,15 @@ class Segment:
     `Param`s of one layer. variants: of each layer.
 
     init: (seed, number of a layer in the segment; may be traced) -> its new float32 arrays.
-    block: (weights of a layer, x `[B, S, D]`, recipe_inputs, Variant, starts) -> (x, auxiliary loss). recipe_inputs:
-    scales `[sites]` (fp8_hybrid), a seed uint32 (if the model draws), else None, which is enough for a pass without
-    gradients. starts: int32 `[B, S]`, the index in its row at which each token's document starts, or None if a row is
-    one document. The auxiliary loss is float32 [], a mean over these tokens that training adds to its loss, if the
-    segment `has_auxiliary_loss`, else None.
-    block_forward: the same arguments -> ((x, auxiliary loss), saved), where saved is what the backward pass reads in
+    block: (weights of a layer, x `[B, S, D]`, recipe_inputs, Variant, starts, Routing) -> (x, Routed, or None without
+    a router). recipe_inputs: scales `[sites]` (fp8_hybrid), a seed uint32 (if the model draws), else None, which is
+    enough for a pass without gradients. starts: int32 `[B, S]`, the index in its row at which each token's document
+    starts, or None if a row is one document. Blocks without a router may have no last argument.
+    block_forward: the same arguments -> ((x, Routed), saved), where saved is what the backward pass reads in
     addition to the weights and starts.
-    block_backward: (weights, saved, (dx, d auxiliary loss), recipe_inputs, Variant, starts) -> (gradients of the
-    weights that are trained, dx, observed: largest magnitudes `[sites]` of fp8_hybrid, else None).
+    block_backward: (weights, saved, (dx, gradient of the statistics or None), recipe_inputs, Variant, starts, Routing)
+    -> (gradients of the weights that are trained, dx, observed: largest magnitudes `[sites]` of fp8_hybrid, else None).
+    statistics: shapes and dtypes of a layer's `Routed.statistics`; None: the blocks have no router.
     cached_block: (weights, x, Cache, Variant) -> (x, Cache), for sampling; as recipe bf16, by XLA.
     last_products: the matrices whose products are only added to the block's result. No gradient needs these products,
     so a recomputed block leaves them out.
@@ -147,7 +177,7 @@ class Segment:
     block_forward: Callable
     block_backward: Callable
     cached_block: Callable
-    has_auxiliary_loss: bool = False
+    statistics: Any = None
     last_products: tuple[Param, ...] = ()
     with_adapters: Callable | None = None
 
@@ -167,7 +197,7 @@ class Segment:
 
     @property
     def matmul_size(self) -> int:
-        """Parameters of one layer that multiply every token."""
+        """Parameters of one layer that multiply a token: of experts, as many as it chooses."""
         return self._multiplied(self.params)
 
     @property
@@ -177,17 +207,18 @@ class Segment:
 
     @property
     def factor_size(self) -> int:
-        """The part of `matmul_size` that belongs to adapters, which no recipe rounds."""
-        return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params) if p.kind is Kind.FACTOR)
+        """The part of `matmul_size` that belongs to adapters and routers, which no recipe rounds."""
+        unrounded = (p for p in jax.tree.leaves(self.params) if p.kind in (Kind.ROUTER, Kind.FACTOR))
+        return sum(math.prod(p.shape) for p in unrounded)
 
     def _multiplied(self, params) -> int:
-        matrices = (p for p in jax.tree.leaves(params) if p.kind in (Kind.MATRIX, Kind.FACTOR))
-        return sum(math.prod(p.shape) for p in matrices)
+        matrices = (p for p in jax.tree.leaves(params) if p.kind in (Kind.MATRIX, Kind.ROUTER, Kind.FACTOR))
+        return sum(_multiplying(p) for p in matrices)
 
     @property
     def recomputed_matmul_size(self) -> int:
         """The part of `matmul_size` that multiplies every token once more if the block is recomputed."""
-        return self.matmul_size - sum(math.prod(p.shape) for p in self.last_products)
+        return self.matmul_size - sum(_multiplying(p) for p in self.last_products)
 
     def attention_flops(self, sequence_len: int) -> float:
         """FLOPs of the layers' two attention products per token, forward: half of the square, or the window's band."""

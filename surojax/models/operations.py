@@ -25,7 +25,9 @@ from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Varian
 from surojax.models.recompute import recomputed, save_inputs_only
 from surojax.models.rotary import RopeScaling, positions_of, rope, rope_angles, scale_by_position
 from surojax.parallel import context
+from surojax.parallel.collectives import active
 from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
+from surojax.placement.layout import MESH_AXES
 
 
 @functools.partial(save_inputs_only, static_argnums=(2, 3))
@@ -39,6 +41,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
+
+
+@functools.partial(save_inputs_only, static_argnums=(2, 3))
+def norm_of_parts(x: jax.Array, weight: jax.Array, eps: float, axes: tuple[str, ...]) -> jax.Array:
+    """`rms_norm` of a dimension that is divided over these mesh axes; x and the weight are this device's part."""
+    x32 = x.astype(jnp.float32)
+    square = jax.lax.pmean(jnp.mean(x32 * x32, axis=-1, keepdims=True), axes)
+    return (x32 * jax.lax.rsqrt(square + eps) * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -101,9 +111,18 @@ class Operations:
             precision = dataclasses.replace(precision, recipe="bf16")
         return recipe_product(precision, self.seed, self.frozen)
 
-    def _seed_of(self, number: int) -> jax.Array | None:
+    def _seed_of(self, number: jax.Array | int) -> jax.Array | None:
         """The seed of a product's random numbers; None if there are none."""
         return None if self.seed is None else random_bits(self.seed, jnp.uint32(number))
+
+    def product(self, x: jax.Array, w_oi: jax.Array, weight: nnx.Param) -> jax.Array:
+        """x w^T in the recipe's numbers. w: one of several matrices of a parameter `weight`."""
+        axes = weight.get_metadata("out_sharding")[-2:]
+        return self._product(x, w_oi, number=weight.get_metadata("product"), axes=axes)
+
+    def of_block(self, number: jax.Array) -> "Operations":
+        """The operations for a block of rows of this number: its random numbers are its own."""
+        return self if self.seed is None else dataclasses.replace(self, seed=self._seed_of(number))
 
     def linear(self, x: jax.Array, projection: Projection) -> jax.Array:
         """x w^T (+ b) in the recipe's numbers, plus the adapter's product; for this device's part of the sequence if a
@@ -139,6 +158,16 @@ class Operations:
         scale = 1 + weight.astype(jnp.float32) if plus_one else weight
         y: Any = kernel_rms_norm(x, scale, eps=eps, **self._kernel_options)
         return y
+
+    def norm_of_all_heads(self, x: jax.Array, weight: jax.Array, axis: str, eps: float) -> jax.Array:
+        """RMSNorm over the last dimension, of which each device of a tensor-parallel group may have a part.
+
+        axis: the logical axis of that dimension.
+        """
+        axes = active(*MESH_AXES[axis])
+        if not axes:
+            return self.norm(x, weight, eps)
+        return norm_of_parts(x, weight, eps, axes)
 
     def add_and_norm(
         self, x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False

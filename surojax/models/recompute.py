@@ -10,6 +10,13 @@ import jax
 save_inputs_only = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
+DECIDED = "decided"  # the `checkpoint_name` of values that are never computed again: they could come out otherwise
+
+
 def recomputed(f: Callable, enabled: bool = True) -> Callable:
-    """Wraps f, if enabled, so that its intermediate values are recomputed in the backward pass, but not its output."""
-    return save_inputs_only(f) if enabled else f
+    """Wraps f, if enabled, so that its intermediate values are recomputed in the backward pass, but not its output.
+
+    Values of the name `DECIDED` are saved.
+    """
+    policy = jax.checkpoint_policies.save_only_these_names(DECIDED)
+    return jax.checkpoint(f, prevent_cse=False, policy=policy) if enabled else f

@@ -71,13 +71,28 @@ def fits(name: str, shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -
 
 
 def quantise(w: jax.Array, like: Coded) -> Coded:
-    """Quantises a matrix to the format and the shapes of `like`."""
-    return _OF_TYPE[type(like)].quantise(w, like)
+    """Quantises a matrix `[..., out, in]`, each by itself, to the format and the shapes of `like`."""
+
+    def one(w: jax.Array) -> Coded:
+        return _OF_TYPE[type(like)].quantise(w, like)
+
+    return _of_each(one, w.ndim)(w)
 
 
 def dequantise(q: Coded, dtype) -> jax.Array:
-    """The numbers `[out, in]` of a Coded, or of a shard of it, in `dtype`."""
-    return _OF_TYPE[type(q)].dequantise(q, dtype)
+    """The numbers `[..., out, in]` of a Coded, or of a shard of it, in `dtype`."""
+
+    def one(q: Coded) -> jax.Array:
+        return _OF_TYPE[type(q)].dequantise(q, dtype)
+
+    return _of_each(one, q.codes.ndim)(q)
+
+
+def _of_each(of_matrix: Callable, ndim: int) -> Callable:
+    """The function for arrays with so many dimensions, of which all but the last two count matrices."""
+    for _ in range(ndim - 2):
+        of_matrix = jax.vmap(of_matrix)
+    return of_matrix
 
 
 def dequantise_all(tree, dtype):

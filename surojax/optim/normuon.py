@@ -27,6 +27,7 @@ The second moment of the rows is replicated (4 bytes a row), so that no norm has
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -116,10 +117,10 @@ class NormuonSettings:
 
 
 class Momentum(NamedTuple):
-    """NorMuon's state of a matrix `[m, k]`."""
+    """NorMuon's state of a matrix `[m, k]`, or of experts `[experts, m, k]`, of which each is a matrix."""
 
-    m: Any  # [m, k], float32 or bfloat16
-    rows: Any  # float32 [m]: moving averages of the mean squares of the rows of O
+    m: Any  # [..., m, k], float32 or bfloat16
+    rows: Any  # float32 [..., m]: moving averages of the mean squares of the rows of O
 
 
 def normuon(
@@ -141,7 +142,7 @@ def normuon(
     rate = schedule if matrices is None else matrices
 
     def init(shape, shards):
-        return Momentum(jnp.zeros(shape, m_dtype), jnp.zeros(shape[:1], jnp.float32))
+        return Momentum(jnp.zeros(shape, m_dtype), jnp.zeros(shape[:-1], jnp.float32))
 
     def state_layout(layout: Layout) -> Momentum:
         return Momentum(layout, Layout(jax.P(), jax.P(), layers=layout.layers))
@@ -151,6 +152,10 @@ def normuon(
         return mix(momentum, m.astype(jnp.float32), g.astype(jnp.float32) * tensor.scalars["clip"])
 
     def direction(m, old_rows):
+        """`of_matrix`, of each expert's by itself."""
+        return jax.vmap(of_matrix)(m, old_rows) if m.ndim == 3 else of_matrix(m, old_rows)
+
+    def of_matrix(m, old_rows):
         """(O' of a whole matrix's momentum, of the size of AdamW's updates, and the new second moment of the rows)."""
         o = orthogonalised(materialised(m), steps)
         o, old_rows = materialised((o, old_rows))
@@ -200,9 +205,9 @@ NORMUON = OptimizerChoice(
 
 
 def flops(steps: int, shape: tuple[int, ...]) -> int:
-    """FLOPs of `orthogonalised` for a matrix of this shape `(m, k)`."""
-    m, k = shape
-    return steps * (4 * min(m, k) ** 2 * max(m, k) + 2 * min(m, k) ** 3)
+    """FLOPs of `orthogonalised` for matrices of this shape `(..., m, k)`."""
+    *experts, m, k = shape
+    return math.prod(experts) * steps * (4 * min(m, k) ** 2 * max(m, k) + 2 * min(m, k) ** 3)
 
 
 def _divided(layout: Layout) -> list[tuple[int, tuple[str, ...]]]:

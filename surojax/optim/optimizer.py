@@ -234,7 +234,7 @@ class Optimizer(NamedTuple):
     def rule(self, param: Param) -> Rule:
         """The rule for this kind of parameter."""
         rules = {Kind.MATRIX: self.matrices, Kind.TABLE: self.tables, Kind.VECTOR: self.vectors}
-        return (rules | {Kind.FACTOR: self.factors})[param.kind]
+        return (rules | {Kind.ROUTER: self.tables, Kind.FACTOR: self.factors})[param.kind]
 
 
 def scalars(optimizer: Optimizer, done: jax.Array, grad_norm: jax.Array) -> Scalars:

@@ -30,6 +30,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "kv_heads": (KV_HEADS,),
     "head_dim": (),
     "mlp": TENSOR,
+    "experts": (),
     "rank": (),
 }
 

@@ -6,13 +6,16 @@ from typing import Any
 
 OUTER = "outer"  # the section of embedding, final norm and head in a tree of parameters; other sections are of layers
 
+EXPERTS = "experts"  # the logical axis of matrices of experts and of routers
+
 
 class Kind(enum.Enum):
     """The use of a parameter, which determines the optimizer's rule and whether the recipe applies."""
 
-    MATRIX = "matrix"  # of a block, [out, in]: an operand of a matrix product
+    MATRIX = "matrix"  # of a block, [out, in], or one for each expert [experts, out, in]: operands of products
     TABLE = "table"  # embedding or head: a row for each entry of the vocabulary
     VECTOR = "vector"  # a norm's scale, a bias
+    ROUTER = "router"  # of a router [experts, in]: a small matrix, which no recipe rounds
     FACTOR = "factor"  # of an adapter (models/lora.py): a small matrix, which no recipe rounds
 
 
@@ -26,6 +29,7 @@ class Param:
     stream: number of its random stream in stochastic rounding (optim/optimizer.py), unique in the model.
     trainable: if not, it is only read: it has no gradient, accumulator, moments or master weights.
     adapter: it belongs to an adapter, which the files of a model do not have.
+    used: the fraction of tokens that it multiplies; below 1 for experts, of which a token has a few.
     dtype: of its work weights; "": that of the tensor class. learning_rate_factor: of its updates.
     """
 
@@ -36,6 +40,7 @@ class Param:
     stream: int = 0
     trainable: bool = True
     adapter: bool = False
+    used: float = 1.0
     dtype: str = ""
     learning_rate_factor: float = 1.0
 

@@ -303,6 +303,7 @@ def _update_bytes(run: Assembly, layer_state: int) -> int:
     size = max(number * layer_state * largest // every for largest, every in shares)
     if whole:
         # The whole matrix in the work dtype, three float32 copies of it, and three float32 square matrices.
-        shape = max((t.param.shape for t in matrices), key=math.prod)
-        size += math.prod(shape) * (12 + itemsize(run, "weights")) + 3 * 4 * min(shape) ** 2
+        *of_experts, rows, columns = max((t.param.shape for t in matrices), key=math.prod)
+        elements = rows * columns * (12 + itemsize(run, "weights")) + 3 * 4 * min(rows, columns) ** 2
+        size += math.prod(of_experts) * elements
     return size

@@ -9,12 +9,14 @@ H100.
 import collections
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from surojax.assembly import Assembly
+from surojax.models.grouped import number_of_blocks, rows_of_block
 from surojax.models.lora import adapters
 from surojax.models.model import Segment, Variant
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
@@ -151,25 +153,33 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: BatchShape, reci
         p = t.param
         if p.kind not in (Kind.MATRIX, Kind.FACTOR):
             continue
-        rows, columns = t.shape
+        *experts, rows, columns = t.shape
         in_words = (p.dtype or dtype,) * 2
         if p.kind is Kind.MATRIX:
             in_words = operands(run.model.precision, recipe_enabled, dtype)
         low, low_back = (HLO_DTYPES[x] for x in in_words)
-        ahead = _product(gpu, tokens, rows, columns, low)
-        back = _product(gpu, tokens, columns, rows, low_back) + p.trainable * _product(
-            gpu, rows, columns, tokens, low_back
-        )
+        times, tokens_each = 1, tokens
+        if experts:  # blocks of tokens, each with the matrix of one expert
+            choices = tokens * round(p.used * experts[0])
+            tokens_each = rows_of_block(choices, experts[0])
+            times = number_of_blocks(choices, experts[0], tokens_each)
+        ahead = times * _product(gpu, tokens_each, rows, columns, low)
+        back = times * _product(gpu, tokens_each, columns, rows, low_back)
+        back += times * p.trainable * _product(gpu, rows, columns, tokens_each, low_back)
+        if experts:  # the backward pass computes blocks again, and adds up the gradients of an expert in float32
+            is_last = any(p.name == last.name for last in segment.last_products)
+            back += ahead * (not is_last)
+            back += times * p.trainable * _passes(gpu, rows * columns * (8 + 2 * itemsize(run, "weights")))
         if in_words[0] in LOW:  # activations and their gradients are read, and written in 8 bits
             ahead += _passes(gpu, tokens * columns * (itemsize(run, "weights") + 1))
             back += _passes(gpu, tokens * rows * (itemsize(run, "weights") + 1))
         decoded = 0.0
         if t.coded:  # codes are read and numbers written, in each pass
-            decoded = _passes(gpu, rows * columns * (t.coded + itemsize(run, "weights")))
+            decoded = _passes(gpu, math.prod(t.shape) * (t.coded + itemsize(run, "weights")))
         total = total.plus(
             Seconds(
                 forward=ahead + decoded,
-                again=ahead * _repeated(run, segment, p),
+                again=ahead * _repeated(run, segment, p) * (not experts),
                 backward=back + decoded,
                 first=back * any(p.name == last.name for last in segment.last_products),
             )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import read
-from surojax.models.model import Compute, Model
+from surojax.models.model import Compute, Model, Routing, Segment
 from surojax.numerics.fp8 import delayed_scales
 from surojax.parallel import collectives
 from surojax.parallel.context import of_each_chunk, own_tokens
@@ -26,13 +26,19 @@ class Microbatch(NamedTuple):
     """The inputs of a pass over layers, of one microbatch.
 
     inputs_BS, and targets: the objective's arrays by name, of this device's tokens. starts_BS: of the documents of
-    whole sequences, None if the engine is not packed. recipe_inputs: a function of the number of a layer.
+    whole sequences, None if the engine is not packed. counted: a function that returns which of this device's tokens
+    have a term in the objective. recipe_inputs: a function of the number of a layer.
     """
 
     inputs_BS: jax.Array
     targets: dict[str, jax.Array]
     starts_BS: jax.Array | None
+    counted: Callable
     recipe_inputs: Callable
+
+    def of_tokens(self, segment: Segment) -> tuple:
+        """The last arguments of a segment's block."""
+        return (self.starts_BS,) if segment.statistics is None else (self.starts_BS, Routing(self.counted()))
 
 
 class Group(NamedTuple):
@@ -70,10 +76,6 @@ class Batch(NamedTuple):
         """1 / the number of terms: the factor of the summed loss; float32 []."""
         return 1.0 / jnp.maximum(self.terms(), 1).astype(jnp.float32)
 
-    def auxiliary_scale(self) -> float:
-        """The factor of a block's auxiliary loss on a device: 1 / (microbatches x devices with tokens of their own)."""
-        return 1.0 / (self.microbatches * collectives.device_number(*TOKENS)[1])
-
     def microbatch(self, a: jax.Array | int, recipe_inputs: Callable) -> Microbatch:
         """Microbatch a. recipe_inputs: a function (a, number of a layer)."""
         microbatch = self._replace(arrays=read(self.arrays, a))
@@ -82,7 +84,8 @@ class Batch(NamedTuple):
     def on_device(self, recipe_inputs: Callable) -> Microbatch:
         """The tokens of one microbatch whose activations are on this device."""
         targets = {name: self._own(name) for name in self.objective.targets}
-        return Microbatch(self._own("inputs"), targets, self.arrays.get("starts"), recipe_inputs)
+        counted = functools.partial(self.objective.counted, targets)
+        return Microbatch(self._own("inputs"), targets, self.arrays.get("starts"), counted, recipe_inputs)
 
     def _own(self, name: str) -> jax.Array:
         """The columns of an array `[B, S]` whose activations are on this device."""

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.models.model import Variant
+from surojax.models.model import Routed, Variant
 from surojax.parallel.collectives import Squares, varying
+from surojax.placement.mesh import AXES
 from surojax.step import passes
 from surojax.step.batch import Group, Microbatch
 from surojax.step.gradients import Sums, add, reduce_behind
@@ -20,13 +21,6 @@ from surojax.step.residuals import Residuals, recomputed
 from surojax.step.spec import Engine
 from surojax.step.stream import Flight, Layer, Stream
 from surojax.step.weights import Layers
-
-
-class Forward(NamedTuple):
-    """The carry of a forward pass: for each microbatch of a group x, and the sum of auxiliary losses or None."""
-
-    xs_BSD: list[jax.Array]
-    auxiliary: list[jax.Array | None]
 
 
 class Backward(NamedTuple):
@@ -73,50 +67,52 @@ class Blocks:
     @jax.named_scope("forward")
     def forward(
         self, xs_BSD: list[jax.Array], group: Group, flights: dict[str, Any], index: Callable = lambda l: l
-    ) -> tuple[Forward, dict[str, Any]]:
+    ) -> tuple[list[jax.Array], dict[str, Any]]:
         """(results, flights) of all blocks, for each microbatch of a group with its x.
 
-        flights: of the lanes "weights" and "residuals". index: of a layer in the stacks of residuals.
+        flights: of the lanes "weights" and "residuals", and "statistics" of a segment that has them: zeros, to which
+        the layers' sums over the group are written. index: of a layer in the stacks of residuals.
         """
         segment = self.segment
         lanes = {"residuals": Stream(self.forward_lanes.lane("residuals"), index)}
+        if segment.statistics is not None:
+            lanes["statistics"] = Stream(passes.STATISTICS)
 
-        def body(layer: Layer, values, carry: Forward, flights):
-            xs_BSD, auxiliary = list(carry.xs_BSD), list(carry.auxiliary)
+        def body(layer: Layer, values, carry: list[jax.Array], flights):
+            xs_BSD = list(carry)
             kept = []
+            statistics = None
             for i, each in enumerate(group.microbatches):
                 if i:
                     xs_BSD[i], xs_BSD[i - 1] = in_turn(xs_BSD[i], xs_BSD[i - 1])
                 inputs = each.recipe_inputs(layer.number)
-                result, saved = segment.block_forward(
-                    values["weights"], xs_BSD[i], inputs, layer.variant, each.starts_BS
+                (x_BSD, routed), saved = segment.block_forward(
+                    values["weights"], xs_BSD[i], inputs, layer.variant, *each.of_tokens(segment)
                 )
                 if self.gathers and not self.recomputes:
                     # Residuals are written after the next weights are gathered, or the scheduler puts the gather
                     # behind.
                     saved, flights = behind_weights(saved, flights)
                 kept.append(self.residuals.arrays(saved))
-                xs_BSD[i] = result[0]
-                auxiliary[i] = add(auxiliary[i], result[1])
-            return Forward(xs_BSD, auxiliary), {"residuals": kept}, flights
+                xs_BSD[i] = x_BSD
+                statistics = plus_statistics(statistics, routed)
+            results = {"residuals": kept} | ({"statistics": statistics} if "statistics" in lanes else {})
+            return xs_BSD, results, flights
 
-        none = varying(jnp.float32(0)) if segment.has_auxiliary_loss else None
-        carry = Forward(xs_BSD, [none for _ in xs_BSD])
-        return self.layers.over(body, carry, lanes, flights, tokens=tokens_of(xs_BSD), counter=group.number)
+        return self.layers.over(body, xs_BSD, lanes, flights, tokens=tokens_of(xs_BSD), counter=group.number)
 
     @jax.named_scope("backward")
     def backward(
         self,
         carry: Backward,
-        d_auxiliary: jax.Array | None,
         group: Group,
         flights: dict[str, Any],
         index: Callable = lambda l: l,
     ) -> tuple[Backward, dict[str, Any]]:
         """(carry, flights) after all blocks in reverse, for each microbatch of a group.
 
-        d_auxiliary: gradient of every auxiliary loss, None if there is none. flights: of the lanes "weights",
-        "residuals" and "grads". The first group reads no accumulators that rest in host memory. index: see `forward`.
+        flights: of the lanes "weights", "residuals" and "grads", and "statistics" if these have gradients: of each
+        layer's. The first group reads no accumulators that rest in host memory. index: see `forward`.
         """
         segment = self.segment
         sums_lane = self.backward_lanes.lane("grads")
@@ -125,7 +121,8 @@ class Blocks:
             "residuals": Stream(self.backward_lanes.lane("residuals"), index),
             "grads": Stream(sums_lane._replace(reads=not from_zeros)),
         }
-        d_auxiliary = d_auxiliary if segment.has_auxiliary_loss else None
+        if "statistics" in flights:
+            lanes["statistics"] = Stream(passes.STATISTICS_GRADIENTS)
 
         def body(layer: Layer, values, carry: Backward, flights):
             dxs_BSD = list(carry.dxs_BSD)
@@ -136,10 +133,10 @@ class Blocks:
                 if i:
                     saved, dxs_BSD[i - 1] = in_turn(saved, dxs_BSD[i - 1])
                     dxs_BSD[i], sums = in_turn(dxs_BSD[i], sums)
-                d_result = dxs_BSD[i], d_auxiliary
+                d_result = dxs_BSD[i], values.get("statistics")
                 inputs = each.recipe_inputs(layer.number)
                 dw, dxs_BSD[i], seen = segment.block_backward(
-                    values["weights"], saved, d_result, inputs, layer.variant, each.starts_BS
+                    values["weights"], saved, d_result, inputs, layer.variant, *each.of_tokens(segment)
                 )
                 if not i and self.recomputes and self.gathers:
                     dw, flights = self.behind_arrivals(dw, flights)
@@ -174,9 +171,18 @@ def residuals_of(
     def save(variant: Variant):
         inputs = each.recipe_inputs(segment.start)
         x_BSD = outer.embed(each.inputs_BS)
-        return segment.block_forward(layers.fetch_first(variant), x_BSD, inputs, variant, each.starts_BS)[1]
+        w = layers.fetch_first(variant)
+        return segment.block_forward(w, x_BSD, inputs, variant, *each.of_tokens(segment))[1]
 
     return Residuals(segment.num_layers, engine.table.residuals.home, save, variants or segment.variants)
+
+
+def plus_statistics(sums, routed: Routed | None):
+    """Sums of a layer's statistics, None before the first microbatch, and those of another one."""
+    if routed is None:
+        return None
+    new = varying(routed.statistics, AXES)
+    return new if sums is None else jax.tree.map(jnp.add, sums, new)
 
 
 def behind_weights(x, flights: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -43,10 +43,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from surojax.models.model import Model, Segment
 from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
-from surojax.placement.mesh import AXES, TOKENS
+from surojax.placement.mesh import AXES
 from surojax.step.batch import Batch, Group, Microbatch, recipe_inputs_of
 from surojax.step.blocks import Backward, Blocks, in_turn, residuals_of
 from surojax.step.gradients import (
@@ -70,8 +71,10 @@ __all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
 class Gradients(NamedTuple):
     """What forward and backward leave for the update.
 
-    loss: mean in nats per label over all microbatches and devices, plus the mean of the blocks' auxiliary losses.
+    loss: mean in nats per label over all microbatches and devices.
     grads: as `gradients.finish` leaves them. norm: the global norm of these. history: of recipe fp8_hybrid, else None.
+    statistics: by segment with routers `[L, ...]`, sums over all tokens that count. auxiliary: `Engine.auxiliary` of
+    these, None without it.
     updated: by segment, the TensorState after the update of `updating`; None without it. finite: see `metrics`.
     """
 
@@ -79,6 +82,8 @@ class Gradients(NamedTuple):
     grads: dict
     norm: jax.Array
     history: Any
+    statistics: dict[str, Any]
+    auxiliary: jax.Array | None = None
     updated: dict[str, TensorState] | None = None
     finite: Finite | None = None
 
@@ -88,14 +93,14 @@ class GroupCarry(NamedTuple):
 
     flights: by segment, those of the lanes "weights" (prefetched for the next forward pass), "residuals" (stacks, which
     every group writes anew) and "grads". d_outer: accumulators of the outer layers. loss: summed so far, on this
-    device; auxiliary: likewise, None if no block has one. squares: of the accumulators, complete after the last group.
+    device; statistics: likewise, by segment. squares: of the accumulators, complete after the last group.
     observed: largest magnitudes so far, for delayed scales. finite: see `metrics`.
     """
 
     flights: dict[str, dict[str, Any]]
     d_outer: dict
     loss: jax.Array
-    auxiliary: jax.Array | None
+    statistics: dict[str, Any]
     squares: Squares
     observed: Any
     finite: Finite | None
@@ -105,7 +110,7 @@ class Groups:
     """The groups of microbatches of a step: forward and backward passes over all layers for each.
 
     batch, recipe_inputs: of the whole step. outer: the outer layers. blocks: by segment. scale: of the loss in the
-    gradients. d_auxiliary: gradient of every auxiliary loss, or None.
+    gradients.
     """
 
     def __init__(self, engine: Engine, weights, batch: Batch, history, step):
@@ -117,12 +122,9 @@ class Groups:
         self.engine = engine
         self.batch = batch
         self.scale = batch.scale()
-        self.auxiliary_scale = batch.auxiliary_scale()
         self.outer = OuterLayers.of(engine, weights)
         layers = self.layers_of(weights)
         self.recipe_inputs = recipe_inputs_of(engine.model, history, step, microbatches, self.scale)
-        has_auxiliary = any(segment.has_auxiliary_loss for segment in engine.model.segments)
-        self.d_auxiliary = varying(jnp.float32(self.auxiliary_scale)) if has_auxiliary else None
         first = self.microbatch(0)
         self.blocks = {
             name: Blocks(engine, of_segment, residuals_of(engine, of_segment, self.outer, first))
@@ -145,7 +147,7 @@ class Groups:
             flights=flights,
             d_outer=d_outer,
             loss=varying(jnp.float32(0), AXES),
-            auxiliary=None if self.d_auxiliary is None else varying(jnp.float32(0)),
+            statistics=no_statistics(self.engine.model),
             squares=collectives.no_squares(),
             observed=varying(new_observed(history), AXES),
             finite=all_finite(self.engine),
@@ -192,7 +194,7 @@ class Groups:
     def forward(self, group: Group, carry: GroupCarry) -> tuple[GroupCarry, list[jax.Array]]:
         """(the carry, results of the last layer) after the forward pass of each segment."""
         xs_BSD = [self.outer.embed(each.inputs_BS) for each in group.microbatches]
-        auxiliary = []  # by segment, of each microbatch
+        zeros = no_statistics(self.engine.model)
         done = {}
         for name, blocks in self.blocks.items():
             flights = carry.flights[name]
@@ -200,15 +202,20 @@ class Groups:
                 "weights": blocks.layers.turn(flights["weights"], group.number, reverse=False),
                 "residuals": blocks.residuals.before_forward(flights["residuals"].stack),
             }
-            results, moving = blocks.forward(xs_BSD, group, moving)
-            xs_BSD = results.xs_BSD
-            auxiliary.append(results.auxiliary)
+            if name in zeros:
+                moving["statistics"] = Flight(zeros[name])
+            xs_BSD, moving = blocks.forward(xs_BSD, group, moving)
+            if name in zeros:
+                zeros[name] = moving.pop("statistics").stack
             done[name] = flights | moving
-        total = carry.auxiliary
-        for of_microbatch in zip(*auxiliary, strict=True):
-            for of_segment in of_microbatch:
-                total = total if of_segment is None else add(total, of_segment)
-        return carry._replace(flights=done, auxiliary=total), xs_BSD
+        return carry._replace(flights=done, statistics=add(carry.statistics, zeros)), xs_BSD
+
+    def d_statistics(self, carry: GroupCarry) -> dict[str, Any]:
+        """By segment, gradients of the statistics `[L, ...]`; nothing without an auxiliary loss."""
+        if self.engine.auxiliary is None:
+            return {}
+        assert self.number == 1, "an auxiliary loss is of all tokens of a step: config/checks.py refuses several groups"
+        return varying(auxiliary_loss(self.engine, carry.statistics, self.batch)[1], AXES)
 
     def heads(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> tuple[GroupCarry, list[jax.Array]]:
         """(the carry with losses and the heads' gradients, gradients of xs_BSD: the results of the last layer)."""
@@ -224,6 +231,7 @@ class Groups:
 
     def backward(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> GroupCarry:
         """The carry after heads, the blocks of all segments in reverse, and the embedding's gradients."""
+        d_statistics = self.d_statistics(carry)
         carry, dxs_BSD = self.heads(group, carry, xs_BSD)
         done = Backward(dxs_BSD, collectives.no_squares(), carry.observed)
         flights_of = {}
@@ -234,7 +242,10 @@ class Groups:
                 "residuals": blocks.residuals.before_backward(flights["residuals"]),
                 "grads": blocks.sums.before_backward(flights["grads"], group.number, first=group.first),
             }
-            done, moving = blocks.backward(done, self.d_auxiliary, group, moving)
+            if name in d_statistics:
+                moving["statistics"] = Flight(d_statistics[name])
+            done, moving = blocks.backward(done, group, moving)
+            moving.pop("statistics", None)
             flights_of[name] = moving | {"residuals": Flight(moving["residuals"].stack)}
         d_outer = carry.d_outer
         for each, dx_BSD in zip(group.microbatches, done.dxs_BSD, strict=True):
@@ -243,6 +254,21 @@ class Groups:
         return carry._replace(
             flights=flights_of, d_outer=d_outer, squares=done.squares, observed=done.observed, finite=finite
         )
+
+
+def no_statistics(model: Model) -> dict[str, Any]:
+    """Zeros `[L, ...]` for the statistics of each segment that has them."""
+
+    def zeros(segment: Segment):
+        return jax.tree.map(lambda x: jnp.zeros((segment.num_layers, *x.shape), x.dtype), segment.statistics)
+
+    return varying({s.name: zeros(s) for s in model.segments if s.statistics is not None}, AXES)
+
+
+def auxiliary_loss(engine: Engine, statistics: dict[str, Any], batch: Batch) -> tuple[jax.Array, dict[str, Any]]:
+    """(the auxiliary loss of a step, its gradients). statistics: sums over this device's tokens, by segment."""
+    summed = collectives.add_up(statistics, *AXES)
+    return jax.value_and_grad(engine.auxiliary)(summed, batch.terms().astype(jnp.float32))
 
 
 def loss_and_gradients(
@@ -284,13 +310,13 @@ def loss_and_gradients(
     if end < groups.number:
         carry = groups.both(groups.number - 1, carry, last=True)
     loss = collectives.add_up(carry.loss, *AXES) * groups.scale
-    if carry.auxiliary is not None:
-        loss = loss + collectives.add_up(carry.auxiliary, *TOKENS) * groups.auxiliary_scale
+    auxiliary = auxiliary_loss(engine, carry.statistics, groups.batch)[0] if engine.auxiliary else None
+    statistics = collectives.add_up(carry.statistics, *AXES)
     sums_of = {name: blocks.sums for name, blocks in groups.blocks.items()}
     sums = Accumulators({name: flights["grads"] for name, flights in carry.flights.items()}, carry.d_outer)
     grads, norm = finish(engine, sums_of, sums, carry.squares)
     history = extended(history, collectives.largest_of_devices(carry.observed))
-    return Gradients(loss, grads, norm, history, updated, carry.finite)
+    return Gradients(loss, grads, norm, history, statistics, auxiliary, updated, carry.finite)
 
 
 def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
@@ -306,7 +332,8 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
         layers = Layers(engine, segment, weights[segment.name])
 
         def block(layer: Layer, values, x_BSD, flights, segment=segment):
-            return segment.block(values["weights"], x_BSD, None, layer.variant, each.starts_BS)[0], {}, flights
+            x_BSD, _ = segment.block(values["weights"], x_BSD, None, layer.variant, each.starts_BS)
+            return x_BSD, {}, flights
 
         x_BSD, _ = layers.over(block, x_BSD, {}, {"weights": layers.first()})
     total = outer.loss(x_BSD, each.targets)

@@ -95,7 +95,8 @@ class LayerEvaluation:
             each = Batch.of(self.engine, batch_BS).on_device(lambda l: None)
             w = self.gather.of_layer(self.weights.layer(part, work, l), variant)
             x_BSD = self.of_devices.enter("x", x)
-            return self.of_devices.leave("x", self.segment.block(w, x_BSD, None, variant, each.starts_BS)[0])
+            x_BSD, _ = self.segment.block(w, x_BSD, None, variant, each.starts_BS)
+            return self.of_devices.leave("x", x_BSD)
 
         x = self.of_devices.any_of()
         return self._program(per_device, (self.weights.planned(part), self.plan.step, x), x)

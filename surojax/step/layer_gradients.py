@@ -31,15 +31,16 @@ from surojax.memory.layer_file import Store
 from surojax.models.model import Variant
 from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives
-from surojax.parallel.collectives import Squares, varying
+from surojax.parallel.collectives import Squares, add_up, varying
 from surojax.placement.home import HOST, Home
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import AXES, TOKENS
+from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.step.batch import Batch, recipe_inputs_of
 from surojax.step.between import OfDevices, Resting, in_round, in_rounds, of_round
 from surojax.step.by_host import by_host
-from surojax.step.engine import Gradients
+from surojax.step.blocks import plus_statistics
+from surojax.step.engine import Gradients, auxiliary_loss, no_statistics
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.gradients import Accumulators, Sums, add, finish, outer_sums
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients, metrics_of
@@ -57,13 +58,13 @@ LAYERS_IN_FLIGHT = 3  # of a class in files, in host memory: one that is read, t
 class Sent(NamedTuple):
     """Values that one program hands on to the next, besides activations or their gradients.
 
-    l: number of the layer that the next program computes. auxiliary: sum of the blocks' auxiliary losses, None if no
-    block has one. squares: of the gradients so far. observed: largest magnitudes so far, for delayed scales. finite:
+    l: number of the layer that the next program computes. statistics: of the layers so far, by
+    segment; after the head their gradients. squares: of the gradients so far. observed: largest magnitudes so far, for delayed scales. finite:
     see `metrics`.
     """
 
     l: jax.Array
-    auxiliary: Any
+    statistics: dict[str, Any]
     squares: Squares
     observed: Any
     finite: Finite | None
@@ -240,7 +241,7 @@ class LayerGradients:
             _, xs_ABSD = jax.lax.scan(embed, None, jnp.arange(batch.microbatches))
             sent = Sent(
                 l=jnp.int32(0),
-                auxiliary=varying(jnp.zeros(batch.microbatches)) if self.segment.has_auxiliary_loss else None,
+                statistics=no_statistics(self.engine.model),
                 squares=collectives.no_squares(),
                 observed=varying(new_observed(history), AXES),
                 finite=all_finite(self.engine),
@@ -260,17 +261,21 @@ class LayerGradients:
             xs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
             w = self.gather.of_layer(self.weights.layer(part, work, sent.l), variant)
 
-            def microbatch(auxiliary, each):
+            def microbatch(statistics, each):
                 a, x_BSD = each
                 inputs = batch.microbatch(a, recipe_inputs)
-                (x_BSD, loss), saved = block(w, x_BSD, inputs.recipe_inputs(sent.l), variant, inputs.starts_BS)
+                numbers = inputs.recipe_inputs(sent.l)
+                (x_BSD, routed), saved = block(w, x_BSD, numbers, variant, *inputs.of_tokens(self.segment))
                 self.saved_as[variant] = jax.tree.structure(saved)
-                auxiliary = auxiliary if loss is None else auxiliary.at[a].add(loss)
-                return auxiliary, (x_BSD, Residuals.arrays(saved))
+                if statistics:
+                    new = plus_statistics(None, routed)
+                    of_layers = jax.tree.map(lambda x, new: x.at[sent.l].add(new), statistics[self.segment.name], new)
+                    statistics = {self.segment.name: of_layers}
+                return statistics, (x_BSD, Residuals.arrays(saved))
 
             rows = (jnp.arange(batch.microbatches), xs_ABSD)
-            auxiliary, (xs_ABSD, saved) = jax.lax.scan(microbatch, sent.auxiliary, rows)
-            sent = sent._replace(l=sent.l + 1, auxiliary=auxiliary)
+            statistics, (xs_ABSD, saved) = jax.lax.scan(microbatch, sent.statistics, rows)
+            sent = sent._replace(l=sent.l + 1, statistics=statistics)
             kept = put(in_rounds(self.of_devices.leave("saved", saved)), self.memory_of("residuals"))
             return self.of_devices.leave("moving", xs_ABSD), self.of_devices.leave("sent", sent), kept
 
@@ -297,7 +302,11 @@ class LayerGradients:
             carry = varying(jnp.float32(0), AXES), outer_sums(self.engine, outer)
             summed, dxs_ABSD = jax.lax.scan(microbatch, carry, (jnp.arange(batch.microbatches), xs_ABSD))
             finite = and_activations(sent.finite, [xs_ABSD])
-            sent = sent._replace(l=sent.l - 1, finite=finite)
+            auxiliary, d_statistics = None, sent.statistics
+            if self.engine.auxiliary:
+                auxiliary, d_statistics = auxiliary_loss(self.engine, sent.statistics, batch)
+            summed = *summed, varying(auxiliary, AXES), sent.statistics
+            sent = sent._replace(l=sent.l - 1, finite=finite, statistics=varying(d_statistics, AXES))
             leave = self.of_devices.leave
             return leave("moving", dxs_ABSD), leave("sent", sent), leave("summed", summed)
 
@@ -315,17 +324,18 @@ class LayerGradients:
             saved = self.of_devices.enter("saved", of_round(kept))
             w = self.gather.of_layer(self.weights.layer(part, work, sent.l), variant)
             accumulator = Sums(self.engine, self.segment)
-            d_auxiliary = None
-            if self.segment.has_auxiliary_loss:
-                d_auxiliary = varying(jnp.float32(batch.auxiliary_scale()))
+            d_statistics = None
+            if self.engine.auxiliary:
+                d_statistics = jax.tree.map(lambda x: x[sent.l], sent.statistics[self.segment.name])
 
             def microbatch(carry, each):
                 sums, observed = carry
                 a, arrays, dx_BSD = each
                 inputs = batch.microbatch(a, recipe_inputs)
                 of_block = self.saved_as[variant].unflatten(arrays)
-                d_result, numbers = (dx_BSD, d_auxiliary), inputs.recipe_inputs(sent.l)
-                dw, dx_BSD, seen = block(w, of_block, d_result, numbers, variant, inputs.starts_BS)
+                d_result, numbers = (dx_BSD, d_statistics), inputs.recipe_inputs(sent.l)
+                of_tokens = inputs.of_tokens(self.segment)
+                dw, dx_BSD, seen = block(w, of_block, d_result, numbers, variant, *of_tokens)
                 observed = jax.tree.map(lambda old, new: old.at[sent.l].max(new), observed, seen)
                 return (accumulator.accumulated(sums, dw), observed), dx_BSD
 
@@ -348,7 +358,7 @@ class LayerGradients:
         def per_device(outer, step, history, moving, sent, summed, *arrays):
             batch, recipe_inputs, scale = self.batch(arrays, history, step)
             dxs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
-            loss, d_outer = self.of_devices.enter("summed", summed)
+            loss, d_outer, auxiliary, statistics = self.of_devices.enter("summed", summed)
             layers = OuterLayers.of(self.engine, {OUTER: outer.weights})
 
             def microbatch(d_outer, each):
@@ -358,12 +368,11 @@ class LayerGradients:
 
             d_outer, _ = jax.lax.scan(microbatch, d_outer, (jnp.arange(batch.microbatches), dxs_ABSD))
             loss = collectives.add_up(loss, *AXES) * scale
-            if sent.auxiliary is not None:
-                loss = loss + collectives.add_up(sum(sent.auxiliary), *TOKENS) * batch.auxiliary_scale()
             grads, norm = finish(self.engine, {}, Accumulators({}, d_outer), sent.squares)
             finite = and_gradients(sent.finite, [dxs_ABSD])
             history = extended(history, collectives.largest_of_devices(sent.observed))
-            done = Gradients(loss, grads, norm, history, finite=finite)
+            auxiliary = collectives.same(auxiliary, *AXES)
+            done = Gradients(loss, grads, norm, history, add_up(statistics, *AXES), auxiliary, finite=finite)
             scalars = update.scalars(step, norm)
             outer = update.outer(outer, grads[OUTER], scalars, largest=self.largest)
             update_inputs = {"grads": (), "scalars": scalars, "l": jnp.int32(0)}

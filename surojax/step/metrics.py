@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.parallel.collectives import varying
-from surojax.placement.mesh import AXES
+from surojax.placement.mesh import AXES, pipeline_stages
 from surojax.placement.table import Mesh
 from surojax.step.spec import Engine
 
@@ -51,13 +51,30 @@ def _all(xs_BSD: Sequence[jax.Array]) -> jax.Array:
 def metrics_of(found, lr: jax.Array) -> dict[str, Any]:
     """The metrics of a step, one device's part. found: its `engine.Gradients`."""
     metrics = {"loss": found.loss, "grad_norm": found.norm, "lr": lr}
+    if found.auxiliary is not None:
+        metrics["auxiliary_loss"] = found.auxiliary
+    if found.statistics:
+        metrics["statistics"] = found.statistics
     return metrics if found.finite is None else metrics | {"finite": jnp.stack(found.finite)[None]}
 
 
-def plan_metrics(engine: Engine, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """The plan of `metrics_of`: float32 scalars, and finite: bool `[devices, 2]` with the fields of a `Finite`."""
-    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
-    planned = {"loss": scalar, "grad_norm": scalar, "lr": scalar}
+def plan_metrics(engine: Engine, mesh: Mesh) -> dict[str, Any]:
+    """The plan of `metrics_of`: float32 scalars, statistics `[L, ...]` by segment, and finite: bool `[devices, 2]` with
+    the fields of a `Finite`."""
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
+    planned: dict[str, Any] = {"loss": scalar, "grad_norm": scalar, "lr": scalar}
+    if engine.auxiliary:
+        planned["auxiliary_loss"] = scalar
+    statistics = {s.name: s for s in engine.model.segments if s.statistics is not None}
+    if statistics and pipeline_stages(mesh) == 1:
+        planned["statistics"] = {
+            name: jax.tree.map(
+                lambda x, s=s: jax.ShapeDtypeStruct((s.num_layers, *x.shape), x.dtype, sharding=everywhere),
+                s.statistics,
+            )
+            for name, s in statistics.items()
+        }
     if engine.locates_nonfinite:
         by_device = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
         planned["finite"] = jax.ShapeDtypeStruct((mesh.size, len(Finite._fields)), jnp.bool, sharding=by_device)

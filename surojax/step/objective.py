@@ -35,6 +35,10 @@ class Objective(Protocol):
         """The names of the arrays `[A, B, S]` of a batch that the loss reads."""
         ...
 
+    def counted(self, targets: Targets) -> jax.Array:
+        """Whether each token has a term, bool, of the arrays' shape."""
+        ...
+
     def count(self, targets: Targets) -> jax.Array:
         """The number of terms, int32 []."""
         ...
@@ -64,9 +68,13 @@ class CrossEntropy:
     z_loss: float = 0.0
     targets: tuple[str, ...] = ("labels",)
 
+    def counted(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return targets["labels"] >= 0
+
     def count(self, targets: Targets) -> jax.Array:
         """See `Objective`."""
-        return jnp.sum(targets["labels"] >= 0, dtype=jnp.int32)
+        return jnp.sum(self.counted(targets), dtype=jnp.int32)
 
     def loss_and_gradients(
         self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
@@ -120,9 +128,13 @@ class LossOfLogits:
     of_tokens: Callable[[jax.Array, jax.Array], jax.Array]
     targets: tuple[str, ...] = ("labels",)
 
+    def counted(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return targets["labels"] >= 0
+
     def count(self, targets: Targets) -> jax.Array:
         """See `Objective`."""
-        return jnp.sum(targets["labels"] >= 0, dtype=jnp.int32)
+        return jnp.sum(self.counted(targets), dtype=jnp.int32)
 
     def loss_and_gradients(
         self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes

@@ -53,6 +53,12 @@ class Lane(NamedTuple):
     last: tuple[Stage, ...] = ()
 
 
+# What routers count (models/experts.py): a few numbers a layer, which never leave the device, so that no pass of
+# `of_step` has them.
+STATISTICS = Lane("statistics", writes=True)
+STATISTICS_GRADIENTS = Lane("statistics", reads=True)
+
+
 class Pass(NamedTuple):
     """A loop over all layers. reverse: from the last one to the first. updates: layers are updated in it."""
 

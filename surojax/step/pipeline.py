@@ -167,10 +167,10 @@ class Stage:
             "weights": self.layers.early(pattern),
             "residuals": self.residuals.before_forward([carry.saved]),
         }
-        results, moving = blocks.forward([carry.x_BSD], group, moving, entry)
+        xs_BSD, moving = blocks.forward([carry.x_BSD], group, moving, entry)
         (saved,) = Stream(blocks.forward_lanes.lane("residuals"), entry).end(moving["residuals"], self.last)
-        finite = self.if_computed(computes, and_activations(carry.finite, results.xs_BSD), carry.finite)
-        return carry._replace(x_BSD=results.xs_BSD[0], saved=saved, finite=finite)
+        finite = self.if_computed(computes, and_activations(carry.finite, xs_BSD), carry.finite)
+        return carry._replace(x_BSD=xs_BSD[0], saved=saved, finite=finite)
 
     def head(self, a, carry: TickCarry) -> TickCarry:
         """All stages: head and loss of the last stage's x."""
@@ -197,7 +197,7 @@ class Stage:
             "grads": begin_backward(self.segment, carry.grads.layers[name]),
         }
         before = Backward([carry.dx_BSD], collectives.no_squares(), carry.observed)
-        done, moving = blocks.backward(before, None, group, moving, entry)
+        done, moving = blocks.backward(before, group, moving, entry)
         grads = carry.grads._replace(layers={name: moving["grads"]})
         finite = self.if_computed(computes, and_gradients(carry.finite, done.dxs_BSD), carry.finite)
         return carry._replace(dx_BSD=done.dxs_BSD[0], grads=grads, observed=done.observed, finite=finite)
@@ -277,7 +277,7 @@ def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, history=N
     grads, norm = finish(engine, {stage.segment.name: stage.sums}, grads, squares)
     loss = collectives.add_up(done.loss, *AXES) * stage.scale
     history = extended(history, largest_of_stages(model, done.observed))
-    return Gradients(loss, grads, norm, history, finite=done.finite)
+    return Gradients(loss, grads, norm, history, statistics={}, finite=done.finite)
 
 
 def largest_of_stages(model: Model, observed: jax.Array | None) -> jax.Array | None:

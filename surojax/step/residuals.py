@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import allocate
-from surojax.models.model import Segment, Variant
+from surojax.models.model import ROUTES, Segment, Variant
 from surojax.parallel.collectives import varying
 from surojax.placement.home import Home
 from surojax.placement.mesh import AXES
@@ -63,13 +63,21 @@ class Residuals:
 
 
 def recomputed(segment: Segment) -> Segment:
-    """The segment with blocks that save their input alone, from which the backward pass computes them again."""
+    """The segment with blocks that save their input alone, from which the backward pass computes them again.
 
-    def block_forward(w, x_BSD: jax.Array, recipe_inputs, variant: Variant, starts_BS=None):
-        return segment.block(w, x_BSD, recipe_inputs, variant, starts_BS), x_BSD
+    With a router they also save what it decided.
+    """
 
-    def block_backward(w, x_BSD: jax.Array, d_result, recipe_inputs, variant: Variant, starts_BS=None):
-        saved = segment.block_forward(w, x_BSD, recipe_inputs, variant, starts_BS)[1]
-        return segment.block_backward(w, saved, d_result, recipe_inputs, variant, starts_BS)
+    def block_forward(w, x_BSD: jax.Array, recipe_inputs, variant: Variant, *of_tokens):
+        x_of_next, routed = segment.block(w, x_BSD, recipe_inputs, variant, *of_tokens)
+        return (x_of_next, routed), (x_BSD, routed and routed.decided)
+
+    def block_backward(w, saved, d_result, recipe_inputs, variant: Variant, *of_tokens):
+        x_BSD, decided = saved
+        if decided is not None:
+            starts_BS, routing = (*of_tokens, ROUTES)[:2]
+            of_tokens = starts_BS, routing._replace(decided=decided)
+        saved = segment.block_forward(w, x_BSD, recipe_inputs, variant, *of_tokens)[1]
+        return segment.block_backward(w, saved, d_result, recipe_inputs, variant, *of_tokens)
 
     return dataclasses.replace(segment, block_forward=block_forward, block_backward=block_backward)

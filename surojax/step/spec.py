@@ -1,6 +1,7 @@
 """What a step is made of: a model, where its tensors are stored, and how a step spends its memory."""
 
 import dataclasses
+from collections.abc import Callable
 
 from surojax.models.model import Model
 from surojax.placement.layout import Layouts
@@ -18,7 +19,9 @@ class Engine:
     layouts: of the model's parameters. recompute_block: the backward pass computes each block again from its input.
     lmhead_chunks: slices of tokens in head and loss. objective: what is minimised. packed: rows hold several documents,
     and a batch says where they start. microbatches_per_fetch: a layer is fetched once for so many microbatches, a
-    divisor of a step's. overlap_update: a step leaves its update to the next step's first forward pass, see `overlap`.
+    divisor of a step's. auxiliary: a loss of what routers count, which is added to the objective: ({segment: statistics
+    `[L, ...]`, sums over all tokens of a step}, number of tokens that count) -> float32 []; all microbatches are one
+    group then. overlap_update: a step leaves its update to the next step's first forward pass, see `overlap`.
     pp_schedule: see `parallel.schedule`. locates_nonfinite: the metrics say which devices had finite values, see
     `metrics`.
     """
@@ -31,6 +34,7 @@ class Engine:
     objective: Objective = CROSS_ENTROPY
     packed: bool = False
     microbatches_per_fetch: int = 1
+    auxiliary: Callable | None = None
     overlap_update: bool = False
     pp_schedule: str = "gpipe"
     locates_nonfinite: bool = False

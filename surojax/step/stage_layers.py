@@ -43,21 +43,20 @@ def in_lockstep(model: Model) -> bool:
 def of_stage(model: Model, stages: int) -> Model:
     """The model that one stage computes, without embedding and head: as many layers, of the kinds of the first stage.
 
-    Raises ConfigError if a stage would have no layer, if blocks have a loss or other parameters in some layers, or if
-    stages that compute in lockstep have layers of other kinds.
+    What its routers count is left out. Raises ConfigError if a stage would have no layer, if blocks have other
+    parameters in some layers, or if stages that compute in lockstep have layers of other kinds.
     """
     check_stages(model.num_layers, stages)
     segment, *others = model.segments
-    if others or segment.has_auxiliary_loss:
+    if others:
         names = ", ".join(segment.name for segment in model.segments)
         raise ConfigError(
-            f"pp_size: expected 1 for several segments of layers or an auxiliary loss ({names}), for which more is not "
-            f"built yet, got {stages}; leave it out"
+            f"pp_size: expected 1 for several segments of layers ({names}), for which more is not built yet, got {stages}; leave it out"
         )
     if in_lockstep(model):
         check_lockstep(segment.variants, stages)
     pattern = patterns_of_stages(segment.variants, stages).patterns[0]
-    segment = dataclasses.replace(segment, variants=pattern)
+    segment = dataclasses.replace(segment, variants=pattern, statistics=None)
     if _takes_inputs(model, stages):
         segment = padded(segment, idles=in_lockstep(model))
     return dataclasses.replace(model, segments=(segment,))

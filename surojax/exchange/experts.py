@@ -1,0 +1,83 @@
+"""Experts' matrices in files: one tensor for each expert, or one of all, with gate and up apart or together.
+
+Everywhere else the matrices of a layer's experts are one tensor, `NAME.experts.gate_proj.weight` [experts, out, in].
+Files of transformers 4, and of most published models, have `NAME.experts.17.gate_proj.weight` [out, in] for each
+expert. The modules of transformers 5 have `NAME.experts.gate_up_proj` [experts, 2 out, in], gate before up, and
+`NAME.experts.down_proj`.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from surojax.errors import ConfigError
+
+NUMBER = re.compile(r"(?<=\.experts\.)(\d+)\.")
+TOGETHER = "gate_up_proj"
+HALVES = ("gate_proj", "up_proj")  # of the rows of that, in order
+
+
+class Part(NamedTuple):
+    """Where a tensor of all experts is in files.
+
+    names: of the tensors, one for each expert, or one of all. half: which of two parts of its rows, None: all of them.
+    """
+
+    names: tuple[str, ...]
+    half: int | None = None
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether the file's tensor has all experts."""
+        return not NUMBER.search(self.names[0])
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor of all experts. stored: that of the first of the files' tensors."""
+        of_all = stored if self.is_of_all else (len(self.names), *stored)
+        return of_all if self.half is None else (of_all[0], of_all[1] // 2, *of_all[2:])
+
+    def tensor(self, stored: Iterable[np.ndarray]) -> np.ndarray:
+        """The tensor of all experts. stored: the files' tensors, in the order of `names`."""
+        if not self.is_of_all:
+            return np.stack(list(stored))
+        (of_all,) = stored
+        return of_all if self.half is None else np.split(of_all, 2, axis=1)[self.half]
+
+
+def of_expert(name: str, expert: int) -> str:
+    """The name of one expert's matrix, from that of all."""
+    return name.replace(".experts.", f".experts.{expert}.")
+
+
+def without_number(name: str) -> tuple[str, int | None]:
+    """(the name of the matrix of all experts, number of the expert); a name without a number stays, with None."""
+    number = NUMBER.search(name)
+    return (name, None) if number is None else (name[: number.start()] + name[number.end() :], int(number[1]))
+
+
+def parts_in(names: Iterable[str]) -> dict[str, Part]:
+    """Where the tensors of all experts are, by name, among the names of tensors in files.
+
+    Raises ConfigError if one of the experts is missing.
+    """
+    numbers: dict[str, set[int]] = {}
+    found: dict[str, Part] = {}
+    for name in names:
+        before, is_of_experts, last = name.rpartition(".experts.")
+        of_all, number = without_number(name)
+        if number is not None:
+            numbers.setdefault(of_all, set()).add(number)
+        elif is_of_experts and last == TOGETHER:
+            found |= {f"{before}.experts.{half}.weight": Part((name,), i) for i, half in enumerate(HALVES)}
+        elif is_of_experts and last == "down_proj":
+            found[f"{name}.weight"] = Part((name,))
+    for name, experts in numbers.items():
+        if missing := sorted(set(range(len(experts))) - experts):
+            raise ConfigError(
+                f"model_path: expected {of_expert(name, missing[0])} beside that of expert {max(experts)}, got no such "
+                "tensor; fetch the model again"
+            )
+        found[name] = Part(tuple(of_expert(name, expert) for expert in range(len(experts))))
+    return found

@@ -1,0 +1,164 @@
+"""A mixture of experts in place of the MLP: a router chooses for each token the few experts that compute it.
+
+    logits  = x r^T                         r [E, D], the products' results in float32
+    chosen  = the k largest                 ties: the expert with the lower number
+    weight  = softmax(logits) of the chosen, divided by their sum with `norm_topk_prob`
+    y       = sum over the chosen of weight (silu(x Wg^T) * x Wu^T) Wd^T
+
+Every choice is computed (grouped.py). Each device routes its own tokens; in a tensor-parallel group, which divides the
+experts' width, the choices are gathered with the activations.
+
+What a router decides is saved for the backward pass (`Routed.decided`): computed again, other rounding could choose
+other experts. The weights follow from the choice and are computed again.
+
+Losses that keep the experts in use are of a whole optimizer step: of all its microbatches and devices, and of the
+tokens that count. They follow from three sums over tokens (`RouterStatistics`), which a block returns and the engine
+adds up, so that they do not depend on how a batch is divided (`RouterLosses`).
+
+Shape suffixes: B batch, S sequence, D hidden size, F width of an expert, E experts, k choices of a token, N tokens,
+R rows of a block, L layers.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.manual_axes import mark_varying, varying_axes
+from surojax.models.grouped import blocks_of, sum_of_experts
+from surojax.models.layers import parameter
+from surojax.models.linear import router_product
+from surojax.models.model import ROUTES, Routed, Routing
+from surojax.models.operations import Operations, gated
+from surojax.models.recompute import DECIDED, recomputed
+from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
+from surojax.placement.param import EXPERTS, Kind
+
+
+class RouterStatistics(NamedTuple):
+    """Sums over tokens, float32.
+
+    chosen_E: how many tokens chose each expert. probability_E: of each expert's probability before the choice.
+    squared_logsumexp: of the squared logarithm of the softmax' denominator.
+    """
+
+    chosen_E: Any
+    probability_E: Any
+    squared_logsumexp: Any
+
+
+def planned_statistics(experts: int) -> RouterStatistics:
+    """Shapes and dtypes of the statistics of one layer."""
+    of_experts = jax.ShapeDtypeStruct((experts,), jnp.float32)
+    return RouterStatistics(of_experts, of_experts, jax.ShapeDtypeStruct((), jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterLosses:
+    """The losses of routers, means over layers; an `Engine.auxiliary`.
+
+    balance: weight of E sum over experts of (choices per token) x (mean probability), which is k if the experts are
+    used alike (Fedus et al. 2021, arXiv:2101.03961, eq. 4; for k choices as in transformers). z: weight of the mean of
+    logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+
+    def __call__(self, statistics: dict[str, RouterStatistics], tokens: jax.Array) -> jax.Array:
+        """The loss, float32 []. statistics: by segment `[L, ...]`, sums over so many tokens."""
+        n = jnp.maximum(tokens, 1)
+        of_layers = []
+        for chosen_LE, probability_LE, squared_L in statistics.values():
+            chosen_LE = jax.lax.stop_gradient(chosen_LE)
+            balance_L = chosen_LE.shape[1] * jnp.sum((chosen_LE / n) * (probability_LE / n), axis=1)
+            of_layers.append(self.balance * balance_L + self.z * squared_L / n)
+        return jnp.mean(jnp.concatenate(of_layers))
+
+
+class Experts(nnx.Module):
+    """Experts with SwiGLU, or with another activation in place of silu, and their router."""
+
+    def __init__(self, config, *, rngs: nnx.Rngs):
+        c = config
+        E, F, D = c.num_experts, c.moe_intermediate_size or c.intermediate_size, c.hidden_size
+        normal = nnx.initializers.normal(c.initializer_range)
+        out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
+        self.config = c
+        used: Any = {"used": c.num_experts_per_tok / E}
+        self.router = parameter(rngs, (E, D), (EXPERTS, "embed"), normal, Kind.ROUTER)
+        self.w_gate = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=4, **used)
+        self.w_up = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=5, **used)
+        self.w_down = parameter(rngs, (E, D, F), (EXPERTS, "embed", "mlp"), out, product=6, **used)
+
+    def __call__(
+        self, x_BSD: jax.Array, ops: Operations, norm=None, routing: Routing = ROUTES
+    ) -> tuple[jax.Array, Routed]:
+        """(the weighted sum of the chosen experts of x, or of norm(x), which is then recomputed; `Routed`)."""
+
+        def experts(x_BSD):
+            y_BSD = norm(x_BSD) if norm else x_BSD
+            chosen_BSk, weights_BSk, statistics = self.route(y_BSD, routing)
+            gathered = (all_gather_sequence(a) for a in (y_BSD, chosen_BSk.astype(jnp.int32), weights_BSk))
+            mixed_BSD = self.mix(*gathered, ops)
+            mixed_BSD = reduce_scatter_sequence(mixed_BSD) if is_divided("mlp") else mixed_BSD
+            return mixed_BSD, Routed(statistics, chosen_BSk)
+
+        return recomputed(experts, norm is not None)(x_BSD)
+
+    def route(self, x_BSD: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, RouterStatistics]:
+        """(numbers of the chosen experts `[B, S, k]`, their float32 weights, the statistics of the tokens that count)."""
+        c = self.config
+        logits_BSE = router_product(x_BSD, self.router[...])
+        probability_BSE = jax.nn.softmax(logits_BSE)
+        chosen_BSk = routing.decided
+        if chosen_BSk is None:
+            _, chosen_BSk = jax.lax.top_k(jax.lax.stop_gradient(logits_BSE), c.num_experts_per_tok)
+            chosen_BSk = chosen_BSk.astype(smallest_dtype(c.num_experts))
+        chosen_BSk = checkpoint_name(chosen_BSk, DECIDED)
+        # Not a gather, whose gradient would be added into place row by row.
+        is_chosen_BSkE = jax.nn.one_hot(chosen_BSk, c.num_experts, dtype=bool)
+        weights_BSk = jnp.sum(jnp.where(is_chosen_BSkE, probability_BSE[..., None, :], 0), axis=-1)
+        if c.norm_topk_prob:
+            weights_BSk = weights_BSk / jnp.sum(weights_BSk, axis=-1, keepdims=True)
+        counted_BS1 = jnp.float32(1) if routing.counted is None else routing.counted.astype(jnp.float32)[..., None]
+        squared_BS1 = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1, keepdims=True))
+        statistics = RouterStatistics(
+            chosen_E=jnp.sum(counted_BS1 * jnp.sum(is_chosen_BSkE, axis=2, dtype=jnp.float32), axis=(0, 1)),
+            probability_E=jnp.sum(counted_BS1 * probability_BSE, axis=(0, 1)),
+            squared_logsumexp=jnp.sum(counted_BS1 * squared_BS1),
+        )
+        return chosen_BSk, weights_BSk, statistics
+
+    def mix(self, x_BSD: jax.Array, chosen_BSk: jax.Array, weights_BSk: jax.Array, ops: Operations) -> jax.Array:
+        """The sum of the chosen experts' results, times their weights; a term of it if devices divide their width."""
+        k = chosen_BSk.shape[-1]
+        matrices = {name: getattr(self, name) for name in ("w_gate", "w_up", "w_down")}
+
+        def mlp(trained, fixed, x_RD, weight_R, number):
+            w = fixed | trained
+            of_block = ops.of_block(number)
+
+            def product(x, name):
+                return of_block.product(x, w[name], matrices[name])
+
+            h_RF = gated(product(x_RD, "w_gate"), product(x_RD, "w_up"), self.config.hidden_act)
+            h_RF = (h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype)
+            return product(h_RF, "w_down")
+
+        axes = varying_axes(x_BSD)  # devices with other tokens: reverse mode sums the matrices' gradients over them
+        arrays = {name: mark_varying(matrix[...], axes) for name, matrix in matrices.items()}
+        trained, fixed = ({}, arrays) if ops.frozen else (arrays, {})
+        x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
+        blocks = blocks_of(chosen_BSk.reshape(-1, k), self.config.num_experts)
+        y_ND = sum_of_experts(mlp, trained, fixed, x_ND, weights_BSk.reshape(-1, k), blocks)
+        return y_ND.reshape(x_BSD.shape)
+
+
+def smallest_dtype(experts: int):
+    """The smallest dtype that has the numbers of so many experts."""
+    return jnp.uint8 if experts <= 1 << 8 else jnp.uint16

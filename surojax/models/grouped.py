@@ -1,0 +1,151 @@
+"""Tokens and the experts that they chose: every choice is computed, none is dropped, in blocks of one expert each.
+
+Choices are sorted by expert, the rows of each expert are padded to whole blocks, and a scan goes over the blocks with
+one expert's matrices at a time. The number of blocks does not depend on what was chosen, so it is a shape. This is the
+same program on every GPU and takes a few MiB; XLA's `ragged_dot` is a dense product with all experts on CUDA (jax 0.12:
+8 GiB of temporaries at the sizes of Qwen3-30B-A3B).
+
+The backward pass computes a block again from the token's activations and adds the gradients of an expert's matrices up
+over its blocks in float32. An expert without a token has gradients of exactly zero. What weighs a choice belongs inside
+`mlp`, before its last product: then the gradient of the weight needs no product of its own, and XLA leaves the last
+product out when the block is computed again.
+
+Shape suffixes: N tokens, k choices of a token, C = N k choices, E experts, M blocks, R rows of a block, D hidden size.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.manual_axes import mark_varying, varying_axes
+
+LARGEST_BLOCK = 128  # rows
+
+
+class Blocks(NamedTuple):
+    """Choices in blocks that belong to one expert each. Choice c is of token c // k.
+
+    choice_MR: the choice in each row, C in rows that pad a block. expert_M: of each block. place_Nk: the row of each
+    choice, counted through all blocks.
+    """
+
+    choice_MR: jax.Array
+    expert_M: jax.Array
+    place_Nk: jax.Array
+
+
+def rows_of_block(choices: int, experts: int) -> int:
+    """The rows of a block: a power of two, of which an even choice fills one block for each expert, or more."""
+    each = -(-choices // experts)
+    return min(LARGEST_BLOCK, 1 << max(each - 1, 7).bit_length())
+
+
+def number_of_blocks(choices: int, experts: int, rows: int) -> int:
+    """The most blocks that so many choices fill, however they fall."""
+    chosen = min(choices, experts)
+    return (choices + chosen * (rows - 1)) // rows
+
+
+def blocks_of(experts_Nk: jax.Array, experts: int) -> Blocks:
+    """The blocks of these choices, numbers of experts."""
+    expert_C = experts_Nk.reshape(-1).astype(jnp.int32)
+    C = expert_C.size
+    R = rows_of_block(C, experts)
+    M = number_of_blocks(C, experts, R)
+    order_C = jnp.argsort(expert_C, stable=True)
+    counts_E = jnp.sum(jax.nn.one_hot(expert_C, experts, dtype=jnp.int32), axis=0)
+    padded_E = -(-counts_E // R) * R
+    sorted_C = expert_C[order_C]
+    first_row_E, first_E = jnp.cumsum(padded_E) - padded_E, jnp.cumsum(counts_E) - counts_E
+    row_C = first_row_E[sorted_C] + jnp.arange(C, dtype=jnp.int32) - first_E[sorted_C]
+    # What is left of the blocks has no choices, and belongs to the last expert.
+    ends_before = jnp.cumsum(padded_E)[None, :] <= R * jnp.arange(M, dtype=jnp.int32)[:, None]
+    expert_M = jnp.minimum(jnp.sum(ends_before, axis=1, dtype=jnp.int32), experts - 1)
+    empty = mark_varying(jnp.full(M * R, C, jnp.int32), varying_axes(expert_C))
+    choice_MR = empty.at[row_C].set(order_C.astype(jnp.int32)).reshape(M, R)
+    place_C = jnp.zeros_like(expert_C).at[order_C].set(row_C)
+    return Blocks(choice_MR, expert_M, place_C.reshape(experts_Nk.shape))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sum_of_experts(
+    mlp: Callable, trained: Any, fixed: Any, x_ND: jax.Array, weights_Nk: jax.Array, blocks: Blocks
+) -> jax.Array:
+    """`[N, D]`: for each token the sum over its choices of mlp(trained, fixed, x, weights, number of the block).
+
+    mlp: a function of one expert's part of `trained` and `fixed`, trees of arrays `[E, ...]`, of x `[R, D]` and of
+    float32 weights `[R]`, to `[R, D]`; a row of zeros with weight 0 yields zeros. fixed has no gradient.
+    """
+
+    def block(_, each):
+        choice_R, expert, number = each
+        x_RD, weight_R = _rows(x_ND, weights_Nk, choice_R)
+        return _, mlp(*_of_expert((trained, fixed), expert), x_RD, weight_R, number)
+
+    _, y_MRD = jax.lax.scan(block, None, (blocks.choice_MR, blocks.expert_M, jnp.arange(len(blocks.expert_M))))
+    return _sum_of_choices(y_MRD, blocks.place_Nk)
+
+
+def _forward(mlp, trained, fixed, x_ND, weights_Nk, blocks: Blocks):
+    y_ND = sum_of_experts(mlp, trained, fixed, x_ND, weights_Nk, blocks)
+    return y_ND, (trained, fixed, x_ND, weights_Nk, blocks)
+
+
+def _backward(mlp, saved, dy_ND: jax.Array):
+    trained, fixed, x_ND, weights_Nk, blocks = saved
+    k = weights_Nk.shape[1]
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((trained, fixed, x_ND, dy_ND))))
+
+    def zeros(shape, dtype) -> jax.Array:
+        return mark_varying(jnp.zeros(shape, dtype), axes)
+
+    def block(carry, each):
+        d_trained, of_expert, before = carry
+        choice_R, expert, number = each
+        trained_e, fixed_e = _of_expert((trained, fixed), expert)
+
+        def of_block(trained_e, x_RD, weight_R):
+            return mlp(trained_e, fixed_e, x_RD, weight_R, number)
+
+        _, vjp = jax.vjp(of_block, trained_e, *_rows(x_ND, weights_Nk, choice_R))
+        more, dx_RD, d_weight_R = vjp(dy_ND.at[choice_R // k].get(mode="fill", fill_value=0))
+        continues = expert == before
+
+        def added(sums, more):
+            return jnp.where(continues, sums, 0) + more.astype(jnp.float32)
+
+        of_expert = jax.tree.map(added, of_expert, more)
+        d_trained = jax.tree.map(lambda d, sums: d.at[expert].set(sums.astype(d.dtype)), d_trained, of_expert)
+        return (d_trained, of_expert, expert), (dx_RD, d_weight_R)
+
+    of_expert = jax.tree.map(lambda w: zeros(w.shape[1:], jnp.float32), trained)
+    d_trained = jax.tree.map(lambda w: zeros(w.shape, w.dtype), trained)
+    nobody = mark_varying(jnp.int32(-1), varying_axes(blocks.expert_M))
+    rows = (blocks.choice_MR, blocks.expert_M, jnp.arange(len(blocks.expert_M)))
+    (d_trained, _, _), (dx_MRD, d_weight_MR) = jax.lax.scan(block, (d_trained, of_expert, nobody), rows)
+    d_weights_Nk = d_weight_MR.reshape(-1)[blocks.place_Nk]
+    return d_trained, None, _sum_of_choices(dx_MRD, blocks.place_Nk), d_weights_Nk, None
+
+
+sum_of_experts.defvjp(_forward, _backward)
+
+
+def _of_expert(tree, expert: jax.Array):
+    """One expert's part of arrays `[E, ...]`."""
+    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False), tree)
+
+
+def _rows(x_ND: jax.Array, weights_Nk: jax.Array, choice_R: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Activations and weights of choices; zeros where there is none."""
+    x_RD = x_ND.at[choice_R // weights_Nk.shape[1]].get(mode="fill", fill_value=0)
+    return x_RD, weights_Nk.reshape(-1).at[choice_R].get(mode="fill", fill_value=0)
+
+
+def _sum_of_choices(y_MRD: jax.Array, place_Nk: jax.Array) -> jax.Array:
+    """`[N, D]`: the sums of each token's rows, added in float32."""
+    rows = y_MRD.reshape(-1, y_MRD.shape[-1])
+    total = sum(rows[place_Nk[:, j]].astype(jnp.float32) for j in range(place_Nk.shape[1]))
+    return jnp.asarray(total).astype(y_MRD.dtype)
