@@ -54,7 +54,7 @@ def compile_block(model: Model, gpu: str, tokens: int) -> dict[str, aot.Compiled
     def compiled(f, *arguments):
         run = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
         inputs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated), arguments)
-        return aot.compile_for(jax.jit(run), inputs, mesh, assembly.schedule_options(model.precision))
+        return aot.compile_for(jax.jit(run), inputs, mesh, assembly.schedule_options(model))
 
     return {
         "forward": compiled(segment.block, w, x, recipe_inputs),

@@ -78,13 +78,15 @@ MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 
 # Recipes fp8_*: XLA does not merge products that share an operand (queries, keys, values). To merge them, XLA copies
 # the weights into one array and the results out of one: 290 MiB for a 7B block of 2048 tokens, whose products read and
-# write 104 MiB. In 16 bits merging costs as much, but there copies overlap worse without it (docs/LOG.md).
+# write 104 MiB. In 16 bits merging costs as much, but there copies overlap worse without it (docs/LOG.md). Of experts it
+# would merge gate and up for every block of rows: 2 % of a step of Qwen3-30B-A3B.
 APART: dict[str, str | bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
-def schedule_options(precision: Precision) -> dict[str, str | bool | int]:
-    """The XLA options that schedule a step with this precision on a GPU."""
-    return SCHEDULE | (APART if precision.fp8 else {})
+def schedule_options(model: Model) -> dict[str, str | bool | int]:
+    """The XLA options that schedule a step of this model on a GPU."""
+    has_experts = any(segment.statistics is not None for segment in model.segments)
+    return SCHEDULE | (APART if model.precision.fp8 or has_experts else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Assembly:
         copy_engine_options = collectives.compiler_options(table.copy_engine)
         if self.xla_options != OVERLAP:
             return {**copy_engine_options}
-        schedule = schedule_options(self.model.precision)
+        schedule = schedule_options(self.model)
         if table.weights.sharded and not table.streams_weights:
             schedule |= GATHERS
         limit = {}

@@ -8,6 +8,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,16 +17,19 @@ import safetensors.numpy
 from flax import nnx
 from small import CONFIG, Small, needs, plain_loss, quick_at, tokens, worst_relative
 from test_engine import engine_gradients
+from test_gguf import opened
+from test_gguf_export import tokenizer_json
 from test_parity import close
 
-from surojax import default_config
+from surojax import ConfigError, convert, default_config
 from surojax.assembly import architecture
-from surojax.exchange.huggingface import model_fields
+from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, named, stacks
 from surojax.models import decoder
 from surojax.models.experts import RouterLosses
 from surojax.models.grouped import blocks_of, number_of_blocks, rows_of_block, sum_of_experts
 from surojax.models.model import Compute, Recompute
+from surojax.step.residuals import recomputed
 
 with np.load(Path(__file__).parent / "fixtures" / "experts_reference.npz") as arrays:
     REFERENCE = dict(arrays)
@@ -128,3 +132,253 @@ def test_equals_transformers(tmp_path, case, files):
     of_each, wanted = (without_ties("mlp.gate.weight", x.T) for x in (chosen, REFERENCE[f"{case}/chosen"]))
     assert np.array_equal(of_each, wanted)
     assert not chosen[:, UNUSED].any()
+
+
+# --- the sum over chosen experts --------------------------------------------------------------------------------------
+
+
+def dense(w, x_ND, weights_Nk, chosen_Nk):
+    """Every choice by itself."""
+    total = jnp.zeros_like(x_ND)
+    for j in range(chosen_Nk.shape[1]):
+        h_NF = jnp.tanh(jnp.einsum("nd,nfd->nf", x_ND, w["up"][chosen_Nk[:, j]])) * weights_Nk[:, j : j + 1]
+        total = total + jnp.einsum("nf,ndf->nd", h_NF, w["down"][chosen_Nk[:, j]])
+    return total
+
+
+def two_products(trained, fixed, x_RD, weight_R, number):
+    w = trained | fixed
+    return (jnp.tanh(x_RD @ w["up"].T) * weight_R[:, None]) @ w["down"].T
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "spread",  # over all experts but one
+        "one",  # expert for all tokens
+        "first",  # few tokens, fewer than experts
+    ],
+)
+def test_every_choice_is_computed(chosen, frozen):
+    """Forward and all gradients; an expert without a token has exact zeros."""
+    N, k, E, D, F = {"spread": 300, "one": 40, "first": 3}[chosen], 2, 7, 16, 8
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    x, weights, w = draw(N, D), draw(N, k), {"up": draw(E, F, D), "down": draw(E, D, F)}
+    used = {"spread": [0, 1, 2, 3, 5, 6], "one": [6, 2], "first": [0, 1]}[chosen]
+    numbers = jnp.asarray(np.stack([rng.permutation(used)[:k] for _ in range(N)]), jnp.uint8)
+
+    def ours(w, x, weights):
+        trained, fixed = ({}, w) if frozen else (w, {})
+        return jnp.sin(sum_of_experts(two_products, trained, fixed, x, weights, blocks_of(numbers, E))).sum()
+
+    def expected(w, x, weights):
+        return jnp.sin(dense(jax.lax.stop_gradient(w) if frozen else w, x, weights, numbers)).sum()
+
+    found, wanted = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(w, x, weights) for f in (ours, expected))
+    assert worst_relative(found[1][1:], wanted[1][1:]) < 1e-5 and worst_relative(found[0], wanted[0]) < 1e-5
+    for name, gradient in found[1][0].items():
+        close_to_zero = np.setdiff1d(np.arange(E), used)
+        assert not np.asarray(gradient)[close_to_zero].any()
+        np.testing.assert_allclose(gradient, wanted[1][0][name], atol=1e-4)
+
+
+@pytest.mark.parametrize("choices, experts", [(1, 8), (8, 128), (4096, 8), (5, 3), (1024, 1), (32768, 128), (700, 7)])
+def test_blocks_have_room_however_choices_fall(choices, experts):
+    """The most uneven ways to fall: all to one expert, one to each and the rest to the last, one more than a block."""
+    rows = rows_of_block(choices, experts)
+    M = number_of_blocks(choices, experts, rows)
+    each = np.arange(choices) % experts
+    uneven = np.minimum(np.arange(choices), experts - 1)
+    just_over = np.minimum(np.arange(choices) // (rows + 1), experts - 1)
+    for numbers in (each, uneven, just_over, np.zeros(choices, int)):
+        found = blocks_of(jnp.asarray(numbers)[:, None], experts)
+        assert found.choice_MR.shape == (M, rows)
+        real = np.asarray(found.choice_MR) < choices
+        assert sorted(np.asarray(found.choice_MR)[real]) == list(range(choices))
+        owner = np.broadcast_to(np.asarray(found.expert_M)[:, None], real.shape)
+        assert np.array_equal(owner[real], numbers[np.asarray(found.choice_MR)[real]])
+        assert np.array_equal(np.asarray(found.choice_MR).reshape(-1)[np.asarray(found.place_Nk)[:, 0]], range(choices))
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+SEVEN = dataclasses.replace(CONFIG, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
+BOTH = RouterLosses(0.1, 0.01)
+ORDER_OF_SUMS = 2e-5
+
+
+def reference_losses(config, params, inputs, labels):
+    """(loss + router losses, loss) of the plain model, in one piece: all tokens of a step together."""
+    loss = plain_loss(config)(params, inputs, labels)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: decoder.Block(config, rngs=nnx.Rngs(0))))
+    x = params["outer"]["embed"][inputs.reshape(-1, inputs.shape[-1])]
+    counted = (labels >= 0).reshape(-1, labels.shape[-1])
+    found = []
+    for l in range(config.num_hidden_layers):
+        block = nnx.merge(graph, jax.tree.map(lambda w, l=l: w[l], params["blocks"]))
+        x, _, routed = block(x, decoder.Operations(), routing=decoder.Routing(counted))
+        found.append(routed.statistics)
+    statistics = jax.tree.map(lambda *layers: jnp.stack(layers), *found)
+    return loss + BOTH({"blocks": statistics}, counted.sum()), loss
+
+
+@needs(8)
+@pytest.mark.parametrize(
+    "devices, placed",
+    quick_at(
+        [
+            (4, {"zero_level": 3, **ALL}),
+            (1, {"recompute_block": False}),
+            (1, {"recompute_block": False, "compute": Compute(recompute=Recompute(True, True, True, True))}),
+            (2, {"tp_size": 2}),
+            (2, {"cp_size": 2, "compute": Compute(cp_method="allgather")}),
+            (2, {"cp_size": 2, "compute": Compute(cp_method="ring")}),
+            (4, {"tp_size": 2, "zero_level": 3, "compute": Compute(sequence_chunks=2)}),
+            (1, {"compute": Compute(sequence_chunks=4)}),
+            (4, {"replicate": 2, "zero_level": 2}),
+            (1, {"packed": True}),
+        ],
+        *(0, 1, 6),
+    ),
+)
+def test_losses_of_routers_are_of_a_whole_step(devices, placed):
+    """Loss, routers' losses and all gradients of two microbatches are those of all tokens in one piece."""
+    small = Small(devices, config=SEVEN, auxiliary=BOTH, microbatches_per_fetch=2, **placed)
+    inputs, labels = tokens(2, 8, 32)
+    starts = (np.zeros_like(inputs),) if placed.get("packed") else ()
+    params = jax.tree.map(np.asarray, Small(config=SEVEN).state.weights)
+    both = jax.jit(jax.value_and_grad(lambda p: reference_losses(SEVEN, p, inputs, labels), has_aux=True))
+    (_, loss), grads = both(params)
+    found, found_grads = engine_gradients(small, (inputs, labels, *starts))
+    assert found == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
+    assert worst_relative(found_grads, grads) < ORDER_OF_SUMS
+
+
+@needs(4)
+def test_statistics_are_sums_over_tokens_that_count():
+    """Not doubled by recomputation; the same whatever the microbatches and devices; none of them in an evaluation."""
+    inputs, labels = tokens(4, 8, 16)
+    found = []
+    for devices, shape, placed in (
+        (1, (4, 8), {}),
+        (1, (1, 32), {"recompute_block": False}),
+        (4, (2, 16), {"zero_level": 3, "microbatches_per_fetch": 2}),
+        (2, (4, 8), {"tp_size": 2}),
+    ):
+        small = Small(devices, config=SEVEN, **placed)
+        batch = inputs.reshape(*shape, 16), labels.reshape(*shape, 16)
+        _, metrics = small.step(small.state, *small.put(batch))
+        statistics = jax.device_get(metrics["statistics"]["blocks"])
+        assert np.array_equal(statistics.chosen_E.sum(axis=1), np.full(3, 3 * (labels >= 0).sum()))
+        np.testing.assert_allclose(statistics.probability_E.sum(axis=1), (labels >= 0).sum(), rtol=1e-5)
+        found.append(statistics)
+    for other in found[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found[0], other)
+    of_losses = Small(config=SEVEN, auxiliary=RouterLosses(100.0, 100.0))
+    batch = inputs[0], labels[0]
+    without = Small(config=SEVEN).run.eval_step()(of_losses.state.weights, *batch)
+    assert jax.device_get(of_losses.run.eval_step()(of_losses.state.weights, *batch)) == jax.device_get(without)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_recomputation_takes_the_experts_that_were_chosen(chunks):
+    """The choice is among what is saved, one byte each; experts put in its place get the gradients."""
+    (segment,) = decoder.build(SEVEN, Compute(sequence_chunks=chunks)).segments
+    layer = jax.tree.map(lambda x: x[0], Small(config=SEVEN).state.weights["blocks"])
+    x = np.random.default_rng(0).normal(size=(2, 8, 32)).astype(np.float32)
+    of_block = recomputed(segment)
+    (_, routed), (saved_x, decided) = jax.jit(lambda w, x: of_block.block_forward(w, x, None, segment.variants[0]))(
+        layer, x
+    )
+    assert decided.dtype == jnp.uint8 and decided.shape == (2, 8, 3)
+    others = jnp.broadcast_to(jnp.uint8([1, 2, 4]), decided.shape)
+    backward = jax.jit(lambda w, saved: of_block.block_backward(w, saved, (x, None), None, segment.variants[0], None))
+    dw, _, _ = backward(layer, (saved_x, others))
+    touched = np.asarray(jnp.abs(dw["mlp"]["w_down"]).max(axis=(1, 2)) > 0)
+    assert touched.tolist() == [False, True, True, False, True, False, False]
+
+
+@needs(4)
+def test_placements_change_no_bit():
+    batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
+    expected = Small(config=SEVEN).train(batches)
+    assert expected[-1][0] < expected[0][0]
+    assert Small(config=SEVEN, **ALL).train(batches) == expected
+    four = dict(zero_level=3, config=SEVEN)
+    assert Small(4, **four, **ALL).train(batches) == Small(4, **four).train(batches)
+
+
+def test_layers_with_experts_are_sharded_over_experts():
+    """Where their number divides; else over their width, as any matrix."""
+    eight = Small(4, config=dataclasses.replace(SEVEN, num_experts=8), zero_level=3)
+    of_mlp = eight.run.engine.layouts.master["blocks"]["mlp"]
+    assert all(of_mlp[name].stored[0] == "dp_shard" for name in ("w_gate", "w_up", "w_down", "router"))
+    seven = Small(4, config=SEVEN, zero_level=3).run.engine.layouts.master["blocks"]["mlp"]
+    assert seven["w_gate"].stored == jax.P(None, "dp_shard") and seven["router"].stored == jax.P(None, "dp_shard")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["olmoe_normed", "qwen3_moe_tied"])
+def test_models_come_out_as_they_went_in(tmp_path, case):
+    """To safetensors of each expert, to the bit, from either kind of files; the same config.json."""
+    weights = stored(case, "weight")
+    folders = [
+        written(tmp_path / "together", case, weights),
+        written(tmp_path / "apart", case, apart(weights)),
+    ]
+    for folder in folders:
+        out = convert.convert(folder, tmp_path / f"from_{folder.name}", dtype="float32")
+        found = safetensors.numpy.load_file(out / SINGLE)
+        chex.assert_trees_all_equal(found, {n: x for n, x in apart(weights).items() if n in found})
+        assert found.keys() == apart(weights).keys()
+        assert model_fields(read_config(out)) == model_fields(read_config(folder))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), r"expected model\.layers\.1\.mlp\.experts\.3\.up"),
+        (lambda t: t.pop("model.layers.1.mlp.experts.6.up_proj.weight"), r"\[7, 12, 24\], as config\.json says, got \[6, "),
+        (
+            lambda t: t.update({"model.layers.0.mlp.experts.2.up_proj.weight": np.zeros((3, 24), np.float32)}),
+            r"model\.layers\.0\.mlp\.experts\.2\.up_proj\.weight: expected \[12, 24\], as expert 0, got \[3, 24\]",
+        ),
+        (lambda t: t.pop("model.layers.0.mlp.gate.weight"), r"expected model\.layers\.0\.mlp\.gate\.weight in"),
+    ],
+)
+def test_files_without_all_experts_are_refused(tmp_path, change, message):
+    tensors = apart(stored("olmoe", "weight"))
+    change(tensors)
+    folder = written(tmp_path / "model", "olmoe", tensors)
+    with pytest.raises(ConfigError, match=message):
+        check_tensors(Weights(folder), decoder.build(config_of("olmoe")))
+
+
+@pytest.mark.parametrize("case", ["olmoe", "qwen3_moe"])
+def test_models_go_to_gguf_and_back(tmp_path, case):
+    """Every tensor to the bit. What llama.cpp takes for granted of a family (norm_topk_prob) has to be so."""
+    weights = apart(stored(case, "weight"))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = np.tile(weights[name], (7, 1))
+    folder = written(tmp_path / "in", case, weights)
+    given = json.loads((folder / "config.json").read_text()) | {"vocab_size": 7 * 48}
+    (folder / "config.json").write_text(json.dumps(given))
+    (folder / "tokenizer.json").write_text(tokenizer_json())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|start|>", "eos_token": "<|end|>"}))
+    out = convert.convert(folder, tmp_path / "out.gguf", dtype="float32")
+    c, _, tensors = opened(out)
+    of_folder = Weights(folder)
+    chex.assert_trees_all_equal(
+        {name: tensors.read(name) for name in tensors.names}, {name: of_folder.read(name) for name in of_folder.names}
+    )
+    wanted = default_config().model.to_dict() | model_fields(given)
+    eps = {"rms_norm_eps": float(np.float32(wanted["rms_norm_eps"]))}
+    assert c.model.to_dict() == wanted | eps | {"head_dim": c.model.head_dim}
+    given |= {"norm_topk_prob": not given["norm_topk_prob"]}
+    (folder / "config.json").write_text(json.dumps(given))
+    with pytest.raises(ConfigError, match=r"^export: .*norm_topk_prob=.*; export a folder"):
+        convert.convert(folder, tmp_path / "other.gguf", dtype="float32")

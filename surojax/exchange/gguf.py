@@ -23,12 +23,19 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.exchange.finite import is_finite
 from surojax.families import registry
-from surojax.families.family import TENSOR_NAMES, Gguf
+from surojax.families.family import Gguf
 from surojax.families.names import find_tensor, renamed
+from surojax.families.registry import tensor_names
 from surojax.sizes import check_largest
 from surojax.untrusted import check_file
 
-FAMILIES = {name: family.gguf for name, family in registry.FAMILIES.items() if family.gguf is not None}
+ARCHITECTURE_OF = {  # by model_type
+    name: family.gguf.architecture or name for name, family in registry.FAMILIES.items() if family.gguf is not None
+}
+MODEL_TYPE_OF = {architecture: name for name, architecture in ARCHITECTURE_OF.items()}
+FAMILIES = {  # by architecture
+    ARCHITECTURE_OF[name]: family.gguf for name, family in registry.FAMILIES.items() if family.gguf is not None
+}
 AGAIN = "fetch the file again"
 FREQUENCIES = "rope_freqs.weight"  # what a rotary embedding of the type llama3 divides each frequency by
 # Keys of the metadata after the architecture's name, and theirs in config.json.
@@ -46,8 +53,9 @@ HEAD_DIM = ("attention.key_length", "attention.value_length", "rope.dimension_co
 SCALING_TYPE = "rope.scaling.type"
 # Keys of the stretched positions, and theirs in rope_scaling.
 SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
+OFF = {"expert_count": 0}  # keys whose value must be this in families that have none of it
 OTHERS = frozenset(
-    (*HEAD_DIM, SCALING_TYPE, *SCALING, "rope.scaling.finetuned", "vocab_size", "expert_count", "expert_used_count")
+    (*HEAD_DIM, SCALING_TYPE, *SCALING, *OFF, "rope.scaling.finetuned", "vocab_size", "expert_used_count")
 )
 
 
@@ -119,23 +127,25 @@ def config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str
         for key, value in metadata.items()
         if key.startswith(f"{architecture}.")
     }
-    if unknown := sorted(given.keys() - SIZES.keys() - OTHERS):
+    family = FAMILIES[architecture]
+    all_sizes = SIZES | family.sizes
+    if unknown := sorted(given.keys() - all_sizes.keys() - OTHERS):
         raise ConfigError(
             f"model_path: {contents.path} has {', '.join(unknown)}, which may change what the model computes and is "
             f"not known for {architecture}"
         )
     given.setdefault("attention.head_count_kv", given.get("attention.head_count"))
     given.setdefault("rope.freq_base", 10000.0)
-    missing = [key for key in SIZES if given.get(key) is None]
-    names = FAMILIES[architecture].names
+    missing = [key for key in all_sizes if given.get(key) is None]
+    names = family.names
     missing += [names[ours] for ours in ("embed", "norm") if names[ours] not in contents.tensors]
     if missing:
         raise ConfigError(f"model_path: expected {missing[0]} in {contents.path}, got none; {AGAIN}")
-    sizes = {theirs: given[ours] for ours, theirs in SIZES.items()}
+    sizes = {theirs: given[ours] for ours, theirs in all_sizes.items()}
     heads = sizes["num_attention_heads"]
     if not all(isinstance(sizes[key], int) for key in ("num_attention_heads", "num_key_value_heads")):
         raise ConfigError(f"model_path: {contents.path}: expected equal layers, got head counts {heads}")
-    for ours, theirs in SIZES.items():
+    for ours, theirs in all_sizes.items():
         value = sizes[theirs]
         if not (isinstance(value, int | float) and value > 0):
             raise ConfigError(
@@ -143,15 +153,16 @@ def config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str
             )
     head_dim = given.get(HEAD_DIM[0], sizes["hidden_size"] // heads)
     check_largest(sizes | {"head_dim": head_dim}, f"model_path: {contents.path}: ")
-    for key, expected in (dict.fromkeys(HEAD_DIM, head_dim) | {"expert_count": 0}).items():
-        if given.get(key, expected) != expected:
+    for key, expected in (dict.fromkeys(HEAD_DIM, head_dim) | OFF).items():
+        if key not in family.sizes and given.get(key, expected) != expected:
             raise ConfigError(f"model_path: {contents.path}: {key}: expected {expected}, got {given[key]}")
     tokens = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
     return (
         sizes
         | tokens
+        | dict(family.implied)
         | {
-            "model_type": architecture,
+            "model_type": MODEL_TYPE_OF[architecture],
             "head_dim": head_dim,
             "vocab_size": contents.tensors[names["embed"]].shape[0],
             "tie_word_embeddings": names["head"] not in contents.tensors,
@@ -254,7 +265,7 @@ class GgufTensors:
         self._theirs = {}
         for name, stored in self._contents.tensors.items():
             if name != FREQUENCIES:
-                self._theirs[renamed(name, self._family.names, TENSOR_NAMES)] = name
+                self._theirs[renamed(name, self._family.names, tensor_names(self._family.names.keys()))] = name
                 _check_type(path, name, stored.kind)
 
     @property

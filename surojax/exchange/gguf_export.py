@@ -17,6 +17,7 @@ from surojax.errors import ConfigError
 from surojax.exchange import config_json
 from surojax.exchange.export import problem_beside, unfinished_beside
 from surojax.exchange.gguf import (
+    ARCHITECTURE_OF,
     FAMILIES,
     FREQUENCIES,
     HEAD_DIM,
@@ -33,8 +34,9 @@ from surojax.exchange.gguf import (
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.model_tensors import Tensors, shapes
 from surojax.families import registry
-from surojax.families.family import TENSOR_NAMES
-from surojax.families.names import renamed
+from surojax.families.family import EXPERT_TENSOR_NAMES, TENSOR_NAMES
+from surojax.families.names import find_tensor, renamed
+from surojax.families.registry import tensor_names
 from surojax.models.model import Model
 from surojax.untrusted import expanded
 
@@ -99,7 +101,7 @@ def export_gguf(
     metadata, divisors_F = described(source, path)
     kinds = _kinds(model, dtype)
     family = FAMILIES[metadata["general.architecture"]]
-    stored_as = {renamed(name, TENSOR_NAMES, family.names): name for name in kinds}
+    stored_as = {renamed(name, tensor_names(family.names.keys()), family.names): name for name in kinds}
     expected = shapes(model)
     head_dim = metadata[f"{metadata['general.architecture']}.{HEAD_DIM[0]}"]
 
@@ -148,7 +150,7 @@ def described(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.nd
     path: of the file, for messages. Raises ConfigError unless gguf.py reads the same model from them.
     """
     fields = model_fields(source)
-    families = {name: registry.FAMILIES[name] for name in FAMILIES}
+    families = {name: registry.FAMILIES[name] for name in ARCHITECTURE_OF}
     positions = source.get("max_position_embeddings")
     if not isinstance(positions, int):
         raise ConfigError(
@@ -158,7 +160,7 @@ def described(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.nd
     try:
         said = config_json.made(fields, positions, {}, families)
         metadata, divisors_F = _metadata(said)
-        names = FAMILIES[said["model_type"]].names
+        names = FAMILIES[ARCHITECTURE_OF[said["model_type"]]].names
         entry = GgufEntry(Kind.F32, (said["vocab_size"], said["hidden_size"]), 0, 0)
         outer = ["embed", "norm"] + ([] if said["tie_word_embeddings"] else ["head"])
         entries = {names[ours]: entry for ours in outer}
@@ -186,8 +188,8 @@ def _comparable(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
     """The keys of a file for this config.json, and the divisors of the frequencies, float32 [head_dim / 2]."""
-    architecture = said["model_type"]
-    keys = {ours: said[theirs] for ours, theirs in SIZES.items()}
+    architecture = ARCHITECTURE_OF[said["model_type"]]
+    keys = {ours: said[theirs] for ours, theirs in (SIZES | FAMILIES[architecture].sizes).items()}
     head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
     keys |= dict.fromkeys(HEAD_DIM, head_dim) | {"vocab_size": said["vocab_size"]}
     scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}
@@ -208,7 +210,10 @@ def _kinds(model: Model, dtype: str) -> dict[str, Kind]:
     head = Kind.Q8_0 if wanted == Kind.Q4_0 else wanted  # llama.cpp's own files have more bits there too
     kinds = {}
     for name, shape in shapes(model).items():
-        kinds[name] = Kind.F32 if len(shape) == 1 else head if name == TENSOR_NAMES[model.head] else wanted
+        place = find_tensor(name, EXPERT_TENSOR_NAMES)
+        is_router = place is not None and place.ours == "mlp.router"  # which llama.cpp does not quantise
+        whole = len(shape) == 1 or is_router
+        kinds[name] = Kind.F32 if whole else head if name == TENSOR_NAMES[model.head] else wanted
         block, _ = gguf.GGML_QUANT_SIZES[kinds[name]]
         if shape[-1] % block:
             raise ConfigError(

@@ -11,6 +11,7 @@ in `NEUTRAL`.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from surojax.families import rope_keys, window_keys
@@ -99,6 +100,7 @@ GGUF_NAMES = {
     "mlp.w_up": GGUF_LAYER + "ffn_up.weight",
     "mlp.w_down": GGUF_LAYER + "ffn_down.weight",
 }
+EXPERT_GGUF_SIZES = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 EXPERT_GGUF_NAMES = GGUF_NAMES | {
     "mlp.router": GGUF_LAYER + "ffn_gate_inp.weight",
     "mlp.w_gate": GGUF_LAYER + "ffn_gate_exps.weight",
@@ -108,17 +110,25 @@ EXPERT_GGUF_NAMES = GGUF_NAMES | {
 
 
 class Gguf(NamedTuple):
-    """A family's models in GGUF files, whose `general.architecture` is the family's model_type.
+    """A family's models in GGUF files.
+
+    architecture: their `general.architecture`; "": the family's model_type.
 
     neighbours: rows of queries and keys are in the order that rotates neighbouring channels of a head, see gguf.py.
     llama3_rope: the parameters, without the factor, of all models of the family whose rotary embedding is of the type
     llama3: files have what these and the factor make of the frequencies; None: the family has no such models.
-    names: our names of tensors, and theirs.
+    names: our names of tensors, and theirs. sizes: keys of the metadata after the architecture's name, and theirs in
+    config.json, in addition to those of every family. implied: keys of config.json that no file says, with the value
+    that llama.cpp takes for them.
     """
+
+    architecture: str = ""
 
     neighbours: bool = False
     llama3_rope: Mapping[str, float] | None = None
     names: Mapping[str, str] = GGUF_NAMES
+    sizes: Mapping[str, str] = MappingProxyType({})
+    implied: Mapping[str, Any] = MappingProxyType({})
 
 
 def read_keys(given: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from surojax.families.family import EXPERT_GGUF_NAMES, EXPERT_TENSOR_NAMES, LLAMA_DEFAULTS, SIZES, Gguf, ModelFamily
+from surojax.families.family import (
+    EXPERT_GGUF_NAMES,
+    EXPERT_GGUF_SIZES,
+    EXPERT_TENSOR_NAMES,
+    LLAMA_DEFAULTS,
+    SIZES,
+    Gguf,
+    ModelFamily,
+)
 from surojax.families.rope_keys import read_rope, write_rope
 
 # Keys of config.json that are `model` fields, in the families with experts.
@@ -37,5 +45,5 @@ OLMOE = ModelFamily(
     read=read_rope,
     write=_write,
     tensors=EXPERT_TENSOR_NAMES,
-    gguf=Gguf(names=EXPERT_GGUF_NAMES),
+    gguf=Gguf(names=EXPERT_GGUF_NAMES, sizes=EXPERT_GGUF_SIZES, implied={"norm_topk_prob": False}),
 )

@@ -3,7 +3,15 @@
 from typing import Any
 
 from surojax.families import rope_keys, window_keys
-from surojax.families.family import EXPERT_GGUF_NAMES, EXPERT_TENSOR_NAMES, LLAMA_DEFAULTS, SIZES, Gguf, ModelFamily
+from surojax.families.family import (
+    EXPERT_GGUF_NAMES,
+    EXPERT_GGUF_SIZES,
+    EXPERT_TENSOR_NAMES,
+    LLAMA_DEFAULTS,
+    SIZES,
+    Gguf,
+    ModelFamily,
+)
 from surojax.families.olmoe import OF_EXPERTS, OF_TRAINING
 
 
@@ -85,5 +93,10 @@ QWEN3_MOE = ModelFamily(
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
     tensors=EXPERT_TENSOR_NAMES,
-    gguf=Gguf(names=EXPERT_GGUF_NAMES),
+    gguf=Gguf(
+        architecture="qwen3moe",
+        names=EXPERT_GGUF_NAMES,
+        sizes=EXPERT_GGUF_SIZES | {"expert_feed_forward_length": "moe_intermediate_size"},
+        implied={"norm_topk_prob": True},
+    ),
 )

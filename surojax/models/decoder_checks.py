@@ -124,17 +124,21 @@ def _unused_of_rope(name: str) -> Refusal:
 
 
 BY_LAYER = ("offload_grads", "offload_residual", "offload_weights")  # in files: all microbatches are one group
+FOUR_EXPERTS: dict[str, Any] = {"model.num_experts": 4, "model.num_experts_per_tok": 2}
+IN_ONE_GROUP = FOUR_EXPERTS | {"gradient_accumulation_steps": 1}
 experts = is_above("model.num_experts", 0, **{"model.num_experts_per_tok": 1})
 no_experts = is_one_of("model.num_experts", 0)
+router_losses = (
+    is_set("router_aux_loss_coef", 0.01, IN_ONE_GROUP),
+    is_set("router_z_loss_coef", 0.001, IN_ONE_GROUP),
+)
 # Of experts, which a model without them does not read.
 OF_EXPERTS = (
-    is_set("model.num_experts_per_tok", 2),
-    is_set("model.moe_intermediate_size", 64),
-    is_on("model.norm_topk_prob"),
-    is_set("router_aux_loss_coef", 0.01),
-    is_set("router_z_loss_coef", 0.001),
+    is_set("model.num_experts_per_tok", 2, FOUR_EXPERTS),
+    is_set("model.moe_intermediate_size", 64, FOUR_EXPERTS),
+    is_on("model.norm_topk_prob", **FOUR_EXPERTS),
+    *router_losses,
 )
-ROUTER_LOSSES = OF_EXPERTS[-2:]
 whole_norm = is_on("model.qk_norm_whole")
 # Options that the float8 block (decoder_fp8.py) does not compute; the other recipes do.
 NOT_IN_FP8 = (
@@ -152,12 +156,7 @@ OF_ROPE = dict.fromkeys(name for names in ROPE_USES.values() for name in names)
 REFUSALS = (
     *map(_unused_of_rope, OF_ROPE),
     *each(OF_EXPERTS, no_experts, "which does not use it", "leave it out, or set model.num_experts"),
-    *each(
-        [dataclasses.replace(loss, example=loss.example | experts.example) for loss in ROUTER_LOSSES],
-        stages,
-        "for which it is not built yet",
-        "leave it out, or set pp_size=1",
-    ),
+    *each(router_losses, stages, "for which it is not built yet", "leave it out, or set pp_size=1"),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),
     Refusal(whole_norm, is_on("model.norm_plus_one"), "with which it is not built", "leave one of them out"),
     *each(NOT_IN_FP8, fp8, "whose blocks are written out without it", "use recipe='mxfp8', 'nvfp4' or 'bf16'"),

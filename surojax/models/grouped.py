@@ -22,7 +22,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 
-LARGEST_BLOCK = 128  # rows
+# Rows. A GPU copies an expert's matrices before a block multiplies them, so that larger blocks are faster, though more
+# of their rows are empty: Qwen3-30B-A3B in NF4 on an RTX 4090, 16,384 tokens a step, with at most 128 rows 1,081
+# tokens/s, 256: 1,315; in one microbatch 2,004 with 256 and 2,402 with 512 (predicted).
+LARGEST_BLOCK = 512
 
 
 class Blocks(NamedTuple):

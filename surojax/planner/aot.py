@@ -24,6 +24,7 @@ XLA's scheduler uses free memory for overlap: the same program needs less memory
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -40,6 +41,7 @@ from surojax.placement.mesh import expect_no_cuda_without_driver, has_driver
 from surojax.planner.gpus import ARCHITECTURES, GPUS, Gpu
 
 EXTRA = "pip install 'surojax[plan]'"
+CUDNN_WHEELS = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 PTXAS = "*/bin/ptxas"
 XLA_OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_triton_gemm": False,  # fact 4
@@ -103,12 +105,24 @@ def silence() -> None:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 
+def cudnn_version() -> str:
+    """The version of cuDNN that is installed, "9.28.0": XLA asks it what to leave to cuDNN. That of 2025 without one."""
+    for wheel in CUDNN_WHEELS:
+        try:
+            return ".".join(importlib.metadata.version(wheel).split(".")[:3])
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "9.10.0"
+
+
 def target_config(gpu: Gpu) -> str:
     """The description of a GPU for XLA's compiler (GpuTargetConfigProto, text format)."""
     capability = gpu.compute_capability.rstrip("a")
     accelerated = gpu.compute_capability.endswith("a")
     major, minor = capability.split(".")
     sm = ARCHITECTURES[capability]
+    dnn = cudnn_version()
+    dnn_major, dnn_minor, dnn_patch, *_ = dnn.split(".")
     features = "ACCELERATED_FEATURES" if accelerated else "NONE"
     return f"""
 gpu_device_info {{
@@ -134,10 +148,10 @@ gpu_device_info {{
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   device_address_bits: 64
-  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "{dnn}"
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
+dnn_version_info {{ major: {dnn_major} minor: {dnn_minor} patch: {dnn_patch} }}
 device_description_str: "{gpu.name}"
 """
 

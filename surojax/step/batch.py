@@ -84,8 +84,10 @@ class Batch(NamedTuple):
     def on_device(self, recipe_inputs: Callable) -> Microbatch:
         """The tokens of one microbatch whose activations are on this device."""
         targets = {name: self._own(name) for name in self.objective.targets}
-        counted = functools.partial(self.objective.counted, targets)
-        return Microbatch(self._own("inputs"), targets, self.arrays.get("starts"), counted, recipe_inputs)
+        starts = self.arrays.get("starts")
+        return Microbatch(
+            self._own("inputs"), targets, starts, lambda: self.objective.counted(targets), recipe_inputs
+        )
 
     def _own(self, name: str) -> jax.Array:
         """The columns of an array `[B, S]` whose activations are on this device."""

@@ -37,18 +37,18 @@ def padded(segment: Segment, *, idles: bool = False) -> Segment:
     def kept_if(computes: jax.Array, new, old):
         return jax.tree.map(lambda new, old: jnp.where(computes, new, old), new, old)
 
-    def block(w, x_BSD, inputs: Inputs, variant, *of_tokens):
-        y_BSD, routed = segment.block(w, x_BSD, inputs.of_layer, variant, *of_tokens)
+    def block(w, x_BSD, inputs: Inputs, variant, starts=None, *routing):
+        y_BSD, routed = segment.block(w, x_BSD, inputs.of_layer, variant, starts, *routing)
         return kept_if(inputs.computes, y_BSD, x_BSD), routed
 
-    def block_forward(w, x_BSD, inputs: Inputs, variant, *of_tokens):
-        (y_BSD, routed), saved = segment.block_forward(w, x_BSD, inputs.of_layer, variant, *of_tokens)
+    def block_forward(w, x_BSD, inputs: Inputs, variant, starts=None, *routing):
+        (y_BSD, routed), saved = segment.block_forward(w, x_BSD, inputs.of_layer, variant, starts, *routing)
         return (kept_if(inputs.computes, y_BSD, x_BSD), routed), saved
 
-    def block_backward(w, saved, d_result, inputs: Inputs, variant, *of_tokens):
+    def block_backward(w, saved, d_result, inputs: Inputs, variant, starts=None, *routing):
         dy_BSD, d_statistics = d_result
         of_layer = kept_if(inputs.computes, dy_BSD, jnp.zeros_like(dy_BSD)), d_statistics
-        dw, dx_BSD, observed = segment.block_backward(w, saved, of_layer, inputs.of_layer, variant, *of_tokens)
+        dw, dx_BSD, observed = segment.block_backward(w, saved, of_layer, inputs.of_layer, variant, starts, *routing)
         if idles:
             dw, observed = kept_if(inputs.computes, (dw, observed), jax.tree.map(jnp.zeros_like, (dw, observed)))
         return dw, kept_if(inputs.computes, dx_BSD, dy_BSD), observed
