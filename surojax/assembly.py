@@ -78,8 +78,8 @@ MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 
 # Recipes fp8_*: XLA does not merge products that share an operand (queries, keys, values). To merge them, XLA copies
 # the weights into one array and the results out of one: 290 MiB for a 7B block of 2048 tokens, whose products read and
-# write 104 MiB. In 16 bits merging costs as much, but there copies overlap worse without it (docs/LOG.md). Of experts it
-# would merge gate and up for every block of rows: 2 % of a step of Qwen3-30B-A3B.
+# write 104 MiB. In 16 bits merging costs as much, but there copies overlap worse without it (docs/LOG.md). Of experts
+# it would merge gate and up for every block of rows: 2 % of a step of Qwen3-30B-A3B.
 APART: dict[str, str | bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
@@ -202,9 +202,9 @@ def assemble(
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
     batch: (microbatches, sequences of a microbatch on all devices, sequence length) of a step, which residuals in files
-    are planned for.
-    objective: None: cross-entropy with this z_loss. auxiliary, recompute_block, lmhead_chunks, packed, microbatches_per_fetch,
-    overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`. xla_options: see `Assembly`.
+    are planned for. objective: None: cross-entropy with this z_loss. auxiliary, recompute_block, lmhead_chunks, packed,
+    microbatches_per_fetch, overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`. xla_options: see
+    `Assembly`.
     """
     if pipeline_stages(mesh) > 1:
         of_stage(model, pipeline_stages(mesh))  # raises

@@ -36,6 +36,7 @@ with np.load(Path(__file__).parent / "fixtures" / "experts_reference.npz") as ar
 CASES = sorted({name.split("/")[0] for name in REFERENCE})
 EXPERTS, UNUSED, TIED = 7, 4, (5, 6)
 LOSSES = RouterLosses(1.0, 0.1)  # those of the reference
+OF_LAYER_1 = "model.layers.1.mlp"
 ALL = {f"offload_{name}": True for name in ("residual", "optimizer", "master", "grads", "weights")}
 
 
@@ -289,9 +290,8 @@ def test_recomputation_takes_the_experts_that_were_chosen(chunks):
     layer = jax.tree.map(lambda x: x[0], Small(config=SEVEN).state.weights["blocks"])
     x = np.random.default_rng(0).normal(size=(2, 8, 32)).astype(np.float32)
     of_block = recomputed(segment)
-    (_, routed), (saved_x, decided) = jax.jit(lambda w, x: of_block.block_forward(w, x, None, segment.variants[0]))(
-        layer, x
-    )
+    forward = jax.jit(lambda w, x: of_block.block_forward(w, x, None, segment.variants[0]))
+    _, (saved_x, decided) = forward(layer, x)
     assert decided.dtype == jnp.uint8 and decided.shape == (2, 8, 3)
     others = jnp.broadcast_to(jnp.uint8([1, 2, 4]), decided.shape)
     backward = jax.jit(lambda w, saved: of_block.block_backward(w, saved, (x, None), None, segment.variants[0], None))
@@ -341,8 +341,14 @@ def test_models_come_out_as_they_went_in(tmp_path, case):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), r"expected model\.layers\.1\.mlp\.experts\.3\.up"),
-        (lambda t: t.pop("model.layers.1.mlp.experts.6.up_proj.weight"), r"\[7, 12, 24\], as config\.json says, got \[6, "),
+        (
+            lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"),
+            r"expected model\.layers\.1\.mlp\.experts\.3\.up",
+        ),
+        (
+            lambda t: t.pop("model.layers.1.mlp.experts.6.up_proj.weight"),
+            r"\[7, 12, 24\], as config\.json says, got \[6, ",
+        ),
         (
             lambda t: t.update({"model.layers.0.mlp.experts.2.up_proj.weight": np.zeros((3, 24), np.float32)}),
             r"model\.layers\.0\.mlp\.experts\.2\.up_proj\.weight: expected \[12, 24\], as expert 0, got \[3, 24\]",

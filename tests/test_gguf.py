@@ -255,7 +255,9 @@ def test_damaged_files_and_other_architectures_are_refused(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match=r"expected general\.architecture llama, qwen2, qwen3, olmoe, qwen3moe, got 'gpt2'"):
+    with pytest.raises(
+        ConfigError, match=r"expected general\.architecture llama, qwen2, qwen3, olmoe, qwen3moe, got 'gpt2'"
+    ):
         opened(path)
 
 

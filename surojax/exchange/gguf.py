@@ -128,7 +128,7 @@ def config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str
         if key.startswith(f"{architecture}.")
     }
     family = FAMILIES[architecture]
-    all_sizes = SIZES | family.sizes
+    all_sizes = {**SIZES, **family.sizes}
     if unknown := sorted(given.keys() - all_sizes.keys() - OTHERS):
         raise ConfigError(
             f"model_path: {contents.path} has {', '.join(unknown)}, which may change what the model computes and is "

@@ -189,7 +189,7 @@ def _comparable(fields: dict[str, Any]) -> dict[str, Any]:
 def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
     """The keys of a file for this config.json, and the divisors of the frequencies, float32 [head_dim / 2]."""
     architecture = ARCHITECTURE_OF[said["model_type"]]
-    keys = {ours: said[theirs] for ours, theirs in (SIZES | FAMILIES[architecture].sizes).items()}
+    keys = {ours: said[theirs] for ours, theirs in {**SIZES, **FAMILIES[architecture].sizes}.items()}
     head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
     keys |= dict.fromkeys(HEAD_DIM, head_dim) | {"vocab_size": said["vocab_size"]}
     scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}

@@ -20,7 +20,9 @@ OF_TRAINING = {"output_router_logits": False, "router_aux_loss_coef": 0.01}
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: fields[name] for name in OF_EXPERTS} | {"clip_qkv": None, "attention_bias": False} | write_rope(fields)
+    return (
+        {name: fields[name] for name in OF_EXPERTS} | {"clip_qkv": None, "attention_bias": False} | write_rope(fields)
+    )
 
 
 OLMOE = ModelFamily(

@@ -77,8 +77,8 @@ def block_functions(
     """Functions `block`, `block_forward` and `block_backward` for a `Segment`, which process `number` chunks in turn.
 
     body: (weights, x `[B, C, D]`, Earlier, Variant, starts, Routing) -> (block of x, Earlier with the chunk's own keys
-    and values, Routed or None). keys_values: (weights, x, index of the chunk's first token, Variant, starts) -> that Earlier alone. starts:
-    of the whole chunk. trained: the `Param`s of which gradients are computed.
+    and values, Routed or None). keys_values: (weights, x, index of the chunk's first token, Variant, starts) -> that
+    Earlier alone. starts: of the whole chunk. trained: the `Param`s of which gradients are computed.
     """
 
     def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
@@ -117,9 +117,10 @@ def block_functions(
             first = row.start == 0
             earlier = Earlier() if first else jax.tree.map(lambda x, row=row: x[:, : row.start], everything)
 
-            def run(w_trained, x_BCD, earlier, row=row, of_chunk=chunk.routing(routing)):
+            def run(w_trained, x_BCD, earlier, row=row, chunk=chunk):
                 w_all = with_part(w, w_trained)
-                y_BCD, own, routed = body(w_all, x_BCD, earlier, variant, row.of(starts_BS), of_chunk)
+                of_tokens = row.of(starts_BS), chunk.routing(routing)
+                y_BCD, own, routed = body(w_all, x_BCD, earlier, variant, *of_tokens)
                 return y_BCD, own, routed and routed.statistics
 
             (_, own, statistics), vjp = jax.vjp(run, w_trained, x_BCD, earlier)

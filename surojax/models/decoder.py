@@ -68,8 +68,8 @@ class DecoderConfig:
     qk_norm_whole: RMSNorm on queries and keys, of the channels of all heads together; not with qk_norm.
 
     num_experts: of each MLP, see experts.py; 0: the MLP is one. num_experts_per_tok: that a token chooses.
-    moe_intermediate_size: width of an expert; 0: intermediate_size. norm_topk_prob: the weights of the chosen ones add up to 1. lora: adapters,
-    which are trained in place of all else; None: there are none.
+    moe_intermediate_size: width of an expert; 0: intermediate_size. norm_topk_prob: the weights of the chosen ones add
+    up to 1. lora: adapters, which are trained in place of all else; None: there are none.
     """
 
     vocab_size: int
@@ -244,8 +244,7 @@ class Decoder(nnx.Module):
         graph, weights = nnx.split(self.blocks)
 
         def block(x_BSD, w, variant: Variant):
-            x_BSD, _, routed = nnx.merge(graph, w)(x_BSD, Operations(variant=variant, starts=starts_BS))
-            return x_BSD, None
+            return nnx.merge(graph, w)(x_BSD, Operations(variant=variant, starts=starts_BS))[0], None
 
         def layer(variant: Variant) -> Callable:
             with_variant = functools.partial(block, variant=variant)

@@ -103,15 +103,15 @@ class Experts(nnx.Module):
         def experts(x_BSD):
             y_BSD = norm(x_BSD) if norm else x_BSD
             chosen_BSk, weights_BSk, statistics = self.route(y_BSD, routing)
-            gathered = (all_gather_sequence(a) for a in (y_BSD, chosen_BSk.astype(jnp.int32), weights_BSk))
-            mixed_BSD = self.mix(*gathered, ops)
+            of_group = [all_gather_sequence(a) for a in (y_BSD, chosen_BSk.astype(jnp.int32), weights_BSk)]
+            mixed_BSD = self.mix(*of_group, ops=ops)
             mixed_BSD = reduce_scatter_sequence(mixed_BSD) if is_divided("mlp") else mixed_BSD
             return mixed_BSD, Routed(statistics, chosen_BSk)
 
         return recomputed(experts, norm is not None)(x_BSD)
 
     def route(self, x_BSD: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, RouterStatistics]:
-        """(numbers of the chosen experts `[B, S, k]`, their float32 weights, the statistics of the tokens that count)."""
+        """(numbers of the chosen experts `[B, S, k]`, their float32 weights, statistics of the tokens that count)."""
         c = self.config
         logits_BSE = router_product(x_BSD, self.router[...])
         probability_BSE = jax.nn.softmax(logits_BSE)

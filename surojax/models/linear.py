@@ -84,7 +84,7 @@ def recipe_product(precision: Precision, seed: jax.Array | None, frozen: bool = 
 
 
 def router_product(x_BSi: jax.Array, w_oi: jax.Array) -> jax.Array:
-    """x w^T with float32 results: `[..., out]`. Experts whose logits are close would be taken for each other in 16 bits."""
+    """x w^T with float32 results `[..., out]`: in 16 bits logits that are close would tie."""
     how: Any = {"preferred_element_type": jnp.float32}
     return jax.lax.dot_general(x_BSi, w_oi, (((x_BSi.ndim - 1,), (1,)), ((), ())), **how)
 

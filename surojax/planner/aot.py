@@ -106,13 +106,13 @@ def silence() -> None:
 
 
 def cudnn_version() -> str:
-    """The version of cuDNN that is installed, "9.28.0": XLA asks it what to leave to cuDNN. That of 2025 without one."""
+    """The version of cuDNN that is installed, such as "9.28.0": XLA gates by it what it leaves to cuDNN."""
     for wheel in CUDNN_WHEELS:
         try:
             return ".".join(importlib.metadata.version(wheel).split(".")[:3])
         except importlib.metadata.PackageNotFoundError:
             continue
-    return "9.10.0"
+    return "9.10.0"  # not installed: nothing that needs it is compiled, see `available`
 
 
 def target_config(gpu: Gpu) -> str:

@@ -365,7 +365,9 @@ def _whole_matrix(run: Assembly, t: TensorOnGpu) -> Iterator[StepCollective]:
             yield StepCollective("once", "all-gather", along, groups * work * gathered * (n - 1))
         elif axes:
             yield StepCollective("once", "all-to-all", along, groups * (work + 4) * math.prod(shape) * (n - 1) / n)
-            yield StepCollective("once", "all-gather", along, groups * 4 * math.prod(shape[:-1]) * devices * (n - 1) / n)
+            yield StepCollective(
+                "once", "all-gather", along, groups * 4 * math.prod(shape[:-1]) * devices * (n - 1) / n
+            )
         gathered *= n
         devices //= n
 

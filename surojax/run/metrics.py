@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from surojax.errors import ConfigError
 from surojax.run.console import CONSOLE, Console
+from surojax.run.routing import Usage
 from surojax.untrusted import parse_json
 
 METRICS_FILE = "metrics.jsonl"
@@ -98,6 +99,7 @@ class MetricsLog:
         self._console = console
         self._report = report
         self._recent_s: deque[float] | None = None  # None until the first step, whose duration is mostly compilation
+        self._collapsed: set[int] = set()  # layers with experts that a line was printed of
         self._said = -math.inf  # when the last line of a step, or status, was printed
 
         self._file = None
@@ -127,21 +129,35 @@ class MetricsLog:
                 outputs.callback(self._console.keep_status)
 
     def step(
-        self, step: int, *, loss: float, grad_norm: float, lr: float, duration_s: float, data_wait_s: float = 0.0
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        duration_s: float,
+        data_wait_s: float = 0.0,
+        auxiliary_loss: float | None = None,
+        usage: Usage | None = None,
     ) -> dict[str, Any]:
         """Report a training step (loss in nats per token) and return its record in `metrics.jsonl`.
 
         {"log":"step","step","loss","norm","lr","tokens_per_second","duration_ms","data_wait_ms","mfu" (a fraction),
         "time" (seconds since 1970),"tokens" (seen so far, with padding),"peak_memory_bytes" (of a device)}, of which
-        "mfu" and the last are there if known. data_wait_s: the host waited so long for the batch, while the device may
-        have been busy. Floats are written with all digits, so a float32 is read back bit-exactly. A value that is not
-        finite is written as null, since JSON has no NaN.
+        "mfu" and the last are there if known. With experts also "largest_expert_share" (of each layer, see `Usage`),
+        every `log_steps` steps "expert_tokens" (of each layer and expert), and "auxiliary_loss". data_wait_s: the host
+        waited so long for the batch, while the device may have been busy. Floats are written with all digits, so a
+        float32 is read back bit-exactly. A value that is not finite is written as null, since JSON has no NaN.
         """
         duration_s = max(duration_s, 1e-9)
         tokens_per_second = self._tokens_per_step / duration_s
         record = {"log": "step", "step": step, "loss": loss, "norm": grad_norm, "lr": lr}
         record |= {"tokens_per_second": tokens_per_second, "duration_ms": duration_s * 1e3}
         record["data_wait_ms"] = data_wait_s * 1e3
+        if auxiliary_loss is not None:
+            record["auxiliary_loss"] = auxiliary_loss
+        if usage is not None:
+            record |= self._usage(step, usage)
         if self._peak_flops is not None:
             record["mfu"] = self._flops_per_step / duration_s / self._peak_flops
         record |= self._progress(step)
@@ -149,10 +165,27 @@ class MetricsLog:
             record["peak_memory_bytes"] = peak
         self._append(record)
         train = {"loss": loss, "grad_norm": grad_norm, "learning_rate": lr, "tokens_per_second": tokens_per_second}
-        train |= {name: record[name] for name in ("mfu", "peak_memory_bytes") if name in record}
+        train |= {name: record[name] for name in ("mfu", "peak_memory_bytes", "auxiliary_loss") if name in record}
+        if usage is not None:
+            train["largest_expert_share"] = max(record["largest_expert_share"])
         self._scalars("train", step, train)
         self._say_step(record, self._eta(step, duration_s))
         return record
+
+    def _usage(self, step: int, usage: Usage) -> dict[str, Any]:
+        """What a record says of experts; prints a line for layers that use too few of them, once for each."""
+        new = [l for l in usage.collapsed if l not in self._collapsed]
+        self._collapsed.update(new)
+        if new and self._file is not None:
+            used = min(usage.used_L[l] for l in new)
+            self._console.line(
+                f"step {step}: layer {', '.join(map(str, new))}: nearly all tokens choose the same {used:.1f} of "
+                f"{usage.tokens_LE.shape[1]} experts; router_aux_loss_coef spreads them"
+            )
+        found: dict[str, Any] = {"largest_expert_share": [round(float(x), 4) for x in usage.largest_share_L]}
+        if step % self._log_steps == 0:
+            found["expert_tokens"] = usage.tokens_LE.astype(int).tolist()
+        return found
 
     def _progress(self, step: int) -> dict[str, Any]:
         """The time, and the tokens seen up to a step."""
@@ -240,13 +273,17 @@ class MetricsLog:
 
 
 class FinishedStep(NamedTuple):
-    """The metrics of a finished step, on the host, and `finite` of its metrics if there is one, on the devices."""
+    """The metrics of a finished step, on the host, and `finite` of its metrics if there is one, on the devices.
+
+    usage: of the experts, if there are any.
+    """
 
     step: int
     values: dict[str, float]
     duration_s: float
     data_wait_s: float
     finite: jax.Array | None = None
+    usage: Usage | None = None
 
 
 class DeferredMetrics:
@@ -259,10 +296,10 @@ class DeferredMetrics:
     """
 
     def __init__(self) -> None:
-        self._pending: tuple[int, dict[str, jax.Array], float, jax.Array | None] | None = None
+        self._pending: tuple[int, dict[str, Any], float, jax.Array | None] | None = None
         self._clock = time.perf_counter()
 
-    def push(self, step: int, device_metrics: dict[str, jax.Array], data_wait_s: float = 0.0) -> FinishedStep | None:
+    def push(self, step: int, device_metrics: dict[str, Any], data_wait_s: float = 0.0) -> FinishedStep | None:
         """Start to copy the metrics of `step` to the host. Returns the previous step, or None if there is none.
 
         data_wait_s: the host waited so long for the step's batch.
@@ -271,7 +308,7 @@ class DeferredMetrics:
         finite = scalars.pop("finite", None)  # each process has a part of it; it is read only if a number is not finite
         # JAX counts this deliberate, asynchronous copy as an implicit transfer, which a guard would refuse.
         with jax.transfer_guard_device_to_host("allow"):
-            for value in scalars.values():
+            for value in jax.tree.leaves(scalars):
                 value.copy_to_host_async()
         previous = self.flush()
         self._pending = (step, scalars, data_wait_s, finite)
@@ -283,10 +320,13 @@ class DeferredMetrics:
             return None
         step, scalars, data_wait_s, finite = self._pending
         self._pending = None
-        values = {name: float(value) for name, value in jax.device_get(scalars).items()}
+        on_host = jax.device_get(scalars)
+        statistics = on_host.pop("statistics", None)
+        values = {name: float(value) for name, value in on_host.items()}
         started = self._clock
         self._clock = time.perf_counter()
-        return FinishedStep(step, values, self._clock - started, data_wait_s, finite)
+        usage = None if statistics is None else Usage.of(statistics)
+        return FinishedStep(step, values, self._clock - started, data_wait_s, finite, usage)
 
     def restart_clock(self) -> None:
         """Exclude the time since the last finished step from the next step's duration."""

@@ -85,9 +85,7 @@ class Batch(NamedTuple):
         """The tokens of one microbatch whose activations are on this device."""
         targets = {name: self._own(name) for name in self.objective.targets}
         starts = self.arrays.get("starts")
-        return Microbatch(
-            self._own("inputs"), targets, starts, lambda: self.objective.counted(targets), recipe_inputs
-        )
+        return Microbatch(self._own("inputs"), targets, starts, lambda: self.objective.counted(targets), recipe_inputs)
 
     def _own(self, name: str) -> jax.Array:
         """The columns of an array `[B, S]` whose activations are on this device."""

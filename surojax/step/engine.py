@@ -267,6 +267,7 @@ def no_statistics(model: Model) -> dict[str, Any]:
 
 def auxiliary_loss(engine: Engine, statistics: dict[str, Any], batch: Batch) -> tuple[jax.Array, dict[str, Any]]:
     """(the auxiliary loss of a step, its gradients). statistics: sums over this device's tokens, by segment."""
+    assert engine.auxiliary is not None
     summed = collectives.add_up(statistics, *AXES)
     return jax.value_and_grad(engine.auxiliary)(summed, batch.terms().astype(jnp.float32))
 

@@ -38,8 +38,8 @@ from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.step.batch import Batch, recipe_inputs_of
 from surojax.step.between import OfDevices, Resting, in_round, in_rounds, of_round
-from surojax.step.by_host import by_host
 from surojax.step.blocks import plus_statistics
+from surojax.step.by_host import by_host
 from surojax.step.engine import Gradients, auxiliary_loss, no_statistics
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.gradients import Accumulators, Sums, add, finish, outer_sums
@@ -58,8 +58,8 @@ LAYERS_IN_FLIGHT = 3  # of a class in files, in host memory: one that is read, t
 class Sent(NamedTuple):
     """Values that one program hands on to the next, besides activations or their gradients.
 
-    l: number of the layer that the next program computes. statistics: of the layers so far, by
-    segment; after the head their gradients. squares: of the gradients so far. observed: largest magnitudes so far, for delayed scales. finite:
+    l: number of the layer that the next program computes. statistics: of the layers so far, by segment; after the head
+    their gradients. squares: of the gradients so far. observed: largest magnitudes so far, for delayed scales. finite:
     see `metrics`.
     """
 

@@ -51,7 +51,8 @@ def of_stage(model: Model, stages: int) -> Model:
     if others:
         names = ", ".join(segment.name for segment in model.segments)
         raise ConfigError(
-            f"pp_size: expected 1 for several segments of layers ({names}), for which more is not built yet, got {stages}; leave it out"
+            f"pp_size: expected 1 for several segments of layers ({names}), for which more is not built yet, got "
+            f"{stages}; leave it out"
         )
     if in_lockstep(model):
         check_lockstep(segment.variants, stages)

@@ -65,7 +65,8 @@ def loop(
 
     def report(done: FinishedStep | None) -> None:
         if done is not None:
-            record = log.step(done.step, **done.values, duration_s=done.duration_s, data_wait_s=done.data_wait_s)
+            times = {"duration_s": done.duration_s, "data_wait_s": done.data_wait_s}
+            record = log.step(done.step, **done.values, **times, usage=done.usage)
             history.append(record)
             check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last, done.finite)
             callbacks.tell(record, current)

@@ -58,6 +58,7 @@ def bounds(c: Config) -> dict[str, Bound]:
         "nf4": approximate(1e-2, 1e-1, "weights in NF4, each off by up to 0.152 of its block's largest"),
         "fp4": approximate(1e-2, 1e-1, "weights in NVFP4, each off by up to 1/6 of its block's largest"),
         "adapters": Bound(1.0, 1e2, "other parameters are trained", approximate=True),
+        "another": Bound(1.0, 1e2, "it is another model", approximate=True),
         "documents": Bound(1.0, 1.0, "no token sees the documents before its own", approximate=True),
         "sent_int8": approximate(1e-2, 1e-2, "gradients sent in int8, each off by up to 1/254 of its block's largest"),
         "int8": approximate(1e-2, 1e-2, "weights in int8, each off by up to 1/254 of its block's largest"),

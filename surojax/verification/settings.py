@@ -52,6 +52,13 @@ QLORA: dict[str, Any] = LORA | NF4
 QLORA_FP8: dict[str, Any] = LORA | {"qlora_fp8": True}
 QLORA_FP4: dict[str, Any] = LORA | {"qlora_fp4": True}
 QLORA_OFFLOADS: dict[str, Any] = LORA_OFFLOADS | NF4
+EXPERTS: dict[str, Any] = {  # 5 on 4 GPUs: sharded over their width, see EVEN
+    "model.num_experts": 5,
+    "model.num_experts_per_tok": 2,
+    "model.moe_intermediate_size": 128,
+    "model.norm_topk_prob": True,
+}
+EVEN: dict[str, Any] = EXPERTS | {"model.num_experts": 8}  # sharded over experts
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
 # A row is there for a path through the step. Each field alone; each axis of the mesh alone, with every offload, with
@@ -278,7 +285,38 @@ ADAPTERS: tuple[Setting, ...] = (
     Setting("qlora_fp4", QLORA_FP4, like="lora", expect="fp4"),
     Setting("qlora_fp4_tp_2x2", QLORA_FP4 | LORA_OFFLOADS | ZERO3_TP, 4, like="qlora_fp4", expect="order"),
 )
-SETTINGS += ADAPTERS
+# Each token has some of the matrices: they are compared with each other. There are none if the config has experts.
+MIXTURES: tuple[Setting, ...] = (
+    Setting("experts", EXPERTS, expect="another"),
+    Setting("experts_saved", EXPERTS | SAVED, like="experts", expect="saved"),
+    Setting("experts_recompute_parts", EXPERTS | SAVED | PARTS, like="experts", expect="saved"),
+    Setting("experts_sequence_chunks", EXPERTS | CHUNKS, like="experts", expect="order"),
+    Setting("experts_sample_packing", EXPERTS | PACKED, like="experts", expect="documents"),
+    Setting("experts_offload_all", EXPERTS | ALL, like="experts"),
+    Setting("experts_overlap_update", EXPERTS | OVERLAPPED, like="experts"),
+    Setting("experts_nvme_all", EXPERTS | NVME_ALL, like="experts", expect="grouped"),
+    *(Setting(f"experts_zero_level={n}@4", EXPERTS | {"zero_level": n}, 4, "experts", "order") for n in (1, 3)),
+    Setting("experts_offload_all@4", EXPERTS | ZERO3 | ALL, 4, like="experts_zero_level=3@4"),
+    Setting("experts_zero_quantized_weights=int8@4", EXPERTS | INT8, 4, "experts_zero_level=3@4", "int8"),
+    Setting("experts_even", EVEN, like="experts", expect="another"),
+    Setting("experts_even_zero_level=3@4", EVEN | ZERO3, 4, like="experts_even", expect="order"),
+    Setting("experts_even_offload_all@4", EVEN | ZERO3 | ALL, 4, like="experts_even_zero_level=3@4"),
+    Setting("experts_even_nvme_all@4", EVEN | ZERO3 | NVME_ALL, 4, "experts_even_zero_level=3@4", "grouped"),
+    Setting("experts_even_hsdp_2x2", EVEN | HSDP, 4, like="experts_even", expect="order"),
+    Setting("experts_tp_2x2", EXPERTS | ZERO3_TP | ALL, 4, like="experts", expect="order"),
+    Setting("experts_tp_chunks_2x2", EXPERTS | ZERO3_TP | TWO_CHUNKS, 4, like="experts", expect="order"),
+    *(Setting(f"experts_cp_{name}_2x2", EXPERTS | ZERO3 | cp | ALL, 4, "experts", "order") for name, cp in CP.items()),
+    Setting("experts_pp_2x2", EXPERTS | ZERO3 | PP | ALL, 4, like="experts", expect="order"),
+    Setting("experts_pp_1f1b_tp_2x2x2", EVEN | ZERO3 | PP_1F1B | TP, 8, like="experts_even", expect="order"),
+    Setting("experts_lora", EXPERTS | LORA, like="experts", expect="adapters"),
+    Setting("experts_lora_tp_2x2", EXPERTS | LORA_OFFLOADS | ZERO3_TP, 4, like="experts_lora", expect="order"),
+    Setting("experts_qlora", EXPERTS | QLORA, like="experts_lora", expect="nf4"),
+    Setting("experts_qlora_offload_all@4", EXPERTS | QLORA_OFFLOADS | ZERO3, 4, "experts_qlora", "order"),
+    Setting("experts_even_qlora@4", EVEN | QLORA | ZERO3, 4, like="experts_even_lora", expect="nf4"),
+    Setting("experts_even_lora", EVEN | LORA, like="experts_even", expect="adapters"),
+    Setting("experts_qlora_fp4_tp_2x2", EXPERTS | QLORA_FP4 | ZERO3_TP, 4, like="experts_lora", expect="fp4"),
+)
+SETTINGS += ADAPTERS + MIXTURES
 
 # Sizes of a model that every row can use: heads that 4 GPUs divide, which share the 2 key/value heads in pairs; rows of
 # matrices that are blocks of 64 numbers on each of 2 GPUs; layers for 2 stages, each with one that is resident.
@@ -308,7 +346,8 @@ def settings(c: Config, devices: int) -> list[Setting]:
     defaults = default_config()
     own = {name: c[name] for name in RESET if c[name] != defaults[name]}
     n = c.gpus or devices
-    rows = [s for s in SETTINGS if not (c.lora and s in ADAPTERS)]
+    unfit = (*ADAPTERS * bool(c.lora), *MIXTURES * bool(c.lora or c.model.num_experts))
+    rows = [s for s in SETTINGS if s not in unfit]
     if not own and n == 1:
         return rows
     quantised = "sent_int8" if c.zero_quantized_gradients else "order"

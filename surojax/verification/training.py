@@ -71,7 +71,7 @@ def changed(c: Config, s: Setting, steps: int, sequences: int, microbatches: int
     new.update({"lr_scheduler_type": "cosine", "warmup_steps": 0, "warmup_ratio": 0.0, "cooldown_steps": 0})
     new.update({"max_steps": steps, "num_epochs": 1, "gpus": s.devices})
     new.gradient_accumulation_steps = microbatches
-    new.update(s.changes)
+    new.update_from_flattened_dict(s.changes)
     new.per_device_batch_size = sequences * configs.gpus_per_sequence(new) // (microbatches * s.devices)
     checks.check(new)
     return new
