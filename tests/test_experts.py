@@ -23,12 +23,23 @@ from test_parity import close
 
 from surojax import ConfigError, convert, default_config
 from surojax.assembly import architecture
+from surojax.config import flags
+from surojax.config.checks import check
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, named, stacks
 from surojax.models import decoder
-from surojax.models.experts import RouterLosses
+from surojax.models.experts import RouterLosses, RouterStatistics
 from surojax.models.grouped import blocks_of, number_of_blocks, rows_of_block, sum_of_experts
 from surojax.models.model import Compute, Recompute
+from surojax.numerics import base_formats
+from surojax.optim.normuon import normuon
+from surojax.optim.optimizer import TensorContext
+from surojax.placement.layout import Layout
+from surojax.planner import aot, search
+from surojax.planner.gpus import GPUS
+from surojax.planner.plan import checked, plan_in_subprocess
+from surojax.run.metrics import MetricsLog
+from surojax.run.routing import Usage
 from surojax.step.residuals import recomputed
 
 with np.load(Path(__file__).parent / "fixtures" / "experts_reference.npz") as arrays:
@@ -36,6 +47,7 @@ with np.load(Path(__file__).parent / "fixtures" / "experts_reference.npz") as ar
 CASES = sorted({name.split("/")[0] for name in REFERENCE})
 EXPERTS, UNUSED, TIED = 7, 4, (5, 6)
 LOSSES = RouterLosses(1.0, 0.1)  # those of the reference
+FOUR = {"model.num_experts": 4, "model.num_experts_per_tok": 2}
 OF_LAYER_1 = "model.layers.1.mlp"
 ALL = {f"offload_{name}": True for name in ("residual", "optimizer", "master", "grads", "weights")}
 
@@ -388,3 +400,119 @@ def test_models_go_to_gguf_and_back(tmp_path, case):
     (folder / "config.json").write_text(json.dumps(given))
     with pytest.raises(ConfigError, match=r"^export: .*norm_topk_prob=.*; export a folder"):
         convert.convert(folder, tmp_path / "other.gguf", dtype="float32")
+
+
+# --- what else knows of experts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", base_formats.FORMATS)
+def test_experts_are_quantised_each_by_itself(name):
+    """No scale is shared: an expert whose numbers are a thousand times larger changes no other."""
+    w = np.random.default_rng(0).normal(size=(3, 64, 128)).astype(np.float32)
+    w[1] *= 1000
+    chosen_format = base_formats.FORMATS[name]
+    together = base_formats.quantise(jnp.asarray(w), chosen_format.planned(w.shape, (1, 1)))
+    for e in range(3):
+        alone = base_formats.quantise(jnp.asarray(w[e]), chosen_format.planned(w[e].shape, (1, 1)))
+        jax.tree.map(lambda x, y, e=e: np.testing.assert_array_equal(x[e], y), together, alone)
+        numbers = base_formats.dequantise(together, "float32")[e]
+        np.testing.assert_array_equal(numbers, base_formats.dequantise(alone, "float32"))
+
+
+def test_each_expert_is_a_matrix_to_normuon():
+    """An update of all experts is that of every expert alone."""
+    optimizer = normuon(lambda step: 0.1)
+    rng = np.random.default_rng(0)
+    p, g = (jnp.asarray(rng.normal(size=(3, 24, 16)), jnp.float32) for _ in range(2))
+    scalars = optimizer.scalars(jnp.int32(0), jnp.float32(1))
+
+    def updated(p, g):
+        context = TensorContext(scalars, Layout(jax.P(), jax.P()), jnp.zeros(2, jnp.uint32))
+        return optimizer.matrices.apply(p, g, optimizer.matrices.init(p.shape, 1), context, jnp.dtype("float32"))
+
+    together = updated(p, g)
+    for e in range(3):
+        alone = updated(p[e], g[e])
+        jax.tree.map(lambda x, y, e=e: np.testing.assert_allclose(x[e], y, atol=1e-6), together, alone)
+
+
+def test_a_layer_that_uses_too_few_experts_is_said_once(tmp_path, capsys):
+    even = np.full((2, 16), 50.0)
+    few = even.copy()
+    few[1] = 0
+    few[1, [3, 7]] = 400
+    with MetricsLog(tmp_path, total_steps=9, tokens_per_step=400, flops_per_token=1.0, log_steps=2, quiet=True) as log:
+        for step, tokens_LE in enumerate((even, few, few), start=1):
+            record = log.step(step, loss=1.0, grad_norm=1.0, lr=1.0, duration_s=1.0, usage=Usage(tokens_LE, 2))
+            assert record["largest_expert_share"] == ([0.0625, 0.0625] if step == 1 else [0.0625, 0.5])
+            assert ("expert_tokens" in record) == (step == 2)
+    said = capsys.readouterr().out
+    assert said.count("layer 1: nearly all tokens choose the same 2.0 of 16 experts; router_aux_loss_coef spreads") == 1
+    statistics = {"blocks": RouterStatistics(few, few / 2, np.zeros(2))}
+    assert Usage.of(statistics).chosen == 2
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model.num_experts": 4}, r"^model\.num_experts_per_tok: expected 1 to num_experts=4, got 0"),
+        ({"model.num_experts": 4, "model.num_experts_per_tok": 5}, r"expected 1 to num_experts=4, got 5"),
+        (
+            {"router_aux_loss_coef": 0.01},
+            r"^router_aux_loss_coef: expected 0\.0 with num_experts=0, which does not use",
+        ),
+        ({"model.norm_topk_prob": True}, r"^model\.norm_topk_prob: expected False with num_experts=0"),
+        (FOUR | {"recipe": "fp8_hybrid"}, r"^model\.num_experts: expected 0 with recipe='fp8_hybrid'"),
+        (
+            FOUR | {"router_z_loss_coef": 0.1, "gradient_accumulation_steps": 4},
+            r"^microbatches_per_fetch: expected gradient_accumulation_steps=4 with a loss of routers",
+        ),
+        (
+            FOUR | {"router_aux_loss_coef": 0.1, "pp_size": 2, "gpus": 2},
+            r"^router_aux_loss_coef: expected 0\.0 with pp_size=2, for which it is not built yet",
+        ),
+        (FOUR | {"lora": True, "lora_target_modules": "up_proj"}, r"^lora_target_modules: expected names among q_proj"),
+        (
+            FOUR | {"model.qk_norm_whole": True, "model.qk_norm": True},
+            r"^model\.qk_norm_whole: expected False with qk_",
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused(changes, message):
+    c = default_config()
+    c.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=message):
+        check(c)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"clip_qkv": 8.0}, r"clip_qkv: expected None, got 8\.0"),
+        ({"num_experts": 2**17}, r"num_experts: expected at most 65,536"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, r"decoder_sparse_step: expected 1, got 2"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers: expected \[\], got \[0\]"),
+        ({"shared_expert_intermediate_size": 8}, r"config\.json has shared_expert_intermediate_size, which may change"),
+    ],
+)
+def test_models_that_are_not_computed_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        model_fields({"model_type": "olmoe"} | changes)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not aot.available(), reason="needs the planner's extra")
+def test_thirty_billion_parameters_train_on_one_card():
+    """Compiled for an RTX 4090: at most 22 GiB and at least 1,000 tokens/s, and `fit` estimates so.
+
+    As many parameters as Qwen3-30B-A3B has, and those of the adapters.
+    """
+    c = flags.load(str(Path(__file__).parent.parent / "configs" / "qwen3_30b_a3b.py"))
+    c.gpus = 1
+    found = plan_in_subprocess(c, "rtx4090")
+    assert found.parameters == 30_532_122_624 + 13_369_344 and found.fits and found.device_bytes < 22 * 2**30
+    assert found.tokens_per_s_per_gpu and found.tokens_per_s_per_gpu > 1000
+    c = checked(c, "rtx4090")
+    estimate = search.estimated(c, GPUS["rtx4090"])
+    assert estimate.seconds == pytest.approx(found.predicted_step_s, rel=0.15)
+    assert estimate.need[0] == pytest.approx(found.device_bytes, rel=0.05)

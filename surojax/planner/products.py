@@ -32,6 +32,7 @@ FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block 
 BACKWARD_PASSES = 3.2
 LOGIT_PASSES = 4  # times that logits are read or written
 SCORE_PASSES = 4  # times that attention scores are, forward; twice as often backward
+IN_A_BLOCK = 4  # of rows of one expert: kernels for each of its matrices, besides the product
 IN_A_PASS = 4  # collectives over tp: attention and MLP each gather their inputs and scatter their results
 HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32", "float8": "f8e4m3fn", "float4": "f4e2m1fn"}
 LOW = ("float8", "float4")  # that operands are quantised to
@@ -167,9 +168,11 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: BatchShape, reci
         back = times * _product(gpu, tokens_each, columns, rows, low_back)
         back += times * p.trainable * _product(gpu, rows, columns, tokens_each, low_back)
         if experts:  # the backward pass computes blocks again, and adds up the gradients of an expert in float32
+            number = itemsize(run, "weights")
+            ahead += times * (_passes(gpu, 2 * rows * columns * number) + IN_A_BLOCK * gpu.rates.launch)
             is_last = any(p.name == last.name for last in segment.last_products)
-            back += ahead * (not is_last)
-            back += times * p.trainable * _passes(gpu, rows * columns * (8 + 2 * itemsize(run, "weights")))
+            back += times * IN_A_BLOCK * gpu.rates.launch + ahead * (not is_last)
+            back += times * p.trainable * _passes(gpu, rows * columns * (8 + 2 * number))
         if in_words[0] in LOW:  # activations and their gradients are read, and written in 8 bits
             ahead += _passes(gpu, tokens * columns * (itemsize(run, "weights") + 1))
             back += _passes(gpu, tokens * rows * (itemsize(run, "weights") + 1))
