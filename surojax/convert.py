@@ -42,6 +42,7 @@ from surojax.untrusted import expanded
 
 DEFAULT_DTYPE = "bfloat16"
 OUT_HELP = "the folder to write, new or empty; or a new file that ends in .gguf"
+TOGETHER_HELP = "one tensor of all experts of a layer, as transformers 5 has them in memory (default: one each)"
 DTYPE_HELP = (
     f"{', '.join(DTYPES)}; of a .gguf file also {', '.join(name for name in GGUF_DTYPES if name not in DTYPES)}"
 )
@@ -62,17 +63,20 @@ def convert(
     *,
     dtype: str = DEFAULT_DTYPE,
     tokenizer: str = "",
+    experts_together: bool = False,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Writes the model of a run, a checkpoint, a Hugging Face folder, a GGUF file or the hub; returns the path.
 
     folder: to write; a path that ends in .gguf is that of a file, with a Modelfile beside it. dtype: of the export, see
     `gguf_export` for a file; the source's own, such as float32 of master weights, is not looked at. tokenizer: as in a
-    config; "": the model's own. say: is given a line that names the source and what of it is left aside.
+    config; "": the model's own. experts_together: see `export`. say: is given a line that names the source and what of
+    it is left aside.
 
     Raises ConfigError or CheckpointError; then nothing is written.
     """
-    return merge(source, (), folder, dtype=dtype, tokenizer=tokenizer, say=say)
+    how: Any = {"dtype": dtype, "tokenizer": tokenizer, "experts_together": experts_together}
+    return merge(source, (), folder, **how, say=say)
 
 
 def merge(
@@ -82,6 +86,7 @@ def merge(
     *,
     dtype: str = DEFAULT_DTYPE,
     tokenizer: str = "",
+    experts_together: bool = False,
     say: Callable[[str], None] = print,
 ) -> Path:
     """`convert`, with adapters merged into the model in float32, one after another; see merge.py.
@@ -92,6 +97,10 @@ def merge(
     (gguf_export.check_dtype if to_gguf else check_dtype)(dtype)
     check_out(folder)
     opened = open_model(base, tokenizer)
+    has_experts = any(segment.statistics is not None for segment in opened.model.segments)
+    if experts_together and (to_gguf or not has_experts):
+        got = "a .gguf file, which always has that" if to_gguf else "a model without experts"
+        raise ConfigError(f"--experts-together: expected a folder of a model with experts, got {got}; leave it out")
     say(f"reading {describe_source(opened.tensors)}")
     tensors = opened.tensors
     for path in adapter_folders:
@@ -100,7 +109,8 @@ def merge(
         said, modelfile = gguf_tokenizer_of(opened.config, opened.files, folder)
         return export_gguf(tensors, opened.model, opened.config, said, folder, dtype=dtype, modelfile=modelfile)
     config = config_json.completed(opened.config, dtype)
-    return export(tensors, opened.model, config, opened.files, folder, dtype=dtype)
+    how: Any = {"dtype": dtype, "experts_together": experts_together}
+    return export(tensors, opened.model, config, opened.files, folder, **how)
 
 
 def open_model(source: str | Path, tokenizer: str = "") -> Opened:
@@ -247,6 +257,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--out", metavar="PATH", help=OUT_HELP)
     found.add_argument("--dtype", help=f"{DTYPE_HELP} (default {DEFAULT_DTYPE}, whatever the source has)")
     found.add_argument("--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says")
+    found.add_argument("--experts-together", action="store_true", help=TOGETHER_HELP)
     found.add_argument("--check", metavar="MODEL", help="compare a Hugging Face folder or .gguf file with transformers")
     found.add_argument("--python", help="--check: an interpreter with transformers and torch (default: this one)")
     found.epilog = short_exit_codes("--check that found a difference")
@@ -273,8 +284,8 @@ def main(argv: list[str] | None = None) -> None:
             return
         args = parser().parse_args(argv)
         if args.check is not None:
-            for name in ("checkpoint", "out", "dtype", "tokenizer"):
-                if getattr(args, name):
+            for name in ("checkpoint", "out", "dtype", "tokenizer", "experts-together"):
+                if getattr(args, name.replace("-", "_")):
                     raise ConfigError(f"--check: expected no --{name}, got one; leave one of them out")
             report = parity.compare_with_transformers(args.check, args.python or sys.executable)
             print(parity.comparison_table(report))
@@ -284,7 +295,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.checkpoint is None or args.out is None:
             raise ConfigError("expected --checkpoint MODEL and --out PATH, got one or none of them; see --help")
         dtype = args.dtype or DEFAULT_DTYPE
-        path = convert(args.checkpoint, args.out, dtype=dtype, tokenizer=args.tokenizer)
+        how: Any = {"tokenizer": args.tokenizer, "experts_together": args.experts_together}
+        path = convert(args.checkpoint, args.out, dtype=dtype, **how)
         print(f"written: {path}")
     except (ConfigError, CheckpointError) as error:
         raise ending("convert", error) from error

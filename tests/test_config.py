@@ -89,6 +89,10 @@ def test_configs_take_another_model(path, model, tmp_path):
     arguments = ["--config", str(path), f"--config.model_path={tmp_path}/model"]
     given, _ = flags.parse(arguments, argparse.ArgumentParser())
     c = resolved(given)
+    if c.router_aux_loss_coef:
+        with pytest.raises(ConfigError, match=r"^router_aux_loss_coef: expected 0\.0 with num_experts=0"):
+            checks.check(c)
+        return
     checks.check(c)
     assert all(c.model[name] == value for name, value in model.items() if name in c.model and name != "model_type")
     assert (c.model.attention_bias, c.model.qk_norm) == tuple(model["model_type"] == x for x in ("qwen2", "qwen3"))

@@ -1,11 +1,12 @@
 """A mixture of experts: against transformers, whatever its files look like, and under every placement.
 
-`fixtures/make_experts_reference.py` has how the reference was made. DESIGN of the tests: each silent mistake of a layer
-with experts has a test here that fails when it is made; `MISTAKES` at the end makes them.
+`fixtures/make_experts_reference.py` has how the reference was made. `MISTAKES` at the end are mistakes that other
+trainers made without an error, each made here in our source, with the test that notices.
 """
 
 import dataclasses
 import json
+import tempfile
 from pathlib import Path
 
 import chex
@@ -21,13 +22,14 @@ from test_gguf import opened
 from test_gguf_export import tokenizer_json
 from test_parity import close
 
-from surojax import ConfigError, convert, default_config
+from surojax import ConfigError, convert, default_config, train
 from surojax.assembly import architecture
 from surojax.config import flags
 from surojax.config.checks import check
+from surojax.exchange import config_json
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, named, stacks
-from surojax.models import decoder
+from surojax.models import decoder, experts, grouped
 from surojax.models.experts import RouterLosses, RouterStatistics
 from surojax.models.grouped import blocks_of, number_of_blocks, rows_of_block, sum_of_experts
 from surojax.models.model import Compute, Recompute
@@ -44,7 +46,8 @@ from surojax.step.residuals import recomputed
 
 with np.load(Path(__file__).parent / "fixtures" / "experts_reference.npz") as arrays:
     REFERENCE = dict(arrays)
-CASES = sorted({name.split("/")[0] for name in REFERENCE})
+CASES = sorted({name.split("/")[0] for name in REFERENCE if "/" in name})
+PARTS = ("gate", "up", "down")
 EXPERTS, UNUSED, TIED = 7, 4, (5, 6)
 LOSSES = RouterLosses(1.0, 0.1)  # those of the reference
 FOUR = {"model.num_experts": 4, "model.num_experts_per_tok": 2}
@@ -58,8 +61,11 @@ def stored(case: str, what: str) -> dict[str, np.ndarray]:
     return {name.removeprefix(start): x for name, x in REFERENCE.items() if name.startswith(start)}
 
 
-def apart(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors as files of transformers 4 have them: of each expert."""
+MIXTRAL = {".mlp.gate.": ".gate.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+
+
+def apart(weights: dict[str, np.ndarray], case: str = "") -> dict[str, np.ndarray]:
+    """Tensors as published files have them: of each expert, under the family's names."""
     found = {}
     for name, x in weights.items():
         before, is_of_experts, last = name.rpartition(".experts.")
@@ -70,7 +76,14 @@ def apart(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         names = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
         for half, of_all in zip(names, halves, strict=True):
             found |= {f"{before}.experts.{e}.{half}.weight": np.ascontiguousarray(w) for e, w in enumerate(of_all)}
-    return found
+    if case != "mixtral":
+        return found
+    named_so = {}
+    for name, x in found.items():
+        for ours, theirs in MIXTRAL.items():
+            name = name.replace(ours, f".mlp{theirs}" if ours == ".mlp.gate." else theirs)
+        named_so[name.replace(".mlp.", ".block_sparse_moe.")] = x
+    return named_so
 
 
 def written(folder: Path, case: str, weights: dict[str, np.ndarray]) -> Path:
@@ -90,9 +103,10 @@ def config_of(case: str) -> decoder.DecoderConfig:
 def in_names(tree, model) -> dict[str, np.ndarray]:
     """Arrays of a tree like the weights, as the modules of transformers 5 have them."""
     found = named(jax.tree.map(np.asarray, tree), model)
-    for name in [name for name in found if name.endswith(".experts.gate_proj.weight")]:
-        before = name.removesuffix("gate_proj.weight")
-        gate, up, down = (found.pop(f"{before}{part}_proj.weight") for part in ("gate", "up", "down"))
+    for name in [name for name in found if name.endswith(".experts.0.gate_proj.weight")]:
+        before = name.removesuffix("0.gate_proj.weight")
+        of_each = [[found.pop(f"{before}{e}.{part}_proj.weight") for e in range(EXPERTS)] for part in PARTS]
+        gate, up, down = map(np.stack, of_each)
         found |= {f"{before}gate_up_proj": np.concatenate([gate, up], axis=1), f"{before}down_proj": down}
     return found
 
@@ -109,9 +123,8 @@ def without_ties(name: str, x: np.ndarray) -> np.ndarray:
 def test_equals_transformers(tmp_path, case, files):
     """Logits, loss, all gradients, the routers' losses and their gradients, through the engine."""
     weights = stored(case, "weight")
-    folder = written(tmp_path / "model", case, apart(weights) if files == "apart" else weights)
+    folder = written(tmp_path / "model", case, apart(weights, case) if files == "apart" else weights)
     config = config_of(case)
-    inputs, labels = REFERENCE[f"{case}/tokens"], REFERENCE[f"{case}/labels"]
     model = decoder.build(config)
     tensors = Weights(folder)
     check_tensors(tensors, model)
@@ -120,12 +133,20 @@ def test_equals_transformers(tmp_path, case, files):
         assert np.array_equal(x, weights[name]), name
     if files == "apart":
         return
-    batch = inputs[None], labels[None]
+    check_equal_to_transformers(case, params)
+
+
+def check_equal_to_transformers(case: str, params) -> None:
+    """Raises AssertionError unless logits, losses and all gradients are those of the reference, the routers' too."""
+    config = config_of(case)
+    inputs, labels = REFERENCE[f"{case}/tokens"], REFERENCE[f"{case}/labels"]
     small = Small(config=config)
     small.state = small.state._replace(weights=params)
+    model = small.run.model
     graph = nnx.graphdef(nnx.eval_shape(lambda: decoder.Decoder(config, rngs=nnx.Rngs(0))))
     logits = jax.jit(lambda w: nnx.merge(graph, w)(inputs))(params)
     close(logits, REFERENCE[f"{case}/logits"], "logits")
+    batch = inputs[None], labels[None]
     loss, grads = engine_gradients(small, batch)
     close(loss, REFERENCE[f"{case}/loss"], "loss")
     expected = stored(case, "grad")
@@ -139,8 +160,10 @@ def test_equals_transformers(tmp_path, case, files):
     auxiliary = in_names(jax.tree.map(np.subtract, of_both, grads), model)
     for name, x in stored(case, "aux_grad").items():
         close(without_ties(name, auxiliary[name]), without_ties(name, x), f"gradient of the routers' losses of {name}")
+    with_losses.state = jax.tree.map(jnp.array, with_losses.state)  # the step uses it up
     _, metrics = with_losses.step(with_losses.state, *with_losses.put(batch))
-    close(metrics["auxiliary_loss"], np.mean(REFERENCE[f"{case}/balance"] + 0.1 * REFERENCE[f"{case}/z"]), "balance")
+    wanted_loss = np.mean(REFERENCE[f"{case}/balance"] + 0.1 * REFERENCE[f"{case}/z"])
+    close(metrics["auxiliary_loss"], wanted_loss, "routers' losses")
     chosen = np.asarray(metrics["statistics"]["blocks"].chosen_E)
     of_each, wanted = (without_ties("mlp.gate.weight", x.T) for x in (chosen, REFERENCE[f"{case}/chosen"]))
     assert np.array_equal(of_each, wanted)
@@ -334,20 +357,33 @@ def test_layers_with_experts_are_sharded_over_experts():
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["olmoe_normed", "qwen3_moe_tied"])
+@pytest.mark.parametrize("case", ["olmoe_normed", "qwen3_moe_tied", "mixtral"])
 def test_models_come_out_as_they_went_in(tmp_path, case):
-    """To safetensors of each expert, to the bit, from either kind of files; the same config.json."""
+    """To safetensors of each expert or of all, to the bit, from either kind of files; the same config.json."""
     weights = stored(case, "weight")
     folders = [
         written(tmp_path / "together", case, weights),
-        written(tmp_path / "apart", case, apart(weights)),
+        written(tmp_path / "apart", case, apart(weights, case)),
     ]
     for folder in folders:
         out = convert.convert(folder, tmp_path / f"from_{folder.name}", dtype="float32")
         found = safetensors.numpy.load_file(out / SINGLE)
-        chex.assert_trees_all_equal(found, {n: x for n, x in apart(weights).items() if n in found})
-        assert found.keys() == apart(weights).keys()
+        assert found.keys() == apart(weights, case).keys()
+        chex.assert_trees_all_equal(found, apart(weights, case))
         assert model_fields(read_config(out)) == model_fields(read_config(folder))
+        how = {"dtype": "float32", "experts_together": True}
+        out = convert.convert(folder, tmp_path / f"together_from_{folder.name}", **how)
+        found = safetensors.numpy.load_file(out / SINGLE)
+        assert len(found) == len(weights)
+        back = Weights(out)
+        chex.assert_trees_all_equal(
+            {name: back.read(name) for name in back.names}, {name: Weights(folder).read(name) for name in back.names}
+        )
+        assert case == "mixtral" or found.keys() == weights.keys()  # else the router's name is that of its files
+    with pytest.raises(
+        ConfigError, match=r"^--experts-together: expected a folder of a model with experts, got a \.gguf"
+    ):
+        convert.convert(folders[0], tmp_path / "x.gguf", experts_together=True)
 
 
 @pytest.mark.parametrize(
@@ -393,9 +429,8 @@ def test_models_go_to_gguf_and_back(tmp_path, case):
     chex.assert_trees_all_equal(
         {name: tensors.read(name) for name in tensors.names}, {name: of_folder.read(name) for name in of_folder.names}
     )
-    wanted = default_config().model.to_dict() | model_fields(given)
-    eps = {"rms_norm_eps": float(np.float32(wanted["rms_norm_eps"]))}
-    assert c.model.to_dict() == wanted | eps | {"head_dim": c.model.head_dim}
+    wanted = config_json.normal(model_fields(given))
+    assert config_json.normal(c.model.to_dict()) == wanted | {"rms_norm_eps": float(np.float32(wanted["rms_norm_eps"]))}
     given |= {"norm_topk_prob": not given["norm_topk_prob"]}
     (folder / "config.json").write_text(json.dumps(given))
     with pytest.raises(ConfigError, match=r"^export: .*norm_topk_prob=.*; export a folder"):
@@ -516,3 +551,127 @@ def test_thirty_billion_parameters_train_on_one_card():
     estimate = search.estimated(c, GPUS["rtx4090"])
     assert estimate.seconds == pytest.approx(found.predicted_step_s, rel=0.15)
     assert estimate.need[0] == pytest.approx(found.device_bytes, rel=0.05)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def reference_params(case: str):
+    """A case's weights as the engine has them."""
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = Weights(written(Path(folder) / "model", case, stored(case, "weight")))
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return stacks(tensors, decoder.build(config_of(case)), "float32", device)
+
+
+# What is replaced in which file, and what notices. Others have tests of their own above: recomputation that chooses
+# other experts, losses of routers in an evaluation, of each microbatch or of each device, counts doubled by
+# recomputation, a gradient norm without experts (`engine_gradients` compares it), files of the other layout.
+REFERENCE_NOTICES = "olmoe_normed"
+MISTAKES = {
+    "softmax twice in the balance loss": (
+        experts,
+        "probability_E=jnp.sum(counted_BS1 * probability_BSE,",
+        "probability_E=jnp.sum(counted_BS1 * jax.nn.softmax(probability_BSE),",
+    ),
+    "a balance loss without a gradient": (
+        experts,
+        "probability_E=jnp.sum(counted_BS1 * probability_BSE,",
+        "probability_E=jnp.sum(counted_BS1 * jax.lax.stop_gradient(probability_BSE),",
+    ),
+    "tokens without a label are counted": (experts, "if routing.counted is None else", "if True else"),
+    "weights are not divided by their sum": (experts, "if c.norm_topk_prob:", "if not c.norm_topk_prob:"),
+    "a loss without the number of experts": (experts, "chosen_LE.shape[1] * jnp.sum(", "jnp.sum("),
+    "a loss that is the sum over layers": (experts, "jnp.mean(jnp.concatenate(", "jnp.sum(jnp.concatenate("),
+    "gate and up are interchanged": (
+        experts,
+        'gated(product(x_RD, "w_gate"), product(x_RD, "w_up")',
+        'gated(product(x_RD, "w_up"), product(x_RD, "w_gate")',
+    ),
+    "weights of the choice have no gradient": (
+        experts,
+        "h_RF.astype(jnp.float32) * weight_R[:, None]",
+        "h_RF.astype(jnp.float32) * jax.lax.stop_gradient(weight_R[:, None])",
+    ),
+    "the least likely experts": (experts, "jax.lax.stop_gradient(logits_BSE)", "jax.lax.stop_gradient(-logits_BSE)"),
+    "rows of an expert begin where the last one's end": (grouped, "-(-counts_E // R) * R", "counts_E"),
+    "a gradient goes on into the next expert": (grouped, "continues = expert == before", "continues = True"),
+    "one row too few": (grouped, "return (choices + chosen * (rows - 1)) // rows", "return -(-choices // rows)"),
+    "rows that pad a block are some token's": (
+        grouped,
+        "jnp.full(M * R, C, jnp.int32)",
+        "jnp.full(M * R, 0, jnp.int32)",
+    ),
+}
+
+
+@pytest.fixture
+def remade(monkeypatch):
+    """(module, old, new): replaces text of a module's source, and what was made of it everywhere."""
+
+    def make(module, old: str, new: str) -> None:
+        source = Path(module.__file__).read_text()
+        assert source.count(old) == 1
+        namespace = {"__name__": module.__name__, "__file__": module.__file__}
+        exec(compile(source.replace(old, new), module.__file__, "exec"), namespace)
+        if module is grouped:
+            for name in ("blocks_of", "sum_of_experts"):
+                monkeypatch.setattr(experts, name, namespace[name])
+            return
+        namespace["RouterStatistics"] = experts.RouterStatistics
+        for name in ("route", "mix"):
+            monkeypatch.setattr(experts.Experts, name, getattr(namespace["Experts"], name))
+        monkeypatch.setattr(experts.RouterLosses, "__call__", namespace["RouterLosses"].__call__)
+
+    return make
+
+
+def test_the_source_as_it_is_makes_no_mistake(remade):
+    """Else each of the next tests would pass."""
+    params = reference_params(REFERENCE_NOTICES)
+    for module, old in ((experts, "if c.norm_topk_prob:"), (grouped, "continues = expert == before")):
+        remade(module, old, old)
+        check_equal_to_transformers(REFERENCE_NOTICES, params)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(remade, mistake):
+    remade(*MISTAKES[mistake])
+    with pytest.raises((AssertionError, TypeError)):
+        check_equal_to_transformers(REFERENCE_NOTICES, reference_params(REFERENCE_NOTICES))
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_model_with_experts_learns_more_than_one_without(tmp_path, seed):
+    """configs/tiny_moe.py beside configs/tiny.py: as many parameters compute, on the same tokens."""
+    scores = {}
+    for name in ("tiny", "tiny_moe"):
+        c = flags.load(str(Path(__file__).parent.parent / "configs" / f"{name}.py"))
+        c.update({"seed": seed, "max_steps": 150, "output_dir": str(tmp_path / name), "report_to": ""})
+        c.update({"data_cache": str(tmp_path / "cache"), "sample_tokens": 0, "eval_steps": 0, "save_steps": 0})
+        scores[name] = train(c).history[-1]["bits_per_byte"]
+    assert scores["tiny_moe"] < scores["tiny"] - 0.1
+
+
+def test_a_run_with_experts_goes_on_to_the_bit(tmp_path):
+    """Trained, evaluated, saved, stopped and resumed, sampled from, and converted."""
+    c = flags.load(str(Path(__file__).parent.parent / "configs" / "tiny_moe.py"))
+    c.update({"max_steps": 6, "save_steps": 3, "eval_steps": 3, "eval_batches": 1, "sequence_len": 32, "report_to": ""})
+    c.update({"per_device_batch_size": 4, "data_cache": str(tmp_path / "cache"), "sample_tokens": 4, "log_steps": 2})
+    c.model.update({"hidden_size": 32, "num_hidden_layers": 2, "moe_intermediate_size": 16})
+    c.output_dir = str(tmp_path / "whole")
+    whole = train(c).history
+    c.output_dir = str(tmp_path / "parts")
+    assert not train(c, max_minutes=0).finished
+    resumed = train(c).history
+    kept = ("step", "loss", "norm", "auxiliary_loss", "largest_expert_share", "perplexity")
+    records = [{key: record.get(key) for key in kept} for record in whole]
+    assert [{key: record.get(key) for key in kept} for record in resumed] == records[1:]
+    assert records[0]["auxiliary_loss"] > 0 and len(records[0]["largest_expert_share"]) == 2
+    out = convert.convert(tmp_path / "parts", tmp_path / "out", dtype="float32")
+    assert Weights(out).shape("model.layers.1.mlp.experts.up_proj.weight") == (8, 16, 32)

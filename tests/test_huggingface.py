@@ -24,6 +24,8 @@ from surojax.families.registry import FAMILIES
 from surojax.models.decoder import DecoderConfig
 from surojax.placement.mesh import make_mesh
 
+with np.load(Path(__file__).parent / "fixtures" / "experts_reference.npz") as arrays:
+    DEFAULTS = json.loads(str(REFERENCE["defaults.json"])) | json.loads(str(arrays["defaults.json"]))
 # transformers ignores partial_rotary's factor for our families; models with an image encoder are in test_parts.py.
 CASES = [case for case in ALL_CASES if case != "partial_rotary" and not case.endswith("_images")]
 
@@ -95,7 +97,7 @@ def before_5(found: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_are_left_out_have_the_values_of_transformers(family):
     """Its config class without arguments, as the fixture has it."""
-    of_class = model_fields(json.loads(str(REFERENCE["defaults.json"]))[family])
+    of_class = model_fields(DEFAULTS[family])
     found = model_fields({"model_type": family})
     for fields in (found, of_class):
         fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
@@ -118,7 +120,7 @@ GEMMA3 = {"model_type": "gemma3_text", "hidden_act": "absent"}
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "gpt2"}, r"expected model_type llama, mistral, .*, gemma3_text, got 'gpt2'"),
+        ({"model_type": "gpt2"}, r"expected model_type llama, mistral, .*, gemma3_text, .*, mixtral, got 'gpt2'"),
         ({"model_type": "llava", "text_config": {}}, r"model_type gemma3 or mistral3 with a text_config, got 'llava'"),
         (GEMMA2 | {"hidden_activation": "silu"}, r"hidden_activation: expected 'gelu_pytorch_tanh'"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping: expected None"),

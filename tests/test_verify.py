@@ -186,7 +186,8 @@ def test_every_row_compares_two_different_things():
         chunks = compute.sequence_chunks, engine.lmhead_chunks, compute.cp_method
         settings = (engine.recompute_block, recompute, chunks, engine.packed, engine.pp_schedule, engine.overlap_update)
         trained = len(jax.tree.leaves(engine.layouts.master))
-        return engine.table, shape, settings, engine.microbatches_per_fetch, s.split, trained
+        model = engine.model.num_parameters
+        return engine.table, shape, settings, engine.microbatches_per_fetch, s.split, trained, model
 
     for s in SETTINGS[1:]:
         assert drawn(s.name) != drawn(s.like), s.name

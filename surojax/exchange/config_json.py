@@ -63,10 +63,14 @@ def agrees(config: dict[str, Any], fields: dict[str, Any]) -> bool:
 
 
 def normal(fields: dict[str, Any]) -> dict[str, Any]:
-    """All `model` fields, with their defaults, the heads' channels and the scale of scores filled in."""
+    """All `model` fields, with their defaults, the heads' channels, the scale of scores and experts' width filled in."""
     complete = default_config().model.to_dict() | fields
     channels = complete["head_dim"] or complete["hidden_size"] // complete["num_attention_heads"]
-    return complete | {"head_dim": channels, "query_pre_attn_scalar": complete["query_pre_attn_scalar"] or channels}
+    filled = {"head_dim": channels, "query_pre_attn_scalar": complete["query_pre_attn_scalar"] or channels}
+    if complete["num_experts"]:  # every layer has them, so there is one width
+        width = complete["moe_intermediate_size"] or complete["intermediate_size"]
+        filled |= {"intermediate_size": width, "moe_intermediate_size": width}
+    return complete | filled
 
 
 def _candidate(family: ModelFamily, fields: dict[str, Any]) -> dict[str, Any]:

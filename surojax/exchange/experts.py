@@ -51,6 +51,34 @@ def of_expert(name: str, expert: int) -> str:
     return name.replace(".experts.", f".experts.{expert}.")
 
 
+def together(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+    """By name in files with one tensor of all experts: (names of the tensors here, its shape). shapes: by name here.
+
+    Gate and up are one tensor there, one after the other.
+    """
+    found = {}
+    for name, shape in shapes.items():
+        before, is_of_experts, last = name.rpartition(".experts.")
+        half = last.removesuffix(".weight")
+        if not is_of_experts:
+            found[name] = ((name,), shape)
+        elif half == HALVES[0]:
+            names = tuple(f"{before}.experts.{half}.weight" for half in HALVES)
+            found[f"{before}.experts.{TOGETHER}"] = (names, (shape[0], 2 * shape[1], *shape[2:]))
+        elif half not in HALVES:
+            found[f"{before}.experts.{half}"] = ((name,), shape)
+    return found
+
+
+def of_each(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors with one for each expert in place of those of all."""
+    found = {}
+    for name, tensor in tensors.items():
+        is_of_experts = ".experts." in name
+        found |= {of_expert(name, e): x for e, x in enumerate(tensor)} if is_of_experts else {name: tensor}
+    return found
+
+
 def without_number(name: str) -> tuple[str, int | None]:
     """(the name of the matrix of all experts, number of the expert); a name without a number stays, with None."""
     number = NUMBER.search(name)

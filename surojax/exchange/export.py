@@ -11,16 +11,16 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange import shards, small_files
-from surojax.exchange.experts import of_expert
+from surojax.exchange import experts, shards, small_files
 from surojax.exchange.finite import is_finite
 from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, shapes
-from surojax.exchange.naming import naming_of
+from surojax.exchange.naming import Naming, naming_of
 from surojax.exchange.small_files import Files
 from surojax.models.model import Model
 from surojax.untrusted import expanded
@@ -103,33 +103,28 @@ def export(
     folder: str | Path,
     *,
     dtype: str = "bfloat16",
+    experts_together: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Writes a model's folder, and returns its path.
 
-    tensors: of which those of `model` are written, in `dtype`. config: the content of config.json, which says the
-    dtype as well (`config_json`). files: what else the folder has. shard_bytes: largest size of a safetensors file,
-    unless one tensor is larger.
+    tensors: of which those of `model` are written, in `dtype`. config: the content of config.json, which says the dtype
+    as well (`config_json`). experts_together: one tensor has all experts of a layer, see experts.py. files: what else
+    the folder has. shard_bytes: largest size of a safetensors file, unless one tensor is larger.
 
     Raises ConfigError if the folder is not empty, cannot be written or has no room, or if a number is beyond the dtype;
     what reading the tensors raises. Neither the folder nor parents made for it exist then.
     """
     check_dtype(dtype)
     path = check_folder(folder)
-    stored_as = {}  # by name in files: our name of the tensor, and the expert if it is of one
-    expected = {}
-    names = naming_of(config)
-    for ours, shape in shapes(model).items():
-        for expert in [None] if len(shape) < 3 else range(shape[0]):
-            name = names.in_files(ours) if expert is None else of_expert(names.in_files(ours), expert)
-            stored_as[name] = ours, expert
-            expected[name] = shape if expert is None else shape[1:]
+    pieces = _pieces(model, naming_of(config), together=experts_together)
+    expected = {name: piece.shape for name, piece in pieces.items()}
     parts = _parts(expected, DTYPES[dtype].itemsize, shard_bytes)
     with unfinished_beside(path, sum(_bytes(shape, DTYPES[dtype]) for shape in expected.values())) as unfinished:
         unfinished.mkdir()
         for file, of_part in parts.items():
             part = {name: expected[name] for name in of_part}
-            arrays = _cast(tensors, [stored_as[name] for name in of_part], dtype)
+            arrays = _cast(tensors, [pieces[name] for name in of_part], dtype)
             shards.write_shard(unfinished / file, part, DTYPES[dtype], arrays)
         if len(parts) > 1:
             (unfinished / INDEX).write_text(_index(parts, expected, DTYPES[dtype]))
@@ -181,14 +176,38 @@ def _index(parts: dict[str, list[str]], expected: dict[str, tuple[int, ...]], dt
     return json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n"
 
 
-def _cast(tensors: Tensors, wanted: list[tuple[str, int | None]], dtype: str) -> Iterator[np.ndarray]:
-    """The tensors in this dtype, one after another; of experts, each alone. Raises ConfigError if a number is too large
-    for it."""
-    of_all, read = "", np.zeros(0)
-    for name, expert in wanted:
-        if name != of_all:
-            of_all, read = name, tensors.read(name)
-        tensor = read if expert is None else read[expert]
+class _Piece(NamedTuple):
+    """What a tensor in files is made of: our tensors, one after another in their second dimension, or of one expert."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    expert: int | None = None
+
+
+def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece]:
+    """What the tensors in a model's files are made of, by their names there."""
+    ours = shapes(model)
+    if together:
+        return {naming.in_files(name): _Piece(names, shape) for name, (names, shape) in experts.together(ours).items()}
+    found = {}
+    for name, shape in ours.items():
+        if len(shape) < 3:
+            found[naming.in_files(name)] = _Piece((name,), shape)
+            continue
+        for e in range(shape[0]):
+            found[experts.of_expert(naming.in_files(name), e)] = _Piece((name,), shape[1:], e)
+    return found
+
+
+def _cast(tensors: Tensors, pieces: list[_Piece], dtype: str) -> Iterator[np.ndarray]:
+    """The tensors in this dtype, one after another. Raises ConfigError if a number is too large for it."""
+    names, read = (), []
+    for piece in pieces:
+        name = piece.names[0]
+        if names != piece.names:  # all experts of a tensor are read at once, and follow each other
+            names, read = piece.names, [tensors.read(name) for name in piece.names]
+        tensor = np.concatenate(read, axis=1) if len(read) > 1 else read[0]
+        tensor = tensor if piece.expert is None else tensor[piece.expert]
         if tensor.dtype != DTYPES[dtype]:
             with np.errstate(over="ignore"):  # reported below
                 tensor = tensor.astype(DTYPES[dtype])

@@ -15,7 +15,7 @@ import numpy as np
 
 from surojax.errors import ConfigError, shown
 from surojax.exchange import bitsandbytes, parts
-from surojax.exchange.experts import parts_in
+from surojax.exchange.experts import of_each, parts_in
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import float8_block_size, read_config, read_whole_config
 from surojax.exchange.naming import naming_of
@@ -266,7 +266,10 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def named(tree: dict, model: Model) -> dict[str, np.ndarray]:
-    """The tensors of a tree like master weights, or like their gradients, by name. tree: arrays in host memory."""
+    """The tensors of a tree like master weights, or like their gradients, by name; each expert has its own.
+
+    tree: arrays in host memory.
+    """
 
     def one(param: Param, section: str) -> np.ndarray:
         return functools.reduce(lambda found, key: found[key], param.name.split("."), tree[section])
@@ -276,7 +279,7 @@ def named(tree: dict, model: Model) -> dict[str, np.ndarray]:
         for param in jax.tree.leaves(base(segment.params)):
             stack = one(param, segment.name)
             found |= {tensor_name(param, segment, l): stack[l] for l in range(segment.num_layers)}
-    return found
+    return of_each(found)
 
 
 def check_tensors(weights: Tensors, model: Model) -> None:

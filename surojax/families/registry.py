@@ -6,6 +6,7 @@ from surojax.families.family import ImageTextFamily, ModelFamily
 from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
 from surojax.families.llama import LLAMA
 from surojax.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
+from surojax.families.mixtral import MIXTRAL
 from surojax.families.olmoe import OLMOE
 from surojax.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from surojax.families.smollm import SMOLLM3
@@ -13,7 +14,7 @@ from surojax.models.model import ModelArchitecture
 
 FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, OLMOE, QWEN3_MOE)
+    for family in (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, OLMOE, QWEN3_MOE, MIXTRAL)
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {family.model_type: family for family in (GEMMA3_IMAGES, MISTRAL3)}
 # What computes them, by the value of `model.model_type` in a config.

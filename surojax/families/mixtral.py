@@ -1,0 +1,49 @@
+"""Mixtral: Mistral's layers with experts, whose tensors have names of their own."""
+
+from typing import Any
+
+from surojax.families import rope_keys
+from surojax.families.family import EXPERT_TENSOR_NAMES, LAYER, LLAMA_DEFAULTS, SIZES, ModelFamily
+from surojax.families.olmoe import OF_TRAINING
+
+MOE = LAYER + "block_sparse_moe."
+
+
+def _write(fields: dict[str, Any]) -> dict[str, Any]:
+    experts = {"num_local_experts": fields["num_experts"], "num_experts_per_tok": fields["num_experts_per_tok"]}
+    widths = {"intermediate_size": fields["moe_intermediate_size"] or fields["intermediate_size"]}
+    window = {"sliding_window": fields["sliding_window"] or None}
+    return {"head_dim": fields["head_dim"]} | experts | widths | window | rope_keys.write_rope(fields)
+
+
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    window = {"sliding_window": given["sliding_window"] or 0}
+    return {"num_experts": given["num_local_experts"]} | window | rope_keys.read_rope(given)
+
+
+MIXTRAL = ModelFamily(
+    model_type="mixtral",
+    transformers_class="MixtralForCausalLM",
+    defaults=LLAMA_DEFAULTS
+    | OF_TRAINING
+    | {
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    sizes=(*SIZES, "num_experts_per_tok"),
+    required={"router_jitter_noise": (0.0,)},
+    options={"norm_topk_prob": True},
+    read=_read,
+    write=_write,
+    tensors=EXPERT_TENSOR_NAMES
+    | {
+        "mlp.router": MOE + "gate.weight",
+        "mlp.w_gate": MOE + "experts.w1.weight",
+        "mlp.w_up": MOE + "experts.w3.weight",
+        "mlp.w_down": MOE + "experts.w2.weight",
+    },
+)
