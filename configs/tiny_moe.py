@@ -2,8 +2,8 @@
 
     python -m surojax.train --config configs/tiny_moe.py
 
-Two experts together are as wide as the MLP of tiny.py, so that as many parameters compute. Expect 2.08 bits per byte
-on held-out files at the end, where tiny.py has 2.16 on the same text, in one and a half times its time on two CPU cores.
+Two experts together are as wide as the MLP of tiny.py, so that as many parameters compute. Expect 2.08 bits per byte on
+held-out files at the end, where tiny.py has 2.16 on the same text, in one and a half times its time on two CPU cores.
 """
 
 from surojax.config import default_config

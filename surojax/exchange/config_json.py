@@ -63,7 +63,7 @@ def agrees(config: dict[str, Any], fields: dict[str, Any]) -> bool:
 
 
 def normal(fields: dict[str, Any]) -> dict[str, Any]:
-    """All `model` fields, with their defaults, the heads' channels, the scale of scores and experts' width filled in."""
+    """All `model` fields with their defaults; heads' channels, scale of scores and experts' width are filled in."""
     complete = default_config().model.to_dict() | fields
     channels = complete["head_dim"] or complete["hidden_size"] // complete["num_attention_heads"]
     filled = {"head_dim": channels, "query_pre_attn_scalar": complete["query_pre_attn_scalar"] or channels}

@@ -20,7 +20,7 @@ HALVES = ("gate_proj", "up_proj")  # of the rows of that, in order
 
 
 class Part(NamedTuple):
-    """Where a tensor of all experts is in files.
+    """The place of a tensor of all experts in files.
 
     names: of the tensors, one for each expert, or one of all. half: which of two parts of its rows, None: all of them.
     """
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
     @property
     def is_of_all(self) -> bool:
-        """Whether the file's tensor has all experts."""
+        """True if the file's tensor has all experts."""
         return not NUMBER.search(self.names[0])
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
@@ -44,6 +44,11 @@ class Part(NamedTuple):
             return np.stack(list(stored))
         (of_all,) = stored
         return of_all if self.half is None else np.split(of_all, 2, axis=1)[self.half]
+
+
+def has_all_experts(name: str) -> bool:
+    """True for our name of a tensor of all experts."""
+    return ".experts." in name
 
 
 def of_expert(name: str, expert: int) -> str:
@@ -74,8 +79,7 @@ def of_each(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The tensors with one for each expert in place of those of all."""
     found = {}
     for name, tensor in tensors.items():
-        is_of_experts = ".experts." in name
-        found |= {of_expert(name, e): x for e, x in enumerate(tensor)} if is_of_experts else {name: tensor}
+        found |= {of_expert(name, e): x for e, x in enumerate(tensor)} if has_all_experts(name) else {name: tensor}
     return found
 
 
@@ -86,7 +90,7 @@ def without_number(name: str) -> tuple[str, int | None]:
 
 
 def parts_in(names: Iterable[str]) -> dict[str, Part]:
-    """Where the tensors of all experts are, by name, among the names of tensors in files.
+    """{name of a tensor of all experts: its place} among the names of tensors in files.
 
     Raises ConfigError if one of the experts is missing.
     """

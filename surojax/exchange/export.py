@@ -177,7 +177,7 @@ def _index(parts: dict[str, list[str]], expected: dict[str, tuple[int, ...]], dt
 
 
 class _Piece(NamedTuple):
-    """What a tensor in files is made of: our tensors, one after another in their second dimension, or of one expert."""
+    """The source of a tensor in files: our tensors, joined along their second dimension; expert: one expert's part."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -185,13 +185,13 @@ class _Piece(NamedTuple):
 
 
 def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece]:
-    """What the tensors in a model's files are made of, by their names there."""
+    """{name in a model's files: the source of the tensor}."""
     ours = shapes(model)
     if together:
         return {naming.in_files(name): _Piece(names, shape) for name, (names, shape) in experts.together(ours).items()}
     found = {}
     for name, shape in ours.items():
-        if len(shape) < 3:
+        if not experts.has_all_experts(name):
             found[naming.in_files(name)] = _Piece((name,), shape)
             continue
         for e in range(shape[0]):

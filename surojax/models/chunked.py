@@ -142,7 +142,7 @@ def block_functions(
 
 
 def _of_all(of_chunks: list[Routed | None]) -> Routed | None:
-    """What the router of a block returns, from what it returned for each chunk."""
+    """The `Routed` of a block, from those of its chunks; None without a router."""
     routed = [of_chunk for of_chunk in of_chunks if of_chunk is not None]
     if not routed:
         return None

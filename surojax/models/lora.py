@@ -78,7 +78,7 @@ class Lora:
 
 
 def linear_targets(*, experts: bool) -> dict[str, str]:
-    """Those of `TARGETS` that a model has. experts: its MLPs are experts, which are no linear layers to PEFT either."""
+    """The part of `TARGETS` that a model has. experts: its MLPs are experts, no linear layers to PEFT either."""
     return {name: ours for name, ours in TARGETS.items() if not (experts and ours.startswith("mlp."))}
 
 

@@ -114,7 +114,7 @@ class Earlier(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What a block with a router is given.
+    """Arguments of a block with a router.
 
     counted: bool `[B, S]`, the tokens of its statistics; None: all. decided: `Routed.decided` of the pass that this one
     repeats; None: the block decides.
@@ -128,7 +128,7 @@ ROUTES = Routing()
 
 
 class Routed(NamedTuple):
-    """What a block with a router returns beside its activations.
+    """Results of a block with a router beside its activations.
 
     statistics: float32 arrays, sums over the tokens that count. decided: integers `[B, S, ...]`, which a recomputation
     takes as they are: computed again, they could be others.

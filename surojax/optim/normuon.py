@@ -153,7 +153,8 @@ def normuon(
 
     def direction(m, old_rows):
         """`of_matrix`, of each expert's by itself."""
-        return jax.vmap(of_matrix)(m, old_rows) if m.ndim == 3 else of_matrix(m, old_rows)
+        has_experts = m.ndim == 3
+        return jax.vmap(of_matrix)(m, old_rows) if has_experts else of_matrix(m, old_rows)
 
     def of_matrix(m, old_rows):
         """(O' of a whole matrix's momentum, of the size of AdamW's updates, and the new second moment of the rows)."""

@@ -173,7 +173,7 @@ class MetricsLog:
         return record
 
     def _usage(self, step: int, usage: Usage) -> dict[str, Any]:
-        """What a record says of experts; prints a line for layers that use too few of them, once for each."""
+        """The fields of a record about experts. Prints a line for layers that use too few of them, once for each."""
         new = [l for l in usage.collapsed if l not in self._collapsed]
         self._collapsed.update(new)
         if new and self._file is not None:
