@@ -14,10 +14,11 @@ from test_nf4 import REFERENCE, dequantised, reference
 
 from surojax import ConfigError
 from surojax.assembly import from_config
+from surojax.exchange.base import Derived
 from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.model_tensors import SINGLE, Weights, readers
 from surojax.exchange.sources import open_weights
-from surojax.numerics import nf4
+from surojax.numerics import base_formats, nf4
 from surojax.placement.mesh import make_mesh
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
@@ -155,3 +156,48 @@ def test_the_fixture_is_read_as_bitsandbytes_reads_it(tmp_path):
     safetensors.numpy.save_file(of_case, tmp_path / SINGLE)
     weights = Weights(tmp_path)
     np.testing.assert_array_equal(weights.read("crossing.weight"), dequantised(reference("crossing")))
+
+
+def test_experts_are_read_as_they_are_stored(tmp_path):
+    """Each expert's codes and scales, in a run, and its numbers where a trained model is sampled from or merged."""
+    of_experts = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    found = {name: x for name, x in tensors().items() if ".mlp." not in name}
+    for l in range(2):
+        moe = f"model.layers.{l}.block_sparse_moe"
+        found[f"{moe}.gate.weight"] = np.random.default_rng(l).normal(size=(2, 64)).astype(np.float32)
+        for e in range(2):
+            for theirs, ours in of_experts.items():
+                start = f"model.layers.{(l + e) % 2}.mlp.{ours}."
+                parts = {name.removeprefix(start): x for name, x in tensors().items() if name.startswith(start)}
+                found |= {f"{moe}.experts.{e}.{theirs}.{part}": x for part, x in parts.items()}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    given = CONFIG | {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    (folder / "config.json").write_text(json.dumps(given))
+    safetensors.numpy.save_file(found, folder / SINGLE)
+    c = config(folder, lora=True, lora_rank=2, qlora_bnb=True, zero_level=3)
+    run = from_config(c, make_mesh(jax.devices()[:2]), total_steps=1)
+    weights = open_weights(c, run.model)
+    assert isinstance(weights, Weights)
+    state = run.load_state(*readers(weights, run.coded))
+    stored = jax.device_get(state.weights["blocks"]["mlp"]["w_down"])
+    frozen = InBaseFormat(weights, run.model, "nf4", "float32")
+    for l in range(2):
+        name = f"model.layers.{l}.mlp.experts.down_proj.weight"
+        expected = np.stack([numbers(f"model.layers.{(l + e) % 2}.mlp.down_proj.weight") for e in range(2)])
+        np.testing.assert_allclose(weights.read(name), expected, rtol=1e-6)
+        coded = weights.read_coded(name, nf4.planned((2, 64, 128)))
+        chex.assert_trees_all_equal(jax.tree.map(lambda x, l=l: x[l], stored), coded)
+        np.testing.assert_array_equal(frozen.read(name), weights.read(name))
+    in_16_bits = InBaseFormat(Unquantised(weights, "as numbers"), run.model, "nf4", "float32")
+    read = in_16_bits.read("model.layers.0.mlp.experts.up_proj.weight")
+    again = base_formats.quantise(read, base_formats.FORMATS["nf4"].planned(read.shape))
+    np.testing.assert_allclose(base_formats.dequantise(again, "float32"), read, rtol=1e-3)
+    assert len(np.unique(read[0].reshape(-1, 64)[0])) <= 16
+
+
+class Unquantised(Derived):
+    """Tensors of which nobody sees that they are stored in few bits."""
+
+    def read(self, name: str) -> np.ndarray:
+        return self.base.read(name) + np.float32(1e-3) * np.random.default_rng(0).normal(size=self.shape(name))

@@ -13,11 +13,12 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.exchange.adapter_config import modules
 from surojax.exchange.base import Derived, fingerprint
-from surojax.exchange.model_tensors import Tensors, Weights, read_dequantised
+from surojax.exchange.model_tensors import Tensors, Weights, read_dequantised, tensor_name
 from surojax.exchange.peft import BASE_FORMATS, AdapterArrays, digest
 from surojax.families.family import TENSOR_NAMES
 from surojax.models.model import Model
-from surojax.numerics.base_formats import FORMATS
+from surojax.numerics.base_formats import FORMATS, dequantise, quantise
+from surojax.placement.param import Kind
 
 
 class InBaseFormat(Derived):
@@ -31,7 +32,13 @@ class InBaseFormat(Derived):
         super().__init__(base, f"{name} {dtype}")
         self._format = name
         self._dtype = dtype
-        self._matrices = {f"{module}.weight" for layer_modules in modules(model).values() for module in layer_modules}
+        self._matrices = {
+            tensor_name(param, segment, l)
+            for segment in model.segments
+            for param in jax.tree.leaves(segment.params)
+            for l in range(segment.num_layers)
+            if param.kind is Kind.MATRIX
+        }
 
     def read(self, name: str) -> np.ndarray:
         """A tensor: a matrix of a block in `dtype`, another one as the base has it. What is stored so stays so."""
@@ -90,11 +97,10 @@ def merged_matrix(
 
 
 def there_and_back(w: np.ndarray, name: str, dtype: str) -> np.ndarray:
-    """A matrix quantised to the base format of this name and dequantised to its dtype."""
+    """A matrix, or those of all experts, quantised to the base format of this name and dequantised to its dtype."""
     return np.asarray(_there_and_back(w.astype(dtype), name))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _there_and_back(w: jax.Array, name: str) -> jax.Array:
-    base_format = FORMATS[name]
-    return base_format.dequantise(base_format.quantise(w, base_format.planned(w.shape)), w.dtype)
+    return dequantise(quantise(w, FORMATS[name].planned(w.shape)), w.dtype)
