@@ -8,6 +8,7 @@ from surojax.errors import need
 from surojax.models.attention import fits_mosaic
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals import (
+    Feature,
     Refusal,
     each,
     fp8,
@@ -67,13 +68,6 @@ def _check_experts(c) -> None:
     if m.num_experts:
         expected = f"1 to num_experts={m.num_experts}"
         need(1 <= chosen <= m.num_experts, "model.num_experts_per_tok", expected, chosen, "8 of 64 is usual")
-        one_group = c.gradient_accumulation_steps
-        needed = c.router_aux_loss_coef or c.router_z_loss_coef
-        by_layer = any(c[name] == "nvme" for name in BY_LAYER)
-        expected = f"gradient_accumulation_steps={one_group} with a loss of routers, which is of all tokens of a step"
-        fetched = c.microbatches_per_fetch
-        alone = not needed or by_layer or fetched == one_group
-        need(alone, "microbatches_per_fetch", expected, fetched, f"set it to {one_group}")
 
 
 def _check_rope(c, h: int) -> None:
@@ -139,6 +133,16 @@ OF_EXPERTS = (
     is_on("model.norm_topk_prob", **FOUR_EXPERTS),
     *router_losses,
 )
+several_groups = Feature(
+    "microbatches_per_fetch other than gradient_accumulation_steps",
+    ("microbatches_per_fetch", "gradient_accumulation_steps", *BY_LAYER),
+    lambda s, _: (
+        s["microbatches_per_fetch"] != s["gradient_accumulation_steps"] and all(s[name] != "nvme" for name in BY_LAYER)
+    ),
+    lambda s: f"with microbatches_per_fetch={s['microbatches_per_fetch']}",
+    "gradient_accumulation_steps",
+    {"microbatches_per_fetch": 1, "gradient_accumulation_steps": 2},
+)
 whole_norm = is_on("model.qk_norm_whole")
 # Options that the float8 block (decoder_fp8.py) does not compute; the other recipes do.
 NOT_IN_FP8 = (
@@ -157,6 +161,10 @@ REFUSALS = (
     *map(_unused_of_rope, OF_ROPE),
     *each(OF_EXPERTS, no_experts, "which does not use it", "leave it out, or set model.num_experts"),
     *each(router_losses, stages, "for which it is not built yet", "leave it out, or set pp_size=1"),
+    *(
+        Refusal(several_groups, loss, "which is of all tokens of a step", "set it to gradient_accumulation_steps")
+        for loss in router_losses
+    ),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),
     Refusal(whole_norm, is_on("model.norm_plus_one"), "with which it is not built", "leave one of them out"),
     *each(NOT_IN_FP8, fp8, "whose blocks are written out without it", "use recipe='mxfp8', 'nvfp4' or 'bf16'"),
