@@ -25,9 +25,10 @@ from test_huggingface import CASES, before_5, config, hf_config, save_tokenizer,
 
 from surojax import CheckpointError, ConfigError, convert, default_config, generate, train
 from surojax.assembly import from_config
-from surojax.exchange import config_json, export as exporting, sources
+from surojax.exchange import compressed, config_json, export as exporting, sources
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.model_tensors import INDEX, SINGLE, Weights, readers
+from surojax.exchange.shards import Shard
 from surojax.inference import parity
 from surojax.inference.trained_model import load_trained
 from surojax.placement.mesh import make_mesh
@@ -70,6 +71,70 @@ def test_the_dtype_is_the_one_that_was_asked_for(tmp_path, dtype):
     expected = {name: np.asarray(jax.numpy.asarray(x).astype(dtype)) for name, x in stored("llama").items()}
     chex.assert_trees_all_equal(tensors_in(out), expected)
     assert json.loads((out / "config.json").read_text())["dtype"] == dtype
+
+
+@pytest.mark.parametrize("dtype, largest", [("fp8", 2**-4), ("nvfp4", 1 / 6 + 2**-4)])
+def test_matrices_of_blocks_are_written_as_vllm_reads_them(tmp_path, dtype, largest):
+    """Files of compressed-tensors, whose reader takes them (fixtures/check_compressed.py). No torch is needed here.
+
+    largest: error of a number, relative to the largest magnitude of its block: half a step of e4m3; half the largest
+    step of e2m1, which has 6 for that magnitude, and half a step of the block's scale.
+    """
+    out = convert.convert(write(tmp_path / "in", "llama"), tmp_path / "out", dtype=dtype)
+    said = json.loads((out / "config.json").read_text())
+    assert said["dtype"] == "bfloat16" and said["quantization_config"]["ignore"] == ["lm_head"]
+    group = said["quantization_config"]["config_groups"]["group_0"]
+    assert group["format"] == {"fp8": "float-quantized", "nvfp4": "nvfp4-pack-quantized"}[dtype]
+    shard = Shard(out / SINGLE)
+    parts = list(compressed.FORMATS[dtype].planned((16, 16)))
+    names = set(shard.entries)
+    for name, tensor in stored("llama").items():
+        if "proj" not in name:
+            expected = tensor.astype(ml_dtypes.bfloat16)
+            assert (shard.read(name) == expected).all() and shard.entries[name].dtype == expected.dtype
+            names.remove(name)
+            continue
+        tensors = [shard.read(name.removesuffix("weight") + part) for part in parts]
+        names -= {name.removesuffix("weight") + part for part in parts}
+        rows, columns = (128, 128) if dtype == "fp8" else (1, 16)
+        errors = np.abs(compressed.dequantised(dtype, tensors) - tensor)
+        for i in range(0, tensor.shape[0], rows):
+            for j in range(0, tensor.shape[1], columns):
+                block = np.abs(tensor[i : i + rows, j : j + columns])
+                assert errors[i : i + rows, j : j + columns].max() <= largest * block.max()
+    assert not names
+    if dtype == "nvfp4":  # vLLM multiplies with them as one matrix
+        for group in (("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
+            scales = {float(shard.read(f"model.layers.1.{x}_proj.weight_global_scale")[0]) for x in group}
+            most = max(float(np.abs(stored("llama")[f"model.layers.1.{x}_proj.weight"]).max()) for x in group)
+            assert len(scales) == 1 and scales.pop() == pytest.approx(448 * 6 / most, rel=1e-6)
+
+
+NARROW = {"gate": (40, 32), "up": (40, 32), "down": (32, 40)}
+
+
+def test_what_cannot_be_in_fp8_or_nvfp4_is_refused(tmp_path):
+    """Nothing is written."""
+    narrow = {f"model.layers.{l}.mlp.{x}_proj.weight": shape for l in range(2) for x, shape in NARROW.items()}
+    cut = stored("llama") | {name: stored("llama")[name][:rows, :columns] for name, (rows, columns) in narrow.items()}
+    for case, tensors, changes, dtype, message in [
+        ("llama", None, {}, "nvfp5", "--dtype: expected one of bfloat16, float16, float32, fp8, nvfp4, got 'nvfp5'"),
+        (
+            "llama",
+            cut,
+            {"intermediate_size": 40},
+            "nvfp4",
+            "of multiples of 16 numbers for nvfp4, got 40 in mlp.w_down",
+        ),
+    ]:
+        folder = write(tmp_path / dtype, case, tensors=tensors, **changes)
+        with pytest.raises(ConfigError, match=message):
+            convert.convert(folder, tmp_path / "out", dtype=dtype)
+        assert not (tmp_path / "out").exists()
+    with_experts = default_config()
+    with_experts.model.update({"num_experts": 4, "num_experts_per_tok": 2})
+    with pytest.raises(ConfigError, match="--dtype: expected a model without experts for fp8"):
+        compressed.check("fp8", from_config(with_experts, make_mesh(jax.devices()[:1]), 1).model)
 
 
 def test_files_are_as_large_as_asked_for(tmp_path):
@@ -296,7 +361,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
 def test_unknown_dtypes_and_numbers_beyond_them_are_refused(tmp_path):
     tensors = stored("llama") | {"model.norm.weight": np.full(32, 1e6, np.float32)}
     folder = write(tmp_path / "in", "llama", tensors=tensors)
-    with pytest.raises(ConfigError, match=r"^--dtype: expected one of bfloat16, float16, float32, got 'int4'"):
+    with pytest.raises(
+        ConfigError, match=r"^--dtype: expected one of bfloat16, float16, float32, fp8, nvfp4, got 'int4'"
+    ):
         convert.convert(folder, tmp_path / "out", dtype="int4")
     with pytest.raises(
         ConfigError, match=r"^--dtype: expected numbers within float16, got larger .* model\.norm\.weight"

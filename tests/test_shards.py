@@ -26,8 +26,8 @@ def test_files_are_those_of_the_library(tmp_path, dtype):
     safetensors.numpy.save_file(tensors, tmp_path / "theirs")
     found = shards.Shard(tmp_path / "theirs")
     assert found.entries.keys() == tensors.keys()
-    shapes = {name: array.shape for name, array in tensors.items()}
-    shards.write_shard(tmp_path / "ours", shapes, np.dtype(dtype), tensors.values())
+    planned = {name: shards.Stored(array.shape, array.dtype) for name, array in tensors.items()}
+    shards.write_shard(tmp_path / "ours", planned, tensors.values())
     read = safetensors.numpy.load_file(tmp_path / "ours")
     for name, array in tensors.items():
         for other in (found.read(name), read[name]):

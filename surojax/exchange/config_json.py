@@ -9,6 +9,7 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
+from surojax.exchange import compressed
 from surojax.exchange.huggingface import model_fields
 from surojax.families.family import ModelFamily
 from surojax.families.registry import FAMILIES
@@ -20,11 +21,17 @@ COPIED = (
 
 
 def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The config.json of a source model, for weights of this dtype, with what either version of transformers reads."""
+    """The config.json of a source model, for weights of this dtype, with what either version of transformers reads.
+
+    dtype: as in `export`.
+    """
     config = {key: value for key, value in source.items() if key != "quantization_config"}
     family = FAMILIES[config["model_type"]]
     config.setdefault("architectures", [family.transformers_class])
-    return family.both_ropes(config) | {"dtype": dtype, "torch_dtype": dtype}
+    quantised = compressed.FORMATS.get(dtype)
+    others = compressed.OTHERS if quantised else dtype
+    said = {"quantization_config": quantised.config} if quantised else {}
+    return family.both_ropes(config) | {"dtype": others, "torch_dtype": others} | said
 
 
 def made(

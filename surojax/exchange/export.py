@@ -17,10 +17,11 @@ import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange import experts, shards, small_files
+from surojax.exchange import compressed, experts, shards, small_files
 from surojax.exchange.finite import is_finite
-from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, shapes
+from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, shapes, tensor_name
 from surojax.exchange.naming import Naming, naming_of
+from surojax.exchange.shards import Stored
 from surojax.exchange.small_files import Files
 from surojax.models.model import Model
 from surojax.untrusted import expanded
@@ -35,8 +36,9 @@ SHARD_BYTES = 5 * 10**9
 
 def check_dtype(dtype: str) -> None:
     """Raises ConfigError if no export has this dtype."""
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
+    known = [*DTYPES, *compressed.FORMATS]
+    if dtype not in known:
+        raise ConfigError(f"--dtype: expected one of {', '.join(known)}, got {dtype!r}; choose one")
 
 
 def check_folder(folder: str | Path) -> Path:
@@ -108,26 +110,31 @@ def export(
 ) -> Path:
     """Writes a model's folder, and returns its path.
 
-    tensors: of which those of `model` are written, in `dtype`. config: the content of config.json, which says the dtype
-    as well (`config_json`). experts_together: one tensor has all experts of a layer, see experts.py. files: what else
-    the folder has. shard_bytes: largest size of a safetensors file, unless one tensor is larger.
+    tensors: of which those of `model` are written, in `dtype`, or matrices of blocks in that of `compressed.FORMATS`.
+    config: the content of config.json, which says the dtype as well (`config_json`). experts_together: one tensor has
+    all experts of a layer, see experts.py. files: what else the folder has. shard_bytes: largest size of a safetensors
+    file, unless one tensor is larger.
 
-    Raises ConfigError if the folder is not empty, cannot be written or has no room, or if a number is beyond the dtype;
-    what reading the tensors raises. Neither the folder nor parents made for it exist then.
+    Raises ConfigError if the folder is not empty, cannot be written or has no room, if a number is beyond the dtype, or
+    if the model has matrices that cannot be in it; what reading the tensors raises. Neither the folder nor parents made
+    for it exist then.
     """
     check_dtype(dtype)
     path = check_folder(folder)
     pieces = _pieces(model, naming_of(config), together=experts_together)
-    expected = {name: piece.shape for name, piece in pieces.items()}
-    parts = _parts(expected, DTYPES[dtype].itemsize, shard_bytes)
-    with unfinished_beside(path, sum(_bytes(shape, DTYPES[dtype]) for shape in expected.values())) as unfinished:
+    if dtype in compressed.FORMATS:
+        compressed.check(dtype, model)
+        pieces = _with_shared_scales(pieces, model)
+    planned = {name: _planned(name, piece, dtype) for name, piece in pieces.items()}
+    parts = _parts(planned, shard_bytes)
+    with unfinished_beside(path, sum(stored.bytes for of in planned.values() for stored in of.values())) as unfinished:
         unfinished.mkdir()
-        for file, of_part in parts.items():
-            part = {name: expected[name] for name in of_part}
-            arrays = _cast(tensors, [pieces[name] for name in of_part], dtype)
-            shards.write_shard(unfinished / file, part, DTYPES[dtype], arrays)
+        for file, names in parts.items():
+            part = {name: stored for piece in names for name, stored in planned[piece].items()}
+            arrays = _cast(tensors, [pieces[name] for name in names], dtype)
+            shards.write_shard(unfinished / file, part, arrays)
         if len(parts) > 1:
-            (unfinished / INDEX).write_text(_index(parts, expected, DTYPES[dtype]))
+            (unfinished / INDEX).write_text(_index(parts, pieces, planned))
         small_files.write_small_files(unfinished, files | {small_files.CONFIG: encoded(config)})
     return path
 
@@ -135,10 +142,6 @@ def export(
 def encoded(content: dict) -> bytes:
     """A small JSON file."""
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
 
 
 def _check_room(path: Path, need: int) -> None:
@@ -150,12 +153,12 @@ def _check_room(path: Path, need: int) -> None:
         )
 
 
-def _parts(expected: dict[str, tuple[int, ...]], itemsize: int, shard_bytes: int) -> dict[str, list[str]]:
-    """The names of the tensors in each file, in order; a file is full before the next one begins."""
+def _parts(planned: dict[str, dict[str, Stored]], shard_bytes: int) -> dict[str, list[str]]:
+    """The names of the pieces in each file, in order; a file is full before the next one begins."""
     parts: list[list[str]] = [[]]
     size = 0
-    for name, shape in expected.items():
-        more = math.prod(shape) * itemsize
+    for name, of_piece in planned.items():
+        more = sum(stored.bytes for stored in of_piece.values())
         if parts[-1] and size + more > shard_bytes:
             parts.append([])
             size = 0
@@ -166,22 +169,26 @@ def _parts(expected: dict[str, tuple[int, ...]], itemsize: int, shard_bytes: int
     return {f"model-{i:05}-of-{len(parts):05}.safetensors": names for i, names in enumerate(parts, start=1)}
 
 
-def _index(parts: dict[str, list[str]], expected: dict[str, tuple[int, ...]], dtype: np.dtype) -> str:
+def _index(parts: dict[str, list[str]], pieces: dict[str, "_Piece"], planned: dict[str, dict[str, Stored]]) -> str:
     """The index that says which file has a tensor."""
     total = {
-        "total_size": sum(_bytes(shape, dtype) for shape in expected.values()),
-        "total_parameters": sum(math.prod(shape) for shape in expected.values()),
+        "total_size": sum(stored.bytes for of_piece in planned.values() for stored in of_piece.values()),
+        "total_parameters": sum(math.prod(piece.shape) for piece in pieces.values()),
     }
-    weight_map = {name: file for file, names in parts.items() for name in names}
+    weight_map = {name: file for file, names in parts.items() for piece in names for name in planned[piece]}
     return json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n"
 
 
 class _Piece(NamedTuple):
-    """The source of a tensor in files: our tensors, joined along their second dimension; expert: one expert's part."""
+    """The source of a tensor in files: our tensors, joined along their second dimension; expert: one expert's part.
+
+    sharing: our names of the matrices that share a scale in `compressed.FORMATS`; empty: it is not stored in them.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     expert: int | None = None
+    sharing: tuple[str, ...] = ()
 
 
 def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece]:
@@ -199,8 +206,30 @@ def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece
     return found
 
 
+def _with_shared_scales(pieces: dict[str, _Piece], model: Model) -> dict[str, _Piece]:
+    """The pieces, of which the matrices of blocks say with which others they share a scale."""
+    sharing: dict[str, tuple[str, ...]] = {}
+    for segment in model.segments:
+        for l in range(segment.num_layers):
+            names = {param.name: tensor_name(param, segment, l) for param in compressed.matrices(segment)}
+            groups = [[names[name] for name in group if name in names] for group in compressed.SHARING]
+            alone = [[name] for key, name in names.items() if not any(key in group for group in compressed.SHARING)]
+            sharing |= {name: tuple(group) for group in (*groups, *alone) for name in group}
+    return {name: piece._replace(sharing=sharing.get(piece.names[0], ())) for name, piece in pieces.items()}
+
+
+def _planned(name: str, piece: _Piece, dtype: str) -> dict[str, Stored]:
+    """The tensors in files of a piece."""
+    if piece.sharing:
+        rows, columns = piece.shape
+        of_matrix = compressed.FORMATS[dtype].planned((rows, columns))
+        return {name.removesuffix("weight") + part: stored for part, stored in of_matrix.items()}
+    return {name: Stored(piece.shape, DTYPES.get(dtype, DTYPES[compressed.OTHERS]))}
+
+
 def _cast(tensors: Tensors, pieces: list[_Piece], dtype: str) -> Iterator[np.ndarray]:
     """The tensors in this dtype, one after another. Raises ConfigError if a number is too large for it."""
+    largest: dict[tuple[str, ...], float] = {}  # magnitudes in matrices that share a scale
     names, read = (), []
     for piece in pieces:
         name = piece.names[0]
@@ -208,12 +237,18 @@ def _cast(tensors: Tensors, pieces: list[_Piece], dtype: str) -> Iterator[np.nda
             names, read = piece.names, [tensors.read(name) for name in piece.names]
         tensor = np.concatenate(read, axis=1) if len(read) > 1 else read[0]
         tensor = tensor if piece.expert is None else tensor[piece.expert]
-        if tensor.dtype != DTYPES[dtype]:
+        stored = np.dtype(np.float32) if piece.sharing else DTYPES.get(dtype, DTYPES[compressed.OTHERS])
+        if tensor.dtype != stored:
             with np.errstate(over="ignore"):  # reported below
-                tensor = tensor.astype(DTYPES[dtype])
+                tensor = tensor.astype(stored)
         if not is_finite(tensor):
             raise ConfigError(
                 f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; "
                 + ("use float32" if dtype != "float32" else "train again: what is exported is not finite")
             )
-        yield tensor
+        if not piece.sharing:
+            yield tensor
+            continue
+        if piece.sharing not in largest:
+            largest[piece.sharing] = max(float(np.max(np.abs(tensors.read(other)))) for other in piece.sharing)
+        yield from compressed.quantised(dtype, tensor, largest[piece.sharing])

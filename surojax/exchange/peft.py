@@ -87,14 +87,15 @@ def save_adapter(
     Raises ConfigError if the folder cannot be written.
     """
     path = expanded(folder)
-    expected = {_written(name, naming): shape for name, shape in tensor_shapes(adapter.lora, model).items()}
+    float32 = np.dtype(np.float32)
+    sizes = tensor_shapes(adapter.lora, model)
+    expected = {_written(name, naming): shards.Stored(shape, float32) for name, shape in sizes.items()}
     arrays = {_written(name, naming): array for name, array in _by_name(adapter, model).items()}
     metadata = {BASE_FORMAT: adapter.base_format} | ({FINGERPRINT: adapter.base} if adapter.base else {})
-    float32 = np.dtype(np.float32)
     unfinished = path / f".{TENSORS}.{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        shards.write_shard(unfinished, expected, float32, (arrays[name].astype(float32) for name in expected), metadata)
+        shards.write_shard(unfinished, expected, (arrays[name].astype(float32) for name in expected), metadata)
         unfinished.replace(path / TENSORS)
         (path / CONFIG).write_bytes(encoded(adapter_config.adapter_config_of(adapter.lora, base_name, naming)))
     except OSError as error:

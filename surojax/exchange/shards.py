@@ -106,29 +106,37 @@ def _entry(name: str, entry: dict, data: int) -> tuple[TensorEntry, int]:
     return TensorEntry(dtype, shape, data + begin), data + end
 
 
-def write_shard(
-    path: Path,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: np.dtype,
-    tensors: Iterable[np.ndarray],
-    metadata: dict[str, str] | None = None,
-) -> None:
-    """Writes a file with these tensors, of one dtype. Raises OSError.
+class Stored(NamedTuple):
+    """A tensor as it will be stored."""
 
-    shapes: by name. tensors: in the same order, of that dtype; the next one is asked for when the last one is written.
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Its size in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_shard(
+    path: Path, planned: dict[str, Stored], tensors: Iterable[np.ndarray], metadata: dict[str, str] | None = None
+) -> None:
+    """Writes a file with these tensors. Raises OSError.
+
+    planned: by name. tensors: in the same order, as planned; the next one is asked for when the last one is written.
     metadata: what the file says beside its tensors.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"} | (metadata or {})}
     end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
+    for name, (shape, dtype) in planned.items():
+        begin, end = end, end + planned[name].bytes
         header[name] = {"dtype": NAMES_OF_DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
-            assert tensor.shape == shape and tensor.dtype == dtype, (name, tensor.shape, tensor.dtype)
+        for (name, stored), tensor in zip(planned.items(), tensors, strict=True):
+            assert Stored(tensor.shape, tensor.dtype) == stored, (name, tensor.shape, tensor.dtype)
             file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
         file.flush()
         os.fsync(file.fileno())

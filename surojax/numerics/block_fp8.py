@@ -42,6 +42,11 @@ def planned(shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> BlockF
 
 def quantise(w: jax.Array, like: BlockFp8) -> BlockFp8:
     """Quantises a matrix [out, in]. like: as planned for it. A block with NaN or infinity is not finite afterwards."""
+    return from_blocks(*in_blocks(w), like)
+
+
+def in_blocks(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(codes [out, in], scales of blocks [out / 128, in / 128], rounded up) of a matrix, as checkpoints have them."""
     rows, columns = w.shape
     padded = jnp.pad(w.astype(jnp.float32), ((0, -rows % BLOCK), (0, -columns % BLOCK)))
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
@@ -49,7 +54,7 @@ def quantise(w: jax.Array, like: BlockFp8) -> BlockFp8:
     scales = jnp.maximum(absmax, jnp.finfo(jnp.float32).tiny * LARGEST) * np.float32(1 / LARGEST)
     codes = jnp.clip(blocks * (1 / scales)[:, None, :, None], -LARGEST, LARGEST)
     codes = fp8.to_e4m3(codes).reshape(padded.shape)[:rows, :columns]
-    return from_blocks(codes.astype(jnp.float8_e4m3fn), scales, like)
+    return codes.astype(jnp.float8_e4m3fn), scales
 
 
 def from_blocks(codes, scales, like: BlockFp8) -> BlockFp8:

@@ -43,10 +43,14 @@ def planned(shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> Nvfp4:
     )
 
 
-def quantise(w: jax.Array, like: Nvfp4) -> Nvfp4:
-    """Quantises a matrix [out, in], `in` a multiple of 16. NaN or infinity makes the tensor scale not finite."""
-    del like
-    q = nvfp4_format.reference(w)
+def quantise(w: jax.Array, like: Nvfp4 | None = None, *, largest: jax.Array | None = None) -> Nvfp4:
+    """Quantises a matrix [out, in], `in` a multiple of 16. NaN or infinity makes the tensor scale not finite.
+
+    largest: magnitude in all matrices that have the same tensor scale; None: in this one.
+    """
+    del like  # all matrices of a shape are alike
+    whole = nvfp4_format.WHOLE if largest is None else nvfp4_format.OperandPart(largest=lambda absmax: largest)
+    q = nvfp4_format.reference(w, part=whole)
     size = jnp.searchsorted(MAGNITUDES, jnp.abs(q.values), method="compare_all").astype(jnp.uint8)
     codes = (size | jnp.signbit(q.values).astype(jnp.uint8) << 3).reshape(w.shape[0], -1, 2)
     return Nvfp4(codes[..., 0] | codes[..., 1] << 4, q.scales.astype(jnp.float8_e4m3fn), q.tensor_scale)

@@ -1,0 +1,137 @@
+"""Matrices of blocks in FP8 or NVFP4 in a model's folder, as vLLM reads them: the formats of compressed-tensors.
+
+| `dtype` | tensors of a matrix NAME.weight [out, in]                                      | `format`             |
+|---------|--------------------------------------------------------------------------------|----------------------|
+| fp8     | NAME.weight e4m3 [out, in], NAME.weight_scale float32 [out / 128, in / 128]    | float-quantized      |
+| nvfp4   | NAME.weight_packed uint8 [out, in / 2], NAME.weight_scale e4m3 [out, in / 16], | nvfp4-pack-quantized |
+|         | NAME.weight_global_scale float32 [1], by which scales are divided              |                      |
+
+`quantization_config` of config.json says so: the presets FP8_BLOCK, whose activations are quantised when they are
+computed, in groups of 128, and NVFP4A16, whose activations stay in 16 bits. Neither asks for calibration. Embedding,
+head, norms and biases stay in bfloat16. Numbers are those of numerics/block_fp8.py and nvfp4.py, which bases of QLoRA
+rest in. vLLM multiplies with queries, keys and values as one matrix, and with gate and up, which has one global scale:
+`SHARING` have the scale of the largest number of all of them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from surojax.errors import ConfigError
+from surojax.exchange.shards import Stored
+from surojax.families.family import TENSOR_NAMES
+from surojax.models.model import Model, Segment
+from surojax.numerics import block_fp8, nvfp4
+from surojax.placement.param import Kind, Param, base
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+FLOAT32 = np.dtype(np.float32)
+OTHERS = "bfloat16"  # dtype of all other tensors
+METHOD = "compressed-tensors"
+SHARING = (("attention.wq", "attention.wk", "attention.wv"), ("mlp.w_gate", "mlp.w_up"))  # one global scale
+
+
+class Format(NamedTuple):
+    """A format of matrices [out, in].
+
+    config: what `quantization_config` says of it. planned: shape -> tensors by what follows the matrix' name without
+    "weight". quantise: (float32 matrix, largest magnitude of those that share a global scale) -> these tensors, in the
+    same order. block: rows are multiples of it.
+    """
+
+    config: dict[str, Any]
+    planned: Callable[[tuple[int, int]], dict[str, Stored]]
+    quantise: Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]
+    block: int
+
+
+def _fp8(shape: tuple[int, int]) -> dict[str, Stored]:
+    blocks = (-(-shape[0] // block_fp8.BLOCK), -(-shape[1] // block_fp8.BLOCK))
+    return {"weight": Stored(shape, E4M3), "weight_scale": Stored(blocks, FLOAT32)}
+
+
+def _in_fp8(w: jax.Array, largest: jax.Array) -> tuple[jax.Array, ...]:
+    del largest  # every block has a scale of its own
+    return block_fp8.in_blocks(w)
+
+
+def _nvfp4(shape: tuple[int, int]) -> dict[str, Stored]:
+    rows, columns = shape
+    return {
+        "weight_packed": Stored((rows, columns // 2), np.dtype(np.uint8)),
+        "weight_scale": Stored((rows, columns // nvfp4.BLOCK), E4M3),
+        "weight_global_scale": Stored((1,), FLOAT32),
+    }
+
+
+def _in_nvfp4(w: jax.Array, largest: jax.Array) -> tuple[jax.Array, ...]:
+    q = nvfp4.quantise(w, largest=largest)
+    return q.codes, q.scales, 1 / q.tensor_scale[None]
+
+
+def _config(kind: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
+    """A `quantization_config` for all matrices of blocks."""
+    common = {"type": "float", "symmetric": True}
+    group: dict[str, Any] = {"targets": ["Linear"], "format": kind}
+    group["weights"] = common | {"dynamic": False} | weights
+    group["input_activations"] = activations and common | {"dynamic": True} | activations
+    return {
+        "quant_method": METHOD,
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [TENSOR_NAMES["head"].removesuffix(".weight")],
+    }
+
+
+_BLOCKS = {"num_bits": 8, "strategy": "block", "block_structure": [block_fp8.BLOCK, block_fp8.BLOCK]}
+_GROUPS = {"num_bits": 8, "strategy": "group", "group_size": block_fp8.BLOCK}
+_OF_16 = {"num_bits": 4, "strategy": "tensor_group", "group_size": nvfp4.BLOCK, "scale_dtype": "torch.float8_e4m3fn"}
+FORMATS = {
+    "fp8": Format(_config("float-quantized", _BLOCKS, _GROUPS), _fp8, _in_fp8, 1),
+    "nvfp4": Format(_config("nvfp4-pack-quantized", _OF_16, None), _nvfp4, _in_nvfp4, nvfp4.BLOCK),
+}
+
+
+def matrices(segment: Segment) -> list[Param]:
+    """The parameters of a segment's layers that are stored in a format."""
+    return [param for param in jax.tree.leaves(base(segment.params)) if param.kind is Kind.MATRIX]
+
+
+def check(dtype: str, model: Model) -> None:
+    """Raises ConfigError if the matrices of a model cannot be in this format."""
+    if any(segment.statistics is not None for segment in model.segments):
+        raise ConfigError(f"--dtype: expected a model without experts for {dtype}, got one with; use bfloat16")
+    block = FORMATS[dtype].block
+    for segment in model.segments:
+        for param in matrices(segment):
+            if param.shape[-1] % block:
+                raise ConfigError(
+                    f"--dtype: expected rows of multiples of {block} numbers for {dtype}, got {param.shape[-1]} in "
+                    f"{param.name}; use fp8"
+                )
+
+
+def quantised(dtype: str, w: np.ndarray, largest: float) -> list[np.ndarray]:
+    """The tensors of a matrix, as planned. largest: magnitude in the matrices that share its global scale."""
+    return [np.asarray(x) for x in _quantise(dtype)(w.astype(np.float32), np.float32(largest))]
+
+
+@functools.cache
+def _quantise(dtype: str) -> Callable:
+    return jax.jit(FORMATS[dtype].quantise)
+
+
+def dequantised(dtype: str, tensors: list[np.ndarray]) -> np.ndarray:
+    """The numbers of a matrix in float32 from its tensors: the inverse of `quantised`, but for rounding."""
+    if dtype == "nvfp4":
+        codes, scales, global_scale = map(jnp.asarray, tensors)
+        return np.asarray(nvfp4.dequantise(nvfp4.Nvfp4(codes, scales, 1 / global_scale[0]), jnp.float32))
+    codes, scales = tensors
+    like = block_fp8.planned(codes.shape)
+    return np.asarray(block_fp8.dequantise(block_fp8.from_blocks(jnp.asarray(codes), scales, like), jnp.float32))
