@@ -17,6 +17,12 @@ log-sum-exp of all keys, `backward_part` gives the exact gradients that come fro
 
 score(x) is x scale, or softcap tanh(x scale / softcap) (Gemma 2).
 
+A head may have a sink (gpt-oss): a logit in the softmax's denominator that belongs to no key. With it o and lse become
+
+    lse' = log(exp(lse) + exp(sink)), o' = o exp(lse - lse'), dsink = -sum over queries of exp(sink - lse') sum(do o')
+
+and the backward pass is the same with o' and lse' in place of o and lse. So no kernel knows of sinks.
+
 Nothing of size S x S is in memory. Dtypes: products of 16-bit operands are summed in float32; p and ds are rounded to
 the dtype of q before they are multiplied; softmax is float32. Tensor cores read their second operand with neighbours of
 the summed dimension in one register, so tensors that are summed over positions are transposed beforehand by XLA.
@@ -38,6 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, tiles
 from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.manual_axes import mark_varying, varying_axes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -102,7 +109,7 @@ def first_seen(starts_BS: jax.Array, window: int, offset: int) -> jax.Array:
 # --- reference --------------------------------------------------------------------------------------------------------
 
 
-def reference(q, k, v, starts, rule: Rule) -> jax.Array:
+def reference(q, k, v, starts, rule: Rule, sinks=None) -> jax.Array:
     """Softmax over a mask `[B, S, T]`, in jnp."""
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
@@ -112,7 +119,11 @@ def reference(q, k, v, starts, rule: Rule) -> jax.Array:
     key = jnp.arange(k.shape[1])
     first = first_seen(starts, rule.window, offset)
     seen = (key[None, None, :] <= query[None, :, None]) & (key[None, None, :] >= first[:, :, None])
-    p = jax.nn.softmax(jnp.where(seen[:, None], s, HIDDEN), axis=-1)
+    s = jnp.where(seen[:, None], s, HIDDEN)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.astype(f32)[None, :, None, None], (*s.shape[:3], 1))
+        s = jnp.concatenate([s, column], axis=-1)
+    p = jax.nn.softmax(s, axis=-1)[..., : k.shape[1]]
     return jnp.einsum("bhst,bthc->bshc", p.astype(q.dtype), v, preferred_element_type=f32).astype(q.dtype)
 
 
@@ -347,6 +358,24 @@ def _transposed(x_BSHh: jax.Array) -> jax.Array:
     return x_BSHh.transpose(0, 2, 3, 1)
 
 
+# --- sinks ------------------------------------------------------------------------------------------------------------
+
+
+def with_sinks(
+    o: Float[Array, "B S H h"], lse: Float[Array, "B H S"], sinks: Float[Array, " H"]
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
+    """(o, lse) of a softmax whose denominator also has the head's sink, from those of one without."""
+    total = jnp.logaddexp(lse, sinks.astype(f32)[None, :, None])
+    kept = jnp.exp(lse - total).transpose(0, 2, 1)[..., None]
+    return (o.astype(f32) * kept).astype(o.dtype), total
+
+
+def sink_gradients(sinks: Float[Array, " H"], lse: Float[Array, "B H S"], delta: Float[Array, "B H S"]):
+    """The gradient of the sinks `[H]`. lse: with the sinks. delta: sum(do * o) with these o."""
+    share = jnp.exp(sinks.astype(f32)[None, :, None] - lse)
+    return -jnp.sum(share * delta, axis=(0, 2)).astype(sinks.dtype)
+
+
 # --- public -----------------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +386,7 @@ class Saved(NamedTuple):
     k: jax.Array
     v: jax.Array
     starts: jax.Array
+    sinks: jax.Array | None
     o: jax.Array
     lse: jax.Array
 
@@ -370,6 +400,7 @@ def attention(
     window: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Float[Array, "B S H h"]:
@@ -377,34 +408,39 @@ def attention(
 
     The queries are the last S of the keys' T positions. starts: int32, indices among the keys, nondecreasing in a row.
     window: number of latest positions that a query attends to, its own included; 0: all. scale: None: 1 / sqrt(h).
-    softcap: 0: none. Raises ValueError for other shapes and dtypes, and dispatch.Unserved if implementation="mosaic"
-    and the kernel does not take the heads: 16-bit, a multiple of 16 up to 128 channels.
+    softcap: 0: none. sinks: see above; None: there are none. Raises ValueError for other shapes and dtypes, and
+    dispatch.Unserved if implementation="mosaic" and the kernel does not take the heads: 16-bit, a multiple of 16 up to
+    128 channels.
     """
     _check(q, k, v, starts, window)
     rule = Rule(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
     expected = f"expected 16-bit heads of a multiple of 16 up to {LARGEST_HEAD} channels"
     got = f"{q.dtype} of {q.shape[-1]}"
     if dispatch.chosen("attention", implementation, fits(q.dtype, q.shape[-1]), expected, got):
-        return _attention(q, k, v, starts, rule, interpret)
-    return reference(q, k, v, starts, rule)
+        sinks = sinks if sinks is None else mark_varying(sinks, varying_axes(q))
+        return _attention(q, k, v, starts, sinks, rule, interpret)
+    return reference(q, k, v, starts, rule, sinks)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q, k, v, starts, rule: Rule, interpret: bool):
-    return _attention_fwd(q, k, v, starts, rule, interpret)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(q, k, v, starts, sinks, rule: Rule, interpret: bool):
+    return _attention_fwd(q, k, v, starts, sinks, rule, interpret)[0]
 
 
-def _attention_fwd(q, k, v, starts, rule: Rule, interpret: bool):
+def _attention_fwd(q, k, v, starts, sinks, rule: Rule, interpret: bool):
     S = q.shape[1]
     o, lse = _forward_mosaic(*_whole_tiles(q, k, v, starts, rule.window), Call(k.shape[1] - S, rule, interpret))
     o, lse = o[:, :S], lse[:, :, :S]
-    return o, Saved(q, k, v, starts, o, lse)
+    if sinks is not None:
+        o, lse = with_sinks(o, lse, sinks)
+    return o, Saved(q, k, v, starts, sinks, o, lse)
 
 
 def _attention_bwd(rule: Rule, interpret: bool, saved: Saved, do):
     S = do.shape[1]
     T = saved.k.shape[1]
     delta = jnp.einsum("bshc,bshc->bhs", saved.o, do, preferred_element_type=f32)
+    d_sinks = None if saved.sinks is None else sink_gradients(saved.sinks, saved.lse, delta)
     operands = _whole_tiles(saved.q, saved.k, saved.v, saved.starts, rule.window)
     extra = operands[0].shape[1] - S
     lse, delta = (_padded(x, 2, extra) for x in (saved.lse, delta))
@@ -412,7 +448,7 @@ def _attention_bwd(rule: Rule, interpret: bool, saved: Saved, do):
     call = Call(T - S, rule, interpret)
     dq = _queries_mosaic(*operands, call)
     dk, dv = _keys_mosaic(*operands, call)
-    return dq[:, :S], dk[:, :T], dv[:, :T], None
+    return dq[:, :S], dk[:, :T], dv[:, :T], None, d_sinks
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -51,6 +51,8 @@ PARTS = ("gate", "up", "down")
 EXPERTS, UNUSED, TIED = 7, 4, (5, 6)
 LOSSES = RouterLosses(1.0, 0.1)  # those of the reference
 FOUR = {"model.num_experts": 4, "model.num_experts_per_tok": 2}
+ONLY_TOGETHER = ("gpt_oss",)  # whose files have no tensor for each expert
+FILES = [(case, files) for case in CASES for files in ("together", "apart")[: 1 if case in ONLY_TOGETHER else 2]]
 OF_LAYER_1 = "model.layers.1.mlp"
 ALL = {f"offload_{name}": True for name in ("residual", "optimizer", "master", "grads", "weights")}
 
@@ -100,26 +102,32 @@ def config_of(case: str) -> decoder.DecoderConfig:
     return architecture(c)
 
 
-def in_names(tree, model) -> dict[str, np.ndarray]:
+def in_names(tree, model, case: str) -> dict[str, np.ndarray]:
     """Arrays of a tree like the weights, as the modules of transformers 5 have them."""
     found = named(jax.tree.map(np.asarray, tree), model)
-    for name in [name for name in found if name.endswith(".experts.0.gate_proj.weight")]:
-        before = name.removesuffix("0.gate_proj.weight")
-        of_each = [[found.pop(f"{before}{e}.{part}_proj.weight") for e in range(EXPERTS)] for part in PARTS]
+    for name in [name for name in found if ".experts.0.gate_proj." in name]:
+        before, kind = name.split("0.gate_proj.")
+        of_each = [[found.pop(f"{before}{e}.{part}_proj.{kind}") for e in range(EXPERTS)] for part in PARTS]
         gate, up, down = map(np.stack, of_each)
-        found |= {f"{before}gate_up_proj": np.concatenate([gate, up], axis=1), f"{before}down_proj": down}
+        both = np.concatenate([gate, up], axis=1)
+        if case == "gpt_oss":
+            both[:, ::2], both[:, 1::2] = gate, up
+            both, down = both.swapaxes(1, -1), down.swapaxes(1, -1)
+        end = "_bias" if kind == "bias" else ""
+        found |= {f"{before}gate_up_proj{end}": both, f"{before}down_proj{end}": down}
     return found
 
 
 def without_ties(name: str, x: np.ndarray) -> np.ndarray:
     """A gradient in which that of the two equal experts is their sum: which of them is chosen, nobody says."""
-    if not name.endswith(("mlp.gate.weight", "gate_up_proj", "experts.down_proj")):
+    if not (name.endswith("mlp.gate.weight") or ".mlp.router." in name or ".experts." in name):
         return x
     return np.concatenate([x[: TIED[0]], x[TIED[0] :].sum(axis=0, keepdims=True)])
 
 
-@pytest.mark.parametrize("files", ["together", "apart"])
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], CASES.index("mixtral")))
+@pytest.mark.parametrize(
+    "case, files", quick_at(FILES, FILES.index(("gpt_oss", "together")), FILES.index(("mixtral", "apart")))
+)
 def test_equals_transformers(tmp_path, case, files):
     """Logits, loss, all gradients, the routers' losses and their gradients, through the engine."""
     weights = stored(case, "weight")
@@ -129,7 +137,7 @@ def test_equals_transformers(tmp_path, case, files):
     tensors = Weights(folder)
     check_tensors(tensors, model)
     params = stacks(tensors, model, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    for name, x in in_names(params, model).items():
+    for name, x in in_names(params, model, case).items():
         assert np.array_equal(x, weights[name]), name
     if files == "apart":
         return
@@ -150,14 +158,14 @@ def check_equal_to_transformers(case: str, params) -> None:
     loss, grads = engine_gradients(small, batch)
     close(loss, REFERENCE[f"{case}/loss"], "loss")
     expected = stored(case, "grad")
-    found = in_names(grads, model)
+    found = in_names(grads, model, case)
     assert found.keys() == expected.keys()
     for name, x in found.items():
         close(without_ties(name, x), without_ties(name, expected[name]), f"gradient of {name}")
     with_losses = Small(config=config, auxiliary=LOSSES)
     with_losses.state = small.state
     _, of_both = engine_gradients(with_losses, batch)
-    auxiliary = in_names(jax.tree.map(np.subtract, of_both, grads), model)
+    auxiliary = in_names(jax.tree.map(np.subtract, of_both, grads), model, case)
     for name, x in stored(case, "aux_grad").items():
         close(without_ties(name, auxiliary[name]), without_ties(name, x), f"gradient of the routers' losses of {name}")
     with_losses.state = jax.tree.map(jnp.array, with_losses.state)  # the step uses it up
@@ -385,6 +393,20 @@ def test_models_come_out_as_they_went_in(tmp_path, case):
         convert.convert(folders[0], tmp_path / "x.gguf", experts_together=True)
 
 
+@pytest.mark.parametrize("case", ONLY_TOGETHER)
+def test_models_whose_files_have_all_experts_in_one_tensor_come_out_as_they_went_in(tmp_path, case):
+    """To the bit, asked for or not; the same config.json; and a config.json made from the fields is that model's."""
+    weights = stored(case, "weight")
+    folder = written(tmp_path / "model", case, weights)
+    for together in (False, True):
+        out = convert.convert(folder, tmp_path / f"out_{together}", dtype="float32", experts_together=together)
+        chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights)
+        assert model_fields(read_config(out)) == model_fields(read_config(folder))
+    fields = model_fields(read_config(folder))
+    made = config_json.made(fields, 64, {})
+    assert made["model_type"] == case and config_json.agrees(made, fields)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -505,6 +527,7 @@ def test_a_layer_that_uses_too_few_experts_is_said_once(tmp_path, capsys):
             FOUR | {"router_aux_loss_coef": 0.1, "pp_size": 2, "gpus": 2},
             r"^router_aux_loss_coef: expected 0\.0 with pp_size=2, for which it is not built yet",
         ),
+        ({"model.expert_bias": True}, r"^model\.expert_bias: expected False with num_experts=0, which does not use"),
         (FOUR | {"lora": True, "lora_target_modules": "up_proj"}, r"^lora_target_modules: expected names among q_proj"),
         (
             FOUR | {"model.qk_norm_whole": True, "model.qk_norm": True},
@@ -527,6 +550,8 @@ def test_what_is_not_built_is_refused(changes, message):
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, r"decoder_sparse_step: expected 1, got 2"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers: expected \[\], got \[0\]"),
         ({"shared_expert_intermediate_size": 8}, r"config\.json has shared_expert_intermediate_size, which may change"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, r"swiglu_limit: expected 7\.0, got 5\.0"),
+        ({"model_type": "gpt_oss", "attention_bias": False}, r"attention_bias: expected True, got False"),
     ],
 )
 def test_models_that_are_not_computed_are_refused(changes, message):

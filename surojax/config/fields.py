@@ -164,6 +164,8 @@ class ModelSettings:
     moe_intermediate_size: int = declare(0, AT_LEAST_0)
     # weights of the chosen experts are divided by their sum
     norm_topk_prob: bool = False
+    # biases on the router's logits and on the experts' products (gpt-oss)
+    expert_bias: bool = False
     # decoder blocks
     num_hidden_layers: int = declare(12, AT_LEAST_1)
     # query heads
@@ -206,6 +208,10 @@ class ModelSettings:
     tie_word_embeddings: bool = False
     # bias on queries, keys and values (Qwen2)
     attention_bias: bool = False
+    # bias on the output of attention (gpt-oss)
+    attention_out_bias: bool = False
+    # each head's softmax has one more logit, which is learned and belongs to no position (gpt-oss)
+    attention_sinks: bool = False
     # RMSNorm on each head's queries and keys (Qwen3, Gemma 3)
     qk_norm: bool = False
     # RMSNorm on queries and keys, of the channels of all heads together (OLMoE)
@@ -214,7 +220,7 @@ class ModelSettings:
     norm_plus_one: bool = False
     # RMSNorm also on what attention and MLP add to the residual stream (Gemma 2, 3)
     sandwich_norms: bool = False
-    # of the MLP's gate: "silu" or "gelu_pytorch_tanh" (Gemma)
+    # of the MLP's gate: "silu", "gelu_pytorch_tanh" (Gemma) or "clamped_swiglu" (gpt-oss)
     hidden_act: str = declare("silu", choices=tuple(ACTIVATIONS))
     # the embedding is multiplied by sqrt(hidden_size) (Gemma)
     scale_embedding: bool = False

@@ -1,9 +1,9 @@
 """Experts' matrices in files: one tensor for each expert, or one of all, with gate and up apart or together.
 
-Everywhere else the matrices of a layer's experts are one tensor, `NAME.experts.gate_proj.weight` [experts, out, in].
-Files of transformers 4, and of most published models, have `NAME.experts.17.gate_proj.weight` [out, in] for each
-expert. The modules of transformers 5 have `NAME.experts.gate_up_proj` [experts, 2 out, in], gate before up, and
-`NAME.experts.down_proj`.
+Everywhere else the matrices of a layer's experts are one tensor, `NAME.experts.gate_proj.weight` [experts, out, in],
+and their biases another, `NAME.experts.gate_proj.bias` [experts, out]. Files of transformers 4, and of most published
+models, have `NAME.experts.17.gate_proj.weight` [out, in] for each expert. The modules of transformers 5 have tensors of
+all experts, and so do the files of some families, see `families.family.ExpertFiles`.
 """
 
 import re
@@ -13,20 +13,24 @@ from typing import NamedTuple
 import numpy as np
 
 from surojax.errors import ConfigError
+from surojax.families.family import BY_EXPERT, EXPERTS, ExpertFiles
 
 NUMBER = re.compile(r"(?<=\.experts\.)(\d+)\.")
-TOGETHER = "gate_up_proj"
-HALVES = ("gate_proj", "up_proj")  # of the rows of that, in order
+HALVES = ("gate_proj", "up_proj")  # of the outputs of a tensor with both, in order
+DOWN = "down_proj"
+KINDS = {".weight": "", ".bias": "_bias"}  # ends of our names, and of those of tensors of all experts
 
 
 class Part(NamedTuple):
     """The place of a tensor of all experts in files.
 
-    names: of the tensors, one for each expert, or one of all. half: which of two parts of its rows, None: all of them.
+    names: of the tensors, one for each expert, or one of all. half: which of two parts of its outputs, None: all of
+    them. files: how a tensor of all experts is stored.
     """
 
     names: tuple[str, ...]
     half: int | None = None
+    files: ExpertFiles = BY_EXPERT
 
     @property
     def is_of_all(self) -> bool:
@@ -35,15 +39,29 @@ class Part(NamedTuple):
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor of all experts. stored: that of the first of the files' tensors."""
-        of_all = stored if self.is_of_all else (len(self.names), *stored)
-        return of_all if self.half is None else (of_all[0], of_all[1] // 2, *of_all[2:])
+        if not self.is_of_all:
+            return (len(self.names), *stored)
+        count, *sizes = stored
+        outputs, *inputs = sizes[::-1] if self.files.transposed else sizes
+        return (count, outputs if self.half is None else outputs // 2, *inputs)
 
     def tensor(self, stored: Iterable[np.ndarray]) -> np.ndarray:
         """The tensor of all experts. stored: the files' tensors, in the order of `names`."""
         if not self.is_of_all:
             return np.stack(list(stored))
         (of_all,) = stored
-        return of_all if self.half is None else np.split(of_all, 2, axis=1)[self.half]
+        return self.rows(_transposed(of_all) if self.files.transposed else of_all)
+
+    def rows(self, of_all: np.ndarray) -> np.ndarray:
+        """This part of an array `[experts, outputs of the file's tensor, ...]`."""
+        if self.half is None:
+            return of_all
+        return of_all[:, self.half :: 2] if self.files.interleaved else np.split(of_all, 2, axis=1)[self.half]
+
+
+def _transposed(of_all: np.ndarray) -> np.ndarray:
+    """Matrices [experts, out, in] from [experts, in, out], or the other way round; biases as they are."""
+    return of_all.swapaxes(1, 2) if of_all.ndim == 3 else of_all
 
 
 def has_all_experts(name: str) -> bool:
@@ -56,23 +74,39 @@ def of_expert(name: str, expert: int) -> str:
     return name.replace(".experts.", f".experts.{expert}.")
 
 
-def together(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """By name in files with one tensor of all experts: (names of the tensors here, its shape). shapes: by name here.
-
-    Gate and up are one tensor there, one after the other.
-    """
+def together(
+    shapes: dict[str, tuple[int, ...]], files: ExpertFiles
+) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+    """By name in files with one tensor of all experts: (names of the tensors here, its shape). shapes: by name here."""
     found = {}
     for name, shape in shapes.items():
-        before, is_of_experts, last = name.rpartition(".experts.")
-        half = last.removesuffix(".weight")
+        before, is_of_experts, last = name.rpartition(EXPERTS)
         if not is_of_experts:
             found[name] = ((name,), shape)
-        elif half == HALVES[0]:
-            names = tuple(f"{before}.experts.{half}.weight" for half in HALVES)
-            found[f"{before}.experts.{TOGETHER}"] = (names, (shape[0], 2 * shape[1], *shape[2:]))
-        elif half not in HALVES:
-            found[f"{before}.experts.{half}"] = ((name,), shape)
+            continue
+        matrix, _, kind = last.rpartition(".")
+        end, (count, outputs, *inputs) = KINDS[f".{kind}"], shape
+        if matrix == HALVES[0]:
+            names = tuple(f"{before}{EXPERTS}{half}.{kind}" for half in HALVES)
+            found[before + files.gate_up + end] = (names, _stored(files, count, 2 * outputs, *inputs))
+        elif matrix == DOWN:
+            found[before + files.down + end] = ((name,), _stored(files, count, outputs, *inputs))
     return found
+
+
+def _stored(files: ExpertFiles, count: int, *sizes: int) -> tuple[int, ...]:
+    """The shape of a tensor of so many experts in files."""
+    return (count, *(sizes[::-1] if files.transposed else sizes))
+
+
+def joined(parts: list[np.ndarray], files: ExpertFiles) -> np.ndarray:
+    """The tensor of all experts as it is stored, from one of ours, or from those of gate and up."""
+    of_all = parts[0]
+    if len(parts) > 1:
+        count, outputs, *inputs = parts[0].shape
+        axis = 2 if files.interleaved else 1
+        of_all = np.stack(parts, axis=axis).reshape(count, len(parts) * outputs, *inputs)
+    return _transposed(of_all) if files.transposed else of_all
 
 
 def of_each(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -89,7 +123,7 @@ def without_number(name: str) -> tuple[str, int | None]:
     return (name, None) if number is None else (name[: number.start()] + name[number.end() :], int(number[1]))
 
 
-def parts_in(names: Iterable[str]) -> dict[str, Part]:
+def parts_in(names: Iterable[str], files: ExpertFiles) -> dict[str, Part]:
     """{name of a tensor of all experts: its place} among the names of tensors in files.
 
     Raises ConfigError if one of the experts is missing.
@@ -97,14 +131,15 @@ def parts_in(names: Iterable[str]) -> dict[str, Part]:
     numbers: dict[str, set[int]] = {}
     found: dict[str, Part] = {}
     for name in names:
-        before, is_of_experts, last = name.rpartition(".experts.")
         of_all, number = without_number(name)
         if number is not None:
             numbers.setdefault(of_all, set()).add(number)
-        elif is_of_experts and last == TOGETHER:
-            found |= {f"{before}.experts.{half}.weight": Part((name,), i) for i, half in enumerate(HALVES)}
-        elif is_of_experts and last == "down_proj":
-            found[f"{name}.weight"] = Part((name,))
+        for kind, end in KINDS.items():
+            if name.endswith(files.gate_up + end):
+                before = name.removesuffix(files.gate_up + end) + EXPERTS
+                found |= {f"{before}{half}{kind}": Part((name,), i, files) for i, half in enumerate(HALVES)}
+            elif name.endswith(files.down + end):
+                found[name.removesuffix(files.down + end) + EXPERTS + DOWN + kind] = Part((name,), None, files)
     for name, experts in numbers.items():
         if missing := sorted(set(range(len(experts))) - experts):
             raise ConfigError(

@@ -23,6 +23,7 @@ from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, shapes, tenso
 from surojax.exchange.naming import Naming, naming_of
 from surojax.exchange.shards import Stored
 from surojax.exchange.small_files import Files
+from surojax.families.family import ExpertFiles
 from surojax.models.model import Model
 from surojax.untrusted import expanded
 
@@ -121,7 +122,8 @@ def export(
     """
     check_dtype(dtype)
     path = check_folder(folder)
-    pieces = _pieces(model, naming_of(config), together=experts_together)
+    naming = naming_of(config)
+    pieces = _pieces(model, naming, together=experts_together)
     if dtype in compressed.FORMATS:
         compressed.check(dtype, model)
         pieces = _with_shared_scales(pieces, model)
@@ -131,7 +133,7 @@ def export(
         unfinished.mkdir()
         for file, names in parts.items():
             part = {name: stored for piece in names for name, stored in planned[piece].items()}
-            arrays = _cast(tensors, [pieces[name] for name in names], dtype)
+            arrays = _cast(tensors, [pieces[name] for name in names], naming.expert_files, dtype)
             shards.write_shard(unfinished / file, part, arrays)
         if len(parts) > 1:
             (unfinished / INDEX).write_text(_index(parts, pieces, planned))
@@ -180,7 +182,7 @@ def _index(parts: dict[str, list[str]], pieces: dict[str, "_Piece"], planned: di
 
 
 class _Piece(NamedTuple):
-    """The source of a tensor in files: our tensors, joined along their second dimension; expert: one expert's part.
+    """The source of a tensor in files: our tensors. expert: one expert's part of them; of_all: those of all, joined.
 
     sharing: our names of the matrices that share a scale in `compressed.FORMATS`; empty: it is not stored in them.
     """
@@ -188,14 +190,19 @@ class _Piece(NamedTuple):
     names: tuple[str, ...]
     shape: tuple[int, ...]
     expert: int | None = None
+    of_all: bool = False
     sharing: tuple[str, ...] = ()
 
 
 def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece]:
     """{name in a model's files: the source of the tensor}."""
     ours = shapes(model)
-    if together:
-        return {naming.in_files(name): _Piece(names, shape) for name, (names, shape) in experts.together(ours).items()}
+    if together or naming.expert_files.only:
+        sources = experts.together(ours, naming.expert_files)
+        return {
+            naming.in_files(name): _Piece(names, shape, of_all=experts.has_all_experts(names[0]))
+            for name, (names, shape) in sources.items()
+        }
     found = {}
     for name, shape in ours.items():
         if not experts.has_all_experts(name):
@@ -227,7 +234,7 @@ def _planned(name: str, piece: _Piece, dtype: str) -> dict[str, Stored]:
     return {name: Stored(piece.shape, DTYPES.get(dtype, DTYPES[compressed.OTHERS]))}
 
 
-def _cast(tensors: Tensors, pieces: list[_Piece], dtype: str) -> Iterator[np.ndarray]:
+def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str) -> Iterator[np.ndarray]:
     """The tensors in this dtype, one after another. Raises ConfigError if a number is too large for it."""
     largest: dict[tuple[str, ...], float] = {}  # magnitudes in matrices that share a scale
     names, read = (), []
@@ -235,7 +242,7 @@ def _cast(tensors: Tensors, pieces: list[_Piece], dtype: str) -> Iterator[np.nda
         name = piece.names[0]
         if names != piece.names:  # all experts of a tensor are read at once, and follow each other
             names, read = piece.names, [tensors.read(name) for name in piece.names]
-        tensor = np.concatenate(read, axis=1) if len(read) > 1 else read[0]
+        tensor = experts.joined(read, files) if piece.of_all else read[0]
         tensor = tensor if piece.expert is None else tensor[piece.expert]
         stored = np.dtype(np.float32) if piece.sharing else DTYPES.get(dtype, DTYPES[compressed.OTHERS])
         if tensor.dtype != stored:

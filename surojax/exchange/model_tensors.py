@@ -94,7 +94,7 @@ class Weights:
         self.in_nf4 = {
             name: bitsandbytes.stored(name, set(names), self._read) for name in sorted(in_nf4 - self._beside)
         }
-        self._of_experts = parts_in(self._in_files())
+        self._of_experts = parts_in(self._in_files(), naming.expert_files)
 
     def _files(self) -> dict[str, str]:
         """The file of each tensor."""

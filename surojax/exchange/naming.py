@@ -7,7 +7,7 @@ family may have others, and a model of several parts (parts.py) has them under a
 from typing import Any, NamedTuple
 
 from surojax.exchange import experts, parts
-from surojax.families.family import ModelFamily
+from surojax.families.family import BY_EXPERT, ExpertFiles, ModelFamily
 from surojax.families.names import renamed
 from surojax.families.registry import FAMILIES, tensor_names
 
@@ -17,6 +17,11 @@ class Naming(NamedTuple):
 
     family: ModelFamily | None = None
     in_whole: bool = False
+
+    @property
+    def expert_files(self) -> ExpertFiles:
+        """How the files have the matrices of all experts of a layer."""
+        return BY_EXPERT if self.family is None else self.family.expert_files
 
     def alone(self, name: str) -> str:
         """The name of a tensor or module in the files of the language model alone."""
@@ -43,5 +48,7 @@ def naming_of(config: dict[str, Any]) -> Naming:
     in_whole = parts.has_parts(config)
     name = (parts.text_config(config) if in_whole else config).get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    standard = family is None or family.tensors == tensor_names(family.tensors.keys())
+    standard = family is None or (
+        family.tensors == tensor_names(family.tensors.keys()) and family.expert_files == BY_EXPERT
+    )
     return Naming(None if standard else family, in_whole)

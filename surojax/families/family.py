@@ -109,6 +109,26 @@ EXPERT_GGUF_NAMES = GGUF_NAMES | {
 }
 
 
+class ExpertFiles(NamedTuple):
+    """How files have the experts' matrices of a layer if all experts are in one tensor.
+
+    gate_up, down: names of the tensors after the layer's: gate and up in one, [experts, 2 x out, in], and down. Biases
+    have these names with "_bias".
+
+    only: files have no others; else each expert may have its own tensors, and is written so unless `convert` is asked.
+    transposed: matrices are [experts, in, out]. interleaved: outputs of gate and up alternate; else gate's come first.
+    """
+
+    gate_up: str = EXPERTS + "gate_up_proj"
+    down: str = EXPERTS + "down_proj"
+    only: bool = False
+    transposed: bool = False
+    interleaved: bool = False
+
+
+BY_EXPERT = ExpertFiles()
+
+
 class Gguf(NamedTuple):
     """A family's models in GGUF files.
 
@@ -153,7 +173,8 @@ class ModelFamily:
     config_json.py writes for every family, as transformers 4 spells them. both_ropes: config.json -> the same with the
     rotary embedding in the spellings of transformers 4 and 5.
 
-    tensors: our names of tensors, and theirs in safetensors files. gguf: None if its GGUF files are not read.
+    tensors: our names of tensors, and theirs in safetensors files. expert_files: how these have experts. gguf: None if
+    its GGUF files are not read.
     """
 
     model_type: str
@@ -167,6 +188,7 @@ class ModelFamily:
     read: Callable[[dict[str, Any]], dict[str, Any]] = read_keys
     both_ropes: Callable[[dict[str, Any]], dict[str, Any]] = rope_keys.both_spellings
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSOR_NAMES)
+    expert_files: ExpertFiles = BY_EXPERT
     gguf: Gguf | None = None
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Set
 
 from surojax.families.family import ImageTextFamily, ModelFamily
 from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
+from surojax.families.gpt_oss import GPT_OSS
 from surojax.families.llama import LLAMA
 from surojax.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
 from surojax.families.mixtral import MIXTRAL
@@ -14,7 +15,20 @@ from surojax.models.model import ModelArchitecture
 
 FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, OLMOE, QWEN3_MOE, MIXTRAL)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        MINISTRAL3,
+        QWEN2,
+        QWEN3,
+        SMOLLM3,
+        GEMMA2,
+        GEMMA3,
+        OLMOE,
+        QWEN3_MOE,
+        MIXTRAL,
+        GPT_OSS,
+    )
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {family.model_type: family for family in (GEMMA3_IMAGES, MISTRAL3)}
 # What computes them, by the value of `model.model_type` in a config.

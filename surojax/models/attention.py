@@ -36,13 +36,15 @@ def chosen(
     gpu: bool,
     packed: bool,
     softcap: bool = False,
+    sinks: bool = False,
     window: bool = False,
     piece: int = 0,
 ) -> str:
     """The implementation that "auto" selects for these heads: a GPU's flash attention if it supports them, else xla.
 
     packed: a row has several documents, which cuDNN separates by an S x S bias only. softcap: scores have a softcap,
-    which cuDNN does not compute. window: of the layer. piece: tokens of each of the pairs of pieces that allgather and
+    which cuDNN does not compute. sinks: heads have them, for which `jax.nn` gives no log-sum-exp of cuDNN; pairs of
+    pieces have one. window: of the layer. piece: tokens of each of the pairs of pieces that allgather and
     ring compute; 0: whole sequences.
     """
     if piece:
@@ -50,7 +52,7 @@ def chosen(
         return ring_pairs.chosen_for_pairs(implementation, dtype, head_dim, piece, **how)
     if implementation != "auto":
         return implementation
-    if packed or softcap:
+    if packed or softcap or sinks:
         return "mosaic" if gpu and fits_mosaic(dtype, head_dim) else "xla"
     return "cudnn" if gpu and fits_cudnn(dtype, head_dim) else "xla"
 
@@ -62,14 +64,15 @@ def chosen_here(
     *,
     packed: bool,
     softcap: bool = False,
+    sinks: bool = False,
     window: bool = False,
     piece: int = 0,
 ) -> str:
     """`chosen` for the device that programs are made for: `jax.default_device`, or else the default backend's."""
     # cuDNN is asked by `jax.nn` for what it supports; the kernel knows the GPUs that it is compiled for.
-    ours = packed or softcap or piece
+    ours = packed or softcap or sinks or piece
     gpu = dispatch.choose("attention", None) == "mosaic" if ours else jax.default_backend() == "gpu"
-    kind: Any = {"packed": packed, "softcap": softcap, "window": window, "piece": piece}
+    kind: Any = {"packed": packed, "softcap": softcap, "sinks": sinks, "window": window, "piece": piece}
     return chosen(implementation, dtype, head_dim, gpu=gpu, **kind)
 
 
@@ -83,6 +86,7 @@ def attend(
     window: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Causal attention softmax(scale q k^T) v: `[B, S, H, h]`.
@@ -91,20 +95,21 @@ def attend(
     positions. starts: int32 `[B, S]`, for each token the index in its row at which its document starts, if a row has
     several: a query attends to its own document only. window: number of positions that a query attends to, its own and
     those before it (Beltagy et al. 2020); 0: its own and all before it.
-    scale: of the scores; None: 1 / sqrt(h). softcap: scores s become softcap tanh(s / softcap); 0: not.
+    scale: of the scores; None: 1 / sqrt(h). softcap: scores s become softcap tanh(s / softcap); 0: not. sinks: `[H]`, a
+    score of each head beside those of its keys, whose share of the softmax goes to no value; None: there are none.
     implementation: "xla" runs on every backend and has the attention scores in memory, `[B, H, S, T]` of one layer at a
     time. "cudnn" is flash attention on NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "mosaic" is flash
-    attention with documents and softcaps, on the same GPUs (pallas_kernels/attention.py). "auto" is what
+    attention with documents, softcaps and sinks, on the same GPUs (pallas_kernels/attention.py). "auto" is what
     `chosen_here` says; xla if `start` is given.
-    Raises ValueError for another name, and NotImplementedError if cudnn does not support the dtype, or gets documents
-    or a softcap.
+    Raises ValueError for another name, and NotImplementedError if cudnn does not support the dtype, or gets documents,
+    a softcap or sinks.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
     half = q_BSHh.dtype in (jnp.bfloat16, jnp.float16)
     if implementation == "auto":
         heads = q_BSHh.dtype, q_BSHh.shape[-1]
-        kind: Any = {"packed": starts is not None, "softcap": softcap > 0}
+        kind: Any = {"packed": starts is not None, "softcap": softcap > 0, "sinks": sinks is not None}
         implementation = "xla" if start is not None else chosen_here("auto", *heads, **kind)
     if implementation == "cudnn" and not half:
         raise NotImplementedError(
@@ -115,9 +120,11 @@ def attend(
         raise NotImplementedError(f"cudnn attention: expected one document in a row, got several; {USE_AUTO}")
     if implementation == "cudnn" and softcap:
         raise NotImplementedError(f"cudnn attention: expected no softcap, got {softcap}; {USE_AUTO}")
+    if implementation == "cudnn" and sinks is not None:
+        raise NotImplementedError(f"cudnn attention: expected no sinks, got some; {USE_AUTO}")
     if implementation == "mosaic":
         starts = jnp.zeros(q_BSHh.shape[:2], jnp.int32) if starts is None else starts
-        scores: Any = {"window": window, "scale": scale, "softcap": softcap}
+        scores: Any = {"window": window, "scale": scale, "softcap": softcap, "sinks": sinks}
         return kernel.attention(q_BSHh, k_BTKh, v_BTKh, starts, implementation="mosaic", **scores)
     if implementation == "cudnn":
         if k_BTKh.shape[1] > q_BSHh.shape[1]:
@@ -130,14 +137,14 @@ def attend(
     # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster. The mask is
     # made inside, else it would be saved too.
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def masked(q, k, v, starts):
+    def masked(q, k, v, starts, sinks):
         first = k.shape[1] - q.shape[1] if start is None else start
         mask = visible(first, q.shape[1], k.shape[1], window)[None, None]
         if starts is not None:
             mask = mask & same_document(starts, k.shape[1])
-        return by_xla(q, k, v, mask, factor, softcap)
+        return by_xla(q, k, v, mask, factor, softcap, sinks)
 
-    return masked(q_BSHh, k_BTKh, v_BTKh, starts)
+    return masked(q_BSHh, k_BTKh, v_BTKh, starts, sinks)
 
 
 def attend_in_context(
@@ -147,7 +154,9 @@ def attend_in_context(
 
     how: arguments of `attend`; its `starts` are of whole rows.
     """
+    sinks = how["sinks"]
     if method == "ulysses":
+        how["sinks"] = sinks if sinks is None else context.own_heads(sinks)
         return context.gather_heads(attend(*context.scatter_heads(q_BsHh, k_BsKh, v_BsKh), **how))
     scale = q_BsHh.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
     starts, window, softcap = (how[name] for name in ("starts", "window", "softcap"))
@@ -155,7 +164,7 @@ def attend_in_context(
     heads = q_BsHh.dtype, q_BsHh.shape[-1]
     by = chosen_here(how["implementation"], *heads, **kind, piece=q_BsHh.shape[1] // 2)
     rule = kernel.Rule(window, scale, softcap)
-    return ring_attention(q_BsHh, k_BsKh, v_BsKh, starts, method=method, rule=rule, by=by)
+    return ring_attention(q_BsHh, k_BsKh, v_BsKh, starts, method=method, rule=rule, by=by, sinks_H=sinks)
 
 
 USE_AUTO = "use attention='auto', or 'xla', which has S x S scores in memory"
@@ -164,13 +173,19 @@ PRECISION = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": ja
 
 
 def by_xla(
-    q_BSHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, mask_B1ST: jax.Array, scale: float, softcap: float
+    q_BSHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    mask_B1ST: jax.Array,
+    scale: float,
+    softcap: float,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(scale q k^T) v of the keys that the mask shows, with float32 scores and, if not 0, their softcap.
 
-    A query that sees no key, such as one of padding, gets a mean of all values. The queries of all heads that share
-    keys are rows of one matrix R = G S: with `jax.nn.dot_product_attention`, XLA copies the scores from one order into
-    another, which takes half of its time on a CPU (docs/LOG.md, 2026-11-22).
+    A query that sees no key, such as one of padding, gets a mean of all values, or zeros with sinks.
+    The queries of all heads that share keys are rows of one matrix R = G S: with `jax.nn.dot_product_attention`, XLA
+    copies the scores from one order into another, which takes half of its time on a CPU (docs/LOG.md, 2026-11-22).
     """
     B, S, H, h = q_BSHh.shape
     T, K = k_BTKh.shape[1:3]
@@ -182,15 +197,22 @@ def by_xla(
         scores_BKRT = softcap * jnp.tanh(scores_BKRT / softcap)
     scores_BKGST = scores_BKRT.reshape(B, K, G, S, T)
     shown_BKGST = jnp.where(mask_B1ST[:, :, None], scores_BKGST, jnp.finfo(jnp.float32).min)
-    weights_BKRT = softmax(shown_BKGST).astype(v_BTKh.dtype).reshape(B, K, G * S, T)
+    sinks_KG11 = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(K, G, 1, 1)
+    weights_BKRT = softmax(shown_BKGST, sinks_KG11).astype(v_BTKh.dtype).reshape(B, K, G * S, T)
     y_BKRh = jnp.einsum("BKRT,BTKh->BKRh", weights_BKRT, v_BTKh)
     return y_BKRh.reshape(B, K, G, S, h).transpose(0, 3, 1, 2, 4).reshape(B, S, H, h)
 
 
-def softmax(x: jax.Array) -> jax.Array:
-    """Returns the softmax over the last axis."""
-    exps = jnp.exp(x - jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True)))
-    return quotient(exps, jnp.sum(exps, axis=-1, keepdims=True))
+def softmax(x: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Returns the softmax over the last axis; sinks `[..., 1]`: of one more number there, which is left out of it."""
+    top = jnp.max(x, axis=-1, keepdims=True)
+    if sinks is None:
+        exps = jnp.exp(x - jax.lax.stop_gradient(top))
+        return quotient(exps, jnp.sum(exps, axis=-1, keepdims=True))
+    sinks = jnp.expand_dims(sinks, tuple(range(x.ndim - sinks.ndim)))
+    top = jax.lax.stop_gradient(jnp.maximum(top, sinks))
+    exps = jnp.exp(x - top)
+    return quotient(exps, jnp.sum(exps, axis=-1, keepdims=True) + jnp.exp(sinks - top))
 
 
 def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax.Array:

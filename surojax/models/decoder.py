@@ -66,10 +66,13 @@ class DecoderConfig:
     query_pre_attn_scalar: attention scores are divided by its square root; 0: head_dim. attn_logit_softcapping,
     final_logit_softcapping: caps of attention scores and logits, see `operations.softcapped`; 0: none.
     qk_norm_whole: RMSNorm on queries and keys, of the channels of all heads together; not with qk_norm.
+    attention_bias: of queries, keys and values; attention_out_bias: of the output. attention_sinks: the softmax of each
+    head has one more logit, of no key, see `attention.attend`.
 
     num_experts: of each MLP, see experts.py; 0: the MLP is one. num_experts_per_tok: that a token chooses.
     moe_intermediate_size: width of an expert; 0: intermediate_size. norm_topk_prob: the weights of the chosen ones add
-    up to 1. lora: adapters, which are trained in place of all else; None: there are none.
+    up to 1. expert_bias: on the router's logits and the experts' products. lora: adapters, which are trained in place
+    of all else; None: there are none.
     """
 
     vocab_size: int
@@ -84,6 +87,8 @@ class DecoderConfig:
     rope_scaling: RopeScaling = dataclasses.field(default_factory=RopeScaling)
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    attention_out_bias: bool = False
+    attention_sinks: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
     norm_plus_one: bool = False
@@ -101,6 +106,7 @@ class DecoderConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    expert_bias: bool = False
     initializer_range: float = 0.02
     lora: Lora | None = None
 
@@ -333,6 +339,7 @@ def _build(config: DecoderConfig, compute: Compute) -> Model:
             config.num_key_value_heads,
             config.head_dim,
             softcapped=config.attn_logit_softcapping > 0,
+            sinks=config.attention_sinks,
         ),
         init=functools.partial(init_layer, config),
         block=block,

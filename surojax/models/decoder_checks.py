@@ -10,6 +10,7 @@ from surojax.models.rotary import ROPE_USES
 from surojax.refusals import (
     Feature,
     Refusal,
+    cudnn,
     each,
     fp8,
     grows_with_position,
@@ -131,6 +132,7 @@ OF_EXPERTS = (
     is_set("model.num_experts_per_tok", 2, FOUR_EXPERTS),
     is_set("model.moe_intermediate_size", 64, FOUR_EXPERTS),
     is_on("model.norm_topk_prob", **FOUR_EXPERTS),
+    is_on("model.expert_bias", **FOUR_EXPERTS),
     *router_losses,
 )
 several_groups = Feature(
@@ -144,6 +146,7 @@ several_groups = Feature(
     {"microbatches_per_fetch": 1, "gradient_accumulation_steps": 2},
 )
 whole_norm = is_on("model.qk_norm_whole")
+sinks = is_on("model.attention_sinks")
 # Options that the float8 block (decoder_fp8.py) does not compute; the other recipes do.
 NOT_IN_FP8 = (
     is_on("model.norm_plus_one"),
@@ -155,6 +158,8 @@ NOT_IN_FP8 = (
     grows_with_position,
     experts,
     whole_norm,
+    is_on("model.attention_out_bias"),
+    sinks,
 )
 OF_ROPE = dict.fromkeys(name for names in ROPE_USES.values() for name in names)
 REFUSALS = (
@@ -165,6 +170,7 @@ REFUSALS = (
         Refusal(several_groups, loss, "which is of all tokens of a step", "set it to gradient_accumulation_steps")
         for loss in router_losses
     ),
+    Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),
     Refusal(whole_norm, is_on("model.norm_plus_one"), "with which it is not built", "leave one of them out"),
     *each(NOT_IN_FP8, fp8, "whose blocks are written out without it", "use recipe='mxfp8', 'nvfp4' or 'bf16'"),

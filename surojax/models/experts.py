@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models.grouped import blocks_of, sum_of_experts
-from surojax.models.layers import parameter
+from surojax.models.layers import parameter, vector
 from surojax.models.linear import router_product
 from surojax.models.model import ROUTES, Routed, Routing
 from surojax.models.operations import Operations, gated
@@ -94,6 +94,12 @@ class Experts(nnx.Module):
         self.w_gate = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=4, **used)
         self.w_up = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=5, **used)
         self.w_down = parameter(rngs, (E, D, F), (EXPERTS, "embed", "mlp"), out, product=6, **used)
+        if c.expert_bias:
+            zeros = nnx.initializers.zeros
+            self.b_router = vector(rngs, E, EXPERTS, zeros)
+            self.b_gate = parameter(rngs, (E, F), (EXPERTS, "mlp"), zeros, Kind.VECTOR)
+            self.b_up = parameter(rngs, (E, F), (EXPERTS, "mlp"), zeros, Kind.VECTOR)
+            self.b_down = parameter(rngs, (E, D), (EXPERTS, "embed"), zeros, Kind.VECTOR)
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm=None, routing: Routing = ROUTES
@@ -106,6 +112,8 @@ class Experts(nnx.Module):
             of_group = [all_gather_sequence(a) for a in (y_BSD, chosen_BSk.astype(jnp.int32), weights_BSk)]
             mixed_BSD = self.mix(*of_group, ops=ops)
             mixed_BSD = reduce_scatter_sequence(mixed_BSD) if is_divided("mlp") else mixed_BSD
+            if self.config.expert_bias:
+                mixed_BSD = mixed_BSD + mixed_biases(self.b_down[...], chosen_BSk, weights_BSk).astype(mixed_BSD.dtype)
             return mixed_BSD, Routed(statistics, chosen_BSk)
 
         return recomputed(experts, norm is not None)(x_BSD)
@@ -114,6 +122,8 @@ class Experts(nnx.Module):
         """(numbers of the chosen experts `[B, S, k]`, their float32 weights, statistics of the tokens that count)."""
         c = self.config
         logits_BSE = router_product(x_BSD, self.router[...])
+        if c.expert_bias:
+            logits_BSE = logits_BSE + self.b_router[...].astype(jnp.float32)[None, None]
         probability_BSE = jax.nn.softmax(logits_BSE)
         chosen_BSk = routing.decided
         if chosen_BSk is None:
@@ -138,25 +148,38 @@ class Experts(nnx.Module):
         """The sum of the chosen experts' results, times their weights; a term of it if devices divide their width."""
         k = chosen_BSk.shape[-1]
         matrices = {name: getattr(self, name) for name in ("w_gate", "w_up", "w_down")}
+        biases = {name: getattr(self, name) for name in ("b_gate", "b_up") if self.config.expert_bias}
 
         def mlp(trained, fixed, x_RD, weight_R, number):
             w = fixed | trained
             of_block = ops.of_block(number)
 
             def product(x, name):
-                return of_block.product(x, w[name], matrices[name])
+                y = of_block.product(x, w[name], matrices[name])
+                bias = w.get(name.replace("w_", "b_"))
+                return y if bias is None else y + bias[None]
 
             h_RF = gated(product(x_RD, "w_gate"), product(x_RD, "w_up"), self.config.hidden_act)
             h_RF = (h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype)
             return product(h_RF, "w_down")
 
         axes = varying_axes(x_BSD)  # devices with other tokens: reverse mode sums the matrices' gradients over them
-        arrays = {name: mark_varying(matrix[...], axes) for name, matrix in matrices.items()}
+        arrays = {name: mark_varying(array[...], axes) for name, array in (matrices | biases).items()}
         trained, fixed = ({}, arrays) if ops.frozen else (arrays, {})
         x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
         blocks = blocks_of(chosen_BSk.reshape(-1, k), self.config.num_experts)
         y_ND = sum_of_experts(mlp, trained, fixed, x_ND, weights_BSk.reshape(-1, k), blocks)
         return y_ND.reshape(x_BSD.shape)
+
+
+def mixed_biases(b_ED: jax.Array, chosen_BSk: jax.Array, weights_BSk: jax.Array) -> jax.Array:
+    """The sum of the chosen experts' biases times their weights, float32 `[B, S, D]`.
+
+    A product with all experts: it is small beside one expert's, and its gradients are products too.
+    """
+    is_chosen_BSkE = jax.nn.one_hot(chosen_BSk, len(b_ED), dtype=jnp.float32)
+    weights_BSE = jnp.sum(is_chosen_BSkE * weights_BSk[..., None], axis=2)
+    return jnp.einsum("BSE,ED->BSD", weights_BSE, b_ED.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 def smallest_dtype(experts: int):

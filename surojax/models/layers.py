@@ -60,7 +60,7 @@ def projection(module: nnx.Module, weight: str, bias: str = "") -> Projection:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with grouped key/value heads; optional: QKV bias, norms of each head's queries and keys."""
+    """Causal self-attention with grouped key/value heads; optional: biases, norms of queries and keys, sinks."""
 
     def __init__(self, config, *, rngs: nnx.Rngs):
         c = config
@@ -78,6 +78,10 @@ class Attention(nnx.Module):
             self.bq = vector(rngs, q, "heads", nnx.initializers.zeros)
             self.bk = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
             self.bv = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
+        if c.attention_out_bias:
+            self.bo = vector(rngs, D, "embed", nnx.initializers.zeros)
+        if c.attention_sinks:
+            self.sinks = vector(rngs, c.num_attention_heads, "heads", normal)
         if c.qk_norm_whole:
             self.q_norm = norm_weight(rngs, c, q, "heads")
             self.k_norm = norm_weight(rngs, c, kv, "kv_heads")
@@ -113,8 +117,9 @@ class Attention(nnx.Module):
         c = self.config
         q, k, v = self.heads(x_BSD, ops, norm, 0 if cache is None else cache.start)
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
-        y_BSHh, cache = ops.attend(q, k, v, cache, scale=scale, softcap=c.attn_logit_softcapping)
-        return ops.linear(y_BSHh.reshape(*y_BSHh.shape[:2], -1), projection(self, "wo")), cache
+        sinks = self.sinks[...] if c.attention_sinks else None
+        y_BSHh, cache = ops.attend(q, k, v, cache, scale=scale, softcap=c.attn_logit_softcapping, sinks=sinks)
+        return ops.linear(y_BSHh.reshape(*y_BSHh.shape[:2], -1), projection(self, "wo", "bo")), cache
 
 
 class SwiGLU(nnx.Module):

@@ -75,12 +75,13 @@ DEFAULT = Compute()
 
 
 class Heads(NamedTuple):
-    """Sizes of a layer's attention. softcapped: of its scores, which cuDNN does not compute."""
+    """Sizes of a layer's attention. softcapped: of its scores. sinks: of its softmax. cuDNN computes neither."""
 
     query: int
     key_value: int
     channels: int
     softcapped: bool = False
+    sinks: bool = False
 
 
 class Cache(NamedTuple):

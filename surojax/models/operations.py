@@ -51,20 +51,28 @@ def norm_of_parts(x: jax.Array, weight: jax.Array, eps: float, axes: tuple[str, 
     return (x32 * jax.lax.rsqrt(square + eps) * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """(up + 1) gate sigmoid(1.702 gate), with gate at most 7 and up within 7 of 0 (gpt-oss)."""
+    gate = jnp.minimum(gate, 7.0)
+    return (jnp.clip(up, -7.0, 7.0) + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+# Functions of gate and up, by the name of what the gate passes through.
+ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu_pytorch_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "clamped_swiglu": clamped_swiglu,
 }
 
 
 @functools.partial(save_inputs_only, static_argnums=2)
 def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
-    """activation(gate) * up (Shazeer 2020).
+    """activation(gate) * up (Shazeer 2020), or another function of both.
 
     XLA computes it whatever `kernels` says: if it is recomputed, one fusion writes it and both gradients, where two
     kernels would read gate and up twice.
     """
-    return ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](gate, up)
 
 
 @functools.partial(save_inputs_only, static_argnums=1)
@@ -224,18 +232,21 @@ class Operations:
         *,
         scale: float | None = None,
         softcap: float = 0.0,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | Earlier | None]:
         """(causal attention `[B, S, H, h]` within the window, over cached or earlier positions too; `new`).
 
         new: with a Cache the extended one; with an Earlier this chunk's own keys and values; else None.
-        scale, softcap: of the scores, see `attention.attend`.
+        scale, softcap, sinks: of the scores, see `attention.attend`.
         """
-        scores: Any = {"scale": scale, "softcap": softcap}
+        scores: Any = {"scale": scale, "softcap": softcap, "sinks": sinks}
         window = self.variant.window
         how = self.compute.attention
         starts = self.starts
         if isinstance(cache, Earlier):
             q_BSHh, k_BSKh, v_BSKh = self.of_whole_chunk(q_BSHh, k_BSKh, v_BSKh)
+            if sinks is not None and context.is_divided():
+                scores["sinks"] = context.own_heads(sinks)
             keys, values = cache.with_own(k_BSKh, v_BSKh)
             out_of_sight = max(0, cache.start + 1 - window) if window else 0
             if out_of_sight:

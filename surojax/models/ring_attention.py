@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import Rule
+from pallas_kernels.attention import Rule, sink_gradients, with_sinks
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, merged_pairs, pair_gradients
 from surojax.parallel import context
@@ -126,23 +126,26 @@ def ring_attention(
     method: Method,
     rule: Rule,
     by: str,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention `[B, s, H, h]` of this device's queries to the keys of all devices, differentiable.
 
-    starts: of documents, of whole rows; None: a row is one document. by: what computes a pair of pieces.
+    starts: of documents, of whole rows; None: a row is one document. by: what computes a pair of pieces. sinks: see
+    `attention.attend`.
     """
     axes = frozenset[str]().union(*(varying_axes(x) for x in (q_BsHh, k_BsKh, v_BsKh)))
     q_BsHh, k_BsKh, v_BsKh = (mark_varying(x, axes) for x in (q_BsHh, k_BsKh, v_BsKh))
     how = How(method, by, rule, all_seen=starts_BS is None and not rule.window)
-    return _ring_attention(q_BsHh, k_BsKh, v_BsKh, starts_BS, how)
+    sinks_H = sinks_H if sinks_H is None else mark_varying(sinks_H, axes)
+    return _ring_attention(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring_attention(q_BsHh, k_BsKh, v_BsKh, starts_BS, how: How):
-    return _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, how)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _ring_attention(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how: How):
+    return _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how)[0]
 
 
-def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, how: How):
+def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how: How):
     number, _ = context.device()
     hops = _hops(k_BsKh, v_BsKh, how.method)
     early, late = _queries(q_BsHh, k_BsKh.shape[2], starts_BS, how)
@@ -161,20 +164,32 @@ def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, how: How):
         total = merged_pairs(_either(before, y_early, y_late), y_second)
         y_early = _either(before, total, y_early)
         y_late = _either(before, y_late, total)
-    y_BsHh = jnp.concatenate([y_early.y_BtKGh, y_late.y_BtKGh], axis=1).reshape(q_BsHh.shape).astype(q_BsHh.dtype)
+    y_BsHh = jnp.concatenate([y_early.y_BtKGh, y_late.y_BtKGh], axis=1).reshape(q_BsHh.shape)
     lse_BKGs = jnp.concatenate([y_early.lse_BKGt, y_late.lse_BKGt], axis=-1)
-    return y_BsHh, (q_BsHh, k_BsKh, v_BsKh, starts_BS, y_BsHh, lse_BKGs)
+    if sinks_H is not None:
+        y_BsHh, lse_BHs = with_sinks(y_BsHh, _of_heads(lse_BKGs), sinks_H)
+        lse_BKGs = lse_BHs.reshape(lse_BKGs.shape)
+    y_BsHh = y_BsHh.astype(q_BsHh.dtype)
+    return y_BsHh, (q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, y_BsHh, lse_BKGs)
+
+
+def _of_heads(x_BKGs: jax.Array) -> jax.Array:
+    """`[B, H, s]`."""
+    B, K, G, s = x_BKGs.shape
+    return x_BKGs.reshape(B, K * G, s)
 
 
 def _backward(how: How, saved, dy_BsHh):
-    q_BsHh, k_BsKh, v_BsKh, starts_BS, y_BsHh, lse_BKGs = saved
+    q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, y_BsHh, lse_BKGs = saved
     number, _ = context.device()
     hops = _hops(k_BsKh, v_BsKh, how.method)
     early, late = _queries(q_BsHh, k_BsKh.shape[2], starts_BS, how)
     B, s, K, h = k_BsKh.shape
     grouped = (B, s, K, -1, h)
     delta_BsKG = jnp.sum(y_BsHh.astype(f32) * dy_BsHh.astype(f32), axis=-1).reshape(B, s, K, -1)
-    arrays = dy_BsHh.reshape(grouped), y_BsHh.reshape(grouped), lse_BKGs, jnp.moveaxis(delta_BsKG, 1, 3)
+    delta_BKGs = jnp.moveaxis(delta_BsKG, 1, 3)
+    d_sinks = None if sinks_H is None else sink_gradients(sinks_H, _of_heads(lse_BKGs), _of_heads(delta_BKGs))
+    arrays = dy_BsHh.reshape(grouped), y_BsHh.reshape(grouped), lse_BKGs, delta_BKGs
     halves = zip(*(_halves(x, axis) for x, axis in zip(arrays, (1, 1, 3, 3), strict=True)), strict=True)
     early_slopes, late_slopes = (Slopes(*half) for half in halves)
     earlier = how.pair()
@@ -210,7 +225,7 @@ def _backward(how: How, saved, dy_BsHh):
         collected.add(d_block)
     dk_BsKh, dv_BsKh = jnp.split(collected.sums(k_BsKh.dtype), 2, axis=2)
     dq_BsHh = jnp.concatenate([dq_early, dq_late], axis=1).reshape(q_BsHh.shape)
-    return dq_BsHh.astype(q_BsHh.dtype), dk_BsKh, dv_BsKh, None
+    return dq_BsHh.astype(q_BsHh.dtype), dk_BsKh, dv_BsKh, None, d_sinks
 
 
 _ring_attention.defvjp(_forward, _backward)

@@ -93,6 +93,13 @@ def scatter_heads(*xs_BsHh: jax.Array) -> list[jax.Array]:
     return jnp.split(whole, ends, axis=2)
 
 
+def own_heads(x_H: jax.Array) -> jax.Array:
+    """The part of an array with a number for each head that belongs to the heads of `scatter_heads`; ulysses."""
+    number, devices = device_number(CONTEXT)
+    length = x_H.shape[0] // devices
+    return jax.lax.dynamic_slice_in_dim(x_H, number * length, length)
+
+
 def gather_heads(y_BSHh: jax.Array) -> jax.Array:
     """All heads of this device's tokens `[B, s, H, h]`, from whole sequences of a part of the heads; ulysses."""
     return jax.lax.all_to_all(y_BSHh, CONTEXT, split_axis=1, concat_axis=2, tiled=True)

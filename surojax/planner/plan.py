@@ -205,7 +205,8 @@ def checked(config: Config, gpu: str) -> Config:
 def _attention(c: Config) -> str:
     """The implementation of attention on a GPU: of layers with a window, if there are any."""
     kind: Any = {"packed": c.sample_packing, "softcap": c.model.attn_logit_softcapping > 0}
-    kind |= {"window": c.model.sliding_window > 0, "piece": configs.tokens_of_piece(c)}
+    kind |= {"sinks": c.model.attention_sinks, "window": c.model.sliding_window > 0}
+    kind |= {"piece": configs.tokens_of_piece(c)}
     return chosen(c.attention, c.model_dtype, configs.head_dim(c), gpu=True, **kind)
 
 

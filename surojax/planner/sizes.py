@@ -261,7 +261,7 @@ def _block_bytes(
     mesh = run.mesh if per_sequence > 1 else None
     saved = _traced_residuals(model, segment, shapes, structure, mesh, x.shape, x.dtype)
     heads = B * S * heads_of.query  # in a group: of whole sequences, a part of the heads
-    kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
+    kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped, "sinks": heads_of.sinks}
     if in_pieces := per_sequence > tensor and compute.cp_method != "ulysses":
         kind |= {"piece": S * tensor // 2, "window": any(v.window for v in segment.variants)}
     flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)

@@ -1,0 +1,145 @@
+"""Attention sinks in every implementation, and the other options of gpt-oss' layers under every placement."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import CONFIG, KERNEL, Small, drawn_params, needs, normal, plain_loss, quick_at, tokens, worst_relative
+from test_engine import engine_gradients
+
+from pallas_kernels import attention as op
+from surojax import ConfigError, default_config
+from surojax.config.checks import check
+from surojax.models.attention import attend, chosen
+from surojax.models.model import Compute
+from surojax.models.operations import gated
+
+GPT_OSS = dataclasses.replace(
+    CONFIG,
+    num_experts=7,
+    num_experts_per_tok=3,
+    moe_intermediate_size=24,
+    norm_topk_prob=True,
+    expert_bias=True,
+    attention_bias=True,
+    attention_out_bias=True,
+    attention_sinks=True,
+    hidden_act="clamped_swiglu",
+    sliding_window=9,
+    sliding_window_pattern=2,
+)
+ORDER_OF_SUMS = 2e-5
+SINKS = np.array([2.0, -1.0, 0.5, 3.0], np.float32)
+
+
+def with_one_more_column(q, k, v, sinks, starts, window: int, scale: float, softcap: float):
+    """Softmax over the keys that a query sees and its head's sink, as one matrix of scores; float32."""
+    S = q.shape[1]
+    index = np.arange(S)
+    seen = (index[None, :] <= index[:, None]) & (index[None, None, :] >= starts[:, :, None])
+    seen &= index[None, :] > index[:, None] - (window or S)
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bshc,bthc->bhst", q, k) * scale
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+    return jnp.einsum("bhst,bthc->bshc", weights, v)
+
+
+def with_gradients(f, do, *operands):
+    o, vjp = jax.vjp(f, *operands)
+    return o, *vjp(do.astype(o.dtype))
+
+
+CASES = [([5, 11], 0, 0.5, 0.0), ([16], 4, 0.35, 2.0)]  # lengths of documents, window, scale, softcap
+
+
+def starts_of(lengths) -> np.ndarray:
+    return np.repeat(np.cumsum(lengths) - lengths, lengths).astype(np.int32)[None]
+
+
+@pytest.mark.parametrize("lengths, window, scale, softcap", CASES)
+def test_a_sink_is_one_more_score(lengths, window, scale, softcap):
+    """By XLA and in the kernel's reference; a sink far below all scores changes nothing."""
+    starts = starts_of(lengths)
+    q, k, v, do = (normal(i, (1, 16, n, 8)) for i, n in enumerate((4, 2, 2, 4)))
+    rule = window, scale, softcap
+    expected = with_gradients(lambda *x: with_one_more_column(*x, starts, *rule), do, q, k, v, jnp.asarray(SINKS))
+    how = {"window": window, "scale": scale, "softcap": softcap}
+    by_xla = lambda q, k, v, sinks: attend(q, k, v, starts=starts, sinks=sinks, **how)
+    reference = lambda q, k, v, sinks: op.attention(q, k, v, starts, sinks=sinks, implementation="xla", **how)
+    for f in (by_xla, reference):
+        found = with_gradients(f, do, q, k, v, jnp.asarray(SINKS))
+        for got, want in zip(found, expected, strict=True):
+            np.testing.assert_allclose(got, want, atol=5e-6)
+    np.testing.assert_array_equal(by_xla(q, k, v, jnp.full(4, -1e30)), attend(q, k, v, starts=starts, **how))
+    part = attend(q[:, 9:11], k, v, start=9, starts=starts[:, 9:11], sinks=jnp.asarray(SINKS), **how)
+    np.testing.assert_allclose(part, expected[0][:, 9:11], atol=5e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths, window", quick_at([([20, 44], 0), ([70, 3, 77], 40)], 0))
+def test_kernel(lengths, window):
+    starts = starts_of(lengths)
+    q, k, v, do = (normal(i, (1, starts.size, n, 16), jnp.bfloat16) for i, n in enumerate((4, 2, 2, 4)))
+    rule = window, 0.25, 0.0
+    kernel = lambda q, k, v, sinks: op.attention(q, k, v, starts, window=window, sinks=sinks, **KERNEL)
+    found = jax.jit(functools.partial(with_gradients, kernel))(do, q, k, v, jnp.asarray(SINKS))
+    expected = with_gradients(lambda *x: with_one_more_column(*x, starts, *rule), do, q, k, v, jnp.asarray(SINKS))
+    for got, want in zip(found, expected, strict=True):
+        # As in test_kernel_attention.py; the result is rounded once more, after its part without the sink.
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        np.testing.assert_allclose(got, want, rtol=2**-6, atol=2**-7 * np.abs(want).max())
+
+
+def test_clamped_swiglu_is_that_of_gpt_oss():
+    """Beyond the limits neither side has a gradient."""
+    gate, up = jnp.float32([-9.0, -1.0, 3.0, 6.9, 8.0, 2.0, 2.0]), jnp.float32([1.0, 2.0, -3.0, 6.5, 1.0, 9.0, -9.0])
+    found, slopes = jax.value_and_grad(lambda x: gated(*x, "clamped_swiglu").sum())((gate, up))
+    g, u = np.minimum(np.asarray(gate), 7), np.clip(np.asarray(up), -7, 7)
+    np.testing.assert_allclose(found, ((u + 1) * g / (1 + np.exp(-1.702 * g))).sum(), rtol=1e-6)
+    assert (np.asarray(slopes[0]) != 0).tolist() == [True, True, True, True, False, True, True]
+    assert (np.asarray(slopes[1]) != 0).tolist() == [True, True, True, True, True, False, False]
+
+
+PLACED = [
+    (4, {"tp_size": 2, "zero_level": 3, "packed": True}),
+    (2, {"cp_size": 2, "compute": Compute(cp_method="ring")}),
+    (4, {"cp_size": 2, "zero_level": 3, "compute": Compute(sequence_chunks=2)}),
+]
+
+
+@pytest.mark.full
+@needs(4)
+@pytest.mark.parametrize("devices, placed", PLACED)
+def test_equals_grad_of_the_plain_model(devices, placed):
+    """Loss and all gradients, of sinks and all biases too, none of which is zero."""
+    params = drawn_params(GPT_OSS, 0)
+    small = Small(devices, config=GPT_OSS, **placed)
+    shardings = jax.tree.map(lambda x: x.sharding, small.state.weights)
+    small.state = small.state._replace(weights=jax.device_put(params, shardings))
+    inputs, labels = tokens(2, 8, 32)
+    starts = (np.broadcast_to(np.where(np.arange(32) < 13, 0, 13), inputs.shape),) if placed.get("packed") else ()
+    of_plain = jax.jit(jax.value_and_grad(plain_loss(GPT_OSS)))
+    loss, grads = of_plain(params, inputs, labels, *starts)
+    found, found_grads = engine_gradients(small, (inputs, labels, *(x.astype(np.int32) for x in starts)))
+    assert found == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
+    assert worst_relative(found_grads, grads) < ORDER_OF_SUMS
+
+
+def test_auto_and_refusals():
+    assert chosen("auto", "bfloat16", 64, gpu=True, packed=False, sinks=True) == "mosaic"
+    assert chosen("auto", "bfloat16", 64, gpu=True, packed=False, sinks=True, piece=512) == "cudnn"
+    q = jnp.zeros((1, 8, 2, 8), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="cudnn attention: expected no sinks, got some; use attention='auto'"):
+        attend(q, q, q, sinks=jnp.zeros(2), implementation="cudnn")
+    c = default_config()
+    c.update({"attention": "cudnn", "model_dtype": "bfloat16"})
+    c.model.attention_sinks = True
+    with pytest.raises(ConfigError, match=r"^model\.attention_sinks: expected False with attention='cudnn', whose"):
+        check(c)
