@@ -528,7 +528,7 @@ def test_a_layer_that_uses_too_few_experts_is_said_once(tmp_path, capsys):
             r"^router_aux_loss_coef: expected 0\.0 with pp_size=2, for which it is not built yet",
         ),
         ({"model.expert_bias": True}, r"^model\.expert_bias: expected False with num_experts=0, which does not use"),
-        (FOUR | {"lora": True, "lora_target_modules": "up_proj"}, r"^lora_target_modules: expected names among q_proj"),
+        (FOUR | {"lora": True, "lora_target_modules": "up_proj"}, r"^lora_target_modules: expected gate_proj and up_p"),
         (
             FOUR | {"model.qk_norm_whole": True, "model.qk_norm": True},
             r"^model\.qk_norm_whole: expected False with qk_",

@@ -1,10 +1,11 @@
 """Checks of the adapters' settings (models/lora.py): their names and their sizes."""
 
 from collections.abc import Collection
+from typing import Any
 
 from surojax.config.fields import Config, head_dim
 from surojax.errors import need
-from surojax.models.lora import ALL_LINEAR, SAVED, linear_targets
+from surojax.models.lora import ALL_LINEAR, OF_MLP, SAVED, TARGETS, linear_targets
 from surojax.refusals import OF_ADAPTERS
 
 FIELDS = tuple(feature.field for feature in OF_ADAPTERS)
@@ -14,14 +15,28 @@ def check_adapters(c: Config) -> None:
     """Raises ConfigError for a name or a size of adapters that is wrong."""
     if not c.lora:
         return
-    _check_names(c.lora_target_modules, "lora_target_modules", _linear(c), ALL_LINEAR)
+    _check_names(c.lora_target_modules, "lora_target_modules", TARGETS, ALL_LINEAR)
     _check_names(c.modules_to_save, "modules_to_save", SAVED, "")
     _check_rank(c)
+    if c.model.num_experts and (names := OF_MLP.keys() & _targets(c)):
+        _check_of_experts(c, names)
 
 
-def _linear(c: Config) -> Collection[str]:
-    """PEFT's names of the matrices that may have adapters."""
-    return linear_targets(experts=c.model.num_experts > 0)
+def _targets(c: Config) -> list[str]:
+    """PEFT's names of the matrices that have adapters."""
+    if c.lora_target_modules == ALL_LINEAR:
+        return list(linear_targets(experts=c.model.num_experts > 0))
+    return [name.strip() for name in c.lora_target_modules.split(",")]
+
+
+def _check_of_experts(c: Config, names: Collection[str]) -> None:
+    """Raises ConfigError for adapters of experts that PEFT, which has one of gate and up together, has not."""
+    pair = {"gate_proj", "up_proj"}
+    together = "gate_proj and up_proj together, since PEFT has one adapter of both"
+    need(len(pair & set(names)) != 1, "lora_target_modules", together, c.lora_target_modules, "name the other one too")
+    for field, off in {"use_dora": False, "lora_dropout": 0.0}.items():
+        expected = f"{off} with adapters of experts, as in PEFT"
+        need(c[field] == off, field, expected, c[field], f"leave it out, or take {min(names)} out of them")
 
 
 def _check_names(value: str, field: str, known: Collection[str], alone: str) -> None:
@@ -34,7 +49,8 @@ def _check_names(value: str, field: str, known: Collection[str], alone: str) -> 
 
 
 def _check_rank(c: Config) -> None:
-    m = c.model
+    m: Any = c.model
+    width = m.moe_intermediate_size if m.num_experts and m.moe_intermediate_size else m.intermediate_size
     heads = m.num_attention_heads * head_dim(c)
     key_rows = m.num_key_value_heads * head_dim(c)
     smallest = {
@@ -42,11 +58,7 @@ def _check_rank(c: Config) -> None:
         "k_proj": min(m.hidden_size, key_rows),
         "v_proj": min(m.hidden_size, key_rows),
         "o_proj": min(m.hidden_size, heads),
-        "gate_proj": min(m.hidden_size, m.intermediate_size),
-        "up_proj": min(m.hidden_size, m.intermediate_size),
-        "down_proj": min(m.hidden_size, m.intermediate_size),
-    }
-    names = _linear(c) if c.lora_target_modules == ALL_LINEAR else map(str.strip, c.lora_target_modules.split(","))
-    for name in names:
+    } | dict.fromkeys(OF_MLP, min(m.hidden_size, width))
+    for name in _targets(c):
         expected = f"at most {smallest[name]}, the smaller side of {name}"
         need(c.lora_rank <= smallest[name], "lora_rank", expected, c.lora_rank, "lower it")

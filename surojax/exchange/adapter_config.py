@@ -10,6 +10,8 @@ import jax
 
 from surojax import limited
 from surojax.errors import ConfigError, shown
+from surojax.exchange import peft_experts
+from surojax.exchange.experts import has_all_experts
 from surojax.exchange.model_tensors import tensor_name
 from surojax.exchange.naming import Naming
 from surojax.exchange.parts import in_whole
@@ -17,13 +19,14 @@ from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import module
 from surojax.models.lora import ALL_LINEAR, SAVED, TARGETS, Lora
 from surojax.models.model import Model
-from surojax.placement.param import EXPERTS, Kind
+from surojax.placement.param import Kind
 from surojax.untrusted import read_json
 
 CONFIG = "adapter_config.json"
 
 # Keys that are read, and keys that say nothing about a trained adapter.
 READ = {"peft_type", "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"}
+READ |= {"target_parameters", "rank_pattern", "alpha_pattern"}  # by peft_experts.py
 UNUSED = {
     "base_model_name_or_path",
     "corda_config",
@@ -44,23 +47,32 @@ OFF: dict[str, tuple] = {"bias": ("none",), "init_lora_weights": (True, "gaussia
 
 
 def modules(model: Model) -> dict[str, list[str]]:
-    """The names of every matrix' modules, layer after layer, by our name of the matrix; experts are no modules."""
+    """The names of every matrix' modules, layer after layer, by our name of the matrix.
+
+    Those of experts are the names of no module, but our names of their matrices (exchange/experts.py).
+    """
     module_names: dict[str, list[str]] = {}
     for segment in model.segments:
         for param in jax.tree.leaves(segment.params):
-            if param.kind is Kind.MATRIX and EXPERTS not in param.axes:
+            if param.kind is Kind.MATRIX:
                 names = (tensor_name(param, segment, l).removesuffix(".weight") for l in range(segment.num_layers))
                 module_names.setdefault(param.name, []).extend(names)
     return module_names
 
 
-def adapter_config_of(lora: Lora, base_name: str, naming: Naming) -> dict[str, Any]:
-    """The content of adapter_config.json. base_name: what others load the base model by. naming: of its files.
+def modules_of_experts(model: Model) -> dict[str, list[str]]:
+    """The part of `modules` that is of experts."""
+    return {ours: names for ours, names in modules(model).items() if all(map(has_all_experts, names))}
+
+
+def adapter_config_of(lora: Lora, model: Model, base_name: str, naming: Naming) -> dict[str, Any]:
+    """The content of adapter_config.json. base_name: what others load the model by. naming: of its files.
 
     In a model of several parts, other parts have modules of the same names. So an expression names those of the
     language model.
     """
-    endings = [_ending(target, naming) for target in lora.targets]
+    of_experts = modules_of_experts(model)
+    endings = [_ending(target, naming) for target in lora.targets if target not in of_experts]
     theirs = {ours: name for name, ours in SAVED.items()}
     return {
         "peft_type": "LORA",
@@ -69,7 +81,7 @@ def adapter_config_of(lora: Lora, base_name: str, naming: Naming) -> dict[str, A
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": rf"model\.language_model\..*\.({'|'.join(endings)})" if naming.in_whole else endings,
+        "target_modules": rf"model\.language_model\..*\.({'|'.join(endings)})" if naming.in_whole else endings or None,
         "modules_to_save": [theirs[name] for name in lora.saved] or None,
         "use_rslora": lora.rank_stabilised,
         "use_dora": lora.magnitudes,
@@ -79,7 +91,7 @@ def adapter_config_of(lora: Lora, base_name: str, naming: Naming) -> dict[str, A
         "inference_mode": True,
         "rank_pattern": {},
         "alpha_pattern": {},
-    }
+    } | peft_experts.keys_of(of_experts.keys() & set(lora.targets), lora)
 
 
 def _ending(target: str, naming: Naming) -> str:
@@ -92,8 +104,10 @@ def _ending(target: str, naming: Naming) -> str:
     raise AssertionError(f"two matrices are called {'.'.join(words)}")
 
 
-def read_adapter_config(folder: Path, model: Model, naming: Naming) -> Lora:
-    """The adapters that the adapter_config.json of a folder describes, for a model. naming: of the model's files.
+def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lora, peft_experts.Described]:
+    """The adapters that the adapter_config.json of a folder describes, for a model, and what it says of experts.
+
+    naming: of the model's files.
 
     Raises ConfigError if there is none, if it says what is not computed here, or names modules that the model has not.
     """
@@ -121,16 +135,23 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> Lora:
     expected = f"names among {', '.join(known)}" if known else "none for a model whose head is its embedding"
     need(isinstance(saved, list) and all(name in known for name in saved), "modules_to_save", expected)
     target_modules = content.get("target_modules")
+    of_experts = peft_experts.described(content, modules_of_experts(model), need)
     names: Any = [target_modules] if isinstance(target_modules, str) else target_modules
+    if of_experts.targets and not names:
+        names = []
     need(isinstance(names, list) and all(isinstance(name, str) for name in names), "target_modules", "names of modules")
-    return Lora(
+    targets = of_experts.targets
+    if names or not targets:
+        targets = (*_targets(file, names, model, naming, is_expression=isinstance(target_modules, str)), *targets)
+    lora = Lora(
         rank=rank,
         alpha=float(alpha),
-        targets=_targets(file, names, model, naming, is_expression=isinstance(target_modules, str)),
+        targets=tuple(dict.fromkeys(targets)),
         saved=tuple(SAVED[name] for name in saved),
         rank_stabilised=bool(content.get("use_rslora")),
         magnitudes=bool(content.get("use_dora")),
     )
+    return lora, of_experts
 
 
 def _content(folder: Path) -> dict[str, Any]:
@@ -155,7 +176,7 @@ def _targets(file: Path, names: list[str], model: Model, naming: Naming, *, is_e
     """
     module_names = {target: [naming.alone(name) for name in names] for target, names in modules(model).items()}
     if is_expression and names == [ALL_LINEAR]:
-        return tuple(module_names)
+        return tuple(target for target in module_names if target not in modules_of_experts(model))
     given = set(names)
     matched = _matched(file, names[0], module_names) if is_expression else set()
 

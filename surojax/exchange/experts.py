@@ -123,10 +123,12 @@ def without_number(name: str) -> tuple[str, int | None]:
     return (name, None) if number is None else (name[: number.start()] + name[number.end() :], int(number[1]))
 
 
-def parts_in(names: Iterable[str], files: ExpertFiles) -> dict[str, Part]:
+def parts_in(
+    names: Iterable[str], files: ExpertFiles, field: str = "model_path", fix: str = "fetch the model again"
+) -> dict[str, Part]:
     """{name of a tensor of all experts: its place} among the names of tensors in files.
 
-    Raises ConfigError if one of the experts is missing.
+    field, fix: of the message. Raises ConfigError if one of the experts is missing.
     """
     numbers: dict[str, set[int]] = {}
     found: dict[str, Part] = {}
@@ -143,8 +145,8 @@ def parts_in(names: Iterable[str], files: ExpertFiles) -> dict[str, Part]:
     for name, experts in numbers.items():
         if missing := sorted(set(range(len(experts))) - experts):
             raise ConfigError(
-                f"model_path: expected {of_expert(name, missing[0])} beside that of expert {max(experts)}, got no such "
-                "tensor; fetch the model again"
+                f"{field}: expected {of_expert(name, missing[0])} beside that of expert {max(experts)}, got no such "
+                f"tensor; {fix}"
             )
         found[name] = Part(tuple(of_expert(name, expert) for expert in range(len(experts))))
     return found

@@ -9,13 +9,15 @@ Every adapted matrix has two tensors, or three with DoRA, under its module's nam
 An embedding or head that is trained whole is stored whole: base_model.model.lm_head.weight. PEFT and transformers read
 these names.
 
-These are the names of most families. Others, and a model of several parts, have their own there (naming.py).
+These are the names of most families. Others, and a model of several parts, have their own there (naming.py), and so do
+experts (peft_experts.py).
 
 An adapter means something only beside the model that it was trained on. What is written here names that model by its
 `fingerprint`, in the metadata of the safetensors file, which others skip; and the format that the frozen matrices had.
 PEFT's own adapters say neither: they are known by their shapes alone.
 """
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable
@@ -25,12 +27,14 @@ from typing import NamedTuple
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange import adapter_config, shards
+from surojax.exchange import adapter_config, peft_experts, shards
 from surojax.exchange.adapter_config import CONFIG, modules
+from surojax.exchange.experts import has_all_experts
 from surojax.exchange.export import encoded
 from surojax.exchange.finite import is_finite
 from surojax.exchange.model_tensors import shapes
 from surojax.exchange.naming import Naming
+from surojax.exchange.peft_experts import Stored
 from surojax.families.family import TENSOR_NAMES
 from surojax.models.lora import Lora, adapters as declared
 from surojax.models.model import Model, Segment
@@ -53,8 +57,9 @@ class AdapterArrays(NamedTuple):
     """An adapter of a model.
 
     matrices: {our name of a matrix: {"a": [L, rank, in], "b": [L, out, rank], with DoRA "magnitude": [L, out]}}, of all
-    layers of the model. saved: {our name of an outer layer: array}. base: `fingerprint` of the model that it was
-    trained on; "": not known. base_format: `STORED`, or a name in `BASE_FORMATS`.
+    layers of the model; those of experts have a second axis, of the experts. saved: {our name of an outer layer:
+    array}. base: `fingerprint` of the model that it was trained on; "": not known. base_format: `STORED`, or a name in
+    `BASE_FORMATS`.
     """
 
     lora: Lora
@@ -65,14 +70,14 @@ class AdapterArrays(NamedTuple):
 
 
 def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
-    """The shapes of an adapter's tensors by name."""
+    """The shapes of an adapter's tensors by our names."""
     base_shapes = shapes(model)
     module_names = modules(model)
     by_name = {}
     for module in (module for target in lora.targets for module in module_names[target]):
-        rows, columns = base_shapes[f"{module}.weight"]
-        by_name[PREFIX + module + FACTOR_A] = (lora.rank, columns)
-        by_name[PREFIX + module + FACTOR_B] = (rows, lora.rank)
+        *experts, rows, columns = base_shapes[f"{module}.weight"]
+        by_name[PREFIX + module + FACTOR_A] = (*experts, lora.rank, columns)
+        by_name[PREFIX + module + FACTOR_B] = (*experts, rows, lora.rank)
         if lora.magnitudes:
             by_name[PREFIX + module + MAGNITUDE] = (rows,)
     return by_name | {PREFIX + TENSOR_NAMES[name]: base_shapes[TENSOR_NAMES[name]] for name in lora.saved}
@@ -88,16 +93,17 @@ def save_adapter(
     """
     path = expanded(folder)
     float32 = np.dtype(np.float32)
-    sizes = tensor_shapes(adapter.lora, model)
-    expected = {_written(name, naming): shards.Stored(shape, float32) for name, shape in sizes.items()}
-    arrays = {_written(name, naming): array for name, array in _by_name(adapter, model).items()}
+    in_file = peft_experts.of_file(_by_name(adapter, model), naming.expert_files)
+    arrays = {_written(name, naming): array for name, array in in_file.items()}
+    expected = {name: shards.Stored(array.shape, float32) for name, array in arrays.items()}
     metadata = {BASE_FORMAT: adapter.base_format} | ({FINGERPRINT: adapter.base} if adapter.base else {})
     unfinished = path / f".{TENSORS}.{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
         shards.write_shard(unfinished, expected, (arrays[name].astype(float32) for name in expected), metadata)
         unfinished.replace(path / TENSORS)
-        (path / CONFIG).write_bytes(encoded(adapter_config.adapter_config_of(adapter.lora, base_name, naming)))
+        content = adapter_config.adapter_config_of(adapter.lora, model, base_name, naming)
+        (path / CONFIG).write_bytes(encoded(content))
     except OSError as error:
         raise ConfigError(f"adapter: cannot write {path} ({error.strerror or error}); choose another folder") from error
     finally:
@@ -131,18 +137,23 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
     Raises ConfigError if it is of another model, adapts what is not adapted here, is damaged, or is not finite.
     """
     path = expanded(folder)
-    lora = adapter_config.read_adapter_config(path, model, naming)
+    lora, of_experts = adapter_config.read_adapter_config(path, model, naming)
     factors = [name for name in SUFFIXES if name != "magnitude" or lora.magnitudes]
     try:
         file = shards.Shard(path / TENSORS)
-        stored_as = {_ours(name, naming): name for name in file.entries}
-        _check_tensors(path, {name: file.entries[stored].shape for name, stored in stored_as.items()}, lora, model)
+        stored = {
+            _ours(name, naming): Stored(name, entry.shape, functools.partial(file.read, name))
+            for name, entry in file.entries.items()
+        }
+        shapes_of_experts = {name: x for name, x in tensor_shapes(lora, model).items() if has_all_experts(name)}
+        stored = peft_experts.of_experts(stored, shapes_of_experts, of_experts, lora.rank, naming.expert_files)
+        _check_tensors(path, {name: x.shape for name, x in stored.items()}, lora, model)
 
         def tensor(name: str) -> np.ndarray:
-            array = file.read(stored_as[name]).astype(np.float32)
+            array = stored[name].read().astype(np.float32)
             if not is_finite(array):
                 raise ConfigError(
-                    f"adapter: {path / TENSORS}: expected finite numbers, got NaN or infinity in {stored_as[name]}; "
+                    f"adapter: {path / TENSORS}: expected finite numbers, got NaN or infinity in {stored[name].name}; "
                     "give another adapter"
                 )
             return array
@@ -188,7 +199,7 @@ def _check_tensors(path: Path, stored: dict[str, tuple[int, ...]], lora: Lora, m
         )
     for name, shape in expected.items():
         actual = stored[name]
-        ranks = {FACTOR_A: actual[:1], FACTOR_B: actual[1:]}
+        ranks = {FACTOR_A: actual[-2:-1], FACTOR_B: actual[-1:]}
         if any(name.endswith(suffix) and rank != (lora.rank,) for suffix, rank in ranks.items()):
             raise ConfigError(
                 f"{where}: {name}: expected rank {lora.rank}, as {CONFIG} says, got {[*actual]}; save the adapter again"

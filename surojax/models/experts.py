@@ -30,8 +30,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models.grouped import blocks_of, sum_of_experts
-from surojax.models.layers import parameter, vector
+from surojax.models.layers import ADAPTER, parameter, vector
 from surojax.models.linear import router_product
+from surojax.models.lora import low_rank
 from surojax.models.model import ROUTES, Routed, Routing
 from surojax.models.operations import Operations, gated
 from surojax.models.recompute import DECIDED, recomputed
@@ -149,6 +150,7 @@ class Experts(nnx.Module):
         k = chosen_BSk.shape[-1]
         matrices = {name: getattr(self, name) for name in ("w_gate", "w_up", "w_down")}
         biases = {name: getattr(self, name) for name in ("b_gate", "b_up") if self.config.expert_bias}
+        adapters = {name: adapter for name in matrices if (adapter := getattr(self, name + ADAPTER, None))}
 
         def mlp(trained, fixed, x_RD, weight_R, number):
             w = fixed | trained
@@ -156,6 +158,9 @@ class Experts(nnx.Module):
 
             def product(x, name):
                 y = of_block.product(x, w[name], matrices[name])
+                if name in adapters:
+                    a_ri, b_or = w[name + ADAPTER]
+                    y = y + low_rank(x, a_ri, b_or, self.config.lora.scale).astype(y.dtype)
                 bias = w.get(name.replace("w_", "b_"))
                 return y if bias is None else y + bias[None]
 
@@ -163,9 +168,12 @@ class Experts(nnx.Module):
             h_RF = (h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype)
             return product(h_RF, "w_down")
 
-        axes = varying_axes(x_BSD)  # devices with other tokens: reverse mode sums the matrices' gradients over them
-        arrays = {name: mark_varying(array[...], axes) for name, array in (matrices | biases).items()}
-        trained, fixed = ({}, arrays) if ops.frozen else (arrays, {})
+        arrays: Any = {name: array[...] for name, array in (matrices | biases).items()}
+        factors: Any = {name + ADAPTER: (adapter.a[...], adapter.b[...]) for name, adapter in adapters.items()}
+        # Devices with other tokens, or with other parts of the width: reverse mode sums gradients over them.
+        axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((x_BSD, arrays, factors))))
+        arrays, factors = jax.tree.map(lambda w: mark_varying(w, axes), (arrays, factors))
+        trained, fixed = (factors, arrays) if ops.frozen else (arrays | factors, {})
         x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
         blocks = blocks_of(chosen_BSk.reshape(-1, k), self.config.num_experts)
         y_ND = sum_of_experts(mlp, trained, fixed, x_ND, weights_BSk.reshape(-1, k), blocks)

@@ -16,6 +16,9 @@ Placement follows from the axes. If a tensor-parallel group divides the outputs 
 device has a. If it divides the inputs, it divides those of a, every device has b, and what each adds is a term of the
 same sum over the group as its term of x w^T.
 
+The matrices of experts [experts, out, in] have an adapter for each expert: a [experts, rank, in], b [experts, out,
+rank]. Only the rows of an expert are multiplied with its own (experts.py).
+
 Names of matrices are those of PEFT ("q_proj") in settings, and those of this project ("attention.wq") everywhere else.
 """
 
@@ -37,16 +40,14 @@ from surojax.placement.layout import MESH_AXES
 from surojax.placement.mesh import TENSOR
 from surojax.placement.param import Kind, Param
 
-# Names of matrices in PEFT's target_modules, and here; all of them are what it calls "all-linear".
+# Names of matrices in PEFT's target_modules, and here; all of them are what it calls "all-linear", but for experts.
+OF_MLP = {"gate_proj": "mlp.w_gate", "up_proj": "mlp.w_up", "down_proj": "mlp.w_down"}
 TARGETS = {
     "q_proj": "attention.wq",
     "k_proj": "attention.wk",
     "v_proj": "attention.wv",
     "o_proj": "attention.wo",
-    "gate_proj": "mlp.w_gate",
-    "up_proj": "mlp.w_up",
-    "down_proj": "mlp.w_down",
-}
+} | OF_MLP
 ALL_LINEAR = "all-linear"
 # Names of outer layers in PEFT's modules_to_save, and here.
 SAVED = {"embed_tokens": "embed", "lm_head": "head"}
@@ -78,8 +79,8 @@ class Lora:
 
 
 def linear_targets(*, experts: bool) -> dict[str, str]:
-    """The part of `TARGETS` that a model has. experts: its MLPs are experts, no linear layers to PEFT either."""
-    return {name: ours for name, ours in TARGETS.items() if not (experts and ours.startswith("mlp."))}
+    """The part of `TARGETS` that "all-linear" is. experts: the MLPs are experts, no linear layers to PEFT either."""
+    return {name: ours for name, ours in TARGETS.items() if not (experts and name in OF_MLP)}
 
 
 def target_names(targets: str, *, experts: bool = False) -> tuple[str, ...]:
@@ -87,9 +88,10 @@ def target_names(targets: str, *, experts: bool = False) -> tuple[str, ...]:
 
     experts: see `linear_targets`.
     """
-    known = linear_targets(experts=experts)
     names = [name.strip() for name in targets.split(",")]
-    return tuple(known.values()) if names == [ALL_LINEAR] else tuple(dict.fromkeys(known[name] for name in names))
+    if names == [ALL_LINEAR]:
+        return tuple(linear_targets(experts=experts).values())
+    return tuple(dict.fromkeys(TARGETS[name] for name in names))
 
 
 def saved_names(modules: str) -> tuple[str, ...]:
@@ -98,24 +100,27 @@ def saved_names(modules: str) -> tuple[str, ...]:
 
 
 class Adapter(nnx.Module):
-    """The adapter of one matrix."""
+    """The adapter of one matrix, or one for each expert, whose products are `low_rank` with a part of a and b."""
 
     def __init__(self, lora: Lora, weight: nnx.Param, *, rngs: nnx.Rngs):
-        out_features, in_features = weight[...].shape
-        out_axis, in_axis = weight.get_metadata("out_sharding")
+        *experts, out_features, in_features = weight[...].shape
+        *expert_axes, out_axis, in_axis = weight.get_metadata("out_sharding")
+        assert not (experts and lora.magnitudes), "config/adapters.py refuses it"
         # PEFT's kaiming_uniform_(a=sqrt(5)) is uniform between +-1 / sqrt(in).
         bound = 1 / math.sqrt(in_features)
         declared: Any = {"kind": Kind.FACTOR, "adapter": True, "dtype": lora.dtype}
+        declared |= {name: value for name, value in weight.get_metadata("declared").items() if name == "used"}
 
         def uniform(key, shape, dtype):
             return jax.random.uniform(key, shape, dtype, -bound, bound)
 
         self.lora = lora
-        self.a = parameter(rngs, (lora.rank, in_features), ("rank", in_axis), uniform, **declared)
+        shape = (*experts, lora.rank, in_features)
+        self.a = parameter(rngs, shape, (*expert_axes, "rank", in_axis), uniform, **declared)
         zeros = nnx.initializers.zeros
         ratio = lora.learning_rate_ratio
-        shape = (out_features, lora.rank)
-        self.b = parameter(rngs, shape, (out_axis, "rank"), zeros, learning_rate_factor=ratio, **declared)
+        shape = (*experts, out_features, lora.rank)
+        self.b = parameter(rngs, shape, (*expert_axes, out_axis, "rank"), zeros, learning_rate_factor=ratio, **declared)
         if lora.magnitudes:
             # Steps are smaller than the distance of bfloat16 numbers, and the lengths it is divided by are float32.
             declared |= {"kind": Kind.VECTOR, "dtype": "float32"}
@@ -132,8 +137,7 @@ class Adapter(nnx.Module):
         if seed is not None and self.lora.dropout:
             part, _ = device_number(*MESH_AXES[in_axis])
             x = dropped(x, random_bits(seed, jnp.uint32(part)), self.lora.dropout)
-        low = _times(_times(x.astype(a_ri.dtype), a_ri), b_or)
-        low = (self.lora.scale * low).astype(y.dtype)
+        low = low_rank(x, a_ri, b_or, self.lora.scale).astype(y.dtype)
         if not self.lora.magnitudes:
             return y + low
         length_o = self._row_lengths(jax.lax.stop_gradient(w_oi), in_axis)
@@ -159,6 +163,11 @@ def dropped(x: jax.Array, seed: jax.Array, probability: float) -> jax.Array:
     index = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
     kept = random_bits(seed, index) >= jnp.uint32(round(probability * 2**32))
     return jnp.where(kept, x * jnp.asarray(1 / (1 - probability), x.dtype), jnp.zeros_like(x))
+
+
+def low_rank(x: jax.Array, a_ri: jax.Array, b_or: jax.Array, scale: float) -> jax.Array:
+    """scale (x a^T) b^T, in the dtype of a and b."""
+    return scale * _times(_times(x.astype(a_ri.dtype), a_ri), b_or)
 
 
 def _times(x: jax.Array, w_oi: jax.Array) -> jax.Array:

@@ -210,7 +210,7 @@ class Segment:
     def factor_size(self) -> int:
         """The part of `matmul_size` that belongs to adapters and routers, which no recipe rounds."""
         unrounded = (p for p in jax.tree.leaves(self.params) if p.kind in (Kind.ROUTER, Kind.FACTOR))
-        return sum(math.prod(p.shape) for p in unrounded)
+        return sum(_multiplying(p) for p in unrounded)
 
     def _multiplied(self, params) -> int:
         matrices = (p for p in jax.tree.leaves(params) if p.kind in (Kind.MATRIX, Kind.ROUTER, Kind.FACTOR))

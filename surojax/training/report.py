@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from surojax.assembly import Assembly
+from surojax.assembly import Assembly, lora
 from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.data.cache import Corpus
@@ -15,6 +15,7 @@ from surojax.inference.prompts import complete
 from surojax.inference.trained_model import Trained
 from surojax.memory.nvme import Claimed
 from surojax.models.attention import chosen_here
+from surojax.models.lora import OF_MLP
 from surojax.models.model import Model
 from surojax.pages import runs
 from surojax.placement.layout import replicated_matrices
@@ -36,6 +37,8 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     trained = run.model.num_trained_parameters
     of_which = f", of which {trained:,} train ({trained / total:.2%})," if trained < total else ""
     say(f"surojax: {total / 1e6:,.1f}M parameters{of_which} on {len(devices)} x {devices[0].device_kind} ({axes})")
+    if c.lora and c.model.num_experts and not set(OF_MLP.values()) & set(lora(c).targets):
+        say(f"note: the experts are frozen; lora_target_modules with {','.join(OF_MLP)} adapts them too")
     # On a CPU, `need` already includes the host memory, since it is also the devices' memory.
     host = {} if devices[0].platform == "cpu" else estimate_host(run, traffic.batch_of(c))
     for memory, needs in (("memory", need), ("host memory", host)):

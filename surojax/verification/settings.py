@@ -59,6 +59,7 @@ EXPERTS: dict[str, Any] = {  # 5 on 4 GPUs: sharded over their width, see EVEN
     "model.norm_topk_prob": True,
 }
 EVEN: dict[str, Any] = EXPERTS | {"model.num_experts": 8}  # sharded over experts
+EACH: dict[str, Any] = {"lora_target_modules": "q_proj,gate_proj,up_proj,down_proj"}  # of each expert
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
 # A row is there for a path through the step. Each field alone; each axis of the mesh alone, with every offload, with
@@ -315,6 +316,13 @@ MIXTURES: tuple[Setting, ...] = (
     Setting("experts_even_qlora@4", EVEN | QLORA | ZERO3, 4, like="experts_even_lora", expect="nf4"),
     Setting("experts_even_lora", EVEN | LORA, like="experts_even", expect="adapters"),
     Setting("experts_qlora_fp4_tp_2x2", EXPERTS | QLORA_FP4 | ZERO3_TP, 4, like="experts_lora", expect="fp4"),
+    # Adapters of the experts too.
+    Setting("experts_adapted", EXPERTS | LORA | EACH, like="experts_lora", expect="adapters"),
+    Setting("experts_adapted_tp_2x2", EXPERTS | LORA_OFFLOADS | ZERO3_TP | EACH, 4, "experts_adapted", "order"),
+    Setting("experts_adapted_pp_2x2", EXPERTS | LORA | ZERO3 | PP | EACH, 4, "experts_adapted", "order"),
+    Setting("experts_adapted_cp_ring_2x2", EXPERTS | LORA | ZERO3 | CP["ring"] | EACH, 4, "experts_adapted", "order"),
+    Setting("experts_even_adapted", EVEN | LORA | EACH, like="experts_even_lora", expect="adapters"),
+    Setting("experts_even_adapted_qlora@4", EVEN | QLORA | ZERO3 | EACH, 4, "experts_even_adapted", "nf4"),
 )
 SETTINGS += ADAPTERS + MIXTURES
 

@@ -1,0 +1,220 @@
+"""Adapters of experts in PEFT's files: two tensors for all experts of a layer (its `ParamWrapper`).
+
+The modules of transformers 5 have a layer's experts as two parameters, `gate_up_proj` [E, 2 F, D], gate before up, and
+`down_proj` [E, D, F]. adapter_config.json names them in `target_parameters`. With rank R their adapters are
+
+    model.layers.0.mlp.experts.base_layer.lora_A.weight   [E R, D]     of gate_up_proj, row e R + j
+    model.layers.0.mlp.experts.base_layer.lora_B.weight   [2 F, R E]   column j E + e
+    model.layers.0.mlp.experts.lora_A.weight              [E R, F]     of down_proj, which wraps the other
+    model.layers.0.mlp.experts.lora_B.weight              [D, R E]
+
+without `base_layer.` if only one of them is adapted. Gate and up have an adapter each here. So what is written of
+gate_up_proj has the rank 2 r, A of both one after the other and B in two blocks; `rank_pattern` and `alpha_pattern` say
+so. PEFT makes the same of adapters of each expert by itself. What PEFT trained has one A for gate and up, of rank r: it
+is read as the A of both, and trained on as two.
+
+Files that were written with transformers 4 have an adapter for each expert, `experts.17.gate_proj.lora_A.weight`.
+
+Shape suffixes: E experts, F width of an expert, D hidden size, R rank in a file.
+"""
+
+import math
+import re
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from surojax.errors import ConfigError
+from surojax.exchange import experts
+from surojax.exchange.experts import DOWN, HALVES, Part, joined
+from surojax.families.family import BY_EXPERT, ExpertFiles
+from surojax.models.lora import TARGETS, Lora
+
+MODULE = "mlp.experts"
+TOGETHER = "gate_up_proj"
+# Parameters of transformers 5, and PEFT's names of the matrices in them.
+PARAMETERS = {TOGETHER: HALVES, DOWN: (DOWN,)}
+INNER = ".base_layer"
+FACTORS = (".lora_A.weight", ".lora_B.weight")
+
+
+class Stored(NamedTuple):
+    """A tensor of an adapter's file. name: there. read: returns the array."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+# -- adapter_config.json ----------------------------------------------------------------------------------------------
+
+
+def keys_of(targets: Collection[str], lora: Lora) -> dict[str, Any]:
+    """The keys that say which experts' matrices (our names) are adapted, and with which rank; {} if none are."""
+    parameters = [name for name, parts in PARAMETERS.items() if {TARGETS[part] for part in parts} <= set(targets)]
+    keys: dict[str, Any] = {"target_parameters": [f"{MODULE}.{name}" for name in parameters]} if parameters else {}
+    if TOGETHER in parameters:
+        pattern = rf".*\.{TOGETHER}"
+        alpha = lora.alpha * (math.sqrt(2) if lora.rank_stabilised else 2)  # leaves the scale as it is
+        keys |= {"rank_pattern": {pattern: 2 * lora.rank}, "alpha_pattern": {pattern: alpha}}
+    return keys
+
+
+class Described(NamedTuple):
+    """What adapter_config.json says of experts: our names of adapted matrices, and whether gate_up_proj's rank is twice
+    that of the others."""
+
+    targets: tuple[str, ...]
+    twice: bool
+
+
+def described(content: dict[str, Any], module_names: dict[str, list[str]], need: Callable) -> Described:
+    """Reads the keys of `keys_of`. module_names: of experts' matrices, by our names. need: see adapter_config."""
+    names = content.get("target_parameters") or []
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    need(is_list, "target_parameters", "names of parameters")
+    parameters = []
+    for parameter, parts in PARAMETERS.items():
+        modules = [name for part in parts for name in module_names.get(TARGETS[part], [])]
+        full_names = {f"{name.rpartition('.')[0]}.{parameter}" for name in modules}
+        ends = {name for name in names if any(f".{full}".endswith(f".{name}") for full in full_names)}
+        if ends:
+            matched = {full for full in full_names if any(f".{full}".endswith(f".{name}") for name in ends)}
+            need(matched == full_names, "target_parameters", f"{parameter} in every layer or in none")
+            parameters.append(parameter)
+        names = [name for name in names if name not in ends]
+    known = ", ".join(f"{MODULE}.{name}" for name in PARAMETERS) if module_names else "none in a model without experts"
+    need(not names, "target_parameters", f"names among {known}", "give an adapter of this model")
+    patterns = {key: content.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
+    for key, pattern in patterns.items():
+        is_known = isinstance(pattern, dict) and all(_is_of_both(name) for name in pattern)
+        expected = f"{TOGETHER} alone in it" if TOGETHER in parameters else "it off"
+        need(is_known and (not pattern or TOGETHER in parameters), key, expected, "nothing else is computed here")
+    rank: Any = content.get("r")
+    alpha: Any = content.get("lora_alpha")
+    (of_both,) = patterns["rank_pattern"].values() or (rank,)
+    need(of_both in (rank, 2 * rank), "rank_pattern", f"{rank} or {2 * rank}", "nothing else is computed here")
+    factor = (of_both / rank) ** (0.5 if content.get("use_rslora") else 1)
+    (alpha_of_both,) = patterns["alpha_pattern"].values() or (alpha,)
+    is_scaled = type(alpha_of_both) in (int, float) and abs(alpha_of_both - factor * alpha) < 1e-6 * alpha
+    need(is_scaled, "alpha_pattern", f"{factor * alpha:g} for {TOGETHER}, the scale of the others", "give another")
+    targets = tuple(TARGETS[part] for parameter in parameters for part in PARAMETERS[parameter])
+    return Described(targets, of_both != rank)
+
+
+def _is_of_both(pattern: str) -> bool:
+    """True for a pattern of ranks that means gate_up_proj, as PEFT and this module spell it."""
+    name = pattern.removeprefix(r".*\.").replace(r"\.", ".")
+    return re.fullmatch(rf"(mlp\.)?(experts\.)?{TOGETHER}", name) is not None
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def of_file(tensors: dict[str, np.ndarray], files: ExpertFiles = BY_EXPERT) -> dict[str, np.ndarray]:
+    """The tensors of an adapter, with those of experts as PEFT has them.
+
+    tensors: by our names; those of experts are `[E, ...]`. files: says if the rows of gate and up alternate.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name, x in tensors.items():
+        before, is_of_experts, last = name.rpartition(".experts.")
+        part, _, factor = last.partition(".")
+        if not is_of_experts:
+            found[name] = x
+            continue
+        module = f"{before}.experts"
+        factor = f".{factor}"
+        is_inner = part in HALVES and f"{module}.{DOWN}{factor}" in tensors
+        if part != HALVES[1]:
+            gate_and_up = [tensors[f"{module}.{half}{factor}"] for half in HALVES] if part == HALVES[0] else [x]
+            found[f"{module}{INNER * is_inner}{factor}"] = _flat(factor, gate_and_up, files)
+    return found
+
+
+def _flat(factor: str, parts: list[np.ndarray], files: ExpertFiles) -> np.ndarray:
+    """One factor of all experts and of one matrix, or of gate and up, in two dimensions."""
+    if factor == FACTORS[0]:
+        of_all = np.concatenate(parts, axis=1)
+        return of_all.reshape(-1, of_all.shape[-1])
+    number, rows, rank = parts[0].shape
+    blocks = [np.zeros((number, rows, rank * len(parts)), part.dtype) for part in parts]
+    for i, part in enumerate(parts):
+        blocks[i][:, :, i * rank : (i + 1) * rank] = part
+    of_all = joined(blocks, files._replace(transposed=False))
+    return of_all.transpose(1, 2, 0).reshape(rows * len(parts), -1)
+
+
+def of_experts(
+    stored: dict[str, Stored],
+    shapes: dict[str, tuple[int, ...]],
+    said: Described,
+    rank: int,
+    files: ExpertFiles = BY_EXPERT,
+) -> dict[str, Stored]:
+    """The tensors of a file, with those of experts under our names, `[E, ...]`; the inverse of `of_file`.
+
+    shapes: by our name, of the tensors of experts that are expected. Those that the file does not have are left out.
+    """
+    found = dict(stored)
+    names = (name for name in stored if name.endswith(FACTORS))
+    for name, part in experts.parts_in(names, files, "adapter", "save the adapter again").items():
+        if name in shapes:
+            of_each = [found.pop(of_one) for of_one in part.names]
+            found[name] = Stored(of_each[0].name, part.shape(of_each[0].shape), _stacked(of_each))
+    if not said.targets:
+        return found
+    both_are_adapted = TARGETS[DOWN] in said.targets and TARGETS[HALVES[0]] in said.targets
+    used = set()
+    for name, (number, *shape) in shapes.items():
+        before, _, last = name.rpartition(".experts.")
+        part, _, factor = last.partition(".")
+        factor = f".{factor}"
+        is_half = part in HALVES
+        source = f"{before}.experts{INNER * (is_half and both_are_adapted)}{factor}"
+        if source not in stored:
+            continue
+        ranks = rank * (1 + (said.twice and is_half))
+        rows, columns = shape
+        expected = (number * ranks, columns) if factor == FACTORS[0] else (rows * (1 + is_half), ranks * number)
+        _need_shape(stored[source], expected)
+        place = Part((source,), HALVES.index(part) if is_half else None, files)
+        read = _reader(stored[source], factor, number, place, rank if said.twice and is_half else None)
+        found[name] = Stored(stored[source].name, (number, *shape), read)
+        used.add(source)
+    return {name: x for name, x in found.items() if name not in used}
+
+
+def _stacked(of_each: list[Stored]) -> Callable[[], np.ndarray]:
+    return lambda: np.stack([x.read() for x in of_each])
+
+
+def _need_shape(stored: Stored, expected: tuple[int, ...]) -> None:
+    if stored.shape != expected:
+        raise ConfigError(
+            f"adapter: {stored.name}: expected {[*expected]}, got {[*stored.shape]}; give an adapter of this model"
+        )
+
+
+def _reader(stored: Stored, factor: str, number: int, place: Part, rank: int | None) -> Callable[[], np.ndarray]:
+    """The function that reads a factor `[E, ...]`. rank: of gate and of up if both have their own."""
+    half = place.half or 0
+
+    def of_a() -> np.ndarray:
+        of_all = stored.read().reshape(number, -1, stored.shape[-1])
+        return of_all if rank is None else of_all[:, half * rank : (half + 1) * rank]
+
+    def of_b() -> np.ndarray:
+        of_all = stored.read().reshape(stored.shape[0], -1, number).transpose(2, 0, 1)
+        rows = place.rows(of_all)
+        if rank is None:
+            return rows
+        if np.any(rows[:, :, (1 - half) * rank : (2 - half) * rank]):
+            raise ConfigError(
+                f"adapter: {stored.name}: expected adapters of gate and up apart, as {TOGETHER}'s rank says, got some "
+                "that share columns; give another adapter"
+            )
+        return rows[:, :, half * rank : (half + 1) * rank]
+
+    return of_a if factor == FACTORS[0] else of_b
