@@ -238,7 +238,7 @@ def assemble(
     history = None
     if precision.delayed:
         history = fp8.history_shape(model.num_layers, model.sites, precision.amax_history)
-    store = Store(table.folder, model.num_layers, own_layers(mesh, model.num_layers))
+    store = Store(table.folder, model.num_layers, own_layers(mesh, model.num_layers), in_memory=table.files_in_memory)
     plan = state_plan(model, table, of_classes, optimizer, mesh, store, history=history)
     files = planned_files(step.parts_of(engine, optimizer, plan, mesh), store, batch)
     return Assembly(model, optimizer, plan, engine, mesh, store, files, xla_options)

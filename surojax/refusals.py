@@ -599,6 +599,13 @@ TABLE: tuple[Refusal, ...] = (
         "set offload_optimizer='nvme' or offload_master='nvme', or leave it out",
         when_placed=True,
     ),
+    Refusal(
+        is_above("files_in_memory", 0, offload_optimizer="nvme", nvme_path="folder"),
+        nothing_in_files,
+        "which leaves nothing to keep in memory",
+        "leave it out, or set offload_optimizer='nvme' or another class",
+        when_placed=True,
+    ),
 )
 
 

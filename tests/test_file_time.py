@@ -15,7 +15,7 @@ from surojax.planner.timeline import Timeline
 from surojax.step.step_parts import Program
 
 GPU = GPUS["rtx4090"]
-GIGABYTE = jax.ShapeDtypeStruct((1, 10**9), jnp.int8)
+GIGABYTE = 10**9
 ONE = Disks(read=1e9, write=0.5e9)
 
 
@@ -32,32 +32,32 @@ def seconds(*parts: Program, disks: Disks = ONE, gpus: int = 1, machines: int = 
     return step.timeline(GPU)
 
 
-def layers(name: str, reads=(), writes=(), put=()) -> Program:
-    return Program(None, (), 10, (), name, reads, writes, put)
+def layers(name: str, read: int = 0, written: int = 0, put=()) -> Program:
+    return Program(None, (), 10, (), name, read, written, put)
 
 
 @pytest.mark.usefixtures("a_second_each")
 def test_a_layer_takes_as_long_as_its_program_or_its_files():
-    hidden = seconds(layers("forward", reads=GIGABYTE), disks=Disks(read=4e9, write=4e9))
+    hidden = seconds(layers("forward", read=GIGABYTE), disks=Disks(read=4e9, write=4e9))
     assert hidden.seconds == pytest.approx(10 + 0.25)  # the first layer is waited for
     assert hidden.exposed["forward", DISKS] == pytest.approx(0.25)
-    bound = seconds(layers("backward", reads=GIGABYTE, writes=GIGABYTE))
+    bound = seconds(layers("backward", read=GIGABYTE, written=GIGABYTE))
     assert bound.seconds == pytest.approx(10 * 3 + 3) and bound.busy[DISKS] == pytest.approx(30)
     assert bound.exposed["backward", DISKS] == pytest.approx(23)
 
 
 @pytest.mark.usefixtures("a_second_each")
 def test_what_hides_the_ends_of_a_pass():
-    update = layers("update", reads=GIGABYTE, writes=GIGABYTE)
+    update = layers("update", read=GIGABYTE, written=GIGABYTE)
     assert seconds(update).seconds == pytest.approx(30 + 2)  # its first layer is read meanwhile
-    of_two_parts = seconds(layers("forward", reads=GIGABYTE), layers("forward", reads=GIGABYTE))
+    of_two_parts = seconds(layers("forward", read=GIGABYTE), layers("forward", read=GIGABYTE))
     assert of_two_parts.seconds == pytest.approx(20 + 1)  # once for a pass, however many programs it has
     assert seconds(Program(None, (), 1)).seconds == 1
 
 
 @pytest.mark.usefixtures("a_second_each")
 def test_machines_share_the_bytes_and_gpus_those_that_the_host_puts():
-    read = layers("forward", reads=GIGABYTE)
+    read = layers("forward", read=GIGABYTE)
     assert seconds(read, disks=Disks(0.25e9, 1e9), gpus=16, machines=2).seconds == pytest.approx(20 + 2)
     link = GPU.pcie_bandwidth * GPU.rates.host
     slow = jax.ShapeDtypeStruct((1, int(8 * link)), jnp.int8)

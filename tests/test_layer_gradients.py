@@ -19,6 +19,7 @@ from surojax.numerics.recipes import Precision
 from surojax.optim import normuon as muon, optimizer as optim
 from surojax.placement.home import NVME
 from surojax.placement.layout import batch_sharding
+from surojax.placement.table import TO_FILES
 from surojax.planner import file_time, footprint
 from surojax.planner.traffic import BatchShape
 from surojax.step.state_plan import bytes_per_device
@@ -30,6 +31,7 @@ RESIDUALS = {"offload_residual": "nvme"}
 STEP = {"offload_grads": "nvme"} | RESIDUALS
 WEIGHTS = {"offload_weights": "nvme"}
 STATE = {"offload_master": "nvme", "offload_optimizer": "nvme"}
+SOME_GIB = 0.0005  # a part of what these small models have in files
 LATE: dict[str, Any] = {"overlap_update": True}  # updates under the next forward pass
 # Rows that the blocks of NF4 divide.
 WITH_ADAPTERS = dataclasses.replace(
@@ -78,6 +80,9 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
             (1, {}, {"offload_grads": "nvme"}),
             (1, {}, WEIGHTS),
             (1, {}, LATE | WEIGHTS | STEP | STATE),
+            (1, {}, LATE | WEIGHTS | STEP | STATE | {"files_in_memory": SOME_GIB}),
+            (4, {"zero_level": 3}, WEIGHTS | STEP | STATE | {"files_in_memory": SOME_GIB}),
+            (1, {}, LATE | WEIGHTS | STEP | STATE | {"files_in_memory": 1}),
             (1, {"resident_layers": 1}, WEIGHTS | STEP | STATE),
             (1, {"resident_layers": 1}, LATE | WEIGHTS | STATE),
             (1, {"offload_optimizer": True}, LATE | RESIDUALS),
@@ -157,31 +162,54 @@ def test_room_is_reserved_for_every_class(tmp_path):
     assert not run.store.path.exists()
 
 
+@pytest.mark.parametrize("gib", [0.0001, SOME_GIB, 1])
+def test_files_that_are_kept_in_memory_are_smaller(tmp_path, gib):
+    """The classes that wait longest for files come first, and the estimate knows as many bytes as the store."""
+    run = Small(batch=(A, B, S), nvme_path=str(tmp_path), files_in_memory=gib, **(WEIGHTS | STEP | STATE)).run
+    rows = footprint.by_class(
+        dataclasses.replace(run, engine=with_all_microbatches(run.engine)), BatchShape(B, S, A), "gpu"
+    )
+    in_files = {name: row[NVME.name] for name, row in rows.items() if name in TO_FILES}
+    stored = dict.fromkeys(TO_FILES, 0)
+    for place in run.store._places:
+        stored[place.row] += CONFIG.num_hidden_layers * place.in_file
+    arrays = len(run.store._places) * CONFIG.num_hidden_layers
+    assert all(abs(in_files[row] - stored[row]) <= arrays * ALIGN for row in TO_FILES)
+    assert sum(stored.values()) <= run.store.bytes < sum(stored.values()) + arrays * ALIGN
+    assert run.store.kept <= gib * 2**30 < run.store.kept + arrays * ALIGN or gib == 1
+    assert [stored[row] > 0 for row in TO_FILES] == sorted((stored[row] > 0 for row in TO_FILES), reverse=True)
+    assert (run.store.bytes == 0) == (gib == 1)
+
+
 def with_all_microbatches(engine):
     return dataclasses.replace(engine, microbatches_per_fetch=A)
 
 
+@pytest.mark.parametrize("in_memory", [0.0, SOME_GIB])
 @pytest.mark.parametrize("late", [{}, LATE], ids=["update", "late"])
-def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late):
+def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late, in_memory):
     """Weights twice, gradients, residuals and state once; weights once if the forward pass makes them."""
-    small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | WEIGHTS | STEP | STATE | late))
+    files = WEIGHTS | STEP | STATE | late | {"files_in_memory": in_memory}
+    small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | files))
     small.train(batches()[:1])
     moved = [0, 0]
     read, write = Store.read, Store.write
 
-    def count_read(store, *where):
-        array = read(store, *where)
-        moved[0] += array.nbytes
+    def count_read(store, l, place, *of_array):
+        array = read(store, l, place, *of_array)
+        moved[0] += array.nbytes - place.kept
         return array
 
-    def count_write(store, l, offset, array):
-        moved[1] += array.nbytes
-        write(store, l, offset, array)
+    def count_write(store, l, place, array):
+        moved[1] += array.nbytes - place.kept
+        write(store, l, place, array)
 
     monkeypatch.setattr(Store, "read", count_read), monkeypatch.setattr(Store, "write", count_write)
     small.train(batches()[1:2])
     shape = jax.ShapeDtypeStruct((A, B, S), np.int32, sharding=batch_sharding(small.mesh))
     assert tuple(moved) == file_time.moved(small.step.programs(shape, shape))
+    if in_memory:
+        return
     plan = small.plan
     classes = (plan.weights["blocks"], plan.master["blocks"], plan.moments["blocks"])
     weights, *state = (bytes_per_device(tree, NVME) for tree in classes)
@@ -194,12 +222,12 @@ def test_a_disk_that_fails_ends_the_step(tmp_path, monkeypatch):
     small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | STEP))
     plain = Store.write
     for stacks in (small.run.files.residuals, small.run.files.grads):
-        lost = 1, jax.tree.leaves(stacks)[0].offset
+        lost = 1, jax.tree.leaves(stacks)[0].place
 
-        def write(store, l, offset, array, lost=lost):
-            if (l, offset) == lost:
+        def write(store, l, place, array, lost=lost):
+            if (l, place) == lost:
                 raise NvmeError("nvme_path: could not write")
-            plain(store, l, offset, array)
+            plain(store, l, place, array)
 
         monkeypatch.setattr(Store, "write", write)
         small.state = small.drawn()

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -433,7 +434,7 @@ def test_folders_that_will_not_do(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with pytest.raises(
         ConfigError,
-        match=r"nvme_path: needs [1-9][\d.]* [KM]iB in .*, where 9\.77 KiB are free; free some.*one of both in host",
+        match=r"nvme_path: needs [1-9][\d.]* [KM]iB in .*, where 9\.77 KiB are free; free some.*some in host",
     ):
         nvme.check(store(tmp_path))
     (tmp_path / layer_file.FILE).write_bytes(bytes(store(tmp_path).bytes))
@@ -457,6 +458,27 @@ def test_room_is_taken_before_the_first_step(tmp_path, monkeypatch):
         )
         file = os.stat(tmp_path / layer_file.FILE)
         assert file.st_size == one.bytes and file.st_blocks * 512 >= one.bytes
+
+
+def test_what_is_kept_in_memory(tmp_path, monkeypatch):
+    """Refused if the machine has not so much; said beside the files; with all of it no disk is measured."""
+
+    def keeping(gib: float) -> Store:
+        c = small_config(tmp_path)
+        c.files_in_memory = gib
+        return from_config(c, make_mesh(jax.devices()[:1]), total_steps=9).store
+
+    whole = store(tmp_path).bytes
+    some, everything = keeping(whole / 4 / 2**30), keeping(1)
+    with nvme.claim(some) as claimed:
+        assert f"{layer_file.gib(some.bytes)} in {tmp_path}, {layer_file.gib(some.kept)} kept" in claimed.line
+        assert os.stat(tmp_path / layer_file.FILE).st_size == some.bytes < whole - 0.2 * whole
+    with nvme.claim(everything) as claimed:
+        assert claimed.line == f"nvme: nothing in files, {layer_file.gib(everything.kept)} kept in host memory"
+        assert claimed.reads == claimed.writes == math.inf and everything.bytes == 0
+    monkeypatch.setattr(nvme.psutil, "virtual_memory", lambda: SimpleNamespace(available=everything.kept - 1))
+    with pytest.raises(ConfigError, match=r"^files_in_memory: expected at most .* free, .*iB, got .*iB kept; lower it"):
+        nvme.check(everything)
 
 
 def test_no_process_takes_room_before_all_have_measured_it(tmp_path, monkeypatch):
@@ -677,7 +699,7 @@ def test_a_process_stores_the_parts_that_its_devices_hold(tmp_path, monkeypatch,
     monkeypatch.setattr(InFile, "layer_sharding", lambda file, home: sharding)
     monkeypatch.setattr(InFile, "round_sharding", lambda file, home: sharding)
     store = Store(tmp_path, 3)
-    file = InFile(store, (3, 8, 5), "float32", SimpleNamespace(spec=jax.P()))
+    file = InFile(store, "master", (3, 8, 5), "float32", SimpleNamespace(spec=jax.P()))
     assert store.folder == tmp_path / "process-1" and file.stored_shape(0) == (2, 2, 5)
     (parts,) = file.parts
     assert [part.first for part in parts.values()] == firsts
@@ -694,7 +716,7 @@ def test_parts_of_layers_go_to_the_devices_and_back(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("pp", "a", "b"))
     store = Store(tmp_path, 3, own_layers(mesh, 3))
-    file = InFile(store, (4, 8, 4), "float32", jax.NamedSharding(mesh, jax.P("pp", "b", "a")))
+    file = InFile(store, "master", (4, 8, 4), "float32", jax.NamedSharding(mesh, jax.P("pp", "b", "a")))
     layers = np.random.default_rng(0).standard_normal((3, 8, 4), np.float32)
     layers[2, 0] = -0.0
     store.folder.mkdir()
@@ -724,7 +746,7 @@ def test_a_process_stores_the_layers_of_its_stages(tmp_path, monkeypatch):
     monkeypatch.setattr(InFile, "layer_sharding", lambda file, home: sharding)
     monkeypatch.setattr(InFile, "round_sharding", lambda file, home: sharding)
     store = Store(tmp_path, 5, own_layers(mesh, 5))
-    file = InFile(store, (6, 4, 5), "float32", SimpleNamespace(spec=jax.P("pp"), mesh=mesh))
+    file = InFile(store, "master", (6, 4, 5), "float32", SimpleNamespace(spec=jax.P("pp"), mesh=mesh))
     assert file.stored_shape(3) == (2, 2, 5) and file.stored_shape(0) == (0, 2, 5)
     assert all(part.first for part in file.parts[1].values())
     store.folder.mkdir()

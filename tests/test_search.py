@@ -339,6 +339,23 @@ def test_an_estimated_step_reads_and_writes_what_its_programs_do(changes):
     assert traffic.file_bytes(run, batch_of(c), rows) == file_time.moved(programs(run, mesh, batch_of(c)))
 
 
+def test_host_memory_that_is_left_keeps_a_part_of_files(tmp_path):
+    """A candidate needs and takes what an estimate of its own config says, and less time than with all in files."""
+    own_files = IN_FILES | {"nvme_path": str(tmp_path)}
+    c = checked(config(**SMALL | own_files | {"model.num_hidden_layers": 64}), GPU)
+    need = search.estimated(changed(c, {"overlap_update": True}), GPUS[GPU]).need
+    limits = Memory(1.2 * need.device, (1 + 2 * search.UNCERTAIN) * need.host + GiB, files=2**40)
+    keep = (*BLOCK[:1], *own_files)
+    best = search.search(Space(c, GPUS[GPU], limits, keep=keep, disks=SLOW)).candidates[0]
+    assert best.config.files_in_memory == 1 and best.need.files > 0
+    own = search.estimated(best.config, GPUS[GPU], disks=SLOW)
+    assert own.need == best.need and own.phases == best.phases
+    in_files = search.estimated(changed(best.config, {"files_in_memory": 0.0}), GPUS[GPU], disks=SLOW)
+    assert in_files.need.host + GiB == own.need.host and own.seconds < in_files.seconds
+    kept = Space(c, GPUS[GPU], limits, keep=(*keep, "files_in_memory"), disks=SLOW)
+    assert search.search(kept).candidates[0].config.files_in_memory == 0
+
+
 def test_every_class_goes_to_files_where_host_memory_holds_none(tmp_path):
     """What is said of them is what an estimate of their config says, also with slow disks."""
     c = checked(config(**SMALL | {"model.num_hidden_layers": 32, "nvme_path": str(tmp_path)}), GPU)

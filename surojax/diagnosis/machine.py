@@ -170,7 +170,7 @@ def disk_rates(folder: Path, size: int) -> tuple[float, float]:
     """
     with tempfile.TemporaryDirectory(prefix="doctor", dir=folder) as inside:
         store = Store(inside, 1)
-        store.reserve(size)
+        store.reserve(size, "master")
         try:
             return nvme.write_rate(store), nvme.read_rate(store)
         finally:

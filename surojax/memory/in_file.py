@@ -37,10 +37,11 @@ class InFile:
     file has them, and they are read as zeros. sharding: the one that the stack would have on the devices; a layer there
     has it without the layer axis. entries: of each stage. parts: for each stage, where this process's parts
     `[parts, ...]` are in a layer, which are what its file stores; None with one process, which stores whole layers. The
-    file can be read as long as no other run uses the folder.
+    file can be read as long as no other run uses the folder. place: the room for it in the store, which may keep a part
+    in host memory; row: of the placement table.
     """
 
-    def __init__(self, store: Store, shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding):
+    def __init__(self, store: Store, row: str, shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding):
         self.store = store
         self.shape = shape
         self.dtype = np.dtype(dtype)
@@ -49,7 +50,7 @@ class InFile:
         self.stages = pipeline_stages(sharding.mesh) if sharding.spec and sharding.spec[0] else 1
         self.entries = shape[0] // self.stages
         self.parts = self._own_parts() if jax.process_count() > 1 else None
-        self.offset = store.reserve(self.layer_bytes)
+        self.place = store.reserve(self.layer_bytes, row)
 
     def __repr__(self):
         return f"InFile(shape={self.shape}, dtype={self.dtype}, file={self.store.path})"
@@ -69,6 +70,12 @@ class InFile:
         """Bytes that the file has room for in each layer's record."""
         shapes = [self.stored_shape(stage * self.entries) for stage in range(self.stages)]
         return max(math.prod(shape) for shape in shapes) * self.dtype.itemsize
+
+    @property
+    def round_file_bytes(self) -> int:
+        """Bytes of a round that are in files, of all processes together."""
+        whole = self.stages * math.prod(self.shape[1:]) * self.dtype.itemsize
+        return whole * self.place.in_file // self.place.size
 
     def stored_shape(self, l: int) -> tuple[int, ...]:
         """The shape of what the file stores of layer l."""
@@ -92,12 +99,12 @@ class InFile:
         """The stored arrays of layer l; zeros if it is padding. Raises NvmeError."""
         if l >= self.store.num_layers:
             return np.zeros(self.stored_shape(l), self.dtype)
-        return self.store.read(l, self.offset, self.stored_shape(l), self.dtype)
+        return self.store.read(l, self.place, self.stored_shape(l), self.dtype)
 
     def write(self, l: int, stored: np.ndarray) -> None:
         """Replaces what is stored of layer l. Raises NvmeError."""
         assert stored.shape == self.stored_shape(l) and stored.dtype == self.dtype, (self, stored.shape, stored.dtype)
-        self.store.write(l, self.offset, stored)
+        self.store.write(l, self.place, stored)
 
     @property
     def own_entries(self) -> list[int]:
@@ -215,6 +222,11 @@ class InFiles:
     def layers_of_round(self, r: int) -> range:
         """The numbers of layer r of every stage that are in files."""
         return range(r, self.stacks[0].shape[0], self.stacks[0].entries) if self.stacks else range(0)
+
+    @property
+    def round_file_bytes(self) -> int:
+        """Bytes of a round that are in files, of all processes together."""
+        return sum(file.round_file_bytes for file in self.stacks)
 
     def planned_round(self, home: Home) -> list[jax.ShapeDtypeStruct]:
         """A planned round of each stack, `[stages, ...]`, in this memory."""

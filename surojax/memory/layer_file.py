@@ -6,6 +6,8 @@
 
 In several folders layers.bin is striped over all of them (striped.py), and layers.json is in the first one.
 Reads and writes are split into pieces for several threads, since a disk needs several requests in flight to be fast.
+A store may keep some bytes in host memory: the first ones of each array, of as many arrays as there is memory for, and
+of all layers alike, so that the disks have as much to do in each layer of a pass.
 Several processes have a folder <nvme_path>/process-<i> each. What is in a record: memory/in_file.py.
 
 **The file is never trusted at start.** It is updated in place, so a run that is killed within an update leaves a
@@ -19,6 +21,7 @@ what was written after each update, while the next gradients are computed.
 """
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import json
@@ -32,18 +35,39 @@ import jax
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.memory.aligned import Buffers, aligned
+from surojax.memory.aligned import ALIGN, Buffers, aligned
 from surojax.memory.striped import StripedFile
+from surojax.placement.table import TO_FILES
 from surojax.untrusted import expanded
 
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
 THREADS = 8  # requests in flight, in each direction and for each folder
 ARRAYS = 4  # of a layer, that are read or written at a time
 MAKE_ROOM = (
-    "free some, choose another folder, or keep one of both in host memory (offload_optimizer=True, "
-    "offload_master=True); what is stored in 16 bits takes half, but that is another training (opt_m_dtype, "
+    "free some, choose another folder, or keep some in host memory (files_in_memory=GIB, or offload_master=True in "
+    "place of 'nvme'); what is stored in 16 bits takes half, but that is another training (opt_m_dtype, "
     "opt_v_dtype, and last master_dtype)"
 )
+
+
+@dataclasses.dataclass(eq=False)
+class Place:
+    """Room for an array of each layer.
+
+    row: of the placement table. size: bytes. kept: how many of them, from the first on, are in host memory. offset: of
+    the others in the record of a layer. memory: the kept bytes of each layer.
+    """
+
+    row: str
+    size: int
+    kept: int = 0
+    offset: int = 0
+    memory: dict[int, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def in_file(self) -> int:
+        """Bytes of a layer that are in the file."""
+        return self.size - self.kept
 
 
 class NvmeError(OSError):
@@ -54,12 +78,12 @@ class Store:
     """The file of a run; none if nothing is stored in it. The first use opens it; it stays open until `close`.
 
     folders: over which it is striped; folder: the first of them, which has the marker. records: by the number of a
-    layer of which the file has a record, the number of that record.
+    layer of which the file has a record, the number of that record. record: bytes of each.
     """
 
-    def __init__(self, folder: str | Path, num_layers: int, layers: Iterable[int] | None = None):
+    def __init__(self, folder: str | Path, num_layers: int, layers: Iterable[int] | None = None, *, in_memory: int = 0):
         """folder: or several, see `folders`. layers: those of which this process stores parts, see `own_layers`; None:
-        all."""
+        all. in_memory: bytes that are kept in host memory."""
         own = f"process-{jax.process_index()}" if jax.process_count() > 1 else ""
         self.folders = [given / own for given in folders(folder)]
         self.folder = self.folders[0]
@@ -67,6 +91,8 @@ class Store:
         self.records = {l: i for i, l in enumerate(range(num_layers) if layers is None else layers)}
         self.path = self.folder / FILE
         self.record = 0
+        self._in_memory = in_memory
+        self._places: list[Place] = []
         self._file = StripedFile([folder / FILE for folder in self.folders])
         self._opening = threading.Lock()
         self._buffers = Buffers()
@@ -74,16 +100,28 @@ class Store:
         self._synced: Future | None = None
         self._copied: list[Future] = []
 
-    def reserve(self, size: int) -> int:
-        """Reserves `size` bytes in each record; returns their offset within it."""
-        offset = self.record
-        self.record += aligned(size)
-        return offset
+    def reserve(self, size: int, row: str) -> Place:
+        """Reserves `size` bytes of each layer for an array of this row, before anything is written."""
+        self._places.append(Place(row, size))
+        left = self._in_memory // max(1, len(self.records))
+        for place in sorted(self._places, key=lambda place: TO_FILES.index(place.row), reverse=True):
+            place.kept = place.size if place.size <= left else left // ALIGN * ALIGN
+            left -= place.kept
+        self.record = 0
+        for place in self._places:
+            place.offset = self.record
+            self.record += aligned(place.in_file)
+        return self._places[-1]
 
     @property
     def is_empty(self) -> bool:
         """True if nothing is stored in it: there is no file then."""
-        return self.record == 0
+        return not self._places
+
+    @property
+    def kept(self) -> int:
+        """Bytes that are kept in host memory."""
+        return len(self.records) * sum(place.kept for place in self._places)
 
     @property
     def bytes(self) -> int:
@@ -137,22 +175,44 @@ class Store:
 
     # -- Layers ------------------------------------------------------------------------------------------------------
 
-    def read(self, l: int, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The array at this offset, as `reserve` gave it, in the record of layer l. Raises NvmeError."""
+    def read(self, l: int, place: Place, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The array of layer l at this place. Raises NvmeError."""
+        begin = self._record_start(l) + place.offset
         size = math.prod(shape) * dtype.itemsize
-        begin = self._record_start(l) + offset
         raw = self._buffers.take(aligned(size))
+        kept = min(place.kept, size)
+        if kept:
+            raw[:kept] = self._memory(l, place)[:kept]
+        if kept < size:
+            self.read_file(raw[kept:], begin)
+        return raw[:size].view(dtype).reshape(shape)
+
+    def write(self, l: int, place: Place, array: np.ndarray) -> None:
+        """Replaces what `read` returns for this place. Raises NvmeError."""
+        begin = self._record_start(l) + place.offset
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        kept = min(place.kept, raw.size)
+        if kept:
+            self._memory(l, place)[:kept] = raw[:kept]
+        if kept < raw.size:
+            self.write_file(raw[kept:], begin)
+
+    def _memory(self, l: int, place: Place) -> np.ndarray:
+        """The bytes of layer l at this place that are in host memory."""
+        if l not in place.memory:
+            place.memory[l] = np.zeros(place.kept, np.uint8)
+        return place.memory[l]
+
+    def read_file(self, raw: np.ndarray, begin: int) -> None:
+        """Fills an array of bytes, aligned as `aligned.Buffers` are, with what is in the file from `begin` on."""
 
         def piece(start: int, length: int) -> None:
             self.file.read(memoryview(raw)[start : start + length], begin + start)
 
         self._each_piece(0, piece, begin, raw.size, "read")
-        return raw[:size].view(dtype).reshape(shape)
 
-    def write(self, l: int, offset: int, array: np.ndarray) -> None:
-        """Replaces what `read` returns for this offset. Raises NvmeError."""
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        begin = self._record_start(l) + offset
+    def write_file(self, raw: np.ndarray, begin: int) -> None:
+        """Replaces what is in the file from `begin` on by these bytes."""
 
         def piece(start: int, length: int) -> None:
             part = raw[start : start + length]

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import psutil
 from jax.experimental import multihost_utils
 
 from surojax.cluster.hosts import processes_here
 from surojax.errors import ConfigError
+from surojax.memory.aligned import Buffers
 from surojax.memory.layer_file import FILE, LOCK, MAKE_ROOM, Store, gib
 from surojax.memory.lock import locked
 from surojax.memory.striped import STRIPE
@@ -28,15 +30,23 @@ MiB = 2**20
 
 
 def check(store: Store) -> None:
-    """Checks the folders of a store and their free space before anything is built; leaves no file. Raises ConfigError.
+    """Checks the folders of a store, their free space and free memory before anything is built; leaves no file.
+    Raises ConfigError.
 
     Every process has to call it: those of one machine may share a disk, which has to have room for all of them.
     """
     if store.is_empty:
         return
     several = jax.process_count() > 1
-    change = "choose a folder on an NVMe disk"
     sharing = processes_here()
+    available = psutil.virtual_memory().available
+    if store.kept * sharing > available:
+        per_process = f" by each of {sharing} processes" if sharing > 1 else ""
+        raise ConfigError(
+            f"files_in_memory: expected at most what this machine has free, {gib(available)}, got "
+            f"{gib(store.kept)} kept{per_process}; lower it, more is in files then"
+        )
+    change = "choose a folder on an NVMe disk"
     free: dict[int, int] = {}  # by the number of a disk
     needed: dict[int, int] = {}
     on_disk: dict[int, Path] = {}
@@ -72,7 +82,7 @@ def check(store: Store) -> None:
 class Claimed(NamedTuple):
     """The disks of a store, ready for use. line: about them, to print. reads, writes: bytes per second, measured.
 
-    Of an empty store, which needs none, the line is "".
+    Of an empty store, which needs none, the line is "". If all is kept in memory, no time is spent on disks.
     """
 
     line: str = ""
@@ -96,7 +106,10 @@ def claim(store: Store) -> Iterator[Claimed]:
         for folder in store.folders:
             until_end.enter_context(locked(folder / LOCK, "nvme_path"))
         until_end.enter_context(contextlib.closing(store))
-        writes, reads = write_rate(store), read_rate(store)
+        if store.bytes:
+            writes, reads = write_rate(store), read_rate(store)
+        else:
+            writes = reads = math.inf
         yield Claimed(describe(store, writes, reads), reads, writes)
 
 
@@ -105,10 +118,13 @@ def describe(store: Store, writes: float, reads: float) -> str:
 
     Each class is read and written once a step, but for weights: they are read twice, and not written if frozen.
     """
+    kept = f", {gib(store.kept)} kept in host memory" if store.kept else ""
+    if not store.bytes:
+        return f"nvme: nothing in files{kept}"
     seconds = store.bytes / writes + store.bytes / reads
     rates = f"read at {reads / MiB:,.0f} MiB/s, written at {writes / MiB:,.0f}"
     folders = ", ".join(map(str, store.folders))
-    text = f"nvme: {gib(store.bytes)} in {folders}, {rates}"
+    text = f"nvme: {gib(store.bytes)} in {folders}{kept}, {rates}"
     if seconds > UNUSABLE_S:
         raise ConfigError(
             f"nvme_path: expected a disk that is fast enough, got one {rates} in {folders}, where a step reads "
@@ -126,7 +142,7 @@ def write_rate(store: Store) -> float:
     data = np.frombuffer(np.random.default_rng(0).bytes(min(CHUNK, store.bytes)), np.uint8)
 
     def write(at: int, size: int) -> None:
-        store.write(next(iter(store.records)), at, data[:size])
+        store.write_file(data[:size], at)
 
     def settle() -> None:
         with store.explained("write"):
@@ -137,7 +153,8 @@ def write_rate(store: Store) -> float:
 
 def read_rate(store: Store) -> float:
     """Bytes per second that `write_rate` has written, read as a step reads. Raises NvmeError."""
-    return _rate(store, lambda at, size: store.read(next(iter(store.records)), at, (size,), np.dtype(np.uint8)))
+    raw = Buffers().take(CHUNK)
+    return _rate(store, lambda at, size: store.read_file(raw[:size], at))
 
 
 def _rate(store: Store, moves: Callable[[int, int], object], end: Callable[[], None] = lambda: None) -> float:

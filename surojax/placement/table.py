@@ -13,9 +13,9 @@
 * except the first `resident_layers`, which stay in device memory.
 
 `offload_weights`, `offload_master`, `offload_optimizer`, `offload_grads` and `offload_residual` can also be "nvme".
-Then what belongs to the blocks is stored in a file under `nvme_path` (memory/in_file.py). The outer layers are as large
-as a few layers and are not read layer by layer: their state is stored in pinned host memory, their weights and
-gradients on the device.
+Then what belongs to the blocks is stored in a file under `nvme_path` (memory/in_file.py), but for `files_in_memory`
+bytes of it, which stay in host memory. The outer layers are as large as a few layers and are not read layer by layer:
+their state is stored in pinned host memory, their weights and gradients on the device.
 
 Quantised weights are all-gathered in 8 bits (quantize.py). They are used with `zero_quantized_weights`, and with the
 recipes fp8_*, also on one device. By default they are made from `weights` whenever a layer is fetched. With
@@ -31,6 +31,7 @@ Tensor parallelism shards what it divides in every class, before and besides `dp
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -45,6 +46,9 @@ from surojax.refusals import refuse
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 ZERO_LEVELS = (1, 2, 3)
 BY_LAYER = ("weights", "grads", "residuals")  # rows of which a step with one in files has programs of one layer
+# Rows that files can store, in the order in which they go there when memory is short: state is read and written once a
+# step, and nothing waits for it but the update; residuals, which both passes wait for, come last.
+TO_FILES = ("moments", "master", "grads", "weights", "residuals")
 WEIGHT_FORMATS = ("none", *quantize.DTYPES)  # that weights are gathered in, in place of 16 bits
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.reduce_scatter
 
@@ -69,7 +73,7 @@ class Placement:
     `base_formats.FORMATS`; "": in 16 or 32 bits.
     reduce: how gradients are summed over `dp_shard x cp`, see `collectives.reduce_scatter`.
     copy_engine: the enabled settings of `collectives.COPY_ENGINE`.
-    folder: of the file of the classes whose home is nvme.
+    folder: of the file of the classes whose home is nvme. files_in_memory: bytes of it that are in host memory.
     """
 
     weights: Row
@@ -85,6 +89,7 @@ class Placement:
     reduce: Reduce = "reduce_scatter"
     copy_engine: tuple[str, ...] = ()
     folder: str = ""
+    files_in_memory: int = 0
 
     @property
     def in_files(self) -> bool:
@@ -144,6 +149,8 @@ class Storage:
     # folder on an NVMe disk for what is offloaded to "nvme"; one run at a time. Several on several disks, with commas
     # between them: files are striped over them
     nvme_path: str = ""
+    # GiB of what is offloaded to "nvme" that each process keeps in host memory all the same
+    files_in_memory: float = declare(0.0, AT_LEAST_0)
     # work weights, activations, products: bfloat16 or float32 (products: TF32 on GPUs)
     model_dtype: str = declare("bfloat16", choices=FLOATS)
     # the weights the optimizer updates; bfloat16 is rounded stochastically
@@ -207,7 +214,21 @@ def place(storage: Storage, *, num_shards: int) -> Placement:
         reduce=reduce,
         copy_engine=tuple(name for name in ("memcpy_all_gather", "memcpy_send_recv") if getattr(storage, name)),
         folder=storage.nvme_path,
+        files_in_memory=int(storage.files_in_memory * 2**30),
     )
+
+
+def kept_in_memory(budget: float, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of each row in files that are kept in host memory: `budget` in all, the end of `TO_FILES` first.
+
+    sizes: bytes of these rows.
+    """
+    kept = dict.fromkeys(sizes, 0)
+    for row in reversed(TO_FILES):
+        if row in sizes:
+            kept[row] = int(min(sizes[row], budget))
+            budget -= kept[row]
+    return kept
 
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(Storage))  # fields of the config

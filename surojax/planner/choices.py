@@ -8,7 +8,7 @@
 | `batches`        | per_device_batch_size, microbatches, fetches, lmhead_chunks     | time: passes over the weights |
 | `chunks`         | sequence_chunks, of long sequences                              | time: smaller products        |
 | `placements`     | offload_*, overlap_update (and resident_layers, see search.py)  | time and host memory          |
-| `in_files`       | offload_* = "nvme", nvme_path                                   | time and a drive; if allowed  |
+| `in_files`       | offload_* = "nvme", nvme_path, files_in_memory                  | time and a drive; if allowed  |
 | `numbers`        | `NUMBERS`                                                       | other numbers; if allowed     |
 
 The effective batch stays as it is. Only `with_gpus` and `with_batch` change it or the number of GPUs, for proposals.
@@ -34,6 +34,7 @@ from surojax.config.fields import (
     tokens_of_piece,
 )
 from surojax.errors import ConfigError, need
+from surojax.placement.table import TO_FILES
 from surojax.planner.changes import Change, changed, differing
 from surojax.planner.gpus import Gpu
 from surojax.refusals import about, refused
@@ -47,9 +48,6 @@ OFFLOADS = {  # rows of the placement table that host memory can store, by the f
     "grads": "offload_grads",
     "weights": "offload_weights",
 }
-# Rows that files can store, in the order in which they go there: state is touched once a step and nothing waits for it
-# but the update; residuals, which every pass writes or reads, come last.
-IN_FILES = ("moments", "master", "grads", "weights", "residuals")
 FETCH = "microbatches_per_fetch"
 BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", FETCH)
 FOLDER = "FOLDER"  # placeholder for a folder on an NVMe disk, which only the user knows
@@ -271,8 +269,8 @@ def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
 
 
 def in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:
-    """Which of the offloaded classes to store in files: the first of `IN_FILES`, or the first few; or only "master"."""
-    rows = [row for row in IN_FILES if row in offloaded]
+    """Which of the offloaded classes to store in files: the first of `TO_FILES`, or the first few; or only "master"."""
+    rows = [row for row in TO_FILES if row in offloaded]
     alone = [("master",)] if rows[:2] == ["moments", "master"] else []
     return [*alone, *(tuple(rows[:n]) for n in range(1, len(rows) + 1))]
 
@@ -303,7 +301,11 @@ def homes(offloaded: Collection[str], files: Collection[str]) -> Change:
 
 def nothing_offloaded(c: Config) -> Change:
     """The placement with all state on the device."""
-    change: Change = dict.fromkeys(OFFLOADS.values(), False) | {"resident_layers": 0, "nvme_path": ""}
+    change: Change = dict.fromkeys(OFFLOADS.values(), False) | {
+        "resident_layers": 0,
+        "nvme_path": "",
+        "files_in_memory": 0.0,
+    }
     return change | {"overlap_update": False} | ({"offload_quants": False} if c.persistent_quants else {})
 
 

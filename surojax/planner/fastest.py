@@ -230,21 +230,27 @@ def _most(row: Trial, limits: Memory) -> str:
 
 
 def _until_it_fits(config: Config, candidate: Candidate, gpu: str, disk: str | None, space: Space) -> Iterator[Trial]:
-    """The row of a candidate. While it does not fit a GPU as compiled: with fewer resident layers, if it has any."""
+    """The row of a candidate. While it does not fit as compiled: with fewer resident layers if a GPU is too small, with
+    less of the files in host memory if that is."""
     for _ in range(1 + RETRIES):
         row = _row(config, candidate, gpu, disk, space)
         yield row
-        resident = candidate.config.resident_layers
-        over = row.need.device - space.limits.device
-        if row.fits or row.plan is None or not resident or over <= 0:
+        resident, kept = candidate.config.resident_layers, candidate.config.files_in_memory
+        over = row.need.beyond(space.limits)
+        if row.fits or row.plan is None:
             return
 
-        def with_resident(layers: int, candidate: Candidate = candidate) -> Candidate:
-            change = {"resident_layers": layers}
+        def changed_to(candidate: Candidate = candidate, **change) -> Candidate:
             return space.estimated(changed(candidate.config, change), candidate.change | change)
 
-        of_layer = max(1, with_resident(resident).need.device - with_resident(resident - 1).need.device)
-        candidate = with_resident(max(0, resident - math.ceil(over / of_layer)))
+        if over.device and resident:
+            fewer = changed_to(resident_layers=resident - 1)
+            of_layer = max(1, changed_to(resident_layers=resident).need.device - fewer.need.device)
+            candidate = changed_to(resident_layers=max(0, resident - math.ceil(over.device / of_layer)))
+        elif over.host and kept:
+            candidate = changed_to(files_in_memory=max(0.0, kept - math.ceil(over.host / GiB)))
+        else:
+            return
 
 
 def _given(config: Config, gpu: str, disk: str | None, space: Space) -> Trial | None:

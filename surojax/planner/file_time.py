@@ -75,11 +75,6 @@ def disks(text: str | None) -> Disks:
     return Disks(number * read * GB, number * write * GB, SAID)
 
 
-def file_bytes(tree) -> int:
-    """Bytes of planned rounds in files, where each is once, whatever the number of devices."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def wear(written: float) -> str:
     """A line about what so many bytes written a step and machine do to a drive."""
     if not written:
@@ -90,10 +85,12 @@ def wear(written: float) -> str:
 
 def moved(parts: Sequence[Program]) -> tuple[int, int]:
     """(bytes read from files, bytes written to files) of a step, of all machines together."""
-    return (
-        sum(part.times * file_bytes(part.reads) for part in parts),
-        sum(part.times * file_bytes(part.writes) for part in parts),
-    )
+    return sum(part.times * part.read for part in parts), sum(part.times * part.written for part in parts)
+
+
+def _bytes(rounds) -> int:
+    """Bytes of planned rounds, where each is once, whatever the number of devices."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(rounds))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +128,11 @@ class StepWithFiles:
             for part, of_program in zip(self.parts, simulated, strict=True):
                 if part.name != name:
                     continue
-                read, written = (file_bytes(tree) / self.machines for tree in (part.reads, part.writes))
+                read, written = part.read / self.machines, part.written / self.machines
                 of_layer = self.disks.seconds(read, written, end)
                 programs += part.times * of_program.seconds
                 on_disk += part.times * of_layer
-                put += part.times * file_bytes(part.put) / gpus / link
+                put += part.times * _bytes(part.put) / gpus / link
                 ends = max(ends, self.disks.seconds(0.0, written, end) if name == UPDATE else of_layer)
                 for kind, s in of_program.busy.items():
                     busy[kind] += part.times * s

@@ -31,6 +31,7 @@ from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline_stages, shards, tensor_parallel
 from surojax.placement.param import OUTER
+from surojax.placement.table import TO_FILES, kept_in_memory
 from surojax.planner import sizes
 from surojax.planner.amounts import Memory
 from surojax.planner.sizes import SegmentBytes, itemsize, segment_bytes, shard_sizes, size
@@ -131,6 +132,10 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
     of_step = sum(rows[name][NVME.name] for name in ("grads", "residuals"))
     in_flight = NVME_LAYERS * bytes_per_device(plan, NVME) + LAYERS_IN_FLIGHT * of_step
     rows["layers from files"] = _in(HOST, in_flight // sizes.layers_of(run))
+    stored = {name: rows[name][NVME.name] for name in TO_FILES}
+    for name, kept in kept_in_memory(table.files_in_memory / run.mesh.size, stored).items():
+        rows[name][NVME.name] -= kept
+        rows[name][HOST.name] += kept
     if not table.quants.dtype:
         del rows["quants"]
     return rows

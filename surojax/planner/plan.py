@@ -251,7 +251,7 @@ def _compiled(
         "estimate": False,
         "device_bytes": most("device_bytes", DEVICE),
         "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x in compiled),
-        "host_bytes": most("host_bytes", HOST),
+        "host_bytes": most("host_bytes", HOST) + run.store.kept // run.mesh.size,
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x in compiled),
         "collectives": hlo.collectives(modules, mesh.shape),
         **copies,

@@ -36,7 +36,7 @@ from typing import Literal
 from surojax.assembly import Assembly
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Kind
-from surojax.placement.table import BY_LAYER
+from surojax.placement.table import BY_LAYER, kept_in_memory
 from surojax.planner import links, products, sizes, traffic
 from surojax.planner.file_time import ASSUMED_DISKS, UPDATE, Disks
 from surojax.planner.footprint import Rows
@@ -149,13 +149,15 @@ def phases(
     resident: float = 0.0,
     *,
     files: Collection[str] = (),
+    in_memory: float = 0.0,
     overlap_update: bool = False,
 ) -> dict[str, float]:
     """Estimated seconds of each phase of a step.
 
     offloaded: rows of the placement table that are in host memory, or in files. resident: the fraction of layers whose
-    weights are in device memory all the same. files: those of the rows that are in files. overlap_update: the update's
-    phase has the first group's forward pass in it.
+    weights are in device memory all the same. files: those of the rows that are in files, but for in_memory bytes of
+    them (`Placement.files_in_memory`, of this GPU). overlap_update: the update's phase has the first group's forward
+    pass in it.
     """
     if not set(files).isdisjoint(BY_LAYER):
         work = work.by_layer()
@@ -165,12 +167,15 @@ def phases(
     if "residuals" in stored:  # a stage has those of its microbatches only, however many rounds it waits for
         stored["residuals"] *= work.microbatches / (work.slots * work.rounds)
     sent = work.sent
+    stored_in_files = {row: round(stored[row]) for row in files}
+    kept = kept_in_memory(in_memory, stored_in_files)
+    in_files = {row: size - kept[row] for row, size in stored_in_files.items()}
     seconds = {"forward": 0.0, "head": work.microbatches * (work.head + sent["vocabulary"])}
     engine = dataclasses.replace(work.engine, overlap_update=overlap_update)
     for step_pass, times in passes.of_step(engine, work.fetches):
         name = "update" if step_pass.updates else step_pass.name
         on_link = _seconds(work, step_pass, times, stored, resident if stored.get("weights") else 0.0)
-        on_disk, ends = _disk_seconds(work, step_pass, times, {row: stored[row] for row in files})
+        on_disk, ends = _disk_seconds(work, step_pass, times, in_files)
         seconds[name] = max(on_link, on_disk) + ends
     return seconds | {"between": sent["once"] + sent["ticks"]}
 

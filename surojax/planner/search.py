@@ -13,7 +13,8 @@ too many combinations to try all. Four rules make few of them enough.
   offloaded, as many layers stay resident as fit.
 * With nothing offloaded a family is as fast as it can be. Families are taken in the order of that time. As soon as it
   exceeds the time of the `KEPT`-th best placement found, no other family can have a better one, and the search ends.
-* Files are slower than host memory. They are tried only if nothing fits without them.
+* Files are slower than host memory. They are tried only if nothing fits without them, and the host memory that is left
+  keeps a part of them.
 
 Memory is estimated by footprint.py, time by roofline.py, so a rule holds as far as these do. fastest.py then compiles
 and simulates the best few.
@@ -32,7 +33,7 @@ from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
 from surojax.parallel.schedule import layers_of_stage
 from surojax.planner import choices, roofline
-from surojax.planner.amounts import Memory
+from surojax.planner.amounts import GiB, Memory
 from surojax.planner.changes import Change, changed, differing
 from surojax.planner.file_time import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import HOST_POOL, POOL, Rows, assembly, by_class, memory
@@ -43,6 +44,7 @@ TIE = 0.01  # relative; placements of a family that the estimate cannot tell apa
 MOST_LAYOUTS = 3  # that are searched
 FAR = 0.15  # relative; layouts whose sample is so much slower are not searched
 KEPT = 32  # candidates that the estimate keeps
+UNCERTAIN = 0.05  # relative; what estimates of host memory may be short by, which is not filled with parts of files
 RESERVE = 512 * 2**20  # bytes of a GPU left for cuDNN's workspaces and fragmentation, which no estimate counts
 IRRELEVANT = ("datasets", "validation_datasets")  # fields that the parts of a run do not depend on
 # Fields that they do not depend on either, unless a step has programs of one layer, with all microbatches inside.
@@ -327,9 +329,26 @@ class _Search:
         tried, need = self.known(("placed", *change.items()), lambda: self.needed(change))
         if need is None:
             return None
+        if files and (gibs := self.room_in_memory(need)) and "files_in_memory" not in self.keep:
+            change |= {"files_in_memory": gibs}
+            tried = changed(tried, {"files_in_memory": gibs})
+            need = Memory(need.device, need.host + gibs * GiB, need.files - gibs * GiB)
         part = resident / layers_of_stage(c.model.num_hidden_layers, tried.pp_size)
-        phases = roofline.phases(family.work, offloaded, part, files=files, overlap_update=overlaps)
+        in_memory = kept_of_gpu(tried)
+        phases = roofline.phases(
+            family.work, offloaded, part, files=files, in_memory=in_memory, overlap_update=overlaps
+        )
         return Candidate(tried, change, need, phases)
+
+    def room_in_memory(self, need: Memory) -> int:
+        """Whole GiB of host memory that a placement with files leaves, at most what it has in files.
+
+        0 on several machines, whose processes have a part of the files each.
+        """
+        if math.isinf(self.space.limits.host) or self.space.config.gpus > self.space.gpu.gpus_per_node:
+            return 0
+        left = self.space.limits.host - (1 + UNCERTAIN) * need.host
+        return max(0, int(min(left, need.files) / GiB))
 
     def needed(self, change: Change) -> tuple[Config, Memory | None]:
         """(the config with a change, the bytes that it needs by estimate); None if the checks refuse it."""
@@ -396,8 +415,15 @@ def estimated(c: Config, gpu: Gpu, change: Change | None = None, disks: Disks = 
     offloaded |= {"weights"} if table.streams_weights else set()
     files = [row for row in choices.OFFLOADS if getattr(table, row).home.in_file]
     resident = table.weights.resident / work.layers
-    phases = roofline.phases(work, offloaded, resident, files=files, overlap_update=run.engine.overlap_update)
+    in_memory = kept_of_gpu(c)
+    overlaps = run.engine.overlap_update
+    phases = roofline.phases(work, offloaded, resident, files=files, in_memory=in_memory, overlap_update=overlaps)
     return Candidate(c, change or {}, needed(c, rows, gpu), phases)
+
+
+def kept_of_gpu(c: Config) -> float:
+    """Bytes of a GPU's part of files that are kept in host memory, if one process has all GPUs, as in every plan."""
+    return c.files_in_memory * GiB / c.gpus
 
 
 def needed(c: Config, rows: Rows, gpu: Gpu, platform: str = "gpu") -> Memory:

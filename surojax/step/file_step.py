@@ -83,9 +83,10 @@ class WholeGradients:
         """The plan of what `read` returns."""
         return ()
 
-    def grads_in_files(self) -> tuple:
-        """Nothing: gradients are in memory."""
-        return ()
+    @property
+    def file_bytes(self) -> int:
+        """0: no gradients are in files."""
+        return 0
 
     def others_of_update(self) -> tuple:
         """Nothing: gradients are arguments of the update, see `LayerGradients`."""
@@ -201,16 +202,17 @@ class FileStep:
             late = early, self.weights.files[number].planned_round(HOST)
             others = early, late, self.gradients.others_of_update()
             rounds = len(self.weights.layers[number])
-            reads = early, self.gradients.grads_in_files()
+            read = self.state.round_file_bytes + self.gradients.file_bytes
+            written = self.state.round_file_bytes + self.weights.files[number].round_file_bytes
             name = "forward" if overlaps else "update"
-            updates.append(Program(update, self._arguments(number), rounds, others, name, reads, late))
+            updates.append(Program(update, self._arguments(number), rounds, others, name, read, written))
             in_flight.append((others, late))
         gradients = self.gradients.programs(*self._arguments_of_gradients(batch))
         if overlaps:  # the programs of a forward pass have an update's layers beside them, and the other way around
             most = max(in_flight, key=bytes_per_device)
             _, moving, sent, *_ = next(x for x in gradients if x.name == "forward").arguments
             updates = [x._replace(others=(x.others, moving, sent)) for x in updates]
-            gradients = [x._replace(others=(x.others, most), reads=()) if x.name == "forward" else x for x in gradients]
+            gradients = [x._replace(others=(x.others, most), read=0) if x.name == "forward" else x for x in gradients]
         else:  # the first layer is read while gradients are computed
             gradients = [x._replace(others=(x.others, early)) for x in gradients]
         return [self._with_state(x) for x in (*gradients, *updates)]

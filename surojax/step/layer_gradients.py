@@ -172,7 +172,8 @@ class LayerGradients:
         """The programs with planned arguments, in the order in which they first run. See `__call__`."""
         work = [self.weights.planned(number) for number in range(len(self.weights.parts))]
         arriving = max((self.weights.arriving(number) for number in range(len(work))), key=bytes_per_device)
-        fetched = [self.weights.files[number].planned_round(HOST) for number in range(len(work))]
+        fetched = [files.planned_round(HOST) for files in self.weights.files]
+        of_weights = [files.round_file_bytes for files in self.weights.files]
         of_step = (step, history, *batch)
         grads = self.others_of_update()
         found = [Program(self.begin, (outer.weights, *of_step), 1)]
@@ -182,21 +183,21 @@ class LayerGradients:
         for kind in self.forward:
             arguments = (work[kind[0]], moving, sent, *of_step)
             jax.eval_shape(self.forward[kind], *arguments)
-            w = fetched[kind[0]]
-            forward.append(Program(self.forward[kind], arguments, self.kinds.count(kind), (), "forward", w, (), w))
+            program = Program(self.forward[kind], arguments, self.kinds.count(kind), (), "forward")
+            forward.append(program._replace(read=of_weights[kind[0]], put=fetched[kind[0]]))
         saved = self.planned_saved()
-        in_file = saved if self.residuals.in_files else []
+        of_residuals = self.residuals.files.round_file_bytes
         kept = [saved] * (LAYERS_IN_FLIGHT if self.residuals.in_files else len(self.kinds))
         head = Program(self.head, (outer.weights, moving, sent, *batch), 1, kept)
         jax.eval_shape(self.head, *head.arguments)
         summed = self.of_devices.planned("summed")
-        forward = [x._replace(others=(kept[1:], arriving), writes=in_file) for x in forward]
+        forward = [x._replace(others=(kept[1:], arriving), written=of_residuals) for x in forward]
         for kind in self.backward:
             arguments = (work[kind[0]], saved, moving, sent, *of_step)
             others = kept[1:], grads, arriving
-            w = fetched[kind[0]]
-            program = Program(self.backward[kind], arguments, self.kinds.count(kind), others, "backward")
-            backward.append(program._replace(reads=(w, in_file), writes=self.grads_in_files(), put=w))
+            read, written = of_weights[kind[0]] + of_residuals, self.grads.files.round_file_bytes
+            program = Program(self.backward[kind], arguments, self.kinds.count(kind), others, "backward", read, written)
+            backward.append(program._replace(put=fetched[kind[0]]))
         end = Program(self.finish, (outer, step, history, moving, sent, summed, *batch), 1, grads)
         return [*found, *forward, head, *backward, end]
 
@@ -214,9 +215,10 @@ class LayerGradients:
         stacks = self.step.planned_gradients(self.segment.name)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), stacks)
 
-    def grads_in_files(self):
-        """The plan of a layer's gradients if they are in files, else nothing."""
-        return self.planned_grads() if self.grads.in_files else ()
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of a layer's gradients that are in files."""
+        return self.grads.files.round_file_bytes
 
     def others_of_update(self) -> list:
         """The gradients of other layers that are in memory while a layer is updated: planned arrays."""
@@ -419,10 +421,16 @@ def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | N
     gradients = LayerGradients(step, NO_FILES)
     layers = gradients.segment.num_layers
 
-    def stack(x: jax.ShapeDtypeStruct) -> InFile:
-        return InFile(store, (layers, *x.shape[1:]), x.dtype, jax.NamedSharding(x.sharding.mesh, x.sharding.spec))
+    def stacks(row: str, planned):
+        """Stacks in files of these rounds of a layer."""
 
-    grads = jax.tree.map(stack, gradients.planned_grads()) if table.grads.home.in_file else None
+        def stack(x: jax.ShapeDtypeStruct) -> InFile:
+            sharding = jax.NamedSharding(x.sharding.mesh, x.sharding.spec)
+            return InFile(store, row, (layers, *x.shape[1:]), x.dtype, sharding)
+
+        return jax.tree.map(stack, planned)
+
+    grads = stacks("grads", gradients.planned_grads()) if table.grads.home.in_file else None
     residuals = None
     if table.residuals.home.in_file:
         assert batch is not None, "residuals in files are planned for a batch"
@@ -431,5 +439,5 @@ def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | N
         arrays = (tokens for _ in step.engine.batch_arrays)
         name = gradients.segment.name
         gradients.programs(section(plan, OUTER), plan.step, plan.history, plan.weights[name], *arrays)
-        residuals = jax.tree.map(stack, gradients.planned_saved())
+        residuals = stacks("residuals", gradients.planned_saved())
     return Files(grads, residuals)

@@ -104,14 +104,14 @@ class StatePlanner:
         sharding = jax.NamedSharding(self.mesh, spec, memory_kind=home.memory_kind)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def stack(self, layers: int, shape, dtype, layout: Layout):
-        """A planned stack of this many layers, each of this shape and layout."""
-        return self.in_home((layers, *shape), dtype, stacked(layout), layout.home)
+    def stack(self, layers: int, row: str, shape, dtype, layout: Layout):
+        """A planned stack of this many layers of a row of the placement table, each of this shape and layout."""
+        return self.in_home(row, (layers, *shape), dtype, stacked(layout), layout.home)
 
-    def in_home(self, shape, dtype, spec: jax.P, home: Home):
+    def in_home(self, row: str, shape, dtype, spec: jax.P, home: Home):
         """A planned stack `[L, ...]` in this memory, or in the file."""
         if home.in_file:
-            return InFile(self.store, shape, dtype, jax.NamedSharding(self.mesh, spec))
+            return InFile(self.store, row, shape, dtype, jax.NamedSharding(self.mesh, spec))
         return self.array(shape, dtype, spec, home)
 
     def coded_stack(self, layers: int, param: Param, layout: Layout) -> base_formats.Coded:
@@ -128,7 +128,7 @@ class StatePlanner:
             )
         return base_formats.map_arrays(
             base.planned(shape, divided),
-            lambda x: self.in_home(x.shape, x.dtype, spec, layout.home),
+            lambda x: self.in_home("weights", x.shape, x.dtype, spec, layout.home),
             lambda x: self.array(x.shape, x.dtype, jax.P(*spec[:1]), DEVICE),
         )
 
@@ -159,7 +159,7 @@ class StatePlanner:
                 layout = layout if home is None else dataclasses.replace(layout, home=home)
                 if table.base_format and param.kind is Kind.MATRIX and not param.trainable:
                     return self.coded_stack(layers, param, layout)
-                return self.stack(layers, param.shape, param.dtype or table.weights.dtype, layout)
+                return self.stack(layers, "weights", param.shape, param.dtype or table.weights.dtype, layout)
 
             return jax.tree.map(one, segment.params, self.layouts.weights[segment.name])
 
@@ -175,8 +175,8 @@ class StatePlanner:
         layers = stacked_layers(segment.num_layers, pipeline_stages(self.mesh))
         return self._state(functools.partial(self.stack, layers), segment.name)
 
-    def _outer_array(self, shape, dtype, layout: Layout):
-        """A planned array of the outer layers."""
+    def _outer_array(self, row: str, shape, dtype, layout: Layout):
+        """A planned array of the outer layers, in the memory of its layout whatever its row."""
         return self.array(shape, dtype, layout.stored, layout.home)
 
     def outer_state(self):
@@ -187,25 +187,27 @@ class StatePlanner:
         """The planned work weights of the outer layers."""
 
         def one(param: Param, layout: Layout):
-            return self._outer_array(param.shape, self.table.outer.dtype, layout)
+            return self._outer_array("outer", param.shape, self.table.outer.dtype, layout)
 
         return jax.tree.map(one, self.model.outer_params, self.layouts.weights[OUTER])
 
     def _state(self, make: Callable, section: str):
         """The planned (master weights, moments) of what is trained in a section.
 
-        make: (shape, dtype, layout) -> a planned array.
+        make: (row of the placement table, shape, dtype, layout) -> a planned array.
         """
 
         def master(param: Param, layout: Layout):
-            return make(param.shape, self.table.master.dtype, layout)
+            return make("master", param.shape, self.table.master.dtype, layout)
 
         def moments(param: Param, master_layout: Layout, layout: Layout):
             rule = self.optimizer.rule(param)
             shard_shape = jax.NamedSharding(self.mesh, master_layout.stored).shard_shape(param.shape)
             last_dim_shards = param.shape[-1] // shard_shape[-1]
             shapes = _state_shapes(rule, param.shape, last_dim_shards)
-            return jax.tree.map(lambda x, layout: make(x.shape, x.dtype, layout), shapes, rule.state_layout(layout))
+            return jax.tree.map(
+                lambda x, layout: make("moments", x.shape, x.dtype, layout), shapes, rule.state_layout(layout)
+            )
 
         params = trainable(self.model.params[section])
         layouts = self.layouts.master[section]

@@ -22,8 +22,8 @@ class Program(NamedTuple):
 
     function: jitted. arguments: planned arrays. times: number of runs in a step. others: planned state that is in
     memory while the program runs but is no argument or result of it, and layers on their way to and from files.
-    name: of the pass that it is one layer of; "" if it runs by itself. reads, writes: planned rounds of a layer that
-    come from files for it, and that go there from it. put: those of `reads` that the host puts on the device.
+    name: of the pass that it is one layer of; "" if it runs by itself. read, written: bytes of files that are read for
+    it, and written from it, of all devices together. put: planned rounds that the host puts on the device for it.
     """
 
     function: Any
@@ -31,8 +31,8 @@ class Program(NamedTuple):
     times: int
     others: Any = ()
     name: str = ""
-    reads: Any = ()
-    writes: Any = ()
+    read: int = 0
+    written: int = 0
     put: Any = ()
 
 

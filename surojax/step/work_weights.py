@@ -31,7 +31,7 @@ class WorkWeights:
     @property
     def in_files(self) -> bool:
         """True if some are in files."""
-        return any(not files.store.is_empty for files in self.files)
+        return any(files.stacks for files in self.files)
 
     # -- State ---------------------------------------------------------------------------------------------------------
 

@@ -100,6 +100,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("offload_weights=nvme", {"offload_weights": "nvme"}, expect="grouped"),
     Setting("nvme_all@4", ZERO3 | NVME_ALL, 4, like="zero_level=3@4", expect="grouped"),
     Setting("nvme_all_overlap@4", ZERO3 | NVME_ALL | {"overlap_update": True}, 4, "zero_level=3@4", "grouped"),
+    Setting("nvme_all_in_memory", NVME_ALL | {"files_in_memory": 0.001}, expect="grouped"),
     Setting("nvme_all_hsdp_2x2", HSDP | NVME_ALL, 4, like="hsdp_2x2", expect="grouped"),
     Setting("nvme_all_cp_2x2", ZERO3 | CP["ring"] | NVME_ALL, 4, like="cp_ring_2x2", expect="grouped"),
     # Mesh
@@ -360,7 +361,9 @@ def settings(c: Config, devices: int) -> list[Setting]:
         return rows
     quantised = "sent_int8" if c.zero_quantized_gradients else "order"
     expect = quantised if c.zero_quantized_weights == "none" else c.zero_quantized_weights
-    if n == 1 and all(name.startswith(("offload_", "resident_", "nvme_", "microbatches_per_fetch")) for name in own):
+    if n == 1 and all(
+        name.startswith(("offload_", "resident_", "nvme_", "files_", "microbatches_per_fetch")) for name in own
+    ):
         expect = "grouped" if "microbatches_per_fetch" in own else "same"
     return [*rows, Setting(OWN, own, n, expect=expect)]
 
