@@ -9,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small import CONFIG, Small, drawn_params, needs, normal, plain_loss, quick_at, tokens, worst_relative
+from small import (
+    CONFIG,
+    Small,
+    drawn_params,
+    needs,
+    normal,
+    plain_loss,
+    quick_at,
+    tokens,
+    vectors_drawn,
+    worst_relative,
+)
 from test_engine import ORDER_OF_SUMS, engine_gradients
 
 from surojax import assembly
@@ -38,6 +49,7 @@ from surojax.models.model import (
     Variant,
     collect_params,
 )
+from surojax.models.operations import Operations
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
 from surojax.parallel.collectives import varying
@@ -260,6 +272,48 @@ LAYERS = {
 
 def arrays(module: nnx.Module) -> dict:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+class SideBySide(decoder.Block):
+    """Attention and MLP of one norm, as in PaLM: notebooks/04_your_own.ipynb trains such a block."""
+
+    def __call__(self, x_BSD, ops, cache=None, routing: Routing = ROUTES):
+        y_BSD = ops.norm(x_BSD, self.attention_norm[...], self.config.rms_norm_eps)
+        attended_BSD, cache = self.attention(y_BSD, ops, None, cache)
+        products_BSD, routed = self.mlp(y_BSD, ops, None, routing)
+        return x_BSD + attended_BSD + products_BSD, cache, routed
+
+
+@needs(4)
+@pytest.mark.full
+def test_a_block_of_ones_own_equals_reverse_mode():
+    """With everything offloaded and sharded; the standard block of the same parameters has another loss."""
+    model = decoder.build(CONFIG, block=SideBySide)
+    small = Small(4, model=model, zero_level=3, microbatches_per_fetch=3, **ALL)
+    batch = tokens(3, 8, 16)
+    inputs, labels = (x.reshape(-1, 16) for x in batch)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: SideBySide(CONFIG, rngs=nnx.Rngs(0))))
+
+    def loss(params):
+        x_BSD = params[OUTER]["embed"][inputs]
+        for l in range(CONFIG.num_hidden_layers):
+            w = jax.tree.map(lambda x, l=l: x[l], params[decoder.BLOCKS])
+            x_BSD = nnx.merge(graph, w)(x_BSD, Operations())[0]
+        logits = model.logits(params[OUTER], x_BSD)
+        return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)) / (labels >= 0).sum()
+
+    with vectors_drawn():
+        params = model.init(0)
+    expected = jax.jit(jax.value_and_grad(loss))(params)
+    assert worst_relative(engine_gradients(small, batch), expected) < ORDER_OF_SUMS
+    assert abs(float(plain_loss(CONFIG)(params, *batch)) - float(expected[0])) > 1e-5  # rounding is 5e-7
+
+
+def test_a_block_of_ones_own_is_refused_where_the_standard_one_is_written_out():
+    with pytest.raises(
+        ConfigError, match="recipe: expected bf16 or a block-scaled one with a block of your own, got fp8_"
+    ):
+        decoder.build(CONFIG, Compute(precision=Precision("fp8_current")), block=SideBySide)
 
 
 def auxiliary(statistics, tokens):

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
+from surojax.errors import ConfigError
 from surojax.models import chunked, decoder_checks, decoder_fp8
 from surojax.models.experts import Experts, planned_statistics
 from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
@@ -269,7 +270,7 @@ class Decoder(nnx.Module):
         return softcapped(logits_BSV, c.final_logit_softcapping) if c.final_logit_softcapping else logits_BSV
 
 
-def init_layer(config: DecoderConfig, seed: int | jax.Array, l: int | jax.Array) -> dict:
+def init_layer(config: DecoderConfig, seed: int | jax.Array, l: int | jax.Array, block: type[Block] = Block) -> dict:
     """Random float32 parameters of layer l, drawn alone; l may be traced, so that a loop can build layer after layer.
 
     They are those that `Decoder` with `nnx.Rngs(jax.random.key(seed))` has: the stream's next key after the draws of
@@ -277,7 +278,7 @@ def init_layer(config: DecoderConfig, seed: int | jax.Array, l: int | jax.Array)
     """
     draws = len(jax.tree.leaves(jax.eval_shape(lambda: init_outer(config, 0))))
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), draws), config.num_hidden_layers)
-    return _arrays(Block(config, rngs=nnx.Rngs(keys[l])))
+    return _arrays(block(config, rngs=nnx.Rngs(keys[l])))
 
 
 def init_outer(config: DecoderConfig, seed: int | jax.Array) -> dict:
@@ -289,25 +290,34 @@ def _arrays(module: nnx.Module) -> dict:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def build(config: DecoderConfig, compute: Compute = DEFAULT) -> Model:
-    """The model with these sizes, computed so; the same object for equal arguments. No array is built."""
-    return _build(config, compute)
+def build(config: DecoderConfig, compute: Compute = DEFAULT, block: type[Block] = Block) -> Model:
+    """The model with these sizes, computed so; the same object for equal arguments. No array is built.
+
+    block: a subclass of `Block` that computes something else. Raises ConfigError for a recipe whose block is written
+    out (decoder_fp8.py), which would compute the standard one.
+    """
+    if block is not Block and compute.precision.fp8:
+        raise ConfigError(
+            f"recipe: expected bf16 or a block-scaled one with a block of your own, got {compute.precision.recipe}, "
+            "which is written out for the standard block; set recipe='bf16'"
+        )
+    return _build(config, compute, block)
 
 
 @functools.cache
-def _declared(config: DecoderConfig) -> tuple[dict, nnx.GraphDef]:
+def _declared(config: DecoderConfig, block_type: type[Block]) -> tuple[dict, nnx.GraphDef]:
     """The `Param`s of sizes, and the graph of a block: equal for every `Compute`."""
 
     def abstract(module) -> Any:
         return nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
 
-    block = abstract(Block)
+    block = abstract(block_type)
     return frozen(collect_params({BLOCKS: block, OUTER: abstract(Outer)}), config.lora), nnx.graphdef(block)
 
 
 @functools.cache
-def _build(config: DecoderConfig, compute: Compute) -> Model:
-    params, graph = _declared(config)
+def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> Model:
+    params, graph = _declared(config, block_type)
     head = "embed" if config.tie_word_embeddings else "head"
     # For sampling: a token at a time leaves the kernels' threads nothing to share.
     by_xla = Compute(attention="xla")
@@ -326,7 +336,7 @@ def _build(config: DecoderConfig, compute: Compute) -> Model:
     trained = trainable(params[BLOCKS])
 
     def with_new_adapters(base, seed, l, numbers):
-        return with_adapters(base, part_of(init_layer(config, seed, l), trained), numbers)
+        return with_adapters(base, part_of(init_layer(config, seed, l, block_type), trained), numbers)
 
     block, block_forward, block_backward = _block_functions(config, compute, graph, trained)
     segment = Segment(
@@ -341,12 +351,13 @@ def _build(config: DecoderConfig, compute: Compute) -> Model:
             softcapped=config.attn_logit_softcapping > 0,
             sinks=config.attention_sinks,
         ),
-        init=functools.partial(init_layer, config),
+        init=functools.partial(init_layer, config, block=block_type),
         block=block,
         block_forward=block_forward,
         block_backward=block_backward,
         cached_block=cached_block,
-        last_products=() if config.sandwich_norms else (params[BLOCKS]["mlp"]["w_down"],),
+        # A block of one's own may do anything with them.
+        last_products=() if config.sandwich_norms or block_type is not Block else (params[BLOCKS]["mlp"]["w_down"],),
         with_adapters=with_new_adapters if config.lora else None,
         statistics=planned_statistics(config.num_experts) if config.num_experts else None,
     )
@@ -362,7 +373,7 @@ def _build(config: DecoderConfig, compute: Compute) -> Model:
         init_outer=functools.partial(init_outer, config),
         final=functools.partial(normed, compute),
         logits=logits,
-        rebuild=functools.partial(_build, config),
+        rebuild=lambda compute: _build(config, compute, block_type),
         embedding_scale=config.embedding_scale,
         logit_softcap=config.final_logit_softcapping,
         draws=_draws(config, compute),
