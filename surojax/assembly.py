@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from surojax.config import fields as configs
+from surojax.config.checks import REFUSALS
 from surojax.errors import ConfigError
 from surojax.families.registry import ARCHITECTURES
 from surojax.memory.host import parts
@@ -33,6 +34,7 @@ from surojax.placement.layout import layouts
 from surojax.placement.mesh import data_parallel, pipeline_stages, shards
 from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
+from surojax.refusals import about, refused
 from surojax.step import train_step as step
 from surojax.step.layer_gradients import Files, planned_files
 from surojax.step.objective import CrossEntropy, LossOfLogits, Objective
@@ -278,7 +280,7 @@ def from_config(
         auxiliary=_router_losses(c),
         packed=c.sample_packing,
         microbatches_per_fetch=c.gradient_accumulation_steps if table.by_layer else c.microbatches_per_fetch,
-        overlap_update=c.overlap_update,
+        overlap_update=updates_late(c, table),
         pp_schedule=c.pp_schedule,
         locates_nonfinite=locates_nonfinite,
         batch=(c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len),
@@ -287,6 +289,17 @@ def from_config(
     if brought.objective:
         check_objective(c, found.engine)
     return found
+
+
+def updates_late(c: configs.Config, table: Placement) -> bool:
+    """Whether layers are updated under the next step's forward pass: as the config says.
+
+    If it says nothing: if layers are computed by programs of their own, which read files then, and nothing refuses it.
+    """
+    if c.overlap_update is not None:
+        return c.overlap_update
+    late = configs.flat(c) | {"overlap_update": True}
+    return table.by_layer and refused(late, configs.DEFAULTS, about("overlap_update", REFUSALS)) is None
 
 
 def check_objective(c: configs.Config, engine: Engine) -> None:

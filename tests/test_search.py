@@ -49,7 +49,7 @@ SMALL = {
 }
 
 SLOW = Disks(read=0.5e9, write=0.25e9)
-IN_FILES = dict.fromkeys(choices.OFFLOADS.values(), "nvme") | {"nvme_path": "x"}
+IN_FILES = dict.fromkeys(choices.OFFLOADS.values(), "nvme") | {"nvme_path": "x", "overlap_update": False}
 BLOCK = ("recompute_block", "per_device_batch_size")  # kept, where a search of fewer settings is enough
 
 
@@ -341,9 +341,9 @@ def test_an_estimated_step_reads_and_writes_what_its_programs_do(changes):
 
 def test_host_memory_that_is_left_keeps_a_part_of_files(tmp_path):
     """A candidate needs and takes what an estimate of its own config says, and less time than with all in files."""
-    own_files = IN_FILES | {"nvme_path": str(tmp_path)}
+    own_files = IN_FILES | {"nvme_path": str(tmp_path), "overlap_update": True}
     c = checked(config(**SMALL | own_files | {"model.num_hidden_layers": 64}), GPU)
-    need = search.estimated(changed(c, {"overlap_update": True}), GPUS[GPU]).need
+    need = search.estimated(c, GPUS[GPU]).need
     limits = Memory(1.2 * need.device, (1 + 2 * search.UNCERTAIN) * need.host + GiB, files=2**40)
     keep = (*BLOCK[:1], *own_files)
     best = search.search(Space(c, GPUS[GPU], limits, keep=keep, disks=SLOW)).candidates[0]

@@ -320,8 +320,9 @@ class ExecutionSettings:
     recompute_att: bool = False
     # microbatches that each fetch of a layer serves; divides gradient_accumulation_steps
     microbatches_per_fetch: int = declare(1, AT_LEAST_1)
-    # update a layer under the next step's first forward pass; for state in host memory or files
-    overlap_update: bool = False
+    # update a layer under the next step's first forward pass; for state in host memory or files; unset = if gradients,
+    # residuals or weights are in files
+    overlap_update: bool | None = None
     # chunks of the sequence that a block computes one after another, exactly; for long sequences
     sequence_chunks: int = declare(1, AT_LEAST_1)
     # chunks of the tokens in head and loss; more chunks = less memory for logits

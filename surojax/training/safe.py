@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from surojax.cluster.watch import OF_A_PEER
-from surojax.config.fields import DEFAULTS, Config
+from surojax.config.fields import Config
 from surojax.errors import CheckpointError, ConfigError, StepError
 from surojax.numerics.recipes import BLOCK_SCALED
 from surojax.planner.changes import changed, differing, flags
@@ -47,8 +47,14 @@ class Option(NamedTuple):
         return bool(differing(c, self.without)) and self.used(c)
 
 
-def _offload(name: str, does: str) -> Option:
-    return Option(name, does, {name: DEFAULTS[name]}, r"host.?memory|host.?offload|pinned|memory.?space|MoveTo", False)
+def _offload(name: str, does: str, used: Callable[[Config], bool] = lambda c: True) -> Option:
+    pattern = r"host.?memory|host.?offload|pinned|memory.?space|MoveTo"
+    return Option(name, does, {name: False}, pattern, in_safe=False, used=used)
+
+
+def _updates_late(c: Config) -> bool:
+    """Whether a config asks for updates under the next forward pass, or has them since it has files."""
+    return bool(c.overlap_update) or "nvme" in (c.offload_grads, c.offload_residual, c.offload_weights)
 
 
 # In the order of suspicion, if a message names none of them.
@@ -79,7 +85,7 @@ OPTIONS: tuple[Option, ...] = (
     _offload("offload_master", "master weights in host memory or files"),
     _offload("offload_grads", "gradients in host memory"),
     _offload("offload_weights", "weights in host memory"),
-    _offload("overlap_update", "updates under the next forward pass"),
+    _offload("overlap_update", "updates under the next forward pass", _updates_late),
 )
 BY_NAME = {option.name: option for option in OPTIONS}
 
