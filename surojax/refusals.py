@@ -443,12 +443,6 @@ TABLE: tuple[Refusal, ...] = (
         NOT_USED,
         "leave it out, or choose another recipe",
     ),
-    *each(
-        recompute_parts,
-        fp8,
-        "whose blocks are saved or computed again as a whole",
-        "leave it out, or set recompute_block=True",
-    ),
     Refusal(
         is_off("recompute_block"),
         skips,

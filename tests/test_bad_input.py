@@ -136,7 +136,6 @@ def field_cases() -> list[tuple[str, str]]:
     recipe=fp8_hybrid sequence_len=250 per_device_batch_size=1 | expected a multiple of 16 tokens with recipe
     recipe=fp8_hybrid zero_level=3 zero_quantized_weights=int8 | zero_quantized_weights: expected 'none' with recipe
     recipe=fp8_hybrid skip_quant_first_layers=1 recompute_block=false | recompute_block: expected True with skip_quant_*
-    recipe=fp8_hybrid recompute_block=false recompute_norm=true | recompute_norm: expected False with recipe
     recipe=mxfp8 block_scaled_products=native | block_scaled_products: expected 'auto' or 'emulated' on cpu, got 'nat
     block_scaled_products=native | expected 'auto' with recipe='bf16', which does not use it, got 'native'
     kernels=mosaic              | kernels: expected 'xla' or 'auto' on cpu, got 'mosaic'; they are for NVIDIA GPUs
@@ -195,7 +194,6 @@ def field_cases() -> list[tuple[str, str]]:
     model.rope_llama_4_scaling_beta=0.1 model.no_rope_layer_interval=2 | llama_4_scaling_beta: expected 0.0 with
     model.hidden_act=gelu       | model.hidden_act: expected one of silu, gelu_pytorch_tanh, got 'gelu'; did you mean
     attention=cudnn model_dtype=bfloat16 model.attn_logit_softcapping=50 | attn_logit_softcapping: expected 0.0
-    recipe=fp8_hybrid model.sandwich_norms=true | model.sandwich_norms: expected False with recipe='fp8_hybrid', whose
     model.rope_factor=8         | expected 1.0 with rope_scaling='none', which does not use it, got 8.0
     model.rope_scaling=linear   | model.rope_factor: expected more than 1 with rope_scaling='linear', got 1.0
     model.rope_scaling=linear model.rope_factor=2 model.rope_low_freq_factor=2 | rope_low_freq_factor: expected 1.0

@@ -1,4 +1,4 @@
-"""Recipes in float8: scales, the written-out block against reverse mode, and training under every placement."""
+"""Recipes in float8: scales, the block against that of recipe bf16, and training under every placement."""
 
 import dataclasses
 import functools
@@ -12,11 +12,11 @@ import pytest
 from small import CONFIG, Small, drawn_params, normal, quick_at, tokens, worst_relative
 
 from pallas_kernels.quantize import Cast
-from surojax.models import decoder, decoder_fp8
-from surojax.models.decoder_fp8 import SITE_NAMES, SITES
+from surojax.models import decoder, linear_fp8
+from surojax.models.linear_fp8 import SITES
 from surojax.models.lora import Lora, target_names
 from surojax.models.loss import cross_entropy
-from surojax.models.model import Compute, Segment, Variant
+from surojax.models.model import DEFAULT, Compute, Recompute, Segment, Variant
 from surojax.models.rotary import RopeScaling
 from surojax.numerics import fp8
 from surojax.numerics.quantize import Quantized, has_one_scale, quantise_whole, scale_for
@@ -67,7 +67,7 @@ def relative(found, expected) -> float:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("extras", quick_at([(False,), (True,)], 0), ids=("llama", "bias_and_qk_norm"))
-def test_the_written_out_block_against_reverse_mode(recipe, extras):
+def test_a_block_against_recipe_bf16(recipe, extras):
     base = dataclasses.replace(WIDE, num_hidden_layers=1, attention_bias=extras, qk_norm=extras)
     w = jax.tree.map(lambda x: x[0], drawn_params(base, 0)["blocks"])
     x, dy = (normal(i, (2, 16, 64)) for i in (1, 2))
@@ -88,7 +88,7 @@ def test_the_written_out_block_against_reverse_mode(recipe, extras):
     assert max(jax.tree.leaves(errors)) < 0.20, errors
     assert (observed is not None) == (recipe == "fp8_hybrid")
     if observed is not None:
-        assert (observed > 0).all() and observed[SITE_NAMES.index("d_mlp")] == jnp.max(jnp.abs(dy))
+        assert (observed > 0).all() and observed[SITES.names.index("d_mlp")] == jnp.max(jnp.abs(dy))
 
 
 YARN = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=8)
@@ -98,15 +98,28 @@ ADAPTERS = Lora(4, 8.0, target_names("all-linear"))
 SOME = Lora(4, 8.0, target_names("k_proj,o_proj,up_proj"))
 
 
-@pytest.mark.parametrize("variant, lora", [
-    (Variant(), None), (Variant(window=5), None), (Variant(rotary="none"), None), (Variant(), ADAPTERS),
-    pytest.param(Variant(), SOME, marks=pytest.mark.full),
-], ids=["yarn", "window", "no_rotary", "adapters", "few_adapters"])  # fmt: skip
-def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch, variant, lora):
+GEMMA: dict[str, Any] = {"norm_plus_one": True, "sandwich_norms": True, "hidden_act": "gelu_pytorch_tanh"}
+GEMMA |= {"query_pre_attn_scalar": 24.0, "attn_logit_softcapping": 20.0}
+OTHERS: dict[str, Any] = {
+    "qk_norm": False,
+    "qk_norm_whole": True,
+    "rope_scaling": RopeScaling(partial_rotary_factor=0.5),
+}
+PARTS = Recompute(norm=True, swiglu=True, ffn=True, att=True)
+
+
+@pytest.mark.parametrize("options, variant, recompute", [
+    ({}, Variant(), Recompute()), ({}, Variant(window=5), Recompute()), ({}, Variant(rotary="none"), Recompute()),
+    ({"lora": ADAPTERS}, Variant(), PARTS), (GEMMA, Variant(), Recompute(swiglu=True)),
+    pytest.param(OTHERS, Variant(), PARTS, marks=pytest.mark.full),
+    pytest.param(GEMMA, Variant(), PARTS, marks=pytest.mark.full),
+    pytest.param({"lora": SOME}, Variant(), Recompute(), marks=pytest.mark.full),
+], ids=["yarn", "window", "no_rotary", "adapters", "gemma", "others", "parts", "few_adapters"])  # fmt: skip
+def test_without_rounding_the_block_is_that_of_recipe_bf16(monkeypatch, options, variant, recompute):
     """Every cast left out, all is float32: each output and gradient agrees to the order of sums (1e-5 of the largest),
     where float8's own error would hide a wrong norm or bias."""
     base = dataclasses.replace(WIDE, num_hidden_layers=1, attention_bias=True, qk_norm=True, rope_scaling=YARN)
-    base = dataclasses.replace(base, lora=lora)
+    base = dataclasses.replace(base, **options)
     w = jax.tree.map(lambda x: x[0], drawn_params(base, 0)["blocks"])
     x, dy = (normal(i, (2, 16, 64)) for i in (1, 2))
     exact = SimpleNamespace(
@@ -115,10 +128,11 @@ def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch, var
         cast_transpose=lambda x, scale, dtype, **_: Cast(x, x.T, jnp.max(jnp.abs(x))),
         transpose=lambda x, **_: x.T,
     )
-    monkeypatch.setattr(decoder_fp8, "quantize", exact)
-    monkeypatch.setattr(decoder_fp8, "scale_for", lambda absmax, dtype: jnp.float32(1))
+    monkeypatch.setattr(linear_fp8, "quantize", exact)
+    monkeypatch.setattr(linear_fp8, "scale_for", lambda absmax, dtype: jnp.float32(1))
 
-    def both(model, w):
+    def both(compute, w):
+        (model,) = decoder.build(base, compute).segments
         (y, _), saved = model.block_forward(w, x, None, variant)
         dw, dx, _ = model.block_backward(w, saved, (dy, None), None, variant)
         return y, model.block(w, x, None, variant)[0], dw, dx
@@ -126,9 +140,9 @@ def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch, var
     def with_scale(param, x):
         return Quantized(x, jnp.float32(1)) if param.kind is Kind.MATRIX else x
 
-    written_out = block_of(base, "fp8_current")
-    whole = jax.tree.map(with_scale, written_out.params, w)
-    found, expected = jax.jit(lambda: (both(written_out, whole), both(block_of(base), w)))()
+    whole = jax.tree.map(with_scale, block_of(base).params, w)
+    in_float8 = Compute(precision=Precision("fp8_current"), recompute=recompute)
+    found, expected = jax.jit(lambda: (both(in_float8, whole), both(DEFAULT, w)))()
     assert worst_relative(found, expected) < 1e-5
 
 

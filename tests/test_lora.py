@@ -20,7 +20,7 @@ from surojax.exchange.base import check_base, fingerprint
 from surojax.exchange.model_tensors import tensor_name
 from surojax.families.family import TENSOR_NAMES
 from surojax.models import decoder
-from surojax.models.decoder_fp8 import SITES
+from surojax.models.linear_fp8 import SITES
 from surojax.models.lora import TARGETS, Adapter, Lora, adapters, dropped, target_names
 from surojax.models.model import Compute
 from surojax.numerics import fp8, nf4

@@ -10,7 +10,7 @@ import pytest
 from small import CONFIG, Small, drawn_params, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA as GEMMA_3, MINISTRAL, ORDER_OF_SUMS, QWEN, engine_gradients
 
-from surojax.models import attention, decoder, decoder_fp8
+from surojax.models import attention, decoder
 from surojax.models.attention import attend
 from surojax.models.model import PLAIN, Compute, Recompute, Segment, Variant
 from surojax.models.operations import Operations
@@ -248,16 +248,6 @@ def test_positions_begin_anew(kernels):
         for got, expected in zip(found, jax.jit(rotated)(q[part], k[part]), strict=True):
             np.testing.assert_array_equal(got[part], expected)
     np.testing.assert_array_equal(positions_of(16, jnp.asarray(starts))[0], [*range(5), *range(6), *range(5)])
-
-
-def test_float8_rotates_by_positions_in_documents():
-    """The written-out block makes the tables of both passes by itself: those of each row are of its documents."""
-    starts = jnp.asarray(np.stack([starts_of((5, 11)), starts_of((16,))]))
-    cos, sin = decoder_fp8._angles(WIDE, Operations(starts=starts), 16)
-    whole = decoder_fp8._angles(WIDE, Operations(), 16)
-    for table, expected in zip((cos, sin), whole, strict=True):
-        np.testing.assert_array_equal(table[0], jnp.concatenate([expected[:5], expected[:11]]))
-        np.testing.assert_array_equal(table[1], expected)
 
 
 # --- what is saved, and where -----------------------------------------------------------------------------------------

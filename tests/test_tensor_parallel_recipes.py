@@ -18,8 +18,8 @@ from test_tensor_parallel import ALL, moves_what_is_said
 
 from pallas_kernels import nvfp4_format
 from pallas_kernels.manual_axes import mark_varying, varying_axes
-from surojax.models import decoder_fp8
-from surojax.models.decoder_fp8 import SITE_NAMES
+from surojax.models import linear_fp8
+from surojax.models.linear_fp8 import SITES
 from surojax.models.lora import Lora, target_names
 from surojax.models.model import Compute
 from surojax.numerics.blockscaled import ALL_WHOLE, nvfp4_linear
@@ -115,7 +115,7 @@ def scaled_by(small: Small, monkeypatch) -> np.ndarray:
         jax.debug.callback(lambda x: found.add(float(x)), absmax)
         return scale_for(absmax, *how)
 
-    monkeypatch.setattr(decoder_fp8, "scale_for", recorded)
+    monkeypatch.setattr(linear_fp8, "scale_for", recorded)
     jax.block_until_ready(small.step(small.state, *small.put(tokens(1, 1, 16))))
     jax.effects_barrier()
     return np.sort(list(found))
@@ -127,7 +127,7 @@ def test_scales_are_made_of_the_magnitudes_of_a_whole_tensor(monkeypatch):
     how: Any = {"config": dataclasses.replace(ONE_KV_HEAD, num_hidden_layers=1), "compute": in_recipe("fp8_current")}
     expected = scaled_by(Small(**how), monkeypatch)
     found = scaled_by(Small(2, tp_size=2, **how), monkeypatch)
-    assert len(expected) == len(SITE_NAMES)
+    assert len(expected) == SITES.number
     nearest = expected[np.abs(found[:, None] - expected[None, :]).argmin(axis=1)]
     np.testing.assert_allclose(found, nearest, rtol=1e-6)
 

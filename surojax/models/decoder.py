@@ -14,18 +14,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
-from surojax.errors import ConfigError
-from surojax.models import chunked, decoder_checks, decoder_fp8
+from surojax.models import chunked, decoder_checks
 from surojax.models.experts import Experts, planned_statistics
 from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
 from surojax.models.linear import linear
+from surojax.models.linear_fp8 import SITES, InFloat8
 from surojax.models.lora import Lora, add_adapters, frozen, with_adapters
 from surojax.models.model import (
     DEFAULT,
@@ -46,11 +46,12 @@ from surojax.models.model import (
 from surojax.models.operations import Operations, softcapped
 from surojax.models.recompute import recomputed
 from surojax.models.rotary import NO_ROTATION, RopeScaling
-from surojax.numerics import fp8
+from surojax.numerics.quantize import Quantized, dequantise_all, is_quantized
 from surojax.numerics.recipes import Precision
 from surojax.placement.param import OUTER, Kind, part_of, trainable, with_part
 
 BLOCKS = "blocks"  # the one segment
+ATTENTION, MLP = 0, 4  # numbers of the first products of the inputs that norms make
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,18 +201,19 @@ class Block(nnx.Module):
             return y_BSD, routed
 
         def attention_norm(x_BSD):
-            return ops.norm(x_BSD, self.attention_norm[...], *how)
+            return ops.add_and_norm(x_BSD, None, self.attention_norm[...], *how, ATTENTION)
 
-        def mlp_norm(x_BSD):
-            return ops.norm(x_BSD, self.mlp_norm[...], *how)
+        def mlp_norm(x_BSD, residual_BSD=None):
+            return ops.add_and_norm(x_BSD, residual_BSD, self.mlp_norm[...], *how, MLP)
 
         if again.norm:
-            attended_BSD, cache = recomputed(lambda x_BSD: attention(x_BSD, attention_norm), again.att)(x_BSD)
+            attended_BSD, cache = recomputed(lambda x: attention(x, lambda x: attention_norm(x)[0]), again.att)(x_BSD)
             x_BSD = x_BSD + attended_BSD
-            y_BSD, routed = recomputed(lambda x_BSD: mlp(x_BSD, mlp_norm), again.ffn)(x_BSD)
+            y_BSD, routed = recomputed(lambda x: mlp(x, lambda x: mlp_norm(x)[0]), again.ffn)(x_BSD)
             return x_BSD + y_BSD, cache, routed
-        attended_BSD, cache = recomputed(attention, again.att)(attention_norm(x_BSD))
-        y_BSD, x_BSD = ops.add_and_norm(x_BSD, attended_BSD, self.mlp_norm[...], *how)
+        y_BSD, x_BSD = attention_norm(x_BSD)
+        attended_BSD, cache = recomputed(attention, again.att)(y_BSD)
+        y_BSD, x_BSD = mlp_norm(x_BSD, attended_BSD)
         y_BSD, routed = recomputed(mlp, again.ffn)(y_BSD)
         return x_BSD + y_BSD, cache, routed
 
@@ -293,31 +295,41 @@ def _arrays(module: nnx.Module) -> dict:
 def build(config: DecoderConfig, compute: Compute = DEFAULT, block: type[Block] = Block) -> Model:
     """The model with these sizes, computed so; the same object for equal arguments. No array is built.
 
-    block: a subclass of `Block` that computes something else. Raises ConfigError for a recipe whose block is written
-    out (decoder_fp8.py), which would compute the standard one.
+    block: a subclass of `Block` that computes something else.
     """
-    if block is not Block and compute.precision.fp8:
-        raise ConfigError(
-            f"recipe: expected bf16 or a block-scaled one with a block of your own, got {compute.precision.recipe}, "
-            "which is written out for the standard block; set recipe='bf16'"
-        )
     return _build(config, compute, block)
 
 
+class Declared(NamedTuple):
+    """Declarations that are equal for every `Compute`.
+
+    params: by section. graph: of a block. products: the number of the product that each of its parameters feeds, or
+    None.
+    """
+
+    params: dict
+    graph: nnx.GraphDef
+    products: dict
+
+
 @functools.cache
-def _declared(config: DecoderConfig, block_type: type[Block]) -> tuple[dict, nnx.GraphDef]:
-    """The `Param`s of sizes, and the graph of a block: equal for every `Compute`."""
+def _declared(config: DecoderConfig, block_type: type[Block]) -> Declared:
+    """Builds abstract modules of these sizes, and collects what they declare."""
 
     def abstract(module) -> Any:
         return nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
 
+    def number(variable) -> int | None:
+        return variable.get_metadata("product")
+
     block = abstract(block_type)
-    return frozen(collect_params({BLOCKS: block, OUTER: abstract(Outer)}), config.lora), nnx.graphdef(block)
+    params = frozen(collect_params({BLOCKS: block, OUTER: abstract(Outer)}), config.lora)
+    return Declared(params, nnx.graphdef(block), nnx.to_pure_dict(nnx.state(block, nnx.Param), extract_fn=number))
 
 
 @functools.cache
 def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> Model:
-    params, graph = _declared(config, block_type)
+    params, graph, products = _declared(config, block_type)
     head = "embed" if config.tie_word_embeddings else "head"
     # For sampling: a token at a time leaves the kernels' threads nothing to share.
     by_xla = Compute(attention="xla")
@@ -338,7 +350,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
     def with_new_adapters(base, seed, l, numbers):
         return with_adapters(base, part_of(init_layer(config, seed, l, block_type), trained), numbers)
 
-    block, block_forward, block_backward = _block_functions(config, compute, graph, trained)
+    block, block_forward, block_backward = _block_functions(config, compute, graph, products, trained)
     segment = Segment(
         name=BLOCKS,
         start=0,
@@ -369,7 +381,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
         outer_params=params[OUTER],
         head=head,
         head_uses=("norm", head),
-        sites=decoder_fp8.SITES,
+        sites=SITES,
         init_outer=functools.partial(init_outer, config),
         final=functools.partial(normed, compute),
         logits=logits,
@@ -385,10 +397,12 @@ def _draws(config: DecoderConfig, compute: Compute) -> bool:
     return compute.precision.recipe == "nvfp4" or (config.lora is not None and config.lora.dropout > 0)
 
 
-def _block_functions(config: DecoderConfig, compute: Compute, graph, trained) -> tuple[Callable, Callable, Callable]:
-    """`block`, `block_forward` and `block_backward` of a `Segment`: in float8 written out, else by reverse mode.
+def _block_functions(
+    config: DecoderConfig, compute: Compute, graph, products: dict, trained
+) -> tuple[Callable, Callable, Callable]:
+    """`block`, `block_forward` and `block_backward` of a `Segment`, by reverse mode.
 
-    trained: the `Param`s of which gradients are computed.
+    products: numbers of the products of the block's matrices. trained: the `Param`s of which gradients are computed.
     """
     precision = compute.precision
     draws = _draws(config, compute)
@@ -396,56 +410,70 @@ def _block_functions(config: DecoderConfig, compute: Compute, graph, trained) ->
     if compute.sequence_chunks > 1:
         return chunked.block_functions(*_chunk_functions(compute, graph, frozen), compute.sequence_chunks, trained)
 
-    def in_fp8(variant: Variant) -> bool:
-        return variant.recipe_enabled and precision.fp8
-
-    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
-        if in_fp8(variant):
-            ops = Operations(compute, variant, starts=starts_BS)
-            return decoder_fp8.fp8_block(config, ops, w, x_BSD, recipe_inputs), None
+    def applied(w, quantized, x_BSD, recipe_inputs, probes, variant: Variant, starts_BS, routing: Routing):
+        """(x, Routed). w: weights in the model's dtype. quantized: those in float8, by the number of their product."""
         seed = recipe_inputs if draws else None
-        ops = Operations(compute, variant, seed, starts_BS, frozen)
+        in_float8 = None
+        if quantized:
+            in_float8 = InFloat8(quantized, recipe_inputs if precision.delayed else None, probes)
+        ops = Operations(compute, variant, seed, starts_BS, frozen, in_float8)
         x_BSD, _, routed = nnx.merge(graph, w)(x_BSD, ops, routing=routing)
         return x_BSD, routed
+
+    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
+        inputs = x_BSD, recipe_inputs, None, variant, starts_BS, routing
+        return applied(dequantise_all(w, x_BSD.dtype), by_product(w, products), *inputs)
 
     def block_forward(
         w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
     ):
-        if in_fp8(variant):
-            ops = Operations(compute, variant, starts=starts_BS)
-            x_BSD, saved = decoder_fp8.fp8_block_forward(config, ops, w, x_BSD, recipe_inputs)
-            return (x_BSD, None), saved
-
-        def run(w_trained, w, x_BSD, starts_BS, counted_BS):
+        def run(w_trained, w, x_BSD, starts_BS, counted_BS, probes):
+            whole = with_part(dequantise_all(w, x_BSD.dtype), w_trained)
             of_tokens = starts_BS, routing._replace(counted=counted_BS)
-            x_BSD, routed = block(with_part(w, w_trained), x_BSD, recipe_inputs, variant, *of_tokens)
+            inputs = x_BSD, recipe_inputs, probes, variant, *of_tokens
+            x_BSD, routed = applied(whole, by_product(w, products), *inputs)
             statistics, decided = routed or (None, None)
             return (x_BSD, statistics), decided
 
         # Without a tangent, reverse mode computes no gradient of what is not trained.
-        how: Any = {"saveable_args": (False, False, True, False, False), "in_nzs": (True, False, True, True, True)}
-        arguments = part_of(w, trained), w, x_BSD, starts_BS, routing.counted
+        how: Any = {
+            "saveable_args": (False, False, True, False, False, False),
+            "in_nzs": (True, False, True, True, True, True),
+        }
+        arguments = _trained_part(w, x_BSD), w, x_BSD, starts_BS, routing.counted, _probes(x_BSD, recipe_inputs)
         (x_BSD, statistics), vjp, decided = jax.vjp(run, *arguments, has_aux=True, **how)
         return (x_BSD, Routed(statistics, decided) if config.num_experts else None), vjp
 
     def block_backward(
         w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
     ):
-        if in_fp8(variant):
-            dy_BSD, _ = d_result
-            ops = Operations(compute, variant, starts=starts_BS)
-            dw, dx_BSD, observed = decoder_fp8.fp8_block_backward(config, ops, w, saved, dy_BSD, recipe_inputs)
-            return part_of(dw, trained), dx_BSD, observed if precision.delayed else None
-        # As `saveable_args` asks for: neither weights nor starts are among what is saved. Weights are fetched again.
-        saved.args_res = [part_of(w, trained), w, saved.args_res[2], starts_BS, routing.counted]
         dx_BSD, d_statistics = d_result
+        # As `saveable_args` asks for: neither weights nor starts are among what is saved. Weights are fetched again.
+        of_tokens = saved.args_res[2], starts_BS, routing.counted
+        saved.args_res = [_trained_part(w, dx_BSD), w, *of_tokens, _probes(dx_BSD, recipe_inputs)]
         if config.num_experts and d_statistics is None:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned_statistics(config.num_experts))
             d_statistics = jax.tree.map(lambda x: mark_varying(x, varying_axes(dx_BSD)), zeros)
-        dw, _, dx_BSD, _, _ = saved((dx_BSD, d_statistics))
-        return dw, dx_BSD, fp8.unobserved(decoder_fp8.SITES) if precision.delayed else None
+        dw, _, dx_BSD, _, _, observed = saved((dx_BSD, d_statistics))
+        return dw, dx_BSD, None if observed is None else jnp.stack(observed)
+
+    def _trained_part(w, x_BSD):
+        return dequantise_all(part_of(w, trained), x_BSD.dtype)
+
+    def _probes(x_BSD, recipe_inputs):
+        """Of a block with delayed scales: numbers whose gradients are what was observed."""
+        if not precision.delayed or recipe_inputs is None:
+            return None
+        return tuple(mark_varying(jnp.float32(0), varying_axes(x_BSD)) for _ in range(SITES.number))
 
     return block, block_forward, block_backward
+
+
+def by_product(w: dict, products: dict) -> dict[int, Quantized]:
+    """The weights in float8 among those of a layer, by the number of their product."""
+    numbers = jax.tree.leaves(products, is_leaf=lambda number: number is None)
+    pairs = zip(jax.tree.leaves(w, is_leaf=is_quantized), numbers, strict=True)
+    return {number: matrix for matrix, number in pairs if is_quantized(matrix)}
 
 
 def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, Callable]:

@@ -13,12 +13,10 @@ from surojax.refusals import (
     cudnn,
     each,
     fp8,
-    grows_with_position,
     is_above,
     is_on,
     is_one_of,
     is_set,
-    softcap,
     stages,
 )
 
@@ -147,20 +145,6 @@ several_groups = Feature(
 )
 whole_norm = is_on("model.qk_norm_whole")
 sinks = is_on("model.attention_sinks")
-# Options that the float8 block (decoder_fp8.py) does not compute; the other recipes do.
-NOT_IN_FP8 = (
-    is_on("model.norm_plus_one"),
-    is_on("model.sandwich_norms"),
-    is_set("model.hidden_act", "gelu_pytorch_tanh"),
-    is_set("model.query_pre_attn_scalar", 24.0),
-    softcap,
-    is_set("model.rope_partial_rotary_factor", 0.5),
-    grows_with_position,
-    experts,
-    whole_norm,
-    is_on("model.attention_out_bias"),
-    sinks,
-)
 OF_ROPE = dict.fromkeys(name for names in ROPE_USES.values() for name in names)
 REFUSALS = (
     *map(_unused_of_rope, OF_ROPE),
@@ -173,5 +157,5 @@ REFUSALS = (
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),
     Refusal(whole_norm, is_on("model.norm_plus_one"), "with which it is not built", "leave one of them out"),
-    *each(NOT_IN_FP8, fp8, "whose blocks are written out without it", "use recipe='mxfp8', 'nvfp4' or 'bf16'"),
+    Refusal(experts, fp8, "with which it is not built yet", "use recipe='mxfp8', 'nvfp4' or 'bf16'"),
 )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from surojax.models.model import ROUTES, Cache, Earlier, Routing
-from surojax.models.operations import Operations, Projection, gated
+from surojax.models.operations import Operations, Projection
 from surojax.models.recompute import recomputed
 from surojax.placement.param import Kind
 
@@ -143,6 +143,7 @@ class SwiGLU(nnx.Module):
         gate_BSF, up_BSF = ops.linears(x_BSD, [projection(self, name) for name in ("w_gate", "w_up")], norm)
 
         def down(gate_BSF, up_BSF):
-            return ops.linear(gated(gate_BSF, up_BSF, self.activation), projection(self, "w_down"))
+            hidden_BSF = ops.gated(gate_BSF, up_BSF, self.activation, self.w_down.get_metadata("product"))
+            return ops.linear(hidden_BSF, projection(self, "w_down"))
 
         return recomputed(down, ops.compute.recompute.swiglu)(gate_BSF, up_BSF), None

@@ -25,6 +25,7 @@ Names of matrices are those of PEFT ("q_proj") in settings, and those of this pr
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -127,17 +128,26 @@ class Adapter(nnx.Module):
             self.magnitude = parameter(rngs, (out_features,), (out_axis,), zeros, **declared)
             self.magnitude.set_value(row_lengths(weight[...]))
 
-    def __call__(self, x: jax.Array, w_oi: jax.Array, y: jax.Array, in_axis: str, seed: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        w_oi: jax.Array,
+        y: jax.Array,
+        in_axis: str,
+        seed: jax.Array | None,
+        gathered: Callable | None = None,
+    ) -> jax.Array:
         """The product with the adapted matrix, from y = x w^T.
 
         in_axis: the logical axis of w's inputs. seed: uint32 [], of this product's dropout; None: nothing is dropped.
+        gathered: from x a^T to what y is of, if a tensor-parallel group gathers or scatters the sequences within y.
         """
         a_ri = self.a[...]
         b_or = self.b[...]
         if seed is not None and self.lora.dropout:
-            part, _ = device_number(*MESH_AXES[in_axis])
+            part, _ = device_number(*(TENSOR if gathered else MESH_AXES[in_axis]))
             x = dropped(x, random_bits(seed, jnp.uint32(part)), self.lora.dropout)
-        low = low_rank(x, a_ri, b_or, self.lora.scale).astype(y.dtype)
+        low = low_rank(x, a_ri, b_or, self.lora.scale, gathered).astype(y.dtype)
         if not self.lora.magnitudes:
             return y + low
         length_o = self._row_lengths(jax.lax.stop_gradient(w_oi), in_axis)
@@ -165,9 +175,12 @@ def dropped(x: jax.Array, seed: jax.Array, probability: float) -> jax.Array:
     return jnp.where(kept, x * jnp.asarray(1 / (1 - probability), x.dtype), jnp.zeros_like(x))
 
 
-def low_rank(x: jax.Array, a_ri: jax.Array, b_or: jax.Array, scale: float) -> jax.Array:
-    """scale (x a^T) b^T, in the dtype of a and b."""
-    return scale * _times(_times(x.astype(a_ri.dtype), a_ri), b_or)
+def low_rank(
+    x: jax.Array, a_ri: jax.Array, b_or: jax.Array, scale: float, gathered: Callable | None = None
+) -> jax.Array:
+    """scale (x a^T) b^T, in the dtype of a and b. gathered: a function of x a^T, see `Adapter`."""
+    low = _times(x.astype(a_ri.dtype), a_ri)
+    return scale * _times(gathered(low) if gathered else low, b_or)
 
 
 def _times(x: jax.Array, w_oi: jax.Array) -> jax.Array:

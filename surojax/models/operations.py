@@ -16,16 +16,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.manual_axes import varying_axes
 from pallas_kernels.quantize import random_bits
 from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
+from surojax.models import linear_fp8
 from surojax.models.attention import attend, attend_in_context
 from surojax.models.linear import linear, recipe_product
+from surojax.models.linear_fp8 import InFloat8, Operand
 from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Variant
 from surojax.models.recompute import recomputed, save_inputs_only
 from surojax.models.rotary import RopeScaling, positions_of, rope, rope_angles, scale_by_position
 from surojax.parallel import context
 from surojax.parallel.collectives import active
+from surojax.parallel.operands import summed_before_rounding
 from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
 from surojax.placement.layout import MESH_AXES
 
@@ -96,6 +100,7 @@ class Operations:
     seed: uint32 [], of the random numbers of the recipe (nvfp4) or of the adapters (dropout). starts: int32 `[B, S]`,
     for each token of whole rows the index in its row at which its document starts; None: a row is one document.
     Residuals that follow from starts are made again in the backward pass. frozen: the matrices have no gradient.
+    in_float8: None: products are not in float8 with one scale per tensor.
     """
 
     compute: Compute = DEFAULT
@@ -103,10 +108,12 @@ class Operations:
     seed: jax.Array | None = None
     starts: jax.Array | None = None
     frozen: bool = False
+    in_float8: InFloat8 | None = None
 
     @property
     def _by_xla(self) -> bool:
-        return self.compute.precision.kernels == "xla"
+        # Between products in float8 are the functions of pallas_kernels, by XLA or by Mosaic.
+        return self.compute.precision.kernels == "xla" and self.in_float8 is None
 
     @property
     def _kernel_options(self) -> Any:
@@ -135,6 +142,8 @@ class Operations:
     def linear(self, x: jax.Array, projection: Projection) -> jax.Array:
         """x w^T (+ b) in the recipe's numbers, plus the adapter's product; for this device's part of the sequence if a
         group divides the inputs."""
+        if self.in_float8 is not None:
+            return self._products_in_float8(self.in_float8, x, [projection])[0]
         weight, bias, adapter = projection
         number = weight.get_metadata("product")
         axes = weight.get_metadata("out_sharding")
@@ -154,10 +163,43 @@ class Operations:
         """
 
         def project(x):
-            y = all_gather_sequence(norm(x) if norm else x)
+            y = norm(x) if norm else x
+            if self.in_float8 is not None:
+                return self._products_in_float8(self.in_float8, y, projections)
+            y = all_gather_sequence(y)
             return [self.linear(y, projection) for projection in projections]
 
         return recomputed(project, norm is not None)(x)
+
+    def _products_in_float8(self, in_float8: InFloat8, x, projections: Sequence[Projection]) -> list[jax.Array]:
+        """`linear` of several projections that are divided alike, of x: this device's part, or an `Operand` of it."""
+        numbers = [projection.weight.get_metadata("product") for projection in projections]
+        of_weights = [projection.weight.get_metadata("out_sharding") for projection in projections]
+        *_, inputs = of_weights[0]
+        numbers_x = x.x if isinstance(x, Operand) else x
+        how = linear_fp8.How(
+            by_rows=is_divided(inputs),
+            frozen=self.frozen,
+            implementation=self.compute.precision.implementation,
+            axes=varying_axes(numbers_x),
+        )
+        results = linear_fp8.products(
+            how,
+            x,
+            [in_float8.matrices[number] for number in numbers],
+            [projection.weight[...] for projection in projections],
+            in_float8.known(numbers),
+        )
+        gathered = reduce_scatter_sequence if is_divided(inputs) else all_gather_sequence
+
+        def whole(y, projection: Projection, axes, number: int):
+            y = summed_before_rounding(y, axes)
+            if projection.adapter is not None:
+                of_product = inputs, self._seed_of(number), gathered
+                y = projection.adapter(numbers_x, projection.weight[...], y, *of_product)
+            return y if projection.bias is None else y + projection.bias[...][None, None, :]
+
+        return [whole(*of_one) for of_one in zip(results, projections, of_weights, numbers, strict=True)]
 
     def norm(self, x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False) -> jax.Array:
         """`rms_norm`."""
@@ -166,6 +208,12 @@ class Operations:
         scale = 1 + weight.astype(jnp.float32) if plus_one else weight
         y: Any = kernel_rms_norm(x, scale, eps=eps, **self._kernel_options)
         return y
+
+    def gated(self, gate: jax.Array, up: jax.Array, activation: str, product: int) -> Any:
+        """`gated` as the input of a product of this number."""
+        if self.in_float8 is None or activation != "silu":
+            return gated(gate, up, activation)
+        return linear_fp8.gated(gate, up, self.in_float8.scale_of_input(product), **self._kernel_options)
 
     def norm_of_all_heads(self, x: jax.Array, weight: jax.Array, axis: str, eps: float) -> jax.Array:
         """RMSNorm over the last dimension, of which each device of a tensor-parallel group may have a part.
@@ -178,13 +226,19 @@ class Operations:
         return norm_of_parts(x, weight, eps, axes)
 
     def add_and_norm(
-        self, x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
-        """(`norm` of the sum, x + residual): one pass of the kernel."""
-        if self._by_xla:
-            total = x + residual
-            return self.norm(total, weight, eps, plus_one), total
+        self, x: jax.Array, residual: jax.Array | None, weight: jax.Array, eps: float, plus_one: bool, product: int
+    ) -> tuple[Any, jax.Array]:
+        """(`norm` of the sum as the input of products, x + residual): one pass of the kernel.
+
+        residual: None: 0. product: the number of the first of these products.
+        """
         scale = 1 + weight.astype(jnp.float32) if plus_one else weight
+        if self.in_float8 is not None:
+            known = self.in_float8.scale_of_input(product)
+            return linear_fp8.normed(x, scale, residual, known, eps=eps, **self._kernel_options)
+        if self._by_xla or residual is None:
+            total = x if residual is None else x + residual
+            return self.norm(total, weight, eps, plus_one), total
         normed_and_sum: Any = kernel_rms_norm(x, scale, residual, eps=eps, **self._kernel_options)
         return normed_and_sum
 

@@ -45,6 +45,11 @@ class Sites(NamedTuple):
     gradients: tuple[str, ...]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, in the order of a history's rows."""
+        return *self.inputs, *self.gradients
+
+    @property
     def number(self) -> int:
         """The number of sites."""
         return len(self.inputs) + len(self.gradients)
@@ -70,11 +75,6 @@ def history_shape(num_layers: int, sites: Sites, length: int) -> tuple[int, int,
     first; 0: none was observed.
     """
     return num_layers, sites.number, length
-
-
-def unobserved(sites: Sites) -> jax.Array:
-    """The magnitudes `[sites]` of a block that does not compute in float8: zeros."""
-    return jnp.zeros(sites.number, jnp.float32)
 
 
 def new_observed(history: jax.Array | None) -> jax.Array | None:

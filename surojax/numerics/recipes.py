@@ -51,7 +51,7 @@ class Precision:
 
     @property
     def fp8(self) -> bool:
-        """True if blocks compute with `models.decoder_fp8`, whose weights are in float8 with one scale per matrix."""
+        """True if products are those of `models.linear_fp8`, whose weights are in float8 with one scale per matrix."""
         return self.recipe in ("fp8_hybrid", "fp8_current")
 
     @property

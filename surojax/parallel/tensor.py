@@ -11,21 +11,19 @@ Reverse mode of each is the other. Parameters that all devices of a group share 
 matrices with fewer heads than devices) do not vary over it in the types of `jax.shard_map(check_vma=True)`. So reverse
 mode sums their gradients over the group, and no sum is written by hand.
 
-Blocks that are written out (models/decoder_fp8.py) call the functions with `_tokens`. They gather operands in 8 bits,
-quantised with one scale for the group: that of the largest magnitude on any of its devices, as on one device.
+Products in float8 (models/linear_fp8.py) gather operands in 8 bits, quantised with one scale for the group: that of the
+largest magnitude on any of its devices, as on one device.
 
 Outside of a mesh with these axes nothing is communicated. Shape suffixes: B batch, S sequence, s this device's part of
-the sequence, D hidden size; N, n tokens of sequences and of this device's parts of them.
+the sequence, D hidden size.
 """
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.manual_axes import varying_axes
-from surojax.numerics.quantize import Quantized
 from surojax.parallel.collectives import active, as_bits, device_number, from_bits
 from surojax.placement.layout import MESH_AXES
-from surojax.placement.mesh import SAME_KV_HEADS, TENSOR
+from surojax.placement.mesh import TENSOR
 
 
 def is_divided(axis: str) -> bool:
@@ -54,38 +52,21 @@ def reduce_scatter_sequence(y_BSD: jax.Array) -> jax.Array:
     return jax.lax.psum_scatter(y_BSD, axes, scatter_dimension=1, tiled=True) if axes else y_BSD
 
 
+def all_gather_bits(x_BsD: jax.Array) -> jax.Array:
+    """Whole sequences of 8-bit numbers, typed as equal on all devices of the group."""
+    axes = active(*TENSOR)
+    if not axes:
+        return x_BsD
+    bits = jax.lax.all_gather(as_bits(x_BsD), axes, axis=1, tiled=True, to="invarying")
+    return from_bits(bits, x_BsD.dtype)
+
+
 def in_group() -> bool:
     """True if devices share the products of a sequence."""
     return bool(active(*TENSOR))
-
-
-def all_gather_tokens(x_nD: jax.Array, sequences: int) -> jax.Array:
-    """The tokens `[N, D]` of whole sequences, of 8 bits a number, typed as equal on all devices of the group."""
-    return from_bits(all_gather_alike(as_bits(x_nD), sequences), x_nD.dtype) if in_group() else x_nD
-
-
-def all_gather_alike(x_nD: jax.Array, sequences: int) -> jax.Array:
-    """The tokens `[N, D]` of whole sequences, typed as equal on all devices of the group."""
-    axes = active(*TENSOR)
-    if not axes:
-        return x_nD
-    x_BsD = x_nD.reshape(sequences, -1, x_nD.shape[-1])
-    x_BSD = jax.lax.all_gather(x_BsD, axes, axis=1, tiled=True, to="invarying")
-    return x_BSD.reshape(-1, x_nD.shape[-1])
-
-
-def reduce_scatter_tokens(y_ND: jax.Array, sequences: int) -> jax.Array:
-    """This device's tokens `[n, D]` of the sum over a group."""
-    return reduce_scatter_sequence(y_ND.reshape(sequences, -1, y_ND.shape[-1])).reshape(-1, y_ND.shape[-1])
 
 
 def largest_of_group(x: jax.Array) -> jax.Array:
     """The elementwise maximum over the devices of a group that x varies over."""
     axes = tuple(a for a in TENSOR if a in varying_axes(x))
     return jax.lax.pmax(x, axes) if axes else x
-
-
-def of_first_sharer(x: Quantized) -> Quantized:
-    """x on the first of the devices with the same key/value heads, zeros on the others: their products are summed."""
-    number, sharers = device_number(SAME_KV_HEADS)
-    return x if sharers == 1 else x._replace(scales=jnp.where(number == 0, x.scales, 0))

@@ -260,9 +260,7 @@ def _tensor_parallel(run: Assembly, batch: BatchShape, segment: Segment) -> Iter
         size = in_recipe * 2 * (sharers - 1) / sharers * 2 * batch.tokens * width * work
         yield StepCollective("backward", "all-reduce", SAME_KV_HEADS, size, k)
     for t in sizes.blocks(run, segment, trained=True):
-        yield from _shared(run, "backward", t, (layers - in_fp8) * work, k)
-        if not any(axis in t.weights.computed_axes for axis in TENSOR):  # scales of norms
-            yield from _shared(run, "backward", t, in_fp8 * 4, k)
+        yield from _shared(run, "backward", t, layers * work, k)
 
 
 def tensor_again(run: Assembly, segment: Segment) -> tuple[float, int]:

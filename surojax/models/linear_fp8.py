@@ -1,0 +1,269 @@
+"""Linear layers in float8 with one scale per tensor, as reverse mode sees them: recipes fp8_hybrid and fp8_current.
+
+A linear layer has three products: y = x w^T, dx = dy w, dw = dy^T x. Each is contracted over the last dimension of both
+operands (numerics/fp8.py). So x and dy are quantised in two forms, as they are and transposed, and w is transposed for
+dx. Forward that is e4m3, backward e5m2.
+
+A tensor in float8 has no derivative. So it comes with the same tensor in the model's dtype, of which `products` reads
+the type alone: its gradient is what `products` returns. XLA leaves out what makes numbers that nobody reads. An
+`Operand` is such a pair of an input, made by the fused kernel that computes it (`pallas_kernels`) if its scale is known
+before; adapters read the 16-bit one. Of a matrix they are the `Quantized` that was fetched and what it stands for.
+
+The largest magnitudes of tensors, of which the next steps make their scales, leave through the backward pass too: as
+the gradients of `probes`, numbers that are added to nothing. (Flax' fp8_ops and Transformer Engine for JAX return new
+histories as gradients of the old ones.)
+
+In a tensor-parallel group (parallel/tensor.py) operands are quantised before they are gathered: inputs of column
+products forward, gradients of row products backward. The scale of a tensor that is divided over the group follows from
+its largest magnitude on all devices.
+
+Shape suffixes: B batch, S sequence, s this device's part of it, N = B x S tokens, i inputs, o outputs.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels import quantize, rms_norm, swiglu
+from pallas_kernels.manual_axes import mark_varying, varying_axes
+from surojax.numerics.fp8 import E4M3, E5M2, Sites, product, scale_for
+from surojax.numerics.quantize import Quantized
+from surojax.parallel.tensor import all_gather_bits, in_group, largest_of_group, reduce_scatter_sequence
+
+# The tensors of a block that are quantised: inputs of products, and gradients of the products' results, by the number
+# of the product.
+SITES = Sites(
+    inputs=("attention_input", "attention_output", "mlp_input", "mlp_hidden"),
+    gradients=("d_q", "d_k", "d_v", "d_attention", "d_gate", "d_up", "d_mlp"),
+)
+INPUTS = (0, 0, 0, 1, 2, 2, 3)  # the input of each product
+
+
+class Operand(NamedTuple):
+    """An input of products.
+
+    x: `[B, s, i]` in the model's dtype. values: of it in e4m3. scale, absmax: float32 [], absmax on this device.
+    """
+
+    x: jax.Array
+    values: jax.Array
+    scale: jax.Array
+    absmax: jax.Array
+
+
+def scale_of(absmax: jax.Array, dtype, known: jax.Array | None) -> jax.Array:
+    """The scale of a tensor whose largest magnitude on this device is `absmax`, unless it is known before."""
+    return scale_for(largest_of_group(absmax), dtype) if known is None else known
+
+
+def _made(kernel, known: jax.Array | None, implementation) -> tuple[jax.Array, ...]:
+    """(values, scale, absmax, further results) of a kernel (out_dtype=, out_scale=) -> (values, absmax, ...)."""
+    if known is not None:
+        values, absmax, *others = kernel(out_dtype=E4M3, out_scale=known)
+        return values, known, absmax, *others
+    y, absmax, *others = kernel()
+    scale = scale_of(absmax, E4M3, None)
+    return quantize.cast(y, scale, E4M3, implementation=implementation), scale, absmax, *others
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def normed(
+    x: jax.Array, weight: jax.Array, residual: jax.Array | None, known: jax.Array | None, *, eps: float, implementation
+) -> tuple[Operand, jax.Array]:
+    """(RMSNorm of the sum of x and a residual, the sum). known: the scale; None: it is made of the result."""
+    weight = mark_varying(weight, varying_axes(x))  # so that its gradient is summed over the devices
+    *operand, total = _normed(x, weight, residual, known, eps, implementation)
+    return Operand(*operand), total
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _normed(x, weight, residual, known, eps: float, implementation):
+    def kernel(**out):
+        return rms_norm.forward(x, weight, residual, eps=eps, implementation=implementation, **out)
+
+    values, scale, absmax, total = _made(kernel, known, implementation)
+    y = rms_norm.forward(total, weight, eps=eps, implementation=implementation).y
+    return y, values, scale, absmax, total
+
+
+def _normed_forward(x, weight, residual, known, eps, implementation):
+    results = _normed(x, weight, residual, known, eps, implementation)
+    return results, (results[-1], weight, residual is not None)
+
+
+def _normed_backward(eps, implementation, saved, cotangents):
+    total, weight, has_residual = saved
+    dy, *_, d_total = cotangents
+    grads = rms_norm.backward(dy, total, weight, d_total, eps=eps, implementation=implementation)
+    return grads.dx, grads.d_scale.astype(weight.dtype), grads.dx if has_residual else None, None
+
+
+_normed.defvjp(_normed_forward, _normed_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gated(gate, up, known, implementation):
+    def kernel(**out):
+        return swiglu.forward(gate, up, implementation=implementation, **out)
+
+    values, scale, absmax = _made(kernel, known, implementation)
+    return kernel().y, values, scale, absmax
+
+
+def gated(gate: jax.Array, up: jax.Array, known: jax.Array | None, implementation) -> Operand:
+    """silu(gate) * up. known: the scale; None: it is made of the result."""
+    return Operand(*_gated(gate, up, known, implementation))
+
+
+def _gated_backward(implementation, saved, cotangents):
+    grads = swiglu.backward(cotangents[0], *saved, implementation=implementation)
+    return grads.d_gate, grads.d_up, None
+
+
+_gated.defvjp(lambda gate, up, known, how: (_gated(gate, up, known, how), (gate, up)), _gated_backward)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+class Known(NamedTuple):
+    """Scales that are known before the tensors, and the tensors' probes, see `InFloat8`.
+
+    The first number is of the input, the others are of the gradients of each result.
+    """
+
+    scales: tuple[jax.Array, ...]
+    probes: tuple[jax.Array, ...] | None
+
+
+class InFloat8(NamedTuple):
+    """A layer's matrices in float8, by the number of their product, and what is known of its tensors.
+
+    scales: float32 `[sites]`; None: each is made of its tensor. probes: numbers whose gradients are the
+    largest magnitudes `[sites]`; None: these are not asked for.
+    """
+
+    matrices: dict[int, Quantized]
+    scales: jax.Array | None = None
+    probes: Sequence[jax.Array] | None = None
+
+    def scale_of_input(self, number: int) -> jax.Array | None:
+        """The scale of a product's input if it is known."""
+        return None if self.scales is None else self.scales[INPUTS[number]]
+
+    def known(self, numbers: Sequence[int]) -> Known | None:
+        """What is known of the input and of the results' gradients of these products."""
+        if self.scales is None:
+            return None
+        sites = (INPUTS[numbers[0]], *(len(SITES.inputs) + number for number in numbers))
+        probes = self.probes
+        of_sites = None if probes is None else tuple(probes[site] for site in sites)
+        return Known(tuple(self.scales[site] for site in sites), of_sites)
+
+
+class How(NamedTuple):
+    """Static arguments of `products`.
+
+    by_rows: a tensor-parallel group divides the inputs, else the outputs. frozen: matrices have no gradients, so that
+    no operand is needed transposed. axes: the mesh axes that x varies over.
+    """
+
+    by_rows: bool
+    frozen: bool
+    implementation: Any
+    axes: frozenset[str]
+
+
+def products(
+    how: How, x: jax.Array | Operand, matrices: Sequence[Quantized], wholes: Sequence[jax.Array], known: Known | None
+) -> tuple[jax.Array, ...]:
+    """x w^T for each of several matrices `[out, in]`: `[B, s, i]` -> `[B, S, o]`, or with `by_rows` the other way.
+
+    wholes: the matrices in the model's dtype, whose gradients are those of the matrices. known: None: every scale is
+    made of its tensor.
+    """
+    operand = None if not isinstance(x, Operand) else x[1:]
+    x = x.x if isinstance(x, Operand) else x
+    wholes = tuple(mark_varying(w, how.axes) for w in wholes)
+    scales, probes = (None, None) if known is None else known
+    return _products(how, x, operand, tuple(matrices), wholes, scales, probes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _products(how: How, x, operand, matrices, wholes, scales, probes):
+    q, _, _ = _input(how, x, operand, scales, transposed=False)
+    return tuple(_result(how, q, w, x) for w in matrices)
+
+
+def _result(how: How, q: Quantized, w: Quantized, x: jax.Array) -> jax.Array:
+    y_NO = product(q, w, x.dtype)
+    y = y_NO.reshape(x.shape[0], -1, y_NO.shape[-1])
+    # Devices that share a matrix have the same y, but gradients of their own.
+    return mark_varying(reduce_scatter_sequence(y) if how.by_rows else y, how.axes)
+
+
+def _input(how: How, x, operand, scales, *, transposed: bool) -> tuple[Quantized, Quantized | None, jax.Array | None]:
+    """(the input as an operand, transposed, largest magnitude on this device)."""
+    transposed = transposed and not how.frozen
+    if operand is None:
+        known = None if scales is None else scales[0]
+        return _quantised(how, x, E4M3, known, gathers=not how.by_rows, transposed=transposed)
+    values, scale, absmax = operand
+    q = _rows(values if how.by_rows else all_gather_bits(values), scale)
+    return q, _transposed(how, q) if transposed else None, absmax
+
+
+def _quantised(how: How, x_BSn: jax.Array, dtype, known, *, gathers: bool, transposed: bool):
+    """(operand, transposed operand, largest magnitude on this device) of a 16-bit tensor.
+
+    gathers: the operands are of whole sequences, x of this device's part of them.
+    """
+    options: Any = {"implementation": how.implementation}
+    x = x_BSn.reshape(-1, x_BSn.shape[-1])
+    if transposed and not (gathers and in_group()):  # one pass
+        scale = scale_of(quantize.absmax(x, **options), dtype, None) if known is None else known
+        cast = quantize.cast_transpose(x, scale, dtype, **options)
+        return Quantized(cast.values, scale), Quantized(cast.transposed, scale), cast.absmax
+    absmax = quantize.absmax(x, **options)
+    scale = scale_of(absmax, dtype, known)
+    values = quantize.cast(x, scale, dtype, **options).reshape(x_BSn.shape)
+    q = _rows(all_gather_bits(values) if gathers else values, scale)
+    return q, _transposed(how, q) if transposed else None, absmax
+
+
+def _rows(values_BSn: jax.Array, scale: jax.Array) -> Quantized:
+    return Quantized(values_BSn.reshape(-1, values_BSn.shape[-1]), scale)
+
+
+def _transposed(how: How, q: Quantized) -> Quantized:
+    return Quantized(quantize.transpose(q.values, implementation=how.implementation), q.scales)
+
+
+def _products_forward(how: How, x, operand, matrices, wholes, scales, probes):
+    q, q_T, absmax = _input(how, x, operand, scales, transposed=True)
+    results = tuple(_result(how, q, w, x) for w in matrices)
+    return results, (q_T, matrices, scales, None if probes is None else absmax)
+
+
+def _products_backward(how: How, saved, cotangents):
+    x_T, matrices, scales, absmax = saved
+    dx_Ni: Any = None
+    dws = []
+    magnitudes = [absmax]
+    for i, (w, dy) in enumerate(zip(matrices, cotangents, strict=True)):
+        known = None if scales is None else scales[1 + i]
+        d, d_T, top = _quantised(how, dy, E5M2, known, gathers=how.by_rows, transposed=not how.frozen)
+        magnitudes.append(top)
+        dws.append(None if d_T is None else mark_varying(product(d_T, x_T, dy.dtype), how.axes))
+        dx_Ni = product(d, _transposed(how, w), dy.dtype, plus=dx_Ni)
+    dx = dx_Ni.reshape(len(cotangents[0]), -1, dx_Ni.shape[-1])
+    dx = mark_varying(dx if how.by_rows else reduce_scatter_sequence(dx), how.axes)
+    probes = None if absmax is None else tuple(mark_varying(top, how.axes) for top in magnitudes)
+    return dx, None, None, tuple(dws), None, probes
+
+
+_products.defvjp(_products_forward, _products_backward)
