@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from small import CONFIG, Small, quick_at, tokens
 
@@ -479,6 +481,27 @@ def test_what_is_kept_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(nvme.psutil, "virtual_memory", lambda: SimpleNamespace(available=everything.kept - 1))
     with pytest.raises(ConfigError, match=r"^files_in_memory: expected at most .* free, .*iB, got .*iB kept; lower it"):
         nvme.check(everything)
+
+
+@pytest.mark.full
+def test_ten_thousand_arrays_take_no_memory_and_no_descriptors(tmp_path):
+    """400 layers of 25 arrays: the file is there in seconds, and a step more changes neither memory nor descriptors."""
+    store = Store(tmp_path, 400)
+    places = [store.reserve(ALIGN, "moments") for _ in range(25)]
+    process = psutil.Process()
+    started = time.perf_counter()
+    assert not store.file.paths[1:] and time.perf_counter() - started < 10
+    used = []
+    for step in range(3):
+        array = np.full(ALIGN, step, np.uint8)
+        for l, place in itertools.product(range(400), places):
+            store.write(l, place, array)
+        for l, place in itertools.product(range(400), places):
+            assert store.read(l, place, (ALIGN,), array.dtype)[-1] == step
+        used.append((process.num_fds(), process.memory_info().rss))
+    (descriptors, memory), _, last = used
+    assert last[0] == descriptors and last[1] - memory < 4 * 2**20
+    store.close()
 
 
 def test_no_process_takes_room_before_all_have_measured_it(tmp_path, monkeypatch):
