@@ -17,6 +17,7 @@ from surojax.__main__ import VERBS
 from surojax.config import checks, flags
 from surojax.config.fields import DEFAULTS, FIELDS
 from surojax.convert import merge_parser
+from surojax.planner import choices, footprint, products, traffic
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -116,7 +117,7 @@ def test_commands_are_taken(page, line):
 
 @pytest.mark.parametrize(
     "page, text",
-    [block for block in blocks("python") if block[0].name != "library.md"],  # tests/test_library.py trains with its own
+    [block for block in blocks("python") if block[0].name not in ("library.md", "arithmetic.md")],  # these have tests
     ids=lambda x: str(getattr(x, "name", ""))[:40],
 )
 def test_python_blocks_run(page, text, monkeypatch, tmp_path, capsys):
@@ -132,6 +133,32 @@ def test_python_blocks_run(page, text, monkeypatch, tmp_path, capsys):
     exec(text, names)
     assert names.get("losses", [2.5]) == [2.5]
     assert "learning_rate" not in text or capsys.readouterr().out.startswith("learning_rate: expected more than 0")
+
+
+def test_the_arithmetic_is_that_of_the_planner():
+    """To the byte and the FLOP: the page is 7B's, by the settings that it names."""
+    names: dict = {}
+    for page, text in blocks("python"):
+        if page.name == "arithmetic.md":
+            exec(text, names)
+
+    def planned(**settings) -> tuple:
+        c = flags.load("llama7b")
+        c.update({"gpus": 1, "recompute_block": True, **settings})
+        run, batch = footprint.assembly(c), traffic.batch_of(c)
+        return run, batch, footprint.by_class(run, batch, "gpu")
+
+    run, batch, rows = planned()
+    assert names["memory"] == {name: rows[name]["device"] for name in names["memory"]}
+    assert names["parameters"] == run.model.num_parameters
+    tokens = names["sequences"] * names["tokens"]
+    assert products.step_flops(run, batch) == {"bfloat16": tokens * (names["flops"] + names["again"])}
+    many: dict = {"gradient_accumulation_steps": names["microbatches"], "microbatches_per_fetch": names["microbatches"]}
+    run, batch, _ = planned(gpus=names["gpus"], zero_level=3, **many)
+    sent = {op: size for (op, _), size in traffic.collective_bytes(run, batch).items()}
+    assert sent == {"all-gather": names["gathers"], "reduce-scatter": names["reductions"]}
+    offloads = dict.fromkeys(choices.OFFLOADS.values(), True)
+    assert traffic.host_bytes(*planned(**offloads, **many))[0] == names["to_device"]
 
 
 def test_the_api_has_every_public_name():
