@@ -124,6 +124,7 @@ RECOMPUTE_PARTS = ("recompute_norm", "recompute_swiglu", "recompute_ffn", "recom
 SHARDED = {"zero_level": 3}
 QUANTISED = SHARDED | {"zero_quantized_weights": "fp8"}
 LORA = {"lora": True}
+EXPERTS = {"model.num_experts": 4, "model.num_experts_per_tok": 2}
 
 
 def _are_sharded(s: Settings, what: str, level: int) -> bool:
@@ -170,11 +171,13 @@ def _without(name: str, fields: tuple[str, ...], holds: Callable[[Settings], boo
 fp8 = is_one_of("recipe", *FP8)
 lora = is_on("lora")
 no_lora = is_off("lora")
+no_experts = is_one_of("model.num_experts", 0)
 dropout = is_other_than("lora_dropout", 0.0, 0.1, LORA)
 dora = is_on("use_dora", lora=True)
 in_nf4 = is_on("qlora_bnb", lora=True)
 in_fp8 = is_on("qlora_fp8", lora=True)
 in_nvfp4 = is_on("qlora_fp4", lora=True)
+in_mxfp4 = is_on("qlora_mxfp4", lora=True, **EXPERTS)
 adapter_files = [
     is_set(name, "adapter", LORA | {"model_path": "base"}) for name in ("lora_adapter", "lora_base_adapter")
 ]
@@ -348,6 +351,7 @@ OF_ADAPTERS = (
     in_nf4,
     in_fp8,
     in_nvfp4,
+    in_mxfp4,
     *adapter_files,
     saved_modules,
 )
@@ -412,9 +416,12 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(in_fp8, in_nf4, "since a matrix is stored in one format"),
     Refusal(in_nvfp4, in_nf4, "since a matrix is stored in one format"),
     Refusal(in_nvfp4, in_fp8, "since a matrix is stored in one format"),
+    *(Refusal(in_mxfp4, x, "since a matrix is stored in one format") for x in (in_nf4, in_fp8, in_nvfp4)),
+    Refusal(in_mxfp4, no_experts, "since it is a format of experts", "use qlora_fp4 or qlora_bnb"),
     Refusal(quantised_gathers, in_nf4, "in whose format weights are gathered", OUT),
     Refusal(quantised_gathers, in_fp8, "in whose format weights are gathered", OUT),
     Refusal(quantised_gathers, in_nvfp4, "in whose format weights are gathered", OUT),
+    Refusal(quantised_gathers, in_mxfp4, "in whose format weights are gathered", OUT),
     Refusal(
         quantised_gathers, dora, "whose magnitudes would begin as the lengths of other rows than those in 8 bits", OUT
     ),

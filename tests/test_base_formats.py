@@ -127,7 +127,7 @@ def test_what_is_not_finite_is_not_lost(name, bad):
 
 
 def test_one_format_is_chosen():
-    settings = dict.fromkeys(("qlora_bnb", "qlora_fp8", "qlora_fp4"), False)
+    settings = dict.fromkeys((known.setting for known in base_formats.FORMATS.values()), False)
     assert base_formats.chosen(settings) == ""
     assert base_formats.chosen(settings | {"qlora_fp4": True}) == "nvfp4"
     with pytest.raises(

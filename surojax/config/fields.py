@@ -397,7 +397,7 @@ def _optimizer_settings() -> Iterator[Declared]:
 
 DTYPES = _stored("model_dtype", "master_dtype", "accum_dtype")
 RECIPE = _stored("recipe")
-FROZEN = _stored("qlora_bnb", "qlora_fp8", "qlora_fp4")
+FROZEN = _stored("qlora_bnb", "qlora_fp8", "qlora_fp4", "qlora_mxfp4")
 # The title of each section of the help, and its fields.
 SECTIONS: dict[str, tuple[Declared, ...]] = {
     "Run": declared(RunSettings),

@@ -104,6 +104,8 @@ def float8_block_size(config: dict[str, Any]) -> tuple[int, int] | None:
     if entry is None:
         return None
     method = entry.get("quant_method") if isinstance(entry, dict) else entry
+    if method == "mxfp4":
+        return None  # of which tensors say what they are, see stored_mxfp4.py
     if method == "bitsandbytes" and entry.get("load_in_4bit") is True and entry.get("bnb_4bit_quant_type") == "nf4":
         return None  # every matrix says how it is quantised, see bitsandbytes.py
     block = entry.get("weight_block_size") if method == "fp8" else None
@@ -111,6 +113,7 @@ def float8_block_size(config: dict[str, Any]) -> tuple[int, int] | None:
         return block[0], block[1]
     got = f"{method!r} without it" if method == "fp8" else repr(method)
     raise ConfigError(
-        "model_path: config.json: quantization_config: expected none, quant_method 'fp8' with weight_block_size, or "
-        f"'bitsandbytes' with bnb_4bit_quant_type 'nf4', got {got}; fetch the model before it was quantised"
+        "model_path: config.json: quantization_config: expected none, quant_method 'mxfp4', 'fp8' with "
+        f"weight_block_size, or 'bitsandbytes' with bnb_4bit_quant_type 'nf4', got {got}; fetch the model before it "
+        "was quantised"
     )

@@ -18,7 +18,7 @@ from surojax.exchange.peft import BASE_FORMATS, AdapterArrays, digest
 from surojax.families.family import TENSOR_NAMES
 from surojax.models.model import Model
 from surojax.numerics.base_formats import FORMATS, dequantise, quantise
-from surojax.placement.param import Kind
+from surojax.placement.table import has_format
 
 
 class InBaseFormat(Derived):
@@ -37,7 +37,7 @@ class InBaseFormat(Derived):
             for segment in model.segments
             for param in jax.tree.leaves(segment.params)
             for l in range(segment.num_layers)
-            if param.kind is Kind.MATRIX
+            if has_format(param, name)
         }
 
     def read(self, name: str) -> np.ndarray:

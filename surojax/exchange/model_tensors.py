@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError, shown
-from surojax.exchange import bitsandbytes, parts
+from surojax.exchange import bitsandbytes, parts, stored_mxfp4
 from surojax.exchange.experts import of_each, parts_in
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import float8_block_size, read_config, read_whole_config
@@ -23,7 +23,7 @@ from surojax.exchange.shards import Shard
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.registry import tensor_names
 from surojax.models.model import Model, Segment
-from surojax.numerics import base_formats, block_fp8, nf4
+from surojax.numerics import base_formats, block_fp8, mxfp4, nf4
 from surojax.numerics.base_formats import Coded, is_in
 from surojax.placement.param import OUTER, Param, base
 from surojax.untrusted import expanded, read_json
@@ -57,7 +57,8 @@ class Tensors(Protocol):
 class Weights:
     """The tensors of a folder with safetensors files; matrices in float8 are multiplied with their blocks' scales.
 
-    Matrices that bitsandbytes stored in NF4 are dequantised too. `read_coded` reads either as they are.
+    Matrices that bitsandbytes stored in NF4, and experts in MXFP4, are dequantised too. `read_coded` reads all of them
+    as they are.
 
     Of a model of several parts they are those of its language model, and `left_aside` has the names of the others.
 
@@ -78,12 +79,16 @@ class Weights:
         self._beside = bitsandbytes.parts_of(in_nf4)
         self._bytes = {name + part for name in in_nf4 for part in ("", bitsandbytes.STATE)}  # in any dtype
         in_nf4 |= self._beside
+        self._in_mxfp4 = stored_mxfp4.matrices(set(self._stored_as))
+        of_mxfp4 = stored_mxfp4.parts_of(self._in_mxfp4)
+        self._beside |= of_mxfp4
+        self._bytes |= of_mxfp4
         for tensor, name in self._stored_as.items():
             file = files[name]
             if name not in shards[file].entries:
                 raise ConfigError(f"model_path: {INDEX} names {name} in {file}, which does not have it; {AGAIN}")
             self._shard_of[tensor] = shards[file]
-            if (dtype := self._entry(tensor).dtype).kind in "biu" and tensor not in in_nf4:
+            if (dtype := self._entry(tensor).dtype).kind in "biu" and tensor not in in_nf4 | of_mxfp4:
                 raise ConfigError(
                     f"model_path: {self.path}: expected {tensor} in a float dtype, got {dtype}; fetch the model before "
                     "it was quantised"
@@ -146,7 +151,7 @@ class Weights:
 
     def _in_files(self) -> set[str]:
         """The names of all tensors but the scales of float8 and of NF4; each expert has its own, if files say so."""
-        return self._shard_of.keys() - {name + SCALES for name in self._in_float8} - self._beside
+        return (self._shard_of.keys() - {name + SCALES for name in self._in_float8} - self._beside) | self._in_mxfp4
 
     @property
     def names(self) -> set[str]:
@@ -162,13 +167,19 @@ class Weights:
                 if shape != first:
                     raise ConfigError(f"model_path: {other}: expected {[*first]}, as expert 0, got {[*shape]}; {AGAIN}")
             return part.shape(first)
+        if name in self._in_mxfp4:
+            return stored_mxfp4.stored_shape(name, lambda stored: self._entry(stored).shape)
         return self.in_nf4[name].shape if name in self.in_nf4 else self._entry(name).shape
 
     def format_of(self, name: str) -> str:
         """The format that a matrix is stored in: a name in `base_formats.FORMATS`, or of another; "": in numbers."""
+        if name in self._in_mxfp4:
+            return "mxfp4"
         if part := self._of_experts.get(name):
+            if part.is_of_all:
+                return self.format_of(part.names[0])
             formats = set(map(self.format_of, part.names))
-            return formats.pop() if len(formats) == 1 and part.half is None else ""
+            return formats.pop() if len(formats) == 1 else ""
         if name in self.in_nf4:
             return "nf4"
         if name not in self._in_float8:
@@ -180,7 +191,11 @@ class Weights:
 
     def read_coded(self, name: str, like: Coded) -> Coded:
         """Reads a matrix without dequantising it, in the shapes of `like`, or those of all experts."""
-        if part := self._of_experts.get(name):
+        part = self._of_experts.get(name)
+        if isinstance(like, mxfp4.Mxfp4):
+            assert part is not None, "matrices of experts alone are stored so"
+            return stored_mxfp4.read_mxfp4(part.names[0], part.rows, self._read)
+        if part:
             of_experts = [self.read_coded(of_expert, like) for of_expert in part.names]
             return jax.tree.map(lambda *arrays: np.stack(arrays), *of_experts)
         if isinstance(like, block_fp8.BlockFp8):
@@ -191,6 +206,8 @@ class Weights:
     def read(self, name: str) -> np.ndarray:
         """A tensor in the dtype that it is stored in, in float32 if that is float8, dequantised if it is in NF4."""
         if part := self._of_experts.get(name):
+            if self.format_of(name) == "mxfp4":
+                return read_dequantised(self, name, "bfloat16")  # which is exact
             return part.tensor(self.read(of_expert) for of_expert in part.names)
         if name in self.in_nf4:
             return read_dequantised(self, name, self.in_nf4[name].dtype)

@@ -19,7 +19,8 @@ from surojax.models.model import Model
 from surojax.numerics import base_formats
 from surojax.numerics.quantize import work_copy
 from surojax.placement.mesh import find_devices
-from surojax.placement.param import Kind, Param, part_of, with_part
+from surojax.placement.param import Param, part_of, with_part
+from surojax.placement.table import has_format
 from surojax.run import on_disk
 from surojax.run.restore import restore_weights
 
@@ -105,7 +106,7 @@ def drawn_base(c: Config, model: Model) -> dict:
     name = base_formats.chosen(c)
 
     def plain(x: jax.Array, planned, param: Param) -> jax.Array:
-        if not (name and param.kind is Kind.MATRIX and not param.trainable):
+        if not name or param.trainable or not has_format(param, name):
             return x.astype(planned.dtype)
         like = base_formats.FORMATS[name].planned(param.shape)
 

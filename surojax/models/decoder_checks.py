@@ -8,6 +8,7 @@ from surojax.errors import need
 from surojax.models.attention import fits_mosaic
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals import (
+    EXPERTS,
     Feature,
     Refusal,
     cudnn,
@@ -17,6 +18,7 @@ from surojax.refusals import (
     is_on,
     is_one_of,
     is_set,
+    no_experts,
     stages,
 )
 
@@ -117,20 +119,18 @@ def _unused_of_rope(name: str) -> Refusal:
 
 
 BY_LAYER = ("offload_grads", "offload_residual", "offload_weights")  # in files: all microbatches are one group
-FOUR_EXPERTS: dict[str, Any] = {"model.num_experts": 4, "model.num_experts_per_tok": 2}
-IN_ONE_GROUP = FOUR_EXPERTS | {"gradient_accumulation_steps": 1}
+IN_ONE_GROUP = EXPERTS | {"gradient_accumulation_steps": 1}
 experts = is_above("model.num_experts", 0, **{"model.num_experts_per_tok": 1})
-no_experts = is_one_of("model.num_experts", 0)
 router_losses = (
     is_set("router_aux_loss_coef", 0.01, IN_ONE_GROUP),
     is_set("router_z_loss_coef", 0.001, IN_ONE_GROUP),
 )
 # Of experts, which a model without them does not read.
 OF_EXPERTS = (
-    is_set("model.num_experts_per_tok", 2, FOUR_EXPERTS),
-    is_set("model.moe_intermediate_size", 64, FOUR_EXPERTS),
-    is_on("model.norm_topk_prob", **FOUR_EXPERTS),
-    is_on("model.expert_bias", **FOUR_EXPERTS),
+    is_set("model.num_experts_per_tok", 2, EXPERTS),
+    is_set("model.moe_intermediate_size", 64, EXPERTS),
+    is_on("model.norm_topk_prob", **EXPERTS),
+    is_on("model.expert_bias", **EXPERTS),
     *router_losses,
 )
 several_groups = Feature(

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 
 from surojax.errors import ConfigError
-from surojax.numerics import block_fp8, nf4, nvfp4
+from surojax.numerics import block_fp8, mxfp4, nf4, nvfp4
 
-Coded = nf4.Nf4 | block_fp8.BlockFp8 | nvfp4.Nvfp4
+Coded = nf4.Nf4 | block_fp8.BlockFp8 | nvfp4.Nvfp4 | mxfp4.Mxfp4
 
 
 class Format(NamedTuple):
@@ -22,6 +22,8 @@ class Format(NamedTuple):
 
     setting: the field of the config that chooses it. block: rows are in blocks of so many numbers, which are not
     divided. arrays: the NamedTuple of arrays; the first is `codes`. per_matrix: those with one number per matrix.
+
+    of_experts: matrices of experts alone are stored so.
 
     planned: (shape `[..., out, in]`, parts that (rows, columns) are divided into) -> shapes and dtypes of the arrays.
     quantise: (w, arrays as planned) -> arrays. dequantise: (arrays or a shard of them, dtype) -> w.
@@ -34,6 +36,7 @@ class Format(NamedTuple):
     planned: Callable
     quantise: Callable
     dequantise: Callable
+    of_experts: bool = False
 
 
 FORMATS = {
@@ -41,6 +44,16 @@ FORMATS = {
     "fp8": Format("qlora_fp8", 1, block_fp8.BlockFp8, (), block_fp8.planned, block_fp8.quantise, block_fp8.dequantise),
     "nvfp4": Format(
         "qlora_fp4", nvfp4.BLOCK, nvfp4.Nvfp4, ("tensor_scale",), nvfp4.planned, nvfp4.quantise, nvfp4.dequantise
+    ),
+    "mxfp4": Format(
+        "qlora_mxfp4",
+        mxfp4.BLOCK,
+        mxfp4.Mxfp4,
+        (),
+        mxfp4.planned,
+        mxfp4.quantise,
+        mxfp4.dequantise,
+        of_experts=True,
     ),
 }
 _OF_TYPE = {known.arrays: known for known in FORMATS.values()}

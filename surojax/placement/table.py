@@ -22,8 +22,8 @@ recipes fp8_*, also on one device. By default they are made from `weights` whene
 `persistent_quants` they are made once, after the update, and stored in the state instead of the 16-bit matrices. Then
 `weights` has vectors only, and `offload_weights` moves these vectors only.
 
-With `qlora_bnb`, `qlora_fp8` or `qlora_fp4` block matrices that are not trained are `weights` in 4 or 8 bits: stored,
-copied and gathered so.
+With `qlora_bnb`, `qlora_fp8`, `qlora_fp4` or `qlora_mxfp4` block matrices that are not trained are `weights` in 4 or 8
+bits: stored, copied and gathered so.
 
 Tensor parallelism shards what it divides in every class, before and besides `dp_shard` (`layout.MESH_AXES`).
 
@@ -38,9 +38,10 @@ import jax
 
 from surojax.declared import AT_LEAST_0, FLOATS, declare, declared
 from surojax.numerics import quantize
-from surojax.numerics.base_formats import chosen
+from surojax.numerics.base_formats import FORMATS, chosen
 from surojax.numerics.recipes import RECIPES
 from surojax.placement.home import DEVICE, HOST, NVME, Home
+from surojax.placement.param import EXPERTS, Kind, Param
 from surojax.refusals import refuse
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -165,6 +166,8 @@ class Storage:
     qlora_fp8: bool = False
     # frozen matrices in NVFP4: 4 bits with a scale for each 16 neighbours
     qlora_fp4: bool = False
+    # frozen experts in MXFP4, as gpt-oss is published: 4 bits with a power of two for each 32 neighbours
+    qlora_mxfp4: bool = False
 
     def __post_init__(self):
         """Raises ConfigError for a value that a field may not have."""
@@ -172,6 +175,11 @@ class Storage:
             value = getattr(self, field.name)
             field.check_type(value)
             field.check(value)
+
+
+def has_format(param: Param, base_format: str) -> bool:
+    """True if a parameter that is not trained rests in this base format, a name in `base_formats.FORMATS`."""
+    return param.kind is Kind.MATRIX and (EXPERTS in param.axes or not FORMATS[base_format].of_experts)
 
 
 def place(storage: Storage, *, num_shards: int) -> Placement:

@@ -14,6 +14,7 @@ from surojax import assembly
 from surojax.cluster.hosts import processes_here
 from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
+from surojax.numerics import base_formats
 from surojax.numerics.recipes import check_recipe
 from surojax.parallel.collectives import check_copy_engine
 from surojax.placement.layout import batch_sharding
@@ -135,7 +136,7 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
         device = "GPU" if platform == "gpu" else "device"
         return lines + [proposal.line(timed=facts is not None, device=device) for proposal in found]
     less = "a smaller model"
-    if c.lora and not (c.qlora_bnb or c.qlora_fp8 or c.qlora_fp4):
+    if c.lora and not base_formats.chosen(c):
         less = "a base in 4 bits (--config.qlora_bnb)"
     elif c.model_path and not c.lora:
         less = "adapters of the model (--config.lora --config.qlora_bnb)"

@@ -24,7 +24,7 @@ from surojax.placement.home import DEVICE, Home
 from surojax.placement.layout import Layout, Layouts, stacked
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER, Kind, Param, trainable
-from surojax.placement.table import Mesh, Placement
+from surojax.placement.table import Mesh, Placement, has_format
 from surojax.step.state import TrainState
 
 
@@ -157,7 +157,7 @@ class StatePlanner:
 
             def one(param: Param, layout: Layout):
                 layout = layout if home is None else dataclasses.replace(layout, home=home)
-                if table.base_format and param.kind is Kind.MATRIX and not param.trainable:
+                if table.base_format and not param.trainable and has_format(param, table.base_format):
                     return self.coded_stack(layers, param, layout)
                 return self.stack(layers, "weights", param.shape, param.dtype or table.weights.dtype, layout)
 

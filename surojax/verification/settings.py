@@ -51,6 +51,7 @@ NF4: dict[str, Any] = {"qlora_bnb": True}  # needs model sizes that are multiple
 QLORA: dict[str, Any] = LORA | NF4
 QLORA_FP8: dict[str, Any] = LORA | {"qlora_fp8": True}
 QLORA_FP4: dict[str, Any] = LORA | {"qlora_fp4": True}
+QLORA_MXFP4: dict[str, Any] = LORA | {"qlora_mxfp4": True}  # of experts
 QLORA_OFFLOADS: dict[str, Any] = LORA_OFFLOADS | NF4
 EXPERTS: dict[str, Any] = {  # 5 on 4 GPUs: sharded over their width, see EVEN
     "model.num_experts": 5,
@@ -324,6 +325,14 @@ MIXTURES: tuple[Setting, ...] = (
     Setting("experts_adapted_cp_ring_2x2", EXPERTS | LORA | ZERO3 | CP["ring"] | EACH, 4, "experts_adapted", "order"),
     Setting("experts_even_adapted", EVEN | LORA | EACH, like="experts_even_lora", expect="adapters"),
     Setting("experts_even_adapted_qlora@4", EVEN | QLORA | ZERO3 | EACH, 4, "experts_even_adapted", "nf4"),
+    Setting("experts_qlora_mxfp4", EXPERTS | QLORA_MXFP4, like="experts_lora", expect="fp4"),
+    Setting(
+        "experts_qlora_mxfp4_tp_2x2",
+        EXPERTS | QLORA_MXFP4 | LORA_OFFLOADS | ZERO3_TP,
+        4,
+        like="experts_qlora_mxfp4",
+        expect="order",
+    ),
 )
 SETTINGS += ADAPTERS + MIXTURES
 
