@@ -51,7 +51,7 @@ PARTS = ("gate", "up", "down")
 EXPERTS, UNUSED, TIED = 7, 4, (5, 6)
 LOSSES = RouterLosses(1.0, 0.1)  # those of the reference
 FOUR = {"model.num_experts": 4, "model.num_experts_per_tok": 2}
-ONLY_TOGETHER = ("gpt_oss",)  # whose files have no tensor for each expert
+ONLY_TOGETHER = ("gpt_oss", "granitemoe")  # whose files have no tensor for each expert
 FILES = [(case, files) for case in CASES for files in ("together", "apart")[: 1 if case in ONLY_TOGETHER else 2]]
 OF_LAYER_1 = "model.layers.1.mlp"
 ALL = {f"offload_{name}": True for name in ("residual", "optimizer", "master", "grads", "weights")}
@@ -88,6 +88,25 @@ def apart(weights: dict[str, np.ndarray], case: str = "") -> dict[str, np.ndarra
     return named_so
 
 
+# Parts of names of granitemoe: in its modules, in its files, and of most families in modules.
+GRANITE = {
+    "block_sparse_moe.router.weight": ("block_sparse_moe.router.layer.weight", "mlp.gate.weight"),
+    "block_sparse_moe.experts.gate_up_proj": ("block_sparse_moe.input_linear.weight", "mlp.experts.gate_up_proj"),
+    "block_sparse_moe.experts.down_proj": ("block_sparse_moe.output_linear.weight", "mlp.experts.down_proj"),
+}
+
+
+def in_files(weights: dict[str, np.ndarray], case: str) -> dict[str, np.ndarray]:
+    """Tensors with the names that published files have, of a family with all experts in one."""
+    renamed = {module: of_file for module, (of_file, _) in GRANITE.items()} if case == "granitemoe" else {}
+    found = {}
+    for name, x in weights.items():
+        for module, of_file in renamed.items():
+            name = name.replace(module, of_file)
+        found[name] = x
+    return found
+
+
 def written(folder: Path, case: str, weights: dict[str, np.ndarray]) -> Path:
     """A model's folder."""
     folder.mkdir()
@@ -115,12 +134,15 @@ def in_names(tree, model, case: str) -> dict[str, np.ndarray]:
             both, down = both.swapaxes(1, -1), down.swapaxes(1, -1)
         end = "_bias" if kind == "bias" else ""
         found |= {f"{before}gate_up_proj{end}": both, f"{before}down_proj{end}": down}
+    for module, (_, of_most) in GRANITE.items() if case == "granitemoe" else ():
+        for name in [name for name in found if name.endswith(of_most)]:
+            found[name.replace(of_most, module)] = found.pop(name)
     return found
 
 
 def without_ties(name: str, x: np.ndarray) -> np.ndarray:
     """A gradient in which that of the two equal experts is their sum: which of them is chosen, nobody says."""
-    if not (name.endswith("mlp.gate.weight") or ".mlp.router." in name or ".experts." in name):
+    if not (name.endswith("mlp.gate.weight") or ".router." in name or ".experts." in name):
         return x
     return np.concatenate([x[: TIED[0]], x[TIED[0] :].sum(axis=0, keepdims=True)])
 
@@ -131,7 +153,8 @@ def without_ties(name: str, x: np.ndarray) -> np.ndarray:
 def test_equals_transformers(tmp_path, case, files):
     """Logits, loss, all gradients, the routers' losses and their gradients, through the engine."""
     weights = stored(case, "weight")
-    folder = written(tmp_path / "model", case, apart(weights, case) if files == "apart" else weights)
+    of_files = apart(weights, case) if files == "apart" else in_files(weights, case)
+    folder = written(tmp_path / "model", case, of_files)
     config = config_of(case)
     model = decoder.build(config)
     tensors = Weights(folder)
@@ -396,7 +419,7 @@ def test_models_come_out_as_they_went_in(tmp_path, case):
 @pytest.mark.parametrize("case", ONLY_TOGETHER)
 def test_models_whose_files_have_all_experts_in_one_tensor_come_out_as_they_went_in(tmp_path, case):
     """To the bit, asked for or not; the same config.json; and a config.json made from the fields is that model's."""
-    weights = stored(case, "weight")
+    weights = in_files(stored(case, "weight"), case)
     folder = written(tmp_path / "model", case, weights)
     for together in (False, True):
         out = convert.convert(folder, tmp_path / f"out_{together}", dtype="float32", experts_together=together)

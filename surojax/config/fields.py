@@ -224,6 +224,12 @@ class ModelSettings:
     hidden_act: str = declare("silu", choices=tuple(ACTIVATIONS))
     # the embedding is multiplied by sqrt(hidden_size) (Gemma)
     scale_embedding: bool = False
+    # the embedding is multiplied by this (Granite: 12)
+    embedding_multiplier: float = declare(1.0, POSITIVE)
+    # what attention and MLP add to the residual stream is multiplied by this (Granite: 0.22)
+    residual_multiplier: float = declare(1.0, POSITIVE)
+    # the logits are divided by this (Granite: 6)
+    logits_scaling: float = declare(1.0, POSITIVE)
     # attention scores are divided by its square root; 0 = head_dim
     query_pre_attn_scalar: float = declare(0.0, AT_LEAST_0)
     # attention scores become cap x tanh(score / cap) (Gemma 2: 50); 0 = not

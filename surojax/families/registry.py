@@ -5,6 +5,7 @@ from collections.abc import Mapping, Set
 from surojax.families.family import ImageTextFamily, ModelFamily
 from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
 from surojax.families.gpt_oss import GPT_OSS
+from surojax.families.granite import GRANITE_MOE
 from surojax.families.llama import LLAMA
 from surojax.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
 from surojax.families.mixtral import MIXTRAL
@@ -28,6 +29,7 @@ FAMILIES: dict[str, ModelFamily] = {
         QWEN3_MOE,
         MIXTRAL,
         GPT_OSS,
+        GRANITE_MOE,
     )
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {family.model_type: family for family in (GEMMA3_IMAGES, MISTRAL3)}

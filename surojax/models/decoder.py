@@ -64,7 +64,9 @@ class DecoderConfig:
     no_rope_layer_interval: n, if every n-th layer has no rotary embedding; 0: all have it.
 
     qk_norm: RMSNorm on each head's queries and keys. norm_plus_one: norms scale by 1 + weight. sandwich_norms: norms
-    also on what attention and MLP add to the residual stream. scale_embedding: by sqrt(hidden_size).
+    also on what attention and MLP add to the residual stream. scale_embedding: by sqrt(hidden_size),
+    beside embedding_multiplier. residual_multiplier: of what attention and MLP add. logits_scaling: logits are divided
+    by it, as activations of the head.
     query_pre_attn_scalar: attention scores are divided by its square root; 0: head_dim. attn_logit_softcapping,
     final_logit_softcapping: caps of attention scores and logits, see `operations.softcapped`; 0: none.
     qk_norm_whole: RMSNorm on queries and keys, of the channels of all heads together; not with qk_norm.
@@ -97,6 +99,9 @@ class DecoderConfig:
     sandwich_norms: bool = False
     hidden_act: str = "silu"
     scale_embedding: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     query_pre_attn_scalar: float = 0.0
     attn_logit_softcapping: float = 0.0
     final_logit_softcapping: float = 0.0
@@ -142,7 +147,12 @@ class DecoderConfig:
     @property
     def embedding_scale(self) -> float:
         """The factor that embeddings are multiplied by."""
-        return math.sqrt(self.hidden_size) if self.scale_embedding else 1.0
+        return self.embedding_multiplier * (math.sqrt(self.hidden_size) if self.scale_embedding else 1.0)
+
+
+def times(factor: float, x: jax.Array) -> jax.Array:
+    """factor x; the same array if the factor is 1."""
+    return x if factor == 1 else factor * x
 
 
 def from_settings(settings: dict[str, Any]) -> DecoderConfig:
@@ -193,12 +203,12 @@ class Block(nnx.Module):
             attended_BSD, extended = self.attention(y_BSD, ops, norm, cache)
             if self.config.sandwich_norms:
                 attended_BSD = ops.norm(attended_BSD, self.attention_out_norm[...], *how)
-            return attended_BSD, extended
+            return times(self.config.residual_multiplier, attended_BSD), extended
 
         def mlp(y_BSD, norm=None):
             y_BSD, routed = self.mlp(y_BSD, ops, norm, routing)
             y_BSD = ops.norm(y_BSD, self.mlp_out_norm[...], *how) if self.config.sandwich_norms else y_BSD
-            return y_BSD, routed
+            return times(self.config.residual_multiplier, y_BSD), routed
 
         def attention_norm(x_BSD):
             return ops.add_and_norm(x_BSD, None, self.attention_norm[...], *how, ATTENTION)
@@ -261,13 +271,14 @@ class Decoder(nnx.Module):
 
         c = self.config
         x_BSD = self.outer.embed[...][tokens_BS]
-        x_BSD = c.embedding_scale * x_BSD if c.scale_embedding else x_BSD
+        x_BSD = times(c.embedding_scale, x_BSD)
         if len(set(variants)) == 1:
             x_BSD, _ = jax.lax.scan(layer(variants[0]), x_BSD, weights)
         else:
             for l, variant in enumerate(variants):
                 x_BSD, _ = layer(variant)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
         x_BSD = Operations().norm(x_BSD, self.outer.norm[...], c.rms_norm_eps, c.norm_plus_one)
+        x_BSD = times(1 / c.logits_scaling, x_BSD)
         logits_BSV = linear(x_BSD, (self.outer.embed if c.tie_word_embeddings else self.outer.head)[...])
         return softcapped(logits_BSV, c.final_logit_softcapping) if c.final_logit_softcapping else logits_BSV
 
@@ -335,7 +346,8 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
     by_xla = Compute(attention="xla")
 
     def normed(compute: Compute, outer, x):
-        return Operations(compute).norm(x, outer["norm"], config.rms_norm_eps, config.norm_plus_one)
+        y = Operations(compute).norm(x, outer["norm"], config.rms_norm_eps, config.norm_plus_one)
+        return times(1 / config.logits_scaling, y)
 
     def logits(outer, x):
         z = linear(normed(by_xla, outer, x), outer[head]).astype(jnp.float32)

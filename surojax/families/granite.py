@@ -1,0 +1,46 @@
+"""Granite-MoE: experts, and multipliers of embedding, attention scores, residual branches and logits."""
+
+from typing import Any
+
+from surojax.families import rope_keys
+from surojax.families.family import EXPERT_TENSOR_NAMES, LAYER, LLAMA_DEFAULTS, SIZES, ExpertFiles, ModelFamily
+from surojax.families.olmoe import OF_TRAINING
+
+MOE = "block_sparse_moe."
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    """The `model` fields; scores are multiplied by attention_multiplier, which is one by the root of a scalar here."""
+    scalar = {"query_pre_attn_scalar": given["attention_multiplier"] ** -2.0}
+    return {"num_experts": given["num_local_experts"]} | scalar | rope_keys.read_rope(given)
+
+
+def _write(fields: dict[str, Any]) -> dict[str, Any]:
+    multiplier = float(f"{fields['query_pre_attn_scalar'] ** -0.5:.15g}")  # as many digits as come back the same
+    return (
+        {
+            "num_local_experts": fields["num_experts"],
+            "num_experts_per_tok": fields["num_experts_per_tok"],
+            "attention_multiplier": multiplier,
+            "attention_bias": False,
+        }
+        | {name: fields[name] for name in MULTIPLIERS}
+        | rope_keys.write_rope(fields)
+    )
+
+
+GRANITE_MOE = ModelFamily(
+    model_type="granitemoe",
+    transformers_class="GraniteMoeForCausalLM",
+    defaults=LLAMA_DEFAULTS
+    | OF_TRAINING
+    | dict.fromkeys((*MULTIPLIERS, "attention_multiplier"), 1.0)
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    sizes=(*SIZES, *MULTIPLIERS, "num_experts_per_tok"),
+    options={"norm_topk_prob": True},  # a softmax of the chosen logits is that of all, divided by the chosen's sum
+    read=_read,
+    write=_write,
+    tensors=EXPERT_TENSOR_NAMES | {"mlp.router": LAYER + MOE + "router.layer.weight"},
+    expert_files=ExpertFiles(MOE + "input_linear.weight", MOE + "output_linear.weight", only=True),
+)
