@@ -56,7 +56,7 @@ def bounds(c: Config) -> dict[str, Bound]:
         "grouped": order if c.model.tie_word_embeddings else same,
         "order": order,
         "nf4": approximate(1e-2, 1e-1, "weights in NF4, each off by up to 0.152 of its block's largest"),
-        "fp4": approximate(1e-2, 1e-1, "weights in NVFP4, each off by up to 1/6 of its block's largest"),
+        "fp4": approximate(1e-2, 1e-1, "weights in NVFP4 or MXFP4, each off by up to 1/4 of its block's largest"),
         "adapters": Bound(1.0, 1e2, "other parameters are trained", approximate=True),
         "another": Bound(1.0, 1e2, "it is another model", approximate=True),
         "documents": Bound(1.0, 1.0, "no token sees the documents before its own", approximate=True),
