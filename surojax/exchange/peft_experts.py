@@ -24,12 +24,15 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.tree import leaves
 
 from surojax.errors import ConfigError
 from surojax.exchange import experts
 from surojax.exchange.experts import DOWN, HALVES, Part, joined
 from surojax.families.family import BY_EXPERT, ExpertFiles
 from surojax.models.lora import TARGETS, Lora
+from surojax.models.model import Model
+from surojax.placement.param import EXPERTS
 
 MODULE = "mlp.experts"
 TOGETHER = "gate_up_proj"
@@ -107,6 +110,17 @@ def _is_of_both(pattern: str) -> bool:
     """True for a pattern of ranks that means gate_up_proj, as PEFT and this module spell it."""
     name = pattern.removeprefix(r".*\.").replace(r"\.", ".")
     return re.fullmatch(rf"(mlp\.)?(experts\.)?{TOGETHER}", name) is not None
+
+
+def check_module(model: Model, files: ExpertFiles) -> None:
+    """Raises ConfigError for adapters of experts that PEFT would look for in a module of another name."""
+    if files.module != MODULE and any(
+        p.adapter and EXPERTS in p.axes for s in model.segments for p in leaves(s.params)
+    ):
+        raise ConfigError(
+            "lora_target_modules: expected names of the attention, since the experts of this model are "
+            f"{files.module} to PEFT and only adapters of {MODULE} are written, got some of experts; leave those out"
+        )
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

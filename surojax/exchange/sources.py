@@ -11,7 +11,7 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange import gguf, hub, peft
+from surojax.exchange import gguf, hub, peft, peft_experts
 from surojax.exchange.base import check_format
 from surojax.exchange.huggingface import model_fields, read_config, read_whole_config
 from surojax.exchange.merge import Merged
@@ -134,6 +134,7 @@ def open_weights(c: Any, model: Model) -> Tensors | None:
         return None
     weights = tensors_of(locate(c.model_path, weights=True))
     check_tensors(weights, model)
+    peft_experts.check_module(model, naming(c).expert_files)
     if frozen := chosen(c):
         check_format(weights, model, frozen)
     if c.lora_base_adapter:

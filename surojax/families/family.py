@@ -117,6 +117,7 @@ class ExpertFiles(NamedTuple):
 
     only: files have no others; else each expert may have its own tensors, and is written so unless `convert` is asked.
     transposed: matrices are [experts, in, out]. interleaved: outputs of gate and up alternate; else gate's come first.
+    module: that has them in transformers 5, by which PEFT names their adapters.
     """
 
     gate_up: str = EXPERTS + "gate_up_proj"
@@ -124,6 +125,7 @@ class ExpertFiles(NamedTuple):
     only: bool = False
     transposed: bool = False
     interleaved: bool = False
+    module: str = EXPERTS.removesuffix(".")
 
 
 BY_EXPERT = ExpertFiles()

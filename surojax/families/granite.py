@@ -42,5 +42,7 @@ GRANITE_MOE = ModelFamily(
     read=_read,
     write=_write,
     tensors=EXPERT_TENSOR_NAMES | {"mlp.router": LAYER + MOE + "router.layer.weight"},
-    expert_files=ExpertFiles(MOE + "input_linear.weight", MOE + "output_linear.weight", only=True),
+    expert_files=ExpertFiles(
+        MOE + "input_linear.weight", MOE + "output_linear.weight", only=True, module=MOE + "experts"
+    ),
 )
