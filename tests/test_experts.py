@@ -5,6 +5,7 @@ trainers made without an error, each made here in our source, with the test that
 """
 
 import dataclasses
+import inspect
 import json
 import tempfile
 from pathlib import Path
@@ -29,7 +30,7 @@ from surojax.config.checks import check
 from surojax.exchange import config_json, sources
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, named, stacks
-from surojax.models import decoder, experts, grouped
+from surojax.models import decoder, experts, grouped, operations
 from surojax.models.experts import RouterLosses, RouterStatistics
 from surojax.models.grouped import blocks_of, number_of_blocks, rows_of_block, sum_of_experts
 from surojax.models.model import Compute, Recompute
@@ -703,6 +704,62 @@ def test_a_mistake_is_noticed(remade, mistake):
     remade(*MISTAKES[mistake])
     with pytest.raises((AssertionError, TypeError)):
         check_equal_to_transformers(REFERENCE_NOTICES, reference_params(REFERENCE_NOTICES))
+
+
+def without(name: str, value: float = 0.0):
+    """Parameters of which one of every layer is this number."""
+    part, leaf = name.split(".")
+
+    def changed(params):
+        of_part = params["blocks"][part]
+        with_number = of_part | {leaf: jnp.full_like(of_part[leaf], value)}
+        return params | {"blocks": params["blocks"] | {part: with_number}}
+
+    return changed
+
+
+def exchanged(params):
+    """Gate and up as they are if the tensor of both had gate before up."""
+    mlp = params["blocks"]["mlp"]
+    both = jnp.stack([mlp["w_gate"], mlp["w_up"]], axis=3).reshape(*mlp["w_gate"].shape[:2], -1, mlp["w_gate"].shape[3])
+    gate, up = jnp.split(both, 2, axis=2)
+    return params | {"blocks": params["blocks"] | {"mlp": mlp | {"w_gate": gate, "w_up": up}}}
+
+
+# What is computed in place of clamped_swiglu, or the parameters that are computed with.
+GPT_OSS_MISTAKES = {
+    "no limit of the gate": lambda gate, up: (jnp.clip(up, -7, 7) + 1) * gate * jax.nn.sigmoid(1.702 * gate),
+    "no limit of up": lambda gate, up: (up + 1) * jnp.minimum(gate, 7) * jax.nn.sigmoid(1.702 * jnp.minimum(gate, 7)),
+    "a gate like silu": lambda gate, up: (jnp.clip(up, -7, 7) + 1) * jax.nn.silu(jnp.minimum(gate, 7)),
+    "up without 1": lambda gate, up: jnp.clip(up, -7, 7) * operations.clamped_swiglu(gate, jnp.zeros_like(up)),
+    "gate before up in files": exchanged,
+    "no sinks": without("attention.sinks", -1e30),
+    "no bias of the output": without("attention.bo"),
+    "no bias of the router": without("mlp.b_router"),
+    "no bias of gate": without("mlp.b_gate"),
+    "no bias of the last product": without("mlp.b_down"),
+}
+
+
+@pytest.mark.full
+def test_a_mistake_with_gpt_oss_is_noticed(tmp_path, monkeypatch):
+    """Each moves logits by far more than the comparison with transformers allows, and none does not."""
+    tensors = Weights(written(tmp_path / "model", "gpt_oss", stored("gpt_oss", "weight")))
+    config = config_of("gpt_oss")
+    params = stacks(tensors, decoder.build(config), "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: decoder.Decoder(config, rngs=nnx.Rngs(0))))
+    wanted = REFERENCE["gpt_oss/logits"]
+    close(nnx.merge(graph, params)(REFERENCE["gpt_oss/tokens"]), wanted, "logits")
+    for name, mistake in GPT_OSS_MISTAKES.items():
+        changed = params
+        with monkeypatch.context() as patch:
+            if "gate" in inspect.signature(mistake).parameters:
+                patch.setitem(operations.ACTIVATIONS, "clamped_swiglu", mistake)
+            else:
+                changed = mistake(params)
+            jax.clear_caches()
+            found = nnx.merge(graph, changed)(REFERENCE["gpt_oss/tokens"])
+        assert np.abs(found - wanted).max() > 1e-2 * np.abs(wanted).max(), name
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------

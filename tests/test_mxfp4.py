@@ -117,20 +117,19 @@ def test_gpt_oss_is_read_as_it_is_stored(tmp_path):
     for name, matrix in wanted.items():
         assert weights.format_of(f"{OF_LAYER}{name}.weight") == "mxfp4"
         np.testing.assert_array_equal(weights.read(f"{OF_LAYER}{name}.weight").astype(np.float32), matrix)
-    for devices, more in ((1, {}), (4, {"zero_level": 3})):
-        c = config(folder, **LORA, qlora_mxfp4=True, **more)
-        run = from_config(c, make_mesh(jax.devices()[:devices]), total_steps=1)
-        opened = open_weights(c, run.model)
-        assert opened is not None
-        check_tensors(opened, run.model)
-        assert described_format(opened, run.model, "mxfp4") == ", in mxfp4 as it is stored"
-        found = jax.device_get(run.load_state(*readers(opened, run.coded)).weights["blocks"])
-        assert found["attention"]["wq"].dtype == np.float32  # in 16 bits where models are
-        blocks, scales = (tensors[f"{OF_LAYER}gate_up_proj_{part}"] for part in ("blocks", "scales"))
-        blocks = blocks.reshape(EXPERTS, 2 * F, -1)
-        np.testing.assert_array_equal(found["mlp"]["w_up"].codes[1], blocks[:, 1::2])
-        np.testing.assert_array_equal(found["mlp"]["w_gate"].scales[1], scales[:, ::2])
-        np.testing.assert_array_equal(base_formats.dequantise(found["mlp"]["w_down"], "float32")[1], down)
+    c = config(folder, **LORA, qlora_mxfp4=True, zero_level=3)
+    run = from_config(c, make_mesh(jax.devices()[:4]), total_steps=1)
+    opened = open_weights(c, run.model)
+    assert opened is not None
+    check_tensors(opened, run.model)
+    assert described_format(opened, run.model, "mxfp4") == ", in mxfp4 as it is stored"
+    found = jax.device_get(run.load_state(*readers(opened, run.coded)).weights["blocks"])
+    assert found["attention"]["wq"].dtype == np.float32  # in 16 bits where models are
+    blocks, scales = (tensors[f"{OF_LAYER}gate_up_proj_{part}"] for part in ("blocks", "scales"))
+    blocks = blocks.reshape(EXPERTS, 2 * F, -1)
+    np.testing.assert_array_equal(found["mlp"]["w_up"].codes[1], blocks[:, 1::2])
+    np.testing.assert_array_equal(found["mlp"]["w_gate"].scales[1], scales[:, ::2])
+    np.testing.assert_array_equal(base_formats.dequantise(found["mlp"]["w_down"], "float32")[1], down)
     frozen = InBaseFormat(weights, run.model, "mxfp4", "float32")
     for name in ("model.layers.0.self_attn.q_proj.weight", f"{OF_LAYER}up_proj.weight"):
         np.testing.assert_array_equal(frozen.read(name), weights.read(name).astype(np.float32))
