@@ -657,7 +657,7 @@ MISTAKES = {
         "h_RF.astype(jnp.float32) * weight_R[:, None]",
         "h_RF.astype(jnp.float32) * jax.lax.stop_gradient(weight_R[:, None])",
     ),
-    "the least likely experts": (experts, "jax.lax.stop_gradient(logits_BSE)", "jax.lax.stop_gradient(-logits_BSE)"),
+    "the least likely experts": (experts, "jax.lax.stop_gradient(ranked_BSE)", "jax.lax.stop_gradient(-ranked_BSE)"),
     "rows of an expert begin where the last one's end": (grouped, "-(-counts_E // R) * R", "counts_E"),
     "a gradient goes on into the next expert": (grouped, "continues = expert == before", "continues = True"),
     "one row too few": (grouped, "return (choices + chosen * (rows - 1)) // rows", "return -(-choices // rows)"),

@@ -24,8 +24,10 @@ from surojax.families.registry import FAMILIES
 from surojax.models.decoder import DecoderConfig
 from surojax.placement.mesh import make_mesh
 
-with np.load(Path(__file__).parent / "fixtures" / "experts_reference.npz") as arrays:
-    DEFAULTS = json.loads(str(REFERENCE["defaults.json"])) | json.loads(str(arrays["defaults.json"]))
+DEFAULTS = json.loads(str(REFERENCE["defaults.json"]))
+for name in ("experts", "glm"):
+    with np.load(Path(__file__).parent / "fixtures" / f"{name}_reference.npz") as arrays:
+        DEFAULTS |= json.loads(str(arrays["defaults.json"]))
 # transformers ignores partial_rotary's factor for our families; models with an image encoder are in test_parts.py.
 CASES = [case for case in ALL_CASES if case != "partial_rotary" and not case.endswith("_images")]
 

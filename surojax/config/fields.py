@@ -33,6 +33,7 @@ from surojax.declared import (
 )
 from surojax.families.registry import ARCHITECTURES
 from surojax.models.attention import IMPLEMENTATIONS
+from surojax.models.experts import SCORING
 from surojax.models.operations import ACTIVATIONS
 from surojax.models.rotary import ROPE_USES
 from surojax.numerics.recipes import BLOCK_SCALED_PRODUCTS, KERNELS
@@ -164,6 +165,14 @@ class ModelSettings:
     moe_intermediate_size: int = declare(0, AT_LEAST_0)
     # weights of the chosen experts are divided by their sum
     norm_topk_prob: bool = False
+    # what a router makes of its logits: "softmax", or "sigmoid" with a bias for the choice that is not trained
+    scoring_func: str = declare("softmax", choices=SCORING)
+    # weights of the chosen experts are multiplied by this
+    routed_scaling_factor: float = declare(1.0, POSITIVE)
+    # experts that every token uses, as one MLP of so many times moe_intermediate_size
+    n_shared_experts: int = declare(0, AT_LEAST_0)
+    # first layers with one MLP of intermediate_size instead of experts
+    first_k_dense_replace: int = declare(0, AT_LEAST_0)
     # biases on the router's logits and on the experts' products (gpt-oss)
     expert_bias: bool = False
     # decoder blocks

@@ -17,6 +17,7 @@ from surojax.exchange.naming import Naming
 from surojax.exchange.parts import in_whole
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import module
+from surojax.models.experts import SHARED
 from surojax.models.lora import ALL_LINEAR, SAVED, TARGETS, Lora
 from surojax.models.model import Model
 from surojax.placement.param import Kind
@@ -143,6 +144,12 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lor
     targets = of_experts.targets
     if names or not targets:
         targets = (*_targets(file, names, model, naming, is_expression=isinstance(target_modules, str)), *targets)
+    of_mlps = [target for target in targets if not target.startswith("attention.")]
+    if of_mlps and any(SHARED in segment.params["mlp"] for segment in model.segments):
+        raise ConfigError(
+            f"adapter: {file}: target_modules: expected those of the attention in a model with shared experts, got "
+            f"{of_mlps[0]}, for which it is not built; give another adapter"
+        )
     lora = Lora(
         rank=rank,
         alpha=float(alpha),

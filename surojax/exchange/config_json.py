@@ -74,7 +74,7 @@ def normal(fields: dict[str, Any]) -> dict[str, Any]:
     complete = default_config().model.to_dict() | fields
     channels = complete["head_dim"] or complete["hidden_size"] // complete["num_attention_heads"]
     filled = {"head_dim": channels, "query_pre_attn_scalar": complete["query_pre_attn_scalar"] or channels}
-    if complete["num_experts"]:  # every layer has them, so there is one width
+    if complete["num_experts"] and not complete["first_k_dense_replace"]:  # all layers have them: there is one width
         width = complete["moe_intermediate_size"] or complete["intermediate_size"]
         filled |= {"intermediate_size": width, "moe_intermediate_size": width}
     return complete | filled

@@ -18,7 +18,7 @@ from surojax.exchange import bitsandbytes, parts, stored_mxfp4
 from surojax.exchange.experts import of_each, parts_in
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import float8_block_size, read_config, read_whole_config
-from surojax.exchange.naming import naming_of
+from surojax.exchange.naming import is_of_further_layers, naming_of
 from surojax.exchange.shards import Shard
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.registry import tensor_names
@@ -60,7 +60,8 @@ class Weights:
     Matrices that bitsandbytes stored in NF4, and experts in MXFP4, are dequantised too. `read_coded` reads all of them
     as they are.
 
-    Of a model of several parts they are those of its language model, and `left_aside` has the names of the others.
+    Of a model of several parts they are those of its language model, and `left_aside` has the names of the others, and
+    those of layers that predict further tokens.
 
     Raises ConfigError if a file of the index is missing or damaged, if a tensor or its scales are not there, and if a
     tensor is stored as integers. Reading a tensor raises it if one of its numbers or scales is NaN or infinite.
@@ -69,8 +70,13 @@ class Weights:
     def __init__(self, folder: str | Path):
         self.path = expanded(folder)
         files = self._files()
-        naming = naming_of(read_whole_config(self.path))
-        text_names = [name for name in files if not (naming.in_whole and parts.is_of_images(name))]
+        config = read_whole_config(self.path)
+        naming = naming_of(config)
+        text_names = [
+            name
+            for name in files
+            if not (naming.in_whole and parts.is_of_images(name)) and not is_of_further_layers(name, config)
+        ]
         self._stored_as = {naming.ours(name): name for name in text_names}
         self.left_aside: list[str] = sorted(files.keys() - set(self._stored_as.values()))
         shards = {name: self._open(name) for name in sorted({files[name] for name in self._stored_as.values()})}

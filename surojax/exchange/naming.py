@@ -4,6 +4,7 @@ Everywhere else tensors have the names of `model_tensors.tensor_name`, which mos
 family may have others, and a model of several parts (parts.py) has them under a prefix.
 """
 
+import re
 from typing import Any, NamedTuple
 
 from surojax.exchange import experts, parts
@@ -41,6 +42,20 @@ class Naming(NamedTuple):
     def _ours(self):
         assert self.family is not None
         return tensor_names(self.family.tensors.keys())
+
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def is_of_further_layers(name: str, config: dict[str, Any]) -> bool:
+    """True for a tensor of a layer behind the last one, which predicts further tokens. config: config.json."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    number = LAYER.search(name)
+    if family is None or not family.further_layers or number is None:
+        return False
+    given = family.defaults | config
+    first = given["num_hidden_layers"]
+    return first <= int(number[1]) < first + (given[family.further_layers] or 0)
 
 
 def naming_of(config: dict[str, Any]) -> Naming:

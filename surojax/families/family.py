@@ -80,6 +80,14 @@ EXPERT_TENSOR_NAMES = TENSOR_NAMES | {
     "mlp.w_up": LAYER + EXPERTS + "up_proj.weight",
     "mlp.w_down": LAYER + EXPERTS + "down_proj.weight",
 }
+# Of routers with a bias for the choice, and of shared experts.
+SHARED = LAYER + "mlp.shared_experts."
+SHARED_EXPERT_TENSOR_NAMES = EXPERT_TENSOR_NAMES | {
+    "mlp.b_choice": LAYER + "mlp.gate.e_score_correction_bias",
+    "mlp.shared.w_gate": SHARED + "gate_proj.weight",
+    "mlp.shared.w_up": SHARED + "up_proj.weight",
+    "mlp.shared.w_down": SHARED + "down_proj.weight",
+}
 GGUF_LAYER = "blk.{l}."
 GGUF_NAMES = {
     "embed": "token_embd.weight",
@@ -176,7 +184,8 @@ class ModelFamily:
     rotary embedding in the spellings of transformers 4 and 5.
 
     tensors: our names of tensors, and theirs in safetensors files. expert_files: how these have experts. gguf: None if
-    its GGUF files are not read.
+    its GGUF files are not read. further_layers: the key of config.json that counts layers behind the last one, which
+    predict further tokens; their tensors are left aside; "": there are none.
     """
 
     model_type: str
@@ -192,6 +201,7 @@ class ModelFamily:
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSOR_NAMES)
     expert_files: ExpertFiles = BY_EXPERT
     gguf: Gguf | None = None
+    further_layers: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Set
 
 from surojax.families.family import ImageTextFamily, ModelFamily
 from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
+from surojax.families.glm import GLM4_MOE
 from surojax.families.gpt_oss import GPT_OSS
 from surojax.families.granite import GRANITE_MOE
 from surojax.families.llama import LLAMA
@@ -30,6 +31,7 @@ FAMILIES: dict[str, ModelFamily] = {
         MIXTRAL,
         GPT_OSS,
         GRANITE_MOE,
+        GLM4_MOE,
     )
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {family.model_type: family for family in (GEMMA3_IMAGES, MISTRAL3)}

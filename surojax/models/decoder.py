@@ -22,7 +22,7 @@ from flax import nnx
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models import chunked, decoder_checks
-from surojax.models.experts import Experts, planned_statistics
+from surojax.models.experts import SHARED, Experts, planned_statistics
 from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
 from surojax.models.linear import linear
 from surojax.models.linear_fp8 import SITES, InFloat8
@@ -50,7 +50,8 @@ from surojax.numerics.quantize import Quantized, dequantise_all, is_quantized
 from surojax.numerics.recipes import Precision
 from surojax.placement.param import OUTER, Kind, part_of, trainable, with_part
 
-BLOCKS = "blocks"  # the one segment
+BLOCKS = "blocks"  # the segment
+DENSE = "dense"  # the one before it, if the first layers have no experts
 ATTENTION, MLP = 0, 4  # numbers of the first products of the inputs that norms make
 
 
@@ -75,8 +76,10 @@ class DecoderConfig:
 
     num_experts: of each MLP, see experts.py; 0: the MLP is one. num_experts_per_tok: that a token chooses.
     moe_intermediate_size: width of an expert; 0: intermediate_size. norm_topk_prob: the weights of the chosen ones add
-    up to 1. expert_bias: on the router's logits and the experts' products. lora: adapters, which are trained in place
-    of all else; None: there are none.
+    up to 1. scoring_func, routed_scaling_factor: see experts.py. n_shared_experts: that every token uses.
+    first_k_dense_replace: first layers whose MLP is one. expert_bias: on the router's logits and the experts' products.
+
+    lora: adapters, which are trained in place of all else; None: there are none.
     """
 
     vocab_size: int
@@ -113,6 +116,10 @@ class DecoderConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    scoring_func: str = "softmax"
+    routed_scaling_factor: float = 1.0
+    n_shared_experts: int = 0
+    first_k_dense_replace: int = 0
     expert_bias: bool = False
     initializer_range: float = 0.02
     lora: Lora | None = None
@@ -134,6 +141,15 @@ class DecoderConfig:
         L = self.num_hidden_layers
         return tuple(Variant(precision.enabled(l, L), window(l), rotary(l)) for l in range(L))
 
+    def segments(self) -> "dict[str, LayersOf]":
+        """The layers of each segment by its name; layers of a segment have the same parameters."""
+        dense = self.first_k_dense_replace
+        found = {BLOCKS: LayersOf(self, range(dense, self.num_hidden_layers))}
+        if not dense:
+            return found
+        without = {"num_experts": 0, "n_shared_experts": 0, "first_k_dense_replace": 0}
+        return {DENSE: LayersOf(dataclasses.replace(self, **without), range(dense))} | found
+
     def rotary(self, variant: Variant) -> tuple[float, RopeScaling]:
         """(base, `RopeScaling`) of a layer's rotary embedding."""
         fraction = self.rope_scaling.partial_rotary_factor
@@ -153,6 +169,13 @@ class DecoderConfig:
 def times(factor: float, x: jax.Array) -> jax.Array:
     """factor x; the same array if the factor is 1."""
     return x if factor == 1 else factor * x
+
+
+class LayersOf(NamedTuple):
+    """The layers of a segment: their options, and their numbers in the model."""
+
+    config: DecoderConfig
+    numbers: range
 
 
 def from_settings(settings: dict[str, Any]) -> DecoderConfig:
@@ -244,54 +267,63 @@ class Decoder(nnx.Module):
     """tokens `[B, S]` -> logits `[B, S, V]`: the plain model. starts: of documents, see `Operations`."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        @nnx.split_rngs(splits=config.num_hidden_layers)
-        @nnx.vmap(
-            axis_size=config.num_hidden_layers,
-            transform_metadata={nnx.PARTITION_NAME: "layers"},  # type: ignore[arg-type]
-        )
-        def stack(rngs):
-            return Block(config, rngs=rngs)
+        def stacked(config: DecoderConfig, layers: int) -> Block:
+            @nnx.split_rngs(splits=layers)
+            @nnx.vmap(
+                axis_size=layers,
+                transform_metadata={nnx.PARTITION_NAME: "layers"},  # type: ignore[arg-type]
+            )
+            def stack(rngs):
+                return Block(config, rngs=rngs)
+
+            return stack(rngs)
 
         self.config = config
         self.outer = Outer(config, rngs=rngs)
-        self.blocks = stack(rngs)
+        for name, layers in config.segments().items():
+            setattr(self, name, stacked(layers.config, len(layers.numbers)))
 
     def __call__(
         self, tokens_BS: jax.Array, starts_BS: jax.Array | None = None, *, recompute_block: bool = False
     ) -> jax.Array:
-        variants = self.config.variants(DEFAULT.precision)
-        graph, weights = nnx.split(self.blocks)
-
-        def block(x_BSD, w, variant: Variant):
+        def block(x_BSD, w, variant: Variant, graph):
             return nnx.merge(graph, w)(x_BSD, Operations(variant=variant, starts=starts_BS))[0], None
 
-        def layer(variant: Variant) -> Callable:
-            with_variant = functools.partial(block, variant=variant)
+        def layer(variant: Variant, graph) -> Callable:
+            with_variant = functools.partial(block, variant=variant, graph=graph)
             return jax.checkpoint(with_variant) if recompute_block else with_variant
 
         c = self.config
         x_BSD = self.outer.embed[...][tokens_BS]
         x_BSD = times(c.embedding_scale, x_BSD)
-        if len(set(variants)) == 1:
-            x_BSD, _ = jax.lax.scan(layer(variants[0]), x_BSD, weights)
-        else:
-            for l, variant in enumerate(variants):
-                x_BSD, _ = layer(variant)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
+        for name, layers in c.segments().items():
+            graph, weights = nnx.split(getattr(self, name))
+            variants = [c.variants(DEFAULT.precision)[l] for l in layers.numbers]
+            if len(set(variants)) == 1:
+                x_BSD, _ = jax.lax.scan(layer(variants[0], graph), x_BSD, weights)
+            else:
+                for l, variant in enumerate(variants):
+                    x_BSD, _ = layer(variant, graph)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
         x_BSD = Operations().norm(x_BSD, self.outer.norm[...], c.rms_norm_eps, c.norm_plus_one)
         x_BSD = times(1 / c.logits_scaling, x_BSD)
         logits_BSV = linear(x_BSD, (self.outer.embed if c.tie_word_embeddings else self.outer.head)[...])
         return softcapped(logits_BSV, c.final_logit_softcapping) if c.final_logit_softcapping else logits_BSV
 
 
-def init_layer(config: DecoderConfig, seed: int | jax.Array, l: int | jax.Array, block: type[Block] = Block) -> dict:
-    """Random float32 parameters of layer l, drawn alone; l may be traced, so that a loop can build layer after layer.
+def init_layer(
+    config: DecoderConfig, segment: str, seed: int | jax.Array, l: int | jax.Array, block: type[Block] = Block
+) -> dict:
+    """Random float32 parameters of layer l of a segment, drawn alone; l may be traced, so that a loop can build layer
+    after layer.
 
     They are those that `Decoder` with `nnx.Rngs(jax.random.key(seed))` has: the stream's next key after the draws of
-    `Outer`, one for each of its arrays, split into one key for each layer.
+    `Outer`, one for each of its arrays, and of the segments before, split into one key for each layer.
     """
-    draws = len(jax.tree.leaves(jax.eval_shape(lambda: init_outer(config, 0))))
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), draws), config.num_hidden_layers)
-    return _arrays(block(config, rngs=nnx.Rngs(keys[l])))
+    segments = config.segments()
+    draws = len(jax.tree.leaves(jax.eval_shape(lambda: init_outer(config, 0)))) + list(segments).index(segment)
+    layers = segments[segment]
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), draws), len(layers.numbers))
+    return _arrays(block(layers.config, rngs=nnx.Rngs(keys[l])))
 
 
 def init_outer(config: DecoderConfig, seed: int | jax.Array) -> dict:
@@ -312,10 +344,10 @@ def build(config: DecoderConfig, compute: Compute = DEFAULT, block: type[Block] 
 
 
 class Declared(NamedTuple):
-    """Declarations that are equal for every `Compute`.
+    """Declarations of a segment that are equal for every `Compute`.
 
-    params: by section. graph: of a block. products: the number of the product that each of its parameters feeds, or
-    None.
+    params: by section, of all segments. graph: of a block. products: the number of the product that each of its
+    parameters feeds, or None.
     """
 
     params: dict
@@ -324,23 +356,27 @@ class Declared(NamedTuple):
 
 
 @functools.cache
-def _declared(config: DecoderConfig, block_type: type[Block]) -> Declared:
+def _declared(config: DecoderConfig, block_type: type[Block]) -> dict[str, Declared]:
     """Builds abstract modules of these sizes, and collects what they declare."""
 
-    def abstract(module) -> Any:
+    def abstract(module, config: DecoderConfig) -> Any:
         return nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
 
     def number(variable) -> int | None:
         return variable.get_metadata("product")
 
-    block = abstract(block_type)
-    params = frozen(collect_params({BLOCKS: block, OUTER: abstract(Outer)}), config.lora)
-    return Declared(params, nnx.graphdef(block), nnx.to_pure_dict(nnx.state(block, nnx.Param), extract_fn=number))
+    def products(block) -> dict:
+        return nnx.to_pure_dict(nnx.state(block, nnx.Param), extract_fn=number)
+
+    blocks = {name: abstract(block_type, layers.config) for name, layers in config.segments().items()}
+    params = frozen(collect_params(blocks | {OUTER: abstract(Outer, config)}), config.lora)
+    return {name: Declared(params, nnx.graphdef(block), products(block)) for name, block in blocks.items()}
 
 
 @functools.cache
 def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> Model:
-    params, graph, products = _declared(config, block_type)
+    declared = _declared(config, block_type)
+    params = declared[BLOCKS].params
     head = "embed" if config.tie_word_embeddings else "head"
     # For sampling: a token at a time leaves the kernels' threads nothing to share.
     by_xla = Compute(attention="xla")
@@ -353,43 +389,12 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
         z = linear(normed(by_xla, outer, x), outer[head]).astype(jnp.float32)
         return softcapped(z, config.final_logit_softcapping) if config.final_logit_softcapping else z
 
-    def cached_block(w, x_BSD, cache: Cache, variant: Variant):
-        starts_BS = None if cache.first is None else jnp.broadcast_to(cache.first[:, None], x_BSD.shape[:2])
-        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant, starts=starts_BS), cache)[:2]
-
-    trained = trainable(params[BLOCKS])
-
-    def with_new_adapters(base, seed, l, numbers):
-        return with_adapters(base, part_of(init_layer(config, seed, l, block_type), trained), numbers)
-
-    block, block_forward, block_backward = _block_functions(config, compute, graph, products, trained)
-    segment = Segment(
-        name=BLOCKS,
-        start=0,
-        params=params[BLOCKS],
-        variants=config.variants(compute.precision),
-        heads=Heads(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            softcapped=config.attn_logit_softcapping > 0,
-            sinks=config.attention_sinks,
-        ),
-        init=functools.partial(init_layer, config, block=block_type),
-        block=block,
-        block_forward=block_forward,
-        block_backward=block_backward,
-        cached_block=cached_block,
-        # A block of one's own may do anything with them.
-        last_products=() if config.sandwich_norms or block_type is not Block else (params[BLOCKS]["mlp"]["w_down"],),
-        with_adapters=with_new_adapters if config.lora else None,
-        statistics=planned_statistics(config.num_experts) if config.num_experts else None,
-    )
+    segments = (_segment(config, compute, name, of_segment, block_type) for name, of_segment in declared.items())
     return Model(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         compute=compute,
-        segments=(segment,),
+        segments=tuple(segments),
         outer_params=params[OUTER],
         head=head,
         head_uses=("norm", head),
@@ -401,6 +406,50 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
         embedding_scale=config.embedding_scale,
         logit_softcap=config.final_logit_softcapping,
         draws=_draws(config, compute),
+    )
+
+
+def _segment(
+    config: DecoderConfig, compute: Compute, name: str, declared: Declared, block_type: type[Block]
+) -> Segment:
+    """A segment of the model with these sizes."""
+    params, graph = declared.params[name], declared.graph
+    of_layers, numbers = config.segments()[name]
+    by_xla = Compute(attention="xla")
+    trained = trainable(params)
+
+    def cached_block(w, x_BSD, cache: Cache, variant: Variant):
+        starts_BS = None if cache.first is None else jnp.broadcast_to(cache.first[:, None], x_BSD.shape[:2])
+        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant, starts=starts_BS), cache)[:2]
+
+    def with_new_adapters(base, seed, l, numbers):
+        return with_adapters(base, part_of(init_layer(config, name, seed, l, block_type), trained), numbers)
+
+    block, block_forward, block_backward = _block_functions(of_layers, compute, graph, declared.products, trained)
+    last_products = ()
+    if not config.sandwich_norms and block_type is Block:  # a block of one's own may do anything with them
+        mlp = params["mlp"]
+        last_products = (mlp["w_down"], *(mlp[key]["w_down"] for key in mlp if key == SHARED))
+    return Segment(
+        name=name,
+        start=numbers.start,
+        params=params,
+        variants=config.variants(compute.precision)[numbers.start : numbers.stop],
+        heads=Heads(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            softcapped=config.attn_logit_softcapping > 0,
+            sinks=config.attention_sinks,
+        ),
+        init=functools.partial(init_layer, config, name, block=block_type),
+        block=block,
+        block_forward=block_forward,
+        block_backward=block_backward,
+        cached_block=cached_block,
+        last_products=last_products,
+        with_adapters=with_new_adapters if config.lora else None,
+        statistics=planned_statistics(of_layers.num_experts) if of_layers.num_experts else None,
     )
 
 

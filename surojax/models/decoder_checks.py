@@ -6,6 +6,7 @@ from typing import Any
 
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
+from surojax.models.lora import OF_MLP, TARGETS
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals import (
     EXPERTS,
@@ -14,6 +15,7 @@ from surojax.refusals import (
     cudnn,
     each,
     fp8,
+    in_files,
     is_above,
     is_on,
     is_one_of,
@@ -69,6 +71,9 @@ def _check_experts(c) -> None:
     if m.num_experts:
         expected = f"1 to num_experts={m.num_experts}"
         need(1 <= chosen <= m.num_experts, "model.num_experts_per_tok", expected, chosen, "8 of 64 is usual")
+        expected = f"fewer than num_hidden_layers={m.num_hidden_layers}"
+        dense = m.first_k_dense_replace
+        need(dense < m.num_hidden_layers, "model.first_k_dense_replace", expected, dense, "set model.num_experts=0")
 
 
 def _check_rope(c, h: int) -> None:
@@ -125,13 +130,29 @@ router_losses = (
     is_set("router_aux_loss_coef", 0.01, IN_ONE_GROUP),
     is_set("router_z_loss_coef", 0.001, IN_ONE_GROUP),
 )
+OF_ATTENTION = TARGETS.keys() - OF_MLP.keys()
+sigmoid = is_set("model.scoring_func", "sigmoid", EXPERTS)
+shared = is_set("model.n_shared_experts", 1, EXPERTS)
+dense_first = is_set("model.first_k_dense_replace", 1, EXPERTS)
 # Of experts, which a model without them does not read.
 OF_EXPERTS = (
     is_set("model.num_experts_per_tok", 2, EXPERTS),
     is_set("model.moe_intermediate_size", 64, EXPERTS),
     is_on("model.norm_topk_prob", **EXPERTS),
     is_on("model.expert_bias", **EXPERTS),
+    sigmoid,
+    is_set("model.routed_scaling_factor", 2.5, EXPERTS),
+    shared,
+    dense_first,
     *router_losses,
+)
+mlp_adapters = Feature(
+    "lora_target_modules beyond the attention",
+    ("lora_target_modules", "lora"),
+    lambda s, _: s["lora"] and not {name.strip() for name in s["lora_target_modules"].split(",")} <= OF_ATTENTION,
+    lambda s: f"with lora_target_modules={s['lora_target_modules']!r}",
+    f"names among {', '.join(sorted(OF_ATTENTION))}",
+    {"lora": True},
 )
 several_groups = Feature(
     "microbatches_per_fetch other than gradient_accumulation_steps",
@@ -154,6 +175,15 @@ REFUSALS = (
         Refusal(several_groups, loss, "which is of all tokens of a step", "set it to gradient_accumulation_steps")
         for loss in router_losses
     ),
+    *(
+        Refusal(mlp_adapters, of_mlps, "with which it is not built", "name those of the attention")
+        for of_mlps in (shared, dense_first)
+    ),
+    Refusal(router_losses[1], sigmoid, "which has no softmax", "leave it out"),
+    Refusal(is_set("master_dtype", "bfloat16"), sigmoid, "whose bias of the choice is float32", "set it to 'float32'"),
+    Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
+    Refusal(dense_first, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
+    Refusal(dense_first, in_files, "whose files have records of equal size", "set that to true or false"),
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),
     Refusal(whole_norm, is_on("model.norm_plus_one"), "with which it is not built", "leave one of them out"),

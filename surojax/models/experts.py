@@ -2,8 +2,12 @@
 
     logits  = x r^T                         r [E, D], the products' results in float32
     chosen  = the k largest                 ties: the expert with the lower number
-    weight  = softmax(logits) of the chosen, divided by their sum with `norm_topk_prob`
+    weight  = softmax(logits) of the chosen, divided by their sum with `norm_topk_prob`, x `routed_scaling_factor`
     y       = sum over the chosen of weight (silu(x Wg^T) * x Wu^T) Wd^T
+
+With `scoring_func` "sigmoid" the weight is of sigmoid(logits), and the k largest of sigmoid(logits) + bias are chosen
+(DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16). That bias decides and weighs nothing, so it has no gradient; no update
+changes it. Shared experts are one more MLP, which every token uses, beside the sum.
 
 Every choice is computed (grouped.py). Each device routes its own tokens; in a tensor-parallel group, which divides the
 experts' width, the choices are gathered with the activations.
@@ -30,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models.grouped import blocks_of, sum_of_experts
-from surojax.models.layers import ADAPTER, parameter, vector
+from surojax.models.layers import ADAPTER, SwiGLU, parameter, vector
 from surojax.models.linear import router_product
 from surojax.models.lora import low_rank
 from surojax.models.model import ROUTES, Routed, Routing
@@ -39,11 +43,15 @@ from surojax.models.recompute import DECIDED, recomputed
 from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
 from surojax.placement.param import EXPERTS, Kind
 
+SCORING = ("softmax", SIGMOID := "sigmoid")
+SHARED = "shared"  # the module of shared experts
+
 
 class RouterStatistics(NamedTuple):
     """Sums over tokens, float32.
 
-    chosen_E: how many tokens chose each expert. probability_E: of each expert's probability before the choice.
+    chosen_E: how many tokens chose each expert. probability_E: of each expert's probability before the choice, which is
+    its part of the sum of all scores if these are sigmoids (DeepSeek-V3, eq. 19).
     squared_logsumexp: of the squared logarithm of the softmax' denominator.
     """
 
@@ -90,6 +98,12 @@ class Experts(nnx.Module):
         normal = nnx.initializers.normal(c.initializer_range)
         out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
         self.config = c
+        if c.scoring_func == SIGMOID:
+            constant: Any = {"learning_rate_factor": 0.0, "dtype": "float32"}
+            self.b_choice = parameter(rngs, (E,), (EXPERTS,), nnx.initializers.zeros, Kind.VECTOR, **constant)
+        if c.n_shared_experts:
+            width = c.n_shared_experts * F
+            setattr(self, SHARED, SwiGLU(dataclasses.replace(c, intermediate_size=width), rngs=rngs))
         used: Any = {"used": c.num_experts_per_tok / E}
         self.router = parameter(rngs, (E, D), (EXPERTS, "embed"), normal, Kind.ROUTER)
         self.w_gate = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=4, **used)
@@ -115,6 +129,8 @@ class Experts(nnx.Module):
             mixed_BSD = reduce_scatter_sequence(mixed_BSD) if is_divided("mlp") else mixed_BSD
             if self.config.expert_bias:
                 mixed_BSD = mixed_BSD + mixed_biases(self.b_down[...], chosen_BSk, weights_BSk).astype(mixed_BSD.dtype)
+            if self.config.n_shared_experts:
+                mixed_BSD = mixed_BSD + getattr(self, SHARED)(y_BSD, ops)[0]
             return mixed_BSD, Routed(statistics, chosen_BSk)
 
         return recomputed(experts, norm is not None)(x_BSD)
@@ -125,17 +141,26 @@ class Experts(nnx.Module):
         logits_BSE = router_product(x_BSD, self.router[...])
         if c.expert_bias:
             logits_BSE = logits_BSE + self.b_router[...].astype(jnp.float32)[None, None]
-        probability_BSE = jax.nn.softmax(logits_BSE)
+        if c.scoring_func == SIGMOID:
+            score_BSE = jax.nn.sigmoid(logits_BSE)
+            ranked_BSE = score_BSE + self.b_choice[...].astype(jnp.float32)[None, None]
+            probability_BSE = score_BSE / jnp.sum(score_BSE, axis=-1, keepdims=True)
+        else:
+            score_BSE = probability_BSE = jax.nn.softmax(logits_BSE)
+            ranked_BSE = logits_BSE
         chosen_BSk = routing.decided
         if chosen_BSk is None:
-            _, chosen_BSk = jax.lax.top_k(jax.lax.stop_gradient(logits_BSE), c.num_experts_per_tok)
+            _, chosen_BSk = jax.lax.top_k(jax.lax.stop_gradient(ranked_BSE), c.num_experts_per_tok)
             chosen_BSk = chosen_BSk.astype(smallest_dtype(c.num_experts))
         chosen_BSk = checkpoint_name(chosen_BSk, DECIDED)
         # Not a gather, whose gradient would be added into place row by row.
         is_chosen_BSkE = jax.nn.one_hot(chosen_BSk, c.num_experts, dtype=bool)
-        weights_BSk = jnp.sum(jnp.where(is_chosen_BSkE, probability_BSE[..., None, :], 0), axis=-1)
+        weights_BSk = jnp.sum(jnp.where(is_chosen_BSkE, score_BSE[..., None, :], 0), axis=-1)
         if c.norm_topk_prob:
-            weights_BSk = weights_BSk / jnp.sum(weights_BSk, axis=-1, keepdims=True)
+            least = 1e-20 if c.scoring_func == SIGMOID else 0.0  # of a sum that may be 0
+            weights_BSk = weights_BSk / (jnp.sum(weights_BSk, axis=-1, keepdims=True) + least)
+        if c.routed_scaling_factor != 1:
+            weights_BSk = weights_BSk * c.routed_scaling_factor
         counted_BS1 = jnp.float32(1) if routing.counted is None else routing.counted.astype(jnp.float32)[..., None]
         squared_BS1 = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1, keepdims=True))
         statistics = RouterStatistics(

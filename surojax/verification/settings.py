@@ -60,6 +60,12 @@ EXPERTS: dict[str, Any] = {  # 5 on 4 GPUs: sharded over their width, see EVEN
     "model.norm_topk_prob": True,
 }
 EVEN: dict[str, Any] = EXPERTS | {"model.num_experts": 8}  # sharded over experts
+SHARED: dict[str, Any] = EXPERTS | {  # two segments of layers
+    "model.scoring_func": "sigmoid",
+    "model.routed_scaling_factor": 1.5,
+    "model.n_shared_experts": 1,
+    "model.first_k_dense_replace": 1,
+}
 EACH: dict[str, Any] = {"lora_target_modules": "q_proj,gate_proj,up_proj,down_proj"}  # of each expert
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
@@ -318,6 +324,11 @@ MIXTURES: tuple[Setting, ...] = (
     Setting("experts_even_qlora@4", EVEN | QLORA | ZERO3, 4, like="experts_even_lora", expect="nf4"),
     Setting("experts_even_lora", EVEN | LORA, like="experts_even", expect="adapters"),
     Setting("experts_qlora_fp4_tp_2x2", EXPERTS | QLORA_FP4 | ZERO3_TP, 4, like="experts_lora", expect="fp4"),
+    # With shared experts, behind a layer without experts.
+    Setting("experts_shared", SHARED, like="experts", expect="another"),
+    Setting("experts_shared_offload_all@4", SHARED | ZERO3 | ALL, 4, like="experts_shared", expect="order"),
+    Setting("experts_shared_tp_2x2", SHARED | ZERO3_TP | OVERLAPPED, 4, like="experts_shared", expect="order"),
+    Setting("experts_shared_chunks", SHARED | CHUNKS, like="experts_shared", expect="order"),
     # Adapters of the experts too.
     Setting("experts_adapted", EXPERTS | LORA | EACH, like="experts_lora", expect="adapters"),
     Setting("experts_adapted_tp_2x2", EXPERTS | LORA_OFFLOADS | ZERO3_TP | EACH, 4, "experts_adapted", "order"),

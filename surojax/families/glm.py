@@ -1,0 +1,73 @@
+"""GLM-4 MoE (GLM-4.5): sigmoid routers with a bias for the choice, shared experts, first layers without experts."""
+
+from typing import Any
+
+from surojax.families import rope_keys
+from surojax.families.family import LLAMA_DEFAULTS, SHARED_EXPERT_TENSOR_NAMES, SIZES, ModelFamily
+
+OF_EXPERTS = (
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "n_shared_experts",
+    "first_k_dense_replace",
+)
+PARTIAL = "partial_rotary_factor"
+# Experts in groups, of which a token may use some: of one group, all of it.
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+
+
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    rope = rope_keys.said(given)
+    own = rope.pop(PARTIAL, None)
+    said = given[PARTIAL] if own is None else own
+    without = {key: value for key, value in given.items() if key != PARTIAL}
+    fields = {"num_experts": given["n_routed_experts"], "qk_norm": given["use_qk_norm"]}
+    return fields | {"rope_partial_rotary_factor": float(said)} | rope_keys.rope_fields(without, rope)
+
+
+def _write(fields: dict[str, Any]) -> dict[str, Any]:
+    own = {
+        "head_dim": fields["head_dim"],
+        "attention_bias": fields["attention_bias"],
+        "use_qk_norm": fields["qk_norm"],
+        "n_routed_experts": fields["num_experts"],
+        PARTIAL: fields["rope_partial_rotary_factor"],
+        "num_nextn_predict_layers": 0,
+    }
+    return own | {name: fields[name] for name in OF_EXPERTS} | ONE_GROUP | rope_keys.write_rope(fields)
+
+
+GLM4_MOE = ModelFamily(
+    model_type="glm4_moe",
+    transformers_class="Glm4MoeForCausalLM",
+    defaults=LLAMA_DEFAULTS
+    | {
+        "vocab_size": 151552,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        PARTIAL: 0.5,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "output_router_logits": False,
+        "num_nextn_predict_layers": 1,
+    },
+    sizes=(*SIZES, *OF_EXPERTS, "attention_bias"),
+    required={"attention_bias": (False, True)} | {key: (value,) for key, value in ONE_GROUP.items()},
+    options={"scoring_func": "sigmoid"},
+    read=_read,
+    write=_write,
+    tensors=SHARED_EXPERT_TENSOR_NAMES,
+    further_layers="num_nextn_predict_layers",
+)
