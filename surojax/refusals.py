@@ -322,6 +322,7 @@ continued_text = _without(
 
 NOT_USED = "which does not use it"
 NOT_BUILT = "for which it is not built yet"
+OTHER_RECIPE = "leave it out, or use recipe='mxfp8' or 'bf16'"
 OUT = "leave it out"
 ONE_CHUNK = "leave it out, or set sequence_chunks=1"
 COPIES = "since XLA decides while a step runs which transfers are copies, and no GPU has shown what it does with those "
@@ -404,7 +405,8 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(optimizer_in_files, lora, "whose state is small", "set it to true or false"),
     Refusal(grads_in_files, lora, "whose gradients are small", "set it to true or false"),
     *each((dora, stages, chunks), dropout, NOT_BUILT, "leave it out, or set lora_dropout=0.0"),
-    *each((dora, dropout, in_nf4, in_fp8, in_nvfp4), fp8, NOT_BUILT, "leave it out, or use recipe='mxfp8' or 'bf16'"),
+    Refusal(dora, fp8, "whose matrices have rows of other lengths than its magnitudes begin as", OTHER_RECIPE),
+    Refusal(dropout, is_one_of("recipe", "fp8_hybrid"), NOT_BUILT, OTHER_RECIPE),
     Refusal(
         saved_modules,
         is_on("model.tie_word_embeddings"),

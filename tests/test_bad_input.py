@@ -148,7 +148,6 @@ def field_cases() -> list[tuple[str, str]]:
     attention=cudnn model_dtype=bfloat16 | attention: expected 'auto' or 'xla' on cpu, got 'cudnn'
     qlora_fp4=true              | qlora_fp4: expected False with lora=False, which does not use it, got True
     lora=true qlora_bnb=true qlora_fp8=true | qlora_fp8: expected False with qlora_bnb=True, since a matrix
-    lora=true qlora_fp8=true recipe=fp8_current | qlora_fp8: expected False with recipe='fp8_current', for which
     zero_level=0                | zero_level: expected one of 1, 2, 3, got 0
     zero_level=4                | zero_level: expected one of 1, 2, 3, got 4
     lmhead_chunks=7             | a divisor of per_device_batch_size x sequence_len = 2048, got 7; use 8

@@ -95,6 +95,7 @@ YARN = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=8)
 
 
 ADAPTERS = Lora(4, 8.0, target_names("all-linear"))
+DROPPED = dataclasses.replace(ADAPTERS, dropout=0.3)
 SOME = Lora(4, 8.0, target_names("k_proj,o_proj,up_proj"))
 
 
@@ -110,11 +111,12 @@ PARTS = Recompute(norm=True, swiglu=True, ffn=True, att=True)
 
 @pytest.mark.parametrize("options, variant, recompute", [
     ({}, Variant(), Recompute()), ({}, Variant(window=5), Recompute()), ({}, Variant(rotary="none"), Recompute()),
-    ({"lora": ADAPTERS}, Variant(), PARTS), (GEMMA, Variant(), Recompute(swiglu=True)),
+    ({"lora": DROPPED}, Variant(), PARTS), (GEMMA, Variant(), Recompute(swiglu=True)),
     pytest.param(OTHERS, Variant(), PARTS, marks=pytest.mark.full),
     pytest.param(GEMMA, Variant(), PARTS, marks=pytest.mark.full),
+    pytest.param({"lora": ADAPTERS}, Variant(), Recompute(), marks=pytest.mark.full),
     pytest.param({"lora": SOME}, Variant(), Recompute(), marks=pytest.mark.full),
-], ids=["yarn", "window", "no_rotary", "adapters", "gemma", "others", "parts", "few_adapters"])  # fmt: skip
+], ids=["yarn", "window", "no_rotary", "dropout", "gemma", "others", "parts", "adapters", "few_adapters"])  # fmt: skip
 def test_without_rounding_the_block_is_that_of_recipe_bf16(monkeypatch, options, variant, recompute):
     """Every cast left out, all is float32: each output and gradient agrees to the order of sums (1e-5 of the largest),
     where float8's own error would hide a wrong norm or bias."""
@@ -131,11 +133,13 @@ def test_without_rounding_the_block_is_that_of_recipe_bf16(monkeypatch, options,
     monkeypatch.setattr(linear_fp8, "quantize", exact)
     monkeypatch.setattr(linear_fp8, "scale_for", lambda absmax, dtype: jnp.float32(1))
 
+    seed = jnp.uint32(3) if base.lora == DROPPED else None
+
     def both(compute, w):
         (model,) = decoder.build(base, compute).segments
-        (y, _), saved = model.block_forward(w, x, None, variant)
-        dw, dx, _ = model.block_backward(w, saved, (dy, None), None, variant)
-        return y, model.block(w, x, None, variant)[0], dw, dx
+        (y, _), saved = model.block_forward(w, x, seed, variant)
+        dw, dx, _ = model.block_backward(w, saved, (dy, None), seed, variant)
+        return y, model.block(w, x, seed, variant)[0], dw, dx
 
     def with_scale(param, x):
         return Quantized(x, jnp.float32(1)) if param.kind is Kind.MATRIX else x

@@ -10,17 +10,19 @@ from surojax.models.lora import OF_MLP, TARGETS
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals import (
     EXPERTS,
+    FP8,
+    OUT,
     Feature,
     Refusal,
     cudnn,
     each,
-    fp8,
     in_files,
     is_above,
     is_on,
     is_one_of,
     is_set,
     no_experts,
+    persistent,
     stages,
 )
 
@@ -166,6 +168,14 @@ several_groups = Feature(
 )
 whole_norm = is_on("model.qk_norm_whole")
 sinks = is_on("model.attention_sinks")
+experts_in_fp8 = Feature(
+    "model.num_experts > 0 with recipe=fp8_hybrid or fp8_current",
+    ("model.num_experts", "recipe"),
+    lambda s, _: s["model.num_experts"] > 0 and s["recipe"] in FP8,
+    lambda s: f"with num_experts={s['model.num_experts']} and recipe={s['recipe']!r}",
+    "0",
+    EXPERTS | {"recipe": "fp8_current"},
+)
 OF_ROPE = dict.fromkeys(name for names in ROPE_USES.values() for name in names)
 REFUSALS = (
     *map(_unused_of_rope, OF_ROPE),
@@ -187,5 +197,5 @@ REFUSALS = (
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),
     Refusal(whole_norm, is_on("model.norm_plus_one"), "with which it is not built", "leave one of them out"),
-    Refusal(experts, fp8, "with which it is not built yet", "use recipe='mxfp8', 'nvfp4' or 'bf16'"),
+    Refusal(persistent, experts_in_fp8, "whose products quantise the matrices of one expert", OUT),
 )

@@ -36,6 +36,7 @@ from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models.grouped import blocks_of, sum_of_experts
 from surojax.models.layers import ADAPTER, SwiGLU, parameter, vector
 from surojax.models.linear import router_product
+from surojax.models.linear_fp8 import whole_input
 from surojax.models.lora import low_rank
 from surojax.models.model import ROUTES, Routed, Routing
 from surojax.models.operations import Operations, gated
@@ -122,7 +123,8 @@ class Experts(nnx.Module):
         """(the weighted sum of the chosen experts of x, or of norm(x), which is then recomputed; `Routed`)."""
 
         def experts(x_BSD):
-            y_BSD = norm(x_BSD) if norm else x_BSD
+            operand = norm(x_BSD) if norm else x_BSD
+            y_BSD = whole_input(operand)
             chosen_BSk, weights_BSk, statistics = self.route(y_BSD, routing)
             of_group = [all_gather_sequence(a) for a in (y_BSD, chosen_BSk.astype(jnp.int32), weights_BSk)]
             mixed_BSD = self.mix(*of_group, ops=ops)
@@ -130,7 +132,7 @@ class Experts(nnx.Module):
             if self.config.expert_bias:
                 mixed_BSD = mixed_BSD + mixed_biases(self.b_down[...], chosen_BSk, weights_BSk).astype(mixed_BSD.dtype)
             if self.config.n_shared_experts:
-                mixed_BSD = mixed_BSD + getattr(self, SHARED)(y_BSD, ops)[0]
+                mixed_BSD = mixed_BSD + getattr(self, SHARED)(operand, ops)[0]
             return mixed_BSD, Routed(statistics, chosen_BSk)
 
         return recomputed(experts, norm is not None)(x_BSD)

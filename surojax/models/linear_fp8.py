@@ -29,7 +29,7 @@ import jax
 from pallas_kernels import quantize, rms_norm, swiglu
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.numerics.fp8 import E4M3, E5M2, Sites, product, scale_for
-from surojax.numerics.quantize import Quantized
+from surojax.numerics.quantize import Quantized, largest_magnitude, quantise_whole
 from surojax.parallel.tensor import all_gather_bits, in_group, largest_of_group, reduce_scatter_sequence
 
 # The tensors of a block that are quantised: inputs of products, and gradients of the products' results, by the number
@@ -169,13 +169,43 @@ class How(NamedTuple):
     """Static arguments of `products`.
 
     by_rows: a tensor-parallel group divides the inputs, else the outputs. frozen: matrices have no gradients, so that
-    no operand is needed transposed. axes: the mesh axes that x varies over.
+    no operand is needed transposed. axes: the mesh axes that x varies over. parted: x, or with by_rows the result, is
+    this device's part of the sequences.
     """
 
     by_rows: bool
     frozen: bool
     implementation: Any
     axes: frozenset[str]
+    parted: bool = True
+
+    @property
+    def gathers_input(self) -> bool:
+        """True if x is gathered, and its gradient scattered."""
+        return self.parted and not self.by_rows
+
+    @property
+    def scatters_result(self) -> bool:
+        """True if results are scattered, and their gradients gathered."""
+        return self.parted and self.by_rows
+
+
+def product_with_expert(x: jax.Array, w: jax.Array, *, frozen: bool, implementation) -> jax.Array:
+    """x w^T: `[R, i]` -> `[R, o]`, of whole rows of one expert, whose matrix `[out, in]` is quantised here.
+
+    All scales are made of their tensors. If a tensor-parallel group divides the outputs or the inputs, so is the result
+    divided, or a term of it.
+    """
+    how = How(by_rows=False, frozen=frozen, implementation=implementation, axes=varying_axes(x), parted=False)
+    fixed = jax.lax.stop_gradient(w)
+    matrix = quantise_whole(fixed, E4M3, largest_of_group(largest_magnitude(fixed)))
+    (y,) = products(how, x[None], [matrix], [w], None)
+    return y[0]
+
+
+def whole_input(x: jax.Array | Operand) -> jax.Array:
+    """The input of products in the model's dtype."""
+    return x.x if isinstance(x, Operand) else x
 
 
 def products(
@@ -186,8 +216,8 @@ def products(
     wholes: the matrices in the model's dtype, whose gradients are those of the matrices. known: None: every scale is
     made of its tensor.
     """
-    operand = None if not isinstance(x, Operand) else x[1:]
-    x = x.x if isinstance(x, Operand) else x
+    operand = x[1:] if isinstance(x, Operand) else None
+    x = whole_input(x)
     wholes = tuple(mark_varying(w, how.axes) for w in wholes)
     scales, probes = (None, None) if known is None else known
     return _products(how, x, operand, tuple(matrices), wholes, scales, probes)
@@ -203,7 +233,7 @@ def _result(how: How, q: Quantized, w: Quantized, x: jax.Array) -> jax.Array:
     y_NO = product(q, w, x.dtype)
     y = y_NO.reshape(x.shape[0], -1, y_NO.shape[-1])
     # Devices that share a matrix have the same y, but gradients of their own.
-    return mark_varying(reduce_scatter_sequence(y) if how.by_rows else y, how.axes)
+    return mark_varying(reduce_scatter_sequence(y) if how.scatters_result else y, how.axes)
 
 
 def _input(how: How, x, operand, scales, *, transposed: bool) -> tuple[Quantized, Quantized | None, jax.Array | None]:
@@ -211,9 +241,9 @@ def _input(how: How, x, operand, scales, *, transposed: bool) -> tuple[Quantized
     transposed = transposed and not how.frozen
     if operand is None:
         known = None if scales is None else scales[0]
-        return _quantised(how, x, E4M3, known, gathers=not how.by_rows, transposed=transposed)
+        return _quantised(how, x, E4M3, known, gathers=how.gathers_input, transposed=transposed)
     values, scale, absmax = operand
-    q = _rows(values if how.by_rows else all_gather_bits(values), scale)
+    q = _rows(all_gather_bits(values) if how.gathers_input else values, scale)
     return q, _transposed(how, q) if transposed else None, absmax
 
 
@@ -256,12 +286,12 @@ def _products_backward(how: How, saved, cotangents):
     magnitudes = [absmax]
     for i, (w, dy) in enumerate(zip(matrices, cotangents, strict=True)):
         known = None if scales is None else scales[1 + i]
-        d, d_T, top = _quantised(how, dy, E5M2, known, gathers=how.by_rows, transposed=not how.frozen)
+        d, d_T, top = _quantised(how, dy, E5M2, known, gathers=how.scatters_result, transposed=not how.frozen)
         magnitudes.append(top)
         dws.append(None if d_T is None else mark_varying(product(d_T, x_T, dy.dtype), how.axes))
         dx_Ni = product(d, _transposed(how, w), dy.dtype, plus=dx_Ni)
     dx = dx_Ni.reshape(len(cotangents[0]), -1, dx_Ni.shape[-1])
-    dx = mark_varying(dx if how.by_rows else reduce_scatter_sequence(dx), how.axes)
+    dx = mark_varying(reduce_scatter_sequence(dx) if how.gathers_input else dx, how.axes)
     probes = None if absmax is None else tuple(mark_varying(top, how.axes) for top in magnitudes)
     return dx, None, None, tuple(dws), None, probes
 

@@ -23,7 +23,7 @@ from pallas_kernels.rope import rope as kernel_rope
 from surojax.models import linear_fp8
 from surojax.models.attention import attend, attend_in_context
 from surojax.models.linear import linear, recipe_product
-from surojax.models.linear_fp8 import InFloat8, Operand
+from surojax.models.linear_fp8 import InFloat8
 from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Variant
 from surojax.models.recompute import recomputed, save_inputs_only
 from surojax.models.rotary import RopeScaling, positions_of, rope, rope_angles, scale_by_position
@@ -132,6 +132,8 @@ class Operations:
 
     def product(self, x: jax.Array, w_oi: jax.Array, weight: nnx.Param) -> jax.Array:
         """x w^T in the recipe's numbers. w: one of several matrices of a parameter `weight`."""
+        if self.in_float8 is not None:
+            return linear_fp8.product_with_expert(x, w_oi, frozen=self.frozen, **self._kernel_options)
         axes = weight.get_metadata("out_sharding")[-2:]
         return self._product(x, w_oi, number=weight.get_metadata("product"), axes=axes)
 
@@ -176,12 +178,12 @@ class Operations:
         numbers = [projection.weight.get_metadata("product") for projection in projections]
         of_weights = [projection.weight.get_metadata("out_sharding") for projection in projections]
         *_, inputs = of_weights[0]
-        numbers_x = x.x if isinstance(x, Operand) else x
+        whole_x = linear_fp8.whole_input(x)
         how = linear_fp8.How(
             by_rows=is_divided(inputs),
             frozen=self.frozen,
             implementation=self.compute.precision.implementation,
-            axes=varying_axes(numbers_x),
+            axes=varying_axes(whole_x),
         )
         results = linear_fp8.products(
             how,
@@ -196,7 +198,7 @@ class Operations:
             y = summed_before_rounding(y, axes)
             if projection.adapter is not None:
                 of_product = inputs, self._seed_of(number), gathered
-                y = projection.adapter(numbers_x, projection.weight[...], y, *of_product)
+                y = projection.adapter(whole_x, projection.weight[...], y, *of_product)
             return y if projection.bias is None else y + projection.bias[...][None, None, :]
 
         return [whole(*of_one) for of_one in zip(results, projections, of_weights, numbers, strict=True)]

@@ -44,6 +44,11 @@ class Param:
     dtype: str = ""
     learning_rate_factor: float = 1.0
 
+    @property
+    def of_experts(self) -> bool:
+        """True for a matrix of each of several experts: products read them one by one."""
+        return self.kind is Kind.MATRIX and len(self.shape) > 2
+
 
 def trainable(params: dict) -> dict:
     """The `Param`s of a tree that are trainable; a branch without any is left out."""

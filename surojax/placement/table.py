@@ -104,6 +104,11 @@ class Placement:
         return any(getattr(self, name).home.in_file for name in BY_LAYER)
 
     @property
+    def quantises_shards(self) -> bool:
+        """True if matrices are quantised before they are gathered; codes of a base are when their layer begins."""
+        return bool(self.quants.dtype) and not self.base_format
+
+    @property
     def streams_weights(self) -> bool:
         """True if a layer's weights, or its quants, are copied in from host memory."""
         return self.weights.home.streamed or self.quants.home.streamed

@@ -192,7 +192,9 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     layers = layers_of(run, segment)
     compute = run.model.compute
     tensors = blocks(run, segment)
-    low = [t for t in tensors if engine.table.one_scale and t.is_matrix]  # fetched with a byte a number, and a scale
+    # Fetched with a byte a number, and a scale.
+    one_scale = engine.table.one_scale and engine.table.quantises_shards
+    low = [t for t in tensors if one_scale and t.is_matrix and not t.param.of_experts]
     fetched = sum(t.elements * (t.coded or t.itemsize) for t in tensors if t not in low)
     fetched += sum(t.elements + 4 for t in low)
     packed = engine.packed

@@ -164,7 +164,7 @@ def _gather(run: Assembly, part: LaneStage, matrices: int) -> StepCollective:
     fetches = part.row == "weights" and part.when == "arriving"
     if fetches:
         fetched = layers + (pipeline_stages(run.mesh) > 1)
-        dtype = run.engine.table.quants.dtype and "8 bits"
+        dtype = "8 bits" if run.engine.table.quantises_shards else ""
         tensors = [t for t in sizes.blocks(run) if t.weights.sharded_dim is not None]
         size = fetched / layers * sum(t.size * _number_bytes(run, t, t.weights, dtype) for t in tensors)
         return StepCollective(part, "all-gather", _axes_of_shards(run), _ring(run) * size, number=fetched)
@@ -238,7 +238,7 @@ def _tensor_parallel(run: Assembly, batch: BatchShape, segment: Segment) -> Iter
     A pass over a block gathers the inputs of attention and MLP and scatters their results; reverse mode scatters where
     the block gathers. A recomputed block does it again, except for a result that no gradient needs. With chunks it
     gathers the inputs of attention once more, for the keys and values of all chunks but the last. Recipes fp8_* gather
-    in 8 bits.
+    in 8 bits, but for the inputs of experts.
     """
     work = itemsize(run, "weights")
     k = sizes.layer_passes(run, batch.microbatches)
@@ -247,7 +247,7 @@ def _tensor_parallel(run: Assembly, batch: BatchShape, segment: Segment) -> Iter
     along = _joined(run, TENSOR)
     layers = sizes.layers_of(run, segment)
     in_recipe = layers * sum(variant.recipe_enabled for variant in segment.variants) / segment.num_layers
-    in_fp8 = run.model.precision.fp8 * in_recipe
+    in_fp8 = run.model.precision.fp8 * in_recipe * (0.5 if segment.statistics else 1)
     gathers_again, results_again = tensor_again(run, segment)
     for part, gathers, results in ("forward", 2, 2), ("again", gathers_again, results_again), ("backward", 2, 2):
         in_words = layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
@@ -377,7 +377,7 @@ def _number_bytes(run: Assembly, t: TensorOnGpu, layout: Layout, dtype: str = ""
     """
     if t.coded or t.param.dtype:
         return t.coded or t.itemsize
-    if not t.is_matrix or not dtype:
+    if not t.is_matrix or not dtype or (t.param.of_experts and run.engine.table.one_scale):
         return vectors or t.itemsize
     row = jax.NamedSharding(run.mesh, layout.stored).shard_shape(t.param.shape)[-1]
     return 1 + (0 if run.engine.table.one_scale else 4 / block_size(row))  # one scale per matrix is not gathered

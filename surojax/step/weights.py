@@ -17,6 +17,7 @@ from surojax.models.model import Segment, Variant, runs
 from surojax.numerics import base_formats
 from surojax.numerics.quantize import dequantise_all, largest_magnitude, quantise, quantise_whole
 from surojax.parallel import collectives
+from surojax.parallel.tensor import largest_of_group
 from surojax.placement.param import Kind, Param
 from surojax.placement.table import Placement
 from surojax.step.spec import Engine
@@ -44,7 +45,7 @@ class Gather(NamedTuple):
 
     def of_layer(self, w, variant: Variant):
         """A layer's weights as its products read them, from this device's shards as they rest."""
-        return self.to_compute_with(self.all_gather(self.to_gather(w, variant)))
+        return self.to_compute_with(self.all_gather(self.to_gather(w, variant)), variant)
 
     def copy_in(self, stack, l: jax.Array | int, variant: Variant):
         """This device's shards of layer l of a stack, in device memory, in the format of the all-gather."""
@@ -53,21 +54,31 @@ class Gather(NamedTuple):
     def to_gather(self, w, variant: Variant):
         """This device's shards of a layer's weights, quantised if the all-gather is in 8 bits.
 
-        Layers in which the recipe is disabled keep their weights in 16 bits if the recipe is in float8.
+        Layers in which the recipe is disabled keep their weights in 16 bits if the recipe is in float8. Codes of a base
+        are sent as they are.
         """
         table = self.table
-        if table.persistent_quants or not table.quants.dtype or (table.one_scale and not variant.recipe_enabled):
+        if table.persistent_quants or not (table.quantises_shards and self.in_8_bits(variant)):
             return w
         return quantised(self.params, w, table)
+
+    def in_8_bits(self, variant: Variant) -> bool:
+        """True if the matrices of a layer of this variant are quantised before products read them."""
+        table = self.table
+        return bool(table.quants.dtype) and (variant.recipe_enabled or not table.one_scale)
 
     def all_gather(self, shards):
         """A layer's weights, or Codeds of them, from the shards that `to_gather` returns."""
         w = collectives.all_gather(shards, self.layouts)
         return w if self.table.one_scale else dequantise_all(w, self.table.weights.dtype)
 
-    def to_compute_with(self, w):
+    def to_compute_with(self, w, variant: Variant):
         """A layer's weights, or codes of them, as its products read them."""
-        return base_formats.dequantise_all(w, self.table.weights.dtype)
+        table = self.table
+        numbers = base_formats.dequantise_all(w, table.weights.dtype)
+        if table.quantises_shards or not self.in_8_bits(variant):
+            return numbers
+        return quantise_with_one_scale(self.params, numbers, table.quants.dtype, largest_of_group)
 
 
 def quantised(params, w, table: Placement):
@@ -85,11 +96,16 @@ def quantised(params, w, table: Placement):
     return jax.tree.map(quantise_matrix, params, w)
 
 
-def quantise_with_one_scale(params, w, dtype):
-    """A layer's weights, or this device's shards of them, with every matrix as a `Quantized` with one scale."""
+def quantise_with_one_scale(params, w, dtype, largest_of: Callable = collectives.largest_of_shards):
+    """A layer's weights, or this device's shards of them, with every matrix as a `Quantized` with one scale.
+
+    Those of experts are unchanged: the product with one of them quantises it. largest_of: maxima over the devices that
+    have parts of the matrices.
+    """
     leaves, structure = jax.tree.flatten(w)
-    which = [i for i, param in enumerate(structure.flatten_up_to(params)) if param.kind is Kind.MATRIX]
-    absmax = collectives.largest_of_shards(jnp.stack([largest_magnitude(leaves[i]) for i in which]))
+    of_leaves = structure.flatten_up_to(params)
+    which = [i for i, param in enumerate(of_leaves) if param.kind is Kind.MATRIX and not param.of_experts]
+    absmax = largest_of(jnp.stack([largest_magnitude(leaves[i]) for i in which]))
     for i, largest in zip(which, absmax, strict=True):
         leaves[i] = quantise_whole(leaves[i], dtype, largest)
     return jax.tree.unflatten(structure, leaves)
@@ -151,10 +167,10 @@ class Fetch:
         l = layer.in_turn if self.on_device else layer.index  # XLA does not find linear what is behind a barrier
         copied = self.copy_in(l + self.stages * layer.step)
         if self.stages == 0:
-            return self.gather.to_compute_with(self.gather.all_gather(copied)), flight
+            return self.gather.to_compute_with(self.gather.all_gather(copied), layer.variant), flight
         w, *shards = flight.early
         arriving = (self.gather.all_gather(shards[0]), copied) if shards else (self.gather.all_gather(copied),)
-        return self.gather.to_compute_with(w), Flight(early=arriving)
+        return self.gather.to_compute_with(w, layer.variant), Flight(early=arriving)
 
     def layers_in_body(self, tokens: int, *, reverse: bool) -> int:
         """The number of layers in a loop's body: a multiple of the variants' period. tokens: of the pass.
