@@ -119,6 +119,7 @@ def without_expert(params: dict) -> dict:
     return with_part(params, {"blocks": {"mlp": {"router": router}, "mlp_norm": norm}, "outer": {"embed": embed}})
 
 
+@pytest.mark.full
 def test_gradients_follow_from_those_of_the_merged_matrices():
     """dL/da = scale b^T dL/dw and dL/db = scale dL/dw a^T, where w = base + scale b a; zeros for an unused expert."""
     of_two = {"num_hidden_layers": 2}
@@ -158,11 +159,7 @@ def test_gradients_follow_from_those_of_the_merged_matrices():
     "devices, placed",
     quick_at(
         [
-            (2, {"tp_size": 2}),
-            (4, {"tp_size": 2, "zero_level": 3}),
-            (2, {"pp_size": 2}),
-            (4, {"zero_level": 3, "offload_weights": True, "offload_residual": True, "offload_grads": True}),
-            (1, {"offload_optimizer": True, "recompute_block": False}),
+            (4, {"tp_size": 2, "zero_level": 3}),  # others are rows of verify
         ]
     ),
 )
