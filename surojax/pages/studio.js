@@ -46,24 +46,6 @@ function isRefusal(response) {
   return response.headers.get("Content-Type").startsWith("text/plain");
 }
 
-function element(name, text, className) {
-  const made = document.createElement(name);
-  made.textContent = text;
-  if (className) made.className = className;
-  return made;
-}
-
-function show(facts) {
-  const cards = facts.map((fact) => {
-    const card = document.createElement("div");
-    const value = element("b", fact.value);
-    value.dataset.exact = fact.exact;
-    card.append(element("span", fact.name, "faint"), value, element("span", fact.note, "faint"));
-    return card;
-  });
-  document.getElementById("facts").replaceChildren(...cards);
-}
-
 async function estimate() {
   history.replaceState(null, "", `#${query()}`);
   const text = await answer("estimate", "estimating ...");
