@@ -35,9 +35,9 @@ from surojax.placement.mesh import data_parallel, pipeline_stages, shards
 from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
 from surojax.refusals import about, refused
-from surojax.step import train_step as step
+from surojax.step import objectives, train_step as step
 from surojax.step.layer_gradients import Files, planned_files
-from surojax.step.objective import CrossEntropy, LossOfLogits, Objective
+from surojax.step.objective import CrossEntropy, LossOfLogits, Objective, OfSequences
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
@@ -191,7 +191,7 @@ def assemble(
     recompute_block: bool = True,
     lmhead_chunks: int = 1,
     z_loss: float = 0.0,
-    objective: Objective | None = None,
+    objective: Objective | OfSequences | None = None,
     auxiliary: Callable | None = None,
     packed: bool = False,
     microbatches_per_fetch: int = 1,
@@ -275,8 +275,7 @@ def from_config(
         mesh=mesh,
         recompute_block=c.recompute_block,
         lmhead_chunks=c.lmhead_chunks,
-        z_loss=c.z_loss,
-        objective=brought.objective,
+        objective=brought.objective or objectives.built(configs.flat(c)),
         auxiliary=_router_losses(c),
         packed=c.sample_packing,
         microbatches_per_fetch=c.gradient_accumulation_steps if table.by_layer else c.microbatches_per_fetch,
@@ -304,6 +303,11 @@ def updates_late(c: configs.Config, table: Placement) -> bool:
 
 def check_objective(c: configs.Config, engine: Engine) -> None:
     """Raises ConfigError if the objective that a caller brought does not go with a config."""
+    if c.objective != objectives.CROSS_ENTROPY:
+        raise ConfigError(
+            f"objective: expected {objectives.CROSS_ENTROPY!r} with an objective of your own, got {c.objective!r}; "
+            "leave it out"
+        )
     if c.z_loss:
         raise ConfigError(f"z_loss: expected 0 with an objective of your own, got {c.z_loss}; leave it out")
     if others := set(engine.objective.targets) - {"labels"}:

@@ -59,6 +59,7 @@ from surojax.step.state import TrainState
 from surojax.training.evaluation import early_stopping, evaluation_summary
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
+from surojax.training.reference import with_reference
 from surojax.training.report import budget, describe, peak_flops, predict, sample, write_page
 from surojax.training.safe import advised, mention_of_doctor, safe
 from surojax.training.setup import Setup, naming_rows, set_up
@@ -148,6 +149,8 @@ def train(
         if is_first():
             tracked = trackers.start(c.report_to, setup.output_dir, first_step=start.first_step, settings=flat(c))
         until_end.enter_context(tracked)
+
+        start = with_reference(c, run, setup, start)
 
         # -- Compile; a thread prepares the first batches meanwhile ---------------------------------------------------
         feed = Feed(batch_sharding(setup.mesh), start.batch_size)

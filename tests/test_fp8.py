@@ -293,7 +293,7 @@ def test_skipped_blocks_compute_as_recipe_bf16(name, skipped):
     other = loss(tokens_of(inputs), tokens_of(labels), jnp.array(flags[::-1]))
     evaluate = make_eval_step(small.engine, small.plan, small.mesh)
     sums = [evaluate(small.state.weights, *microbatch) for microbatch in zip(inputs, labels, strict=True)]
-    evaluated = sum(float(nats) for nats, _ in sums) / sum(int(count) for _, count in sums)
+    evaluated = sum(float(of_batch["loss"]) for of_batch, _ in sums) / sum(int(count) for _, count in sums)
     (trained, _), *_ = small.train(BATCHES[:1])
     # All round activations to bfloat16 at the same places but where XLA keeps more bits between fused operations.
     for found in (trained, evaluated):

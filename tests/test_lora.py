@@ -199,7 +199,7 @@ def test_adapters_that_are_new_change_no_bit():
     losses = []
     for run in curves:
         state = run.init_state(0)
-        losses.append(float(run.eval_step()(state.weights, *(x[0] for x in batch))[0]))
+        losses.append(float(run.eval_step()(state.weights, *(x[0] for x in batch))[0]["loss"]))
     assert losses[0] == losses[1]
 
 
@@ -380,7 +380,7 @@ def test_dropout_is_the_same_when_blocks_are_recomputed_and_is_not_in_evaluation
     assert abs(plain.train(batches)[0][0] - curve[0][0]) > 1e-4
     rows = [x[0] for x in tokens(2, 4, 16)]
     evaluated = [
-        float(small.run.eval_step()(Small(config=ADAPTED).state.weights, *rows)[0]) for small in (plain, saved)
+        float(small.run.eval_step()(Small(config=ADAPTED).state.weights, *rows)[0]["loss"]) for small in (plain, saved)
     ]
     assert evaluated[0] == evaluated[1]
     grouped = Small(2, config=config, tp_size=2)

@@ -61,9 +61,9 @@ def run_head(devices: int, sharded: bool, z_loss: float, chunks: int):
         zeros = jax.tree.map(jnp.zeros_like, weights)
         layers = OuterLayers(MODEL, objective, chunks, (SHARD,) if sharded else (), weights)
         targets = {"labels": labels}
-        evaluated = layers.loss(x, targets)
-        total, dx, grads = layers.head(zeros, x, targets, jnp.float32(SCALE))
-        return total[None], grads, dx, evaluated[None]
+        evaluated = layers.loss(x, targets)["loss"]
+        sums, dx, grads = layers.head(zeros, x, targets, jnp.float32(SCALE))
+        return sums["loss"][None], grads, dx, evaluated[None]
 
     f = jax.shard_map(per_device, mesh=mesh, in_specs=(table, rows, rows), out_specs=(rows, sums, rows, rows))
     total, grads, dx, evaluated = jax.jit(f)(weights, x, labels)

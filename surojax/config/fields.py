@@ -44,6 +44,7 @@ from surojax.parallel.schedule import SCHEDULES as STAGE_SCHEDULES
 from surojax.placement.table import Storage
 from surojax.run.trackers import KNOWN as KNOWN_TRACKERS
 from surojax.sizes import MOST_GPUS
+from surojax.step.objectives import CROSS_ENTROPY, OBJECTIVES, SETTINGS as OBJECTIVE_SETTINGS
 
 type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
 
@@ -367,6 +368,14 @@ class MeshSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class ObjectiveSettings:
+    """What is minimised."""
+
+    # cross_entropy of the next token; of rows with a chosen and a rejected answer: dpo, ipo, orpo, simpo
+    objective: str = declare(CROSS_ENTROPY, choices=tuple(OBJECTIVES))
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
     """The optimizer, and the learning rate."""
 
@@ -426,6 +435,7 @@ SECTIONS: dict[str, tuple[Declared, ...]] = {
         *declared(ExecutionSettings),
     ),
     "Mesh: GPUs = dp_replicate_size x dp_shard_size x cp_size x tp_size x pp_size": declared(MeshSettings),
+    "Objective": (*declared(ObjectiveSettings), *OBJECTIVE_SETTINGS),
     "Optimizer": tuple(_optimizer_settings()),
 }
 FIELDS: dict[str, Declared] = {field.name: field for fields in SECTIONS.values() for field in fields}

@@ -5,6 +5,9 @@ all epochs is a pure function of (sources, weights, seed), which grain computes 
 samples in that order, whatever its batch size. The state of the data pipeline is therefore one integer, the number of
 samples consumed, and a resumed run starts at that sample without replaying the earlier ones.
 
+Samples that stay together (the two answers of a preference) are one element of that order; a batch has a multiple of
+them.
+
 Several sources without weights are one: each epoch contains every sample of all of them once, shuffled together. With
 weights, every source is shuffled and repeated by itself, and grain takes samples of each in proportion to its weight.
 An epoch is then as many samples as all sources have together: it has a source with a large weight more than once, and
@@ -13,7 +16,10 @@ another one not completely.
 Legend: A accumulation steps, B batch, S sequence.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import grain
 import numpy as np
@@ -56,20 +62,37 @@ class Mixture:
         total = sum(self.weights)
         return [w / total * len(self) / len(x) for w, x in zip(self.weights, self.sources, strict=True)]
 
+    def rows_of(self, seed: int, first: int, last: int) -> list[np.ndarray]:
+        """Returns which rows of each source the run's samples from `first` to `last` - 1 are, int64, ascending.
+
+        All rows of all sources if that is an epoch or more.
+        """
+        if self.weights is None and last - first >= len(self):
+            return [np.arange(len(source)) for source in self.sources]
+        numbered = [_Numbered(source, i) for i, source in enumerate(self.sources)]
+        order = Mixture(numbered, self.weights).order(seed, None)
+        found: list[set[int]] = [set() for _ in self.sources]
+        for i in range(first, last):
+            sample = order[i]
+            assert sample is not None  # only a filtered data set has gaps
+            found[int(sample["source"])].add(int(sample["row"]))
+        return [np.array(sorted(rows), np.int64) for rows in found]
+
     def order(self, seed: int, num_epochs: int | None) -> grain.MapDataset[Sample]:
         """Returns sample i of the run at index i, of `num_epochs` epochs; None: without end."""
         # grain shuffles epoch e with seed + e. With seeds 0 and 1, epoch 0 of one run would have the order of epoch 1
         # of the other, so the seed is hashed first.
+        together = self.all.together
         if self.weights is None:
             spread_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-            return grain.MapDataset.source(self.all).shuffle(spread_seed).repeat(num_epochs)
+            return _apart(_together(self.all).shuffle(spread_seed).repeat(num_epochs), together)
         spread_seeds = np.random.SeedSequence(seed).generate_state(len(self.sources))
         shuffled = [
-            grain.MapDataset.source(source).shuffle(int(spread_seed)).repeat()
+            _together(source).shuffle(int(spread_seed)).repeat()
             for source, spread_seed in zip(self.sources, spread_seeds, strict=True)
         ]
         mixed = grain.MapDataset.mix(shuffled, self.weights)
-        return mixed if num_epochs is None else mixed[: num_epochs * len(self)]
+        return _apart(mixed if num_epochs is None else mixed[: num_epochs * len(self) // together], together)
 
 
 def training_batches(
@@ -119,6 +142,79 @@ def training_batches(
     return iterator
 
 
+@dataclass(frozen=True)
+class _Numbered:
+    """In place of each sample of a source, its number and that of the source."""
+
+    samples: Samples
+    source: int
+
+    @property
+    def name(self) -> str:
+        return self.samples.name
+
+    @property
+    def fingerprint(self) -> str:
+        return self.samples.fingerprint
+
+    @property
+    def num_tokens(self) -> int:
+        return self.samples.num_tokens
+
+    @property
+    def together(self) -> int:
+        return self.samples.together
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return {"source": np.array(self.source), "row": np.array(index)}
+
+    def release(self) -> None:
+        """No page was read."""
+
+
+def _together(samples: Samples) -> grain.MapDataset:
+    """The samples as a data set, whose elements are lists of those that stay together, if there are several."""
+    return grain.MapDataset.source(samples) if samples.together == 1 else grain.MapDataset.source(_Together(samples))
+
+
+def _apart(dataset: grain.MapDataset, together: int) -> grain.MapDataset[Sample]:
+    """The samples of a data set of lists of so many."""
+    return dataset if together == 1 else grain.MapDataset.source(_Apart(dataset, together))
+
+
+class _Together:
+    """Lists of samples that stay together."""
+
+    def __init__(self, samples: Samples):
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples) // self.samples.together
+
+    def __getitem__(self, index: int) -> list[Sample]:
+        together = self.samples.together
+        return [self.samples[i] for i in range(index * together, (index + 1) * together)]
+
+
+class _Apart:
+    """The samples of lists of `together`."""
+
+    def __init__(self, dataset: grain.MapDataset, together: int):
+        self.dataset = dataset
+        self.together = together
+
+    def __len__(self) -> int:
+        return min(len(self.dataset) * self.together, sys.maxsize)  # more than len() can say, if there is no end
+
+    def __getitem__(self, index: int) -> Sample:
+        samples = self.dataset[index // self.together]
+        assert samples is not None  # only a filtered data set has gaps
+        return samples[index % self.together]
+
+
 class _Part:
     """The samples of a data set that stand at these rows of every batch of batch_size."""
 
@@ -149,15 +245,26 @@ def evaluation_batches(samples: Samples, *, batch_size: int, max_batches: int | 
     _require(1, batch_size=batch_size, max_batches=1 if max_batches is None else max_batches)
     if not len(samples):
         raise ConfigError(f"{samples.name}: expected data to evaluate on, got less than two tokens; add some")
-    count = min(len(samples), len(samples) if max_batches is None else max_batches * batch_size)
-    indices = (np.arange(count) * len(samples) // count).tolist()
+    together = samples.together
+    count = min(len(samples), len(samples) if max_batches is None else max_batches * batch_size) // together
+    firsts = np.arange(count) * (len(samples) // together) // count * together
+    indices = (firsts[:, None] + np.arange(together)).reshape(-1).tolist()
     return (
-        _evaluation_batch(samples, indices[first : first + batch_size], batch_size)
-        for first in range(0, count, batch_size)
+        padded_batch(samples, indices[first : first + batch_size], batch_size)
+        for first in range(0, len(indices), batch_size)
     )
 
 
-def _evaluation_batch(samples: Samples, indices: list[int], batch_size: int) -> Batch:
+class SampleRows(Protocol):
+    """The members of `Samples` that a batch needs."""
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+    def release(self) -> None: ...
+
+
+def padded_batch(samples: SampleRows, indices: list[int], batch_size: int) -> Batch:
+    """Returns the batch of these samples, with rows of padding behind them if they are fewer than `batch_size`."""
     rows = [samples[index] for index in indices]
     samples.release()
     padding = {name: np.full_like(x, IGNORED if name == "labels" else 0) for name, x in rows[0].items()}

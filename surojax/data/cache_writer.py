@@ -143,7 +143,12 @@ class _Parts:
         is_last = np.array([marked.unit.is_last for marked, _ in examples])
         num_bytes = sum(marked.item.num_bytes for marked, _ in examples if marked.unit.is_last) if is_text else 0
         part = self.parts[HELD_OUT if is_held_out else TRAIN]
-        part.append(ids, trained, ends=ends[is_last], num_bytes=num_bytes)
+        within = [
+            np.array(example.ends) + end - len(example.ids)
+            for (_, example), end in zip(examples, ends, strict=True)
+            if example.ends
+        ]
+        part.append(ids, trained, ends=np.sort(np.concatenate([ends[is_last], *within])), num_bytes=num_bytes)
         self.bar.update(len(ids))
 
     def finish(self) -> dict[str, Any]:

@@ -86,9 +86,14 @@ def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str
         )
     if not isinstance(message_lists[0], list):
         raise NotARow(f"expected a list of messages, got a {type(message_lists[0]).__name__}; correct the row")
-    if not message_lists[0]:
+    return _of_messages(message_lists[0], record, dataset, system_prompt)
+
+
+def _of_messages(raw: list[Any], record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:
+    """Returns the conversation of a row's messages as it has them, with its tools and its system prompt."""
+    if not raw:
         raise NotARow("expected messages, got an empty list; remove the row")
-    messages = [_message(message, number, dataset) for number, message in enumerate(message_lists[0], start=1)]
+    messages = [_message(message, number, dataset) for number, message in enumerate(raw, start=1)]
 
     system = _system(record, dataset)
     if messages[0]["role"] != "system":
@@ -99,6 +104,67 @@ def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str
             f"expected one system prompt, got one in {dataset.system_field!r} and another in the messages; remove one"
         )
     return Conversation(messages, _tools(record, dataset))
+
+
+def preference(
+    record: Mapping[str, Any], dataset: Dataset, system_prompt: str
+) -> tuple[PromptCompletion, PromptCompletion] | tuple[Conversation, Conversation]:
+    """Returns a prompt with the chosen answer, and with the rejected one.
+
+    Answers are texts, beside a prompt that is a text or a list of messages; or lists of messages, each the answer alone
+    or the whole conversation.
+    """
+    chosen, rejected = record.get(dataset.chosen_field), record.get(dataset.rejected_field)
+    prompt = record.get(dataset.prompt_field)
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        chosen, rejected = _whole(prompt, chosen, dataset), _whole(prompt, rejected, dataset)
+    elif isinstance(chosen, list) or isinstance(rejected, list):
+        raise NotARow(
+            f"expected both answers as texts or both as lists of messages, got a {type(chosen).__name__} in "
+            f"{dataset.chosen_field!r} and a {type(rejected).__name__} in {dataset.rejected_field!r}; correct the row"
+        )
+    else:
+        answers = (
+            _filled(record, dataset.chosen_field, "the chosen answer"),
+            _filled(record, dataset.rejected_field, "the rejected answer"),
+        )
+        if answers[0] == answers[1]:
+            raise NotARow(_TIE)
+        if not isinstance(prompt, list):
+            system = _system(record, dataset) or dataset.system_prompt or system_prompt
+            prompt = _filled(record, dataset.prompt_field, "the prompt")
+            chosen, rejected = (PromptCompletion(system, prompt, answer, "") for answer in answers)
+            return chosen, rejected
+        chosen, rejected = ([*prompt, _said("assistant", answer, dataset)] for answer in answers)
+    better = _of_messages(chosen, record, dataset, system_prompt)
+    worse = _of_messages(rejected, record, dataset, system_prompt)
+    if better.messages == worse.messages:
+        raise NotARow(_TIE)
+    are_answers = all(conversation.messages[-1]["role"] == "assistant" for conversation in (better, worse))
+    if not are_answers or better.messages[:-1] != worse.messages[:-1]:
+        raise NotARow(
+            "expected two conversations that differ in the last message, an answer of the assistant, got others; "
+            "correct or remove the row"
+        )
+    return better, worse
+
+
+_TIE = "expected two answers of which one is better, got the same text for both; remove the row"
+
+
+def _whole(prompt: Any, messages: list[Any], dataset: Dataset) -> list[Any]:
+    """Returns the messages of one answer with those of the prompt before them, unless they have it already."""
+    if isinstance(prompt, list):
+        return messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
+    if not isinstance(prompt, str) or not prompt or not messages:
+        return messages
+    is_answer = _message(messages[0], 1, dataset)["role"] == "assistant"
+    return [_said("user", prompt, dataset), *messages] if is_answer else messages
+
+
+def _said(role: str, content: str, dataset: Dataset) -> dict[str, str]:
+    """Returns a message by the names of fields that a dataset has for them."""
+    return {dataset.role_field or "role": role, dataset.content_field or "content": content}
 
 
 def _message(message: Any, number: int, dataset: Dataset) -> Message:

@@ -19,24 +19,26 @@ from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.readers import OpenSet, open_set
 from surojax.errors import ConfigError, shown
 
-TYPES = ("auto", "text", "instruction", "conversation")
+TYPES = ("auto", "text", "instruction", "conversation", "preference")
 MESSAGES = ("messages", "conversations")  # fields of a conversation, unless a dataset says another
 PROMPT_FIELDS = ("prompt_field", "completion_field")
 INSTRUCTION_FIELDS = ("instruction_field", "input_field", "output_field")
 # The types of rows that read a setting; the others read every row.
 USES = {
     "text_field": ("text",),
-    "prompt_field": ("instruction",),
+    "prompt_field": ("instruction", "preference"),
     "completion_field": ("instruction",),
     "instruction_field": ("instruction",),
     "input_field": ("instruction",),
     "output_field": ("instruction",),
+    "chosen_field": ("preference",),
+    "rejected_field": ("preference",),
     "messages_field": ("conversation",),
-    "role_field": ("conversation",),
-    "content_field": ("conversation",),
-    "tools_field": ("conversation",),
-    "system_field": ("instruction", "conversation"),
-    "system_prompt": ("instruction", "conversation"),
+    "role_field": ("conversation", "preference"),
+    "content_field": ("conversation", "preference"),
+    "tools_field": ("conversation", "preference"),
+    "system_field": ("instruction", "conversation", "preference"),
+    "system_prompt": ("instruction", "conversation", "preference"),
 }
 # Names of settings in Axolotl's configs and in those of Surogate, where ours is another.
 OTHER_NAMES = {
@@ -56,8 +58,8 @@ OTHER_NAMES = {
 class Dataset:
     """One entry of `datasets`. Settings that end in `_field` name the fields of its rows.
 
-    path: files, folders, globs, "stdlib_docstrings" (questions about Python, with no download), or one name of a set
-      that the `datasets` library finds.
+    path: files, folders, globs, "stdlib_docstrings" (questions about Python, with no download), "stdlib_preferences"
+      (the same with a wrong answer too), or one name of a set that the `datasets` library finds.
     type: what a row is, one of TYPES; "auto": the fields of the first row decide, which may be "tokens" as well.
     split, subset: of a set that the `datasets` library finds; "": its training split, its only configuration.
     samples: number of rows to read, from the first on; 0: all.
@@ -65,6 +67,7 @@ class Dataset:
     prompt_field, completion_field: of an instruction, in one form.
     instruction_field, input_field (may be missing or empty), output_field: of an instruction, in another form. A row
       that has both is read in the form whose fields are named here, else in the first.
+    chosen_field, rejected_field: of a preference, beside its prompt_field, which conversations need not have.
     messages_field: of a conversation; "": "messages", else "conversations".
     role_field, content_field: of a message; "": "role", else "from"; "content", else "value".
     system_field: system prompt of an instruction or conversation; may be missing.
@@ -84,6 +87,8 @@ class Dataset:
     instruction_field: str = "instruction"
     input_field: str = "input"
     output_field: str = "output"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
     messages_field: str = ""
     role_field: str = ""
     content_field: str = ""
@@ -214,6 +219,8 @@ def _type_of(row: DataRow, dataset: Dataset) -> str:
         return "instruction"
     if {dataset.instruction_field, dataset.output_field} <= fields:
         return "instruction"
+    if {dataset.chosen_field, dataset.rejected_field} <= fields:
+        return "preference"
     if dataset.text_field in fields:
         return "text"
     if given.TOKENS in fields:
@@ -221,10 +228,12 @@ def _type_of(row: DataRow, dataset: Dataset) -> str:
     conversation = " or ".join(messages)
     instruction = f"{dataset.prompt_field} and {dataset.completion_field}"
     other_instruction = f"{dataset.instruction_field} and {dataset.output_field}"
+    preference = f"{dataset.chosen_field} and {dataset.rejected_field}"
     raise ConfigError(
         f"{row.where}: expected a field {conversation} (a conversation), {instruction}, or {other_instruction} (an "
-        f"instruction), or {dataset.text_field} (text), got {field_names(row.record)}; set text_field to the field "
-        "that holds the text, or the dataset's type and the names of its fields in an entry of datasets"
+        f"instruction), {preference} (a preference), or {dataset.text_field} (text), got {field_names(row.record)}; "
+        "set text_field to the field that holds the text, or the dataset's type and the names of its fields in an "
+        "entry of datasets"
     )
 
 
@@ -261,7 +270,7 @@ def fingerprints_of_sets(dataset: Dataset, open_set: OpenSet) -> list[list[str]]
     """Returns [name, fingerprint of its rows] of each path that is no file; "": the name determines the rows."""
     fingerprints = []
     for item, paths in _paths(dataset):
-        if item == docstrings.NAME:
+        if item in docstrings.SETS:
             fingerprints.append([item, ""])
         elif paths is None:
             rows = open_set(item, dataset.subset, _split_of(dataset))
@@ -280,14 +289,14 @@ def _paths(dataset: Dataset) -> Iterator[tuple[str, list[Path] | None]]:
         if item == given.NAME:
             yield item, None
             continue
-        item_files = files.stdlib_files() if item == docstrings.NAME else files.find_files(item, readers.SUFFIXES)
+        item_files = files.stdlib_files() if item in docstrings.SETS else files.find_files(item, readers.SUFFIXES)
         yield item, None if item_files is None else files.unseen(item_files, seen)
 
 
 def _rows(dataset: Dataset, open_set: OpenSet) -> Iterator[DataRow | BadRow]:
     for item, paths in _paths(dataset):
-        if item == docstrings.NAME:
-            yield from docstrings.read_docstrings()
+        if item in docstrings.SETS:
+            yield from docstrings.SETS[item]()
             continue
         if paths is None:
             split = _split_of(dataset)

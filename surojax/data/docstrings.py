@@ -1,7 +1,7 @@
 """Questions and answers that need no download: what the functions of this Python's standard library do.
 
 The answer is the first paragraph of a function's docstring. Private names, and docstrings too short to say anything,
-are left out.
+are left out. As preferences, the answer is preferred to that of another function.
 """
 
 import ast
@@ -15,6 +15,7 @@ from surojax.data.files import stdlib_files
 from surojax.errors import ConfigError
 
 NAME = "stdlib_docstrings"
+PREFERENCES = "stdlib_preferences"
 SHORTEST, LONGEST = 40, 600  # characters of an answer
 
 
@@ -46,6 +47,20 @@ def read_docstrings() -> Iterator[DataRow]:
             f"{NAME}: expected Python source files below {root}, got none (an interpreter shipped without them); "
             "use rows of your own"
         )
+
+
+def read_preferences() -> Iterator[DataRow]:
+    """Yields a row {"prompt", "chosen", "rejected"} for every function, whose rejected answer is the next one's.
+
+    Raises ConfigError if this Python was installed without its source.
+    """
+    rows = list(read_docstrings())
+    for (record, where), (other, _) in zip(rows, [*rows[1:], rows[0]], strict=True):
+        pair = {"chosen": record["completion"], "rejected": other["completion"]}
+        yield DataRow({"prompt": record["prompt"], **pair}, where)
+
+
+SETS = {NAME: read_docstrings, PREFERENCES: read_preferences}
 
 
 def _functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from surojax.data import conversations, pieces
-from surojax.data.conversations import Conversation
+from surojax.data.conversations import Conversation, PromptCompletion
 from surojax.data.data_rows import BadRow, DataRow, NotARow, half_a_pair
 from surojax.data.datasets import Dataset
 from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
@@ -33,10 +33,15 @@ type Eos = Literal["always", "if_open", "never"]
 
 
 class Example(NamedTuple):
-    """One document. ids: int32 [tokens]. trained: bool [tokens], token i is a target of the loss; None: all are."""
+    """One document, or two of a preference, one after the other.
+
+    ids: int32 [tokens]. trained: bool [tokens], token i is a target of the loss; None: all are. ends: the number of
+    tokens of the first of two; (): there is one.
+    """
 
     ids: np.ndarray
     trained: np.ndarray | None
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Encoder:
         train_on: str = "assistant",
         system_prompt: str = "",
     ):
-        assert dataset.type in ("instruction", "conversation"), (
+        assert dataset.type in ("instruction", "conversation", "preference"), (
             "auto: resolve it first; text: see documents.TextEncoder"
         )
         if train_on not in TRAIN_ON:
@@ -85,7 +90,7 @@ class Encoder:
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._template = template
-        self._train_on = train_on
+        self._train_on = "last" if dataset.type == "preference" else train_on
         self._system_prompt = system_prompt
         self._is_stop = np.zeros(tokenizer.vocab_size, bool)
         self._is_stop[list(tokenizer.stop_ids)] = True
@@ -126,13 +131,18 @@ class Encoder:
 
         Holds all rows in memory, and for long texts about 50 times their size: pass some megabytes at a time.
         """
-        drafts = self._drafts(list(rows))
+        rows = list(rows)
+        read = [self._read(row) for row in rows]
+        contents = [(row, content) for row, of_row in zip(rows, read, strict=True) for content in of_row]
+        drafts = self._drafts([row for row, _ in contents], [content for _, content in contents])
         encoded = iter(encode_pieces([draft.pieces for draft in drafts if isinstance(draft, _Draft)], self._tokenizer))
-        return [self._example(draft, next(encoded)) if isinstance(draft, _Draft) else draft for draft in drafts]
+        examples = iter(
+            [self._example(draft, next(encoded)) if isinstance(draft, _Draft) else draft for draft in drafts]
+        )
+        return [_of_row(row, [next(examples) for _ in of_row]) for row, of_row in zip(rows, read, strict=True)]
 
-    def _drafts(self, rows: list[DataRow | BadRow]) -> list[_Draft | BadRow]:
-        """Returns the drafts of rows; all conversations are rendered together."""
-        contents = [self._read(row) for row in rows]
+    def _drafts(self, rows: list[DataRow | BadRow], contents: "list[_Content]") -> list[_Draft | BadRow]:
+        """Returns the drafts of the contents of rows; all conversations are rendered together."""
         talks = {i: content for i, content in enumerate(contents) if isinstance(content, Conversation)}
         rendered: dict[int, tuple[DocumentPiece, ...] | NotARow] = {}
         if talks:
@@ -149,17 +159,33 @@ class Encoder:
             content = _bad_unicode(content) or content
         return BadRow(row.where, str(content)) if isinstance(content, NotARow) else content
 
-    def _read(self, row: DataRow | BadRow) -> Conversation | _Draft | BadRow | NotARow:
-        """Parses a row: returns a conversation to render, the draft of an instruction, or why the row has neither."""
+    def _read(self, row: DataRow | BadRow) -> "tuple[_Content, ...]":
+        """Parses a row: returns a conversation to render, the draft of an instruction, or why the row has neither.
+
+        A preference has two of them, with the chosen answer and with the rejected one.
+        """
         if isinstance(row, BadRow):
-            return row
+            return (row,)
         dataset = self._dataset
         try:
             if dataset.type == "conversation":
-                return self._checked(conversations.conversation(row.record, dataset, self._system_prompt))
-            pair = conversations.prompt_completion(row.record, dataset, self._system_prompt)
+                return (self._checked(conversations.conversation(row.record, dataset, self._system_prompt)),)
+            if dataset.type == "preference":
+                pair = conversations.preference(row.record, dataset, self._system_prompt)
+                return tuple(map(self._content, pair))
+            return (self._content(conversations.prompt_completion(row.record, dataset, self._system_prompt)),)
         except NotARow as error:
-            return error
+            return (error,)
+
+    def _content(self, content: PromptCompletion | Conversation) -> "_Content":
+        if isinstance(content, Conversation):
+            if self._template is None:
+                raise NotARow(
+                    "expected texts, since there is no chat template for conversations, got messages; set "
+                    "chat_template, for example to chatml"
+                )
+            return self._checked(content)
+        pair = content
         if self._template is not None:
             return Conversation(pair.messages, None)
         return _Draft(pieces.plain_pieces(pair, self._train_on), self._tokenizer.adds_bos, "always")
@@ -193,6 +219,24 @@ class Encoder:
         if draft.eos != "always":
             masks = [mask & _to_the_last(is_stop) for mask, is_stop in zip(masks, stops, strict=True)]
         return Example(ids, np.concatenate([np.zeros(len(bos), bool), *masks, np.ones(len(eos), bool)]))
+
+
+type _Content = Conversation | _Draft | BadRow | NotARow
+
+
+def _of_row(row: DataRow | BadRow, examples: list[Example | BadRow]) -> Example | BadRow:
+    """Returns a row's example; of a preference both of its documents, or why one of them cannot be used."""
+    if bad := next((example for example in examples if isinstance(example, BadRow)), None):
+        return bad
+    good = [example for example in examples if isinstance(example, Example)]
+    if len(good) == 1:
+        return good[0]
+    chosen, rejected = good
+    if np.array_equal(chosen.ids, rejected.ids):
+        return BadRow(row.where, "expected two answers with other tokens, got the same ones for both; remove the row")
+    assert chosen.trained is not None and rejected.trained is not None, "a prompt is not trained"
+    trained = np.concatenate([chosen.trained, rejected.trained])
+    return Example(np.concatenate([chosen.ids, rejected.ids]), trained, (len(chosen.ids),))
 
 
 def items(rows: Iterable[DataRow | BadRow]) -> Iterator[Item[DataRow]]:

@@ -143,11 +143,13 @@ def load_data(
     tokenizer: Tokenizer,
     *,
     eval_batch_size: int,
+    is_pairs: bool = False,
     say: Callable[[str], None] = print,
 ) -> Data:
     """Returns the samples to train on and the batches to evaluate on.
 
     `settings.data` is not read if there are `entries.datasets`. eval_batch_size: samples of an evaluation batch.
+    is_pairs: the objective is of a chosen and a rejected answer, which are samples one after the other.
 
     Raises ConfigError for whatever is wrong with files, rows or settings, for a set that is empty, and if neither
     `settings.data` nor an entry says what to train on.
@@ -161,9 +163,10 @@ def load_data(
     for_held_out = "validation_datasets" if entries.datasets else "eval_data"
     entries = _with_data(entries, settings, open_once).resolved(open_once)
     _check_uses(entries, settings)
+    _check_pairs(entries, settings, is_pairs)
     if _has_rows(entries) and (note := templates.template_note(settings.chat_template, tokenizer)):
         say(note)
-    loader = _Loader(settings, tokenizer, open_once, say)
+    loader = _Loader(settings, tokenizer, open_once, say, is_pairs)
     if entries.datasets:
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
     else:
@@ -257,6 +260,23 @@ def _check_uses(entries: Entries, settings: Settings) -> None:
             )
 
 
+def _check_pairs(entries: Entries, settings: Settings, is_pairs: bool) -> None:
+    """Raises ConfigError if the rows are not of the type that the objective takes. entries: with types decided."""
+    types = [(dataset.name, dataset.type) for dataset in (*entries.datasets, *entries.validation.values())]
+    for name, type_ in types or [(settings.data, "text")]:
+        if is_pairs and type_ != "preference":
+            raise ConfigError(
+                f"{name}: expected rows of type preference (prompt, chosen, rejected) with this objective, got rows of "
+                f"type {type_}; name such rows, with their type if they have other fields too, or set "
+                "objective='cross_entropy'"
+            )
+        if type_ == "preference" and not is_pairs:
+            raise ConfigError(
+                f"{name}: expected an objective of pairs for rows of type preference, got objective='cross_entropy'; "
+                "set objective='dpo', or to 'orpo' or 'simpo', which need no reference"
+            )
+
+
 class _Loader(NamedTuple):
     """Loads datasets whose types are decided and makes samples of them, all by the same settings."""
 
@@ -264,6 +284,7 @@ class _Loader(NamedTuple):
     tokenizer: Tokenizer
     open_set: OpenSet
     say: Callable[[str], None]
+    is_pairs: bool
 
     def dataset(self, dataset: Dataset, holds_out: bool) -> Prepared:
         s = self.settings
@@ -300,6 +321,7 @@ class _Loader(NamedTuple):
             s.sequence_len,
             packed=s.sample_packing,
             is_text=is_text,
+            is_pairs=self.is_pairs,
             on_long=s.on_long,
             instead=instead,
             say=self.say,

@@ -34,6 +34,11 @@ class Samples(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
+    @property
+    def together(self) -> int:
+        """So many samples, one after the other, stay next to each other in every order: 2 of a preference."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
@@ -54,6 +59,7 @@ class Windows:
     corpus: Corpus
     sequence_len: int
     with_rest: bool = False
+    together: int = 1
 
     @property
     def name(self) -> str:
@@ -90,7 +96,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of whole examples, by a plan. packed: samples have "starts"."""
+    """Rows of whole examples, by a plan. packed: samples have "starts". together: see `Samples`."""
 
     corpus: Corpus
     sequence_len: int
@@ -98,6 +104,7 @@ class Rows:
     plan: packing.PackingPlan
     fingerprint: str
     packed: bool
+    together: int = 1
 
     @property
     def name(self) -> str:
@@ -142,6 +149,11 @@ class Concatenated:
     name: str
 
     @property
+    def together(self) -> int:
+        (together,) = {source.together for source in self.sources}
+        return together
+
+    @property
     def fingerprint(self) -> str:
         return fingerprint_of(source.fingerprint for source in self.sources)
 
@@ -164,27 +176,82 @@ class Concatenated:
             source.release()
 
 
+@dataclass(frozen=True, eq=False)
+class WithNumbers:
+    """Samples with a further array `[S]`, float32, whose sum is a number of the sample: see `first_labels`.
+
+    array: its name. numbers: float32 [samples].
+    """
+
+    samples: Samples
+    array: str
+    numbers: np.ndarray
+
+    @property
+    def name(self) -> str:
+        return self.samples.name
+
+    @property
+    def fingerprint(self) -> str:
+        return self.samples.fingerprint
+
+    @property
+    def num_tokens(self) -> int:
+        return self.samples.num_tokens
+
+    @property
+    def together(self) -> int:
+        return self.samples.together
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.samples[index]
+        labels = sample["labels"]
+        return sample | {self.array: first_labels(labels[None], self.numbers[index : index + 1])[0]}
+
+    def release(self) -> None:
+        self.samples.release()
+
+
+def first_labels(labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Returns float32 [rows, S] with a number of each row at its first label, and zeros elsewhere.
+
+    labels: int [rows, S]. numbers: float32 [rows].
+    """
+    found = np.zeros(labels.shape, np.float32)
+    found[np.arange(len(labels)), np.argmax(labels != IGNORED, axis=1)] = numbers
+    return found
+
+
 def windows_or_rows(
     corpus: Corpus,
     sequence_len: int,
     *,
     packed: bool,
     is_text: bool = True,
+    is_pairs: bool = False,
     on_long: str = "cut",
     instead: str = "",
     say: Callable[[str], None] = print,
 ) -> Windows | Rows:
     """Returns the samples of a corpus: windows of text that is not packed, else rows of examples.
 
-    is_text: the examples are plain text, so a long one continues in another row; else its end is cut off. Says how many
+    is_text: the examples are plain text, so a long one continues in another row; else its end is cut off. is_pairs: two
+    examples, one after the other, are a preference: both are left out if one is. Says how many
     examples are longer than a row, and how much of packed rows is padding. Raises ConfigError if no example remains;
     instead: the setting that can name other examples, for that message, "": none.
     """
     if is_text and not packed:
         return Windows(corpus, sequence_len)
-    pieces = packing.row_pieces(corpus.bounds, sequence_len, on_long=on_long, continues=is_text)
+    together = 2 if is_pairs else 1
+    # Of a pair, the pieces of both examples are needed to know which pairs are whole.
+    on_piece = "cut" if is_pairs else on_long
+    pieces = packing.row_pieces(corpus.bounds, sequence_len, on_long=on_piece, continues=is_text)
     corpus.release()
-    pieces, num_untrained = _with_labels(corpus, pieces, sequence_len)
+    drops_long = is_pairs and on_long == "drop"
+    pieces, num_untrained = _with_labels(corpus, pieces, sequence_len, together, drops_long=drops_long)
     if pieces.num_long:
         fate = "left out" if on_long == "drop" else "cut into several" if is_text else "cut at their end"
         untrained = f", {num_untrained} without a trained token are left out" if num_untrained else ""
@@ -209,7 +276,8 @@ def windows_or_rows(
         f"{plan.padding:.1%} padding"
     )
     settings = (f"packed={packed}", f"on_long={on_long if pieces.num_long else None}")
-    return Rows(corpus, sequence_len, pieces, plan, fingerprint_of((corpus.fingerprint, *settings)), packed)
+    fingerprint = fingerprint_of((corpus.fingerprint, *settings, *(["pairs"] if is_pairs else [])))
+    return Rows(corpus, sequence_len, pieces, plan, fingerprint, packed, together)
 
 
 def _inputs_and_labels(corpus: Corpus, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -224,8 +292,13 @@ def _inputs_and_labels(corpus: Corpus, start: int, length: int) -> tuple[np.ndar
     return tokens[:length], labels
 
 
-def _with_labels(corpus: Corpus, pieces: packing.Pieces, sequence_len: int) -> tuple[packing.Pieces, int]:
-    """Drops pieces without a label after a cut; returns the other pieces and the number of dropped ones."""
+def _with_labels(
+    corpus: Corpus, pieces: packing.Pieces, sequence_len: int, together: int = 1, *, drops_long: bool = False
+) -> tuple[packing.Pieces, int]:
+    """Drops pieces without a label after a cut; returns the other pieces and the number of dropped ones.
+
+    together: pieces that are dropped together. drops_long: pieces that were cut are dropped too, and not counted.
+    """
     if corpus.trained is None:
         return pieces, 0
     full = np.flatnonzero(pieces.lengths == sequence_len)  # what was cut is as long as a row
@@ -235,9 +308,14 @@ def _with_labels(corpus: Corpus, pieces: packing.Pieces, sequence_len: int) -> t
     counts = _trained_before(corpus, bounds.reshape(-1)).reshape(-1, 2)
     kept = np.ones(len(pieces.lengths), np.bool_)
     kept[full] = counts[:, 1] > counts[:, 0]
+    kept = kept.reshape(-1, together).all(1).repeat(together)
     left_out = int((~kept).sum())
+    if drops_long:
+        is_whole = np.diff(np.asarray(corpus.bounds)) <= sequence_len
+        kept &= is_whole.reshape(-1, together).all(1).repeat(together)
+        left_out = 0
     pieces = pieces._replace(
-        starts=pieces.starts[kept], lengths=pieces.lengths[kept], num_examples=pieces.num_examples - left_out
+        starts=pieces.starts[kept], lengths=pieces.lengths[kept], num_examples=pieces.num_examples - int((~kept).sum())
     )
     return pieces, left_out
 

@@ -51,15 +51,27 @@ def sharded_cross_entropy(
     < 0 are ignored. The gradient is of the loss plus z_loss * lse^2 of every token.
     """
     logits32 = logits_Nv.astype(jnp.float32)
-    v = logits_Nv.shape[1]
-    top_N = jax.lax.pmax(jnp.max(logits32, axis=1), axes)
-    lse_N = top_N + jnp.log(jax.lax.psum(jnp.sum(jnp.exp(logits32 - top_N[:, None]), axis=1), axes))
-    row_N = labels_N - device_number(*axes)[0] * v
+    lse_N, label_Nv = _sharded_lse_and_label(logits32, labels_N, axes)
     valid_N = labels_N >= 0
-    label_Nv = jax.lax.broadcasted_iota(jnp.int32, logits_Nv.shape, 1) == row_N[:, None]
     loss = jnp.sum(jnp.where(mine_N & valid_N, lse_N, 0.0))
     loss -= jnp.sum(jnp.where(label_Nv & valid_N[:, None], logits32, 0.0))
     softmax_Nv = jnp.exp(logits32 - lse_N[:, None])
     if z_loss:
         softmax_Nv = softmax_Nv * (1.0 + 2.0 * z_loss * lse_N)[:, None]
     return loss, jnp.where(valid_N[:, None], softmax_Nv - label_Nv, 0.0)
+
+
+def sharded_logprob(logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """This device's terms `[N]` of the log-probabilities of the labels; arguments as of `sharded_cross_entropy`."""
+    logits32 = logits_Nv.astype(jnp.float32)
+    lse_N, label_Nv = _sharded_lse_and_label(logits32, labels_N, axes)
+    label_logit_N = jnp.sum(jnp.where(label_Nv, logits32, 0.0), axis=1)
+    return jnp.where(labels_N >= 0, label_logit_N - jnp.where(mine_N, lse_N, 0.0), 0.0)
+
+
+def _sharded_lse_and_label(logits32: jax.Array, labels_N: jax.Array, axes: tuple[str, ...]):
+    """(log-sum-exp over the whole vocabulary, where this device's logits `[N, v]` are those of the labels)."""
+    top_N = jax.lax.pmax(jnp.max(logits32, axis=1), axes)
+    lse_N = top_N + jnp.log(jax.lax.psum(jnp.sum(jnp.exp(logits32 - top_N[:, None]), axis=1), axes))
+    row_N = labels_N - device_number(*axes)[0] * logits32.shape[1]
+    return lse_N, jax.lax.broadcasted_iota(jnp.int32, logits32.shape, 1) == row_N[:, None]

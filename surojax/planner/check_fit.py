@@ -6,7 +6,6 @@ import os
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import psutil
 
 from pallas_kernels import dispatch
@@ -89,9 +88,8 @@ def check_kernels(c: Config, mesh: Mesh, device) -> None:
     changes = {"attention": "xla", "nvme_path": ""} | {name: bool(c[name]) for name in names}
     run = assembly.from_config(changed(c, changes), mesh, total_steps=1)
     shape = (c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
     try:
-        jax.eval_shape(run.train_step(), run.plan, *(tokens for _ in run.engine.batch_arrays))
+        jax.eval_shape(run.train_step(), run.plan, *run.engine.planned_batch(shape, batch_sharding(mesh)))
     except dispatch.Unserved as error:
         raise unserved(error) from error
 

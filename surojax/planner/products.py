@@ -27,10 +27,12 @@ from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu
 from surojax.planner.sizes import itemsize, segment_bytes
 from surojax.planner.traffic import BatchShape
+from surojax.step.objective import OfSequences
 
 FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
 BACKWARD_PASSES = 3.2
 LOGIT_PASSES = 4  # times that logits are read or written
+LOGPROB_PASSES = 2  # likewise for log-probabilities alone
 SCORE_PASSES = 4  # times that attention scores are, forward; twice as often backward
 IN_A_BLOCK = 4  # of rows of one expert: kernels for each of its matrices, besides the product
 IN_A_PASS = 4  # collectives over tp: attention and MLP each gather their inputs and scatter their results
@@ -235,7 +237,10 @@ def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
 
 
 def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
-    """Seconds of head and loss in a microbatch: three products and several passes for each slice of tokens."""
+    """Seconds of head and loss in a microbatch: three products and several passes for each slice of tokens.
+
+    An objective of whole sequences computes the logits once more, for their log-probabilities.
+    """
     model = run.model
     table = run.engine.table
     chunks = run.engine.lmhead_chunks
@@ -246,9 +251,13 @@ def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     width = model.hidden_size
     trained = model.outer_params[model.head].trainable
     shapes = [(tokens, words, width), (tokens, width, words), (words, width, tokens)][: 2 + trained]
+    passes = LOGIT_PASSES
+    if isinstance(run.engine.objective, OfSequences):
+        shapes.append(shapes[0])
+        passes += LOGPROB_PASSES
     products = sum(_product(gpu, *shape, HLO_DTYPES[table.outer.dtype]) for shape in shapes)
     accumulator = trained * words * width * itemsize(run, "grads")
-    return chunks * (products + _passes(gpu, LOGIT_PASSES * tokens * words * itemsize(run, "outer") + accumulator))
+    return chunks * (products + _passes(gpu, passes * tokens * words * itemsize(run, "outer") + accumulator))
 
 
 def _passes(gpu: Gpu, size: float) -> float:

@@ -32,6 +32,7 @@ from surojax.optim.optimizers import SETTINGS as OPTIMIZER_SETTINGS
 from surojax.planner.gpus import Gpu, find_gpu
 from surojax.planner.prediction import Prediction
 from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
+from surojax.step.objectives import SETTINGS as OBJECTIVE_SETTINGS
 from surojax.untrusted import expanded
 
 VERSION = 1
@@ -50,7 +51,7 @@ APART = """
     final_lr_fraction weight_decay z_loss model.initializer_range lora_alpha lora_plus_ratio lora_adapter
     lora_base_adapter gpus attention block_scaled_products
 """.split()
-APART += [field.name for field in OPTIMIZER_SETTINGS if isinstance(field.default, float)]
+APART += [field.name for field in (*OPTIMIZER_SETTINGS, *OBJECTIVE_SETTINGS) if isinstance(field.default, float)]
 
 
 def settings_key(c: Config, gpus: int) -> str:

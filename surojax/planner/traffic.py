@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import jax
-import numpy as np
 
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
@@ -76,8 +75,7 @@ def batch_of(c: Config) -> BatchShape:
 def batch_arrays(run: Assembly, batch: BatchShape) -> list[jax.ShapeDtypeStruct]:
     """The planned arrays of a step's batch, `[microbatches, sequences of all groups, sequence_len]` each."""
     shape = (batch.microbatches, batch.sequences * data_parallel(run.mesh), batch.sequence_len)
-    sharding = batch_sharding(run.mesh.abstract_mesh)
-    return [jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding) for _ in run.engine.batch_arrays]
+    return run.engine.planned_batch(shape, batch_sharding(run.mesh.abstract_mesh))
 
 
 class LaneStage(NamedTuple):

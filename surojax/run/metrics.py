@@ -25,8 +25,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +41,9 @@ from surojax.untrusted import parse_json
 METRICS_FILE = "metrics.jsonl"
 ETA_WINDOW = 20  # steps in the moving average behind the eta
 SILENT_S = 60.0  # where steps are slow, a line is printed after so long
+EMPTY: Mapping[str, float] = MappingProxyType({})
 STATUS_S = 0.1  # the status of a terminal is rewritten no more often
+ACCURACY = "rewards/accuracies"  # of pairs, the share whose chosen answer has the larger reward
 # The keys of a record that differ between two runs of the same numbers.
 TIMINGS = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu", "time", "peak_memory_bytes")
 
@@ -139,8 +142,11 @@ class MetricsLog:
         data_wait_s: float = 0.0,
         auxiliary_loss: float | None = None,
         usage: Usage | None = None,
+        **others: float,
     ) -> dict[str, Any]:
         """Report a training step (loss in nats per token) and return its record in `metrics.jsonl`.
+
+        others: further means of the objective by name, such as "rewards/margins", which the record has after "lr".
 
         {"log":"step","step","loss","norm","lr","tokens_per_second","duration_ms","data_wait_ms","mfu" (a fraction),
         "time" (seconds since 1970),"tokens" (seen so far, with padding),"peak_memory_bytes" (of a device)}, of which
@@ -151,7 +157,7 @@ class MetricsLog:
         """
         duration_s = max(duration_s, 1e-9)
         tokens_per_second = self._tokens_per_step / duration_s
-        record = {"log": "step", "step": step, "loss": loss, "norm": grad_norm, "lr": lr}
+        record = {"log": "step", "step": step, "loss": loss, "norm": grad_norm, "lr": lr, **others}
         record |= {"tokens_per_second": tokens_per_second, "duration_ms": duration_s * 1e3}
         record["data_wait_ms"] = data_wait_s * 1e3
         if auxiliary_loss is not None:
@@ -166,6 +172,7 @@ class MetricsLog:
         self._append(record)
         train = {"loss": loss, "grad_norm": grad_norm, "learning_rate": lr, "tokens_per_second": tokens_per_second}
         train |= {name: record[name] for name in ("mfu", "peak_memory_bytes", "auxiliary_loss") if name in record}
+        train |= others
         if usage is not None:
             train["largest_expert_share"] = max(record["largest_expert_share"])
         self._scalars("train", step, train)
@@ -200,6 +207,7 @@ class MetricsLog:
         now = time.monotonic()
         last = step == self._total_steps
         step_of = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}  loss {record['loss']:.4f}"
+        step_of += f"  accuracy {record[ACCURACY]:.3f}" if ACCURACY in record else ""
         rate = f"{record['tokens_per_second']:,.0f} tok/s"
         memory = f"  {record['peak_memory_bytes'] / 2**30:.1f} GiB" if "peak_memory_bytes" in record else ""
         if self._console.is_terminal:
@@ -217,26 +225,33 @@ class MetricsLog:
             )
 
     def eval(
-        self, step: int, *, loss: float, duration_s: float, bits_per_byte: float | None = None, name: str = ""
+        self,
+        step: int,
+        *,
+        loss: float,
+        duration_s: float,
+        bits_per_byte: float | None = None,
+        name: str = "",
+        others: Mapping[str, float] = EMPTY,
     ) -> dict[str, Any]:
         """Report an evaluation after `step` steps (loss in nats per token) and return its record in `metrics.jsonl`.
 
         {"log":"eval","step","loss","perplexity","duration_ms","time","tokens"}, "bits_per_byte" if it is of text, and
-        "name" if it is of a validation dataset.
+        "name" if it is of a validation dataset. others: further means of the objective by name, whose loss is then no
+        number of nats per token, so that there is no perplexity.
         """
-        scores = {"loss": loss}
+        scores = {"loss": loss, **others}
         if bits_per_byte is not None:
             scores["bits_per_byte"] = bits_per_byte
-        scores["perplexity"] = perplexity(loss)
+        if not others:
+            scores["perplexity"] = perplexity(loss)
         record = {"log": "eval", "step": step, **({"name": name} if name else {}), **scores}
         record |= {"duration_ms": duration_s * 1e3, **self._progress(step)}
         self._append(record)
         self._scalars(f"eval/{name}" if name else "eval", step, scores)
         bits = "" if bits_per_byte is None else f"  {bits_per_byte:.4f} bits per byte"
-        self.message(
-            f"eval {step}{name and f' of {name}'}  loss {loss:.4f}{bits}  perplexity {scores['perplexity']:.4g}  "
-            f"{duration_s * 1e3:,.1f} ms"
-        )
+        last = f"perplexity {scores['perplexity']:.4g}" if not others else named(others)
+        self.message(f"eval {step}{name and f' of {name}'}  loss {loss:.4f}{bits}  {last}  {duration_s * 1e3:,.1f} ms")
         return record
 
     def message(self, text: str) -> None:
@@ -332,6 +347,11 @@ class DeferredMetrics:
         """Exclude the time since the last finished step from the next step's duration."""
         assert self._pending is None, "flush() before restart_clock(): the pending step's time would be lost"
         self._clock = time.perf_counter()
+
+
+def named(means: Mapping[str, float]) -> str:
+    """Means in a line: the last word of each name, and its number."""
+    return "  ".join(f"{name.rpartition('/')[2]} {value:.4f}" for name, value in means.items())
 
 
 def perplexity(loss: float) -> float:

@@ -59,6 +59,7 @@ from surojax.step.gradients import (
     starts_in_first_group,
 )
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
+from surojax.step.objective import Sums
 from surojax.step.outer import OuterLayers
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState
@@ -71,14 +72,15 @@ __all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
 class Gradients(NamedTuple):
     """What forward and backward leave for the update.
 
-    loss: mean in nats per label over all microbatches and devices.
+    means: "loss" in nats per label over all microbatches and devices, and the objective's other sums by name, divided
+    by the number of its terms too.
     grads: as `gradients.finish` leaves them. norm: the global norm of these. history: of recipe fp8_hybrid, else None.
     statistics: by segment with routers `[L, ...]`, sums over all tokens that count. auxiliary: `Engine.auxiliary` of
     these, None without it.
     updated: by segment, the TensorState after the update of `updating`; None without it. finite: see `metrics`.
     """
 
-    loss: jax.Array
+    means: Sums
     grads: dict
     norm: jax.Array
     history: Any
@@ -87,19 +89,24 @@ class Gradients(NamedTuple):
     updated: dict[str, TensorState] | None = None
     finite: Finite | None = None
 
+    @property
+    def loss(self) -> jax.Array:
+        """The loss among the means."""
+        return self.means["loss"]
+
 
 class GroupCarry(NamedTuple):
     """The carry of the loop over groups of microbatches.
 
     flights: by segment, those of the lanes "weights" (prefetched for the next forward pass), "residuals" (stacks, which
-    every group writes anew) and "grads". d_outer: accumulators of the outer layers. loss: summed so far, on this
-    device; statistics: likewise, by segment. squares: of the accumulators, complete after the last group.
+    every group writes anew) and "grads". d_outer: accumulators of the outer layers. sums: of the objective so far, on
+    this device; statistics: likewise, by segment. squares: of the accumulators, complete after the last group.
     observed: largest magnitudes so far, for delayed scales. finite: see `metrics`.
     """
 
     flights: dict[str, dict[str, Any]]
     d_outer: dict
-    loss: jax.Array
+    sums: Sums
     statistics: dict[str, Any]
     squares: Squares
     observed: Any
@@ -146,7 +153,7 @@ class Groups:
         return GroupCarry(
             flights=flights,
             d_outer=d_outer,
-            loss=varying(jnp.float32(0), AXES),
+            sums=no_sums(self.engine),
             statistics=no_statistics(self.engine.model),
             squares=collectives.no_squares(),
             observed=varying(new_observed(history), AXES),
@@ -219,15 +226,15 @@ class Groups:
 
     def heads(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> tuple[GroupCarry, list[jax.Array]]:
         """(the carry with losses and the heads' gradients, gradients of xs_BSD: the results of the last layer)."""
-        losses = []
+        sums = carry.sums
         dxs_BSD = []
         d_outer = carry.d_outer
         for each, x_BSD in zip(group.microbatches, xs_BSD, strict=True):
-            loss, dx_BSD, d_outer = self.outer.head(d_outer, x_BSD, each.targets, self.scale)
-            losses.append(loss)
+            more, dx_BSD, d_outer = self.outer.head(d_outer, x_BSD, each.targets, self.scale)
+            sums = add(sums, more)
             dxs_BSD.append(dx_BSD)
         finite = and_activations(carry.finite, xs_BSD)
-        return carry._replace(d_outer=d_outer, loss=sum(losses, carry.loss), finite=finite), dxs_BSD
+        return carry._replace(d_outer=d_outer, sums=sums, finite=finite), dxs_BSD
 
     def backward(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> GroupCarry:
         """The carry after heads, the blocks of all segments in reverse, and the embedding's gradients."""
@@ -254,6 +261,16 @@ class Groups:
         return carry._replace(
             flights=flights_of, d_outer=d_outer, squares=done.squares, observed=done.observed, finite=finite
         )
+
+
+def no_sums(engine: Engine) -> Sums:
+    """Zeros for the sums of the objective on this device."""
+    return varying({name: jnp.float32(0) for name in engine.sums}, AXES)
+
+
+def means_of(sums: Sums, scale: jax.Array) -> Sums:
+    """The sums over all devices, each times the scale of the loss."""
+    return jax.tree.map(lambda x: collectives.add_up(x, *AXES) * scale, sums)
 
 
 def no_statistics(model: Model) -> dict[str, Any]:
@@ -310,18 +327,18 @@ def loss_and_gradients(
         carry = jax.lax.fori_loop(begin, end, functools.partial(groups.both, last=not peeled), carry)
     if end < groups.number:
         carry = groups.both(groups.number - 1, carry, last=True)
-    loss = collectives.add_up(carry.loss, *AXES) * groups.scale
+    means = means_of(carry.sums, groups.scale)
     auxiliary = auxiliary_loss(engine, carry.statistics, groups.batch)[0] if engine.auxiliary else None
     statistics = collectives.add_up(carry.statistics, *AXES)
     sums_of = {name: blocks.sums for name, blocks in groups.blocks.items()}
     sums = Accumulators({name: flights["grads"] for name, flights in carry.flights.items()}, carry.d_outer)
     grads, norm = finish(engine, sums_of, sums, carry.squares)
     history = extended(history, collectives.largest_of_devices(carry.observed))
-    return Gradients(loss, grads, norm, history, statistics, auxiliary, updated, carry.finite)
+    return Gradients(means, grads, norm, history, statistics, auxiliary, updated, carry.finite)
 
 
 def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
-    """(summed loss, number of its terms) over all devices; forward only, without auxiliary losses.
+    """(the objective's sums, number of its terms) over all devices; forward only, without auxiliary losses.
 
     batch_BS: the arrays `[B, S]` of `Engine.batch_arrays`.
     """
@@ -337,5 +354,5 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
             return x_BSD, {}, flights
 
         x_BSD, _ = layers.over(block, x_BSD, {}, {"weights": layers.first()})
-    total = outer.loss(x_BSD, each.targets)
-    return collectives.add_up(total, *AXES), batch.terms()
+    sums = outer.loss(x_BSD, each.targets)
+    return collectives.add_up(sums, *AXES), batch.terms()

@@ -27,7 +27,7 @@ class LayerEvaluation:
 
     begin: (outer weights, *batch) -> activations. layers: for each part of the weights and variant of a layer, (layer's
     weights as `WorkWeights.planned`, number of the layer, activations, *batch) -> activations. end: (outer weights,
-    activations, *batch) -> (summed loss, number of its terms).
+    activations, *batch) -> (the objective's sums, number of its terms).
     """
 
     def __init__(self, engine: Engine, plan: TrainState, mesh: Mesh):
@@ -44,7 +44,7 @@ class LayerEvaluation:
         self.end: Any = self._end()
 
     def __call__(self, weights, *batch):
-        """(summed loss in nats, number of labels). Raises NvmeError."""
+        """({"loss": summed, in nats, ...}, number of labels). Raises NvmeError."""
         return self.each(weights, [batch])[0]
 
     def each(self, weights, batches: Sequence[tuple]) -> list[tuple]:
@@ -105,8 +105,8 @@ class LayerEvaluation:
         def per_device(outer, x, *batch_BS):
             batch = Batch.of(self.engine, batch_BS)
             layers = OuterLayers.of(self.engine, {OUTER: outer})
-            total = layers.loss(self.of_devices.enter("x", x), batch.on_device(lambda l: None).targets)
-            return collectives.add_up(total, *AXES), batch.terms()
+            sums = layers.loss(self.of_devices.enter("x", x), batch.on_device(lambda l: None).targets)
+            return collectives.add_up(sums, *AXES), batch.terms()
 
         return self._program(per_device, (self.plan.weights[OUTER], self.of_devices.any_of()))
 

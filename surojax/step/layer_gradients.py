@@ -40,7 +40,7 @@ from surojax.step.batch import Batch, recipe_inputs_of
 from surojax.step.between import OfDevices, Resting, in_round, in_rounds, of_round
 from surojax.step.blocks import plus_statistics
 from surojax.step.by_host import by_host
-from surojax.step.engine import Gradients, auxiliary_loss, no_statistics
+from surojax.step.engine import Gradients, auxiliary_loss, means_of, no_statistics, no_sums
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.gradients import Accumulators, Sums, add, finish, outer_sums
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients, metrics_of
@@ -295,13 +295,13 @@ class LayerGradients:
             layers = OuterLayers.of(self.engine, {OUTER: outer})
 
             def microbatch(carry, each):
-                loss, d_outer = carry
+                sums, d_outer = carry
                 a, x_BSD = each
                 targets = batch.microbatch(a, lambda a, l: None).targets
                 more, dx_BSD, d_outer = layers.head(d_outer, x_BSD, targets, scale)
-                return (loss + more, d_outer), dx_BSD
+                return (add(sums, more), d_outer), dx_BSD
 
-            carry = varying(jnp.float32(0), AXES), outer_sums(self.engine, outer)
+            carry = no_sums(self.engine), outer_sums(self.engine, outer)
             summed, dxs_ABSD = jax.lax.scan(microbatch, carry, (jnp.arange(batch.microbatches), xs_ABSD))
             finite = and_activations(sent.finite, [xs_ABSD])
             auxiliary, d_statistics = None, sent.statistics
@@ -360,7 +360,7 @@ class LayerGradients:
         def per_device(outer, step, history, moving, sent, summed, *arrays):
             batch, recipe_inputs, scale = self.batch(arrays, history, step)
             dxs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
-            loss, d_outer, auxiliary, statistics = self.of_devices.enter("summed", summed)
+            sums, d_outer, auxiliary, statistics = self.of_devices.enter("summed", summed)
             layers = OuterLayers.of(self.engine, {OUTER: outer.weights})
 
             def microbatch(d_outer, each):
@@ -369,12 +369,12 @@ class LayerGradients:
                 return layers.push_embed(d_outer, inputs_BS, dx_BSD), None
 
             d_outer, _ = jax.lax.scan(microbatch, d_outer, (jnp.arange(batch.microbatches), dxs_ABSD))
-            loss = collectives.add_up(loss, *AXES) * scale
+            means = means_of(sums, scale)
             grads, norm = finish(self.engine, {}, Accumulators({}, d_outer), sent.squares)
             finite = and_gradients(sent.finite, [dxs_ABSD])
             history = extended(history, collectives.largest_of_devices(sent.observed))
             auxiliary = collectives.same(auxiliary, *AXES)
-            done = Gradients(loss, grads, norm, history, add_up(statistics, *AXES), auxiliary, finite=finite)
+            done = Gradients(means, grads, norm, history, add_up(statistics, *AXES), auxiliary, finite=finite)
             scalars = update.scalars(step, norm)
             outer = update.outer(outer, grads[OUTER], scalars, largest=self.largest)
             update_inputs = {"grads": (), "scalars": scalars, "l": jnp.int32(0)}
@@ -435,8 +435,7 @@ def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | N
     if table.residuals.home.in_file:
         assert batch is not None, "residuals in files are planned for a batch"
         plan = step.plan
-        tokens = jax.ShapeDtypeStruct(batch, jnp.int32, sharding=batch_sharding(plan.step.sharding.mesh))
-        arrays = (tokens for _ in step.engine.batch_arrays)
+        arrays = step.engine.planned_batch(batch, batch_sharding(plan.step.sharding.mesh))
         name = gradients.segment.name
         gradients.programs(section(plan, OUTER), plan.step, plan.history, plan.weights[name], *arrays)
         residuals = stacks("residuals", gradients.planned_saved())

@@ -50,7 +50,7 @@ def _all(xs_BSD: Sequence[jax.Array]) -> jax.Array:
 
 def metrics_of(found, lr: jax.Array) -> dict[str, Any]:
     """The metrics of a step, one device's part. found: its `engine.Gradients`."""
-    metrics = {"loss": found.loss, "grad_norm": found.norm, "lr": lr}
+    metrics = {**found.means, "grad_norm": found.norm, "lr": lr}
     if found.auxiliary is not None:
         metrics["auxiliary_loss"] = found.auxiliary
     if found.statistics:
@@ -63,7 +63,7 @@ def plan_metrics(engine: Engine, mesh: Mesh) -> dict[str, Any]:
     the fields of a `Finite`."""
     everywhere = jax.NamedSharding(mesh, jax.P())
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
-    planned: dict[str, Any] = {"loss": scalar, "grad_norm": scalar, "lr": scalar}
+    planned: dict[str, Any] = dict.fromkeys((*engine.sums, "grad_norm", "lr"), scalar)
     if engine.auxiliary:
         planned["auxiliary_loss"] = scalar
     statistics = {s.name: s for s in engine.model.segments if s.statistics is not None}

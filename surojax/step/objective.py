@@ -1,8 +1,10 @@
 """What training minimises, as a function of the last hidden states and of a batch's arrays beside its inputs.
 
 An objective names these arrays and computes loss and gradients for a slice of tokens, so that the logits of one slice
-are in memory at a time (outer.py has the loop). Nothing else in a step knows what a label is. To add an objective, add
-a class with the members of `Objective`, and make it in assembly.py.
+are in memory at a time (outer.py has the loop). Nothing else in a step knows what a label is. An `Objective` is a sum
+over tokens. An `OfSequences` is a function of the log-probabilities of whole sequences: a first sweep over the slices
+computes them, and its gradient by them is a weight for each token of the cross-entropy, whose gradients a second sweep
+computes. objectives.py has those that a config can name.
 
 The head's matrix is replicated, or its rows are sharded over mesh axes, see outer.py. Shape suffixes: N tokens of a
 slice on this device, M tokens of a slice on all devices of the vocabulary's axes, D hidden size, V vocabulary, v rows
@@ -11,20 +13,28 @@ of the vocabulary on one device.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cross_entropy as kernel
 from surojax.models.linear import linear
-from surojax.models.loss import sharded_cross_entropy
+from surojax.models.loss import sharded_cross_entropy, sharded_logprob
 from surojax.models.model import Model
 from surojax.models.operations import softcapped
-from surojax.parallel.collectives import device_number
+from surojax.parallel.collectives import add_up, device_number, varying
+from surojax.placement.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR
 
 type Axes = tuple[str, ...]  # mesh axes over which the vocabulary is sharded; () if every device has all of it
-type Targets = dict[str, jax.Array]  # an objective's arrays by name, int32, an entry for each token
+type Targets = dict[str, jax.Array]  # an objective's arrays by name, an entry for each token
+type Sums = dict[str, jax.Array]  # "loss", and what else an objective adds up over its terms, float32
+
+LABELS = "labels"
+WEIGHTS = "weights"  # a factor of each token's term in the gradients, float32; not an array of a batch
+REFERENCE = "reference"  # log-probabilities of the labels by another model; their sum over a sequence is read
+FLOATS = (REFERENCE,)  # the arrays of a batch that are float32; all others are int32
+ONE_SEQUENCE = (PIPELINE, CONTEXT, *TENSOR)  # axes whose devices have parts of the same sequences
 
 
 class Objective(Protocol):
@@ -62,6 +72,7 @@ class Objective(Protocol):
 class CrossEntropy:
     """Cross-entropy of the next token, in nats. Labels < 0 are ignored and not counted.
 
+    With an array of `WEIGHTS` among the targets, the gradients are those of a weighted sum; the loss is without them.
     z_loss: weight of logsumexp(logits)^2 per token, in the gradients and not in the reported loss (PaLM).
     """
 
@@ -81,7 +92,7 @@ class CrossEntropy:
     ) -> tuple[jax.Array, dict, jax.Array]:
         """See `Objective`."""
         of_slice = self._sharded if axes else self._replicated
-        return of_slice(model, used, trained, x_ND, targets["labels"], scale, axes)
+        return of_slice(model, used, trained, x_ND, targets["labels"], targets.get(WEIGHTS), scale, axes)
 
     def loss(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
         """See `Objective`."""
@@ -94,24 +105,36 @@ class CrossEntropy:
         logits_NV, _ = _logits(model, y_ND, outer[model.head])
         return -jnp.sum(kernel.logprob(logits_NV, labels_N, implementation=model.precision.implementation))
 
-    def _replicated(self, model: Model, used: dict, trained: Sequence[str], x_ND, labels_N, scale, _: Axes):
+    def logprob(self, model: Model, outer: dict, x_ND: jax.Array, labels_N: jax.Array, axes: Axes) -> jax.Array:
+        """The log-probability of each label of a slice of this device's tokens, float32 `[N]`; 0 of those ignored."""
+        y_ND = model.final(outer, x_ND)
+        if axes:
+            y_MD, labels_M, mine_M = _gather_slice(axes, y_ND, labels_N)
+            logits_Mv, _ = _logits(model, y_MD, outer[model.head])
+            of_device_M = sharded_logprob(logits_Mv, labels_M, mine_M, axes)
+            return jax.lax.psum_scatter(of_device_M, axes, scatter_dimension=0, tiled=True)
+        logits_NV, _ = _logits(model, y_ND, outer[model.head])
+        return kernel.logprob(logits_NV, labels_N, implementation=model.precision.implementation)
+
+    def _replicated(self, model: Model, used: dict, trained: Sequence[str], x_ND, labels_N, weights_N, scale, _: Axes):
         y_ND, final_vjp, table_VD = _final(model, used, x_ND)
         logits_NV, capped_vjp = _logits(model, y_ND, table_VD)
         out = kernel.loss_and_gradient(
             logits_NV, labels_N, scale, z_loss=self.z_loss, in_place=True, implementation=model.precision.implementation
         )
-        d_table, dy_ND = _products(model, trained, capped_vjp(out.d_logits), y_ND, table_VD)
+        d_table, dy_ND = _products(model, trained, capped_vjp(out.d_logits), y_ND, table_VD, weights_N)
         d_others, dx_ND = final_vjp(dy_ND)
         grads = d_others | d_table
         return -jnp.sum(out.logprob), {name: grads[name] for name in trained}, dx_ND
 
-    def _sharded(self, model: Model, used: dict, trained: Sequence[str], x_ND, labels_N, scale, axes: Axes):
+    def _sharded(self, model: Model, used: dict, trained: Sequence[str], x_ND, labels_N, weights_N, scale, axes: Axes):
         y_ND, final_vjp, table_vD = _final(model, used, x_ND)
         y_MD, labels_M, mine_M = _gather_slice(axes, y_ND, labels_N)
         logits_Mv, capped_vjp = _logits(model, y_MD, table_vD)
         value, d_logits_Mv = sharded_cross_entropy(logits_Mv, labels_M, mine_M, axes, self.z_loss)
         d_logits_Mv = capped_vjp((d_logits_Mv * scale).astype(table_vD.dtype))
-        d_table, dy_MD = _products(model, trained, d_logits_Mv, y_MD, table_vD)
+        weights_M = None if weights_N is None else jax.lax.all_gather(weights_N, axes, axis=0, tiled=True)
+        d_table, dy_MD = _products(model, trained, d_logits_Mv, y_MD, table_vD, weights_M)
         dy_ND = jax.lax.psum_scatter(dy_MD, axes, scatter_dimension=0, tiled=True)
         d_others, dx_ND = final_vjp(dy_ND)
         grads = d_others | d_table
@@ -153,6 +176,124 @@ class LossOfLogits:
         return jnp.sum(jnp.where(labels_N >= 0, losses_N, 0.0))
 
 
+class Sequences(NamedTuple):
+    """The sequences of a microbatch that are on this device, `[B]` each, float32.
+
+    logprob: the sum over all labels of a sequence. tokens: the number of its labels; 0 of one that only fills up a
+    batch. reference: as logprob, by another model; None if the objective reads none.
+    """
+
+    logprob: jax.Array
+    tokens: jax.Array
+    reference: jax.Array | None
+
+
+class SequenceLoss(Protocol):
+    """A loss of sequences: a frozen dataclass, equal to another one that computes the same.
+
+    per_term: sequences of a term, which are next to each other in a microbatch: 2 of a pair. metrics: the names of what
+    it reports besides the loss. reads_reference: whether it reads `Sequences.reference`.
+    """
+
+    @property
+    def per_term(self) -> int: ...
+
+    @property
+    def metrics(self) -> tuple[str, ...]: ...
+
+    @property
+    def reads_reference(self) -> bool: ...
+
+    def __call__(self, sequences: Sequences) -> Sums:
+        """The sums over the terms: "loss", whose gradient by `Sequences.logprob` is computed, and the metrics."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OfSequences:
+    """An objective that is a sum over groups of whole sequences. A group is on one device of the data-parallel ones."""
+
+    loss: SequenceLoss
+    tokens: CrossEntropy = CrossEntropy()
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """See `Objective`."""
+        return (LABELS, REFERENCE) if self.loss.reads_reference else (LABELS,)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the sums besides the loss."""
+        return self.loss.metrics
+
+    def counted(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return self.tokens.counted(targets)
+
+    def count(self, targets: Targets) -> jax.Array:
+        """See `Objective`: groups, without those that only fill up a batch."""
+        has_labels_B = jnp.any(self.counted(targets), axis=-1).reshape(-1, self.loss.per_term)
+        return jnp.sum(jnp.any(has_labels_B, axis=-1), dtype=jnp.int32)
+
+    def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
+        """This device's terms of the sums over all devices."""
+        return _once(self.loss(self._sequences(logprob_BS, targets)))
+
+    def sums_and_weights(self, logprob_BS: jax.Array, targets: Targets) -> tuple[Sums, jax.Array]:
+        """(`sums`, the weights `[B, S]` of the tokens' cross-entropies whose gradients are those of the loss)."""
+        sequences = self._sequences(logprob_BS, targets)
+
+        def loss(logprob_B: jax.Array) -> tuple[jax.Array, Sums]:
+            sums = self.loss(sequences._replace(logprob=logprob_B))
+            return sums["loss"], sums
+
+        d_logprob_B, sums = jax.grad(loss, has_aux=True)(sequences.logprob)
+        return _once(sums), jnp.broadcast_to(-d_logprob_B[:, None], logprob_BS.shape)
+
+    def _sequences(self, logprob_BS: jax.Array, targets: Targets) -> Sequences:
+        """Sums over the tokens of each sequence, of all devices that have parts of it."""
+        reads = self.loss.reads_reference
+        rows: dict[str, Any] = {"logprob": logprob_BS, "tokens": self.counted(targets).astype(jnp.float32)}
+        rows["reference"] = targets[REFERENCE] if reads else None
+        return Sequences(**add_up(jax.tree.map(lambda x_BS: varying(jnp.sum(x_BS, -1), AXES), rows), *ONE_SEQUENCE))
+
+
+@dataclasses.dataclass(frozen=True)
+class LogProbabilities:
+    """A `SequenceLoss` that reports each sequence's log-probability, for evaluations: `ROWS`, `[B]` of all devices."""
+
+    ROWS: ClassVar[str] = "rows"
+    per_term: int = 1
+    metrics: tuple[str, ...] = (ROWS,)
+    reads_reference: bool = False
+
+    def __call__(self, sequences: Sequences) -> Sums:
+        """See `SequenceLoss`. A device has zeros for the sequences of others, so that the sum over devices has all."""
+        number, devices = device_number(*DATA)
+        of_device_B = sequences.logprob
+        rows = jnp.zeros(devices * of_device_B.size, jnp.float32)
+        rows = jax.lax.dynamic_update_slice_in_dim(varying(rows, DATA), of_device_B, number * of_device_B.size, 0)
+        return {"loss": -jnp.sum(of_device_B), self.ROWS: rows}
+
+
+class ObjectiveChoice(NamedTuple):
+    """An objective that a config can name.
+
+    make: a function of its options {name: value} that returns it. reads: the names of these options. is_of_pairs: its
+    rows are a chosen and a rejected answer to one prompt, one after the other.
+    """
+
+    make: Callable[[dict[str, Any]], "Objective | OfSequences"]
+    reads: tuple[str, ...]
+    is_of_pairs: bool = False
+
+
+def _once(sums: Sums) -> Sums:
+    """Sums that all devices of a sequence have, on one of them, so that the sum over all devices has them once."""
+    number, devices = device_number(*ONE_SEQUENCE)
+    return sums if devices == 1 else jax.tree.map(lambda x: jnp.where(number == 0, x, 0.0), sums)
+
+
 def _final(model: Model, used: dict, x_ND):
     """(x after the final norm, the norm's vjp, the head's matrix)."""
     others = {name: w for name, w in used.items() if name != model.head}
@@ -168,12 +309,21 @@ def _logits(model: Model, y_ND: jax.Array, table_VD: jax.Array) -> tuple[jax.Arr
     return logits_NV, lambda d_logits_NV: vjp(d_logits_NV)[0]
 
 
-def _products(model: Model, trained: Sequence[str], d_logits_Mv, y_MD, table_vD) -> tuple[dict, jax.Array]:
-    """(gradient of the head's matrix by its name, if it is trained; gradient of y) from these of the logits."""
+def _products(
+    model: Model, trained: Sequence[str], d_logits_Mv, y_MD, table_vD, weights_M: jax.Array | None
+) -> tuple[dict, jax.Array]:
+    """(gradient of the head's matrix by its name, if it is trained; gradient of y) from these of the logits.
+
+    weights_M: of the rows of d_logits, which are not read once more for them.
+    """
+
+    def weighted(x_MD: jax.Array) -> jax.Array:
+        return x_MD if weights_M is None else (x_MD * weights_M[:, None]).astype(x_MD.dtype)
+
     d_table = {}
     if model.head in trained:
-        d_table[model.head] = jax.lax.dot_general(d_logits_Mv, y_MD, (((0,), (0,)), ((), ())))
-    return d_table, d_logits_Mv @ table_vD
+        d_table[model.head] = jax.lax.dot_general(d_logits_Mv, weighted(y_MD), (((0,), (0,)), ((), ())))
+    return d_table, weighted(d_logits_Mv @ table_vD)
 
 
 def _gather_slice(axes: Axes, y_ND, labels_N):

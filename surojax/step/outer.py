@@ -30,7 +30,7 @@ from surojax.parallel.collectives import device_number, varying
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.step.gradients import add
-from surojax.step.objective import Axes, Objective
+from surojax.step.objective import LABELS, WEIGHTS, Axes, CrossEntropy, Objective, OfSequences, Sums
 from surojax.step.spec import Engine
 
 
@@ -43,7 +43,7 @@ class OuterLayers:
     """
 
     model: Model
-    objective: Objective
+    objective: Objective | OfSequences
     chunks: int
     axes: Axes
     weights: dict[str, jax.Array]
@@ -74,19 +74,31 @@ class OuterLayers:
     @jax.named_scope("head")
     def head(
         self, grads: dict, x_BSD: jax.Array, targets: dict[str, jax.Array], scale: jax.Array
-    ) -> tuple[jax.Array, jax.Array, dict]:
-        """(summed loss, d (scale * loss) / dx, outer accumulators plus the head's gradients).
+    ) -> tuple[Sums, jax.Array, dict]:
+        """(the summed loss, and other sums; d (scale * loss) / dx; outer accumulators plus the head's gradients).
 
         targets: the objective's arrays `[B, S]` by name. Loss and gradient of a slice of tokens are computed together,
-        so the logits of one slice are in memory at a time and are never recomputed. dx is written over x. No gradient
-        is computed of what has no accumulator in `grads`.
+        so the logits of one slice are in memory at a time. They are never recomputed, except for an objective of whole
+        sequences, whose weights follow from all slices. dx is written over x. No gradient is computed of what has no
+        accumulator in `grads`.
         """
+        if isinstance(self.objective, OfSequences):
+            sums, weights_BS = self.objective.sums_and_weights(self.logprob(x_BSD, targets[LABELS]), targets)
+            targets = {LABELS: targets[LABELS], WEIGHTS: weights_BS}
+            _, x_BSD, grads = self._gradients(self.objective.tokens, grads, x_BSD, targets, scale)
+            return sums, x_BSD, grads
+        loss, x_BSD, grads = self._gradients(self.objective, grads, x_BSD, targets, scale)
+        return {"loss": loss}, x_BSD, grads
+
+    def _gradients(
+        self, objective: Objective, grads: dict, x_BSD: jax.Array, targets: dict[str, jax.Array], scale: jax.Array
+    ) -> tuple[jax.Array, jax.Array, dict]:
+        """`head` of a sum over tokens."""
         x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
         targets_N = {name: of_tokens.reshape(-1) for name, of_tokens in targets.items()}
         used = {name: self.weights[name] for name in self.model.head_uses}
         n = len(x_ND) // self.chunks
         trained = [name for name in used if name in grads]
-        objective = self.objective
 
         def chunk(c, carry):
             x_ND, grads, total = carry
@@ -98,16 +110,31 @@ class OuterLayers:
         x_ND, grads, total = jax.lax.fori_loop(0, self.chunks, chunk, (x_ND, grads, varying(jnp.float32(0), AXES)))
         return total, x_ND.reshape(x_BSD.shape), grads
 
-    def loss(self, x_BSD: jax.Array, targets: dict[str, jax.Array]) -> jax.Array:
-        """Summed loss, forward only: of this device's tokens; if sharded, its term of the sum over all devices."""
+    def loss(self, x_BSD: jax.Array, targets: dict[str, jax.Array]) -> Sums:
+        """Summed loss, and other sums, forward only: this device's terms of the sums over all devices."""
+        objective = self.objective
+        if isinstance(objective, OfSequences):
+            return objective.sums(self.logprob(x_BSD, targets[LABELS]), targets)
         x_CND = x_BSD.reshape(self.chunks, -1, x_BSD.shape[-1])
         targets_CN = {name: of_tokens.reshape(self.chunks, -1) for name, of_tokens in targets.items()}
 
         def chunk(c, total):
             of_slice = {name: of_slices[c] for name, of_slices in targets_CN.items()}
-            return total + self.objective.loss(self.model, self.weights, x_CND[c], of_slice, self.axes)
+            return total + objective.loss(self.model, self.weights, x_CND[c], of_slice, self.axes)
 
-        return jax.lax.fori_loop(0, self.chunks, chunk, varying(jnp.float32(0), AXES))
+        return {"loss": jax.lax.fori_loop(0, self.chunks, chunk, varying(jnp.float32(0), AXES))}
+
+    def logprob(self, x_BSD: jax.Array, labels_BS: jax.Array) -> jax.Array:
+        """The log-probability of each label of this device's tokens, float32 `[B, S]`, in slices as the loss."""
+        x_CND = x_BSD.reshape(self.chunks, -1, x_BSD.shape[-1])
+        labels_CN = labels_BS.reshape(self.chunks, -1)
+
+        def chunk(c, logprob_CN):
+            logprob_N = CrossEntropy().logprob(self.model, self.weights, x_CND[c], labels_CN[c], self.axes)
+            return logprob_CN.at[c].set(varying(logprob_N, AXES))
+
+        zeros = varying(jnp.zeros(labels_CN.shape, jnp.float32), AXES)
+        return jax.lax.fori_loop(0, self.chunks, chunk, zeros).reshape(labels_BS.shape)
 
 
 def embed(model: Model, table_vD: jax.Array, tokens_BS: jax.Array, axes: Axes = ()) -> jax.Array:

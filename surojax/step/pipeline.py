@@ -42,9 +42,10 @@ from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, stacked_layers
 from surojax.placement.mesh import AXES
 from surojax.step.batch import Batch, Group, Microbatch, recipe_inputs_of
 from surojax.step.blocks import Backward, Blocks, residuals_of
-from surojax.step.engine import Gradients
+from surojax.step.engine import Gradients, means_of, no_sums
 from surojax.step.gradients import GRADS, Accumulators, add, finish, leaves_sums_local, outer_sums
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
+from surojax.step.objective import Sums
 from surojax.step.outer import OuterLayers
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine
@@ -56,9 +57,9 @@ class TickCarry(NamedTuple):
     """The loop carry from tick to tick.
 
     x_BSD, dx_BSD: received from the stage before, and from the stage after. from_head: gradients of the last stage's
-    results, this stage's part of them `[slots, B, s, D]`. saved: residuals of the microbatches in flight, stacks. loss:
-    summed so far, on this device. observed: largest magnitudes so far in this stage's layers, for delayed scales.
-    finite: see `metrics`.
+    results, this stage's part of them `[slots, B, s, D]`. saved: residuals of the microbatches in flight, stacks. sums:
+    of the objective so far, on this device. observed: largest magnitudes so far in this stage's layers, for delayed
+    scales. finite: see `metrics`.
     """
 
     x_BSD: jax.Array
@@ -66,7 +67,7 @@ class TickCarry(NamedTuple):
     from_head: jax.Array
     saved: list[jax.Array]
     grads: Accumulators
-    loss: jax.Array
+    sums: Sums
     observed: jax.Array | None
     finite: Finite | None
 
@@ -113,8 +114,8 @@ class Stage:
         d_outer = outer_sums(engine, self.outer.weights)
         grads = Accumulators({self.segment.name: zeros_in_host_memory(self.segment, sums)}, d_outer)
         observed = None if history is None else new_observed(history[: self.segment.num_layers])
-        loss = varying(jnp.float32(0), AXES)
-        return TickCarry(x_BSD, x_BSD, from_head, saved, grads, loss, varying(observed, AXES), all_finite(engine))
+        sums = no_sums(engine)
+        return TickCarry(x_BSD, x_BSD, from_head, saved, grads, sums, varying(observed, AXES), all_finite(engine))
 
     def microbatch(self, a: jax.Array | int, computes: jax.Array | bool = True) -> Microbatch:
         """Microbatch a. computes: see `StageLayers.when_any`."""
@@ -176,9 +177,11 @@ class Stage:
         """All stages: head and loss of the last stage's x."""
         x_BsD = spread(carry.x_BSD, self.stages - 1)
         targets = {name: own_part(of_tokens) for name, of_tokens in self.microbatch(a).targets.items()}
-        value, dx_BsD, d_outer = self.outer.head(carry.grads.outer, x_BsD, targets, self.scale)
+        more, dx_BsD, d_outer = self.outer.head(carry.grads.outer, x_BsD, targets, self.scale)
         from_head = write(carry.from_head, dx_BsD, a % self.head_slots)
-        return carry._replace(from_head=from_head, grads=carry.grads._replace(outer=d_outer), loss=carry.loss + value)
+        return carry._replace(
+            from_head=from_head, grads=carry.grads._replace(outer=d_outer), sums=add(carry.sums, more)
+        )
 
     def from_head(self, a, carry: TickCarry) -> TickCarry:
         """All stages: the gradient of the last stage's x, which becomes dx of the last stage."""
@@ -275,9 +278,9 @@ def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, history=N
     done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first(history))
     grads, squares = stage.push_all(done.grads)
     grads, norm = finish(engine, {stage.segment.name: stage.sums}, grads, squares)
-    loss = collectives.add_up(done.loss, *AXES) * stage.scale
+    means = means_of(done.sums, stage.scale)
     history = extended(history, largest_of_stages(model, done.observed))
-    return Gradients(loss, grads, norm, history, statistics={}, finite=done.finite)
+    return Gradients(means, grads, norm, history, statistics={}, finite=done.finite)
 
 
 def largest_of_stages(model: Model, observed: jax.Array | None) -> jax.Array | None:
@@ -319,5 +322,5 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
 
     x_BSD = jax.lax.fori_loop(0, stages, of_stage, varying(collect(x_BsD), AXES))
     targets = {name: own_part(of_tokens) for name, of_tokens in each.targets.items()}
-    total = outer.loss(spread(x_BSD, stages - 1), targets)
-    return collectives.add_up(total, *AXES), batch.terms()
+    sums = outer.loss(spread(x_BSD, stages - 1), targets)
+    return collectives.add_up(sums, *AXES), batch.terms()

@@ -3,11 +3,14 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+
 from surojax.models.model import Model
 from surojax.placement.layout import Layouts
 from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
-from surojax.step.objective import CrossEntropy, Objective
+from surojax.step.objective import FLOATS, CrossEntropy, Objective, OfSequences
 
 CROSS_ENTROPY = CrossEntropy()
 
@@ -31,7 +34,7 @@ class Engine:
     layouts: Layouts
     recompute_block: bool = True
     lmhead_chunks: int = 1
-    objective: Objective = CROSS_ENTROPY
+    objective: Objective | OfSequences = CROSS_ENTROPY
     packed: bool = False
     microbatches_per_fetch: int = 1
     auxiliary: Callable | None = None
@@ -56,5 +59,16 @@ class Engine:
 
     @property
     def batch_arrays(self) -> tuple[str, ...]:
-        """The names of a batch's arrays, int32 `[A, B, S]`, in the order in which a step takes them."""
+        """The names of a batch's arrays `[A, B, S]`, in the order in which a step takes them."""
         return ("inputs", *self.objective.targets, *(("starts",) if self.packed else ()))
+
+    def planned_batch(self, shape: tuple[int, ...], sharding: jax.NamedSharding | None) -> list[jax.ShapeDtypeStruct]:
+        """The plan of a batch's arrays: int32, or float32 if `objective.FLOATS` names them."""
+        dtypes = (jnp.float32 if name in FLOATS else jnp.int32 for name in self.batch_arrays)
+        return [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in dtypes]
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The names of what a step adds up over the terms of the objective."""
+        others = self.objective.metrics if isinstance(self.objective, OfSequences) else ()
+        return ("loss", *others)

@@ -43,7 +43,7 @@ def make_train_step(
 ) -> Callable:
     """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), see `metrics`.
 
-    A packed engine's step has one more argument: starts; see `Engine.batch_arrays`.
+    Its other arguments are those of `Engine.batch_arrays`, and its metrics have the other means of the objective too.
     The state is donated: its arrays are updated in place. loss: mean over all labels of the batch, in nats. grad_norm:
     the global norm before clipping. lr: the learning rate of this step. If layers are in a file, the result is a
     `FileStep`, which is called, lowered and compiled in the same way; and so is an `OverlappedStep`. files: what a step
@@ -95,10 +95,10 @@ def evaluated(step: Any, weights: Any, batches: Iterable[tuple]) -> Iterator[tup
 
 
 def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Any:
-    """A jitted (weights, inputs `[B, S]`, labels) -> (summed loss in nats, number of labels).
+    """A jitted (weights, inputs `[B, S]`, labels) -> ({"loss": summed, in nats, ...}, number of labels).
 
-    A packed engine's step has one more argument: starts. With weights in files the result is a `LayerEvaluation`, which
-    is called, lowered and compiled in the same way.
+    Sums and number of terms are those of the objective, and the other arguments those of `Engine.batch_arrays`. With
+    weights in files the result is a `LayerEvaluation`, which is called, lowered and compiled in the same way.
     """
     if engine.table.weights.home.in_file:
         return LayerEvaluation(engine, plan, mesh)

@@ -16,7 +16,7 @@ from surojax.parallel.feed import from_host
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel
 from surojax.run.callbacks import EarlyStopping
-from surojax.run.metrics import METRICS_FILE, perplexity, read_metrics
+from surojax.run.metrics import ACCURACY, METRICS_FILE, perplexity, read_metrics
 from surojax.step import train_step
 from surojax.training.start import Start
 
@@ -29,25 +29,30 @@ class Evaluation:
         self.arrays = run.engine.batch_arrays
         self.sharding = batch_sharding(mesh, accumulated=False)
         shape = (c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
-        tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.sharding)
         options = run.compiler_options(mesh.devices.flat[0].platform)
-        self.step = run.eval_step().lower(run.plan.weights, *[tokens] * len(self.arrays)).compile(options)
+        batch = run.engine.planned_batch(shape, self.sharding)
+        self.step = run.eval_step().lower(run.plan.weights, *batch).compile(options)
 
     def __call__(self, weights) -> list[dict[str, Any]]:
         """Returns the arguments of `MetricsLog.eval` for each set."""
         return [self.scores(weights, one) for one in self.evaluated]
 
     def scores(self, weights, one: data.Evaluated) -> dict[str, Any]:
-        """Returns {"name", "loss" (nats per token), "bits_per_byte" (comparable across tokenizers), "duration_s"}."""
+        """Returns {"name", "loss" (nats per token), "bits_per_byte" (comparable across tokenizers), "duration_s"}.
+
+        With an objective that has other means than the loss, these are "others".
+        """
         start = time.perf_counter()
         on_devices = (tuple(from_host(batch[name], self.sharding) for name in self.arrays) for batch in one.batches)
         # One batch at a time: programs with collectives in flight can block each other on virtual CPU devices.
         sums = list(map(jax.device_get, train_step.evaluated(self.step, weights, on_devices)))
-        loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))
+        terms = sum(int(n) for _, n in sums)
+        means = {name: float(sum(np.float64(s[name]) for s, _ in sums) / terms) for name in sums[0][0]}
+        loss = means.pop("loss")
         per_label = one.bytes_per_label
         bits = None if per_label is None else loss / math.log(2) / per_label
         duration_s = time.perf_counter() - start
-        return {"name": one.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s}
+        return {"name": one.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s, "others": means}
 
 
 def early_stopping(c: Config, output_dir: Path, start: Start) -> EarlyStopping:
@@ -74,7 +79,10 @@ def evaluation_summary(output_dir: Path) -> str:
         text = f"evaluation{name and f' of {name}'}: loss {_from_to(losses, '.4f')}"
         if all(record.get("bits_per_byte") is not None for record in ends):
             text += f", {_from_to([record['bits_per_byte'] for record in ends], '.4f')} bits per byte"
-        text += f", perplexity {_from_to(map(perplexity, losses), '.4g')}"
+        if all("perplexity" in record for record in ends):
+            text += f", perplexity {_from_to(map(perplexity, losses), '.4g')}"
+        if all(ACCURACY in record for record in ends):
+            text += f", accuracy {_from_to([record[ACCURACY] for record in ends], '.3f')}"
         lines.append(f"{text} (step{'s'[: len(ends) - 1]} {_from_to([record['step'] for record in ends], 'd')})")
     return "\n".join(lines) or "evaluation: none yet"
 

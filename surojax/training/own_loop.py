@@ -18,6 +18,7 @@ from surojax.placement.layout import batch_sharding
 from surojax.step.objective import Objective
 from surojax.step.state import TrainState
 from surojax.training.programs import compile_programs
+from surojax.training.reference import with_reference
 from surojax.training.setup import naming_rows, set_up
 from surojax.training.start import find_start
 from surojax.training.state import first_state
@@ -49,6 +50,7 @@ class OwnLoop:
         for name, value in {"nvme_path": has_files, "overlap_update": c.overlap_update, "lora": c.lora}.items():
             if value:
                 raise ConfigError(f"{name}: expected none in a loop of your own, got it; leave it out, or use train()")
+        start = with_reference(c, run, setup, start)
         self.total_steps = start.total_steps
         self.first_step = start.first_step
         self.tokenizer = start.tokenizer

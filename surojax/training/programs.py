@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
@@ -42,12 +41,11 @@ def compile_programs(
         host_temporaries=host_temporaries(run, traffic.batch_of(c)),
     )
     tokens_shape = (c.gradient_accumulation_steps, feed.batch_size, c.sequence_len)
-    tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=feed.sharding)
-    arrays = run.engine.batch_arrays
+    batch = run.engine.planned_batch(tokens_shape, feed.sharding)
     with working("compiling the step and the evaluation", "compiled"):
-        train_step = run.train_step().lower(run.plan, *[tokens] * len(arrays)).compile(options)
+        train_step = run.train_step().lower(run.plan, *batch).compile(options)
         evaluate = Evaluation(c, run, mesh, evaluated)
     # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in files, a
     # step has already ended when `train_step` returns.
     one_at_a_time = (platform == "cpu" and len(devices) > 1) or not run.store.is_empty
-    return Programs(train_step, evaluate, feed, arrays, one_at_a_time)
+    return Programs(train_step, evaluate, feed, run.engine.batch_arrays, one_at_a_time)

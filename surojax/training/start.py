@@ -15,6 +15,7 @@ from surojax.exchange.base import fingerprint
 from surojax.placement.mesh import data_parallel
 from surojax.run import on_disk
 from surojax.run.console import say
+from surojax.step.objectives import OBJECTIVES
 from surojax.training.resume import find_resume
 from surojax.training.setup import Setup
 
@@ -46,7 +47,8 @@ def find_start(c: Config, setup: Setup) -> Start:
     batch_size = c.per_device_batch_size * data_parallel(setup.mesh)
     samples_per_step = batch_size * c.gradient_accumulation_steps
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
-    found = data.load_data(setup.entries, settings, tokenizer, eval_batch_size=batch_size, say=say)
+    is_pairs = OBJECTIVES[c.objective].is_of_pairs
+    found = data.load_data(setup.entries, settings, tokenizer, eval_batch_size=batch_size, is_pairs=is_pairs, say=say)
     samples = found.train
     check_length(samples.all, samples_per_step)
     identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}

@@ -1,0 +1,78 @@
+"""The objectives by the name that a config calls them, and which options go with which.
+
+| objective     | minimises                                                     | reference |
+|---------------|---------------------------------------------------------------|-----------|
+| cross_entropy | nats per token                                                |           |
+| dpo, ipo      | losses of pairs of a chosen and a rejected answer             | yes       |
+| orpo, simpo   | likewise                                                      |           |
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from surojax.declared import Declared, declared
+from surojax.refusals import Feature, Refusal, is_on, is_one_of, is_set
+from surojax.step.objective import CrossEntropy, Objective, ObjectiveChoice, OfSequences
+from surojax.step.preferences import PREFERENCES, PreferenceSettings
+
+CROSS_ENTROPY = "cross_entropy"
+OBJECTIVES: dict[str, ObjectiveChoice] = {
+    CROSS_ENTROPY: ObjectiveChoice(lambda values: CrossEntropy(**values), ("z_loss",)),
+    **PREFERENCES,
+}
+OF_PAIRS = tuple(name for name, choice in OBJECTIVES.items() if choice.is_of_pairs)
+SETTINGS: tuple[Declared, ...] = declared(PreferenceSettings)
+EXPERTS = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "gradient_accumulation_steps": 1}
+PAIRS = {"data": "rows.jsonl", "per_device_batch_size": 2}  # what a config of an objective of pairs needs besides
+
+
+def built(settings: Mapping[str, Any]) -> Objective | OfSequences:
+    """The objective of a config. settings: its fields."""
+    choice = OBJECTIVES[settings["objective"]]
+    return choice.make({name: settings[name] for name in choice.reads})
+
+
+def _other_value(field: Declared) -> Any:
+    """A value of an option that is not its default."""
+    if field.choices:
+        return next(value for value in field.choices if value != field.default)
+    return True if field.default is False else 0.25
+
+
+def _unused() -> Iterator[Refusal]:
+    """Rows for options with the objectives that do not read them."""
+    examples = {field.name: _other_value(field) for field in SETTINGS} | {"z_loss": 1e-4}
+    for name, example in examples.items():
+        readers = [objective for objective, choice in OBJECTIVES.items() if name in choice.reads]
+        others = [objective for objective in OBJECTIVES if objective not in readers]
+        needs = {} if CROSS_ENTROPY in readers else PAIRS | {"objective": readers[0]}
+        change = f"leave it out, or set objective={' or '.join(map(repr, readers))}"
+        other = is_one_of("objective", *others, needs=PAIRS if others != [CROSS_ENTROPY] else None)
+        yield Refusal(is_set(name, example, needs), other, "which does not use it", change)
+
+
+def of_pairs() -> Feature:
+    """An objective of pairs."""
+    return is_one_of("objective", *OF_PAIRS, instead=repr(CROSS_ENTROPY), needs=PAIRS)
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    *_unused(),
+    Refusal(
+        is_set("label_smoothing", 0.25, PAIRS | {"objective": "dpo"}),
+        is_one_of("loss_type", "hinge", "ipo", needs=PAIRS | {"objective": "dpo"}),
+        "which does not use it",
+        "leave it out, or set loss_type='sigmoid'",
+    ),
+    Refusal(of_pairs(), is_on("sample_packing"), "which is not built for answers of pairs", "leave sample_packing out"),
+    *(
+        Refusal(
+            is_set(name, 0.01, EXPERTS),
+            of_pairs(),
+            "whose terms are pairs, and not the tokens that a router sees",
+            "leave it out",
+        )
+        for name in ("router_aux_loss_coef", "router_z_loss_coef")
+    ),
+    Refusal(is_set("train_on", "all", PAIRS), of_pairs(), "which is of both answers of a pair alone", "leave it out"),
+)

@@ -1,0 +1,157 @@
+"""Losses of pairs of answers to one prompt, of which one is preferred: DPO, IPO, ORPO and SimPO.
+
+Each is a function of the log-probabilities of both answers under the model that is trained (the policy), and of DPO and
+IPO also under a reference, the model before training. Names of options and of metrics are TRL's. A microbatch has the
+chosen answer of a pair in a row, with its prompt, and the rejected one in the next row; labels are the answers' tokens.
+
+To add one: a function from `Pairs` and `PreferenceSettings` to `Scores`, and its row in `PREFERENCES`.
+
+P pairs of a microbatch on this device.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from surojax.declared import POSITIVE, Range, declare
+from surojax.step.objective import ObjectiveChoice, OfSequences, Sequences, Sums
+
+BELOW_HALF = Range(lambda v: 0 <= v < 0.5, "0 or more and below 0.5", "0.5 says nothing about which answer is better")
+METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceSettings:
+    """The options of objectives of pairs, by TRL's names."""
+
+    # dpo, ipo, orpo, simpo: how far the model may leave its reference; less = further; the weight of orpo's odds
+    beta: float = declare(0.1, POSITIVE)
+    # dpo: "sigmoid" (Rafailov et al. 2023), "hinge" (SLiC) or "ipo"
+    loss_type: str = declare("sigmoid", choices=("sigmoid", "hinge", "ipo"))
+    # dpo, loss_type sigmoid: probability that a pair's answers are the wrong way round (conservative DPO)
+    label_smoothing: float = declare(0.0, BELOW_HALF)
+    # dpo, ipo: the reference takes all answers for equally likely, and is not computed
+    reference_free: bool = False
+    # simpo: by how much the mean log-probability of the chosen answer is to be larger, times beta
+    simpo_gamma: float = declare(0.5, Range(lambda v: v >= 0, "0 or more", "0 is no margin"))
+
+
+class Side(NamedTuple):
+    """One answer of each pair, `[P]` each.
+
+    logprob: of the answer. tokens: of it. reference: its log-probability under the reference; 0 without one.
+    """
+
+    logprob: jax.Array
+    tokens: jax.Array
+    reference: jax.Array
+
+    @property
+    def logratio(self) -> jax.Array:
+        """The logarithm of its probability over that under the reference."""
+        return self.logprob - self.reference
+
+    def per_token(self, x_P: jax.Array) -> jax.Array:
+        """A sum over the tokens as their mean."""
+        return x_P / jnp.maximum(self.tokens, 1.0)
+
+
+class Scores(NamedTuple):
+    """Loss of each pair, and rewards of its answers, `[P]` each. Rewards are reported only."""
+
+    losses: jax.Array
+    chosen: jax.Array
+    rejected: jax.Array
+
+
+def dpo(chosen: Side, rejected: Side, s: PreferenceSettings) -> Scores:
+    """DPO (Rafailov et al. 2023, arXiv:2305.18290), with m = the difference of the answers' log-ratios:
+
+    sigmoid:  -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)        e = label_smoothing
+    hinge:    max(0, 1 - beta m)                                           SLiC (arXiv:2305.10425)
+    ipo:      (m - 1 / (2 beta))^2, of log-ratios per token                IPO (arXiv:2310.12036, eq. 17), as in TRL
+    """
+    margin = chosen.logratio - rejected.logratio
+    if s.loss_type == "ipo":
+        margin = chosen.per_token(chosen.logratio) - rejected.per_token(rejected.logratio)
+        losses = (margin - 1 / (2 * s.beta)) ** 2
+    elif s.loss_type == "hinge":
+        losses = jax.nn.relu(1 - s.beta * margin)
+    else:
+        losses = -(1 - s.label_smoothing) * jax.nn.log_sigmoid(s.beta * margin)
+        losses -= s.label_smoothing * jax.nn.log_sigmoid(-s.beta * margin)
+    return Scores(losses, s.beta * chosen.logratio, s.beta * rejected.logratio)
+
+
+def ipo(chosen: Side, rejected: Side, s: PreferenceSettings) -> Scores:
+    """DPO with loss_type ipo."""
+    return dpo(chosen, rejected, dataclasses.replace(s, loss_type="ipo"))
+
+
+def orpo(chosen: Side, rejected: Side, s: PreferenceSettings) -> Scores:
+    """ORPO (Hong et al. 2024, arXiv:2403.07691, eq. 6): with p the probability of an answer's tokens, geometric mean,
+
+    -log p(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected))        odds = p / (1 - p)
+    """
+    of_chosen, of_rejected = (side.per_token(side.logprob) for side in (chosen, rejected))
+    log_odds = of_chosen - of_rejected - (log1mexp(of_chosen) - log1mexp(of_rejected))
+    losses = -of_chosen - s.beta * jax.nn.log_sigmoid(log_odds)
+    return Scores(losses, s.beta * of_chosen, s.beta * of_rejected)
+
+
+def simpo(chosen: Side, rejected: Side, s: PreferenceSettings) -> Scores:
+    """SimPO (Meng et al. 2024, arXiv:2405.14734, eq. 6): -log sigmoid(beta (difference of means per token) - gamma)."""
+    of_chosen, of_rejected = (side.per_token(side.logprob) for side in (chosen, rejected))
+    losses = -jax.nn.log_sigmoid(s.beta * (of_chosen - of_rejected) - s.simpo_gamma)
+    return Scores(losses, s.beta * of_chosen, s.beta * of_rejected)
+
+
+def log1mexp(x: jax.Array) -> jax.Array:
+    """log(1 - exp(x)) of x < 0 (Maechler 2012); x so close to 0 that it is 1 in float32 is taken for the next below."""
+    x = jnp.minimum(x, -jnp.finfo(jnp.float32).eps)
+    is_near_0 = x > -jnp.log(2.0)
+    near, far = jnp.where(is_near_0, x, -1.0), jnp.where(is_near_0, -1.0, x)
+    return jnp.where(is_near_0, jnp.log(-jnp.expm1(near)), jnp.log1p(-jnp.exp(far)))
+
+
+@dataclasses.dataclass(frozen=True)
+class PairLoss:
+    """A `SequenceLoss` of pairs. scores: one of the functions above."""
+
+    scores: Callable[[Side, Side, PreferenceSettings], Scores]
+    settings: PreferenceSettings = PreferenceSettings()
+    reads_reference: bool = False
+    per_term: int = 2
+    metrics: tuple[str, ...] = METRICS
+
+    def __call__(self, sequences: Sequences) -> Sums:
+        """See `SequenceLoss`."""
+        reference = jnp.zeros_like(sequences.logprob) if sequences.reference is None else sequences.reference
+        chosen, rejected = (Side(sequences.logprob[i::2], sequences.tokens[i::2], reference[i::2]) for i in (0, 1))
+        scores = self.scores(chosen, rejected, self.settings)
+        margins = scores.chosen - scores.rejected
+        numbers = (scores.losses, scores.chosen, scores.rejected, margins, (margins > 0).astype(jnp.float32))
+        is_pair_P = (chosen.tokens > 0) | (rejected.tokens > 0)
+        sums = (jnp.sum(jnp.where(is_pair_P, x_P, 0.0)) for x_P in numbers)
+        return dict(zip(("loss", *METRICS), sums, strict=True))
+
+
+def choice(scores: Callable[..., Scores], *options: str, has_reference: bool = False) -> ObjectiveChoice:
+    """The `ObjectiveChoice` of a loss of pairs. options: those of `PreferenceSettings` that it reads."""
+
+    def make(values: dict[str, Any]) -> OfSequences:
+        settings = PreferenceSettings(**values)
+        return OfSequences(PairLoss(scores, settings, has_reference and not settings.reference_free))
+
+    return ObjectiveChoice(make, options, is_of_pairs=True)
+
+
+PREFERENCES = {
+    "dpo": choice(dpo, "beta", "loss_type", "label_smoothing", "reference_free", has_reference=True),
+    "ipo": choice(ipo, "beta", "reference_free", has_reference=True),
+    "orpo": choice(orpo, "beta"),
+    "simpo": choice(simpo, "beta", "simpo_gamma"),
+}

@@ -1,0 +1,191 @@
+"""Log-probabilities of a run's answers under its reference, the model that it begins with: computed once, and cached.
+
+The run's own evaluation computes them, so that weights in host memory or files are streamed as there, before the first
+state of training is made. The cache has a file of them for each corpus, four bytes a sequence, named by a hash of the
+reference, the sequences and what numbers depend on. What the steps of a run do not read is not computed: it is NaN
+there. Each batch is written when it is computed, so a run that is killed, resumed or made longer computes what is
+missing.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from surojax.assembly import Assembly
+from surojax.config.fields import Config
+from surojax.data.batches import Batch, Mixture, padded_batch
+from surojax.data.run_data import Evaluated
+from surojax.data.samples import Samples, WithNumbers, first_labels
+from surojax.errors import ConfigError
+from surojax.exchange import peft
+from surojax.exchange.base import fingerprint
+from surojax.exchange.model_tensors import Tensors
+from surojax.exchange.sources import naming, open_weights
+from surojax.memory.lock import locked
+from surojax.parallel.feed import from_host
+from surojax.placement.layout import batch_sharding
+from surojax.run.console import say
+from surojax.step import train_step
+from surojax.step.objective import LABELS, REFERENCE, LogProbabilities, OfSequences
+from surojax.training.setup import Setup
+from surojax.training.start import Start
+from surojax.training.state import new_state
+from surojax.untrusted import expanded
+
+FOLDER = "reference"  # in data_cache
+# Fields that the numbers of a forward pass depend on, besides weights and tokens.
+NUMBERS = ("model_dtype", "recipe", "matmul_dtype", "skip_quant_first_layers", "skip_quant_last_layers")
+OF_FROZEN = ("qlora_bnb", "qlora_fp8", "qlora_fp4")
+
+
+def with_reference(c: Config, run: Assembly, setup: Setup, start: Start) -> Start:
+    """The start with the reference's log-probabilities in its samples and batches, if the objective reads them.
+
+    Raises ConfigError if the cache cannot be written, or the reference is no longer there and a number is missing.
+    """
+    if REFERENCE not in run.engine.objective.targets:
+        return start
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"objective: expected one process with a reference, whose log-probabilities are cached by one, got "
+            f"{jax.process_count()}; set reference_free=True, or use objective='orpo' or 'simpo'"
+        )
+    reference = _Reference(c, run, setup, start)
+    found = start.found
+    last = start.total_steps * start.samples_per_step
+    rows = found.train.rows_of(c.seed, start.position, last)
+    sources = [
+        WithNumbers(source, REFERENCE, reference.of_samples(source, needed, [source.fingerprint, c.sequence_len]))
+        for source, needed in zip(found.train.sources, rows, strict=True)
+    ]
+    train = Mixture(sources, found.train.weights, found.train.all.name)
+    evaluated = [one._replace(batches=reference.of_batches(one)) for one in found.evaluated]
+    return start._replace(found=found._replace(train=train, evaluated=evaluated))
+
+
+class _Reference:
+    """The reference of a run, whose weights are loaded when the first number is missing in the cache."""
+
+    def __init__(self, c: Config, run: Assembly, setup: Setup, start: Start):
+        self.c = c
+        engine = dataclasses.replace(run.engine, objective=OfSequences(LogProbabilities()))
+        self.run = dataclasses.replace(run, engine=engine)
+        self.batch_size = start.batch_size
+        self.sharding = batch_sharding(setup.mesh, accumulated=False)
+        self.initial: Tensors | None = setup.initial or open_weights(c, run.model)
+        self.folder = expanded(c.data_cache) / FOLDER
+        self.key = {name: c[name] for name in (*NUMBERS, *OF_FROZEN)}
+        self.key |= {"model": self._name(), "adapter": _digest_of_adapter(c.lora_adapter)}
+
+    def _name(self) -> str:
+        """Identifies the weights before training."""
+        if self.initial is not None:
+            return fingerprint(self.initial, self.run.model)
+        return f"seed {self.c.seed} of {json.dumps(self.c.model.to_dict(), sort_keys=True)}"
+
+    def of_batches(self, evaluated: Evaluated) -> list[Batch]:
+        """The batches of an evaluation with the log-probability of each row."""
+        samples = _SamplesOfBatches(evaluated)
+        numbers = self.of_samples(samples, np.arange(len(samples)), [samples.fingerprint])
+        each = np.split(numbers, np.cumsum([len(batch[LABELS]) for batch in evaluated.batches])[:-1])
+        return [
+            batch | {REFERENCE: first_labels(batch[LABELS], x)}
+            for batch, x in zip(evaluated.batches, each, strict=True)
+        ]
+
+    def of_samples(self, samples: "Samples | _SamplesOfBatches", needed: np.ndarray, data: list[Any]) -> np.ndarray:
+        """The log-probability of each sample that is needed, float32 [samples]; NaN, or a number, of the others.
+
+        needed: int64, ascending. data: what identifies the samples.
+        """
+        key = json.dumps(self.key | {"data": data}, sort_keys=True)
+        file = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.float32"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with locked(file.with_suffix(".lock"), "data_cache"):
+                if not file.exists() or file.stat().st_size != 4 * len(samples):
+                    np.full(len(samples), np.nan, np.float32).tofile(file)
+                missing = needed[np.isnan(np.fromfile(file, np.float32)[needed])]
+                if len(missing):
+                    self._write(file, samples, missing, len(needed))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(
+                f"data_cache: expected room for {file}, got {reason!r}; free some, or choose another folder"
+            ) from error
+        return np.fromfile(file, np.float32)
+
+    def _write(self, file: Path, samples: "Samples | _SamplesOfBatches", missing: np.ndarray, needed: int) -> None:
+        """Computes the missing numbers and writes those of each batch into the file."""
+        goes_on = f"; {needed - len(missing):,} more are in the cache" if len(missing) < needed else ""
+        say(
+            f"reference: log-probabilities of {len(missing):,} sequences of {samples.name} under the model before "
+            f"training{goes_on}"
+        )
+        each = [missing[i : i + self.batch_size] for i in range(0, len(missing), self.batch_size)]
+        batches = (padded_batch(samples, indices.tolist(), self.batch_size) for indices in each)
+        with file.open("r+b") as opened:
+            for indices, numbers in zip(each, self._computed(batches), strict=True):
+                for index, number in zip(indices.tolist(), numbers, strict=False):  # the last batch is padded
+                    opened.seek(4 * index)
+                    opened.write(number.tobytes())
+                opened.flush()
+            os.fsync(opened.fileno())
+
+    def _computed(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
+        """Yields the log-probabilities of each batch's rows, float32."""
+        step, weights = self._program
+        arrays = self.run.engine.batch_arrays
+        on_devices = (tuple(from_host(batch[name], self.sharding) for name in arrays) for batch in batches)
+        for sums, _ in train_step.evaluated(step, weights, on_devices):
+            yield np.asarray(jax.device_get(sums[LogProbabilities.ROWS]), np.float32)
+
+    @functools.cached_property
+    def _program(self) -> tuple[Any, Any]:
+        """(the compiled evaluation, the weights that training begins with)."""
+        c = self.c
+        planned = self.run.engine.planned_batch((self.batch_size, c.sequence_len), self.sharding)
+        options = self.run.compiler_options(next(iter(self.sharding.device_set)).platform)
+        step = self.run.eval_step().lower(self.run.plan.weights, *planned).compile(options)
+        adapter = peft.read_adapter(c.lora_adapter, self.run.model, naming(c)) if c.lora_adapter else None
+        return step, new_state(c, self.run, self.initial, adapter).weights
+
+
+class _SamplesOfBatches:
+    """The rows of an evaluation's batches as samples."""
+
+    def __init__(self, evaluated: Evaluated):
+        self.rows = [
+            {name: x[i] for name, x in batch.items()} for batch in evaluated.batches for i in range(len(batch[LABELS]))
+        ]
+        self.name = evaluated.name or "held-out rows"
+        digest = hashlib.sha256()
+        for row in self.rows:
+            digest.update(row["inputs"].tobytes() + row[LABELS].tobytes())
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self.rows[index]
+
+    def release(self) -> None:
+        """Nothing is mapped."""
+
+
+def _digest_of_adapter(folder: str) -> str:
+    """Identifies the files of an adapter; "": there is none."""
+    files = sorted(expanded(folder).glob("adapter_*")) if folder else []
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest() if files else ""

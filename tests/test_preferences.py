@@ -1,0 +1,233 @@
+"""Objectives of pairs of answers: losses and gradients against textbooks and TRL, on every mesh and placement."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import CONFIG, Small, drawn_params, plain_model, quick_at, worst_relative
+
+from surojax.step.objective import OfSequences, Sequences
+from surojax.step.objectives import OBJECTIVES
+from surojax.step.preferences import PairLoss, PreferenceSettings, dpo, ipo, log1mexp, orpo, simpo
+from surojax.step.train_step import make_gradients, make_train_step
+
+REFERENCE = json.loads((Path(__file__).parent / "fixtures" / "preference_reference.json").read_text())
+A, B, S = 2, 8, 16  # 8 pairs: two of a device's rows are at least one
+ORDER_OF_SUMS = 1e-5  # float32, in another order
+SETTINGS = {
+    "dpo": {"beta": 0.3, "label_smoothing": 0.1, "loss_type": "sigmoid", "reference_free": False},
+    "dpo-hinge": {"beta": 0.3, "label_smoothing": 0.0, "loss_type": "hinge", "reference_free": False},
+    "dpo-free": {"beta": 0.3, "label_smoothing": 0.0, "loss_type": "sigmoid", "reference_free": True},
+    "ipo": {"beta": 0.3, "reference_free": False},
+    "orpo": {"beta": 0.3},
+    "simpo": {"beta": 2.0, "simpo_gamma": 0.7},
+}
+
+
+def objective(name: str, **changes) -> OfSequences:
+    found = OBJECTIVES[name.partition("-")[0]].make(SETTINGS[name] | changes)
+    assert isinstance(found, OfSequences)
+    return found
+
+
+def batch(seed: int = 0, rows: tuple[int, int] = (A, B)) -> list[np.ndarray]:
+    """inputs, labels, references: prompts of a pair are alike, answers and padding differ in length."""
+    rng = np.random.default_rng(seed)
+    inputs = rng.integers(1, 64, (*rows, S)).astype(np.int32)
+    labels = np.full((*rows, S), -1, np.int32)
+    reference = np.zeros((*rows, S), np.float32)
+    for a in range(rows[0]):
+        for b in range(0, rows[1], 2):
+            start = rng.integers(1, 6)
+            inputs[a, b + 1, : start + 1] = inputs[a, b, : start + 1]
+            for row in (b, b + 1):
+                end = rng.integers(start + 1, S - 1)
+                labels[a, row, start:end] = inputs[a, row, start + 1 : end + 1]
+                inputs[a, row, end + 1 :] = 0
+                reference[a, row, start:end] = -4 + rng.standard_normal(end - start)
+    return [inputs, labels, reference]
+
+
+@pytest.mark.parametrize("case", REFERENCE["cases"])
+def test_losses_gradients_and_rewards_are_those_of_trl(case):
+    """Recorded by fixtures/make_preference_reference.py. Of ORPO the term of the odds ratio, whose factor is beta."""
+    settings = {
+        "dpo-smoothed": PreferenceSettings(beta=0.3, label_smoothing=0.1),
+        "dpo-hinge": PreferenceSettings(beta=0.3, loss_type="hinge"),
+        "simpo": PreferenceSettings(beta=2.0, simpo_gamma=0.7),
+    }.get(case, PreferenceSettings(beta=0.3))
+    scores = {"dpo-smoothed": dpo, "dpo": dpo, "dpo-hinge": dpo, "ipo": ipo, "simpo": simpo, "orpo-odds": orpo}[case]
+    pairs = len(REFERENCE["lengths"]) // 2
+
+    def in_turn(rows: list[float]) -> jax.Array:
+        """Chosen and rejected answers by turns, of TRL's rows, which have all chosen answers first."""
+        return jnp.asarray(rows, jnp.float32).reshape(2, pairs).T.reshape(-1)
+
+    reference, lengths = in_turn(REFERENCE["reference"]), in_turn(REFERENCE["lengths"])
+    loss = PairLoss(scores, settings, reads_reference=True)
+
+    def mean(logprob):
+        sums = loss(Sequences(logprob, lengths, reference))
+        of_chosen = jnp.sum((logprob / lengths)[::2]) if case == "orpo-odds" else 0.0
+        return (sums["loss"] + of_chosen) / pairs, sums
+
+    (found, sums), gradient = jax.value_and_grad(mean, has_aux=True)(in_turn(REFERENCE["logprob"]))
+    expected = REFERENCE["cases"][case]
+    np.testing.assert_allclose(found, expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(gradient, in_turn(expected["gradient"]), rtol=1e-4, atol=1e-6)
+    for name, value in expected.get("metrics", {}).items():
+        np.testing.assert_allclose(sums[name] / pairs, value, rtol=1e-5)
+
+
+def with_objective(small: Small, of_run: OfSequences):
+    return dataclasses.replace(small.engine, objective=of_run)
+
+
+def arrays(of_run: OfSequences, whole: list[np.ndarray]) -> list[np.ndarray]:
+    return whole[: 1 + len(of_run.targets)]
+
+
+def found(of_run: OfSequences, whole: list[np.ndarray], devices: int = 1, **options):
+    """(loss, gradients) of the engine."""
+    small = Small(devices, **options)
+    engine = with_objective(small, of_run)
+    gradients = make_gradients(engine, small.optimizer, small.plan, small.mesh)
+    state = small.state
+    loss, grads = gradients(state.weights, state.history, state.step, *small.put(arrays(of_run, whole)))
+    return float(loss), jax.device_get(grads)
+
+
+def log_sigmoid(x):
+    return -jnp.logaddexp(0.0, -x)
+
+
+def textbook(name: str, c, r, n_c, n_r, ref_c, ref_r):
+    """The loss of one pair from sums of log-probabilities and numbers of tokens."""
+    s = SETTINGS[name]
+    beta = s["beta"]
+    if name == "dpo-free":
+        ref_c = ref_r = 0.0
+    margin = (c - ref_c) - (r - ref_r)
+    if name == "dpo":
+        e = s["label_smoothing"]
+        return -(1 - e) * log_sigmoid(beta * margin) - e * log_sigmoid(-beta * margin)
+    if name == "dpo-hinge":
+        return jnp.maximum(0.0, 1 - beta * margin)
+    if name == "dpo-free":
+        return -log_sigmoid(beta * margin)
+    if name == "ipo":
+        return ((c - ref_c) / n_c - (r - ref_r) / n_r - 1 / (2 * beta)) ** 2
+    if name == "simpo":
+        return -log_sigmoid(beta * (c / n_c - r / n_r) - s["simpo_gamma"])
+    p_c, p_r = jnp.exp(c / n_c), jnp.exp(r / n_r)
+    odds_c, odds_r = p_c / (1 - p_c), p_r / (1 - p_r)
+    return -c / n_c - beta * log_sigmoid(jnp.log(odds_c / odds_r))
+
+
+def by_hand(name: str, whole: list[np.ndarray], reference_is_policy: bool = False):
+    """(loss, gradients) of the plain model with autodiff, one pair at a time."""
+    inputs, labels, reference = (x.reshape(-1, S) for x in whole)
+    is_label = labels >= 0
+
+    def logprobs(params):
+        logits = plain_model(CONFIG)(params, inputs)
+        nats = jax.nn.log_softmax(logits, axis=-1)
+        of_labels = jnp.take_along_axis(nats, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+        return jnp.sum(jnp.where(is_label, of_labels, 0.0), axis=1)
+
+    params = drawn_params(CONFIG, 0)
+    references = logprobs(params) if reference_is_policy else np.where(is_label, reference, 0).sum(1)
+    tokens = is_label.sum(1)
+
+    def loss(params):
+        rows = logprobs(params)
+        pairs = [
+            textbook(name, rows[i], rows[i + 1], tokens[i], tokens[i + 1], references[i], references[i + 1])
+            for i in range(0, len(tokens), 2)
+        ]
+        return sum(pairs) / len(pairs)
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    return float(value), jax.device_get(grads), np.asarray(references)
+
+
+@pytest.mark.parametrize("name", quick_at([(name,) for name in SETTINGS], 0))
+def test_loss_and_gradients_are_the_textbooks(name):
+    loss, grads = found(objective(name), batch())
+    expected, expected_grads, _ = by_hand(name, batch())
+    assert loss == pytest.approx(expected, rel=ORDER_OF_SUMS)
+    assert worst_relative(grads, expected_grads) < ORDER_OF_SUMS
+
+
+PLACED = [  # (devices, placement)
+    (4, {"zero_level": 3, "offload_weights": True, "offload_grads": True, "offload_optimizer": True}),
+    (4, {"zero_level": 3, "shard_outer": True, "lmhead_chunks": 2}),
+    (4, {"cp_size": 2, "zero_level": 2}),
+    (2, {"tp_size": 2}),
+    (2, {"pp_size": 2}),
+    (4, {"zero_level": 1, "replicate": 2, "recompute_block": False, "offload_residual": True}),
+    (1, {"microbatches_per_fetch": 2, "lmhead_chunks": 4}),
+]
+
+
+@pytest.mark.parametrize("devices, options", quick_at(PLACED))
+def test_a_step_on_every_mesh_is_that_of_one_device(devices, options):
+    """Loss, gradients, and all that is reported. A pair is on one device of the data-parallel ones."""
+    of_run = objective("dpo")
+    loss, grads = found(of_run, batch())
+    other, other_grads = found(of_run, batch(), devices, **options)
+    other_grads = jax.tree.map(lambda x, y: x[: len(y)], other_grads, grads)  # uneven stages are padded
+    assert other == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
+    assert reported(of_run, devices, **options) == pytest.approx(reported(of_run), rel=1e-4)
+
+
+def reported(of_run: OfSequences, devices: int = 1, **options) -> dict[str, float]:
+    small = Small(devices, **options)
+    step = make_train_step(with_objective(small, of_run), small.optimizer, small.plan, small.mesh)
+    _, metrics = step(small.state, *small.put(batch()))
+    return {name: float(value) for name, value in metrics.items()}
+
+
+@pytest.mark.full
+def test_the_first_loss_is_log_2_and_its_gradients_are_not_zero():
+    """A reference that is the policy: the textbook's gradients, among which none is zero."""
+    of_run = objective("dpo", label_smoothing=0.0)
+    whole = batch()
+    references = by_hand("dpo", whole, reference_is_policy=True)[2].reshape(A, B)
+    whole[2] = np.zeros_like(whole[2])
+    whole[2][..., 3] = references  # only the sum over a sequence is read
+    loss, grads = found(of_run, whole)
+    assert loss == pytest.approx(np.log(2), rel=1e-6)
+    expected = by_hand("dpo", batch(), reference_is_policy=True)[1]
+    smoothed = 1 - 2 * SETTINGS["dpo"]["label_smoothing"]  # at a margin of 0, smoothing is a factor of the gradients
+    assert worst_relative(grads, jax.tree.map(lambda g: g / smoothed, expected)) < 2 * ORDER_OF_SUMS
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.full
+def test_accumulation_padding_and_prompts_change_nothing():
+    """16 rows in two microbatches, in one with two rows that only fill up, and with other padding and longer rows."""
+    of_run = objective("dpo")
+    whole = batch()
+    loss, grads = found(of_run, whole)
+    fill = [np.zeros((1, 2, S), np.int32), np.full((1, 2, S), -1, np.int32), np.zeros((1, 2, S), np.float32)]
+    together = [np.concatenate([x.reshape(1, A * B, S), more], 1) for x, more in zip(whole, fill, strict=True)]
+    tails = [np.full((A, B, 8), fill, x.dtype) for x, fill in zip(whole, (7, -1, 0.0), strict=True)]
+    longer = [np.concatenate([x, tail], -1) for x, tail in zip(whole, tails, strict=True)]
+    for other in (together, longer):
+        other_loss, other_grads = found(of_run, other)
+        assert other_loss == pytest.approx(loss, rel=ORDER_OF_SUMS)
+        assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
+
+
+def test_the_odds_of_an_answer_that_is_certain_are_finite():
+    """log(1 - p) of p near 1 and near 0, against float64; at p = 1, where it has no value, a number and a gradient."""
+    x = np.array([-1e-6, -1e-3, -0.5, -0.7, -3.0, -30.0])
+    np.testing.assert_allclose(log1mexp(jnp.float32(x)), np.log1p(-np.exp(x)), rtol=1e-5)
+    value, gradient = jax.value_and_grad(log1mexp)(jnp.float32(0.0))
+    assert np.isfinite(value) and np.isfinite(gradient)
