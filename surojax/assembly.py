@@ -37,7 +37,7 @@ from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
 from surojax.refusals import about, refused
 from surojax.step import objectives, train_step as step
 from surojax.step.layer_gradients import Files, planned_files
-from surojax.step.objective import CrossEntropy, LossOfLogits, Objective, OfSequences
+from surojax.step.objective import REFERENCE, CrossEntropy, LossOfLogits, Objective, OfSequences
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
@@ -193,6 +193,7 @@ def assemble(
     z_loss: float = 0.0,
     objective: Objective | OfSequences | None = None,
     auxiliary: Callable | None = None,
+    reference: Model | None = None,
     packed: bool = False,
     microbatches_per_fetch: int = 1,
     overlap_update: bool = False,
@@ -204,9 +205,9 @@ def assemble(
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
     batch: (microbatches, sequences of a microbatch on all devices, sequence length) of a step, which residuals in files
-    are planned for. objective: None: cross-entropy with this z_loss. auxiliary, recompute_block, lmhead_chunks, packed,
-    microbatches_per_fetch, overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`. xla_options: see
-    `Assembly`.
+    are planned for. objective: None: cross-entropy with this z_loss. auxiliary, reference, recompute_block,
+    lmhead_chunks, packed, microbatches_per_fetch, overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`.
+    xla_options: see `Assembly`.
     """
     if pipeline_stages(mesh) > 1:
         of_stage(model, pipeline_stages(mesh))  # raises
@@ -230,6 +231,7 @@ def assemble(
         lmhead_chunks=lmhead_chunks,
         objective=objective or CrossEntropy(z_loss),
         auxiliary=auxiliary,
+        reference=reference,
         packed=packed,
         microbatches_per_fetch=microbatches_per_fetch,
         overlap_update=overlap_update,
@@ -268,6 +270,7 @@ def from_config(
     locates_nonfinite: see `spec.Engine`. Raises ConfigError if what the caller brought does not go with the config.
     """
     table = place(Storage(**{name: c[name] for name in SETTINGS}), num_shards=shards(mesh))
+    objective = brought.objective or objectives.built(configs.flat(c))
     found = assemble(
         model(c),
         table=table,
@@ -275,8 +278,9 @@ def from_config(
         mesh=mesh,
         recompute_block=c.recompute_block,
         lmhead_chunks=c.lmhead_chunks,
-        objective=brought.objective or objectives.built(configs.flat(c)),
+        objective=objective,
         auxiliary=_router_losses(c),
+        reference=_reference(c, objective, table),
         packed=c.sample_packing,
         microbatches_per_fetch=c.gradient_accumulation_steps if table.by_layer else c.microbatches_per_fetch,
         overlap_update=updates_late(c, table),
@@ -320,6 +324,19 @@ def check_objective(c: configs.Config, engine: Engine) -> None:
             f"objective: expected a whole vocabulary on each device, got one sharded over "
             f"{', '.join(engine.vocabulary_axes)}; write an Objective that sums over these axes, or set tp_size=1"
         )
+
+
+def _reference(c: configs.Config, objective: Objective | OfSequences, table: Placement) -> Model | None:
+    """The model without adapters, if a step of a checked config computes it beside the one with them.
+
+    A step does not if another adapter belongs to the reference, or an outer layer is trained, or stages or programs of
+    one layer compute it: then its numbers are computed before training.
+    """
+    if not c.lora or c.precompute_ref_log_probs or REFERENCE not in objective.targets:
+        return None
+    if c.lora_adapter or c.modules_to_save or c.pp_size > 1 or table.by_layer:
+        return None
+    return ARCHITECTURES[c.model.model_type].build(dataclasses.replace(architecture(c), lora=None), compute(c))
 
 
 def _router_losses(c: configs.Config) -> RouterLosses | None:

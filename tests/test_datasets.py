@@ -212,7 +212,10 @@ ENTRY_ERRORS = [
     ({"path": []}, "path: expected a file"),
     ({"path": ["a", ""]}, "path: expected a file"),
     ({"path": 5}, "path: expected a file"),
-    ({"path": "a", "type": "chat"}, "type: expected one of auto, text, instruction, conversation, preference, got 'chat'"),
+    (
+        {"path": "a", "type": "chat"},
+        "type: expected one of auto, text, instruction, conversation, preference, got 'chat'",
+    ),
     ({"path": "a", "samples": -1}, "samples: expected a number of rows"),
     ({"path": "a", "samples": True}, "samples: expected a number of rows"),
     ({"path": "a", "samples": 1.5}, "samples: expected a number of rows"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, drawn_params, plain_model, quick_at, worst_relative
 
+from surojax.models import decoder
+from surojax.models.lora import Lora, target_names, without_adapters
+from surojax.placement.layout import batch_sharding
 from surojax.step.objective import OfSequences, Sequences
 from surojax.step.objectives import OBJECTIVES
 from surojax.step.preferences import PairLoss, PreferenceSettings, dpo, ipo, log1mexp, orpo, simpo
@@ -231,3 +235,73 @@ def test_the_odds_of_an_answer_that_is_certain_are_finite():
     np.testing.assert_allclose(log1mexp(jnp.float32(x)), np.log1p(-np.exp(x)), rtol=1e-5)
     value, gradient = jax.value_and_grad(log1mexp)(jnp.float32(0.0))
     assert np.isfinite(value) and np.isfinite(gradient)
+
+
+# -- With adapters, the reference is the same fetched layer without them -----------------------------------------------
+
+LORA = Lora(rank=4, alpha=8.0, targets=target_names("all-linear"))
+ADAPTED = dataclasses.replace(CONFIG, lora=LORA)
+
+
+def adapted(devices: int = 1, *, reference: bool, lora: Lora = LORA, **options):
+    """(a run of a model with adapters, its engine of DPO)."""
+    small = Small(devices, config=dataclasses.replace(CONFIG, lora=lora), **options)
+    beside = decoder.build(CONFIG, small.run.model.compute) if reference else None
+    return small, dataclasses.replace(small.engine, objective=objective("dpo", label_smoothing=0.0), reference=beside)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "devices, options",
+    [
+        (1, {}),
+        (4, {"zero_level": 3, "offload_weights": True, "microbatches_per_fetch": 2}),
+        (2, {"tp_size": 2}),
+        (1, {"lora": dataclasses.replace(LORA, magnitudes=True)}),
+    ],
+)
+def test_a_reference_in_the_same_pass_is_the_model_without_adapters(devices, options):
+    """Loss and gradients are those with the base's own log-probabilities in the batch; b is not 0, so they differ."""
+    lora = options.pop("lora", LORA)
+    small, engine = adapted(devices, reference=True, lora=lora, **options)
+    whole = batch()
+    params = jax.tree.map(np.asarray, small.state.weights)
+    base = {"blocks": without_adapters(params["blocks"]), "outer": params["outer"]}
+    base = jax.tree.map(lambda x, plan: x[: plan.shape[0]], base, drawn_params(CONFIG, 0))
+    rows = [x.reshape(-1, S) for x in whole]
+    nats = jax.nn.log_softmax(plain_model(CONFIG)(base, rows[0]), axis=-1)
+    of_labels = np.take_along_axis(np.asarray(nats), np.maximum(rows[1], 0)[..., None], axis=-1)[..., 0]
+    whole[2] = np.where(rows[1] >= 0, of_labels, 0).astype(np.float32).reshape(A, B, S)
+    other, given = adapted(reference=False, lora=lora)
+    results = []
+    for run, of_run, arrays in ((small, engine, whole[:2]), (other, given, whole)):
+        assert len(of_run.batch_arrays) == len(arrays)
+        gradients = make_gradients(of_run, run.optimizer, run.plan, run.mesh)
+        state = run.state
+        loss, grads = gradients(state.weights, state.history, state.step, *run.put(arrays))
+        results.append((float(loss), jax.device_get(grads)))
+    (loss, grads), (expected, expected_grads) = results
+    assert abs(loss - np.log(2)) > 1e-3 and loss == pytest.approx(expected, rel=ORDER_OF_SUMS)
+    assert worst_relative(grads, expected_grads) < 2 * ORDER_OF_SUMS
+
+
+def host_transfers(engine, small: Small) -> list[str]:
+    """Types and memories of all arrays that a lowered step moves to another memory; of a scalar that only says where.
+
+    In a loop over layers each stands once, and the loops are alike.
+    """
+    step = make_train_step(engine, small.optimizer, small.plan, small.mesh)
+    tokens = engine.planned_batch((A, B, S), batch_sharding(small.mesh))
+    text = step.lower(small.plan, *tokens).as_text()
+    lines = [line for line in text.splitlines() if "annotate_device_placement" in line]
+    assert lines
+    found = (line.partition(" : ")[2] + line.partition("_xla_buffer_placement")[2][:20] for line in lines)
+    return sorted(transfer for transfer in found if not re.match(r"\(tensor<[a-z]\w*>\)", transfer))
+
+
+def test_dpo_with_adapters_moves_no_byte_more_than_cross_entropy():
+    """Between host and device: weights, residuals and optimizer state in host memory, of the lowered step."""
+    placed = {"offload_weights": True, "offload_residual": True, "offload_optimizer": True}
+    small, engine = adapted(reference=True, **placed)
+    assert engine.batch_arrays == ("inputs", "labels")
+    assert host_transfers(engine, small) == host_transfers(small.engine, small)

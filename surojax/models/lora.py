@@ -239,6 +239,15 @@ def adapters(params: dict, prefix: str = "") -> list[tuple[str, Names]]:
     return named
 
 
+def without_adapters(weights: dict) -> dict:
+    """A layer's weights less the adapters' branches, which a model without adapters computes with."""
+    return {
+        name: without_adapters(branch) if isinstance(branch, dict) else branch
+        for name, branch in weights.items()
+        if not name.endswith(ADAPTER)
+    }
+
+
 def with_adapters(base: dict, new: dict, numbers: dict) -> dict:
     """A layer's arrays: the base's arrays and new adapters.
 

@@ -67,9 +67,14 @@ class Batch(NamedTuple):
         """The number of microbatches."""
         return self.arrays["inputs"].shape[0]
 
+    @property
+    def targets(self) -> list[str]:
+        """The names of the objective's arrays that the batch has."""
+        return [name for name in self.objective.targets if name in self.arrays]
+
     def terms(self) -> jax.Array:
         """The number of terms of the objective, on all devices together; int32 []."""
-        targets = {name: self.arrays[name] for name in self.objective.targets}
+        targets = {name: self.arrays[name] for name in self.targets}
         return collectives.add_up(self.objective.count(targets), *DATA)
 
     def scale(self) -> jax.Array:
@@ -83,7 +88,7 @@ class Batch(NamedTuple):
 
     def on_device(self, recipe_inputs: Callable) -> Microbatch:
         """The tokens of one microbatch whose activations are on this device."""
-        targets = {name: self._own(name) for name in self.objective.targets}
+        targets = {name: self._own(name) for name in self.targets}
         starts = self.arrays.get("starts")
         return Microbatch(self._own("inputs"), targets, starts, lambda: self.objective.counted(targets), recipe_inputs)
 

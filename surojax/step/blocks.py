@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.models.model import Routed, Variant
+from surojax.models.lora import without_adapters
+from surojax.models.model import Routed, Segment, Variant
 from surojax.parallel.collectives import Squares, varying
 from surojax.placement.mesh import AXES
 from surojax.step import passes
@@ -44,6 +45,7 @@ class Blocks:
         self.layers = layers
         self.residuals = residuals
         segment = layers.segment
+        self.reference = reference_block(engine, segment)
         self.segment = recomputed(segment) if engine.recompute_block else segment
         self.sums = Sums(engine, segment)
         self.forward_lanes = passes.forward(engine.table)
@@ -70,6 +72,7 @@ class Blocks:
     ) -> tuple[list[jax.Array], dict[str, Any]]:
         """(results, flights) of all blocks, for each microbatch of a group with its x.
 
+        xs_BSD: with a reference, those of its pass over the same microbatches follow, of which nothing is saved.
         flights: of the lanes "weights" and "residuals", and "statistics" of a segment that has them: zeros, to which
         the layers' sums over the group are written. index: of a layer in the stacks of residuals.
         """
@@ -96,6 +99,9 @@ class Blocks:
                 kept.append(self.residuals.arrays(saved))
                 xs_BSD[i] = x_BSD
                 statistics = plus_statistics(statistics, routed)
+            for i, each in enumerate(group.microbatches[: len(xs_BSD) - len(group.microbatches)], len(kept)):
+                xs_BSD[i], xs_BSD[i - 1] = in_turn(xs_BSD[i], xs_BSD[i - 1])
+                xs_BSD[i] = self.reference(values["weights"], xs_BSD[i], layer, each)
             results = {"residuals": kept} | ({"statistics": statistics} if "statistics" in lanes else {})
             return xs_BSD, results, flights
 
@@ -160,6 +166,19 @@ class Blocks:
         dw, (next_weights, arrived) = reduce_behind(dw, (next_weights, next_residuals))
         flight = flight._replace(early=arrived) if arrived is not None else flight
         return dw, with_weights(flights, (next_weights, *further)) | {"residuals": flight}
+
+
+def reference_block(engine: Engine, segment: Segment) -> Callable:
+    """A function (weights, x, Layer, Microbatch) -> x of a layer without its adapters."""
+    assert engine.reference is None or len(engine.reference.segments) == len(engine.model.segments)
+
+    def block(w, x_BSD: jax.Array, layer: Layer, each: Microbatch) -> jax.Array:
+        assert engine.reference is not None
+        (without,) = (other for other in engine.reference.segments if other.name == segment.name)
+        inputs = each.recipe_inputs(layer.number)
+        return without.block(without_adapters(w), x_BSD, inputs, layer.variant, *each.of_tokens(without))[0]
+
+    return block
 
 
 def residuals_of(

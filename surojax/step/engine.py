@@ -38,6 +38,7 @@ Shape suffixes: A microbatches, B local batch, S sequence (or its part, see oute
 
 import copy
 import functools
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +50,7 @@ from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
 from surojax.placement.mesh import AXES
 from surojax.step.batch import Batch, Group, Microbatch, recipe_inputs_of
-from surojax.step.blocks import Backward, Blocks, in_turn, residuals_of
+from surojax.step.blocks import Backward, Blocks, in_turn, reference_block, residuals_of
 from surojax.step.gradients import (
     Accumulators,
     add,
@@ -199,8 +200,13 @@ class Groups:
         return self.with_layers(new).backward(group, carry, xs_BSD), updated
 
     def forward(self, group: Group, carry: GroupCarry) -> tuple[GroupCarry, list[jax.Array]]:
-        """(the carry, results of the last layer) after the forward pass of each segment."""
+        """(the carry, results of the last layer) after the forward pass of each segment.
+
+        With a reference its results follow those of the microbatches.
+        """
         xs_BSD = [self.outer.embed(each.inputs_BS) for each in group.microbatches]
+        if self.engine.reference is not None:
+            xs_BSD = [*xs_BSD, *xs_BSD]  # embeddings are frozen with the blocks
         zeros = no_statistics(self.engine.model)
         done = {}
         for name, blocks in self.blocks.items():
@@ -229,11 +235,15 @@ class Groups:
         sums = carry.sums
         dxs_BSD = []
         d_outer = carry.d_outer
-        for each, x_BSD in zip(group.microbatches, xs_BSD, strict=True):
+        microbatches = [
+            each._replace(targets=self.outer.with_reference(each.targets, x_BSD))
+            for each, x_BSD in zip_longest(group.microbatches, xs_BSD[self.size :])
+        ]
+        for each, x_BSD in zip(microbatches, xs_BSD, strict=False):
             more, dx_BSD, d_outer = self.outer.head(d_outer, x_BSD, each.targets, self.scale)
             sums = add(sums, more)
             dxs_BSD.append(dx_BSD)
-        finite = and_activations(carry.finite, xs_BSD)
+        finite = and_activations(carry.finite, xs_BSD[: self.size])
         return carry._replace(d_outer=d_outer, sums=sums, finite=finite), dxs_BSD
 
     def backward(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> GroupCarry:
@@ -345,14 +355,16 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     batch = Batch.of(engine, batch_BS)
     each = batch.on_device(lambda l: None)
     outer = OuterLayers.of(engine, weights)
-    x_BSD = outer.embed(each.inputs_BS)
+    xs_BSD = [outer.embed(each.inputs_BS)] * (1 if engine.reference is None else 2)
     for segment in engine.model.segments:
         layers = Layers(engine, segment, weights[segment.name])
+        reference = reference_block(engine, segment)
 
-        def block(layer: Layer, values, x_BSD, flights, segment=segment):
-            x_BSD, _ = segment.block(values["weights"], x_BSD, None, layer.variant, each.starts_BS)
-            return x_BSD, {}, flights
+        def block(layer: Layer, values, xs_BSD, flights, segment=segment, reference=reference):
+            x_BSD, _ = segment.block(values["weights"], xs_BSD[0], None, layer.variant, each.starts_BS)
+            others = [reference(values["weights"], x_BSD, layer, each) for x_BSD in xs_BSD[1:]]
+            return [x_BSD, *others], {}, flights
 
-        x_BSD, _ = layers.over(block, x_BSD, {}, {"weights": layers.first()})
-    sums = outer.loss(x_BSD, each.targets)
+        xs_BSD, _ = layers.over(block, xs_BSD, {}, {"weights": layers.first()})
+    sums = outer.loss(xs_BSD[0], outer.with_reference(each.targets, *xs_BSD[1:]))
     return collectives.add_up(sums, *AXES), batch.terms()

@@ -64,6 +64,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "which does not use it",
         "leave it out, or set loss_type='sigmoid'",
     ),
+    Refusal(
+        is_on("precompute_ref_log_probs", **PAIRS | {"objective": "dpo"}),
+        is_on("reference_free", **PAIRS | {"objective": "dpo"}),
+        "which needs none",
+        "leave it out",
+    ),
     Refusal(of_pairs(), is_on("sample_packing"), "which is not built for answers of pairs", "leave sample_packing out"),
     *(
         Refusal(

@@ -30,7 +30,7 @@ from surojax.parallel.collectives import device_number, varying
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.step.gradients import add
-from surojax.step.objective import LABELS, WEIGHTS, Axes, CrossEntropy, Objective, OfSequences, Sums
+from surojax.step.objective import LABELS, REFERENCE, WEIGHTS, Axes, CrossEntropy, Objective, OfSequences, Sums
 from surojax.step.spec import Engine
 
 
@@ -123,6 +123,10 @@ class OuterLayers:
             return total + objective.loss(self.model, self.weights, x_CND[c], of_slice, self.axes)
 
         return {"loss": jax.lax.fori_loop(0, self.chunks, chunk, varying(jnp.float32(0), AXES))}
+
+    def with_reference(self, targets: dict[str, jax.Array], x_BSD: jax.Array | None = None) -> dict[str, jax.Array]:
+        """The targets with the log-probabilities of a reference whose last hidden states are x, if there is one."""
+        return targets if x_BSD is None else targets | {REFERENCE: self.logprob(x_BSD, targets[LABELS])}
 
     def logprob(self, x_BSD: jax.Array, labels_BS: jax.Array) -> jax.Array:
         """The log-probability of each label of this device's tokens, float32 `[B, S]`, in slices as the loss."""

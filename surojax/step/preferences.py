@@ -35,6 +35,8 @@ class PreferenceSettings:
     label_smoothing: float = declare(0.0, BELOW_HALF)
     # dpo, ipo: the reference takes all answers for equally likely, and is not computed
     reference_free: bool = False
+    # dpo, ipo with lora: reference computed once before training, not in each step; without lora it always is
+    precompute_ref_log_probs: bool = False
     # simpo: by how much the mean log-probability of the chosen answer is to be larger, times beta
     simpo_gamma: float = declare(0.5, Range(lambda v: v >= 0, "0 or more", "0 is no margin"))
 
@@ -149,9 +151,10 @@ def choice(scores: Callable[..., Scores], *options: str, has_reference: bool = F
     return ObjectiveChoice(make, options, is_of_pairs=True)
 
 
+OF_REFERENCE = ("reference_free", "precompute_ref_log_probs")
 PREFERENCES = {
-    "dpo": choice(dpo, "beta", "loss_type", "label_smoothing", "reference_free", has_reference=True),
-    "ipo": choice(ipo, "beta", "reference_free", has_reference=True),
+    "dpo": choice(dpo, "beta", "loss_type", "label_smoothing", *OF_REFERENCE, has_reference=True),
+    "ipo": choice(ipo, "beta", *OF_REFERENCE, has_reference=True),
     "orpo": choice(orpo, "beta"),
     "simpo": choice(simpo, "beta", "simpo_gamma"),
 }

@@ -10,7 +10,7 @@ from surojax.models.model import Model
 from surojax.placement.layout import Layouts
 from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
-from surojax.step.objective import FLOATS, CrossEntropy, Objective, OfSequences
+from surojax.step.objective import FLOATS, REFERENCE, CrossEntropy, Objective, OfSequences
 
 CROSS_ENTROPY = CrossEntropy()
 
@@ -25,6 +25,8 @@ class Engine:
     divisor of a step's. auxiliary: a loss of what routers count, which is added to the objective: ({segment: statistics
     `[L, ...]`, sums over all tokens of a step}, number of tokens that count) -> float32 []; all microbatches are one
     group then. overlap_update: a step leaves its update to the next step's first forward pass, see `overlap`.
+    reference: the model without its adapters, whose log-probabilities each pass computes beside those of the model with
+    them, from the same fetched layers; None: a batch has them, if the objective reads any.
     pp_schedule: see `parallel.schedule`. locates_nonfinite: the metrics say which devices had finite values, see
     `metrics`.
     """
@@ -38,6 +40,7 @@ class Engine:
     packed: bool = False
     microbatches_per_fetch: int = 1
     auxiliary: Callable | None = None
+    reference: Model | None = None
     overlap_update: bool = False
     pp_schedule: str = "gpipe"
     locates_nonfinite: bool = False
@@ -60,7 +63,8 @@ class Engine:
     @property
     def batch_arrays(self) -> tuple[str, ...]:
         """The names of a batch's arrays `[A, B, S]`, in the order in which a step takes them."""
-        return ("inputs", *self.objective.targets, *(("starts",) if self.packed else ()))
+        targets = [name for name in self.objective.targets if name != REFERENCE or self.reference is None]
+        return ("inputs", *targets, *(("starts",) if self.packed else ()))
 
     def planned_batch(self, shape: tuple[int, ...], sharding: jax.NamedSharding | None) -> list[jax.ShapeDtypeStruct]:
         """The plan of a batch's arrays: int32, or float32 if `objective.FLOATS` names them."""

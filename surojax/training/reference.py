@@ -51,7 +51,7 @@ def with_reference(c: Config, run: Assembly, setup: Setup, start: Start) -> Star
 
     Raises ConfigError if the cache cannot be written, or the reference is no longer there and a number is missing.
     """
-    if REFERENCE not in run.engine.objective.targets:
+    if REFERENCE not in run.engine.batch_arrays:
         return start
     if jax.process_count() > 1:
         raise ConfigError(
