@@ -213,7 +213,8 @@ def test_evaluation_is_the_loss_of_training():
         out_specs=jax.P(),
     )
     sums = [jax.jit(f)(small.state.weights, *jax.device_put(b, where)) for b in zip(inputs, labels, strict=True)]
-    total, count = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
+    total = sum(float(of_batch["loss"]) for of_batch, _ in sums)
+    count = sum(int(terms) for _, terms in sums)
     assert count == (labels >= 0).sum()
     assert total / count == pytest.approx(loss, rel=ORDER_OF_SUMS)
 
