@@ -238,3 +238,15 @@ def test_what_cannot_be_trained_is_one_line(fields, rows, message, tmp_path):
     with pytest.raises(ConfigError) as error:
         train(config(tmp_path, **fields), data=rows)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.full
+def test_dpo_with_adapters_computes_its_reference_in_each_step(tmp_path, capsys):
+    """Nothing is computed before training, and the first loss is log 2; so it is with a reference from the cache."""
+    found = {}
+    for name, fields in (("step", {}), ("cache", {"precompute_ref_log_probs": True})):
+        result = train(config(tmp_path / name, lora=True, max_steps=3, eval_steps=0, **fields), data=ROWS)
+        found[name] = [(x["loss"], x["rewards/margins"]) for x in result.history]
+        assert ("reference:" in capsys.readouterr().out) == (name == "cache")
+    assert found["step"][0][0] == pytest.approx(np.log(2), abs=1e-5)
+    np.testing.assert_allclose(found["step"], found["cache"], atol=1e-5)
