@@ -299,6 +299,7 @@ def host_transfers(engine, small: Small) -> list[str]:
     return sorted(transfer for transfer in found if not re.match(r"\(tensor<[a-z]\w*>\)", transfer))
 
 
+@pytest.mark.full
 def test_dpo_with_adapters_moves_no_byte_more_than_cross_entropy():
     """Between host and device: weights, residuals and optimizer state in host memory, of the lowered step."""
     placed = {"offload_weights": True, "offload_residual": True, "offload_optimizer": True}
