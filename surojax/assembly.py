@@ -34,7 +34,7 @@ from surojax.placement.layout import layouts
 from surojax.placement.mesh import data_parallel, pipeline_stages, shards
 from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
-from surojax.refusals import about, refused
+from surojax.refusals import BY_LAYER, about, refused
 from surojax.step import objectives, train_step as step
 from surojax.step.layer_gradients import Files, planned_files
 from surojax.step.objective import REFERENCE, CrossEntropy, LossOfLogits, Objective, OfSequences
@@ -283,7 +283,7 @@ def from_config(
         reference=_reference(c, objective, table),
         packed=c.sample_packing,
         microbatches_per_fetch=c.gradient_accumulation_steps if table.by_layer else c.microbatches_per_fetch,
-        overlap_update=updates_late(c, table),
+        overlap_update=updates_late(c),
         pp_schedule=c.pp_schedule,
         locates_nonfinite=locates_nonfinite,
         batch=(c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len),
@@ -294,15 +294,17 @@ def from_config(
     return found
 
 
-def updates_late(c: configs.Config, table: Placement) -> bool:
-    """Whether layers are updated under the next step's forward pass: as the config says.
+def updates_late(c: configs.Config) -> bool:
+    """Returns True if layers are updated under the next step's forward pass.
 
-    If it says nothing: if layers are computed by programs of their own, which read files then, and nothing refuses it.
+    The config decides. If it says nothing, they are if programs of one layer read files meanwhile, and nothing refuses
+    it.
     """
     if c.overlap_update is not None:
         return c.overlap_update
+    by_layer = any(c[name] == "nvme" for name in BY_LAYER)
     late = configs.flat(c) | {"overlap_update": True}
-    return table.by_layer and refused(late, configs.DEFAULTS, about("overlap_update", REFUSALS)) is None
+    return by_layer and refused(late, configs.DEFAULTS, about("overlap_update", REFUSALS)) is None
 
 
 def check_objective(c: configs.Config, engine: Engine) -> None:

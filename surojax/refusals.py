@@ -157,6 +157,8 @@ IN_FILES = (  # may be "nvme"
     "offload_residual",
     "offload_weights",
 )
+# With one of these in files a step has programs of one layer, with all its microbatches inside.
+BY_LAYER = ("offload_grads", "offload_residual", "offload_weights")
 
 
 def _in_nvme(s: Settings) -> list[str]:

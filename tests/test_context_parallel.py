@@ -138,7 +138,7 @@ def test_nothing_crosses_the_edge_of_a_document(method):
     last = np.array(EDGES)
     starts = np.where(np.arange(S)[None] > last[:, None], last[:, None] + 1, 0).astype(np.int32)
     q, k, v, weight = (4 * normal(i, (len(last), S, heads, 8)) for i, heads in enumerate((4, 2, 2, 4)))
-    how: Any = {"window": 0, "scale": None, "softcap": 0.0}
+    how: Any = {"window": 0, "scale": None, "softcap": 0.0, "sinks": None}
     in_A = (np.arange(S)[None] <= last[:, None])[..., None, None]
 
     def of_A(attention):
@@ -157,7 +157,7 @@ def test_sixteen_bits_are_summed_in_float32(method):
     """Of four hops: as far from float32 as one device is. Rounding a sum after each hop would double the distance."""
     shapes = [(2, 64, heads, 16) for heads in (4, 2, 2, 4)]
     q, k, v, weight = (normal(i, shape) for i, shape in enumerate(shapes))
-    how: Any = {"window": 0, "scale": None, "softcap": 0.0}
+    how: Any = {"window": 0, "scale": None, "softcap": 0.0, "sinks": None}
 
     def grads(attention, dtype):
         def loss(*heads):

@@ -369,7 +369,7 @@ class MeshSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveSettings:
-    """What is minimised."""
+    """The loss that training minimises."""
 
     # cross_entropy of the next token; of rows with a chosen and a rejected answer: dpo, ipo, orpo, simpo
     objective: str = declare(CROSS_ENTROPY, choices=tuple(OBJECTIVES))

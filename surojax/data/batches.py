@@ -24,7 +24,7 @@ from typing import Protocol
 import grain
 import numpy as np
 
-from surojax.data.samples import IGNORED, Sample, Samples, check_length, concatenated, fingerprint_of
+from surojax.data.samples import IGNORED, Derived, Sample, Samples, check_length, concatenated, fingerprint_of
 from surojax.errors import ConfigError
 
 type Batch = dict[str, np.ndarray]
@@ -142,37 +142,14 @@ def training_batches(
     return iterator
 
 
-@dataclass(frozen=True)
-class _Numbered:
+@dataclass(frozen=True, eq=False)
+class _Numbered(Derived):
     """In place of each sample of a source, its number and that of the source."""
 
-    samples: Samples
     source: int
-
-    @property
-    def name(self) -> str:
-        return self.samples.name
-
-    @property
-    def fingerprint(self) -> str:
-        return self.samples.fingerprint
-
-    @property
-    def num_tokens(self) -> int:
-        return self.samples.num_tokens
-
-    @property
-    def together(self) -> int:
-        return self.samples.together
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
         return {"source": np.array(self.source), "row": np.array(index)}
-
-    def release(self) -> None:
-        """No page was read."""
 
 
 def _together(samples: Samples) -> grain.MapDataset:

@@ -177,15 +177,10 @@ class Concatenated:
 
 
 @dataclass(frozen=True, eq=False)
-class WithNumbers:
-    """Samples with a further array `[S]`, float32, whose sum is a number of the sample: see `first_labels`.
-
-    array: its name. numbers: float32 [samples].
-    """
+class Derived:
+    """The members of `Samples` of a class that makes each sample of one of these."""
 
     samples: Samples
-    array: str
-    numbers: np.ndarray
 
     @property
     def name(self) -> str:
@@ -206,13 +201,24 @@ class WithNumbers:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def release(self) -> None:
+        self.samples.release()
+
+
+@dataclass(frozen=True, eq=False)
+class WithNumbers(Derived):
+    """Samples with a further array `[S]`, float32, whose sum is a number of the sample: see `first_labels`.
+
+    array: its name. numbers: float32 [samples].
+    """
+
+    array: str
+    numbers: np.ndarray
+
     def __getitem__(self, index: int) -> Sample:
         sample = self.samples[index]
         labels = sample["labels"]
         return sample | {self.array: first_labels(labels[None], self.numbers[index : index + 1])[0]}
-
-    def release(self) -> None:
-        self.samples.release()
 
 
 def first_labels(labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:

@@ -65,8 +65,10 @@ def keys_of(targets: Collection[str], lora: Lora) -> dict[str, Any]:
 
 
 class Described(NamedTuple):
-    """What adapter_config.json says of experts: our names of adapted matrices, and whether gate_up_proj's rank is twice
-    that of the others."""
+    """The content of adapter_config.json about experts.
+
+    targets: our names of adapted matrices. twice: whether gate_up_proj's rank is twice that of the others.
+    """
 
     targets: tuple[str, ...]
     twice: bool

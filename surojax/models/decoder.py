@@ -522,7 +522,7 @@ def _block_functions(
         return dequantise_all(part_of(w, trained), x_BSD.dtype)
 
     def _probes(x_BSD, recipe_inputs):
-        """Of a block with delayed scales: numbers whose gradients are what was observed."""
+        """Zeros whose gradients are the largest magnitudes of a block with delayed scales; None for other blocks."""
         if not precision.delayed or recipe_inputs is None:
             return None
         return tuple(mark_varying(jnp.float32(0), varying_axes(x_BSD)) for _ in range(SITES.number))

@@ -9,6 +9,7 @@ from surojax.models.attention import fits_mosaic
 from surojax.models.lora import OF_MLP, TARGETS
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals import (
+    BY_LAYER,
     EXPERTS,
     FP8,
     OUT,
@@ -125,7 +126,6 @@ def _unused_of_rope(name: str) -> Refusal:
     return Refusal(feature, other, "which does not use it", "leave it out, or set model.rope_scaling")
 
 
-BY_LAYER = ("offload_grads", "offload_residual", "offload_weights")  # in files: all microbatches are one group
 IN_ONE_GROUP = EXPERTS | {"gradient_accumulation_steps": 1}
 experts = is_above("model.num_experts", 0, **{"model.num_experts_per_tok": 1})
 router_losses = (

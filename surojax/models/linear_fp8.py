@@ -156,7 +156,7 @@ class InFloat8(NamedTuple):
         return None if self.scales is None else self.scales[INPUTS[number]]
 
     def known(self, numbers: Sequence[int]) -> Known | None:
-        """What is known of the input and of the results' gradients of these products."""
+        """The delayed scales and probes of these products: of their input, and of each result's gradient."""
         if self.scales is None:
             return None
         sites = (INPUTS[numbers[0]], *(len(SITES.inputs) + number for number in numbers))

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.dispatch import Unserved
-from surojax.assembly import Assembly, compute, from_config
+from surojax.assembly import Assembly, compute, from_config, updates_late
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
@@ -183,7 +183,10 @@ def plan(
 
 
 def checked(config: Config, gpu: str) -> Config:
-    """A copy of the config with each "auto" replaced by its meaning on this GPU. Raises ConfigError: see `plan`."""
+    """A copy of the config with each "auto", and an unset overlap_update, replaced by its meaning on this GPU.
+
+    Raises ConfigError: see `plan`.
+    """
     gpu = named(gpu)
     config = resolved(config)
     checks.check(config)
@@ -198,6 +201,7 @@ def checked(config: Config, gpu: str) -> Config:
         c.attention = _attention(c)
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
+    c.overlap_update = updates_late(c)
     check_recipe(compute(c).precision, f"a {gpu}", GPUS[gpu])
     return c
 

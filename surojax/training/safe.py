@@ -17,6 +17,7 @@ from surojax.config.fields import Config
 from surojax.errors import CheckpointError, ConfigError, StepError
 from surojax.numerics.recipes import BLOCK_SCALED
 from surojax.planner.changes import changed, differing, flags
+from surojax.refusals import BY_LAYER
 
 DOCTORS_REPORT = Path("~/.cache/surojax/doctor.json")  # of the newest `surojax doctor` of this user
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
@@ -53,8 +54,8 @@ def _offload(name: str, does: str, used: Callable[[Config], bool] = lambda c: Tr
 
 
 def _updates_late(c: Config) -> bool:
-    """Whether a config asks for updates under the next forward pass, or has them since it has files."""
-    return bool(c.overlap_update) or "nvme" in (c.offload_grads, c.offload_residual, c.offload_weights)
+    """Returns True if a config asks for updates under the next forward pass, or has them since it has files."""
+    return bool(c.overlap_update) or any(c[name] == "nvme" for name in BY_LAYER)
 
 
 # In the order of suspicion, if a message names none of them.
