@@ -11,19 +11,26 @@ tests/test_on_gpu.py.
 import contextlib
 import gc
 import os
+import random
 import site
 import tempfile
 import threading
+import time
 
 import pytest
+
+STARTED = pytest.StashKey[float]()  # of the run, in seconds since the epoch
 
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also run the tests marked `full`")
+    text = "start no test later than this; files are taken in another order each time, so that all of them have a turn"
+    parser.addoption("--minutes", type=float, help=text)
 
 
 def pytest_configure(config):
     """Before any test module, and with it JAX, is imported."""
+    config.stash[STARTED] = getattr(config, "workerinput", {}).get("started", time.time())
     if config.option.markexpr != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         # Programs here run once, for milliseconds. Compiling them takes less than half the time without LLVM's
@@ -81,10 +88,29 @@ def pytest_unconfigure(config):
 # -- The quick suite and the full one --------------------------------------------------------------------------------
 
 LEFT_OUT = pytest.StashKey[int]()
+LATE = "later than --minutes"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Tell a worker when the run began."""
+    node.workerinput["started"] = node.config.stash[STARTED]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skip the tests for which --minutes leaves no time."""
+    minutes = item.config.option.minutes
+    if minutes is not None and time.time() > item.config.stash[STARTED] + 60 * minutes:
+        pytest.skip(LATE)
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out the tests marked `full`, unless --all, a marker expression or a test's own name asks for them."""
+    if config.option.minutes is not None:
+        files = sorted({item.path for item in items})
+        random.Random(config.stash[STARTED]).shuffle(files)
+        items.sort(key=lambda item: files.index(item.path))
     if config.option.all or config.option.markexpr or any("::" in argument for argument in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
@@ -113,6 +139,8 @@ def pytest_testnodedown(node, error):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if late := [x for x in terminalreporter.stats.get("skipped", ()) if LATE in str(x.longrepr)]:
+        terminalreporter.write_line(f"{len(late)} tests were not run, for which --minutes left no time")
     if left_out := config.stash.get(LEFT_OUT, 0):
         what = "more placements, recipes, optimizers, GPUs, and bit-for-bit claims at users' compile settings"
         terminalreporter.write_line(f"{left_out} more tests with `pytest --all`: {what}; {FULL_MINUTES} on two cores")
