@@ -37,18 +37,29 @@ def blocks(language: str) -> list[tuple[Path, str]]:
 # -- What is made from the program ------------------------------------------------------------------------------------
 
 
-def made_pages() -> dict[Path, str]:
-    spec = importlib.util.spec_from_file_location("pages", DOCS / "pages.py")
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.pages()
+    return module
 
 
 def test_made_pages_are_those_of_the_program():
     """If this fails: python docs/pages.py"""
-    for path, text in made_pages().items():
+    for path, text in script("pages").pages().items():
         assert path.read_text() == text, path.name
+
+
+@pytest.mark.full
+def test_the_picture_of_what_rests_where_is_of_todays_plans():
+    """If this fails: python docs/pictures.py"""
+    pictures = script("pictures")
+    rows = {name: pictures.rests(changes) for name, changes in pictures.settings().items()}
+    assert pictures.FILE.read_text() == pictures.picture(rows)
+    last = rows['1 GPU, all five "nvme"']
+    assert sum(of["nvme"] for of in last.values()) > 60 * pictures.GiB  # and hardly anything is elsewhere
+    assert sum(of["device"] + of["host"] for of in last.values()) < 16 * pictures.GiB
 
 
 def test_every_field_refusal_and_verb_has_a_page():
