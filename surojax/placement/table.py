@@ -14,7 +14,7 @@
 
 `offload_weights`, `offload_master`, `offload_optimizer`, `offload_grads` and `offload_residual` can also be "nvme".
 Then what belongs to the blocks is stored in a file under `nvme_path` (memory/in_file.py), but for `files_in_memory`
-bytes of it, which stay in host memory. The outer layers are as large as a few layers and are not read layer by layer:
+GiB of it, which stay in host memory. The outer layers are as large as a few layers and are not read layer by layer:
 their state is stored in pinned host memory, their weights and gradients on the device.
 
 Quantised weights are all-gathered in 8 bits (quantize.py). They are used with `zero_quantized_weights`, and with the
