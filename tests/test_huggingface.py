@@ -452,15 +452,16 @@ def test_weights_arrive_to_the_bit_under_every_placement(tmp_path, case, placed)
     run = from_config(c, make_mesh(jax.devices()[: c.gpus]), total_steps=1)
     weights = open_weights(c, run.model)
     assert weights is not None
-    alive: list[weakref.ref] = []
+    alive: list[tuple[str, weakref.ref]] = []
     most = 0
     read = weights.read
 
     def counted(name: str) -> np.ndarray:
         nonlocal most
         array = read(name)
-        alive.append(weakref.ref(array))
-        most = max(most, sum(reference() is not None for reference in alive))
+        if ".layers." in name:
+            alive.append((name.split(".layers.")[1].split(".")[0], weakref.ref(array)))
+        most = max(most, len({layer for layer, reference in alive if reference() is not None}))
         return array
 
     weights.read = counted
@@ -469,8 +470,9 @@ def test_weights_arrive_to_the_bit_under_every_placement(tmp_path, case, placed)
     chex.assert_trees_all_equal(jax.device_get(state.weights), expected)
     if placed != "nvme":
         chex.assert_trees_all_equal(jax.device_get(state.master), expected)
-    # Arrays on virtual CPU devices may be the files' own memory, so a layer's are freed with the next.
-    assert most <= 2 * len(jax.tree.leaves(run.model.segments[0].params))
+    # Arrays on virtual CPU devices may be the memory of numpy's, if it is aligned by chance: a layer's are freed with the
+    # next, those outside of layers with the state.
+    assert most <= 2
 
 
 def test_other_dtypes_are_cast(tmp_path):

@@ -393,12 +393,13 @@ def test_what_is_sent_in_8_bits(quantized):
     small = Small(4, tp_size=2, **how, **quantized)
     found = first_steps(small)[0].grads
 
-    def distances(x, y) -> list[float]:
-        pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-        return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
-
-    assert max(distances(plain, expected)) > 2e-3
-    assert max(distances(found, expected)) < 2e-4
+    for alone, over_tp, unquantized in zip(*map(jax.tree.leaves, (expected, found, plain)), strict=True):
+        largest = np.abs(alone).max()
+        apart = np.abs(over_tp - alone) / largest
+        # Sums over tp round otherwise in float32: where that crosses a border of 8 bits, by one step of its block.
+        assert np.mean(apart > 1e-5) < 1e-3 and apart.max() < 1.01 / 127
+        if alone.ndim == 3:  # matrices of layers
+            assert np.mean(np.abs(unquantized - alone) / largest > 1e-5) > 0.5
     batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
     compiled = hlo.parse(small.step.lower(small.plan, batch, batch).compile().as_text())
     sent = {(x.op, x.axis): x.bytes for x in hlo.collectives([(compiled, 1)], small.mesh.shape)}
