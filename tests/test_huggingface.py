@@ -470,8 +470,8 @@ def test_weights_arrive_to_the_bit_under_every_placement(tmp_path, case, placed)
     chex.assert_trees_all_equal(jax.device_get(state.weights), expected)
     if placed != "nvme":
         chex.assert_trees_all_equal(jax.device_get(state.master), expected)
-    # Arrays on virtual CPU devices may be the memory of numpy's, if it is aligned by chance: a layer's are freed with the
-    # next, those outside of layers with the state.
+    # Arrays on virtual CPU devices may be the memory of numpy's, if that is aligned by chance: a layer's are freed with
+    # the next, those outside of layers with the state.
     assert most <= 2
 
 
