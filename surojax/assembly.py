@@ -249,14 +249,15 @@ def assemble(
 
 
 class Brought(NamedTuple):
-    """The optimizer and the objective that a caller brings in place of the config's.
+    """What a caller brings in place of the config's optimizer, its objective, and the standard block.
 
     optimizer: a function of the learning rate that returns an elementwise transformation of optax, such as optax.lion.
-    objective: what is minimised, of the labels of the data.
+    objective: what is minimised, of the labels of the data. block: a subclass of the architecture's block.
     """
 
     optimizer: MakeTransformation | None = None
     objective: Objective | None = None
+    block: type | None = None
 
 
 NOTHING = Brought()
@@ -272,7 +273,7 @@ def from_config(
     table = place(Storage(**{name: c[name] for name in SETTINGS}), num_shards=shards(mesh))
     objective = brought.objective or objectives.built(configs.flat(c))
     found = assemble(
-        model(c),
+        model(c, brought.block),
         table=table,
         optimizer=_optimizer(c, total_steps, brought.optimizer),
         mesh=mesh,
@@ -338,7 +339,8 @@ def _reference(c: configs.Config, objective: Objective | OfSequences, table: Pla
         return None
     if c.lora_adapter or c.modules_to_save or c.pp_size > 1 or table.by_layer:
         return None
-    return ARCHITECTURES[c.model.model_type].build(dataclasses.replace(architecture(c), lora=None), compute(c))
+    of_type = ARCHITECTURES[c.model.model_type]
+    return of_type.build(dataclasses.replace(architecture(c), lora=None), compute(c), of_type.block)
 
 
 def _router_losses(c: configs.Config) -> RouterLosses | None:
@@ -390,9 +392,19 @@ def compute(c: configs.Config) -> Compute:
     )
 
 
-def model(c: configs.Config) -> Model:
-    """The model of a checked config."""
-    return ARCHITECTURES[c.model.model_type].build(architecture(c), compute(c))
+def model(c: configs.Config, block: type | None = None) -> Model:
+    """The model of a checked config. block: of `Brought`. Raises ConfigError if that does not go with the config."""
+    of_type = ARCHITECTURES[c.model.model_type]
+    if block is None:
+        return of_type.build(architecture(c), compute(c), of_type.block)
+    if not (isinstance(block, type) and issubclass(block, of_type.block)):
+        raise ConfigError(f"block: expected a subclass of surojax.{of_type.block.__name__}, got {block!r}; derive it")
+    if c.lora:
+        raise ConfigError(
+            "lora: expected False with a block of your own, for which no other program has adapters, got True; leave "
+            "it out"
+        )
+    return of_type.build(architecture(c), compute(c), block)
 
 
 def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedule:

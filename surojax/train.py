@@ -38,6 +38,7 @@ from surojax.exchange.sources import keeps, replaced_fields, resolved
 from surojax.memory import nvme
 from surojax.memory.aligned import share_arenas
 from surojax.memory.lock import locked
+from surojax.models.decoder import Block
 from surojax.optim.from_optax import MakeTransformation
 from surojax.parallel.feed import Feed
 from surojax.placement.layout import batch_sharding
@@ -88,6 +89,7 @@ def train(
     data: Iterable[Any] | None = None,
     optimizer: MakeTransformation | None = None,
     objective: Objective | None = None,
+    block: type[Block] | None = None,
 ) -> Result:
     """Train a model as the config says; see `config.default_config` for the fields.
 
@@ -101,6 +103,8 @@ def train(
     optimizer: a function of the learning rate that returns an elementwise transformation of optax, such as optax.lion;
     the schedule of the learning rate and the clipping of gradients are the config's.
     objective: what is minimised in place of cross-entropy, such as `LossOfLogits`.
+    block: a subclass of `Block` that the layers compute. A checkpoint is continued with the block that it was written
+    with.
 
     Raises ConfigError (bad settings or data, or too little memory; nothing was written), CheckpointError (a checkpoint
     cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), StepError (XLA fails on a GPU),
@@ -115,7 +119,7 @@ def train(
     # -- Check: everything that can be checked without data -----------------------------------------------------------
     if c.nvme_path:
         share_arenas()
-    brought = Brought(optimizer, objective)
+    brought = Brought(optimizer, objective, block)
     setup = set_up(c, brought, data)
     devices = setup.devices
     if mention := mention_of_doctor(devices[0].platform):

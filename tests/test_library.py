@@ -1,6 +1,7 @@
-"""surojax as a library: callbacks, rows, optimizers and objectives of one's own, and a loop of one's own."""
+"""surojax as a library: callbacks, rows, optimizers, objectives and blocks of one's own, and a loop of one's own."""
 
 import ast
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import surojax
 from surojax import (
+    Block,
     CheckpointError,
     ConfigError,
     EarlyStopping,
@@ -22,8 +24,11 @@ from surojax import (
     default_config,
     train,
 )
+from surojax.inference.trained_model import load_trained
+from surojax.models.layers import vector
 from surojax.optim.from_optax import counts
 from surojax.run.metrics import TIMINGS
+from surojax.training.resume import block_identity
 
 PAGE = Path(__file__).parents[1] / "docs/library.md"
 TEXTS = [f"{i} and {i} are {i + i}. " * 4 for i in range(64)]
@@ -323,6 +328,117 @@ def test_a_loss_of_logits(tmp_path):
 def test_what_does_not_go_with_the_config_is_refused(tmp_path, fields, brought, said):
     with pytest.raises(ConfigError, match=said):
         train(config(tmp_path, **fields), data=TEXTS, **brought)
+
+
+# -- Blocks -----------------------------------------------------------------------------------------------------------
+
+
+class SideBySide(Block):
+    """Attention and MLP of one norm, and what they add times a factor for each channel, which is a new parameter."""
+
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.scale = vector(rngs, config.hidden_size, "embed", jax.nn.initializers.constant(0.5))
+
+    def __call__(self, x_BSD, ops, cache, routing):
+        """The block of x, with the results of attention's cache and of a router."""
+        y_BSD = ops.norm(x_BSD, self.attention_norm[...], self.config.rms_norm_eps)
+        attended_BSD, cache = self.attention(y_BSD, ops, None, cache)
+        products_BSD, routed = self.mlp(y_BSD, ops, None, routing)
+        return x_BSD + self.scale[...][None, None] * (attended_BSD + products_BSD), cache, routed
+
+
+class Doubled(SideBySide):
+    """Another block of the same parameters."""
+
+    factor = 2.0
+
+    def __call__(self, x_BSD, ops, cache, routing):
+        y_BSD, cache, routed = super().__call__(x_BSD, ops, cache, routing)
+        return x_BSD + self.factor * (y_BSD - x_BSD), cache, routed
+
+
+def test_a_block_is_trained_and_continued_with_itself_alone(tmp_path):
+    """It samples at its end. Nothing else opens its checkpoints; another block does not continue it."""
+    c = config(tmp_path, sample_tokens=4, max_steps=6)
+
+    def stop(event: Event) -> None:
+        if event.kind == "eval" and event.step == 2:
+            event.stop("enough")
+
+    first = train(c, data=TEXTS, block=SideBySide, callbacks=[stop])
+    for block, said in ((Doubled, "'Doubled [0-9a-f]{8}' here"), (None, "None here")):
+        with pytest.raises(
+            CheckpointError, match=f"of another run: block is 'SideBySide [0-9a-f]{{8}}' there and {said}"
+        ):
+            train(c, data=TEXTS, block=block)
+    with pytest.raises(ConfigError, match=r"block: expected the standard one, got a checkpoint of SideBySide"):
+        load_trained(c.output_dir)
+    loop = OwnLoop(c, data=TEXTS, block=SideBySide)
+    tensors = loop.tensors(loop.first_state())
+    assert tensors["model.layers.1.scale"].shape == (32,) and (tensors["model.layers.1.scale"] != 0.5).all()
+    rest = train(c, data=TEXTS, block=SideBySide)
+    assert losses(rest)[-1] < losses(first)[0]
+    assert (np.asarray(rest.state.weights["blocks"]["scale"]) != 0.5).all()
+
+
+@pytest.mark.full
+def test_a_block_is_sharded_and_offloaded_to_the_same_losses(tmp_path):
+    plain = config(tmp_path, per_device_batch_size=8)
+    placed = dict(gpus=2, zero_level=3, offload_weights=True, offload_grads=True, offload_optimizer=True)
+    alone = losses(train(plain, data=TEXTS, block=SideBySide))
+    sharded = train(config(tmp_path, **placed, output_dir=str(tmp_path / "sharded")), data=TEXTS, block=SideBySide)
+    np.testing.assert_allclose(losses(sharded), alone, rtol=1e-5)
+    other = train(config(tmp_path, per_device_batch_size=8, output_dir=str(tmp_path / "b")), data=TEXTS, block=Doubled)
+    assert abs(losses(other)[0] - alone[0]) > 1e-4  # they differ from the first step on, where rounding is 1e-6
+
+
+@pytest.mark.parametrize(
+    "fields, block, said",
+    [
+        ({}, dict, "block: expected a subclass of surojax.Block, got <class 'dict'>"),
+        ({"lora": True}, SideBySide, "lora: expected False with a block of your own"),
+    ],
+)
+def test_blocks_that_cannot_be_trained_are_refused(tmp_path, fields, block, said):
+    with pytest.raises(ConfigError, match=said):
+        train(config(tmp_path, **fields), data=TEXTS, block=block)
+
+
+def variant(change: str, tmp_path) -> str:
+    """The identity of SideBySide with a line of its source changed, as a module of its own."""
+    name = f"block_{abs(hash(change))}"
+    (tmp_path / f"{name}.py").write_text(BLOCK_SOURCE.replace("THE_LINE", change))
+    spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return block_identity(module.Mine)
+
+
+BLOCK_SOURCE = """
+from surojax import Block
+
+
+class Mine(Block):
+    factor = 1.0
+
+    def __call__(self, x, ops, cache=None, routing=None):
+        THE_LINE
+        return super().__call__(self.factor * x, ops, cache, routing)
+"""
+
+
+def test_the_identity_of_a_block_is_what_its_classes_compute(tmp_path):
+    """Comments and docstrings are not; where a class has no source, its name is all."""
+    plain = variant("# a comment", tmp_path)
+    assert plain == variant("# another", tmp_path) and re.fullmatch("Mine [0-9a-f]{8}", plain)
+    assert variant('"""A docstring."""', tmp_path) == plain != variant("x = 2 * x", tmp_path)
+    assert block_identity(SideBySide) != block_identity(Doubled)
+    doubled = type("Doubled", (SideBySide,), {"factor": 3.0, "__call__": Doubled.__call__})
+    assert block_identity(doubled) != block_identity(Doubled)
+    names: dict = {}
+    exec(BLOCK_SOURCE.replace("THE_LINE", "pass"), names)
+    assert block_identity(names["Mine"]) == "Mine"
 
 
 # -- A loop of one's own ----------------------------------------------------------------------------------------------

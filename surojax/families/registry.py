@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Set
 
-from surojax.families.family import ImageTextFamily, ModelFamily
+from surojax.families.family import LAYER, ImageTextFamily, ModelFamily
 from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
 from surojax.families.glm import GLM4_MOE
 from surojax.families.gpt_oss import GPT_OSS
@@ -42,5 +42,10 @@ ARCHITECTURES: dict[str, ModelArchitecture] = {
 
 
 def tensor_names(ours: Set[str]) -> Mapping[str, str]:
-    """The table of the first family that names all these tensors, as we call them."""
-    return next(family.tensors for family in FAMILIES.values() if ours <= family.tensors.keys())
+    """The table of the first family that names all these tensors, as we call them.
+
+    If none does, because a caller's block has more, that of the family which names most, and our names for the others.
+    """
+    tables = [family.tensors for family in FAMILIES.values()]
+    nearest = max(tables, key=lambda table: len(ours & table.keys()))  # the first of those with equally many
+    return nearest if ours <= nearest.keys() else {name: LAYER + name for name in ours} | dict(nearest)

@@ -120,7 +120,12 @@ def drawn_base(c: Config, model: Model) -> dict:
 
 
 def check_trained_with(meta: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Raises ConfigError unless a checkpoint with this meta data was trained with the tokenizer."""
+    """Raises ConfigError if a checkpoint was trained with another tokenizer, or with a caller's block."""
+    if block := meta.get(on_disk.BLOCK):
+        raise ConfigError(
+            f"block: expected the standard one, got a checkpoint of {block}, which only train(block=...) and "
+            "OwnLoop(block=...) compute; OwnLoop(config, block=...).tensors(state) has its weights"
+        )
     if tokenizer.name != meta["tokenizer"]:
         raise ConfigError(
             f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, got {tokenizer.name}; "

@@ -190,7 +190,9 @@ def from_settings(settings: dict[str, Any]) -> DecoderConfig:
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): the one definition, for training, sampling and the reference.
 
-    With sandwich norms, x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+    With sandwich norms, x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). A subclass computes something else:
+    `__call__` has to use `ops`, `cache` and `routing` as here, `__init__` may add parameters (`layers.parameter`), and
+    `keys_values` is what attention reads, if `sequence_chunks` divides the sequence.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -420,7 +422,7 @@ def _segment(
 
     def cached_block(w, x_BSD, cache: Cache, variant: Variant):
         starts_BS = None if cache.first is None else jnp.broadcast_to(cache.first[:, None], x_BSD.shape[:2])
-        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant, starts=starts_BS), cache)[:2]
+        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant, starts=starts_BS), cache, ROUTES)[:2]
 
     def with_new_adapters(base, seed, l, numbers):
         return with_adapters(base, part_of(init_layer(config, name, seed, l, block_type), trained), numbers)
@@ -478,7 +480,7 @@ def _block_functions(
         if quantized:
             in_float8 = InFloat8(quantized, recipe_inputs if precision.delayed else None, probes)
         ops = Operations(compute, variant, seed, starts_BS, frozen, in_float8)
-        x_BSD, _, routed = nnx.merge(graph, w)(x_BSD, ops, routing=routing)
+        x_BSD, _, routed = nnx.merge(graph, w)(x_BSD, ops, None, routing)
         return x_BSD, routed
 
     def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
@@ -550,4 +552,6 @@ def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, C
     return body, keys_values
 
 
-ARCHITECTURE = ModelArchitecture("llama", from_settings, build, decoder_checks.check_decoder, decoder_checks.REFUSALS)
+ARCHITECTURE = ModelArchitecture(
+    "llama", from_settings, build, Block, decoder_checks.check_decoder, decoder_checks.REFUSALS
+)

@@ -333,13 +333,15 @@ class ModelArchitecture(NamedTuple):
     """The code that computes the models of some families.
 
     name: the value of `model.model_type` in a config. sizes: the `model` fields of a config -> frozen sizes, such as
-    `DecoderConfig`. build: (sizes, Compute) -> Model. check: raises ConfigError for `model` fields of a config that do
+    `DecoderConfig`. build: (sizes, Compute, class of a block) -> Model. block: this class, which a caller's block is
+    derived from. check: raises ConfigError for `model` fields of a config that do
     not go together, or not with its other fields, as far as `refusals`, rows of a table (refusals.py), do not say it.
     """
 
     name: str
     sizes: Callable[[dict[str, Any]], Any]
-    build: Callable[[Any, Compute], Model]
+    build: Callable[[Any, Compute, type], Model]
+    block: type
     check: Callable[[Any], None]
     refusals: tuple = ()
 

@@ -23,6 +23,7 @@ from surojax.untrusted import check_file, expanded, read_json
 
 FOLDER = "checkpoints"
 FILES = "files.json"
+BLOCK = "block"  # key of the meta data: which block of a caller was trained; none: the standard one
 STEP = re.compile(r"0|[1-9][0-9]*")  # the name of a checkpoint
 LARGEST = {"step": 2**31, "samples": 2**63, "samples_per_step": 2**31}
 SMALL = 1 << 20  # bytes; `files.json` has only the size of larger files, not their checksum

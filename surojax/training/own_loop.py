@@ -12,6 +12,7 @@ from surojax.data.batches import training_batches
 from surojax.errors import ConfigError
 from surojax.exchange.model_tensors import named
 from surojax.exchange.sources import resolved
+from surojax.models.decoder import Block
 from surojax.optim.from_optax import MakeTransformation
 from surojax.parallel.feed import Feed, to_host
 from surojax.placement.layout import batch_sharding
@@ -40,9 +41,10 @@ class OwnLoop:
         data: Iterable[Any] | None = None,
         optimizer: MakeTransformation | None = None,
         objective: Objective | None = None,
+        block: type[Block] | None = None,
     ):
         c = naming_rows(resolved(config), data)
-        brought = Brought(optimizer, objective)
+        brought = Brought(optimizer, objective, block)
         setup = set_up(c, brought, data)
         start = find_start(c, setup)
         run = from_config(c, setup.mesh, start.total_steps, brought=brought)

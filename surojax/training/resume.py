@@ -1,5 +1,9 @@
 """The checkpoint that a run continues from, and whether it may."""
 
+import ast
+import hashlib
+import inspect
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +11,10 @@ from surojax.config import checks, fields as configs
 from surojax.config.adapters import FIELDS
 from surojax.config.fields import Config
 from surojax.errors import CheckpointError, ConfigError
+from surojax.models.decoder import ARCHITECTURE
 from surojax.run import on_disk
 from surojax.run.console import say
+from surojax.run.on_disk import BLOCK
 
 # Fields that a run continues with, unchanged.
 OF_ADAPTERS = (name for name in FIELDS if name not in ("lora_dtype", "lora_plus_ratio", "lora_dropout"))
@@ -19,7 +25,7 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
     """Returns the checkpoint to continue from, or None for a new run.
 
     Raises ConfigError if `resume_from_checkpoint` names no checkpoint or contradicts those in output_dir, and
-    CheckpointError if the checkpoint was written with another model, seed, sequence length, tokenizer or data.
+    CheckpointError if the checkpoint was written with another model, block, seed, sequence length, tokenizer or data.
     """
     own = on_disk.find(output_dir / on_disk.FOLDER)
     wanted = c.resume_from_checkpoint
@@ -48,7 +54,7 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
     saved = checks.restored_config(meta["config"], on_disk.written_by(meta))
     changed = differences(saved.to_dict(), c.to_dict())
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] in IDENTITY}
-    fixed |= {k: (meta.get(k), v) for k, v in identity.items() if meta.get(k) != v}
+    fixed |= {k: (meta.get(k), identity.get(k)) for k in (*identity, BLOCK) if meta.get(k) != identity.get(k)}
     if fixed:
         what = ", ".join(f"{k} is {a!r} there and {b!r} here" for k, (a, b) in fixed.items())
         raise CheckpointError(f"checkpoint {found} is of another run: {what}; use the same, or another output_dir")
@@ -57,6 +63,34 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
         say("continuing with changed settings: " + ", ".join(f"{k} {a!r} -> {b!r}" for k, (a, b) in settings.items()))
     check_batch(c, found, meta.get("samples_per_step", samples_per_step), samples_per_step, settings)
     return found
+
+
+def block_identity(block: type) -> str:
+    """Names a caller's block in checkpoints: its name, and a hash of the source of what its classes define.
+
+    Comments, layout and docstrings are not in the hash, nor functions that a method calls. Where Python finds no source
+    (code typed into an interpreter), the name is all.
+    """
+    found = []
+    for cls in block.__mro__[: block.__mro__.index(ARCHITECTURE.block)]:
+        for name, value in sorted(vars(cls).items()):
+            if inspect.isfunction(value) and value.__qualname__.startswith(cls.__qualname__):
+                try:
+                    found.append(_without_docstring(textwrap.dedent(inspect.getsource(value))))
+                except (OSError, SyntaxError):
+                    return block.__qualname__
+            elif not name.startswith("_") and isinstance(value, int | float | str):
+                found.append(f"{name} = {value!r}")
+    return f"{block.__qualname__} {hashlib.sha256(chr(10).join(found).encode()).hexdigest()[:8]}"
+
+
+def _without_docstring(source: str) -> str:
+    """The source of a function as Python writes it, without its docstring."""
+    tree = ast.parse(source)
+    (function,) = tree.body
+    if isinstance(function, ast.FunctionDef) and ast.get_docstring(function) is not None:
+        function.body = function.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
 
 
 def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) -> None:

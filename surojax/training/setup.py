@@ -29,6 +29,7 @@ class Setup(NamedTuple):
 
     need: bytes per device of each class. newest: checkpoint in output_dir. continues: whether the run continues from a
     checkpoint. initial: weights to start from, or, with adapters, the base; None: new ones, or those of a checkpoint.
+    brought: of the caller.
     """
 
     output_dir: Path
@@ -40,6 +41,7 @@ class Setup(NamedTuple):
     newest: Path | None
     continues: bool
     initial: Tensors | None
+    brought: Brought
 
 
 def naming_rows(c: Config, rows: Iterable[Any] | None) -> Config:
@@ -56,7 +58,7 @@ def naming_rows(c: Config, rows: Iterable[Any] | None) -> Config:
 def set_up(c: Config, brought: Brought = NOTHING, rows: Iterable[Any] | None = None) -> Setup:
     """Checks everything that can be checked without data; writes nothing. Raises ConfigError and CheckpointError.
 
-    brought: of the caller, in place of the config's optimizer and objective. rows: of `naming_rows`.
+    brought: of the caller, in place of what the config says. rows: of `naming_rows`.
     """
     checks.check(c)
     output_dir = checks.check_output_dir(c.output_dir)
@@ -74,4 +76,4 @@ def set_up(c: Config, brought: Brought = NOTHING, rows: Iterable[Any] | None = N
     continues = newest is not None or c.resume_from_checkpoint not in ("auto", "no")
     initial = None if continues and not c.lora else open_weights(c, run.model)
     checkpoint.check_room(output_dir, run.plan)
-    return Setup(output_dir, devices, mesh, run.model, need, entries, newest, continues, initial)
+    return Setup(output_dir, devices, mesh, run.model, need, entries, newest, continues, initial, brought)

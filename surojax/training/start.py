@@ -15,8 +15,9 @@ from surojax.exchange.base import fingerprint
 from surojax.placement.mesh import data_parallel
 from surojax.run import on_disk
 from surojax.run.console import say
+from surojax.run.on_disk import BLOCK
 from surojax.step.objectives import OBJECTIVES
-from surojax.training.resume import find_resume
+from surojax.training.resume import block_identity, find_resume
 from surojax.training.setup import Setup
 
 
@@ -52,6 +53,8 @@ def find_start(c: Config, setup: Setup) -> Start:
     samples = found.train
     check_length(samples.all, samples_per_step)
     identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}
+    if setup.brought.block:
+        identity[BLOCK] = block_identity(setup.brought.block)
     if c.lora and setup.initial:
         identity["base"] = fingerprint(setup.initial, setup.model)
     adapter = None
