@@ -1,4 +1,4 @@
-"""Writes the pages that are made from the program: docs/fields.md, docs/commands.md and docs/refusals.md.
+"""Writes what is made from declarations: docs/fields.md, docs/commands.md, docs/refusals.md, addresses in notebooks.
 
     python docs/pages.py
 
@@ -6,6 +6,8 @@ tests/test_pages.py compares them with what this would write.
 """
 
 import argparse
+import re
+import tomllib
 from pathlib import Path
 
 from surojax.__main__ import GROUPS, VERBS
@@ -88,10 +90,19 @@ def commands() -> str:
     return "\n".join([*lines, ""])
 
 
+def notebooks() -> dict[Path, str]:
+    """The notebooks by their paths, with the repository of pyproject.toml in their Colab buttons and install cells."""
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
+    repository = project["urls"]["Repository"].removeprefix("https://github.com/")
+    address = re.compile(r"(colab\.research\.google\.com/github/|git\+https://github\.com/)[\w.-]+/[\w.-]+")
+    paths = sorted((FOLDER.parent / "notebooks").glob("*.ipynb"))
+    return {path: address.sub(rf"\g<1>{repository}", path.read_text()) for path in paths}
+
+
 def pages() -> dict[Path, str]:
-    """The text of each page by its path."""
+    """The text of each page, and of each notebook, by its path."""
     texts = {"fields.md": fields(), "commands.md": commands(), "refusals.md": markdown(checks.REFUSALS, DEFAULTS)}
-    return {FOLDER / name: text for name, text in texts.items()}
+    return {FOLDER / name: text for name, text in texts.items()} | notebooks()
 
 
 if __name__ == "__main__":

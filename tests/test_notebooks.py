@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -11,9 +12,10 @@ from nbclient import NotebookClient
 from surojax.config import flags
 from surojax.config.fields import flat
 
-OWNER = "OWNER"  # of the public repository; there is none yet
-TINY = str(Path(__file__).parents[1] / "configs/tiny.py")
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).parents[1]
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+TINY = str(ROOT / "configs/tiny.py")
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 # What each prints, and what it does not: the code of its cells.
@@ -70,13 +72,16 @@ def test_notebook_runs(path, monkeypatch):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebooks_open_in_colab(path):
-    """A button that leads to this file, and a cell that installs what is missing there; one owner in all of them."""
+    """A button that leads to this file, and a cell that installs what is missing there, of pyproject's repository.
+
+    If this fails: python docs/pages.py
+    """
     first, second, *_ = nbformat.read(path, as_version=4).cells
-    address = f"https://colab.research.google.com/github/{OWNER}/surojax/blob/main/notebooks/{path.name}"
+    assert REPOSITORY.startswith("https://github.com/")
+    name = REPOSITORY.removeprefix("https://github.com/")
+    address = f"https://colab.research.google.com/github/{name}/blob/main/notebooks/{path.name}"
     assert first.cell_type == "markdown" and f"]({address})" in first.source and "colab-badge.svg" in first.source
-    assert (
-        f"git+https://github.com/{OWNER}/surojax" in second.source and 'find_spec("surojax") is None' in second.source
-    )
+    assert f"git+{REPOSITORY}" in second.source and 'find_spec("surojax") is None' in second.source
 
 
 def test_the_first_notebook_trains_what_the_first_command_trains():
