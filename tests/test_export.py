@@ -28,9 +28,10 @@ from surojax.assembly import from_config
 from surojax.exchange import compressed, config_json, export as exporting, sources
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.model_tensors import INDEX, SINGLE, Weights, readers
-from surojax.exchange.shards import Shard
+from surojax.exchange.shards import Shard, Stored, write_shard
 from surojax.inference import parity
 from surojax.inference.trained_model import load_trained
+from surojax.numerics import base_formats
 from surojax.placement.mesh import make_mesh
 
 
@@ -108,6 +109,65 @@ def test_matrices_of_blocks_are_written_as_vllm_reads_them(tmp_path, dtype, larg
             scales = {float(shard.read(f"model.layers.1.{x}_proj.weight_global_scale")[0]) for x in group}
             most = max(float(np.abs(stored("llama")[f"model.layers.1.{x}_proj.weight"]).max()) for x in group)
             assert len(scales) == 1 and scales.pop() == pytest.approx(448 * 6 / most, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype, setting", [("fp8", "qlora_fp8"), ("nvfp4", "qlora_fp4")])
+def test_folders_in_fp8_and_nvfp4_are_read_again(tmp_path, dtype, setting):
+    """Their numbers are those that were written; as a base of QLoRA, their codes and scales."""
+    out = convert.convert(write(tmp_path / "in", "llama"), tmp_path / "out", dtype=dtype)
+    shard = Shard(out / SINGLE)
+    parts = list(compressed.FORMATS[dtype].planned((16, 16)))
+    c = config(out, lora=True, **{setting: True})
+    run = from_config(c, make_mesh(jax.devices()[:1]), 1)
+    weights = sources.open_weights(c, run.model)
+    assert isinstance(weights, Weights) and weights.names == stored("llama").keys()
+    numbers = {name: weights.read(name) for name in weights.names}
+    for name, found in numbers.items():
+        if "proj" not in name:
+            np.testing.assert_array_equal(found, shard.read(name))
+            continue
+        tensors = [shard.read(name.removesuffix("weight") + part) for part in parts]
+        np.testing.assert_array_equal(found, compressed.dequantised(dtype, tensors))
+        coded = weights.read_coded(name, base_formats.FORMATS[dtype].planned(found.shape))
+        np.testing.assert_array_equal(np.asarray(coded.codes).view(np.uint8), tensors[0].view(np.uint8))
+        assert weights.format_of(name) == dtype
+    again = tensors_in(convert.convert(out, tmp_path / "again", dtype="float32"))
+    chex.assert_trees_all_equal(again, {name: x.astype(np.float32) for name, x in numbers.items()})
+    assert "quantization_config" not in json.loads((tmp_path / "again/config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "dtype, change, message",
+    [
+        ("fp8", {"strategy": "channel"}, "or in NVFP4, got 'compressed-tensors' of another kind"),
+        ("nvfp4", {"num_bits": 8}, "or in NVFP4, got 'compressed-tensors' of another kind"),
+        ("fp8", {"block_structure": [16, 16]}, r"weight_scale: expected \[\d, \d\] scales of blocks \[16, 16\] for"),
+    ],
+)
+def test_other_formats_of_compressed_tensors_are_refused(tmp_path, dtype, change, message):
+    out = convert.convert(write(tmp_path / "in", "llama"), tmp_path / "out", dtype=dtype)
+    said = json.loads((out / "config.json").read_text())
+    said["quantization_config"]["config_groups"]["group_0"]["weights"].update(change)
+    (out / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ConfigError, match=message):
+        convert.open_model(out)
+
+
+def test_a_damaged_scale_of_nvfp4_is_refused(tmp_path):
+    out = convert.convert(write(tmp_path / "in", "llama"), tmp_path / "out", dtype="nvfp4")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for part, value, message in (
+        ("_global_scale", np.zeros(1, np.float32), f"{name}_global_scale: expected more than 0, got 0.0; fetch"),
+        ("_scale", np.zeros((1, 1), ml_dtypes.float8_e4m3fn), f"{name}: expected codes .* one global scale, got"),
+    ):
+        shard = Shard(out / SINGLE)
+        tensors = {name: shard.read(name) for name in shard.entries} | {name + part: value}
+        folder = tmp_path / part
+        shutil.copytree(out, folder)
+        planned = {name: Stored(x.shape, x.dtype) for name, x in tensors.items()}
+        write_shard(folder / SINGLE, planned, iter(tensors.values()))
+        with pytest.raises(ConfigError, match=message):
+            convert.convert(folder, tmp_path / "again")
 
 
 NARROW = {"gate": (40, 32), "up": (40, 32), "down": (32, 40)}

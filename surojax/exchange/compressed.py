@@ -1,4 +1,4 @@
-"""Matrices of blocks in FP8 or NVFP4 in a model's folder, as vLLM reads them: the formats of compressed-tensors.
+"""Matrices of blocks in FP8 or NVFP4 in a model's folder, out and in: compressed-tensors' formats, which vLLM reads.
 
 | `dtype` | tensors of a matrix NAME.weight [out, in]                                      | `format`             |
 |---------|--------------------------------------------------------------------------------|----------------------|
@@ -33,6 +33,8 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT32 = np.dtype(np.float32)
 OTHERS = "bfloat16"  # dtype of all other tensors
 METHOD = "compressed-tensors"
+FP8_SCALES = "_scale"  # appended to the name of a matrix
+PACKED, SCALES, GLOBAL_SCALE = "_packed", "_scale", "_global_scale"  # of NVFP4; no tensor has the matrix' own name
 SHARING = (("attention.wq", "attention.wk", "attention.wv"), ("mlp.w_gate", "mlp.w_up"))  # one global scale
 
 
@@ -96,6 +98,54 @@ FORMATS = {
     "fp8": Format(_config("float-quantized", _BLOCKS, _GROUPS), _fp8, _in_fp8, 1),
     "nvfp4": Format(_config("nvfp4-pack-quantized", _OF_16, None), _nvfp4, _in_nvfp4, nvfp4.BLOCK),
 }
+
+
+def fp8_block(entry: dict[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of the blocks with one scale, if a `quantization_config` says FP8 in blocks; None for NVFP4.
+
+    Raises ValueError for other formats, and for a config of several groups.
+    """
+    (group,) = entry["config_groups"].values()
+    weights = group["weights"]
+    kind = group.get("format") or entry["format"]
+    if kind == FORMATS["nvfp4"].config["format"] and weights["num_bits"] == 4 and weights["group_size"] == nvfp4.BLOCK:
+        return None
+    if kind != FORMATS["fp8"].config["format"] or weights["num_bits"] != 8 or weights["strategy"] != "block":
+        raise ValueError(f"{kind} with strategy {weights['strategy']}")
+    rows, columns = weights["block_structure"]
+    return rows, columns
+
+
+def packed(names: set[str]) -> set[str]:
+    """The names of matrices in NVFP4 among these names of tensors."""
+    found = {name.removesuffix(PACKED) for name in names if name.endswith(PACKED)}
+    return {name for name in found if {name + SCALES, name + GLOBAL_SCALE} <= names}
+
+
+def parts_of(matrices: set[str]) -> set[str]:
+    """The names of the tensors that hold codes and scales of these matrices in NVFP4."""
+    return {name + part for name in matrices for part in (PACKED, SCALES, GLOBAL_SCALE)}
+
+
+def packed_shape(name: str, shape_of: Callable[[str], tuple[int, ...]]) -> tuple[int, int]:
+    """(out, in) of a matrix in NVFP4. Raises ConfigError if codes and scales do not have the shapes above."""
+    codes, scales = shape_of(name + PACKED), shape_of(name + SCALES)
+    if len(codes) != 2 or scales != (codes[0], 2 * codes[1] // nvfp4.BLOCK) or shape_of(name + GLOBAL_SCALE) != (1,):
+        raise ConfigError(
+            f"model_path: {name}: expected codes [out, in / 2], scales [out, in / 16] and one global scale, got "
+            f"{[*codes]}, {[*scales]} and {[*shape_of(name + GLOBAL_SCALE)]}; fetch the model again"
+        )
+    return codes[0], 2 * codes[1]
+
+
+def read_nvfp4(name: str, read: Callable[[str], np.ndarray]) -> nvfp4.Nvfp4:
+    """Reads a matrix in NVFP4 as it is. Raises ConfigError for a global scale that nothing can be divided by."""
+    global_scale = np.float32(read(name + GLOBAL_SCALE)[0])
+    if not global_scale > 0:
+        raise ConfigError(
+            f"model_path: {name + GLOBAL_SCALE}: expected more than 0, got {global_scale}; fetch the model again"
+        )
+    return nvfp4.Nvfp4(read(name + PACKED), read(name + SCALES), np.float32(1) / global_scale)
 
 
 def matrices(segment: Segment) -> list[Param]:

@@ -5,10 +5,10 @@ its name, so a model is never computed with less than its config says.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from surojax.errors import ConfigError, shown
-from surojax.exchange import parts
+from surojax.exchange import compressed, parts
 from surojax.families import rope_keys
 from surojax.families.family import NEUTRAL, REQUIRED
 from surojax.families.registry import FAMILIES, IMAGE_TEXT_FAMILIES
@@ -83,7 +83,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
                 f"model_path: config.json: {key}: expected {allowed[0]!r}, got {config[key]!r}; nothing else is "
                 f"computed for {name}"
             )
-    float8_block_size(config)
+    float8_scales(config)
     given = family.defaults | config
     check_largest(given, "model_path: config.json: ")
     for key in ("tie_word_embeddings", "use_sliding_window"):
@@ -95,10 +95,17 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     return sizes | family.read(given) | family.options | {"model_type": family.architecture.name}
 
 
-def float8_block_size(config: dict[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of the blocks of a float8 matrix that have one scale; None if no weights are quantised.
+class Float8Scales(NamedTuple):
+    """Rows and columns that have one scale in a float8 matrix, and what its name has in the name of the scales."""
 
-    Raises ConfigError for quantised weights of another kind.
+    block: tuple[int, int]
+    suffix: str
+
+
+def float8_scales(config: dict[str, Any]) -> Float8Scales | None:
+    """The scales of float8 matrices; None if the config.json names no weights in float8.
+
+    Raises ConfigError for quantised weights of a kind that is not read.
     """
     entry = config.get("quantization_config")
     if entry is None:
@@ -110,10 +117,16 @@ def float8_block_size(config: dict[str, Any]) -> tuple[int, int] | None:
         return None  # every matrix says how it is quantised, see bitsandbytes.py
     block = entry.get("weight_block_size") if method == "fp8" else None
     if isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block):
-        return block[0], block[1]
+        return Float8Scales((block[0], block[1]), "_scale_inv")
     got = f"{method!r} without it" if method == "fp8" else repr(method)
+    if method == compressed.METHOD:
+        try:
+            block = compressed.fp8_block(entry)
+            return Float8Scales(block, compressed.FP8_SCALES) if block else None  # NVFP4 says itself what it is
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            got = f"{method!r} of another kind ({shown(error)})"
     raise ConfigError(
         "model_path: config.json: quantization_config: expected none, quant_method 'mxfp4', 'fp8' with "
-        f"weight_block_size, or 'bitsandbytes' with bnb_4bit_quant_type 'nf4', got {got}; fetch the model before it "
-        "was quantised"
+        f"weight_block_size, 'bitsandbytes' with bnb_4bit_quant_type 'nf4', or {compressed.METHOD!r} in blocks of "
+        f"float8 or in NVFP4, got {got}; fetch the model before it was quantised"
     )

@@ -14,16 +14,16 @@ import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError, shown
-from surojax.exchange import bitsandbytes, parts, stored_mxfp4
+from surojax.exchange import bitsandbytes, compressed, parts, stored_mxfp4
 from surojax.exchange.experts import of_each, parts_in
 from surojax.exchange.finite import is_finite, is_float
-from surojax.exchange.huggingface import float8_block_size, read_config, read_whole_config
+from surojax.exchange.huggingface import Float8Scales, float8_scales, read_config, read_whole_config
 from surojax.exchange.naming import is_of_further_layers, naming_of
 from surojax.exchange.shards import Shard
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.registry import tensor_names
 from surojax.models.model import Model, Segment
-from surojax.numerics import base_formats, block_fp8, mxfp4, nf4
+from surojax.numerics import base_formats, block_fp8, mxfp4, nf4, nvfp4
 from surojax.numerics.base_formats import Coded, is_in
 from surojax.placement.param import OUTER, Param, base
 from surojax.untrusted import expanded, read_json
@@ -32,7 +32,6 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LARGEST_INDEX = 128 << 20  # bytes; 100,000 tensors take 10 MB
 AGAIN = "fetch the model again"
 FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
-SCALES = "_scale_inv"  # appended to the name of a matrix in float8
 
 
 class Tensors(Protocol):
@@ -57,8 +56,8 @@ class Tensors(Protocol):
 class Weights:
     """The tensors of a folder with safetensors files; matrices in float8 are multiplied with their blocks' scales.
 
-    Matrices that bitsandbytes stored in NF4, and experts in MXFP4, are dequantised too. `read_coded` reads all of them
-    as they are.
+    Matrices that bitsandbytes stored in NF4, compressed-tensors in NVFP4, and experts in MXFP4, are dequantised too.
+    `read_coded` reads all of them as they are.
 
     Of a model of several parts they are those of its language model, and `left_aside` has the names of the others, and
     those of layers that predict further tokens.
@@ -89,18 +88,22 @@ class Weights:
         of_mxfp4 = stored_mxfp4.parts_of(self._in_mxfp4)
         self._beside |= of_mxfp4
         self._bytes |= of_mxfp4
+        self._in_nvfp4 = compressed.packed(set(self._stored_as))
+        self._beside |= compressed.parts_of(self._in_nvfp4)
+        coded = in_nf4 | of_mxfp4 | compressed.parts_of(self._in_nvfp4)
         for tensor, name in self._stored_as.items():
             file = files[name]
             if name not in shards[file].entries:
                 raise ConfigError(f"model_path: {INDEX} names {name} in {file}, which does not have it; {AGAIN}")
             self._shard_of[tensor] = shards[file]
-            if (dtype := self._entry(tensor).dtype).kind in "biu" and tensor not in in_nf4 | of_mxfp4:
+            if (dtype := self._entry(tensor).dtype).kind in "biu" and tensor not in coded:
                 raise ConfigError(
                     f"model_path: {self.path}: expected {tensor} in a float dtype, got {dtype}; fetch the model before "
                     "it was quantised"
                 )
-        self._in_float8 = {name for name in self._shard_of if self._entry(name).dtype in FLOAT8}
-        self._block = self._check_scales() if self._in_float8 else (1, 1)
+        in_float8 = {name for name in self._shard_of if self._entry(name).dtype in FLOAT8}
+        self._in_float8 = in_float8 - compressed.parts_of(self._in_nvfp4)  # whose scales are in float8
+        self._float8 = self._check_scales() if self._in_float8 else Float8Scales((1, 1), "")
         names = self._shard_of.keys()
         self.in_nf4 = {
             name: bitsandbytes.stored(name, set(names), self._read) for name in sorted(in_nf4 - self._beside)
@@ -130,38 +133,40 @@ class Weights:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             raise ConfigError(f"model_path: cannot read {self.path / name} ({reason}); {AGAIN}") from error
 
-    def _check_scales(self) -> tuple[int, int]:
-        """The size of the blocks that have a scale. Raises ConfigError unless every matrix in float8 has its scales."""
-        block = float8_block_size(read_config(self.path))
+    def _check_scales(self) -> Float8Scales:
+        """What config.json says of scales. Raises ConfigError unless every matrix in float8 has them."""
+        said = float8_scales(read_config(self.path))
         for name in sorted(self._in_float8):
-            if block is None:
+            if said is None:
                 raise ConfigError(
                     f"model_path: {self.path} has {name} in float8, and config.json no quantization_config that says "
                     f"how it is scaled; {AGAIN}"
                 )
-            if name + SCALES not in self._shard_of:
-                raise ConfigError(f"model_path: {self.path} has {name} in float8 without {name + SCALES}; {AGAIN}")
+            block, scales = said.block, name + said.suffix
+            if scales not in self._shard_of:
+                raise ConfigError(f"model_path: {self.path} has {name} in float8 without {scales}; {AGAIN}")
             shape = self._entry(name).shape
             expected = tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=False))
-            stored = self._entry(name + SCALES).shape
+            stored = self._entry(scales).shape
             if len(shape) != 2 or stored != expected:
                 raise ConfigError(
-                    f"model_path: {name + SCALES}: expected {[*expected]} scales of blocks {[*block]} for "
+                    f"model_path: {scales}: expected {[*expected]} scales of blocks {[*block]} for "
                     f"{[*shape]}, got {[*stored]}; {AGAIN}"
                 )
-        assert block is not None
-        return block
+        assert said is not None
+        return said
 
     def _entry(self, name: str):
         return self._shard_of[name].entries[self._stored_as[name]]
 
     def _in_files(self) -> set[str]:
-        """The names of all tensors but the scales of float8 and of NF4; each expert has its own, if files say so."""
-        return (self._shard_of.keys() - {name + SCALES for name in self._in_float8} - self._beside) | self._in_mxfp4
+        """The names of all tensors but scales and codes; each expert has its own, if files say so."""
+        scales = {name + self._float8.suffix for name in self._in_float8}
+        return (self._shard_of.keys() - scales - self._beside) | self._in_mxfp4 | self._in_nvfp4
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors but the scales of float8 and of NF4."""
+        """The names of all tensors but scales and codes."""
         of_parts = {name for part in self._of_experts.values() for name in part.names}
         return (self._in_files() - of_parts) | self._of_experts.keys()
 
@@ -175,6 +180,8 @@ class Weights:
             return part.shape(first)
         if name in self._in_mxfp4:
             return stored_mxfp4.stored_shape(name, lambda stored: self._entry(stored).shape)
+        if name in self._in_nvfp4:
+            return compressed.packed_shape(name, lambda stored: self._entry(stored).shape)
         return self.in_nf4[name].shape if name in self.in_nf4 else self._entry(name).shape
 
     def format_of(self, name: str) -> str:
@@ -188,12 +195,15 @@ class Weights:
             return formats.pop() if len(formats) == 1 else ""
         if name in self.in_nf4:
             return "nf4"
+        if name in self._in_nvfp4:
+            return "nvfp4"
         if name not in self._in_float8:
             return ""
         dtype = self._entry(name).dtype
-        if dtype == ml_dtypes.float8_e4m3fn and self._block == (block_fp8.BLOCK, block_fp8.BLOCK):
+        rows, columns = self._float8.block
+        if dtype == ml_dtypes.float8_e4m3fn and rows == columns == block_fp8.BLOCK:
             return "fp8"
-        return f"{dtype} in blocks of {self._block[0]} x {self._block[1]}"
+        return f"{dtype} in blocks of {rows} x {columns}"
 
     def read_coded(self, name: str, like: Coded) -> Coded:
         """Reads a matrix without dequantising it, in the shapes of `like`, or those of all experts."""
@@ -205,24 +215,31 @@ class Weights:
             of_experts = [self.read_coded(of_expert, like) for of_expert in part.names]
             return jax.tree.map(lambda *arrays: np.stack(arrays), *of_experts)
         if isinstance(like, block_fp8.BlockFp8):
-            return block_fp8.from_blocks(self._read(name), self._read(name + SCALES).astype(np.float32), like)
+            return block_fp8.from_blocks(self._read(name), self._read_scales(name), like)
+        if isinstance(like, nvfp4.Nvfp4):
+            return compressed.read_nvfp4(name, self._read)
         assert isinstance(like, nf4.Nf4), "no other format is read from files"
         return bitsandbytes.read_nf4(name, self.in_nf4[name], self._read, like.shift.shape[-1])
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in the dtype that it is stored in, in float32 if that is float8, dequantised if it is in NF4."""
+        """A tensor in the dtype that it is stored in, in float32 if that is float8 or NVFP4, dequantised if in NF4."""
         if part := self._of_experts.get(name):
             if self.format_of(name) == "mxfp4":
                 return read_dequantised(self, name, "bfloat16")  # which is exact
             return part.tensor(self.read(of_expert) for of_expert in part.names)
         if name in self.in_nf4:
             return read_dequantised(self, name, self.in_nf4[name].dtype)
+        if name in self._in_nvfp4:
+            return self._checked(name, read_dequantised(self, name, "float32"))
         if name not in self._in_float8:
             return self._read(name)
-        scales = self._read(name + SCALES).astype(np.float32)
         with np.errstate(over="ignore"):  # reported by the check
-            numbers = dequantised(self._read(name), scales, self._block)
+            numbers = dequantised(self._read(name), self._read_scales(name), self._float8.block)
         return self._checked(name, numbers)
+
+    def _read_scales(self, name: str) -> np.ndarray:
+        """The scales of a matrix in float8, float32."""
+        return self._read(name + self._float8.suffix).astype(np.float32)
 
     def _read(self, name: str) -> np.ndarray:
         try:
