@@ -143,7 +143,7 @@ GEMMA3 = {"model_type": "gemma3_text", "hidden_act": "absent"}
         ({"attention_bias": True}, r"attention_bias: expected False, got True"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            r"quantization_config: expected none, .*'bitsandbytes' with bnb_4bit_quant_type 'nf4', .*, got 'gptq'; fetch",
+            r"quantization_config: expected none, .*'bitsandbytes' with bnb_4bit_quant_type 'nf4', .*got 'gptq'; fetch",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, r"with weight_block_size, .*got 'fp8' without it"),
         ({"rope_parameters": {"rope_type": "ntk"}}, r"rope_type: expected default, linear, llama3, yarn, got 'ntk'"),
