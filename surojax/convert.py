@@ -229,7 +229,7 @@ def check_exportable(c: Config, folder: str | Path) -> None:
     if c.lora:
         raise ConfigError(
             "--export: expected lora=False, with which all weights are trained, got True; leave it out, and merge the "
-            f"adapter then: python -m surojax.convert merge MODEL OUTPUT_DIR/adapter {folder}"
+            f"adapter then: surojax convert merge MODEL OUTPUT_DIR/adapter {folder}"
         )
     check_out(folder)
     config, files = folder_files(c)
@@ -253,7 +253,7 @@ def keep(c: Config) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    found = argparse.ArgumentParser(prog="python -m surojax.convert", description=(__doc__ or "").partition("\n")[0])
+    found = argparse.ArgumentParser(prog="surojax convert", description=(__doc__ or "").partition("\n")[0])
     found.add_argument("--checkpoint", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder, a .gguf file")
     found.add_argument("--out", metavar="PATH", help=OUT_HELP)
     found.add_argument("--dtype", help=f"{DTYPE_HELP} (default {DEFAULT_DTYPE}, whatever the source has)")
@@ -267,7 +267,7 @@ def parser() -> argparse.ArgumentParser:
 
 def merge_parser() -> argparse.ArgumentParser:
     """The options of `convert merge`."""
-    found = argparse.ArgumentParser(prog="python -m surojax.convert merge")
+    found = argparse.ArgumentParser(prog="surojax convert merge")
     found.add_argument("base", metavar="BASE", help="as for --checkpoint: the model that the adapter was trained on")
     found.add_argument("adapters", metavar="ADAPTER", nargs="+", help="a folder that PEFT or a run wrote")
     found.add_argument("out", metavar="PATH", help=OUT_HELP)

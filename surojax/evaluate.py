@@ -153,7 +153,7 @@ def _check_options(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     found = argparse.ArgumentParser(
-        prog="python -m surojax.evaluate", description="Measure a model by multiple choice or by tasks of lm_eval."
+        prog="surojax evaluate", description="Measure a model by multiple choice or by tasks of lm_eval."
     )
     found.add_argument(
         "--checkpoint", required=True, help="a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file"

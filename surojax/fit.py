@@ -163,7 +163,7 @@ def describe(row: Trial, result: FitResult, base: str, file: Path) -> str:
     lines = [
         f"{base} on {result.gpus} x {name}, as surojax.fit found it on {time.strftime('%Y-%m-%d')}.",
         "",
-        f"    python -m surojax.train --config {file}",
+        f"    surojax train --config {file}",
         "",
         f"{needs}; {what} {_ms(row.seconds)} ms a step, {row.tokens / row.seconds:,.0f} tokens/s per GPU.",
     ]
@@ -207,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's own options."""
     description = f"{(__doc__ or '').partition(chr(10))[0]} Model, data and the sequences of a step stay as they are."
     description += f"\n\n{short_exit_codes('nothing that fits')}"
-    found = argparse.ArgumentParser(prog="python -m surojax.fit", description=description)
+    found = argparse.ArgumentParser(prog="surojax fit", description=description)
     machine = found.add_argument_group("the machine")
     machine.add_argument("--gpu", metavar="NAME", help=f"the GPU to search for: {', '.join(GPUS)}")
     machine.add_argument(
@@ -294,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
             seconds = [s / (result.gpus * best.tokens) for s in (best.seconds, *ends)]
             print(cost(args.tokens, args.price, result.gpus, seconds))
         out.write_text(config_file(best.config, describe(best, result, Path(args.config).name, out)))
-        print(f"written: {out}; python -m surojax.train --config {out}")
+        print(f"written: {out}; surojax train --config {out}")
         if best.config.nvme_path == FOLDER:
             print(f"  set nvme_path in it to a folder on the NVMe disk: {FOLDER!r} stands for it")
     except (ConfigError, OSError) as error:

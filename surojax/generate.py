@@ -124,7 +124,7 @@ def converse(trained: Trained, *, system: str, seed: int, **options) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     found = argparse.ArgumentParser(
-        prog="python -m surojax.generate", description="Continue texts, or answer messages, with a trained model."
+        prog="surojax generate", description="Continue texts, or answer messages, with a trained model."
     )
     found.add_argument(
         "--checkpoint",

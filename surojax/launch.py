@@ -182,7 +182,7 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int, again: str =
 
 def parser() -> argparse.ArgumentParser:
     """The command's options, which stand before --."""
-    found = argparse.ArgumentParser(prog="python -m surojax.launch", description=(__doc__ or "").partition("\n")[0])
+    found = argparse.ArgumentParser(prog="surojax launch", description=(__doc__ or "").partition("\n")[0])
     found.epilog = exit_codes()
     found.formatter_class = argparse.RawDescriptionHelpFormatter
     found.usage = f"%(prog)s -n N [options] -- {COMMAND}"

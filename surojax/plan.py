@@ -82,7 +82,7 @@ def check_cost(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command's own options."""
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
-    found = argparse.ArgumentParser(prog="python -m surojax.plan", description=description)
+    found = argparse.ArgumentParser(prog="surojax plan", description=description)
     machine = found.add_argument_group("the machine")
     machine.add_argument("--gpu", metavar="NAME", help=f"the GPU to plan for: {', '.join(GPUS)}")
     machine.add_argument("--host-memory", metavar="GIB", type=float, help="host memory of a machine, to check as well")

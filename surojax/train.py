@@ -48,7 +48,7 @@ from surojax.planner.check_fit import compare, peak_bytes
 from surojax.run import on_disk, trackers
 from surojax.run.callbacks import Callback, Callbacks, EarlyStopping
 from surojax.run.checkpoint import Checkpoints
-from surojax.run.console import say
+from surojax.run.console import say, typed
 from surojax.run.guard import Guard
 from surojax.run.metrics import MetricsLog
 from surojax.run.nonfinite import NonFiniteLoss
@@ -67,7 +67,6 @@ from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
 from surojax.training.state import first_state, restored, write_adapter
 
-COMMAND = ["python", "-m", "surojax.train"]
 GOES_ON = "early_stopping_patience=0 goes on"
 
 
@@ -210,9 +209,9 @@ def train(
             further = GOES_ON if patience.is_over else "start again to continue"
             say(f"stopped by {done.stopped_by} after step {done.step} of {start.total_steps}; {further}")
         if finished and c.sample_tokens and jax.process_count() > 1:
-            say("no text is sampled with several processes: python -m surojax.generate does it from the checkpoint")
+            say("no text is sampled with several processes: `surojax generate` does it from the checkpoint")
         elif finished and c.sample_tokens and run.engine.table.weights.home.in_file:
-            say("no text is sampled with weights in files: python -m surojax.generate does it from the checkpoint")
+            say("no text is sampled with weights in files: `surojax generate` does it from the checkpoint")
         elif finished and c.sample_tokens:
             say(sample(c, run, done.state.weights, start.tokenizer, start.found.held_out))
         say(f"{done.step - start.first_step} steps in {time.perf_counter() - started:.0f} s")
@@ -269,7 +268,7 @@ def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextli
 def parser() -> argparse.ArgumentParser:
     """The command's own options."""
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{exit_codes()}"
-    found = argparse.ArgumentParser(prog="python -m surojax.train", description=description)
+    found = argparse.ArgumentParser(prog="surojax train", description=description)
     found.add_argument(
         "--export",
         metavar="PATH",
@@ -293,7 +292,7 @@ def main(argv: list[str] | None = None) -> None:
     exits with STOPPED.
     """
     argv = sys.argv[1:] if argv is None else argv
-    with EarlyStop(STOPPED, aborted(COMMAND + argv)) as early:
+    with EarlyStop(STOPPED, aborted(typed("train") + argv)) as early:
         connect_and_run(parser(), argv, early)
 
 
@@ -328,7 +327,7 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
     except ConfigError as error:  # of the processes or the network: another start may connect
         leave(f"surojax.train: error: {error}")
     with together(watch):
-        run_command(c, args, shlex.split(supervised.command) if supervised else COMMAND + argv)
+        run_command(c, args, shlex.split(supervised.command) if supervised else typed("train") + argv)
 
 
 def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
@@ -353,7 +352,7 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
     except KeyboardInterrupt:
         print(aborted(again), file=sys.stderr)
         sys.exit(ABORTED)
-    say(f"sample: python -m surojax.generate --checkpoint {shlex.quote(str(c.output_dir))} --prompt TEXT")
+    say(f"sample: {shlex.join([*typed('generate'), '--checkpoint', str(c.output_dir)])} --prompt TEXT")
     elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
     longer = again
     if result.finished and result.stopped_by:

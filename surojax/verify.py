@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of this command's own flags."""
     codes = short_exit_codes("a row that failed", "none that passed")
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{codes}"
-    made = argparse.ArgumentParser(prog="python -m surojax.verify", description=description)
+    made = argparse.ArgumentParser(prog="surojax verify", description=description)
     made.add_argument(
         "--steps", metavar="N", type=int, help=f"optimizer steps of each row ({STEPS}; of a mutant {mutants.STEPS})"
     )

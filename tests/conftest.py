@@ -146,7 +146,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{left_out} more tests with `pytest --all`: {what}; {FULL_MINUTES} on two cores")
 
 
-FULL_MINUTES = "about three quarters of an hour"
+FULL_MINUTES = "an hour or more"
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from surojax import __main__ as command, completion, launch, new
 from surojax.config import flags
 from surojax.convert import merge_parser
 from surojax.errors import REFUSED, ConfigError, Refused
+from surojax.run import console
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = [(name, line) for name, verb in command.VERBS.items() for line in verb.examples]
@@ -43,6 +44,19 @@ def test_the_overview_has_every_verb(monkeypatch, capsys):
     for words in ([], ["--help"]):
         code, out, err = said(monkeypatch, capsys, *words)
         assert not code and not err and all(f"  {name} " in out for name in command.VERBS)
+
+
+@pytest.mark.parametrize(
+    "called, words",
+    [
+        (["python", "/a/bin/surojax", "train"], ["surojax", "train"]),
+        (["python", "-m", "surojax.train"], ["python", "-m", "surojax.train"]),
+        (["python"], ["python", "-m", "surojax.train"]),
+    ],
+)
+def test_a_run_says_commands_as_it_was_called(monkeypatch, called, words):
+    monkeypatch.setattr(sys, "orig_argv", called)
+    assert console.typed("train") == words
 
 
 @pytest.mark.parametrize("word, meant", [("trian", "train"), ("evalute", "evaluate"), ("x", ""), ("--trian", "train")])

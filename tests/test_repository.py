@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -54,6 +55,22 @@ def test_the_workflow_runs_what_ci_runs():
     runs = [step["run"] for step in steps if "run" in step]
     assert ".ci/run" in runs and all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", x["uses"]) for x in steps if "uses" in x)
     assert WORKFLOW["permissions"] == {"contents": "read"}
+
+
+@pytest.mark.parametrize("minutes, skipped", [("0", 3), pytest.param("9", 0, marks=pytest.mark.full)])
+def test_minutes_leave_out_what_would_begin_later(tmp_path, minutes, skipped):
+    """The number of tests that were not run is printed; a test of several phases is counted once."""
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full: as here\n")
+    (tmp_path / "test_a.py").write_text("def test_1(): pass\n\n\ndef test_2(): pass\n")
+    (tmp_path / "test_b.py").write_text("import pytest\n\n\n@pytest.mark.full\ndef test_3(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--all", "--minutes", minutes]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    late = f"{skipped} tests were not run, for which --minutes left no time"
+    assert (late in done.stdout) == bool(
+        skipped
+    ) and f"{skipped or 3} {'skipped' if skipped else 'passed'}" in done.stdout
 
 
 def instructions() -> list[list[str]]:

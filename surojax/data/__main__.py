@@ -53,7 +53,7 @@ def first_samples(loaded: data.Data, tokenizer: Tokenizer, *, rows: int, seed: i
 def parser() -> argparse.ArgumentParser:
     """The command's own options."""
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
-    options = argparse.ArgumentParser(prog="python -m surojax.data", description=description)
+    options = argparse.ArgumentParser(prog="surojax data", description=description)
     options.add_argument(
         "--debug", type=int, default=0, metavar="N", help="print the first N samples: token, text, label, document"
     )

@@ -15,6 +15,13 @@ from tqdm import tqdm
 
 from surojax.run.shared import is_first
 
+
+def typed(verb: str) -> list[str]:
+    """The words that call a verb, as this process was called: by the command `surojax`, or by `python -m`."""
+    is_command = [os.path.basename(word) for word in sys.orig_argv[1:2]] == ["surojax"]
+    return ["surojax", verb] if is_command else ["python", "-m", f"surojax.{verb}"]
+
+
 ECHO = 2  # columns that a terminal adds to the status when Ctrl-C is pressed: ^C
 
 
