@@ -202,7 +202,9 @@ def assemble(
     batch: tuple[int, int, int] | None = None,
     xla_options: str = OVERLAP,
 ) -> Assembly:
-    """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
+    """Returns the parts of a run: its step, its evaluation, the plan of its state. No array is made.
+
+    Raises ConfigError if the table does not fit the model or the mesh.
 
     batch: (microbatches, sequences of a microbatch on all devices, sequence length) of a step, which residuals in files
     are planned for. objective: None: cross-entropy with this z_loss. auxiliary, reference, recompute_block,

@@ -90,7 +90,9 @@ def train(
     objective: Objective | None = None,
     block: type[Block] | None = None,
 ) -> Result:
-    """Train a model as the config says; see `config.default_config` for the fields.
+    """Trains a model as the config says, and returns its state, its metrics and its newest checkpoint.
+
+    config: see `default_config` for the fields.
 
     max_minutes: the run saves and stops after the step in which so many minutes have passed. With several processes,
     all call this function, after `hosts.connect`; the first one prints and writes metrics.

@@ -443,7 +443,7 @@ DEFAULTS: dict[str, Any] = {name: field.default for name, field in FIELDS.items(
 
 
 def default_config() -> Config:
-    """Returns all fields with their defaults; locked."""
+    """Returns a config of all fields with their defaults; setting a field that does not exist is an error."""
     c = ml_collections.ConfigDict()
     c.model = ml_collections.ConfigDict()
     for name, field in FIELDS.items():

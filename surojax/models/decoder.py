@@ -188,11 +188,14 @@ def from_settings(settings: dict[str, Any]) -> DecoderConfig:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): the one definition, for training, sampling and the reference.
+    """Computes a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    With sandwich norms, x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). A subclass computes something else:
-    `__call__` has to use `ops`, `cache` and `routing` as here, `__init__` may add parameters (`layers.parameter`), and
-    `keys_values` is what attention reads, if `sequence_chunks` divides the sequence.
+    Training, sampling and the plain `Decoder` share this definition. With sandwich norms it is
+    x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+
+    A subclass computes something else: `__call__` has to use `ops`, `cache` and `routing` as here, `__init__` may add
+    parameters (`layers.parameter`), and `keys_values` returns what attention reads, if `sequence_chunks` divides the
+    sequence.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -266,7 +269,10 @@ class Outer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """tokens `[B, S]` -> logits `[B, S, V]`: the plain model. starts: of documents, see `Operations`."""
+    """The plain model, one Flax module that autodiff goes through: token ids `[B, S]` -> logits `[B, S, V]`.
+
+    starts: of documents, see `Operations`.
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         def stacked(config: DecoderConfig, layers: int) -> Block:

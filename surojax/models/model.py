@@ -43,7 +43,7 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Settings of a model's computation, on which the architecture does not depend.
+    """Settings of how a model is computed, which change neither its parameters nor its architecture.
 
     attention: an implementation, see `attention.attend`. cp_method: how it is divided over the devices of `cp`, see
     parallel/context.py. precision: the recipe of the blocks' matrix products, and the kernels between them.

@@ -11,7 +11,7 @@ from surojax.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A moment of a run: a finished step, an evaluation, or a checkpoint.
+    """A moment of a run that callbacks are told of: a finished step, an evaluation, or a checkpoint.
 
     step, total_steps: steps done, and those of the whole run. metrics: the numbers of its record in metrics.jsonl, none
     of a checkpoint. name: of the validation dataset; "": held-out data. checkpoint: its folder, which is complete when
@@ -33,7 +33,7 @@ class Event:
 
 
 class Callback(Protocol):
-    """A function, or an object that can be called, of an `Event`.
+    """A function that `train` calls with an `Event`, or an object that can be called so.
 
     With several processes each calls its own, and all have to stop at the same step: metrics but timings are equal.
     """

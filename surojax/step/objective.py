@@ -143,7 +143,9 @@ class CrossEntropy:
 
 @dataclasses.dataclass(frozen=True)
 class LossOfLogits:
-    """A loss of the logits of each token, which JAX differentiates. Labels < 0 are not counted, and their loss is 0.
+    """An objective made of a function of each token's logits, which JAX differentiates.
+
+    Tokens whose label is below 0 are not counted, and their loss is 0.
 
     of_tokens: (float32 logits `[N, V]`, labels `[N]`, at least 0) -> losses `[N]`. The vocabulary is not sharded.
     """

@@ -17,7 +17,7 @@ CROSS_ENTROPY = CrossEntropy()
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """Everything that forward, backward and update read in addition to arrays.
+    """Settings and functions that the forward pass, the backward pass and the update read beside arrays.
 
     layouts: of the model's parameters. recompute_block: the backward pass computes each block again from its input.
     lmhead_chunks: slices of tokens in head and loss. objective: what is minimised. packed: rows hold several documents,

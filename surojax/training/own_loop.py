@@ -26,10 +26,11 @@ from surojax.training.state import first_state
 
 
 class OwnLoop:
-    """A run of a config, checked, planned and compiled, without its loop. It writes nothing but the data's cache.
+    """The parts of a run for a loop of your own: state, batches, step, evaluation, gradients, tensors by name.
 
-    Arguments are those of `train`. A checkpoint in the config's output_dir is where it begins. total_steps, first_step:
-    of the schedule, and done there. tokenizer: of the data.
+    The config is checked, planned and compiled as by `train`, whose arguments it takes; only the data's cache is
+    written. It begins at the checkpoint in the config's output_dir, if there is one. total_steps: of the learning
+    rate's schedule. first_step: steps done in that checkpoint. tokenizer: of the data.
 
     Raises what `train` does, and ConfigError for settings that need its loop: state in files, overlap_update, adapters.
     """
