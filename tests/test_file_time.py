@@ -8,7 +8,7 @@ import pytest
 
 from surojax.errors import ConfigError
 from surojax.planner import file_time
-from surojax.planner.file_time import Disks, StepWithFiles
+from surojax.planner.file_time import Disks, SimulatedStep
 from surojax.planner.gpus import GPUS
 from surojax.planner.rates import DISKS
 from surojax.planner.timeline import Timeline
@@ -28,7 +28,7 @@ def a_second_each(monkeypatch):
 
 
 def seconds(*parts: Program, disks: Disks = ONE, gpus: int = 1, machines: int = 1) -> Timeline:
-    step = StepWithFiles(parts, [{}] * len(parts), {"dp_shard": gpus}, machines, disks)
+    step = SimulatedStep([{}] * len(parts), {"dp_shard": gpus}, parts, machines, disks)
     return step.timeline(GPU)
 
 

@@ -9,6 +9,7 @@ import pytest
 from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError
 from surojax.planner import fastest as fit, prediction, search, seen
+from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import parse
 from surojax.planner.prediction import Prediction
@@ -53,12 +54,12 @@ ENTRY %main (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
   ROOT %y = bf16[4096,4096]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }""")
     mesh = {"dp_shard": 1}
-    step = prediction.OneProgram(module, mesh)
+    step = SimulatedStep([module], mesh)
     plain = prediction.predict(step, GPU, tokens=1, compute_time=0.0)
     seen.record(file, KIND, plain.predicted_step_s, 1.25 * plain.predicted_step_s, "a", 1)
     same, other = (
         prediction.predict(
-            prediction.OneProgram(module, mesh), seen.corrected(GPU, file, settings), tokens=1, compute_time=0.0
+            SimulatedStep([module], mesh), seen.corrected(GPU, file, settings), tokens=1, compute_time=0.0
         )
         for settings in ("a", "b")
     )

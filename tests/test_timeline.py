@@ -11,6 +11,7 @@ import pytest
 
 from surojax.planner import costs, hlo, prediction, rates, report, timeline
 from surojax.planner.costs import COLLECTIVES, DEVICE_COPY, GATHER, HOST_IN, HOST_OUT, PASS, PRODUCT
+from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import GPUS, Rates
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -249,7 +250,7 @@ def test_a_trace_has_the_events_in_order(tmp_path):
 def test_a_prediction_adds_up():
     """The range: a second of product and a second of reading, each at its ends, apart from what does not move."""
     module = program(READ_BY_KERNEL, f"  %y {Y}", END)
-    found = prediction.predict(prediction.OneProgram(module, MESH), GPU, tokens=100, compute_time=0.5)
+    found = prediction.predict(SimulatedStep([module], MESH), GPU, tokens=100, compute_time=0.5)
     assert found.predicted_step_s == pytest.approx(2.0) and found.tokens_per_s_per_gpu == pytest.approx(50)
     spans = GPU.spans()
     # copies: a copy engine reads under the product, as fast as it takes. The others move one of the two seconds.
@@ -260,7 +261,7 @@ def test_a_prediction_adds_up():
     assert found.step_at_ends_s.keys() == {"products", "host", "copies"}
     assert found.step_at_ends_s["host"] == pytest.approx([1 + 1 / spans["host"].fast, 1 + 1 / spans["host"].slow])
     assert found.hangs_on.startswith("whether copy engines do") and found.calibrated
-    too_fast = prediction.predict(prediction.OneProgram(module, MESH), GPU, tokens=100, compute_time=2.5)
+    too_fast = prediction.predict(SimulatedStep([module], MESH), GPU, tokens=100, compute_time=2.5)
     assert too_fast.predicted_step_s is None and "our attention kernel" in too_fast.not_predicted
     assert found.mfu == pytest.approx(0.25) and found.exposed_s[HOST_IN] == pytest.approx(1.0)
     assert found.exposed_by_loop_s == {timeline.ENTRY: {HOST_IN: pytest.approx(1.0)}}
@@ -269,14 +270,14 @@ def test_a_prediction_adds_up():
 def test_the_rate_that_a_step_hangs_on_is_named():
     """A step that only waits for the host link; a card without published rows says so, and its range is wider."""
     module = program(READ, END)
-    found = prediction.predict(prediction.OneProgram(module, MESH), GPU, tokens=1, compute_time=0.1)
+    found = prediction.predict(SimulatedStep([module], MESH), GPU, tokens=1, compute_time=0.1)
     host = GPU.spans()["host"]
     assert found.hangs_on == (
         f"host link ({0.5 * host.slow:.2f} to {0.5 * host.fast:.2f}, measured by others): "
         f"{1e3 / host.fast:,.0f} to {1e3 / host.slow:,.0f} ms"
     )
     guessed = dataclasses.replace(GPU, products_from=rates.SHEET)
-    products = prediction.OneProgram(program(f"  %y {Y}"), MESH)
+    products = SimulatedStep([program(f"  %y {Y}")], MESH)
     known, wide = (prediction.predict(products, g, tokens=1, compute_time=0.1) for g in (GPU, guessed))
     assert known.calibrated and not wide.calibrated and known.predicted_step_s == wide.predicted_step_s
     (low, high), (lower, higher) = known.predicted_range_s or (), wide.predicted_range_s or ()

@@ -94,29 +94,33 @@ def _bytes(rounds) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepWithFiles:
-    """A step of several programs. See `prediction.Simulated`.
+class SimulatedStep:
+    """A step on a mesh, of one program, or with files of several.
 
-    modules: of the programs. machines: that share the bytes of files.
+    modules: of the programs. parts: which programs these are; empty for one program without files. machines: that share
+    the bytes of files, and the disks of each.
     """
 
-    parts: Sequence[Program]
     modules: Sequence[Module]
     mesh_shape: Mapping[str, int]
-    machines: int
-    disks: Disks
+    parts: Sequence[Program] = ()
+    machines: int = 1
+    disks: Disks = ASSUMED_DISKS
 
     @property
     def host_transfers(self) -> dict[str, int]:
-        """See `prediction.Simulated`."""
+        """Host transfers in loops, {"copy_engine", "kernel"}."""
         found = collections.Counter[str]()
         for module in self.modules:
             found.update(costs.host_transfers(module))
         return dict(found)
 
     def timeline(self, gpu: Gpu, *, copies_only: bool = False, end: float = 1.0) -> Timeline:
-        """See `prediction.Simulated`. end: a multiple of the disks' rates."""
+        """The step on this GPU. copies_only: as if copy engines did all host transfers. end: a multiple of the disks'
+        rates."""
         simulated = [simulate(ProgramOnGpu(x, gpu, self.mesh_shape, copies_only)) for x in self.modules]
+        if not self.parts:
+            return simulated[0]
         busy = collections.defaultdict[str, float](float)
         exposed = collections.defaultdict[tuple[str, str], float](float)
         passes: dict[str, float] = {}
@@ -145,6 +149,7 @@ class StepWithFiles:
             passes[name] = longest + ends
         return Timeline(sum(passes.values()), dict(busy), dict(exposed), passes, [])
 
-    def other_ends(self, gpu: Gpu) -> dict[str, list[float]]:
-        """See `prediction.Simulated`: with the disks at their ends."""
-        return {DISKS: [self.timeline(gpu, end=end).seconds for end in (self.disks.span.fast, self.disks.span.slow)]}
+    def at_disk_ends(self, gpu: Gpu) -> dict[str, list[float]]:
+        """Seconds with the disks at their ends, as `prediction.at_ends` returns them; empty without files."""
+        ends = (self.disks.span.fast, self.disks.span.slow) if self.parts else ()
+        return {DISKS: [self.timeline(gpu, end=end).seconds for end in ends]} if ends else {}

@@ -280,7 +280,7 @@ def _predicted(
     """Fields of the `Plan` about time. trace, disk: see `plan`."""
     if run.engine.table.in_files:
         machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
-        with_files = file_time.StepWithFiles(parts, modules, run.mesh.shape, machines, file_time.disks(disk))
+        with_files = file_time.SimulatedStep(modules, run.mesh.shape, parts, machines, file_time.disks(disk))
         return dataclasses.asdict(prediction.of_step(with_files, run, batch, gpu))
     (module,) = modules
     found = prediction.of_module(module, run, batch, gpu)

@@ -13,12 +13,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from surojax.assembly import Assembly
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
-from surojax.planner import costs, products, traffic
+from surojax.planner import products, traffic
 from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS, ProgramOnGpu
+from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
 from surojax.planner.rates import CALIBRATED, DISKS, TOGETHER, WORDS
@@ -61,45 +61,7 @@ class Prediction:
     not_predicted: str = ""  # why
 
 
-class Simulated(Protocol):
-    """A step that can be simulated."""
-
-    @property
-    def host_transfers(self) -> dict[str, int]:
-        """Host transfers in loops, {"copy_engine", "kernel"}."""
-        ...
-
-    def timeline(self, gpu: Gpu, *, copies_only: bool = False) -> Timeline:
-        """The step on this GPU. copies_only: as if copy engines did all host transfers."""
-        ...
-
-    def other_ends(self, gpu: Gpu) -> dict[str, list[float]]:
-        """Seconds at the ends of rates that are not the GPU's, as `at_ends` returns them."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class OneProgram:
-    """A step that is one program. See `Simulated`."""
-
-    module: Module
-    mesh_shape: Mapping[str, int]
-
-    @property
-    def host_transfers(self) -> dict[str, int]:
-        """See `Simulated`."""
-        return costs.host_transfers(self.module)
-
-    def timeline(self, gpu: Gpu, *, copies_only: bool = False) -> Timeline:
-        """See `Simulated`."""
-        return simulate(ProgramOnGpu(self.module, gpu, self.mesh_shape, copies_only))
-
-    def other_ends(self, gpu: Gpu) -> dict[str, list[float]]:
-        """None."""
-        return {}
-
-
-def predict(step: Simulated, gpu: Gpu, *, tokens: int, compute_time: float) -> Prediction:
+def predict(step: SimulatedStep, gpu: Gpu, *, tokens: int, compute_time: float) -> Prediction:
     """Predicts the time of a step.
 
     tokens: of a step on each GPU. compute_time: seconds of their model FLOPs at the GPU's peak rates.
@@ -132,7 +94,7 @@ def predict(step: Simulated, gpu: Gpu, *, tokens: int, compute_time: float) -> P
     )
 
 
-def at_ends(step: Simulated, gpu: Gpu, found: Timeline) -> dict[str, list[float]]:
+def at_ends(step: SimulatedStep, gpu: Gpu, found: Timeline) -> dict[str, list[float]]:
     """Seconds of a step with each rate at its ends, {rate: [fast, slow]}; rates that change nothing are left out.
 
     found: the step as it is predicted. "copies" are host transfers by kernels, if copy engines did them.
@@ -148,7 +110,7 @@ def at_ends(step: Simulated, gpu: Gpu, found: Timeline) -> dict[str, list[float]
         if not NEEDED.get(name) or NEEDED[name] & found.busy.keys()
     }
     ends["copies"] = [step.timeline(gpu, copies_only=True).seconds, found.seconds]
-    ends |= step.other_ends(gpu)
+    ends |= step.at_disk_ends(gpu)
     return {name: both for name, both in ends.items() if both[1] - both[0] > 1e-3 * found.seconds}
 
 
@@ -186,10 +148,10 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
 def of_module(module: Module, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
     """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.with_rounds`."""
     module = with_rounds(module, run, batch.microbatches, lockstep=True)
-    return of_step(OneProgram(module, run.mesh.shape), run, batch, gpu)
+    return of_step(SimulatedStep([module], run.mesh.shape), run, batch, gpu)
 
 
-def of_step(step: Simulated, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
+def of_step(step: SimulatedStep, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
     """The `Prediction` of a step of a run."""
     if run.engine.table.in_files and pipeline_stages(run.mesh) > 1:
         return Prediction(not_predicted="state in files, and stages that wait for each other")

@@ -22,7 +22,7 @@ from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
 from surojax.planner import file_time, gpus, hlo, prediction, products, report as planned, seen, traffic
 from surojax.planner.amounts import summed
-from surojax.planner.file_time import Disks, StepWithFiles
+from surojax.planner.file_time import Disks, SimulatedStep
 from surojax.planner.footprint import estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
@@ -87,7 +87,7 @@ def predict(c: Config, run: Assembly, compiled, devices, disk: Claimed) -> Predi
             parts = compiled.compiled_programs()
             modules = [hlo.parse(part.function.as_text()) for part in parts]
             disks = Disks(disk.reads, disk.writes, file_time.MEASURED_HERE)
-            with_files = StepWithFiles(parts, modules, run.mesh.shape, jax.process_count(), disks)
+            with_files = SimulatedStep(modules, run.mesh.shape, parts, jax.process_count(), disks)
             found = prediction.of_step(with_files, run, batch, gpu)
     except Exception as error:  # whatever a new version of XLA writes
         say(f"note: no time is predicted: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
