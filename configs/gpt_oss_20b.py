@@ -1,6 +1,6 @@
 """gpt-oss-20b on one GPU of 24 GB: adapters of the attention, experts frozen in MXFP4 as they are published.
 
-    python -m surojax.train --config configs/gpt_oss_20b.py --config.model_path=MODEL --config.data=chats.jsonl
+    surojax train --config gpt_oss_20b --config.model_path=MODEL --config.data=chats.jsonl
 
 A token uses 4 of the 32 experts of a layer, so 3.6B of 20.9B parameters compute. What is not of experts is in bfloat16.
 """

@@ -1,6 +1,6 @@
 """Llama with the sizes of GPT-2 small (134M parameters): a first run on one GPU of 8 GB or more.
 
-    python -m surojax.train --config configs/llama125m.py --config.data='text/*.txt' --config.tokenizer=tokenizer.json
+    surojax train --config llama125m --config.data='text/*.txt' --config.tokenizer=tokenizer.json
 
 `--config.data=stdlib --config.model.vocab_size=320` in their place tries it on this Python's own source code, in bytes.
 """

@@ -1,6 +1,6 @@
 """Llama 3.2 1B sizes (1.2B parameters, tied head): one 24 GB GPU with bfloat16 moments and accumulators, or more GPUs.
 
-    python -m surojax.train --config configs/llama1b.py --config.data='text/*.jsonl' --config.tokenizer=tokenizer.json
+    surojax train --config llama1b --config.data='text/*.jsonl' --config.tokenizer=tokenizer.json
 
 `tokenizer.json` is the model's own, from its Hugging Face repository.
 """

@@ -1,12 +1,12 @@
 """Llama-3.1-405B sizes (405.9B parameters): fp32 master weights; bf16 work weights, moments and accumulators.
 
-    python -m surojax.plan --config configs/llama405b.py --gpu h100 --config.gpus=128 --config.tp_size=8 \
+    surojax plan --config llama405b --gpu h100 --config.gpus=128 --config.tp_size=8 \
         --config.zero_level=3
 
 Predicted for these 16 machines of eight GPUs: 42.9 GiB of each GPU, 10.4 s for a step of 16 sequences of 8192.
 Eight machines have room with pipeline stages and `--config.optimizer=adamw8bit`, or with residuals in host memory:
 
-    python -m surojax.plan --config configs/llama405b.py --gpu h100 --config.gpus=64 --config.tp_size=8 \
+    surojax plan --config llama405b --gpu h100 --config.gpus=64 --config.tp_size=8 \
         --config.pp_size=2 --config.pp_schedule=1f1b --config.zero_level=3 \
         --config.gradient_accumulation_steps=16 --config.optimizer=adamw8bit
 

@@ -1,6 +1,6 @@
 """Llama-3-70B sizes (70.6B parameters): fp32 master weights; bf16 work weights, moments and accumulators.
 
-    python -m surojax.plan --config configs/llama70b.py --gpu h100 --config.gpus=8 --config.zero_level=3 \
+    surojax plan --config llama70b --gpu h100 --config.gpus=8 --config.zero_level=3 \
         --config.shard_outer --config.offload_residual --config.offload_optimizer --config.offload_master
 
 The same settings with `surojax.train` fit eight GPUs of 80 GB: 38 GiB on each, 71 GiB of host memory for each. With

@@ -1,6 +1,6 @@
 """Llama-2-7B sizes (6.7B parameters): fp32 master weights; bf16 work weights, moments and accumulators.
 
-    python -m surojax.train --config configs/llama7b.py --config.gpus=4 --config.zero_level=3 \
+    surojax train --config llama7b --config.gpus=4 --config.zero_level=3 \
         --config.data='text/*.jsonl' --config.tokenizer=tokenizer.json
 
 needs 22.0 GiB on each of four GPUs: on 24 GB cards also set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 (JAX takes 75 % else).

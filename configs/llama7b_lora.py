@@ -1,6 +1,6 @@
 """Llama-2-7B sizes with adapters of rank 16 on all matrices: 40M of 6.8B parameters are trained, on one 24 GB card.
 
-    python -m surojax.train --config configs/llama7b_lora.py --config.model_path=MODEL --config.data=chats.jsonl
+    surojax train --config llama7b_lora --config.model_path=MODEL --config.data=chats.jsonl
 
 MODEL may be of any size and family; its sizes replace these. The base is frozen: it has no gradients, master weights
 or moments. With `offload_weights` it rests in host memory.

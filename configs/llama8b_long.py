@@ -1,12 +1,12 @@
 """Llama 3.1 8B sizes (8.0B parameters) on texts of 131,072 tokens, on one GPU of 24 GB with 118 GiB of host memory.
 
-    python -m surojax.plan --config configs/llama8b_long.py --gpu rtx4090
+    surojax plan --config llama8b_long --gpu rtx4090
 
 Everything that can be is in host memory, and blocks are computed in eight chunks of the sequence: 13.2 GiB on the
 device instead of the 35.1 GiB of `--config.sequence_chunks=1`, in the same predicted time (282 s a step, MFU 0.42).
 With `surojax.train`, add data and tokenizer, or `--config.model_path`.
 
-    python -m surojax.plan --config configs/llama8b_long.py --gpu h200 --config.gpus=8 --config.cp_size=8 \\
+    surojax plan --config llama8b_long --gpu h200 --config.gpus=8 --config.cp_size=8 \\
         --config.zero_level=3 --config.sequence_len=1048576
 
 divides texts of a million tokens over eight GPUs: 9.3 GiB on each instead of 31.7 without chunks, 439 s a step.

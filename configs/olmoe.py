@@ -1,6 +1,6 @@
 """OLMoE-1B-7B, all of it trained on one GPU of 12 GB: 6.9B parameters, of which a token uses 1.3B.
 
-    python -m surojax.train --config configs/olmoe.py --config.model_path=MODEL --config.data=chats.jsonl
+    surojax train --config olmoe --config.model_path=MODEL --config.data=chats.jsonl
 
 Everything rests in host memory and comes to the GPU layer by layer (117 GiB; `surojax fit` finds what less takes). All
 experts of a layer are needed for any batch, so that a fetch serves four microbatches.

@@ -1,6 +1,6 @@
 """Trains the model at `model_path` on pairs of a chosen and a rejected answer: DPO of all weights, or of adapters.
 
-    python -m surojax.train --config configs/preferences.py --config.model_path=MODEL --config.data=pairs.jsonl
+    surojax train --config preferences --config.model_path=MODEL --config.data=pairs.jsonl
 
 A row has prompt, chosen and rejected, see docs/preferences.md. --config.objective names another loss.
 """

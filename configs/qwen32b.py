@@ -1,6 +1,6 @@
 """Qwen2.5-32B sizes (32.8B parameters): fp32 master weights; bf16 work weights, moments and accumulators.
 
-    python -m surojax.plan --config configs/qwen32b.py --gpu rtx4090 --config.gpus=4 --config.zero_level=3 \
+    surojax plan --config qwen32b --gpu rtx4090 --config.gpus=4 --config.zero_level=3 \
         --config.shard_outer --config.offload_residual --config.offload_optimizer --config.offload_master \
         --config.offload_grads --config.offload_weights
 

@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B on one GPU of 24 GB: adapters of the attention, experts and all else frozen in NF4.
 
-    python -m surojax.train --config configs/qwen3_30b_a3b.py --config.model_path=MODEL --config.data=chats.jsonl
+    surojax train --config qwen3_30b_a3b --config.model_path=MODEL --config.data=chats.jsonl
 
 A token uses 8 of the 128 experts of a layer, so 3.3B of 30.5B parameters compute. All of a step's tokens are in one
 microbatch: the more tokens an expert has, the fewer times its matrices are read.

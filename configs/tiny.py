@@ -1,6 +1,6 @@
 """A first run: a 0.9M-parameter Llama learns Python source code, byte by byte, on two CPU cores in under 3 minutes.
 
-    python -m surojax.train --config configs/tiny.py
+    surojax train --config tiny
 
 Data: the source of this interpreter's own standard library; nothing is downloaded. Expect about 2.1 bits per byte on
 held-out files at the end, and a continuation that looks like Python from a distance.

@@ -1,6 +1,6 @@
 """The model of tiny.py with eight experts in place of each MLP, of which every byte uses two: 2.5M parameters.
 
-    python -m surojax.train --config configs/tiny_moe.py
+    surojax train --config tiny_moe
 
 Two experts together are as wide as the MLP of tiny.py, so that as many parameters compute. Expect 2.08 bits per byte on
 held-out files at the end, where tiny.py has 2.16 on the same text, in one and a half times its time on two CPU cores.

@@ -1,6 +1,6 @@
 """A small model whose sizes every row of the verifier can use: heads, widths and layers that its placements divide.
 
-    python -m surojax.verify --config configs/verify.py
+    surojax verify --config verify
 
 trains it under every setting of memory and parallelism, on 8 virtual CPU devices if there are no GPUs, and compares.
 """

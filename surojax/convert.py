@@ -1,9 +1,9 @@
 """Writes a model as a Hugging Face folder or a GGUF file: a run's, a checkpoint's, a folder's, or a GGUF file's.
 
-    python -m surojax.convert --checkpoint runs/tiny --out FOLDER [--dtype float32]
-    python -m surojax.convert --checkpoint runs/chat --out FILE.gguf [--dtype q8_0]
-    python -m surojax.convert merge BASE ADAPTER [ADAPTER ...] FOLDER [--dtype float32]
-    python -m surojax.convert --check FOLDER [--python INTERPRETER]
+    surojax convert --checkpoint runs/tiny --out FOLDER [--dtype float32]
+    surojax convert --checkpoint runs/chat --out FILE.gguf [--dtype q8_0]
+    surojax convert merge BASE ADAPTER [ADAPTER ...] FOLDER [--dtype float32]
+    surojax convert --check FOLDER [--python INTERPRETER]
 
 The third merges adapters in PEFT's format into a model, each onto the result of those before it. The fourth
 compares logits and losses with those of transformers, if an interpreter has it with torch.

@@ -1,7 +1,7 @@
 """Measures a trained model: multiple-choice questions of a file, or tasks of the LM Evaluation Harness.
 
-    python -m surojax.evaluate --checkpoint runs/chat --questions questions.jsonl
-    python -m surojax.evaluate --checkpoint runs/chat --tasks arc_easy,hellaswag --limit 200
+    surojax evaluate --checkpoint runs/chat --questions questions.jsonl
+    surojax evaluate --checkpoint runs/chat --tasks arc_easy,hellaswag --limit 200
 
 A question is a line {"question": TEXT, "choices": [TEXT, ...], "answer": INDEX OF THE RIGHT ONE}. The model's choice is
 the most likely continuation of the question, after a space; `normalised` divides log probabilities by the bytes of the

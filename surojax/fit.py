@@ -1,6 +1,6 @@
 """Finds the fastest settings of a run on given GPUs, without the GPUs, and writes them as a config file.
 
-    python -m surojax.fit --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--host-memory GIB] [--nvme GB] \
+    surojax fit --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--host-memory GIB] [--nvme GB] \
         [--disk READ/WRITE] [--allow adamw8bit,bf16_master,fp8] [--effective-batch N] [--keep FIELD,FIELD] \
         [--out FILE] [--top N] [--json FILE] [--tokens N [--price PER_GPU_HOUR]] [--host-bandwidth GB]
 

@@ -1,8 +1,8 @@
 """Continues texts, or answers messages, with a trained model.
 
-python -m surojax.generate --checkpoint runs/tiny --prompt "def main("
-python -m surojax.generate --checkpoint runs/chat --chat --prompt "What does os.walk do?"
-python -m surojax.generate --checkpoint runs/chat --chat
+surojax generate --checkpoint runs/tiny --prompt "def main("
+surojax generate --checkpoint runs/chat --chat --prompt "What does os.walk do?"
+surojax generate --checkpoint runs/chat --chat
 
 Without --prompt it reads lines, from a terminal or a pipe, and loads the model once: with --chat a conversation, in
 which /reset begins anew and /quit ends; without, a text to continue in each line.

@@ -1,6 +1,6 @@
 """Plans a run without the GPUs: the memory and traffic that it needs, and the predicted time of a step.
 
-    python -m surojax.plan --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--json FILE] [--host-memory GIB] \
+    surojax plan --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--json FILE] [--host-memory GIB] \
         [--html FILE] [--trace FILE] [--tokens N [--price PER_GPU_HOUR]] [--host-bandwidth GB]
 
 `surojax.planner.plan.plan(config, gpu)` is the function behind this command.

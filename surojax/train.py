@@ -1,6 +1,6 @@
 """A training run, from top to bottom.
 
-    python -m surojax.train --config configs/tiny.py [--config.FIELD=VALUE ...]
+    surojax train --config configs/tiny.py [--config.FIELD=VALUE ...]
 
 `train(config)` is the run: check, data, plan, compile, state, loop, finish. It checks everything that can be checked
 before it writes anything. To continue a run that ended for any reason, start the same command again: it resumes from

@@ -1,4 +1,4 @@
-"""Our logits against those of transformers, for the same files: `python -m surojax.convert --check FOLDER`.
+"""Our logits against those of transformers, for the same files: `surojax convert --check FOLDER`.
 
 transformers and torch run in a process of their own, of this interpreter or of another one, which gets a script through
 its standard input. They are never imported here.

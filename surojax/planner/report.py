@@ -1,4 +1,4 @@
-"""A plan as text, as `python -m surojax.plan` prints it."""
+"""A plan as text, as `surojax plan` prints it."""
 
 from collections.abc import Iterable, Sequence
 
