@@ -2,8 +2,8 @@
 
 import argparse
 import importlib.util
-import re
 import json
+import re
 from pathlib import Path
 
 import pytest
