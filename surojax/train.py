@@ -189,6 +189,7 @@ def train(
             peak_memory=functools.partial(peak_bytes, own_device(devices)),
             flops_per_token=sum(products.token_flops(run, c.sequence_len).values()),
             peak_flops=peak_flops(devices, run, c.sequence_len),
+            layers_with_experts=run.model.layers_with_experts,
             report=tracked.log,
             writes=is_first(),
         )

@@ -440,7 +440,7 @@ def test_layers_with_experts_are_sharded_over_experts():
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["olmoe_normed", "qwen3_moe_tied", "mixtral"])
+@pytest.mark.parametrize("case", ["olmoe_normed", "qwen3_moe_tied", "qwen3_moe_dense", "mixtral"])
 def test_models_come_out_as_they_went_in(tmp_path, case):
     """To safetensors of each expert or of all, to the bit, from either kind of files; the same config.json."""
     weights = stored(case, "weight")
@@ -588,13 +588,16 @@ def test_a_layer_that_uses_too_few_experts_is_said_once(tmp_path, capsys):
     few = even.copy()
     few[1] = 0
     few[1, [3, 7]] = 400
-    with MetricsLog(tmp_path, total_steps=9, tokens_per_step=400, flops_per_token=1.0, log_steps=2, quiet=True) as log:
+    dense_first = dataclasses.replace(CONFIG, num_experts=16, num_experts_per_tok=2, first_k_dense_replace=2)
+    numbers = decoder.build(dataclasses.replace(dense_first, num_hidden_layers=4)).layers_with_experts
+    of_run = {"total_steps": 9, "tokens_per_step": 400, "flops_per_token": 1.0, "layers_with_experts": numbers}
+    with MetricsLog(tmp_path, log_steps=2, quiet=True, **of_run) as log:
         for step, tokens_LE in enumerate((even, few, few), start=1):
             record = log.step(step, loss=1.0, grad_norm=1.0, lr=1.0, duration_s=1.0, usage=Usage(tokens_LE, 2))
             assert record["largest_expert_share"] == ([0.0625, 0.0625] if step == 1 else [0.0625, 0.5])
             assert ("expert_tokens" in record) == (step == 2)
     said = capsys.readouterr().out
-    assert said.count("layer 1: nearly all tokens choose the same 2.0 of 16 experts; router_aux_loss_coef spreads") == 1
+    assert said.count("layer 3: nearly all tokens choose the same 2.0 of 16 experts; router_aux_loss_coef spreads") == 1
     statistics = {"blocks": RouterStatistics(few, few / 2, np.zeros(2))}
     assert Usage.of(statistics).chosen == 2
 
@@ -642,7 +645,7 @@ def test_what_is_not_built_is_refused(changes, message):
         ({"clip_qkv": 8.0}, r"clip_qkv: expected None, got 8\.0"),
         ({"num_experts": 2**17}, r"num_experts: expected at most 65,536"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, r"decoder_sparse_step: expected 1, got 2"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers: expected \[\], got \[0\]"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 2]}, r"mlp_only_layers: expected the first layers, such"),
         ({"shared_expert_intermediate_size": 8}, r"config\.json has shared_expert_intermediate_size, which may change"),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, r"swiglu_limit: expected 7\.0, got 5\.0"),
         ({"model_type": "gpt_oss", "attention_bias": False}, r"attention_bias: expected True, got False"),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from surojax.errors import ConfigError
 from surojax.families import rope_keys, window_keys
 from surojax.families.family import (
     EXPERT_GGUF_NAMES,
@@ -13,6 +14,8 @@ from surojax.families.family import (
     ModelFamily,
 )
 from surojax.families.olmoe import OF_EXPERTS, OF_TRAINING
+
+WITHOUT_EXPERTS = "mlp_only_layers"  # numbers of the layers
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
@@ -30,9 +33,19 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_qwen3_moe(given: dict[str, Any]) -> dict[str, Any]:
-    """The `model` fields; transformers 5 writes the number of experts under another name."""
+    """The `model` fields; transformers 5 writes the number of experts under another name.
+
+    Raises ConfigError if layers without experts are not the first ones.
+    """
     written = given["num_local_experts"]
-    return _read(given) | ({} if written is None else {"num_experts": written})
+    dense = sorted(given[WITHOUT_EXPERTS] or [])
+    if dense != list(range(len(dense))):
+        raise ConfigError(
+            f"model_path: config.json: {WITHOUT_EXPERTS}: expected the first layers, such as [0, 1], got {dense}; "
+            "layers without experts between others are not computed"
+        )
+    fields = _read(given) | {"first_k_dense_replace": len(dense)}
+    return fields | ({} if written is None else {"num_experts": written})
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
@@ -46,9 +59,9 @@ def _write_qwen3(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_qwen3_moe(fields: dict[str, Any]) -> dict[str, Any]:
-    every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    every_other = {"decoder_sparse_step": 1, WITHOUT_EXPERTS: list(range(fields["first_k_dense_replace"]))}
     widths = {"moe_intermediate_size": fields["moe_intermediate_size"] or fields["intermediate_size"]}
-    return {name: fields[name] for name in OF_EXPERTS} | widths | every_layer | _write_qwen3(fields)
+    return {name: fields[name] for name in OF_EXPERTS} | widths | every_other | _write_qwen3(fields)
 
 
 QWEN2 = ModelFamily(
@@ -86,9 +99,10 @@ QWEN3_MOE = ModelFamily(
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
+        WITHOUT_EXPERTS: None,
     },
     sizes=(*SIZES, *OF_EXPERTS, "moe_intermediate_size"),
-    required={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},  # all layers have experts
+    required={"decoder_sparse_step": (1,)},  # all other layers have experts
     options={"qk_norm": True},
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,

@@ -274,6 +274,12 @@ class Model:
         return sum(segment.num_layers for segment in self.segments)
 
     @property
+    def layers_with_experts(self) -> list[int]:
+        """The numbers of the layers whose blocks have a router."""
+        routed = (s for s in self.segments if s.statistics is not None)
+        return [l for s in routed for l in range(s.start, s.start + s.num_layers)]
+
+    @property
     def params(self) -> dict:
         """All `Param`s by section: of one layer for each segment, and the outer ones."""
         return {segment.name: segment.params for segment in self.segments} | {OUTER: self.outer_params}

@@ -25,7 +25,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -66,6 +66,7 @@ class MetricsLog:
       quiet: nothing of steps and evaluations is printed.
       peak_memory: returns the most bytes of a device's memory that were in use so far, or None if unknown.
       console: for the lines and the status.
+      layers_with_experts: their numbers in the model, in the order of `Usage`; None: all layers have some.
       report: called with a step and its finite numbers by name, such as "train/loss"; see `trackers.Trackers.log`.
       writes: False: only return the records, in a process that is not the first.
 
@@ -87,6 +88,7 @@ class MetricsLog:
         quiet: bool = False,
         peak_memory: Callable[[], int | None] = lambda: None,
         console: Console = CONSOLE,
+        layers_with_experts: Sequence[int] | None = None,
         report: Callable[[int, dict[str, float]], None] = lambda step, values: None,
         writes: bool = True,
     ):
@@ -100,6 +102,7 @@ class MetricsLog:
         self._quiet = quiet
         self._peak_memory = peak_memory
         self._console = console
+        self._layers_with_experts = layers_with_experts
         self._report = report
         self._recent_s: deque[float] | None = None  # None until the first step, whose duration is mostly compilation
         self._collapsed: set[int] = set()  # layers with experts that a line was printed of
@@ -150,10 +153,11 @@ class MetricsLog:
 
         {"log":"step","step","loss","norm","lr","tokens_per_second","duration_ms","data_wait_ms","mfu" (a fraction),
         "time" (seconds since 1970),"tokens" (seen so far, with padding),"peak_memory_bytes" (of a device)}, of which
-        "mfu" and the last are there if known. With experts also "largest_expert_share" (of each layer, see `Usage`),
-        every `log_steps` steps "expert_tokens" (of each layer and expert), and "auxiliary_loss". data_wait_s: the host
-        waited so long for the batch, while the device may have been busy. Floats are written with all digits, so a
-        float32 is read back bit-exactly. A value that is not finite is written as null, since JSON has no NaN.
+        "mfu" and the last are there if known. With experts also "largest_expert_share" (of each layer with experts, see
+        `Usage`), every `log_steps` steps "expert_tokens" (of each such layer and expert), and "auxiliary_loss".
+        data_wait_s: the host waited so long for the batch, while the device may have been busy. Floats are written with
+        all digits, so a float32 is read back bit-exactly. A value that is not finite is written as null, since JSON has
+        no NaN.
         """
         duration_s = max(duration_s, 1e-9)
         tokens_per_second = self._tokens_per_step / duration_s
@@ -185,8 +189,9 @@ class MetricsLog:
         self._collapsed.update(new)
         if new and self._file is not None:
             used = min(usage.used_L[l] for l in new)
+            numbers = new if self._layers_with_experts is None else [self._layers_with_experts[l] for l in new]
             self._console.line(
-                f"step {step}: layer {', '.join(map(str, new))}: nearly all tokens choose the same {used:.1f} of "
+                f"step {step}: layer {', '.join(map(str, numbers))}: nearly all tokens choose the same {used:.1f} of "
                 f"{usage.tokens_LE.shape[1]} experts; router_aux_loss_coef spreads them"
             )
         found: dict[str, Any] = {"largest_expert_share": [round(float(x), 4) for x in usage.largest_share_L]}

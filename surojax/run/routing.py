@@ -37,7 +37,7 @@ class Usage(NamedTuple):
 
     @property
     def collapsed(self) -> list[int]:
-        """The numbers of layers in which nearly all tokens choose the same experts, though there are many."""
+        """The indices in `tokens_LE` of layers in which nearly all tokens choose the same experts of many."""
         most = EVENLY * self.chosen
         if self.tokens_LE.shape[1] < 2 * most or not self.tokens_LE.any():
             return []
