@@ -28,6 +28,7 @@ from surojax.planner.file_time import Disks
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import checked, plan, programs
 from surojax.planner.products import Seconds
+from surojax.planner.roofline import Stored
 from surojax.planner.search import Space
 from surojax.planner.traffic import batch_of
 from surojax.step import passes
@@ -142,7 +143,7 @@ def test_a_phase_takes_as_long_as_its_busiest_resource():
     c = checked(config(**SMALL), GPU)
     gpu = GPUS[GPU]
     work = work_of(c)
-    plain, offloaded = (roofline.phases(work, rows) for rows in ((), ("master", "moments")))
+    plain, offloaded = (roofline.phases(work, Stored(rows)) for rows in ((), ("master", "moments")))
     parameters = 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512) + 2 * 1024 * 512 + 512
     moved = parameters * (4 + 2 + 2)  # float32 master weights, two bfloat16 moments: there and back
     host = gpu.pcie_bandwidth * gpu.rates.host * gpu.rates.duplex
@@ -174,7 +175,7 @@ def test_microbatches_of_one_fetch_share_its_transfers():
         work = dataclasses.replace(work, blocks=Seconds(), layer_bytes=0)
         grads = 1 + (fetches - 1) / gpu.rates.duplex
         for name, times in (("weights", 2 * fetches), ("grads", grads), ("residuals", 2 * fetches)):
-            found = roofline.phases(work, (name,))
+            found = roofline.phases(work, Stored((name,)))
             moved = times * work.sizes[name] / rate
             assert found["forward"] + found["backward"] == pytest.approx(moved), (group, name)
 
@@ -221,7 +222,7 @@ def layer_of(work: roofline.StepWork, *, recomputed: bool) -> roofline.StepWork:
 def test_what_a_collective_hides_behind(sent, recomputed, forward, backward):
     """By hand, in seconds."""
     work = layer_of(work_of(checked(config(**SMALL | {"gpus": 2, "zero_level": 3}), GPU)), recomputed=recomputed)
-    found = roofline.phases(dataclasses.replace(work, sent=collections.Counter(sent)), ())
+    found = roofline.phases(dataclasses.replace(work, sent=collections.Counter(sent)))
     assert (found["forward"], found["backward"]) == (pytest.approx(forward), pytest.approx(backward))
 
 
@@ -233,7 +234,7 @@ def test_a_class_that_is_gathered_is_read_from_its_lane(monkeypatch):
     def planned() -> tuple[int, float]:
         """Bytes that are gathered, and seconds of the update."""
         sent = traffic.collective_bytes(run, batch_of(c))
-        return sent["all-gather", "dp_shard"], roofline.phases(work_of(c), ())["update"]
+        return sent["all-gather", "dp_shard"], roofline.phases(work_of(c))["update"]
 
     def gathers(engine, declared=passes.update):
         lanes = declared(engine).lanes
@@ -282,7 +283,7 @@ def test_an_update_hides_the_first_fetchs_forward_pass():
     names = ("master", "moments", "grads", "weights", "residuals")
     c = checked(config(**SMALL | {"gradient_accumulation_steps": 2}), GPU)
     work = work_of(c)
-    apart, beside = (roofline.phases(work, names, overlap_update=x) for x in (False, True))
+    apart, beside = (roofline.phases(work, Stored(names, overlaps=x)) for x in (False, True))
     assert beside["forward"] == pytest.approx(apart["forward"] / 2)
     rate = gpu.pcie_bandwidth * gpu.rates.host
     state = work.sizes["master"] + work.sizes["moments"]
@@ -453,7 +454,7 @@ def test_stages_divide_the_layers_and_idle_in_the_first_and_last_ticks():
     c = checked(config(**SMALL | {"gpus": 2, "pp_size": 2}), GPU)
     one, two = (work_of(x) for x in (checked(config(**SMALL | {"gpus": 1}), GPU), c))
     assert two.blocks.forward == pytest.approx(one.blocks.forward / 2)
-    assert roofline.phases(two, ())["forward"] == pytest.approx(3 * two.blocks.forward)
+    assert roofline.phases(two)["forward"] == pytest.approx(3 * two.blocks.forward)
 
 
 def test_a_mesh_of_one_gpu_can_be_kept():

@@ -37,6 +37,7 @@ from surojax.errors import ConfigError, need
 from surojax.placement.table import TO_FILES
 from surojax.planner.changes import Change, changed, differing
 from surojax.planner.gpus import Gpu
+from surojax.planner.roofline import Stored
 from surojax.refusals import about, refused
 from surojax.sizes import divisor, largest_divisor
 
@@ -268,13 +269,6 @@ def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
 
 
-def in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:
-    """Which of the offloaded classes to store in files: the first of `TO_FILES`, or the first few; or only "master"."""
-    rows = [row for row in TO_FILES if row in offloaded]
-    alone = [("master",)] if rows[:2] == ["moments", "master"] else []
-    return [*alone, *(tuple(rows[:n]) for n in range(1, len(rows) + 1))]
-
-
 def chunks(c: Config, layout: Change) -> list[Change]:
     """The config's own chunks of a sequence, and for a long one as many as have `LONG_SEQUENCE` tokens each."""
     length = c.sequence_len // (layout["cp_size"] * layout["tp_size"])
@@ -288,15 +282,18 @@ def offloadable(c: Config) -> tuple[str, ...]:
     return tuple(row for row, field in OFFLOADS.items() if allows(c, field, {field: True}))
 
 
-def overlaps(c: Config, offloaded: Collection[str], files: Collection[str]) -> tuple[bool, ...]:
-    """Values of overlap_update with these classes offloaded, some of them to files."""
-    stored = homes(offloaded, files)
-    return tuple(x for x in (False, True) if allows(c, "overlap_update", stored | {"overlap_update": x}))
-
-
-def homes(offloaded: Collection[str], files: Collection[str]) -> Change:
-    """The offload_* fields that offload these classes, some of them to files."""
-    return {OFFLOADS[row]: "nvme" if row in files else True for row in offloaded}
+def placements(c: Config, offloads: Collection[str], in_files: bool) -> list[Stored]:
+    """The placements of these classes to try, without resident layers. in_files: in files is the first of `TO_FILES`
+    that is offloaded, or the first few, or only "master"."""
+    found = []
+    for offloaded in subsets(offloads):
+        rows = tuple(row for row in TO_FILES if row in offloaded)
+        files: list[tuple[str, ...]] = [rows[:n] for n in range(1, len(rows) + 1)] if in_files else [()]
+        if in_files and rows[:2] == ("moments", "master"):
+            files.insert(0, ("master",))
+        tried = [Stored(offloaded, of, overlaps=late) for of in files for late in (False, True)]
+        found += [x for x in tried if allows(c, "overlap_update", placement(c, x))]
+    return found
 
 
 def nothing_offloaded(c: Config) -> Change:
@@ -309,12 +306,13 @@ def nothing_offloaded(c: Config) -> Change:
     return change | {"overlap_update": False} | ({"offload_quants": False} if c.persistent_quants else {})
 
 
-def placement(c: Config, offloaded: Collection[str], files: Collection[str], resident: int, overlaps: bool) -> Change:
-    """The fields that differ from `nothing_offloaded` with these classes offloaded, some of them to files."""
-    change: Change = homes(offloaded, files) | {"resident_layers": resident, "overlap_update": overlaps}
-    if "weights" in offloaded and c.persistent_quants:
+def placement(c: Config, stored: Stored) -> Change:
+    """The fields that differ from `nothing_offloaded`."""
+    change: Change = {OFFLOADS[row]: "nvme" if row in stored.files else True for row in stored.offloaded}
+    change |= {"resident_layers": stored.resident, "overlap_update": stored.overlaps}
+    if "weights" in stored.offloaded and c.persistent_quants:
         change["offload_quants"] = True
-    return change | ({"nvme_path": c.nvme_path or FOLDER} if files else {})
+    return change | ({"nvme_path": c.nvme_path or FOLDER} if stored.files else {})
 
 
 def with_gpus(c: Config, gpus: int) -> Config:

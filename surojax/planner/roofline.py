@@ -30,8 +30,8 @@ estimates are 3.8 % off on average, 13.5 % at worst.
 
 import collections
 import dataclasses
-from collections.abc import Collection, Mapping
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from surojax.assembly import Assembly
 from surojax.placement.mesh import pipeline_stages
@@ -49,6 +49,23 @@ from surojax.step.passes import Pass
 from surojax.step.spec import Engine
 
 BETWEEN = 0.4  # of a layer's products, those between two of its collectives that a gather hides behind
+
+
+class Stored(NamedTuple):
+    """Where tensors are stored: rows of the placement table in host memory, or in files; others are on the device.
+
+    files: those of the rows that are in files, but for in_memory bytes of them (`Placement.files_in_memory`, of each
+    GPU). resident: layers of a stage whose weights are on the device all the same. overlaps: `Engine.overlap_update`.
+    """
+
+    offloaded: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    resident: int = 0
+    overlaps: bool = False
+    in_memory: float = 0.0
+
+
+ON_DEVICE = Stored()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,38 +160,28 @@ def _smallest(run: Assembly) -> float:
     return sum(min(of_segment, default=0) for of_segment in matrices) / max(sum(map(sum, matrices)), 1)
 
 
-def phases(
-    work: StepWork,
-    offloaded: Collection[str],
-    resident: float = 0.0,
-    *,
-    files: Collection[str] = (),
-    in_memory: float = 0.0,
-    overlap_update: bool = False,
-) -> dict[str, float]:
+def phases(work: StepWork, stored: Stored = ON_DEVICE) -> dict[str, float]:
     """Estimated seconds of each phase of a step.
 
-    offloaded: rows of the placement table that are in host memory, or in files. resident: the fraction of layers whose
-    weights are in device memory all the same. files: those of the rows that are in files, but for in_memory bytes of
-    them (`Placement.files_in_memory`, of this GPU). overlap_update: the update's phase has the first group's forward
-    pass in it.
+    With `Stored.overlaps` the update's phase has the first group's forward pass in it.
     """
-    if not set(files).isdisjoint(BY_LAYER):
+    if not set(stored.files).isdisjoint(BY_LAYER):
         work = work.by_layer()
-    stored = {row: float(work.sizes[row]) for row in offloaded}
-    if "weights" in stored:
-        stored["weights"] *= 1 - resident
-    if "residuals" in stored:  # a stage has those of its microbatches only, however many rounds it waits for
-        stored["residuals"] *= work.microbatches / (work.slots * work.rounds)
+    moved = {row: float(work.sizes[row]) for row in stored.offloaded}
+    resident = stored.resident / work.layers
+    if "weights" in moved:
+        moved["weights"] *= 1 - resident
+    if "residuals" in moved:  # a stage has those of its microbatches only, however many rounds it waits for
+        moved["residuals"] *= work.microbatches / (work.slots * work.rounds)
     sent = work.sent
-    stored_in_files = {row: round(stored[row]) for row in files}
-    kept = kept_in_memory(in_memory, stored_in_files)
-    in_files = {row: size - kept[row] for row, size in stored_in_files.items()}
+    in_files = {row: round(moved[row]) for row in stored.files}
+    kept = kept_in_memory(stored.in_memory, in_files)
+    in_files = {row: size - kept[row] for row, size in in_files.items()}
     seconds = {"forward": 0.0, "head": work.microbatches * (work.head + sent["vocabulary"])}
-    engine = dataclasses.replace(work.engine, overlap_update=overlap_update)
+    engine = dataclasses.replace(work.engine, overlap_update=stored.overlaps)
     for step_pass, times in passes.of_step(engine, work.fetches):
         name = "update" if step_pass.updates else step_pass.name
-        on_link = _seconds(work, step_pass, times, stored, resident if stored.get("weights") else 0.0)
+        on_link = _seconds(work, step_pass, times, moved, resident if moved.get("weights") else 0.0)
         on_disk, ends = _disk_seconds(work, step_pass, times, in_files)
         seconds[name] = max(on_link, on_disk) + ends
     return seconds | {"between": sent["once"] + sent["ticks"]}
@@ -191,7 +198,7 @@ def _disk_seconds(work: StepWork, step_pass: Pass, times: int, in_files: Mapping
 
 
 def _seconds(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, float], resident: float) -> float:
-    """Seconds of a pass that runs so many times. stored, resident: see `phases`.
+    """Seconds of a pass that runs so many times. stored: bytes of rows in host memory. resident: part of the layers.
 
     Layers whose weights are resident and those whose weights are streamed are loops of their own.
     """

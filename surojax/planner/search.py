@@ -31,13 +31,13 @@ from surojax.assembly import Assembly
 from surojax.config import checks
 from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
-from surojax.parallel.schedule import layers_of_stage
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
 from surojax.planner.changes import Change, changed, differing
 from surojax.planner.file_time import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import HOST_POOL, POOL, Rows, assembly, by_class, memory
 from surojax.planner.gpus import Gpu
+from surojax.planner.roofline import Stored
 from surojax.planner.traffic import batch_of
 
 TIE = 0.01  # relative; placements of a family that the estimate cannot tell apart, as classes of equal size
@@ -241,104 +241,80 @@ class _Search:
         """The family of a change, or why the checks refuse it."""
         space = self.space
         try:
-            tried = self.changed(change)
-            run = self.assembly(tried)
+            tried, run, rows = self.run_of(change)
         except ConfigError as error:
             return str(error)
-        rows = by_class(run, batch_of(tried), space.platform)
         work = roofline.step_work(run, batch_of(tried), space.gpu, rows, space.disks)
         least = needed(tried, rows, space.gpu, space.platform).device
-        return Family(change, work, sum(roofline.phases(work, ()).values()), least)
+        return Family(change, work, sum(roofline.phases(work).values()), least)
 
     def fastest(self, family: Family, in_files: bool) -> list[Candidate]:
         """The fastest placement of a family that fits, and those that take as long within `TIE`; empty if none fits."""
         c, limits = self.space.config, self.space.limits
-        layers = layers_of_stage(c.model.num_hidden_layers, family.change["pp_size"])
-        stored = family.work.sizes
+        sizes, layers = family.work.sizes, family.work.layers
 
-        def placed(offloaded: tuple[str, ...], files: tuple[str, ...], resident: int, overlaps: bool) -> tuple:
+        def queued(x: Stored) -> tuple:
             """An entry of the queue: bytes of host memory if the least are asked for, estimated seconds, the number of
-            classes, and the arguments."""
-            part = resident / layers
-            phases = roofline.phases(family.work, offloaded, part, files=files, overlap_update=overlaps)
-            in_host = self.least_host * sum(stored[name] for name in offloaded if name not in files)
-            in_host -= self.least_host * ("weights" in offloaded) * stored["weights"] * part
-            return in_host, sum(phases.values()), len(offloaded) + len(files), offloaded, files, resident, overlaps
+            classes that are moved, and the placement."""
+            in_host = sum(sizes[row] for row in x.offloaded if row not in x.files)
+            in_host -= ("weights" in x.offloaded) * sizes["weights"] * x.resident / layers
+            seconds = sum(roofline.phases(family.work, x).values())
+            return self.least_host * in_host, seconds, len(x.offloaded) + len(x.files), x
 
         def room_for(need: float) -> int:
             """Layers whose weights fit into what `need` bytes leave; less than 0 if these do not fit."""
-            return math.floor((limits.device - need) * layers / max(1, stored["weights"]))
+            return math.floor((limits.device - need) * layers / max(1, sizes["weights"]))
 
         queue = []
         offloads = choices.offloadable(c) if self.space.platform == "gpu" else ()
-        for offloaded, files, overlaps in self.placements(offloads, in_files):
-            in_host = sum(stored[name] for name in offloaded if name not in (*files, "weights"))
+        of_kind = ("placements", offloads, in_files)
+        for x in self.known(of_kind, lambda: choices.placements(c, offloads, in_files)):
+            in_host = sum(sizes[row] for row in x.offloaded if row not in (*x.files, "weights"))
             if self.space.gpu.in_a_machine(c.gpus) * in_host > limits.host:
                 continue
-            room = room_for(family.least - sum(stored[name] for name in offloaded))
-            streams = "weights" in offloaded and "weights" not in files and not c.persistent_quants
-            resident = min(max(room, 0), layers - 1) if streams else 0
-            resident = self.keep.get("resident_layers", resident)
-            if room >= 0 or len(offloaded) == len(offloads):
-                queue.append(placed(offloaded, files, resident, overlaps))
+            room = room_for(family.least - sum(sizes[row] for row in x.offloaded))
+            streams = "weights" in x.offloaded and "weights" not in x.files and not c.persistent_quants
+            resident = self.keep.get("resident_layers", min(max(room, 0), layers - 1) if streams else 0)
+            if room >= 0 or len(x.offloaded) == len(offloads):
+                queue.append(queued(x._replace(resident=resident)))
         heapq.heapify(queue)
         fastest: list[Candidate] = []
-        placements: list[set[str]] = []  # of `fastest`
+        moved: list[set[str]] = []  # by `fastest`
         while queue and not (fastest and (self.least_host or queue[0][1] > fastest[0].seconds * (1 + TIE))):
-            *_, offloaded, files, resident, overlaps = heapq.heappop(queue)
-            placement = {*offloaded, *(f"{row} in files" for row in files)}
-            if any(fewer < placement for fewer in placements):
+            stored = heapq.heappop(queue)[-1]
+            moves = {*stored.offloaded, *(f"{row} in files" for row in stored.files)}
+            if any(fewer < moves for fewer in moved):
                 continue
-            x = self.stored(family, offloaded, files, resident, overlaps)
+            x = self.candidate(family, stored)
             if x is None:
                 continue
             if x.need.fits(limits):
                 fastest.append(x)
-                placements.append(placement)
+                moved.append(moves)
                 continue
             if x.need.host <= limits.host and (not self.nearest or self.over(x) < self.over(self.nearest)):
                 self.nearest = x
             # Working space has grown.
-            if resident and x.need.device > limits.device:
-                fewer_resident = resident + min(-1, room_for(x.need.device))
-                heapq.heappush(queue, placed(offloaded, files, max(0, fewer_resident), overlaps))
+            if stored.resident and x.need.device > limits.device:
+                fewer_resident = stored.resident + min(-1, room_for(x.need.device))
+                heapq.heappush(queue, queued(stored._replace(resident=max(0, fewer_resident))))
         return fastest
 
-    def placements(self, offloads: tuple[str, ...], in_files: bool) -> list[tuple[tuple, tuple, bool]]:
-        """(offloaded classes, those of them in files, overlap_update) of all placements that are tried."""
-        c = self.space.config
-
-        def found() -> list[tuple[tuple, tuple, bool]]:
-            return [
-                (offloaded, files, overlaps)
-                for offloaded in choices.subsets(offloads)
-                for files in (choices.in_files(offloaded) if in_files else [()])
-                for overlaps in choices.overlaps(c, offloaded, files)
-            ]
-
-        return self.known(("placements", offloads, in_files), found)
-
-    def stored(
-        self, family: Family, offloaded: tuple[str, ...], files: tuple[str, ...], resident: int, overlaps: bool
-    ) -> Candidate | None:
+    def candidate(self, family: Family, stored: Stored) -> Candidate | None:
         """The candidate of a placement; None if the checks refuse it."""
-        c = self.space.config
-        change = family.change | choices.placement(c, offloaded, files, resident, overlaps)
+        change = family.change | choices.placement(self.space.config, stored)
         if self.changes_kept(change):
             return None
         tried, need = self.known(("placed", *change.items()), lambda: self.needed(change))
         if need is None:
             return None
-        if files and (gibs := self.room_in_memory(need)) and "files_in_memory" not in self.keep:
+        if stored.files and (gibs := self.room_in_memory(need)) and "files_in_memory" not in self.keep:
             change |= {"files_in_memory": gibs}
             tried = changed(tried, {"files_in_memory": gibs})
             need = Memory(need.device, need.host + gibs * GiB, need.files - gibs * GiB)
-        part = resident / layers_of_stage(c.model.num_hidden_layers, tried.pp_size)
-        in_memory = kept_of_gpu(tried)
-        phases = roofline.phases(
-            family.work, offloaded, part, files=files, in_memory=in_memory, overlap_update=overlaps
+        return Candidate(
+            tried, change, need, roofline.phases(family.work, stored._replace(in_memory=kept_of_gpu(tried)))
         )
-        return Candidate(tried, change, need, phases)
 
     def room_in_memory(self, need: Memory) -> int:
         """Whole GiB of host memory that a placement with files leaves, at most what it has in files.
@@ -354,12 +330,23 @@ class _Search:
         """(the config with a change, the bytes that it needs by estimate); None if the checks refuse it."""
         self.tried += 1
         try:
-            tried = self.changed(change)
-            run = self.assembly(tried)
+            tried, _, rows = self.run_of(change)
         except ConfigError:
             return self.space.config, None
-        rows = by_class(run, batch_of(tried), self.space.platform)
         return tried, needed(tried, rows, self.space.gpu, self.space.platform)
+
+    def run_of(self, change: Change) -> tuple[Config, Assembly, Rows]:
+        """(the config with a change, the parts of its run, `footprint.by_class` of it).
+
+        Raises ConfigError if the checks refuse it.
+        """
+        tried = changed(self.space.config, change)
+        checks.check(tried)
+        values = flat(tried)
+        irrelevant = IRRELEVANT if "nvme" in values.values() else (*IRRELEVANT, *OF_BATCH)
+        key = ("run", *((name, value) for name, value in values.items() if name not in irrelevant))
+        run = self.known(key, lambda: assembly(tried))
+        return tried, run, by_class(run, batch_of(tried), self.space.platform)
 
     def over(self, candidate: Candidate) -> float:
         """Bytes that a candidate needs beyond the limits, of any memory."""
@@ -369,24 +356,11 @@ class _Search:
         """Whether a change has another value for a field that is to be kept."""
         return any(name in change and change[name] != value for name, value in self.keep.items())
 
-    def changed(self, change: Change) -> Config:
-        """The config with a change. Raises ConfigError if the checks refuse it."""
-        tried = changed(self.space.config, change)
-        checks.check(tried)
-        return tried
-
     def known(self, key: tuple, compute) -> Any:
         """What this space knows by a key, computed the first time."""
         if key not in self.space.known:
             self.space.known[key] = compute()
         return self.space.known[key]
-
-    def assembly(self, c: Config) -> Assembly:
-        """The parts of a run of this config."""
-        values = flat(c)
-        irrelevant = IRRELEVANT if "nvme" in values.values() else (*IRRELEVANT, *OF_BATCH)
-        key = ("run", *((name, value) for name, value in values.items() if name not in irrelevant))
-        return self.known(key, lambda: assembly(c))
 
 
 def but_for_slices(candidates: list[Candidate]) -> list[Candidate]:
@@ -411,14 +385,11 @@ def estimated(c: Config, gpu: Gpu, change: Change | None = None, disks: Disks = 
     rows = by_class(run, batch_of(c), "gpu")
     work = roofline.step_work(run, batch_of(c), gpu, rows, disks)
     table = run.engine.table
-    offloaded = {row for row in choices.OFFLOADS if getattr(table, row).home.streamed}
-    offloaded |= {"weights"} if table.streams_weights else set()
-    files = [row for row in choices.OFFLOADS if getattr(table, row).home.in_file]
-    resident = table.weights.resident / work.layers
-    in_memory = kept_of_gpu(c)
-    overlaps = run.engine.overlap_update
-    phases = roofline.phases(work, offloaded, resident, files=files, in_memory=in_memory, overlap_update=overlaps)
-    return Candidate(c, change or {}, needed(c, rows, gpu), phases)
+    streamed = [row for row in choices.OFFLOADS if getattr(table, row).home.streamed]
+    offloaded = dict.fromkeys([*streamed, *["weights"] * table.streams_weights])
+    files = [row for row in streamed if getattr(table, row).home.in_file]
+    stored = Stored(tuple(offloaded), tuple(files), table.weights.resident, run.engine.overlap_update, kept_of_gpu(c))
+    return Candidate(c, change or {}, needed(c, rows, gpu), roofline.phases(work, stored))
 
 
 def kept_of_gpu(c: Config) -> float:
