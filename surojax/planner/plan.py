@@ -9,7 +9,6 @@ and `Plan.estimate` is True.
 
 import copy
 import dataclasses
-import functools
 import json
 import math
 import subprocess
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from pallas_kernels.dispatch import Unserved
 from surojax.assembly import Assembly, compute, from_config, updates_late
@@ -26,7 +24,7 @@ from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
-from surojax.models.attention import attend, chosen
+from surojax.models.attention import chosen
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.mesh import make_mesh, mesh_shape
@@ -69,7 +67,7 @@ class Plan(Prediction):
     cp_method: str  # how sequences are divided over `cp`
     mesh: dict[str, int]  # size of each axis
     between_machines: list[str]  # axes whose groups have GPUs in several machines
-    estimate: bool  # True if nothing was compiled
+    estimate: bool = True  # nothing was compiled
     fits: bool
     device_bytes: int  # everything that the program needs in device memory
     device_temp_bytes: int  # of device_bytes, those that are not arguments: accumulators, residuals, working space
@@ -80,13 +78,14 @@ class Plan(Prediction):
     collectives: list[dict[str, Any]]  # {"op", "axis", "count", "bytes", "textbook_bytes"}
     h2d_bytes: int
     d2h_bytes: int
-    within_host_bytes: int  # copies from host memory to host memory
+    within_host_bytes: int = 0  # copies from host memory to host memory
     nvme_read_bytes: int
     nvme_write_bytes: int
     disks: str  # of a machine, that hold files; "" without files
     bubble: float  # fraction of a step in which a stage of `pp` idles, see `stages.bubble`; 0 without stages
-    overlap: list[dict[str, Any]]  # `hlo.Transfer`s in loops, with the computation that overlaps them
-    rematerialised: dict[str, Any]  # {"count", "bytes", "largest"}: operations that XLA recomputes to save memory
+    overlap: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # `hlo.Transfer`s in loops
+    # {"count", "bytes", "largest"}: operations that XLA recomputes to save memory
+    rematerialised: dict[str, Any] = dataclasses.field(default_factory=lambda: hlo.rematerialised([]))
     step_time_bound_s: float
     bound_by: str  # the resource with the largest of times_s
     times_s: dict[str, float]  # lower bound for each resource
@@ -138,7 +137,7 @@ def plan(
     rows = footprint.by_class(run, batch, "gpu")
     measured = _compiled(c, facts, run, mesh, batch, trace, disk) if mesh else _estimated(run, batch, rows)
     shape = dict(run.mesh.shape)
-    collectives = _with_textbook(measured.pop("collectives"), traffic.collective_bytes(run, batch))
+    collectives = _with_textbook(measured.pop("collectives", []), traffic.collective_bytes(run, batch))
     times = roofline.bounds(
         facts,
         flops=products.step_flops(run, batch),
@@ -224,7 +223,6 @@ def _compiled(
     disk: str | None,
 ) -> dict[str, Any]:
     """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace, disk: see `plan`."""
-    _check_attention(c, gpu.name, batch)
     options = run.compiler_options(
         "gpu",
         memory_bytes=gpu.memory_bytes,
@@ -236,6 +234,11 @@ def _compiled(
         compiled = [aot.compile_for(part.function, part.arguments, mesh, options) for part in parts]
     except Unserved as error:
         raise check_fit.unserved(error) from error
+    except NotImplementedError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"attention: expected one that takes this model on a {gpu.name}, got {c.attention!r} ({reason}); use 'xla'"
+        ) from error
     parsed = [hlo.parse(x.text) for x in compiled]
     modules = [
         (stages.with_rounds(module, run, batch.microbatches), part.times)
@@ -247,6 +250,15 @@ def _compiled(
         pairs = zip(compiled, parts, strict=True)
         return max(getattr(x, name) + bytes_per_device(part.others, home) for x, part in pairs)
 
+    if run.engine.table.in_files:
+        machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
+        with_files = file_time.SimulatedStep(parsed, run.mesh.shape, parts, machines, file_time.disks(disk))
+        predicted = prediction.of_step(with_files, run, batch, gpu)
+    else:
+        predicted = prediction.of_module(parsed[0], run, batch, gpu)
+        if trace is not None and not predicted.not_predicted:
+            in_lockstep = stages.with_rounds(parsed[0], run, batch.microbatches, lockstep=True)
+            prediction.write_trace(Path(trace), in_lockstep, gpu, run.mesh.shape, f"{c.gpus} x {gpu.name}")
     read, written = file_time.moved(parts)
     copies = hlo.host_copies(modules)
     copies["h2d_bytes"] += sum(part.times * bytes_per_device(part.put, HOST) for part in parts)
@@ -263,54 +275,8 @@ def _compiled(
         "rematerialised": hlo.rematerialised(modules),
         "nvme_read_bytes": read // run.mesh.size,
         "nvme_write_bytes": written // run.mesh.size,
-        **_predicted(c, gpu, run, batch, parts, parsed, trace, disk),
+        **dataclasses.asdict(predicted),
     }
-
-
-def _predicted(
-    c: Config,
-    gpu: Gpu,
-    run: Assembly,
-    batch: traffic.BatchShape,
-    parts: list[Program],
-    modules: list[hlo.Module],
-    trace: str | None,
-    disk: str | None,
-) -> dict[str, Any]:
-    """Fields of the `Plan` about time. trace, disk: see `plan`."""
-    if run.engine.table.in_files:
-        machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
-        with_files = file_time.SimulatedStep(modules, run.mesh.shape, parts, machines, file_time.disks(disk))
-        return dataclasses.asdict(prediction.of_step(with_files, run, batch, gpu))
-    (module,) = modules
-    found = prediction.of_module(module, run, batch, gpu)
-    if trace is not None and not found.not_predicted:
-        module = stages.with_rounds(module, run, batch.microbatches, lockstep=True)
-        prediction.write_trace(Path(trace), module, gpu, run.mesh.shape, f"{c.gpus} x {gpu.name}")
-    return dataclasses.asdict(found)
-
-
-def _check_attention(c: Config, gpu: str, batch: traffic.BatchShape) -> None:
-    """Raises ConfigError for a model that the attention does not support; only traces it."""
-
-    def heads(number: int, length: int) -> jax.ShapeDtypeStruct:
-        shape = (batch.sequences, length, number, configs.head_dim(c))
-        return jax.ShapeDtypeStruct(shape, c.model_dtype)
-
-    queries = heads(c.model.num_attention_heads, batch.sequence_len // c.sequence_chunks)
-    keys = heads(c.model.num_key_value_heads, batch.sequence_len)
-    starts = jax.ShapeDtypeStruct(queries.shape[:2], np.int32) if c.sample_packing else None
-
-    def attention(starts, *heads):
-        return jax.vjp(functools.partial(attend, starts=starts, implementation=c.attention), *heads)[0]
-
-    try:
-        jax.eval_shape(attention, starts, queries, keys, keys)
-    except NotImplementedError as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"attention: expected one that takes this model on a {gpu}, got {c.attention!r} ({reason}); use 'xla'"
-        ) from error
 
 
 def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.BatchShape) -> list[Program]:
@@ -331,20 +297,15 @@ def _estimated(run: Assembly, batch: traffic.BatchShape, rows: footprint.Rows) -
     h2d, d2h = traffic.host_bytes(run, batch, rows)
     read, written = traffic.file_bytes(run, batch, rows)
     return {
-        "estimate": True,
         "device_bytes": need.device,
         "device_temp_bytes": temporary.device,
         "host_bytes": need.host,
         "host_temp_bytes": temporary.host,
-        "collectives": [],
         "h2d_bytes": h2d,
         "d2h_bytes": d2h,
         "nvme_read_bytes": read,
         "nvme_write_bytes": written,
-        "within_host_bytes": 0,
-        "overlap": [],
-        "rematerialised": {"count": 0, "bytes": 0, "largest": ""},
-        **dataclasses.asdict(Prediction(not_predicted="an estimate: nothing was compiled")),
+        "not_predicted": "an estimate: nothing was compiled",
     }
 
 
