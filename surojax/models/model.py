@@ -24,7 +24,7 @@ from flax import nnx
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
 from surojax.parallel.context import Method
-from surojax.placement.param import OUTER, Kind, Param, trainable
+from surojax.placement.param import OUTER, Param, trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +139,6 @@ class Routed(NamedTuple):
     decided: Any = None
 
 
-def _multiplying(param: Param) -> int:
-    """Elements of a matrix that multiply a token, on average."""
-    return round(math.prod(param.shape) * param.used)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
     """A run of layers with equal parameters.
@@ -195,31 +190,6 @@ class Segment:
     def size(self) -> int:
         """Parameters of one layer."""
         return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params))
-
-    @property
-    def matmul_size(self) -> int:
-        """Parameters of one layer that multiply a token: of experts, as many as it chooses."""
-        return self._multiplied(self.params)
-
-    @property
-    def trained_matmul_size(self) -> int:
-        """The part of `matmul_size` that is trained."""
-        return self._multiplied(self.trained_params)
-
-    @property
-    def factor_size(self) -> int:
-        """The part of `matmul_size` that belongs to adapters and routers, which no recipe rounds."""
-        unrounded = (p for p in jax.tree.leaves(self.params) if p.kind in (Kind.ROUTER, Kind.FACTOR))
-        return sum(_multiplying(p) for p in unrounded)
-
-    def _multiplied(self, params) -> int:
-        matrices = (p for p in jax.tree.leaves(params) if p.kind in (Kind.MATRIX, Kind.ROUTER, Kind.FACTOR))
-        return sum(_multiplying(p) for p in matrices)
-
-    @property
-    def recomputed_matmul_size(self) -> int:
-        """The part of `matmul_size` that multiplies every token once more if the block is recomputed."""
-        return self.matmul_size - sum(_multiplying(p) for p in self.last_products)
 
     def attention_flops(self, sequence_len: int) -> float:
         """FLOPs of the layers' two attention products per token, forward: half of the square, or the window's band."""
@@ -300,22 +270,6 @@ class Model:
         """Parameters of all layers that are trained."""
         sizes = {name: sum(math.prod(p.shape) for p in jax.tree.leaves(x)) for name, x in self.trained_params.items()}
         return sizes[OUTER] + sum(segment.num_layers * sizes[segment.name] for segment in self.segments)
-
-    @property
-    def block_matmul_params(self) -> int:
-        """Parameters of the blocks that take part in matrix products once per token."""
-        return sum(segment.num_layers * segment.matmul_size for segment in self.segments)
-
-    @property
-    def num_matmul_params(self) -> int:
-        """Parameters of the blocks and of the head that take part in matrix products once per token."""
-        return self.block_matmul_params + self.vocab_size * self.hidden_size
-
-    @property
-    def trained_matmul_params(self) -> int:
-        """The part of `num_matmul_params` that is trained."""
-        head = self.vocab_size * self.hidden_size * self.outer_params[self.head].trainable
-        return head + sum(segment.num_layers * segment.trained_matmul_size for segment in self.segments)
 
     def init(self, seed: int | jax.Array) -> dict:
         """Random float32 parameters by section, all at once; `state.init_state` builds them layer by layer."""

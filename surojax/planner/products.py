@@ -43,26 +43,32 @@ LOW = ("float8", "float4")  # that operands are quantised to
 def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dict[str, float]:
     """FLOPs of training on one token, by the dtype that is multiplied: "bfloat16", "float32", "float8" or "float4".
 
-    Products with the blocks' matrices have the recipe's dtypes in the layers with the recipe; attention and head have
-    model_dtype. again: include the second forward pass of recomputed blocks, in which XLA drops the products that no
-    gradient needs (`Segment.last_products`).
+    Products with the blocks' matrices have the recipe's dtypes in the layers with the recipe; attention, head, routers
+    and adapters have model_dtype. again: include the second forward pass of recomputed blocks, in which XLA drops the
+    products that no gradient needs (`Segment.last_products`).
     """
     model = run.model
     work_dtype = run.engine.table.weights.dtype
+    in_model_dtype = (work_dtype, work_dtype)
     found = collections.defaultdict[str, float](float)
-    attention = sum(segment.attention_flops(sequence_len) for segment in model.segments)
-    # One pass forward, two backward: gradients of inputs, and of what is trained.
-    total = 2.0 * (2 * model.num_matmul_params + model.trained_matmul_params) + 3 * attention
-    total += attention if again else 0
+
+    def add(elements: int, trained: bool, dtypes: tuple[str, str], repeated: bool = False) -> None:
+        """Adds a product: once forward, backward for the gradient of its input, and of a matrix that is trained."""
+        found[dtypes[0]] += 2 * elements * (1 + repeated)
+        found[dtypes[1]] += 2 * elements * (1 + trained)
+
     for segment in model.segments:
-        for variant in segment.variants:
-            forward, backward = operands(model.precision, variant.recipe_enabled, work_dtype)
-            recomputed = segment.recomputed_matmul_size if again else 0
-            factors = segment.factor_size  # in model_dtype: among what is left below
-            found[forward] += 2 * (segment.matmul_size - factors + recomputed - factors * again)
-            found[backward] += 2 * (segment.matmul_size + segment.trained_matmul_size - 2 * factors)
-            total += 2 * recomputed
-    found[work_dtype] += total - sum(found.values())
+        found[work_dtype] += (3 + again) * segment.attention_flops(sequence_len)
+        last = {p.name for p in segment.last_products}
+        for p in jax.tree.leaves(segment.params):
+            if p.kind is Kind.VECTOR:
+                continue
+            elements = round(math.prod(p.shape) * p.used)
+            for variant in segment.variants:
+                dtypes = operands(model.precision, variant.recipe_enabled, work_dtype)
+                dtypes = dtypes if p.kind is Kind.MATRIX else in_model_dtype
+                add(elements, p.trainable, dtypes, again and p.name not in last)
+    add(model.vocab_size * model.hidden_size, model.outer_params[model.head].trainable, in_model_dtype)
     return dict(found)
 
 

@@ -55,7 +55,7 @@ class MetricsLog:
       output_dir: an existing or new folder for `metrics.jsonl`.
       total_steps: the step at which the run ends.
       tokens_per_step: tokens of one optimizer step over all devices and microbatches.
-      flops_per_token: see `traffic.token_flops`.
+      flops_per_token: see `products.token_flops`.
       peak_flops: FLOP/s of all devices together at the run's precision; None leaves out `mfu` (model FLOP utilisation,
         the fraction of that peak: PaLM, arXiv:2204.02311, appendix B).
       first_step: number of steps already done: n for a run resumed from the checkpoint of step n. If it is 0, an
