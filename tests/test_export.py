@@ -592,7 +592,7 @@ def test_a_folder_is_sampled_from_in_its_own_dtype(tmp_path, dtype):
     """16 bits as bfloat16; without a tokenizer it says what to give."""
     folder = convert.convert(write(tmp_path / "in", "llama"), tmp_path / "out", dtype=dtype)
     with pytest.raises(
-        ConfigError, match=r"^tokenizer: expected tokenizer\.json in .*out, got none; pass --tokenizer$"
+        ConfigError, match=r"^tokenizer: expected tokenizer\.json in .*out, got none; pass --tokenizer \(bytes, if"
     ):
         generate.load_trained(folder)
     save_tokenizer(folder / "tokenizer.json")

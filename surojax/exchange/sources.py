@@ -151,7 +151,10 @@ def for_inference(c: Any, source: str | Path, tokenizer: str = "") -> Any:
     c.tokenizer = tokenizer or c.tokenizer
     completed = resolved(c)
     if completed.tokenizer == "bytes" and not tokenizer:
-        raise ConfigError(f"tokenizer: expected tokenizer.json in {source}, got none; pass --tokenizer")
+        raise ConfigError(
+            f"tokenizer: expected tokenizer.json in {source}, got none; pass --tokenizer (bytes, if it was trained on "
+            "bytes)"
+        )
     config = config_of(locate(source, weights=False))
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     completed.model_dtype = "bfloat16" if stored in ("bfloat16", "float16") else "float32"
