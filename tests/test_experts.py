@@ -7,10 +7,12 @@ trainers made without an error, each made here in our source, with the test that
 import dataclasses
 import inspect
 import json
+import re
 import tempfile
 from pathlib import Path
 
 import chex
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,7 @@ from surojax.assembly import architecture, from_config
 from surojax.config import flags
 from surojax.config.checks import check
 from surojax.exchange import config_json, sources
+from surojax.exchange.gguf import open_file
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, named, stacks
 from surojax.models import decoder, experts, grouped, operations
@@ -524,25 +527,51 @@ def test_files_without_all_experts_are_refused(tmp_path, change, message):
         check_tensors(Weights(folder), decoder.build(config_of("olmoe")))
 
 
-@pytest.mark.parametrize("case", ["olmoe", "qwen3_moe"])
-def test_models_go_to_gguf_and_back(tmp_path, case):
-    """Every tensor to the bit. What llama.cpp takes for granted of a family (norm_topk_prob) has to be so."""
-    weights = apart(stored(case, "weight"))
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        weights[name] = np.tile(weights[name], (7, 1))
-    folder = written(tmp_path / "in", case, weights)
+def check_gguf_and_back(folder: Path, out: Path) -> Path:
+    """Raises AssertionError unless a model comes back from a GGUF file to the bit, with llama.cpp's names and shapes.
+
+    folder: a model with 48 tokens, which gets as many as the tokenizer of these tests has.
+    """
     given = json.loads((folder / "config.json").read_text()) | {"vocab_size": 7 * 48}
     (folder / "config.json").write_text(json.dumps(given))
+    of_48 = safetensors.numpy.load_file(folder / SINGLE)
+    outer = ("model.embed_tokens.weight", "lm_head.weight")
+    more = {name: np.tile(x, (7, 1)) if name in outer else x for name, x in of_48.items()}
+    safetensors.numpy.save_file(more, folder / SINGLE)
     (folder / "tokenizer.json").write_text(tokenizer_json())
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|start|>", "eos_token": "<|end|>"}))
-    out = convert.convert(folder, tmp_path / "out.gguf", dtype="float32")
+    out = convert.convert(folder, out, dtype="float32")
     c, _, tensors = opened(out)
     of_folder = Weights(folder)
     chex.assert_trees_all_equal(
         {name: tensors.read(name) for name in tensors.names}, {name: of_folder.read(name) for name in of_folder.names}
     )
-    wanted = config_json.normal(model_fields(given))
-    assert config_json.normal(c.model.to_dict()) == wanted | {"rms_norm_eps": float(np.float32(wanted["rms_norm_eps"]))}
+    assert config_json.normal(c.model.to_dict()) == config_json.normal(model_fields(given))
+    contents = open_file(out)
+    names = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    known = {gguf.TENSOR_NAMES[x] for x in gguf.MODEL_TENSORS[names[contents.metadata["general.architecture"]]]}
+    for name, stored_as in contents.tensors.items():
+        module = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name).rpartition(".")[0]
+        assert module in known, name
+        whole = name.endswith((".bias", "norm.weight", "sinks.weight")) or "ffn_gate_inp" in name
+        assert stored_as.kind == gguf.GGMLQuantizationType.F32 or not whole
+    return out
+
+
+@pytest.mark.parametrize("case", ["olmoe", "qwen3_moe", "gpt_oss", "granitemoe"])
+def test_models_go_to_gguf_and_back(tmp_path, case):
+    """Every tensor to the bit. What llama.cpp takes for granted of a family (norm_topk_prob) has to be so."""
+    weights = stored(case, "weight")
+    folder = written(tmp_path / "in", case, in_files(weights, case) if case in ONLY_TOGETHER else apart(weights))
+    out = check_gguf_and_back(folder, tmp_path / "out.gguf")
+    given = json.loads((folder / "config.json").read_text())
+    if case == "gpt_oss":
+        in_16_bits = open_file(convert.convert(folder, tmp_path / "16.gguf")).tensors
+        assert in_16_bits["blk.0.ffn_up_exps.bias"].kind == gguf.GGMLQuantizationType.F32  # ggml adds no others
+        assert in_16_bits["blk.0.ffn_up_exps.weight"].kind == gguf.GGMLQuantizationType.BF16
+        assert open_file(out).tensors["blk.0.attn_sinks.weight"].shape == (4,)
+    if case in ONLY_TOGETHER:
+        return
     given |= {"norm_topk_prob": not given["norm_topk_prob"]}
     (folder / "config.json").write_text(json.dumps(given))
     with pytest.raises(ConfigError, match=r"^export: .*norm_topk_prob=.*; export a folder"):

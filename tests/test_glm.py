@@ -12,7 +12,16 @@ import safetensors.numpy
 from flax import nnx
 from small import CONFIG, Small, needs, plain_loss, quick_at, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, engine_gradients
-from test_experts import ALL, FOUR, UNUSED, apart, in_names, remade, without_ties  # noqa: F401
+from test_experts import (
+    ALL,
+    FOUR,
+    UNUSED,
+    apart,
+    check_gguf_and_back,
+    in_names,
+    remade,  # noqa: F401
+    without_ties,
+)
 from test_parity import close
 
 from surojax import ConfigError, convert, default_config
@@ -146,6 +155,11 @@ def test_models_come_out_as_they_went_in(tmp_path, case):
     fields = model_fields(given(case))
     made = config_json.made(fields, 64, {})
     assert made["model_type"] == "glm4_moe" and config_json.agrees(made, fields)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models_go_to_gguf_and_back(tmp_path, case):
+    check_gguf_and_back(written(tmp_path / "in", case, stored(case, "weight")), tmp_path / "out.gguf")
 
 
 def test_layers_that_predict_further_tokens_are_left_aside(tmp_path):

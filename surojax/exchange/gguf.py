@@ -49,7 +49,8 @@ SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-HEAD_DIM = ("attention.key_length", "attention.value_length", "rope.dimension_count")  # all are a head's channels
+ROTATED = "rope.dimension_count"  # of a head's channels
+HEAD_DIM = ("attention.key_length", "attention.value_length", ROTATED)  # all are a head's channels
 SCALING_TYPE = "rope.scaling.type"
 # Keys of the stretched positions, and theirs in rope_scaling.
 SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
@@ -123,13 +124,13 @@ def config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str
     metadata = contents.metadata
     architecture = metadata["general.architecture"]
     given = {
-        key.removeprefix(f"{architecture}."): value
+        key.removeprefix(f"{architecture}."): shortest(value)
         for key, value in metadata.items()
         if key.startswith(f"{architecture}.")
     }
     family = FAMILIES[architecture]
     all_sizes = {**SIZES, **family.sizes}
-    if unknown := sorted(given.keys() - all_sizes.keys() - OTHERS):
+    if unknown := sorted(given.keys() - all_sizes.keys() - family.fixed.keys() - OTHERS):
         raise ConfigError(
             f"model_path: {contents.path} has {', '.join(unknown)}, which may change what the model computes and is "
             f"not known for {architecture}"
@@ -147,13 +148,15 @@ def config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str
         raise ConfigError(f"model_path: {contents.path}: expected equal layers, got head counts {heads}")
     for ours, theirs in all_sizes.items():
         value = sizes[theirs]
-        if not (isinstance(value, int | float) and value > 0):
+        if not (isinstance(value, int | float) and (value > 0 or (value == 0 and ours in family.sizes))):
             raise ConfigError(
                 f"model_path: {contents.path}: {ours}: expected a positive number, got {value!r}; {AGAIN}"
             )
     head_dim = given.get(HEAD_DIM[0], sizes["hidden_size"] // heads)
     check_largest(sizes | {"head_dim": head_dim}, f"model_path: {contents.path}: ")
-    for key, expected in (dict.fromkeys(HEAD_DIM, head_dim) | OFF).items():
+    if family.partial_rotary:
+        sizes["partial_rotary_factor"] = given.pop(ROTATED, head_dim) / head_dim
+    for key, expected in (dict.fromkeys(HEAD_DIM, head_dim) | OFF | dict(family.fixed)).items():
         if key not in family.sizes and given.get(key, expected) != expected:
             raise ConfigError(f"model_path: {contents.path}: {key}: expected {expected}, got {given[key]}")
     tokens = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
@@ -161,6 +164,7 @@ def config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str
         sizes
         | tokens
         | dict(family.implied)
+        | {key: names[ours].format(l=0) in contents.tensors for key, ours in family.present.items()}
         | {
             "model_type": MODEL_TYPE_OF[architecture],
             "head_dim": head_dim,
@@ -169,6 +173,11 @@ def config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str
             "rope_scaling": _rope_scaling(contents, divisors_F, given, sizes, head_dim),
         }
     )
+
+
+def shortest(value: Any) -> Any:
+    """The number with the fewest digits that rounds to a float32 of a file: 1e-5, and not 9.99999975e-06."""
+    return float(str(np.float32(value))) if type(value) is float else value
 
 
 def _rope_scaling(
@@ -183,7 +192,8 @@ def _rope_scaling(
     scaling = {theirs: given.get(ours) for ours, theirs in SCALING.items()}
     if kind == "linear" or scaling["original_max_position_embeddings"] is None:
         del scaling["original_max_position_embeddings"]
-    return {"rope_type": kind} | scaling
+    implied = FAMILIES[contents.metadata["general.architecture"]].implied_rope
+    return {"rope_type": kind} | scaling | dict(implied)
 
 
 def divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> np.ndarray:

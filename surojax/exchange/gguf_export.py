@@ -21,6 +21,7 @@ from surojax.exchange.gguf import (
     FAMILIES,
     FREQUENCIES,
     HEAD_DIM,
+    ROTATED,
     SCALING,
     SCALING_TYPE,
     SIZES,
@@ -32,12 +33,13 @@ from surojax.exchange.gguf import (
     permuted,
 )
 from surojax.exchange.huggingface import model_fields
-from surojax.exchange.model_tensors import Tensors, shapes
+from surojax.exchange.model_tensors import Tensors, params, shapes
 from surojax.families import registry
-from surojax.families.family import EXPERT_TENSOR_NAMES, TENSOR_NAMES
-from surojax.families.names import find_tensor, renamed
+from surojax.families.family import TENSOR_NAMES
+from surojax.families.names import renamed
 from surojax.families.registry import tensor_names
 from surojax.models.model import Model
+from surojax.placement.param import Kind as ParamKind
 from surojax.untrusted import expanded
 
 Kind = gguf.GGMLQuantizationType
@@ -164,6 +166,8 @@ def described(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.nd
         entry = GgufEntry(Kind.F32, (said["vocab_size"], said["hidden_size"]), 0, 0)
         outer = ["embed", "norm"] + ([] if said["tie_word_embeddings"] else ["head"])
         entries = {names[ours]: entry for ours in outer}
+        present = FAMILIES[ARCHITECTURE_OF[said["model_type"]]].present
+        entries |= {names[ours].format(l=0): entry for key, ours in present.items() if said[key]}
         entries |= {} if divisors_F is None else {FREQUENCIES: entry}
         back = _comparable(model_fields(config(Contents(path, metadata, entries), divisors_F)))
         wanted = _comparable(fields)
@@ -189,9 +193,12 @@ def _comparable(fields: dict[str, Any]) -> dict[str, Any]:
 def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
     """The keys of a file for this config.json, and the divisors of the frequencies, float32 [head_dim / 2]."""
     architecture = ARCHITECTURE_OF[said["model_type"]]
-    keys = {ours: said[theirs] for ours, theirs in {**SIZES, **FAMILIES[architecture].sizes}.items()}
+    family = FAMILIES[architecture]
+    keys = {ours: said[theirs] for ours, theirs in {**SIZES, **family.sizes}.items()}
     head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
-    keys |= dict.fromkeys(HEAD_DIM, head_dim) | {"vocab_size": said["vocab_size"]}
+    keys |= dict.fromkeys(HEAD_DIM, head_dim) | {"vocab_size": said["vocab_size"]} | dict(family.fixed)
+    if family.partial_rotary:
+        keys[ROTATED] = int(head_dim * said["partial_rotary_factor"])
     scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}
     divisors_F = None
     if scaling["rope_type"] == "llama3":
@@ -200,6 +207,7 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
         keys |= {SCALING_TYPE: scaling["rope_type"]}
         keys |= {ours: scaling[theirs] for ours, theirs in SCALING.items() if theirs in scaling}
     floats = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor"}
+    floats |= {key for key in family.sizes if key.endswith("scale")}
     typed = {key: float(value) if key in floats else value for key, value in keys.items()}
     return {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in typed.items()}, divisors_F
 
@@ -209,10 +217,9 @@ def _kinds(model: Model, dtype: str) -> dict[str, Kind]:
     wanted, _ = DTYPES[dtype]
     head = Kind.Q8_0 if wanted == Kind.Q4_0 else wanted  # llama.cpp's own files have more bits there too
     kinds = {}
-    for name, shape in shapes(model).items():
-        place = find_tensor(name, EXPERT_TENSOR_NAMES)
-        is_router = place is not None and place.ours == "mlp.router"  # which llama.cpp does not quantise
-        whole = len(shape) == 1 or is_router
+    for name, param in params(model).items():
+        shape = param.shape
+        whole = param.kind in (ParamKind.VECTOR, ParamKind.ROUTER)  # which llama.cpp does not quantise
         kinds[name] = Kind.F32 if whole else head if name == TENSOR_NAMES[model.head] else wanted
         block, _ = gguf.GGML_QUANT_SIZES[kinds[name]]
         if shape[-1] % block:

@@ -295,14 +295,19 @@ def tensor_name(param: Param, segment: Segment | None = None, l: int = 0) -> str
     return tensor_names(ours)[param.name].format(l=segment.start + l)
 
 
-def shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's tensors by name: embedding, layer after layer, then the others."""
-    outer = {tensor_name(param): param.shape for param in jax.tree.leaves(model.outer_params)}
+def params(model: Model) -> dict[str, Param]:
+    """The parameters of a model's tensors by name: embedding, layer after layer, then the others."""
+    outer = {tensor_name(param): param for param in jax.tree.leaves(model.outer_params)}
     by_name = {TENSOR_NAMES["embed"]: outer.pop(TENSOR_NAMES["embed"])}
     for segment in model.segments:
         for l in range(segment.num_layers):
-            by_name |= {tensor_name(param, segment, l): param.shape for param in jax.tree.leaves(base(segment.params))}
+            by_name |= {tensor_name(param, segment, l): param for param in jax.tree.leaves(base(segment.params))}
     return by_name | outer
+
+
+def shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's tensors by name, in the order of `params`."""
+    return {name: param.shape for name, param in params(model).items()}
 
 
 def named(tree: dict, model: Model) -> dict[str, np.ndarray]:

@@ -80,13 +80,16 @@ EXPERT_TENSOR_NAMES = TENSOR_NAMES | {
     "mlp.w_up": LAYER + EXPERTS + "up_proj.weight",
     "mlp.w_down": LAYER + EXPERTS + "down_proj.weight",
 }
-# Of routers with a bias for the choice, and of shared experts.
+# Of routers with a bias for the choice, of shared experts, and of the MLPs of layers without experts, which are called
+# in our modules as experts are.
 SHARED = LAYER + "mlp.shared_experts."
+WITHOUT_EXPERTS = "without_experts."
 SHARED_EXPERT_TENSOR_NAMES = EXPERT_TENSOR_NAMES | {
     "mlp.b_choice": LAYER + "mlp.gate.e_score_correction_bias",
     "mlp.shared.w_gate": SHARED + "gate_proj.weight",
     "mlp.shared.w_up": SHARED + "up_proj.weight",
     "mlp.shared.w_down": SHARED + "down_proj.weight",
+    **{WITHOUT_EXPERTS + name: TENSOR_NAMES[name] for name in ("mlp.w_gate", "mlp.w_up", "mlp.w_down")},
 }
 GGUF_LAYER = "blk.{l}."
 GGUF_NAMES = {
@@ -115,6 +118,8 @@ EXPERT_GGUF_NAMES = GGUF_NAMES | {
     "mlp.w_up": GGUF_LAYER + "ffn_up_exps.weight",
     "mlp.w_down": GGUF_LAYER + "ffn_down_exps.weight",
 }
+# Of families in whose files the norm before the MLP has the name of what follows the attention.
+NORM_AFTER_ATTENTION = {"mlp_norm": GGUF_LAYER + "post_attention_norm.weight"}
 
 
 class ExpertFiles(NamedTuple):
@@ -148,8 +153,10 @@ class Gguf(NamedTuple):
     llama3_rope: the parameters, without the factor, of all models of the family whose rotary embedding is of the type
     llama3: files have what these and the factor make of the frequencies; None: the family has no such models.
     names: our names of tensors, and theirs. sizes: keys of the metadata after the architecture's name, and theirs in
-    config.json, in addition to those of every family. implied: keys of config.json that no file says, with the value
-    that llama.cpp takes for them.
+    config.json, in addition to those of every family. fixed: such keys that say nothing here, with their only value.
+    implied: keys of config.json that no file says, with the value that llama.cpp takes for them; implied_rope: likewise
+    of rope_scaling. present: keys of config.json that are true if files have this tensor (our name) of the first layer.
+    partial_rotary: the number of channels that rotate says partial_rotary_factor.
     """
 
     architecture: str = ""
@@ -158,7 +165,11 @@ class Gguf(NamedTuple):
     llama3_rope: Mapping[str, float] | None = None
     names: Mapping[str, str] = GGUF_NAMES
     sizes: Mapping[str, str] = MappingProxyType({})
+    fixed: Mapping[str, Any] = MappingProxyType({})
     implied: Mapping[str, Any] = MappingProxyType({})
+    implied_rope: Mapping[str, Any] = MappingProxyType({})
+    present: Mapping[str, str] = MappingProxyType({})
+    partial_rotary: bool = False
 
 
 def read_keys(given: dict[str, Any]) -> dict[str, Any]:

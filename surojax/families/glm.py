@@ -3,7 +3,18 @@
 from typing import Any
 
 from surojax.families import rope_keys
-from surojax.families.family import LLAMA_DEFAULTS, SHARED_EXPERT_TENSOR_NAMES, SIZES, ModelFamily
+from surojax.families.family import (
+    EXPERT_GGUF_NAMES,
+    GGUF_LAYER,
+    GGUF_NAMES,
+    LLAMA_DEFAULTS,
+    NORM_AFTER_ATTENTION,
+    SHARED_EXPERT_TENSOR_NAMES,
+    SIZES,
+    WITHOUT_EXPERTS,
+    Gguf,
+    ModelFamily,
+)
 
 OF_EXPERTS = (
     "num_experts_per_tok",
@@ -70,4 +81,34 @@ GLM4_MOE = ModelFamily(
     write=_write,
     tensors=SHARED_EXPERT_TENSOR_NAMES,
     further_layers="num_nextn_predict_layers",
+    gguf=Gguf(
+        architecture="glm4moe",
+        names=EXPERT_GGUF_NAMES
+        | NORM_AFTER_ATTENTION
+        | {
+            "mlp.b_choice": GGUF_LAYER + "exp_probs_b.bias",
+            "mlp.shared.w_gate": GGUF_LAYER + "ffn_gate_shexp.weight",
+            "mlp.shared.w_up": GGUF_LAYER + "ffn_up_shexp.weight",
+            "mlp.shared.w_down": GGUF_LAYER + "ffn_down_shexp.weight",
+            **{WITHOUT_EXPERTS + name: GGUF_NAMES[name] for name in ("mlp.w_gate", "mlp.w_up", "mlp.w_down")},
+        },
+        sizes={
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        # 2: sigmoids. Layers that predict further tokens would be counted in block_count.
+        fixed={
+            "expert_gating_func": 2,
+            "expert_group_count": 1,
+            "expert_group_used_count": 1,
+            "nextn_predict_layers": 0,
+        },
+        present={"attention_bias": "attention.bq", "use_qk_norm": "attention.q_norm"},
+        partial_rotary=True,
+    ),
 )

@@ -3,7 +3,18 @@
 from typing import Any
 
 from surojax.families import rope_keys, window_keys
-from surojax.families.family import EXPERT_TENSOR_NAMES, EXPERTS, LAYER, SIZES, ExpertFiles, ModelFamily
+from surojax.families.family import (
+    EXPERT_GGUF_NAMES,
+    EXPERT_TENSOR_NAMES,
+    EXPERTS,
+    GGUF_LAYER,
+    LAYER,
+    NORM_AFTER_ATTENTION,
+    SIZES,
+    ExpertFiles,
+    Gguf,
+    ModelFamily,
+)
 from surojax.families.olmoe import OF_TRAINING
 
 OPTIONS = {
@@ -89,4 +100,24 @@ GPT_OSS = ModelFamily(
         "mlp.b_down": LAYER + EXPERTS + "down_proj.bias",
     },
     expert_files=ExpertFiles(only=True, transposed=True, interleaved=True),
+    gguf=Gguf(
+        architecture="gpt-oss",
+        names=EXPERT_GGUF_NAMES
+        | NORM_AFTER_ATTENTION
+        | {
+            "attention.bo": GGUF_LAYER + "attn_output.bias",
+            "attention.sinks": GGUF_LAYER + "attn_sinks.weight",
+            "mlp.b_router": GGUF_LAYER + "ffn_gate_inp.bias",
+            "mlp.b_gate": GGUF_LAYER + "ffn_gate_exps.bias",
+            "mlp.b_up": GGUF_LAYER + "ffn_up_exps.bias",
+            "mlp.b_down": GGUF_LAYER + "ffn_down_exps.bias",
+        },
+        sizes={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        implied_rope={"truncate": False},  # llama.cpp rounds the bounds of YaRN's ramp all the same
+    ),
 )

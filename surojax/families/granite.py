@@ -3,7 +3,16 @@
 from typing import Any
 
 from surojax.families import rope_keys
-from surojax.families.family import EXPERT_TENSOR_NAMES, LAYER, LLAMA_DEFAULTS, SIZES, ExpertFiles, ModelFamily
+from surojax.families.family import (
+    EXPERT_GGUF_NAMES,
+    EXPERT_TENSOR_NAMES,
+    LAYER,
+    LLAMA_DEFAULTS,
+    SIZES,
+    ExpertFiles,
+    Gguf,
+    ModelFamily,
+)
 from surojax.families.olmoe import OF_TRAINING
 
 MOE = "block_sparse_moe."
@@ -44,5 +53,17 @@ GRANITE_MOE = ModelFamily(
     tensors=EXPERT_TENSOR_NAMES | {"mlp.router": LAYER + MOE + "router.layer.weight"},
     expert_files=ExpertFiles(
         MOE + "input_linear.weight", MOE + "output_linear.weight", only=True, module=MOE + "experts"
+    ),
+    gguf=Gguf(
+        neighbours=True,
+        names=EXPERT_GGUF_NAMES,
+        sizes={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
     ),
 )

@@ -31,7 +31,8 @@ def find_tensor(name: str, table: Mapping[str, str]) -> Place | None:
     matching = [ours for ours, theirs in table.items() if f"{name}.".startswith(f"{module(theirs)}.")]
     if not matching:
         return None
-    ours = max(matching, key=lambda ours: len(module(table[ours])))  # of several, the whole module's name
+    # Of several, the tensor of this very name, or the whole module's name.
+    ours = max(matching, key=lambda ours: (table[ours] == name, len(module(table[ours]))))
     return Place(ours, l, name.removeprefix(module(table[ours])))
 
 
@@ -43,4 +44,8 @@ def module(name: str) -> str:
 def renamed(name: str, table: Mapping[str, str], to: Mapping[str, str]) -> str:
     """A name of one table in the words of another; a name of no tensor there stays as it is."""
     place = find_tensor(name, table)
-    return name if place is None or place.ours not in to else module(to[place.ours]).format(l=place.l) + place.rest
+    if place is None or place.ours not in to:
+        return name
+    if table[place.ours].format(l=place.l) == name:
+        return to[place.ours].format(l=place.l)
+    return module(to[place.ours]).format(l=place.l) + place.rest
