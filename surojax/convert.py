@@ -24,7 +24,7 @@ from surojax.data.modelfile import modelfile as modelfile_text
 from surojax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from surojax.data.tokenizer_files import read_folder
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, refusing, short_exit_codes
-from surojax.exchange import compressed, config_json, gguf, gguf_export, peft, small_files
+from surojax.exchange import config_json, gguf, gguf_export, peft, small_files
 from surojax.exchange.checkpoint_tensors import CheckpointTensors
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.gguf_export import DTYPES as GGUF_DTYPES, export_gguf
@@ -44,8 +44,8 @@ DEFAULT_DTYPE = "bfloat16"
 OUT_HELP = "the folder to write, new or empty; or a new file that ends in .gguf"
 TOGETHER_HELP = "one tensor of all experts of a layer, as transformers 5 has them in memory (default: one each)"
 DTYPE_HELP = (
-    f"{', '.join(DTYPES)}; of a folder also {', '.join(compressed.FORMATS)}: matrices of blocks as vLLM reads them; of "
-    f"a .gguf file also {', '.join(name for name in GGUF_DTYPES if name not in DTYPES)}"
+    f"{', '.join(DTYPES)}; of a folder also fp8, nvfp4: matrices of blocks as vLLM reads them; mxfp4: gpt-oss as "
+    f"published; of a .gguf file also {', '.join(name for name in GGUF_DTYPES if name not in DTYPES)}"
 )
 
 

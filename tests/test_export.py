@@ -29,6 +29,7 @@ from surojax.exchange import compressed, config_json, export as exporting, sourc
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.model_tensors import INDEX, SINGLE, Weights, readers
 from surojax.exchange.shards import Shard, Stored, write_shard
+from surojax.families.family import BY_EXPERT
 from surojax.inference import parity
 from surojax.inference.trained_model import load_trained
 from surojax.numerics import base_formats
@@ -178,7 +179,7 @@ def test_what_cannot_be_in_fp8_or_nvfp4_is_refused(tmp_path):
     narrow = {f"model.layers.{l}.mlp.{x}_proj.weight": shape for l in range(2) for x, shape in NARROW.items()}
     cut = stored("llama") | {name: stored("llama")[name][:rows, :columns] for name, (rows, columns) in narrow.items()}
     for case, tensors, changes, dtype, message in [
-        ("llama", None, {}, "nvfp5", "--dtype: expected one of bfloat16, float16, float32, fp8, nvfp4, got 'nvfp5'"),
+        ("llama", None, {}, "nvfp5", "expected one of bfloat16, float16, float32, fp8, nvfp4, mxfp4, got 'nvfp5'"),
         (
             "llama",
             cut,
@@ -194,7 +195,7 @@ def test_what_cannot_be_in_fp8_or_nvfp4_is_refused(tmp_path):
     with_experts = default_config()
     with_experts.model.update({"num_experts": 4, "num_experts_per_tok": 2})
     with pytest.raises(ConfigError, match="--dtype: expected a model without experts for fp8"):
-        compressed.check("fp8", from_config(with_experts, make_mesh(jax.devices()[:1]), 1).model)
+        compressed.check("fp8", from_config(with_experts, make_mesh(jax.devices()[:1]), 1).model, BY_EXPERT)
 
 
 def test_files_are_as_large_as_asked_for(tmp_path):
@@ -422,7 +423,7 @@ def test_unknown_dtypes_and_numbers_beyond_them_are_refused(tmp_path):
     tensors = stored("llama") | {"model.norm.weight": np.full(32, 1e6, np.float32)}
     folder = write(tmp_path / "in", "llama", tensors=tensors)
     with pytest.raises(
-        ConfigError, match=r"^--dtype: expected one of bfloat16, float16, float32, fp8, nvfp4, got 'int4'"
+        ConfigError, match=r"^--dtype: expected one of bfloat16, float16, float32, fp8, nvfp4, mxfp4, got 'int4'"
     ):
         convert.convert(folder, tmp_path / "out", dtype="int4")
     with pytest.raises(

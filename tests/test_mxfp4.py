@@ -5,21 +5,24 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 from small import needs
-from test_experts import REFERENCE
+from test_experts import REFERENCE, config_of
 from test_huggingface import config
 
-from surojax import ConfigError, default_config, train
+from surojax import ConfigError, convert, default_config, train
 from surojax.assembly import from_config
 from surojax.config.checks import check
-from surojax.exchange import stored_mxfp4
+from surojax.exchange import compressed, stored_mxfp4
 from surojax.exchange.base import described_format
 from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, readers
 from surojax.exchange.sources import open_weights
+from surojax.families.family import BY_EXPERT
+from surojax.models import decoder
 from surojax.numerics import base_formats, mxfp4
 from surojax.placement.mesh import make_mesh
 
@@ -133,6 +136,26 @@ def test_gpt_oss_is_read_as_it_is_stored(tmp_path):
     frozen = InBaseFormat(weights, run.model, "mxfp4", "float32")
     for name in ("model.layers.0.self_attn.q_proj.weight", f"{OF_LAYER}up_proj.weight"):
         np.testing.assert_array_equal(frozen.read(name), weights.read(name).astype(np.float32))
+
+
+def test_gpt_oss_goes_out_as_it_is_stored(tmp_path):
+    """Codes and scales to the bit from such files; from numbers the same numbers; config.json says so."""
+    tensors = of_gpt_oss()
+    out = convert.convert(written(tmp_path / "model", tensors), tmp_path / "out", dtype="mxfp4")
+    found = safetensors.numpy.load_file(out / SINGLE)
+    assert found.keys() == tensors.keys()
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(found[name], x if x.dtype == np.uint8 else x.astype(ml_dtypes.bfloat16))
+    said = json.loads((out / "config.json").read_text())
+    assert said["quantization_config"]["quant_method"] == "mxfp4" and said["dtype"] == "bfloat16"
+    in_numbers = convert.convert(out, tmp_path / "numbers", dtype="bfloat16")
+    assert "quantization_config" not in json.loads((in_numbers / "config.json").read_text())
+    again = safetensors.numpy.load_file(convert.convert(in_numbers, tmp_path / "again", dtype="mxfp4") / SINGLE)
+    assert {name: x.shape for name, x in again.items()} == {name: x.shape for name, x in found.items()}
+    for name in ("gate_up_proj", "down_proj"):
+        np.testing.assert_array_equal(numbers(again, OF_LAYER + name), numbers(tensors, OF_LAYER + name))
+    with pytest.raises(ConfigError, match=r"^--dtype: expected a model of gpt-oss for mxfp4, got another one"):
+        compressed.check("mxfp4", decoder.build(config_of("olmoe")), BY_EXPERT)
 
 
 @pytest.mark.full

@@ -1,4 +1,6 @@
-"""Matrices of blocks in FP8 or NVFP4 in a model's folder, out and in: compressed-tensors' formats, which vLLM reads.
+"""Matrices of blocks in FP8, NVFP4 or MXFP4 in a model's folder, out and in.
+
+The first two are compressed-tensors' formats, which vLLM reads:
 
 | `dtype` | tensors of a matrix NAME.weight [out, in]                                      | `format`             |
 |---------|--------------------------------------------------------------------------------|----------------------|
@@ -11,6 +13,8 @@ computed, in groups of 128, and NVFP4A16, whose activations stay in 16 bits. Nei
 head, norms and biases stay in bfloat16. Numbers are those of numerics/block_fp8.py and nvfp4.py, which bases of QLoRA
 rest in. vLLM multiplies with queries, keys and values as one matrix, and with gate and up, which has one global scale:
 `SHARING` have the scale of the largest number of all of them.
+
+"mxfp4" is of gpt-oss alone, whose experts OpenAI publishes so (stored_mxfp4.py); all else stays in bfloat16.
 """
 
 import functools
@@ -23,11 +27,12 @@ import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError
+from surojax.exchange import stored_mxfp4
 from surojax.exchange.shards import Stored
-from surojax.families.family import TENSOR_NAMES
+from surojax.families.family import TENSOR_NAMES, ExpertFiles
 from surojax.models.model import Model, Segment
-from surojax.numerics import block_fp8, nvfp4
-from surojax.placement.param import Kind, Param, base
+from surojax.numerics import block_fp8, mxfp4, nvfp4
+from surojax.placement.param import EXPERTS, Kind, Param, base
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT32 = np.dtype(np.float32)
@@ -43,16 +48,18 @@ class Format(NamedTuple):
 
     config: what `quantization_config` says of it. planned: shape -> tensors by what follows the matrix' name without
     "weight". quantise: (float32 matrix, largest magnitude of those that share a global scale) -> these tensors, in the
-    same order. block: rows are multiples of it.
+    same order. block: rows are multiples of it. of_experts: matrices are the experts' alone, [experts, out, in];
+    `planned` takes their shape in files, [experts, in, out].
     """
 
     config: dict[str, Any]
-    planned: Callable[[tuple[int, int]], dict[str, Stored]]
+    planned: Callable[[tuple[int, ...]], dict[str, Stored]]
     quantise: Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]
     block: int
+    of_experts: bool = False
 
 
-def _fp8(shape: tuple[int, int]) -> dict[str, Stored]:
+def _fp8(shape: tuple[int, ...]) -> dict[str, Stored]:
     blocks = (-(-shape[0] // block_fp8.BLOCK), -(-shape[1] // block_fp8.BLOCK))
     return {"weight": Stored(shape, E4M3), "weight_scale": Stored(blocks, FLOAT32)}
 
@@ -62,7 +69,7 @@ def _in_fp8(w: jax.Array, largest: jax.Array) -> tuple[jax.Array, ...]:
     return block_fp8.in_blocks(w)
 
 
-def _nvfp4(shape: tuple[int, int]) -> dict[str, Stored]:
+def _nvfp4(shape: tuple[int, ...]) -> dict[str, Stored]:
     rows, columns = shape
     return {
         "weight_packed": Stored((rows, columns // 2), np.dtype(np.uint8)),
@@ -74,6 +81,18 @@ def _nvfp4(shape: tuple[int, int]) -> dict[str, Stored]:
 def _in_nvfp4(w: jax.Array, largest: jax.Array) -> tuple[jax.Array, ...]:
     q = nvfp4.quantise(w, largest=largest)
     return q.codes, q.scales, 1 / q.tensor_scale[None]
+
+
+def _mxfp4(shape: tuple[int, ...]) -> dict[str, Stored]:
+    experts, columns, rows = shape
+    scales = (experts, rows, columns // mxfp4.BLOCK)
+    uint8 = np.dtype(np.uint8)
+    return {stored_mxfp4.BLOCKS: Stored((*scales, mxfp4.BLOCK // 2), uint8), stored_mxfp4.SCALES: Stored(scales, uint8)}
+
+
+def _in_mxfp4(w: jax.Array, largest: jax.Array) -> tuple[jax.Array, ...]:
+    del largest  # every block has a scale of its own
+    return stored_mxfp4.arrays(jax.lax.map(lambda of_expert: mxfp4.quantise(of_expert, mxfp4.planned(w.shape[1:])), w))
 
 
 def _config(kind: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
@@ -97,6 +116,7 @@ _OF_16 = {"num_bits": 4, "strategy": "tensor_group", "group_size": nvfp4.BLOCK, 
 FORMATS = {
     "fp8": Format(_config("float-quantized", _BLOCKS, _GROUPS), _fp8, _in_fp8, 1),
     "nvfp4": Format(_config("nvfp4-pack-quantized", _OF_16, None), _nvfp4, _in_nvfp4, nvfp4.BLOCK),
+    "mxfp4": Format(stored_mxfp4.CONFIG, _mxfp4, _in_mxfp4, mxfp4.BLOCK, of_experts=True),
 }
 
 
@@ -148,22 +168,26 @@ def read_nvfp4(name: str, read: Callable[[str], np.ndarray]) -> nvfp4.Nvfp4:
     return nvfp4.Nvfp4(read(name + PACKED), read(name + SCALES), np.float32(1) / global_scale)
 
 
-def matrices(segment: Segment) -> list[Param]:
+def matrices(dtype: str, segment: Segment) -> list[Param]:
     """The parameters of a segment's layers that are stored in a format."""
-    return [param for param in jax.tree.leaves(base(segment.params)) if param.kind is Kind.MATRIX]
+    params = (param for param in jax.tree.leaves(base(segment.params)) if param.kind is Kind.MATRIX)
+    return [param for param in params if EXPERTS in param.axes or not FORMATS[dtype].of_experts]
 
 
-def check(dtype: str, model: Model) -> None:
-    """Raises ConfigError if the matrices of a model cannot be in this format."""
-    if any(segment.statistics is not None for segment in model.segments):
+def check(dtype: str, model: Model, files: ExpertFiles) -> None:
+    """Raises ConfigError if the matrices of a model cannot be in this format. files: how the folder has experts."""
+    if FORMATS[dtype].of_experts:
+        if not (files.only and files.transposed):
+            raise ConfigError(f"--dtype: expected a model of gpt-oss for {dtype}, got another one; use bfloat16")
+    elif any(segment.statistics is not None for segment in model.segments):
         raise ConfigError(f"--dtype: expected a model without experts for {dtype}, got one with; use bfloat16")
     block = FORMATS[dtype].block
     for segment in model.segments:
-        for param in matrices(segment):
+        for param in matrices(dtype, segment):
             if param.shape[-1] % block:
                 raise ConfigError(
                     f"--dtype: expected rows of multiples of {block} numbers for {dtype}, got {param.shape[-1]} in "
-                    f"{param.name}; use fp8"
+                    f"{param.name}; use {OTHERS if FORMATS[dtype].of_experts else 'fp8'}"
                 )
 
 

@@ -9,22 +9,24 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange import compressed, experts, shards, small_files
+from surojax.exchange import compressed, experts, shards, small_files, stored_mxfp4
 from surojax.exchange.finite import is_finite
-from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, shapes, tensor_name
+from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, Weights, shapes, tensor_name
 from surojax.exchange.naming import Naming, naming_of
 from surojax.exchange.shards import Stored
 from surojax.exchange.small_files import Files
 from surojax.families.family import ExpertFiles
 from surojax.models.model import Model
+from surojax.numerics import base_formats
 from surojax.untrusted import expanded
 
 DTYPES: dict[str, np.dtype] = {
@@ -125,8 +127,8 @@ def export(
     naming = naming_of(config)
     pieces = _pieces(model, naming, together=experts_together)
     if dtype in compressed.FORMATS:
-        compressed.check(dtype, model)
-        pieces = _with_shared_scales(pieces, model)
+        compressed.check(dtype, model, naming.expert_files)
+        pieces = _with_shared_scales(pieces, model, dtype)
     planned = {name: _planned(name, piece, dtype) for name, piece in pieces.items()}
     parts = _parts(planned, shard_bytes)
     with unfinished_beside(path, sum(stored.bytes for of in planned.values() for stored in of.values())) as unfinished:
@@ -213,12 +215,12 @@ def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece
     return found
 
 
-def _with_shared_scales(pieces: dict[str, _Piece], model: Model) -> dict[str, _Piece]:
+def _with_shared_scales(pieces: dict[str, _Piece], model: Model, dtype: str) -> dict[str, _Piece]:
     """The pieces, of which the matrices of blocks say with which others they share a scale."""
     sharing: dict[str, tuple[str, ...]] = {}
     for segment in model.segments:
         for l in range(segment.num_layers):
-            names = {param.name: tensor_name(param, segment, l) for param in compressed.matrices(segment)}
+            names = {param.name: tensor_name(param, segment, l) for param in compressed.matrices(dtype, segment)}
             groups = [[names[name] for name in group if name in names] for group in compressed.SHARING]
             alone = [[name] for key, name in names.items() if not any(key in group for group in compressed.SHARING)]
             sharing |= {name: tuple(group) for group in (*groups, *alone) for name in group}
@@ -228,8 +230,7 @@ def _with_shared_scales(pieces: dict[str, _Piece], model: Model) -> dict[str, _P
 def _planned(name: str, piece: _Piece, dtype: str) -> dict[str, Stored]:
     """The tensors in files of a piece."""
     if piece.sharing:
-        rows, columns = piece.shape
-        of_matrix = compressed.FORMATS[dtype].planned((rows, columns))
+        of_matrix = compressed.FORMATS[dtype].planned(piece.shape)
         return {name.removesuffix("weight") + part: stored for part, stored in of_matrix.items()}
     return {name: Stored(piece.shape, DTYPES.get(dtype, DTYPES[compressed.OTHERS]))}
 
@@ -240,6 +241,9 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
     names, read = (), []
     for piece in pieces:
         name = piece.names[0]
+        if piece.sharing and piece.of_all:
+            yield from _of_experts(tensors, piece, files, dtype)
+            continue
         if names != piece.names:  # all experts of a tensor are read at once, and follow each other
             names, read = piece.names, [tensors.read(name) for name in piece.names]
         tensor = experts.joined(read, files) if piece.of_all else read[0]
@@ -248,14 +252,31 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
         if tensor.dtype != stored:
             with np.errstate(over="ignore"):  # reported below
                 tensor = tensor.astype(stored)
-        if not is_finite(tensor):
-            raise ConfigError(
-                f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; "
-                + ("use float32" if dtype != "float32" else "train again: what is exported is not finite")
-            )
+        _check_finite(tensor, name, dtype)
         if not piece.sharing:
             yield tensor
             continue
         if piece.sharing not in largest:
             largest[piece.sharing] = max(float(np.max(np.abs(tensors.read(other)))) for other in piece.sharing)
         yield from compressed.quantised(dtype, tensor, largest[piece.sharing])
+
+
+def _of_experts(tensors: Tensors, piece: _Piece, files: ExpertFiles, dtype: str) -> Iterable[np.ndarray]:
+    """The tensors in a format of a matrix of all experts; as they are stored, if the source has it in this format."""
+    rows_first = files._replace(transposed=False)
+    if isinstance(tensors, Weights) and all(tensors.format_of(name) == dtype for name in piece.names):
+        planned = base_formats.FORMATS[dtype].planned
+        parts = [tensors.read_coded(name, planned(tensors.shape(name))) for name in piece.names]
+        return stored_mxfp4.arrays(jax.tree.map(lambda *arrays: experts.joined([*arrays], rows_first), *parts))
+    matrix = experts.joined([tensors.read(name) for name in piece.names], rows_first)
+    _check_finite(matrix, piece.names[0], dtype)
+    return compressed.quantised(dtype, matrix, 0.0)
+
+
+def _check_finite(tensor: np.ndarray, name: str, dtype: str) -> None:
+    """Raises ConfigError for a tensor that is not finite in the dtype of the export."""
+    if not is_finite(tensor):
+        raise ConfigError(
+            f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; "
+            + ("use float32" if dtype != "float32" else "train again: what is exported is not finite")
+        )

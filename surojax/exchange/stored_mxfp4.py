@@ -1,4 +1,4 @@
-"""Matrices of experts that are stored in MXFP4, read without dequantising: see numerics/mxfp4.py.
+"""Matrices of experts that are stored in MXFP4, read and written as codes and scales: see numerics/mxfp4.py.
 
 A matrix of all experts `name` [experts, in, out] has, rows by row of its transpose,
 
@@ -7,6 +7,7 @@ A matrix of all experts `name` [experts, in, out] has, rows by row of its transp
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +15,27 @@ from surojax.errors import ConfigError
 from surojax.numerics import mxfp4
 
 BLOCKS, SCALES = "_blocks", "_scales"
+# The `quantization_config` of published models.
+CONFIG: dict[str, Any] = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
 
 
 def matrices(names: set[str]) -> set[str]:
     """The names of matrices in MXFP4 among these names of tensors."""
     with_blocks = {name.removesuffix(BLOCKS) for name in names if name.endswith(BLOCKS)}
     return {name for name in with_blocks if name + SCALES in names}
+
+
+def arrays(q: mxfp4.Mxfp4) -> tuple[Any, Any]:
+    """(blocks, scales) as files have them. q: of all experts, rows by row."""
+    return q.codes.reshape(*q.scales.shape, mxfp4.BLOCK // 2), q.scales
 
 
 def parts_of(matrices: set[str]) -> set[str]:
