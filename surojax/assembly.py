@@ -41,7 +41,7 @@ from surojax.step.objective import REFERENCE, CrossEntropy, LossOfLogits, Object
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
-from surojax.step.state_plan import bytes_per_device, state_plan
+from surojax.step.state_plan import bytes_per_device, state_plan, with_device_memory
 
 OVERLAP = "overlap"  # xla_options: those below; else XLA's own defaults
 
@@ -224,7 +224,9 @@ def assemble(
             "offload_weights, offload_grads, offload_residual: expected true or false with several processes, got "
             "'nvme', which is not built for them; set them to true"
         )
+    store = Store(table.folder, model.num_layers, own_layers(mesh, model.num_layers), in_memory=table.files_in_memory)
     of_classes = layouts(model.params, table, mesh)
+    of_classes = with_device_memory(model, table, of_classes, optimizer, mesh, store)
     engine = Engine(
         model,
         table,
@@ -244,7 +246,6 @@ def assemble(
     history = None
     if precision.delayed:
         history = fp8.history_shape(model.num_layers, model.sites, precision.amax_history)
-    store = Store(table.folder, model.num_layers, own_layers(mesh, model.num_layers), in_memory=table.files_in_memory)
     plan = state_plan(model, table, of_classes, optimizer, mesh, store, history=history)
     files = planned_files(step.parts_of(engine, optimizer, plan, mesh), store, batch)
     return Assembly(model, optimizer, plan, engine, mesh, store, files, xla_options)

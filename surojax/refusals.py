@@ -236,6 +236,14 @@ nothing_in_files = _without(
     lambda s: not _in_nvme(s),
     dict.fromkeys(IN_FILES, False),
 )
+device_memory = is_above("device_memory", 0, offload_optimizer=True)
+KEPT_ON_DEVICE = ("offload_optimizer", "offload_master", "offload_grads")
+nothing_to_keep = _without(
+    "without offload_optimizer, offload_master and offload_grads",
+    KEPT_ON_DEVICE,
+    lambda s: not any(s[name] for name in KEPT_ON_DEVICE),
+    dict.fromkeys(KEPT_ON_DEVICE, False),
+)
 no_state_offloaded = _without(
     "without offload_optimizer and offload_master",
     ("offload_optimizer", "offload_master"),
@@ -611,6 +619,8 @@ TABLE: tuple[Refusal, ...] = (
         "leave it out, or set offload_optimizer='nvme' or another class",
         when_placed=True,
     ),
+    Refusal(device_memory, nothing_to_keep, "which leaves nothing to keep there", "leave it out", when_placed=True),
+    Refusal(device_memory, in_files, "from which every layer passes through host memory", "leave it out"),
 )
 
 

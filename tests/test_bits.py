@@ -17,11 +17,12 @@ SMALLER = ("--config.model.num_hidden_layers=3", "--config.sequence_len=64")
 STEPS = "12"  # a multiply-add that is contracted in one program only shows in the norm after a few
 # Settings of the config, and rows of the table that must not differ by a bit from those that they are compared with.
 CASES = {
-    # One device and four, everything in host memory, some layers resident (a loop over one layer is no loop), files;
+    # One device and four, everything in host memory, some layers resident (a loop over one layer is no loop), files,
+    # some tensors of the state on the device;
     # in float32 recomputed activations are those that are saved.
     "adamw": (
         ("model_dtype=float32",),
-        "offload_saved,resident_layers@4,nvme@4,overlap_update@4",
+        "offload_saved,resident_layers@4,nvme@4,overlap_update@4,device_memory,device_memory@4",
     ),
     # A softmax divides by the same sum forward and backward; the norm of adapters is a sum over small arrays.
     "saved": (("model_dtype=float32",), "tp_saved@2,pp_saved@2,lora_offload_all"),

@@ -22,6 +22,7 @@ from surojax.models.model import DEFAULT, Compute, Recompute, runs
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding
+from surojax.planner import sizes
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.on_disk import FOLDER, steps_in
 from surojax.run.restore import restore
@@ -53,6 +54,35 @@ def test_resident_layers_change_no_bit(devices, resident, recompute_block):
     ):
         assert {(x.sharding.memory_kind, x.shape[0]) for x in jax.tree.leaves(part.stack)} == {(kind, layers)}
     assert small.train(BATCHES) == plain(devices, recompute_block)
+
+
+PLACED = [(1, 0.3, True), (1, 0.1, False), (4, 0.3, False), (4, 0.6, True), (1, 2.0, True)]
+
+
+@pytest.mark.parametrize("devices, part, overlaps", quick_at(PLACED, 0))
+def test_a_budget_of_device_memory_keeps_tensors_there_and_changes_no_bit(devices, part, overlaps):
+    """A part of master weights and moments, or more than there is; gradients are kept with the update apart or not."""
+    sharding = {"zero_level": 3 if devices > 1 else 1}
+    batches = BATCHES[:3]
+    in_host = Small(devices, **sharding, **ALL)
+    stored = bytes_per_device((in_host.plan.master, in_host.plan.moments), HOST)
+    budget = part * stored
+    kept = Small(devices, **sharding, **ALL, overlap_update=overlaps, device_memory=budget / 2**30)
+    assert kept.train(batches) == Small(devices, **sharding).train(batches)
+    gradients = kept.run.engine.layouts.grads["blocks"]
+    homes = {layout.home for layout in jax.tree.leaves(gradients)}
+    if part > 1:
+        assert homes == {DEVICE} and not bytes_per_device((kept.plan.master, kept.plan.moments), HOST)
+        return
+    state = kept.plan.master, kept.plan.moments
+    accumulators = sum(
+        size for home, size in sizes.accumulators(kept.run, kept.run.model.segments[0]) if home == DEVICE
+    )
+    on_device = bytes_per_device(state, DEVICE) - bytes_per_device((in_host.plan.master, in_host.plan.moments), DEVICE)
+    smallest = max(bytes_per_device(x, HOST) for x in jax.tree.leaves(state))
+    assert homes == {DEVICE, HOST}
+    assert budget - smallest < on_device + accumulators <= budget
+    assert bytes_per_device(state, HOST) == stored - on_device
 
 
 @pytest.mark.parametrize("devices", [1, 4])

@@ -534,6 +534,8 @@ PLACED_IN_HOST = [
     (4, ALL | SHARDED),
     (4, ALL | {"zero_level": 3, "resident_layers": 2}),
     (4, QUANTS_IN_HOST),
+    (1, ALL | {"device_memory": 0.02}),
+    (4, ALL | {"device_memory": 0.005, "zero_level": 3, "overlap_update": True}),
     (1, ALL | {"recompute_block": False, "optimizer": "adamw8bit"}),
     (4, {"zero_level": 3, "offload_residual": True, "offload_master": True}),
     (4, ALL | {"zero_level": 3} | ALTERNATING),

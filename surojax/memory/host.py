@@ -69,17 +69,20 @@ def put(tree, home: Home):
     return jax.tree.map(lambda x: move(x, home.space), tree)
 
 
-def allocate(tree, home: Home):
-    """Moves a tree of zeros to this memory. In host memory the values are undefined: write each layer before a read.
+def allocate(tree, homes: Any):
+    """Moves a tree of zeros to this memory, or to those of a tree of homes.
+
+    In host memory the values are undefined: write each layer before a read.
 
     XLA's host offloader (GPUs, jax 0.12) replaces a constant in host memory that layers are written into by
     `AllocateBuffer`, which leaves it uninitialised. Equal constants would share one buffer and be copied from it
     (5.8 GiB a step for Llama-7B's accumulators), so arrays get different constants: 100 of them, fewer in 8 bits.
     """
-    if not home.streamed:
-        return tree
     leaves, structure = jax.tree.flatten(tree)
-    return put(jax.tree.unflatten(structure, [x + i % 100 for i, x in enumerate(leaves)]), home)
+    of_leaves = [homes] * len(leaves) if isinstance(homes, Home) else structure.flatten_up_to(homes)
+    pairs = zip(leaves, of_leaves, strict=True)
+    moved = [put(x + i % 100, home) if home.streamed else x for i, (x, home) in enumerate(pairs)]
+    return jax.tree.unflatten(structure, moved)
 
 
 def move(x: jax.Array, space) -> jax.Array:

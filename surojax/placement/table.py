@@ -10,7 +10,8 @@
 | moments   | optimizer state                              | always (ZeRO-1)                   | offload_optimizer |
 | residuals | what a forward pass saves for the backward   | by batch                          | offload_residual  |
 
-* except the first `resident_layers`, which stay in device memory.
+* except the first `resident_layers`, which stay in device memory. Of grads, master and moments, `device_memory` GiB do:
+all layers of some tensors, so that every layer has as much less to move (`layout.with_device_memory`).
 
 `offload_weights`, `offload_master`, `offload_optimizer`, `offload_grads` and `offload_residual` can also be "nvme".
 Then what belongs to the blocks is stored in a file under `nvme_path` (memory/in_file.py), but for `files_in_memory`
@@ -50,6 +51,7 @@ BY_LAYER = ("weights", "grads", "residuals")  # rows of which a step with one in
 # Rows that files can store, in the order in which they go there when memory is short: state is read and written once a
 # step, and nothing waits for it but the update; residuals, which both passes wait for, come last.
 TO_FILES = ("moments", "master", "grads", "weights", "residuals")
+TO_DEVICE = ("master", "moments", "grads")  # rows of which some tensors may be in device memory (`device_memory`)
 WEIGHT_FORMATS = ("none", *quantize.DTYPES)  # that weights are gathered in, in place of 16 bits
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.reduce_scatter
 
@@ -75,6 +77,7 @@ class Placement:
     reduce: how gradients are summed over `dp_shard x cp`, see `collectives.reduce_scatter`.
     copy_engine: the enabled settings of `collectives.COPY_ENGINE`.
     folder: of the file of the classes whose home is nvme. files_in_memory: bytes of it that are in host memory.
+    device_memory: bytes of `TO_DEVICE` that are on each device, though their home is host memory.
     """
 
     weights: Row
@@ -91,6 +94,7 @@ class Placement:
     copy_engine: tuple[str, ...] = ()
     folder: str = ""
     files_in_memory: int = 0
+    device_memory: int = 0
 
     @property
     def in_files(self) -> bool:
@@ -157,6 +161,8 @@ class Storage:
     nvme_path: str = ""
     # GiB of what is offloaded to "nvme" that each process keeps in host memory all the same
     files_in_memory: float = declare(0.0, AT_LEAST_0)
+    # GiB of optimizer state, master weights and gradients that each GPU keeps, though they are offloaded to host memory
+    device_memory: float = declare(0.0, AT_LEAST_0)
     # work weights, activations, products: bfloat16 or float32 (products: TF32 on GPUs)
     model_dtype: str = declare("bfloat16", choices=FLOATS)
     # the weights the optimizer updates; bfloat16 is rounded stochastically
@@ -228,6 +234,7 @@ def place(storage: Storage, *, num_shards: int) -> Placement:
         copy_engine=tuple(name for name in ("memcpy_all_gather", "memcpy_send_recv") if getattr(storage, name)),
         folder=storage.nvme_path,
         files_in_memory=int(storage.files_in_memory * 2**30),
+        device_memory=int(storage.device_memory * 2**30),
     )
 
 

@@ -7,7 +7,7 @@
 | `recomputations` | recompute_*                                                     | time: products                |
 | `batches`        | per_device_batch_size, microbatches, fetches, lmhead_chunks     | time: passes over the weights |
 | `chunks`         | sequence_chunks, of long sequences                              | time: smaller products        |
-| `placements`     | offload_*, overlap_update (and resident_layers, see search.py)  | time and host memory          |
+| `placements`     | offload_*, overlap_update; resident_layers, device_memory       | time and host memory          |
 | `in_files`       | offload_* = "nvme", nvme_path, files_in_memory                  | time and a drive; if allowed  |
 | `numbers`        | `NUMBERS`                                                       | other numbers; if allowed     |
 
@@ -302,6 +302,7 @@ def nothing_offloaded(c: Config) -> Change:
         "resident_layers": 0,
         "nvme_path": "",
         "files_in_memory": 0.0,
+        "device_memory": 0.0,
     }
     return change | {"overlap_update": False} | ({"offload_quants": False} if c.persistent_quants else {})
 

@@ -230,8 +230,8 @@ def _most(row: Trial, limits: Memory) -> str:
 
 
 def _until_it_fits(config: Config, candidate: Candidate, gpu: str, disk: str | None, space: Space) -> Iterator[Trial]:
-    """The row of a candidate. While it does not fit as compiled: with fewer resident layers if a GPU is too small, with
-    less of the files in host memory if that is."""
+    """The row of a candidate. While it does not fit as compiled: with fewer resident layers, or less of
+    `device_memory`, if a GPU is too small, with less of the files in host memory if that is."""
     for _ in range(1 + RETRIES):
         row = _row(config, candidate, gpu, disk, space)
         yield row
@@ -247,6 +247,9 @@ def _until_it_fits(config: Config, candidate: Candidate, gpu: str, disk: str | N
             fewer = changed_to(resident_layers=resident - 1)
             of_layer = max(1, changed_to(resident_layers=resident).need.device - fewer.need.device)
             candidate = changed_to(resident_layers=max(0, resident - math.ceil(over.device / of_layer)))
+        elif over.device and candidate.config.device_memory:
+            less = max(0.0, candidate.config.device_memory - math.ceil(over.device / GiB))
+            candidate = changed_to(device_memory=less)
         elif over.host and kept:
             candidate = changed_to(files_in_memory=max(0.0, kept - math.ceil(over.host / GiB)))
         else:

@@ -117,8 +117,10 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
     weights = dict(plan.weights)
     outer = weights.pop(OUTER)
     work = jax.tree.leaves(weights, is_leaf=is_quantized)
-    grads = _in(table.grads.home, sum(segment.grads for segment in segments))
-    grads[DEVICE.name] += outer_grads
+    grads = _in(DEVICE, outer_grads)
+    for segment in model.segments:
+        for home, stored in sizes.accumulators(run, segment):
+            grads[home.name] += stored
     rows = {
         "weights": _by_home([x for x in work if not is_quantized(x)]),
         "quants": _by_home([x for x in work if is_quantized(x)]),

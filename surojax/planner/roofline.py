@@ -36,7 +36,7 @@ from typing import Literal, NamedTuple
 from surojax.assembly import Assembly
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Kind
-from surojax.placement.table import BY_LAYER, kept_in_memory
+from surojax.placement.table import BY_LAYER, TO_DEVICE, kept_in_memory
 from surojax.planner import links, products, sizes, traffic
 from surojax.planner.file_time import ASSUMED_DISKS, UPDATE, Disks
 from surojax.planner.footprint import Rows
@@ -56,6 +56,7 @@ class Stored(NamedTuple):
 
     files: those of the rows that are in files, but for in_memory bytes of them (`Placement.files_in_memory`, of each
     GPU). resident: layers of a stage whose weights are on the device all the same. overlaps: `Engine.overlap_update`.
+    on_device: bytes of `TO_DEVICE` that are on each device, though offloaded (`Placement.device_memory`).
     """
 
     offloaded: tuple[str, ...] = ()
@@ -63,6 +64,7 @@ class Stored(NamedTuple):
     resident: int = 0
     overlaps: bool = False
     in_memory: float = 0.0
+    on_device: float = 0.0
 
 
 ON_DEVICE = Stored()
@@ -173,6 +175,12 @@ def phases(work: StepWork, stored: Stored = ON_DEVICE) -> dict[str, float]:
         moved["weights"] *= 1 - resident
     if "residuals" in moved:  # a stage has those of its microbatches only, however many rounds it waits for
         moved["residuals"] *= work.microbatches / (work.slots * work.rounds)
+    left = stored.on_device
+    for row in TO_DEVICE:
+        kept = min(moved.get(row, 0.0), left)
+        if kept:
+            moved[row] -= kept
+            left -= kept
     sent = work.sent
     in_files = {row: round(moved[row]) for row in stored.files}
     kept = kept_in_memory(stored.in_memory, in_files)

@@ -31,6 +31,8 @@ from surojax.assembly import Assembly
 from surojax.config import checks
 from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
+from surojax.placement.home import DEVICE, HOST
+from surojax.placement.table import TO_DEVICE
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
 from surojax.planner.changes import Change, changed, differing
@@ -38,13 +40,15 @@ from surojax.planner.file_time import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import HOST_POOL, POOL, Rows, assembly, by_class, memory
 from surojax.planner.gpus import Gpu
 from surojax.planner.roofline import Stored
+from surojax.planner.sizes import accumulators
 from surojax.planner.traffic import batch_of
+from surojax.step.state_plan import bytes_per_device
 
 TIE = 0.01  # relative; placements of a family that the estimate cannot tell apart, as classes of equal size
 MOST_LAYOUTS = 3  # that are searched
 FAR = 0.15  # relative; layouts whose sample is so much slower are not searched
 KEPT = 32  # candidates that the estimate keeps
-UNCERTAIN = 0.05  # relative; what estimates of host memory may be short by, which is not filled with parts of files
+UNCERTAIN = 0.05  # relative; what estimates of memory may be short by, which budgets do not fill
 RESERVE = 512 * 2**20  # bytes of a GPU left for cuDNN's workspaces and fragmentation, which no estimate counts
 IRRELEVANT = ("datasets", "validation_datasets")  # fields that the parts of a run do not depend on
 # Fields that they do not depend on either, unless a step has programs of one layer, with all microbatches inside.
@@ -254,12 +258,18 @@ class _Search:
         sizes, layers = family.work.sizes, family.work.layers
 
         def queued(x: Stored) -> tuple:
-            """An entry of the queue: bytes of host memory if the least are asked for, estimated seconds, the number of
-            classes that are moved, and the placement."""
+            """An entry of the queue: bytes of host memory if the least are asked for, estimated seconds at best, the
+            number of classes that are moved, and the placement."""
             in_host = sum(sizes[row] for row in x.offloaded if row not in x.files)
             in_host -= ("weights" in x.offloaded) * sizes["weights"] * x.resident / layers
-            seconds = sum(roofline.phases(family.work, x).values())
+            seconds = sum(roofline.phases(family.work, x._replace(on_device=left(x))).values())
             return self.least_host * in_host, seconds, len(x.offloaded) + len(x.files), x
+
+        def left(x: Stored) -> float:
+            """Bytes of `TO_DEVICE` that the device has room for at most."""
+            room = limits.device - family.least + sum(sizes[row] for row in x.offloaded)
+            room -= sizes["weights"] * x.resident / layers
+            return 0.0 if x.files else max(0.0, min(room, sum(sizes[row] for row in TO_DEVICE if row in x.offloaded)))
 
         def room_for(need: float) -> int:
             """Layers whose weights fit into what `need` bytes leave; less than 0 if these do not fit."""
@@ -269,7 +279,7 @@ class _Search:
         offloads = choices.offloadable(c) if self.space.platform == "gpu" else ()
         of_kind = ("placements", offloads, in_files)
         for x in self.known(of_kind, lambda: choices.placements(c, offloads, in_files)):
-            in_host = sum(sizes[row] for row in x.offloaded if row not in (*x.files, "weights"))
+            in_host = sum(sizes[row] for row in x.offloaded if row not in (*x.files, "weights")) - left(x)
             if self.space.gpu.in_a_machine(c.gpus) * in_host > limits.host:
                 continue
             room = room_for(family.least - sum(sizes[row] for row in x.offloaded))
@@ -277,6 +287,8 @@ class _Search:
             resident = self.keep.get("resident_layers", min(max(room, 0), layers - 1) if streams else 0)
             if room >= 0 or len(x.offloaded) == len(offloads):
                 queue.append(queued(x._replace(resident=resident)))
+                if resident and "resident_layers" not in self.keep and not set(x.offloaded).isdisjoint(TO_DEVICE):
+                    queue.append(queued(x))  # the room for `device_memory` instead
         heapq.heapify(queue)
         fastest: list[Candidate] = []
         moved: list[set[str]] = []  # by `fastest`
@@ -303,6 +315,8 @@ class _Search:
     def candidate(self, family: Family, stored: Stored) -> Candidate | None:
         """The candidate of a placement; None if the checks refuse it."""
         change = family.change | choices.placement(self.space.config, stored)
+        if "device_memory" in self.keep:
+            change |= {"device_memory": self.keep["device_memory"]}
         if self.changes_kept(change):
             return None
         tried, need = self.known(("placed", *change.items()), lambda: self.needed(change))
@@ -312,9 +326,13 @@ class _Search:
             change |= {"files_in_memory": gibs}
             tried = changed(tried, {"files_in_memory": gibs})
             need = Memory(need.device, need.host + gibs * GiB, need.files - gibs * GiB)
-        return Candidate(
-            tried, change, need, roofline.phases(family.work, stored._replace(in_memory=kept_of_gpu(tried)))
-        )
+        if "device_memory" not in self.keep and (gibs := self.room_on_device(family, stored, need)):
+            change |= {"device_memory": gibs}
+            tried, need = self.needed(change)
+            assert need is not None, "device_memory is refused"
+        on_device = kept_on_device(self.run_of(change)[1]) if tried.device_memory else 0
+        stored = stored._replace(in_memory=kept_of_gpu(tried), on_device=on_device)
+        return Candidate(tried, change, need, roofline.phases(family.work, stored))
 
     def room_in_memory(self, need: Memory) -> int:
         """Whole GiB of host memory that a placement with files leaves, at most what it has in files.
@@ -325,6 +343,13 @@ class _Search:
             return 0
         left = self.space.limits.host - (1 + UNCERTAIN) * need.host
         return max(0, int(min(left, need.files) / GiB))
+
+    def room_on_device(self, family: Family, stored: Stored, need: Memory) -> int:
+        """Whole GiB of device memory that a placement leaves, at most what it has of `TO_DEVICE` in host memory."""
+        if stored.files:
+            return 0
+        left = self.space.limits.device - (1 + UNCERTAIN) * need.device
+        return max(0, int(min(left, sum(family.work.sizes[row] for row in TO_DEVICE if row in stored.offloaded)) / GiB))
 
     def needed(self, change: Change) -> tuple[Config, Memory | None]:
         """(the config with a change, the bytes that it needs by estimate); None if the checks refuse it."""
@@ -388,13 +413,25 @@ def estimated(c: Config, gpu: Gpu, change: Change | None = None, disks: Disks = 
     streamed = [row for row in choices.OFFLOADS if getattr(table, row).home.streamed]
     offloaded = dict.fromkeys([*streamed, *["weights"] * table.streams_weights])
     files = [row for row in streamed if getattr(table, row).home.in_file]
-    stored = Stored(tuple(offloaded), tuple(files), table.weights.resident, run.engine.overlap_update, kept_of_gpu(c))
+    of_budgets = {"in_memory": kept_of_gpu(c), "on_device": kept_on_device(run)}
+    stored = Stored(tuple(offloaded), tuple(files), table.weights.resident, run.engine.overlap_update, **of_budgets)
     return Candidate(c, change or {}, needed(c, rows, gpu), roofline.phases(work, stored))
 
 
 def kept_of_gpu(c: Config) -> float:
     """Bytes of a GPU's part of files that are kept in host memory, if one process has all GPUs, as in every plan."""
     return c.files_in_memory * GiB / c.gpus
+
+
+def kept_on_device(run: Assembly) -> int:
+    """Bytes on each device of master weights, moments and gradients that are in host memory but for `device_memory`."""
+    table, plan = run.engine.table, run.plan
+    state = [x for x, row in ((plan.master, table.master), (plan.moments, table.moments)) if row.home == HOST]
+    kept = bytes_per_device(state)
+    if table.grads.home == HOST:
+        of_tensors = (of for segment in run.model.segments for of in accumulators(run, segment))
+        kept += sum(size for home, size in of_tensors if home == DEVICE)
+    return kept
 
 
 def needed(c: Config, rows: Rows, gpu: Gpu, platform: str = "gpu") -> Memory:

@@ -17,7 +17,7 @@ from surojax.numerics import quantize
 from surojax.numerics.base_formats import bytes_per_number
 from surojax.optim import optimizer as optim
 from surojax.parallel.schedule import SCHEDULES, Patterns, layers_of_stage, patterns_of_stages
-from surojax.placement.home import HOMES
+from surojax.placement.home import HOMES, Home
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import PIPELINE, TENSOR, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import OUTER, Kind, Param, part_of
@@ -213,7 +213,7 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     tensor = tensor_parallel(run.mesh)
     of_group = tensor * size(chunk) if tensor > 1 else 0
     kept = size(x) if engine.recompute_block else saved
-    grads = itemsize(run, "grads") * layers * sum(shard_sizes(run, engine.layouts.grads, segment))
+    grads = sum(stored for _, stored in accumulators(run, segment))
     state = run.plan.master[segment.name], run.plan.moments[segment.name]
     return SegmentBytes(
         weights=sum(t.elements * t.itemsize for t in tensors),
@@ -324,6 +324,14 @@ def shard_sizes(run: Assembly, of_class: dict, segment: Segment) -> list[int]:
     """Number of elements on one device of each parameter of one layer. of_class: the layouts of a class."""
     pairs = with_layouts(run, segment.name, of_class)
     return [math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape)) for p, layout in pairs]
+
+
+def accumulators(run: Assembly, segment: Segment) -> list[tuple[Home, int]]:
+    """(home, bytes on each device) of the accumulators of each trained parameter, of all layers."""
+    layouts = run.engine.layouts.grads
+    of_number = itemsize(run, "grads") * layers_of(run, segment)
+    homes = [layout.home for _, layout in with_layouts(run, segment.name, layouts)]
+    return [(home, of_number * n) for home, n in zip(homes, shard_sizes(run, layouts, segment), strict=True)]
 
 
 def size(tree) -> int:

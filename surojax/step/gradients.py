@@ -74,7 +74,8 @@ class Sums:
         if used is not None:
             stacks = jax.tree.map(lambda x, layout: varying(x, self._axes(layout)), used, self.layouts)
             return Flight(stacks, late=self.of_layer(weights))
-        stacks = allocate(self.of_layer(weights, self.num_layers), home)
+        homes = jax.tree.map(lambda layout: layout.home, self.layouts)
+        stacks = allocate(self.of_layer(weights, self.num_layers), homes)
         return Flight(stacks, late=self.of_layer(weights) if home.streamed else None)
 
     def of_layer(self, weights, *lead: int):

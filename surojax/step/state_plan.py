@@ -20,7 +20,7 @@ from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, quantize
 from surojax.optim.optimizer import Optimizer, Rule
 from surojax.parallel.schedule import layers_of_stage, stacked_layers
-from surojax.placement.home import DEVICE, Home
+from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.layout import Layout, Layouts, stacked
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER, Kind, Param, trainable
@@ -64,6 +64,35 @@ def state_plan(
         moments=moments,
         history=planner.array(history, jnp.float32, jax.P(), DEVICE) if history else None,
     )
+
+
+def with_device_memory(
+    model: Model, table: Placement, layouts: Layouts, optimizer: Optimizer, mesh: Mesh, store: Store
+) -> Layouts:
+    """The layouts with `device_memory` used up: tensors whose home is host memory are on the device, the largest first.
+
+    A tensor is there with all its layers, so that each layer has as much less to move. The arguments are those of
+    `state_plan`.
+    """
+    if not table.device_memory:
+        return layouts
+    planner = StatePlanner(model, table, layouts, optimizer, mesh, store)
+    states = {segment.name: planner.layers_state(segment) for segment in model.segments}
+    states[OUTER] = planner.outer_state()
+    planned = layouts._replace(
+        grads=layouts.grads | {segment.name: planner.accumulators(segment) for segment in model.segments},
+        master={name: master for name, (master, _) in states.items()},
+        moments={name: moments for name, (_, moments) in states.items()},
+    )
+    flat, structure = jax.tree.flatten(layouts)
+    tensors = structure.flatten_up_to(planned)
+    sizes = [0 if isinstance(x, Layout) else bytes_per_device(x, HOST) for x in tensors]
+    left = table.device_memory
+    for i in sorted(range(len(flat)), key=lambda i: -sizes[i]):
+        if 0 < sizes[i] <= left:
+            left -= sizes[i]
+            flat[i] = dataclasses.replace(flat[i], home=DEVICE)
+    return structure.unflatten(flat)
 
 
 def check_resident(table: Placement, model: Model, mesh: Mesh) -> None:
@@ -174,6 +203,15 @@ class StatePlanner:
         """The planned (master weights, moments) of what is trained in a segment's layers."""
         layers = stacked_layers(segment.num_layers, pipeline_stages(self.mesh))
         return self._state(functools.partial(self.stack, layers), segment.name)
+
+    def accumulators(self, segment: Segment):
+        """The planned accumulators of what is trained in a segment's layers."""
+        layers = stacked_layers(segment.num_layers, pipeline_stages(self.mesh))
+
+        def one(param: Param, layout: Layout):
+            return self.stack(layers, "grads", param.shape, self.table.grads.dtype, layout)
+
+        return jax.tree.map(one, segment.trained_params, self.layouts.grads[segment.name])
 
     def _outer_array(self, row: str, shape, dtype, layout: Layout):
         """A planned array of the outer layers, in the memory of its layout whatever its row."""

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.placement.home import DEVICE, HOST
-from surojax.placement.layout import batch_sharding, specs
-from surojax.placement.param import OUTER
+from surojax.placement.home import HOST
+from surojax.placement.layout import Layout, batch_sharding, specs
 from surojax.placement.table import Mesh
 from surojax.step.metrics import plan_metrics
 from surojax.step.spec import Engine
@@ -61,14 +60,15 @@ class StepParts:
         What goes on to a file is in host memory.
         """
         row = self.engine.table.grads
-        home = DEVICE if name == OUTER else HOST if row.home.in_file else row.home
         mesh = self.plan.step.sharding.mesh  # abstract if the devices to compile for are not there
 
-        def one(master, spec):
+        def one(master, spec, layout: Layout):
+            home = HOST if layout.home.in_file else layout.home
             sharding = jax.NamedSharding(mesh, spec, memory_kind=home.memory_kind)
             return jax.ShapeDtypeStruct(master.shape, row.dtype, sharding=sharding)
 
-        return jax.tree.map(one, self.plan.master[name], specs(self.engine.layouts.master)[name])
+        layouts = self.engine.layouts
+        return jax.tree.map(one, self.plan.master[name], specs(layouts.master)[name], layouts.grads[name])
 
     def planned_scalars(self):
         """The plan of `Update.scalars`."""
