@@ -431,6 +431,22 @@ def test_placements_change_no_bit():
     assert Small(4, **four, **ALL).train(batches) == Small(4, **four).train(batches)
 
 
+@pytest.mark.full
+@needs(4)
+def test_devices_whose_experts_have_no_token():
+    """Experts are sharded over four devices, each token is the same, so all choose the experts of three at most."""
+    eight = dataclasses.replace(SEVEN, num_experts=8, num_experts_per_tok=3)
+    same = np.full((1, 4, 16), 7, np.int32)
+    expected_loss, expected = engine_gradients(Small(config=eight), (same, same))
+    used = (np.abs(expected["blocks"]["mlp"]["w_down"]).max(axis=(2, 3)) > 0).reshape(-1, 4, 2)
+    assert (used.sum(axis=(1, 2)) == 3).all() and not used.any(axis=2).all()
+    loss, grads = engine_gradients(Small(4, config=eight, zero_level=3), (same, same))
+    assert loss == pytest.approx(expected_loss, rel=ORDER_OF_SUMS)
+    of_mlp = [x["blocks"]["mlp"] for x in (grads, expected)]  # attention's weights, over equal values, have none
+    assert worst_relative(*of_mlp) < ORDER_OF_SUMS
+    assert not np.abs(grads["blocks"]["mlp"]["w_down"][~used.reshape(-1, 8)]).any()
+
+
 def test_layers_with_experts_are_sharded_over_experts():
     """Where their number divides; else over their width, as any matrix."""
     eight = Small(4, config=dataclasses.replace(SEVEN, num_experts=8), zero_level=3)

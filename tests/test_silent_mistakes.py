@@ -1,4 +1,4 @@
-"""Mistakes that other trainers made without an error when they divided work over GPUs: a test for each.
+"""Mistakes that other trainers made without an error: when they divided work over GPUs, and with experts; a test each.
 
 Most are tests of one axis, in its file: TESTS names them. Here are those of all axes: their oracle is the plain model
 on one device, as in tests/test_engine.py.
@@ -75,6 +75,48 @@ TESTS = {  # mistake: tests that fail with it
         "test_verify_mutants.py::test_every_collective_of_a_row_is_needed",
     ),
 }  # fmt: skip
+OF_EXPERTS = {  # likewise; `MISTAKES` of test_experts.py and test_glm.py make some of them in our source
+    "softmax twice in the balance loss": ("test_experts.py::test_a_mistake_is_noticed",),
+    "a balance loss without a gradient, or with one that grows with the devices": (
+        "test_experts.py::test_a_mistake_is_noticed",
+        "test_experts.py::test_losses_of_routers_are_of_a_whole_step",
+    ),
+    "losses of routers in an evaluation": ("test_experts.py::test_statistics_are_sums_over_tokens_that_count",),
+    "padding is counted": (
+        "test_experts.py::test_a_mistake_is_noticed",
+        "test_experts.py::test_statistics_are_sums_over_tokens_that_count",
+    ),
+    "losses of routers of each microbatch": ("test_experts.py::test_losses_of_routers_are_of_a_whole_step",),
+    "recomputation chooses other experts": ("test_experts.py::test_recomputation_takes_the_experts_that_were_chosen",),
+    "counts doubled by recomputation": ("test_experts.py::test_statistics_are_sums_over_tokens_that_count",),
+    "a gradient norm without experts": ("test_experts.py::test_losses_of_routers_are_of_a_whole_step",),
+    "groups of rows that are not aligned": (
+        "test_experts.py::test_a_mistake_is_noticed",
+        "test_experts.py::test_blocks_have_room_however_choices_fall",
+    ),
+    "rows that nobody wrote": (
+        "test_experts.py::test_a_mistake_is_noticed",
+        "test_experts.py::test_every_choice_is_computed",
+    ),
+    "top-k before or after the softmax, renormalised or not": (
+        "test_experts.py::test_equals_transformers",
+        "test_experts.py::test_a_mistake_is_noticed",
+        "test_glm.py::test_a_mistake_is_noticed",
+    ),
+    "gate and up interleaved or stacked, clamp, alpha, biases": (
+        "test_experts.py::test_a_mistake_with_gpt_oss_is_noticed",
+        "test_sinks.py::test_clamped_swiglu_is_that_of_gpt_oss",
+    ),
+    "experts under the other layout of keys are left random": (
+        "test_experts.py::test_equals_transformers",
+        "test_experts.py::test_files_without_all_experts_are_refused",
+    ),
+    "adapters freeze experts without a word": ("test_expert_adapters.py::test_a_run_that_freezes_experts_says_so",),
+    "merging writes the base": ("test_expert_adapters.py::test_merging_adds_to_what_was_multiplied",),
+    "a collective waits for experts without a token": (
+        "test_experts.py::test_devices_whose_experts_have_no_token",
+    ),
+}  # fmt: skip
 
 TWO = dataclasses.replace(CONFIG, num_hidden_layers=2)
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -91,7 +133,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def test_each_mistake_has_its_tests():
     folder = Path(__file__).parent
-    for names in TESTS.values():
+    assert len(OF_EXPERTS) == 16
+    for names in (TESTS | OF_EXPERTS).values():
         for name in names:
             file, _, function = name.partition("::")
             assert re.search(rf"^def {function}\(", (folder / file).read_text(), re.MULTILINE), name
