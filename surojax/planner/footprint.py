@@ -182,7 +182,7 @@ def working_space(
     memory; they are gone when layers are updated. outer_grads: of the accumulators of outer layers.
     """
     engine = run.engine
-    in_head, in_layer, of_stages = _in_flight(run, batch, platform, segments, x_bytes)
+    in_layer, of_stages = _in_flight(run, batch, platform, segments, x_bytes)
     layer_state = max(segment.layer_state for segment in segments)
     if engine.overlap_update and not engine.table.in_files:
         # Layers in flight: one on its way back, one updated, one to update, one on its way to the device. The factors
@@ -194,14 +194,13 @@ def working_space(
     else:
         update = _update_bytes(run, layer_state) - kept_bytes
     block = _block_backward(run, platform, segments)
-    return max(block + in_layer, _head(run, batch, platform) + in_head, update) + 2 * x_bytes + of_stages
+    return max(block + in_layer, _head(run, batch, platform), update) + 2 * x_bytes + of_stages
 
 
 def _in_flight(
     run: Assembly, batch: BatchShape, platform: str, segments: list[SegmentBytes], x_bytes: int
-) -> tuple[int, int, int]:
-    """Bytes on their way while the head computes, while a layer does, and at any time between stages, by the lanes of
-    the backward pass.
+) -> tuple[int, int]:
+    """Bytes on their way while a layer computes, and at any time between stages, by the lanes of the backward pass.
 
     A lane has a layer for each stage of its way: weights read ahead, gradients written late, residuals read ahead.
     """
@@ -214,9 +213,8 @@ def _in_flight(
     # The loops over layers of each segment, and there of each pattern (step/stage_layers.py); a stage runs one pattern.
     loops = [[runs(pattern) for pattern in sizes.patterns(run, segment).patterns] for segment in run.model.segments]
     all_loops = [loop for of_segment in loops for of_pattern in of_segment for loop in of_pattern]
-    head = layer = 0
+    layer = 0
     if weights.ahead:
-        head += fetched
         # This layer and the next; every other loop has prefetched weights of its own.
         number = sum(max(map(len, of_segment)) for of_segment in loops) + bool(table.weights.resident)
         # Of layers further ahead, shards that are still to be gathered.
@@ -235,11 +233,8 @@ def _in_flight(
         # Accumulators of the previous layer, and of the last layer of every other segment. Those of this layer that
         # come to the device take their place, or that of gradients before they are reduced.
         layer += sum(of_layer)
-        if batch.microbatches > group:  # while the head computes: those of the previous microbatch
-            head += sum(of_layer)
+        if batch.microbatches > group:
             layer += max(of_layer) * table.grads.sharded
-    elif group > 1:
-        layer += max(of_layer)  # sums between the microbatches of a group
     if residuals.ahead:
         # Of this layer and of the next, of each microbatch of a group. The input of a recomputed block takes the place
         # of the one before it. If a block is not recomputed, `saved` includes those of a microbatch.
@@ -254,7 +249,7 @@ def _in_flight(
             of_stages += len(first_layers) * (
                 weights.ahead * fetched // (shards(run.mesh) if table.weights.sharded else 1)
             )
-    return head, layer, of_stages
+    return layer, of_stages
 
 
 def _head(run: Assembly, batch: BatchShape, platform: str) -> int:
@@ -278,14 +273,12 @@ def _block_backward(run: Assembly, platform: str, segments: list[SegmentBytes]) 
     """
     table = run.engine.table
     gradients = max(segment.gradients for segment in segments)
-    exchanged = {"reduce_scatter": 0, "all_to_all": 2 * gradients, "int8": gradients}[table.reduce]
-    exchanged = exchanged if shards(run.mesh) > 1 else 0  # gradients of a layer, sent and received
     recompute_factor = (2 if platform == "cpu" else 1.1) if run.engine.recompute_block else 1
     values = max(segment.values(recompute_factor) for segment in segments)
     if platform == "cpu":
         return values + max(segment.weights for segment in segments) + gradients
     # The layer's weights are freed by then. A gradient is freed when it is reduced, or added to sums on the device.
-    return max(values, gradients // (2 if table.grads.sharded or table.grads.home.streamed else 1), exchanged)
+    return max(values, gradients // (2 if table.grads.sharded or table.grads.home.streamed else 1))
 
 
 def _update_bytes(run: Assembly, layer_state: int) -> int:

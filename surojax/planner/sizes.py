@@ -173,17 +173,15 @@ class SegmentBytes(NamedTuple):
     saved: int  # residuals of one layer if nothing is recomputed
     attention: int  # what attention needs besides in the backward pass of one layer
     scores: int  # attention scores, which are part of that; 0: flash attention
-    # With chunks of the sequence: keys and values of all of it, less its input, which is changed in place. In a
-    # tensor-parallel group also a whole chunk's term of the input's gradient, before it is reduce-scattered.
+    # With chunks of the sequence: keys and values of all of it, less its input, which is changed in place.
     sequence: int
-    sums: int  # with chunks: gradients of keys and values, their float32 sums, and the copy that a chunk reads
     layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
     grads: int  # gradient accumulators of all layers
     activations: int  # residuals of all layers
 
     def values(self, recompute_factor: float) -> int:
-        """Bytes of values while a block is differentiated. With chunks, the MLP's and the attention's come in turn."""
-        return max(int(recompute_factor * self.saved) + self.attention, self.sums) + self.sequence
+        """Bytes of values while a block is differentiated."""
+        return int(recompute_factor * self.saved) + self.attention + self.sequence
 
 
 def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
@@ -210,8 +208,6 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     number = x.dtype.itemsize
     keys = max(segment.heads.key_value, devices_per_sequence(run.mesh))  # devices that share a head have it each
     numbers = 2 * B * S * keys * segment.heads.channels  # of keys and values
-    tensor = tensor_parallel(run.mesh)
-    of_group = tensor * size(chunk) if tensor > 1 else 0
     kept = size(x) if engine.recompute_block else saved
     grads = sum(stored for _, stored in accumulators(run, segment))
     state = run.plan.master[segment.name], run.plan.moments[segment.name]
@@ -223,8 +219,7 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
         saved=of_chunk.saved,
         attention=of_chunk.attention,
         scores=of_chunk.scores,
-        sequence=number * numbers - size(x) + of_group if chunks > 1 else 0,
-        sums=(4 + 3 * number) * numbers if chunks > 1 else 0,
+        sequence=number * numbers - size(x) if chunks > 1 else 0,
         layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
         grads=grads,
         activations=layers * kept,
