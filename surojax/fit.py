@@ -111,14 +111,10 @@ def axes(layout: dict) -> str:
 def _cells(row: Trial, gpus: int, number: str) -> str:
     """A row of the table."""
     rate = row.tokens / row.seconds
-    cells = f"  {number:>2} {rate:>9,.0f} {gpus * rate:>9,.0f} {_ms(row.seconds):>8} {_ms(row.estimate.seconds):>10}"
+    predicted, estimated = map(milliseconds, (row.seconds, row.estimate.seconds))
+    cells = f"  {number:>2} {rate:>9,.0f} {gpus * rate:>9,.0f} {predicted:>8} {estimated:>10}"
     cells += f" {row.need.device / GiB:>8.1f} {row.estimate.need.device / GiB:>10.1f} {row.need.host / GiB:>7.1f}"
     return cells + f" {row.estimate.need.files / GiB:>7.1f}  {waits_for(row)}"
-
-
-def _ms(seconds: float) -> str:
-    """Milliseconds as text, with one decimal below 100."""
-    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1}f}"
 
 
 def waits_for(row: Trial) -> str:
@@ -165,7 +161,7 @@ def describe(row: Trial, result: FitResult, base: str, file: Path) -> str:
         "",
         f"    surojax train --config {file}",
         "",
-        f"{needs}; {what} {_ms(row.seconds)} ms a step, {row.tokens / row.seconds:,.0f} tokens/s per GPU.",
+        f"{needs}; {what} {milliseconds(row.seconds)} ms a step, {row.tokens / row.seconds:,.0f} tokens/s per GPU.",
     ]
     if device > footprint.DEFAULT_POOL * GPUS[result.gpu].memory_bytes:
         lines.append(f"Set {footprint.POOL_SETTING} in the environment: JAX takes {footprint.DEFAULT_POOL} by itself.")

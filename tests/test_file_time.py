@@ -23,7 +23,7 @@ ONE = Disks(read=1e9, write=0.5e9)
 def a_second_each(monkeypatch):
     """Every program takes a second."""
     monkeypatch.setattr(
-        file_time, "simulate", lambda _: Timeline(1.0, {"product": 0.9}, {("loop", "host in"): 0.1}, {}, [])
+        file_time, "simulate", lambda _: Timeline(1.0, {"product": 0.9}, {("loop", "host in"): 0.1}, [])
     )
 
 

@@ -122,7 +122,7 @@ def test_the_time_line_has_the_events_of_the_trace(estimated):
         exposed_by_loop_s={"forward": {"gather": 1e-3}},
         step_at_ends_s={"link": [2e-3, 4e-3]},
     )
-    page = parsed(plan_page.page(p, "surojax plan '<x>'", trace(Timeline(3e-3, {}, {}, {}, events), "a step")))
+    page = parsed(plan_page.page(p, "surojax plan '<x>'", trace(Timeline(3e-3, {}, {}, events), "a step")))
     line = json.loads(page.scripts["events"])
     read = [
         (line["rows"][e[0]], line["kinds"][e[1]], line["names"][e[2]], line["loops"][e[3]], *e[4:])

@@ -216,7 +216,7 @@ def test_collectives_take_multiprocessors_and_share_a_link_of_pci_express():
 def test_loops_run_as_often_as_they_say():
     """A second of copying and one of a product in each iteration; all that is exposed is booked to the loop's scope."""
     found = simulated(program(body=(READ, END, f"  %y {Y}"), trips=40))
-    assert found.seconds == pytest.approx(80) and found.loops == {"backward": pytest.approx(80)}
+    assert found.seconds == pytest.approx(80)
     assert found.exposed == {("backward", HOST_IN): pytest.approx(40)}
     whole = simulated(program(body=(READ, END, f"  %y {Y}"), trips=40), most=1000)
     assert whole.seconds == pytest.approx(found.seconds) and whole.busy == pytest.approx(found.busy)

@@ -15,14 +15,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-import jax
-
 from surojax.errors import ConfigError
 from surojax.planner import costs
 from surojax.planner.costs import HOST_IN, ProgramOnGpu
 from surojax.planner.gpus import GB, Gpu
 from surojax.planner.hlo import Module
 from surojax.planner.rates import ASSUMED, DISKS, HERE, SHEET, Span
+from surojax.planner.sizes import size
 from surojax.planner.timeline import Timeline, simulate
 from surojax.step.step_parts import Program
 
@@ -88,11 +87,6 @@ def moved(parts: Sequence[Program]) -> tuple[int, int]:
     return sum(part.times * part.read for part in parts), sum(part.times * part.written for part in parts)
 
 
-def _bytes(rounds) -> int:
-    """Bytes of planned rounds, where each is once, whatever the number of devices."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(rounds))
-
-
 @dataclasses.dataclass(frozen=True)
 class SimulatedStep:
     """A step on a mesh, of one program, or with files of several.
@@ -123,7 +117,7 @@ class SimulatedStep:
             return simulated[0]
         busy = collections.defaultdict[str, float](float)
         exposed = collections.defaultdict[tuple[str, str], float](float)
-        passes: dict[str, float] = {}
+        seconds = 0.0
         link = gpu.pcie_bandwidth * gpu.rates.host
         gpus = math.prod(self.mesh_shape.values())
         for name in dict.fromkeys(part.name for part in self.parts):
@@ -136,7 +130,7 @@ class SimulatedStep:
                 of_layer = self.disks.seconds(read, written, end)
                 programs += part.times * of_program.seconds
                 on_disk += part.times * of_layer
-                put += part.times * _bytes(part.put) / gpus / link
+                put += part.times * size(part.put) / gpus / link
                 ends = max(ends, self.disks.seconds(0.0, written, end) if name == UPDATE else of_layer)
                 for kind, s in of_program.busy.items():
                     busy[kind] += part.times * s
@@ -146,8 +140,8 @@ class SimulatedStep:
             exposed[label, DISKS if on_disk >= put else HOST_IN] += longest - programs
             exposed[label, DISKS] += ends
             busy[DISKS] += on_disk
-            passes[name] = longest + ends
-        return Timeline(sum(passes.values()), dict(busy), dict(exposed), passes, [])
+            seconds += longest + ends
+        return Timeline(seconds, dict(busy), dict(exposed), [])
 
     def at_disk_ends(self, gpu: Gpu) -> dict[str, list[float]]:
         """Seconds with the disks at their ends, as `prediction.at_ends` returns them; empty without files."""

@@ -57,7 +57,6 @@ class Timeline:
     seconds: float
     busy: dict[str, float]  # by kind of work
     exposed: dict[tuple[str, str], float]  # by (label of the loop, kind of transfer)
-    loops: dict[str, float]  # by label, with the loops inside
     events: list[TimelineEvent]  # empty if not asked for
 
 
@@ -126,7 +125,6 @@ class Machine:
     def run_loop(self, loop: Loop) -> None:
         """Runs a loop. Iterations after `most` are like the last of those; a part of one takes a part of its time."""
         self.labels.append(loop.label)
-        begin = self.time
         whole = self.events is not None and not loop.has_loops
         simulated = math.ceil(loop.trips) if whole else min(math.ceil(loop.trips), self.most)
         before = (0.0, {})
@@ -144,7 +142,6 @@ class Machine:
             self.record(f"{others} more iterations", "not simulated", MAIN, self.time, self.time + skipped)
             self.time += skipped
         self.labels.pop()
-        self.totals["loop", loop.label] += self.time - begin
 
     def wait(self, step: Wait) -> None:
         """Waits for a work that was started."""
@@ -241,9 +238,6 @@ class Machine:
 
     def timeline(self) -> Timeline:
         """What was simulated."""
-
-        def of(what: str) -> dict:
-            found = {key[1:]: total for key, total in self.totals.items() if key[0] == what}
-            return {key if what == "exposed" else key[0]: total for key, total in found.items()}
-
-        return Timeline(self.time, of("busy"), of("exposed"), of("loop"), self.events or [])
+        busy = {key[1]: total for key, total in self.totals.items() if key[0] == "busy"}
+        exposed = {(key[1], key[2]): total for key, total in self.totals.items() if key[0] == "exposed"}
+        return Timeline(self.time, busy, exposed, self.events or [])

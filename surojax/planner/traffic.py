@@ -469,10 +469,7 @@ def device_traffic(run: Assembly, batch: BatchShape) -> int:
     trained = sum(t.size for t in sizes.blocks(run, trained=True)) / (n if table.grads.sharded else 1)
     weights = k * ((3 if engine.recompute_block else 2) * of_blocks + 3 * work * of_outer)
     gradients = 2 * k * itemsize(run, "grads") * trained
-    state = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves((run.plan.master, run.plan.moments))
-    )
+    state = sum(map(leaf_bytes, jax.tree.leaves((run.plan.master, run.plan.moments))))
     tokens = batch.tokens // devices_per_sequence(run.mesh)
     residuals = 2 * k * sizes.layers_of(run) * tokens * run.model.hidden_size * work
     return round(weights + gradients + 2 * state + residuals)
