@@ -1,19 +1,25 @@
 """The predicted time of a step with files: of programs that overlap with what their layers read and write."""
 
+import math
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from small import quick_at
 
+from surojax.config import flags
 from surojax.errors import ConfigError
-from surojax.planner import file_time
+from surojax.planner import file_time, footprint, traffic
 from surojax.planner.file_time import Disks, SimulatedStep
 from surojax.planner.gpus import GPUS
 from surojax.planner.rates import DISKS
 from surojax.planner.timeline import Timeline
+from surojax.planner.traffic import batch_of
 from surojax.step.step_parts import Program
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 GPU = GPUS["rtx4090"]
 GIGABYTE = 10**9
 ONE = Disks(read=1e9, write=0.5e9)
@@ -77,3 +83,35 @@ def test_the_option():
 def test_the_endurance_of_a_drive():
     assert file_time.wear(1.2e12).startswith("1,200.0 GB written to files a step: 1,200 TB")
     assert file_time.wear(1.2e12).endswith("after 1,000 steps") and "nothing" in file_time.wear(0)
+
+
+FP32 = {"opt_m_dtype": "float32", "opt_v_dtype": "float32"}
+BF16_MASTER = {"master_dtype": "bfloat16"}
+# Bytes that a block's parameter is read and written a step: of master weights and moments 12, 6 or 4, and 2 each of
+# gradients and work weights. Master and work weights in bfloat16 are the same numbers, written twice all the same.
+DISK_BYTES = [
+    ("llama7b", FP32, 16),
+    ("llama70b", FP32, 16),
+    ("qwen32b", FP32, 16),
+    ("llama405b", FP32, 16),
+    ("llama70b", BF16_MASTER, 10),
+    ("llama70b", BF16_MASTER | {"optimizer": "adamw8bit"}, 8),
+]
+
+
+@pytest.mark.parametrize("name, numbers, expected", quick_at(DISK_BYTES, 0))
+def test_bytes_that_disks_move_are_those_of_the_textbook(name, numbers, expected):
+    """State, gradients and weights in files, updated under the next forward pass: weights are read backward only."""
+    c = flags.load(str(CONFIGS / f"{name}.py"))
+    classes = ("offload_optimizer", "offload_master", "offload_grads", "offload_weights")
+    c.update(dict.fromkeys(classes, "nvme") | {"nvme_path": "FOLDER", "overlap_update": True, "gpus": 1} | numbers)
+    c.update({"offload_residual": True, "zero_level": 1, "shard_outer": False, "accum_dtype": "bfloat16"})
+    c.update({"opt_m_dtype": "bfloat16", "opt_v_dtype": "bfloat16"} | numbers | {"gradient_accumulation_steps": 4})
+    run = footprint.assembly(c)
+    parameters = sum(
+        math.prod(p.shape) * segment.num_layers
+        for segment in run.model.segments
+        for p in jax.tree.leaves(segment.params)
+    )
+    moved = traffic.file_bytes(run, batch_of(c), footprint.by_class(run, batch_of(c), "gpu"))
+    assert moved == pytest.approx((expected * parameters,) * 2, rel=0.02)
