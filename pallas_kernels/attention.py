@@ -39,12 +39,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mosaic
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, tiles
 from pallas_kernels.dispatch import Implementation, need
 from pallas_kernels.manual_axes import mark_varying, varying_axes
+from pallas_kernels.mma import ROWS, WITHOUT_BARRIERS, Products
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 f32 = jnp.float32
 i32 = jnp.int32
 HALF = (jnp.bfloat16, jnp.float16)
-ROWS = 64  # of a program's tile: 16 for each of its four warps
 COLUMNS = 32  # of the tiles that it goes through
 HIDDEN = -1e30  # the score of a key that is not seen; finite, so that a tile without any key leaves no NaN
 LARGEST_HEAD = 128  # with more channels the two gradients of a tile of keys do not fit into registers
@@ -130,69 +128,6 @@ def reference(q, k, v, starts, rule: Rule, sinks=None) -> jax.Array:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-class Products:
-    """Matrix products of tiles in registers by the instruction that every GPU since sm_80 has (mma.sync).
-
-    A product's result has the layout `sums`, its operands have layouts of their own. Pallas' interpreter has neither
-    these layouts nor the instruction, and computes the same in float32.
-    """
-
-    def __init__(self, dtype, interpret: bool):
-        self.dtype = dtype
-        self.interpret = interpret
-        self.left = plgpu.Layout.MMA_LHS(dtype)
-        self.right = plgpu.Layout.MMA_RHS(dtype)
-        self.sums = plgpu.Layout.MMA_ACC(dtype)
-
-    def filled(self, value: float, *shape: int) -> jax.Array:
-        """A float32 tile `[rows, columns]`, or a vector `[rows]`, of one value."""
-        layout = self.sums if len(shape) == 2 else self.sums.reduce(1)
-        x = jnp.full(shape, value, f32)
-        return x if self.interpret else plgpu.layout_cast(x, layout)
-
-    def index(self, shape: tuple[int, int], axis: int) -> jax.Array:
-        """Indices along an axis of a tile, int32."""
-        if self.interpret:
-            return jax.lax.broadcasted_iota(i32, shape, axis)
-        return plgpu.broadcasted_iota(i32, shape, axis, layout=self.sums)
-
-    def rows(self, ref, at) -> jax.Array:
-        """The tile ref[at] `[rows, summed]` as a left operand."""
-        return tiles.load(ref, at, self.left)
-
-    def columns(self, ref, at) -> jax.Array:
-        """The tile ref[at] `[columns, summed]` as a right operand `[summed, columns]`."""
-        if self.interpret:
-            return ref[at].T
-        return plgpu.load(ref.at[at].transpose((1, 0)), layout=self.right, optimized=False)
-
-    def vector(self, ref, at, axis: int) -> jax.Array:
-        """A vector with a value for each row (axis 0) or column (axis 1) of a tile."""
-        return tiles.load(ref, at, self.sums.reduce(1 - axis))
-
-    def plus(self, total, left, right) -> jax.Array:
-        """total + left @ right, float32."""
-        if self.interpret:
-            return total + jnp.dot(left.astype(f32), right.astype(f32))
-        return plgpu.mma(total, left, right)
-
-    def operand(self, x) -> jax.Array:
-        """A result of a product, rounded, as a left operand. Each thread has the same numbers in the same order."""
-        x = x.astype(self.dtype)
-        if self.interpret:
-            return x
-
-        @plgpu.inline_mgpu(
-            arg_types=(self.sums,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=self.left)
-        )
-        def as_left(_, array):
-            layout = self.left.to_mgpu()
-            registers = array.registers.reshape(layout.registers_shape(array.shape))
-            return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=array.is_signed)
-
-        return as_left(x)  # pyright: ignore[reportCallIssue]
-
-
 def _over(vector, like, axis: int) -> jax.Array:
     """A vector repeated to the shape of a tile, whose dimension `axis` it has."""
     return jax.lax.broadcast_in_dim(vector, like.shape, (axis,))
@@ -214,11 +149,7 @@ def _launch(kernel, operands, out, grid, interpret: bool):
         grid=grid,
         names=("tile", "head", "row"),
         interpret=interpret,
-        # Nothing is passed between threads, and no kernel reads what it has written. Layouts of products are only
-        # accepted as they are by the semantics of single lanes.
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=WITHOUT_BARRIERS,
     )
 
 

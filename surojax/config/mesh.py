@@ -2,7 +2,7 @@
 
 import math
 
-from pallas_kernels.attention import ROWS
+from pallas_kernels.mma import ROWS
 from surojax.config.fields import Config, gpus_per_sequence, head_dim, tokens_of_piece
 from surojax.errors import need
 from surojax.families.registry import ARCHITECTURES

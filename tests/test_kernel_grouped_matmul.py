@@ -1,0 +1,69 @@
+"""Grouped products: in Pallas' interpreter against a loop over experts, and in a model against the scan over blocks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import KERNEL, normal, quick_at
+
+from pallas_kernels import dispatch
+from pallas_kernels.grouped_matmul import fits, grouped_matmul
+from pallas_kernels.mma import ROWS
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+
+CASES = [
+    ((1, 0, 2, 1), 64, 96),  # tiles of rows of each expert; an expert without any; a tile of columns that overlaps
+    ((0, 1, 0), 80, 64),  # a first and a last expert without rows; 80 inputs are 5 x 16
+    ((2,), 208, 144),
+    ((0, 3, 1), 128, 256),
+]
+
+
+def by_loop(x, w, dy, tiles):
+    """(y, dx, dw), float32, expert by expert."""
+    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+    ends = ROWS * np.cumsum(tiles)
+    parts = [slice(end - ROWS * n, end) for n, end in zip(tiles, ends, strict=True)]
+    y = np.concatenate([x[rows] @ w[e].T for e, rows in enumerate(parts)])
+    dx = np.concatenate([dy[rows] @ w[e] for e, rows in enumerate(parts)])
+    return y, dx, np.stack([dy[rows].T @ x[rows] for rows in parts])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles, outputs, inputs", quick_at(CASES, 0, 1))
+def test_kernel(tiles, outputs, inputs):
+    x, w, dy = (
+        normal(i, shape, bf16)
+        for i, shape in enumerate(
+            [(ROWS * sum(tiles), inputs), (len(tiles), outputs, inputs), (ROWS * sum(tiles), outputs)]
+        )
+    )
+    experts = jnp.asarray(np.repeat(np.arange(len(tiles)), tiles), jnp.int32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(how):
+        y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, experts, **dict(how)), x, w)
+        return y, *vjp(dy)
+
+    expected = by_loop(x, w, dy, tiles)
+    for how in (KERNEL, {"implementation": "xla"}):
+        for got, want in zip(run(tuple(how.items())), expected, strict=True):
+            # Sums in float32, rounded to bfloat16 once.
+            assert got.dtype == bf16 and got.shape == want.shape
+            np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-5 * np.abs(want).max())
+        _, _, dw = run(tuple(how.items()))
+        assert all(not np.any(np.asarray(dw[e])) for e, n in enumerate(tiles) if not n)
+
+
+def test_sizes_that_the_kernels_take():
+    assert fits(bf16, 64, 80) and not fits(f32, 64, 64) and not fits(bf16, 48, 64) and not fits(bf16, 64, 72)
+    x, w, experts = jnp.zeros((ROWS, 48), bf16), jnp.zeros((2, 64, 48), bf16), jnp.zeros(1, jnp.int32)
+    with pytest.raises(dispatch.Unserved, match=r"grouped_matmul: expected 16-bit matrices .*got bfloat16 \(64, 48\)"):
+        grouped_matmul(x, w, experts, implementation="mosaic")
+    with pytest.raises(ValueError, match=r"grouped_matmul: x: expected \[R, K\], R a multiple of 64"):
+        grouped_matmul(x[:10], w, experts)
+    with pytest.raises(ValueError, match="grouped_matmul: experts: expected int32"):
+        grouped_matmul(x, w, jnp.zeros(2, jnp.int32))
