@@ -122,7 +122,8 @@ def launch(
     run = plgpu.kernel(
         kernel, out_type=out, grid=grid, grid_names=names, compiler_params=params, interpret=mode, **more
     )
-    results = run(*(refs.get(i, x) for i, x in enumerate(operands)))
+    with jax.named_scope(op):
+        results = run(*(refs.get(i, x) for i, x in enumerate(operands)))
     if refs:
         results = [*(ref[...] for ref in refs.values()), *(results or ())]
     # jax 0.12's `plgpu.kernel` drops the axes of out_type.

@@ -150,7 +150,7 @@ def grouped_matmul(
     at least ROWS.
     """
     op = "grouped_matmul"
-    need(x.ndim == 2 and len(x) and len(x) % ROWS == 0, op, "x", f"[R, K], R a multiple of {ROWS}, not 0", x.shape)
+    need(x.ndim == 2 and len(x) > 0 and len(x) % ROWS == 0, op, "x", f"[R, K], R a multiple of {ROWS}, not 0", x.shape)
     need(w.ndim == 3 and w.shape[2] == x.shape[1], op, "w", ("E", "N", x.shape[1]), w.shape)
     need(w.dtype == x.dtype, op, "dtype of w", x.dtype, w.dtype)
     shaped = experts.shape == (len(x) // ROWS,) and experts.dtype == i32

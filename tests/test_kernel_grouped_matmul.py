@@ -1,16 +1,23 @@
 """Grouped products: in Pallas' interpreter against a loop over experts, and in a model against the scan over blocks."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import KERNEL, normal, quick_at
+from flax import nnx
+from small import CONFIG, KERNEL, normal, quick_at
 
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import fits, grouped_matmul
 from pallas_kernels.mma import ROWS
+from surojax.models import experts
+from surojax.models.model import Compute
+from surojax.models.operations import Operations
+from surojax.numerics.recipes import Precision
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 
@@ -41,11 +48,11 @@ def test_kernel(tiles, outputs, inputs):
             [(ROWS * sum(tiles), inputs), (len(tiles), outputs, inputs), (ROWS * sum(tiles), outputs)]
         )
     )
-    experts = jnp.asarray(np.repeat(np.arange(len(tiles)), tiles), jnp.int32)
+    of_tiles = jnp.asarray(np.repeat(np.arange(len(tiles)), tiles), jnp.int32)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(how):
-        y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, experts, **dict(how)), x, w)
+        y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, of_tiles, **dict(how)), x, w)
         return y, *vjp(dy)
 
     expected = by_loop(x, w, dy, tiles)
@@ -60,10 +67,47 @@ def test_kernel(tiles, outputs, inputs):
 
 def test_sizes_that_the_kernels_take():
     assert fits(bf16, 64, 80) and not fits(f32, 64, 64) and not fits(bf16, 48, 64) and not fits(bf16, 64, 72)
-    x, w, experts = jnp.zeros((ROWS, 48), bf16), jnp.zeros((2, 64, 48), bf16), jnp.zeros(1, jnp.int32)
+    x, w, of_tiles = jnp.zeros((ROWS, 48), bf16), jnp.zeros((2, 64, 48), bf16), jnp.zeros(1, jnp.int32)
     with pytest.raises(dispatch.Unserved, match=r"grouped_matmul: expected 16-bit matrices .*got bfloat16 \(64, 48\)"):
-        grouped_matmul(x, w, experts, implementation="mosaic")
+        grouped_matmul(x, w, of_tiles, implementation="mosaic")
     with pytest.raises(ValueError, match=r"grouped_matmul: x: expected \[R, K\], R a multiple of 64"):
-        grouped_matmul(x[:10], w, experts)
+        grouped_matmul(x[:10], w, of_tiles)
     with pytest.raises(ValueError, match="grouped_matmul: experts: expected int32"):
         grouped_matmul(x, w, jnp.zeros(2, jnp.int32))
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_experts_by_the_kernel(monkeypatch, biases):
+    """The layer's result and all gradients are as near to float32's as the scan's; an unused expert has zeros."""
+    monkeypatch.setattr(experts, "recomputed", lambda f: f)  # which cannot compute again what Pallas interprets
+    monkeypatch.setattr(experts, "grouped_matmul", functools.partial(grouped_matmul, interpret=KERNEL["interpret"]))
+    sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 80, "num_experts": 5, "num_experts_per_tok": 2}
+    if biases:
+        sizes |= {"expert_bias": True, "hidden_act": "clamped_swiglu"}
+    layer = experts.Experts(dataclasses.replace(CONFIG, **sizes), rngs=nnx.Rngs(0))
+    graph, params = nnx.split(layer)
+    params = jax.tree.map(lambda w: normal(w.size, w.shape, bf16) / 8, params)
+    x = normal(1, (2, 50, 64), bf16)
+    weights = jax.nn.softmax(normal(2, (2, 50, 2), f32))
+    chosen = jnp.asarray(np.random.default_rng(0).permuted(np.tile([0, 1, 2, 4], (100, 1)), axis=1))[:, :2]
+    chosen = chosen.reshape(2, 50, 2).astype(jnp.int32)
+
+    def run(kernels: str, dtype):
+        ops = Operations(Compute(precision=Precision(kernels=kernels)))
+
+        def mixed(params, x, weights):
+            return nnx.merge(graph, params).mix(x, chosen, weights, ops)
+
+        with jax.default_matmul_precision("float32"):
+            y, vjp = jax.vjp(mixed, *jax.tree.map(lambda a: a.astype(dtype), (params, x)), weights)
+            return jax.tree.map(
+                lambda a: np.asarray(a, np.float32),
+                (y, vjp(jnp.sin(jnp.arange(y.size)).reshape(y.shape).astype(dtype))),
+            )
+
+    expected, scanned, found = run("xla", f32), run("xla", bf16), run("mosaic", bf16)
+    for want, scan, got in zip(*map(jax.tree.leaves, (expected, scanned, found)), strict=True):
+        far = np.abs(want).max()
+        assert np.abs(got - want).max() <= max(1.5 * np.abs(scan - want).max(), 1e-6 * far)
+        if want.ndim == 3 and len(want) == 5:
+            assert not got[3].any() and got[2].any()

@@ -32,8 +32,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.manual_axes import mark_varying, varying_axes
-from surojax.models.grouped import blocks_of, sum_of_experts
+from pallas_kernels.mma import ROWS
+from surojax.models.grouped import blocks_of, rows_of_choices, sum_of_experts, sum_of_rows
 from surojax.models.layers import ADAPTER, SwiGLU, parameter, vector
 from surojax.models.linear import router_product
 from surojax.models.linear_fp8 import whole_input
@@ -179,7 +181,11 @@ class Experts(nnx.Module):
         biases = {name: getattr(self, name) for name in ("b_gate", "b_up") if self.config.expert_bias}
         adapters = {name: adapter for name in matrices if (adapter := getattr(self, name + ADAPTER, None))}
 
-        def mlp(trained, fixed, x_RD, weight_R, number):
+        def mlp(product, x_RD, weight_R):
+            h_RF = gated(product(x_RD, "w_gate"), product(x_RD, "w_up"), self.config.hidden_act)
+            return product((h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype), "w_down")
+
+        def mlp_of_block(trained, fixed, x_RD, weight_R, number):
             w = fixed | trained
             of_block = ops.of_block(number)
 
@@ -191,19 +197,32 @@ class Experts(nnx.Module):
                 bias = w.get(name.replace("w_", "b_"))
                 return y if bias is None else y + bias[None]
 
-            h_RF = gated(product(x_RD, "w_gate"), product(x_RD, "w_up"), self.config.hidden_act)
-            h_RF = (h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype)
-            return product(h_RF, "w_down")
+            return mlp(product, x_RD, weight_R)
 
         arrays: Any = {name: array[...] for name, array in (matrices | biases).items()}
         factors: Any = {name + ADAPTER: (adapter.a[...], adapter.b[...]) for name, adapter in adapters.items()}
         # Devices with other tokens, or with other parts of the width: reverse mode sums gradients over them.
         axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((x_BSD, arrays, factors))))
         arrays, factors = jax.tree.map(lambda w: mark_varying(w, axes), (arrays, factors))
-        trained, fixed = (factors, arrays) if ops.frozen else (arrays | factors, {})
-        x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-        blocks = blocks_of(chosen_BSk.reshape(-1, k), self.config.num_experts)
-        y_ND = sum_of_experts(mlp, trained, fixed, x_ND, weights_BSk.reshape(-1, k), blocks)
+        x_ND, weights_Nk = x_BSD.reshape(-1, x_BSD.shape[-1]), weights_BSk.reshape(-1, k)
+        chosen_Nk = chosen_BSk.reshape(-1, k)
+        E = self.config.num_experts
+        if not adapters and ops.groups_products(arrays["w_gate"]):
+            blocks = blocks_of(chosen_Nk, E, ROWS)
+
+            def all_rows(x_ND, weights_Nk, arrays):
+                def product(x, name):
+                    y = grouped_matmul(x, arrays[name], blocks.expert_M, **ops.kernel_options)
+                    bias = arrays.get(name.replace("w_", "b_"))
+                    return y if bias is None else y + jnp.repeat(bias[blocks.expert_M], ROWS, axis=0)
+
+                return sum_of_rows(mlp(product, *rows_of_choices(x_ND, weights_Nk, blocks)), blocks)
+
+            y_ND = recomputed(all_rows)(x_ND, weights_Nk, arrays)
+        else:
+            blocks = blocks_of(chosen_Nk, E)
+            trained, fixed = (factors, arrays) if ops.frozen else (arrays | factors, {})
+            y_ND = sum_of_experts(mlp_of_block, trained, fixed, x_ND, weights_Nk, blocks)
         return y_ND.reshape(x_BSD.shape)
 
 

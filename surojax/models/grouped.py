@@ -14,13 +14,15 @@ Shape suffixes: N tokens, k choices of a token, C = N k choices, E experts, M bl
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import grouped_matmul
 from pallas_kernels.manual_axes import mark_varying, varying_axes
+from surojax.numerics.recipes import Precision
 
 # Rows. A GPU copies an expert's matrices before a block multiplies them, so that larger blocks are faster, though more
 # of their rows are empty: Qwen3-30B-A3B in NF4 on an RTX 4090, 16,384 tokens a step, with at most 128 rows 1,081
@@ -52,11 +54,21 @@ def number_of_blocks(choices: int, experts: int, rows: int) -> int:
     return (choices + chosen * (rows - 1)) // rows
 
 
-def blocks_of(experts_Nk: jax.Array, experts: int) -> Blocks:
-    """The blocks of these choices, numbers of experts."""
+def by_kernel(precision: Precision, recipe_enabled: bool, dtype, shape: Sequence[int]) -> bool:
+    """True if a GPU's kernel takes the products of all experts' rows, instead of a scan over blocks.
+
+    dtype, shape `[E, out, in]`: of the matrices, without adapters; the kernel takes transposed ones too.
+    """
+    has_numbers = precision.matmul_dtype or precision.gradient_dtype
+    has_numbers = has_numbers or (precision.recipe != "bf16" and recipe_enabled)
+    return precision.kernels != "xla" and not has_numbers and grouped_matmul.fits(dtype, *shape[1:])
+
+
+def blocks_of(experts_Nk: jax.Array, experts: int, rows: int = 0) -> Blocks:
+    """The blocks of these choices, numbers of experts. rows: of a block; 0: `rows_of_block`."""
     expert_C = experts_Nk.reshape(-1).astype(jnp.int32)
     C = expert_C.size
-    R = rows_of_block(C, experts)
+    R = rows or rows_of_block(C, experts)
     M = number_of_blocks(C, experts, R)
     order_C = jnp.argsort(expert_C, stable=True)
     counts_E = jnp.sum(jax.nn.one_hot(expert_C, experts, dtype=jnp.int32), axis=0)
@@ -134,6 +146,36 @@ def _backward(mlp, saved, dy_ND: jax.Array):
 
 
 sum_of_experts.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def rows_of_choices(x_ND: jax.Array, weights_Nk: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+    """(activations `[M R, D]`, float32 weights `[M R]`) of all blocks; zeros in rows that pad one."""
+    return _rows(x_ND, weights_Nk, blocks.choice_MR.reshape(-1))
+
+
+def _rows_backward(place_Nk, cotangents):
+    dx_rows, d_weight_rows = cotangents
+    return _sum_of_choices(dx_rows, place_Nk), d_weight_rows[place_Nk], None
+
+
+rows_of_choices.defvjp(
+    lambda x, weights, blocks: (rows_of_choices(x, weights, blocks), blocks.place_Nk), _rows_backward
+)
+
+
+@jax.custom_vjp
+def sum_of_rows(y_rows: jax.Array, blocks: Blocks) -> jax.Array:
+    """`[N, D]`: for each token the sum of its choices' rows of `[M R, D]`."""
+    return _sum_of_choices(y_rows, blocks.place_Nk)
+
+
+def _sum_backward(blocks, dy_ND):
+    token_rows = blocks.choice_MR.reshape(-1) // blocks.place_Nk.shape[1]
+    return dy_ND.at[token_rows].get(mode="fill", fill_value=0), None
+
+
+sum_of_rows.defvjp(lambda y, blocks: (sum_of_rows(y, blocks), blocks), _sum_backward)
 
 
 def _of_expert(tree, expert: jax.Array):

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import dispatch
 from pallas_kernels.manual_axes import varying_axes
 from pallas_kernels.quantize import random_bits
 from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
-from surojax.models import linear_fp8
+from surojax.models import grouped, linear_fp8
 from surojax.models.attention import attend, attend_in_context
 from surojax.models.linear import linear, recipe_product
 from surojax.models.linear_fp8 import InFloat8
@@ -116,8 +117,15 @@ class Operations:
         return self.compute.precision.kernels == "xla" and self.in_float8 is None
 
     @property
-    def _kernel_options(self) -> Any:
+    def kernel_options(self) -> Any:
+        """Arguments of the functions of pallas_kernels."""
         return {"implementation": self.compute.precision.implementation}
+
+    def groups_products(self, w_Eoi: jax.Array) -> bool:
+        """True if a kernel multiplies the rows of all experts with these matrices, or transposed ones, at once."""
+        precision = self.compute.precision
+        served = grouped.by_kernel(precision, self.variant.recipe_enabled, w_Eoi.dtype, w_Eoi.shape)
+        return served and dispatch.choose("grouped_matmul", precision.implementation) == "mosaic"
 
     @functools.cached_property
     def _product(self) -> Callable:
@@ -133,7 +141,7 @@ class Operations:
     def product(self, x: jax.Array, w_oi: jax.Array, weight: nnx.Param) -> jax.Array:
         """x w^T in the recipe's numbers. w: one of several matrices of a parameter `weight`."""
         if self.in_float8 is not None:
-            return linear_fp8.product_with_expert(x, w_oi, frozen=self.frozen, **self._kernel_options)
+            return linear_fp8.product_with_expert(x, w_oi, frozen=self.frozen, **self.kernel_options)
         axes = weight.get_metadata("out_sharding")[-2:]
         return self._product(x, w_oi, number=weight.get_metadata("product"), axes=axes)
 
@@ -208,14 +216,14 @@ class Operations:
         if self._by_xla:
             return rms_norm(x, weight, eps, plus_one)
         scale = 1 + weight.astype(jnp.float32) if plus_one else weight
-        y: Any = kernel_rms_norm(x, scale, eps=eps, **self._kernel_options)
+        y: Any = kernel_rms_norm(x, scale, eps=eps, **self.kernel_options)
         return y
 
     def gated(self, gate: jax.Array, up: jax.Array, activation: str, product: int) -> Any:
         """`gated` as the input of a product of this number."""
         if self.in_float8 is None or activation != "silu":
             return gated(gate, up, activation)
-        return linear_fp8.gated(gate, up, self.in_float8.scale_of_input(product), **self._kernel_options)
+        return linear_fp8.gated(gate, up, self.in_float8.scale_of_input(product), **self.kernel_options)
 
     def norm_of_all_heads(self, x: jax.Array, weight: jax.Array, axis: str, eps: float) -> jax.Array:
         """RMSNorm over the last dimension, of which each device of a tensor-parallel group may have a part.
@@ -237,11 +245,11 @@ class Operations:
         scale = 1 + weight.astype(jnp.float32) if plus_one else weight
         if self.in_float8 is not None:
             known = self.in_float8.scale_of_input(product)
-            return linear_fp8.normed(x, scale, residual, known, eps=eps, **self._kernel_options)
+            return linear_fp8.normed(x, scale, residual, known, eps=eps, **self.kernel_options)
         if self._by_xla or residual is None:
             total = x if residual is None else x + residual
             return self.norm(total, weight, eps, plus_one), total
-        normed_and_sum: Any = kernel_rms_norm(x, scale, residual, eps=eps, **self._kernel_options)
+        normed_and_sum: Any = kernel_rms_norm(x, scale, residual, eps=eps, **self.kernel_options)
         return normed_and_sum
 
     def rotate(
@@ -270,7 +278,7 @@ class Operations:
         """`rope` of queries and keys with all their channels."""
         if self._by_xla:
             return rope(q, positions, theta, scaling), rope(k, positions, theta, scaling)
-        return kernel_rope(q, k, *rope_angles(q.shape[-1], positions, theta, scaling), **self._kernel_options)
+        return kernel_rope(q, k, *rope_angles(q.shape[-1], positions, theta, scaling), **self.kernel_options)
 
     def of_whole_chunk(self, *xs_BSHh: jax.Array) -> Sequence[jax.Array]:
         """Queries, keys or values of the whole chunk, for this device's heads, from this device's part of the chunk."""

@@ -236,7 +236,13 @@ def _library_call(p: ProgramOnGpu, i: Instruction, computation) -> tuple[str, fl
     if "fmha" in target:
         flops, backward = attention_flops(i, operands[0])
         return ATTENTION, attention_time(p.gpu, flops, backward=backward) + p.gpu.rates.launch
-    return PASS, _pass_time(p, _bytes(i.shape) + sum(map(_bytes, operands)))
+    in_passes = _pass_time(p, _bytes(i.shape) + sum(map(_bytes, operands)))
+    if re.search(r'op_name="[^"]*\bgrouped_matmul\b', i.attributes):
+        # Rows times one of several matrices, or transposed, sums of such products: the speed of attention is assumed,
+        # whose kernels multiply in registers too.
+        flops = 2 * math.prod(_dims(operands[0])) * _dims(operands[1])[-2]
+        return PRODUCT, max(in_passes, attention_time(p.gpu, flops, backward=False) + p.gpu.rates.launch)
+    return PASS, in_passes
 
 
 def product_sizes(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[int, int, int, int]:

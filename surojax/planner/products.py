@@ -15,8 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mma import ROWS
 from surojax.assembly import Assembly
-from surojax.models.grouped import number_of_blocks, rows_of_block
+from surojax.models.grouped import by_kernel, number_of_blocks, rows_of_block
 from surojax.models.lora import adapters
 from surojax.models.model import Segment, Variant
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
@@ -25,7 +26,7 @@ from surojax.placement.param import Kind, Param
 from surojax.planner import sizes, traffic
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu
-from surojax.planner.sizes import itemsize, segment_bytes
+from surojax.planner.sizes import TensorOnGpu, itemsize, segment_bytes
 from surojax.planner.traffic import BatchShape
 from surojax.step.objective import OfSequences
 
@@ -167,20 +168,12 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: BatchShape, reci
         if p.kind is Kind.MATRIX:
             in_words = operands(run.model.precision, recipe_enabled, dtype)
         low, low_back = (HLO_DTYPES[x] for x in in_words)
-        times, tokens_each = 1, tokens
-        if experts:  # blocks of tokens, each with the matrix of one expert
-            choices = tokens * round(p.used * experts[0])
-            tokens_each = rows_of_block(choices, experts[0])
-            times = number_of_blocks(choices, experts[0], tokens_each)
-        ahead = times * _product(gpu, tokens_each, rows, columns, low)
-        back = times * _product(gpu, tokens_each, columns, rows, low_back)
-        back += times * p.trainable * _product(gpu, rows, columns, tokens_each, low_back)
-        if experts:  # the backward pass computes blocks again, and adds up the gradients of an expert in float32
-            number = itemsize(run, "weights")
-            ahead += times * (_passes(gpu, 2 * rows * columns * number) + IN_A_BLOCK * gpu.rates.launch)
-            is_last = any(p.name == last.name for last in segment.last_products)
-            back += times * IN_A_BLOCK * gpu.rates.launch + ahead * (not is_last)
-            back += times * p.trainable * _passes(gpu, rows * columns * (8 + 2 * number))
+        if experts:
+            ahead, back = _of_experts(run, segment, t, gpu, tokens, recipe_enabled, (low, low_back))
+        else:
+            ahead = _product(gpu, tokens, rows, columns, low)
+            back = _product(gpu, tokens, columns, rows, low_back)
+            back += p.trainable * _product(gpu, rows, columns, tokens, low_back)
         if in_words[0] in LOW:  # activations and their gradients are read, and written in 8 bits
             ahead += _passes(gpu, tokens * columns * (itemsize(run, "weights") + 1))
             back += _passes(gpu, tokens * rows * (itemsize(run, "weights") + 1))
@@ -196,6 +189,40 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: BatchShape, reci
             )
         )
     return total
+
+
+def _of_experts(
+    run: Assembly,
+    segment: Segment,
+    t: TensorOnGpu,
+    gpu: Gpu,
+    tokens: int,
+    recipe_enabled: bool,
+    dtypes: tuple[str, str],
+) -> tuple[float, float]:
+    """Seconds of the products with a matrix of experts: (forward, backward). dtypes: HLO's, likewise.
+
+    The backward pass computes the forward products again, but for the last one.
+    """
+    p = t.param
+    experts, rows, columns = t.shape
+    choices = tokens * round(p.used * experts)
+    again = not any(p.name == last.name for last in segment.last_products)
+    adapted = any(matrix == p.name for matrix, _ in adapters(segment.params))
+    if by_kernel(run.model.precision, recipe_enabled, run.engine.table.weights.dtype, t.shape) and not adapted:
+        rows_padded = choices + experts * ROWS // 2
+        ahead = attention_time(gpu, 2.0 * rows_padded * rows * columns, backward=False) + gpu.rates.launch
+        return ahead, ahead * (1 + p.trainable + again)
+    # Blocks of tokens, each with the matrix of one expert, which is copied; gradients are added up in float32.
+    rows_of = rows_of_block(choices, experts)
+    times = number_of_blocks(choices, experts, rows_of)
+    number = itemsize(run, "weights")
+    low, low_back = dtypes
+    launches = IN_A_BLOCK * gpu.rates.launch
+    ahead = _product(gpu, rows_of, rows, columns, low) + _passes(gpu, 2 * rows * columns * number) + launches
+    back = _product(gpu, rows_of, columns, rows, low_back) + launches + ahead * again
+    of_matrix = _product(gpu, rows, columns, rows_of, low_back) + _passes(gpu, rows * columns * (8 + 2 * number))
+    return times * ahead, times * (back + p.trainable * of_matrix)
 
 
 def _rearranged(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
