@@ -27,6 +27,7 @@ from surojax.numerics.recipes import BLOCK_SCALED
 from surojax.optim.optimizers import REFUSALS as OF_OPTIMIZERS
 from surojax.refusals import TABLE, markdown, refuse
 from surojax.sizes import check_largest, divisor
+from surojax.step.distillation import DISTILL
 from surojax.step.objectives import OBJECTIVES, REFUSALS as OF_OBJECTIVES
 
 # What does not go together: the rows of docs/refusals.md.
@@ -136,6 +137,9 @@ def _check_sizes(c: Config) -> None:
     rows = c.per_device_batch_size
     expected = f"an even number with objective={c.objective!r}, whose pairs are two sequences each"
     _need(rows % 2 == 0 or not OBJECTIVES[c.objective].is_of_pairs, "per_device_batch_size", expected, rows, "use 2")
+    words = c.model.vocab_size
+    fits = c.objective != DISTILL or c.distill_top_k <= words
+    _need(fits, "distill_top_k", f"at most model.vocab_size={words}", c.distill_top_k, f"use {words}")
     microbatches = c.gradient_accumulation_steps
     grouped = c.microbatches_per_fetch
     expected = f"a divisor of gradient_accumulation_steps = {microbatches}"

@@ -371,7 +371,8 @@ class MeshSettings:
 class ObjectiveSettings:
     """The loss that training minimises."""
 
-    # cross_entropy of the next token; of rows with a chosen and a rejected answer: dpo, ipo, orpo, simpo
+    # cross_entropy of the next token; with a teacher's labels: distill; of rows with a chosen and a rejected answer:
+    # dpo, ipo, orpo, simpo
     objective: str = declare(CROSS_ENTROPY, choices=tuple(OBJECTIVES))
 
 

@@ -129,7 +129,7 @@ def training_batches(
     def to_batch(drawn: Sequence[Sample]) -> Batch:
         batch = {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
         mixture.all.release()
-        return {name: x.reshape(accumulation, here, -1) for name, x in batch.items()}
+        return {name: x.reshape(accumulation, here, *x.shape[1:]) for name, x in batch.items()}
 
     dataset = mixture.order(seed, num_epochs)[start_sample:]
     if rows is not None:

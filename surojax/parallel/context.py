@@ -62,8 +62,9 @@ def of_each_chunk(part: Callable, x_BS: jax.Array, chunks: int) -> jax.Array:
     """Applies `part`, which selects columns of a chunk of the sequence, to each of several equal chunks."""
     if chunks == 1:
         return part(x_BS)
-    columns = part(x_BS.reshape(x_BS.shape[0] * chunks, -1))  # a chunk's columns are one row
-    return columns.reshape(x_BS.shape[0], -1)
+    rows, length, *width = x_BS.shape
+    columns = part(x_BS.reshape(rows * chunks, length // chunks, *width))  # a chunk's columns are one row
+    return columns.reshape(rows, -1, *width)
 
 
 def own_index(tokens: int, method: Method) -> jax.Array:

@@ -12,8 +12,8 @@ of the vocabulary on one device.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,15 @@ from surojax.parallel.collectives import add_up, device_number, varying
 from surojax.placement.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR
 
 type Axes = tuple[str, ...]  # mesh axes over which the vocabulary is sharded; () if every device has all of it
-type Targets = dict[str, jax.Array]  # an objective's arrays by name, an entry for each token
+type Targets = dict[str, jax.Array]  # an objective's arrays by name, an entry for each token, or a row of several
 type Sums = dict[str, jax.Array]  # "loss", and what else an objective adds up over its terms, float32
 
 LABELS = "labels"
 WEIGHTS = "weights"  # a factor of each token's term in the gradients, float32; not an array of a batch
 REFERENCE = "reference"  # log-probabilities of the labels by another model; their sum over a sequence is read
-FLOATS = (REFERENCE,)  # the arrays of a batch that are float32; all others are int32
+TEACHER = "teacher"  # log-probabilities of `TEACHER_IDS` by a teacher, and last of all other tokens together
+TEACHER_IDS = "teacher_ids"
+FLOATS = (REFERENCE, TEACHER)  # the arrays of a batch that are float32; all others are int32
 ONE_SEQUENCE = (PIPELINE, CONTEXT, *TENSOR)  # axes whose devices have parts of the same sequences
 
 
@@ -68,6 +70,16 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
+class WithWidths(Protocol):
+    """The member of an `Objective` some of whose arrays have several numbers for each token."""
+
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """How many numbers of a token these arrays have: they are `[A, B, S, width]`, the others `[A, B, S]`."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
     """Cross-entropy of the next token, in nats. Labels < 0 are ignored and not counted.
@@ -99,42 +111,42 @@ class CrossEntropy:
         y_ND = model.final(outer, x_ND)
         labels_N = targets["labels"]
         if axes:
-            y_MD, labels_M, mine_M = _gather_slice(axes, y_ND, labels_N)
-            logits_Mv, _ = _logits(model, y_MD, outer[model.head])
+            y_MD, labels_M, mine_M = gather_slice(axes, y_ND, labels_N)
+            logits_Mv, _ = head_logits(model, y_MD, outer[model.head])
             return sharded_cross_entropy(logits_Mv, labels_M, mine_M, axes)[0]
-        logits_NV, _ = _logits(model, y_ND, outer[model.head])
+        logits_NV, _ = head_logits(model, y_ND, outer[model.head])
         return -jnp.sum(kernel.logprob(logits_NV, labels_N, implementation=model.precision.implementation))
 
     def logprob(self, model: Model, outer: dict, x_ND: jax.Array, labels_N: jax.Array, axes: Axes) -> jax.Array:
         """The log-probability of each label of a slice of this device's tokens, float32 `[N]`; 0 of those ignored."""
         y_ND = model.final(outer, x_ND)
         if axes:
-            y_MD, labels_M, mine_M = _gather_slice(axes, y_ND, labels_N)
-            logits_Mv, _ = _logits(model, y_MD, outer[model.head])
+            y_MD, labels_M, mine_M = gather_slice(axes, y_ND, labels_N)
+            logits_Mv, _ = head_logits(model, y_MD, outer[model.head])
             of_device_M = sharded_logprob(logits_Mv, labels_M, mine_M, axes)
             return jax.lax.psum_scatter(of_device_M, axes, scatter_dimension=0, tiled=True)
-        logits_NV, _ = _logits(model, y_ND, outer[model.head])
+        logits_NV, _ = head_logits(model, y_ND, outer[model.head])
         return kernel.logprob(logits_NV, labels_N, implementation=model.precision.implementation)
 
     def _replicated(self, model: Model, used: dict, trained: Sequence[str], x_ND, labels_N, weights_N, scale, _: Axes):
-        y_ND, final_vjp, table_VD = _final(model, used, x_ND)
-        logits_NV, capped_vjp = _logits(model, y_ND, table_VD)
+        y_ND, final_vjp, table_VD = final_norm(model, used, x_ND)
+        logits_NV, capped_vjp = head_logits(model, y_ND, table_VD)
         out = kernel.loss_and_gradient(
             logits_NV, labels_N, scale, z_loss=self.z_loss, in_place=True, implementation=model.precision.implementation
         )
-        d_table, dy_ND = _products(model, trained, capped_vjp(out.d_logits), y_ND, table_VD, weights_N)
+        d_table, dy_ND = head_gradients(model, trained, capped_vjp(out.d_logits), y_ND, table_VD, weights_N)
         d_others, dx_ND = final_vjp(dy_ND)
         grads = d_others | d_table
         return -jnp.sum(out.logprob), {name: grads[name] for name in trained}, dx_ND
 
     def _sharded(self, model: Model, used: dict, trained: Sequence[str], x_ND, labels_N, weights_N, scale, axes: Axes):
-        y_ND, final_vjp, table_vD = _final(model, used, x_ND)
-        y_MD, labels_M, mine_M = _gather_slice(axes, y_ND, labels_N)
-        logits_Mv, capped_vjp = _logits(model, y_MD, table_vD)
+        y_ND, final_vjp, table_vD = final_norm(model, used, x_ND)
+        y_MD, labels_M, mine_M = gather_slice(axes, y_ND, labels_N)
+        logits_Mv, capped_vjp = head_logits(model, y_MD, table_vD)
         value, d_logits_Mv = sharded_cross_entropy(logits_Mv, labels_M, mine_M, axes, self.z_loss)
         d_logits_Mv = capped_vjp((d_logits_Mv * scale).astype(table_vD.dtype))
         weights_M = None if weights_N is None else jax.lax.all_gather(weights_N, axes, axis=0, tiled=True)
-        d_table, dy_MD = _products(model, trained, d_logits_Mv, y_MD, table_vD, weights_M)
+        d_table, dy_MD = head_gradients(model, trained, d_logits_Mv, y_MD, table_vD, weights_M)
         dy_ND = jax.lax.psum_scatter(dy_MD, axes, scatter_dimension=0, tiled=True)
         d_others, dx_ND = final_vjp(dy_ND)
         grads = d_others | d_table
@@ -173,7 +185,7 @@ class LossOfLogits:
         """See `Objective`."""
         assert not axes, "a sharded vocabulary is refused by assembly.check_objective"
         labels_N = targets["labels"]
-        logits_NV, _ = _logits(model, model.final(outer, x_ND), outer[model.head])
+        logits_NV, _ = head_logits(model, model.final(outer, x_ND), outer[model.head])
         losses_N = self.of_tokens(logits_NV.astype(jnp.float32), jnp.maximum(labels_N, 0))
         return jnp.sum(jnp.where(labels_N >= 0, losses_N, 0.0))
 
@@ -296,13 +308,13 @@ def _once(sums: Sums) -> Sums:
     return sums if devices == 1 else jax.tree.map(lambda x: jnp.where(number == 0, x, 0.0), sums)
 
 
-def _final(model: Model, used: dict, x_ND):
+def final_norm(model: Model, used: dict, x_ND):
     """(x after the final norm, the norm's vjp, the head's matrix)."""
     others = {name: w for name, w in used.items() if name != model.head}
     return *jax.vjp(model.final, others, x_ND), used[model.head]
 
 
-def _logits(model: Model, y_ND: jax.Array, table_VD: jax.Array) -> tuple[jax.Array, Callable]:
+def head_logits(model: Model, y_ND: jax.Array, table_VD: jax.Array) -> tuple[jax.Array, Callable]:
     """(logits `[N, V]`, a function from their gradient to that of the product of y and the head's matrix)."""
     product_NV = linear(y_ND, table_VD)
     if not model.logit_softcap:
@@ -311,7 +323,7 @@ def _logits(model: Model, y_ND: jax.Array, table_VD: jax.Array) -> tuple[jax.Arr
     return logits_NV, lambda d_logits_NV: vjp(d_logits_NV)[0]
 
 
-def _products(
+def head_gradients(
     model: Model, trained: Sequence[str], d_logits_Mv, y_MD, table_vD, weights_M: jax.Array | None
 ) -> tuple[dict, jax.Array]:
     """(gradient of the head's matrix by its name, if it is trained; gradient of y) from these of the logits.
@@ -328,7 +340,7 @@ def _products(
     return d_table, weighted(d_logits_Mv @ table_vD)
 
 
-def _gather_slice(axes: Axes, y_ND, labels_N):
+def gather_slice(axes: Axes, y_ND, labels_N):
     """(activations of all devices, their labels, whether a token is from this device)."""
     y_MD, labels_M = (jax.lax.all_gather(v, axes, axis=0, tiled=True) for v in (y_ND, labels_N))
     owner_M = jnp.arange(labels_M.size) // labels_N.size

@@ -5,6 +5,7 @@
 | cross_entropy | nats per token                                                |           |
 | dpo, ipo      | losses of pairs of a chosen and a rejected answer             | yes       |
 | orpo, simpo   | likewise                                                      |           |
+| distill       | nats per token, and the divergence from a teacher's labels    |           |
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 from surojax.declared import Declared, declared
 from surojax.refusals import Feature, Refusal, is_on, is_one_of, is_set
+from surojax.step.distillation import DISTILL, DISTILLATION, DistillSettings
 from surojax.step.objective import CrossEntropy, Objective, ObjectiveChoice, OfSequences
 from surojax.step.preferences import PREFERENCES, PreferenceSettings
 
@@ -19,10 +21,12 @@ CROSS_ENTROPY = "cross_entropy"
 OBJECTIVES: dict[str, ObjectiveChoice] = {
     CROSS_ENTROPY: ObjectiveChoice(lambda values: CrossEntropy(**values), ("z_loss",)),
     **PREFERENCES,
+    **DISTILLATION,
 }
 OF_PAIRS = tuple(name for name, choice in OBJECTIVES.items() if choice.is_of_pairs)
-SETTINGS: tuple[Declared, ...] = declared(PreferenceSettings)
+SETTINGS: tuple[Declared, ...] = (*declared(PreferenceSettings), *declared(DistillSettings))
 EXPERTS = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "gradient_accumulation_steps": 1}
+NEEDS: dict[str, dict[str, Any]] = {DISTILL: {}}  # what a config needs besides an objective; `PAIRS` for all others
 PAIRS = {"data": "rows.jsonl", "per_device_batch_size": 2}  # what a config of an objective of pairs needs besides
 
 
@@ -36,7 +40,7 @@ def _other_value(field: Declared) -> Any:
     """A value of an option that is not its default."""
     if field.choices:
         return next(value for value in field.choices if value != field.default)
-    return True if field.default is False else 0.25
+    return {bool: True, int: 8, str: "labels"}.get(field.kind, 0.25)
 
 
 def _unused() -> Iterator[Refusal]:
@@ -45,7 +49,7 @@ def _unused() -> Iterator[Refusal]:
     for name, example in examples.items():
         readers = [objective for objective, choice in OBJECTIVES.items() if name in choice.reads]
         others = [objective for objective in OBJECTIVES if objective not in readers]
-        needs = {} if CROSS_ENTROPY in readers else PAIRS | {"objective": readers[0]}
+        needs = {} if CROSS_ENTROPY in readers else NEEDS.get(readers[0], PAIRS) | {"objective": readers[0]}
         change = f"leave it out, or set objective={' or '.join(map(repr, readers))}"
         other = is_one_of("objective", *others, needs=PAIRS if others != [CROSS_ENTROPY] else None)
         yield Refusal(is_set(name, example, needs), other, "which does not use it", change)

@@ -77,10 +77,10 @@ class OuterLayers:
     ) -> tuple[Sums, jax.Array, dict]:
         """(the summed loss, and other sums; d (scale * loss) / dx; outer accumulators plus the head's gradients).
 
-        targets: the objective's arrays `[B, S]` by name. Loss and gradient of a slice of tokens are computed together,
-        so the logits of one slice are in memory at a time. They are never recomputed, except for an objective of whole
-        sequences, whose weights follow from all slices. dx is written over x. No gradient is computed of what has no
-        accumulator in `grads`.
+        targets: the objective's arrays `[B, S]`, or `[B, S, width]`, by name. Loss and gradient of a slice of tokens
+        are computed together, so the logits of one slice are in memory at a time. They are never recomputed, except for
+        an objective of whole sequences, whose weights follow from all slices. dx is written over x. No gradient is
+        computed of what has no accumulator in `grads`.
         """
         if isinstance(self.objective, OfSequences):
             sums, weights_BS = self.objective.sums_and_weights(self.logprob(x_BSD, targets[LABELS]), targets)
@@ -95,7 +95,7 @@ class OuterLayers:
     ) -> tuple[jax.Array, jax.Array, dict]:
         """`head` of a sum over tokens."""
         x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-        targets_N = {name: of_tokens.reshape(-1) for name, of_tokens in targets.items()}
+        targets_N = {name: of_tokens.reshape(-1, *of_tokens.shape[2:]) for name, of_tokens in targets.items()}
         used = {name: self.weights[name] for name in self.model.head_uses}
         n = len(x_ND) // self.chunks
         trained = [name for name in used if name in grads]
@@ -116,7 +116,10 @@ class OuterLayers:
         if isinstance(objective, OfSequences):
             return objective.sums(self.logprob(x_BSD, targets[LABELS]), targets)
         x_CND = x_BSD.reshape(self.chunks, -1, x_BSD.shape[-1])
-        targets_CN = {name: of_tokens.reshape(self.chunks, -1) for name, of_tokens in targets.items()}
+        targets_CN = {
+            name: of_tokens.reshape(self.chunks, x_CND.shape[1], *of_tokens.shape[2:])
+            for name, of_tokens in targets.items()
+        }
 
         def chunk(c, total):
             of_slice = {name: of_slices[c] for name, of_slices in targets_CN.items()}

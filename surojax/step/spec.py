@@ -10,7 +10,7 @@ from surojax.models.model import Model
 from surojax.placement.layout import Layouts
 from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
-from surojax.step.objective import FLOATS, REFERENCE, CrossEntropy, Objective, OfSequences
+from surojax.step.objective import FLOATS, REFERENCE, CrossEntropy, Objective, OfSequences, WithWidths
 
 CROSS_ENTROPY = CrossEntropy()
 
@@ -67,9 +67,14 @@ class Engine:
         return ("inputs", *targets, *(("starts",) if self.packed else ()))
 
     def planned_batch(self, shape: tuple[int, ...], sharding: jax.NamedSharding | None) -> list[jax.ShapeDtypeStruct]:
-        """The plan of a batch's arrays: int32, or float32 if `objective.FLOATS` names them."""
-        dtypes = (jnp.float32 if name in FLOATS else jnp.int32 for name in self.batch_arrays)
-        return [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in dtypes]
+        """The plan of a batch's arrays: int32, or float32 if `objective.FLOATS` names them. shape: without widths."""
+        widths = self.objective.widths if isinstance(self.objective, WithWidths) else {}
+
+        def planned(name: str) -> jax.ShapeDtypeStruct:
+            whole = (*shape, widths[name]) if name in widths else shape
+            return jax.ShapeDtypeStruct(whole, jnp.float32 if name in FLOATS else jnp.int32, sharding=sharding)
+
+        return [planned(name) for name in self.batch_arrays]
 
     @property
     def sums(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The evaluations of a run: computed with one program, and summed up at its end."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from surojax.placement.mesh import data_parallel
 from surojax.run.callbacks import EarlyStopping
 from surojax.run.metrics import ACCURACY, METRICS_FILE, perplexity, read_metrics
 from surojax.step import train_step
+from surojax.step.distillation import Distillation
 from surojax.training.start import Start
 
 
@@ -26,6 +28,9 @@ class Evaluation:
 
     def __init__(self, c: Config, run: Assembly, mesh: jax.sharding.Mesh, evaluated: list[data.Evaluated]):
         self.evaluated = evaluated
+        if isinstance(run.engine.objective, Distillation):
+            engine = dataclasses.replace(run.engine, objective=run.engine.objective.evaluated)
+            run = dataclasses.replace(run, engine=engine)
         self.arrays = run.engine.batch_arrays
         self.sharding = batch_sharding(mesh, accumulated=False)
         shape = (c.per_device_batch_size * data_parallel(mesh), c.sequence_len)

@@ -7,7 +7,9 @@ from surojax.assembly import lora
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.data import run_data as data
+from surojax.data.batches import Mixture
 from surojax.data.samples import check_length
+from surojax.data.teacher_labels import with_labels
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import ConfigError
 from surojax.exchange import peft, sources
@@ -16,6 +18,8 @@ from surojax.placement.mesh import data_parallel
 from surojax.run import on_disk
 from surojax.run.console import say
 from surojax.run.on_disk import BLOCK
+from surojax.step.distillation import DISTILL
+from surojax.step.objective import TEACHER, TEACHER_IDS
 from surojax.step.objectives import OBJECTIVES
 from surojax.training.resume import block_identity, find_resume
 from surojax.training.setup import Setup
@@ -50,6 +54,8 @@ def find_start(c: Config, setup: Setup) -> Start:
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
     is_pairs = OBJECTIVES[c.objective].is_of_pairs
     found = data.load_data(setup.entries, settings, tokenizer, eval_batch_size=batch_size, is_pairs=is_pairs, say=say)
+    if c.objective == DISTILL:
+        found = found._replace(train=_with_labels(c, found.train, tokenizer))
     samples = found.train
     check_length(samples.all, samples_per_step)
     identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}
@@ -69,6 +75,20 @@ def find_start(c: Config, setup: Setup) -> Start:
     check_schedule(c, total_steps)
     of_data = (tokenizer, found, batch_size, samples_per_step)
     return Start(*of_data, identity, adapter, resume, meta, first_step, position, total_steps)
+
+
+def _with_labels(c: Config, train: Mixture, tokenizer: Tokenizer) -> Mixture:
+    """The samples with their labels by a teacher. Raises ConfigError if there are none."""
+    return with_labels(
+        train,
+        c.distill_path,
+        sequence_len=c.sequence_len,
+        tokenizer=tokenizer.name,
+        vocab_size=c.model.vocab_size,
+        top_k=c.distill_top_k,
+        temperature=float(c.distill_temperature),
+        names=(TEACHER_IDS, TEACHER),
+    )
 
 
 def check_schedule(c: Config, total_steps: int) -> None:

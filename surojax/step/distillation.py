@@ -1,0 +1,246 @@
+"""Distillation: a student learns the next-token distributions of a teacher, which labelled its data before.
+
+A label of a token has the teacher's most likely next tokens, their log-probabilities, and that of all other tokens
+together. Divergences are between distributions of so many tokens and one class for the rest, so that they are 0 only
+if the student agrees on each of them and on the rest's sum; if a label has the whole vocabulary they are exact.
+
+With logits z of the student, T = distill_temperature, w = distill_weight, p the teacher's label, which was made from
+its logits / T, and s = softmax(z / T) summed up over the same classes:
+
+    loss = (1 - w) CE(softmax(z), next token) + w T^2 KL        T^2: Hinton et al. 2015, arXiv:1503.02531, section 2
+    forward  KL(p, s) = sum p (log p - log s)      d / d(z / T) of token j in class c:  s_j - p_c (s_j / s_c)
+    reverse  KL(s, p) = sum s (log s - log p)                                           s_j (log s_c - log p_c - KL)
+
+forward: the student covers all that its teacher would say (generalised KD's beta = 0 in TRL); reverse: it keeps to
+what is likely for the teacher (MiniLLM, Gu et al. 2023, arXiv:2306.08543; beta = 1).
+
+Loss and gradients are computed for one slice of tokens at a time, see `objective.py`, whose shape suffixes these are;
+K tokens of a label.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from surojax.declared import AT_LEAST_1, FRACTION, POSITIVE, at_most, declare
+from surojax.models.model import Model
+from surojax.parallel.collectives import device_number
+from surojax.step.objective import (
+    LABELS,
+    TEACHER,
+    TEACHER_IDS,
+    Axes,
+    CrossEntropy,
+    ObjectiveChoice,
+    Targets,
+    final_norm,
+    gather_slice,
+    head_gradients,
+    head_logits,
+)
+
+NOTHING = -1e30  # logarithm of the probability of no token, finite, so that 0 times it is 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillSettings:
+    """The options of distillation."""
+
+    # distill: folder of a teacher's labels, see docs/distillation.md
+    distill_path: str = ""
+    # distill: the loss is this x KL x temperature^2 + (1 - this) x cross-entropy
+    distill_weight: float = declare(0.5, FRACTION)
+    # distill: teacher's and student's logits are divided by this; labels are made for one
+    distill_temperature: float = declare(1.0, POSITIVE)
+    # distill: "forward" = KL(teacher, student); "reverse" = KL(student, teacher)
+    distill_kl: str = declare("forward", choices=("forward", "reverse"))
+    # distill: most likely tokens in a label of a token, beside one class for all others
+    distill_top_k: int = declare(64, AT_LEAST_1, at_most(2**20))
+
+
+@dataclasses.dataclass(frozen=True)
+class Distillation:
+    """An `Objective`: cross-entropy mixed with a divergence from a teacher, of the tokens with a label >= 0.
+
+    weight, temperature: w and T, see above. top_k: K.
+    """
+
+    weight: float = 0.5
+    temperature: float = 1.0
+    kl: Literal["forward", "reverse"] = "forward"
+    top_k: int = 64
+    targets: tuple[str, ...] = (LABELS, TEACHER_IDS, TEACHER)
+
+    @property
+    def evaluated(self) -> CrossEntropy:
+        """The objective of evaluations, which need no labels and are comparable with those of other runs."""
+        return CrossEntropy()
+
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """See `objective.WithWidths`."""
+        return {TEACHER_IDS: self.top_k, TEACHER: self.top_k + 1}
+
+    def counted(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return targets[LABELS] >= 0
+
+    def count(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return jnp.sum(self.counted(targets), dtype=jnp.int32)
+
+    def loss_and_gradients(
+        self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
+    ) -> tuple[jax.Array, dict, jax.Array]:
+        """See `Objective`."""
+        y_ND, final_vjp, table_vD = final_norm(model, used, x_ND)
+        tokens, y_MD = _Tokens.gathered(y_ND, targets, axes)
+        logits_Mv, capped_vjp = head_logits(model, y_MD, table_vD)
+        student = _Student.of(logits_Mv, tokens, axes, self.temperature)
+        d_logits_Mv = capped_vjp((self._d_logits(student, tokens) * scale).astype(table_vD.dtype))
+        d_table, dy_MD = head_gradients(model, trained, d_logits_Mv, y_MD, table_vD, None)
+        dy_ND = jax.lax.psum_scatter(dy_MD, axes, scatter_dimension=0, tiled=True) if axes else dy_MD
+        d_others, dx_ND = final_vjp(dy_ND)
+        grads = d_others | d_table
+        return self._loss(student, tokens), {name: grads[name] for name in trained}, dx_ND
+
+    def loss(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
+        """See `Objective`."""
+        tokens, y_MD = _Tokens.gathered(model.final(outer, x_ND), targets, axes)
+        logits_Mv, _ = head_logits(model, y_MD, outer[model.head])
+        return self._loss(_Student.of(logits_Mv, tokens, axes, self.temperature), tokens)
+
+    def _divergence(self, student: "_Student", tokens: "_Tokens") -> jax.Array:
+        """The KL divergence `[M]`."""
+        logratio = student.classes - tokens.teacher
+        if self.kl == "forward":
+            return -jnp.sum(jnp.exp(tokens.teacher) * logratio, axis=1)
+        return jnp.sum(jnp.exp(student.classes) * logratio, axis=1)
+
+    def _loss(self, student: "_Student", tokens: "_Tokens") -> jax.Array:
+        """This device's term of the summed loss."""
+        losses_M = (1 - self.weight) * student.cross_entropy
+        losses_M += self.weight * self.temperature**2 * self._divergence(student, tokens)
+        return jnp.sum(jnp.where(tokens.mine & (tokens.labels >= 0), losses_M, 0.0))
+
+    def _d_logits(self, student: "_Student", tokens: "_Tokens") -> jax.Array:
+        """The gradient of the sum of losses by this device's logits, float32 `[M, v]`."""
+        log_s, log_p = student.classes, tokens.teacher
+        scaled_Mv = student.logits / self.temperature
+        s_Mv = jnp.exp(scaled_Mv - student.lse[:, None])
+        if self.kl == "forward":
+            share_of_rest_Mv = jnp.exp(scaled_Mv - (student.lse_of_rest - log_p[:, -1])[:, None])
+            d_rest_Mv = s_Mv - share_of_rest_Mv
+            d_ids_MK = (jnp.exp(log_s) - jnp.exp(log_p))[:, :-1]
+        else:
+            kl_M = self._divergence(student, tokens)
+            d_rest_Mv = s_Mv * (log_s - log_p - kl_M[:, None])[:, -1:]
+            d_ids_MK = (jnp.exp(log_s) * (log_s - log_p - kl_M[:, None]))[:, :-1]
+        d_kl_Mv = student.with_values(d_rest_Mv, d_ids_MK)
+        p_Mv = jnp.exp(student.logits - student.lse_of_logits[:, None])
+        d_Mv = (1 - self.weight) * (p_Mv - student.is_label) + self.weight * self.temperature * d_kl_Mv
+        return jnp.where((tokens.labels >= 0)[:, None], d_Mv, 0.0)
+
+
+class _Tokens(NamedTuple):
+    """The targets of a slice of tokens: of all devices that have parts of the vocabulary.
+
+    labels: `[M]`. ids: `[M, K]`. teacher: log-probabilities of the classes `[M, K + 1]`, those of ids, then the rest.
+    mine: which of the tokens are of this device, `[M]`.
+    """
+
+    labels: jax.Array
+    ids: jax.Array
+    teacher: jax.Array
+    mine: jax.Array
+
+    @classmethod
+    def gathered(cls, y_ND: jax.Array, targets: Targets, axes: Axes) -> "tuple[_Tokens, jax.Array]":
+        """(the tokens, their activations `[M, D]`)."""
+        labels_N, ids_NK, teacher = (targets[name] for name in (LABELS, TEACHER_IDS, TEACHER))
+        if not axes:
+            return cls(labels_N, ids_NK, teacher, jnp.ones(labels_N.shape, bool)), y_ND
+        y_MD, labels_M, mine_M = gather_slice(axes, y_ND, labels_N)
+        ids_MK, teacher = (jax.lax.all_gather(v, axes, axis=0, tiled=True) for v in (ids_NK, teacher))
+        return cls(labels_M, ids_MK, teacher, mine_M), y_MD
+
+
+class _Student(NamedTuple):
+    """The student's distributions of a slice of tokens, float32.
+
+    logits: of this device's part of the vocabulary `[M, v]`. is_label: which of them are those of labels. columns: of a
+    label's tokens among them `[M, K]`, v of those of other devices. classes: log-probabilities of the classes at the
+    temperature `[M, K + 1]`. lse: log-sum-exp of logits / temperature `[M]`; lse_of_rest: likewise, without the label's
+    tokens. lse_of_logits: of the logits. cross_entropy: `[M]`.
+    """
+
+    logits: jax.Array
+    is_label: jax.Array
+    columns: jax.Array
+    classes: jax.Array
+    lse: jax.Array
+    lse_of_rest: jax.Array
+    lse_of_logits: jax.Array
+    cross_entropy: jax.Array
+
+    @classmethod
+    def of(cls, logits_Mv: jax.Array, tokens: _Tokens, axes: Axes, temperature: float) -> "_Student":
+        """The distributions that these logits are of."""
+        z_Mv = logits_Mv.astype(jnp.float32)
+        words = z_Mv.shape[1]
+        first = device_number(*axes)[0] * words if axes else 0
+        is_label_Mv = jax.lax.broadcasted_iota(jnp.int32, z_Mv.shape, 1) == (tokens.labels - first)[:, None]
+        here_MK = (tokens.ids >= first) & (tokens.ids < first + words)
+        columns_MK = jnp.where(here_MK, tokens.ids - first, words)
+        of_ids_MK = jnp.take_along_axis(z_Mv, jnp.minimum(columns_MK, words - 1), axis=1)
+        of_ids_MK = _sum(jnp.where(here_MK, of_ids_MK, 0.0), axes) / temperature
+        lse_of_rest_M = _lse(_with_values(z_Mv / temperature, columns_MK, jnp.full_like(of_ids_MK, NOTHING)), axes)
+        lse_M = jnp.logaddexp(jax.nn.logsumexp(of_ids_MK, axis=1), lse_of_rest_M)
+        lse_of_logits_M = lse_M if temperature == 1 else _lse(z_Mv, axes)
+        classes = jnp.concatenate([of_ids_MK, lse_of_rest_M[:, None]], axis=1) - lse_M[:, None]
+        of_label_M = _sum(jnp.sum(jnp.where(is_label_Mv, z_Mv, 0.0), axis=1), axes)
+        of_all = (lse_M, lse_of_rest_M, lse_of_logits_M, lse_of_logits_M - of_label_M)
+        return cls(z_Mv, is_label_Mv, columns_MK, classes, *of_all)
+
+    def with_values(self, x_Mv: jax.Array, of_ids_MK: jax.Array) -> jax.Array:
+        """x with other values in the columns of the labels' tokens."""
+        return _with_values(x_Mv, self.columns, of_ids_MK)
+
+
+def _with_values(x_Mv: jax.Array, columns_MK: jax.Array, values_MK: jax.Array) -> jax.Array:
+    rows_M1 = jnp.arange(x_Mv.shape[0])[:, None]
+    return x_Mv.at[rows_M1, columns_MK].set(values_MK, mode="drop", unique_indices=False)
+
+
+def _sum(x: jax.Array, axes: Axes) -> jax.Array:
+    """The sum over the devices of these axes."""
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def _lse(x_Mv: jax.Array, axes: Axes) -> jax.Array:
+    """Log-sum-exp `[M]` over the vocabulary."""
+    top_M = jnp.max(x_Mv, axis=1)
+    top_M = jax.lax.pmax(top_M, axes) if axes else top_M
+    return top_M + jnp.log(_sum(jnp.sum(jnp.exp(x_Mv - top_M[:, None]), axis=1), axes))
+
+
+def label(logits_NV: jax.Array, top_k: int, temperature: float) -> tuple[jax.Array, jax.Array]:
+    """A teacher's labels of a slice of tokens: (`TEACHER_IDS` int32 `[N, K]`, `TEACHER` float32 `[N, K + 1]`)."""
+    z_NV = logits_NV.astype(jnp.float32) / temperature
+    of_ids_NK, ids_NK = jax.lax.top_k(z_NV, top_k)
+    lse_of_rest_N = _lse(_with_values(z_NV, ids_NK, jnp.full_like(of_ids_NK, NOTHING)), ())
+    lse_N = jnp.logaddexp(jax.nn.logsumexp(of_ids_NK, axis=1), lse_of_rest_N)
+    return ids_NK, jnp.concatenate([of_ids_NK, lse_of_rest_N[:, None]], axis=1) - lse_N[:, None]
+
+
+def make(values: dict[str, Any]) -> Distillation:
+    """The objective of these options."""
+    s = DistillSettings(**values)
+    return Distillation(s.distill_weight, s.distill_temperature, s.distill_kl, s.distill_top_k)  # pyright: ignore
+
+
+DISTILL = "distill"
+DISTILLATION = {DISTILL: ObjectiveChoice(make, tuple(field.name for field in dataclasses.fields(DistillSettings)))}

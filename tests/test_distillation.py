@@ -1,0 +1,246 @@
+"""Distillation: losses and gradients against a textbook and torch, labels against exact ones, and what is refused."""
+
+import dataclasses
+import functools
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import CONFIG, Small, drawn_params, plain_model, quick_at, tokens, worst_relative
+
+from surojax.config.fields import default_config
+from surojax.data import run_data
+from surojax.data.given import NAME, GivenRows
+from surojax.data.teacher_labels import Labels, Teacher, claim
+from surojax.data.tokenizer import load_tokenizer
+from surojax.errors import ConfigError
+from surojax.placement.layout import batch_sharding
+from surojax.step.distillation import NOTHING, Distillation, label
+from surojax.step.train_step import make_gradients, make_train_step
+from surojax.train import train
+
+A, B, S, V = 2, 8, 16, 64
+ORDER_OF_SUMS = 1e-5  # float32, in another order
+SETTINGS = {
+    "forward": Distillation(0.7, 2.0, "forward", V),
+    "reverse": Distillation(0.7, 2.0, "reverse", V),
+    "forward-8": Distillation(0.3, 1.0, "forward", 8),
+    "reverse-8": Distillation(1.0, 0.5, "reverse", 8),
+}
+REFERENCE = json.loads((Path(__file__).parent / "fixtures" / "distillation_reference.json").read_text())
+
+
+@functools.cache
+def teacher_logits() -> np.ndarray:
+    """Drawn logits `[A, B, S, V]`."""
+    return 2 * np.random.default_rng(5).standard_normal((A, B, S, V)).astype(np.float32)
+
+
+def batch(objective: Distillation) -> list[np.ndarray]:
+    """inputs, labels, and what a teacher with these logits says."""
+    ids, logprobs = label(jnp.asarray(teacher_logits().reshape(-1, V)), objective.top_k, objective.temperature)
+    return [*tokens(A, B, S), np.asarray(ids).reshape(A, B, S, -1), np.asarray(logprobs).reshape(A, B, S, -1)]
+
+
+def found(objective: Distillation, whole: list[np.ndarray], devices: int = 1, **options):
+    """(loss, gradients) of the engine."""
+    small = Small(devices, **options)
+    engine = dataclasses.replace(small.engine, objective=objective)
+    gradients = make_gradients(engine, small.optimizer, small.plan, small.mesh)
+    state = small.state
+    loss, grads = gradients(state.weights, state.history, state.step, *small.put(whole))
+    return float(loss), jax.device_get(grads)
+
+
+def textbook(objective: Distillation, logits, labels, of_teacher):
+    """The loss of one token from whole distributions, whose unlikely tokens for the teacher are added up."""
+    p = jax.nn.softmax(of_teacher / objective.temperature)
+    s = jax.nn.softmax(logits / objective.temperature)
+    order = jnp.argsort(-p)
+    k = objective.top_k
+    if k < V:
+        p, s = (jnp.append(x[order[:k]], jnp.sum(x[order[k:]])) for x in (p, s))
+    a, b = (p, s) if objective.kl == "forward" else (s, p)
+    kl = jnp.sum(a * (jnp.log(a) - jnp.log(b)))
+    nats = -jax.nn.log_softmax(logits)[labels]
+    return (1 - objective.weight) * nats + objective.weight * objective.temperature**2 * kl
+
+
+@pytest.mark.parametrize("name", quick_at([(name,) for name in SETTINGS], 0, 3))
+def test_loss_and_gradients_are_the_textbooks(name):
+    """K = V is the exact divergence of whole distributions."""
+    objective = SETTINGS[name]
+    inputs, labels = (x.reshape(-1, S) for x in tokens(A, B, S))
+
+    def loss(params):
+        logits = plain_model(CONFIG)(params, inputs)
+        each = jax.vmap(functools.partial(textbook, objective))
+        of_tokens = each(logits.reshape(-1, V), jnp.maximum(labels, 0).reshape(-1), teacher_logits().reshape(-1, V))
+        return jnp.sum(jnp.where(labels.reshape(-1) >= 0, of_tokens, 0.0)) / np.sum(labels >= 0)
+
+    expected, expected_grads = jax.jit(jax.value_and_grad(loss))(drawn_params(CONFIG, 0))
+    of_engine, grads = found(objective, batch(objective))
+    assert of_engine == pytest.approx(float(expected), rel=ORDER_OF_SUMS)
+    assert worst_relative(grads, jax.device_get(expected_grads)) < ORDER_OF_SUMS
+
+
+@pytest.mark.parametrize("kl", ["forward", "reverse"])
+def test_divergence_and_gradient_are_those_of_torch(kl):
+    """Recorded by fixtures/make_distillation_reference.py: torch.nn.functional.kl_div of whole distributions."""
+    case = REFERENCE[kl]
+    logits, of_teacher = (jnp.asarray(REFERENCE[name], jnp.float32) for name in ("student", "teacher"))
+    words = logits.shape[1]
+    temperature = REFERENCE["temperature"]
+    objective = Distillation(1.0, temperature, kl, words)
+    ids, logprobs = label(of_teacher, words, temperature)
+
+    class Head:  # the logits are the hidden states: a head that is the identity
+        head, logit_softcap, final = "head", 0.0, staticmethod(lambda outer, x: x)
+
+    targets = {"labels": jnp.zeros(len(logits), jnp.int32), "teacher_ids": ids, "teacher": logprobs}
+    outer = {"head": jnp.eye(words)}
+    loss, _, gradient = objective.loss_and_gradients(Head(), outer, (), logits, targets, jnp.float32(1), ())  # pyright: ignore
+    np.testing.assert_allclose(loss, case["loss"], rtol=1e-5)
+    np.testing.assert_allclose(gradient, case["gradient"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(objective.loss(Head(), outer, logits, targets, ()), case["loss"], rtol=1e-5)  # pyright: ignore
+
+
+PLACED = [  # (devices, placement)
+    (4, {"zero_level": 3, "offload_weights": True, "offload_grads": True, "offload_optimizer": True}),
+    (4, {"zero_level": 3, "shard_outer": True, "lmhead_chunks": 2}),
+    (4, {"cp_size": 2, "zero_level": 2}),
+    (2, {"tp_size": 2}),
+    (2, {"pp_size": 2}),
+    (4, {"zero_level": 1, "replicate": 2, "recompute_block": False, "offload_residual": True}),
+    (1, {"microbatches_per_fetch": 2, "lmhead_chunks": 4}),
+]
+
+
+@pytest.mark.parametrize("devices, options", quick_at(PLACED, 1))
+def test_gradients_on_every_mesh_are_those_of_one_device(devices, options):
+    """Also with the vocabulary, and so the tokens of a label, divided over devices."""
+    for name in ("forward-8", "reverse-8"):
+        objective = SETTINGS[name]
+        loss, grads = found(objective, batch(objective))
+        other, other_grads = found(objective, batch(objective), devices, **options)
+        other_grads = jax.tree.map(lambda x, y: x[: len(y)], other_grads, grads)  # uneven stages are padded
+        assert other == pytest.approx(loss, rel=ORDER_OF_SUMS)
+        assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
+
+
+def test_no_array_of_a_step_has_a_number_for_each_token_and_word():
+    """With 8 slices of a microbatch's tokens: of a lowered step, the largest array that has the vocabulary's size."""
+    small = Small(config=dataclasses.replace(CONFIG, vocab_size=1000), lmhead_chunks=8)
+    engine = dataclasses.replace(small.engine, objective=Distillation(top_k=8))
+    step = make_train_step(engine, small.optimizer, small.plan, small.mesh)
+    planned = engine.planned_batch((A, B, S), batch_sharding(small.mesh))
+    assert [x.shape for x in planned] == [(A, B, S), (A, B, S), (A, B, S, 8), (A, B, S, 9)]
+    text = step.lower(small.plan, *planned).as_text()
+    shapes = [list(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<((?:\d+x)+\w+)>", text)]
+    tokens_of_words = [np.prod(shape) // 1000 for shape in shapes if 1000 in shape]
+    width = max(CONFIG.hidden_size, B * S // 8)  # the head's matrix; the logits of a slice
+    assert max(tokens_of_words) == width < B * S
+
+
+@pytest.mark.full
+def test_accumulation_over_uneven_batches_equals_one():
+    """Microbatches with other numbers of labels, and the same rows in one with two that only fill up."""
+    objective = SETTINGS["forward-8"]
+    whole = batch(objective)
+    whole[1][0, :3] = -1
+    loss, grads = found(objective, whole)
+    fills = (0, -1, 0, 0.0)
+    more = [np.full((1, 2, *x.shape[2:]), fill, x.dtype) for x, fill in zip(whole, fills, strict=True)]
+    together = [
+        np.concatenate([x.reshape(1, A * B, *x.shape[2:]), fill], 1) for x, fill in zip(whole, more, strict=True)
+    ]
+    other, other_grads = found(objective, together)
+    assert other == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
+
+
+def test_labels_are_the_likeliest_tokens_and_the_rest():
+    """Of float64; of the whole vocabulary there is no rest, and none of a distribution that is certain is infinite."""
+    logits = teacher_logits()[0, 0].astype(np.float64)
+    logits[0, 7] = 400.0
+    nats = logits / 2 - np.log(np.exp(logits / 2 - logits.max(1, keepdims=True) / 2).sum(1, keepdims=True))
+    nats -= logits.max(1, keepdims=True) / 2
+    ids, logprobs = label(jnp.asarray(logits, jnp.float32), 8, 2.0)
+    np.testing.assert_array_equal(ids, np.argsort(-logits, axis=1)[:, :8])
+    np.testing.assert_allclose(logprobs[:, :8], np.take_along_axis(nats, np.asarray(ids), 1), rtol=1e-5, atol=1e-5)
+    rest = np.log(np.exp(np.sort(nats, axis=1)[:, : V - 8]).sum(1))
+    np.testing.assert_allclose(logprobs[:, 8], rest, rtol=1e-4)
+    assert np.isfinite(logprobs).all()
+    assert (label(jnp.asarray(logits, jnp.float32), V, 2.0)[1][:, -1] < NOTHING / 2).all()
+
+
+# -- Runs -------------------------------------------------------------------------------------------------------------
+
+ROWS = [f"{i} and {i} are {i + i}, and once more {i + i + i}." for i in range(60)]
+
+
+def config(folder, **fields):
+    c = default_config()
+    c.output_dir, c.data_cache, c.distill_path = str(folder / "run"), str(folder / "cache"), str(folder / "labels")
+    c.model.vocab_size, c.model.hidden_size, c.model.intermediate_size = 320, 32, 64
+    c.model.num_hidden_layers, c.model.num_attention_heads, c.model.num_key_value_heads = 2, 2, 1
+    c.model_dtype, c.sequence_len, c.per_device_batch_size, c.gpus = "float32", 32, 8, 1
+    c.max_steps, c.learning_rate, c.warmup_steps, c.eval_steps, c.eval_batches = 6, 1e-2, 0, 3, 1
+    c.save_steps, c.sample_tokens, c.quiet, c.report_to = 3, 0, True, ""
+    c.objective, c.distill_top_k, c.distill_weight = "distill", 4, 1.0
+    c.update(fields)
+    return c
+
+
+def labelled(c) -> Labels:
+    """Labels by a teacher that gives the next token 0.9, and three others 0.03 each."""
+    tokenizer = load_tokenizer(c.tokenizer)
+    settings = run_data.Settings(**{name: c[name] for name in run_data.SETTINGS})
+    entries = run_data.parse_entries(({"path": NAME},), ())._replace(rows=GivenRows(ROWS))
+    (samples,) = run_data.load_data(entries, settings, tokenizer, eval_batch_size=8).train.sources
+    teacher = Teacher("a digest", "a teacher", tokenizer.name, 320, c.distill_top_k, c.distill_temperature)
+    labels = Labels.of(claim(c.distill_path, teacher), samples, c.sequence_len, c.distill_top_k)
+    for number, rows in enumerate(labels.files):
+        next_tokens = np.stack([samples[i]["labels"] for i in rows])[..., None]
+        ids = np.concatenate([next_tokens, *((next_tokens + i) % 256 for i in (1, 2, 3))], axis=-1)
+        logprobs = np.log(np.array([0.9, 0.03, 0.03, 0.03, 0.01], np.float32))
+        labels.write(number, ids, np.broadcast_to(logprobs, (*ids.shape[:2], 5)))
+    assert not labels.missing
+    return labels
+
+
+def test_a_run_learns_from_labels_and_says_what_does_not_fit(tmp_path):
+    """Evaluations are cross-entropy, in bits per byte. Each thing that has changed is one line."""
+    c = config(tmp_path)
+    with pytest.raises(ConfigError, match=r"distill_path: expected a folder with a teacher's labels"):
+        train(c, data=ROWS)
+    labels = labelled(c)
+    result = train(c, data=ROWS)
+    losses = [record["loss"] for record in result.history if record["log"] == "step"]
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(record["bits_per_byte"] > 0 for record in result.history if record["log"] == "eval")
+
+    def refused(expected: str, rows=ROWS, **fields):
+        with pytest.raises(ConfigError) as error:
+            train(config(tmp_path, output_dir=str(tmp_path / "other"), **fields), data=rows)
+        assert expected in str(error.value) and "\n" not in str(error.value)
+
+    refused("distill_top_k: expected 4, that of the teacher a teacher", distill_top_k=8)
+    refused("distill_temperature: expected 1.0", distill_temperature=2.0)
+    refused("distill_path: expected labels of all", rows=[*ROWS, "changed"])
+    refused("distill_path: expected labels of all", sequence_len=16)
+    refused("distill_top_k: expected at most model.vocab_size=320", distill_top_k=1000)
+    refused("z_loss: expected 0.0 with objective='distill'", z_loss=1e-4)
+    (labels.folder / "00000001").unlink()
+    refused("of all ")
+    about = Teacher("a digest", "a teacher", "other tokenizer", 320, 4, 1.0)
+    for name, changed in {"tokenizer": about, "model.vocab_size": about._replace(vocab_size=500)}.items():
+        changed = changed._replace(tokenizer=about.tokenizer if name == "tokenizer" else load_tokenizer("bytes").name)
+        claim(str(tmp_path / name), changed)
+        refused(f"{name}: expected ", distill_path=str(tmp_path / name))
+    with pytest.raises(ConfigError, match="name another folder"):
+        claim(c.distill_path, about)
