@@ -1,18 +1,20 @@
 """Kills a run at random moments, restarts it each time, and compares its records with those of an undisturbed run.
 
-    python benchmarks/kills.py [--kills 20] [-n 2] [--elastic] [--seed 0] [--folder FOLDER]
+    python benchmarks/kills.py [--kills 20] [--slots 1] [-n 2] [--elastic] [--seed 0] [--folder FOLDER]
 
 A Llama small enough for two CPU cores trains with a checkpoint every few steps and gets SIGKILL at a random moment of
 the first seconds after it has compiled: while it restores, computes gradients, updates layers, or writes a checkpoint.
 Every fifth kill is during the start instead. The last start is not killed.
 
-Without `-n`, one process has every class of its layers in files (`nvme_path`), and the undisturbed run has all of them
-in memory; one line per kill says in which state the file of the update was. Every other kill waits for an update; every
-third start updates under the next forward pass. With `-n`, the run has 4 virtual devices of so many processes under
+Without `-n`, one process has every class of its layers in files (`nvme_path`), with two slots of its state, and the
+undisturbed run has all of them in memory; one line per kill says in which state the file of the update was, and from
+which step the start went on. Every other kill waits for an update; every third start updates under the next forward
+pass. With `-n`, the run has 4 virtual devices of so many processes under
 `surojax.launch`, at ZeRO-3 with its optimizer state offloaded; a random process is killed, process 0 included, and the
 supervisor starts all again. With `--elastic`, each start has fewer processes, down to one.
 
-Exit code 1: the run did not finish, it did not report an update that was interrupted in its file, or its records in
+Exit code 1: the run did not finish, it went on from more than one step before the last one of its records (with
+`--slots 1`: it did not report an update that was interrupted in its file), or its records in
 metrics.jsonl are not those of the undisturbed run to the bit; with `--elastic`, where sums have another order, a loss
 of the first 20 steps differs by more than 1e-4. Later ones show what training makes of such a difference at this
 learning rate: up to 0.17 in 200 steps, and 0.16 for an undisturbed run whose sums have another order.
@@ -23,6 +25,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -46,9 +49,11 @@ DEVICES = 4  # of all processes together
 SECONDS = 10.0  # a kill is at most this long after its moment
 STARTING, TRAINING = "a start", "the end of the compilation"  # every fifth kill is after the first one
 COMPILED = "compiled in"  # printed by a run that has compiled
+GOES_ON = re.compile(r"continuing from step (\d+), which .* has complete")
 SAID = "the last run ended within the update"  # printed by a run whose predecessor was killed during an update
 # Fields of a run whose updates take long enough to be hit, and of a run whose steps are short.
 IN_A_FILE = {"model.hidden_size": 128, "model.num_hidden_layers": 6, "max_steps": 500, "save_steps": 2}
+SELDOM = {"save_steps": 100}  # with two slots
 OF_PROCESSES = {"gpus": 0, "zero_level": 3, "offload_optimizer": True}
 
 
@@ -116,6 +121,13 @@ def written_at(disk: Path) -> int:
     return marker.stat().st_mtime_ns if marker.exists() else 0
 
 
+def last_step(output_dir: Path) -> int:
+    """Returns the last step that metrics.jsonl has; 0 if it has none."""
+    file = output_dir / METRICS_FILE
+    steps = [record["step"] for record in read_metrics(file) if record["log"] == "step"] if file.exists() else []
+    return max(steps, default=0)
+
+
 def lines_until(process: subprocess.Popen, text: str) -> Iterator[str]:
     """Yields the lines that a process prints, up to the first one that contains `text`."""
     assert process.stdout
@@ -140,20 +152,27 @@ def killed_at(process: subprocess.Popen, after: float, *, while_starting: bool, 
     return text, f"killed {after:3.1f} s after {'its start' if while_starting else 'compiling'}"
 
 
-def run_in_a_file(folder: Path, kills: int, rng: random.Random) -> bool:
-    """Returns whether every start reported an interrupted update if there was one, and the losses are bit-exact."""
+def run_in_a_file(folder: Path, kills: int, rng: random.Random, slots: int) -> bool:
+    """Returns whether every start went on from where it should, and the records are bit-exact.
+
+    With one slot, a start reports an interrupted update if there was one; with two, a kill costs at most one step.
+    """
     disk = folder / "disk"
     killed = folder / "killed"
     disk.mkdir(parents=True)
-    on_nvme = {**dict.fromkeys(OFFLOADS, "nvme"), "nvme_path": disk}
-    expected = undisturbed(folder / "whole", [], **IN_A_FILE)
+    on_nvme = {**dict.fromkeys(OFFLOADS, "nvme"), "nvme_path": disk, "nvme_slots": slots}
+    fields = IN_A_FILE | (SELDOM if slots == 2 else {})
+    expected = undisturbed(folder / "whole", [], **fields)
     all_sound = True
     kills_done = 0
     kills_in_update = 0
+    lost: list[int] = []  # steps, by each kill that a start followed
     for i in range(kills + 1):
         before = state_of(disk)
+        newest_before = on_disk.find(killed / on_disk.FOLDER)
         last_written = written_at(disk)
-        process = start(killed, [], **IN_A_FILE, **on_nvme, overlap_update=i % 3 == 2)
+        last = last_step(killed)
+        process = start(killed, [], **fields, **on_nvme, overlap_update=i % 3 == 2)
         if i == kills:
             text = process.communicate()[0]
             moment = "left to end"
@@ -167,15 +186,23 @@ def run_in_a_file(folder: Path, kills: int, rng: random.Random) -> bool:
         # A process that was killed before it read the marker could not report anything, and changed nothing.
         looked = reported or updated or "continuing from" in text
         sound = reported == (before["state"] == "updating") or not looked
+        if slots == 2:
+            went_on = GOES_ON.search(text)
+            first = int(went_on[1]) if went_on else 0
+            checkpoint = int(newest_before.name) if newest_before else 0
+            sound = not looked or last - max(first, checkpoint) <= 1
+            lost.append(last - max(first, checkpoint) if looked else 0)
         all_sound = all_sound and sound
-        print(f"{i:3} {moment}: file {state_of(disk)}, newest checkpoint {newest and newest.name}, "
-              f"{'said so' if reported else '-'}: {'as it should' if sound else 'WRONG'}", flush=True)  # fmt: skip
+        what = f"lost {lost[-1]} of {last} steps" if lost else "said so" if reported else "-"
+        print(f"{i:3} {moment}: file {state_of(disk)}, newest checkpoint {newest and newest.name}, {what}: "
+              f"{'as it should' if sound else 'WRONG'}", flush=True)  # fmt: skip
         if process.returncode == 0:
             break
         kills_done += 1
         kills_in_update += updated and state_of(disk)["state"] == "updating"
     same = records(killed) == expected
-    print(f"{kills_done} kills, {kills_in_update} of them within an update; {len(expected)} records, "
+    cost = f", {sum(lost)} steps lost, at most {max(lost)} by a kill" if lost else ""
+    print(f"{kills_done} kills, {kills_in_update} of them within an update{cost}; {len(expected)} records, "
           f"{'the same to the bit' if same else 'NOT the same'}")  # fmt: skip
     return all_sound and same
 
@@ -268,6 +295,9 @@ def main() -> None:
     parser.add_argument(
         "-n", type=int, default=0, choices=(0, 1, 2, 4), help="processes (default: 0, one with its layers in files)"
     )
+    parser.add_argument(
+        "--slots", type=int, default=2, choices=(1, 2), help="of the state in files (default: %(default)s)"
+    )
     parser.add_argument("--elastic", action="store_true", help="start again with fewer processes each time")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: a temporary folder)")
@@ -279,7 +309,11 @@ def main() -> None:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")  # a restart then gets further than compiling
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         rng = random.Random(a.seed)
-        well = run_of_processes(folder, a.kills, rng, a.n, a.elastic) if a.n else run_in_a_file(folder, a.kills, rng)
+        well = (
+            run_of_processes(folder, a.kills, rng, a.n, a.elastic)
+            if a.n
+            else run_in_a_file(folder, a.kills, rng, a.slots)
+        )
     sys.exit(not well)
 
 

@@ -35,7 +35,7 @@ from surojax.placement.mesh import data_parallel, pipeline_stages, shards
 from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
 from surojax.refusals import BY_LAYER, about, refused
-from surojax.step import objectives, train_step as step
+from surojax.step import complete, objectives, train_step as step
 from surojax.step.layer_gradients import Files, planned_files
 from surojax.step.objective import REFERENCE, CrossEntropy, LossOfLogits, Objective, OfSequences
 from surojax.step.spec import Engine
@@ -224,7 +224,13 @@ def assemble(
             "offload_weights, offload_grads, offload_residual: expected true or false with several processes, got "
             "'nvme', which is not built for them; set them to true"
         )
-    store = Store(table.folder, model.num_layers, own_layers(mesh, model.num_layers), in_memory=table.files_in_memory)
+    if table.slots > 1 and jax.process_count() > 1:
+        raise ConfigError(
+            f"nvme_slots: expected 1 with several processes, whose files would have to agree on a step, got "
+            f"{table.slots}; leave it out"
+        )
+    own = own_layers(mesh, model.num_layers)
+    store = Store(table.folder, model.num_layers, own, in_memory=table.files_in_memory, slots=table.slots)
     of_classes = layouts(model.params, table, mesh)
     of_classes = with_device_memory(model, table, of_classes, optimizer, mesh, store)
     engine = Engine(
@@ -247,6 +253,7 @@ def assemble(
     if precision.delayed:
         history = fp8.history_shape(model.num_layers, model.sites, precision.amax_history)
     plan = state_plan(model, table, of_classes, optimizer, mesh, store, history=history)
+    complete.reserve(plan, store)
     files = planned_files(step.parts_of(engine, optimizer, plan, mesh), store, batch)
     return Assembly(model, optimizer, plan, engine, mesh, store, files, xla_options)
 

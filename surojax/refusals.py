@@ -157,6 +157,7 @@ IN_FILES = (  # may be "nvme"
     "offload_residual",
     "offload_weights",
 )
+STATE = ("offload_optimizer", "offload_master")
 # With one of these in files a step has programs of one layer, with all its microbatches inside.
 BY_LAYER = ("offload_grads", "offload_residual", "offload_weights")
 
@@ -621,6 +622,16 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(device_memory, nothing_to_keep, "which leaves nothing to keep there", "leave it out", when_placed=True),
     Refusal(device_memory, in_files, "from which every layer passes through host memory", "leave it out"),
+    *(
+        Refusal(
+            is_one_of("nvme_slots", 2, needs=dict.fromkeys(STATE, "nvme") | {"nvme_path": "folder"}),
+            is_other_than(name, "nvme", False),
+            "which a step would have to write besides",
+            f"set {name}='nvme', or leave it out",
+            when_placed=True,
+        )
+        for name in STATE
+    ),
 )
 
 

@@ -141,13 +141,13 @@ def train(
     say(budget(run.model, start.total_steps * tokens_per_step, is_new=is_new))
 
     with contextlib.ExitStack() as until_end:
-        disk = until_end.enter_context(nvme.claim(run.store))
+        disk = until_end.enter_context(nvme.claim(run.store, goes_on=start.in_files))
         if disk.line:
             say(disk.line)
         settings = c.to_dict() | start.meta | start.identity
         check_shared(setup.output_dir, json.dumps(settings, sort_keys=True, default=str))
         patience = early_stopping(c, setup.output_dir, start)
-        if start.resume and (start.first_step >= start.total_steps or patience.is_over):
+        if start.resume and not start.in_files and (start.first_step >= start.total_steps or patience.is_over):
             return nothing_left(c, run, setup, start, patience)
         claim_output_dir(c, setup, start, until_end)
         tracked = trackers.Trackers()
@@ -174,7 +174,7 @@ def train(
         predicted = predict(c, run, programs.train_step, devices, disk)
 
         # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
-        states = [first_state(c, run, start.resume, setup.initial, start.adapter)]
+        states = [first_state(c, run, start, setup.initial)]
 
         # -- Loop -----------------------------------------------------------------------------------------------------
         checkpoints = until_end.enter_context(Checkpoints(setup.output_dir, save_total_limit=c.save_total_limit))
@@ -196,7 +196,7 @@ def train(
         until_end.enter_context(log)
         for line in tracked.where:
             say(line)
-        fine_tunes = setup.initial is not None and not start.resume  # evaluated first: what it starts from
+        fine_tunes = setup.initial is not None and not start.first_step  # evaluated first: what it starts from
         with StopSignal(until, setup.output_dir) as stop:
             told = (patience, *guarded(callbacks))
             outputs = Outputs(checkpoints, log, Callbacks(told, start.total_steps), stop)

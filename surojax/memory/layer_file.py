@@ -3,6 +3,7 @@
     <nvme_path>/layers.bin     one record per layer: all its tensors that are stored here
     <nvme_path>/layers.json    state of the last run: {"step": n, "state": "updating" or "clean"}
     <nvme_path>/layers.lock    locked while a run uses the folder
+    <nvme_path>/state.json     with two slots: which of them has what (slots.py)
 
 In several folders layers.bin is striped over all of them (striped.py), and layers.json is in the first one.
 Reads and writes are split into pieces for several threads, since a disk needs several requests in flight to be fast.
@@ -10,9 +11,10 @@ A store may keep some bytes in host memory: the first ones of each array, of as 
 of all layers alike, so that the disks have as much to do in each layer of a pass.
 Several processes have a folder <nvme_path>/process-<i> each. What is in a record: memory/in_file.py.
 
-**The file is never trusted at start.** It is updated in place, so a run that is killed within an update leaves a
-mixture of two steps. The next start rewrites all of it, from the last checkpoint or from the seed; layers.json only
-serves to say what happened.
+**With one slot the file is never trusted at start.** It is updated in place, so a run that is killed within an update
+leaves a mixture of two steps. The next start rewrites all of it, from the last checkpoint or from the seed; layers.json
+only serves to say what happened. With two slots the rows `IN_SLOTS` have twice the room, and the next start goes on
+from the last complete step, see slots.py; they are never kept in host memory, which a kill takes.
 
 **Direct.** Reads and writes go past the page cache, from and to aligned buffers (aligned.py): on two cores a file of 8
 GB was written at 5.5 GB/s with 0.03 CPU seconds a GB, and through the cache at 0.45 GB/s with 2.8 (docs/LOG.md,
@@ -24,25 +26,31 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import math
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.memory.aligned import ALIGN, Buffers, aligned
+from surojax.memory.slots import TABLE, Content, Slots, checksum, read_table
 from surojax.memory.striped import StripedFile
-from surojax.placement.table import TO_FILES
+from surojax.placement.table import IN_SLOTS, TO_FILES
 from surojax.untrusted import expanded
 
+FIRST = Content(0, 0)  # where a piece is that was never written
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
 THREADS = 8  # requests in flight, in each direction and for each folder
 ARRAYS = 4  # of a layer, that are read or written at a time
+KEPT = ", or from the last step that is complete in the file"
+MEASURED = 256 << 20  # bytes after which the rate of a disk is known
 MAKE_ROOM = (
     "free some, choose another folder, or keep some in host memory (files_in_memory=GIB, or offload_master=True in "
     "place of 'nvme'); what is stored in 16 bits takes half, but that is another training (opt_m_dtype, "
@@ -54,12 +62,15 @@ MAKE_ROOM = (
 class Place:
     """Room for an array of each layer.
 
-    row: of the placement table. size: bytes. kept: how many of them, from the first on, are in host memory. offset: of
-    the others in the record of a layer. memory: the kept bytes of each layer.
+    row: of the placement table. size: bytes. name: among the pieces of a layer. slots: 2 if a kill must not take it.
+    kept: how many of the bytes, from the first on, are in host memory. offset: of the others in the record of a layer.
+    memory: the kept bytes of each layer.
     """
 
     row: str
     size: int
+    name: str
+    slots: int = 1
     kept: int = 0
     offset: int = 0
     memory: dict[int, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
@@ -68,6 +79,11 @@ class Place:
     def in_file(self) -> int:
         """Bytes of a layer that are in the file."""
         return self.size - self.kept
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a record from one slot to the next."""
+        return aligned(self.in_file)
 
 
 class NvmeError(OSError):
@@ -81,9 +97,17 @@ class Store:
     layer of which the file has a record, the number of that record. record: bytes of each.
     """
 
-    def __init__(self, folder: str | Path, num_layers: int, layers: Iterable[int] | None = None, *, in_memory: int = 0):
+    def __init__(
+        self,
+        folder: str | Path,
+        num_layers: int,
+        layers: Iterable[int] | None = None,
+        *,
+        in_memory: int = 0,
+        slots: int = 1,
+    ):
         """folder: or several, see `folders`. layers: those of which this process stores parts, see `own_layers`; None:
-        all. in_memory: bytes that are kept in host memory."""
+        all. in_memory: bytes that are kept in host memory. slots: 2 for a state that a kill does not take."""
         own = f"process-{jax.process_index()}" if jax.process_count() > 1 else ""
         self.folders = [given / own for given in folders(folder)]
         self.folder = self.folders[0]
@@ -91,7 +115,9 @@ class Store:
         self.records = {l: i for i, l in enumerate(range(num_layers) if layers is None else layers)}
         self.path = self.folder / FILE
         self.record = 0
+        self.slots = Slots(self.folder) if slots == 2 else None
         self._in_memory = in_memory
+        self._others: list[Place] = []
         self._places: list[Place] = []
         self._file = StripedFile([folder / FILE for folder in self.folders])
         self._opening = threading.Lock()
@@ -102,16 +128,26 @@ class Store:
 
     def reserve(self, size: int, row: str) -> Place:
         """Reserves `size` bytes of each layer for an array of this row, before anything is written."""
-        self._places.append(Place(row, size))
+        slots = 2 if self.slots and row in IN_SLOTS else 1
+        self._places.append(Place(row, size, str(len(self._places)), slots))
         left = self._in_memory // max(1, len(self.records))
         for place in sorted(self._places, key=lambda place: TO_FILES.index(place.row), reverse=True):
-            place.kept = place.size if place.size <= left else left // ALIGN * ALIGN
+            wanted = place.size if place.slots == 1 else 0
+            place.kept = wanted if wanted <= left else left // ALIGN * ALIGN
             left -= place.kept
         self.record = 0
         for place in self._places:
             place.offset = self.record
-            self.record += aligned(place.in_file)
+            self.record += place.slots * place.slot_bytes
         return self._places[-1]
+
+    def reserve_others(self, sizes: Iterable[int]) -> None:
+        """Reserves two slots of so many bytes each for arrays that belong to no layer, behind all records."""
+        self._others = [Place("outer", size, f"other-{i}", 2) for i, size in enumerate(sizes)]
+        offset = 0
+        for place in self._others:
+            place.offset = offset
+            offset += place.slots * place.slot_bytes
 
     @property
     def is_empty(self) -> bool:
@@ -125,8 +161,28 @@ class Store:
 
     @property
     def bytes(self) -> int:
-        """Size of the file."""
-        return len(self.records) * self.record
+        """Size of the file. With two slots its end is for measuring the disk, which must not change the others."""
+        return self._end + (min(MEASURED, self._end) if self.slots else 0)
+
+    @property
+    def _end(self) -> int:
+        """Bytes of the file that are for arrays."""
+        return len(self.records) * self.record + sum(place.slots * place.slot_bytes for place in self._others)
+
+    @property
+    def written(self) -> int:
+        """Bytes of the file that a step replaces: of one slot."""
+        return self._end - sum(
+            place.slot_bytes * times
+            for places, times in ((self._places, len(self.records)), (self._others, 1))
+            for place in places
+            if place.slots == 2
+        )
+
+    @property
+    def unused(self) -> tuple[int, int]:
+        """(offset, bytes) of a part of the file that may be overwritten before a state is in it."""
+        return (self._end, self.bytes - self._end) if self.slots else (0, self.bytes)
 
     @property
     def sizes(self) -> list[int]:
@@ -177,8 +233,10 @@ class Store:
 
     def read(self, l: int, place: Place, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """The array of layer l at this place. Raises NvmeError."""
-        begin = self._record_start(l) + place.offset
         size = math.prod(shape) * dtype.itemsize
+        begin = self._record_start(l) + place.offset
+        if self.slots and place.slots == 2:
+            begin += self.slots.newest.get(f"{l}/{place.name}", FIRST).slot * place.slot_bytes
         raw = self._buffers.take(aligned(size))
         kept = min(place.kept, size)
         if kept:
@@ -191,11 +249,20 @@ class Store:
         """Replaces what `read` returns for this place. Raises NvmeError."""
         begin = self._record_start(l) + place.offset
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if place.slots == 2:
+            return self._write_slot(f"{l}/{place.name}", place, begin, raw)
         kept = min(place.kept, raw.size)
         if kept:
             self._memory(l, place)[:kept] = raw[:kept]
         if kept < raw.size:
             self.write_file(raw[kept:], begin)
+
+    def _write_slot(self, piece: str, place: Place, begin: int, raw: np.ndarray) -> None:
+        """Writes a piece into its free slot. begin: of its first slot."""
+        assert self.slots
+        slot = self.slots.free(piece)
+        self.write_file(raw, begin + slot * place.slot_bytes)
+        self.slots.newest[piece] = Content(slot, checksum(raw))
 
     def _memory(self, l: int, place: Place) -> np.ndarray:
         """The bytes of layer l at this place that are in host memory."""
@@ -249,7 +316,7 @@ class Store:
             reason = error.strerror or str(error)
             raise NvmeError(
                 f"nvme_path: could not {what} {error.filename or self.path} ({reason}); its content is lost, but no "
-                "checkpoint is: the next start continues from the last one"
+                f"checkpoint is: the next start continues from the last one{KEPT if self.slots else ''}"
             ) from error
 
     # -- Steps -------------------------------------------------------------------------------------------------------
@@ -266,12 +333,92 @@ class Store:
             self._copied.pop().exception()  # a checkpoint that could not be written says so itself
         self._mark(step, "updating")
 
-    def end_update(self, step: int) -> None:
-        """Marks the file as clean (all of it is from this step) and begins to force it to the disk."""
+    def end_update(self, step: int, others: Callable[[], Iterable[np.ndarray]] = tuple) -> None:
+        """Marks the file as clean (all of it is from this step) and begins to force it to the disk.
+
+        others: what `reserve_others` has room for, after the step; asked for with two slots only.
+        """
         if self.is_empty:
             return
+        table = None
+        if self.slots:
+            for place, array in zip(self._others, others(), strict=True):
+                raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                self._write_slot(place.name, place, self._others_start + place.offset, raw)
+            table = self.slots.completed(step)
         self._mark(step, "clean")
-        self._synced = self._pools[1].submit(self.file.sync)
+        self._synced = self._pools[1].submit(self._force, table)
+
+    def reported(self, progress: dict[str, Any]) -> None:
+        """Takes the progress of a run, {"step": n, ...}, all of whose records up to there are written.
+
+        Does nothing with one slot. With two, the state after that step is what the next start goes on from, once it is
+        complete in the file.
+        """
+        if self.slots and (table := self.slots.reported(progress)):
+            before = self._synced
+            self._synced = self._pools[1].submit(self._force, table, before)
+
+    def _force(self, table: dict[str, Any] | None, before: Future | None = None) -> None:
+        """Waits until the disk keeps what was written, and then writes this table. Raises OSError."""
+        if before is None:
+            self.file.sync()
+        else:
+            before.result()
+        if table and self.slots:
+            self.slots.write(table | {"layout": self.layout})
+
+    @property
+    def _others_start(self) -> int:
+        return len(self.records) * self.record
+
+    @property
+    def layout(self) -> list:
+        """What a file must have in common with another for its content to be read as the other's."""
+        places = [[place.row, place.size, place.slots, place.kept] for place in (*self._places, *self._others)]
+        return [len(self.folders), list(self.records), places]
+
+    def kept_progress(self) -> dict[str, Any] | None:
+        """The progress of the run whose state the file has complete, as two slots keep it; None if it has none."""
+        table = read_table(self.folder) if self.slots and not self.is_empty else None
+        return table["progress"] if table and table["layout"] == self.layout else None
+
+    def load(self) -> list[np.ndarray]:
+        """Makes the state that the file has complete the one that is read; returns its arrays of no layer, as bytes.
+
+        Every piece is held against its checksum. Raises NvmeError if one is damaged.
+        """
+        slots = self.slots
+        table = read_table(self.folder)
+        assert slots and table
+        slots.load(table)
+
+        def check(piece: tuple[str, Place, int]) -> np.ndarray:
+            name, place, begin = piece
+            content = slots.newest[name]
+            raw = self._buffers.take(aligned(place.size))
+            self.read_file(raw, begin + content.slot * place.slot_bytes)
+            if checksum(raw[: place.size]) != content.checksum:
+                raise NvmeError(
+                    f"nvme_path: what {self.path} has of step {table['progress']['step']} is damaged (piece {name}); "
+                    f"delete {self.folder / TABLE} to continue from the last checkpoint"
+                )
+            return raw[: place.size]
+
+        places = [place for place in self._places if place.slots == 2]
+        of_layers = (
+            (f"{l}/{place.name}", place, self._record_start(l) + place.offset) for l in self.records for place in places
+        )
+        threads = self.of_arrays[0]
+        for some in itertools.batched(of_layers, ARRAYS):
+            list(threads.map(check, some))
+        return [check((place.name, place, self._others_start + place.offset)) for place in self._others]
+
+    def forget(self) -> None:
+        """Removes the table: the file is about to be overwritten. Raises NvmeError."""
+        if not self.is_empty:
+            with self.explained("write"):
+                (self.folder / TABLE).unlink(missing_ok=True)
 
     def settle(self) -> None:
         """Waits until the last update is on the disk. Raises NvmeError if it cannot be written there."""

@@ -18,12 +18,12 @@ from jax.experimental import multihost_utils
 from surojax.cluster.hosts import processes_here
 from surojax.errors import ConfigError
 from surojax.memory.aligned import Buffers
-from surojax.memory.layer_file import FILE, LOCK, MAKE_ROOM, Store, gib
+from surojax.memory.layer_file import FILE, LOCK, MAKE_ROOM, MEASURED, Store, gib
 from surojax.memory.lock import locked
 from surojax.memory.striped import STRIPE
 
 SLOW_MIB_S = 500  # slower disks are reported as slow; SATA disks reach this, NVMe disks 1,000 and more
-MEASURED, MEASURED_S = 256 * 2**20, 2.0  # the rate of a disk: bytes and seconds after which it is known
+MEASURED_S = 2.0  # seconds after which the rate of a disk is known
 CHUNK = 8 * STRIPE  # bytes that are measured at once
 UNUSABLE_S = 3600  # an update that takes longer than this is refused
 MiB = 2**20
@@ -91,9 +91,10 @@ class Claimed(NamedTuple):
 
 
 @contextlib.contextmanager
-def claim(store: Store) -> Iterator[Claimed]:
+def claim(store: Store, *, goes_on: bool = False) -> Iterator[Claimed]:
     """Locks the folders and allocates the file, within a `with` statement.
 
+    goes_on: with the state that the file has complete; else the file forgets it.
     Raises ConfigError if another run uses a folder, a disk is full, or it is too slow to be of use.
     """
     if store.is_empty:
@@ -106,6 +107,8 @@ def claim(store: Store) -> Iterator[Claimed]:
         for folder in store.folders:
             until_end.enter_context(locked(folder / LOCK, "nvme_path"))
         until_end.enter_context(contextlib.closing(store))
+        if not goes_on:
+            store.forget()
         if store.bytes:
             writes, reads = write_rate(store), read_rate(store)
         else:
@@ -121,14 +124,16 @@ def describe(store: Store, writes: float, reads: float) -> str:
     kept = f", {gib(store.kept)} kept in host memory" if store.kept else ""
     if not store.bytes:
         return f"nvme: nothing in files{kept}"
-    seconds = store.bytes / writes + store.bytes / reads
+    seconds = store.written / writes + store.written / reads
     rates = f"read at {reads / MiB:,.0f} MiB/s, written at {writes / MiB:,.0f}"
     folders = ", ".join(map(str, store.folders))
     text = f"nvme: {gib(store.bytes)} in {folders}{kept}, {rates}"
+    if store.slots:
+        text += ", two slots of the state"
     if seconds > UNUSABLE_S:
         raise ConfigError(
             f"nvme_path: expected a disk that is fast enough, got one {rates} in {folders}, where a step reads "
-            f"and writes {gib(store.bytes)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
+            f"and writes {gib(store.written)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
         )
     text += f": {seconds:,.1f} s of reads and writes a step"
     if not store.file.is_direct:
@@ -138,8 +143,8 @@ def describe(store: Store, writes: float, reads: float) -> str:
 
 
 def write_rate(store: Store) -> float:
-    """Bytes per second written to the disk as a step writes, measured at the start of the file. Raises NvmeError."""
-    data = np.frombuffer(np.random.default_rng(0).bytes(min(CHUNK, store.bytes)), np.uint8)
+    """Bytes per second written to the disk as a step writes, measured where the file is unused. Raises NvmeError."""
+    data = np.frombuffer(np.random.default_rng(0).bytes(min(CHUNK, store.unused[1])), np.uint8)
 
     def write(at: int, size: int) -> None:
         store.write_file(data[:size], at)
@@ -158,12 +163,13 @@ def read_rate(store: Store) -> float:
 
 
 def _rate(store: Store, moves: Callable[[int, int], object], end: Callable[[], None] = lambda: None) -> float:
-    """Bytes per second of moves(offset, bytes) over the start of the file, and of the end."""
+    """Bytes per second of moves(offset, bytes) over a part of the file that is unused, and of the end."""
+    begin, unused = store.unused
     done = 0
     start = time.perf_counter()
-    while done < min(MEASURED, store.bytes) and time.perf_counter() - start < MEASURED_S:
-        size = min(CHUNK, store.bytes - done)
-        moves(done, size)
+    while done < min(MEASURED, unused) and time.perf_counter() - start < MEASURED_S:
+        size = min(CHUNK, unused - done)
+        moves(begin + done, size)
         done += size
     end()
     return done / (time.perf_counter() - start)

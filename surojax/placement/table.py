@@ -52,6 +52,7 @@ BY_LAYER = ("weights", "grads", "residuals")  # rows of which a step with one in
 # step, and nothing waits for it but the update; residuals, which both passes wait for, come last.
 TO_FILES = ("moments", "master", "grads", "weights", "residuals")
 TO_DEVICE = ("master", "moments", "grads")  # rows of which some tensors may be in device memory (`device_memory`)
+IN_SLOTS = ("moments", "master")  # rows of a state that a kill does not take; weights are made of them
 WEIGHT_FORMATS = ("none", *quantize.DTYPES)  # that weights are gathered in, in place of 16 bits
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.reduce_scatter
 
@@ -76,8 +77,9 @@ class Placement:
     `base_formats.FORMATS`; "": in 16 or 32 bits.
     reduce: how gradients are summed over `dp_shard x cp`, see `collectives.reduce_scatter`.
     copy_engine: the enabled settings of `collectives.COPY_ENGINE`.
-    folder: of the file of the classes whose home is nvme. files_in_memory: bytes of it that are in host memory.
-    device_memory: bytes of `TO_DEVICE` that are on each device, though their home is host memory.
+    folder: of the file of the classes whose home is nvme. files_in_memory: bytes of it that are in host memory. slots:
+    of the state there, see memory/slots.py. device_memory: bytes of `TO_DEVICE` that are on each device, though their
+    home is host memory.
     """
 
     weights: Row
@@ -95,6 +97,7 @@ class Placement:
     folder: str = ""
     files_in_memory: int = 0
     device_memory: int = 0
+    slots: int = 1
 
     @property
     def in_files(self) -> bool:
@@ -163,6 +166,8 @@ class Storage:
     files_in_memory: float = declare(0.0, AT_LEAST_0)
     # GiB of optimizer state, master weights and gradients that each GPU keeps, though they are offloaded to host memory
     device_memory: float = declare(0.0, AT_LEAST_0)
+    # 2: master weights and optimizer state in files twice, so that a kill costs one step; 1: goes on from a checkpoint
+    nvme_slots: int = declare(1, choices=(1, 2))
     # work weights, activations, products: bfloat16 or float32 (products: TF32 on GPUs)
     model_dtype: str = declare("bfloat16", choices=FLOATS)
     # the weights the optimizer updates; bfloat16 is rounded stochastically
@@ -235,6 +240,7 @@ def place(storage: Storage, *, num_shards: int) -> Placement:
         folder=storage.nvme_path,
         files_in_memory=int(storage.files_in_memory * 2**30),
         device_memory=int(storage.device_memory * 2**30),
+        slots=storage.nvme_slots,
     )
 
 

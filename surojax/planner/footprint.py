@@ -31,7 +31,7 @@ from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline_stages, shards, tensor_parallel
 from surojax.placement.param import OUTER
-from surojax.placement.table import TO_FILES, kept_in_memory
+from surojax.placement.table import IN_SLOTS, TO_FILES, kept_in_memory
 from surojax.planner import sizes
 from surojax.planner.amounts import Memory
 from surojax.planner.sizes import SegmentBytes, itemsize, segment_bytes, shard_sizes, size
@@ -134,10 +134,13 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
     of_step = sum(rows[name][NVME.name] for name in ("grads", "residuals"))
     in_flight = NVME_LAYERS * bytes_per_device(plan, NVME) + LAYERS_IN_FLIGHT * of_step
     rows["layers from files"] = _in(HOST, in_flight // sizes.layers_of(run))
-    stored = {name: rows[name][NVME.name] for name in TO_FILES}
+    in_slots = IN_SLOTS if table.slots > 1 else ()
+    stored = {name: rows[name][NVME.name] for name in TO_FILES if name not in in_slots}
     for name, kept in kept_in_memory(table.files_in_memory / run.mesh.size, stored).items():
         rows[name][NVME.name] -= kept
         rows[name][HOST.name] += kept
+    for name, outer in zip(in_slots, (plan.moments[OUTER], plan.master[OUTER]), strict=False):
+        rows[name][NVME.name] = table.slots * (rows[name][NVME.name] + sum(_by_home(outer).values()))
     if not table.quants.dtype:
         del rows["quants"]
     return rows

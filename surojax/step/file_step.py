@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from surojax.memory.host import put, read, write
 from surojax.memory.in_file import InFiles
@@ -23,6 +24,7 @@ from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER, part_of, with_part
+from surojax.step import complete
 from surojax.step.between import in_rounds
 from surojax.step.by_host import by_host
 from surojax.step.metrics import metrics_of
@@ -296,6 +298,7 @@ class UpdatingRounds:
     def __init__(self, step: FileStep, pending: PendingUpdate):
         self.step = step
         self.number = pending.step
+        self.state = pending.state
         self.layers = section(pending.state, step.segment.name)  # as before the update
         self.inputs = dict(pending.update_inputs)
         self.stacks = step.state.in_memory((self.layers.master, self.layers.moments))
@@ -305,7 +308,12 @@ class UpdatingRounds:
         """A pass over all layers that updates them, see `by_host`; `read` reads. Raises NvmeError."""
         self.step.store.begin_update(self.number)
         by_host(range(self.step.rounds), self.read, compute, write)
-        self.step.store.end_update(self.number)
+        self.step.store.end_update(self.number, self.kept)
+
+    def kept(self) -> list[np.ndarray]:
+        """The shards of the state after its update that are in memory, for a store with two slots."""
+        sections = {self.step.segment.name: self.section(), OUTER: section(self.state, OUTER)}
+        return complete.shards(from_sections(self.state.step, sections, self.state.history))
 
     def read(self, l: int) -> tuple:
         """(state, gradients) of layer l of every stage in pinned host memory. Raises NvmeError."""

@@ -65,7 +65,7 @@ def early_stopping(c: Config, output_dir: Path, start: Start) -> EarlyStopping:
     name = next((one.name for one in start.found.evaluated), "")
     found = EarlyStopping(c.early_stopping_patience or math.inf, name=name)
     file = output_dir / METRICS_FILE
-    for record in read_metrics(file) if start.resume and file.exists() else ():
+    for record in read_metrics(file) if start.first_step and file.exists() else ():
         if record["log"] == "eval" and record.get("name", "") == name and record["step"] <= start.first_step:
             found.see(math.nan if record["loss"] is None else record["loss"])
     return found

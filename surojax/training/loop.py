@@ -63,6 +63,10 @@ def loop(
         state = up_to_date(programs.train_step, state)
         return state
 
+    def progress_at(step: int) -> dict[str, Any]:
+        progress = {"step": step, "samples": position, "samples_per_step": start.samples_per_step}
+        return {**progress, "layers": layers, "config": c.to_dict(), **start.identity}
+
     def report(done: FinishedStep | None) -> None:
         if done is not None:
             times = {"duration_s": done.duration_s, "data_wait_s": done.data_wait_s}
@@ -105,10 +109,11 @@ def loop(
                 evaluate(step)
             stopping = stopping or callbacks.stopped_by
             if save_now or stopping:
-                progress = {"step": step, "samples": position, "samples_per_step": start.samples_per_step}
-                checkpoints.save(current(), {**progress, "layers": layers, "config": c.to_dict(), **start.identity})
+                checkpoints.save(current(), progress_at(step))
                 callbacks.tell({"log": "checkpoint", "step": step}, current, checkpoints.last)
             deferred.restart_clock()
+        if programs.store.slots and not (final or stopping):  # all records up to here are written
+            programs.store.reported(progress_at(step))
         if stopping:
             break
     log.keep_status()

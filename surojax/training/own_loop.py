@@ -67,7 +67,7 @@ class OwnLoop:
 
     def first_state(self) -> TrainState:
         """The state of the checkpoint, or with the weights of another model, or new: a pytree."""
-        return first_state(self._config, self._run, self._start.resume, self._setup.initial, self._start.adapter)
+        return first_state(self._config, self._run, self._start, self._setup.initial)
 
     def batches(self) -> Iterator[dict[str, np.ndarray]]:
         """Yields the data's batches without end, from the first step on: `inputs` and others, int32 [A, B, S].

@@ -7,6 +7,7 @@ import jax
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
 from surojax.data.run_data import Evaluated
+from surojax.memory.layer_file import Store
 from surojax.parallel.feed import Feed
 from surojax.placement.mesh import own_device
 from surojax.planner import traffic
@@ -19,12 +20,14 @@ from surojax.training.evaluation import Evaluation
 class Programs(NamedTuple):
     """The compiled programs of a run.
 
-    arrays: names of a batch's arrays. one_at_a_time: a step is waited for before the next one.
+    store: the files of the run. arrays: names of a batch's arrays. one_at_a_time: a step is waited for before the next
+    one.
     """
 
     train_step: Any
     evaluate: Evaluation
     feed: Feed
+    store: Store
     arrays: tuple[str, ...]
     one_at_a_time: bool
 
@@ -48,4 +51,4 @@ def compile_programs(
     # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in files, a
     # step has already ended when `train_step` returns.
     one_at_a_time = (platform == "cpu" and len(devices) > 1) or not run.store.is_empty
-    return Programs(train_step, evaluate, feed, run.engine.batch_arrays, one_at_a_time)
+    return Programs(train_step, evaluate, feed, run.store, run.engine.batch_arrays, one_at_a_time)

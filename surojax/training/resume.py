@@ -11,9 +11,11 @@ from surojax.config import checks, fields as configs
 from surojax.config.adapters import FIELDS
 from surojax.config.fields import Config
 from surojax.errors import CheckpointError, ConfigError
+from surojax.memory.slots import TABLE, read_table
 from surojax.models.decoder import ARCHITECTURE
 from surojax.run import on_disk
 from surojax.run.console import say
+from surojax.run.metrics import METRICS_FILE, read_metrics
 from surojax.run.on_disk import BLOCK
 
 # Fields that a run continues with, unchanged.
@@ -48,21 +50,65 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
                 f"resume_from_checkpoint: expected {own}, the newest in output_dir, got {found}; "
                 "move the newer ones away, or choose another output_dir"
             )
-    if found is None:
-        return None
-    meta = on_disk.read_meta(found)
+    if found is not None:
+        check_same(c, f"checkpoint {found}", on_disk.read_meta(found), identity, samples_per_step)
+    return found
+
+
+def goes_on_in_files(c: Config, output_dir: Path, progress: dict[str, Any] | None, newest: int) -> bool:
+    """Returns True if a run continues from the state that its files have complete, rather than from a checkpoint.
+
+    progress: of that state, None if there is none. newest: step of the checkpoint. The state has to be newer, and this
+    run's, which has the record of its step.
+    """
+    if progress is None or progress["step"] <= newest or _run_of(progress) != output_dir.absolute():
+        return False
+    wanted = c.resume_from_checkpoint
+    return wanted in ("auto", progress["config"]["resume_from_checkpoint"]) and _has_record(output_dir, progress)
+
+
+def check_unfinished(folder: Path, output_dir: Path) -> None:
+    """Raises ConfigError if the files in a folder have the state of another run, which has no checkpoint as new."""
+    table = read_table(folder)
+    if table is None or (run := _run_of(table["progress"])) == output_dir.absolute():
+        return
+    step = table["progress"]["step"]
+    saved = on_disk.find(run / on_disk.FOLDER)
+    if _has_record(run, table["progress"]) and (saved is None or int(saved.name) < step):
+        raise ConfigError(
+            f"nvme_path: {folder} has step {step} of the run in {run}, whose last checkpoint is "
+            f"{saved.name if saved else 'none'}; choose another folder, continue that run, or delete {folder / TABLE}"
+        )
+
+
+def _run_of(progress: dict[str, Any]) -> Path:
+    """The output_dir of the run whose progress this is."""
+    return Path(progress["config"]["output_dir"]).expanduser().absolute()
+
+
+def _has_record(output_dir: Path, progress: dict[str, Any]) -> bool:
+    """Returns True if metrics.jsonl in a folder has the record of this step: it was not deleted, nor started anew."""
+    file = output_dir / METRICS_FILE
+    records = read_metrics(file) if file.exists() else ()
+    return any(record["log"] == "step" and record["step"] == progress["step"] for record in records)
+
+
+def check_same(c: Config, found: str, meta: dict[str, Any], identity: dict[str, str], samples_per_step: int) -> None:
+    """Says which settings differ from those of what a run continues from. found, meta: its name and its meta.
+
+    Raises CheckpointError if it was written with another model, block, seed, sequence length, tokenizer or data.
+    """
     saved = checks.restored_config(meta["config"], on_disk.written_by(meta))
     changed = differences(saved.to_dict(), c.to_dict())
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] in IDENTITY}
     fixed |= {k: (meta.get(k), identity.get(k)) for k in (*identity, BLOCK) if meta.get(k) != identity.get(k)}
     if fixed:
         what = ", ".join(f"{k} is {a!r} there and {b!r} here" for k, (a, b) in fixed.items())
-        raise CheckpointError(f"checkpoint {found} is of another run: {what}; use the same, or another output_dir")
+        raise CheckpointError(f"{found} is of another run: {what}; use the same, or another output_dir")
     settings = {k: v for k, v in changed.items() if k not in ("output_dir", "resume_from_checkpoint")}
     if settings:
         say("continuing with changed settings: " + ", ".join(f"{k} {a!r} -> {b!r}" for k, (a, b) in settings.items()))
     check_batch(c, found, meta.get("samples_per_step", samples_per_step), samples_per_step, settings)
-    return found
 
 
 def block_identity(block: type) -> str:
@@ -93,7 +139,7 @@ def _without_docstring(source: str) -> str:
     return ast.unparse(tree)
 
 
-def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) -> None:
+def check_batch(c: Config, found: str, before: int, now: int, changed: dict) -> None:
     """Say that the number of samples per step has changed since the checkpoint.
 
     before, now: samples per step. changed: the settings that differ. Raises CheckpointError if none of them determines
@@ -108,7 +154,7 @@ def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) ->
         per_device, rest = divmod(before, groups * c.gradient_accumulation_steps)
         keep = "" if rest else f"per_device_batch_size={per_device} keeps it so, "
         raise CheckpointError(
-            f"checkpoint {found} is of a run with {before} samples a step, which with these settings would be {now} on "
+            f"{found} is of a run with {before} samples a step, which with these settings would be {now} on "
             f"the {devices} devices here; {keep}gpus={devices} goes on with {now}"
         )
     say(f"note: a step has {now} samples from here on, it had {before}")

@@ -22,6 +22,7 @@ from surojax.planner.check_fit import check_fit
 from surojax.run import checkpoint, on_disk
 from surojax.run.shared import is_first
 from surojax.run.trackers import check_packages
+from surojax.training.resume import check_unfinished
 
 
 class Setup(NamedTuple):
@@ -29,7 +30,8 @@ class Setup(NamedTuple):
 
     need: bytes per device of each class. newest: checkpoint in output_dir. continues: whether the run continues from a
     checkpoint. initial: weights to start from, or, with adapters, the base; None: new ones, or those of a checkpoint.
-    brought: of the caller.
+    brought: of the caller. in_files: the progress of the run whose state nvme_path has complete, if it is laid out as
+    this run's.
     """
 
     output_dir: Path
@@ -42,6 +44,7 @@ class Setup(NamedTuple):
     continues: bool
     initial: Tensors | None
     brought: Brought
+    in_files: dict[str, Any] | None
 
 
 def naming_rows(c: Config, rows: Iterable[Any] | None) -> Config:
@@ -72,8 +75,10 @@ def set_up(c: Config, brought: Brought = NOTHING, rows: Iterable[Any] | None = N
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     if rows is not None:
         entries = entries._replace(rows=GivenRows(rows))
+    check_unfinished(run.store.folder, output_dir)
     newest = on_disk.find(output_dir / on_disk.FOLDER)
     continues = newest is not None or c.resume_from_checkpoint not in ("auto", "no")
     initial = None if continues and not c.lora else open_weights(c, run.model)
     checkpoint.check_room(output_dir, run.plan)
-    return Setup(output_dir, devices, mesh, run.model, need, entries, newest, continues, initial, brought)
+    in_files = run.store.kept_progress()
+    return Setup(output_dir, devices, mesh, run.model, need, entries, newest, continues, initial, brought, in_files)

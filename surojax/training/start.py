@@ -21,7 +21,7 @@ from surojax.run.on_disk import BLOCK
 from surojax.step.distillation import DISTILL
 from surojax.step.objective import TEACHER, TEACHER_IDS
 from surojax.step.objectives import OBJECTIVES
-from surojax.training.resume import block_identity, find_resume
+from surojax.training.resume import block_identity, check_same, find_resume, goes_on_in_files
 from surojax.training.setup import Setup
 
 
@@ -29,7 +29,8 @@ class Start(NamedTuple):
     """The result of `find_start`: the data, and where in it the run begins.
 
     identity: what a checkpoint must have been trained with. adapter: to start from, if any. resume: checkpoint to
-    continue from, None for a new run. first_step: number of steps done. position: number of samples done.
+    continue from, None for a new run. in_files: whether the run continues from the state that its files have complete,
+    which is newer. first_step: number of steps done. position: number of samples done.
     """
 
     tokenizer: Tokenizer
@@ -39,6 +40,7 @@ class Start(NamedTuple):
     identity: dict[str, str]
     adapter: peft.AdapterArrays | None
     resume: Path | None
+    in_files: bool
     meta: dict[str, Any]
     first_step: int
     position: int
@@ -69,12 +71,16 @@ def find_start(c: Config, setup: Setup) -> Start:
         peft.check_continues(adapter, lora(c), identity["base"], c.lora_adapter)
     resume = find_resume(c, setup.output_dir, identity, samples_per_step)
     meta = on_disk.read_meta(resume) if resume else {"step": 0, "samples": 0}
+    in_files = goes_on_in_files(c, setup.output_dir, setup.in_files, meta["step"])
+    if in_files and setup.in_files:
+        meta = setup.in_files
+        check_same(c, f"step {meta['step']} in nvme_path", meta, identity, samples_per_step)
     first_step = meta["step"]
     position = meta["samples"]
     total_steps = c.max_steps or first_step + max(c.num_epochs * len(samples) - position, 0) // samples_per_step
     check_schedule(c, total_steps)
     of_data = (tokenizer, found, batch_size, samples_per_step)
-    return Start(*of_data, identity, adapter, resume, meta, first_step, position, total_steps)
+    return Start(*of_data, identity, adapter, resume, in_files, meta, first_step, position, total_steps)
 
 
 def _with_labels(c: Config, train: Mixture, tokenizer: Tokenizer) -> Mixture:

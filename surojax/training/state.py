@@ -13,25 +13,31 @@ from surojax.parallel.feed import to_host
 from surojax.run.console import say
 from surojax.run.restore import restore
 from surojax.run.shared import is_first
+from surojax.step.complete import complete_state
 from surojax.step.state import TrainState
+from surojax.training.start import Start
 
 ADAPTER = "adapter"  # folder in the output_dir: the adapters in PEFT's format
 
 
-def first_state(
-    c: Config, run: Assembly, resume: Path | None, initial: Tensors | None, adapter: peft.AdapterArrays | None
-) -> TrainState:
-    """The state from a checkpoint, from another model's weights, or new; says which."""
+def first_state(c: Config, run: Assembly, start: Start, initial: Tensors | None) -> TrainState:
+    """The state from files or a checkpoint, from another model's weights, or new; says which."""
+    resume = start.resume
+    if start.in_files:
+        base = new_state(c, run, initial).weights if c.lora else None
+        state = complete_state(run.store, run.plan, start.first_step, base)
+        say(f"continuing from step {start.first_step}, which {run.store.folder} has complete")
+        return state
     if step := run.store.interrupted():
-        start = f"continuing from {resume.name}" if resume else "there is no checkpoint, so this starts anew"
-        say(f"nvme: the last run ended within the update of step {step}, what it left is not used: {start}")
+        instead = f"continuing from {resume.name}" if resume else "there is no checkpoint, so this starts anew"
+        say(f"nvme: the last run ended within the update of step {step}, what it left is not used: {instead}")
     if resume:
         state = restored(c, run, resume, initial)
         say(f"continuing from {resume}")
         return state
-    state = new_state(c, run, initial, adapter)
+    state = new_state(c, run, initial, start.adapter)
     if initial:
-        beside = f", with the adapter in {c.lora_adapter}" if adapter else ""
+        beside = f", with the adapter in {c.lora_adapter}" if start.adapter else ""
         frozen = described_format(initial, run.model, chosen(c) if c.lora else "")
         say(f"starting from {describe_weights(initial)}{frozen}{beside}")
     return state
