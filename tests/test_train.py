@@ -493,8 +493,9 @@ def test_a_disk_without_room_for_a_checkpoint_is_seen_before_anything_else(confi
 def test_as_many_samples_a_step_unless_a_setting_says_otherwise(whole, config, tmp_path, capsys):
     """gpus=0 on another machine: the config is the same, the batch would not be."""
     killed_after(whole, 6, tmp_path / "run")
-    found = tmp_path / "run/checkpoints/6"
-    assert on_disk.read_meta(found)["samples_per_step"] == 8 and config.per_device_batch_size == 8
+    saved = tmp_path / "run/checkpoints/6"
+    found = f"checkpoint {saved}"
+    assert on_disk.read_meta(saved)["samples_per_step"] == 8 and config.per_device_batch_size == 8
     config.gpus = 0
     with pytest.raises(
         CheckpointError, match=r"8 samples a step.* 64 on the 8 devices here; per_device_batch_size=1 kee"
