@@ -526,7 +526,7 @@ TABLE: tuple[Refusal, ...] = (
     # Mesh
     *(
         Refusal(memcpy_sends, is_above(size, 1), COPIES + "of such groups", f"leave it out, or set {size}=1")
-        for size in ("tp_size", "cp_size", "pp_size")
+        for size in ("tp_size", "cp_size", "pp_size", "ep_size")
     ),
     *each(
         (is_set("cp_method", "ring", {"cp_size": 2}),),

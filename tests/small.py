@@ -120,6 +120,7 @@ class Small:
         compute: Compute = DEFAULT,
         model: Model | None = None,
         replicate: int = 1,
+        ep_size: int = 1,
         cp_size: int = 1,
         tp_size: int = 1,
         pp_size: int = 1,
@@ -140,6 +141,7 @@ class Small:
     ):
         sizes = {
             "dp_replicate_size": replicate,
+            "ep_size": ep_size,
             "cp_size": cp_size,
             "tp_size": tp_size,
             "pp_size": pp_size,

@@ -355,6 +355,8 @@ class MeshSettings:
     dp_replicate_size: int = declare(1, AT_LEAST_1, GPUS)
     # GPUs over which each replica is sharded, times cp_size; -1 = all that the other sizes leave
     dp_shard_size: int = declare(-1, GPUS, SHARDS)
+    # GPUs of dp_shard_size that divide the experts and send each other tokens, instead of gathering experts' weights
+    ep_size: int = declare(1, AT_LEAST_1, GPUS)
     # GPUs that share the products of each sequence: a part of the heads, MLP and vocabulary on each
     tp_size: int = declare(1, AT_LEAST_1, GPUS)
     # GPUs that each have a part of every sequence; state is sharded over dp_shard_size x cp_size
@@ -497,8 +499,8 @@ def gpus_per_sequence(c: Config) -> int:
 
 def mesh_sizes(c: Config) -> dict[str, int]:
     """The keywords of `placement.mesh.mesh_shape`."""
-    sizes = {name: c[name] for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size", "pp_size")}
-    return sizes | {"kv_heads": c.model.num_key_value_heads}
+    names = "dp_replicate_size", "dp_shard_size", "ep_size", "cp_size", "tp_size", "pp_size"
+    return {name: c[name] for name in names} | {"kv_heads": c.model.num_key_value_heads}
 
 
 def warmup_steps(c: Config, total_steps: int) -> int:

@@ -16,6 +16,10 @@ def check_mesh(c: Config) -> None:
     _check_context(c)
     _check_stages(c)
     _check_parts(c)
+    experts = c.model.num_experts
+    if experts:
+        near = math.gcd(experts, c.ep_size)
+        need(experts % c.ep_size == 0, "ep_size", f"a divisor of model.num_experts={experts}", c.ep_size, f"use {near}")
     if c.tp_size > 1:
         _check_heads(c)
 

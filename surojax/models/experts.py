@@ -35,16 +35,19 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.mma import ROWS
-from surojax.models.grouped import blocks_of, rows_of_choices, sum_of_experts, sum_of_rows
+from surojax.models.grouped import blocks_in_piece, blocks_of, rows_of_choices, sum_of_experts, sum_of_rows
 from surojax.models.layers import ADAPTER, SwiGLU, parameter, vector
 from surojax.models.linear import router_product
 from surojax.models.linear_fp8 import whole_input
 from surojax.models.lora import low_rank
-from surojax.models.model import ROUTES, Routed, Routing
+from surojax.models.model import ROUTES, Routed, Routing, Segment
 from surojax.models.operations import Operations, gated
 from surojax.models.recompute import DECIDED, recomputed
+from surojax.parallel import dispatch
+from surojax.parallel.collectives import device_number
 from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
-from surojax.placement.param import EXPERTS, Kind
+from surojax.placement.mesh import EXPERT
+from surojax.placement.param import EXPERTS, ROUTED, Kind
 
 SCORING = ("softmax", SIGMOID := "sigmoid")
 SHARED = "shared"  # the module of shared experts
@@ -103,21 +106,21 @@ class Experts(nnx.Module):
         self.config = c
         if c.scoring_func == SIGMOID:
             constant: Any = {"learning_rate_factor": 0.0, "dtype": "float32"}
-            self.b_choice = parameter(rngs, (E,), (EXPERTS,), nnx.initializers.zeros, Kind.VECTOR, **constant)
+            self.b_choice = parameter(rngs, (E,), (ROUTED,), nnx.initializers.zeros, Kind.VECTOR, **constant)
         if c.n_shared_experts:
             width = c.n_shared_experts * F
             setattr(self, SHARED, SwiGLU(dataclasses.replace(c, intermediate_size=width), rngs=rngs))
         used: Any = {"used": c.num_experts_per_tok / E}
-        self.router = parameter(rngs, (E, D), (EXPERTS, "embed"), normal, Kind.ROUTER)
+        self.router = parameter(rngs, (E, D), (ROUTED, "embed"), normal, Kind.ROUTER)
         self.w_gate = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=4, **used)
         self.w_up = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=5, **used)
         self.w_down = parameter(rngs, (E, D, F), (EXPERTS, "embed", "mlp"), out, product=6, **used)
         if c.expert_bias:
             zeros = nnx.initializers.zeros
-            self.b_router = vector(rngs, E, EXPERTS, zeros)
+            self.b_router = vector(rngs, E, ROUTED, zeros)
             self.b_gate = parameter(rngs, (E, F), (EXPERTS, "mlp"), zeros, Kind.VECTOR)
             self.b_up = parameter(rngs, (E, F), (EXPERTS, "mlp"), zeros, Kind.VECTOR)
-            self.b_down = parameter(rngs, (E, D), (EXPERTS, "embed"), zeros, Kind.VECTOR)
+            self.b_down = parameter(rngs, (E, D), (ROUTED, "embed"), zeros, Kind.VECTOR)
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm=None, routing: Routing = ROUTES
@@ -176,7 +179,6 @@ class Experts(nnx.Module):
 
     def mix(self, x_BSD: jax.Array, chosen_BSk: jax.Array, weights_BSk: jax.Array, ops: Operations) -> jax.Array:
         """The sum of the chosen experts' results, times their weights; a term of it if devices divide their width."""
-        k = chosen_BSk.shape[-1]
         matrices = {name: getattr(self, name) for name in ("w_gate", "w_up", "w_down")}
         biases = {name: getattr(self, name) for name in ("b_gate", "b_up") if self.config.expert_bias}
         adapters = {name: adapter for name in matrices if (adapter := getattr(self, name + ADAPTER, None))}
@@ -204,10 +206,23 @@ class Experts(nnx.Module):
         # Devices with other tokens, or with other parts of the width: reverse mode sums gradients over them.
         axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((x_BSD, arrays, factors))))
         arrays, factors = jax.tree.map(lambda w: mark_varying(w, axes), (arrays, factors))
-        x_ND, weights_Nk = x_BSD.reshape(-1, x_BSD.shape[-1]), weights_BSk.reshape(-1, k)
-        chosen_Nk = chosen_BSk.reshape(-1, k)
+        x_ND, chosen_Nk, weights_Nk = (a.reshape(-1, a.shape[-1]) for a in (x_BSD, chosen_BSk, weights_BSk))
+        trained, fixed = (factors, arrays) if ops.frozen else (arrays | factors, {})
         E = self.config.num_experts
-        if not adapters and ops.groups_products(arrays["w_gate"]):
+        if dispatch.in_group():
+            chosen_nNk = dispatch.gathered(chosen_Nk)
+            number, devices = device_number(EXPERT)
+            own = E // devices
+            way = dispatch.routes(chosen_nNk, E)
+            own_Tk = dispatch.received(chosen_nNk, way, 2 * E) - number * own
+            own_Tk = jnp.where((own_Tk >= 0) & (own_Tk < own), own_Tk, own)
+            weights_Tk = dispatch.received(dispatch.gathered(weights_Nk), way, 0)
+            x_TD = dispatch.dispatch(x_ND, way)
+            piece = blocks_in_piece(own_Tk.size // devices, own)
+            blocks = blocks_of(own_Tk, own, devices=devices)
+            y_TD = sum_of_experts(mlp_of_block, trained, fixed, x_TD, weights_Tk, blocks, piece)
+            y_ND = dispatch.combine(len(x_ND), y_TD, way)
+        elif not adapters and ops.groups_products(arrays["w_gate"]):
             blocks = blocks_of(chosen_Nk, E, ROWS)
 
             def all_rows(x_ND, weights_Nk, arrays):
@@ -221,7 +236,6 @@ class Experts(nnx.Module):
             y_ND = recomputed(all_rows)(x_ND, weights_Nk, arrays)
         else:
             blocks = blocks_of(chosen_Nk, E)
-            trained, fixed = (factors, arrays) if ops.frozen else (arrays | factors, {})
             y_ND = sum_of_experts(mlp_of_block, trained, fixed, x_ND, weights_Nk, blocks)
         return y_ND.reshape(x_BSD.shape)
 
@@ -234,6 +248,12 @@ def mixed_biases(b_ED: jax.Array, chosen_BSk: jax.Array, weights_BSk: jax.Array)
     is_chosen_BSkE = jax.nn.one_hot(chosen_BSk, len(b_ED), dtype=jnp.float32)
     weights_BSE = jnp.sum(is_chosen_BSkE * weights_BSk[..., None], axis=2)
     return jnp.einsum("BSE,ED->BSD", weights_BSE, b_ED.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+def choices_of(segment: Segment) -> tuple[int, int]:
+    """(number of experts, how many of them a token chooses) of a segment of layers with experts."""
+    matrix = next(param for param in jax.tree.leaves(segment.params) if param.of_experts)
+    return matrix.shape[0], round(matrix.used * matrix.shape[0])
 
 
 def smallest_dtype(experts: int):

@@ -10,6 +10,10 @@ over its blocks in float32. An expert without a token has gradients of exactly z
 `mlp`, before its last product: then the gradient of the weight needs no product of its own, and XLA leaves the last
 product out when the block is computed again.
 
+If devices share the experts (parallel/dispatch.py), a device has room for the choices of all of them, and most of its
+blocks have none. Then results are added up in place, block by block, and a loop over pieces of the blocks ends with the
+last one that has a choice.
+
 Shape suffixes: N tokens, k choices of a token, C = N k choices, E experts, M blocks, R rows of a block, D hidden size.
 """
 
@@ -28,6 +32,7 @@ from surojax.numerics.recipes import Precision
 # of their rows are empty: Qwen3-30B-A3B in NF4 on an RTX 4090, 16,384 tokens a step, with at most 128 rows 1,081
 # tokens/s, 256: 1,315; in one microbatch 2,004 with 256 and 2,402 with 512 (predicted).
 LARGEST_BLOCK = 512
+IN_PIECES = "blocks_in_pieces"  # named scope of loops whose length the choices decide: the planner knows it by that
 
 
 class Blocks(NamedTuple):
@@ -64,18 +69,38 @@ def by_kernel(precision: Precision, recipe_enabled: bool, dtype, shape: Sequence
     return precision.kernels != "xla" and not has_numbers and grouped_matmul.fits(dtype, *shape[1:])
 
 
-def blocks_of(experts_Nk: jax.Array, experts: int, rows: int = 0) -> Blocks:
-    """The blocks of these choices, numbers of experts. rows: of a block; 0: `rows_of_block`."""
+def pieces(choices: int, experts: int) -> int:
+    """The pieces of so many choices, if devices share the experts and this one has an even part of the choices."""
+    blocks = number_of_blocks(choices, experts, rows_of_block(choices, experts))
+    return -(-blocks // blocks_in_piece(choices, experts))
+
+
+def blocks_in_piece(choices: int, experts: int) -> int:
+    """Blocks of a piece, if devices share the experts: an eighth of those of an even part of the choices."""
+    return -(-number_of_blocks(choices, experts, rows_of_block(choices, experts)) // 8)
+
+
+def blocks_of(experts_Nk: jax.Array, experts: int, rows: int = 0, devices: int = 1) -> Blocks:
+    """The blocks of these choices, numbers of experts.
+
+    rows: of a block; 0: `rows_of_block`. devices: that compute them together, each a part of the experts; larger
+    numbers than its own have no block. There are blocks for all choices nevertheless, in pieces (`blocks_in_piece`).
+    """
     expert_C = experts_Nk.reshape(-1).astype(jnp.int32)
     C = expert_C.size
-    R = rows or rows_of_block(C, experts)
+    R = rows or rows_of_block(C // devices, experts)
     M = number_of_blocks(C, experts, R)
+    if devices > 1:
+        piece = blocks_in_piece(C // devices, experts)
+        M = -(-number_of_blocks(len(experts_Nk) * min(experts_Nk.shape[1], experts), experts, R) // piece) * piece
     order_C = jnp.argsort(expert_C, stable=True)
     counts_E = jnp.sum(jax.nn.one_hot(expert_C, experts, dtype=jnp.int32), axis=0)
     padded_E = -(-counts_E // R) * R
     sorted_C = expert_C[order_C]
     first_row_E, first_E = jnp.cumsum(padded_E) - padded_E, jnp.cumsum(counts_E) - counts_E
     row_C = first_row_E[sorted_C] + jnp.arange(C, dtype=jnp.int32) - first_E[sorted_C]
+    if devices > 1:
+        row_C = jnp.where(sorted_C < experts, row_C, M * R)
     # What is left of the blocks has no choices, and belongs to the last expert.
     ends_before = jnp.cumsum(padded_E)[None, :] <= R * jnp.arange(M, dtype=jnp.int32)[:, None]
     expert_M = jnp.minimum(jnp.sum(ends_before, axis=1, dtype=jnp.int32), experts - 1)
@@ -85,31 +110,31 @@ def blocks_of(experts_Nk: jax.Array, experts: int, rows: int = 0) -> Blocks:
     return Blocks(choice_MR, expert_M, place_C.reshape(experts_Nk.shape))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 6))
 def sum_of_experts(
-    mlp: Callable, trained: Any, fixed: Any, x_ND: jax.Array, weights_Nk: jax.Array, blocks: Blocks
+    mlp: Callable, trained: Any, fixed: Any, x_ND: jax.Array, weights_Nk: jax.Array, blocks: Blocks, piece: int = 0
 ) -> jax.Array:
     """`[N, D]`: for each token the sum over its choices of mlp(trained, fixed, x, weights, number of the block).
 
     mlp: a function of one expert's part of `trained` and `fixed`, trees of arrays `[E, ...]`, of x `[R, D]` and of
     float32 weights `[R]`, to `[R, D]`; a row of zeros with weight 0 yields zeros. fixed has no gradient.
+    piece: `blocks_in_piece` if devices share the experts: blocks without choices are not computed then.
     """
 
     def block(_, each):
         choice_R, expert, number = each
         x_RD, weight_R = _rows(x_ND, weights_Nk, choice_R)
-        return _, mlp(*_of_expert((trained, fixed), expert), x_RD, weight_R, number)
+        return _, (mlp(*_of_expert((trained, fixed), expert), x_RD, weight_R, number), None)
 
-    _, y_MRD = jax.lax.scan(block, None, (blocks.choice_MR, blocks.expert_M, jnp.arange(len(blocks.expert_M))))
-    return _sum_of_choices(y_MRD, blocks.place_Nk)
+    return _over_blocks(block, None, blocks, x_ND, piece)[1]
 
 
-def _forward(mlp, trained, fixed, x_ND, weights_Nk, blocks: Blocks):
-    y_ND = sum_of_experts(mlp, trained, fixed, x_ND, weights_Nk, blocks)
+def _forward(mlp, trained, fixed, x_ND, weights_Nk, blocks: Blocks, piece: int):
+    y_ND = sum_of_experts(mlp, trained, fixed, x_ND, weights_Nk, blocks, piece)
     return y_ND, (trained, fixed, x_ND, weights_Nk, blocks)
 
 
-def _backward(mlp, saved, dy_ND: jax.Array):
+def _backward(mlp, piece: int, saved, dy_ND: jax.Array):
     trained, fixed, x_ND, weights_Nk, blocks = saved
     k = weights_Nk.shape[1]
     axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((trained, fixed, x_ND, dy_ND))))
@@ -139,10 +164,8 @@ def _backward(mlp, saved, dy_ND: jax.Array):
     of_expert = jax.tree.map(lambda w: zeros(w.shape[1:], jnp.float32), trained)
     d_trained = jax.tree.map(lambda w: zeros(w.shape, w.dtype), trained)
     nobody = mark_varying(jnp.int32(-1), varying_axes(blocks.expert_M))
-    rows = (blocks.choice_MR, blocks.expert_M, jnp.arange(len(blocks.expert_M)))
-    (d_trained, _, _), (dx_MRD, d_weight_MR) = jax.lax.scan(block, (d_trained, of_expert, nobody), rows)
-    d_weights_Nk = d_weight_MR.reshape(-1)[blocks.place_Nk]
-    return d_trained, None, _sum_of_choices(dx_MRD, blocks.place_Nk), d_weights_Nk, None
+    (d_trained, _, _), dx_ND, d_weights_Nk = _over_blocks(block, (d_trained, of_expert, nobody), blocks, x_ND, piece)
+    return d_trained, None, dx_ND, d_weights_Nk, None
 
 
 sum_of_experts.defvjp(_forward, _backward)
@@ -176,6 +199,39 @@ def _sum_backward(blocks, dy_ND):
 
 
 sum_of_rows.defvjp(lambda y, blocks: (sum_of_rows(y, blocks), blocks), _sum_backward)
+
+
+def _over_blocks(block: Callable, carry, blocks: Blocks, x_ND: jax.Array, piece: int):
+    """(carry, sums of tokens `[N, D]`, numbers of choices `[N, k]` or None) after all blocks.
+
+    block: (carry, (choice_R, expert, number)) -> (carry, (y `[R, D]` to be added up, numbers `[R]` or None)).
+    """
+    rows = (blocks.choice_MR, blocks.expert_M, jnp.arange(len(blocks.expert_M)))
+    k = blocks.place_Nk.shape[1]
+    if not piece:
+        carry, (y_MRD, number_MR) = jax.lax.scan(block, carry, rows)
+        numbers = None if number_MR is None else number_MR.reshape(-1)[blocks.place_Nk]
+        return carry, _sum_of_choices(y_MRD, blocks.place_Nk), numbers
+    N, D = x_ND.shape
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((carry, x_ND, blocks))))
+
+    def step(state, each):
+        carry, sum_ND, number_C = state
+        choice_R = each[0]
+        carry, (y_RD, number_R) = block(carry, each)
+        sum_ND = sum_ND.at[choice_R // k].add(y_RD.astype(jnp.float32), mode="drop")
+        return (carry, sum_ND, number_C if number_R is None else number_C.at[choice_R].set(number_R, mode="drop")), None
+
+    def of_piece(i, state):
+        each = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * piece, piece), rows)
+        return jax.lax.scan(step, state, each)[0]
+
+    sums: Any = jnp.zeros((N, D), jnp.float32), jnp.zeros(N * k, jnp.float32)
+    sum_ND, number_C = jax.tree.map(lambda a: mark_varying(a, axes), sums)
+    used = jnp.sum(blocks.choice_MR[:, 0] < N * k, dtype=jnp.int32)  # others begin without a choice
+    with jax.named_scope(IN_PIECES):
+        carry, sum_ND, number_C = jax.lax.fori_loop(0, -(-used // piece), of_piece, (carry, sum_ND, number_C))
+    return carry, sum_ND.astype(x_ND.dtype), number_C.reshape(N, k)
 
 
 def _of_expert(tree, expert: jax.Array):

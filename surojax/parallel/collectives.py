@@ -110,22 +110,21 @@ def all_gather(tree, layouts):
     A Quantized is sent in 8 bits, a Coded as it rests.
     """
 
-    def gathered(x: jax.Array, dim: int) -> jax.Array:
-        return jax.lax.all_gather(x, active(*SHARDS), axis=dim, tiled=True)
+    def gathered(x: jax.Array, layout: Layout) -> jax.Array:
+        return jax.lax.all_gather(x, active(*layout.shards), axis=layout.sharded_dim or 0, tiled=True)
 
-    def gathered_as_bits(x: jax.Array, dim: int) -> jax.Array:
-        return from_bits(gathered(as_bits(x), dim), x.dtype) if x.dtype.itemsize == 1 else gathered(x, dim)
+    def gathered_as_bits(x: jax.Array, layout: Layout) -> jax.Array:
+        return from_bits(gathered(as_bits(x), layout), x.dtype) if x.dtype.itemsize == 1 else gathered(x, layout)
 
     def gathered_array(layout: Layout, x):
-        dim = layout.sharded_dim
-        if dim is None:
+        if layout.sharded_dim is None:
             return x
         if is_quantized(x):
-            scales = x.scales if has_one_scale(x) else gathered(x.scales, dim)
-            return Quantized(gathered_as_bits(x.values, dim), scales)
+            scales = x.scales if has_one_scale(x) else gathered(x.scales, layout)
+            return Quantized(gathered_as_bits(x.values, layout), scales)
         if is_coded(x):
-            return map_arrays(x, lambda array: gathered_as_bits(array, dim))
-        return gathered(x, dim)
+            return map_arrays(x, lambda array: gathered_as_bits(array, layout))
+        return gathered(x, layout)
 
     return varying(jax.tree.map(gathered_array, layouts, tree))
 
@@ -164,7 +163,7 @@ def reshard(x: jax.Array, stored: Layout, wanted: Layout) -> jax.Array:
     dim = stored.sharded_dim
     if stored.stored == wanted.stored or dim is None:
         return x
-    return jax.lax.all_gather(x, active(*SHARDS), axis=dim, tiled=True, to="invarying")
+    return jax.lax.all_gather(x, active(*stored.shards), axis=dim, tiled=True, to="invarying")
 
 
 def reduce_scatter(tree, params, layouts, reduce: Reduce = "reduce_scatter"):
@@ -178,8 +177,8 @@ def reduce_scatter(tree, params, layouts, reduce: Reduce = "reduce_scatter"):
     def sum_shard(x: jax.Array, layout: Layout):
         dim = layout.sharded_dim
         if dim is None:
-            return add_up(x, *SHARDS)
-        return jax.lax.psum_scatter(x, active(*SHARDS), scatter_dimension=dim, tiled=True)
+            return add_up(x, *layout.shards)
+        return jax.lax.psum_scatter(x, active(*layout.shards), scatter_dimension=dim, tiled=True)
 
     if reduce == "reduce_scatter":
         return jax.tree.map(sum_shard, tree, layouts)
@@ -189,7 +188,7 @@ def reduce_scatter(tree, params, layouts, reduce: Reduce = "reduce_scatter"):
         dim = layout.sharded_dim
         if dim is None:
             return None
-        shape = (*x.shape[:dim], jax.lax.axis_size(active(*SHARDS)), -1, *x.shape[dim + 1 :])
+        shape = (*x.shape[:dim], jax.lax.axis_size(active(*layout.shards)), -1, *x.shape[dim + 1 :])
         parts = jnp.moveaxis(x.reshape(shape), dim, 0)
         if reduce == "int8":
             # Vectors are sent as float32, the dtype of the scales, so that both are one transfer.
@@ -198,11 +197,14 @@ def reduce_scatter(tree, params, layouts, reduce: Reduce = "reduce_scatter"):
 
     def add_terms(x: jax.Array, layout: Layout, sent):
         if layout.sharded_dim is None:
-            return add_up(x, *SHARDS)
+            return add_up(x, *layout.shards)
         sent = dequantise(sent, jnp.float32) if is_quantized(sent) else sent.astype(jnp.float32)
         return jnp.sum(sent, axis=0).astype(x.dtype)
 
-    return jax.tree.map(add_terms, tree, layouts, _exchange(jax.tree.map(terms, tree, params, layouts)))
+    def sent(x: jax.Array, param: Param, layout: Layout):
+        return _exchange(terms(x, param, layout), layout.shards)
+
+    return jax.tree.map(add_terms, tree, layouts, jax.tree.map(sent, tree, params, layouts))
 
 
 def reduced_in_order(leaves: Sequence[jax.Array]) -> list[int]:
@@ -230,14 +232,14 @@ def reduce_scatter_in_turn(tree, params, layouts, reduce: Reduce):
     return structure.unflatten([reduced[i] for i in range(len(leaves))])
 
 
-def _exchange(tree):
+def _exchange(tree, axes: tuple[str, ...]):
     """All-to-all of arrays `[devices, ...]`: sends part i to device i and receives its part; one transfer per dtype."""
     leaves, structure = jax.tree.flatten(tree)
     received = list(leaves)
     for dtype in sorted({x.dtype for x in leaves}, key=str):
         indices = [i for i, x in enumerate(leaves) if x.dtype == dtype]
         packed = jnp.concatenate([leaves[i].reshape(leaves[i].shape[0], -1) for i in indices], axis=1)
-        packed = jax.lax.all_to_all(packed, active(*SHARDS), split_axis=0, concat_axis=0, tiled=True)
+        packed = jax.lax.all_to_all(packed, active(*axes), split_axis=0, concat_axis=0, tiled=True)
         ends = np.cumsum([leaves[i].size // leaves[i].shape[0] for i in indices])
         for i, part in zip(indices, jnp.split(packed, ends[:-1], axis=1), strict=True):
             received[i] = part.reshape(leaves[i].shape)

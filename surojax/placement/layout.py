@@ -2,6 +2,7 @@
 
 A layout follows from two rules. `MESH_AXES` says over which mesh axes a logical axis is sharded in every product. The
 ZeRO rule also shards stored tensors over `dp_shard x cp`: along the first dimension that these devices divide evenly.
+Of these axes, experts are sharded over `ep` in every product already, so the rule takes the others for them.
 It is the first, because sharding the last dimension makes XLA keep a transposed copy of the entire stack of layers. If
 a product shards that dimension too, each of its devices' parts is divided once more, so that all-gathering over
 `dp_shard x cp` restores the part.
@@ -18,8 +19,8 @@ import jax
 
 from surojax.errors import ConfigError
 from surojax.placement.home import DEVICE, HOST, Home
-from surojax.placement.mesh import DATA, KV_HEADS, PIPELINE, SHARD, SHARDS, TENSOR, shard_axes, shards
-from surojax.placement.param import OUTER, Kind, Param, trainable
+from surojax.placement.mesh import DATA, EXPERT, KV_HEADS, PIPELINE, SHARD, SHARDS, TENSOR, shard_axes
+from surojax.placement.param import EXPERTS, OUTER, ROUTED, Kind, Param, trainable
 from surojax.placement.table import Mesh, Placement, Row
 
 # Logical axis of a parameter -> the mesh axes that it is sharded over in every product.
@@ -30,7 +31,8 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "kv_heads": (KV_HEADS,),
     "head_dim": (),
     "mlp": TENSOR,
-    "experts": (),
+    EXPERTS: (EXPERT,),
+    ROUTED: (),
     "rank": (),
 }
 
@@ -68,6 +70,11 @@ class Layout:
             if any(axis in axes and axis not in computed for axis in SHARDS):
                 return dim
         return None
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The axes of `dp_shard x cp` whose devices compute with the same: they gather it, and sum its gradient."""
+        return tuple(axis for axis in SHARDS if axis not in self.computed_axes)
 
     @property
     def stored_axes(self) -> tuple[str, ...]:
@@ -133,7 +140,8 @@ def _computed(param: Param, mesh: Mesh) -> list[tuple[str, ...]]:
     dims = [tuple(axis for axis in MESH_AXES[name] if axis in mesh.shape) for name in param.axes]
     for size, axes, name in zip(param.shape, dims, param.axes, strict=True):
         if size % _devices(mesh, axes):
-            sizes = " x ".join(["pp_size"] * (PIPELINE in axes) + ["tp_size"] * any(axis in TENSOR for axis in axes))
+            names = {"pp_size": PIPELINE in axes, "ep_size": EXPERT in axes, "tp_size": any(a in TENSOR for a in axes)}
+            sizes = " x ".join(name for name, named in names.items() if named)
             raise ConfigError(
                 f"{sizes}: expected a divisor of {param.name}'s {size} {name}, got {_devices(mesh, axes)}; lower it"
             )
@@ -148,12 +156,13 @@ def _zero(param: Param, row: Row, mesh: Mesh) -> Layout:
     """The ZeRO rule: shards along the first dimension that `dp_shard x cp` divides evenly, if the class is sharded."""
     dims = _computed(param, mesh)
     computed = _spec(dims)
-    n = shards(mesh)
+    over = tuple(axis for axis in shard_axes(mesh) if not any(axis in axes for axes in dims))
+    n = _devices(mesh, over)
     parts = [size // _devices(mesh, axes) for size, axes in zip(param.shape, dims, strict=True)]
     dim = next((i for i, size in enumerate(parts) if n > 1 and size % n == 0), None)
     if not row.sharded or dim is None:
         return Layout(computed, computed, row.home)
-    stored = _spec([(*axes, *shard_axes(mesh)) if i == dim else axes for i, axes in enumerate(dims)])
+    stored = _spec([(*axes, *over) if i == dim else axes for i, axes in enumerate(dims)])
     return Layout(stored, computed, row.home)
 
 
@@ -168,7 +177,8 @@ def _outer(param: Param, row: Row, mesh: Mesh) -> Layout:
     layout = _zero(param, row, mesh)
     if layout.sharded_dim != 0:
         n = _devices(mesh, (*_computed(param, mesh)[0], *shard_axes(mesh)))
-        divisor = "dp_shard_size" if n == mesh.shape[SHARD] else f"the number of GPUs of a replica, {n},"
+        of_data = mesh.shape[SHARD] * mesh.shape.get(EXPERT, 1)
+        divisor = "dp_shard_size" if n == of_data else f"the number of GPUs of a replica, {n},"
         raise ConfigError(
             f"shard_outer: expected a vocabulary that {divisor} divides, got {param.shape[0]} words; pad it"
         )
@@ -205,5 +215,5 @@ def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding
     The batch is sharded over the data-parallel devices. All devices of `cp` and `tp` get whole sequences: which part is
     theirs is decided in the step, after labels were shifted and documents marked.
     """
-    axes = tuple(a for a in DATA if mesh.shape[a] > 1)
+    axes = tuple(a for a in DATA if mesh.shape.get(a, 1) > 1)
     return jax.NamedSharding(mesh, jax.P(None, axes or None) if accumulated else jax.P(axes or None))

@@ -1,8 +1,12 @@
-"""The device mesh and the names of its axes, outermost first: `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`, `tp_rep`.
+"""The device mesh and its axes, outermost first: `pp`, `dp_replicate`, `dp_shard`, `ep`, `cp`, `tp`, `tp_rep`.
 
 The batch is sharded over `dp_replicate x dp_shard`, and every sequence over `cp` (parallel/context.py). State is
 sharded over `dp_shard x cp`, so that each replica stores one complete copy. With several replicas of several shards,
 this is HSDP.
+
+`ep` is a part of dp_shard_size: the devices along it have tokens and shards of their own as those along `dp_shard`, but
+keep their experts, and send each other tokens instead (parallel/dispatch.py). Wherever `dp_shard` is said without `ep`,
+both are meant.
 
 Heads, MLP and vocabulary are sharded over `tp x tp_rep`, the tp_size devices of a tensor-parallel group, which have the
 same sequences (parallel/tensor.py). With fewer key/value heads than tp_size, there are as many devices along `tp` as
@@ -25,9 +29,10 @@ from surojax.errors import ConfigError
 
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
-DATA = (REPLICATE, SHARD)
+EXPERT = "ep"
+DATA = (REPLICATE, SHARD, EXPERT)
 CONTEXT = "cp"
-SHARDS = (SHARD, CONTEXT)  # state is sharded over them
+SHARDS = (SHARD, EXPERT, CONTEXT)  # state is sharded over them
 TOKENS = (*DATA, CONTEXT)  # their devices have tokens of their own in products with weights
 KV_HEADS = "tp"
 SAME_KV_HEADS = "tp_rep"
@@ -69,6 +74,7 @@ def mesh_shape(
     *,
     dp_replicate_size: int = 1,
     dp_shard_size: int = -1,
+    ep_size: int = 1,
     cp_size: int = 1,
     tp_size: int = 1,
     pp_size: int = 1,
@@ -76,8 +82,9 @@ def mesh_shape(
 ) -> dict[str, int]:
     """The size of each axis of a mesh of n devices.
 
-    dp_shard_size: -1: all that the other sizes leave. kv_heads: key/value heads of the model; 0: as many as tp_size.
-    Raises ConfigError if the product of the sizes is not n, or if neither of tp_size and kv_heads divides the other.
+    dp_shard_size: -1: all that the other sizes leave. ep_size: a part of it. kv_heads: key/value heads of the model; 0:
+    as many as tp_size. Raises ConfigError if the product of the sizes is not n, if ep_size does not divide
+    dp_shard_size, or if neither of tp_size and kv_heads divides the other.
     """
     sizes = {"dp_replicate_size": dp_replicate_size, "dp_shard_size": dp_shard_size}
     within = {"cp_size": cp_size, "tp_size": tp_size, "pp_size": pp_size}
@@ -97,16 +104,21 @@ def mesh_shape(
         raise ConfigError(
             f"tp_size: expected a multiple or a divisor of {kv_heads} key/value heads, got {tp_size}; lower it"
         )
+    if sizes["dp_shard_size"] % ep_size:
+        raise ConfigError(
+            f"ep_size: expected a divisor of dp_shard_size={sizes['dp_shard_size']}, got {ep_size}; "
+            f"use {math.gcd(ep_size, sizes['dp_shard_size'])}, or more GPUs along dp_shard_size"
+        )
     along_heads = math.gcd(tp_size, kv_heads) if kv_heads else tp_size
-    within_data = {CONTEXT: cp_size, KV_HEADS: along_heads, SAME_KV_HEADS: tp_size // along_heads}
-    data = {REPLICATE: dp_replicate_size, SHARD: sizes["dp_shard_size"]}
+    within_data = {EXPERT: ep_size, CONTEXT: cp_size, KV_HEADS: along_heads, SAME_KV_HEADS: tp_size // along_heads}
+    data = {REPLICATE: dp_replicate_size, SHARD: sizes["dp_shard_size"] // ep_size}
     stages = {PIPELINE: pp_size} if pp_size > 1 else {}
     return stages | data | {name: size for name, size in within_data.items() if size > 1}
 
 
 def data_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
     """Number of groups of devices that each compute different sequences."""
-    return math.prod(mesh.shape[axis] for axis in DATA)
+    return math.prod(mesh.shape.get(axis, 1) for axis in DATA)
 
 
 def tensor_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:

@@ -6,7 +6,8 @@ from typing import Any
 
 OUTER = "outer"  # the section of embedding, final norm and head in a tree of parameters; other sections are of layers
 
-EXPERTS = "experts"  # the logical axis of matrices of experts and of routers
+EXPERTS = "experts"  # the logical axis of matrices of experts, which devices may share
+ROUTED = "routed"  # that of what a router knows of each expert, on every device
 
 
 class Kind(enum.Enum):

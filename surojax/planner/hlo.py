@@ -94,13 +94,18 @@ def _bits(dtype: str) -> int:
     return int(number[1]) if number else 8
 
 
-def with_rounds(module: Module, rounds: Callable[[list[Instruction]], Fraction]) -> Module:
-    """The module with a trip count in each loop that has none: rounds of the instructions of its body, a mean."""
+def with_rounds(module: Module, rounds: Callable[[list[Instruction]], Fraction | None]) -> Module:
+    """The module with a trip count in each loop that has none: rounds of the instructions of its body, a mean.
+
+    None: the loop stays as it is.
+    """
 
     def known(i: Instruction) -> Instruction:
         if i.opcode != "while" or TRIPS.search(i.attributes):
             return i
         mean = rounds(list(module[called(i, "body")[0]].values()))
+        if mean is None:
+            return i
         return dataclasses.replace(i, attributes=f'{i.attributes}, "known_trip_count":{{"n":"{mean}"')
 
     return {name: {n: known(i) for n, i in instructions.items()} for name, instructions in module.items()}

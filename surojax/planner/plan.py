@@ -240,10 +240,7 @@ def _compiled(
             f"attention: expected one that takes this model on a {gpu.name}, got {c.attention!r} ({reason}); use 'xla'"
         ) from error
     parsed = [hlo.parse(x.text) for x in compiled]
-    modules = [
-        (stages.with_rounds(module, run, batch.microbatches), part.times)
-        for module, part in zip(parsed, parts, strict=True)
-    ]
+    modules = [(stages.with_rounds(module, run, batch), part.times) for module, part in zip(parsed, parts, strict=True)]
 
     def most(name: str, home: Home) -> int:
         """The largest of the programs' bytes in a memory, each with the state that is no argument of the program."""
@@ -252,12 +249,14 @@ def _compiled(
 
     if run.engine.table.in_files:
         machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
-        with_files = file_time.SimulatedStep(parsed, run.mesh.shape, parts, machines, file_time.disks(disk))
+        with_files = file_time.SimulatedStep(
+            [module for module, _ in modules], run.mesh.shape, parts, machines, file_time.disks(disk)
+        )
         predicted = prediction.of_step(with_files, run, batch, gpu)
     else:
         predicted = prediction.of_module(parsed[0], run, batch, gpu)
         if trace is not None and not predicted.not_predicted:
-            in_lockstep = stages.with_rounds(parsed[0], run, batch.microbatches, lockstep=True)
+            in_lockstep = stages.with_rounds(parsed[0], run, batch, lockstep=True)
             prediction.write_trace(Path(trace), in_lockstep, gpu, run.mesh.shape, f"{c.gpus} x {gpu.name}")
     read, written = file_time.moved(parts)
     copies = hlo.host_copies(modules)

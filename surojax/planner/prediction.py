@@ -147,7 +147,7 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
 
 def of_module(module: Module, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
     """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.with_rounds`."""
-    module = with_rounds(module, run, batch.microbatches, lockstep=True)
+    module = with_rounds(module, run, batch, lockstep=True)
     return of_step(SimulatedStep([module], run.mesh.shape), run, batch, gpu)
 
 

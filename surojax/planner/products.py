@@ -21,7 +21,7 @@ from surojax.models.grouped import by_kernel, number_of_blocks, rows_of_block
 from surojax.models.lora import adapters
 from surojax.models.model import Segment, Variant
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
-from surojax.placement.mesh import CONTEXT, SHARD, devices_per_sequence, pipeline_stages, tensor_parallel
+from surojax.placement.mesh import CONTEXT, EXPERT, SHARD, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import Kind, Param
 from surojax.planner import sizes, traffic
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
@@ -206,10 +206,11 @@ def _of_experts(
     """
     p = t.param
     experts, rows, columns = t.shape
-    choices = tokens * round(p.used * experts)
+    choices = tokens * round(p.used * p.shape[0])  # of a GPU with a part of the experts, those of tokens of others
     again = not any(p.name == last.name for last in segment.last_products)
     adapted = any(matrix == p.name for matrix, _ in adapters(segment.params))
-    if by_kernel(run.model.precision, recipe_enabled, run.engine.table.weights.dtype, t.shape) and not adapted:
+    served = by_kernel(run.model.precision, recipe_enabled, run.engine.table.weights.dtype, t.shape) and not adapted
+    if served and experts == p.shape[0]:
         rows_padded = choices + experts * ROWS // 2
         ahead = attention_time(gpu, 2.0 * rows_padded * rows * columns, backward=False) + gpu.rates.launch
         return ahead, ahead * (1 + p.trainable + again)
@@ -277,7 +278,7 @@ def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     model = run.model
     table = run.engine.table
     chunks = run.engine.lmhead_chunks
-    shards = run.mesh.shape[SHARD] if table.outer.sharded else 1
+    shards = sizes.devices(run, run.mesh.shape.keys() & {SHARD, EXPERT}) if table.outer.sharded else 1
     of_group = batch.tokens // run.mesh.shape.get(CONTEXT, 1)
     tokens = of_group * shards // chunks  # sharded: each GPU has a part of the vocabulary, and all tokens
     words = model.vocab_size // (shards * tensor_parallel(run.mesh) * pipeline_stages(run.mesh))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,8 @@ from surojax.numerics.base_formats import bytes_per_number
 from surojax.optim import optimizer as optim
 from surojax.parallel.schedule import SCHEDULES, Patterns, layers_of_stage, patterns_of_stages
 from surojax.placement.home import HOMES, Home
-from surojax.placement.layout import Layout
-from surojax.placement.mesh import PIPELINE, TENSOR, devices_per_sequence, pipeline_stages, tensor_parallel
+from surojax.placement.layout import MESH_AXES, Layout
+from surojax.placement.mesh import EXPERT, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.placement.table import Mesh
 from surojax.step.stage_layers import in_lockstep
@@ -54,9 +54,14 @@ class TensorOnGpu:
 
     @property
     def elements(self) -> int:
-        """Elements of one layer in the GPU's tensor-parallel group, whose outer layers may be shared over shards."""
-        axes = [axis for axis in (PIPELINE, *TENSOR) if axis in self.weights.computed_axes]
+        """Elements of one layer that a GPU computes with, without what of outer layers is shared over shards."""
+        axes = [axis for name in self.param.axes for axis in MESH_AXES[name] if axis in self.mesh.shape]
         return math.prod(self.param.shape) // math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The mesh axes of several GPUs over which its state is sharded, if it is, and its gradient is summed."""
+        return tuple(axis for axis in self.master.shards if self.mesh.shape.get(axis, 1) > 1)
 
     @property
     def size(self) -> int:
@@ -132,6 +137,11 @@ def layers_together(run: Assembly, t: TensorOnGpu) -> int:
     return optim.layers_together(run.optimizer.matrices, of_stage, devices)
 
 
+def devices(run: Assembly, axes: Iterable[str]) -> int:
+    """GPUs along these mesh axes."""
+    return math.prod(run.mesh.shape[axis] for axis in axes)
+
+
 def itemsize(run: Assembly, row: str) -> int:
     """Bytes of a number in a row of the placement table."""
     return jnp.dtype(getattr(run.engine.table, row).dtype).itemsize
@@ -175,13 +185,14 @@ class SegmentBytes(NamedTuple):
     scores: int  # attention scores, which are part of that; 0: flash attention
     # With chunks of the sequence: keys and values of all of it, less its input, which is changed in place.
     sequence: int
+    received: int  # tokens of other GPUs that come to this one's experts: their gradients, and float32 sums
     layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
     grads: int  # gradient accumulators of all layers
     activations: int  # residuals of all layers
 
     def values(self, recompute_factor: float) -> int:
         """Bytes of values while a block is differentiated."""
-        return int(recompute_factor * self.saved) + self.attention + self.sequence
+        return int(recompute_factor * self.saved) + self.attention + self.sequence + self.received
 
 
 def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
@@ -208,6 +219,8 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     number = x.dtype.itemsize
     keys = max(segment.heads.key_value, devices_per_sequence(run.mesh))  # devices that share a head have it each
     numbers = 2 * B * S * keys * segment.heads.channels  # of keys and values
+    senders = run.mesh.shape.get(EXPERT, 1) if segment.statistics else 1
+    received = senders * (number + 4) * tensor_parallel(run.mesh) * math.prod(chunk.shape) if senders > 1 else 0
     kept = size(x) if engine.recompute_block else saved
     grads = sum(stored for _, stored in accumulators(run, segment))
     state = run.plan.master[segment.name], run.plan.moments[segment.name]
@@ -220,6 +233,7 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
         attention=of_chunk.attention,
         scores=of_chunk.scores,
         sequence=number * numbers - size(x) if chunks > 1 else 0,
+        received=received,
         layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
         grads=grads,
         activations=layers * kept,
@@ -255,7 +269,7 @@ def _block_bytes(
     per_sequence = devices_per_sequence(run.mesh)
     shapes = tuple(t.shape for t in blocks(run, segment))
     structure = jax.tree.structure(segment.params)
-    mesh = run.mesh if per_sequence > 1 else None
+    mesh = run.mesh if per_sequence > 1 or EXPERT in run.mesh.shape else None
     saved = _traced_residuals(model, segment, shapes, structure, mesh, x.shape, x.dtype)
     heads = B * S * heads_of.query  # in a group: of whole sequences, a part of the heads
     kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped, "sinks": heads_of.sinks}
@@ -289,7 +303,8 @@ def _traced_residuals(
 ) -> int:
     """Bytes of a block's residuals without its weights, for an input of this shape. Traces the block, so it is cached.
 
-    weights, structure: shapes of the tree of weights on one device. mesh: None if devices have whole sequences.
+    weights, structure: shapes of the tree of weights on one device. mesh: None if devices have whole sequences, and all
+    experts.
 
     Families build the same model for the same settings once, so models can be keys.
     """

@@ -1,4 +1,7 @@
-"""Stages of pipeline parallelism in a compiled step: how often the loops run whose rounds depend on the stage.
+"""Loops of a compiled step whose number of rounds is not in the program: how often they run.
+
+Loops over tokens that are sent to experts run as often as if all experts were chosen evenly (parallel/dispatch.py, and
+`grouped.IN_PIECES`). The others depend on the stage of pipeline parallelism.
 
 Such a loop is one thing of a tick, and runs once or not at all (step/pipeline.py). `with_rounds` has two answers:
 
@@ -18,11 +21,17 @@ import re
 from fractions import Fraction
 
 from surojax.assembly import Assembly
+from surojax.models import grouped
+from surojax.models.experts import choices_of
 from surojax.models.model import Variant
+from surojax.parallel import dispatch
 from surojax.parallel.schedule import SCHEDULES
-from surojax.placement.mesh import pipeline_stages
+from surojax.placement.mesh import CONTEXT, EXPERT, pipeline_stages
 from surojax.planner import hlo, sizes
+from surojax.planner.traffic import BatchShape
 
+SENT = re.compile(rf'op_name="[^"]*\b{dispatch.SCOPE}\b')  # also in the name of a transposition
+IN_PIECES = re.compile(rf'op_name="[^"]*\b{grouped.IN_PIECES}\b')
 PASS = re.compile(r'op_name="[^"]*/(forward|backward)/')  # of the named scopes of step/engine.py
 PATTERN = re.compile(r'op_name="[^"]*/pattern(\d+)/')  # of step/stage_layers.py
 
@@ -45,14 +54,17 @@ def bubble(run: Assembly, microbatches: int) -> float:
     return SCHEDULES[run.engine.pp_schedule](microbatches, stages).bubble() if stages > 1 else 0.0
 
 
-def with_rounds(module: hlo.Module, run: Assembly, microbatches: int, *, lockstep: bool = False) -> hlo.Module:
-    """The module of a step with the mean number of rounds of these loops; the module itself without stages.
+def with_rounds(module: hlo.Module, run: Assembly, batch: BatchShape, *, lockstep: bool = False) -> hlo.Module:
+    """The module of a step with the mean number of rounds of these loops; the module itself without any.
 
     lockstep: rounds of which stages take the time, see the second answer above.
     """
     stages = pipeline_stages(run.mesh)
+    if run.mesh.shape.get(EXPERT, 1) > 1:
+        module = _with_even_choices(module, run, batch)
     if stages == 1:
         return module
+    microbatches = batch.microbatches
     schedule = SCHEDULES[run.engine.pp_schedule](microbatches, stages)
     in_any = microbatches + stages - 1  # ticks in which any stage has a microbatch, in one direction
     of_stages = sizes.patterns(run, run.model.segments[0]).of_stages
@@ -69,5 +81,21 @@ def with_rounds(module: hlo.Module, run: Assembly, microbatches: int, *, lockste
             return Fraction(in_any * (pattern == slowest(run)), schedule.ticks)
         share = Fraction(of_stages.count(pattern), stages)
         return share * Fraction(sizes.layer_passes(run, microbatches), schedule.ticks)
+
+    return hlo.with_rounds(module, rounds)
+
+
+def _with_even_choices(module: hlo.Module, run: Assembly, batch: BatchShape) -> hlo.Module:
+    """The module with the rounds of loops over tokens of other devices, as if all experts were chosen evenly."""
+    n = run.mesh.shape[EXPERT]
+    tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1) // run.model.compute.sequence_chunks
+    experts, chosen = choices_of(next(segment for segment in run.model.segments if segment.statistics))
+
+    def rounds(body: list[hlo.Instruction]) -> Fraction | None:
+        if any(SENT.search(i.attributes) for i in body):
+            return Fraction(dispatch.even_rounds(experts, chosen, n, tokens))
+        if any(IN_PIECES.search(i.attributes) for i in body):
+            return Fraction(grouped.pieces(tokens * chosen, experts // n))
+        return None
 
     return hlo.with_rounds(module, rounds)

@@ -1,8 +1,9 @@
 """All that moves in a step: collectives, copies over the host link, and the least bytes of device memory.
 
 What layers of each tensor class move is read from the lanes of the passes (step/passes.py): a pass that runs k times
-moves each of its lanes k times. This file adds what is no lane: collectives inside of a block (tensor parallelism, and
-attention over `cp`), of embedding and head, between stages, and of optimizers that need whole matrices.
+moves each of its lanes k times. This file adds what is no lane: collectives inside of a block (tensor parallelism,
+attention over `cp`, tokens on their way to experts), of embedding and head, between stages, and of optimizers that need
+whole matrices.
 
 A GPU of a ring of n sends (n - 1) / n of what is gathered or scattered, and twice that to all-reduce it. So ZeRO
 (Rajbhandari et al. 2020, arXiv:1910.02054) on n GPUs with k groups of microbatches and blocks of P bytes sends
@@ -27,11 +28,14 @@ import jax
 
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
+from surojax.models.experts import choices_of
 from surojax.models.model import Segment
 from surojax.numerics.quantize import block_size
+from surojax.parallel import dispatch
 from surojax.placement.layout import Layout, batch_sharding, mesh_axes
 from surojax.placement.mesh import (
     CONTEXT,
+    EXPERT,
     KV_HEADS,
     PIPELINE,
     REPLICATE,
@@ -41,7 +45,6 @@ from surojax.placement.mesh import (
     data_parallel,
     devices_per_sequence,
     pipeline_stages,
-    shard_axes,
     shards,
     tensor_parallel,
 )
@@ -89,7 +92,7 @@ class LaneStage(NamedTuple):
 class StepCollective(NamedTuple):
     """A collective of a step, of all layers of a full stage if it is one of layers.
 
-    part: what sends it: a lane, or "forward", "again", "backward": a microbatch over `tp` and `cp`, in the forward
+    part: what sends it: a lane, or "forward", "again", "backward": a microbatch over `tp`, `cp`, `ep`, in the forward
     pass, its repetition, and reverse mode; "vocabulary": a microbatch's embedding, head and loss; "ticks": between
     stages; "once": outer layers and whole matrices.
     op, axes: as `hlo.collectives` names them. size: bytes that each GPU sends each time. times: in a step. number: of
@@ -122,6 +125,8 @@ def transfers(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
             yield from _tensor_parallel(run, batch, segment)
         if run.mesh.shape.get(CONTEXT, 1) > 1:
             yield from _attention(run, batch, segment)
+        if run.mesh.shape.get(EXPERT, 1) > 1 and segment.statistics:
+            yield from _tokens_to_experts(run, batch, segment)
     yield from _between_stages(run, batch)
     if run.optimizer.matrices.apply_to_group:
         for t in sizes.blocks(run, trained=True):
@@ -141,51 +146,70 @@ def _of_lanes(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
             for stage in lane.last:
                 number[LaneStage(lane.row, stage, "last")] += 1
     trained = sizes.blocks(run, trained=True)
-    matrices = sum(t.layers for t in trained if t.param.kind is not Kind.VECTOR)
     for part, times in number.items():
         if part.stage is Stage.GATHER:
-            yield _gather(run, part, matrices)._replace(times=times)
+            for x in _gathers(run, part):
+                yield x._replace(times=times)
         if part.stage is Stage.REDUCE:
             summed = itemsize(run, "grads" if part.when == "last" else "weights")
-            for x in _reductions(run, part, trained, summed, matrices):
+            for x in _reductions(run, part, trained, summed, each=True):
                 yield x._replace(times=times)
         if part.stage is Stage.REDUCE_REPLICAS:
-            yield from _over_replicas(run, part, trained, matrices)
+            yield from _over_replicas(run, part, trained, _matrices(trained))
 
 
-def _gather(run: Assembly, part: LaneStage, matrices: int) -> StepCollective:
-    """The all-gathers of a class of tensors in a pass. matrices: that are trained; each is gathered by itself.
+def _matrices(tensors: Iterable[TensorOnGpu]) -> int:
+    """The number of matrices among these tensors, in all layers; each is gathered and reduced by itself."""
+    return sum(t.layers for t in tensors if t.param.kind is not Kind.VECTOR)
+
+
+def _by_shards(run: Assembly, tensors: Iterable[TensorOnGpu]) -> Iterator[tuple[str, float, list[TensorOnGpu]]]:
+    """(axes over which their state is sharded, `_ring` of them, tensors): all but experts over the same."""
+    groups = collections.defaultdict[tuple[str, ...], list[TensorOnGpu]](list)
+    for t in tensors:
+        groups[t.shards].append(t)
+    for axes, of_group in groups.items():
+        yield _joined(run, axes) or SHARD, _ring(run, axes), of_group
+
+
+def _gathers(run: Assembly, part: LaneStage) -> Iterator[StepCollective]:
+    """The all-gathers of a class of tensors in a pass.
 
     A layer's weights are gathered together when it is fetched, and with stages those of a layer more.
     """
     layers = sizes.layers_of(run)
-    fetches = part.row == "weights" and part.when == "arriving"
-    if fetches:
+    if part.row == "weights" and part.when == "arriving":
         fetched = layers + (pipeline_stages(run.mesh) > 1)
         dtype = "8 bits" if run.engine.table.quantises_shards else ""
-        tensors = [t for t in sizes.blocks(run) if t.weights.sharded_dim is not None]
-        size = fetched / layers * sum(t.size * _number_bytes(run, t, t.weights, dtype) for t in tensors)
-        return StepCollective(part, "all-gather", _axes_of_shards(run), _ring(run) * size, number=fetched)
-    tensors = [t for t in sizes.blocks(run, trained=True) if t.state_is_sharded]
+        for along, ring, tensors in _by_shards(run, sizes.blocks(run)):
+            gathered = [t for t in tensors if t.weights.sharded_dim is not None]
+            size = fetched / layers * sum(t.size * _number_bytes(run, t, t.weights, dtype) for t in gathered)
+            yield StepCollective(part, "all-gather", along, ring * size, number=fetched)
+        return
     of_row = 0 if part.row == "weights" else itemsize(run, part.row)
-    size = sum(t.size * (of_row or _number_bytes(run, t, t.master)) for t in tensors)
-    return StepCollective(part, "all-gather", _axes_of_shards(run), _ring(run) * size, number=matrices)
+    for along, ring, tensors in _by_shards(run, sizes.blocks(run, trained=True)):
+        sharded = [t for t in tensors if t.state_is_sharded]
+        size = sum(t.size * (of_row or _number_bytes(run, t, t.master)) for t in sharded)
+        yield StepCollective(part, "all-gather", along, ring * size, number=_matrices(tensors))
 
 
 def _reductions(
-    run: Assembly, part: str | LaneStage, trained: list[TensorOnGpu], number_bytes: int, matrices: int = 0
+    run: Assembly, part: str | LaneStage, trained: list[TensorOnGpu], number_bytes: int, *, each: bool = False
 ) -> Iterator[StepCollective]:
-    """The sums of gradients over `dp_shard x cp`: shards of them, or all of those whose state is replicated."""
+    """The sums of gradients over `dp_shard x cp`: shards of them, or all of those whose state is replicated.
+
+    each: one matrix after another.
+    """
     table = run.engine.table
-    along = _axes_of_shards(run)
-    sharded = [t for t in trained if t.state_is_sharded]
-    size = number_bytes * sum(t.size for t in sharded)
-    if table.reduce == "int8" and part != "once":
-        size = sum(t.size * _number_bytes(run, t, t.master, "8 bits", vectors=4) for t in sharded)
     op = "reduce-scatter" if table.reduce == "reduce_scatter" else "all-to-all"
-    yield StepCollective(part, op, along, _ring(run) * size, number=matrices)
-    replicated = number_bytes * sum(t.size for t in trained if not t.state_is_sharded)
-    yield StepCollective(part, "all-reduce", along, 2 * _ring(run) * replicated)
+    for along, ring, tensors in _by_shards(run, trained):
+        sharded = [t for t in tensors if t.state_is_sharded]
+        size = number_bytes * sum(t.size for t in sharded)
+        if table.reduce == "int8" and part != "once":
+            size = sum(t.size * _number_bytes(run, t, t.master, "8 bits", vectors=4) for t in sharded)
+        yield StepCollective(part, op, along, ring * size, number=each * _matrices(tensors))
+        replicated = number_bytes * sum(t.size for t in tensors if not t.state_is_sharded)
+        yield StepCollective(part, "all-reduce", along, 2 * ring * replicated)
 
 
 def _over_replicas(
@@ -194,7 +218,7 @@ def _over_replicas(
     """The sums of gradients over the groups of `dp_replicate`."""
     number = run.mesh.shape[REPLICATE]
     if number > 1:
-        size = sum(t.size / (shards(run.mesh) if t.state_is_sharded else 1) for t in trained)
+        size = sum(t.size / (sizes.devices(run, t.shards) if t.state_is_sharded else 1) for t in trained)
         sent = 2 * (number - 1) / number * itemsize(run, "grads") * size
         yield StepCollective(part, "all-reduce", REPLICATE, sent, number=matrices)
 
@@ -203,8 +227,9 @@ def _outer_layers(run: Assembly) -> Iterator[StepCollective]:
     """Gathers of updated outer weights and reductions of their gradients, if each GPU has all of them."""
     trained = sizes.outer(run, trained=True)
     moved = [t for t in trained if not (t.state_is_sharded and t.weights.stored == t.master.stored)]
-    gathered = itemsize(run, "weights") * sum(t.size for t in moved if t.state_is_sharded)
-    yield StepCollective("once", "all-gather", _axes_of_shards(run), _ring(run) * gathered)
+    for along, ring, tensors in _by_shards(run, moved):
+        gathered = itemsize(run, "weights") * sum(t.size for t in tensors if t.state_is_sharded)
+        yield StepCollective("once", "all-gather", along, ring * gathered)
     yield from _reductions(run, "once", moved, itemsize(run, "grads"))
     yield from _over_replicas(run, "once", trained)
 
@@ -307,6 +332,29 @@ def _attention(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[S
     yield transfer("backward", home, keys * ((n - 1) * 4 + (work if method == "ring" else 0)), hops)
 
 
+def _tokens_to_experts(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[StepCollective]:
+    """What a segment's blocks send over `ep`, if tokens choose experts evenly (parallel/dispatch.py).
+
+    A pass sends tokens and gets sums back; reverse mode sends gradients of the sums and gets those of the tokens; a
+    recomputed block sends tokens once more. What the routers chose and its weights are gathered.
+    """
+    n = run.mesh.shape[EXPERT]
+    experts, chosen = choices_of(segment)
+    tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1)
+    rounds = dispatch.even_rounds(experts, chosen, n, tokens)
+    rows = rounds * dispatch.rows_of_round(tokens)
+    x = (n - 1) * rows * run.model.hidden_size * itemsize(run, "weights")
+    number = 4 * (n - 1) * tokens * chosen  # an int32 or a float32 of each choice
+    times = sizes.layer_passes(run, batch.microbatches)
+    layers = sizes.layers_of(run, segment)
+    again = run.engine.recompute_block
+    for part, sent in ("forward", 2), ("again", again), ("backward", 2):
+        yield StepCollective(part, "all-to-all", EXPERT, layers * sent * x, times, layers * sent * rounds)
+    for part, gathered in ("forward", 2), ("again", 2 * again):
+        yield StepCollective(part, "all-gather", EXPERT, layers * gathered * number, times, layers * gathered)
+    yield StepCollective("backward", "reduce-scatter", EXPERT, layers * number, times, layers)
+
+
 def _earlier_chunks(run: Assembly) -> float:
     """The fraction of a sequence before its last chunk, whose keys and values the backward pass computes twice."""
     return 1 - 1 / run.model.compute.sequence_chunks
@@ -381,14 +429,9 @@ def _number_bytes(run: Assembly, t: TensorOnGpu, layout: Layout, dtype: str = ""
     return 1 + (0 if run.engine.table.one_scale else 4 / block_size(row))  # one scale per matrix is not gathered
 
 
-def _ring(run: Assembly) -> float:
-    """The part of an array that each of its shards' GPUs sends to gather it or to scatter its sum."""
-    return 1 - 1 / shards(run.mesh)
-
-
-def _axes_of_shards(run: Assembly) -> str:
-    """The axes over which state is sharded."""
-    return _joined(run, shard_axes(run.mesh)) or SHARD
+def _ring(run: Assembly, axes: Iterable[str]) -> float:
+    """The part of an array that each of its shards' GPUs along these axes sends to gather it or to scatter its sum."""
+    return 1 - 1 / sizes.devices(run, axes)
 
 
 def _joined(run: Assembly, axes: Iterable[str]) -> str:
@@ -466,7 +509,9 @@ def device_traffic(run: Assembly, batch: BatchShape) -> int:
     # In a base's format codes are read, and numbers written and read.
     of_blocks = sum(t.size * (t.coded + 2 * work if t.coded else stored) for t in sizes.blocks(run))
     of_outer = sum(t.size for t in sizes.outer(run)) / (n if table.outer.sharded else 1)
-    trained = sum(t.size for t in sizes.blocks(run, trained=True)) / (n if table.grads.sharded else 1)
+    trained = sum(
+        t.size / (sizes.devices(run, t.shards) if table.grads.sharded else 1) for t in sizes.blocks(run, trained=True)
+    )
     weights = k * ((3 if engine.recompute_block else 2) * of_blocks + 3 * work * of_outer)
     gradients = 2 * k * itemsize(run, "grads") * trained
     state = sum(map(leaf_bytes, jax.tree.leaves((run.plan.master, run.plan.moments))))

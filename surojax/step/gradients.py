@@ -148,7 +148,7 @@ class Sums:
 
         def shard(x: jax.Array, layout: Layout) -> jax.Array:
             replicated = self.replicated and layout.sharded_dim is None
-            return collectives.same(x, REPLICATE, *(SHARDS if replicated else ()))
+            return collectives.same(x, REPLICATE, *(layout.shards if replicated else ()))
 
         return jax.tree.map(shard, sums, self.of_shards)
 
@@ -250,7 +250,7 @@ def _shard_in_stack(stack: jax.Array, layout):
     """The shards of the sums in a stack of accumulators."""
     dim = layout.sharded_dim
     if dim is None:
-        return collectives.same(stack, *SHARDS)
+        return collectives.same(stack, *layout.shards)
     axis = dim + 1  # behind the axis of layers
-    _, devices = collectives.device_number(*SHARDS)
+    _, devices = collectives.device_number(*layout.shards)
     return jax.lax.slice_in_dim(stack, 0, stack.shape[axis] // devices, axis=axis)

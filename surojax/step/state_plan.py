@@ -158,7 +158,7 @@ class StatePlanner:
         return base_formats.map_arrays(
             base.planned(shape, divided),
             lambda x: self.in_home("weights", x.shape, x.dtype, spec, layout.home),
-            lambda x: self.array(x.shape, x.dtype, jax.P(*spec[:1]), DEVICE),
+            lambda x: self.array(x.shape, x.dtype, jax.P(*spec[:1], *layout.computed[: x.ndim - 1]), DEVICE),
         )
 
     def quants(self, param: Param, layout: Layout, work: Any):

@@ -67,6 +67,8 @@ SHARED: dict[str, Any] = EXPERTS | {  # two segments of layers
     "model.first_k_dense_replace": 1,
 }
 EACH: dict[str, Any] = {"lora_target_modules": "q_proj,gate_proj,up_proj,down_proj"}  # of each expert
+EP: dict[str, Any] = EVEN | ZERO3 | {"ep_size": 2}
+EP4: dict[str, Any] = EP | {"ep_size": 4}
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
 # A row is there for a path through the step. Each field alone; each axis of the mesh alone, with every offload, with
@@ -314,6 +316,27 @@ MIXTURES: tuple[Setting, ...] = (
     Setting("experts_even_offload_all@4", EVEN | ZERO3 | ALL, 4, like="experts_even_zero_level=3@4"),
     Setting("experts_even_nvme_all@4", EVEN | ZERO3 | NVME_ALL, 4, "experts_even_zero_level=3@4", "grouped"),
     Setting("experts_even_hsdp_2x2", EVEN | HSDP, 4, like="experts_even", expect="order"),
+    # Tokens are sent to experts: dp_shard_size of which ep_size is a part, and other axes before or behind them.
+    *(Setting(f"experts_ep_zero_level={n}_2x2", EP | {"zero_level": n}, 4, "experts_even", "order") for n in (1, 2, 3)),
+    Setting("experts_ep@4", EP4, 4, "experts_even", "order"),
+    Setting("experts_ep_offload_all@4", EP4 | ALL, 4, "experts_ep@4"),
+    Setting("experts_ep_offload_all_2x2", EP | ALL, 4, "experts_ep_zero_level=3_2x2"),
+    Setting("experts_ep_saved_2x2", EP | SAVED, 4, "experts_ep_zero_level=3_2x2", "order"),
+    Setting("experts_ep_grouped@4", EP4 | ALL | GROUPED, 4, "experts_ep@4", "grouped"),
+    Setting("experts_ep_nvme_all_2x2", EP | NVME_ALL, 4, "experts_ep_zero_level=3_2x2", "grouped"),
+    Setting("experts_ep_chunks_2x2", EP | CHUNKS, 4, "experts_even", "order"),
+    Setting("experts_ep_sample_packing@4", EP4 | PACKED, 4, "experts_even_sample_packing", "order"),
+    Setting("experts_even_sample_packing", EVEN | PACKED, 1, "experts_even", "documents"),
+    Setting("experts_ep_all_to_all_reduce_2x2", EP | {"use_all_to_all_reduce": True}, 4, "experts_even", "order"),
+    Setting("experts_ep_int8_2x2", EP | INT8, 4, "experts_ep_zero_level=3_2x2", "int8"),
+    Setting("experts_ep_hsdp_2x2x2", EP | HSDP | ALL, 8, "experts_even", "order"),
+    Setting("experts_ep_tp_2x2x2", EP | TP | ALL, 8, "experts_even", "order"),
+    *(Setting(f"experts_ep_cp_{name}_2x2x2", EP | cp | ALL, 8, "experts_even", "order") for name, cp in CP.items()),
+    Setting("experts_ep_pp_2x2x2", EP | PP | ALL, 8, "experts_even", "order"),
+    Setting("experts_ep_pp_1f1b_2x2", EP | PP_1F1B, 4, "experts_even", "order"),
+    Setting("experts_ep_lora_2x2", EP | LORA, 4, "experts_even_lora", "order"),
+    Setting("experts_ep_adapted_2x2", EP | LORA | EACH, 4, "experts_even_adapted", "order"),
+    Setting("experts_ep_qlora_2x2", EP | QLORA | LORA_OFFLOADS, 4, "experts_even_qlora@4", "order"),
     Setting("experts_tp_2x2", EXPERTS | ZERO3_TP | ALL, 4, like="experts", expect="order"),
     Setting("experts_tp_chunks_2x2", EXPERTS | ZERO3_TP | TWO_CHUNKS, 4, like="experts", expect="order"),
     *(Setting(f"experts_cp_{name}_2x2", EXPERTS | ZERO3 | cp | ALL, 4, "experts", "order") for name, cp in CP.items()),
@@ -367,7 +390,7 @@ NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings o
 RESET = (  # fields that have their defaults in every row that does not change them
     *(name for name in placement.SETTINGS if name not in NUMBERS),
     *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
-    *("sample_packing", "sequence_chunks", "microbatches_per_fetch", "cp_size", "cp_method", "tp_size"),
+    *("sample_packing", "sequence_chunks", "microbatches_per_fetch", "ep_size", "cp_size", "cp_method", "tp_size"),
     *("pp_size", "pp_schedule", "overlap_update"),
 )
 
