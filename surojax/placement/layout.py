@@ -19,7 +19,7 @@ import jax
 
 from surojax.errors import ConfigError
 from surojax.placement.home import DEVICE, HOST, Home
-from surojax.placement.mesh import DATA, EXPERT, KV_HEADS, PIPELINE, SHARD, SHARDS, TENSOR, shard_axes
+from surojax.placement.mesh import BATCH, EXPERT, KV_HEADS, PIPELINE, SHARD, SHARDS, TENSOR, shard_axes
 from surojax.placement.param import EXPERTS, OUTER, ROUTED, Kind, Param, trainable
 from surojax.placement.table import Mesh, Placement, Row
 
@@ -215,5 +215,5 @@ def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding
     The batch is sharded over the data-parallel devices. All devices of `cp` and `tp` get whole sequences: which part is
     theirs is decided in the step, after labels were shifted and documents marked.
     """
-    axes = tuple(a for a in DATA if mesh.shape.get(a, 1) > 1)
+    axes = tuple(a for a in BATCH if mesh.shape.get(a, 1) > 1)
     return jax.NamedSharding(mesh, jax.P(None, axes or None) if accumulated else jax.P(axes or None))

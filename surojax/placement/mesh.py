@@ -30,10 +30,11 @@ from surojax.errors import ConfigError
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
 EXPERT = "ep"
-DATA = (REPLICATE, SHARD, EXPERT)
+DATA = (REPLICATE, SHARD)  # every mesh has them
+BATCH = (*DATA, EXPERT)  # the batch is sharded over them
 CONTEXT = "cp"
 SHARDS = (SHARD, EXPERT, CONTEXT)  # state is sharded over them
-TOKENS = (*DATA, CONTEXT)  # their devices have tokens of their own in products with weights
+TOKENS = (*BATCH, CONTEXT)  # their devices have tokens of their own in products with weights
 KV_HEADS = "tp"
 SAME_KV_HEADS = "tp_rep"
 TENSOR = (KV_HEADS, SAME_KV_HEADS)
@@ -118,7 +119,7 @@ def mesh_shape(
 
 def data_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
     """Number of groups of devices that each compute different sequences."""
-    return math.prod(mesh.shape.get(axis, 1) for axis in DATA)
+    return math.prod(mesh.shape.get(axis, 1) for axis in BATCH)
 
 
 def tensor_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:

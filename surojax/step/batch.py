@@ -17,7 +17,7 @@ from surojax.numerics.fp8 import delayed_scales
 from surojax.parallel import collectives
 from surojax.parallel.context import of_each_chunk, own_tokens
 from surojax.parallel.tensor import own_part
-from surojax.placement.mesh import DATA, TOKENS
+from surojax.placement.mesh import BATCH, TOKENS
 from surojax.step.objective import Objective, OfSequences
 from surojax.step.spec import Engine
 
@@ -75,7 +75,7 @@ class Batch(NamedTuple):
     def terms(self) -> jax.Array:
         """The number of terms of the objective, on all devices together; int32 []."""
         targets = {name: self.arrays[name] for name in self.targets}
-        return collectives.add_up(self.objective.count(targets), *DATA)
+        return collectives.add_up(self.objective.count(targets), *BATCH)
 
     def scale(self) -> jax.Array:
         """1 / the number of terms: the factor of the summed loss; float32 []."""

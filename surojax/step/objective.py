@@ -24,7 +24,7 @@ from surojax.models.loss import sharded_cross_entropy, sharded_logprob
 from surojax.models.model import Model
 from surojax.models.operations import softcapped
 from surojax.parallel.collectives import add_up, device_number, varying
-from surojax.placement.mesh import AXES, CONTEXT, DATA, PIPELINE, TENSOR
+from surojax.placement.mesh import AXES, BATCH, CONTEXT, PIPELINE, TENSOR
 
 type Axes = tuple[str, ...]  # mesh axes over which the vocabulary is sharded; () if every device has all of it
 type Targets = dict[str, jax.Array]  # an objective's arrays by name, an entry for each token, or a row of several
@@ -283,10 +283,10 @@ class LogProbabilities:
 
     def __call__(self, sequences: Sequences) -> Sums:
         """See `SequenceLoss`. A device has zeros for the sequences of others, so that the sum over devices has all."""
-        number, devices = device_number(*DATA)
+        number, devices = device_number(*BATCH)
         of_device_B = sequences.logprob
         rows = jnp.zeros(devices * of_device_B.size, jnp.float32)
-        rows = jax.lax.dynamic_update_slice_in_dim(varying(rows, DATA), of_device_B, number * of_device_B.size, 0)
+        rows = jax.lax.dynamic_update_slice_in_dim(varying(rows, BATCH), of_device_B, number * of_device_B.size, 0)
         return {"loss": -jnp.sum(of_device_B), self.ROWS: rows}
 
 
