@@ -209,6 +209,7 @@ softcap = is_set("model.attn_logit_softcapping", 50.0)
 local_rotation = is_set("model.rope_local_base_freq", 10000.0, {"model.sliding_window": 64})
 some_unrotated = is_above("model.no_rope_layer_interval", 0)
 stages = is_above("pp_size", 1)
+tokens_sent = is_above("ep_size", 1, **EXPERTS)
 chunks = is_above("sequence_chunks", 1)
 memcpy_sends = is_on("memcpy_send_recv", use_all_to_all_reduce=True)
 no_window = _without(
@@ -525,8 +526,8 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(stages, overlap, "which updates in the first forward pass: that of a stage is one tick of a loop"),
     # Mesh
     *(
-        Refusal(memcpy_sends, is_above(size, 1), COPIES + "of such groups", f"leave it out, or set {size}=1")
-        for size in ("tp_size", "cp_size", "pp_size", "ep_size")
+        Refusal(memcpy_sends, axis, COPIES + "of such groups", f"leave it out, or set {axis.field}=1")
+        for axis in (is_above("tp_size", 1), is_above("cp_size", 1), stages, tokens_sent)
     ),
     *each(
         (is_set("cp_method", "ring", {"cp_size": 2}),),

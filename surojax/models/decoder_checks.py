@@ -25,6 +25,7 @@ from surojax.refusals import (
     no_experts,
     persistent,
     stages,
+    tokens_sent,
 )
 
 
@@ -147,7 +148,7 @@ OF_EXPERTS = (
     shared,
     dense_first,
     *router_losses,
-    tokens_sent := is_above("ep_size", 1, **EXPERTS),
+    tokens_sent,
 )
 mlp_adapters = Feature(
     "lora_target_modules beyond the attention",
