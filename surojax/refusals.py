@@ -186,7 +186,6 @@ adapter_files = [
 ]
 saved_modules = is_set("modules_to_save", "lm_head", LORA)
 from_scratch = is_on("from_scratch", model_path="base")
-offload_master = is_set("offload_master", True)
 offload_quants = is_on("offload_quants", persistent_quants=True, **QUANTISED)
 resident = is_above("resident_layers", 0, offload_weights=True)
 optimizer_in_files = is_one_of("offload_optimizer", "nvme", instead="True or False", needs={"nvme_path": "folder"})
@@ -407,7 +406,6 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(grows_with_position, some_unrotated, "since it is of layers that all rotate alike"),
     # Adapters
     *each(OF_ADAPTERS, no_lora, NOT_USED, "leave it out, or set lora=True"),
-    Refusal(offload_master, lora, "whose base has no master weights, and the adapters' are small", OUT),
     Refusal(weights_in_files, persistent, "which leaves only vectors to offload_weights", "set it to true or false"),
     Refusal(persistent, lora, "whose base is not updated, so that nothing is quantised again", OUT),
     Refusal(offload_quants, lora, "whose base is not quantised again", OUT),
@@ -415,6 +413,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(is_on("zero_quantized_gradients"), lora, "whose adapters' gradients are small", OUT),
     Refusal(overlap, lora, "whose adapters' update takes no time worth hiding", OUT),
     Refusal(optimizer_in_files, lora, "whose state is small", "set it to true or false"),
+    Refusal(master_in_files, lora, "whose state is small", "set it to true or false"),
     Refusal(grads_in_files, lora, "whose gradients are small", "set it to true or false"),
     *each((dora, stages, chunks), dropout, NOT_BUILT, "leave it out, or set lora_dropout=0.0"),
     Refusal(dora, fp8, "whose matrices have rows of other lengths than its magnitudes begin as", OTHER_RECIPE),

@@ -154,6 +154,16 @@ def test_gradients_follow_from_those_of_the_merged_matrices():
             assert not touched[:, UNUSED].any() and touched.sum() >= 2 * 3
 
 
+@pytest.mark.full
+def test_state_of_adapters_in_host_memory_changes_no_bit():
+    """Master weights too: those of experts' adapters are no small part of a card."""
+    batches = [tokens(2, 8, 16, seed=i) for i in range(2)]
+    in_host_memory = {f"offload_{name}": True for name in ("optimizer", "grads", "master")}
+    small = Small(config=ADAPTED, **in_host_memory)
+    assert small.train(batches) == Small(config=ADAPTED).train(batches)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(small.state.master["blocks"])} == {"pinned_host"}
+
+
 @needs(8)
 @pytest.mark.parametrize(
     "devices, placed",
