@@ -97,6 +97,30 @@ def test_conversations_need_a_template():
     assert isinstance(found, BadRow) and "set chat_template" in found.reason
 
 
+# -- Answers that are rated alone -------------------------------------------------------------------------------------
+
+RATED = [
+    {"prompt": f"{i}+{i}=", "completion": f"{i + i} yes" if i % 2 else f"{i} no", "label": i % 2 == 1}
+    for i in range(100)
+]
+
+
+def test_a_rated_answer_has_its_prompt_with_another_answer_behind_it():
+    """The other one is of a row half of the rows away; a sign of every token says which rows are desirable."""
+    rows = [DataRow(record, f"a.jsonl:{i}") for i, record in enumerate(RATED[:6])]
+    rows.insert(2, DataRow({"prompt": "a", "completion": "b", "label": 1}, "a.jsonl:9"))
+    dataset = Dataset(("rated",), type="unpaired")
+    found = Encoder(dataset, BYTES, None).encode(rows)
+    bad = found.pop(2)
+    assert isinstance(bad, BadRow) and bad.reason.startswith("expected true (a good answer) or false in 'label', got 1")
+    for i, example in enumerate(found):
+        assert isinstance(example, Example)
+        texts = [BYTES.decode(part) for part in np.split(example.ids, example.ends)]
+        own, other = (RATED[j]["completion"] for j in (i, (i + 3) % 6))
+        assert texts[0].startswith(f"{i}+{i}={own}") and texts[1].startswith(f"{i}+{i}={other}")
+        np.testing.assert_array_equal(example.numbers["desirable"], np.full(len(example.ids), 1.0 if i % 2 else -1.0))
+
+
 # -- Pairs stay together ----------------------------------------------------------------------------------------------
 
 
@@ -222,9 +246,25 @@ def test_objectives_without_a_reference_need_no_labelling(objective, tmp_path, c
     assert losses[-1] < losses[0] and "reference:" not in capsys.readouterr().out
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("fields, below", [({}, 0.45), ({"lora": True, "learning_rate": 5e-2}, 0.49)])
+def test_kto_learns(fields, below, tmp_path):
+    """Its first loss is 1/2, without a divergence; rows are a file's, whose type the objective decides.
+
+    Adapters of so small a model learn less in 12 steps.
+    """
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in RATED))
+    result = train(config(tmp_path, objective="kto", data=str(file), datasets=(), max_steps=12, **fields))
+    first, *_, last = [record for record in result.history if record["log"] == "step"]
+    assert first["loss"] == pytest.approx(0.5, abs=1e-5) and first["kl"] == 0
+    assert last["loss"] < below and last["rewards/margins"] > 0 and last["rewards/accuracies"] > 0.7
+
+
 @pytest.mark.parametrize(
     "fields, rows, message",
     [
+        ({"objective": "kto"}, ROWS, "expected rows of type unpaired (prompt, completion, label) with this objective"),
         ({}, ["a text"] * 4, "expected rows of type preference"),
         ({"objective": "cross_entropy"}, ROWS, "expected an objective of pairs for rows of type preference"),
         ({"per_device_batch_size": 3}, ROWS, "per_device_batch_size: expected an even number with objective='dpo'"),

@@ -14,6 +14,7 @@ from small import CONFIG, Small, drawn_params, plain_model, quick_at, worst_rela
 from surojax.models import decoder
 from surojax.models.lora import Lora, target_names, without_adapters
 from surojax.placement.layout import batch_sharding
+from surojax.step.kto import KtoLoss, KtoSettings
 from surojax.step.objective import OfSequences, Sequences
 from surojax.step.objectives import OBJECTIVES
 from surojax.step.preferences import PairLoss, PreferenceSettings, dpo, ipo, log1mexp, orpo, simpo
@@ -29,6 +30,7 @@ SETTINGS = {
     "ipo": {"beta": 0.3, "reference_free": False},
     "orpo": {"beta": 0.3},
     "simpo": {"beta": 2.0, "simpo_gamma": 0.7},
+    "kto": {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5, "precompute_ref_log_probs": True},
 }
 
 
@@ -72,7 +74,7 @@ def test_losses_gradients_and_rewards_are_those_of_trl(case):
         return jnp.asarray(rows, jnp.float32).reshape(2, pairs).T.reshape(-1)
 
     reference, lengths = in_turn(REFERENCE["reference"]), in_turn(REFERENCE["lengths"])
-    loss = PairLoss(scores, settings, reads_reference=True)
+    loss = PairLoss(scores, settings, ("reference",))
 
     def mean(logprob):
         sums = loss(Sequences(logprob, lengths, reference))
@@ -87,12 +89,42 @@ def test_losses_gradients_and_rewards_are_those_of_trl(case):
         np.testing.assert_allclose(sums[name] / pairs, value, rtol=1e-5)
 
 
+@pytest.mark.parametrize("case", range(len(REFERENCE["kto"])))
+def test_kto_is_that_of_trl(case):
+    """Loss, gradients (none of mismatched rows) and divergence, which is cut off at 0 in the last case."""
+    expected = REFERENCE["kto"][case]
+    settings = KtoSettings(*[(1.0, 1.0), (1.5, 0.5), (1.0, 1.0)][case])
+    lengths = np.float32(REFERENCE["lengths"])
+    n = len(lengths) // 2
+    more = np.where(np.arange(2 * n) < n, 0, expected["more"] * lengths)
+
+    def in_turn(rows) -> jax.Array:
+        return jnp.asarray(rows, jnp.float32).reshape(2, n).T.reshape(-1)
+
+    desirable = in_turn(2 * [1.0 if good else -1.0 for good in REFERENCE["desirable"]])
+    others = in_turn(lengths), in_turn(REFERENCE["reference"]), desirable
+
+    def mean(logprob):
+        sums = KtoLoss(0.3, settings)(Sequences(logprob, *others))
+        return sums["loss"] / n, sums
+
+    (loss, sums), gradient = jax.value_and_grad(mean, has_aux=True)(in_turn(np.add(REFERENCE["logprob"], more)))
+    np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(gradient[::2], expected["gradient"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(gradient[1::2], 0)
+    np.testing.assert_allclose(sums["kl"] / n, expected["kl"], rtol=1e-5)
+    assert (expected["kl"] > 0) == (case < 2)
+
+
 def with_objective(small: Small, of_run: OfSequences):
     return dataclasses.replace(small.engine, objective=of_run)
 
 
 def arrays(of_run: OfSequences, whole: list[np.ndarray]) -> list[np.ndarray]:
-    return whole[: 1 + len(of_run.targets)]
+    """The batch's arrays; every second answer is desirable."""
+    desirable = np.zeros((*whole[1].shape[:2], S), np.float32)
+    desirable[..., 2] = np.where(np.arange(desirable.shape[1]) % 4 < 2, 1, -1)  # only the sign of the sum is read
+    return [*whole, desirable][: 1 + len(of_run.targets)]
 
 
 def found(of_run: OfSequences, whole: list[np.ndarray], devices: int = 1, **options):
@@ -147,8 +179,22 @@ def by_hand(name: str, whole: list[np.ndarray], reference_is_policy: bool = Fals
     references = logprobs(params) if reference_is_policy else np.where(is_label, reference, 0).sum(1)
     tokens = is_label.sum(1)
 
+    def kto(rows):
+        s = SETTINGS["kto"]
+        microbatches = (rows - references).reshape(A, -1, 2)
+        total = 0.0
+        for microbatch in microbatches:
+            kl = jnp.maximum(jax.lax.stop_gradient(microbatch[:, 1].mean()), 0.0)
+            for i, r in enumerate(microbatch[:, 0]):
+                good = s["desirable_weight"] * (1 - jax.nn.sigmoid(s["beta"] * (r - kl)))
+                bad = s["undesirable_weight"] * (1 - jax.nn.sigmoid(s["beta"] * (kl - r)))
+                total += good if i % 2 == 0 else bad
+        return total / (len(rows) // 2)
+
     def loss(params):
         rows = logprobs(params)
+        if name == "kto":
+            return kto(rows)
         pairs = [
             textbook(name, rows[i], rows[i + 1], tokens[i], tokens[i + 1], references[i], references[i + 1])
             for i in range(0, len(tokens), 2)
@@ -161,8 +207,10 @@ def by_hand(name: str, whole: list[np.ndarray], reference_is_policy: bool = Fals
 
 @pytest.mark.parametrize("name", quick_at([(name,) for name in SETTINGS], 0))
 def test_loss_and_gradients_are_the_textbooks(name):
-    loss, grads = found(objective(name), batch())
-    expected, expected_grads, _ = by_hand(name, batch())
+    whole = batch()
+    whole[2] -= np.float32(5 * (whole[1] >= 0)) if name == "kto" else 0  # so that its divergence is not 0
+    loss, grads = found(objective(name), whole)
+    expected, expected_grads, _ = by_hand(name, whole)
     assert loss == pytest.approx(expected, rel=ORDER_OF_SUMS)
     assert worst_relative(grads, expected_grads) < ORDER_OF_SUMS
 
@@ -190,10 +238,25 @@ def test_a_step_on_every_mesh_is_that_of_one_device(devices, options):
     assert reported(of_run, devices, **options) == pytest.approx(reported(of_run), rel=1e-4)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "devices, options", [(4, {"zero_level": 3, "shard_outer": True}), (4, {"cp_size": 2}), (2, {"pp_size": 2})]
+)
+def test_the_divergence_of_kto_is_of_all_devices(devices, options):
+    """Its mean over a microbatch is that of one device; the reference is below the policy, so that it is not 0."""
+    of_run = objective("kto")
+    whole = batch()
+    whole[2] -= np.float32(5 * (whole[1] >= 0))
+    loss, grads = found(of_run, whole)
+    other, other_grads = found(of_run, whole, devices, **options)
+    assert other == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(jax.tree.map(lambda x, y: x[: len(y)], other_grads, grads), grads) < ORDER_OF_SUMS
+
+
 def reported(of_run: OfSequences, devices: int = 1, **options) -> dict[str, float]:
     small = Small(devices, **options)
     step = make_train_step(with_objective(small, of_run), small.optimizer, small.plan, small.mesh)
-    _, metrics = step(small.state, *small.put(batch()))
+    _, metrics = step(small.state, *small.put(arrays(of_run, batch())))
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -6,6 +6,7 @@ folder for each part ("train", "held_out"):
     tokens.bin    uint16, or uint32 if the vocabulary has more than 65,536 ids
     trained.bin   a byte per token: 1 if the token is a target of the loss; exists only if a token is untrained
     offsets.bin   int64 [examples + 1]: example i is tokens[offsets[i] : offsets[i + 1]]
+    NAME.bin      float32 [tokens]: further numbers of the tokens, by any other name
 
 An entry is written into a temporary folder beside it, `meta.json` last, flushed to the disk and renamed. A process that
 is killed therefore leaves a complete entry or none. A process that writes holds the entry's lock file; a second one
@@ -38,6 +39,11 @@ from surojax.untrusted import expanded
 
 FORMAT = 1  # of the files; an entry of another format is written anew, under another name
 META = "meta.json"
+DTYPES = {
+    "tokens": np.dtype(np.uint16),
+    "trained": np.dtype(np.bool_),
+    "offsets": np.dtype(np.int64),
+}  # others: float32
 TRAIN = "train"
 HELD_OUT = "held_out"
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # on some network file systems
@@ -54,6 +60,7 @@ class Corpus:
     name: source of the examples, for messages.
     offsets: int64 [examples + 1], where each example starts and the last one ends; None: one example.
     trained: bool [tokens], whether a token is a target of the loss; None: all are.
+    numbers: further arrays by name, float32 [tokens].
     """
 
     tokens: np.ndarray
@@ -63,6 +70,7 @@ class Corpus:
     offsets: np.ndarray | None = None
     trained: np.ndarray | None = None
     mappings: tuple[mmap.mmap, ...] = ()
+    numbers: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_examples(self) -> int:
@@ -107,9 +115,15 @@ class PartWriter:
         self._append("offsets", np.zeros(1, np.int64))
 
     def append(
-        self, ids: np.ndarray, trained: np.ndarray | None = None, *, ends: np.ndarray | None = None, num_bytes: int = 0
+        self,
+        ids: np.ndarray,
+        trained: np.ndarray | None = None,
+        *,
+        ends: np.ndarray | None = None,
+        num_bytes: int = 0,
+        numbers: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Adds tokens. trained: bool, as many; None: all are.
+        """Adds tokens. trained: bool, as many; None: all are. numbers: float32, as many, by names that all calls have.
 
         ends: int [examples], how many of these tokens precede the end of each example that ends here; None: the last
         example goes on. num_bytes: length in UTF-8 of the texts that end here, if they are plain text.
@@ -120,6 +134,8 @@ class PartWriter:
         if trained is not None or "trained" in self._files:
             self._append("trained", np.ones(len(ids), np.bool_) if trained is None else trained.astype(np.bool_))
         self._append("tokens", ids.astype(self.dtype))
+        for name, values in (numbers or {}).items():
+            self._append(name, values.astype(np.float32))
         if ends is not None:
             self._append("offsets", self.num_tokens + ends.astype(np.int64))
             self.num_examples += len(ends)
@@ -129,7 +145,7 @@ class PartWriter:
     @property
     def num_bytes_written(self) -> int:
         """Bytes in the files, those that are still buffered included."""
-        size = np.dtype(self.dtype).itemsize + ("trained" in self._files)
+        size = np.dtype(self.dtype).itemsize + ("trained" in self._files) + 4 * len(self._files.keys() - DTYPES.keys())
         return self.num_tokens * size + (self.num_examples + 1) * 8
 
     def finish(self) -> dict[str, Any]:
@@ -139,7 +155,8 @@ class PartWriter:
             os.fsync(file.fileno())
         self.close()
         digest = self._hashes["tokens"]
-        for name in ("trained", "offsets") if "trained" in self._files else ():
+        numbers = sorted(self._files.keys() - DTYPES.keys())
+        for name in ("trained", "offsets", *numbers) if "trained" in self._files else numbers:
             digest.update(self._hashes[name].digest())
         sizes = {name: (self.folder / f"{name}.bin").stat().st_size for name in self._files}
         return {
@@ -228,7 +245,7 @@ def _open(target: Path, name: str) -> tuple[dict[str, Corpus], dict[str, Any]] |
 
 
 def _open_part(folder: Path, info: dict[str, Any], name: str, part: str) -> Corpus:
-    dtypes = {"tokens": np.dtype(info["dtype"]), "trained": np.dtype(np.bool_), "offsets": np.dtype(np.int64)}
+    dtypes = DTYPES | {"tokens": np.dtype(info["dtype"])}
     arrays = {}
     mappings = []
     for file, size in info["sizes"].items():
@@ -237,7 +254,7 @@ def _open_part(folder: Path, info: dict[str, Any], name: str, part: str) -> Corp
                 raise ValueError(f"{folder}/{file}.bin has another size than {size}")
             if size:
                 mappings.append(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-        arrays[file] = np.frombuffer(mappings[-1] if size else b"", dtypes[file])
+        arrays[file] = np.frombuffer(mappings[-1] if size else b"", dtypes.get(file, np.dtype(np.float32)))
     return Corpus(
         arrays["tokens"],
         info["bytes"],
@@ -246,6 +263,7 @@ def _open_part(folder: Path, info: dict[str, Any], name: str, part: str) -> Corp
         arrays["offsets"],
         arrays.get("trained"),
         tuple(mappings),
+        {name: x for name, x in arrays.items() if name not in DTYPES},
     )
 
 

@@ -148,7 +148,10 @@ class _Parts:
             for (_, example), end in zip(examples, ends, strict=True)
             if example.ends
         ]
-        part.append(ids, trained, ends=np.sort(np.concatenate([ends[is_last], *within])), num_bytes=num_bytes)
+        names = examples[0][1].numbers
+        numbers = {name: np.concatenate([example.numbers[name] for _, example in examples]) for name in names}
+        all_ends = np.sort(np.concatenate([ends[is_last], *within]))
+        part.append(ids, trained, ends=all_ends, num_bytes=num_bytes, numbers=numbers)
         self.bar.update(len(ids))
 
     def finish(self) -> dict[str, Any]:

@@ -75,6 +75,18 @@ def _reads_prompt(record: Mapping[str, Any], dataset: Dataset) -> bool:
     return dataset.prompt_field in record and is_whole
 
 
+def is_desirable(record: Mapping[str, Any], dataset: Dataset) -> bool:
+    """Returns the label of an unpaired row: whether its answer is one of the good ones."""
+    label = record.get(dataset.label_field)
+    if not isinstance(label, bool):
+        got = repr(label) if dataset.label_field in record else field_names(record)
+        raise NotARow(
+            f"expected true (a good answer) or false in {dataset.label_field!r}, got {got}; name the label_field in "
+            "the dataset, or correct the row"
+        )
+    return label
+
+
 def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:
     """Returns the messages and tools of a row. A system prompt becomes the first message if the row has none."""
     names = (dataset.messages_field,) if dataset.messages_field else MESSAGES

@@ -19,15 +19,16 @@ from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.readers import OpenSet, open_set
 from surojax.errors import ConfigError, shown
 
-TYPES = ("auto", "text", "instruction", "conversation", "preference")
+TYPES = ("auto", "text", "instruction", "conversation", "preference", "unpaired")
 MESSAGES = ("messages", "conversations")  # fields of a conversation, unless a dataset says another
 PROMPT_FIELDS = ("prompt_field", "completion_field")
 INSTRUCTION_FIELDS = ("instruction_field", "input_field", "output_field")
 # The types of rows that read a setting; the others read every row.
 USES = {
     "text_field": ("text",),
-    "prompt_field": ("instruction", "preference"),
-    "completion_field": ("instruction",),
+    "prompt_field": ("instruction", "preference", "unpaired"),
+    "completion_field": ("instruction", "unpaired"),
+    "label_field": ("unpaired",),
     "instruction_field": ("instruction",),
     "input_field": ("instruction",),
     "output_field": ("instruction",),
@@ -37,8 +38,8 @@ USES = {
     "role_field": ("conversation", "preference"),
     "content_field": ("conversation", "preference"),
     "tools_field": ("conversation", "preference"),
-    "system_field": ("instruction", "conversation", "preference"),
-    "system_prompt": ("instruction", "conversation", "preference"),
+    "system_field": ("instruction", "conversation", "preference", "unpaired"),
+    "system_prompt": ("instruction", "conversation", "preference", "unpaired"),
 }
 # Names of settings in Axolotl's configs and in those of Surogate, where ours is another.
 OTHER_NAMES = {
@@ -68,6 +69,7 @@ class Dataset:
     instruction_field, input_field (may be missing or empty), output_field: of an instruction, in another form. A row
       that has both is read in the form whose fields are named here, else in the first.
     chosen_field, rejected_field: of a preference, beside its prompt_field, which conversations need not have.
+    label_field: of an answer that is rated (unpaired), true or false, beside its prompt_field and completion_field.
     messages_field: of a conversation; "": "messages", else "conversations".
     role_field, content_field: of a message; "": "role", else "from"; "content", else "value".
     system_field: system prompt of an instruction or conversation; may be missing.
@@ -89,6 +91,7 @@ class Dataset:
     output_field: str = "output"
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
+    label_field: str = "label"
     messages_field: str = ""
     role_field: str = ""
     content_field: str = ""

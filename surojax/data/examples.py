@@ -8,8 +8,9 @@ crosses the seam of two pieces. It ends with the token that ends a turn.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -27,21 +28,23 @@ from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
 
 TRAIN_ON = ("assistant", "last", "all")
+DESIRABLE = "desirable"  # the array that says whether an unpaired answer is a good one, by its sign
 _FORMAT = 1  # part of every fingerprint; to be raised if the same row and settings would give other ids or masks
 # "if_open": if the last piece has no token that ends an answer.
 type Eos = Literal["always", "if_open", "never"]
 
 
 class Example(NamedTuple):
-    """One document, or two of a preference, one after the other.
+    """One document, or two of a pair, one after the other.
 
     ids: int32 [tokens]. trained: bool [tokens], token i is a target of the loss; None: all are. ends: the number of
-    tokens of the first of two; (): there is one.
+    tokens of the first of two; (): there is one. numbers: further arrays by name, float32 [tokens].
     """
 
     ids: np.ndarray
     trained: np.ndarray | None
     ends: tuple[int, ...] = ()
+    numbers: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Encoder:
         train_on: str = "assistant",
         system_prompt: str = "",
     ):
-        assert dataset.type in ("instruction", "conversation", "preference"), (
+        assert dataset.type in ("instruction", "conversation", "preference", "unpaired"), (
             "auto: resolve it first; text: see documents.TextEncoder"
         )
         if train_on not in TRAIN_ON:
@@ -90,7 +93,7 @@ class Encoder:
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._template = template
-        self._train_on = "last" if dataset.type == "preference" else train_on
+        self._train_on = "last" if dataset.type in ("preference", "unpaired") else train_on
         self._system_prompt = system_prompt
         self._is_stop = np.zeros(tokenizer.vocab_size, bool)
         self._is_stop[list(tokenizer.stop_ids)] = True
@@ -133,13 +136,39 @@ class Encoder:
         """
         rows = list(rows)
         read = [self._read(row) for row in rows]
+        if self._dataset.type == "unpaired":
+            read = self._with_other_answers(rows, read)
         contents = [(row, content) for row, of_row in zip(rows, read, strict=True) for content in of_row]
         drafts = self._drafts([row for row, _ in contents], [content for _, content in contents])
         encoded = iter(encode_pieces([draft.pieces for draft in drafts if isinstance(draft, _Draft)], self._tokenizer))
         examples = iter(
             [self._example(draft, next(encoded)) if isinstance(draft, _Draft) else draft for draft in drafts]
         )
-        return [_of_row(row, [next(examples) for _ in of_row]) for row, of_row in zip(rows, read, strict=True)]
+        is_preference = self._dataset.type == "preference"
+        found = [
+            _of_row(row, [next(examples) for _ in of_row], is_preference=is_preference)
+            for row, of_row in zip(rows, read, strict=True)
+        ]
+        return [*map(self._labelled, rows, found)] if self._dataset.type == "unpaired" else found
+
+    def _with_other_answers(self, rows: list[DataRow | BadRow], read: "list[tuple[_Content, ...]]"):
+        """Returns the content of unpaired rows, each followed by its prompt with the answer of another row.
+
+        The other row is half of all rows away, so that answers to one prompt, which are often neighbours, do not meet.
+        """
+        good = [i for i, (content,) in enumerate(read) if not isinstance(content, BadRow | NotARow)]
+        found = list(read)
+        for k, i in enumerate(good):
+            own, other = (self._prompt_completion(rows[j]) for j in (i, good[(k + len(good) // 2) % len(good)]))
+            found[i] = (*read[i], self._content(own._replace(completion=other.completion)))
+        return found
+
+    def _labelled(self, row: DataRow | BadRow, example: Example | BadRow) -> Example | BadRow:
+        """Returns an unpaired row's example with `DESIRABLE` of its tokens: 1, or -1 if the answer is not desirable."""
+        if isinstance(example, BadRow) or isinstance(row, BadRow):
+            return example
+        sign = 1.0 if conversations.is_desirable(row.record, self._dataset) else -1.0
+        return example._replace(numbers={DESIRABLE: np.full(len(example.ids), sign, np.float32)})
 
     def _drafts(self, rows: list[DataRow | BadRow], contents: "list[_Content]") -> list[_Draft | BadRow]:
         """Returns the drafts of the contents of rows; all conversations are rendered together."""
@@ -173,9 +202,16 @@ class Encoder:
             if dataset.type == "preference":
                 pair = conversations.preference(row.record, dataset, self._system_prompt)
                 return tuple(map(self._content, pair))
-            return (self._content(conversations.prompt_completion(row.record, dataset, self._system_prompt)),)
+            if dataset.type == "unpaired":
+                conversations.is_desirable(row.record, dataset)
+            return (self._content(self._prompt_completion(row)),)
         except NotARow as error:
             return (error,)
+
+    def _prompt_completion(self, row: DataRow | BadRow) -> PromptCompletion:
+        """Returns the prompt and completion of a row that can be read. Raises NotARow."""
+        assert isinstance(row, DataRow)
+        return conversations.prompt_completion(row.record, self._dataset, self._system_prompt)
 
     def _content(self, content: PromptCompletion | Conversation) -> "_Content":
         if isinstance(content, Conversation):
@@ -224,15 +260,15 @@ class Encoder:
 type _Content = Conversation | _Draft | BadRow | NotARow
 
 
-def _of_row(row: DataRow | BadRow, examples: list[Example | BadRow]) -> Example | BadRow:
-    """Returns a row's example; of a preference both of its documents, or why one of them cannot be used."""
+def _of_row(row: DataRow | BadRow, examples: list[Example | BadRow], *, is_preference: bool) -> Example | BadRow:
+    """Returns a row's example; of a pair both of its documents, or why one of them cannot be used."""
     if bad := next((example for example in examples if isinstance(example, BadRow)), None):
         return bad
     good = [example for example in examples if isinstance(example, Example)]
     if len(good) == 1:
         return good[0]
     chosen, rejected = good
-    if np.array_equal(chosen.ids, rejected.ids):
+    if is_preference and np.array_equal(chosen.ids, rejected.ids):
         return BadRow(row.where, "expected two answers with other tokens, got the same ones for both; remove the row")
     assert chosen.trained is not None and rejected.trained is not None, "a prompt is not trained"
     trained = np.concatenate([chosen.trained, rejected.trained])

@@ -48,6 +48,7 @@ class Settings:
 
 
 SETTINGS = tuple(field.name for field in fields(Settings))
+OF_ANSWERS = {"preference": "prompt, chosen, rejected", "unpaired": "prompt, completion, label"}
 
 
 class Entries(NamedTuple):
@@ -71,6 +72,16 @@ class Entries(NamedTuple):
             datasets=tuple(datasets.resolve(dataset, open_set) for dataset in self.datasets),
             validation={name: datasets.resolve(dataset, open_set) for name, dataset in self.validation.items()},
         )
+
+    def taken_as(self, rows: str) -> "Entries":
+        """Returns the entries of an objective of such rows; a prompt and completion are unpaired if it takes those."""
+
+        def taken(dataset: Dataset) -> Dataset:
+            is_taken = rows == "unpaired" and dataset.type == "instruction"
+            return dataclasses.replace(dataset, type=rows) if is_taken else dataset
+
+        validation = {name: taken(dataset) for name, dataset in self.validation.items()}
+        return self._replace(datasets=tuple(map(taken, self.datasets)), validation=validation)
 
 
 class Evaluated(NamedTuple):
@@ -143,13 +154,13 @@ def load_data(
     tokenizer: Tokenizer,
     *,
     eval_batch_size: int,
-    is_pairs: bool = False,
+    rows: str = "",
     say: Callable[[str], None] = print,
 ) -> Data:
     """Returns the samples to train on and the batches to evaluate on.
 
     `settings.data` is not read if there are `entries.datasets`. eval_batch_size: samples of an evaluation batch.
-    is_pairs: the objective is of a chosen and a rejected answer, which are samples one after the other.
+    rows: the type of rows that the objective takes, whose two documents are samples one after the other; "": any other.
 
     Raises ConfigError for whatever is wrong with files, rows or settings, for a set that is empty, and if neither
     `settings.data` nor an entry says what to train on.
@@ -162,11 +173,12 @@ def load_data(
     open_once = functools.cache(entries.open_set)
     for_held_out = "validation_datasets" if entries.datasets else "eval_data"
     entries = _with_data(entries, settings, open_once).resolved(open_once)
+    entries = entries.taken_as(rows)
     _check_uses(entries, settings)
-    _check_pairs(entries, settings, is_pairs)
+    _check_rows(entries, settings, rows)
     if _has_rows(entries) and (note := templates.template_note(settings.chat_template, tokenizer)):
         say(note)
-    loader = _Loader(settings, tokenizer, open_once, say, is_pairs)
+    loader = _Loader(settings, tokenizer, open_once, say, bool(rows))
     if entries.datasets:
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
     else:
@@ -260,20 +272,21 @@ def _check_uses(entries: Entries, settings: Settings) -> None:
             )
 
 
-def _check_pairs(entries: Entries, settings: Settings, is_pairs: bool) -> None:
+def _check_rows(entries: Entries, settings: Settings, rows: str) -> None:
     """Raises ConfigError if the rows are not of the type that the objective takes. entries: with types decided."""
     types = [(dataset.name, dataset.type) for dataset in (*entries.datasets, *entries.validation.values())]
     for name, type_ in types or [(settings.data, "text")]:
-        if is_pairs and type_ != "preference":
+        if rows and type_ != rows:
             raise ConfigError(
-                f"{name}: expected rows of type preference (prompt, chosen, rejected) with this objective, got rows of "
+                f"{name}: expected rows of type {rows} ({OF_ANSWERS[rows]}) with this objective, got rows of "
                 f"type {type_}; name such rows, with their type if they have other fields too, or set "
                 "objective='cross_entropy'"
             )
-        if type_ == "preference" and not is_pairs:
+        if type_ in OF_ANSWERS and not rows:
+            change = "'kto'" if type_ == "unpaired" else "'dpo', or to 'orpo' or 'simpo', which need no reference"
             raise ConfigError(
-                f"{name}: expected an objective of pairs for rows of type preference, got objective='cross_entropy'; "
-                "set objective='dpo', or to 'orpo' or 'simpo', which need no reference"
+                f"{name}: expected an objective of pairs for rows of type {type_}, got objective='cross_entropy'; "
+                f"set objective={change}"
             )
 
 

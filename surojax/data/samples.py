@@ -2,7 +2,8 @@
 
 A sample is a dict of int32 arrays [S]: "inputs"; "labels", the next token or IGNORED; and in packed rows "starts", for
 each position the index in its row at which its document starts. A label is the next token of the same document if that
-token is a target of the loss. The rest of a row is padding: input 0, label IGNORED, a document of its own.
+token is a target of the loss. A corpus with further numbers has float32 arrays [S] of those of the labels. The rest of
+a row is padding: input 0, label IGNORED, numbers 0, a document of its own.
 """
 
 import hashlib
@@ -126,15 +127,21 @@ class Rows:
         inputs = np.zeros(self.sequence_len, np.int32)
         labels = np.full(self.sequence_len, IGNORED, np.int32)
         starts = np.empty(self.sequence_len, np.int32)
+        numbers = {name: np.zeros(self.sequence_len, np.float32) for name in self.corpus.numbers}
         position = 0
         for piece in self.plan.row(index).tolist():
             length = int(self.pieces.lengths[piece])
             here = slice(position, position + length)
-            inputs[here], labels[here] = _inputs_and_labels(self.corpus, int(self.pieces.starts[piece]), length)
+            first = int(self.pieces.starts[piece])
+            inputs[here], labels[here] = _inputs_and_labels(self.corpus, first, length)
+            for name, values in self.corpus.numbers.items():
+                of_next = values[first + 1 : first + 1 + length]
+                numbers[name][position : position + len(of_next)] = of_next
+                numbers[name][here][labels[here] == IGNORED] = 0
             starts[here] = position
             position += length
         starts[position:] = position
-        sample = {"inputs": inputs, "labels": labels}
+        sample = {"inputs": inputs, "labels": labels} | numbers
         return sample | {"starts": starts} if self.packed else sample
 
     def release(self) -> None:

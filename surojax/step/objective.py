@@ -35,7 +35,8 @@ WEIGHTS = "weights"  # a factor of each token's term in the gradients, float32; 
 REFERENCE = "reference"  # log-probabilities of the labels by another model; their sum over a sequence is read
 TEACHER = "teacher"  # log-probabilities of `TEACHER_IDS` by a teacher, and last of all other tokens together
 TEACHER_IDS = "teacher_ids"
-FLOATS = (REFERENCE, TEACHER)  # the arrays of a batch that are float32; all others are int32
+DESIRABLE = "desirable"  # of an answer that is rated alone: above 0 a good one, below 0 a bad one
+FLOATS = (REFERENCE, TEACHER, DESIRABLE)  # the arrays of a batch that are float32; all others are int32
 ONE_SEQUENCE = (PIPELINE, CONTEXT, *TENSOR)  # axes whose devices have parts of the same sequences
 
 
@@ -194,19 +195,21 @@ class Sequences(NamedTuple):
     """The sequences of a microbatch that are on this device, `[B]` each, float32.
 
     logprob: the sum over all labels of a sequence. tokens: the number of its labels; 0 of one that only fills up a
-    batch. reference: as logprob, by another model; None if the objective reads none.
+    batch. reference: as logprob, by another model; None if the objective reads none. desirable: likewise, the sum of
+    `DESIRABLE`.
     """
 
     logprob: jax.Array
     tokens: jax.Array
-    reference: jax.Array | None
+    reference: jax.Array | None = None
+    desirable: jax.Array | None = None
 
 
 class SequenceLoss(Protocol):
     """A loss of sequences: a frozen dataclass, equal to another one that computes the same.
 
     per_term: sequences of a term, which are next to each other in a microbatch: 2 of a pair. metrics: the names of what
-    it reports besides the loss. reads_reference: whether it reads `Sequences.reference`.
+    it reports besides the loss. reads: the arrays of a batch besides its labels, which are members of `Sequences`.
     """
 
     @property
@@ -216,7 +219,7 @@ class SequenceLoss(Protocol):
     def metrics(self) -> tuple[str, ...]: ...
 
     @property
-    def reads_reference(self) -> bool: ...
+    def reads(self) -> tuple[str, ...]: ...
 
     def __call__(self, sequences: Sequences) -> Sums:
         """The sums over the terms: "loss", whose gradient by `Sequences.logprob` is computed, and the metrics."""
@@ -233,7 +236,7 @@ class OfSequences:
     @property
     def targets(self) -> tuple[str, ...]:
         """See `Objective`."""
-        return (LABELS, REFERENCE) if self.loss.reads_reference else (LABELS,)
+        return (LABELS, *self.loss.reads)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -266,9 +269,8 @@ class OfSequences:
 
     def _sequences(self, logprob_BS: jax.Array, targets: Targets) -> Sequences:
         """Sums over the tokens of each sequence, of all devices that have parts of it."""
-        reads = self.loss.reads_reference
         rows: dict[str, Any] = {"logprob": logprob_BS, "tokens": self.counted(targets).astype(jnp.float32)}
-        rows["reference"] = targets[REFERENCE] if reads else None
+        rows |= {name: targets[name] for name in self.loss.reads}
         return Sequences(**add_up(jax.tree.map(lambda x_BS: varying(jnp.sum(x_BS, -1), AXES), rows), *ONE_SEQUENCE))
 
 
@@ -279,7 +281,7 @@ class LogProbabilities:
     ROWS: ClassVar[str] = "rows"
     per_term: int = 1
     metrics: tuple[str, ...] = (ROWS,)
-    reads_reference: bool = False
+    reads: tuple[str, ...] = ()
 
     def __call__(self, sequences: Sequences) -> Sums:
         """See `SequenceLoss`. A device has zeros for the sequences of others, so that the sum over devices has all."""
@@ -293,13 +295,13 @@ class LogProbabilities:
 class ObjectiveChoice(NamedTuple):
     """An objective that a config can name.
 
-    make: a function of its options {name: value} that returns it. reads: the names of these options. is_of_pairs: its
-    rows are a chosen and a rejected answer to one prompt, one after the other.
+    make: a function of its options {name: value} that returns it. reads: the names of these options. rows: the type of
+    rows that it is of, each of which becomes two sequences, one after the other; "": rows of any other type.
     """
 
     make: Callable[[dict[str, Any]], "Objective | OfSequences"]
     reads: tuple[str, ...]
-    is_of_pairs: bool = False
+    rows: str = ""
 
 
 def _once(sums: Sums) -> Sums:

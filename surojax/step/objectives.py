@@ -5,6 +5,7 @@
 | cross_entropy | nats per token                                                |           |
 | dpo, ipo      | losses of pairs of a chosen and a rejected answer             | yes       |
 | orpo, simpo   | likewise                                                      |           |
+| kto           | losses of single answers that are desirable or not            | yes       |
 | distill       | nats per token, and the divergence from a teacher's labels    |           |
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 from surojax.declared import Declared, declared
 from surojax.refusals import Feature, Refusal, is_on, is_one_of, is_set
 from surojax.step.distillation import DISTILL, DISTILLATION, DistillSettings
+from surojax.step.kto import KTO, KtoSettings
 from surojax.step.objective import CrossEntropy, Objective, ObjectiveChoice, OfSequences
 from surojax.step.preferences import PREFERENCES, PreferenceSettings
 
@@ -21,10 +23,15 @@ CROSS_ENTROPY = "cross_entropy"
 OBJECTIVES: dict[str, ObjectiveChoice] = {
     CROSS_ENTROPY: ObjectiveChoice(lambda values: CrossEntropy(**values), ("z_loss",)),
     **PREFERENCES,
+    "kto": KTO,
     **DISTILLATION,
 }
-OF_PAIRS = tuple(name for name, choice in OBJECTIVES.items() if choice.is_of_pairs)
-SETTINGS: tuple[Declared, ...] = (*declared(PreferenceSettings), *declared(DistillSettings))
+OF_PAIRS = tuple(name for name, choice in OBJECTIVES.items() if choice.rows)
+SETTINGS: tuple[Declared, ...] = (
+    *declared(PreferenceSettings),
+    *declared(KtoSettings),
+    *declared(DistillSettings),
+)
 EXPERTS = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "gradient_accumulation_steps": 1}
 NEEDS: dict[str, dict[str, Any]] = {DISTILL: {}}  # what a config needs besides an objective; `PAIRS` for all others
 PAIRS = {"data": "rows.jsonl", "per_device_batch_size": 2}  # what a config of an objective of pairs needs besides

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.declared import POSITIVE, Range, declare
-from surojax.step.objective import ObjectiveChoice, OfSequences, Sequences, Sums
+from surojax.step.objective import REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums
 
 BELOW_HALF = Range(lambda v: 0 <= v < 0.5, "0 or more and below 0.5", "0.5 says nothing about which answer is better")
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
@@ -27,7 +27,7 @@ METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/acc
 class PreferenceSettings:
     """The options of objectives of pairs, by TRL's names."""
 
-    # dpo, ipo, orpo, simpo: how far the model may leave its reference; less = further; the weight of orpo's odds
+    # dpo, ipo, kto, orpo, simpo: how far the model may leave its reference; less = further; the weight of orpo's odds
     beta: float = declare(0.1, POSITIVE)
     # dpo: "sigmoid" (Rafailov et al. 2023), "hinge" (SLiC) or "ipo"
     loss_type: str = declare("sigmoid", choices=("sigmoid", "hinge", "ipo"))
@@ -35,7 +35,7 @@ class PreferenceSettings:
     label_smoothing: float = declare(0.0, BELOW_HALF)
     # dpo, ipo: the reference takes all answers for equally likely, and is not computed
     reference_free: bool = False
-    # dpo, ipo with lora: reference computed once before training, not in each step; without lora it always is
+    # dpo, ipo, kto with lora: reference computed once before training, not in each step; without lora it always is
     precompute_ref_log_probs: bool = False
     # simpo: by how much the mean log-probability of the chosen answer is to be larger, times beta
     simpo_gamma: float = declare(0.5, Range(lambda v: v >= 0, "0 or more", "0 is no margin"))
@@ -125,7 +125,7 @@ class PairLoss:
 
     scores: Callable[[Side, Side, PreferenceSettings], Scores]
     settings: PreferenceSettings = PreferenceSettings()
-    reads_reference: bool = False
+    reads: tuple[str, ...] = ()
     per_term: int = 2
     metrics: tuple[str, ...] = METRICS
 
@@ -146,9 +146,10 @@ def choice(scores: Callable[..., Scores], *options: str, has_reference: bool = F
 
     def make(values: dict[str, Any]) -> OfSequences:
         settings = PreferenceSettings(**values)
-        return OfSequences(PairLoss(scores, settings, has_reference and not settings.reference_free))
+        reads = (REFERENCE,) if has_reference and not settings.reference_free else ()
+        return OfSequences(PairLoss(scores, settings, reads))
 
-    return ObjectiveChoice(make, options, is_of_pairs=True)
+    return ObjectiveChoice(make, options, rows="preference")
 
 
 OF_REFERENCE = ("reference_free", "precompute_ref_log_probs")
