@@ -60,6 +60,10 @@ GROUPS = {
             "prepares a config's data without training, and shows rows as the model sees them",
             ("--config tiny --debug 2",),
         ),
+        "distill": Verb(
+            "labels a data set with a larger model's next tokens, from which a run learns",
+            ("--config.model_path=MODEL --config.data=chats.jsonl --config.distill_path=labels",),
+        ),
         "launch": Verb(
             "several processes of a run, started again after errors",
             ("-n 2 --restarts 3 -- surojax train --config tiny",),

@@ -16,7 +16,7 @@ from surojax.config.fields import FIELDS
 from surojax.errors import ConfigError, ending, ends_with_code, refusing, short_exit_codes
 
 SHELLS = ("bash", "zsh", "fish")
-OF_CONFIG = ("train", "plan", "fit", "verify", "data")  # verbs with --config and fields
+OF_CONFIG = ("train", "distill", "plan", "fit", "verify", "data")  # verbs with --config and fields
 FILES = ("FILE", "DIR", "MODEL", "BASE", "ADAPTER", "RUN")  # metavars of paths
 PATHS = ("checkpoint", "questions", "include_path", "tokenizer", "json")  # options of paths without such a metavar
 

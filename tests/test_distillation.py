@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -12,12 +14,16 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, drawn_params, plain_model, quick_at, tokens, worst_relative
 
-from surojax.config.fields import default_config
+from surojax import convert
+from surojax.config.fields import DEFAULTS, default_config
 from surojax.data import run_data
 from surojax.data.given import NAME, GivenRows
 from surojax.data.teacher_labels import Labels, Teacher, claim
 from surojax.data.tokenizer import load_tokenizer
+from surojax.distill import distill
 from surojax.errors import ConfigError
+from surojax.inference.forward import hidden
+from surojax.inference.trained_model import load_trained
 from surojax.placement.layout import batch_sharding
 from surojax.step.distillation import NOTHING, Distillation, label
 from surojax.step.train_step import make_gradients, make_train_step
@@ -244,3 +250,85 @@ def test_a_run_learns_from_labels_and_says_what_does_not_fit(tmp_path):
         refused(f"{name}: expected ", distill_path=str(tmp_path / name))
     with pytest.raises(ConfigError, match="name another folder"):
         claim(c.distill_path, about)
+
+
+def teacher_config(folder, **fields):
+    """A run that labels `ROWS` with a trained model in a Hugging Face folder."""
+    data = folder / "data.txt"
+    if not data.exists():
+        data.write_text("\n".join(ROWS))
+        of_run = config(folder, data=str(data), objective="cross_entropy", distill_path="", max_steps=2, save_steps=0)
+        of_run.distill_top_k, of_run.distill_weight = DEFAULTS["distill_top_k"], DEFAULTS["distill_weight"]
+        train(of_run)
+        convert.main(["--checkpoint", of_run.output_dir, "--out", str(folder / "teacher")])
+    return config(folder, data=str(data), model_path=str(folder / "teacher"), **fields)
+
+
+@pytest.mark.full
+def test_labels_of_a_model_are_of_its_logits_and_a_run_learns_from_them(tmp_path):
+    """With K = V, of a model that is streamed from host memory or read from files layer by layer."""
+    c = teacher_config(tmp_path, distill_top_k=320)
+    folder = distill(c)
+    trained = load_trained(tmp_path / "teacher", "bytes")
+    (tmp_path / "nvme").mkdir()
+    for name, placed in {
+        "streamed": {"offload_weights": True},
+        "files": {"offload_weights": "nvme", "nvme_path": str(tmp_path / "nvme")},
+    }.items():
+        other = distill(teacher_config(tmp_path, distill_top_k=320, distill_path=str(tmp_path / name), **placed))
+        for file in sorted(folder.glob("*/0*")):
+            again = other / file.relative_to(folder)
+            words = file.stat().st_size // 4
+            np.testing.assert_allclose(
+                np.fromfile(again, np.float32, offset=2 * words)[-320:],
+                np.fromfile(file, np.float32, offset=2 * words)[-320:],
+                rtol=1e-4,
+                atol=1e-5,
+            )
+    student = config(tmp_path, data=c.data, distill_top_k=320, output_dir=str(tmp_path / "student"))
+    tokenizer = load_tokenizer(student.tokenizer)
+    settings = run_data.Settings(**{name: student[name] for name in run_data.SETTINGS})
+    samples = run_data.load_data(run_data.Entries(), settings, tokenizer, eval_batch_size=8).train.sources[0]
+    labels = Labels.of(folder, samples, 32, 320)
+    assert not labels.missing
+    weights = jax.tree.map(lambda x: x.astype(jnp.float32), trained.weights)  # stored in 16 bits
+    for i in (0, len(samples) - 1):
+        x = hidden(trained.model, weights, jnp.asarray(samples[i]["inputs"])[None])
+        ids, logprobs = labels[i]
+        exact = jax.nn.log_softmax(trained.model.logits(weights["outer"], x[0]))
+        np.testing.assert_allclose(logprobs[:, :-1], np.take_along_axis(np.asarray(exact), ids, 1), atol=1e-4)
+    losses = [record["loss"] for record in train(student).history if record["log"] == "step"]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.full
+def test_labelling_that_is_killed_goes_on_to_the_same_bits(tmp_path):
+    """SIGKILL of the command when its second file is there."""
+    c = teacher_config(tmp_path)
+    whole = distill(c)
+    killed = teacher_config(tmp_path, distill_path=str(tmp_path / "killed"))
+    code = (
+        "import os, sys, json; from surojax import default_config; from surojax.data import teacher_labels as t; "
+        "from surojax.distill import distill; write = t.Labels.write; "
+        "t.Labels.write = lambda self, n, *x: (write(self, n, *x), n == 1 and os.kill(os.getpid(), 9)); "
+        "c = default_config(); c.update(json.load(sys.stdin)); distill(c)"
+    )
+    settings = json.dumps(killed.to_dict())
+    ended = subprocess.run([sys.executable, "-c", code], input=settings, text=True, check=False)
+    folder = tmp_path / "killed"
+    assert ended.returncode == -9 and len(list(folder.glob("*/0*"))) == 2
+    distill(killed)
+    files = sorted(file.relative_to(whole) for file in whole.glob("*/0*"))
+    assert files == sorted(file.relative_to(folder) for file in folder.glob("*/0*")) and len(files) > 2
+    assert all((folder / file).read_bytes() == (whole / file).read_bytes() for file in files)
+
+
+def test_what_cannot_be_labelled_is_one_line(tmp_path):
+    for fields, message in {
+        ("distill_path", ""): "distill_path: expected a folder for labels, got ''",
+        ("cp_size", 2): "cp_size: expected 1 for labelling, got 2",
+        ("model_path", ""): "model_path: expected a teacher",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            distill(config(tmp_path, **dict([fields])))
+        assert message in str(error.value) and "\n" not in str(error.value)

@@ -17,7 +17,9 @@ ORDER = (
     "numerics placement cluster parallel memory models families optim step run exchange config assembly "
     "inference planner pages training verification diagnosis commands"
 ).split()
-COMMANDS = tuple("train launch plan fit studio report verify generate evaluate convert completion new doctor".split())
+COMMANDS = tuple(
+    "train distill launch plan fit studio report verify generate evaluate convert completion new doctor".split()
+)
 ANYWHERE = ("declared", "errors", "refusals", "sizes", "untrusted", "limited")
 ALONE = {"data"}  # it imports `errors` only
 

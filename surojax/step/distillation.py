@@ -27,7 +27,8 @@ import jax.numpy as jnp
 
 from surojax.declared import AT_LEAST_1, FRACTION, POSITIVE, at_most, declare
 from surojax.models.model import Model
-from surojax.parallel.collectives import device_number
+from surojax.parallel.collectives import device_number, varying
+from surojax.placement.mesh import AXES, DATA
 from surojax.step.objective import (
     LABELS,
     TEACHER,
@@ -35,6 +36,7 @@ from surojax.step.objective import (
     Axes,
     CrossEntropy,
     ObjectiveChoice,
+    Sums,
     Targets,
     final_norm,
     gather_slice,
@@ -234,6 +236,45 @@ def label(logits_NV: jax.Array, top_k: int, temperature: float) -> tuple[jax.Arr
     lse_of_rest_N = _lse(_with_values(z_NV, ids_NK, jnp.full_like(of_ids_NK, NOTHING)), ())
     lse_N = jnp.logaddexp(jax.nn.logsumexp(of_ids_NK, axis=1), lse_of_rest_N)
     return ids_NK, jnp.concatenate([of_ids_NK, lse_of_rest_N[:, None]], axis=1) - lse_N[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelling:
+    """In an evaluation in place of an `Objective`: a teacher's labels of each token, by the names of their arrays.
+
+    top_k, temperature: K and T. The vocabulary is whole on each device, and so are sequences.
+    """
+
+    top_k: int
+    temperature: float
+    targets: tuple[str, ...] = (LABELS,)
+
+    def counted(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return targets[LABELS] >= 0
+
+    def count(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return jnp.sum(self.counted(targets), dtype=jnp.int32)
+
+    def sums(self, model: Model, outer: dict, x_BSD: jax.Array, chunks: int) -> Sums:
+        """The labels `[B, S, ...]` of all devices' sequences: a device has zeros for those of others."""
+
+        def of_slice(x_ND: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits_NV, _ = head_logits(model, model.final(outer, x_ND), outer[model.head])
+            return label(logits_NV, self.top_k, self.temperature)
+
+        x_CND = x_BSD.reshape(chunks, -1, x_BSD.shape[-1])
+        number, devices = device_number(*DATA)
+        rows = x_BSD.shape[0]
+
+        def of_all_devices(x: jax.Array) -> jax.Array:
+            mine = x.reshape(rows, x_BSD.shape[1], -1)
+            zeros = varying(jnp.zeros((devices * rows, *mine.shape[1:]), mine.dtype), AXES)
+            return jax.lax.dynamic_update_slice_in_dim(zeros, varying(mine, AXES), number * rows, 0)
+
+        ids, logprobs = map(of_all_devices, jax.lax.map(of_slice, x_CND))
+        return {TEACHER_IDS: ids, TEACHER: logprobs}
 
 
 def make(values: dict[str, Any]) -> Distillation:

@@ -29,6 +29,7 @@ from surojax.models.model import Model
 from surojax.parallel.collectives import device_number, varying
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
+from surojax.step.distillation import Labelling
 from surojax.step.gradients import add
 from surojax.step.objective import LABELS, REFERENCE, WEIGHTS, Axes, CrossEntropy, Objective, OfSequences, Sums
 from surojax.step.spec import Engine
@@ -43,7 +44,7 @@ class OuterLayers:
     """
 
     model: Model
-    objective: Objective | OfSequences
+    objective: Objective | OfSequences | Labelling
     chunks: int
     axes: Axes
     weights: dict[str, jax.Array]
@@ -115,6 +116,8 @@ class OuterLayers:
         objective = self.objective
         if isinstance(objective, OfSequences):
             return objective.sums(self.logprob(x_BSD, targets[LABELS]), targets)
+        if isinstance(objective, Labelling):
+            return objective.sums(self.model, self.weights, x_BSD, self.chunks)
         x_CND = x_BSD.reshape(self.chunks, -1, x_BSD.shape[-1])
         targets_CN = {
             name: of_tokens.reshape(self.chunks, x_CND.shape[1], *of_tokens.shape[2:])

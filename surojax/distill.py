@@ -1,0 +1,151 @@
+"""Labels a data set with a teacher's most likely next tokens, from which a run with objective="distill" learns.
+
+    surojax distill --config.model_path=TEACHER --config.data=FILES --config.sequence_len=512 \
+        --config.distill_path=FOLDER
+
+Data, tokenizer, template, packing and sequence_len are those that the student's run will have. The teacher rests where
+offload_weights says, and its layers are read one after the other: from files, once for several batches. Labelling that
+was ended goes on with the first batch that is not in the folder.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from surojax.assembly import Assembly, from_config
+from surojax.config import checks, fields as configs
+from surojax.config.fields import Config
+from surojax.config.flags import parse
+from surojax.data import run_data as data
+from surojax.data.batches import padded_batch
+from surojax.data.samples import Samples
+from surojax.data.teacher_labels import PER_FILE, Labels, Teacher, claim
+from surojax.data.tokenizer import load_tokenizer
+from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, need, short_exit_codes
+from surojax.exchange.base import fingerprint
+from surojax.exchange.sources import open_weights, resolved
+from surojax.memory import nvme
+from surojax.memory.lock import locked
+from surojax.parallel.feed import from_host
+from surojax.placement.layout import batch_sharding
+from surojax.placement.mesh import data_parallel, find_devices, make_mesh
+from surojax.run.console import say
+from surojax.step import train_step
+from surojax.step.distillation import DISTILL, Labelling
+from surojax.step.objective import TEACHER, TEACHER_IDS
+from surojax.training.reference import NUMBERS
+from surojax.training.state import new_state
+
+EVERY = 60.0  # seconds between lines
+
+
+def distill(config: Config) -> Path:
+    """Labels the training data of a config with the model at its model_path; returns the folder.
+
+    Raises ConfigError for whatever a run would refuse of settings and data, CheckpointError for a model that cannot be
+    read, OSError if a disk is full.
+    """
+    c = _frozen(resolved(config))
+    checks.check(c)
+    devices = find_devices(c.gpus)
+    mesh = make_mesh(devices, **configs.mesh_sizes(c))
+    run = from_config(c, mesh, total_steps=1)
+    entries = data.parse_entries(c.datasets, c.validation_datasets)
+    initial = open_weights(c, run.model)
+    if initial is None:
+        raise ConfigError("model_path: expected a teacher, got none; name a model, without from_scratch")
+    tokenizer = load_tokenizer(c.tokenizer)
+    checks.check_tokenizer(c, tokenizer.vocab_size, tokenizer.name)
+    batch_size = c.per_device_batch_size * data_parallel(mesh)
+    settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
+    train = data.load_data(entries, settings, tokenizer, eval_batch_size=batch_size, say=say).train
+    numbers = json.dumps([fingerprint(initial, run.model), *(c[name] for name in NUMBERS)])
+    about = (numbers, str(c.model_path), tokenizer.name, c.model.vocab_size, c.distill_top_k)
+    folder = claim(c.distill_path, Teacher(*about, float(c.distill_temperature)))
+    with locked(folder / "lock", "distill_path"), nvme.claim(run.store):
+        labels = [Labels.of(folder, samples, c.sequence_len, c.distill_top_k) for samples in train.sources]
+        if not any(one.missing for one in labels):
+            say(f"labels: all {len(train):,} samples are labelled in {folder}")
+            return folder
+        engine = dataclasses.replace(run.engine, objective=Labelling(c.distill_top_k, c.distill_temperature))
+        labeller = _Labeller(dataclasses.replace(run, engine=engine), mesh, batch_size, c.sequence_len)
+        weights = new_state(c, run, initial).weights
+        for samples, one in zip(train.sources, labels, strict=True):
+            labeller(weights, samples, one)
+    say(f"labels: {len(train):,} samples in {folder}; --config.objective=distill --config.distill_path={folder}")
+    return folder
+
+
+def _frozen(c: Config) -> Config:
+    """The config of a teacher that nothing of which is trained: a base with new adapters, which add nothing to it."""
+    need(bool(c.distill_path), "distill_path", "a folder for labels", c.distill_path, "name one")
+    for name, only in {"cp_size": 1, "tp_size": 1, "pp_size": 1, "shard_outer": False, "lora": False}.items():
+        need(c[name] == only, name, f"{only} for labelling", c[name], "leave it out")
+    c.objective = DISTILL
+    c.lora, c.lora_rank, c.lora_target_modules = True, 1, "q_proj"
+    return c
+
+
+class _Labeller:
+    """The compiled forward pass of a teacher."""
+
+    def __init__(self, run: Assembly, mesh: jax.sharding.Mesh, batch_size: int, sequence_len: int):
+        self.batch_size = batch_size
+        self.tokens = sequence_len
+        self.arrays = run.engine.batch_arrays
+        self.sharding = batch_sharding(mesh, accumulated=False)
+        batch = run.engine.planned_batch((batch_size, sequence_len), self.sharding)
+        options = run.compiler_options(mesh.devices.flat[0].platform)
+        self.step = run.eval_step().lower(run.plan.weights, *batch).compile(options)
+
+    def __call__(self, weights, samples: Samples, labels: Labels) -> None:
+        """Writes the files of labels that are missing."""
+        missing = labels.missing
+        if len(missing) < len(labels.files):
+            say(f"labels: {len(labels.files) - len(missing):,} of {len(labels.files):,} files are there; going on")
+        rows = self._rows(weights, samples, [i for number in missing for i in labels.files[number]])
+        begun = said = time.perf_counter()
+        done = 0
+        for number in missing:
+            of_file = list(itertools.islice(rows, len(labels.files[number])))
+            labels.write(number, *(np.stack(arrays) for arrays in zip(*of_file, strict=True)))
+            done += len(of_file)
+            if time.perf_counter() > said + EVERY or number == missing[-1]:
+                said = time.perf_counter()
+                rate = done * self.tokens / (said - begun)
+                say(f"labels: {samples.name}: {done:,} of {len(missing) * PER_FILE:,} samples, {rate:,.0f} tokens/s")
+
+    def _rows(self, weights, samples: Samples, indices: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields ids and log-probabilities of each of these samples."""
+        each = [indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)]
+        batches = (padded_batch(samples, numbers, self.batch_size) for numbers in each)
+        on_devices = (tuple(from_host(batch[name], self.sharding) for name in self.arrays) for batch in batches)
+        for numbers, (sums, _) in zip(each, train_step.evaluated(self.step, weights, on_devices), strict=True):
+            ids, logprobs = (np.asarray(jax.device_get(sums[name])) for name in (TEACHER_IDS, TEACHER))
+            yield from zip(ids[: len(numbers)], logprobs[: len(numbers)], strict=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's own options: none, all is in the config."""
+    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
+    return argparse.ArgumentParser(prog="surojax distill", description=description)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and label. An error ends it with one line (`errors.ending`)."""
+    try:
+        c, _ = parse(argv, parser())
+        distill(c)
+    except (ValueError, CheckpointError, OSError) as error:
+        raise ending("distill", error) from error
+
+
+if __name__ == "__main__":
+    ends_with_code(main)
