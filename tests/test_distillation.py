@@ -257,7 +257,7 @@ def teacher_config(folder, **fields):
     data = folder / "data.txt"
     if not data.exists():
         data.write_text("\n".join(ROWS))
-        of_run = config(folder, data=str(data), objective="cross_entropy", distill_path="", max_steps=2, save_steps=0)
+        of_run = config(folder, data=str(data), objective="cross_entropy", distill_path="", max_steps=12, save_steps=0)
         of_run.distill_top_k, of_run.distill_weight = DEFAULTS["distill_top_k"], DEFAULTS["distill_weight"]
         train(of_run)
         convert.main(["--checkpoint", of_run.output_dir, "--out", str(folder / "teacher")])

@@ -88,6 +88,7 @@ class OuterLayers:
             targets = {LABELS: targets[LABELS], WEIGHTS: weights_BS}
             _, x_BSD, grads = self._gradients(self.objective.tokens, grads, x_BSD, targets, scale)
             return sums, x_BSD, grads
+        assert not isinstance(self.objective, Labelling), "labels of a teacher have no gradients"
         loss, x_BSD, grads = self._gradients(self.objective, grads, x_BSD, targets, scale)
         return {"loss": loss}, x_BSD, grads
 
