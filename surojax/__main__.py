@@ -66,7 +66,7 @@ GROUPS = {
         ),
         "launch": Verb(
             "several processes of a run, started again after errors",
-            ("-n 2 --restarts 3 -- surojax train --config tiny",),
+            ("-n 2 --restarts 3 -- surojax train --config tiny --config.gpus=0",),
         ),
     },
     "after it": {

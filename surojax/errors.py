@@ -9,7 +9,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import NoReturn
 
-LONGEST = 2000  # characters of a message
+LONGEST = 3000  # characters of a message: advice has a line of flags for each of seven ways
 
 
 class ConfigError(ValueError):

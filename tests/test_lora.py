@@ -28,7 +28,6 @@ from surojax.numerics.recipes import BLOCK_SCALED, RECIPES, Precision
 from surojax.optim import optimizer as optim
 from surojax.placement.mesh import make_mesh
 from surojax.placement.param import part_of, with_part
-from surojax.planner import choices
 from surojax.step.weights import quantise_with_one_scale
 
 with np.load(Path(__file__).parent / "fixtures" / "lora_reference.npz") as arrays:
@@ -294,14 +293,6 @@ def test_bad_settings_are_refused_in_one_line(changes, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")) as error:
         checks.check(c)
     assert "\n" not in str(error.value)
-
-
-def test_advice_names_nothing_that_adapters_refuse():
-    """A frozen base has no master weights to offload, and those of its adapters stay on the device."""
-    c = default_config()
-    assert "master" in choices.offloadable(c)
-    c.lora = True
-    assert choices.offloadable(c) == ("residuals", "moments", "grads", "weights")
 
 
 def test_dropout_leaves_out_what_it_says_and_keeps_the_mean():

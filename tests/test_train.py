@@ -820,7 +820,7 @@ def test_a_step_with_files_is_predicted_by_what_its_disks_did(config, tmp_path, 
     seconds = {}
     for rate in (1e9, 1e7):
         measured = nvme.Claimed(f"disks of {rate:.0e}", rate, rate)
-        monkeypatch.setattr(nvme, "claim", lambda store, measured=measured: contextlib.nullcontext(measured))
+        monkeypatch.setattr(nvme, "claim", lambda store, measured=measured, **_: contextlib.nullcontext(measured))
         assert train(changed(short, output_dir=str(tmp_path / measured.line))).finished
         said = capsys.readouterr().out
         found = re.search(r"predicted: ([\d,.]+) ms a step", said)

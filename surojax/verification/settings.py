@@ -111,6 +111,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("offload_weights=nvme", {"offload_weights": "nvme"}, expect="grouped"),
     Setting("nvme_all@4", ZERO3 | NVME_ALL, 4, like="zero_level=3@4", expect="grouped"),
     Setting("nvme_all_no_overlap@4", ZERO3 | NVME_ALL | {"overlap_update": False}, 4, "zero_level=3@4", "grouped"),
+    Setting("nvme_slots", NVME_ALL | {"nvme_slots": 2}, expect="grouped"),
     Setting("nvme_all_in_memory", NVME_ALL | {"files_in_memory": 0.001}, expect="grouped"),
     Setting("nvme_all_hsdp_2x2", HSDP | NVME_ALL, 4, like="hsdp_2x2", expect="grouped"),
     Setting("nvme_all_cp_2x2", ZERO3 | CP["ring"] | NVME_ALL, 4, like="cp_ring_2x2", expect="grouped"),
