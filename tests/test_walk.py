@@ -63,6 +63,7 @@ WALK = [
     (r"completion ", ""),
 ]
 ELSEWHERE = [
+    (r"distill ", "tests/test_distillation.py"),
     (r"fit ", "minutes of compiling; tests/test_fit.py searches smaller models"),
     (r"studio", "serves until it is stopped; tests/test_studio.py opens it in a browser"),
     (r"train --config (qwen3_30b_a3b|gpt_oss_20b|olmoe|llama7b_lora)", "needs that model and a GPU; plans compile it"),
