@@ -198,7 +198,7 @@ def config(folder, **fields):
     c.max_steps, c.learning_rate, c.warmup_steps, c.eval_steps, c.eval_batches = 6, 1e-2, 0, 3, 1
     c.save_steps, c.sample_tokens, c.quiet, c.report_to = 3, 0, True, ""
     c.objective, c.distill_top_k, c.distill_weight = "distill", 4, 1.0
-    c.update(fields)
+    c.update_from_flattened_dict(fields)
     return c
 
 
@@ -257,7 +257,9 @@ def teacher_config(folder, **fields):
     data = folder / "data.txt"
     if not data.exists():
         data.write_text("\n".join(ROWS))
-        of_run = config(folder, data=str(data), objective="cross_entropy", distill_path="", max_steps=12, save_steps=0)
+        of_model = {name: value for name, value in fields.items() if name.startswith("model.")}
+        plain: dict = {"objective": "cross_entropy", "distill_path": "", "max_steps": 12, "save_steps": 0}
+        of_run = config(folder, data=str(data), **plain, **of_model)
         of_run.distill_top_k, of_run.distill_weight = DEFAULTS["distill_top_k"], DEFAULTS["distill_weight"]
         train(of_run)
         convert.main(["--checkpoint", of_run.output_dir, "--out", str(folder / "teacher")])
@@ -299,6 +301,24 @@ def test_labels_of_a_model_are_of_its_logits_and_a_run_learns_from_them(tmp_path
         np.testing.assert_allclose(logprobs[:, :-1], np.take_along_axis(np.asarray(exact), ids, 1), atol=1e-4)
     losses = [record["loss"] for record in train(student).history if record["log"] == "step"]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.full
+def test_labels_by_several_gpus_are_those_of_one(tmp_path):
+    """Of data-parallel ones, and of those that share a teacher's experts: each sample has its own labels."""
+    experts = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "model.norm_topk_prob": True}
+    alone = distill(teacher_config(tmp_path, **experts))
+    for name, placed in {"data": {"gpus": 4}, "experts": {"gpus": 4, "ep_size": 2, "zero_level": 3}}.items():
+        other = distill(teacher_config(tmp_path, distill_path=str(tmp_path / name), **experts, **placed))
+        files = sorted(file.relative_to(alone) for file in alone.glob("*/0*"))
+        assert files == sorted(file.relative_to(other) for file in other.glob("*/0*")) and files
+        for file in files:
+            logprobs = [np.fromfile(folder / file, np.int32) for folder in (alone, other)]
+            of_ids = slice(len(logprobs[0]) * DEFAULTS["distill_top_k"] // (2 * DEFAULTS["distill_top_k"] + 1))
+            ids, others = (x[of_ids] for x in logprobs)
+            assert np.mean(ids == others) > 0.99  # a few may be as likely as their neighbours
+            sums, more = (x[of_ids.stop :].view(np.float32) for x in logprobs)
+            np.testing.assert_allclose(more, sums, atol=1e-3)
 
 
 @pytest.mark.full

@@ -240,7 +240,8 @@ def test_a_step_on_every_mesh_is_that_of_one_device(devices, options):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "devices, options", [(4, {"zero_level": 3, "shard_outer": True}), (4, {"cp_size": 2}), (2, {"pp_size": 2})]
+    "devices, options",
+    [(4, {"zero_level": 3, "shard_outer": True}), (4, {"cp_size": 2}), (2, {"pp_size": 2}), (4, {"ep_size": 2})],
 )
 def test_the_divergence_of_kto_is_of_all_devices(devices, options):
     """Its mean over a microbatch is that of one device; the reference is below the policy, so that it is not 0."""

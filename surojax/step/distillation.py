@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from surojax.declared import AT_LEAST_1, FRACTION, POSITIVE, at_most, declare
 from surojax.models.model import Model
 from surojax.parallel.collectives import device_number, varying
-from surojax.placement.mesh import AXES, DATA
+from surojax.placement.mesh import AXES, BATCH
 from surojax.step.objective import (
     LABELS,
     TEACHER,
@@ -265,7 +265,7 @@ class Labelling:
             return label(logits_NV, self.top_k, self.temperature)
 
         x_CND = x_BSD.reshape(chunks, -1, x_BSD.shape[-1])
-        number, devices = device_number(*DATA)
+        number, devices = device_number(*BATCH)
         rows = x_BSD.shape[0]
 
         def of_all_devices(x: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from surojax.declared import POSITIVE, declare
 from surojax.parallel.collectives import add_up
-from surojax.placement.mesh import DATA
+from surojax.placement.mesh import BATCH
 from surojax.step.objective import DESIRABLE, REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums
 
 
@@ -63,7 +63,7 @@ class KtoLoss:
 
 def _mean(x_P: jax.Array, counted_P: jax.Array) -> jax.Array:
     """The mean of the entries that are counted, of all devices; 0 if there is none."""
-    total, count = add_up((jnp.sum(jnp.where(counted_P, x_P, 0.0)), jnp.sum(counted_P, dtype=jnp.float32)), *DATA)
+    total, count = add_up((jnp.sum(jnp.where(counted_P, x_P, 0.0)), jnp.sum(counted_P, dtype=jnp.float32)), *BATCH)
     return total / jnp.maximum(count, 1.0)
 
 
