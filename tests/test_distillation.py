@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, drawn_params, plain_model, quick_at, tokens, worst_relative
+from test_preferences import PLACED
 
 from surojax import convert
 from surojax.config.fields import DEFAULTS, default_config
@@ -113,17 +114,6 @@ def test_divergence_and_gradient_are_those_of_torch(kl):
     np.testing.assert_allclose(loss, case["loss"], rtol=1e-5)
     np.testing.assert_allclose(gradient, case["gradient"], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(objective.loss(Head(), outer, logits, targets, ()), case["loss"], rtol=1e-5)  # pyright: ignore
-
-
-PLACED = [  # (devices, placement)
-    (4, {"zero_level": 3, "offload_weights": True, "offload_grads": True, "offload_optimizer": True}),
-    (4, {"zero_level": 3, "shard_outer": True, "lmhead_chunks": 2}),
-    (4, {"cp_size": 2, "zero_level": 2}),
-    (2, {"tp_size": 2}),
-    (2, {"pp_size": 2}),
-    (4, {"zero_level": 1, "replicate": 2, "recompute_block": False, "offload_residual": True}),
-    (1, {"microbatches_per_fetch": 2, "lmhead_chunks": 4}),
-]
 
 
 @pytest.mark.parametrize("devices, options", quick_at(PLACED, 1))

@@ -14,7 +14,7 @@ from test_engine import engine_gradients
 from test_experts import ALL, BOTH, ORDER_OF_SUMS, dense, two_products
 
 from surojax.models.grouped import blocks_in_piece, blocks_of, sum_of_experts
-from surojax.parallel import dispatch
+from surojax.parallel import expert_dispatch
 from surojax.placement.mesh import data_parallel, make_mesh
 from surojax.planner import hlo, stages, traffic
 from surojax.run import on_disk
@@ -37,9 +37,9 @@ def test_tokens_reach_the_devices_of_their_experts_and_sums_come_back():
     x, dy = normal(0, (44, 6)), normal(1, (44, 6))
 
     def sent_and_returned(x_ND, chosen_Nk):
-        way = dispatch.routes(dispatch.gathered(chosen_Nk), E)
+        way = expert_dispatch.routes(expert_dispatch.gathered(chosen_Nk), E)
         own = jax.lax.axis_index("ep")
-        return dispatch.combine(N, (1 + own) * dispatch.dispatch(x_ND, way), way)
+        return expert_dispatch.combine(N, (1 + own) * expert_dispatch.dispatch(x_ND, way), way)
 
     specs = {"in_specs": (jax.P("ep"), jax.P("ep")), "out_specs": jax.P("ep")}
     of_group = jax.shard_map(sent_and_returned, mesh=make_mesh(jax.devices()[:4], ep_size=n), **specs)

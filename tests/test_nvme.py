@@ -840,9 +840,8 @@ def records(folder: Path) -> list[dict]:
     return [{k: v for k, v in r.items() if k not in TIMINGS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
-@pytest.mark.full
-def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_path, monkeypatch):
-    """SIGKILL in the middle of an update, before the first checkpoint and after it, then a full disk."""
+def runs(tmp_path: Path, monkeypatch, *more: str, slots: int = 1):
+    """A function (folder, folder of the file or "", command) -> (exit code, output), which trains with these flags."""
     (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) + " \n"[i % 41 == 0] for i in range(40_000)))
     (tmp_path / "nvme").mkdir()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
@@ -852,10 +851,18 @@ def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_pa
         folder.mkdir(exist_ok=True)
         text = RUN.format(data=str(tmp_path / "text.txt"), folder=str(folder), nvme=nvme_path)
         (folder / "config.py").write_text(text)
-        argv = [sys.executable, *command, "--config", str(folder / "config.py")]
+        fields = [*more, f"--config.nvme_slots={slots}"] if nvme_path else more
+        argv = [sys.executable, *command, "--config", str(folder / "config.py"), *fields]
         done = subprocess.run(argv, timeout=300, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
 
+    return run
+
+
+@pytest.mark.full
+def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_path, monkeypatch):
+    """SIGKILL in the middle of an update, before the first checkpoint and after it, then a full disk."""
+    run = runs(tmp_path, monkeypatch)
     whole, killed, disk = tmp_path / "whole", tmp_path / "killed", str(tmp_path / "nvme")
     assert run(whole, "", "-m", "surojax.train")[0] == 0
     rng, layer = np.random.default_rng(0), 27  # arrays of a layer in the file

@@ -4,15 +4,13 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from small import Small, quick_at, tokens
-from test_nvme import BOTH, END, FULL, KILLED, RUN, assert_same, records
+from test_nvme import BOTH, END, FULL, KILLED, assert_same, records, runs
 
 from surojax import default_config
 from surojax.assembly import from_config
@@ -241,20 +239,7 @@ def test_what_is_planned_is_what_files_take(tmp_path):
 @pytest.mark.full
 def test_killed_within_updates_it_loses_one_step(tmp_path, monkeypatch):
     """SIGKILL in the middle of updates and a full disk, with no checkpoint but the last: no step is computed thrice."""
-    (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) + " \n"[i % 41 == 0] for i in range(40_000)))
-    (tmp_path / "nvme").mkdir()
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-
-    def run(folder: Path, nvme_path: str, *command: str) -> tuple[int, str]:
-        folder.mkdir(exist_ok=True)
-        text = RUN.format(data=str(tmp_path / "text.txt"), folder=str(folder), nvme=nvme_path)
-        (folder / "config.py").write_text(text)
-        slots = ["--config.nvme_slots=2"] if nvme_path else []
-        argv = [sys.executable, *command, "--config", str(folder / "config.py"), "--config.save_steps=0", *slots]
-        done = subprocess.run(argv, timeout=300, capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
-
+    run = runs(tmp_path, monkeypatch, "--config.save_steps=0", slots=2)
     whole, killed, disk = tmp_path / "whole", tmp_path / "killed", tmp_path / "nvme"
     assert run(whole, "", "-m", "surojax.train")[0] == 0
     layer, done = 27, 0  # arrays of a layer in the file

@@ -374,7 +374,7 @@ class ObjectiveSettings:
     """The loss that training minimises."""
 
     # cross_entropy of the next token; with a teacher's labels: distill; of rows with a chosen and a rejected answer:
-    # dpo, ipo, orpo, simpo
+    # dpo, ipo, orpo, simpo; of rows with an answer and its rating: kto
     objective: str = declare(CROSS_ENTROPY, choices=tuple(OBJECTIVES))
 
 

@@ -54,7 +54,7 @@ class Labels:
 
     @classmethod
     def of(cls, folder: Path, samples: Samples, sequence_len: int, top_k: int) -> "Labels":
-        """Those of these samples in the folder of a teacher."""
+        """Returns the labels of these samples that are, or will be, in the folder of a teacher."""
         digest = fingerprint_of([samples.fingerprint, str(sequence_len), str(len(samples))])
         return cls(folder / digest, sequence_len, top_k, len(samples))
 

@@ -134,7 +134,7 @@ class Weights:
             raise ConfigError(f"model_path: cannot read {self.path / name} ({reason}); {AGAIN}") from error
 
     def _check_scales(self) -> Float8Scales:
-        """What config.json says of scales. Raises ConfigError unless every matrix in float8 has them."""
+        """Returns what config.json says of scales. Raises ConfigError unless every matrix in float8 has them."""
         said = float8_scales(read_config(self.path))
         for name in sorted(self._in_float8):
             if said is None:

@@ -374,7 +374,7 @@ class Store:
 
     @property
     def layout(self) -> list:
-        """What a file must have in common with another for its content to be read as the other's."""
+        """Sizes and places of all arrays: a file with an equal layout can be read as this one."""
         places = [[place.row, place.size, place.slots, place.kept] for place in (*self._places, *self._others)]
         return [len(self.folders), list(self.records), places]
 

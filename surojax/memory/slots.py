@@ -26,7 +26,7 @@ TABLE = "state.json"
 
 
 class Content(NamedTuple):
-    """What was written last of a piece: in which slot, 0 or 1, and its checksum."""
+    """The newest content of a piece: the slot that it is in, 0 or 1, and its checksum."""
 
     slot: int
     checksum: int

@@ -43,7 +43,7 @@ from surojax.models.lora import low_rank
 from surojax.models.model import ROUTES, Routed, Routing, Segment
 from surojax.models.operations import Operations, gated
 from surojax.models.recompute import DECIDED, recomputed
-from surojax.parallel import dispatch
+from surojax.parallel import expert_dispatch
 from surojax.parallel.collectives import device_number
 from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
 from surojax.placement.mesh import EXPERT
@@ -209,19 +209,19 @@ class Experts(nnx.Module):
         x_ND, chosen_Nk, weights_Nk = (a.reshape(-1, a.shape[-1]) for a in (x_BSD, chosen_BSk, weights_BSk))
         trained, fixed = (factors, arrays) if ops.frozen else (arrays | factors, {})
         E = self.config.num_experts
-        if dispatch.in_group():
-            chosen_nNk = dispatch.gathered(chosen_Nk)
+        if expert_dispatch.in_group():
+            chosen_nNk = expert_dispatch.gathered(chosen_Nk)
             number, devices = device_number(EXPERT)
             own = E // devices
-            way = dispatch.routes(chosen_nNk, E)
-            own_Tk = dispatch.received(chosen_nNk, way, 2 * E) - number * own
+            way = expert_dispatch.routes(chosen_nNk, E)
+            own_Tk = expert_dispatch.received(chosen_nNk, way, 2 * E) - number * own
             own_Tk = jnp.where((own_Tk >= 0) & (own_Tk < own), own_Tk, own)
-            weights_Tk = dispatch.received(dispatch.gathered(weights_Nk), way, 0)
-            x_TD = dispatch.dispatch(x_ND, way)
+            weights_Tk = expert_dispatch.received(expert_dispatch.gathered(weights_Nk), way, 0)
+            x_TD = expert_dispatch.dispatch(x_ND, way)
             piece = blocks_in_piece(own_Tk.size // devices, own)
             blocks = blocks_of(own_Tk, own, devices=devices)
             y_TD = sum_of_experts(mlp_of_block, trained, fixed, x_TD, weights_Tk, blocks, piece)
-            y_ND = dispatch.combine(len(x_ND), y_TD, way)
+            y_ND = expert_dispatch.combine(len(x_ND), y_TD, way)
         elif not adapters and ops.groups_products(arrays["w_gate"]):
             blocks = blocks_of(chosen_Nk, E, ROWS)
 

@@ -10,9 +10,9 @@ over its blocks in float32. An expert without a token has gradients of exactly z
 `mlp`, before its last product: then the gradient of the weight needs no product of its own, and XLA leaves the last
 product out when the block is computed again.
 
-If devices share the experts (parallel/dispatch.py), a device has room for the choices of all of them, and most of its
-blocks have none. Then results are added up in place, block by block, and a loop over pieces of the blocks ends with the
-last one that has a choice.
+If devices share the experts (parallel/expert_dispatch.py), a device has room for the choices of all of them, and most
+of its blocks have none. Then results are added up in place, block by block, and a loop over pieces of the blocks ends
+with the last one that has a choice.
 
 Shape suffixes: N tokens, k choices of a token, C = N k choices, E experts, M blocks, R rows of a block, D hidden size.
 """
@@ -64,9 +64,9 @@ def by_kernel(precision: Precision, recipe_enabled: bool, dtype, shape: Sequence
 
     dtype, shape `[E, out, in]`: of the matrices, without adapters; the kernel takes transposed ones too.
     """
-    has_numbers = precision.matmul_dtype or precision.gradient_dtype
-    has_numbers = has_numbers or (precision.recipe != "bf16" and recipe_enabled)
-    return precision.kernels != "xla" and not has_numbers and grouped_matmul.fits(dtype, *shape[1:])
+    in_recipe = precision.recipe != "bf16" and recipe_enabled
+    is_cast = bool(precision.matmul_dtype or precision.gradient_dtype)
+    return precision.kernels != "xla" and not in_recipe and not is_cast and grouped_matmul.fits(dtype, *shape[1:])
 
 
 def pieces(choices: int, experts: int) -> int:

@@ -5,8 +5,8 @@ sharded over `dp_shard x cp`, so that each replica stores one complete copy. Wit
 this is HSDP.
 
 `ep` is a part of dp_shard_size: the devices along it have tokens and shards of their own as those along `dp_shard`, but
-keep their experts, and send each other tokens instead (parallel/dispatch.py). Wherever `dp_shard` is said without `ep`,
-both are meant.
+keep their experts, and send each other tokens instead (parallel/expert_dispatch.py). Wherever `dp_shard` is said
+without `ep`, both are meant.
 
 Heads, MLP and vocabulary are sharded over `tp x tp_rep`, the tp_size devices of a tensor-parallel group, which have the
 same sequences (parallel/tensor.py). With fewer key/value heads than tp_size, there are as many devices along `tp` as

@@ -52,7 +52,7 @@ BETWEEN = 0.4  # of a layer's products, those between two of its collectives tha
 
 
 class Stored(NamedTuple):
-    """Where tensors are stored: rows of the placement table in host memory, or in files; others are on the device.
+    """Places of tensors: rows of the placement table in host memory, or in files; other rows are on the device.
 
     files: those of the rows that are in files, but for in_memory bytes of them (`Placement.files_in_memory`, of each
     GPU). resident: layers of a stage whose weights are on the device all the same. overlaps: `Engine.overlap_update`.

@@ -1,7 +1,7 @@
 """Loops of a compiled step whose number of rounds is not in the program: how often they run.
 
-Loops over tokens that are sent to experts run as often as if all experts were chosen evenly (parallel/dispatch.py, and
-`grouped.IN_PIECES`). The others depend on the stage of pipeline parallelism.
+Loops over tokens that are sent to experts run as often as if all experts were chosen evenly
+(parallel/expert_dispatch.py, and `grouped.IN_PIECES`). The others depend on the stage of pipeline parallelism.
 
 Such a loop is one thing of a tick, and runs once or not at all (step/pipeline.py). `with_rounds` has two answers:
 
@@ -24,13 +24,13 @@ from surojax.assembly import Assembly
 from surojax.models import grouped
 from surojax.models.experts import choices_of
 from surojax.models.model import Variant
-from surojax.parallel import dispatch
+from surojax.parallel import expert_dispatch
 from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.mesh import CONTEXT, EXPERT, pipeline_stages
 from surojax.planner import hlo, sizes
 from surojax.planner.traffic import BatchShape
 
-SENT = re.compile(rf'op_name="[^"]*\b{dispatch.SCOPE}\b')  # also in the name of a transposition
+SENT = re.compile(rf'op_name="[^"]*\b{expert_dispatch.SCOPE}\b')  # also in the name of a transposition
 IN_PIECES = re.compile(rf'op_name="[^"]*\b{grouped.IN_PIECES}\b')
 PASS = re.compile(r'op_name="[^"]*/(forward|backward)/')  # of the named scopes of step/engine.py
 PATTERN = re.compile(r'op_name="[^"]*/pattern(\d+)/')  # of step/stage_layers.py
@@ -93,7 +93,7 @@ def _with_even_choices(module: hlo.Module, run: Assembly, batch: BatchShape) -> 
 
     def rounds(body: list[hlo.Instruction]) -> Fraction | None:
         if any(SENT.search(i.attributes) for i in body):
-            return Fraction(dispatch.even_rounds(experts, chosen, n, tokens))
+            return Fraction(expert_dispatch.even_rounds(experts, chosen, n, tokens))
         if any(IN_PIECES.search(i.attributes) for i in body):
             return Fraction(grouped.pieces(tokens * chosen, experts // n))
         return None

@@ -31,7 +31,7 @@ from surojax.config.fields import Config
 from surojax.models.experts import choices_of
 from surojax.models.model import Segment
 from surojax.numerics.quantize import block_size
-from surojax.parallel import dispatch
+from surojax.parallel import expert_dispatch
 from surojax.placement.layout import Layout, batch_sharding, mesh_axes
 from surojax.placement.mesh import (
     CONTEXT,
@@ -333,7 +333,7 @@ def _attention(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[S
 
 
 def _tokens_to_experts(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[StepCollective]:
-    """What a segment's blocks send over `ep`, if tokens choose experts evenly (parallel/dispatch.py).
+    """Yields what a segment's blocks send over `ep`, if tokens choose experts evenly (parallel/expert_dispatch.py).
 
     A pass sends tokens and gets sums back; reverse mode sends gradients of the sums and gets those of the tokens; a
     recomputed block sends tokens once more. What the routers chose and its weights are gathered.
@@ -341,8 +341,8 @@ def _tokens_to_experts(run: Assembly, batch: BatchShape, segment: Segment) -> It
     n = run.mesh.shape[EXPERT]
     experts, chosen = choices_of(segment)
     tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1)
-    rounds = dispatch.even_rounds(experts, chosen, n, tokens)
-    rows = rounds * dispatch.rows_of_round(tokens)
+    rounds = expert_dispatch.even_rounds(experts, chosen, n, tokens)
+    rows = rounds * expert_dispatch.rows_of_round(tokens)
     x = (n - 1) * rows * run.model.hidden_size * itemsize(run, "weights")
     number = 4 * (n - 1) * tokens * chosen  # an int32 or a float32 of each choice
     times = sizes.layer_passes(run, batch.microbatches)
