@@ -5,8 +5,8 @@ standard library to that of another function.
     surojax train --config smollm2_preferences
 
 The package holds the model as a GGUF file of 92 MB; pairs are made from docstrings of this very Python. The run was
-tried for four of its steps only: what it reaches is not known yet, and the learning rate is a guess. docs/preferences.md
-has a run of adapters that was measured.
+tried for four of its steps only: what it reaches is not known yet, and the learning rate is a guess. A run of adapters
+was measured, see docs/preferences.md.
 """
 
 import importlib.util
