@@ -180,7 +180,7 @@ load_corpora(source, eval_source=source, tokenizer=ByteTokenizer(), data_cache=f
 
 
 def command(moment: str, source: Path, folder: Path, locks: bool = True) -> list[str]:
-    return [sys.executable, "-c", LOAD.format(moment=moment), str(source), str(folder), str(int(locks))]
+    return [sys.executable, "-u", "-c", LOAD.format(moment=moment), str(source), str(folder), str(int(locks))]
 
 
 def test_a_kill_leaves_nothing_that_is_used_and_the_next_run_cleans_up(source, tmp_path):
