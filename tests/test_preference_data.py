@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from surojax import ConfigError, default_config, read_metrics, train
+from surojax.data import docstrings
 from surojax.data.batches import evaluation_batches, training_batches
 from surojax.data.cache import Corpus
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.datasets import Dataset
 from surojax.data.examples import Encoder, Example
+from surojax.data.prepare import load_dataset
 from surojax.data.samples import IGNORED, WithNumbers, windows_or_rows
 from surojax.data.templates import load_template
 from surojax.data.tokenizer import ByteTokenizer
@@ -122,6 +124,22 @@ def test_a_rated_answer_has_its_prompt_with_another_answer_behind_it():
 
 
 # -- Pairs stay together ----------------------------------------------------------------------------------------------
+
+
+def test_more_is_held_out_of_the_small_sets_of_the_standard_library(tmp_path, monkeypatch):
+    numbered = [DataRow(TEXT | {"prompt": f"question {i}"}, f"row {i}") for i in range(2000)]
+    monkeypatch.setitem(docstrings.SETS, docstrings.PREFERENCES, lambda: numbered)
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row.record) + "\n" for row in numbered))
+
+    def held_out(path: str) -> int:
+        dataset = Dataset((path,), type="preference")
+        encoder = Encoder(dataset, BYTES, CHATML)
+        corpus = load_dataset(dataset, encoder, BYTES.vocab_size, holds_out=True, data_cache=str(tmp_path)).held_out
+        assert corpus is not None
+        return corpus.num_examples // 2  # answers
+
+    assert 80 <= held_out(docstrings.PREFERENCES) <= 120
+    assert 10 <= held_out(str(tmp_path / "pairs.jsonl")) <= 30
 
 
 def corpus_of(lengths: list[tuple[int, int]]):
