@@ -17,7 +17,7 @@ from surojax.config.fields import DEFAULTS, SECTIONS
 from surojax.convert import merge_parser
 from surojax.declared import Declared
 from surojax.errors import EXIT_CODES
-from surojax.refusals import markdown
+from surojax.refusals.refusal import markdown
 
 FOLDER = Path(__file__).parent
 MADE = "It is made by `python docs/pages.py`; a test compares it with the program."

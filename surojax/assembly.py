@@ -34,7 +34,8 @@ from surojax.placement.layout import layouts
 from surojax.placement.mesh import data_parallel, pipeline_stages, shards
 from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
-from surojax.refusals import BY_LAYER, about, refused
+from surojax.refusals.features import BY_LAYER, RECOMPUTE_PARTS
+from surojax.refusals.refusal import about, refused
 from surojax.step import complete, objectives, train_step as step
 from surojax.step.layer_gradients import Files, planned_files
 from surojax.step.objective import REFERENCE, CrossEntropy, LossOfLogits, Objective, OfSequences
@@ -386,7 +387,7 @@ def compute(c: configs.Config) -> Compute:
     return Compute(
         attention=c.attention,
         cp_method=c.cp_method,
-        recompute=Recompute(**{name.removeprefix("recompute_"): c[name] for name in configs.RECOMPUTE_PARTS}),
+        recompute=Recompute(**{name.removeprefix("recompute_"): c[name] for name in RECOMPUTE_PARTS}),
         precision=Precision(
             recipe=c.recipe,
             matmul_dtype=c.matmul_dtype,

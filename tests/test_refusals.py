@@ -13,7 +13,7 @@ from surojax.config import checks
 from surojax.config.fields import DEFAULTS, default_config, flat, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.placement.mesh import abstract_mesh, shards
-from surojax.refusals import Feature, Refusal, is_above, is_on, is_set, markdown, refused
+from surojax.refusals.refusal import Feature, Refusal, is_above, is_on, is_set, markdown, refused
 
 DOCS = Path(__file__).parent.parent / "docs" / "refusals.md"
 # A model, a batch and a number of GPUs that every axis and every recipe divides.

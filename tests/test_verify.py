@@ -16,6 +16,7 @@ from surojax.errors import ConfigError
 from surojax.numerics.recipes import RECIPES
 from surojax.placement import table as placement
 from surojax.placement.mesh import abstract_mesh, data_parallel
+from surojax.refusals.features import RECOMPUTE_PARTS
 from surojax.verification import bounds as bounds_of, rows as rows_of, settings as settings_of, training
 from surojax.verification.bounds import judge
 from surojax.verification.rows import verify
@@ -135,7 +136,7 @@ NO_ROW = {  # fields of `Storage` that no row has, and why
 
 def test_every_setting_of_the_table_has_a_row():
     """A new field of `placement.Storage`, or a new way to recompute, needs a line in SETTINGS."""
-    keywords = {*placement.SETTINGS, *configs.RECOMPUTE_PARTS}
+    keywords = {*placement.SETTINGS, *RECOMPUTE_PARTS}
     keywords |= {"recompute_block", "microbatches_per_fetch", "sequence_chunks", "overlap_update"}
     assert keywords - {name for s in SETTINGS for name in s.changes} == set(NO_ROW)
 
@@ -181,7 +182,7 @@ def test_every_row_compares_two_different_things():
         per_step = row.per_device_batch_size * row.gradient_accumulation_steps * data_parallel(mesh)
         assert per_step == len(batches[0][0])
         engine = assembly.from_config(row, mesh, 1).engine
-        recompute = [row[name] for name in configs.RECOMPUTE_PARTS]
+        recompute = [row[name] for name in RECOMPUTE_PARTS]
         compute = engine.model.compute
         chunks = compute.sequence_chunks, engine.lmhead_chunks, compute.cp_method
         settings = (engine.recompute_block, recompute, chunks, engine.packed, engine.pp_schedule, engine.overlap_update)

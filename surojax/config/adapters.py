@@ -6,7 +6,7 @@ from typing import Any
 from surojax.config.fields import Config, head_dim
 from surojax.errors import need
 from surojax.models.lora import ALL_LINEAR, OF_MLP, SAVED, TARGETS, linear_targets
-from surojax.refusals import OF_ADAPTERS
+from surojax.refusals.features import OF_ADAPTERS
 
 FIELDS = tuple(feature.field for feature in OF_ADAPTERS)
 

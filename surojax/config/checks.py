@@ -25,7 +25,8 @@ from surojax.families.registry import ARCHITECTURES
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED
 from surojax.optim.optimizers import REFUSALS as OF_OPTIMIZERS
-from surojax.refusals import TABLE, markdown, refuse
+from surojax.refusals.refusal import markdown, refuse
+from surojax.refusals.table import TABLE
 from surojax.sizes import check_largest, divisor
 from surojax.step.distillation import DISTILL
 from surojax.step.objectives import OBJECTIVES, REFUSALS as OF_OBJECTIVES

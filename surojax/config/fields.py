@@ -16,7 +16,6 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
-from surojax import refusals
 from surojax.declared import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -460,9 +459,6 @@ def _reference(field: Declared) -> Any:
     if field.default is None:
         return config_dict.placeholder(bool)
     return config_dict.FieldReference(field.default, field_type=object) if field.words else field.default
-
-
-RECOMPUTE_PARTS = refusals.RECOMPUTE_PARTS
 
 
 def flat(c: Config) -> dict[str, Any]:

@@ -8,25 +8,19 @@ from surojax.errors import need
 from surojax.models.attention import fits_mosaic
 from surojax.models.lora import OF_MLP, TARGETS
 from surojax.models.rotary import ROPE_USES
-from surojax.refusals import (
+from surojax.refusals.features import (
     BY_LAYER,
     EXPERTS,
     FP8,
-    OUT,
-    Feature,
-    Refusal,
     cudnn,
-    each,
     in_files,
-    is_above,
-    is_on,
-    is_one_of,
-    is_set,
     no_experts,
     persistent,
     stages,
     tokens_sent,
 )
+from surojax.refusals.refusal import Feature, Refusal, each, is_above, is_on, is_one_of, is_set
+from surojax.refusals.table import OUT
 
 
 def check_decoder(c) -> None:

@@ -295,7 +295,7 @@ class ModelArchitecture(NamedTuple):
     name: the value of `model.model_type` in a config. sizes: the `model` fields of a config -> frozen sizes, such as
     `DecoderConfig`. build: (sizes, Compute, class of a block) -> Model. block: this class, which a caller's block is
     derived from. check: raises ConfigError for `model` fields of a config that do
-    not go together, or not with its other fields, as far as `refusals`, rows of a table (refusals.py), do not say it.
+    not go together, or not with its other fields, as far as `refusals`, rows of a table (refusals/), do not say it.
     """
 
     name: str

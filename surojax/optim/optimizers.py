@@ -16,7 +16,8 @@ from surojax.declared import Declared, declared
 from surojax.optim.lion import LION
 from surojax.optim.normuon import NORMUON
 from surojax.optim.optimizer import ADAMW, ADAMW8BIT, MomentSettings, Optimizer, OptimizerChoice, Schedule
-from surojax.refusals import Refusal, is_one_of, is_set, overlap
+from surojax.refusals.features import overlap
+from surojax.refusals.refusal import Refusal, is_one_of, is_set
 
 OPTIMIZERS: dict[str, OptimizerChoice] = {"adamw": ADAMW, "adamw8bit": ADAMW8BIT, "normuon": NORMUON, "lion": LION}
 # The fields that some of them read: the dtypes of moments, and the options of each.

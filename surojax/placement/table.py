@@ -43,7 +43,8 @@ from surojax.numerics.base_formats import FORMATS, chosen
 from surojax.numerics.recipes import RECIPES
 from surojax.placement.home import DEVICE, HOST, NVME, Home
 from surojax.placement.param import EXPERTS, Kind, Param
-from surojax.refusals import refuse
+from surojax.refusals.refusal import refuse
+from surojax.refusals.table import TABLE
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 ZERO_LEVELS = (1, 2, 3)
@@ -205,7 +206,7 @@ def place(storage: Storage, *, num_shards: int) -> Placement:
     on several, so that their values are the same. Raises ConfigError for settings that do not go together.
     """
     settings = dataclasses.asdict(storage)
-    refuse(settings | {"num_shards": num_shards}, dataclasses.asdict(Storage()), placed=True)
+    refuse(settings | {"num_shards": num_shards}, dataclasses.asdict(Storage()), TABLE, placed=True)
     several = num_shards > 1
     level = storage.zero_level
     shard_gradients = level >= 2 if storage.shard_gradients is None else storage.shard_gradients

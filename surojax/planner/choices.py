@@ -26,7 +26,6 @@ from collections.abc import Collection, Iterator
 from surojax.config.checks import REFUSALS
 from surojax.config.fields import (
     DEFAULTS,
-    RECOMPUTE_PARTS,
     Config,
     default_config,
     flat,
@@ -38,7 +37,8 @@ from surojax.placement.table import TO_FILES
 from surojax.planner.changes import Change, changed, differing
 from surojax.planner.gpus import Gpu
 from surojax.planner.roofline import Stored
-from surojax.refusals import about, refused
+from surojax.refusals.features import RECOMPUTE_PARTS
+from surojax.refusals.refusal import about, refused
 from surojax.sizes import divisor, largest_divisor
 
 AXES = ("tp_size", "cp_size", "pp_size")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from surojax.declared import Declared, declared
-from surojax.refusals import Feature, Refusal, is_on, is_one_of, is_set
+from surojax.refusals.refusal import Feature, Refusal, is_on, is_one_of, is_set
 from surojax.step.distillation import DISTILL, DISTILLATION, DistillSettings
 from surojax.step.kto import KTO, KtoSettings
 from surojax.step.objective import CrossEntropy, Objective, ObjectiveChoice, OfSequences

@@ -17,7 +17,7 @@ from surojax.config.fields import Config
 from surojax.errors import CheckpointError, ConfigError, StepError
 from surojax.numerics.recipes import BLOCK_SCALED
 from surojax.planner.changes import changed, differing, flags
-from surojax.refusals import BY_LAYER
+from surojax.refusals.features import BY_LAYER
 
 DOCTORS_REPORT = Path("~/.cache/surojax/doctor.json")  # of the newest `surojax doctor` of this user
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)

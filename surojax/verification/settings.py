@@ -5,9 +5,10 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from surojax.config import Config, default_config, fields as configs
+from surojax.config import Config, default_config
 from surojax.errors import ConfigError
 from surojax.placement import table as placement
+from surojax.refusals.features import RECOMPUTE_PARTS
 
 
 class Setting(NamedTuple):
@@ -27,7 +28,7 @@ NVME: dict[str, Any] = {"offload_optimizer": "nvme", "offload_master": "nvme"}
 NVME_ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, "nvme")
 SAVED: dict[str, Any] = {"recompute_block": False}
 PACKED: dict[str, Any] = {"sample_packing": True}
-PARTS: dict[str, Any] = dict.fromkeys(configs.RECOMPUTE_PARTS, True)
+PARTS: dict[str, Any] = dict.fromkeys(RECOMPUTE_PARTS, True)
 GROUPED: dict[str, Any] = {"microbatches_per_fetch": 2}
 OVERLAPPED: dict[str, Any] = ALL | {"overlap_update": True}
 CHUNKS: dict[str, Any] = {"sequence_chunks": 4}
@@ -390,7 +391,7 @@ OWN = "as_configured"
 NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings of `place` that rows take from the config
 RESET = (  # fields that have their defaults in every row that does not change them
     *(name for name in placement.SETTINGS if name not in NUMBERS),
-    *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
+    *("recompute_block", *RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
     *("sample_packing", "sequence_chunks", "microbatches_per_fetch", "ep_size", "cp_size", "cp_method", "tp_size"),
     *("pp_size", "pp_schedule", "overlap_update"),
 )
