@@ -67,7 +67,8 @@ if TYPE_CHECKING:  # for editors, which complete these names and show their type
     from surojax.assembly import assemble as assemble
     from surojax.config import default_config as default_config
     from surojax.errors import CheckpointError as CheckpointError, ConfigError as ConfigError
-    from surojax.models.decoder import Block as Block, Decoder as Decoder, DecoderConfig as DecoderConfig
+    from surojax.models.decoder import Block as Block, Decoder as Decoder
+    from surojax.models.decoder_config import DecoderConfig as DecoderConfig
     from surojax.models.model import Compute as Compute, Model as Model
     from surojax.run.callbacks import (
         Callback as Callback,

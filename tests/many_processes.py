@@ -30,7 +30,7 @@ def losses(name: str) -> list[tuple[float, float]]:
     """Trains a small model over all devices for 2 steps."""
     import small
 
-    from surojax.models.decoder import DecoderConfig
+    from surojax.models.decoder_config import DecoderConfig
     from surojax.parallel.feed import Feed
     from surojax.placement.layout import batch_sharding
     from surojax.placement.mesh import data_parallel

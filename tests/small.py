@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 
 from surojax.assembly import assemble
-from surojax.models import decoder
-from surojax.models.decoder import Decoder, DecoderConfig
+from surojax.models import decoder_model
+from surojax.models.decoder import Decoder
+from surojax.models.decoder_config import DecoderConfig
 from surojax.models.loss import cross_entropy
 from surojax.models.model import DEFAULT, Compute, Model
 from surojax.optim import optimizer as optim
@@ -88,7 +89,7 @@ def vectors_drawn():
 def drawn_params(config: DecoderConfig, seed: int) -> dict:
     """Float32 parameters `{"blocks", "outer"}` of which none is 0 or 1."""
     with vectors_drawn():
-        return decoder.build(config).init(seed)
+        return decoder_model.build(config).init(seed)
 
 
 NEW_STATES: dict = {}
@@ -151,7 +152,7 @@ class Small:
         placed = {"model_dtype": "float32", "recipe": compute.precision.recipe, **placed}
         schedule = learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
         self.run = assemble(
-            model or decoder.build(config, compute),
+            model or decoder_model.build(config, compute),
             table=place(Storage(**placed), num_shards=shards(self.mesh)),
             optimizer=optimizer(schedule, m_dtype=m_dtype),
             mesh=self.mesh,

@@ -23,7 +23,7 @@ from surojax.assembly import assemble
 from surojax.config.checks import restored_config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.host import move
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.optim import optimizer as optim
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE
@@ -89,7 +89,7 @@ def small_plan(devices: int, **placed) -> state.TrainState:
     mesh = make_mesh(jax.devices()[:devices])
     table = placement.place(placement.Storage(model_dtype="bfloat16", **placed), num_shards=devices)
     optimizer = optim.adamw(lambda _: jnp.float32(1e-3), m_dtype="bfloat16")
-    return assemble(decoder.build(CONFIG), table=table, optimizer=optimizer, mesh=mesh).plan
+    return assemble(decoder_model.build(CONFIG), table=table, optimizer=optimizer, mesh=mesh).plan
 
 
 OFFLOADED: dict[str, Any] = {"offload_master": True, "offload_optimizer": True, "offload_weights": True}

@@ -20,7 +20,7 @@ import pytest
 from small import CONFIG, Small, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA, MINISTRAL, ORDER_OF_SUMS, engine_gradients
 
-from surojax.models import chunked, cudnn, decoder
+from surojax.models import chunked, cudnn, decoder_config, decoder_model
 from surojax.models.attention import visible
 from surojax.models.model import Compute, Earlier
 from surojax.placement.mesh import data_parallel
@@ -72,7 +72,7 @@ def test_equals_grad_of_the_plain_model(config, chunks, packed, devices, placed)
 @pytest.mark.full
 def test_no_gradient_crosses_documents():
     """Exactly zero, wherever a document ends; and not zero from a document's own last token to its first one."""
-    (segment,) = decoder.build(CONFIG, Compute(sequence_chunks=4)).segments
+    (segment,) = decoder_model.build(CONFIG, Compute(sequence_chunks=4)).segments
     w = jax.tree.map(lambda p: normal(p.stream, p.shape), segment.params)
     x = normal(0, (8, 32, CONFIG.hidden_size))
     starts = documents().reshape(8, 32)
@@ -185,7 +185,7 @@ def test_the_parts_that_cudnn_computes_make_attention(monkeypatch, window):
 # --- compiled for a GPU -----------------------------------------------------------------------------------------------
 
 S = 2816  # in four chunks 704: no other size of the block below, nor a sum of several
-BLOCK = decoder.DecoderConfig(64, 256, 640, 1, 8, 2, 64)
+BLOCK = decoder_config.DecoderConfig(64, 256, 640, 1, 8, 2, 64)
 
 
 def compile_block(implementation: str, chunks: int, packed: bool, window: int) -> dict:
@@ -193,7 +193,7 @@ def compile_block(implementation: str, chunks: int, packed: bool, window: int) -
     mesh = jax.sharding.Mesh(np.array(aot.devices("rtx4090", 1)), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
     where = jax.NamedSharding(mesh, jax.P())  # not abstract, which cuDNN's operators refuse
     config = dataclasses.replace(BLOCK, sliding_window=window)
-    (segment,) = decoder.build(config, Compute(attention=implementation, sequence_chunks=chunks)).segments
+    (segment,) = decoder_model.build(config, Compute(attention=implementation, sequence_chunks=chunks)).segments
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
     w = jax.tree.map(lambda p: array(p.shape, jnp.bfloat16), segment.params)
     x = array((1, S, 256), jnp.bfloat16)

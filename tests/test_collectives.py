@@ -16,7 +16,7 @@ from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.inference.sample import generate
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.numerics.quantize import DTYPES, block_size, dequantise, dequantise_all, is_quantized, quantise
 from surojax.parallel import collectives
 from surojax.placement import table as placement
@@ -306,7 +306,7 @@ def test_sampling_reads_quantised_weights():
     weights, prompt = small.state.weights, np.array([3, 1, 4])
     here = jax.device_put(weights, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     plain = {"blocks": dequantise_all(here["blocks"], jnp.float32), "outer": here["outer"]}
-    sample = lambda w: list(generate(decoder.build(CONFIG), w, prompt, max_tokens=5, temperature=0))
+    sample = lambda w: list(generate(decoder_model.build(CONFIG), w, prompt, max_tokens=5, temperature=0))
     assert sample(weights) == sample(plain)
 
 

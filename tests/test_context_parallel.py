@@ -18,7 +18,7 @@ from surojax.assembly import from_config
 from surojax.config import checks
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.attention import attend, attend_in_context
 from surojax.models.model import Compute
 from surojax.parallel import context
@@ -249,11 +249,11 @@ def test_layouts_and_meshes():
     with pytest.raises(ConfigError, match=r"^dp_replicate_size x cp_size: expected a divisor of the 8 devices in use"):
         mesh_shape(8, cp_size=3)
     mesh = abstract_mesh(8, cp_size=4)
-    found = layouts(decoder.build(CONFIG).params, place(Storage(zero_level=3), num_shards=shards(mesh)), mesh)
+    found = layouts(decoder_model.build(CONFIG).params, place(Storage(zero_level=3), num_shards=shards(mesh)), mesh)
     wq = found.weights["blocks"]["attention"]["wq"]
     assert wq.stored == jax.P((SHARD, CONTEXT)) and wq.computed == jax.P() and wq.sharded_dim == 0
     alone = abstract_mesh(4, cp_size=4)
-    found = layouts(decoder.build(CONFIG).params, place(Storage(zero_level=3), num_shards=shards(alone)), alone)
+    found = layouts(decoder_model.build(CONFIG).params, place(Storage(zero_level=3), num_shards=shards(alone)), alone)
     assert found.weights["blocks"]["attention"]["wq"].stored == jax.P(CONTEXT)
 
 

@@ -15,10 +15,10 @@ from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference.prompts import complete
 from surojax.inference.score import Request, Score, _scorer, request_of, score
 from surojax.inference.trained_model import Trained
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.model import Compute
 
-MODEL = decoder.build(CONFIG)
+MODEL = decoder_model.build(CONFIG)
 
 
 def ids_of(*sizes: int) -> list[np.ndarray]:
@@ -214,7 +214,7 @@ def test_the_harness(tmp_path, monkeypatch):
         from surojax.inference.harness import Harness
     words = ByteTokenizer()
     config = dataclasses.replace(CONFIG, vocab_size=320)
-    model = decoder.build(config)
+    model = decoder_model.build(config)
     params = jax.tree.map(lambda w: 3 * w, drawn_params(config, 1))
     trained = Trained(model, params, words, None)
     rng = np.random.default_rng(3)

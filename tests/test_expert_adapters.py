@@ -26,7 +26,7 @@ from surojax.config import checks
 from surojax.exchange import model_tensors, peft
 from surojax.exchange.merge import there_and_back
 from surojax.exchange.naming import naming_of
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.lora import Lora, target_names
 from surojax.numerics import base_formats, nf4
 from surojax.placement.mesh import make_mesh
@@ -129,7 +129,7 @@ def test_gradients_follow_from_those_of_the_merged_matrices():
     inputs, labels = tokens(1, 4, 16)
     _, found = engine_gradients(small, (inputs, labels))
     scale = OF_RANK_4.scale
-    merged = part_of(adapted, decoder.build(SEVEN).params)
+    merged = part_of(adapted, decoder_model.build(SEVEN).params)
     mlp = adapted["blocks"]["mlp"]
     for name in ("w_gate", "w_up", "w_down"):
         factors = mlp[f"{name}_lora"]
@@ -198,7 +198,7 @@ def test_merging_adds_to_what_was_multiplied(tmp_path, base_format):
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
     base = base_of(tmp_path, case)
     (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | sizes))
-    model = decoder.build(architecture(config(base)))
+    model = decoder_model.build(architecture(config(base)))
     random = np.random.RandomState(0)
     shapes = model_tensors.shapes(model)
     scales = {name: 1000.0 ** (np.arange(7) == 1) for name in shapes if ".experts." in name}
@@ -361,7 +361,7 @@ def test_a_merged_model_has_the_loss_of_the_run(tmp_path, base_format):
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16, "vocab_size": 260}
     folder = base_of(tmp_path, "experts")
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | sizes))
-    shapes = model_tensors.shapes(decoder.build(architecture(config(folder))))
+    shapes = model_tensors.shapes(decoder_model.build(architecture(config(folder))))
     random = np.random.RandomState(0)
     tensors = {}
     for name, shape in shapes.items():

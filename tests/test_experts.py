@@ -33,7 +33,7 @@ from surojax.exchange import config_json, sources
 from surojax.exchange.gguf import open_file
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, named, stacks
-from surojax.models import decoder, experts, grouped, operations
+from surojax.models import decoder, decoder_config, decoder_model, experts, grouped, operations
 from surojax.models.experts import RouterLosses, RouterStatistics
 from surojax.models.grouped import blocks_of, number_of_blocks, rows_of_block, sum_of_experts
 from surojax.models.linear_fp8 import InFloat8
@@ -123,7 +123,7 @@ def written(folder: Path, case: str, weights: dict[str, np.ndarray]) -> Path:
     return folder
 
 
-def config_of(case: str) -> decoder.DecoderConfig:
+def config_of(case: str) -> decoder_config.DecoderConfig:
     c = default_config()
     c.model.update(model_fields(json.loads(str(REFERENCE[f"{case}/config.json"]))))
     return architecture(c)
@@ -164,7 +164,7 @@ def test_equals_transformers(tmp_path, case, files):
     of_files = apart(weights, case) if files == "apart" else in_files(weights, case)
     folder = written(tmp_path / "model", case, of_files)
     config = config_of(case)
-    model = decoder.build(config)
+    model = decoder_model.build(config)
     tensors = Weights(folder)
     check_tensors(tensors, model)
     params = stacks(tensors, model, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
@@ -406,7 +406,7 @@ def test_experts_train_in_float8(recipe):
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_recomputation_takes_the_experts_that_were_chosen(chunks):
     """The choice is among what is saved, one byte each; experts put in its place get the gradients."""
-    (segment,) = decoder.build(SEVEN, Compute(sequence_chunks=chunks)).segments
+    (segment,) = decoder_model.build(SEVEN, Compute(sequence_chunks=chunks)).segments
     layer = jax.tree.map(lambda x: x[0], Small(config=SEVEN).state.weights["blocks"])
     x = np.random.default_rng(0).normal(size=(2, 8, 32)).astype(np.float32)
     of_block = recomputed(segment)
@@ -540,7 +540,7 @@ def test_files_without_all_experts_are_refused(tmp_path, change, message):
     change(tensors)
     folder = written(tmp_path / "model", "olmoe", tensors)
     with pytest.raises(ConfigError, match=message):
-        check_tensors(Weights(folder), decoder.build(config_of("olmoe")))
+        check_tensors(Weights(folder), decoder_model.build(config_of("olmoe")))
 
 
 def check_gguf_and_back(folder: Path, out: Path) -> Path:
@@ -634,7 +634,7 @@ def test_a_layer_that_uses_too_few_experts_is_said_once(tmp_path, capsys):
     few[1] = 0
     few[1, [3, 7]] = 400
     dense_first = dataclasses.replace(CONFIG, num_experts=16, num_experts_per_tok=2, first_k_dense_replace=2)
-    numbers = decoder.build(dataclasses.replace(dense_first, num_hidden_layers=4)).layers_with_experts
+    numbers = decoder_model.build(dataclasses.replace(dense_first, num_hidden_layers=4)).layers_with_experts
     of_run = {"total_steps": 9, "tokens_per_step": 400, "flops_per_token": 1.0, "layers_with_experts": numbers}
     with MetricsLog(tmp_path, log_steps=2, quiet=True, **of_run) as log:
         for step, tokens_LE in enumerate((even, few, few), start=1):
@@ -733,7 +733,7 @@ def reference_params(case: str):
     with tempfile.TemporaryDirectory() as folder:
         tensors = Weights(written(Path(folder) / "model", case, stored(case, "weight")))
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return stacks(tensors, decoder.build(config_of(case)), "float32", device)
+        return stacks(tensors, decoder_model.build(config_of(case)), "float32", device)
 
 
 # What is replaced in which file, and what notices. Others have tests of their own above: recomputation that chooses
@@ -854,7 +854,9 @@ def test_a_mistake_with_gpt_oss_is_noticed(tmp_path, monkeypatch):
     """Each moves logits by far more than the comparison with transformers allows, and none does not."""
     tensors = Weights(written(tmp_path / "model", "gpt_oss", stored("gpt_oss", "weight")))
     config = config_of("gpt_oss")
-    params = stacks(tensors, decoder.build(config), "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    params = stacks(
+        tensors, decoder_model.build(config), "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
     graph = nnx.graphdef(nnx.eval_shape(lambda: decoder.Decoder(config, rngs=nnx.Rngs(0))))
     wanted = REFERENCE["gpt_oss/logits"]
     close(nnx.merge(graph, params)(REFERENCE["gpt_oss/tokens"]), wanted, "logits")

@@ -15,7 +15,7 @@ from small import CONFIG, Small, drawn_params, normal, plain_loss, quick_at, tok
 from test_engine import GEMMA, MINISTRAL, ORDER_OF_SUMS, SMOLLM
 from test_footprint import plan as planned, small as settings
 
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.placement.layout import batch_sharding
@@ -43,7 +43,7 @@ def test_kernels_compute_the_same_block(config):
     x, dx = (normal(i, (2, 12, 32)) for i in (1, 2))
 
     def both(kernels: str):
-        (segment,) = decoder.build(config, Compute(precision=Precision(kernels=kernels))).segments
+        (segment,) = decoder_model.build(config, Compute(precision=Precision(kernels=kernels))).segments
         (y, _), saved = segment.block_forward(w, x, None, segment.variants[1])
         return y, segment.block_backward(w, saved, (dx, None), None, segment.variants[1])[:2]
 

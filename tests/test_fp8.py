@@ -12,7 +12,7 @@ import pytest
 from small import CONFIG, Small, drawn_params, normal, quick_at, tokens, worst_relative
 
 from pallas_kernels.quantize import Cast
-from surojax.models import decoder, linear_fp8
+from surojax.models import decoder_model, linear_fp8
 from surojax.models.linear_fp8 import SITES
 from surojax.models.lora import Lora, target_names
 from surojax.models.loss import cross_entropy
@@ -38,7 +38,7 @@ def settings(recipe: str, base=WIDE, **options) -> dict[str, Any]:
 
 def block_of(base, recipe: str = "bf16") -> Segment:
     """The blocks of a model in this recipe."""
-    return decoder.build(*settings(recipe, base).values()).segments[0]
+    return decoder_model.build(*settings(recipe, base).values()).segments[0]
 
 
 @pytest.mark.parametrize("dtype", (fp8.E4M3, fp8.E5M2))
@@ -136,7 +136,7 @@ def test_without_rounding_the_block_is_that_of_recipe_bf16(monkeypatch, options,
     seed = jnp.uint32(3) if base.lora == DROPPED else None
 
     def both(compute, w):
-        (model,) = decoder.build(base, compute).segments
+        (model,) = decoder_model.build(base, compute).segments
         (y, _), saved = model.block_forward(w, x, seed, variant)
         dw, dx, _ = model.block_backward(w, saved, (dy, None), seed, variant)
         return y, model.block(w, x, seed, variant)[0], dw, dx

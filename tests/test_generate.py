@@ -15,9 +15,9 @@ from surojax.inference import sample
 from surojax.inference.forward import cached_logits, empty_cache
 from surojax.inference.prompts import complete
 from surojax.inference.trained_model import Trained
-from surojax.models import decoder
+from surojax.models import decoder_model
 
-MODEL = decoder.build(CONFIG)
+MODEL = decoder_model.build(CONFIG)
 QWEN = dataclasses.replace(CONFIG, qk_norm=True, tie_word_embeddings=True, attention_bias=True)
 
 
@@ -44,7 +44,7 @@ CONFIGS = {
 def test_cache_equals_the_plain_model(config):
     """A prompt of five at once, then token by token: logits as from the whole (1e-5: order of float32 sums)."""
     params, (ids, _) = drawn_params(config, 1), tokens(12)
-    model = decoder.build(config)
+    model = decoder_model.build(config)
     expected = plain_logits(config, params, ids)
     cache = empty_cache(model, 1, 12, jnp.float32)
     step = jax.jit(lambda t, c, s: cached_logits(model, params, t, c, s))
@@ -76,7 +76,7 @@ def test_sampling_follows_seed_and_stops_at_eos():
 def test_a_batch_is_its_prompts_alone(config):
     """Prompts of several lengths, padded on the left: greedily the same tokens, each up to its own end."""
     params = jax.tree.map(lambda w: 3 * w, drawn_params(config, 1))
-    model = decoder.build(config)
+    model = decoder_model.build(config)
     prompts = [np.array(ids) for ids in ([3, 1, 4, 1, 5, 9, 2, 6, 5], [2], [7, 1, 8, 2])]
     alone = [list(sample.generate(model, params, prompt, max_tokens=6, temperature=0)) for prompt in prompts]
     options = {"max_tokens": 6, "temperature": 0}
@@ -128,7 +128,9 @@ def test_bad_options_are_refused(options, message):
 
 def test_complete_starts_a_document_for_an_empty_prompt():
     config = dataclasses.replace(CONFIG, vocab_size=320)
-    text = complete(Trained(decoder.build(config), drawn_params(config, 0), ByteTokenizer(), None), "", max_tokens=5)
+    text = complete(
+        Trained(decoder_model.build(config), drawn_params(config, 0), ByteTokenizer(), None), "", max_tokens=5
+    )
     assert isinstance(text, str)
 
 

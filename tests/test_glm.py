@@ -30,7 +30,7 @@ from surojax.config.checks import check
 from surojax.exchange import config_json, peft
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, describe_source, stacks
-from surojax.models import decoder, experts
+from surojax.models import decoder, decoder_config, decoder_model, experts
 from surojax.models.experts import RouterLosses
 from surojax.models.lora import Lora, target_names
 from surojax.placement.param import part_of
@@ -70,7 +70,7 @@ def written(folder: Path, case: str, weights: dict[str, np.ndarray], **changes) 
     return folder
 
 
-def config_of(case: str) -> decoder.DecoderConfig:
+def config_of(case: str) -> decoder_config.DecoderConfig:
     c = default_config()
     c.model.update(model_fields(given(case)))
     check(c)
@@ -81,8 +81,8 @@ def params_of(folder: Path, case: str) -> dict:
     """A case's weights as the engine has them."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     tensors = Weights(written(folder / "model", case, stored(case, "weight")))
-    check_tensors(tensors, decoder.build(config_of(case)))
-    return stacks(tensors, decoder.build(config_of(case)), "float32", device)
+    check_tensors(tensors, decoder_model.build(config_of(case)))
+    return stacks(tensors, decoder_model.build(config_of(case)), "float32", device)
 
 
 def check_equal_to_transformers(case: str, params: dict, *, logits_alone: bool = False) -> None:
@@ -167,11 +167,11 @@ def test_layers_that_predict_further_tokens_are_left_aside(tmp_path):
     weights = stored("glm4_moe", "weight")
     further = {"model.layers.3.eh_proj.weight": np.zeros((24, 48), np.float32)}
     tensors = Weights(written(tmp_path / "model", "glm4_moe", weights | further, num_nextn_predict_layers=1))
-    check_tensors(tensors, decoder.build(config_of("glm4_moe")))
+    check_tensors(tensors, decoder_model.build(config_of("glm4_moe")))
     assert describe_source(tensors).endswith("1 tensors of layers are left aside")
     without = Weights(written(tmp_path / "without", "glm4_moe", weights | further))
     with pytest.raises(ConfigError, match=r"has model\.layers\.3\.eh_proj\.weight, which a model with this config"):
-        check_tensors(without, decoder.build(config_of("glm4_moe")))
+        check_tensors(without, decoder_model.build(config_of("glm4_moe")))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_is_not_built_is_refused(changes, message):
 def test_new_parameters_are_those_of_the_plain_model():
     """Layer by layer, of both segments."""
     plain = nnx.to_pure_dict(nnx.state(decoder.Decoder(SMALL, rngs=nnx.Rngs(jax.random.key(3))), nnx.Param))
-    chex.assert_trees_all_equal(decoder.build(SMALL).init(3), plain)
+    chex.assert_trees_all_equal(decoder_model.build(SMALL).init(3), plain)
 
 
 @needs(8)

@@ -38,7 +38,7 @@ from surojax.exchange.shards import Shard
 from surojax.inference.forward import check_cache_room
 from surojax.inference.sample import check_options
 from surojax.inference.trained_model import load_trained
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.run import on_disk
 from surojax.untrusted import MAX_DEPTH, parse_json
 
@@ -404,7 +404,7 @@ def test_what_is_sampled():
 
 
 def test_texts_that_do_not_fit_memory():
-    model = decoder.build(CONFIG)
+    model = decoder_model.build(CONFIG)
     check_cache_room(model, 1, 2000, 2200, 4)
     for sizes in ((1, 200_000, 200_200, 4), (1, 1, 10**9, 4), (64, 100_000)):
         with pytest.raises(ValueError, match=r"expected texts whose attention scores and cache fit the .* shorten"):

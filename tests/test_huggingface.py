@@ -21,7 +21,7 @@ from surojax.exchange import model_tensors as files
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.sources import open_weights, replaced_fields, resolved
 from surojax.families.registry import FAMILIES
-from surojax.models.decoder import DecoderConfig
+from surojax.models.decoder_config import DecoderConfig
 from surojax.placement.mesh import make_mesh
 
 DEFAULTS = json.loads(str(REFERENCE["defaults.json"]))

@@ -15,7 +15,7 @@ import pytest
 from small import KERNEL, needs, normal, quick_at
 
 from pallas_kernels import attention as op, dispatch
-from surojax.models import decoder
+from surojax.models import decoder_config, decoder_model
 from surojax.models.attention import attend, chosen
 from surojax.models.model import Compute
 from surojax.planner import aot
@@ -180,14 +180,14 @@ def test_auto_is_flash_attention_where_a_gpu_has_it():
 # --- compiled for GPUs ------------------------------------------------------------------------------------------------
 
 S = 704  # no other size of the block below, nor a sum of several
-BLOCK = decoder.DecoderConfig(64, 256, 640, 1, 8, 2, 64, sliding_window=100, sliding_window_pattern=2)
+BLOCK = decoder_config.DecoderConfig(64, 256, 640, 1, 8, 2, 64, sliding_window=100, sliding_window_pattern=2)
 
 
 def compile_block(kind: str, implementation: str) -> dict:
     """Forward and backward of a packed block for a GPU: the calls of libraries and kernels, and arrays of S x S."""
     mesh = jax.sharding.Mesh(np.array(aot.devices(kind, 1)), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
     where = jax.NamedSharding(mesh.abstract_mesh, jax.P())
-    (segment,) = decoder.build(BLOCK, Compute(attention=implementation)).segments
+    (segment,) = decoder_model.build(BLOCK, Compute(attention=implementation)).segments
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
     w = jax.tree.map(lambda p: array(p.shape, bf16), segment.params)
     x = array((2, S, 256), bf16)

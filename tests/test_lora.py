@@ -19,7 +19,7 @@ from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange.base import check_base, fingerprint
 from surojax.exchange.model_tensors import tensor_name
 from surojax.families.family import TENSOR_NAMES
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.linear_fp8 import SITES
 from surojax.models.lora import TARGETS, Adapter, Lora, adapters, dropped, target_names
 from surojax.models.model import Compute
@@ -75,7 +75,7 @@ def tree_of(model, prefix: str, names: dict[str, tuple[str, int | None]]) -> dic
 
 def base_params() -> dict:
     """The parameters of the reference's base."""
-    model = decoder.build(TINY)
+    model = decoder_model.build(TINY)
     (segment,) = model.segments
     names: dict = {tensor_name(p): (p.name, None) for p in jax.tree.leaves(model.outer_params)}
     for l in range(segment.num_layers):
@@ -96,7 +96,7 @@ def with_values(small: Small, params: dict):
 @needs(4)
 def test_forward_gradients_and_two_steps_are_those_of_peft(case, devices, placed):
     config = dataclasses.replace(TINY, lora=CASES[case])
-    model = decoder.build(config)
+    model = decoder_model.build(config)
     names = names_of_peft(model)
     assert {f"{case} adapter {name}" for name in names} == {x for x in REFERENCE if x.startswith(f"{case} adapter ")}
     params = with_part(base_params(), tree_of(model, f"{case} adapter", names))
@@ -124,7 +124,7 @@ def test_forward_gradients_and_two_steps_are_those_of_peft(case, devices, placed
     worst = jax.tree.map(lambda a, b: np.quantile(np.abs(a - b), 0.999), found, expected)
     assert max(jax.tree.leaves(worst)) < 1e-5
     frozen = part_of(jax.device_get(state.weights), base_params())
-    trained = decoder.build(config).trained_params["outer"]
+    trained = decoder_model.build(config).trained_params["outer"]
     assert jax.tree.all(jax.tree.map(np.array_equal, frozen["blocks"], base_params()["blocks"]))
     for name, x in base_params()["outer"].items():
         assert np.array_equal(frozen["outer"][name], x) == (name not in trained)
@@ -173,7 +173,7 @@ def test_a_block_in_float8_saves_nothing_for_gradients_of_what_is_frozen(recipe)
     """Residuals in float8 are the transposed inputs of products, for the gradients of their matrices."""
 
     def saved_in_float8(config) -> int:
-        segment = decoder.build(config, Compute(precision=Precision(recipe))).segments[0]
+        segment = decoder_model.build(config, Compute(precision=Precision(recipe))).segments[0]
         params = segment.params
         one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
         w = jax.eval_shape(lambda w: quantise_with_one_scale(params, w, fp8.E4M3), one)
@@ -203,8 +203,8 @@ def test_adapters_that_are_new_change_no_bit():
 
 
 def test_adapters_begin_as_in_peft():
-    model = decoder.build(DORA)
-    base = jax.device_get(decoder.build(dataclasses.replace(DORA, lora=None)).init(1))
+    model = decoder_model.build(DORA)
+    base = jax.device_get(decoder_model.build(dataclasses.replace(DORA, lora=None)).init(1))
     small = Small(config=DORA)
     read = (lambda segment, l: jax.tree.map(lambda x: x[l], base["blocks"]), lambda model: base["outer"])
     state = jax.device_get(small.run.load_state(*read, seed=0))
@@ -247,7 +247,7 @@ def test_magnitudes_begin_as_lengths_of_the_rows_that_are_multiplied(loaded):
     small = Small(config=config, qlora_bnb=True)
     state = small.init()
     if loaded:
-        base = jax.device_get(decoder.build(dataclasses.replace(config, lora=None)).init(1))
+        base = jax.device_get(decoder_model.build(dataclasses.replace(config, lora=None)).init(1))
         read = (lambda segment, l: jax.tree.map(lambda x: x[l], base["blocks"]), lambda model: base["outer"])
         state = small.run.load_state(*read, seed=0)
     mlp = state.weights["blocks"]["mlp"]
@@ -428,8 +428,8 @@ class InMemory:
 
 
 def test_a_base_is_told_by_its_values():
-    model = decoder.build(ADAPTED)
+    model = decoder_model.build(ADAPTED)
     one, other = (fingerprint(InMemory(seed), model) for seed in (0, 1))
-    check_base(one, fingerprint(InMemory(0), decoder.build(DORA_OF_THREE)), "folder")
+    check_base(one, fingerprint(InMemory(0), decoder_model.build(DORA_OF_THREE)), "folder")
     with pytest.raises(CheckpointError, match="model_path: expected the base that the adapters were trained on"):
         check_base(other, one, "folder")

@@ -11,7 +11,7 @@ from small import CONFIG, normal, vectors_drawn, worst_relative
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.linear import linear
 from surojax.models.loss import cross_entropy
 from surojax.parallel.collectives import varying
@@ -20,7 +20,7 @@ from surojax.step import objective as objectives
 from surojax.step.objective import CrossEntropy
 from surojax.step.outer import OuterLayers
 
-MODEL = decoder.build(CONFIG)
+MODEL = decoder_model.build(CONFIG)
 Z_LOSS = 0.1  # large, so that leaving it out is seen
 SCALE = 0.25
 

@@ -29,7 +29,7 @@ from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.inference.forward import cached_logits, empty_cache
 from surojax.memory.host import Split
-from surojax.models import decoder
+from surojax.models import decoder, decoder_config, decoder_model
 from surojax.models.attention import attend, softmax, visible
 from surojax.models.decoder import Decoder
 from surojax.models.layers import parameter
@@ -195,7 +195,7 @@ def test_flops_of_attention_count_the_positions_that_are_seen():
     """Two FLOPs for each channel of a query head, in each of two products. Without a window half of the square, as
     PaLM's appendix B counts, which leaves out half of the diagonal; with one, all positions on average."""
     for config, S in ((CONFIG, 32), (MISTRAL, 32), (GEMMA, 64), (MISTRAL, 3)):
-        (segment,) = decoder.build(config).segments
+        (segment,) = decoder_model.build(config).segments
         seen = [
             sum(min(i + 1, v.window) for i in range(S)) / S if 0 < v.window < S else S / 2 for v in segment.variants
         ]
@@ -291,7 +291,7 @@ class SideBySide(decoder.Block):
 @pytest.mark.full
 def test_a_block_of_ones_own_equals_reverse_mode():
     """With everything offloaded and sharded; the standard block of the same parameters has another loss."""
-    model = decoder.build(CONFIG, block=SideBySide)
+    model = decoder_model.build(CONFIG, block=SideBySide)
     small = Small(4, model=model, zero_level=3, microbatches_per_fetch=3, **ALL)
     batch = tokens(3, 8, 16)
     inputs, labels = (x.reshape(-1, 16) for x in batch)
@@ -300,7 +300,7 @@ def test_a_block_of_ones_own_equals_reverse_mode():
     def loss(params):
         x_BSD = params[OUTER]["embed"][inputs]
         for l in range(CONFIG.num_hidden_layers):
-            w = jax.tree.map(lambda x, l=l: x[l], params[decoder.BLOCKS])
+            w = jax.tree.map(lambda x, l=l: x[l], params[decoder_config.BLOCKS])
             x_BSD = nnx.merge(graph, w)(x_BSD, Operations())[0]
         logits = model.logits(params[OUTER], x_BSD)
         return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)) / (labels >= 0).sum()
@@ -316,8 +316,8 @@ def test_a_block_of_ones_own_in_float8():
     """Within float8's error of recipe bf16, of which the standard block of the same parameters is its own size away."""
 
     def result(recipe: str, block) -> jax.Array:
-        (segment,) = decoder.build(CONFIG, Compute(precision=Precision(recipe)), block=block).segments
-        w = jax.tree.map(lambda x: 8 * x[0], drawn_params(CONFIG, 0)[decoder.BLOCKS])
+        (segment,) = decoder_model.build(CONFIG, Compute(precision=Precision(recipe)), block=block).segments
+        w = jax.tree.map(lambda x: 8 * x[0], drawn_params(CONFIG, 0)[decoder_config.BLOCKS])
         w = quantise_with_one_scale(segment.params, w, E4M3) if recipe == "fp8_current" else w
         return jax.jit(segment.block_forward)(w, x_BSD)[0][0] - x_BSD
 

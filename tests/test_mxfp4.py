@@ -22,7 +22,7 @@ from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, readers
 from surojax.exchange.sources import open_weights
 from surojax.families.family import BY_EXPERT
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.numerics import base_formats, mxfp4
 from surojax.placement.mesh import make_mesh
 
@@ -155,7 +155,7 @@ def test_gpt_oss_goes_out_as_it_is_stored(tmp_path):
     for name in ("gate_up_proj", "down_proj"):
         np.testing.assert_array_equal(numbers(again, OF_LAYER + name), numbers(tensors, OF_LAYER + name))
     with pytest.raises(ConfigError, match=r"^--dtype: expected a model of gpt-oss for mxfp4, got another one"):
-        compressed.check("mxfp4", decoder.build(config_of("olmoe")), BY_EXPERT)
+        compressed.check("mxfp4", decoder_model.build(config_of("olmoe")), BY_EXPERT)
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ from small import CONFIG, Small, quick_at, tokens
 from surojax.errors import ConfigError
 from surojax.inference.sample import generate
 from surojax.memory import host as offload
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.model import DEFAULT, Compute, Recompute, runs
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST
@@ -131,7 +131,7 @@ def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_pat
             small.state.weights, *jax.device_put(tokens(8, 24), batch_sharding(small.mesh, accumulated=False))
         )
         text = list(
-            generate(decoder.build(CONFIG), small.state.weights, np.array([3, 1, 4]), max_tokens=4, temperature=0)
+            generate(decoder_model.build(CONFIG), small.state.weights, np.array([3, 1, 4]), max_tokens=4, temperature=0)
         )
         found.append((float(sums["loss"]), text))
     assert found[0] == found[1]

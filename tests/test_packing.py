@@ -10,7 +10,7 @@ import pytest
 from small import CONFIG, Small, drawn_params, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA as GEMMA_3, MINISTRAL, ORDER_OF_SUMS, QWEN, engine_gradients
 
-from surojax.models import attention, decoder
+from surojax.models import attention, decoder_model
 from surojax.models.attention import attend
 from surojax.models.model import PLAIN, Compute, Recompute, Segment, Variant
 from surojax.models.operations import Operations
@@ -178,7 +178,7 @@ def gradients_between_documents(segment: Segment, weights, recipe_inputs, varian
 def block_in(recipe: str, kernels: str = "xla"):
     """(segment, weights of a layer, recipe_inputs) of a wide model in a recipe."""
     compute = Compute(precision=Precision(recipe=recipe, kernels=kernels))
-    model = decoder.build(dataclasses.replace(WIDE, num_hidden_layers=1, qk_norm=True), compute)
+    model = decoder_model.build(dataclasses.replace(WIDE, num_hidden_layers=1, qk_norm=True), compute)
     (segment,) = model.segments
     w = jax.tree.map(lambda x: x[0], drawn_params(dataclasses.replace(WIDE, qk_norm=True), 0)["blocks"])
     if model.precision.fp8:
@@ -260,7 +260,7 @@ def test_positions_begin_anew(kernels):
 def test_nothing_about_documents_is_saved_for_each_layer(recipe, recompute, kernels):
     """The residuals of a block are those without documents, or fewer: its positions are made again."""
     compute = Compute(recompute=recompute, precision=Precision(recipe=recipe, kernels=kernels))
-    model = decoder.build(dataclasses.replace(WIDE, sliding_window=4), compute)
+    model = decoder_model.build(dataclasses.replace(WIDE, sliding_window=4), compute)
     (segment,) = model.segments
     w = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, "float32"), segment.params)
     if model.precision.fp8:

@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 from small import plain_loss, quick_at
 
-from surojax.models.decoder import Decoder, DecoderConfig
+from surojax.models.decoder import Decoder
+from surojax.models.decoder_config import DecoderConfig
 from surojax.models.rotary import RopeScaling, rope_frequencies
 
 with np.load(Path(__file__).parent / "fixtures" / "hf_reference.npz") as arrays:

@@ -24,7 +24,7 @@ from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.memory import host
 from surojax.memory.host import allocate
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.model import Compute
 from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
@@ -135,14 +135,14 @@ def test_documents_end_at_any_place_of_a_stages_part(placed):
 def random_layer(seed: int):
     """Arrays of a layer of CONFIG, none of which is 0."""
     rng = np.random.default_rng(seed)
-    params = decoder.build(CONFIG).segments[0].params
+    params = decoder_model.build(CONFIG).segments[0].params
     return jax.tree.map(lambda param: rng.standard_normal(param.shape).astype(np.float32), params)
 
 
 @pytest.mark.full
 def test_padding_changes_nothing_and_has_no_gradient():
     """Also if its weights were not zeros. Of a layer, block and gradients are those of the segment."""
-    (segment,) = decoder.build(CONFIG).segments
+    (segment,) = decoder_model.build(CONFIG).segments
     w = random_layer(0)
     x, dy = np.random.default_rng(1).standard_normal((2, 1, 8, 32)).astype(np.float32)
     variant = segment.variants[0]
@@ -249,7 +249,7 @@ def test_a_run_goes_on_with_stages_and_without(tmp_path):
 def test_layouts():
     """Layers and words are divided over stages, and what a stage has over `dp_shard`; norms of the head are shared."""
     mesh = abstract_mesh(8, pp_size=4)
-    found = layouts(decoder.build(FOUR).params, place(Storage(zero_level=3), num_shards=2), mesh)
+    found = layouts(decoder_model.build(FOUR).params, place(Storage(zero_level=3), num_shards=2), mesh)
     wq = found.weights["blocks"]["attention"]["wq"]
     assert wq.layers == (PIPELINE,) and PIPELINE not in (*wq.stored_axes, *wq.computed_axes)
     of_weights, of_master = specs(found.weights), specs(found.master)
@@ -257,7 +257,7 @@ def test_layouts():
     assert of_weights["outer"] == {"embed": jax.P(PIPELINE), "head": jax.P(PIPELINE), "norm": jax.P()}
     assert of_master["outer"]["embed"] == jax.P((PIPELINE, SHARD))
     with pytest.raises(ConfigError, match=r"^pp_size: expected a divisor of embed's 64 vocab, got 3; lower it"):
-        layouts(decoder.build(CONFIG).params, place(Storage(), num_shards=1), abstract_mesh(3, pp_size=3))
+        layouts(decoder_model.build(CONFIG).params, place(Storage(), num_shards=1), abstract_mesh(3, pp_size=3))
 
 
 def test_meshes():
@@ -435,7 +435,7 @@ def planned_run(gpus: int, **changes):
 
 def test_a_stage_without_a_microbatch_adds_nothing():
     """In a ring it computes all the same, of residuals that nobody wrote: its gradients, magnitudes and x are kept."""
-    (segment,) = decoder.build(CONFIG).segments
+    (segment,) = decoder_model.build(CONFIG).segments
     garbage = jnp.full((2,), jnp.nan)
 
     def block_backward(w, saved, d_result, inputs, variant, starts):

@@ -17,7 +17,7 @@ from test_engine import ORDER_OF_SUMS
 from test_pipeline import ALL, ONE_BACK, without_padding
 from test_tensor_parallel_recipes import EXTRAS, in_recipe
 
-from surojax.models.decoder import DecoderConfig
+from surojax.models.decoder_config import DecoderConfig
 from surojax.optim import optimizer as optim
 from surojax.optim.normuon import normuon
 from surojax.placement.layout import batch_sharding, specs

@@ -12,7 +12,7 @@ from flax import nnx
 from small import CONFIG, Small, quick_at
 
 from surojax.memory.host import parts
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.decoder import Decoder
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
@@ -63,7 +63,7 @@ def test_new_weights_do_not_depend_on_the_placement(devices, placed):
     plain = nnx.to_pure_dict(nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(jax.random.key(0))), nnx.Param))
     for params in (
         found.master,
-        decoder.build(CONFIG).init(0),
+        decoder_model.build(CONFIG).init(0),
     ):  # compiled as a whole or op by op: 1 unit in the last place
         jax.tree.map(functools.partial(np.testing.assert_array_max_ulp, maxulp=1), params, plain)
 
@@ -121,7 +121,7 @@ def test_leading_dimension_is_sharded_and_odd_ones_stay_whole():
 
 
 def test_parameters_are_declared():
-    model = decoder.build(CONFIG)
+    model = decoder_model.build(CONFIG)
     params = model.params
     wq, embed = params["blocks"]["attention"]["wq"], params["outer"]["embed"]
     assert (wq.name, wq.shape, wq.axes, wq.kind) == ("attention.wq", (32, 32), ("heads", "embed"), Kind.MATRIX)

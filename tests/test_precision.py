@@ -13,7 +13,7 @@ from flax import nnx
 from small import CONFIG, drawn_params, normal
 
 from surojax.errors import ConfigError
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.decoder import Block
 from surojax.models.linear import recipe_product, times
 from surojax.models.model import Compute, Run, Variant, runs
@@ -112,11 +112,11 @@ def test_blocks_without_the_recipe_are_those_of_bf16(recipe):
     """To the bit: skipped blocks compute nothing else."""
     base = dataclasses.replace(CONFIG, num_hidden_layers=1, num_key_value_heads=4, intermediate_size=96)
     emulated = Compute(precision=Precision(recipe=recipe, block_scaled_products="emulated"))
-    w = jax.tree.map(lambda x: x[0], decoder.build(base).init(0)["blocks"])
+    w = jax.tree.map(lambda x: x[0], decoder_model.build(base).init(0)["blocks"])
     x = normal(1, (2, 16, base.hidden_size))
 
     def block(compute: Compute, recipe_enabled: bool):
-        segment = decoder.build(base, compute).segments[0]
+        segment = decoder_model.build(base, compute).segments[0]
         return jax.jit(lambda w, x: segment.block(w, x, None, Variant(recipe_enabled))[0])(w, x)
 
     np.testing.assert_array_equal(block(emulated, False), block(Compute(), True))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, drawn_params, plain_model, quick_at, worst_relative
 
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.lora import Lora, target_names, without_adapters
 from surojax.placement.layout import batch_sharding
 from surojax.step.kto import KtoLoss, KtoSettings
@@ -310,7 +310,7 @@ ADAPTED = dataclasses.replace(CONFIG, lora=LORA)
 def adapted(devices: int = 1, *, reference: bool, lora: Lora = LORA, **options):
     """(a run of a model with adapters, its engine of DPO)."""
     small = Small(devices, config=dataclasses.replace(CONFIG, lora=lora), **options)
-    beside = decoder.build(CONFIG, small.run.model.compute) if reference else None
+    beside = decoder_model.build(CONFIG, small.run.model.compute) if reference else None
     return small, dataclasses.replace(small.engine, objective=objective("dpo", label_smoothing=0.0), reference=beside)
 
 

@@ -13,7 +13,7 @@ from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference.prompts import answer_message, complete, conversation_ids, message_ids, text_ids
 from surojax.inference.sample import generate as generate_ids
 from surojax.inference.trained_model import Trained
-from surojax.models import decoder
+from surojax.models import decoder_model
 
 WORDS = ByteTokenizer()
 BYTES = dataclasses.replace(CONFIG, vocab_size=320)
@@ -21,7 +21,7 @@ BYTES = dataclasses.replace(CONFIG, vocab_size=320)
 
 def trained(template: str = "chatml") -> Trained:
     params = jax.tree.map(lambda w: 3 * w, drawn_params(BYTES, 1))
-    return Trained(decoder.build(BYTES), params, WORDS, load_template(template, WORDS))
+    return Trained(decoder_model.build(BYTES), params, WORDS, load_template(template, WORDS))
 
 
 def test_texts_begin_as_the_tokenizer_says():
@@ -97,7 +97,7 @@ def typed(monkeypatch, capsys, stdin: io.StringIO, *options: str) -> tuple[list[
     return asked, capsys.readouterr().out
 
 
-MODEL = Trained(decoder.build(BYTES), {}, WORDS, load_template("chatml", WORDS))
+MODEL = Trained(decoder_model.build(BYTES), {}, WORDS, load_template("chatml", WORDS))
 
 
 def test_lines_without_a_prompt_are_a_conversation(capsys, monkeypatch):

@@ -19,7 +19,7 @@ from small import KERNEL, normal, quick_at
 from test_chunked import backward_written_out, forward_written_out
 
 from pallas_kernels import attention as kernel, dispatch
-from surojax.models import cudnn, decoder
+from surojax.models import cudnn, decoder_config, decoder_model
 from surojax.models.attention import chosen
 from surojax.models.model import Compute
 from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, merged_pairs, pair_gradients
@@ -123,14 +123,14 @@ def test_auto_is_cudnn_unless_something_hides_keys():
 # --- compiled for GPUs ------------------------------------------------------------------------------------------------
 
 S = 2816  # in pieces of 704: no other size of the block below, nor a sum of several
-BLOCK = decoder.DecoderConfig(64, 256, 640, 1, 8, 2, 64)
+BLOCK = decoder_config.DecoderConfig(64, 256, 640, 1, 8, 2, 64)
 
 
 def compile_block(kind: str, packed: bool) -> dict:
     """Forward and backward of a block on two GPUs: calls of cuDNN and of our kernels, arrays of scores."""
     mesh = jax.sharding.Mesh(np.array(aot.devices(kind, 2)), (CONTEXT,), axis_types=(jax.sharding.AxisType.Auto,))
     compute = Compute(cp_method="ring")
-    (segment,) = decoder.build(BLOCK, compute).segments
+    (segment,) = decoder_model.build(BLOCK, compute).segments
     everywhere, tokens = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P(None, CONTEXT))
     w = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, bf16, sharding=everywhere), segment.params)
     x = jax.ShapeDtypeStruct((1, S, 256), bf16, sharding=tokens)

@@ -19,7 +19,7 @@ from surojax.assembly import from_config
 from surojax.config import checks
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.model import Compute, Recompute
 from surojax.numerics.recipes import Precision
 from surojax.optim.optimizer import UpdateContext, _seed
@@ -150,7 +150,7 @@ def test_no_device_has_whole_logits():
 def test_layouts():
     """A product's dimension is divided by `tp` first and by `dp_shard` after it; keys of one head are shared."""
     mesh = abstract_mesh(8, tp_size=4, kv_heads=2)
-    found = layouts(decoder.build(CONFIG).params, place(Storage(zero_level=3), num_shards=2), mesh)
+    found = layouts(decoder_model.build(CONFIG).params, place(Storage(zero_level=3), num_shards=2), mesh)
     attention, mlp = found.weights["blocks"]["attention"], found.weights["blocks"]["mlp"]
     both = (KV_HEADS, SAME_KV_HEADS)
     assert attention["wq"].computed == jax.P(both) and attention["wq"].stored == jax.P((*both, SHARD))
@@ -161,7 +161,7 @@ def test_layouts():
     with pytest.raises(
         ConfigError, match=r"tp_size: expected a divisor of attention\.wk's 16 kv_heads, got 3; lower it"
     ):
-        layouts(decoder.build(CONFIG).params, place(Storage(), num_shards=1), abstract_mesh(3, tp_size=3))
+        layouts(decoder_model.build(CONFIG).params, place(Storage(), num_shards=1), abstract_mesh(3, tp_size=3))
 
 
 def test_meshes():

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from surojax.families import rope_keys, window_keys
-from surojax.models import decoder
+from surojax.models import decoder_model
 from surojax.models.model import ModelArchitecture
 
 # The values that transformers' class for Llama gives to keys that config.json leaves out; others differ in some.
@@ -202,7 +202,7 @@ class ModelFamily:
     model_type: str
     transformers_class: str
     write: Callable[[dict[str, Any]], dict[str, Any]]
-    architecture: ModelArchitecture = decoder.ARCHITECTURE
+    architecture: ModelArchitecture = decoder_model.ARCHITECTURE
     defaults: dict[str, Any]
     sizes: tuple[str, ...] = SIZES
     required: dict[str, tuple] = dataclasses.field(default_factory=dict)

@@ -1,7 +1,7 @@
 """What step, state, planner and sampler know of a model: segments of equal layers between embedding and head.
 
 A model is a value: `Param`s, and pure functions of arrays. Nothing in it depends on where a tensor is stored. An
-`ModelArchitecture` builds it from sizes and a `Compute` (decoder.py); families name theirs (surojax/families).
+`ModelArchitecture` builds it from sizes and a `Compute` (decoder_model.py); families name theirs (surojax/families).
 
     embedding -> segments[0]: layer 0, 1, ... -> segments[1]: ... -> final norm -> head
 

@@ -12,7 +12,7 @@ from surojax.config.adapters import FIELDS
 from surojax.config.fields import Config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.slots import TABLE, read_table
-from surojax.models.decoder import ARCHITECTURE
+from surojax.models.decoder_model import ARCHITECTURE
 from surojax.run import on_disk
 from surojax.run.console import say
 from surojax.run.metrics import METRICS_FILE, read_metrics

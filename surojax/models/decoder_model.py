@@ -1,0 +1,262 @@
+"""The decoder as a `Model`: pure functions of arrays, so that the engine can hold one layer at a time.
+
+They compute the modules of decoder.py.
+
+Shape suffixes: B batch, S sequence, C chunk of it, D hidden size.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels.manual_axes import mark_varying, varying_axes
+from surojax.models import chunked, decoder_checks
+from surojax.models.decoder import Block, Outer, init_layer, init_outer, times
+from surojax.models.decoder_config import BLOCKS, DecoderConfig, from_settings
+from surojax.models.experts import SHARED, planned_statistics
+from surojax.models.linear import linear
+from surojax.models.linear_fp8 import SITES, InFloat8
+from surojax.models.lora import frozen, with_adapters
+from surojax.models.model import (
+    DEFAULT,
+    PLAIN,
+    ROUTES,
+    Cache,
+    Compute,
+    Earlier,
+    Heads,
+    Model,
+    ModelArchitecture,
+    Routed,
+    Routing,
+    Segment,
+    Variant,
+    collect_params,
+)
+from surojax.models.operations import Operations, softcapped
+from surojax.numerics.quantize import Quantized, dequantise_all, is_quantized
+from surojax.placement.param import OUTER, part_of, trainable, with_part
+
+
+def build(config: DecoderConfig, compute: Compute = DEFAULT, block: type[Block] = Block) -> Model:
+    """The model with these sizes, computed so; the same object for equal arguments. No array is built.
+
+    block: a subclass of `Block` that computes something else.
+    """
+    return _build(config, compute, block)
+
+
+class Declared(NamedTuple):
+    """Declarations of a segment that are equal for every `Compute`.
+
+    params: by section, of all segments. graph: of a block. products: the number of the product that each of its
+    parameters feeds, or None.
+    """
+
+    params: dict
+    graph: nnx.GraphDef
+    products: dict
+
+
+@functools.cache
+def _declared(config: DecoderConfig, block_type: type[Block]) -> dict[str, Declared]:
+    """Builds abstract modules of these sizes, and collects what they declare."""
+
+    def abstract(module, config: DecoderConfig) -> Any:
+        return nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
+
+    def number(variable) -> int | None:
+        return variable.get_metadata("product")
+
+    def products(block) -> dict:
+        return nnx.to_pure_dict(nnx.state(block, nnx.Param), extract_fn=number)
+
+    blocks = {name: abstract(block_type, layers.config) for name, layers in config.segments().items()}
+    params = frozen(collect_params(blocks | {OUTER: abstract(Outer, config)}), config.lora)
+    return {name: Declared(params, nnx.graphdef(block), products(block)) for name, block in blocks.items()}
+
+
+@functools.cache
+def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> Model:
+    declared = _declared(config, block_type)
+    params = declared[BLOCKS].params
+    head = "embed" if config.tie_word_embeddings else "head"
+    # For sampling: a token at a time leaves the kernels' threads nothing to share.
+    by_xla = Compute(attention="xla")
+
+    def normed(compute: Compute, outer, x):
+        y = Operations(compute).norm(x, outer["norm"], config.rms_norm_eps, config.norm_plus_one)
+        return times(1 / config.logits_scaling, y)
+
+    def logits(outer, x):
+        z = linear(normed(by_xla, outer, x), outer[head]).astype(jnp.float32)
+        return softcapped(z, config.final_logit_softcapping) if config.final_logit_softcapping else z
+
+    segments = (_segment(config, compute, name, of_segment, block_type) for name, of_segment in declared.items())
+    return Model(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        compute=compute,
+        segments=tuple(segments),
+        outer_params=params[OUTER],
+        head=head,
+        head_uses=("norm", head),
+        sites=SITES,
+        init_outer=functools.partial(init_outer, config),
+        final=functools.partial(normed, compute),
+        logits=logits,
+        rebuild=lambda compute: _build(config, compute, block_type),
+        embedding_scale=config.embedding_scale,
+        logit_softcap=config.final_logit_softcapping,
+        draws=_draws(config, compute),
+    )
+
+
+def _segment(
+    config: DecoderConfig, compute: Compute, name: str, declared: Declared, block_type: type[Block]
+) -> Segment:
+    """A segment of the model with these sizes."""
+    params, graph = declared.params[name], declared.graph
+    of_layers, numbers = config.segments()[name]
+    by_xla = Compute(attention="xla")
+    trained = trainable(params)
+
+    def cached_block(w, x_BSD, cache: Cache, variant: Variant):
+        starts_BS = None if cache.first is None else jnp.broadcast_to(cache.first[:, None], x_BSD.shape[:2])
+        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant, starts=starts_BS), cache, ROUTES)[:2]
+
+    def with_new_adapters(base, seed, l, numbers):
+        return with_adapters(base, part_of(init_layer(config, name, seed, l, block_type), trained), numbers)
+
+    block, block_forward, block_backward = _block_functions(of_layers, compute, graph, declared.products, trained)
+    last_products = ()
+    if not config.sandwich_norms and block_type is Block:  # a block of one's own may do anything with them
+        mlp = params["mlp"]
+        last_products = (mlp["w_down"], *(mlp[key]["w_down"] for key in mlp if key == SHARED))
+    return Segment(
+        name=name,
+        start=numbers.start,
+        params=params,
+        variants=config.variants(compute.precision)[numbers.start : numbers.stop],
+        heads=Heads(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            softcapped=config.attn_logit_softcapping > 0,
+            sinks=config.attention_sinks,
+        ),
+        init=functools.partial(init_layer, config, name, block=block_type),
+        block=block,
+        block_forward=block_forward,
+        block_backward=block_backward,
+        cached_block=cached_block,
+        last_products=last_products,
+        with_adapters=with_new_adapters if config.lora else None,
+        statistics=planned_statistics(of_layers.num_experts) if of_layers.num_experts else None,
+    )
+
+
+def _draws(config: DecoderConfig, compute: Compute) -> bool:
+    """True if training draws random numbers in the blocks."""
+    return compute.precision.recipe == "nvfp4" or (config.lora is not None and config.lora.dropout > 0)
+
+
+def _block_functions(
+    config: DecoderConfig, compute: Compute, graph, products: dict, trained
+) -> tuple[Callable, Callable, Callable]:
+    """`block`, `block_forward` and `block_backward` of a `Segment`, by reverse mode.
+
+    products: numbers of the products of the block's matrices. trained: the `Param`s of which gradients are computed.
+    """
+    precision = compute.precision
+    draws = _draws(config, compute)
+    frozen = config.lora is not None
+    if compute.sequence_chunks > 1:
+        return chunked.block_functions(*_chunk_functions(compute, graph, frozen), compute.sequence_chunks, trained)
+
+    def applied(w, quantized, x_BSD, recipe_inputs, probes, variant: Variant, starts_BS, routing: Routing):
+        """(x, Routed). w: weights in the model's dtype. quantized: those in float8, by the number of their product."""
+        seed = recipe_inputs if draws else None
+        in_float8 = None
+        if quantized:
+            in_float8 = InFloat8(quantized, recipe_inputs if precision.delayed else None, probes)
+        ops = Operations(compute, variant, seed, starts_BS, frozen, in_float8)
+        x_BSD, _, routed = nnx.merge(graph, w)(x_BSD, ops, None, routing)
+        return x_BSD, routed
+
+    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
+        inputs = x_BSD, recipe_inputs, None, variant, starts_BS, routing
+        return applied(dequantise_all(w, x_BSD.dtype), by_product(w, products), *inputs)
+
+    def block_forward(
+        w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
+    ):
+        def run(w_trained, w, x_BSD, starts_BS, counted_BS, probes):
+            whole = with_part(dequantise_all(w, x_BSD.dtype), w_trained)
+            of_tokens = starts_BS, routing._replace(counted=counted_BS)
+            inputs = x_BSD, recipe_inputs, probes, variant, *of_tokens
+            x_BSD, routed = applied(whole, by_product(w, products), *inputs)
+            statistics, decided = routed or (None, None)
+            return (x_BSD, statistics), decided
+
+        # Without a tangent, reverse mode computes no gradient of what is not trained.
+        how: Any = {
+            "saveable_args": (False, False, True, False, False, False),
+            "in_nzs": (True, False, True, True, True, True),
+        }
+        arguments = _trained_part(w, x_BSD), w, x_BSD, starts_BS, routing.counted, _probes(x_BSD, recipe_inputs)
+        (x_BSD, statistics), vjp, decided = jax.vjp(run, *arguments, has_aux=True, **how)
+        return (x_BSD, Routed(statistics, decided) if config.num_experts else None), vjp
+
+    def block_backward(
+        w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
+    ):
+        dx_BSD, d_statistics = d_result
+        # As `saveable_args` asks for: neither weights nor starts are among what is saved. Weights are fetched again.
+        of_tokens = saved.args_res[2], starts_BS, routing.counted
+        saved.args_res = [_trained_part(w, dx_BSD), w, *of_tokens, _probes(dx_BSD, recipe_inputs)]
+        if config.num_experts and d_statistics is None:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned_statistics(config.num_experts))
+            d_statistics = jax.tree.map(lambda x: mark_varying(x, varying_axes(dx_BSD)), zeros)
+        dw, _, dx_BSD, _, _, observed = saved((dx_BSD, d_statistics))
+        return dw, dx_BSD, None if observed is None else jnp.stack(observed)
+
+    def _trained_part(w, x_BSD):
+        return dequantise_all(part_of(w, trained), x_BSD.dtype)
+
+    def _probes(x_BSD, recipe_inputs):
+        """Zeros whose gradients are the largest magnitudes of a block with delayed scales; None for other blocks."""
+        if not precision.delayed or recipe_inputs is None:
+            return None
+        return tuple(mark_varying(jnp.float32(0), varying_axes(x_BSD)) for _ in range(SITES.number))
+
+    return block, block_forward, block_backward
+
+
+def by_product(w: dict, products: dict) -> dict[int, Quantized]:
+    """The weights in float8 among those of a layer, by the number of their product."""
+    numbers = jax.tree.leaves(products, is_leaf=lambda number: number is None)
+    pairs = zip(jax.tree.leaves(w, is_leaf=is_quantized), numbers, strict=True)
+    return {number: matrix for matrix, number in pairs if is_quantized(matrix)}
+
+
+def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, Callable]:
+    """`body` and `keys_values` of `chunked.block_functions`. frozen: see `Operations`."""
+
+    def body(w, x_BCD, earlier: Earlier, variant: Variant, starts_BC, routing: Routing):
+        ops = Operations(compute, variant, starts=starts_BC, frozen=frozen)
+        return nnx.merge(graph, w)(x_BCD, ops, earlier, routing)
+
+    def keys_values(w, x_BCD, first: int, variant: Variant, starts_BC):
+        return nnx.merge(graph, w).keys_values(x_BCD, Operations(compute, variant, starts=starts_BC), first)
+
+    return body, keys_values
+
+
+ARCHITECTURE = ModelArchitecture(
+    "llama", from_settings, build, Block, decoder_checks.check_decoder, decoder_checks.REFUSALS
+)
