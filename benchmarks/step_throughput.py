@@ -23,7 +23,8 @@ from surojax.config.checks import check
 from surojax.config.flags import parse
 from surojax.models.decoder import Decoder
 from surojax.models.loss import cross_entropy
-from surojax.optim.optimizer import adamw, adamw_chain, learning_rate_schedule
+from surojax.optim.adamw import adamw, adamw_chain
+from surojax.optim.learning_rate import learning_rate_schedule
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.placement.table import Storage, place

@@ -26,7 +26,7 @@ from surojax.models.model import Compute, Model, Recompute, Segment
 from surojax.numerics import fp8
 from surojax.numerics.base_formats import Coded, is_coded
 from surojax.numerics.recipes import Precision
-from surojax.optim import optimizer as optim, optimizers
+from surojax.optim import learning_rate, optimizer as optim, optimizers
 from surojax.optim.from_optax import MakeTransformation, from_optax
 from surojax.parallel import collectives
 from surojax.placement.home import DEVICE, HOST
@@ -418,9 +418,9 @@ def model(c: configs.Config, block: type | None = None) -> Model:
     return of_type.build(architecture(c), compute(c), block)
 
 
-def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedule:
+def _schedule(c: configs.Config, peak: float, total_steps: int) -> learning_rate.Schedule:
     """The learning rate schedule of a config with this peak."""
-    return optim.learning_rate_schedule(
+    return learning_rate.learning_rate_schedule(
         c.lr_scheduler_type,
         peak=peak,
         total_steps=total_steps,

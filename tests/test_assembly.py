@@ -24,7 +24,7 @@ from surojax.data.run_data import Evaluated
 from surojax.data.samples import Windows
 from surojax.models.decoder import Decoder
 from surojax.optim import normuon as muon
-from surojax.optim.optimizer import Moments
+from surojax.optim.adamw import Moments
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.placement.param import OUTER

@@ -36,7 +36,8 @@ from surojax.models.experts import SCORING
 from surojax.models.operations import ACTIVATIONS
 from surojax.models.rotary import ROPE_USES
 from surojax.numerics.recipes import BLOCK_SCALED_PRODUCTS, KERNELS
-from surojax.optim.optimizer import SCHEDULES, MomentSettings
+from surojax.optim.learning_rate import SCHEDULES
+from surojax.optim.optimizer import MomentSettings
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.parallel.context import METHODS
 from surojax.parallel.schedule import SCHEDULES as STAGE_SCHEDULES

@@ -15,7 +15,8 @@ import optax
 
 from surojax.errors import ConfigError
 from surojax.optim import optimizer as optim
-from surojax.optim.optimizer import Optimizer, Scalars, Schedule
+from surojax.optim.learning_rate import Schedule
+from surojax.optim.optimizer import Optimizer, Scalars
 
 type MakeTransformation = Callable[[Any], optax.GradientTransformation]  # of a learning rate, such as optax.adamw
 

@@ -16,7 +16,8 @@ import optax
 from surojax.declared import BELOW_1, declare
 from surojax.numerics.rounding import mix
 from surojax.optim import optimizer as optim
-from surojax.optim.optimizer import Optimizer, OptimizerChoice, Scalars, Schedule
+from surojax.optim.learning_rate import Schedule
+from surojax.optim.optimizer import Optimizer, OptimizerChoice, Scalars
 
 
 @dataclasses.dataclass(frozen=True)

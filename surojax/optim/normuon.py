@@ -35,19 +35,9 @@ import jax.numpy as jnp
 
 from surojax.declared import AT_LEAST_0, BELOW_1, Range, declare
 from surojax.numerics.rounding import materialised, mix
-from surojax.optim.optimizer import (
-    ADAM,
-    COMMON,
-    MOMENTS,
-    Optimizer,
-    OptimizerChoice,
-    Rule,
-    Scalars,
-    Schedule,
-    TensorContext,
-    adamw,
-    rounded,
-)
+from surojax.optim.adamw import ADAM, MOMENTS, adamw
+from surojax.optim.learning_rate import Schedule
+from surojax.optim.optimizer import COMMON, Optimizer, OptimizerChoice, Rule, Scalars, TensorContext, rounded
 from surojax.parallel.collectives import active, device_number
 from surojax.placement.layout import Layout, mesh_axes
 

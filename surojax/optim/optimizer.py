@@ -1,9 +1,9 @@
 """The optimizer: an update rule for each kind of tensor, applied tensor by tensor to shards.
 
 A tensor's update reads that tensor's gradient only. Values shared by all tensors (learning rate, clip factor, bias
-corrections) are computed once per step (`scalars`) and passed to the rules. AdamW is elementwise, and in 8 bits within
-blocks of a row, so it needs no communication: a shard gets the update that it would get within the full matrix. NorMuon
-(normuon.py) needs the full matrix, each on one of the devices that share it. optimizers.py lists all of them.
+corrections) are computed once per step (`scalars`) and passed to the rules. An elementwise rule (`by_optax`) needs no
+communication: a shard gets the update that it would get within the full matrix. NorMuon (normuon.py) needs the full
+matrix, each on one of the devices that share it. optimizers.py lists all optimizers, a file each.
 
 The state of every rule starts as zeros. It has a layer axis if the tensor has one. All rules round bfloat16 master
 weights stochastically: nearly all updates are smaller than half the distance to the neighbouring number, and would be
@@ -20,53 +20,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from pallas_kernels import adamw8bit as kernel
 from pallas_kernels.quantize import random_bits, round_with
-from surojax.declared import BELOW_1, FLOATS, POSITIVE, declare
-from surojax.numerics.rounding import materialised, mix
+from surojax.declared import FLOATS, declare
+from surojax.numerics.rounding import materialised
 from surojax.parallel.collectives import device_number
 from surojax.placement.layout import Layout
 from surojax.placement.param import Kind, Param
 from surojax.sizes import largest_divisor
 
-Schedule = optax.Schedule
-SCHEDULES = ("cosine", "linear", "wsd")
 Scalars = dict[str, jax.Array]  # values shared by all updates of one step: see `adam_scalars`
-
-
-@functools.cache
-def learning_rate_schedule(
-    kind: str,
-    *,
-    peak: float,
-    total_steps: int,
-    warmup_steps: int = 0,
-    cooldown_steps: int = 0,
-    final_fraction: float = 0.0,
-) -> Schedule:
-    """Learning rate of steps 0 to total_steps - 1: linear warmup to `peak`, then a decay of this kind.
-
-    cosine, linear: from the peak to peak * final_fraction at the last step. wsd: constant at the peak, then linear over
-    the last `cooldown_steps` (Hu et al. 2024, MiniCPM). Raises ValueError for another kind.
-    """
-    final = peak * final_fraction
-    after = max(total_steps - warmup_steps - 1, 1)
-    if kind == "cosine":
-        main = optax.cosine_decay_schedule(peak, after, alpha=final_fraction)
-    elif kind == "linear":
-        main = optax.linear_schedule(peak, final, after)
-    elif kind == "wsd":
-        stable = total_steps - warmup_steps - cooldown_steps
-        cooldown = optax.linear_schedule(
-            peak + (final - peak) / max(cooldown_steps, 1), final, max(cooldown_steps - 1, 1)
-        )
-        main = optax.join_schedules([optax.constant_schedule(peak), cooldown], [stable])
-    else:
-        raise ValueError(f"lr_scheduler_type: expected one of {', '.join(SCHEDULES)}, got {kind!r}")
-    if not warmup_steps:
-        return main
-    warmup = optax.linear_schedule(peak / warmup_steps, peak, max(warmup_steps - 1, 1))
-    return optax.join_schedules([warmup, main], [warmup_steps])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +39,6 @@ class MomentSettings:
     opt_m_dtype: str = declare("float32", choices=FLOATS)
     # second moments (adamw8bit: only those of vectors; normuon: only those of adamw)
     opt_v_dtype: str = declare("float32", choices=FLOATS)
-
-
-@dataclasses.dataclass(frozen=True)
-class AdamSettings:
-    """The options of AdamW, of every optimizer that has its rule for some tensors."""
-
-    # decay of the first moment
-    adamw_beta1: float = declare(0.9, BELOW_1)
-    # decay of the second moment
-    adamw_beta2: float = declare(0.95, BELOW_1)
-    # added to the square root of the second moment
-    adamw_epsilon: float = declare(1e-8, POSITIVE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,41 +83,6 @@ def scale_by_given(scalar: Callable[[Scalars], jax.Array]) -> optax.GradientTran
         return jax.tree.map(lambda u: u * factor.astype(u.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: NoState(), update)  # type: ignore[arg-type]
-
-
-class Moments(NamedTuple):
-    """State of AdamW: two trees with the structure of the parameters."""
-
-    m: Any
-    v: Any
-
-
-def scale_by_adam(
-    b1: float, b2: float, eps: float, m_dtype: str, v_dtype: str
-) -> optax.GradientTransformationExtraArgs:
-    """optax.scale_by_adam (Kingma and Ba 2015) with a dtype for each moment and arithmetic in float32.
-
-    `update` reads the bias corrections from `scalars=` and does not count steps.
-    """
-
-    def init(params):
-        def zeros(dtype):
-            return jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
-
-        return Moments(zeros(m_dtype), zeros(v_dtype))
-
-    def cast(tree, dtype):
-        return jax.tree.map(lambda x: x.astype(dtype), tree)
-
-    def update(grads, state, params=None, *, scalars: Scalars, **_):
-        m = jax.tree.map(lambda m, g: mix(b1, m.astype(jnp.float32), g), state.m, grads)
-        v = jax.tree.map(lambda v, g: mix(b2, v.astype(jnp.float32), g * g), state.v, grads)
-        unbias_m = scalars["unbias_m"]
-        unbias_v = scalars["unbias_v"]
-        updates = jax.tree.map(lambda m, v: m * unbias_m / (jnp.sqrt(v * unbias_v) + eps), m, v)
-        return updates, Moments(cast(m, m_dtype), cast(v, v_dtype))
-
-    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
 class UpdateContext(NamedTuple):
@@ -246,26 +161,6 @@ def scalars(optimizer: Optimizer, done: jax.Array, grad_norm: jax.Array) -> Scal
     return materialised(optimizer.scalars(*materialised((done, grad_norm))))
 
 
-def adam_scalars(schedule: Schedule, b1: float, b2: float, max_grad_norm: float):
-    """`Optimizer.scalars` of AdamW.
-
-    The function returns step (1 in the first step), clip (the factor of the gradients), lr (the learning rate), c1 and
-    c2 (the bias corrections 1 - b1^step and 1 - b2^step), unbias_m and unbias_v (their reciprocals).
-
-    Moments are multiplied with the reciprocals, because XLA rewrites two successive divisions in one of several ways
-    that round differently (numerics/rounding.py).
-    """
-
-    def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
-        step = done + 1
-        c1, c2 = (1 - jnp.float32(b) ** step for b in (b1, b2))
-        clip = clip_factor(max_grad_norm, grad_norm)
-        shared = {"step": step, "clip": clip, "lr": jnp.float32(schedule(done)), "c1": c1, "c2": c2}
-        return shared | {"unbias_m": 1 / c1, "unbias_v": 1 / c2}
-
-    return scalars
-
-
 def rounded(new: jax.Array, dtype, tensor: TensorContext) -> jax.Array:
     """Casts new float32 master weights to the dtype that they are stored in; bfloat16 is rounded stochastically."""
     if dtype != jnp.bfloat16:
@@ -303,108 +198,7 @@ def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
     return Rule(init, state_layout, apply, lambda p, state: apply_to_stack)
 
 
-def adamw(
-    schedule: Schedule,
-    *,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    weight_decay: float = 0.1,
-    max_grad_norm: float = 1.0,
-    **settings,
-) -> Optimizer:
-    """AdamW for every tensor; settings: other arguments of `adamw_chain`. max_grad_norm: 0 means no clipping.
-
-    Decoupled weight decay applies to all but vectors (Loshchilov and Hutter 2019).
-    """
-    decayed = by_optax(adamw_chain(b1=b1, b2=b2, weight_decay=weight_decay, **settings))
-    vectors = by_optax(adamw_chain(b1=b1, b2=b2, weight_decay=0.0, **settings))
-    return Optimizer(decayed, decayed, vectors, decayed, adam_scalars(schedule, b1, b2, max_grad_norm))
-
-
-def adamw_chain(
-    *,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    m_dtype: str = "float32",
-    v_dtype: str = "float32",
-    mask: Any = None,
-) -> optax.GradientTransformationExtraArgs:
-    """AdamW as an optax chain; `update` takes the `scalars=` of `adam_scalars`.
-
-    mask: a function from the tree of parameters to a tree of bools, True for parameters with weight decay; None: all.
-    """
-    decay = [optax.add_decayed_weights(weight_decay, mask=mask)] if weight_decay else []
-    chain = optax.chain(
-        scale_by_given(lambda scalars: scalars["clip"]),
-        scale_by_adam(b1, b2, eps, m_dtype, v_dtype),
-        *decay,
-        scale_by_given(lambda scalars: -scalars["lr"]),
-    )
-    return optax.with_extra_args_support(chain)
-
-
-class Moments8bit(NamedTuple):
-    """State of a matrix under `adamw8bit`; pallas_kernels/adamw8bit.py defines the codes."""
-
-    m: Any  # int8, the shape of the matrix
-    m_scale: Any  # float32 [..., n / block]
-    v: Any  # uint8, the shape of the matrix
-    v_scale: Any  # float32 [..., n / block]
-
-
-def adamw8bit(
-    schedule: Schedule,
-    *,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    max_grad_norm: float = 1.0,
-    implementation: Any = "xla",
-    **vectors,
-) -> Optimizer:
-    """AdamW with the moments of matrices and tables in 8 bits; vectors: m_dtype and v_dtype of all other moments.
-
-    A block never spans two shards: its size divides the length of a shard's row.
-    """
-    plain = adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, **vectors)
-
-    def init(shape, shards):
-        return Moments8bit(*kernel.init(shape, kernel.block_size(shape[-1] // shards)))
-
-    def state_layout(layout: Layout) -> Moments8bit:
-        return Moments8bit(layout, layout, layout, layout)
-
-    def apply(p, g, state: Moments8bit, tensor: TensorContext, dtype):
-        how = {"work_dtype": dtype, "in_place": True, "implementation": implementation}
-        new = kernel.adamw8bit(p, g, *state, tensor.scalars["hyper"], tensor.seed, **how)
-        return new.work, new.p, Moments8bit(new.m, new.m_scale, new.v, new.v_scale)
-
-    def apply_to_stack(p, state: Moments8bit):
-        # XLA's reference needs memory for a second stack; the kernel updates the stack in place.
-        return apply if kernel.serves(p.size // state.m_scale.size, implementation) else None
-
-    def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
-        shared = plain.scalars(done, grad_norm)
-        lr, c1, c2, clip = (shared[name] for name in ("lr", "c1", "c2", "clip"))
-        return shared | {"hyper": kernel.Hyper(lr, b1, b2, eps, weight_decay, c1, c2, clip).vector()}
-
-    layer_by_layer = Rule(init, state_layout, apply)
-    in_one_pass = layer_by_layer._replace(apply_to_stack=apply_to_stack)
-    return plain._replace(matrices=in_one_pass, tables=layer_by_layer, scalars=scalars)
-
-
 COMMON = {"weight_decay": "weight_decay", "max_grad_norm": "max_grad_norm"}
-ADAM = {"b1": "adamw_beta1", "b2": "adamw_beta2", "eps": "adamw_epsilon"}
-MOMENTS = {"m_dtype": "opt_m_dtype", "v_dtype": "opt_v_dtype"}
-ADAMW = OptimizerChoice(adamw, COMMON | ADAM | MOMENTS, options=AdamSettings)
-ADAMW8BIT = OptimizerChoice(
-    adamw8bit,
-    COMMON | ADAM | MOMENTS | {"implementation": "implementation"},
-    summary="8-bit moments of matrices",
-)
 
 
 def init(optimizer: Optimizer, params, masters, plan):

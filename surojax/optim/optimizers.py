@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from surojax.declared import Declared, declared
+from surojax.optim.adamw import ADAMW
+from surojax.optim.adamw8bit import ADAMW8BIT
+from surojax.optim.learning_rate import Schedule
 from surojax.optim.lion import LION
 from surojax.optim.normuon import NORMUON
-from surojax.optim.optimizer import ADAMW, ADAMW8BIT, MomentSettings, Optimizer, OptimizerChoice, Schedule
+from surojax.optim.optimizer import MomentSettings, Optimizer, OptimizerChoice
 from surojax.refusals.features import overlap
 from surojax.refusals.refusal import Refusal, is_one_of, is_set
 

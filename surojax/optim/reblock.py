@@ -10,7 +10,7 @@ A v that is not 0 keeps at least code 1.
 import jax
 import jax.numpy as jnp
 
-from surojax.optim.optimizer import Moments8bit
+from surojax.optim.adamw8bit import Moments8bit
 
 
 def reblocked(old: Moments8bit, blocks: int) -> Moments8bit:

@@ -24,7 +24,7 @@ from surojax.errors import CheckpointError
 from surojax.memory.host import put
 from surojax.memory.in_file import InFiles, home_of
 from surojax.memory.layer_file import THREADS
-from surojax.optim.optimizer import Moments8bit
+from surojax.optim.adamw8bit import Moments8bit
 from surojax.optim.reblock import reblocked
 from surojax.parallel.feed import from_host
 from surojax.placement.home import DEVICE
