@@ -70,11 +70,7 @@ if TYPE_CHECKING:  # for editors, which complete these names and show their type
     from surojax.models.decoder import Block as Block, Decoder as Decoder
     from surojax.models.decoder_config import DecoderConfig as DecoderConfig
     from surojax.models.model import Compute as Compute, Model as Model
-    from surojax.run.callbacks import (
-        Callback as Callback,
-        EarlyStopping as EarlyStopping,
-        Event as Event,
-    )
+    from surojax.run.callbacks import Callback as Callback, EarlyStopping as EarlyStopping, Event as Event
     from surojax.run.guard import Guard as Guard
     from surojax.run.metrics import read_metrics as read_metrics
     from surojax.run.nonfinite import NonFiniteLoss as NonFiniteLoss

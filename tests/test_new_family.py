@@ -179,7 +179,7 @@ def test_names_of_tensors_that_it_does_not_have_are_refused(tmp_path):
 def test_no_other_file_knows_a_family_by_its_name():
     """As a text of its own in the syntax tree. Chat templates and tokenizers have names like those of families."""
     names = {*FAMILIES, *IMAGE_TEXT_FAMILIES}
-    architectures = {"models/decoder_model.py", "config/fields.py"}  # whose only one is called like the first family
+    architectures = {"models/decoder_model.py", "config/sections.py"}  # whose only one is called like the first family
     for file in FILES:
         path = file.relative_to(PACKAGE)
         if room_of(path.with_suffix("").parts) in ("families", "data") or str(path) in architectures:

@@ -31,7 +31,7 @@ from surojax.errors import ConfigError
 
 @dataclass(frozen=True)
 class Settings:
-    """The fields of a config that determine the data and how samples are made; see `config.fields`."""
+    """The fields of a config that determine the data and how samples are made; see `config.sections`."""
 
     sequence_len: int
     data: str = ""

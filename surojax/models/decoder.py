@@ -17,15 +17,7 @@ from surojax.models.experts import Experts
 from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
 from surojax.models.linear import linear
 from surojax.models.lora import add_adapters
-from surojax.models.model import (
-    DEFAULT,
-    ROUTES,
-    Cache,
-    Earlier,
-    Routed,
-    Routing,
-    Variant,
-)
+from surojax.models.model import DEFAULT, ROUTES, Cache, Earlier, Routed, Routing, Variant
 from surojax.models.operations import Operations, softcapped
 from surojax.models.recompute import recomputed
 from surojax.placement.param import Kind

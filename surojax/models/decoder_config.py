@@ -5,9 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 from surojax.models.lora import Lora
-from surojax.models.model import (
-    Variant,
-)
+from surojax.models.model import Variant
 from surojax.models.rotary import NO_ROTATION, RopeScaling
 from surojax.numerics.recipes import Precision
 

@@ -24,14 +24,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from surojax.config.checks import REFUSALS
-from surojax.config.fields import (
-    DEFAULTS,
-    Config,
-    default_config,
-    flat,
-    gpus_per_sequence,
-    tokens_of_piece,
-)
+from surojax.config.fields import DEFAULTS, Config, default_config, flat, gpus_per_sequence, tokens_of_piece
 from surojax.errors import ConfigError, need
 from surojax.placement.table import TO_FILES
 from surojax.planner.changes import Change, changed, differing
