@@ -24,7 +24,7 @@ from surojax.models import chunked, cudnn, decoder_config, decoder_model
 from surojax.models.attention import visible
 from surojax.models.model import Compute, Earlier
 from surojax.placement.mesh import data_parallel
-from surojax.planner import aot, costs, hlo, traffic
+from surojax.planner import aot, costs, hlo, step_collectives, traffic
 
 TWO_LAYERS = dataclasses.replace(CONFIG, num_hidden_layers=2)
 MISTRAL = dataclasses.replace(CONFIG, sliding_window=9)  # of a chunk of 8 tokens: the one before it, and a token more
@@ -115,7 +115,7 @@ def test_divided_chunks_move_what_the_formulas_say():
     text = small.step.lower(small.plan, batch, batch).compile().as_text()
     found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse(text), 1)], small.mesh.shape)}
     found = {key: size for key, size in found.items() if size > 100}  # others: scalars
-    assert found == traffic.collective_bytes(
+    assert found == step_collectives.collective_bytes(
         small.run, traffic.BatchShape(sequences=1, sequence_len=32, microbatches=2)
     )
 

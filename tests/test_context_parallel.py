@@ -26,7 +26,7 @@ from surojax.parallel.context import METHODS
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import CONTEXT, SHARD, abstract_mesh, data_parallel, make_mesh, mesh_shape, shards
 from surojax.placement.table import Storage, place
-from surojax.planner import hlo, products, traffic
+from surojax.planner import hlo, products, step_collectives, traffic
 
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
 ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
@@ -199,7 +199,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(method, recompute_block):
     text = small.step.lower(small.plan, batch, batch).compile().as_text()
     found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse(text), 1)], small.mesh.shape)}
     of_group = traffic.BatchShape(sequences=1, sequence_len=24, microbatches=2)
-    expected = traffic.collective_bytes(small.run, of_group)
+    expected = step_collectives.collective_bytes(small.run, of_group)
     del expected["all-gather", "dp_shard+cp"]  # three layers of two microbatches: the first one's prefetch is 8 % more
     assert {axis for _, axis in expected} == {"cp", "dp_shard+cp"}
     for key, size in expected.items():
@@ -220,7 +220,7 @@ def test_groups_move_what_the_formulas_say():
         checks.check(c)
         run = from_config(c, abstract_mesh(8, **mesh_sizes(c)), total_steps=10)
         batch = traffic.BatchShape(sequences=1, sequence_len=S, microbatches=K)
-        found = traffic.collective_bytes(run, batch)
+        found = step_collectives.collective_bytes(run, batch)
         flops = sum(products.token_flops(run, S, again=True).values())
         assert sum(products.step_flops(run, batch).values()) == pytest.approx(flops * S * K / 4)
         assert found.pop(("all-gather", "dp_shard+cp")) == pytest.approx(

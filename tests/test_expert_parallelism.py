@@ -16,7 +16,7 @@ from test_experts import ALL, BOTH, ORDER_OF_SUMS, dense, two_products
 from surojax.models.grouped import blocks_in_piece, blocks_of, sum_of_experts
 from surojax.parallel import expert_dispatch
 from surojax.placement.mesh import data_parallel, make_mesh
-from surojax.planner import hlo, stages, traffic
+from surojax.planner import hlo, stages, step_collectives, traffic
 from surojax.run import on_disk
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.restore import restore
@@ -154,7 +154,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(ep_size):
     text = small.step.lower(small.plan, batch, batch).compile(options).as_text()
     module = stages.with_rounds(hlo.parse(text), small.run, of_group)
     found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(module, 1)], small.mesh.shape)}
-    expected = traffic.collective_bytes(small.run, of_group)
+    expected = step_collectives.collective_bytes(small.run, of_group)
     assert found["all-to-all", "ep"] == pytest.approx(expected["all-to-all", "ep"], rel=0.02)
     for key in expected.keys() | found.keys():
         assert found.get(key, 0) == pytest.approx(expected.get(key, 0), rel=0.1, abs=2000), key

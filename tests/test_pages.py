@@ -17,7 +17,7 @@ from surojax.__main__ import VERBS
 from surojax.config import checks, flags
 from surojax.config.fields import DEFAULTS, FIELDS
 from surojax.convert import merge_parser
-from surojax.planner import choices, footprint, products, traffic
+from surojax.planner import choices, footprint, products, step_collectives, traffic
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -169,7 +169,7 @@ def test_the_arithmetic_is_that_of_the_planner():
     assert products.step_flops(run, batch) == {"bfloat16": tokens * (names["flops"] + names["again"])}
     many: dict = {"gradient_accumulation_steps": names["microbatches"], "microbatches_per_fetch": names["microbatches"]}
     run, batch, _ = planned(gpus=names["gpus"], zero_level=3, **many)
-    sent = {op: size for (op, _), size in traffic.collective_bytes(run, batch).items()}
+    sent = {op: size for (op, _), size in step_collectives.collective_bytes(run, batch).items()}
     assert sent == {"all-gather": names["gathers"], "reduce-scatter": names["reductions"]}
     offloads = dict.fromkeys(choices.OFFLOADS.values(), True)
     assert traffic.host_bytes(*planned(**offloads, **many))[0] == names["to_device"]

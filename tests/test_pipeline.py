@@ -30,7 +30,7 @@ from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.param import OUTER
 from surojax.placement.table import Storage, place
-from surojax.planner import footprint, hlo, products, stages, traffic
+from surojax.planner import footprint, hlo, products, stages, step_collectives, traffic
 from surojax.planner.gpus import GPUS
 from surojax.planner.sizes import patterns
 from surojax.step import pipeline, stage_layers, state
@@ -379,7 +379,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size, layer
     of_group = traffic.BatchShape(sequences=1, sequence_len=24, microbatches=microbatches)
     module = stages.with_rounds(hlo.parse(compiled.as_text()), small.run, of_group)
     found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(module, 1)], small.mesh.shape)}
-    expected = traffic.collective_bytes(small.run, of_group)
+    expected = step_collectives.collective_bytes(small.run, of_group)
     assert {("collective-permute", "pp"), ("all-gather", "dp_shard"), ("reduce-scatter", "dp_shard")} <= expected.keys()
     for key in expected.keys() | found.keys():
         assert found.get(key, 0) == pytest.approx(expected.get(key, 0), rel=0.02, abs=100), key
@@ -457,8 +457,8 @@ def test_the_planner_counts_what_idle_stages_do_in_a_ring():
     whole, batch = planned_run(2, recompute_block=False, **ring)  # else its last layer is computed once
     stage, _ = planned_run(4, pp_size=2, **ring)
     hops = "collective-permute", "cp"
-    expected = traffic.collective_bytes(whole, batch)[hops] / 2 * 5 / 4
-    assert traffic.collective_bytes(stage, batch)[hops] == pytest.approx(expected)
+    expected = step_collectives.collective_bytes(whole, batch)[hops] / 2 * 5 / 4
+    assert step_collectives.collective_bytes(stage, batch)[hops] == pytest.approx(expected)
     gathered, _ = planned_run(4, pp_size=2, **ring | {"cp_method": "allgather"})
     with_ring, without = (footprint.by_class(x, batch, "gpu")["residuals"]["device"] for x in (stage, gathered))
     assert with_ring == without * (4 * 4 + 1) / (4 * 4)
@@ -488,7 +488,7 @@ def test_what_is_gathered_after_an_update_is_that_of_a_stage():
         c = default_config()
         c.update({"gpus": 2 * stages_, "pp_size": stages_, "zero_level": 1, "gradient_accumulation_steps": 4})
         run = from_config(c, abstract_mesh(c.gpus, **mesh_sizes(c)), total_steps=10)
-        sent.append(traffic.collective_bytes(run, batch)["all-gather", "dp_shard"])
+        sent.append(step_collectives.collective_bytes(run, batch)["all-gather", "dp_shard"])
     parameters = sum(
         (1 if name == OUTER else run.model.num_layers) * math.prod(p.shape)
         for name, section in run.model.params.items()

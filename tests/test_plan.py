@@ -39,6 +39,7 @@ from surojax.planner import (
     remedies,
     report,
     roofline,
+    step_collectives,
     traffic,
 )
 from surojax.planner.amounts import GiB
@@ -229,7 +230,7 @@ def test_other_collectives_are_those_of_the_textbook(planned, changes):
         assert x["bytes"] == pytest.approx(x["textbook_bytes"], rel=0.02, abs=1000), x
     assert found["all-gather"]["bytes"] > 10e6 < found["all-to-all"]["bytes"] and "reduce-scatter" not in found
     run = lambda **changes: from_config(config(gpus=4, **BLOCKS | changes), jax.sharding.AbstractMesh((1, 4), DATA), 10)
-    plain = traffic.collective_bytes(run(zero_level=changes["zero_level"]), traffic.BatchShape(1, 64, 2))
+    plain = step_collectives.collective_bytes(run(zero_level=changes["zero_level"]), traffic.BatchShape(1, 64, 2))
     if "zero_quantized_weights" in changes:
         assert 0.5 < found["all-gather"]["bytes"] / plain["all-gather", "dp_shard"] < 0.54
     reduced = found["all-to-all"]["bytes"] / plain["reduce-scatter", "dp_shard"]

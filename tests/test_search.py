@@ -20,7 +20,18 @@ from surojax.config import checks, flags, write
 from surojax.config.fields import default_config, flat, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.placement.mesh import make_mesh
-from surojax.planner import aot, choices, fastest, file_time, footprint, remedies, roofline, search, traffic
+from surojax.planner import (
+    aot,
+    choices,
+    fastest,
+    file_time,
+    footprint,
+    remedies,
+    roofline,
+    search,
+    step_collectives,
+    traffic,
+)
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.changes import changed, differing, flags as flags_of
 from surojax.planner.costs import product_time
@@ -62,9 +73,9 @@ def config(name: str = "llama7b", **changes):
     return c
 
 
-GATHERED = traffic.LaneStage("weights", Stage.GATHER, "arriving")
-REDUCED = traffic.LaneStage("grads", Stage.REDUCE, "leaving")
-ONCE = traffic.LaneStage("grads", Stage.REDUCE_REPLICAS, "last")
+GATHERED = step_collectives.LaneStage("weights", Stage.GATHER, "arriving")
+REDUCED = step_collectives.LaneStage("grads", Stage.REDUCE, "leaving")
+ONCE = step_collectives.LaneStage("grads", Stage.REDUCE_REPLICAS, "last")
 
 
 def work_of(c) -> roofline.StepWork:
@@ -233,7 +244,7 @@ def test_a_class_that_is_gathered_is_read_from_its_lane(monkeypatch):
 
     def planned() -> tuple[int, float]:
         """Bytes that are gathered, and seconds of the update."""
-        sent = traffic.collective_bytes(run, batch_of(c))
+        sent = step_collectives.collective_bytes(run, batch_of(c))
         return sent["all-gather", "dp_shard"], roofline.phases(work_of(c))["update"]
 
     def gathers(engine, declared=passes.update):

@@ -27,7 +27,7 @@ from surojax.parallel import tensor
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import KV_HEADS, SAME_KV_HEADS, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.table import Storage, place
-from surojax.planner import hlo, products, traffic
+from surojax.planner import hlo, products, step_collectives, traffic
 
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
 ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
@@ -119,7 +119,7 @@ def moves_what_is_said(small: Small):
     text = small.step.lower(small.plan, batch, batch).compile().as_text()
     found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse(text), 1)], small.mesh.shape)}
     of_group = traffic.BatchShape(sequences=1, sequence_len=24, microbatches=2)
-    expected = traffic.collective_bytes(small.run, of_group)
+    expected = step_collectives.collective_bytes(small.run, of_group)
     of_tp = {key: size for key, size in expected.items() if "tp" in key[1]}
     assert {op for op, _ in of_tp} - {"all-to-all"} == {"all-gather", "reduce-scatter", "all-reduce"}
     for key, size in of_tp.items():
@@ -222,7 +222,7 @@ def test_groups_move_what_the_formulas_say():
     c.model.update(sizes | {"num_attention_heads": 4, "num_key_value_heads": 2})
     c.update({"gpus": 8, "tp_size": 4, "zero_level": 3, "sequence_len": S, "model_dtype": "bfloat16"})
     run = from_config(c, abstract_mesh(8, **mesh_sizes(c)), total_steps=10)
-    found = traffic.collective_bytes(run, traffic.BatchShape(sequences=1, sequence_len=S, microbatches=K))
+    found = step_collectives.collective_bytes(run, traffic.BatchShape(sequences=1, sequence_len=S, microbatches=K))
     x = 3 * S // 4 * D * 2  # what three others send or get of a sequence in bfloat16
     ids = 3 * S // 4 * 4
     blocks = L * ((2 * D * D + 3 * D * F) // 4 + 2 * D * D // 2 // 2 + 2 * D)

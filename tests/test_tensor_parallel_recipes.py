@@ -34,7 +34,7 @@ from surojax.parallel.collectives import device_number
 from surojax.parallel.operands import operand_parts
 from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.mesh import data_parallel, make_mesh
-from surojax.planner import hlo, traffic
+from surojax.planner import hlo, step_collectives, traffic
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.on_disk import find
 from surojax.run.restore import restore
@@ -404,7 +404,7 @@ def test_what_is_sent_in_8_bits(quantized):
     compiled = hlo.parse(small.step.lower(small.plan, batch, batch).compile().as_text())
     sent = {(x.op, x.axis): x.bytes for x in hlo.collectives([(compiled, 1)], small.mesh.shape)}
     said, more = (
-        traffic.collective_bytes(small.run, traffic.BatchShape(sequences=1, sequence_len=24, microbatches=n))
+        step_collectives.collective_bytes(small.run, traffic.BatchShape(sequences=1, sequence_len=24, microbatches=n))
         for n in (2, 3)
     )
     gathers = "all-gather", "dp_shard"

@@ -9,7 +9,7 @@ import pytest
 from surojax.assembly import Assembly, from_config
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.placement.mesh import DATA, abstract_mesh
-from surojax.planner import traffic
+from surojax.planner import step_collectives, traffic
 
 L, D, F, V = 3, 32, 96, 64
 MATRICES, VECTORS = L * (4 * D * D + 3 * D * F), L * 2 * D  # as many key/value heads as query heads
@@ -31,7 +31,7 @@ BATCH = traffic.BatchShape(sequences=1, sequence_len=16, microbatches=K)
 
 def moved(replicate: int = 1, **changes) -> dict[tuple[str, str], int]:
     """Bytes of a step, by (collective, axis)."""
-    return traffic.collective_bytes(assembled(replicate, **changes), BATCH)
+    return step_collectives.collective_bytes(assembled(replicate, **changes), BATCH)
 
 
 @pytest.mark.parametrize(

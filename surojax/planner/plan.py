@@ -42,6 +42,7 @@ from surojax.planner import (
     search,
     seen,
     stages,
+    step_collectives,
     traffic,
 )
 from surojax.planner.amounts import GiB, Memory
@@ -137,7 +138,7 @@ def plan(
     rows = footprint.by_class(run, batch, "gpu")
     measured = _compiled(c, facts, run, mesh, batch, trace, disk) if mesh else _estimated(run, batch, rows)
     shape = dict(run.mesh.shape)
-    collectives = _with_textbook(measured.pop("collectives", []), traffic.collective_bytes(run, batch))
+    collectives = _with_textbook(measured.pop("collectives", []), step_collectives.collective_bytes(run, batch))
     times = roofline.bounds(
         facts,
         flops=products.step_flops(run, batch),

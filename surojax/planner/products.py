@@ -23,7 +23,7 @@ from surojax.models.model import Segment, Variant
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.placement.mesh import CONTEXT, EXPERT, SHARD, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import Kind, Param
-from surojax.planner import sizes, traffic
+from surojax.planner import sizes, step_collectives
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu
 from surojax.planner.sizes import TensorOnGpu, itemsize, segment_bytes
@@ -142,7 +142,7 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     moved = _rearranged(run, batch, gpu)
     in_passes = FORWARD_PASSES * passes
     in_passes_again = in_passes * (1 - layer.kept / layer.saved)  # of what is not kept
-    in_passes_again += lengths * again + moved * sum(traffic.tensor_again(run, segment))
+    in_passes_again += lengths * again + moved * sum(step_collectives.tensor_again(run, segment))
     of_layer = Seconds(
         forward=in_passes + attended + lengths + IN_A_PASS * moved,
         again=in_passes_again + attended * again,

@@ -37,13 +37,14 @@ from surojax.assembly import Assembly
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Kind
 from surojax.placement.table import BY_LAYER, TO_DEVICE, kept_in_memory
-from surojax.planner import links, products, sizes, traffic
+from surojax.planner import links, products, sizes, step_collectives, traffic
 from surojax.planner.file_time import ASSUMED_DISKS, UPDATE, Disks
 from surojax.planner.footprint import Rows
 from surojax.planner.gpus import Gpu, Rates
 from surojax.planner.products import Seconds
 from surojax.planner.sizes import itemsize
-from surojax.planner.traffic import BatchShape, LaneStage
+from surojax.planner.step_collectives import LaneStage
+from surojax.planner.traffic import BatchShape
 from surojax.step import passes
 from surojax.step.passes import Pass
 from surojax.step.spec import Engine
@@ -146,7 +147,7 @@ def collective_seconds(run: Assembly, batch: BatchShape, gpu: Gpu) -> Mapping[st
     """
     shape, hop = run.mesh.shape, gpu.rates.hop
     seconds = collections.defaultdict[str | LaneStage, float](float)
-    for x in traffic.transfers(run, batch):
+    for x in step_collectives.transfers(run, batch):
         late = x.number * links.hops(gpu, shape, x.op, x.axes) * hop if x.number else 0.0
         time = late + (x.size / links.rate(gpu, shape, x.op, x.axes) if x.size else 0.0)
         seconds[x.part] += time * (x.times if x.part in ("ticks", "once") else 1)
