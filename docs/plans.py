@@ -22,10 +22,10 @@ from surojax.errors import ConfigError
 from surojax.pages import studio
 from surojax.pages.template import fill
 from surojax.planner import aot
+from surojax.planner.candidate import device_limit
 from surojax.planner.footprint import HOST_POOL
 from surojax.planner.gpus import GPUS, with_nodes
 from surojax.planner.plan import plan
-from surojax.planner.search import device_limit
 
 PAGE = Path(__file__).with_name("plans.html")
 MiB = 2**20

@@ -18,10 +18,11 @@ from surojax.config.fields import Config
 from surojax.config.write import check_new, config_file
 from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
 from surojax.planner.amounts import GiB, Memory, gib
+from surojax.planner.candidate import Candidate, device_limit, host_limit
 from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS, named, with_nodes
 from surojax.planner.plan import checked
-from surojax.planner.search import Candidate, Space, best, device_limit, host_limit
+from surojax.planner.search import Space, best
 from surojax.sizes import MOST_GPUS
 
 DATA = "data/*.jsonl"  # what stands for the data if none is named

@@ -45,7 +45,7 @@ from surojax.optim.normuon import normuon
 from surojax.optim.optimizer import TensorContext
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import make_mesh
-from surojax.planner import aot, search
+from surojax.planner import aot, candidate
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import checked, plan_in_subprocess
 from surojax.run.metrics import MetricsLog
@@ -714,7 +714,7 @@ def test_thirty_billion_parameters_train_on_one_card():
     assert found.parameters == 30_532_122_624 + 13_369_344 and found.fits and found.device_bytes < 22 * 2**30
     assert found.tokens_per_s_per_gpu and found.tokens_per_s_per_gpu > 1000
     c = checked(c, "rtx4090")
-    estimate = search.estimated(c, GPUS["rtx4090"])
+    estimate = candidate.estimated(c, GPUS["rtx4090"])
     assert estimate.seconds == pytest.approx(found.predicted_step_s, rel=0.15)
     assert estimate.need[0] == pytest.approx(found.device_bytes, rel=0.05)
     # The kernel has the rows of all experts in memory at once, which the estimate leaves out, and copies no matrix.
@@ -722,7 +722,7 @@ def test_thirty_billion_parameters_train_on_one_card():
     by_kernel = plan_in_subprocess(c, "rtx4090")
     assert by_kernel.fits and found.device_bytes < by_kernel.device_bytes < estimate.need[0] * 1.06
     assert by_kernel.predicted_step_s < 0.7 * found.predicted_step_s
-    assert search.estimated(c, GPUS["rtx4090"]).seconds == pytest.approx(by_kernel.predicted_step_s, rel=0.15)
+    assert candidate.estimated(c, GPUS["rtx4090"]).seconds == pytest.approx(by_kernel.predicted_step_s, rel=0.15)
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from test_plan import config
 from test_timeline import GATHERED, GATHERS, GPU, ROUND, program, simulated
 
 from surojax.errors import ConfigError
-from surojax.planner import search
+from surojax.planner import candidate
 from surojax.planner.gpus import GPUS, with_nodes
 from surojax.planner.links import bandwidth, crossing, hops, rate
 
@@ -58,7 +58,7 @@ def test_hops_of_rings_and_of_a_tree_between_machines(op, axes, expected):
 
 def test_host_memory_is_that_of_a_machine():
     c = config(gpus=16, zero_level=3, offload_master=True)
-    one, two = (search.estimated(c, with_nodes("h100", n)).need for n in (16, 8))
+    one, two = (candidate.estimated(c, with_nodes("h100", n)).need for n in (16, 8))
     assert one.host == 2 * two.host > 0 and one.device == two.device
 
 
@@ -78,7 +78,7 @@ def test_a_collective_between_machines_takes_longer():
 def test_a_search_knows_the_links():
     """By estimate, 16 GPUs of one machine take less time than 16 in machines of 2."""
     c = config(gpus=16, zero_level=3)
-    one, eight = (search.estimated(c, with_nodes("h100", n)).seconds for n in (16, 2))
+    one, eight = (candidate.estimated(c, with_nodes("h100", n)).seconds for n in (16, 2))
     assert one < eight
 
 

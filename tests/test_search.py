@@ -22,6 +22,7 @@ from surojax.errors import ConfigError
 from surojax.placement.mesh import make_mesh
 from surojax.planner import (
     aot,
+    candidate,
     choices,
     fastest,
     file_time,
@@ -92,7 +93,7 @@ def everything(c, limits: Memory) -> list[tuple[float, Memory]]:
     for home, again, (size, count) in itertools.product(homes, choices.recomputations(c), splits):
         change = home | again
         change |= {"per_device_batch_size": size, "gradient_accumulation_steps": count, "lmhead_chunks": 1}
-        tried = search.estimated(changed(c, change), GPUS[GPU])
+        tried = candidate.estimated(changed(c, change), GPUS[GPU])
         if tried.need.fits(limits):
             found.append((tried.seconds, tried.need))
     return found
@@ -103,7 +104,7 @@ def everything(c, limits: Memory) -> list[tuple[float, Memory]]:
 def test_the_rules_lose_nothing(part, host):
     """Trying everything finds nothing faster that fits; resident layers only add to what the search can do."""
     c = checked(config(**SMALL), GPU)
-    whole = search.estimated(c, GPUS[GPU]).need
+    whole = candidate.estimated(c, GPUS[GPU]).need
     limits = Memory(part * whole.device, float("inf") if host is None else host * whole.device)
     found = search.search(Space(c, GPUS[GPU], limits))
     best = min(seconds for seconds, _ in everything(c, limits))
@@ -111,7 +112,7 @@ def test_the_rules_lose_nothing(part, host):
     assert all(x.need.fits(limits) for x in found.candidates)
     assert [x.seconds for x in found.candidates] == sorted(x.seconds for x in found.candidates)
     for x in found.candidates[:3]:  # what is said of it is what an estimate of its config says
-        tried = search.estimated(x.config, GPUS[GPU])
+        tried = candidate.estimated(x.config, GPUS[GPU])
         assert tried.need == x.need and tried.seconds == pytest.approx(x.seconds)
         checks.check(x.config)
         assert x.config.per_device_batch_size * x.config.gradient_accumulation_steps == 2
@@ -119,7 +120,7 @@ def test_the_rules_lose_nothing(part, host):
 
 def test_only_allowed_settings_change_numbers():
     c = checked(config(**SMALL), GPU)
-    limits = Memory(search.device_limit(GPUS[GPU]))
+    limits = Memory(candidate.device_limit(GPUS[GPU]))
     numbers = {name for change in choices.NUMBERS.values() for name in change} | {"model_dtype", "accum_dtype"}
     for allow in ((), ("adamw8bit",)):
         found = search.search(Space(c, GPUS[GPU], limits, allow=allow, keep=BLOCK)).candidates
@@ -140,7 +141,7 @@ def test_what_is_kept_is_not_changed(kept):
 def test_files_are_for_what_does_not_fit_otherwise():
     """Nothing in files while host memory is enough; then the fewest bytes that do, within the room for files."""
     c = checked(config(**SMALL), GPU)
-    whole = search.estimated(c, GPUS[GPU]).need.device
+    whole = candidate.estimated(c, GPUS[GPU]).need.device
     roomy = search.search(Space(c, GPUS[GPU], Memory(0.4 * whole, files=2**40), keep=BLOCK)).candidates
     assert roomy and not any(x.need.files for x in roomy)
     scarce = Memory(0.4 * whole, 0.45 * whole, files=2**40)
@@ -314,10 +315,10 @@ def test_an_overlapped_update_is_found_where_state_has_to_be_in_host_memory(keep
     """Not if the config's own value is kept."""
     c = checked(config(**SMALL | {"model.num_hidden_layers": 32}), GPU)
     offloads = dict.fromkeys(choices.OFFLOADS.values(), True)
-    need = search.estimated(changed(c, offloads | {"overlap_update": True}), GPUS[GPU]).need
+    need = candidate.estimated(changed(c, offloads | {"overlap_update": True}), GPUS[GPU]).need
     best = search.search(Space(c, GPUS[GPU], Memory(need.device), keep=keep)).candidates[0]
     assert best.config.overlap_update is expected
-    assert search.estimated(best.config, GPUS[GPU]).phases == best.phases
+    assert candidate.estimated(best.config, GPUS[GPU]).phases == best.phases
 
 
 def test_a_phase_with_files_takes_as_long_as_its_disk():
@@ -326,19 +327,19 @@ def test_a_phase_with_files_takes_as_long_as_its_disk():
     work = work_of(c)
     weights, state = work.sizes["weights"], work.sizes["master"] + work.sizes["moments"]
     residuals, grads = work.sizes["residuals"], work.sizes["grads"]
-    by_layer = search.estimated(c, GPUS[GPU], disks=SLOW).phases
+    by_layer = candidate.estimated(c, GPUS[GPU], disks=SLOW).phases
     ends = 1 + 1 / 8  # of eight layers, the first that is read and the last that is written
     expected = SLOW.seconds(weights, residuals) * ends
     assert by_layer["forward"] == pytest.approx(expected)
     assert by_layer["backward"] == pytest.approx(SLOW.seconds(weights + residuals, grads) * ends)
     written = SLOW.seconds(0, state + weights)
     assert by_layer["update"] == pytest.approx(SLOW.seconds(state + grads, 0) + written * ends)
-    late = search.estimated(changed(c, {"overlap_update": True}), GPUS[GPU], disks=SLOW).phases
+    late = candidate.estimated(changed(c, {"overlap_update": True}), GPUS[GPU], disks=SLOW).phases
     expected = SLOW.seconds(state + grads, state + weights + residuals) * ends
     assert late["update"] == pytest.approx(expected) and late["forward"] == 0.0  # weights are not read before it
     host = dict.fromkeys(choices.OFFLOADS.values(), True) | {"microbatches_per_fetch": 2}
-    in_host = search.estimated(checked(config(**SMALL | host), GPU), GPUS[GPU])
-    fast = search.estimated(c, GPUS[GPU], disks=Disks(1e15, 1e15))
+    in_host = candidate.estimated(checked(config(**SMALL | host), GPU), GPUS[GPU])
+    fast = candidate.estimated(c, GPUS[GPU], disks=Disks(1e15, 1e15))
     assert fast.seconds == pytest.approx(in_host.seconds, rel=1e-5)
 
 
@@ -355,14 +356,14 @@ def test_host_memory_that_is_left_keeps_a_part_of_files(tmp_path):
     """A candidate needs and takes what an estimate of its own config says, and less time than with all in files."""
     own_files = IN_FILES | {"nvme_path": str(tmp_path), "overlap_update": True}
     c = checked(config(**SMALL | own_files | {"model.num_hidden_layers": 64}), GPU)
-    need = search.estimated(c, GPUS[GPU]).need
+    need = candidate.estimated(c, GPUS[GPU]).need
     limits = Memory(1.2 * need.device, (1 + 2 * search.UNCERTAIN) * need.host + GiB, files=2**40)
     keep = (*BLOCK[:1], *own_files)
     best = search.search(Space(c, GPUS[GPU], limits, keep=keep, disks=SLOW)).candidates[0]
     assert best.config.files_in_memory == 1 and best.need.files > 0
-    own = search.estimated(best.config, GPUS[GPU], disks=SLOW)
+    own = candidate.estimated(best.config, GPUS[GPU], disks=SLOW)
     assert own.need == best.need and own.phases == best.phases
-    in_files = search.estimated(changed(best.config, {"files_in_memory": 0.0}), GPUS[GPU], disks=SLOW)
+    in_files = candidate.estimated(changed(best.config, {"files_in_memory": 0.0}), GPUS[GPU], disks=SLOW)
     assert in_files.need.host + GiB == own.need.host and own.seconds < in_files.seconds
     kept = Space(c, GPUS[GPU], limits, keep=(*keep, "files_in_memory"), disks=SLOW)
     assert search.search(kept).candidates[0].config.files_in_memory == 0
@@ -372,13 +373,13 @@ def test_device_memory_that_is_left_keeps_a_part_of_the_state():
     """A candidate needs and takes what an estimate of its own config says, and less than with all in host memory."""
     offloads = {name: True for row, name in choices.OFFLOADS.items() if row != "weights"}
     c = checked(config(**SMALL | offloads | {"model.num_hidden_layers": 64}), GPU)
-    need = search.estimated(c, GPUS[GPU]).need
+    need = candidate.estimated(c, GPUS[GPU]).need
     limits = Memory(int((1 + 2 * search.UNCERTAIN) * need.device) + GiB, need.host)
     keep = (*BLOCK[:1], *choices.OFFLOADS.values(), "overlap_update")
     best = search.search(Space(c, GPUS[GPU], limits, keep=keep)).candidates[0]
-    own = search.estimated(best.config, GPUS[GPU])
+    own = candidate.estimated(best.config, GPUS[GPU])
     assert best.config.device_memory == 1 and own.need == best.need and own.phases == best.phases
-    in_host = search.estimated(changed(best.config, {"device_memory": 0.0}), GPUS[GPU])
+    in_host = candidate.estimated(changed(best.config, {"device_memory": 0.0}), GPUS[GPU])
     kept = own.need.device - in_host.need.device
     assert 0.8 * GiB < kept <= GiB and kept == in_host.need.host - own.need.host
     assert own.seconds < in_host.seconds
@@ -389,7 +390,7 @@ def test_device_memory_that_is_left_keeps_a_part_of_the_state():
 def test_every_class_goes_to_files_where_host_memory_holds_none(tmp_path):
     """What is said of them is what an estimate of their config says, also with slow disks."""
     c = checked(config(**SMALL | {"model.num_hidden_layers": 32, "nvme_path": str(tmp_path)}), GPU)
-    need = search.estimated(changed(c, IN_FILES | {"overlap_update": True}), GPUS[GPU]).need
+    need = candidate.estimated(changed(c, IN_FILES | {"overlap_update": True}), GPUS[GPU]).need
     limits = Memory(1.2 * need.device, need.host, files=2**40)
     fastest_of = {}
     for disks in (Disks(), SLOW):
@@ -398,7 +399,7 @@ def test_every_class_goes_to_files_where_host_memory_holds_none(tmp_path):
         fastest_of[disks] = found[0].seconds
         for x in found:
             assert x.config.offload_weights == x.config.offload_optimizer == "nvme"
-            tried = search.estimated(x.config, GPUS[GPU], disks=disks)
+            tried = candidate.estimated(x.config, GPUS[GPU], disks=disks)
             assert tried.need == x.need and tried.phases == pytest.approx(x.phases)
             checks.check(x.config)
     assert fastest_of[SLOW] > 2 * fastest_of[Disks()]
@@ -517,7 +518,7 @@ def test_estimates_are_near_what_is_compiled(changes):
     """Device memory within 10 %, as footprint.py says; time within 10 % of the simulated step."""
     changes = changes or dict.fromkeys(choices.OFFLOADS.values(), True) | {"gpus": 1}
     c = checked(config(**changes), aot.kind() or GPU)
-    tried = search.estimated(c, GPUS[GPU])
+    tried = candidate.estimated(c, GPUS[GPU])
     p = plan(c, GPU)
     assert p.device_bytes / tried.need.device == pytest.approx(1, abs=0.1)
     assert tried.seconds / p.predicted_step_s == pytest.approx(1, abs=0.1)
@@ -529,8 +530,8 @@ def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
     """Compiles every setting of a small space, on a card on which some do not fit, and what the search chooses."""
     c = config(**SMALL, gpus=1, recompute_block=True)
     keep = [name for name in flat(c) if name not in ("offload_master", "offload_optimizer", "nvme_path")]
-    whole = search.estimated(checked(c, GPU), GPUS[GPU]).need.device
-    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.8 * whole + search.RESERVE) / footprint.POOL))
+    whole = candidate.estimated(checked(c, GPU), GPUS[GPU]).need.device
+    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.8 * whole + candidate.RESERVE) / footprint.POOL))
     monkeypatch.setitem(GPUS, GPU, card)
     compiled = {}
 
@@ -547,8 +548,8 @@ def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
         tried = changed(c, {"offload_master": master, "offload_optimizer": moments})
         p = planned(tried, GPU)
         # `train` refuses what does not fit by estimate.
-        estimated = search.estimated(checked(tried, GPU), card).need.device
-        if max(p.device_bytes, estimated) <= search.device_limit(card):
+        estimated = candidate.estimated(checked(tried, GPU), card).need.device
+        if max(p.device_bytes, estimated) <= candidate.device_limit(card):
             plans.append(p.predicted_step_s)
     assert 0 < len(plans) < 4
     assert result.rows[0].seconds == pytest.approx(min(plans))
@@ -641,8 +642,8 @@ def test_the_command_without_a_compiler(tmp_path, monkeypatch, capsys):
     assert f"1,000,000,000 tokens: {hours:,.1f} hours on 1 GPU; {3 * hours:,.2f} at 3 per GPU hour" in text
     checks.check(c)
     need = footprint.needs(c, 1, "gpu")
-    assert c.offload_weights and c.device_memory and need.device > 0.85 * search.device_limit(GPUS[GPU])
-    assert need.device <= search.device_limit(GPUS[GPU])
+    assert c.offload_weights and c.device_memory and need.device > 0.85 * candidate.device_limit(GPUS[GPU])
+    assert need.device <= candidate.device_limit(GPUS[GPU])
     assert f"Needs {gib(need.device)} on each GPU" in Path("llama7b_1xrtx4090.py").read_text()
 
 
@@ -666,11 +667,11 @@ def test_it_says_which_resource_is_too_small(monkeypatch):
     monkeypatch.setattr(aot, "available", lambda: False)
     monkeypatch.setattr(remedies, "with_limits_lifted", lambda space: [])  # seconds, and other tests are about them
     c = config(**SMALL, gpus=1)
-    whole = search.estimated(checked(c, GPU), GPUS[GPU]).need.device
+    whole = candidate.estimated(checked(c, GPU), GPUS[GPU]).need.device
 
     def tried(of_device: float, of_host: float, nvme: float | None, c=c, keep=()) -> fastest.FitResult:
         """On a card and in host memory with these parts of what the settings as given need on the card."""
-        memory = int((of_device * whole + search.RESERVE) / footprint.POOL)
+        memory = int((of_device * whole + candidate.RESERVE) / footprint.POOL)
         monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], memory_bytes=memory))
         return fastest.fastest(c, GPU, host_memory=of_host * whole / GiB, nvme=nvme, keep=(*SLICES_TOO, "gpus", *keep))
 
@@ -753,12 +754,12 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
     c = config(**SMALL | {"model.num_hidden_layers": 32}, recompute_block=True)
     keep = (*SLICES_TOO, "optimizer", "overlap_update", *choices.OFFLOADS.values())
     c.update(dict.fromkeys(choices.OFFLOADS.values(), True))
-    half = search.estimated(checked(changed(c, {"resident_layers": 16}), GPU), GPUS[GPU]).need.device
-    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((half + search.RESERVE) / footprint.POOL) + 1)
+    half = candidate.estimated(checked(changed(c, {"resident_layers": 16}), GPU), GPUS[GPU]).need.device
+    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((half + candidate.RESERVE) / footprint.POOL) + 1)
     monkeypatch.setitem(GPUS, GPU, card)
 
     def compiled(config, gpu, *, gpus_per_node, host_bandwidth, disk, advise):
-        need = search.estimated(checked(config, gpu), card).need
+        need = candidate.estimated(checked(config, gpu), card).need
         more = {"device_bytes": need.device + int(0.05 * card.memory_bytes), "host_bytes": need.host, "nvme_bytes": 0}
         return types.SimpleNamespace(
             **more, gpus=1, gpus_per_node=1, predicted_step_s=1.0 - config.resident_layers / 99
@@ -770,23 +771,25 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
     result = fastest.fastest(c, GPU, keep=keep)
     first, best = result.refuted[0].config.resident_layers, result.rows[0].config.resident_layers
     one_more = changed(result.rows[0].config, {"resident_layers": best + 1})
-    assert 0 < best < first and not result.rows[0].need.device > search.device_limit(card)
+    assert 0 < best < first and not result.rows[0].need.device > candidate.device_limit(card)
     assert compiled(
         one_more, GPU, gpus_per_node=None, host_bandwidth=None, disk=None, advise=False
-    ).device_bytes > search.device_limit(card)
+    ).device_bytes > candidate.device_limit(card)
 
 
 def test_host_memory_has_a_reserve_and_the_least_is_asked_for(monkeypatch):
     """Not more than nine tenths are pinned; if that is too little, no placement that fits the GPU needs less."""
     monkeypatch.setattr(aot, "available", lambda: False)
     c = config(**SMALL, gpus=1)
-    whole = search.estimated(checked(c, GPU), GPUS[GPU]).need.device
-    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.5 * whole + search.RESERVE) / footprint.POOL))
+    whole = candidate.estimated(checked(c, GPU), GPUS[GPU]).need.device
+    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.5 * whole + candidate.RESERVE) / footprint.POOL))
     monkeypatch.setitem(GPUS, GPU, card)
     keep = ("lmhead_chunks", "overlap_update")
-    found = search.search(Space(checked(c, GPU), card, Memory(search.device_limit(card)), keep=keep), least_host=True)
+    found = search.search(
+        Space(checked(c, GPU), card, Memory(candidate.device_limit(card)), keep=keep), least_host=True
+    )
     least = found.candidates[0].need.host
-    tried = everything(checked(c, GPU), Memory(search.device_limit(card)))
+    tried = everything(checked(c, GPU), Memory(candidate.device_limit(card)))
     assert 0 < least <= min(need.host for _, need in tried)
     enough, scarce = (fastest.fastest(c, GPU, host_memory=x * least / GiB, keep=keep) for x in (1.12, 1.1))
     assert enough.rows and all(row.need.host <= 0.9 * 1.12 * least for row in enough.rows)

@@ -8,7 +8,7 @@ import pytest
 
 from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError
-from surojax.planner import fastest as fit, prediction, search, seen
+from surojax.planner import candidate, fastest as fit, prediction, search, seen
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import parse
@@ -168,7 +168,7 @@ def test_fit_reads_the_file_and_names_it(file, monkeypatch):
     said: list[str] = []
     fit.fastest(c, "3090", say=said.append)
     assert any(file in line and "1.50 x" in line for line in said)
-    once, longer = (search.estimated(c, gpu).seconds for gpu in (GPUS["rtx3090"], *facts))
+    once, longer = (candidate.estimated(c, gpu).seconds for gpu in (GPUS["rtx3090"], *facts))
     assert longer == pytest.approx(1.5 * once)
     with open(file, "w") as written:
         written.write("{")

@@ -20,7 +20,7 @@ from surojax.config import flags
 from surojax.config.fields import flat
 from surojax.errors import Refused
 from surojax.pages import studio
-from surojax.planner import aot, search
+from surojax.planner import aot, candidate
 from surojax.planner.file_time import disks
 from surojax.planner.gpus import with_nodes
 from surojax.planner.plan import checked, plan
@@ -82,7 +82,7 @@ def test_an_estimate_is_that_of_the_planner(serve):
     _, verb, *words = shlex.split(found["train"])
     assert verb == "train" and flat(flags.parse(words, next(parsers))[0]) == flat(c)
     assert found["plan"].endswith(" --gpu rtx4090 --host-memory 64 --disk 2x7/6")
-    expected = search.estimated(checked(c, "rtx4090"), with_nodes("rtx4090", None, None), disks=disks("2x7/6"))
+    expected = candidate.estimated(checked(c, "rtx4090"), with_nodes("rtx4090", None, None), disks=disks("2x7/6"))
     exact = {fact["name"]: fact["exact"] for fact in found["facts"]}
     assert exact["memory of each GPU"] == expected.need.device and exact["files"] == expected.need.files > 0
     assert exact["a step"] == pytest.approx(expected.seconds)

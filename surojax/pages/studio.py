@@ -22,6 +22,7 @@ from surojax.pages import plan as plan_page
 from surojax.pages.template import fill
 from surojax.planner import aot, seen
 from surojax.planner.amounts import GiB, Memory, gib
+from surojax.planner.candidate import Candidate, device_limit, host_limit
 from surojax.planner.changes import changed, differing, flags as as_flags
 from surojax.planner.choices import with_batch
 from surojax.planner.file_time import Disks, disks
@@ -29,7 +30,7 @@ from surojax.planner.gpus import GB, GPUS, named, with_nodes
 from surojax.planner.plan import checked, plan
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING, with_limits_lifted
-from surojax.planner.search import Candidate, Space, device_limit, host_limit, search
+from surojax.planner.search import Space, search
 from surojax.sizes import MOST_GPUS
 
 SHOWN = 5  # settings that fit

@@ -14,12 +14,13 @@ from surojax.config.fields import Config, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.planner import aot, choices, remedies, seen
 from surojax.planner.amounts import GiB, Memory, gib
+from surojax.planner.candidate import Candidate, device_limit, host_limit
 from surojax.planner.changes import Change, changed, differing, flags
 from surojax.planner.choices import NUMBERS
 from surojax.planner.file_time import Disks, disks
 from surojax.planner.gpus import GB, named, with_nodes
 from surojax.planner.plan import Plan, checked, plan
-from surojax.planner.search import Candidate, Found, Space, best, device_limit, host_limit, kind, search
+from surojax.planner.search import Found, Space, best, kind, search
 
 MOST_COMPILED = 10
 RETRIES = 2  # of a candidate that does not fit as compiled, each with fewer resident layers

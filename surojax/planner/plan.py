@@ -2,9 +2,9 @@
 
 The real step is compiled for the named GPU on this machine, which needs no GPU (`aot`). Memory, collectives and host
 copies are read from the compiled program (`hlo`), and so is their overlap with matrix products. The program is
-simulated to predict its time (`prediction`). Each collective is reported with its textbook bytes (`traffic`). If the
-compiler for GPUs is not installed, memory is estimated by `footprint` and traffic by `traffic`, no time is predicted,
-and `Plan.estimate` is True.
+simulated to predict its time (`prediction`). Each collective is reported with its textbook bytes
+(`step_collectives`). If the compiler for GPUs is not installed, memory is estimated by `footprint`, traffic by
+`step_collectives` and `traffic`, no time is predicted, and `Plan.estimate` is True.
 """
 
 import copy
@@ -30,6 +30,7 @@ from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.mesh import make_mesh, mesh_shape
 from surojax.planner import (
     aot,
+    candidate,
     check_fit,
     file_time,
     footprint,
@@ -325,8 +326,8 @@ def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
     If the estimate for this config is below `need`, the difference is subtracted from what there is.
     """
     estimated = footprint.needs(c, c.gpus, "gpu", in_a_machine=gpu.in_a_machine(c.gpus))
-    device = search.device_limit(gpu) - max(0, need.device - estimated.device)
-    host = search.host_limit(limit.host) - max(0, need.host - estimated.host)
+    device = candidate.device_limit(gpu) - max(0, need.device - estimated.device)
+    host = candidate.host_limit(limit.host) - max(0, need.host - estimated.host)
     limits = Memory(device, host, math.inf if c.nvme_path else 0)
     found = remedies.proposals(search.Space(c, gpu, limits))
     lines = ["\n".join(proposal.lines()) for proposal in found]

@@ -15,9 +15,10 @@ from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import check_recipe
 from surojax.planner import choices
+from surojax.planner.candidate import Candidate
 from surojax.planner.changes import Change, changed, differing, flags, wrapped
 from surojax.planner.choices import NUMBERS
-from surojax.planner.search import Candidate, Space, best, search
+from surojax.planner.search import Space, best, search
 
 ALTERNATIVES = 3  # that are proposed for settings that do not fit
 MORE_GPUS = (2, 4, 8, 16, 32, 64)

@@ -9,8 +9,8 @@ other:
   hides what a pass that updates layers begins with and ends with: a layer of each lane.
 * The disks of a machine read and write what its lanes have in files, one direction at a time, beside all else but the
   first layer that a pass reads and the last one that it writes (file_time.py).
-* The link between GPUs has the collectives of its lanes and of its blocks (traffic.py). GPUs without a link of their
-  own share PCI Express between them and host copies, and all share host memory (timeline.py).
+* The link between GPUs has the collectives of its lanes and of its blocks (step_collectives.py). GPUs without a link
+  of their own share PCI Express between them and host copies, and all share host memory (timeline.py).
 * The chain has products and passes over activations (products.py), copies of what was fetched into the loop's carry,
   and the collectives that nothing hides. XLA runs one collective at a time, so these rules follow. Products wait for
   collectives over `tp` and `cp`. The gather of the next layer hides behind the forward pass, or if there are such

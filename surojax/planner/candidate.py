@@ -1,0 +1,85 @@
+"""Estimates the memory and the time of one config on a GPU, and the memory that it may need there."""
+
+import dataclasses
+
+from surojax.assembly import Assembly
+from surojax.config.fields import Config
+from surojax.placement.home import DEVICE, HOST
+from surojax.planner import choices, roofline
+from surojax.planner.amounts import GiB, Memory
+from surojax.planner.changes import Change
+from surojax.planner.file_time import ASSUMED_DISKS, Disks
+from surojax.planner.footprint import HOST_POOL, POOL, Rows, assembly, by_class, memory
+from surojax.planner.gpus import Gpu
+from surojax.planner.roofline import Stored
+from surojax.planner.sizes import accumulators
+from surojax.planner.traffic import batch_of
+from surojax.step.state_plan import bytes_per_device
+
+RESERVE = 512 * 2**20  # bytes of a GPU left for cuDNN's workspaces and fragmentation, which no estimate counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Settings and what they need by estimate. change: of the config that the search began with.
+
+    phases: estimated seconds of each part of a step.
+    """
+
+    config: Config
+    change: Change
+    need: Memory
+    phases: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds of a step."""
+        return sum(self.phases.values())
+
+
+def device_limit(gpu: Gpu) -> int:
+    """Bytes of a GPU that a candidate may need."""
+    return int(POOL * gpu.memory_bytes) - RESERVE
+
+
+def host_limit(size: float) -> float:
+    """Bytes that a candidate may need of a host memory of this size."""
+    return HOST_POOL * size
+
+
+def estimated(c: Config, gpu: Gpu, change: Change | None = None, disks: Disks = ASSUMED_DISKS) -> Candidate:
+    """A checked config as a candidate, with the bytes and the time that it needs on a GPU with rates.
+
+    disks: of a machine.
+    """
+    run = assembly(c)
+    rows = by_class(run, batch_of(c), "gpu")
+    work = roofline.step_work(run, batch_of(c), gpu, rows, disks)
+    table = run.engine.table
+    streamed = [row for row in choices.OFFLOADS if getattr(table, row).home.streamed]
+    offloaded = dict.fromkeys([*streamed, *["weights"] * table.streams_weights])
+    files = [row for row in streamed if getattr(table, row).home.in_file]
+    of_budgets = {"in_memory": kept_of_gpu(c), "on_device": kept_on_device(run)}
+    stored = Stored(tuple(offloaded), tuple(files), table.weights.resident, run.engine.overlap_update, **of_budgets)
+    return Candidate(c, change or {}, needed(c, rows, gpu), roofline.phases(work, stored))
+
+
+def kept_of_gpu(c: Config) -> float:
+    """Bytes of a GPU's part of files that are kept in host memory, if one process has all GPUs, as in every plan."""
+    return c.files_in_memory * GiB / c.gpus
+
+
+def kept_on_device(run: Assembly) -> int:
+    """Bytes on each device of master weights, moments and gradients that are in host memory but for `device_memory`."""
+    table, plan = run.engine.table, run.plan
+    state = [x for x, row in ((plan.master, table.master), (plan.moments, table.moments)) if row.home == HOST]
+    kept = bytes_per_device(state)
+    if table.grads.home == HOST:
+        of_tensors = (of for segment in run.model.segments for of in accumulators(run, segment))
+        kept += sum(size for home, size in of_tensors if home == DEVICE)
+    return kept
+
+
+def needed(c: Config, rows: Rows, gpu: Gpu, platform: str = "gpu") -> Memory:
+    """Estimated bytes that a run of a config needs. rows: `footprint.by_class` of the run."""
+    return memory(rows, c.gpus, gpu.in_a_machine(c.gpus), platform)
