@@ -20,14 +20,15 @@ from surojax.families.registry import ARCHITECTURES
 from surojax.memory.host import parts
 from surojax.memory.in_file import own_layers
 from surojax.memory.layer_file import Store
-from surojax.models.experts import RouterLosses
 from surojax.models.lora import Lora, saved_names, target_names
 from surojax.models.model import Compute, Model, Recompute, Segment
+from surojax.models.router_losses import RouterLosses
 from surojax.numerics import fp8
 from surojax.numerics.base_formats import Coded, is_coded
 from surojax.numerics.recipes import Precision
-from surojax.optim import learning_rate, optimizer as optim, optimizers
+from surojax.optim import optimizer as optim, optimizers
 from surojax.optim.from_optax import MakeTransformation, from_optax
+from surojax.optim.learning_rate import Schedule, learning_rate_schedule
 from surojax.parallel import collectives
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import layouts
@@ -418,9 +419,9 @@ def model(c: configs.Config, block: type | None = None) -> Model:
     return of_type.build(architecture(c), compute(c), block)
 
 
-def _schedule(c: configs.Config, peak: float, total_steps: int) -> learning_rate.Schedule:
+def _schedule(c: configs.Config, peak: float, total_steps: int) -> Schedule:
     """The learning rate schedule of a config with this peak."""
-    return learning_rate.learning_rate_schedule(
+    return learning_rate_schedule(
         c.lr_scheduler_type,
         peak=peak,
         total_steps=total_steps,

@@ -16,7 +16,8 @@ from surojax.models.decoder import Decoder
 from surojax.models.decoder_config import DecoderConfig
 from surojax.models.loss import cross_entropy
 from surojax.models.model import DEFAULT, Compute, Model
-from surojax.optim import adamw, optimizer as optim
+from surojax.optim import optimizer as optim
+from surojax.optim.adamw import adamw
 from surojax.optim.learning_rate import learning_rate_schedule
 from surojax.placement.layout import Layout, batch_sharding
 from surojax.placement.mesh import make_mesh, shards
@@ -137,7 +138,7 @@ class Small:
         batch: tuple[int, int, int] | None = None,
         seed: int = 0,
         m_dtype: str = "float32",
-        optimizer=adamw.adamw,
+        optimizer=adamw,
         **placed,
     ):
         sizes = {

@@ -24,7 +24,7 @@ from surojax.config.checks import restored_config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.host import move
 from surojax.models import decoder_model
-from surojax.optim import adamw
+from surojax.optim.adamw import adamw
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE
 from surojax.placement.mesh import make_mesh
@@ -88,7 +88,7 @@ def small_plan(devices: int, **placed) -> state.TrainState:
     """The plan of the tests' small model, in two float dtypes."""
     mesh = make_mesh(jax.devices()[:devices])
     table = placement.place(placement.Storage(model_dtype="bfloat16", **placed), num_shards=devices)
-    optimizer = adamw.adamw(lambda _: jnp.float32(1e-3), m_dtype="bfloat16")
+    optimizer = adamw(lambda _: jnp.float32(1e-3), m_dtype="bfloat16")
     return assemble(decoder_model.build(CONFIG), table=table, optimizer=optimizer, mesh=mesh).plan
 
 

@@ -33,12 +33,12 @@ from surojax.exchange import config_json, sources
 from surojax.exchange.gguf import open_file
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, named, stacks
-from surojax.models import decoder, decoder_config, decoder_model, experts, grouped, operations
-from surojax.models.experts import RouterLosses, RouterStatistics
+from surojax.models import decoder, decoder_config, decoder_model, experts, grouped, operations, router_losses
 from surojax.models.grouped import blocks_of, number_of_blocks, rows_of_block, sum_of_experts
 from surojax.models.linear_fp8 import InFloat8
 from surojax.models.model import Compute, Recompute
 from surojax.models.operations import Operations
+from surojax.models.router_losses import RouterLosses, RouterStatistics
 from surojax.numerics import base_formats
 from surojax.numerics.recipes import Precision
 from surojax.optim.normuon import normuon
@@ -753,8 +753,8 @@ MISTAKES = {
     ),
     "tokens without a label are counted": (experts, "if routing.counted is None else", "if True else"),
     "weights are not divided by their sum": (experts, "if c.norm_topk_prob:", "if not c.norm_topk_prob:"),
-    "a loss without the number of experts": (experts, "chosen_LE.shape[1] * jnp.sum(", "jnp.sum("),
-    "a loss that is the sum over layers": (experts, "jnp.mean(jnp.concatenate(", "jnp.sum(jnp.concatenate("),
+    "a loss without the number of experts": (router_losses, "chosen_LE.shape[1] * jnp.sum(", "jnp.sum("),
+    "a loss that is the sum over layers": (router_losses, "jnp.mean(jnp.concatenate(", "jnp.sum(jnp.concatenate("),
     "gate and up are interchanged": (
         experts,
         'gated(product(x_RD, "w_gate"), product(x_RD, "w_up")',
@@ -790,10 +790,11 @@ def remade(monkeypatch):
             for name in ("blocks_of", "sum_of_experts"):
                 monkeypatch.setattr(experts, name, namespace[name])
             return
-        namespace["RouterStatistics"] = experts.RouterStatistics
-        for name in ("route", "mix"):
+        if module is router_losses:
+            monkeypatch.setattr(RouterLosses, "__call__", namespace["RouterLosses"].__call__)
+            return
+        for name in ("route", "mix", "sum_by_loop", "_mlp"):
             monkeypatch.setattr(experts.Experts, name, getattr(namespace["Experts"], name))
-        monkeypatch.setattr(experts.RouterLosses, "__call__", namespace["RouterLosses"].__call__)
 
     return make
 

@@ -31,8 +31,8 @@ from surojax.exchange import config_json, peft
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, describe_source, stacks
 from surojax.models import decoder, decoder_config, decoder_model, experts
-from surojax.models.experts import RouterLosses
 from surojax.models.lora import Lora, target_names
+from surojax.models.router_losses import RouterLosses
 from surojax.placement.param import part_of
 
 with np.load(Path(__file__).parent / "fixtures" / "glm_reference.npz") as arrays:

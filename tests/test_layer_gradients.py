@@ -16,7 +16,8 @@ from surojax.memory.layer_file import NvmeError, Store
 from surojax.models.lora import TARGETS, Lora
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
-from surojax.optim import adamw8bit, normuon as muon
+from surojax.optim import normuon as muon
+from surojax.optim.adamw8bit import adamw8bit
 from surojax.placement.home import NVME
 from surojax.placement.layout import batch_sharding
 from surojax.placement.table import TO_FILES
@@ -89,7 +90,7 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
             (1, recipe("fp8_hybrid"), LATE | STEP | STATE),
             (4, {"zero_level": 3}, LATE | WEIGHTS | STEP | STATE),
             (4, {"zero_level": 3, "tp_size": 2}, LATE | WEIGHTS | {"offload_optimizer": "nvme"}),
-            (4, {"optimizer": adamw8bit.adamw8bit, "zero_level": 2, "replicate": 2}, LATE | STEP | STATE),
+            (4, {"optimizer": adamw8bit, "zero_level": 2, "replicate": 2}, LATE | STEP | STATE),
             (4, {"zero_level": 3, "recompute_block": False}, WEIGHTS | STEP | STATE),
             (4, {"zero_level": 1, "offload_grads": False}, WEIGHTS),
             (4, {"zero_level": 3, "tp_size": 2}, WEIGHTS | STEP),
@@ -106,7 +107,7 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
             (1, recipe("fp8_hybrid"), STEP),
             (1, recipe("fp8_current"), STEP),
             (1, {"optimizer": muon.normuon}, STEP),
-            (4, {"optimizer": adamw8bit.adamw8bit, "zero_level": 3}, STEP),
+            (4, {"optimizer": adamw8bit, "zero_level": 3}, STEP),
             (4, {"zero_level": 3}, STEP | STATE),
             (4, {"zero_level": 3, "recompute_block": False}, STEP),
             (4, {"zero_level": 2, "replicate": 2}, STEP),

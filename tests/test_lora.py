@@ -25,7 +25,7 @@ from surojax.models.lora import TARGETS, Adapter, Lora, adapters, dropped, targe
 from surojax.models.model import Compute
 from surojax.numerics import fp8, nf4
 from surojax.numerics.recipes import BLOCK_SCALED, RECIPES, Precision
-from surojax.optim import adamw
+from surojax.optim.adamw import adamw
 from surojax.placement.mesh import make_mesh
 from surojax.placement.param import part_of, with_part
 from surojax.step.weights import quantise_with_one_scale
@@ -112,7 +112,7 @@ def test_forward_gradients_and_two_steps_are_those_of_peft(case, devices, placed
         np.testing.assert_allclose(logits, REFERENCE[f"{case} logits"], atol=1e-5)
         expected = tree_of(model, f"{case} gradient", names)
         assert worst_relative(part_of(found, expected), expected) < 1e-5
-    optimizer = functools.partial(adamw.adamw, weight_decay=0.1, max_grad_norm=0.0)
+    optimizer = functools.partial(adamw, weight_decay=0.1, max_grad_norm=0.0)
     small = Small(devices, config=config, optimizer=optimizer, **placed)
     state = with_values(small, params)
     batch = [np.asarray(x, np.int32)[None] for x in (inputs, labels)]

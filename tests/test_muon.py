@@ -8,7 +8,8 @@ import pytest
 from small import REPLICATED, new_moments
 from test_optim import by_layers, tree
 
-from surojax.optim import adamw, normuon as muon, optimizer as optim
+from surojax.optim import normuon as muon, optimizer as optim
+from surojax.optim.adamw import adamw
 
 
 def matrix(m: int, k: int, values=None, seed: int = 0) -> np.ndarray:
@@ -136,7 +137,7 @@ def test_the_size_of_an_update_is_that_of_adamw():
 
 
 def test_all_but_the_blocks_matrices_are_adamw():
-    ours, plain = muon.normuon(optax.constant_schedule(0.1)), adamw.adamw(optax.constant_schedule(0.1))
+    ours, plain = muon.normuon(optax.constant_schedule(0.1)), adamw(optax.constant_schedule(0.1))
     new = []
     for optimizer in (ours, plain):
         params = tree(0)
@@ -165,4 +166,4 @@ def test_flops_are_those_of_the_products():
 def test_as_many_layers_are_updated_together_as_devices_divide(parts, devices, expected):
     matrices = muon.normuon(optax.constant_schedule(0.1)).matrices
     assert optim.layers_together(matrices, parts, devices) == expected
-    assert optim.layers_together(adamw.adamw(optax.constant_schedule(0.1)).matrices, parts, devices) == 1
+    assert optim.layers_together(adamw(optax.constant_schedule(0.1)).matrices, parts, devices) == 1

@@ -8,7 +8,10 @@ import optax
 import pytest
 from small import REPLICATED, declared, new_moments
 
-from surojax.optim import adamw, adamw8bit, learning_rate, lion, normuon as muon, optimizer as optim
+from surojax.optim import lion, normuon as muon, optimizer as optim
+from surojax.optim.adamw import adamw
+from surojax.optim.adamw8bit import adamw8bit
+from surojax.optim.learning_rate import learning_rate_schedule
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD, make_mesh
 from surojax.placement.param import Kind, Param
@@ -49,8 +52,8 @@ def by_layers(optimizer, grads, moments, master, norm, steps_done=0, layers: int
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 def test_layer_by_layer_equals_optax_on_the_whole(max_grad_norm):
     """Ten steps of optax's clip + adamw on the whole tree; the same formulas, rounded in another order."""
-    schedule = learning_rate.learning_rate_schedule("cosine", peak=1e-2, total_steps=10, warmup_steps=3)
-    ours = adamw.adamw(schedule, weight_decay=0.1, max_grad_norm=max_grad_norm)
+    schedule = learning_rate_schedule("cosine", peak=1e-2, total_steps=10, warmup_steps=3)
+    ours = adamw(schedule, weight_decay=0.1, max_grad_norm=max_grad_norm)
     mask = {"blocks": {"w": True, "norm": False}, "outer": {"embed": True, "norm": False}}
     clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
     theirs = optax.chain(clip, optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=mask))
@@ -65,7 +68,7 @@ def test_layer_by_layer_equals_optax_on_the_whole(max_grad_norm):
 
 
 def test_decay_is_on_matrices_only():
-    optimizer = adamw.adamw(optax.constant_schedule(0.1), weight_decay=0.5)
+    optimizer = adamw(optax.constant_schedule(0.1), weight_decay=0.5)
     params = tree(0)
     zero = jax.tree.map(jnp.zeros_like, params)
     _, new = by_layers(optimizer, zero, new_moments(optimizer, params), params, jnp.float32(0))
@@ -75,7 +78,7 @@ def test_decay_is_on_matrices_only():
 
 
 def test_moments_have_their_own_dtypes():
-    optimizer = adamw.adamw(optax.constant_schedule(0.1), m_dtype="bfloat16", v_dtype="float32")
+    optimizer = adamw(optax.constant_schedule(0.1), m_dtype="bfloat16", v_dtype="float32")
     params = tree(0)
     moments, _ = by_layers(optimizer, tree(1), new_moments(optimizer, params), params, jnp.float32(1))
     adam = moments["blocks"]["w"][1]
@@ -84,7 +87,7 @@ def test_moments_have_their_own_dtypes():
 
 
 def test_bfloat16_gradients_are_updated_in_float32():
-    optimizer = adamw.adamw(optax.constant_schedule(1e-3), max_grad_norm=0)
+    optimizer = adamw(optax.constant_schedule(1e-3), max_grad_norm=0)
     params, grads = tree(0), jax.tree.map(lambda g: g.astype(jnp.bfloat16), tree(1))
     exact = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     results = [by_layers(optimizer, g, new_moments(optimizer, params), params, 1.0)[1] for g in (grads, exact)]
@@ -93,7 +96,7 @@ def test_bfloat16_gradients_are_updated_in_float32():
 
 def test_bfloat16_weights_decay_as_float32_ones():
     """0.1 is 0.1001 in bfloat16: 7.7e-4 more. With no gradient all of the update is the decay."""
-    optimizer = adamw.adamw(optax.constant_schedule(1.0), weight_decay=0.1, max_grad_norm=0)
+    optimizer = adamw(optax.constant_schedule(1.0), weight_decay=0.1, max_grad_norm=0)
     p = jnp.linspace(0.5, 2, 64, dtype=jnp.bfloat16).reshape(8, 8)
     zero = jnp.zeros((8, 8))
     state = optimizer.matrices.init(p.shape, 1)
@@ -111,7 +114,7 @@ def test_bfloat16_weights_decay_as_float32_ones():
     np.testing.assert_allclose(kept["new"], exact, rtol=1e-6)
 
 
-@pytest.mark.parametrize("make", [adamw.adamw, adamw8bit.adamw8bit, muon.normuon, lion.lion])
+@pytest.mark.parametrize("make", [adamw, adamw8bit, muon.normuon, lion.lion])
 def test_small_updates_of_bfloat16_are_not_lost(make):
     """Steps of 2^-12 from 1.0, whose neighbour is 2^-8 below, for 100 steps. Each moves with a probability of 1/16: in
     standard deviations, a mean over 192 numbers is off by 2.8 % of the way; 5 of those."""
@@ -193,7 +196,7 @@ def test_shards_and_parts_of_them_draw_the_numbers_of_the_whole(replicas):
 
 
 def rates(kind, **options) -> np.ndarray:
-    schedule = learning_rate.learning_rate_schedule(kind, peak=1.0, total_steps=100, **options)
+    schedule = learning_rate_schedule(kind, peak=1.0, total_steps=100, **options)
     return np.array([float(schedule(jnp.int32(i))) for i in range(100)])
 
 
@@ -223,7 +226,7 @@ def test_without_warmup_the_first_step_is_at_the_peak():
 
 def test_eps_is_added_to_the_root():
     """Gradients as small as eps move a weight by half a learning rate."""
-    optimizer = adamw.adamw(optax.constant_schedule(1e-2), eps=1e-8, weight_decay=0.0, max_grad_norm=0)
+    optimizer = adamw(optax.constant_schedule(1e-2), eps=1e-8, weight_decay=0.0, max_grad_norm=0)
     params, grads = tree(0), jax.tree.map(lambda p: jnp.full_like(p, 1e-8), tree(0))
     _, new = by_layers(optimizer, grads, new_moments(optimizer, params), params, 1.0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b - 0.5e-2, atol=1e-6), new, params)

@@ -12,12 +12,14 @@ from small import CONFIG, Small, quick_at, tokens
 
 from surojax.errors import CheckpointError
 from surojax.memory.nvme import claim
-from surojax.optim import adamw, adamw8bit, normuon as muon, optimizer as optim
+from surojax.optim import normuon as muon, optimizer as optim
+from surojax.optim.adamw import adamw
+from surojax.optim.adamw8bit import adamw8bit
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.restore import restore
 
 OFFLOADED: dict[str, Any] = {"offload_optimizer": True, "offload_master": True}
-OPTIMIZERS: dict[str, Any] = {"adamw8bit": adamw8bit.adamw8bit, "normuon": muon.normuon}  # adamw: all other tests'
+OPTIMIZERS: dict[str, Any] = {"adamw8bit": adamw8bit, "normuon": muon.normuon}  # adamw: all other tests'
 BATCHES = [tokens(2, 8, 16, seed=i) for i in range(3)]
 
 
@@ -27,7 +29,7 @@ WORDS = dataclasses.replace(CONFIG, vocab_size=512)  # embedding and head are up
 @functools.cache
 def trained(name: str, devices: int = 1, *, as_users_compile: bool = False, **placed) -> tuple:
     """(curve, state) after three steps."""
-    small = Small(devices, optimizer=OPTIMIZERS.get(name, adamw.adamw), **placed)
+    small = Small(devices, optimizer=OPTIMIZERS.get(name, adamw), **placed)
     if as_users_compile:
         small.compile_as_users_do(BATCHES[0])
     curve = small.train(BATCHES)
@@ -130,12 +132,12 @@ def test_devices_and_levels_change_rounding_only(name, devices, placed):
 @pytest.mark.full
 def test_a_checkpoint_moves_from_one_device_to_four(tmp_path):
     """Every array of the state is restored as it was, into shards, and training continues from it."""
-    one = Small(1, optimizer=adamw8bit.adamw8bit)
+    one = Small(1, optimizer=adamw8bit)
     one.train(BATCHES[:2])
     with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
         checkpoints.save(one.state, {"step": 2})
     before = jax.device_get(one.state)
-    four = Small(4, optimizer=adamw8bit.adamw8bit, zero_level=3, offload_optimizer=True)
+    four = Small(4, optimizer=adamw8bit, zero_level=3, offload_optimizer=True)
     assert checkpoints.last is not None
     four.state = restore(checkpoints.last, four.plan)
     same(jax.device_get(four.state.moments), before.moments)
@@ -163,7 +165,7 @@ def test_a_last_dimension_is_sharded(name):
 @pytest.mark.full
 def test_states_of_another_layout_are_reblocked_and_of_another_optimizer_refused(tmp_path):
     """Three blocks in a row become one: each code is off by at most half of its new step."""
-    one, three = (Small(n, config=WIDE, optimizer=adamw8bit.adamw8bit) for n in (1, 3))
+    one, three = (Small(n, config=WIDE, optimizer=adamw8bit) for n in (1, 3))
     rng = np.random.default_rng(0)
 
     def drawn(x):

@@ -15,7 +15,7 @@ from surojax import ConfigError, default_config
 from surojax.config import checks
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
-from surojax.optim import adamw8bit
+from surojax.optim.adamw8bit import adamw8bit
 from surojax.step import engine, stream
 from surojax.step.overlap import Pending
 from surojax.step.train_step import up_to_date
@@ -39,7 +39,7 @@ CASES = {
     "alternating": ALL
     | {"config": dataclasses.replace(CONFIG, sliding_window=4, sliding_window_pattern=2, num_hidden_layers=5)}
     | {"devices": 2, "zero_level": 3, "resident_layers": 1},
-    "adamw8bit": ALL | BF16 | {"devices": 2, "zero_level": 3, "optimizer": adamw8bit.adamw8bit},
+    "adamw8bit": ALL | BF16 | {"devices": 2, "zero_level": 3, "optimizer": adamw8bit},
     "fp8_quants": recipe("fp8_hybrid")
     | ALL
     | {"devices": 2, "zero_level": 3, "persistent_quants": True, "offload_quants": True, "model_dtype": "bfloat16"},

@@ -18,7 +18,7 @@ from test_pipeline import ALL, ONE_BACK, without_padding
 from test_tensor_parallel_recipes import EXTRAS, in_recipe
 
 from surojax.models.decoder_config import DecoderConfig
-from surojax.optim import adamw8bit
+from surojax.optim.adamw8bit import adamw8bit
 from surojax.optim.normuon import normuon
 from surojax.placement.layout import batch_sharding, specs
 from surojax.step.train_step import passes
@@ -89,7 +89,7 @@ def on_one_device(optimizer) -> list[tuple[float, float]]:
     return Small(config=DIVIDED, optimizer=optimizer).train(BATCHES)
 
 
-@pytest.mark.parametrize(("optimizer", "axis"), [(normuon, "pp_size"), (adamw8bit.adamw8bit, "cp_size")])
+@pytest.mark.parametrize(("optimizer", "axis"), [(normuon, "pp_size"), (adamw8bit, "cp_size")])
 @pytest.mark.full
 def test_optimizers_equal_one_device(optimizer, axis):
     """And they are the same to the bit with everything in host memory; padding stays zeros in every moment."""

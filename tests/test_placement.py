@@ -16,7 +16,8 @@ from surojax.models import decoder_model
 from surojax.models.decoder import Decoder
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
-from surojax.optim import adamw8bit, normuon as muon
+from surojax.optim import normuon as muon
+from surojax.optim.adamw8bit import adamw8bit
 from surojax.placement import table as placement
 from surojax.placement.layout import MESH_AXES, batch_sharding
 from surojax.placement.mesh import SHARD, find_devices, make_mesh
@@ -68,7 +69,7 @@ def test_new_weights_do_not_depend_on_the_placement(devices, placed):
         jax.tree.map(functools.partial(np.testing.assert_array_max_ulp, maxulp=1), params, plain)
 
 
-@pytest.mark.parametrize("optimizer", quick_at([(adamw8bit.adamw8bit,), (muon.normuon,)], 0))
+@pytest.mark.parametrize("optimizer", quick_at([(adamw8bit,), (muon.normuon,)], 0))
 def test_nor_do_those_of_other_optimizers_and_recipes(optimizer):
     """bfloat16 masters, 8-bit codes, momentum, and a history, in host memory and on other devices."""
     recipe = Compute(precision=Precision(recipe="fp8_hybrid"))

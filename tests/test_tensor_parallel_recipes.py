@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, normal, quick_at, tokens, worst_relative
-from surojax.adamw8bit.adamw8bit import Moments8bit
 from test_engine import ORDER_OF_SUMS
 from test_tensor_parallel import ALL, moves_what_is_said
 
@@ -27,7 +26,7 @@ from surojax.numerics.blockscaled import ALL_WHOLE, nvfp4_linear
 from surojax.numerics.fp8 import E4M3
 from surojax.numerics.quantize import is_quantized, scale_for
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
-from surojax.optim import adamw8bit
+from surojax.optim.adamw8bit import Moments8bit, adamw8bit
 from surojax.optim.normuon import normuon
 from surojax.optim.reblock import reblocked
 from surojax.parallel.collectives import device_number
@@ -277,7 +276,7 @@ def in_groups(optimizer, **placed) -> list[tuple[float, float]]:
     return Small(8, config=ROWS, optimizer=optimizer, tp_size=4, zero_level=3, **placed).train(BATCHES)
 
 
-@pytest.mark.parametrize("optimizer", quick_at([(normuon,), (adamw8bit.adamw8bit,)]))
+@pytest.mark.parametrize("optimizer", quick_at([(normuon,), (adamw8bit,)]))
 def test_optimizers_update_divided_matrices(optimizer):
     """adamw8bit rounds moments at random, on each device with numbers of its own; the first update has none to read."""
     how: Any = {"config": ROWS, "optimizer": optimizer}
@@ -288,7 +287,7 @@ def test_optimizers_update_divided_matrices(optimizer):
     np.testing.assert_allclose(found, expected, rtol=5e-3)
 
 
-@pytest.mark.parametrize("optimizer", [normuon, adamw8bit.adamw8bit])
+@pytest.mark.parametrize("optimizer", [normuon, adamw8bit])
 @pytest.mark.full
 def test_offloaded_state_of_divided_matrices(optimizer):
     assert in_groups(optimizer, **ALL) == in_groups(optimizer)
@@ -332,7 +331,7 @@ def test_blocks_of_another_size():
 @pytest.mark.full
 def test_moments_in_8_bits_move_between_layouts(tmp_path):
     """From one device to 2 x 4 whose blocks are smaller, and back: equal numbers there, equal bits back here."""
-    how: Any = {"config": ROWS, "optimizer": adamw8bit.adamw8bit}
+    how: Any = {"config": ROWS, "optimizer": adamw8bit}
     one, eight = Small(**how), Small(8, tp_size=4, zero_level=3, offload_optimizer=True, **how)
     one.train(BATCHES[:2])
     saved = one.state

@@ -17,7 +17,7 @@ from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models import chunked, decoder_checks
 from surojax.models.decoder import Block, Outer, init_layer, init_outer, times
 from surojax.models.decoder_config import BLOCKS, DecoderConfig, from_settings
-from surojax.models.experts import SHARED, planned_statistics
+from surojax.models.experts import SHARED
 from surojax.models.linear import linear
 from surojax.models.linear_fp8 import SITES, InFloat8
 from surojax.models.lora import frozen, with_adapters
@@ -38,6 +38,7 @@ from surojax.models.model import (
     collect_params,
 )
 from surojax.models.operations import Operations, softcapped
+from surojax.models.router_losses import planned_statistics
 from surojax.numerics.quantize import Quantized, dequantise_all, is_quantized
 from surojax.placement.param import OUTER, part_of, trainable, with_part
 

@@ -15,16 +15,15 @@ experts' width, the choices are gathered with the activations.
 What a router decides is saved for the backward pass (`Routed.decided`): computed again, other rounding could choose
 other experts. The weights follow from the choice and are computed again.
 
-Losses that keep the experts in use are of a whole optimizer step: of all its microbatches and devices, and of the
-tokens that count. They follow from three sums over tokens (`RouterStatistics`), which a block returns and the engine
-adds up, so that they do not depend on how a batch is divided (`RouterLosses`).
+Losses that keep the experts in use follow from sums over tokens, which a block returns (router_losses.py).
 
 Shape suffixes: B batch, S sequence, D hidden size, F width of an expert, E experts, k choices of a token, N tokens,
-R rows of a block, L layers.
+R rows of a block, T tokens that devices of `ep` have sent.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.mma import ROWS
-from surojax.models.grouped import blocks_in_piece, blocks_of, rows_of_choices, sum_of_experts, sum_of_rows
+from surojax.models.grouped import Blocks, blocks_in_piece, blocks_of, rows_of_choices, sum_of_experts, sum_of_rows
 from surojax.models.layers import ADAPTER, SwiGLU, parameter, vector
 from surojax.models.linear import router_product
 from surojax.models.linear_fp8 import whole_input
@@ -43,6 +42,7 @@ from surojax.models.lora import low_rank
 from surojax.models.model import ROUTES, Routed, Routing, Segment
 from surojax.models.operations import Operations, gated
 from surojax.models.recompute import DECIDED, recomputed
+from surojax.models.router_losses import RouterStatistics
 from surojax.parallel import expert_dispatch
 from surojax.parallel.collectives import device_number
 from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
@@ -53,46 +53,11 @@ SCORING = ("softmax", SIGMOID := "sigmoid")
 SHARED = "shared"  # the module of shared experts
 
 
-class RouterStatistics(NamedTuple):
-    """Sums over tokens, float32.
+class OfExperts(NamedTuple):
+    """The experts' arrays by name. arrays: matrices and biases. factors: of adapters, (a, b) each."""
 
-    chosen_E: how many tokens chose each expert. probability_E: of each expert's probability before the choice, which is
-    its part of the sum of all scores if these are sigmoids (DeepSeek-V3, eq. 19).
-    squared_logsumexp: of the squared logarithm of the softmax' denominator.
-    """
-
-    chosen_E: Any
-    probability_E: Any
-    squared_logsumexp: Any
-
-
-def planned_statistics(experts: int) -> RouterStatistics:
-    """Shapes and dtypes of the statistics of one layer."""
-    of_experts = jax.ShapeDtypeStruct((experts,), jnp.float32)
-    return RouterStatistics(of_experts, of_experts, jax.ShapeDtypeStruct((), jnp.float32))
-
-
-@dataclasses.dataclass(frozen=True)
-class RouterLosses:
-    """The losses of routers, means over layers; an `Engine.auxiliary`.
-
-    balance: weight of E sum over experts of (choices per token) x (mean probability), which is k if the experts are
-    used alike (Fedus et al. 2021, arXiv:2101.03961, eq. 4; for k choices as in transformers). z: weight of the mean of
-    logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
-    """
-
-    balance: float = 0.0
-    z: float = 0.0
-
-    def __call__(self, statistics: dict[str, RouterStatistics], tokens: jax.Array) -> jax.Array:
-        """The loss, float32 []. statistics: by segment `[L, ...]`, sums over so many tokens."""
-        n = jnp.maximum(tokens, 1)
-        of_layers = []
-        for chosen_LE, probability_LE, squared_L in statistics.values():
-            chosen_LE = jax.lax.stop_gradient(chosen_LE)
-            balance_L = chosen_LE.shape[1] * jnp.sum((chosen_LE / n) * (probability_LE / n), axis=1)
-            of_layers.append(self.balance * balance_L + self.z * squared_L / n)
-        return jnp.mean(jnp.concatenate(of_layers))
+    arrays: dict[str, jax.Array]
+    factors: dict[str, tuple[jax.Array, jax.Array]]
 
 
 class Experts(nnx.Module):
@@ -179,65 +144,95 @@ class Experts(nnx.Module):
 
     def mix(self, x_BSD: jax.Array, chosen_BSk: jax.Array, weights_BSk: jax.Array, ops: Operations) -> jax.Array:
         """The sum of the chosen experts' results, times their weights; a term of it if devices divide their width."""
-        matrices = {name: getattr(self, name) for name in ("w_gate", "w_up", "w_down")}
-        biases = {name: getattr(self, name) for name in ("b_gate", "b_up") if self.config.expert_bias}
-        adapters = {name: adapter for name in matrices if (adapter := getattr(self, name + ADAPTER, None))}
+        of_experts = self._of_experts(x_BSD)
+        x_ND, chosen_Nk, weights_Nk = (a.reshape(-1, a.shape[-1]) for a in (x_BSD, chosen_BSk, weights_BSk))
+        if expert_dispatch.in_group():
+            y_ND = self.sum_over_devices(x_ND, chosen_Nk, weights_Nk, of_experts, ops)
+        elif not of_experts.factors and ops.groups_products(of_experts.arrays["w_gate"]):
+            y_ND = self.sum_by_kernel(x_ND, chosen_Nk, weights_Nk, of_experts, ops)
+        else:
+            y_ND = self.sum_by_loop(x_ND, weights_Nk, blocks_of(chosen_Nk, self.config.num_experts), of_experts, ops)
+        return y_ND.reshape(x_BSD.shape)
 
-        def mlp(product, x_RD, weight_R):
-            h_RF = gated(product(x_RD, "w_gate"), product(x_RD, "w_up"), self.config.hidden_act)
-            return product((h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype), "w_down")
+    def sum_by_loop(
+        self,
+        x_ND: jax.Array,
+        weights_Nk: jax.Array,
+        blocks: Blocks,
+        of_experts: OfExperts,
+        ops: Operations,
+        piece: int = 0,
+    ) -> jax.Array:
+        """The tokens' sums `[N, D]` by a loop over blocks of one expert each. piece: see `sum_of_experts`."""
+        arrays, factors = of_experts
+        trained, fixed = (factors, arrays) if ops.frozen else (arrays | factors, {})
 
         def mlp_of_block(trained, fixed, x_RD, weight_R, number):
             w = fixed | trained
             of_block = ops.of_block(number)
 
             def product(x, name):
-                y = of_block.product(x, w[name], matrices[name])
-                if name in adapters:
+                y = of_block.product(x, w[name], getattr(self, name))
+                if name + ADAPTER in factors:
                     a_ri, b_or = w[name + ADAPTER]
                     y = y + low_rank(x, a_ri, b_or, self.config.lora.scale).astype(y.dtype)
                 bias = w.get(name.replace("w_", "b_"))
                 return y if bias is None else y + bias[None]
 
-            return mlp(product, x_RD, weight_R)
+            return self._mlp(product, x_RD, weight_R)
 
-        arrays: Any = {name: array[...] for name, array in (matrices | biases).items()}
-        factors: Any = {name + ADAPTER: (adapter.a[...], adapter.b[...]) for name, adapter in adapters.items()}
-        # Devices with other tokens, or with other parts of the width: reverse mode sums gradients over them.
-        axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((x_BSD, arrays, factors))))
-        arrays, factors = jax.tree.map(lambda w: mark_varying(w, axes), (arrays, factors))
-        x_ND, chosen_Nk, weights_Nk = (a.reshape(-1, a.shape[-1]) for a in (x_BSD, chosen_BSk, weights_BSk))
-        trained, fixed = (factors, arrays) if ops.frozen else (arrays | factors, {})
+        return sum_of_experts(mlp_of_block, trained, fixed, x_ND, weights_Nk, blocks, piece)
+
+    def sum_by_kernel(
+        self, x_ND: jax.Array, chosen_Nk: jax.Array, weights_Nk: jax.Array, of_experts: OfExperts, ops: Operations
+    ) -> jax.Array:
+        """The tokens' sums `[N, D]` by a GPU's kernel, for the rows of all experts at once; without adapters."""
+        blocks = blocks_of(chosen_Nk, self.config.num_experts, ROWS)
+
+        def all_rows(x_ND, weights_Nk, arrays):
+            def product(x, name):
+                y = grouped_matmul(x, arrays[name], blocks.expert_M, **ops.kernel_options)
+                bias = arrays.get(name.replace("w_", "b_"))
+                return y if bias is None else y + jnp.repeat(bias[blocks.expert_M], ROWS, axis=0)
+
+            return sum_of_rows(self._mlp(product, *rows_of_choices(x_ND, weights_Nk, blocks)), blocks)
+
+        return recomputed(all_rows)(x_ND, weights_Nk, of_experts.arrays)
+
+    def sum_over_devices(
+        self, x_ND: jax.Array, chosen_Nk: jax.Array, weights_Nk: jax.Array, of_experts: OfExperts, ops: Operations
+    ) -> jax.Array:
+        """The tokens' sums `[N, D]` by the devices of `ep`, each of which has a part of the experts and is sent their
+        tokens (parallel/expert_dispatch.py)."""
         E = self.config.num_experts
-        if expert_dispatch.in_group():
-            chosen_nNk = expert_dispatch.gathered(chosen_Nk)
-            number, devices = device_number(EXPERT)
-            own = E // devices
-            way = expert_dispatch.routes(chosen_nNk, E)
-            own_Tk = expert_dispatch.received(chosen_nNk, way, 2 * E) - number * own
-            own_Tk = jnp.where((own_Tk >= 0) & (own_Tk < own), own_Tk, own)
-            weights_Tk = expert_dispatch.received(expert_dispatch.gathered(weights_Nk), way, 0)
-            x_TD = expert_dispatch.dispatch(x_ND, way)
-            piece = blocks_in_piece(own_Tk.size // devices, own)
-            blocks = blocks_of(own_Tk, own, devices=devices)
-            y_TD = sum_of_experts(mlp_of_block, trained, fixed, x_TD, weights_Tk, blocks, piece)
-            y_ND = expert_dispatch.combine(len(x_ND), y_TD, way)
-        elif not adapters and ops.groups_products(arrays["w_gate"]):
-            blocks = blocks_of(chosen_Nk, E, ROWS)
+        chosen_nNk = expert_dispatch.gathered(chosen_Nk)
+        number, devices = device_number(EXPERT)
+        own = E // devices
+        way = expert_dispatch.routes(chosen_nNk, E)
+        own_Tk = expert_dispatch.received(chosen_nNk, way, 2 * E) - number * own
+        own_Tk = jnp.where((own_Tk >= 0) & (own_Tk < own), own_Tk, own)
+        weights_Tk = expert_dispatch.received(expert_dispatch.gathered(weights_Nk), way, 0)
+        x_TD = expert_dispatch.dispatch(x_ND, way)
+        piece = blocks_in_piece(own_Tk.size // devices, own)
+        blocks = blocks_of(own_Tk, own, devices=devices)
+        y_TD = self.sum_by_loop(x_TD, weights_Tk, blocks, of_experts, ops, piece)
+        return expert_dispatch.combine(len(x_ND), y_TD, way)
 
-            def all_rows(x_ND, weights_Nk, arrays):
-                def product(x, name):
-                    y = grouped_matmul(x, arrays[name], blocks.expert_M, **ops.kernel_options)
-                    bias = arrays.get(name.replace("w_", "b_"))
-                    return y if bias is None else y + jnp.repeat(bias[blocks.expert_M], ROWS, axis=0)
+    def _of_experts(self, x_BSD: jax.Array) -> OfExperts:
+        """The experts' arrays, varying over the devices that have other tokens x, or other parts of the width: reverse
+        mode sums gradients over these."""
+        names = "w_gate", "w_up", "w_down"
+        biases = ("b_gate", "b_up") if self.config.expert_bias else ()
+        adapters = {name: adapter for name in names if (adapter := getattr(self, name + ADAPTER, None))}
+        arrays: Any = {name: getattr(self, name)[...] for name in (*names, *biases)}
+        factors: Any = {name + ADAPTER: (adapter.a[...], adapter.b[...]) for name, adapter in adapters.items()}
+        axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((x_BSD, arrays, factors))))
+        return OfExperts(*jax.tree.map(lambda w: mark_varying(w, axes), (arrays, factors)))
 
-                return sum_of_rows(mlp(product, *rows_of_choices(x_ND, weights_Nk, blocks)), blocks)
-
-            y_ND = recomputed(all_rows)(x_ND, weights_Nk, arrays)
-        else:
-            blocks = blocks_of(chosen_Nk, E)
-            y_ND = sum_of_experts(mlp_of_block, trained, fixed, x_ND, weights_Nk, blocks)
-        return y_ND.reshape(x_BSD.shape)
+    def _mlp(self, product: Callable, x_RD: jax.Array, weight_R: jax.Array) -> jax.Array:
+        """The MLP of rows, times their weights. product: (rows, name of a matrix) -> rows."""
+        h_RF = gated(product(x_RD, "w_gate"), product(x_RD, "w_up"), self.config.hidden_act)
+        return product((h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype), "w_down")
 
 
 def mixed_biases(b_ED: jax.Array, chosen_BSk: jax.Array, weights_BSk: jax.Array) -> jax.Array:
