@@ -1,6 +1,7 @@
 """`python -m surojax.data`: what it prepares and shows is what a run begins with."""
 
 import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -70,6 +71,13 @@ def test_the_command_prepares(tmp_path, capsys):
         with pytest.raises(SystemExit) as end:
             main(["--config", str(file), *data, *wrong])
         assert message in str(end.value) and "\n" not in str(end.value)
+
+
+def test_lines_reach_a_pipe_before_the_command_ends(config, monkeypatch):
+    pipe = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe))
+    prepare(config)
+    assert b"into the cache" in pipe.getvalue()
 
 
 def interrupted(c):

@@ -24,6 +24,11 @@ from surojax.exchange.sources import resolved
 from surojax.step.objectives import OBJECTIVES
 
 
+def say(text: str) -> None:
+    """Prints a line at once, into a pipe or file too."""
+    print(text, flush=True)
+
+
 def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
     """Prepares the data of a config; returns it with its tokenizer.
 
@@ -36,7 +41,7 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
     rows = OBJECTIVES[c.objective].rows
-    loaded = data.load_data(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size, rows=rows)
+    loaded = data.load_data(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size, say=say, rows=rows)
     groups = max(1, (c.gpus or 1) // gpus_per_sequence(c))
     check_length(loaded.train.all, groups * c.per_device_batch_size * c.gradient_accumulation_steps)
     return loaded, tokenizer
@@ -67,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.debug < 0:
             raise ConfigError(f"--debug: expected a number of samples, got {args.debug}")
         loaded, tokenizer = prepare(c)
-        print(loaded.describe())
+        say(loaded.describe())
         if args.debug:
             for line in first_samples(loaded, tokenizer, rows=args.debug, seed=c.seed, color=sys.stdout.isatty()):
                 print(line)
