@@ -8,7 +8,8 @@ COPY pyproject.toml setup.py MANIFEST.in constraints.txt README.md LICENSE ./
 COPY surojax surojax
 COPY pallas_kernels pallas_kernels
 COPY configs configs
-RUN pip install --no-cache-dir -c constraints.txt "${PACKAGE}" && useradd --uid 1000 --create-home surojax
+RUN pip install --no-cache-dir -c constraints.txt "${PACKAGE}" \
+    && useradd --uid 1000 --create-home surojax && install --directory --owner=surojax /work
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /work
 COPY --chown=1000 configs configs
