@@ -58,7 +58,7 @@ def options(parser: argparse.ArgumentParser) -> list[str]:
             name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
             value = f" {action.metavar or action.dest.upper()}" if action.option_strings and action.nargs != 0 else ""
             rows.append(f"| `{name}{value}` | {cell(formatter._expand_help(action))} |")
-    return ["| option | |", "|---|---|", *rows]
+    return ["| option | |", "|---|---|", *rows] if rows else ["It has no options of its own."]
 
 
 def commands() -> str:

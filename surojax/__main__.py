@@ -86,7 +86,7 @@ GROUPS = {
              "--checkpoint runs/tiny --tasks arc_easy,hellaswag --limit 100"),
         ),
         "convert": Verb(
-            "writes a model as a Hugging Face folder; merges adapters",
+            "writes a model as a Hugging Face folder or a GGUF file; merges adapters",
             ("--checkpoint runs/tiny --out FOLDER",
              "merge BASE ADAPTER FOLDER",
              "--check FOLDER"),
