@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from surojax import assembly
+from surojax.assembly import from_config, xla_options
 from surojax.config import flags
 from surojax.config.checks import check
 from surojax.models.model import Model
@@ -54,7 +54,7 @@ def compile_block(model: Model, gpu: str, tokens: int) -> dict[str, aot.Compiled
     def compiled(f, *arguments):
         run = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
         inputs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated), arguments)
-        return aot.compile_for(jax.jit(run), inputs, mesh, assembly.schedule_options(model))
+        return aot.compile_for(jax.jit(run), inputs, mesh, xla_options.schedule_options(model))
 
     return {
         "forward": compiled(segment.block, w, x, recipe_inputs),
@@ -145,7 +145,7 @@ def main() -> None:
         c.block_scaled_products = "native"
     check(c)
     c.model.num_hidden_layers = 1
-    model = assembly.model(c)
+    model = from_config.model(c)
     modules = {name: parse(x.text) for name, x in compile_block(model, args.gpu, args.tokens).items()}
     if args.list:
         for name, module in modules.items():

@@ -79,7 +79,8 @@ def our_step():
     """A function that trains surojax' model on a batch `[B, S + 1]`."""
     import jax
 
-    from surojax import assembly
+    from surojax.assembly.from_config import from_config
+    from surojax.assembly.xla_options import compiler_options
     from surojax.config import default_config
     from surojax.config.checks import check
     from surojax.placement.layout import batch_sharding
@@ -95,10 +96,10 @@ def our_step():
     c.recompute_block = False
     check(c)
     mesh = make_mesh(jax.devices()[:1])
-    run = assembly.from_config(c, mesh, 1000)
+    run = from_config(c, mesh, 1000)
     sharding = batch_sharding(mesh)
     arrays = [jax.ShapeDtypeStruct((1, BATCH, SEQUENCE_LEN), np.int32, sharding=sharding)] * 2
-    compiled = run.train_step().lower(run.plan, *arrays).compile(run.compiler_options("cpu"))
+    compiled = run.train_step().lower(run.plan, *arrays).compile(compiler_options(run, "cpu"))
     state = run.init_state(0)
 
     def step(batch: np.ndarray) -> float:

@@ -18,7 +18,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from surojax import assembly
+from surojax.assembly import from_config
+from surojax.assembly.assemble import assemble
 from surojax.config.checks import check
 from surojax.config.flags import parse
 from surojax.models.decoder import Decoder
@@ -58,13 +59,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="timed steps of each, in turn")
     c, args = parse(None, parser)
     check(c)
-    config = assembly.architecture(c)
+    config = from_config.architecture(c)
     mesh = make_mesh(jax.devices()[:1])
     schedule = learning_rate_schedule("cosine", peak=c.learning_rate, total_steps=1000)
     optimizer = adamw(schedule)
     chain = adamw_chain(mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params))
-    run = assembly.assemble(
-        assembly.model(c),
+    run = assemble(
+        from_config.model(c),
         table=place(Storage(model_dtype=c.model_dtype), num_shards=1),
         optimizer=optimizer,
         mesh=mesh,

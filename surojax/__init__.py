@@ -48,14 +48,14 @@ _HOMES = {
     "Guard": "surojax.run.guard",
     "LossOfLogits": "surojax.step.objective",
     "Decoder": "surojax.models.decoder",
-    "DecoderConfig": "surojax.models.decoder",
+    "DecoderConfig": "surojax.models.decoder_config",
     "Model": "surojax.models.model",
     "NonFiniteLoss": "surojax.run.nonfinite",
     "Objective": "surojax.step.objective",
     "OwnLoop": "surojax.training.own_loop",
     "Result": "surojax.train",
     "TrainState": "surojax.step.state",
-    "assemble": "surojax.assembly",
+    "assemble": "surojax.assembly.assemble",
     "default_config": "surojax.config",
     "read_metrics": "surojax.run.metrics",
     "train": "surojax.train",
@@ -64,7 +64,7 @@ __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 if TYPE_CHECKING:  # for editors, which complete these names and show their types
-    from surojax.assembly import assemble as assemble
+    from surojax.assembly.assemble import assemble as assemble
     from surojax.config import default_config as default_config
     from surojax.errors import CheckpointError as CheckpointError, ConfigError as ConfigError
     from surojax.models.decoder import Block as Block, Decoder as Decoder

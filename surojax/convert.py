@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax import assembly
+from surojax.assembly import from_config
 from surojax.config import checks
 from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
@@ -130,7 +130,7 @@ def open_model(source: str | Path, tokenizer: str = "") -> Opened:
     c.tokenizer = tokenizer or c.tokenizer
     c = resolved(c)
     checks.check(c)
-    model = assembly.model(c)
+    model = from_config.model(c)
     weights = open_weights(c, model)
     assert weights is not None
     return Opened(model, weights, *folder_files(c))
@@ -145,7 +145,7 @@ def _open_checkpoint(found: Path, tokenizer: str) -> Opened:
     c.model_path = str(kept) if (kept / CONFIG).is_file() else c.model_path
     c.tokenizer = tokenizer or (str(kept) if (kept / "tokenizer.json").is_file() else c.tokenizer)
     check_trained_with(meta, load_tokenizer(c.tokenizer))
-    model = assembly.model(c)
+    model = from_config.model(c)
     return Opened(model, CheckpointTensors(found, model), *folder_files(c))
 
 

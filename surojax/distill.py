@@ -19,7 +19,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from surojax.assembly import Assembly, from_config
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import from_config
+from surojax.assembly.xla_options import compiler_options
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.config.flags import parse
@@ -102,7 +104,7 @@ class _Labeller:
         self.arrays = run.engine.batch_arrays
         self.sharding = batch_sharding(mesh, accumulated=False)
         batch = run.engine.planned_batch((batch_size, sequence_len), self.sharding)
-        options = run.compiler_options(mesh.devices.flat[0].platform)
+        options = compiler_options(run, mesh.devices.flat[0].platform)
         self.step = run.eval_step().lower(run.plan.weights, *batch).compile(options)
 
     def __call__(self, weights, samples: Samples, labels: Labels) -> None:

@@ -25,7 +25,8 @@ from surojax.cluster.early import STOPPED  # isort: skip  # before what takes se
 import jax
 
 from surojax import convert
-from surojax.assembly import Assembly, Brought, from_config
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import Brought, from_config
 from surojax.cluster import hosts
 from surojax.cluster.rendezvous import ANY_RUN
 from surojax.cluster.supervised import Supervised

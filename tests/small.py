@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from surojax.assembly import assemble
+from surojax.assembly.assemble import assemble
 from surojax.models import decoder_model
 from surojax.models.decoder import Decoder
 from surojax.models.decoder_config import DecoderConfig

@@ -19,7 +19,7 @@ from test_export import run_config, tensors_in
 from test_huggingface import config, save_tokenizer, stored, write
 
 from surojax import ConfigError, convert, read_metrics, train
-from surojax.assembly import architecture, from_config, lora, model as model_of
+from surojax.assembly.from_config import architecture, from_config, lora, model as model_of
 from surojax.exchange import merge, model_tensors, peft
 from surojax.exchange.base import fingerprint
 from surojax.exchange.merge import Merged, merged_matrix, there_and_back

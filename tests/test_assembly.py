@@ -14,8 +14,7 @@ import pytest
 from flax import nnx
 from small import drawn_params, quick_at, tokens, vectors_drawn
 
-from surojax import assembly
-from surojax.assembly import architecture
+from surojax.assembly.from_config import architecture, from_config
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.data.batches import evaluation_batches
@@ -168,7 +167,7 @@ def check_tensor(name: str, part: str, old, new, g, done: int, fraction: float, 
 def test_a_step_is_the_update_that_the_config_says(name):
     """Four steps, each from the state that it found: master weights and moments."""
     changes, fractions = SCHEDULES[name]
-    run = assembly.from_config(config(optimizer=name, **changes), MESH, total_steps=STEPS)
+    run = from_config(config(optimizer=name, **changes), MESH, total_steps=STEPS)
     with vectors_drawn():
         state = run.init_state(0)
     batch = jax.device_put(BATCH, batch_sharding(MESH))
@@ -197,7 +196,7 @@ DTYPES = ("model_dtype", "master_dtype", "accum_dtype", "opt_m_dtype", "opt_v_dt
 @pytest.mark.parametrize("name", DTYPES)
 def test_each_dtype_is_that_of_its_arrays(name):
     """One in bfloat16, all others in float32: work weights, master weights, accumulators, both moments."""
-    run = assembly.from_config(config(**dict.fromkeys(DTYPES, "float32") | {name: "bfloat16"}), MESH, total_steps=STEPS)
+    run = from_config(config(**dict.fromkeys(DTYPES, "float32") | {name: "bfloat16"}), MESH, total_steps=STEPS)
     spec = jax.tree.map(lambda x: x.sharding.spec, run.plan.weights)
     (segment,) = run.model.segments
 
@@ -213,7 +212,7 @@ def test_each_dtype_is_that_of_its_arrays(name):
 
 
 def test_the_engine_has_the_settings_that_change_no_number():
-    run = assembly.from_config(config(recompute_block=False), MESH, total_steps=STEPS)
+    run = from_config(config(recompute_block=False), MESH, total_steps=STEPS)
     assert (run.engine.lmhead_chunks, run.engine.recompute_block, run.engine.objective.z_loss) == (4, False, 0.05)
 
 
@@ -222,7 +221,7 @@ def test_evaluation_is_a_mean_over_tokens_and_its_bits_are_over_bytes():
     token but the first counts once, whatever fills up the last batch. 1e-5: order of float32 sums."""
     mesh = make_mesh(jax.devices()[:2])
     c = config(per_device_batch_size=2)
-    run = assembly.from_config(c, mesh, total_steps=STEPS)
+    run = from_config(c, mesh, total_steps=STEPS)
     ids = np.random.default_rng(0).integers(0, 64, 101)
     windows = Windows(Corpus(ids.astype(np.uint16), 60, "", "held out"), 16, with_rest=True)
     batches = list(evaluation_batches(windows, batch_size=4))

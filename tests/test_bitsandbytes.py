@@ -13,7 +13,7 @@ from test_huggingface import config
 from test_nf4 import REFERENCE, dequantised, reference
 
 from surojax import ConfigError
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.exchange.base import Derived
 from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.model_tensors import SINGLE, Weights, readers

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from small import CONFIG, normal
 
-from surojax.assembly import assemble
+from surojax.assembly.assemble import assemble
 from surojax.config.checks import restored_config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.host import move

@@ -11,7 +11,9 @@ import pytest
 from small import CONFIG, REPLICATED, Small, quick_at, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, compiled_text, computations, engine_gradients, reference
 
-from surojax import assembly
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import from_config
+from surojax.assembly.xla_options import compiler_options
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
@@ -389,11 +391,11 @@ def test_the_table_has_the_quants():
     assert placement.place(both, num_shards=4).reduce == "int8"
 
 
-def drawn(**settings) -> assembly.Assembly:
+def drawn(**settings) -> Assembly:
     c = default_config()
     c.update({"gpus": 4, "zero_level": 3, **settings})
     check(c)
-    return assembly.from_config(c, jax.sharding.AbstractMesh((1, 4), DATA), total_steps=10)
+    return from_config(c, jax.sharding.AbstractMesh((1, 4), DATA), total_steps=10)
 
 
 def test_persistent_quants_halve_the_work_copy():
@@ -410,8 +412,8 @@ def test_persistent_quants_halve_the_work_copy():
 def test_copy_engines_are_asked_for_when_a_step_is_compiled():
     run = drawn(memcpy_all_gather=True, memcpy_send_recv=True, use_all_to_all_reduce=True)
     asked = {"xla_gpu_all_gather_mode", "xla_gpu_use_memcpy_local_p2p"}
-    assert run.compiler_options("gpu").keys() - drawn().compiler_options("gpu").keys() == asked
-    assert drawn().compiler_options("cpu") == {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+    assert compiler_options(run, "gpu").keys() - compiler_options(drawn(), "gpu").keys() == asked
+    assert compiler_options(drawn(), "cpu") == {"xla_cpu_enable_concurrency_optimized_scheduler": False}
     collectives.check_copy_engine(run.engine.table.copy_engine, "gpu")  # the installed jax knows these options
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from surojax.assembly import architecture, compute
+from surojax.assembly.from_config import architecture, compute
 from surojax.config import checks, fields as configs, flags
 from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError

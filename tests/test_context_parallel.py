@@ -14,7 +14,7 @@ import pytest
 from small import CONFIG, Small, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, SMOLLM, engine_gradients, reference
 
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.config import checks
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError

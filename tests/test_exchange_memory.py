@@ -36,7 +36,8 @@ MEASURE = """
     import json, re, sys
     from pathlib import Path
     import jax
-    from surojax import assembly, convert, default_config
+    from surojax import convert, default_config
+    from surojax.assembly.from_config import from_config
     from surojax.exchange import sources
     from surojax.exchange.model_tensors import readers
     from surojax.placement.home import DEVICE, HOST
@@ -57,7 +58,7 @@ MEASURE = """
         c.update({"model_path": folder} | changes)
         c = sources.resolved(c)
         c.model.num_hidden_layers = num_layers
-        run = assembly.from_config(c, make_mesh(jax.devices()[:1]), 1)
+        run = from_config(c, make_mesh(jax.devices()[:1]), 1)
         weights = sources.tensors_of(Path(folder))
         planned = bytes_per_device(run.plan, DEVICE) + bytes_per_device(run.plan, HOST)
         peak, state = peak_of(lambda: run.load_state(*readers(weights)))

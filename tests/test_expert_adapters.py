@@ -21,7 +21,7 @@ from test_export import run_config
 from test_huggingface import config, save_tokenizer
 
 from surojax import ConfigError, convert, default_config, read_metrics, train
-from surojax.assembly import architecture, from_config
+from surojax.assembly.from_config import architecture, from_config
 from surojax.config import checks
 from surojax.exchange import model_tensors, peft
 from surojax.exchange.merge import there_and_back

@@ -26,7 +26,7 @@ from test_gguf_export import tokenizer_json
 from test_parity import close
 
 from surojax import ConfigError, convert, default_config, train
-from surojax.assembly import architecture, from_config
+from surojax.assembly.from_config import architecture, from_config
 from surojax.config import flags
 from surojax.config.checks import check
 from surojax.exchange import config_json, sources

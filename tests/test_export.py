@@ -24,7 +24,7 @@ from small import quick_at
 from test_huggingface import CASES, before_5, config, hf_config, save_tokenizer, stored, write
 
 from surojax import CheckpointError, ConfigError, convert, default_config, generate, train
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.exchange import compressed, config_json, export as exporting, sources
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.model_tensors import INDEX, SINGLE, Weights, readers

@@ -15,7 +15,7 @@ from test_shards import FLOAT8, NAME, quantised, write_float8
 from test_stored_bases import SIZES as FP8_SIZES, tensors as fp8_tensors
 
 from surojax import CheckpointError, ConfigError, convert
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.exchange import peft
 from surojax.exchange.finite import PIECE, is_finite
 from surojax.exchange.model_tensors import readers

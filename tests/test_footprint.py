@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small import quick_at
 
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.config import checks, flags
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError

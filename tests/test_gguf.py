@@ -20,7 +20,8 @@ from test_export import tensors_in
 from test_huggingface import hf_config, stored
 from test_parity import REFERENCE, TOLERANCE, load_config
 
-from surojax import ConfigError, assembly, convert, default_config, train
+from surojax import ConfigError, convert, default_config, train
+from surojax.assembly import from_config
 from surojax.config.checks import check
 from surojax.data import gguf_tokenizer
 from surojax.data.tokenizer import load_tokenizer
@@ -132,7 +133,7 @@ def opened(path: Path):
     c.update({"model_path": str(path), "model_dtype": "float32"})
     c = sources.resolved(c)
     check(c)
-    model = assembly.model(c)
+    model = from_config.model(c)
     return c, model, sources.open_weights(c, model)
 
 
@@ -209,7 +210,7 @@ def test_llama_3_is_known_by_its_divisors(tmp_path):
 def test_positions_are_stretched_as_the_file_says(tmp_path, said, expected):
     metadata = {f"rope.scaling.{key}": value for key, value in said.items()}
     c, _, _ = opened(write_file(tmp_path / "x.gguf", "llama", metadata=metadata))
-    assert assembly.architecture(c).rope_scaling == expected
+    assert from_config.architecture(c).rope_scaling == expected
 
 
 @pytest.mark.parametrize(

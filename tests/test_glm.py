@@ -25,7 +25,7 @@ from test_experts import (
 from test_parity import close
 
 from surojax import ConfigError, convert, default_config
-from surojax.assembly import architecture
+from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
 from surojax.exchange import config_json, peft
 from surojax.exchange.huggingface import model_fields, read_config

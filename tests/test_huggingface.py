@@ -15,7 +15,7 @@ from small import needs, quick_at
 from test_parity import CASES as ALL_CASES, REFERENCE, load_config, load_tree
 
 from surojax import ConfigError, default_config, train
-from surojax.assembly import architecture, from_config
+from surojax.assembly.from_config import architecture, from_config
 from surojax.config.checks import check
 from surojax.exchange import model_tensors as files
 from surojax.exchange.huggingface import model_fields, read_config

@@ -23,7 +23,7 @@ from small import (
 )
 from test_engine import ORDER_OF_SUMS, engine_gradients
 
-from surojax import assembly
+from surojax.assembly.from_config import from_config
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
@@ -208,7 +208,7 @@ def test_flops_per_token_of_llama_2_7b():
     c.model.num_key_value_heads = 32
     params = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096  # without norms and the embedding
     assert params == pytest.approx(6.6e9, rel=2e-3)
-    run = assembly.from_config(c, abstract_mesh(1), total_steps=1)
+    run = from_config(c, abstract_mesh(1), total_steps=1)
     flops = sum(products.token_flops(run, 4096).values())
     assert flops == 6 * params + 6 * 32 * 4096 * 4096  # 39.6 + 3.2 GFLOP
     assert flops == pytest.approx(42.86e9, rel=1e-3)

@@ -14,7 +14,7 @@ from test_experts import REFERENCE, config_of
 from test_huggingface import config
 
 from surojax import ConfigError, convert, default_config, train
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.config.checks import check
 from surojax.exchange import compressed, stored_mxfp4
 from surojax.exchange.base import described_format

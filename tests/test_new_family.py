@@ -15,7 +15,8 @@ import pytest
 import safetensors.numpy
 from test_rooms import FILES, PACKAGE, room_of
 
-from surojax import ConfigError, assembly, convert, default_config, train
+from surojax import ConfigError, convert, default_config, train
+from surojax.assembly import from_config
 from surojax.exchange import config_json, peft, sources
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.model_tensors import SINGLE, Weights, shapes
@@ -98,7 +99,7 @@ def folder_of_nova(path: Path) -> dict[str, np.ndarray]:
     (path / "config.json").write_text(json.dumps(CONFIG))
     c = default_config()
     c.model.update(model_fields(CONFIG))
-    ours = shapes(assembly.model(c))
+    ours = shapes(from_config.model(c))
     rng = np.random.default_rng(0)
     names = {naming_of(CONFIG).in_files(name): shape for name, shape in ours.items()}
     tensors = {name: 0.05 * rng.standard_normal(shape, np.float32) for name, shape in names.items()}
@@ -173,7 +174,7 @@ def test_names_of_tensors_that_it_does_not_have_are_refused(tmp_path):
     assert "decoder.layer.0.attention.gate.weight" in Weights(tmp_path / "model").names
     c = sources.resolved(config_of_run(tmp_path))
     with pytest.raises(ConfigError, match=r"has decoder\.layer\.0\.attention\.gate\.weight, which a model with"):
-        sources.open_weights(c, assembly.model(c))
+        sources.open_weights(c, from_config.model(c))
 
 
 def test_no_other_file_knows_a_family_by_its_name():

@@ -26,7 +26,7 @@ import pytest
 from small import CONFIG, Small, quick_at, tokens
 
 from surojax import default_config, read_metrics
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.config import checks, flags
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory import layer_file, nvme, striped

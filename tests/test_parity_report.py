@@ -14,7 +14,8 @@ from flax import nnx
 from test_huggingface import config, write
 from test_parity import REFERENCE, TOLERANCE, load_config, load_tree
 
-from surojax import ConfigError, assembly, convert
+from surojax import ConfigError, convert
+from surojax.assembly import from_config
 from surojax.inference import parity
 from surojax.models.decoder import Decoder
 
@@ -45,7 +46,7 @@ def plain_logits(case: str, ids: np.ndarray) -> np.ndarray:
 
 def test_our_logits_and_losses_are_those_of_transformers(tmp_path):
     case = "llama3_rope"
-    model = assembly.model(config(write(tmp_path / "model", case)))
+    model = from_config.model(config(write(tmp_path / "model", case)))
     ids = list(REFERENCE[f"{case}/tokens"])
     found = parity._logits(model, jax.tree.map(jax.numpy.asarray, load_tree(case, "weight", 2)), ids)
     expected = REFERENCE[f"{case}/logits"]

@@ -13,8 +13,9 @@ import safetensors.numpy
 from test_huggingface import before_5, config, rounded, stored
 from test_parity import REFERENCE, load_config
 
-from surojax import ConfigError, assembly, convert
-from surojax.assembly import architecture
+from surojax import ConfigError, convert
+from surojax.assembly import from_config
+from surojax.assembly.from_config import architecture
 from surojax.exchange.huggingface import read_config
 from surojax.exchange.model_tensors import SINGLE
 from surojax.exchange.sources import open_weights
@@ -125,4 +126,4 @@ def test_tensors_of_neither_part_are_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"has audio_tower\.weight, which a model with this config\.json does not use"
     ):
-        open_weights(c, assembly.model(c))
+        open_weights(c, from_config.model(c))

@@ -9,7 +9,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import performance
 
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
+from surojax.assembly.xla_options import compiler_options
 from surojax.config import checks
 from surojax.placement.mesh import make_mesh
 from surojax.planner import aot, costs, hlo, plan as planner, traffic
@@ -69,7 +70,7 @@ def compiled_step(settings: str) -> hlo.Module:
     mesh = make_mesh(aot.devices(GPU, 1))
     run = from_config(c, mesh.abstract_mesh, total_steps=10)
     (program,) = planner.programs(run, mesh, traffic.BatchShape(1, 64, c.gradient_accumulation_steps))
-    return hlo.parse(aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text)
+    return hlo.parse(aot.compile_for(program.function, program.arguments, mesh, compiler_options(run, "gpu")).text)
 
 
 @needs_compiler

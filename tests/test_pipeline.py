@@ -18,7 +18,7 @@ from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, SMOLLM, engine_gradients
 from test_models import toy
 from test_tensor_parallel import packed
 
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.config import checks
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError

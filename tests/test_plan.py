@@ -22,7 +22,8 @@ from small import quick_at
 
 from pallas_kernels import dispatch
 from surojax import plan as plan_command
-from surojax.assembly import MEMORY_LIMIT, from_config
+from surojax.assembly.from_config import from_config
+from surojax.assembly.xla_options import MEMORY_LIMIT, compiler_options
 from surojax.config import flags
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
@@ -138,7 +139,9 @@ def test_device_memory(planned, name, gpu, changes, most):
     if changes.items() >= ALL.items():  # no second copy of anything on the host
         inside = p.classes["grads"]["host"] + p.classes["residuals"]["host"]
         assert p.host_temp_bytes == pytest.approx(inside, rel=0.03)
-        assert p.rematerialised["count"] == 0  # assembly.MEMORY_LIMIT: the host's memory is not taken for the device's
+        assert (
+            p.rematerialised["count"] == 0
+        )  # xla_options.MEMORY_LIMIT: the host's memory is not taken for the device's
 
 
 @needs_compiler
@@ -157,23 +160,23 @@ def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
     run = from_config(config(gpus=1), jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
     state = bytes_per_device(run.plan)
     assert state > (2 + 4 + 2 + 2) * 6_607_077_376  # work and master weights, two moments
-    limit = lambda **known: run.compiler_options("gpu", **known)[MEMORY_LIMIT]
+    limit = lambda **known: compiler_options(run, "gpu", **known)[MEMORY_LIMIT]
     card = 2 * state
     assert limit(memory_bytes=card) == math.ceil(100 * (0.95 * 2 - 1))
     assert limit(memory_bytes=card, host_temporaries=state) == math.ceil(100 * (0.95 * 2 + 1))
     assert limit(memory_bytes=card, plans_with=0.8) == math.ceil(100 * 0.9 / 0.6)
     assert limit(memory_bytes=state) == 95  # does not fit anyway
-    assert MEMORY_LIMIT not in run.compiler_options("gpu")
+    assert MEMORY_LIMIT not in compiler_options(run, "gpu")
     plain = from_config(config(gpus=1, xla_options="default"), run.mesh, total_steps=10)
-    assert plain.compiler_options("gpu", memory_bytes=card) == {}
-    assert run.compiler_options("cpu", memory_bytes=24, host_temporaries=13) == {}
+    assert compiler_options(plain, "gpu", memory_bytes=card) == {}
+    assert compiler_options(run, "cpu", memory_bytes=24, host_temporaries=13) == {}
 
 
 @pytest.mark.parametrize("level, streamed", [(1, False), (3, False), (3, True)])
 def test_all_gathers_of_weights_are_in_the_profile_that_xla_schedules_by(level, streamed):
     """Of the compiled step there are fewer than a hundred; nothing else is in it."""
     c = config(gpus=4, zero_level=level, offload_weights=streamed)
-    options = from_config(c, jax.sharding.AbstractMesh((1, 4), DATA), total_steps=10).compiler_options("gpu")
+    options = compiler_options(from_config(c, jax.sharding.AbstractMesh((1, 4), DATA), total_steps=10), "gpu")
     begins_early = level == 3 and not streamed
     assert ("xla_gpu_pgle_profile_file_or_directory_path" in options) == begins_early
     if begins_early:
@@ -490,7 +493,7 @@ def compiled_step(gpus: int, **changes) -> str:
     mesh = make_mesh(aot.devices(FIRST, gpus), **mesh_sizes(c))
     run = from_config(planner.checked(c, FIRST), mesh.abstract_mesh, total_steps=10)
     (program,) = planner.programs(run, mesh, traffic.BatchShape(1, 64, c.gradient_accumulation_steps))
-    return aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text
+    return aot.compile_for(program.function, program.arguments, mesh, compiler_options(run, "gpu")).text
 
 
 ALTERNATING = {"model.num_hidden_layers": 6, "model.sliding_window": 32, "model.sliding_window_pattern": 2}

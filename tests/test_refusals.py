@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small import quick_at
 
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.config import checks
 from surojax.config.fields import DEFAULTS, default_config, flat, mesh_sizes
 from surojax.errors import ConfigError

@@ -62,7 +62,7 @@ def test_imports_go_one_way(file):
 def test_the_rooms_are_those_of_the_order():
     """A new folder needs a place in ORDER."""
     folders = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
-    assert folders == {*ORDER, "data", "refusals"} - {"assembly", "commands"}
+    assert folders == {*ORDER, "data", "refusals"} - {"commands"}
 
 
 def test_importing_surojax_loads_no_heavy_library():

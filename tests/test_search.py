@@ -15,7 +15,7 @@ import pytest
 from small import quick_at
 
 from surojax import fit as command
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.config import checks, flags, write
 from surojax.config.fields import default_config, flat, mesh_sizes
 from surojax.errors import ConfigError

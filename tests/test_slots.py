@@ -13,7 +13,7 @@ from small import Small, quick_at, tokens
 from test_nvme import BOTH, END, FULL, KILLED, assert_same, records, runs
 
 from surojax import default_config
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.errors import ConfigError
 from surojax.memory import layer_file, nvme
 from surojax.memory.layer_file import NvmeError, Store

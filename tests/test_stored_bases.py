@@ -14,7 +14,7 @@ from test_huggingface import config
 from test_shards import FLOAT8, write_float8
 
 from surojax import ConfigError
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.exchange.base import described_format
 from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.model_tensors import Weights, readers

@@ -6,7 +6,8 @@ tests/test_plan.py holds compiled steps against the same formulas.
 import jax
 import pytest
 
-from surojax.assembly import Assembly, from_config
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import from_config
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.placement.mesh import DATA, abstract_mesh
 from surojax.planner import step_collectives, traffic

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from surojax.assembly import from_config
+from surojax.assembly.from_config import from_config
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.placement.mesh import DATA

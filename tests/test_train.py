@@ -29,7 +29,7 @@ import small
 from flax import nnx
 
 from surojax import CheckpointError, ConfigError, generate, read_metrics, train
-from surojax.assembly import architecture, from_config
+from surojax.assembly.from_config import architecture, from_config
 from surojax.cluster.early import STOPPED
 from surojax.config import flags
 from surojax.config.checks import restored_config

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from small import quick_at
 
-from surojax import assembly, verify as verifier
+from surojax import verify as verifier
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import from_config
 from surojax.config import fields as configs, flags
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
@@ -78,7 +80,7 @@ def test_rows_with_equal_arrays_begin_alike(monkeypatch):
         drawn.append(run)
         return jax.tree.map(lambda p: jax.device_put(np.full(p.shape, len(drawn), p.dtype), p.sharding), run.plan)
 
-    monkeypatch.setattr(assembly.Assembly, "init_state", init_state)
+    monkeypatch.setattr(Assembly, "init_state", init_state)
     curves = rows_of.Curves(small_config(), 1, None)
     states = {}
     for name in ("plain", "offload_all@4", "lora"):
@@ -102,7 +104,7 @@ def test_a_setting_that_changes_the_result_fails(tmp_path, monkeypatch, capsys):
     def from_config(c, mesh, total_steps):
         if c.offload_optimizer:
             c.learning_rate *= 1.0001
-        return assembly.from_config(c, mesh, total_steps)
+        return from_config(c, mesh, total_steps)
 
     monkeypatch.setattr(training, "from_config", from_config)
     (tmp_path / "small.py").write_text(CONFIG_FILE)
@@ -181,7 +183,7 @@ def test_every_row_compares_two_different_things():
         shape = tuple(mesh.shape.items())
         per_step = row.per_device_batch_size * row.gradient_accumulation_steps * data_parallel(mesh)
         assert per_step == len(batches[0][0])
-        engine = assembly.from_config(row, mesh, 1).engine
+        engine = from_config(row, mesh, 1).engine
         recompute = [row[name] for name in RECOMPUTE_PARTS]
         compute = engine.model.compute
         chunks = compute.sequence_chunks, engine.lmhead_chunks, compute.cp_method

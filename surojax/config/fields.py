@@ -2,7 +2,7 @@
 
 `default_config()` is locked, so a typo in a config file, a notebook or a flag is an error. `checks.check` refuses bad
 values, and `flags` reads config files and command lines. Only the commands use the ConfigDict: the code below them
-takes a `Model` (`assembly.model`), a `Placement` and keywords.
+takes a `Model` (`from_config.model`), a `Placement` and keywords.
 """
 
 import difflib

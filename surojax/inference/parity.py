@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from surojax import assembly
+from surojax.assembly import from_config
 from surojax.config.checks import check, check_vocabulary
 from surojax.config.fields import default_config
 from surojax.data.tokenizer import load_tokenizer
@@ -106,7 +106,7 @@ def compare_with_transformers(source: str | Path, python: str = sys.executable) 
     c.update({"model_path": str(source), "model_dtype": "float32"})
     c = sources.resolved(c)
     check(c)
-    model = assembly.model(c)
+    model = from_config.model(c)
     weights = sources.open_weights(c, model)
     assert weights is not None
     texts: list[str] = []

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from surojax import assembly
+from surojax.assembly import from_config
 from surojax.config.checks import check, check_vocabulary, restored_config
 from surojax.config.fields import Config, default_config
 from surojax.data.templates import Template, load_template
@@ -54,7 +54,7 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
     if sources.is_model(path):
         c = sources.for_inference(default_config(), path, tokenizer)
         check(c)
-        model = assembly.model(c)
+        model = from_config.model(c)
         weights = sources.open_weights(c, model)
         assert weights is not None
         found_tokenizer = load_tokenizer(c.tokenizer)
@@ -78,7 +78,7 @@ def _of_checkpoint(checkpoint: Path, tokenizer: str, chat_template: str, shardin
     found_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, output_dir))
     check_trained_with(meta, found_tokenizer)
     check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
-    model = assembly.model(c)
+    model = from_config.model(c)
     shapes = part_of(model.abstract_params(c.model_dtype), model.trained_params)
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)
     base = base_of(c, meta, model, sharding) if c.lora else {}

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
 from surojax.config.fields import Config
 from surojax.placement.home import DEVICE, HOST
 from surojax.planner import choices, roofline

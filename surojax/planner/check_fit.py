@@ -9,7 +9,8 @@ import jax
 import psutil
 
 from pallas_kernels import dispatch
-from surojax import assembly
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import from_config
 from surojax.cluster.hosts import processes_here
 from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
@@ -41,7 +42,7 @@ class Room(NamedTuple):
     devices: int
 
 
-def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None = None) -> dict[str, int]:
+def check_fit(c: Config, run: Assembly, devices, available: int | None = None) -> dict[str, int]:
     """The `estimate` of a run that fits. available: bytes per device; None: measured.
 
     Raises ConfigError if the run does not fit, with the bytes that it needs, the bytes that are free, and changes that
@@ -86,7 +87,7 @@ def check_kernels(c: Config, mesh: Mesh, device) -> None:
         )
     names = ("offload_optimizer", "offload_master")  # host memory instead of files: the same shapes in one program
     changes = {"attention": "xla", "nvme_path": ""} | {name: bool(c[name]) for name in names}
-    run = assembly.from_config(changed(c, changes), mesh, total_steps=1)
+    run = from_config(changed(c, changes), mesh, total_steps=1)
     shape = (c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
     try:
         jax.eval_shape(run.train_step(), run.plan, *run.engine.planned_batch(shape, batch_sharding(mesh)))
@@ -100,7 +101,7 @@ def unserved(error: dispatch.Unserved) -> ConfigError:
     return ConfigError(f"kernels: expected 'xla' or 'auto', got 'mosaic', but {reason}; use kernels='auto'")
 
 
-def check_host(run: assembly.Assembly, c: Config, devices, room: Room) -> None:
+def check_host(run: Assembly, c: Config, devices, room: Room) -> None:
     """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
     platform = devices[0].platform
     need = {} if platform == "cpu" else estimate_host(run, batch_of(c))

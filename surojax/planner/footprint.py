@@ -22,7 +22,8 @@ import math
 
 import jax
 
-from surojax.assembly import Assembly, from_config
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import from_config
 from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.models.model import runs

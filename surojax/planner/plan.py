@@ -19,7 +19,9 @@ from typing import Any
 import jax
 
 from pallas_kernels.dispatch import Unserved
-from surojax.assembly import Assembly, compute, from_config, updates_late
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import compute, from_config, updates_late
+from surojax.assembly.xla_options import compiler_options
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
@@ -225,7 +227,8 @@ def _compiled(
     disk: str | None,
 ) -> dict[str, Any]:
     """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace, disk: see `plan`."""
-    options = run.compiler_options(
+    options = compiler_options(
+        run,
         "gpu",
         memory_bytes=gpu.memory_bytes,
         plans_with=aot.PLANS_WITH,

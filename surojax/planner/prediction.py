@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
 from surojax.planner import products, traffic
 from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS, ProgramOnGpu

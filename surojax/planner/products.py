@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mma import ROWS
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
 from surojax.models.grouped import by_kernel, number_of_blocks, rows_of_block
 from surojax.models.lora import adapters
 from surojax.models.model import Segment, Variant

@@ -9,7 +9,7 @@ import bisect
 import math
 from typing import NamedTuple
 
-from surojax.assembly import compute
+from surojax.assembly.from_config import compute
 from surojax.config import checks
 from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError

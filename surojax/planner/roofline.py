@@ -33,7 +33,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Kind
 from surojax.placement.table import BY_LAYER, TO_DEVICE, kept_in_memory

@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
 from surojax.config import checks
 from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError

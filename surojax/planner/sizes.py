@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
 from surojax.memory.host import parts
 from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment

@@ -20,7 +20,7 @@ import math
 import re
 from fractions import Fraction
 
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
 from surojax.models import grouped
 from surojax.models.experts import choices_of
 from surojax.models.model import Variant

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
 from surojax.models.experts import choices_of
 from surojax.models.model import Segment
 from surojax.numerics.quantize import block_size

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import jax
 
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
 from surojax.config.fields import Config
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import REPLICATE, data_parallel, devices_per_sequence, pipeline_stages, shards

@@ -184,7 +184,7 @@ class LossOfLogits:
 
     def loss(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
         """See `Objective`."""
-        assert not axes, "a sharded vocabulary is refused by assembly.check_objective"
+        assert not axes, "a sharded vocabulary is refused by from_config.check_objective"
         labels_N = targets["labels"]
         logits_NV, _ = head_logits(model, model.final(outer, x_ND), outer[model.head])
         losses_N = self.of_tokens(logits_NV.astype(jnp.float32), jnp.maximum(labels_N, 0))

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.xla_options import compiler_options
 from surojax.config.fields import Config
 from surojax.data import run_data as data
 from surojax.parallel.feed import from_host
@@ -34,7 +35,7 @@ class Evaluation:
         self.arrays = run.engine.batch_arrays
         self.sharding = batch_sharding(mesh, accumulated=False)
         shape = (c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
-        options = run.compiler_options(mesh.devices.flat[0].platform)
+        options = compiler_options(run, mesh.devices.flat[0].platform)
         batch = run.engine.planned_batch(shape, self.sharding)
         self.step = run.eval_step().lower(run.plan.weights, *batch).compile(options)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from surojax.assembly import Brought, from_config
+from surojax.assembly.from_config import Brought, from_config
 from surojax.config.fields import Config
 from surojax.data.batches import training_batches
 from surojax.errors import ConfigError

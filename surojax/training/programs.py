@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.xla_options import compiler_options
 from surojax.config.fields import Config
 from surojax.data.run_data import Evaluated
 from surojax.memory.layer_file import Store
@@ -38,7 +39,8 @@ def compile_programs(
     """Compiles the step and the evaluation; says so before, and how long it took."""
     devices = list(mesh.devices.flat)
     platform = devices[0].platform
-    options = run.compiler_options(
+    options = compiler_options(
+        run,
         platform,
         memory_bytes=memory_limit(own_device(devices)),
         host_temporaries=host_temporaries(run, traffic.batch_of(c)),

@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from surojax.assembly import Assembly
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.xla_options import compiler_options
 from surojax.config.fields import Config
 from surojax.data.batches import Batch, Mixture, padded_batch
 from surojax.data.run_data import Evaluated
@@ -153,7 +154,7 @@ class _Reference:
         """(the compiled evaluation, the weights that training begins with)."""
         c = self.c
         planned = self.run.engine.planned_batch((self.batch_size, c.sequence_len), self.sharding)
-        options = self.run.compiler_options(next(iter(self.sharding.device_set)).platform)
+        options = compiler_options(self.run, next(iter(self.sharding.device_set)).platform)
         step = self.run.eval_step().lower(self.run.plan.weights, *planned).compile(options)
         adapter = peft.read_adapter(c.lora_adapter, self.run.model, naming(c)) if c.lora_adapter else None
         return step, new_state(c, self.run, self.initial, adapter).weights

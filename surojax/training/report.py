@@ -5,7 +5,8 @@ from pathlib import Path
 
 import jax
 
-from surojax.assembly import Assembly, lora
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import lora
 from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.data.cache import Corpus

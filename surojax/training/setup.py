@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from surojax.assembly import NOTHING, Brought, from_config
+from surojax.assembly.from_config import NOTHING, Brought, from_config
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.data import run_data as data

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax.assembly import lora
+from surojax.assembly.from_config import lora
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.data import run_data as data

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from surojax.assembly import Assembly, lora
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import lora
 from surojax.config.fields import Config
 from surojax.exchange import peft
 from surojax.exchange.base import described_format

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from surojax.assembly import Assembly, from_config
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import from_config
+from surojax.assembly.xla_options import compiler_options
 from surojax.config import Config, checks, default_config, fields as configs
 from surojax.errors import ConfigError
 from surojax.memory import nvme
@@ -108,7 +110,7 @@ def lowered(row: Built):
 
 def compiled(row: Built, step):
     """Returns a lowered step of a row, compiled."""
-    return step.compile(row.run.compiler_options(row.devices[0].platform))
+    return step.compile(compiler_options(row.run, row.devices[0].platform))
 
 
 def curve(row: Built, step, state: TrainState, batches: list[Batch]) -> Iterator[tuple[float, float]]:

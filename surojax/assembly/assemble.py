@@ -1,0 +1,169 @@
+"""Makes the parts of a run from a model, a placement, an optimizer and a mesh. No array is created.
+
+`assemble` takes frozen dataclasses and needs no config: tests, benchmarks and notebooks call it. The mesh can be
+abstract.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from surojax.errors import ConfigError
+from surojax.memory.host import parts
+from surojax.memory.in_file import own_layers
+from surojax.memory.layer_file import Store
+from surojax.models.model import Model, Segment
+from surojax.numerics import fp8
+from surojax.numerics.base_formats import Coded, is_coded
+from surojax.optim import optimizer as optim
+from surojax.placement.home import DEVICE
+from surojax.placement.layout import layouts
+from surojax.placement.mesh import pipeline_stages
+from surojax.placement.param import Param
+from surojax.placement.table import Mesh, Placement
+from surojax.step import complete, train_step as step
+from surojax.step.layer_gradients import Files, planned_files
+from surojax.step.objective import CrossEntropy, Objective, OfSequences
+from surojax.step.spec import Engine
+from surojax.step.stage_layers import of_stage
+from surojax.step.state import TrainState, init_state, load_state
+from surojax.step.state_plan import state_plan, with_device_memory
+
+OVERLAP = "overlap"  # a value of xla_options, see xla_options.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """The parts of a run.
+
+    plan: of its training state. store: the file of the classes that are in one; an empty store if none is. files: what
+    a step keeps there. xla_options: of a step on a GPU, a value of the field.
+    """
+
+    model: Model
+    optimizer: optim.Optimizer
+    plan: TrainState
+    engine: Engine
+    mesh: Mesh
+    store: Store
+    files: Files
+    xla_options: str = OVERLAP
+
+    @property
+    def params(self) -> dict:
+        """The model's `Param`s by section."""
+        return self.model.params
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """The number of layers of each segment; its stacks may be padded, see step/padding.py."""
+        return {segment.name: segment.num_layers for segment in self.model.segments}
+
+    def init_state(self, seed: int) -> TrainState:
+        """A new state, each array created in its own sharding and memory."""
+        return init_state(self.model, self.plan, self.optimizer, seed)
+
+    def load_state(
+        self, layer: Callable, outer: Callable, seed: int = 0, *, reads_adapters: bool = False
+    ) -> TrainState:
+        """A new state with weights that are read layer by layer; see `state.load_state`."""
+        of_run = self.model, self.plan, self.optimizer
+        return load_state(*of_run, layer, outer, seed, reads_adapters=reads_adapters)
+
+    def coded(self, segment: Segment, param: Param) -> Coded | None:
+        """The planned stack of a parameter of a segment, if it rests in the base's format; else None."""
+        if not self.engine.table.base_format:
+            return None
+        planned = parts(self.plan.weights[segment.name])[0].stack
+        for key in param.name.split("."):
+            planned = planned[key]
+        return planned if is_coded(planned) else None
+
+    def train_step(self):
+        """See `step.make_train_step`."""
+        return step.make_train_step(self.engine, self.optimizer, self.plan, self.mesh, self.files)
+
+    def gradients(self):
+        """See `step.make_gradients`."""
+        return step.make_gradients(self.engine, self.optimizer, self.plan, self.mesh)
+
+    def eval_step(self):
+        """See `step.make_eval_step`."""
+        return step.make_eval_step(self.engine, self.plan, self.mesh)
+
+
+def assemble(
+    model: Model,
+    *,
+    table: Placement,
+    optimizer: optim.Optimizer,
+    mesh: Mesh,
+    recompute_block: bool = True,
+    lmhead_chunks: int = 1,
+    z_loss: float = 0.0,
+    objective: Objective | OfSequences | None = None,
+    auxiliary: Callable | None = None,
+    reference: Model | None = None,
+    packed: bool = False,
+    microbatches_per_fetch: int = 1,
+    overlap_update: bool = False,
+    pp_schedule: str = "gpipe",
+    locates_nonfinite: bool = False,
+    batch: tuple[int, int, int] | None = None,
+    xla_options: str = OVERLAP,
+) -> Assembly:
+    """Returns the parts of a run: its step, its evaluation, the plan of its state. No array is made.
+
+    Raises ConfigError if the table does not fit the model or the mesh.
+
+    batch: (microbatches, sequences of a microbatch on all devices, sequence length) of a step, which residuals in files
+    are planned for. objective: None: cross-entropy with this z_loss. auxiliary, reference, recompute_block,
+    lmhead_chunks, packed, microbatches_per_fetch, overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`.
+    xla_options: see `Assembly`.
+    """
+    if pipeline_stages(mesh) > 1:
+        of_stage(model, pipeline_stages(mesh))  # raises
+    only_state_in_files = table.in_files and not table.by_layer
+    if overlap_update and (table.grads.home == DEVICE or only_state_in_files or pipeline_stages(mesh) > 1):
+        raise ConfigError(
+            "overlap_update: expected offload_grads, not only state in files, and pp_size=1 with it, got True without; "
+            "leave it out"
+        )
+    if table.by_layer and jax.process_count() > 1:
+        raise ConfigError(
+            "offload_weights, offload_grads, offload_residual: expected true or false with several processes, got "
+            "'nvme', which is not built for them; set them to true"
+        )
+    if table.slots > 1 and jax.process_count() > 1:
+        raise ConfigError(
+            f"nvme_slots: expected 1 with several processes, whose files would have to agree on a step, got "
+            f"{table.slots}; leave it out"
+        )
+    own = own_layers(mesh, model.num_layers)
+    store = Store(table.folder, model.num_layers, own, in_memory=table.files_in_memory, slots=table.slots)
+    of_classes = layouts(model.params, table, mesh)
+    of_classes = with_device_memory(model, table, of_classes, optimizer, mesh, store)
+    engine = Engine(
+        model,
+        table,
+        of_classes,
+        recompute_block=recompute_block,
+        lmhead_chunks=lmhead_chunks,
+        objective=objective or CrossEntropy(z_loss),
+        auxiliary=auxiliary,
+        reference=reference,
+        packed=packed,
+        microbatches_per_fetch=microbatches_per_fetch,
+        overlap_update=overlap_update,
+        pp_schedule=pp_schedule,
+        locates_nonfinite=locates_nonfinite,
+    )
+    precision = model.precision
+    history = None
+    if precision.delayed:
+        history = fp8.history_shape(model.num_layers, model.sites, precision.amax_history)
+    plan = state_plan(model, table, of_classes, optimizer, mesh, store, history=history)
+    complete.reserve(plan, store)
+    files = planned_files(step.parts_of(engine, optimizer, plan, mesh), store, batch)
+    return Assembly(model, optimizer, plan, engine, mesh, store, files, xla_options)

@@ -1,0 +1,212 @@
+"""Makes the parts of a run of a checked config: its model, optimizer, objective, and all of them assembled.
+
+`train` runs the result, the planner adds up its bytes. The rooms below take what is made here, not the ConfigDict.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from surojax.assembly.assemble import Assembly, assemble
+from surojax.config import fields as configs
+from surojax.config.checks import REFUSALS
+from surojax.errors import ConfigError
+from surojax.families.registry import ARCHITECTURES
+from surojax.models.lora import Lora, saved_names, target_names
+from surojax.models.model import Compute, Model, Recompute
+from surojax.models.router_losses import RouterLosses
+from surojax.numerics.recipes import Precision
+from surojax.optim import optimizer as optim, optimizers
+from surojax.optim.from_optax import MakeTransformation, from_optax
+from surojax.optim.learning_rate import Schedule, learning_rate_schedule
+from surojax.placement.mesh import data_parallel, shards
+from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
+from surojax.refusals.features import BY_LAYER, RECOMPUTE_PARTS
+from surojax.refusals.refusal import about, refused
+from surojax.step import objectives
+from surojax.step.objective import REFERENCE, LossOfLogits, Objective, OfSequences
+from surojax.step.spec import Engine
+
+
+class Brought(NamedTuple):
+    """What a caller brings in place of the config's optimizer, its objective, and the standard block.
+
+    optimizer: a function of the learning rate that returns an elementwise transformation of optax, such as optax.lion.
+    objective: what is minimised, of the labels of the data. block: a subclass of the architecture's block.
+    """
+
+    optimizer: MakeTransformation | None = None
+    objective: Objective | None = None
+    block: type | None = None
+
+
+NOTHING = Brought()
+
+
+def from_config(
+    c: configs.Config, mesh: Mesh, total_steps: int, *, locates_nonfinite: bool = False, brought: Brought = NOTHING
+) -> Assembly:
+    """The parts of the run of a checked config on a mesh, with a learning rate schedule for `total_steps`.
+
+    locates_nonfinite: see `spec.Engine`. Raises ConfigError if what the caller brought does not go with the config.
+    """
+    table = place(Storage(**{name: c[name] for name in SETTINGS}), num_shards=shards(mesh))
+    objective = brought.objective or objectives.built(configs.flat(c))
+    found = assemble(
+        model(c, brought.block),
+        table=table,
+        optimizer=_optimizer(c, total_steps, brought.optimizer),
+        mesh=mesh,
+        recompute_block=c.recompute_block,
+        lmhead_chunks=c.lmhead_chunks,
+        objective=objective,
+        auxiliary=_router_losses(c),
+        reference=_reference(c, objective, table),
+        packed=c.sample_packing,
+        microbatches_per_fetch=c.gradient_accumulation_steps if table.by_layer else c.microbatches_per_fetch,
+        overlap_update=updates_late(c),
+        pp_schedule=c.pp_schedule,
+        locates_nonfinite=locates_nonfinite,
+        batch=(c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len),
+        xla_options=c.xla_options,
+    )
+    if brought.objective:
+        check_objective(c, found.engine)
+    return found
+
+
+def updates_late(c: configs.Config) -> bool:
+    """Returns True if layers are updated under the next step's forward pass.
+
+    The config decides. If it says nothing, they are if programs of one layer read files meanwhile, and nothing refuses
+    it.
+    """
+    if c.overlap_update is not None:
+        return c.overlap_update
+    by_layer = any(c[name] == "nvme" for name in BY_LAYER)
+    late = configs.flat(c) | {"overlap_update": True}
+    return by_layer and refused(late, configs.DEFAULTS, about("overlap_update", REFUSALS)) is None
+
+
+def check_objective(c: configs.Config, engine: Engine) -> None:
+    """Raises ConfigError if the objective that a caller brought does not go with a config."""
+    if c.objective != objectives.CROSS_ENTROPY:
+        raise ConfigError(
+            f"objective: expected {objectives.CROSS_ENTROPY!r} with an objective of your own, got {c.objective!r}; "
+            "leave it out"
+        )
+    if c.z_loss:
+        raise ConfigError(f"z_loss: expected 0 with an objective of your own, got {c.z_loss}; leave it out")
+    if others := set(engine.objective.targets) - {"labels"}:
+        raise ConfigError(
+            f"objective: expected targets among labels, which the data has, got {', '.join(sorted(others))}; "
+            "train in a loop of your own with them"
+        )
+    if isinstance(engine.objective, LossOfLogits) and engine.vocabulary_axes:
+        raise ConfigError(
+            f"objective: expected a whole vocabulary on each device, got one sharded over "
+            f"{', '.join(engine.vocabulary_axes)}; write an Objective that sums over these axes, or set tp_size=1"
+        )
+
+
+def _reference(c: configs.Config, objective: Objective | OfSequences, table: Placement) -> Model | None:
+    """The model without adapters, if a step of a checked config computes it beside the one with them.
+
+    A step does not if another adapter belongs to the reference, or an outer layer is trained, or stages or programs of
+    one layer compute it: then its numbers are computed before training.
+    """
+    if not c.lora or c.precompute_ref_log_probs or REFERENCE not in objective.targets:
+        return None
+    if c.lora_adapter or c.modules_to_save or c.pp_size > 1 or table.by_layer:
+        return None
+    of_type = ARCHITECTURES[c.model.model_type]
+    return of_type.build(dataclasses.replace(architecture(c), lora=None), compute(c), of_type.block)
+
+
+def _router_losses(c: configs.Config) -> RouterLosses | None:
+    """The losses of the routers of a checked config; None if it has none."""
+    losses = RouterLosses(c.router_aux_loss_coef, c.router_z_loss_coef)
+    return losses if losses != RouterLosses() else None
+
+
+def architecture(c: configs.Config) -> Any:
+    """The frozen architecture of a checked config, for example a `DecoderConfig`."""
+    settings = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
+    found = ARCHITECTURES[settings.pop("model_type")].sizes(settings)
+    return dataclasses.replace(found, lora=lora(c)) if c.lora else found
+
+
+def lora(c: configs.Config) -> Lora:
+    """The adapters of a checked config."""
+    return Lora(
+        rank=c.lora_rank,
+        alpha=c.lora_alpha,
+        targets=target_names(c.lora_target_modules, experts=c.model.num_experts > 0),
+        saved=saved_names(c.modules_to_save),
+        dtype=c.lora_dtype,
+        rank_stabilised=c.use_rslora,
+        magnitudes=c.use_dora,
+        learning_rate_ratio=c.lora_plus_ratio,
+        dropout=c.lora_dropout,
+    )
+
+
+def compute(c: configs.Config) -> Compute:
+    """The `Compute` settings of a checked config."""
+    return Compute(
+        attention=c.attention,
+        cp_method=c.cp_method,
+        recompute=Recompute(**{name.removeprefix("recompute_"): c[name] for name in RECOMPUTE_PARTS}),
+        precision=Precision(
+            recipe=c.recipe,
+            matmul_dtype=c.matmul_dtype,
+            gradient_dtype=c.gradient_dtype,
+            amax_history=c.fp8_amax_history,
+            margin=c.fp8_margin,
+            skip_first=c.skip_quant_first_layers,
+            skip_last=c.skip_quant_last_layers,
+            kernels=c.kernels,
+            block_scaled_products=c.block_scaled_products,
+        ),
+        sequence_chunks=c.sequence_chunks,
+    )
+
+
+def model(c: configs.Config, block: type | None = None) -> Model:
+    """The model of a checked config. block: of `Brought`. Raises ConfigError if that does not go with the config."""
+    of_type = ARCHITECTURES[c.model.model_type]
+    if block is None:
+        return of_type.build(architecture(c), compute(c), of_type.block)
+    if not (isinstance(block, type) and issubclass(block, of_type.block)):
+        raise ConfigError(f"block: expected a subclass of surojax.{of_type.block.__name__}, got {block!r}; derive it")
+    if c.lora:
+        raise ConfigError(
+            "lora: expected False with a block of your own, for which no other program has adapters, got True; leave "
+            "it out"
+        )
+    return of_type.build(architecture(c), compute(c), block)
+
+
+def _schedule(c: configs.Config, peak: float, total_steps: int) -> Schedule:
+    """The learning rate schedule of a config with this peak."""
+    return learning_rate_schedule(
+        c.lr_scheduler_type,
+        peak=peak,
+        total_steps=total_steps,
+        warmup_steps=configs.warmup_steps(c, total_steps),
+        cooldown_steps=c.cooldown_steps,
+        final_fraction=c.final_lr_fraction,
+    )
+
+
+def _optimizer(c: configs.Config, total_steps: int, make: MakeTransformation | None) -> optim.Optimizer:
+    """The optimizer of a config, or of a transformation with its learning rate and its clipping."""
+    settings = configs.flat(c) | {"implementation": compute(c).precision.implementation}
+    if make:
+        for name in ("optimizer", "weight_decay", *(field.name for field in optimizers.SETTINGS)):
+            if settings[name] != (default := configs.DEFAULTS[name]):
+                raise ConfigError(
+                    f"{name}: expected {default!r} with an optimizer of optax, which does not read it, got "
+                    f"{settings[name]!r}; leave it out, and give it to the function"
+                )
+        return from_optax(make, _schedule(c, c.learning_rate, total_steps), max_grad_norm=c.max_grad_norm)
+    return optimizers.built(c.optimizer, settings, lambda peak: _schedule(c, peak, total_steps))

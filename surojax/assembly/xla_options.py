@@ -1,0 +1,87 @@
+"""The XLA options that a step is compiled with, and why."""
+
+import math
+from pathlib import Path
+
+from surojax.assembly.assemble import OVERLAP, Assembly
+from surojax.models.model import Model
+from surojax.parallel import collectives
+from surojax.placement.home import HOST
+from surojax.step.state_plan import bytes_per_device
+
+# XLA options that overlap copies and communication with computation. In the engine's program all copies and all-gathers
+# of a layer can start when the layer starts (engine.py). With XLA's defaults, each was nevertheless started and awaited
+# at the same place in the schedule, most of them after the last matrix product of the layer. Source: schedules compiled
+# for an RTX 4090 and an H200 (jax 0.12, 2026-11-21; docs/LOG.md). Not timed on a GPU yet.
+SCHEDULE: dict[str, str | bool | int] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,  # False by default, although the documentation says otherwise
+    "xla_gpu_experimental_parallel_async_compute_limit": 32,  # host copies in flight: all of a layer; 1 by default
+    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 32,  # one all-gather per layer, which overlaps with all of it
+}
+# XLA takes a collective to last as long as five products, and begins it so much earlier than it is awaited. Over PCI
+# Express the link then rested for the first 4.5 of a layer's 60 ms backward (7B at ZeRO-3 on four RTX 4090). There is
+# no option for that, but XLA reads a profile: this one has nothing but all-gathers, of eight products. Shards that come
+# from host memory are not there as early: 70B with five offloads on 8 H100 gained nothing and needed 5.87 instead of
+# 5.76 GiB, so they go without. What the profile lacks is estimated as before, which the check of measured profiles
+# would call an error.
+GATHERS: dict[str, str | bool | int] = {
+    "xla_gpu_pgle_profile_file_or_directory_path": str(Path(__file__).with_name("gathers.pbtxt")),
+    "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
+}
+
+# Percentage of a GPU's memory that XLA lets temporaries of a program use, 95 by default. Above this limit XLA
+# recomputes operations and does not prefetch.
+# XLA counts temporaries in host memory (accumulators, residuals) as device memory, so `compiler_options` adds them to
+# the limit. Qwen-32B with everything offloaded, on 4 RTX 4090: 4,284 operations per step were recomputed without the
+# correction and none with it (jax 0.12). Arguments in host memory are not counted, whatever their size, unless one loop
+# writes to many of them: with overlap_update the state there is added too (7B with five offloads on one RTX 4090: 112
+# operations without that, none with it).
+# The percentage applies to the memory that XLA plans with, minus the arguments. Without a GPU, XLA plans with 80 % of
+# the memory (GetSchedulerMemoryLimit in XLA's gpu_hlo_schedule.cc). Llama-7B at ZeRO-3 on 4 RTX 4090 then had 2.7 GiB
+# instead of 6.4, so that XLA recomputed 2,499 operations and overlapped no all-gather of weights.
+MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
+
+
+# Recipes fp8_*: XLA does not merge products that share an operand (queries, keys, values). To merge them, XLA copies
+# the weights into one array and the results out of one: 290 MiB for a 7B block of 2048 tokens, whose products read and
+# write 104 MiB. In 16 bits merging costs as much, but there copies overlap worse without it (docs/LOG.md). Of experts
+# it would merge gate and up for every block of rows: 2 % of a step of Qwen3-30B-A3B.
+APART: dict[str, str | bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
+
+
+def schedule_options(model: Model) -> dict[str, str | bool | int]:
+    """The XLA options that schedule a step of this model on a GPU."""
+    has_experts = any(segment.statistics is not None for segment in model.segments)
+    return SCHEDULE | (APART if model.precision.fp8 or has_experts else {})
+
+
+def compiler_options(
+    run: Assembly, platform: str, *, memory_bytes: int | None = None, plans_with: float = 1.0, host_temporaries: int = 0
+) -> dict[str, str | bool | int]:
+    """The XLA options to compile a run's steps with, for devices of this platform, "gpu" or "cpu".
+
+    memory_bytes: memory of a GPU that JAX can use. plans_with: the fraction of it that XLA plans with.
+    host_temporaries: bytes of host memory that a step allocates. XLA's memory limit is corrected with these three,
+    see `MEMORY_LIMIT`; without memory_bytes it is not changed. With xla_options="default" there are none but those
+    of the copy engine settings.
+    """
+    if platform == "cpu":
+        # With the collectives of a device in flight together, two cores deadlocked, and once read what was not
+        # there yet (jaxlib 0.12, offloaded quants under tp).
+        return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if run.mesh.size > 1 else {}
+    table = run.engine.table
+    copy_engine_options = collectives.compiler_options(table.copy_engine)
+    if run.xla_options != OVERLAP:
+        return {**copy_engine_options}
+    schedule = schedule_options(run.model)
+    if table.weights.sharded and not table.streams_weights:
+        schedule |= GATHERS
+    limit = {}
+    if memory_bytes:
+        state = bytes_per_device(run.plan)
+        left = plans_with * memory_bytes - state
+        wanted = 0.95 * memory_bytes - state + 2 * host_temporaries
+        if run.engine.overlap_update and not run.engine.table.in_files:
+            wanted += bytes_per_device(run.plan, HOST)
+        limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
+    return schedule | limit | copy_engine_options
