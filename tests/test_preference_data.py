@@ -191,7 +191,7 @@ def test_a_pair_is_left_out_whole():
 
 
 def test_a_number_of_each_sample_is_at_its_first_label():
-    samples = WithNumbers(samples_of([(4, 5)]), "reference", np.array([-3.5, -4.5], np.float32))
+    samples = WithNumbers(samples_of([(4, 5)]), "reference", np.array([[-3.5], [-4.5]], np.float32))
     for i, number in enumerate((-3.5, -4.5)):
         sample = samples[i]
         assert sample["reference"].sum() == number
@@ -284,7 +284,7 @@ def test_kto_learns(fields, below, tmp_path):
     [
         ({"objective": "kto"}, ROWS, "expected rows of type unpaired (prompt, completion, label) with this objective"),
         ({}, ["a text"] * 4, "expected rows of type preference"),
-        ({"objective": "cross_entropy"}, ROWS, "expected an objective of pairs for rows of type preference"),
+        ({"objective": "cross_entropy"}, ROWS, "expected an objective for rows of type preference"),
         ({"per_device_batch_size": 3}, ROWS, "per_device_batch_size: expected an even number with objective='dpo'"),
         ({"z_loss": 1e-4}, ROWS, "z_loss: expected 0.0 with objective='dpo'"),
         ({"sample_packing": True}, ROWS, "objective: expected 'cross_entropy' with sample_packing=True"),

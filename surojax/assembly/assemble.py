@@ -24,7 +24,7 @@ from surojax.placement.param import Param
 from surojax.placement.table import Mesh, Placement
 from surojax.step import complete, train_step as step
 from surojax.step.layer_gradients import Files, planned_files
-from surojax.step.objective import CrossEntropy, Objective, OfSequences
+from surojax.step.objective import CrossEntropy, Objective, OfLogProbabilities
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
@@ -102,7 +102,7 @@ def assemble(
     recompute_block: bool = True,
     lmhead_chunks: int = 1,
     z_loss: float = 0.0,
-    objective: Objective | OfSequences | None = None,
+    objective: Objective | OfLogProbabilities | None = None,
     auxiliary: Callable | None = None,
     reference: Model | None = None,
     packed: bool = False,

@@ -23,7 +23,7 @@ from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
 from surojax.refusals.features import BY_LAYER, RECOMPUTE_PARTS
 from surojax.refusals.refusal import about, refused
 from surojax.step import objectives
-from surojax.step.objective import REFERENCE, LossOfLogits, Objective, OfSequences
+from surojax.step.objective import REFERENCE, LossOfLogits, Objective, OfLogProbabilities
 from surojax.step.spec import Engine
 
 
@@ -108,7 +108,7 @@ def check_objective(c: configs.Config, engine: Engine) -> None:
         )
 
 
-def _reference(c: configs.Config, objective: Objective | OfSequences, table: Placement) -> Model | None:
+def _reference(c: configs.Config, objective: Objective | OfLogProbabilities, table: Placement) -> Model | None:
     """The model without adapters, if a step of a checked config computes it beside the one with them.
 
     A step does not if another adapter belongs to the reference, or an outer layer is trained, or stages or programs of

@@ -137,7 +137,7 @@ def _check_sizes(c: Config) -> None:
     _need(tokens % chunks == 0, "lmhead_chunks", expected, chunks, change)
     rows = c.per_device_batch_size
     expected = f"an even number with objective={c.objective!r}, whose pairs are two sequences each"
-    _need(rows % 2 == 0 or not OBJECTIVES[c.objective].rows, "per_device_batch_size", expected, rows, "use 2")
+    _need(rows % OBJECTIVES[c.objective].together == 0, "per_device_batch_size", expected, rows, "use 2")
     words = c.model.vocab_size
     fits = c.objective != DISTILL or c.distill_top_k <= words
     _need(fits, "distill_top_k", f"at most model.vocab_size={words}", c.distill_top_k, f"use {words}")

@@ -357,7 +357,7 @@ class ObjectiveSettings:
     """The loss that training minimises."""
 
     # cross_entropy of the next token; with a teacher's labels: distill; of rows with a chosen and a rejected answer:
-    # dpo, ipo, orpo, simpo; of rows with an answer and its rating: kto
+    # dpo, ipo, orpo, simpo; of rows with an answer and its rating: kto; of rollouts: grpo
     objective: str = declare(CROSS_ENTROPY, choices=tuple(OBJECTIVES))
 
 

@@ -40,8 +40,16 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
     checks.check_tokenizer(c, tokenizer.vocab_size, tokenizer.name)
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
-    rows = OBJECTIVES[c.objective].rows
-    loaded = data.load_data(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size, say=say, rows=rows)
+    choice = OBJECTIVES[c.objective]
+    loaded = data.load_data(
+        entries,
+        settings,
+        tokenizer,
+        eval_batch_size=c.per_device_batch_size,
+        rows=choice.rows,
+        together=choice.together,
+        say=say,
+    )
     groups = max(1, (c.gpus or 1) // gpus_per_sequence(c))
     check_length(loaded.train.all, groups * c.per_device_batch_size * c.gradient_accumulation_steps)
     return loaded, tokenizer

@@ -19,10 +19,12 @@ from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.readers import OpenSet, open_set
 from surojax.errors import ConfigError, shown
 
-TYPES = ("auto", "text", "instruction", "conversation", "preference", "unpaired")
+TYPES = ("auto", "text", "instruction", "conversation", "preference", "unpaired", "rollout")
 MESSAGES = ("messages", "conversations")  # fields of a conversation, unless a dataset says another
 PROMPT_FIELDS = ("prompt_field", "completion_field")
 INSTRUCTION_FIELDS = ("instruction_field", "input_field", "output_field")
+PROMPT = "prompt_ids"  # fields of a rollout, which no setting renames
+COMPLETIONS = "completion_ids"
 # The types of rows that read a setting; the others read every row.
 USES = {
     "text_field": ("text",),
@@ -224,6 +226,8 @@ def _type_of(row: DataRow, dataset: Dataset) -> str:
         return "instruction"
     if {dataset.chosen_field, dataset.rejected_field} <= fields:
         return "preference"
+    if {PROMPT, COMPLETIONS} <= fields:
+        return "rollout"
     if dataset.text_field in fields:
         return "text"
     if given.TOKENS in fields:
@@ -234,7 +238,8 @@ def _type_of(row: DataRow, dataset: Dataset) -> str:
     preference = f"{dataset.chosen_field} and {dataset.rejected_field}"
     raise ConfigError(
         f"{row.where}: expected a field {conversation} (a conversation), {instruction}, or {other_instruction} (an "
-        f"instruction), {preference} (a preference), or {dataset.text_field} (text), got {field_names(row.record)}; "
+        f"instruction), {preference} (a preference), {PROMPT} and {COMPLETIONS} (a rollout), or {dataset.text_field} "
+        f"(text), got {field_names(row.record)}; "
         "set text_field to the field that holds the text, or the dataset's type and the names of its fields in an "
         "entry of datasets"
     )

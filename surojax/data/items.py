@@ -11,6 +11,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from surojax.data.data_rows import BadRow
 
 
@@ -101,4 +103,9 @@ def key_of_bad(row: BadRow) -> int:
 
 def json_of(record: Mapping[str, Any]) -> bytes:
     """Returns the JSON text of a record, whose hash is the record's key."""
-    return json.dumps(record, sort_keys=True, default=str).encode("utf-8", "backslashreplace")
+    return json.dumps(record, sort_keys=True, default=_plain).encode("utf-8", "backslashreplace")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for: an array as lists, whose text would leave numbers out, all else as its text."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

@@ -18,6 +18,7 @@ from surojax.data.documents import TextEncoder, read_documents
 from surojax.data.examples import Encoder
 from surojax.data.items import Item, Source
 from surojax.data.readers import OpenSet, open_set
+from surojax.data.rollouts import RolloutEncoder
 from surojax.data.token_rows import TokenEncoder
 from surojax.data.tokenizer import Tokenizer
 
@@ -73,7 +74,7 @@ class Prepared(NamedTuple):
 
 def load_dataset(
     dataset: Dataset,
-    encoder: Encoder | TextEncoder | TokenEncoder,
+    encoder: Encoder | TextEncoder | TokenEncoder | RolloutEncoder,
     vocab_size: int,
     *,
     holds_out: bool,
@@ -112,7 +113,7 @@ def _source(dataset: Dataset, encoder: ItemEncoder, open_set: OpenSet) -> Source
         rows = datasets.read_dataset(dataset, open_set)
         if dataset.type == "text":
             return read_documents(rows, dataset.text_field, by_record=True, with_keys=with_keys)
-        if isinstance(encoder, TokenEncoder):
+        if isinstance(encoder, TokenEncoder | RolloutEncoder):
             return map(encoder.item, rows)
         return examples.items(rows)
 

@@ -23,6 +23,7 @@ from surojax.data.examples import Encoder
 from surojax.data.given import GivenRows
 from surojax.data.prepare import DATA_CACHE, Prepared, load_corpora, load_dataset
 from surojax.data.readers import OpenSet, open_set
+from surojax.data.rollouts import RolloutEncoder
 from surojax.data.samples import IGNORED, Rows, Windows, concatenated, windows_or_rows
 from surojax.data.token_rows import TokenEncoder
 from surojax.data.tokenizer import Tokenizer
@@ -48,7 +49,11 @@ class Settings:
 
 
 SETTINGS = tuple(field.name for field in fields(Settings))
-OF_ANSWERS = {"preference": "prompt, chosen, rejected", "unpaired": "prompt, completion, label"}
+OF_ANSWERS = {  # types of rows for which there are objectives: their fields, and such an objective
+    "preference": ("prompt, chosen, rejected", "'dpo', or to 'orpo' or 'simpo', which need no reference"),
+    "unpaired": ("prompt, completion, label", "'kto'"),
+    "rollout": ("prompt_ids, completion_ids, logprobs, rewards or advantages", "'grpo'"),
+}
 
 
 class Entries(NamedTuple):
@@ -155,12 +160,14 @@ def load_data(
     *,
     eval_batch_size: int,
     rows: str = "",
+    together: int = 1,
     say: Callable[[str], None] = print,
 ) -> Data:
     """Returns the samples to train on and the batches to evaluate on.
 
     `settings.data` is not read if there are `entries.datasets`. eval_batch_size: samples of an evaluation batch.
-    rows: the type of rows that the objective takes, whose two documents are samples one after the other; "": any other.
+    rows: the type of rows that the objective takes; "": any other. together: so many documents of a row, which are
+    samples, stay next to each other.
 
     Raises ConfigError for whatever is wrong with files, rows or settings, for a set that is empty, and if neither
     `settings.data` nor an entry says what to train on.
@@ -178,7 +185,7 @@ def load_data(
     _check_rows(entries, settings, rows)
     if _has_rows(entries) and (note := templates.template_note(settings.chat_template, tokenizer)):
         say(note)
-    loader = _Loader(settings, tokenizer, open_once, say, bool(rows))
+    loader = _Loader(settings, tokenizer, open_once, say, together == 2)
     if entries.datasets:
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
     else:
@@ -250,7 +257,11 @@ def _entry(names: str, settings: Settings) -> Dataset:
 
 def _has_rows(entries: Entries) -> bool:
     """True if a dataset has rows of instructions or conversations."""
-    return any(dataset.type not in ("text", "tokens") for dataset in (*entries.datasets, *entries.validation.values()))
+    return bool(_types(entries) - {"text", "tokens", "rollout"})
+
+
+def _types(entries: Entries) -> set[str]:
+    return {dataset.type for dataset in (*entries.datasets, *entries.validation.values())}
 
 
 def _check_uses(entries: Entries, settings: Settings) -> None:
@@ -259,7 +270,7 @@ def _check_uses(entries: Entries, settings: Settings) -> None:
         return
     unused = ["train_on", "chat_template", "system_prompt"]
     unused += [] if entries.datasets or entries.validation else ["on_bad_row"]
-    unused += [] if settings.sample_packing else ["on_long"]
+    unused += [] if settings.sample_packing or "rollout" in _types(entries) else ["on_long"]
     defaults = Settings(settings.sequence_len)
     for name in unused:
         value = getattr(settings, name)
@@ -278,15 +289,14 @@ def _check_rows(entries: Entries, settings: Settings, rows: str) -> None:
     for name, type_ in types or [(settings.data, "text")]:
         if rows and type_ != rows:
             raise ConfigError(
-                f"{name}: expected rows of type {rows} ({OF_ANSWERS[rows]}) with this objective, got rows of "
+                f"{name}: expected rows of type {rows} ({OF_ANSWERS[rows][0]}) with this objective, got rows of "
                 f"type {type_}; name such rows, with their type if they have other fields too, or set "
                 "objective='cross_entropy'"
             )
         if type_ in OF_ANSWERS and not rows:
-            change = "'kto'" if type_ == "unpaired" else "'dpo', or to 'orpo' or 'simpo', which need no reference"
             raise ConfigError(
-                f"{name}: expected an objective of pairs for rows of type {type_}, got objective='cross_entropy'; "
-                f"set objective={change}"
+                f"{name}: expected an objective for rows of type {type_}, got objective='cross_entropy'; "
+                f"set objective={OF_ANSWERS[type_][1]}"
             )
 
 
@@ -313,12 +323,14 @@ class _Loader(NamedTuple):
             say=self.say,
         )
 
-    def encoder(self, dataset: Dataset) -> Encoder | TextEncoder | TokenEncoder:
+    def encoder(self, dataset: Dataset) -> Encoder | TextEncoder | TokenEncoder | RolloutEncoder:
         """Returns the encoder of a dataset's rows, and prints notes about its chat template."""
         if dataset.type == "text":
             return TextEncoder(self.tokenizer, cuts_at_special=True)
         if dataset.type == "tokens":
             return TokenEncoder(self.tokenizer.vocab_size)
+        if dataset.type == "rollout":
+            return RolloutEncoder(self.tokenizer.vocab_size)
         s = self.settings
         template = templates.load_template(s.chat_template, self.tokenizer)
         encoder = Encoder(dataset, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)

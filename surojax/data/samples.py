@@ -214,9 +214,9 @@ class Derived:
 
 @dataclass(frozen=True, eq=False)
 class WithNumbers(Derived):
-    """Samples with a further array `[S]`, float32, whose sum is a number of the sample: see `first_labels`.
+    """Samples with a further array `[S]`, float32: see `as_array`.
 
-    array: its name. numbers: float32 [samples].
+    array: its name. numbers: float32 [samples, 1], or [samples, S].
     """
 
     array: str
@@ -225,17 +225,19 @@ class WithNumbers(Derived):
     def __getitem__(self, index: int) -> Sample:
         sample = self.samples[index]
         labels = sample["labels"]
-        return sample | {self.array: first_labels(labels[None], self.numbers[index : index + 1])[0]}
+        return sample | {self.array: as_array(labels[None], self.numbers[index : index + 1])[0]}
 
 
-def first_labels(labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Returns float32 [rows, S] with a number of each row at its first label, and zeros elsewhere.
+def as_array(labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Returns float32 [rows, S] of numbers of labels; a row's only number is at its first label, others are 0.
 
-    labels: int [rows, S]. numbers: float32 [rows].
+    labels: int [rows, S]. numbers: float32 [rows, S], or [rows, 1].
     """
-    found = np.zeros(labels.shape, np.float32)
-    found[np.arange(len(labels)), np.argmax(labels != IGNORED, axis=1)] = numbers
-    return found
+    if numbers.shape == labels.shape:
+        return np.asarray(numbers)
+    array = np.zeros(labels.shape, np.float32)
+    array[np.arange(len(labels)), np.argmax(labels != IGNORED, axis=1)] = numbers[:, 0]
+    return array
 
 
 def windows_or_rows(

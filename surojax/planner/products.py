@@ -28,7 +28,7 @@ from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu
 from surojax.planner.sizes import TensorOnGpu, itemsize, segment_bytes
 from surojax.planner.traffic import BatchShape
-from surojax.step.objective import OfSequences
+from surojax.step.objective import OfLogProbabilities
 
 FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
 BACKWARD_PASSES = 3.2
@@ -273,7 +273,7 @@ def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
 def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     """Seconds of head and loss in a microbatch: three products and several passes for each slice of tokens.
 
-    An objective of whole sequences computes the logits once more, for their log-probabilities.
+    An `OfLogProbabilities` computes the logits once more, for their log-probabilities.
     """
     model = run.model
     table = run.engine.table
@@ -286,7 +286,7 @@ def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     trained = model.outer_params[model.head].trainable
     shapes = [(tokens, words, width), (tokens, width, words), (words, width, tokens)][: 2 + trained]
     passes = LOGIT_PASSES
-    if isinstance(run.engine.objective, OfSequences):
+    if isinstance(run.engine.objective, OfLogProbabilities):
         shapes.append(shapes[0])
         passes += LOGPROB_PASSES
     products = sum(_product(gpu, *shape, HLO_DTYPES[table.outer.dtype]) for shape in shapes)

@@ -18,7 +18,7 @@ from surojax.parallel import collectives
 from surojax.parallel.context import of_each_chunk, own_tokens
 from surojax.parallel.tensor import own_part
 from surojax.placement.mesh import BATCH, TOKENS
-from surojax.step.objective import Objective, OfSequences
+from surojax.step.objective import Objective, OfLogProbabilities
 from surojax.step.spec import Engine
 
 
@@ -54,7 +54,7 @@ class Batch(NamedTuple):
     """Whole sequences `[A, B, S]`, or `[B, S]`, by the names of `Engine.batch_arrays`; and who reads them."""
 
     arrays: dict[str, jax.Array]
-    objective: Objective | OfSequences
+    objective: Objective | OfLogProbabilities
     compute: Compute
 
     @classmethod

@@ -74,5 +74,5 @@ def _make(values: dict[str, Any]) -> OfSequences:
 
 
 KTO = ObjectiveChoice(
-    _make, ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs"), rows="unpaired"
+    _make, ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs"), rows="unpaired", together=2
 )

@@ -2,15 +2,16 @@
 
 An objective names these arrays and computes loss and gradients for a slice of tokens, so that the logits of one slice
 are in memory at a time (outer.py has the loop). Nothing else in a step knows what a label is. An `Objective` is a sum
-over tokens. An `OfSequences` is a function of the log-probabilities of whole sequences: a first sweep over the slices
-computes them, and its gradient by them is a weight for each token of the cross-entropy, whose gradients a second sweep
-computes. objectives.py has those that a config can name.
+over tokens. An `OfLogProbabilities` is a function of the log-probabilities of all labels, and an `OfSequences` of their
+sums over sequences: a first sweep over the slices computes them, and its gradient by them is a weight for each token of
+the cross-entropy, whose gradients a second sweep computes. objectives.py has those that a config can name.
 
 The head's matrix is replicated, or its rows are sharded over mesh axes, see outer.py. Shape suffixes: N tokens of a
 slice on this device, M tokens of a slice on all devices of the vocabulary's axes, D hidden size, V vocabulary, v rows
 of the vocabulary on one device.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -32,11 +33,19 @@ type Sums = dict[str, jax.Array]  # "loss", and what else an objective adds up o
 
 LABELS = "labels"
 WEIGHTS = "weights"  # a factor of each token's term in the gradients, float32; not an array of a batch
-REFERENCE = "reference"  # log-probabilities of the labels by another model; their sum over a sequence is read
+REFERENCE = "reference"  # log-probabilities of the labels by another model; or their sum over a sequence at one of them
 TEACHER = "teacher"  # log-probabilities of `TEACHER_IDS` by a teacher, and last of all other tokens together
 TEACHER_IDS = "teacher_ids"
 DESIRABLE = "desirable"  # of an answer that is rated alone: above 0 a good one, below 0 a bad one
-FLOATS = (REFERENCE, TEACHER, DESIRABLE)  # the arrays of a batch that are float32; all others are int32
+SAMPLED = "sampled"  # log-probability of a label by the model that sampled it
+ADVANTAGE = "advantage"  # of a label: by how much its completion is better than others of its prompt
+FLOATS = (
+    REFERENCE,
+    TEACHER,
+    DESIRABLE,
+    SAMPLED,
+    ADVANTAGE,
+)  # the arrays of a batch that are float32; all others are int32
 ONE_SEQUENCE = (PIPELINE, CONTEXT, *TENSOR)  # axes whose devices have parts of the same sequences
 
 
@@ -226,12 +235,49 @@ class SequenceLoss(Protocol):
         ...
 
 
+class OfLogProbabilities(abc.ABC):
+    """An objective that is a function of the log-probabilities of all labels: two sweeps over the slices, see above."""
+
+    reads_reference_of_tokens: ClassVar[bool] = False  # `REFERENCE` of each token is read, not the sum of a sequence
+
+    @property
+    @abc.abstractmethod
+    def targets(self) -> tuple[str, ...]:
+        """See `Objective`."""
+
+    @property
+    @abc.abstractmethod
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the sums besides the loss."""
+
+    def counted(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return CrossEntropy().counted(targets)
+
+    @abc.abstractmethod
+    def count(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+
+    @abc.abstractmethod
+    def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
+        """This device's terms of the sums over all devices. Differentiable by the log-probabilities."""
+
+    def sums_and_weights(self, logprob_BS: jax.Array, targets: Targets) -> tuple[Sums, jax.Array]:
+        """(`sums`, the weights `[B, S]` of the tokens' cross-entropies whose gradients are those of the loss)."""
+
+        def loss(logprob_BS: jax.Array) -> tuple[jax.Array, Sums]:
+            sums = self.sums(logprob_BS, targets)
+            return sums["loss"], sums
+
+        d_logprob_BS, sums = jax.grad(loss, has_aux=True)(varying(logprob_BS, AXES))
+        return sums, -d_logprob_BS
+
+
 @dataclasses.dataclass(frozen=True)
-class OfSequences:
+class OfSequences(OfLogProbabilities):
     """An objective that is a sum over groups of whole sequences. A group is on one device of the data-parallel ones."""
 
     loss: SequenceLoss
-    tokens: CrossEntropy = CrossEntropy()
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -240,12 +286,8 @@ class OfSequences:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of the sums besides the loss."""
+        """See `OfLogProbabilities`."""
         return self.loss.metrics
-
-    def counted(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return self.tokens.counted(targets)
 
     def count(self, targets: Targets) -> jax.Array:
         """See `Objective`: groups, without those that only fill up a batch."""
@@ -253,25 +295,14 @@ class OfSequences:
         return jnp.sum(jnp.any(has_labels_B, axis=-1), dtype=jnp.int32)
 
     def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
-        """This device's terms of the sums over all devices."""
+        """See `OfLogProbabilities`."""
         return _once(self.loss(self._sequences(logprob_BS, targets)))
-
-    def sums_and_weights(self, logprob_BS: jax.Array, targets: Targets) -> tuple[Sums, jax.Array]:
-        """(`sums`, the weights `[B, S]` of the tokens' cross-entropies whose gradients are those of the loss)."""
-        sequences = self._sequences(logprob_BS, targets)
-
-        def loss(logprob_B: jax.Array) -> tuple[jax.Array, Sums]:
-            sums = self.loss(sequences._replace(logprob=logprob_B))
-            return sums["loss"], sums
-
-        d_logprob_B, sums = jax.grad(loss, has_aux=True)(sequences.logprob)
-        return _once(sums), jnp.broadcast_to(-d_logprob_B[:, None], logprob_BS.shape)
 
     def _sequences(self, logprob_BS: jax.Array, targets: Targets) -> Sequences:
         """Sums over the tokens of each sequence, of all devices that have parts of it."""
         rows: dict[str, Any] = {"logprob": logprob_BS, "tokens": self.counted(targets).astype(jnp.float32)}
         rows |= {name: targets[name] for name in self.loss.reads}
-        return Sequences(**add_up(jax.tree.map(lambda x_BS: varying(jnp.sum(x_BS, -1), AXES), rows), *ONE_SEQUENCE))
+        return Sequences(**jax.tree.map(sum_of_sequence, rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,16 +323,46 @@ class LogProbabilities:
         return {"loss": -jnp.sum(of_device_B), self.ROWS: rows}
 
 
+@dataclasses.dataclass(frozen=True)
+class LogProbabilitiesOfTokens(OfLogProbabilities):
+    """Reports the log-probability of each label, for evaluations: `LogProbabilities.ROWS`, `[B, sequence_len]`."""
+
+    POSITION: ClassVar[str] = "position"  # the array of a batch that has the place of each token in its sequence
+    sequence_len: int
+    targets: tuple[str, ...] = (LABELS, POSITION)
+    metrics: tuple[str, ...] = (LogProbabilities.ROWS,)
+
+    def count(self, targets: Targets) -> jax.Array:
+        """See `Objective`: tokens."""
+        return CrossEntropy().count(targets)
+
+    def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
+        """See `OfLogProbabilities`. A device has zeros for the tokens of others."""
+        number, devices = device_number(*BATCH)
+        B = len(logprob_BS)
+        zeros = varying(jnp.zeros((devices * B, self.sequence_len), jnp.float32), AXES)
+        row_B1 = number * B + jnp.arange(B)[:, None]
+        rows = zeros.at[row_B1, targets[self.POSITION]].set(logprob_BS)
+        return {"loss": -jnp.sum(varying(logprob_BS, AXES)), LogProbabilities.ROWS: rows}
+
+
 class ObjectiveChoice(NamedTuple):
     """An objective that a config can name.
 
     make: a function of its options {name: value} that returns it. reads: the names of these options. rows: the type of
-    rows that it is of, each of which becomes two sequences, one after the other; "": rows of any other type.
+    rows that it is of; "": of any other type. together: so many sequences of a row stay next to each other, 2 of a
+    pair.
     """
 
-    make: Callable[[dict[str, Any]], "Objective | OfSequences"]
+    make: Callable[[dict[str, Any]], "Objective | OfLogProbabilities"]
     reads: tuple[str, ...]
     rows: str = ""
+    together: int = 1
+
+
+def sum_of_sequence(x_BS: jax.Array) -> jax.Array:
+    """The sum over the tokens of each sequence `[B]`, on all devices that have parts of it."""
+    return add_up(varying(jnp.sum(x_BS, -1), AXES), *ONE_SEQUENCE)
 
 
 def _once(sums: Sums) -> Sums:

@@ -6,6 +6,7 @@
 | dpo, ipo      | losses of pairs of a chosen and a rejected answer             | yes       |
 | orpo, simpo   | likewise                                                      |           |
 | kto           | losses of single answers that are desirable or not            | yes       |
+| grpo          | losses of completions that were sampled, by their advantages  | by choice |
 | distill       | nats per token, and the divergence from a teacher's labels    |           |
 """
 
@@ -15,8 +16,9 @@ from typing import Any
 from surojax.declared import Declared, declared
 from surojax.refusals.refusal import Feature, Refusal, is_on, is_one_of, is_set
 from surojax.step.distillation import DISTILL, DISTILLATION, DistillSettings
+from surojax.step.grpo import GRPO, GrpoSettings
 from surojax.step.kto import KTO, KtoSettings
-from surojax.step.objective import CrossEntropy, Objective, ObjectiveChoice, OfSequences
+from surojax.step.objective import CrossEntropy, Objective, ObjectiveChoice, OfLogProbabilities
 from surojax.step.preferences import PREFERENCES, PreferenceSettings
 
 CROSS_ENTROPY = "cross_entropy"
@@ -24,20 +26,23 @@ OBJECTIVES: dict[str, ObjectiveChoice] = {
     CROSS_ENTROPY: ObjectiveChoice(lambda values: CrossEntropy(**values), ("z_loss",)),
     **PREFERENCES,
     "kto": KTO,
+    "grpo": GRPO,
     **DISTILLATION,
 }
 OF_PAIRS = tuple(name for name, choice in OBJECTIVES.items() if choice.rows)
 SETTINGS: tuple[Declared, ...] = (
     *declared(PreferenceSettings),
     *declared(KtoSettings),
+    *declared(GrpoSettings),
     *declared(DistillSettings),
 )
 EXPERTS = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "gradient_accumulation_steps": 1}
-NEEDS: dict[str, dict[str, Any]] = {DISTILL: {}}  # what a config needs besides an objective; `PAIRS` for all others
 PAIRS = {"data": "rows.jsonl", "per_device_batch_size": 2}  # what a config of an objective of pairs needs besides
+ROLLOUTS = PAIRS | {"objective": "grpo", "grpo_loss_type": "dr_grpo", "grpo_beta": 0.25}  # which read all options
+NEEDS: dict[str, dict[str, Any]] = {DISTILL: {}, "grpo": ROLLOUTS}  # of an objective; `PAIRS` for all others
 
 
-def built(settings: Mapping[str, Any]) -> Objective | OfSequences:
+def built(settings: Mapping[str, Any]) -> Objective | OfLogProbabilities:
     """The objective of a config. settings: its fields."""
     choice = OBJECTIVES[settings["objective"]]
     return choice.make({name: settings[name] for name in choice.reads})
@@ -63,7 +68,7 @@ def _unused() -> Iterator[Refusal]:
 
 
 def of_pairs() -> Feature:
-    """An objective of pairs."""
+    """An objective of pairs, or of other answers."""
     return is_one_of("objective", *OF_PAIRS, instead=repr(CROSS_ENTROPY), needs=PAIRS)
 
 
@@ -81,15 +86,34 @@ REFUSALS: tuple[Refusal, ...] = (
         "which needs none",
         "leave it out",
     ),
-    Refusal(of_pairs(), is_on("sample_packing"), "which is not built for answers of pairs", "leave sample_packing out"),
+    Refusal(
+        is_set("max_completion_length", 8, ROLLOUTS),
+        is_one_of("grpo_loss_type", "dapo", "grpo", needs=ROLLOUTS),
+        "which does not use it",
+        "leave it out, or set grpo_loss_type='dr_grpo'",
+    ),
+    Refusal(
+        is_on("precompute_ref_log_probs", **ROLLOUTS),
+        Feature(
+            "grpo_beta=0",
+            ("objective", "grpo_beta"),
+            lambda s, _: s["objective"] == "grpo" and not s["grpo_beta"],
+            lambda s: f"with grpo_beta={s['grpo_beta']}",
+            "",
+            ROLLOUTS | {"grpo_beta": 0.0},
+        ),
+        "which needs no reference",
+        "leave it out",
+    ),
+    Refusal(of_pairs(), is_on("sample_packing"), "which is not built for whole answers", "leave sample_packing out"),
     *(
         Refusal(
             is_set(name, 0.01, EXPERTS),
             of_pairs(),
-            "whose terms are pairs, and not the tokens that a router sees",
+            "whose terms are of answers, and not of the tokens that a router sees",
             "leave it out",
         )
         for name in ("router_aux_loss_coef", "router_z_loss_coef")
     ),
-    Refusal(is_set("train_on", "all", PAIRS), of_pairs(), "which is of both answers of a pair alone", "leave it out"),
+    Refusal(is_set("train_on", "all", PAIRS), of_pairs(), "which is of answers alone", "leave it out"),
 )

@@ -31,7 +31,7 @@ from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.step.distillation import Labelling
 from surojax.step.gradients import add
-from surojax.step.objective import LABELS, REFERENCE, WEIGHTS, Axes, CrossEntropy, Objective, OfSequences, Sums
+from surojax.step.objective import LABELS, REFERENCE, WEIGHTS, Axes, CrossEntropy, Objective, OfLogProbabilities, Sums
 from surojax.step.spec import Engine
 
 
@@ -44,7 +44,7 @@ class OuterLayers:
     """
 
     model: Model
-    objective: Objective | OfSequences | Labelling
+    objective: Objective | OfLogProbabilities | Labelling
     chunks: int
     axes: Axes
     weights: dict[str, jax.Array]
@@ -80,13 +80,13 @@ class OuterLayers:
 
         targets: the objective's arrays `[B, S]`, or `[B, S, width]`, by name. Loss and gradient of a slice of tokens
         are computed together, so the logits of one slice are in memory at a time. They are never recomputed, except for
-        an objective of whole sequences, whose weights follow from all slices. dx is written over x. No gradient is
+        an `OfLogProbabilities`, whose weights follow from all slices. dx is written over x. No gradient is
         computed of what has no accumulator in `grads`.
         """
-        if isinstance(self.objective, OfSequences):
+        if isinstance(self.objective, OfLogProbabilities):
             sums, weights_BS = self.objective.sums_and_weights(self.logprob(x_BSD, targets[LABELS]), targets)
             targets = {LABELS: targets[LABELS], WEIGHTS: weights_BS}
-            _, x_BSD, grads = self._gradients(self.objective.tokens, grads, x_BSD, targets, scale)
+            _, x_BSD, grads = self._gradients(CrossEntropy(), grads, x_BSD, targets, scale)
             return sums, x_BSD, grads
         assert not isinstance(self.objective, Labelling), "labels of a teacher have no gradients"
         loss, x_BSD, grads = self._gradients(self.objective, grads, x_BSD, targets, scale)
@@ -115,7 +115,7 @@ class OuterLayers:
     def loss(self, x_BSD: jax.Array, targets: dict[str, jax.Array]) -> Sums:
         """Summed loss, and other sums, forward only: this device's terms of the sums over all devices."""
         objective = self.objective
-        if isinstance(objective, OfSequences):
+        if isinstance(objective, OfLogProbabilities):
             return objective.sums(self.logprob(x_BSD, targets[LABELS]), targets)
         if isinstance(objective, Labelling):
             return objective.sums(self.model, self.weights, x_BSD, self.chunks)

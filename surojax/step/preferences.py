@@ -35,7 +35,7 @@ class PreferenceSettings:
     label_smoothing: float = declare(0.0, BELOW_HALF)
     # dpo, ipo: the reference takes all answers for equally likely, and is not computed
     reference_free: bool = False
-    # dpo, ipo, kto with lora: reference computed once before training, not in each step; without lora it always is
+    # dpo, ipo, kto, grpo with lora: reference computed once before training, not in each step; without lora always
     precompute_ref_log_probs: bool = False
     # simpo: by how much the mean log-probability of the chosen answer is to be larger, times beta
     simpo_gamma: float = declare(0.5, Range(lambda v: v >= 0, "0 or more", "0 is no margin"))
@@ -149,7 +149,7 @@ def choice(scores: Callable[..., Scores], *options: str, has_reference: bool = F
         reads = (REFERENCE,) if has_reference and not settings.reference_free else ()
         return OfSequences(PairLoss(scores, settings, reads))
 
-    return ObjectiveChoice(make, options, rows="preference")
+    return ObjectiveChoice(make, options, rows="preference", together=2)
 
 
 OF_REFERENCE = ("reference_free", "precompute_ref_log_probs")

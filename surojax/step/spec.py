@@ -10,7 +10,7 @@ from surojax.models.model import Model
 from surojax.placement.layout import Layouts
 from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
-from surojax.step.objective import FLOATS, REFERENCE, CrossEntropy, Objective, OfSequences, WithWidths
+from surojax.step.objective import FLOATS, REFERENCE, CrossEntropy, Objective, OfLogProbabilities, WithWidths
 
 CROSS_ENTROPY = CrossEntropy()
 
@@ -36,7 +36,7 @@ class Engine:
     layouts: Layouts
     recompute_block: bool = True
     lmhead_chunks: int = 1
-    objective: Objective | OfSequences = CROSS_ENTROPY
+    objective: Objective | OfLogProbabilities = CROSS_ENTROPY
     packed: bool = False
     microbatches_per_fetch: int = 1
     auxiliary: Callable | None = None
@@ -79,5 +79,5 @@ class Engine:
     @property
     def sums(self) -> tuple[str, ...]:
         """The names of what a step adds up over the terms of the objective."""
-        others = self.objective.metrics if isinstance(self.objective, OfSequences) else ()
+        others = self.objective.metrics if isinstance(self.objective, OfLogProbabilities) else ()
         return ("loss", *others)

@@ -1,10 +1,10 @@
 """Log-probabilities of a run's answers under its reference, the model that it begins with: computed once, and cached.
 
 The run's own evaluation computes them, so that weights in host memory or files are streamed as there, before the first
-state of training is made. The cache has a file of them for each corpus, four bytes a sequence, named by a hash of the
-reference, the sequences and what numbers depend on. What the steps of a run do not read is not computed: it is NaN
-there. Each batch is written when it is computed, so a run that is killed, resumed or made longer computes what is
-missing.
+state of training is made. The cache has a file of them for each corpus, four bytes a sequence, or a token if the
+objective reads those of tokens, named by a hash of the reference, the sequences and what numbers depend on. What the
+steps of a run do not read is not computed: it is NaN there. Each batch is written when it is computed, so a run that is
+killed, resumed or made longer computes what is missing.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from surojax.assembly.xla_options import compiler_options
 from surojax.config.fields import Config
 from surojax.data.batches import Batch, Mixture, padded_batch
 from surojax.data.run_data import Evaluated
-from surojax.data.samples import Samples, WithNumbers, first_labels
+from surojax.data.samples import Samples, WithNumbers, as_array
 from surojax.errors import ConfigError
 from surojax.exchange import peft
 from surojax.exchange.base import fingerprint
@@ -35,7 +35,14 @@ from surojax.parallel.feed import from_host
 from surojax.placement.layout import batch_sharding
 from surojax.run.console import say
 from surojax.step import train_step
-from surojax.step.objective import LABELS, REFERENCE, LogProbabilities, OfSequences
+from surojax.step.objective import (
+    LABELS,
+    REFERENCE,
+    LogProbabilities,
+    LogProbabilitiesOfTokens,
+    OfLogProbabilities,
+    OfSequences,
+)
 from surojax.training.setup import Setup
 from surojax.training.start import Start
 from surojax.training.state import new_state
@@ -57,7 +64,7 @@ def with_reference(c: Config, run: Assembly, setup: Setup, start: Start) -> Star
     if jax.process_count() > 1:
         raise ConfigError(
             f"objective: expected one process with a reference, whose log-probabilities are cached by one, got "
-            f"{jax.process_count()}; set reference_free=True, or use objective='orpo' or 'simpo'"
+            f"{jax.process_count()}; set reference_free=True or grpo_beta=0, or use objective='orpo' or 'simpo'"
         )
     reference = _Reference(c, run, setup, start)
     found = start.found
@@ -77,8 +84,11 @@ class _Reference:
 
     def __init__(self, c: Config, run: Assembly, setup: Setup, start: Start):
         self.c = c
-        engine = dataclasses.replace(run.engine, objective=OfSequences(LogProbabilities()))
-        self.run = dataclasses.replace(run, engine=engine)
+        assert isinstance(run.engine.objective, OfLogProbabilities), "no other one reads a reference"
+        of_tokens = run.engine.objective.reads_reference_of_tokens
+        self.width = c.sequence_len if of_tokens else 1  # numbers of a sample
+        labelling = LogProbabilitiesOfTokens(c.sequence_len) if of_tokens else OfSequences(LogProbabilities())
+        self.run = dataclasses.replace(run, engine=dataclasses.replace(run.engine, objective=labelling))
         self.batch_size = start.batch_size
         self.sharding = batch_sharding(setup.mesh, accumulated=False)
         self.initial: Tensors | None = setup.initial or open_weights(c, run.model)
@@ -98,23 +108,24 @@ class _Reference:
         numbers = self.of_samples(samples, np.arange(len(samples)), [samples.fingerprint])
         each = np.split(numbers, np.cumsum([len(batch[LABELS]) for batch in evaluated.batches])[:-1])
         return [
-            batch | {REFERENCE: first_labels(batch[LABELS], x)}
-            for batch, x in zip(evaluated.batches, each, strict=True)
+            batch | {REFERENCE: as_array(batch[LABELS], x)} for batch, x in zip(evaluated.batches, each, strict=True)
         ]
 
     def of_samples(self, samples: "Samples | _SamplesOfBatches", needed: np.ndarray, data: list[Any]) -> np.ndarray:
-        """The log-probability of each sample that is needed, float32 [samples]; NaN, or a number, of the others.
+        """The log-probabilities of each sample that is needed, float32 [samples, width]; NaN, or numbers, of others.
 
         needed: int64, ascending. data: what identifies the samples.
         """
-        key = json.dumps(self.key | {"data": data}, sort_keys=True)
+        of_tokens = {} if self.width == 1 else {"tokens": self.width}
+        key = json.dumps(self.key | {"data": data} | of_tokens, sort_keys=True)
+        shape = (len(samples), self.width)
         file = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.float32"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with locked(file.with_suffix(".lock"), "data_cache"):
-                if not file.exists() or file.stat().st_size != 4 * len(samples):
-                    np.full(len(samples), np.nan, np.float32).tofile(file)
-                missing = needed[np.isnan(np.fromfile(file, np.float32)[needed])]
+                if not file.exists() or file.stat().st_size != 4 * len(samples) * self.width:
+                    np.memmap(file, np.float32, "w+", shape=shape)[:] = np.nan
+                missing = needed[np.isnan(np.memmap(file, np.float32, "r", shape=shape)[needed, 0])]
                 if len(missing):
                     self._write(file, samples, missing, len(needed))
         except OSError as error:
@@ -122,7 +133,7 @@ class _Reference:
             raise ConfigError(
                 f"data_cache: expected room for {file}, got {reason!r}; free some, or choose another folder"
             ) from error
-        return np.fromfile(file, np.float32)
+        return np.memmap(file, np.float32, "r", shape=shape)
 
     def _write(self, file: Path, samples: "Samples | _SamplesOfBatches", missing: np.ndarray, needed: int) -> None:
         """Computes the missing numbers and writes those of each batch into the file."""
@@ -136,18 +147,20 @@ class _Reference:
         with file.open("r+b") as opened:
             for indices, numbers in zip(each, self._computed(batches), strict=True):
                 for index, number in zip(indices.tolist(), numbers, strict=False):  # the last batch is padded
-                    opened.seek(4 * index)
+                    opened.seek(4 * self.width * index)
                     opened.write(number.tobytes())
                 opened.flush()
             os.fsync(opened.fileno())
 
     def _computed(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
-        """Yields the log-probabilities of each batch's rows, float32."""
+        """Yields the log-probabilities of each batch's rows, float32 [rows, width]."""
         step, weights = self._program
         arrays = self.run.engine.batch_arrays
-        on_devices = (tuple(from_host(batch[name], self.sharding) for name in arrays) for batch in batches)
+        shape = (self.batch_size, self.c.sequence_len)
+        position = {LogProbabilitiesOfTokens.POSITION: np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)}
+        on_devices = (tuple(from_host((batch | position)[name], self.sharding) for name in arrays) for batch in batches)
         for sums, _ in train_step.evaluated(step, weights, on_devices):
-            yield np.asarray(jax.device_get(sums[LogProbabilities.ROWS]), np.float32)
+            yield np.asarray(jax.device_get(sums[LogProbabilities.ROWS]), np.float32).reshape(-1, self.width)
 
     @functools.cached_property
     def _program(self) -> tuple[Any, Any]:

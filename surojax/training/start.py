@@ -54,8 +54,16 @@ def find_start(c: Config, setup: Setup) -> Start:
     batch_size = c.per_device_batch_size * data_parallel(setup.mesh)
     samples_per_step = batch_size * c.gradient_accumulation_steps
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
-    rows = OBJECTIVES[c.objective].rows
-    found = data.load_data(setup.entries, settings, tokenizer, eval_batch_size=batch_size, rows=rows, say=say)
+    choice = OBJECTIVES[c.objective]
+    found = data.load_data(
+        setup.entries,
+        settings,
+        tokenizer,
+        eval_batch_size=batch_size,
+        rows=choice.rows,
+        together=choice.together,
+        say=say,
+    )
     if c.objective == DISTILL:
         found = found._replace(train=_with_labels(c, found.train, tokenizer))
     samples = found.train

@@ -1,0 +1,143 @@
+"""Rows of rollouts: a prompt with completions that a model sampled, as token ids, and how good each of them is.
+
+    {"prompt_ids": [5, 6], "completion_ids": [[7, 2], [8, 9, 2]], "logprobs": [[-0.1, -0.3], [-1.2, -0.4, -0.1]],
+     "rewards": [1.0, 0.0]}
+
+logprobs: of each token of a completion, when it was sampled, in nats. rewards: of each completion, of which those of a
+row are a group: an advantage is (reward - mean) / (standard deviation + 1e-4), with n - 1, as in TRL. Or `advantages`:
+these, computed by whoever wrote the row. Names are those that TRL's rollouts have.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from surojax.data.data_rows import BadRow, DataRow, NotARow
+from surojax.data.datasets import COMPLETIONS, PROMPT, field_names
+from surojax.data.examples import Example
+from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
+
+LOGPROBS = "logprobs"
+REWARDS = "rewards"
+ADVANTAGES = "advantages"
+SAMPLED, ADVANTAGE = "sampled", "advantage"  # names of the arrays of an example
+ROUNDING = 1e-2  # by which a log-probability may be above 0
+
+
+@dataclass(frozen=True)
+class RolloutEncoder:
+    """Makes an example of each row, with a document for each completion; see `cache_writer.ItemEncoder`."""
+
+    vocab_size: int
+
+    is_text = False
+
+    @property
+    def fingerprint(self) -> str:
+        return "rollouts 1"
+
+    def item(self, row: DataRow | BadRow) -> Item[Example]:
+        """The example of a row, or why it has none."""
+        if isinstance(row, DataRow):
+            try:
+                example = self._example(row.record)
+                return Item(example, item_key(new_hash(json_of(row.record))), 16 * len(example.ids))
+            except NotARow as error:
+                row = BadRow(row.where, f"{error}; correct or remove the row")
+        return Item(row, key_of_bad(row), 0)
+
+    def split(self, item: Item[Example]) -> None:
+        """Returns None: a row cannot be split."""
+
+    def units(self, item: Item[Example]) -> Iterable[Unit[Example]]:
+        """One, the row."""
+        return (Unit(item.content, item.num_bytes, True),)
+
+    def encode(self, units: list[Example | BadRow]) -> list[Example | BadRow]:
+        """The examples."""
+        return units
+
+    def _example(self, record: Mapping[str, Any]) -> Example:
+        """Raises NotARow."""
+        prompt = self._ids(record.get(PROMPT), PROMPT, record)
+        completions = _lists(record, COMPLETIONS)
+        logprobs = _lists(record, LOGPROBS)
+        _check_length(logprobs, completions, LOGPROBS, "lists", "completions")
+        documents, trained, sampled = [], [], []
+        for i, (completion, logprob) in enumerate(zip(completions, logprobs, strict=True)):
+            ids = self._ids(completion, f"{COMPLETIONS}[{i}]", record)
+            numbers = _numbers(logprob, f"{LOGPROBS}[{i}]")
+            _check_length(numbers, ids, f"{LOGPROBS}[{i}]", "numbers", "tokens")
+            if numbers.max() > ROUNDING:
+                raise NotARow(f"{LOGPROBS}[{i}]: expected log-probabilities, at most 0, got {numbers.max():.4g}")
+            documents.append(np.concatenate([prompt, ids]))
+            trained.append(np.arange(len(documents[-1])) >= len(prompt))
+            sampled.append(np.concatenate([np.zeros(len(prompt), np.float32), numbers]))
+        lengths = np.array([len(ids) for ids in documents])
+        numbers = {SAMPLED: np.concatenate(sampled), ADVANTAGE: np.repeat(_advantages(record, completions), lengths)}
+        ends = tuple(np.cumsum(lengths)[:-1].tolist())
+        return Example(np.concatenate(documents), np.concatenate(trained), ends, numbers)
+
+    def _ids(self, values: Any, name: str, record: Mapping[str, Any]) -> np.ndarray:
+        """Token ids, int32 `[tokens]`. Raises NotARow."""
+        if values is None:
+            raise NotARow(f"expected token ids in {name!r}, got {field_names(record)}")
+        ids = _array(values)
+        if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
+            got = "lists of other lengths" if ids is None else f"{ids.dtype} {[*ids.shape]}" if ids.size else "none"
+            raise NotARow(f"{name}: expected token ids, integers [tokens], got {got}")
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            got = f"{ids.min()} to {ids.max()}"
+            raise NotARow(f"{name}: expected ids below the tokenizer's {self.vocab_size}, got {got}")
+        return ids.astype(np.int32)
+
+
+def _advantages(record: Mapping[str, Any], completions: list[Any]) -> np.ndarray:
+    """The advantage of each completion, float32. Raises NotARow."""
+    given = [name for name in (REWARDS, ADVANTAGES) if record.get(name) is not None]
+    if not given:
+        raise NotARow(f"expected {REWARDS!r} or {ADVANTAGES!r} of the completions, got {field_names(record)}")
+    name = given[-1]
+    values = _numbers(record[name], name)
+    _check_length(values, completions, name, "numbers", "completions")
+    if name == ADVANTAGES:
+        return values.astype(np.float32)
+    if len(values) == 1:
+        raise NotARow(f"{REWARDS}: expected those of two or more completions to compare, got one; give {ADVANTAGES!r}")
+    return ((values - values.mean()) / (values.std(ddof=1) + 1e-4)).astype(np.float32)
+
+
+def _lists(record: Mapping[str, Any], name: str) -> list[Any]:
+    """The lists that a field has, one for each completion. Raises NotARow."""
+    values = record.get(name)
+    if values is None:
+        raise NotARow(f"expected {name!r}, a list for each completion, got {field_names(record)}")
+    if not isinstance(values, list | tuple | np.ndarray) or not len(values):
+        raise NotARow(f"{name}: expected a list for each completion, got {type(values).__name__} without any")
+    return list(values)
+
+
+def _numbers(values: Any, name: str) -> np.ndarray:
+    """Finite numbers, float64 `[n]`. Raises NotARow."""
+    numbers = _array(values)
+    if numbers is None or numbers.ndim != 1 or numbers.dtype.kind not in "fiu":
+        raise NotARow(f"{name}: expected a list of numbers, got others")
+    if not np.isfinite(numbers).all():
+        raise NotARow(f"{name}: expected finite numbers, got {numbers[~np.isfinite(numbers)][0]}")
+    return numbers.astype(np.float64)
+
+
+def _array(values: Any) -> np.ndarray | None:
+    """The array of a list; None if it is ragged, or has numbers beyond 64 bits."""
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _check_length(found: Any, expected: Any, name: str, units: str, of: str) -> None:
+    """Raises NotARow if two lengths differ."""
+    if len(found) != len(expected):
+        raise NotARow(f"{name}: expected {len(expected)} {units}, as many as {of}, got {len(found)}")
