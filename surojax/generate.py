@@ -3,16 +3,20 @@
 surojax generate --checkpoint runs/tiny --prompt "def main("
 surojax generate --checkpoint runs/chat --chat --prompt "What does os.walk do?"
 surojax generate --checkpoint runs/chat --chat
+surojax generate --checkpoint runs/chat --chat --rollouts new.jsonl --samples 8 --temperature 1 < questions.txt
 
 Without --prompt it reads lines, from a terminal or a pipe, and loads the model once: with --chat a conversation, in
-which /reset begins anew and /quit ends; without, a text to continue in each line.
+which /reset begins anew and /quit ends; without, a text to continue in each line. With --rollouts, each prompt or line
+is continued several times, into a file of rows to train on with objective="grpo".
 """
 
 import argparse
 import contextlib
 import itertools
+import json
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from surojax.data.templates import NAMES as TEMPLATES
@@ -20,11 +24,12 @@ from surojax.data.tokenizer import Tokenizer
 from surojax.errors import CheckpointError, ConfigError, Refused, ending, ends_with_code, short_exit_codes
 from surojax.inference.conversation import Conversation
 from surojax.inference.prompts import message_ids, text_ids
-from surojax.inference.sample import check_options, generate, generate_batch
+from surojax.inference.sample import check_options, generate, generate_batch, rollout
 from surojax.inference.trained_model import Trained, load_trained
 
 RESET = "/reset"
 QUIT = "/quit"
+MOST_SAMPLES = 4096
 LENGTHS = 64  # prompts of a conversation are padded to a multiple: a program is compiled for each length
 
 
@@ -121,6 +126,31 @@ def converse(trained: Trained, *, system: str, seed: int, **options) -> None:
         number += 1
 
 
+def write_rollouts(
+    trained: Trained, prompts: Iterable[str], file: Path, *, chat: bool, system: str, samples: int, seed: int, **options
+) -> None:
+    """Writes a row for each prompt into a new file, when it is sampled: `samples` completions, and all texts.
+
+    options: of `sample.rollout`, whose seed is one more for each prompt. Raises ConfigError if the file exists.
+    """
+    tokenizer = trained.tokenizer
+    try:
+        opened = file.open("x", encoding="utf-8")
+    except OSError as error:
+        reason = "one that exists" if isinstance(error, FileExistsError) else repr(error.strerror)
+        raise ConfigError(f"--rollouts: expected a new file, got {reason}, {file}; choose another name") from None
+    with opened:
+        for number, prompt in enumerate(prompts):
+            ids = message_ids(trained, prompt, system) if chat else text_ids(tokenizer, prompt)
+            row = rollout(trained.model, trained.weights, ids, samples, seed=seed + number, **options)
+            texts = [
+                tokenizer.decode([id for id in completion if id not in tokenizer.stop_ids])
+                for completion in row["completion_ids"]
+            ]
+            opened.write(json.dumps({"prompt": prompt, "completions": texts} | row, ensure_ascii=False) + "\n")
+            opened.flush()
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     found = argparse.ArgumentParser(
@@ -150,6 +180,15 @@ def parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=1.0, help="sample only from the most likely tokens of this total probability"
     )
     sampling.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    into_file = found.add_argument_group("rollouts")
+    into_file.add_argument(
+        "--rollouts",
+        default="",
+        metavar="FILE",
+        help="continue each prompt several times, with log-probabilities, into a new .jsonl file of rows to train on "
+        "with objective=grpo, once rewards are added",
+    )
+    into_file.add_argument("--samples", type=int, default=8, help="--rollouts: completions of a prompt (default 8)")
     found.add_argument("--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says")
     found.epilog = short_exit_codes()
     found.error = _exit_with
@@ -163,12 +202,20 @@ def main(argv: list[str] | None = None) -> None:
         check_options(args.max_tokens, args.temperature, args.top_p, args.seed)
         if (args.system or args.chat_template) and not args.chat:
             raise ConfigError("--system, --chat-template: expected --chat with them, got none; add it")
+        if not 1 <= args.samples <= MOST_SAMPLES or (args.rollouts and not args.max_tokens):
+            got = f"{args.samples} of {args.max_tokens} tokens"
+            raise ConfigError(f"--samples: expected 1 to {MOST_SAMPLES:,} of 1 token or more, got {got}; correct it")
         trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
         model, weights, tokenizer = trained[:3]
         options = {
             "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed,
             "stop_ids": tokenizer.stop_ids, "vocab_size": tokenizer.vocab_size,
         }  # fmt: skip
+        if args.rollouts:
+            kind = {"chat": args.chat, "system": args.system, "samples": args.samples, "multiple_of": LENGTHS}
+            prompts = lines("Ctrl-D ends the program") if args.prompt is None else args.prompt
+            write_rollouts(trained, prompts, Path(args.rollouts), **kind, **options)
+            return
         if args.prompt is None:
             if args.chat:
                 converse(trained, system=args.system, multiple_of=LENGTHS, **options)

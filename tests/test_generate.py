@@ -1,6 +1,7 @@
 """Sampling: the cache equals the plain model, greedy equals argmax, nucleus and vocabulary bounds hold."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,10 @@ import pytest
 from small import CONFIG, drawn_params, normal, plain_logits, quick_at, tokens
 from test_engine import GEMMA, MINISTRAL, SMOLLM
 
-from surojax import generate
+from surojax import ConfigError, generate
+from surojax.data.data_rows import DataRow
+from surojax.data.examples import Example
+from surojax.data.rollouts import RolloutEncoder
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference import sample
 from surojax.inference.forward import cached_logits, empty_cache
@@ -132,6 +136,34 @@ def test_complete_starts_a_document_for_an_empty_prompt():
         Trained(decoder_model.build(config), drawn_params(config, 0), ByteTokenizer(), None), "", max_tokens=5
     )
     assert isinstance(text, str)
+
+
+def test_rollouts_have_the_log_probabilities_of_training_and_are_rows(tmp_path):
+    """At temperature 1 and of the whole vocabulary, whatever they are sampled at; the token that ends is among them."""
+    config = dataclasses.replace(CONFIG, vocab_size=320)
+    params = jax.tree.map(lambda w: 3 * w, drawn_params(config, 1))
+    tokenizer = ByteTokenizer()
+    trained = Trained(decoder_model.build(config), params, tokenizer, None)
+    file = tmp_path / "rollouts.jsonl"
+    options = {"chat": False, "system": "", "samples": 3, "seed": 0, "vocab_size": tokenizer.vocab_size}
+    options |= {"max_tokens": 5, "temperature": 2.0, "multiple_of": 8, "stop_ids": range(0, 320, 5)}
+    generate.write_rollouts(trained, ["ab", "c"], file, **options)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    lengths = [len(ids) for row in rows for ids in row["completion_ids"]]
+    assert len(rows) == 2 and min(lengths) < 5 and rows[0]["completion_ids"][0] != rows[0]["completion_ids"][1]
+    for row in rows:
+        for ids, logprobs in zip(row["completion_ids"], row["logprobs"], strict=True):
+            assert all(id % 5 for id in ids[:-1]) and (len(ids) == 5 or ids[-1] % 5 == 0)
+            whole = np.array(row["prompt_ids"] + ids)
+            nats = jax.nn.log_softmax(plain_logits(config, params, whole, 12))[len(row["prompt_ids"]) - 1 :]
+            expected = np.asarray(nats)[np.arange(len(ids)), ids]
+            np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
+        example = RolloutEncoder(320).item(DataRow(row | {"rewards": [1, 0, 0]}, "")).content
+        assert isinstance(example, Example) and len(example.ids) == 3 * len(row["prompt_ids"]) + sum(
+            map(len, row["completion_ids"])
+        )
+    with pytest.raises(ConfigError, match="expected a new file, got one that exists"):
+        generate.write_rollouts(trained, ["ab"], file, **options)
 
 
 def test_command_explains_a_missing_checkpoint(capsys):

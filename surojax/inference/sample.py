@@ -38,20 +38,30 @@ def pick(logits_BV: jax.Array, key: jax.Array, temperature: float, top_p: float)
 
 @functools.cache
 def _compiled(model: Model, vocab_size: int, temperature: float, top_p: float):
-    """The jitted function that adds tokens to the cache and picks the next one of each row."""
+    """The jitted function that adds tokens to the cache and picks the next one of each row.
+
+    It returns these, their log-probabilities, and the cache. Temperature and top_p do not change log-probabilities.
+    """
 
     @functools.partial(jax.jit, donate_argnums=2)
     def advance(weights, tokens_BS, cache, start, first_B, key):
         logits_BV, cache = cached_logits(model, weights, tokens_BS, cache, start, first_B)
         # Ids of rows that only pad the vocabulary are never sampled.
         ids = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
-        logits_BV = jnp.where(ids < vocab_size, logits_BV, -jnp.inf)
-        return pick(logits_BV, key, temperature, top_p), cache
+        picked_B = pick(jnp.where(ids < vocab_size, logits_BV, -jnp.inf), key, temperature, top_p)
+        logits_B = jnp.take_along_axis(logits_BV, picked_B[:, None], axis=-1)[:, 0]
+        return picked_B, logits_B - jax.nn.logsumexp(logits_BV, axis=-1), cache
 
     return advance
 
 
-def stream(
+def stream(model: Model, weights: dict, prompts: Sequence[np.ndarray], **options) -> Iterator[np.ndarray]:
+    """Yields the next token of every prompt, int32 `[B]`, as `with_logprobs`, whose options these are."""
+    for next_B, _ in with_logprobs(model, weights, prompts, **options):
+        yield np.asarray(next_B)
+
+
+def with_logprobs(
     model: Model,
     weights: dict,
     prompts: Sequence[np.ndarray],
@@ -62,8 +72,11 @@ def stream(
     seed: int = 0,
     vocab_size: int | None = None,
     multiple_of: int = 1,
-) -> Iterator[np.ndarray]:
-    """Yields the next token of every prompt, int32 `[B]`, `max_tokens` times. Shorter prompts are padded on the left.
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Yields the next token of every prompt, int32 `[B]`, and its log-probability, float32 `[B]`, `max_tokens` times.
+
+    Shorter prompts are padded on the left. Log-probabilities are those that training has: at temperature 1, of all rows
+    of the embedding.
 
     weights: work weights by section, in any sharding, quantised or not. prompts: token ids, 1-D and not empty.
     vocab_size: ids of `vocab_size` and above are never sampled; None: all rows of the embedding can be sampled.
@@ -91,10 +104,32 @@ def stream(
     start = 0
     tokens: jax.Array | np.ndarray = tokens_BS
     for i in range(max_tokens):
-        next_B, cache = advance(weights, tokens, cache, start, padded, jax.random.fold_in(key, i))
+        next_B, logprob_B, cache = advance(weights, tokens, cache, start, padded, jax.random.fold_in(key, i))
         start += tokens.shape[1]
         tokens = next_B[:, None]
-        yield np.asarray(next_B)
+        yield next_B, logprob_B
+
+
+def rollout(
+    model: Model, weights: dict, prompt: np.ndarray, samples: int, *, stop_ids: Collection[int] = (), **options
+) -> dict[str, list]:
+    """A row of rollouts, see `data.rollouts`, without rewards: completions of a prompt, with the token that ends each.
+
+    options: of `with_logprobs`.
+    """
+    completions: list[list[int]] = [[] for _ in range(samples)]
+    logprobs: list[list[float]] = [[] for _ in range(samples)]
+    running = set(range(samples))
+    for picked in with_logprobs(model, weights, [prompt] * samples, **options):
+        next_B, logprob_B = jax.device_get(picked)
+        for row in sorted(running):
+            completions[row].append(int(next_B[row]))
+            logprobs[row].append(float(logprob_B[row]))
+            if completions[row][-1] in stop_ids:
+                running.remove(row)
+        if not running:
+            break
+    return {"prompt_ids": np.asarray(prompt).tolist(), "completion_ids": completions, "logprobs": logprobs}
 
 
 def generate(
