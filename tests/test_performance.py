@@ -64,12 +64,12 @@ def test_all_rows_are_steps_that_train_accepts():
             assert not of.name.startswith("LLMQ") or tokens == 524_288
 
 
-def compiled_step(settings: str) -> hlo.Module:
-    """The compiled step of a model with five layers, which is parsed."""
+def compiled_step(settings: str, rows: int = 1) -> hlo.Module:
+    """The compiled step of a model with five layers and so many sequences in a microbatch, which is parsed."""
     c = planner.checked(row(0, 0).loaded(f"{TINY} {settings}"), GPU)
     mesh = make_mesh(aot.devices(GPU, 1))
     run = from_config(c, mesh.abstract_mesh, total_steps=10)
-    (program,) = planner.programs(run, mesh, traffic.BatchShape(1, 64, c.gradient_accumulation_steps))
+    (program,) = planner.programs(run, mesh, traffic.BatchShape(rows, 64, c.gradient_accumulation_steps))
     return hlo.parse(aot.compile_for(program.function, program.arguments, mesh, compiler_options(run, "gpu")).text)
 
 
@@ -99,3 +99,16 @@ def test_products_add_to_accumulators_in_place():
         if i.shape.lstrip("(").startswith(stack) and "dynamic-update-slice" in inside:
             writers.append(inside)
     assert len(writers) == 1 and "custom-call" in writers[0]
+
+
+@needs_compiler
+@pytest.mark.full
+def test_dpo_with_adapters_moves_no_byte_more_than_cross_entropy():
+    """Between host and device in a compiled step: weights, residuals, optimizer state; the layer is fetched once."""
+    placed = (
+        "lora=True offload_weights=True offload_residual=True offload_optimizer=True per_device_batch_size=2"
+        " gradient_accumulation_steps=2 data=rows.jsonl"
+    )
+    steps = (compiled_step(f"{placed} objective={name}", rows=2) for name in ("cross_entropy", "dpo"))
+    moved, of_dpo = (hlo.host_copies(((step, 1),)) for step in steps)
+    assert of_dpo == moved and moved["h2d_bytes"] > 0 and moved["d2h_bytes"] > 0

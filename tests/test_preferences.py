@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import jax
@@ -13,7 +12,6 @@ from small import CONFIG, Small, drawn_params, plain_model, quick_at, worst_rela
 
 from surojax.models import decoder_model
 from surojax.models.lora import Lora, target_names, without_adapters
-from surojax.placement.layout import batch_sharding
 from surojax.step.kto import KtoLoss, KtoSettings
 from surojax.step.objective import OfSequences, Sequences
 from surojax.step.objectives import OBJECTIVES
@@ -293,6 +291,21 @@ def test_accumulation_padding_and_prompts_change_nothing():
         assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dpo", "orpo"])
+def test_accumulation_over_uneven_numbers_of_pairs_is_one_batch(name):
+    """Four pairs in a microbatch and two in the next, which is filled up, as six in one: a mean over pairs."""
+    of_run = objective(name)
+    whole = batch()
+    for x, nothing in zip(whole, (0, -1, 0.0), strict=True):
+        x[1, 4:] = nothing
+    arrays = whole[: 1 + len(of_run.targets)]
+    loss, grads = found(of_run, arrays)
+    other_loss, other_grads = found(of_run, [x.reshape(1, A * B, S)[:, :12] for x in arrays])
+    assert other_loss == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
+
+
 def test_the_odds_of_an_answer_that_is_certain_are_finite():
     """log(1 - p) of p near 1 and near 0, against float64; at p = 1, where it has no value, a number and a gradient."""
     x = np.array([-1e-6, -1e-3, -0.5, -0.7, -3.0, -30.0])
@@ -347,26 +360,3 @@ def test_a_reference_in_the_same_pass_is_the_model_without_adapters(devices, opt
     (loss, grads), (expected, expected_grads) = results
     assert abs(loss - np.log(2)) > 1e-3 and loss == pytest.approx(expected, rel=ORDER_OF_SUMS)
     assert worst_relative(grads, expected_grads) < 2 * ORDER_OF_SUMS
-
-
-def host_transfers(engine, small: Small) -> list[str]:
-    """Types and memories of all arrays that a lowered step moves to another memory; of a scalar that only says where.
-
-    In a loop over layers each stands once, and the loops are alike.
-    """
-    step = make_train_step(engine, small.optimizer, small.plan, small.mesh)
-    tokens = engine.planned_batch((A, B, S), batch_sharding(small.mesh))
-    text = step.lower(small.plan, *tokens).as_text()
-    lines = [line for line in text.splitlines() if "annotate_device_placement" in line]
-    assert lines
-    found = (line.partition(" : ")[2] + line.partition("_xla_buffer_placement")[2][:20] for line in lines)
-    return sorted(transfer for transfer in found if not re.match(r"\(tensor<[a-z]\w*>\)", transfer))
-
-
-@pytest.mark.full
-def test_dpo_with_adapters_moves_no_byte_more_than_cross_entropy():
-    """Between host and device: weights, residuals and optimizer state in host memory, of the lowered step."""
-    placed = {"offload_weights": True, "offload_residual": True, "offload_optimizer": True}
-    small, engine = adapted(reference=True, **placed)
-    assert engine.batch_arrays == ("inputs", "labels")
-    assert host_transfers(engine, small) == host_transfers(small.engine, small)
