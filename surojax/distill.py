@@ -28,7 +28,7 @@ from surojax.config.flags import parse
 from surojax.data import run_data as data
 from surojax.data.batches import padded_batch
 from surojax.data.samples import Samples
-from surojax.data.teacher_labels import PER_FILE, Labels, Teacher, claim
+from surojax.data.teacher_labels import Labels, Teacher, claim
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, need, short_exit_codes
 from surojax.exchange.base import fingerprint
@@ -114,7 +114,7 @@ class _Labeller:
             say(f"labels: {len(labels.files) - len(missing):,} of {len(labels.files):,} files are there; going on")
         rows = self._rows(weights, samples, [i for number in missing for i in labels.files[number]])
         begun = said = time.perf_counter()
-        done = 0
+        done, all_missing = 0, sum(len(labels.files[number]) for number in missing)
         for number in missing:
             of_file = list(itertools.islice(rows, len(labels.files[number])))
             labels.write(number, *(np.stack(arrays) for arrays in zip(*of_file, strict=True)))
@@ -122,7 +122,7 @@ class _Labeller:
             if time.perf_counter() > said + EVERY or number == missing[-1]:
                 said = time.perf_counter()
                 rate = done * self.tokens / (said - begun)
-                say(f"labels: {samples.name}: {done:,} of {len(missing) * PER_FILE:,} samples, {rate:,.0f} tokens/s")
+                say(f"labels: {samples.name}: {done:,} of {all_missing:,} samples, {rate:,.0f} tokens/s")
 
     def _rows(self, weights, samples: Samples, indices: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields ids and log-probabilities of each of these samples."""

@@ -18,12 +18,13 @@ from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.optim import normuon as muon
 from surojax.optim.adamw8bit import adamw8bit
-from surojax.placement.home import NVME
+from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.layout import batch_sharding
 from surojax.placement.table import TO_FILES
 from surojax.planner import file_time, footprint
 from surojax.planner.traffic import BatchShape
-from surojax.step.state_plan import bytes_per_device
+from surojax.step.file_step import UpdatingRounds
+from surojax.step.state_plan import bytes_per_device, leaf_bytes
 from surojax.step.train_step import evaluated, up_to_date
 
 A, B, S = 3, 4, 16
@@ -83,13 +84,17 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
             (1, {}, LATE | WEIGHTS | STEP | STATE),
             (1, {}, LATE | WEIGHTS | STEP | STATE | {"files_in_memory": SOME_GIB}),
             (4, {"zero_level": 3}, WEIGHTS | STEP | STATE | {"files_in_memory": SOME_GIB}),
-            (1, {}, LATE | WEIGHTS | STEP | STATE | {"files_in_memory": 1}),
+            (1, {}, LATE | WEIGHTS | STEP | STATE | {"files_in_memory": 1, "device_memory": 1}),
             (1, {"resident_layers": 1}, WEIGHTS | STEP | STATE),
             (1, {"resident_layers": 1}, LATE | WEIGHTS | STATE),
             (1, {"offload_optimizer": True}, LATE | RESIDUALS),
             (1, recipe("fp8_hybrid"), LATE | STEP | STATE),
             (4, {"zero_level": 3}, LATE | WEIGHTS | STEP | STATE),
-            (4, {"zero_level": 3, "tp_size": 2}, LATE | WEIGHTS | {"offload_optimizer": "nvme"}),
+            (
+                4,
+                {"zero_level": 3, "tp_size": 2},
+                LATE | WEIGHTS | {"offload_optimizer": "nvme", "device_memory": SOME_GIB},
+            ),
             (4, {"optimizer": adamw8bit, "zero_level": 2, "replicate": 2}, LATE | STEP | STATE),
             (4, {"zero_level": 3, "recompute_block": False}, WEIGHTS | STEP | STATE),
             (4, {"zero_level": 1, "offload_grads": False}, WEIGHTS),
@@ -108,7 +113,7 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
             (1, recipe("fp8_current"), STEP),
             (1, {"optimizer": muon.normuon}, STEP),
             (4, {"optimizer": adamw8bit, "zero_level": 3}, STEP),
-            (4, {"zero_level": 3}, STEP | STATE),
+            (4, {"zero_level": 3}, STEP | STATE | {"device_memory": SOME_GIB}),
             (4, {"zero_level": 3, "recompute_block": False}, STEP),
             (4, {"zero_level": 2, "replicate": 2}, STEP),
             (4, {"zero_level": 2, "tp_size": 2}, STEP | STATE),
@@ -216,6 +221,32 @@ def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late, in
     weights, *state = (bytes_per_device(tree, NVME) for tree in classes)
     others = sum(bytes_per_device(tree, NVME) for tree in small.run.files)
     assert tuple(moved) == ((1 if late else 2) * weights + sum(state) + others, weights + sum(state) + others)
+
+
+@pytest.mark.parametrize("part", [0.3, 2.0])
+def test_a_budget_of_device_memory_is_room_for_the_layer_that_comes_next(tmp_path, monkeypatch, part):
+    """The largest tensors of a layer, as many as fit, are put on the device before the program of its update."""
+    files = IN_MEMORY | LATE | WEIGHTS | STEP | STATE
+    plain = Small(batch=(A, B, S), nvme_path=str(tmp_path), **files)
+    shape = jax.ShapeDtypeStruct((A, B, S), np.int32, sharding=batch_sharding(plain.mesh))
+    of_layer = bytes_per_device(plain.step.programs(shape, shape)[-1].arguments[2:4], HOST)
+    small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **files, device_memory=part * of_layer / 2**30)
+    update = small.step.programs(shape, shape)[-1]
+    early = bytes_per_device(update.put)
+    largest = max(leaf_bytes(x) for x in jax.tree.leaves(update.arguments[2:4]))
+    assert min(part, 1) * of_layer - largest < early <= part * of_layer and (early == of_layer) == (part > 1)
+    assert bytes_per_device(update.arguments[2:4], HOST) == of_layer - early
+    read = UpdatingRounds.read
+    homes = []
+
+    def seen(rounds, l):
+        arrived = read(rounds, l)
+        homes.append(sum(x.nbytes for x in jax.tree.leaves(arrived) if x.sharding.memory_kind == DEVICE.memory_kind))
+        return arrived
+
+    monkeypatch.setattr(UpdatingRounds, "read", seen)
+    small.train(batches()[:2])
+    assert set(homes) == {early}
 
 
 def test_a_disk_that_fails_ends_the_step(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@
 | residuals | what a forward pass saves for the backward   | by batch                          | offload_residual  |
 
 * except the first `resident_layers`, which stay in device memory. Of grads, master and moments, `device_memory` GiB do:
-all layers of some tensors, so that every layer has as much less to move (`layout.with_device_memory`).
+all layers of some tensors, so that every layer has as much less to move (`state_plan.with_device_memory`). With classes
+in files it is room for tensors of the layer that is updated next (`file_step.on_their_way`).
 
 `offload_weights`, `offload_master`, `offload_optimizer`, `offload_grads` and `offload_residual` can also be "nvme".
 Then what belongs to the blocks is stored in a file under `nvme_path` (memory/in_file.py), but for `files_in_memory`
@@ -80,7 +81,7 @@ class Placement:
     copy_engine: the enabled settings of `collectives.COPY_ENGINE`.
     folder: of the file of the classes whose home is nvme. files_in_memory: bytes of it that are in host memory. slots:
     of the state there, see memory/slots.py. device_memory: bytes of `TO_DEVICE` that are on each device, though their
-    home is host memory.
+    home is host memory; if a class is in files, of one layer's.
     """
 
     weights: Row
@@ -166,6 +167,7 @@ class Storage:
     # GiB of what is offloaded to "nvme" that each process keeps in host memory all the same
     files_in_memory: float = declare(0.0, AT_LEAST_0)
     # GiB of optimizer state, master weights and gradients that each GPU keeps, though they are offloaded to host memory
+    # (with any class in "nvme": GiB of one layer's that come to the GPU a layer early)
     device_memory: float = declare(0.0, AT_LEAST_0)
     # 2: master weights and optimizer state in files twice, so that a kill costs one step; 1: goes on from a checkpoint
     nvme_slots: int = declare(1, choices=(1, 2))

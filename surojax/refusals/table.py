@@ -347,7 +347,6 @@ TABLE: tuple[Refusal, ...] = (
         when_placed=True,
     ),
     Refusal(device_memory, nothing_to_keep, "which leaves nothing to keep there", "leave it out", when_placed=True),
-    Refusal(device_memory, in_files, "from which every layer passes through host memory", "leave it out"),
     *(
         Refusal(
             is_one_of("nvme_slots", 2, needs=dict.fromkeys(STATE, "nvme") | {"nvme_path": "folder"}),

@@ -147,8 +147,9 @@ class FileStep:
     as work weights in memory are; `layer` are those of the round from the file, arrays `[stages, ...]`, which are
     written back; gradients: those of the layer that are not in update_inputs.
 
-    Host memory has four layers of the state from the file (`by_host`). A layer's copies to and from the device do not
-    overlap with those of the next layer; disks are slower than these.
+    Host memory has four layers of the state from the file (`by_host`). A program of one layer copies it to and from the
+    device, so that these copies do not overlap with the next layer's products. What `device_memory` has room for is put
+    on the device a layer early instead.
 
     With `Engine.overlap_update` a step leaves its update pending, as an `overlap.OverlappedStep` does, and the next one
     updates each layer before its first forward pass computes it: while that computes, files are read and written.
@@ -166,6 +167,8 @@ class FileStep:
         self.state = InFiles(tuple(state))  # of (master, moments)
         self.store = InFiles(plan).store
         self.weights = WorkWeights(part_of(weights, self._section(plan).master), self.stages)
+        read = self.state.planned_round(HOST), gradients.planned_grads()
+        self.arriving, self.early = on_their_way(read, step.engine.table.device_memory)
         self.updates: list[Any] = [self._update(number) for number in range(len(self.weights.parts))]
         self._planned: list[Program] = []  # `programs`, once the step is lowered
 
@@ -202,12 +205,12 @@ class FileStep:
         updates, in_flight = [], []
         for number, update in enumerate(self.updates):
             late = early, self.weights.files[number].planned_round(HOST)
-            others = early, late, self.gradients.others_of_update()
+            others = early, self.early, late, self.gradients.others_of_update()
             rounds = len(self.weights.layers[number])
             read = self.state.round_file_bytes + self.gradients.file_bytes
             written = self.state.round_file_bytes + self.weights.files[number].round_file_bytes
             name = "forward" if overlaps else "update"
-            updates.append(Program(update, self._arguments(number), rounds, others, name, read, written))
+            updates.append(Program(update, self._arguments(number), rounds, others, name, read, written, self.early))
             in_flight.append((others, late))
         gradients = self.gradients.programs(*self._arguments_of_gradients(batch))
         if overlaps:  # the programs of a forward pass have an update's layers beside them, and the other way around
@@ -216,7 +219,7 @@ class FileStep:
             updates = [x._replace(others=(x.others, moving, sent)) for x in updates]
             gradients = [x._replace(others=(x.others, most), read=0) if x.name == "forward" else x for x in gradients]
         else:  # the first layer is read while gradients are computed
-            gradients = [x._replace(others=(x.others, early)) for x in gradients]
+            gradients = [x._replace(others=(x.others, early, self.early)) for x in gradients]
         return [self._with_state(x) for x in (*gradients, *updates)]
 
     def _with_state(self, program: Program) -> Program:
@@ -285,8 +288,21 @@ class FileStep:
         """The planned arguments of the update of this part: `jax.ShapeDtypeStruct`s."""
         work, _ = self.weights.planned(number)
         stacks = self.state.in_memory(tuple(self._section(self.plan)[1:]))
-        of_layer = self.state.planned_round(HOST), self.gradients.planned_grads()
-        return work, stacks, *of_layer, self.gradients.update_inputs
+        return work, stacks, *self.arriving, self.gradients.update_inputs
+
+
+def on_their_way(planned, device_memory: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    """(planned arrays with some of those in host memory on the device, these), the largest first, at most so many bytes
+    of each device."""
+    arrays, structure = jax.tree.flatten(planned)
+    early = []
+    for i in sorted(range(len(arrays)), key=lambda i: -bytes_per_device(arrays[i], HOST)):
+        if 0 < (size := bytes_per_device(arrays[i], HOST)) <= device_memory:
+            device_memory -= size
+            sharding = arrays[i].sharding.with_memory_kind(DEVICE.memory_kind)
+            arrays[i] = jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype, sharding=sharding)
+            early.append(arrays[i])
+    return structure.unflatten(arrays), early
 
 
 class UpdatingRounds:
@@ -316,9 +332,12 @@ class UpdatingRounds:
         return complete.shards(from_sections(self.state.step, sections, self.state.history))
 
     def read(self, l: int) -> tuple:
-        """(state, gradients) of layer l of every stage in pinned host memory. Raises NvmeError."""
+        """(state, gradients) of layer l of every stage, on their way to `FileStep.arriving`. Raises NvmeError."""
         state = self.step.state
-        return state.read(state.layers_of_round(l)), self.step.gradients.read(l)
+        layer = state.read(state.layers_of_round(l)), self.step.gradients.read(l)
+        return (
+            jax.device_put(layer, jax.tree.map(lambda x: x.sharding, self.step.arriving)) if self.step.early else layer
+        )
 
     def update(self, l: int, arrived: tuple) -> ToFiles:
         """Updates layer l, of which this was read."""

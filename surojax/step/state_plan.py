@@ -72,9 +72,9 @@ def with_device_memory(
     """The layouts with `device_memory` used up: tensors whose home is host memory are on the device, the largest first.
 
     A tensor is there with all its layers, so that each layer has as much less to move. The arguments are those of
-    `state_plan`.
+    `state_plan`. With classes in files the budget is of what passes through the device, see `file_step.on_their_way`.
     """
-    if not table.device_memory:
+    if not table.device_memory or table.in_files:
         return layouts
     planner = StatePlanner(model, table, layouts, optimizer, mesh, store)
     states = {segment.name: planner.layers_state(segment) for segment in model.segments}

@@ -106,7 +106,7 @@ SETTINGS: tuple[Setting, ...] = (
     # Disk
     Setting("offload_optimizer=nvme", {"offload_optimizer": "nvme"}),
     Setting("offload_master=nvme", {"offload_master": "nvme"}),
-    Setting("nvme@4", ZERO3 | ALL | NVME, 4, like="zero_level=3@4"),
+    Setting("nvme@4", ZERO3 | ALL | NVME | {"device_memory": 0.001}, 4, like="zero_level=3@4"),
     Setting("offload_grads=nvme", {"offload_grads": "nvme"}, expect="grouped"),
     Setting("offload_residual=nvme", {"offload_residual": "nvme"}, expect="grouped"),
     Setting("offload_weights=nvme", {"offload_weights": "nvme"}, expect="grouped"),
