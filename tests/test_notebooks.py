@@ -26,6 +26,7 @@ PRINTED = {
     "04_your_own": ("a block of one's own: ", " nan"),
     "05_precision": ("nvfp4: 4.50 bits a number", " nan"),
     "06_plan_a_cluster": ("surojax plan --config llama70b --config.gpus=64", " nan"),
+    "07_after_pre_training": ("chosen preferred 100%", " nan"),
 }
 
 
@@ -46,6 +47,11 @@ SHORTER = {  # lines of its cells: what is executed instead
     },
     "04_your_own": {"config.max_steps = 40": "config.max_steps = 10"},
     "05_precision": {"config.max_steps = 40": "config.max_steps = 10"},
+    "07_after_pre_training": {
+        "config.max_steps = 100": "config.max_steps = 60",
+        "student.max_steps = 60": "student.max_steps = 10",
+        "student.eval_steps = 20": "student.eval_steps = 10",
+    },
 }
 
 
