@@ -38,10 +38,12 @@ from surojax.memory.lock import locked
 from surojax.parallel.feed import from_host
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, find_devices, make_mesh
+from surojax.refusals.refusal import about, refuse
 from surojax.run.console import say
 from surojax.step import train_step
 from surojax.step.distillation import DISTILL, Labelling
 from surojax.step.objective import TEACHER, TEACHER_IDS
+from surojax.step.objectives import LABELLING
 from surojax.training.reference import NUMBERS
 from surojax.training.state import new_state
 
@@ -88,8 +90,7 @@ def distill(config: Config) -> Path:
 def _frozen(c: Config) -> Config:
     """The config of a teacher that nothing of which is trained: a base with new adapters, which add nothing to it."""
     need(bool(c.distill_path), "distill_path", "a folder for labels", c.distill_path, "name one")
-    for name, only in {"cp_size": 1, "tp_size": 1, "pp_size": 1, "shard_outer": False, "lora": False}.items():
-        need(c[name] == only, name, f"{only} for labelling", c[name], "leave it out")
+    refuse(configs.flat(c) | {LABELLING: True}, configs.DEFAULTS, about(LABELLING, checks.REFUSALS))
     c.objective = DISTILL
     c.lora, c.lora_rank, c.lora_target_modules = True, 1, "q_proj"
     return c

@@ -13,7 +13,18 @@ from surojax.config import checks
 from surojax.config.fields import DEFAULTS, default_config, flat, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.placement.mesh import abstract_mesh, shards
-from surojax.refusals.refusal import Feature, Refusal, is_above, is_on, is_set, markdown, refused
+from surojax.refusals.refusal import (
+    Feature,
+    Refusal,
+    about,
+    is_above,
+    is_on,
+    is_set,
+    markdown,
+    refuse,
+    refused,
+)
+from surojax.step.objectives import LABELLING
 
 DOCS = Path(__file__).parent.parent / "docs" / "refusals.md"
 # A model, a batch and a number of GPUs that every axis and every recipe divides.
@@ -53,7 +64,7 @@ def features() -> list[Feature]:
     """All features that differ from the defaults, once each."""
     rows = (feature for row in checks.REFUSALS for feature in (row.feature, row.other))
     found = {f"{f.name} {f.example}": f for f in (*rows, *OTHERS) if "num_shards" not in f.fields}
-    return [f for f in found.values() if any(DEFAULTS[name] != value for name, value in f.example.items())]
+    return [f for f in found.values() if any(DEFAULTS.get(name, value) != value for name, value in f.example.items())]
 
 
 def config(example):
@@ -91,13 +102,14 @@ def settings_of(c) -> dict:
 def test_every_row_refuses_and_says_what_to_change(row: Refusal):
     example = both(row.feature, row.other)
     assert example is not None, "no settings make both choices"
-    c = config({name: value for name, value in example.items() if name != "num_shards"})  # which follows from the mesh
-    values = settings_of(c)
+    of_fields = {name: value for name, value in example.items() if name in DEFAULTS}  # num_shards follows from the mesh
+    c = config(of_fields)
+    values = settings_of(c) | {LABELLING: LABELLING in row.fields}
     assert row.holds(values, DEFAULTS) and not row.holds(DEFAULTS | {"num_shards": 1}, DEFAULTS)
     message = row.message(values, DEFAULTS)
     assert message.startswith(f"{row.feature.field}: expected ") and ", got " in message and "\n" not in message
     with pytest.raises(ConfigError) as error:
-        assembled(c)
+        refuse(values, DEFAULTS, about(LABELLING, checks.REFUSALS)) if LABELLING in row.fields else assembled(c)
     if row is refused(values, DEFAULTS, checks.REFUSALS, placed=True):  # the first of several
         assert str(error.value) == message
 

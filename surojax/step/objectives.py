@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from surojax.declared import Declared, declared
-from surojax.refusals.refusal import Feature, Refusal, is_on, is_one_of, is_set
+from surojax.refusals.refusal import Feature, Refusal, each, is_above, is_on, is_one_of, is_set
 from surojax.step.distillation import DISTILL, DISTILLATION, DistillSettings
 from surojax.step.grpo import GRPO, GrpoSettings
 from surojax.step.kto import KTO, KtoSettings
@@ -67,6 +67,17 @@ def _unused() -> Iterator[Refusal]:
         yield Refusal(is_set(name, example, needs), other, "which does not use it", change)
 
 
+LABELLING = "labelling"  # among settings: whether these are of a teacher that labels, which no field of a config says
+labelling = Feature(
+    "labelling, surojax distill",
+    (LABELLING,),
+    lambda s, _: s[LABELLING],
+    lambda _: "for labelling",
+    "",
+    {LABELLING: True},
+)
+
+
 def of_pairs() -> Feature:
     """An objective of pairs, or of other answers."""
     return is_one_of("objective", *OF_PAIRS, instead=repr(CROSS_ENTROPY), needs=PAIRS)
@@ -114,6 +125,12 @@ REFUSALS: tuple[Refusal, ...] = (
             "leave it out",
         )
         for name in ("router_aux_loss_coef", "router_z_loss_coef")
+    ),
+    *each(
+        [*(is_above(name, 1) for name in ("cp_size", "tp_size", "pp_size")), is_on("shard_outer"), is_on("lora")],
+        labelling,
+        "",
+        "leave it out",
     ),
     Refusal(is_set("train_on", "all", PAIRS), of_pairs(), "which is of answers alone", "leave it out"),
 )
