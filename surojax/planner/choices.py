@@ -3,7 +3,7 @@
 | choice           | fields                                                          | price                         |
 |------------------|-----------------------------------------------------------------|-------------------------------|
 | `layouts`        | tp_size, cp_size, pp_size; cp_method, pp_schedule, attention    | time: what a group sends      |
-| `meshes`         | zero_level, dp_replicate_size, shard_outer, shard_*             | time: gathers and reductions  |
+| `meshes`         | zero_level, dp_replicate_size, ep_size, shard_outer, shard_*    | time: gathers and reductions  |
 | `recomputations` | recompute_*                                                     | time: products                |
 | `batches`        | per_device_batch_size, microbatches, fetches, lmhead_chunks     | time: passes over the weights |
 | `chunks`         | sequence_chunks, of long sequences                              | time: smaller products        |
@@ -140,12 +140,13 @@ def meshes(
     With one GPU, its own only if one of its fields is kept. Replicas gather less from each other and store more, so
     they are for sharded gradients or weights only, and of several full machines each replica has whole ones. Larger
     groups have the vocabulary divided already, and are tried, as all are if `few`, with all shards or with those of a
-    machine. outer: whether outer layers are divided by words, too.
+    machine. Experts are gathered, or tokens sent to them (`expert_groups`). outer: whether outer layers are divided by
+    words, too.
     """
     groups = c.gpus // group(of)
     fixed = {"shard_weights": None, "shard_gradients": None, "dp_shard_size": -1}
     if c.gpus == 1:
-        plain = fixed | {"zero_level": 1, "dp_replicate_size": 1, "shard_outer": False}
+        plain = fixed | {"zero_level": 1, "dp_replicate_size": 1, "ep_size": 1, "shard_outer": False}
         return [{name: c[name] for name in plain} if any(name in keep for name in plain) else plain]
     machines = math.ceil(c.gpus / gpu.gpus_per_node)
     replicas = [number for number in divisors(groups)[:-1] if c.gpus <= gpu.gpus_per_node or machines % number == 0]
@@ -153,12 +154,26 @@ def meshes(
         replicas = [number for number in replicas if number in (1, machines)]
     found = [(1, 1)] + [(level, number) for level in (2, 3) for number in replicas]
     tried = [
-        fixed | {"zero_level": level, "dp_replicate_size": number, "shard_outer": sharded}
+        fixed | {"zero_level": level, "dp_replicate_size": number, "ep_size": experts, "shard_outer": sharded}
         for level, number in found
+        for experts in expert_groups(c, gpu, of, groups // number, few=few)
         for sharded in ((False, True) if outer and group(of) == 1 else (False,))
     ]
     is_own = all(c[axis] == of[axis] for axis in AXES)
     return with_own(c, tried) if is_own else tried
+
+
+def expert_groups(c: Config, gpu: Gpu, of: Change, shards: int, *, few: bool = False) -> list[int]:
+    """The `ep_size`s to try for a layout with so many shards of state: 1, and those that divide shards and experts.
+
+    Tokens are sent in every layer, so they stay within a machine, whose GPUs a group of the layout has a part of.
+    few: 1 and the largest.
+    """
+    most = gpu.gpus_per_node // group(of)
+    experts = c.model.num_experts or 1
+    sizes = [size for size in divisors(math.gcd(shards, experts)) if size <= max(1, most)]
+    possible = [size for size in sizes if allows(c, "ep_size", of | {"ep_size": size})]
+    return [possible[0], possible[-1]] if few and len(possible) > 1 else possible
 
 
 def with_own(c: Config, changes: list[Change]) -> list[Change]:
