@@ -68,7 +68,7 @@ ELSEWHERE = [
     (r"plan (?!.*plan\.json)", "minutes of compiling; one of the plans is made"),
     (r"studio", "serves until it is stopped; tests/test_studio.py opens it in a browser"),
     (r"train --config (qwen3_30b_a3b|gpt_oss_20b|olmoe|llama7b_lora)", "needs that model and a GPU; plans compile it"),
-    (r"train --config smollm2_", "minutes; a model from a package"),
+    (r"(train|distill) --config smollm2_", "minutes; a model from a package"),
     (r"distill .*offload_weights", "the walk's other labels; tests/test_distillation.py streams the teacher"),
     (r"doctor --nvme-path", "needs that folder; tests/test_doctor.py measures one"),
     (r"verify .*offload_", "minutes; tests/test_verify.py takes rows of it"),
