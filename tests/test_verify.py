@@ -101,12 +101,12 @@ def test_other_orders_of_sums_are_within_the_bound():
 def test_a_setting_that_changes_the_result_fails(tmp_path, monkeypatch, capsys):
     """Offloading that makes each update a ten thousandth larger: the table says so, and the exit code is 1."""
 
-    def from_config(c, mesh, total_steps):
+    def changed(c, mesh, total_steps):
         if c.offload_optimizer:
             c.learning_rate *= 1.0001
         return from_config(c, mesh, total_steps)
 
-    monkeypatch.setattr(training, "from_config", from_config)
+    monkeypatch.setattr(training, "from_config", changed)
     (tmp_path / "small.py").write_text(CONFIG_FILE)
     with pytest.raises(SystemExit) as end:
         verifier.main(["--config", str(tmp_path / "small.py"), "--steps=2", "--only=plain,offload_optimizer"])
