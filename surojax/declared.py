@@ -89,7 +89,8 @@ class Declared(NamedTuple):
             return
         is_integer_for_float = self.kind is float and type(value) is int
         has_type = type(value) is self.kind or is_integer_for_float
-        need(has_type, self.name, self.kind_in_words, value, f"its type is {self._kind_name}")
+        if not has_type:
+            need(False, self.name, self.kind_in_words, value, f"its type is {self._kind_name}")
         if isinstance(value, str):
             newlines = self.name == "sample_prompt"
             bad = any((ord(char) < 32 and not newlines) or 0xD800 <= ord(char) < 0xE000 for char in value)
@@ -112,11 +113,11 @@ class Declared(NamedTuple):
         """Raises ConfigError for a value of the right type that the field may not have."""
         for within in self.ranges:
             need(within.holds(value), self.name, within.expected, value, within.change)
-        if self.choices:
+        if self.choices and value not in self.choices:
             near = difflib.get_close_matches(str(value), map(str, self.choices), n=1, cutoff=0.4)
             change = f"did you mean {near[0]!r}?" if near else "choose one of them"
             expected = f"one of {', '.join(str(choice) or repr(choice) for choice in self.choices)}"
-            need(value in self.choices, self.name, expected, value, change)
+            need(False, self.name, expected, value, change)
 
 
 @functools.cache

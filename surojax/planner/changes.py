@@ -1,6 +1,6 @@
 """Changes of a config: a dict of fields and their new values, what they change, and how they are written as flags."""
 
-import copy
+import pickle
 import shlex
 import textwrap
 
@@ -13,7 +13,8 @@ LINE = 110  # characters of a line of flags
 
 def changed(c: Config, *changes: Change) -> Config:
     """Returns a copy of a config with these changes."""
-    c = copy.deepcopy(c)  # copy_and_resolve_references would forget which types `config.either` allows
+    # copy.deepcopy takes seven times as long, and copy_and_resolve_references forgets the types that `either` allows.
+    c = pickle.loads(pickle.dumps(c))
     for change in changes:
         c.update(change)
     return c

@@ -7,7 +7,6 @@ simulated to predict its time (`prediction`). Each collective is reported with i
 `step_collectives` and `traffic`, no time is predicted, and `Plan.estimate` is True.
 """
 
-import copy
 import dataclasses
 import json
 import math
@@ -49,6 +48,7 @@ from surojax.planner import (
     traffic,
 )
 from surojax.planner.amounts import GiB, Memory
+from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS, Gpu, named, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
@@ -199,7 +199,7 @@ def checked(config: Config, gpu: str) -> Config:
             "set --config.gpus=4, for example"
         )
     mesh_shape(config.gpus, **configs.mesh_sizes(config))
-    c = copy.deepcopy(config)  # copy_and_resolve_references would drop the types of fields with words (declared.py)
+    c = changed(config)
     if not configs.tokens_of_piece(c):  # else the compiled program chooses for each layer, by its window
         c.attention = _attention(c)
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":

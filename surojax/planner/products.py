@@ -148,9 +148,11 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
         again=in_passes_again + attended * again,
         backward=BACKWARD_PASSES * passes + attended_back + IN_A_PASS * moved,
     )
+    kinds = {variant.recipe_enabled for variant in variants}
+    in_products = {enabled: _products(run, segment, gpu, batch, enabled) for enabled in kinds}
     total = Seconds()
     for variant in variants:
-        total = total.plus(of_layer).plus(_products(run, segment, gpu, batch, variant.recipe_enabled))
+        total = total.plus(of_layer).plus(in_products[variant.recipe_enabled])
     return total
 
 

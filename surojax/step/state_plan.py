@@ -5,12 +5,12 @@ Initialisation, the step, checkpoint restore and the memory report all read the 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.memory.host import joined
@@ -276,4 +276,4 @@ def bytes_per_device(plan, home: Home = DEVICE) -> int:
 def leaf_bytes(x: jax.ShapeDtypeStruct) -> int:
     """Bytes that one planned array takes on each device."""
     assert x.sharding is not None
-    return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
