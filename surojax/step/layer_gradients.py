@@ -102,9 +102,10 @@ class LayerGradients:
         self.largest = max(math.prod(x.sharding.shard_shape(x.shape)) for x in gradients)
         self.update_inputs = {"grads": (), "scalars": step.planned_scalars(), "l": step.plan.step}
         self.begin: Any = self._begin()
-        self.forward: dict[Any, Any] = {kind: self._forward(*kind) for kind in self.kinds}
+        kinds = dict.fromkeys(self.kinds)
+        self.forward: dict[Any, Any] = {kind: self._forward(*kind) for kind in kinds}
         self.head: Any = self._head()
-        self.backward: dict[Any, Any] = {kind: self._backward(*kind) for kind in self.kinds}
+        self.backward: dict[Any, Any] = {kind: self._backward(*kind) for kind in kinds}
         self.finish: Any = self._finish()
 
     def __call__(self, outer: TensorState, step, history, weights, *batch):
