@@ -479,25 +479,32 @@ def test_a_machine_that_is_not_full_counts():
     assert {mesh["dp_replicate_size"] for mesh in tried} == {1, 2}
 
 
-def test_tokens_are_sent_to_experts_where_a_fetch_has_few():
-    """Few tokens are less than the experts' weights, many are more; a recipe that refuses `ep_size` is not tried."""
-    wide = {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
-    wide = {f"model.{name}": size for name, size in wide.items()} | {"gpus": 8, "zero_level": 3}
-    sizes = {}
-    for sequences in (1, 128):
-        c = checked(config(**SMALL | wide | {"per_device_batch_size": sequences}), "h100")
-        found = search.search(
-            Space(c, GPUS["h100"], Memory(2**40), keep=(*BLOCK, *choices.AXES, "zero_level"))
-        ).candidates
-        sizes[sequences] = found[0].config.ep_size
-        assert found[0].need == candidate.estimated(found[0].config, GPUS["h100"]).need
-    assert sizes[1] > 1 and sizes[128] == 1
+WIDE = {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+WIDE = {f"model.{name}": size for name, size in WIDE.items()} | {"gpus": 8, "zero_level": 3}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sequences, sent", [(1, True), (128, False)])
+def test_tokens_are_sent_to_experts_where_a_fetch_has_few(sequences, sent):
+    """Few tokens are less than the experts' weights, many are more."""
+    c = checked(config(**SMALL | WIDE | {"per_device_batch_size": sequences}), "h100")
+    keep = (*BLOCK, *choices.AXES, "zero_level")
+    best = search.search(Space(c, GPUS["h100"], Memory(2**40), keep=keep)).candidates[0]
+    assert (best.config.ep_size > 1) is sent
+    assert best.need == candidate.estimated(best.config, GPUS["h100"]).need
+
+
+def test_sizes_of_groups_that_share_experts():
+    """They divide shards and experts and stay within a machine; a recipe that refuses `ep_size` leaves 1."""
+    c = checked(config(**SMALL | WIDE), "h100")
     one = choices.layout(c, 1, 1, 1)
     assert choices.expert_groups(c, GPUS["h100"], one, 8) == [1, 2, 4, 8]
     assert choices.expert_groups(c, GPUS["h100"], choices.layout(c, 2, 1, 1), 12) == [1, 2, 4]
     in_recipe = changed(c, {"recipe": "mxfp8"})
     assert choices.expert_groups(in_recipe, GPUS["h100"], one, 8) == [1]
     assert choices.expert_groups(config(**SMALL), GPUS["h100"], one, 8) == [1]
+    sizes = {mesh["ep_size"] for mesh in choices.meshes(c, GPUS["h100"], one, ())}
+    assert sizes == {1, 2, 4, 8}
 
 
 def test_stages_divide_the_layers_and_idle_in_the_first_and_last_ticks():
