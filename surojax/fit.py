@@ -66,6 +66,8 @@ def table(result: FitResult, top: int = SHOWN, given: Config | None = None) -> s
         change = row.change if given is None else differing(given, flat(row.config))
         lines += ["", f"{number}:" if change else f"{number}: as given", *wrapped(flags(change), "    ")]
     lines += ["", *layouts_tried(result), *larger_steps(result)]
+    if result.rows[0].plan and result.rows[0].plan.experts:
+        lines += ["", "of the first row:", *(f"  {line}" for line in result.rows[0].plan.experts)]
     if result.left_out:
         now = result.rows[0].estimate.seconds
         gains = ", ".join(f"{word} ({1 - s / now:.0%} faster by estimate)" for word, s in result.left_out.items())

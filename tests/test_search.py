@@ -24,6 +24,7 @@ from surojax.planner import (
     aot,
     candidate,
     choices,
+    expert_lines,
     fastest,
     file_time,
     footprint,
@@ -505,6 +506,26 @@ def test_sizes_of_groups_that_share_experts():
     assert choices.expert_groups(config(**SMALL), GPUS["h100"], one, 8) == [1]
     sizes = {mesh["ep_size"] for mesh in choices.meshes(c, GPUS["h100"], one, ())}
     assert sizes == {1, 2, 4, 8}
+
+
+def test_a_plan_says_what_multiplies_experts_and_if_sending_them_tokens_is_less():
+    """By the planned bytes of both: the side changes with the tokens of a fetch, near the number that is said."""
+    sizes = WIDE | {"kernels": "mosaic"}
+
+    def said(**changes) -> str:
+        c = checked(config(**SMALL | sizes | changes), "h100")
+        return "\n".join(expert_lines.lines(c, footprint.assembly(c), GPUS["h100"]))
+
+    least = 1.8 * 16 * 512 / (8 * (1 - (7 / 8) ** 8))
+    for tokens, less in ((least / 2, "sending"), (least * 2, "gathering")):
+        text = said(per_device_batch_size=round(tokens / 256))
+        assert f"{less} is less" in text and f"{least:,.0f} tokens" in text and "with ep_size=8" in text
+        assert "multiplied by the grouped kernel" in text
+    assert said(gpus=1, zero_level=1, kernels="xla") == ""
+    assert "the kernel takes 16-bit matrices" in said(**{"model.moe_intermediate_size": 40})
+    assert "recipe='fp8_current'" in said(recipe="fp8_current") and "(ep_size)" in said(ep_size=2)
+    c = checked(config(**SMALL | sizes), "h100")
+    assert "none that the kernel is for" in expert_lines.multiplied(footprint.assembly(c), served=False)
 
 
 def test_stages_divide_the_layers_and_idle_in_the_first_and_last_ticks():

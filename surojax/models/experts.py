@@ -148,7 +148,7 @@ class Experts(nnx.Module):
         x_ND, chosen_Nk, weights_Nk = (a.reshape(-1, a.shape[-1]) for a in (x_BSD, chosen_BSk, weights_BSk))
         if expert_dispatch.in_group():
             y_ND = self.sum_over_devices(x_ND, chosen_Nk, weights_Nk, of_experts, ops)
-        elif not of_experts.factors and ops.groups_products(of_experts.arrays["w_gate"]):
+        elif ops.groups_products(of_experts.arrays["w_gate"], adapted=bool(of_experts.factors)):
             y_ND = self.sum_by_kernel(x_ND, chosen_Nk, weights_Nk, of_experts, ops)
         else:
             y_ND = self.sum_by_loop(x_ND, weights_Nk, blocks_of(chosen_Nk, self.config.num_experts), of_experts, ops)

@@ -59,14 +59,34 @@ def number_of_blocks(choices: int, experts: int, rows: int) -> int:
     return (choices + chosen * (rows - 1)) // rows
 
 
-def by_kernel(precision: Precision, recipe_enabled: bool, dtype, shape: Sequence[int]) -> bool:
-    """True if a GPU's kernel takes the products of all experts' rows, instead of a scan over blocks.
+def why_by_loop(
+    precision: Precision,
+    recipe_enabled: bool,
+    dtype,
+    shape: Sequence[int],
+    *,
+    adapted: bool = False,
+    sent: bool = False,
+) -> str:
+    """Why a scan over blocks multiplies the rows of all experts, and no GPU's kernel; "" if that takes them.
 
-    dtype, shape `[E, out, in]`: of the matrices, without adapters; the kernel takes transposed ones too.
+    dtype, shape `[E, out, in]`: of the matrices; the kernel takes transposed ones too. adapted: these have adapters.
+    sent: tokens are sent to the experts of other devices.
     """
-    in_recipe = precision.recipe != "bf16" and recipe_enabled
-    is_cast = bool(precision.matmul_dtype or precision.gradient_dtype)
-    return precision.kernels != "xla" and not in_recipe and not is_cast and grouped_matmul.fits(dtype, *shape[1:])
+    if precision.kernels == "xla":
+        return "kernels='xla'"
+    if sent:
+        return "tokens are sent to them (ep_size)"
+    if adapted:
+        return "they have adapters"
+    if precision.recipe != "bf16" and recipe_enabled:
+        return f"recipe={precision.recipe!r}"
+    if precision.matmul_dtype or precision.gradient_dtype:
+        return "their products have another dtype than the weights"
+    if not grouped_matmul.fits(dtype, *shape[1:]):
+        sizes = "16-bit matrices of multiples of 16, 64 or more"
+        return f"the kernel takes {sizes}, and these are {dtype} {' x '.join(map(str, shape[1:]))} on a GPU"
+    return ""
 
 
 def pieces(choices: int, experts: int) -> int:

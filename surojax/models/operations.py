@@ -121,10 +121,11 @@ class Operations:
         """Arguments of the functions of pallas_kernels."""
         return {"implementation": self.compute.precision.implementation}
 
-    def groups_products(self, w_Eoi: jax.Array) -> bool:
+    def groups_products(self, w_Eoi: jax.Array, *, adapted: bool) -> bool:
         """True if a kernel multiplies the rows of all experts with these matrices, or transposed ones, at once."""
         precision = self.compute.precision
-        served = grouped.by_kernel(precision, self.variant.recipe_enabled, w_Eoi.dtype, w_Eoi.shape)
+        kind = precision, self.variant.recipe_enabled, w_Eoi.dtype, w_Eoi.shape
+        served = not grouped.why_by_loop(*kind, adapted=adapted)
         return served and dispatch.choose("grouped_matmul", precision.implementation) == "mosaic"
 
     @functools.cached_property

@@ -33,6 +33,7 @@ from surojax.planner import (
     aot,
     candidate,
     check_fit,
+    expert_lines,
     file_time,
     footprint,
     hlo,
@@ -69,6 +70,7 @@ class Plan(Prediction):
     attention: str  # its implementation: "cudnn", "mosaic" or "xla"
     packed: bool  # rows hold several documents
     cp_method: str  # how sequences are divided over `cp`
+    experts: list[str] = dataclasses.field(default_factory=list)  # lines of expert_lines.py
     mesh: dict[str, int]  # size of each axis
     between_machines: list[str]  # axes whose groups have GPUs in several machines
     estimate: bool = True  # nothing was compiled
@@ -167,6 +169,7 @@ def plan(
         attention=_attention(c),
         packed=c.sample_packing,
         cp_method=c.cp_method,
+        experts=expert_lines.lines(c, run, facts),
         mesh=shape,
         between_machines=links.crossing(facts, shape),
         fits=fits,

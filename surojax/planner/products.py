@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.mma import ROWS
 from surojax.assembly.assemble import Assembly
-from surojax.models.grouped import by_kernel, number_of_blocks, rows_of_block
+from surojax.models.grouped import number_of_blocks, rows_of_block, why_by_loop
 from surojax.models.lora import adapters
 from surojax.models.model import Segment, Variant
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
@@ -210,9 +210,7 @@ def _of_experts(
     experts, rows, columns = t.shape
     choices = tokens * round(p.used * p.shape[0])  # of a GPU with a part of the experts, those of tokens of others
     again = not any(p.name == last.name for last in segment.last_products)
-    adapted = any(matrix == p.name for matrix, _ in adapters(segment.params))
-    served = by_kernel(run.model.precision, recipe_enabled, run.engine.table.weights.dtype, t.shape) and not adapted
-    if served and experts == p.shape[0]:
+    if not experts_by_loop(run, segment, t, recipe_enabled):
         rows_padded = choices + experts * ROWS // 2
         ahead = attention_time(gpu, 2.0 * rows_padded * rows * columns, backward=False) + gpu.rates.launch
         return ahead, ahead * (1 + p.trainable + again)
@@ -226,6 +224,13 @@ def _of_experts(
     back = _product(gpu, rows_of, columns, rows, low_back) + launches + ahead * again
     of_matrix = _product(gpu, rows, columns, rows_of, low_back) + _passes(gpu, rows * columns * (8 + 2 * number))
     return times * ahead, times * (back + p.trainable * of_matrix)
+
+
+def experts_by_loop(run: Assembly, segment: Segment, t: TensorOnGpu, recipe_enabled: bool) -> str:
+    """Why a scan over blocks multiplies a matrix of a segment's experts, and no kernel; see `grouped.why_by_loop`."""
+    adapted = any(matrix == t.param.name for matrix, _ in adapters(segment.params))
+    kind = run.model.precision, recipe_enabled, run.engine.table.weights.dtype, t.shape
+    return why_by_loop(*kind, adapted=adapted, sent=run.mesh.shape.get(EXPERT, 1) > 1)
 
 
 def _rearranged(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:

@@ -36,6 +36,7 @@ def table(p: Plan) -> str:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the step: {aot.EXTRA}")
     if p.packed:
         lines.append(documents(p.attention, p.cp_method))
+    lines += p.experts
     rows = memory_rows(p)
     name, unit = memory_unit(max(rows["total"]))
     lines += ["", f"  {f'{name} per GPU':<16}" + "".join(f"{home.name:>10}" for home in HOMES)]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels import dispatch
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import lora
 from surojax.config import fields as configs
@@ -21,7 +22,7 @@ from surojax.models.model import Model
 from surojax.pages import runs
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
-from surojax.planner import file_time, gpus, hlo, prediction, products, report as planned, seen, traffic
+from surojax.planner import expert_lines, file_time, gpus, hlo, prediction, products, report as planned, seen, traffic
 from surojax.planner.amounts import summed
 from surojax.planner.file_time import Disks, SimulatedStep
 from surojax.planner.footprint import estimate_host
@@ -40,6 +41,9 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     say(f"surojax: {total / 1e6:,.1f}M parameters{of_which} on {len(devices)} x {devices[0].device_kind} ({axes})")
     if c.lora and c.model.num_experts and not set(OF_MLP.values()) & set(lora(c).targets):
         say(f"note: the experts are frozen; lora_target_modules with {','.join(OF_MLP)} adapts them too")
+    served = dispatch.choose("grouped_matmul", run.model.precision.implementation) == "mosaic"
+    if devices[0].platform == "gpu" and (line := expert_lines.multiplied(run, served=served)):
+        say(line)
     # On a CPU, `need` already includes the host memory, since it is also the devices' memory.
     host = {} if devices[0].platform == "cpu" else estimate_host(run, traffic.batch_of(c))
     for memory, needs in (("memory", need), ("host memory", host)):
