@@ -51,6 +51,7 @@ WALK = [
     (r"train --config\.model_path=MODEL --config\.data=chats\.jsonl --config\.lora --config\.learning_rate",
      ROWS + " --config.output_dir=runs/a"),
     (r"train --config\.model_path=MODEL --config\.data=chats\.jsonl$", ROWS),
+    (r"train --config preferences --config.objective=grpo", ROWS + " --config.output_dir=runs/rollouts"),
     (r"train --config preferences ", ROWS),
     (r"train --config llama1b ", ROWS + " " + SIZES),
     (r"!", "ln -s finetune runs/chat"),
@@ -93,7 +94,7 @@ def test_every_command_of_a_page_is_run_or_says_why_not():
 
 
 def prepared(folder: Path) -> None:
-    """A reader's files: a model, text, conversations, pairs, questions."""
+    """A reader's files: a model, text, conversations, pairs, rollouts, questions."""
     save_tokenizer(write(folder / "MODEL", "qwen2") / "tokenizer.json")
     template = "{% for m in messages %}{{ m['content'] }} </s> {% endfor %}"
     said = {"chat_template": template, "eos_token": "</s>"}
@@ -110,6 +111,10 @@ def prepared(folder: Path) -> None:
     (folder / "chats.jsonl").write_text(rows(lambda: {"messages": turns()}))
     pair = lambda: {"prompt": words(3), "chosen": words(4), "rejected": words(4)}
     (folder / "pairs.jsonl").write_text(rows(pair))
+    ids = lambda: rng.integers(0, 60, 5).tolist()
+    rewarded = {"logprobs": [[-1.0] * 5] * 4, "rewards": [1.0, 0.0, 0.0, 1.0]}
+    rollout = lambda: {"prompt_ids": ids(), "completion_ids": [ids() for _ in range(4)]} | rewarded
+    (folder / "rollouts.jsonl").write_text(rows(rollout))
     question = {"question": "1 + 1 =", "choices": [" 2", " 3"], "answer": 0}
     (folder / "questions.jsonl").write_text(json.dumps(question))
 
