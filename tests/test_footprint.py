@@ -15,10 +15,11 @@ from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, data_parallel, make_mesh
-from surojax.planner import check_fit, choices, footprint, remedies
+from surojax.planner import aot, check_fit, choices, footprint, remedies
 from surojax.planner.amounts import GiB, Memory, gib, summed
 from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
+from surojax.planner.plan import checked, plan_in_subprocess
 from surojax.planner.search import Space
 from surojax.planner.traffic import BatchShape, batch_of
 
@@ -408,3 +409,16 @@ def test_plan_and_reality_are_compared_on_a_gpu():
     stats.clear()
     assert check_fit.compare({"weights": 1}, compiled, gpu) is None
     assert check_fit.compare({"weights": 1}, compiled, jax.devices()[0]) is None
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not aot.available(), reason="needs the planner's extra")
+def test_a_sharded_embedding_has_the_activations_of_all_devices():
+    """Compiled for 64 H100: the estimate is within 2 %; it was 8 % less without these 16 GiB, and 28 % on 128 GPUs."""
+    c = flags.load(str(CONFIGS / "llama405b.py"))
+    c.update({"gpus": 64, "zero_level": 3, "shard_outer": True, "offload_residual": True})
+    c.model.num_hidden_layers = 63
+    found = plan_in_subprocess(c, "h100", advise=False)
+    estimated = footprint.needs(checked(c, "h100"), 64, "gpu", in_a_machine=8)
+    assert estimated.device == pytest.approx(found.device_bytes, rel=0.02)
+    assert estimated.host == pytest.approx(8 * found.host_bytes, rel=0.02)

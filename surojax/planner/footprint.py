@@ -1,8 +1,8 @@
 """Estimates the memory of a run before anything is compiled.
 
 The bytes of the state are exact: they are read from its plan. What a step allocates in addition is computed from
-shapes: gradient accumulators, saved activations, and a working space. The working space is the largest of three: the
-backward pass of one block, one slice of logits, and the optimizer update of one layer.
+shapes: gradient accumulators, saved activations, and a working space. The working space is the largest of four: the
+backward pass of one block, one slice of logits, a sharded embedding, and the optimizer update of one layer.
 
 Ratio of the estimate to `compiled.memory_analysis()` of the real step (arguments and temporaries; jax 0.12, 2026-11):
 
@@ -180,7 +180,7 @@ def working_space(
     outer_grads: int,
 ) -> int:
     """Bytes that a step allocates on each device beside gradient accumulators and saved activations: the most of the
-    backward pass of one block and of the head, each with what is in flight then, and of the update.
+    backward pass of one block, of the head and of the embedding, each with what is in flight then, and of the update.
 
     segments: of the model. x_bytes: of the input of a layer. kept_bytes: of the activations that are saved in device
     memory; they are gone when layers are updated. outer_grads: of the accumulators of outer layers.
@@ -198,7 +198,8 @@ def working_space(
     else:
         update = _update_bytes(run, layer_state) - kept_bytes
     block = _block_backward(run, platform, segments)
-    return max(block + in_layer, _head(run, batch, platform), update) + 2 * x_bytes + of_stages
+    embedding = _embedding(run, segments, x_bytes)
+    return max(block + in_layer, _head(run, batch, platform), embedding, update) + 2 * x_bytes + of_stages
 
 
 def _in_flight(
@@ -268,6 +269,20 @@ def _head(run: Assembly, batch: BatchShape, platform: str) -> int:
     words = model.vocab_size // (tensor_parallel(run.mesh) * stages) // divided
     gradient = number * words * model.hidden_size * model.outer_params[model.head].trainable
     return capped + logits + max(logits, gradient)
+
+
+def _embedding(run: Assembly, segments: list[SegmentBytes], x_bytes: int) -> int:
+    """Bytes of a sharded embedding: activations, or their gradients, of all devices that share its rows, at once.
+
+    They are gathered on each device, whose rows are added up (step/outer.py), beside the layer that was read ahead.
+    """
+    devices = sizes.devices(run, run.engine.vocabulary_axes)
+    if devices == 1:
+        return 0
+    prefetched = max(segment.fetched for segment in segments) * (
+        passes.backward(run.engine.table).lane("weights").ahead > 0
+    )
+    return devices * x_bytes // pipeline_stages(run.mesh) + prefetched
 
 
 def _block_backward(run: Assembly, platform: str, segments: list[SegmentBytes]) -> int:
