@@ -73,6 +73,7 @@ ELSEWHERE = [
     (r"distill .*offload_weights", "the walk's other labels; tests/test_distillation.py streams the teacher"),
     (r"doctor --nvme-path", "needs that folder; tests/test_doctor.py measures one"),
     (r"verify .*offload_", "minutes; tests/test_verify.py takes rows of it"),
+    (r"(convert --checkpoint|report) runs/smollm2_", "needs that run; the walk converts and reports others"),
     (r"evaluate .*--tasks", "needs lm_eval and its data from the hub"),
     (r"convert merge ", "needs a base and an adapter of PEFT; tests/test_adapters.py"),
     (r"convert --check", "needs transformers and torch"),
