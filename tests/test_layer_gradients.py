@@ -236,6 +236,10 @@ def test_a_budget_of_device_memory_is_room_for_the_layer_that_comes_next(tmp_pat
     largest = max(leaf_bytes(x) for x in jax.tree.leaves(update.arguments[2:4]))
     assert min(part, 1) * of_layer - largest < early <= part * of_layer and (early == of_layer) == (part > 1)
     assert bytes_per_device(update.arguments[2:4], HOST) == of_layer - early
+    space, more = (
+        footprint.by_class(x.run, BatchShape(B, S, A), "gpu")["working space"][DEVICE.name] for x in (plain, small)
+    )
+    assert more - space == min(int(part * of_layer), of_layer)  # the estimate counts it
     read = UpdatingRounds.read
     homes = []
 

@@ -199,7 +199,8 @@ def working_space(
         update = _update_bytes(run, layer_state) - kept_bytes
     block = _block_backward(run, platform, segments)
     embedding = _embedding(run, segments, x_bytes)
-    return max(block + in_layer, _head(run, batch, platform), embedding, update) + 2 * x_bytes + of_stages
+    early = min(engine.table.device_memory, layer_state) if engine.table.in_files else 0  # file_step.on_their_way
+    return max(block + in_layer, _head(run, batch, platform), embedding, update) + 2 * x_bytes + of_stages + early
 
 
 def _in_flight(

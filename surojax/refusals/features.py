@@ -28,7 +28,7 @@ def _are_sharded(s: Settings, what: str, level: int) -> bool:
 
 
 def _has_rows(s: Settings) -> bool:
-    """Whether there are rows of instructions or conversations, or may be: data/load.py reads the files to know."""
+    """Returns True if there may be rows of instructions or conversations: data/run_data.py reads the files to know."""
     return bool(s["datasets"] or s["validation_datasets"] or s["data"] not in ("", "stdlib"))
 
 
@@ -126,6 +126,12 @@ nothing_to_keep = _without(
     KEPT_ON_DEVICE,
     lambda s: not any(s[name] for name in KEPT_ON_DEVICE),
     dict.fromkeys(KEPT_ON_DEVICE, False),
+)
+nothing_arrives_early = _without(
+    "with files of neither optimizer state nor master weights, and without offload_grads",
+    IN_FILES,
+    lambda s: bool(_in_nvme(s)) and not s["offload_grads"] and not set(STATE) & set(_in_nvme(s)),
+    {"offload_residual": "nvme", "nvme_path": "folder"},
 )
 no_state_offloaded = _without(
     "without offload_optimizer and offload_master",

@@ -49,6 +49,7 @@ from surojax.refusals.features import (
     no_rows,
     no_state_offloaded,
     no_window,
+    nothing_arrives_early,
     nothing_in_files,
     nothing_quantised,
     nothing_to_keep,
@@ -347,6 +348,12 @@ TABLE: tuple[Refusal, ...] = (
         when_placed=True,
     ),
     Refusal(device_memory, nothing_to_keep, "which leaves nothing to keep there", "leave it out", when_placed=True),
+    Refusal(
+        device_memory,
+        nothing_arrives_early,
+        "so that nothing of the next layer could come early",
+        "set offload_optimizer='nvme', or leave it out",
+    ),
     *(
         Refusal(
             is_one_of("nvme_slots", 2, needs=dict.fromkeys(STATE, "nvme") | {"nvme_path": "folder"}),
