@@ -29,6 +29,7 @@ from surojax.inference.trained_model import Trained, load_trained
 
 RESET = "/reset"
 QUIT = "/quit"
+SAMPLES = 8  # of a prompt
 MOST_SAMPLES = 4096
 LENGTHS = 64  # prompts of a conversation are padded to a multiple: a program is compiled for each length
 
@@ -188,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
         help="continue each prompt several times, with log-probabilities, into a new .jsonl file of rows to train on "
         "with objective=grpo, once rewards are added",
     )
-    into_file.add_argument("--samples", type=int, default=8, help="--rollouts: completions of a prompt (default 8)")
+    into_file.add_argument("--samples", type=int, help=f"--rollouts: completions of a prompt (default {SAMPLES})")
     found.add_argument("--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says")
     found.epilog = short_exit_codes()
     found.error = _exit_with
@@ -202,8 +203,11 @@ def main(argv: list[str] | None = None) -> None:
         check_options(args.max_tokens, args.temperature, args.top_p, args.seed)
         if (args.system or args.chat_template) and not args.chat:
             raise ConfigError("--system, --chat-template: expected --chat with them, got none; add it")
-        if not 1 <= args.samples <= MOST_SAMPLES or (args.rollouts and not args.max_tokens):
-            got = f"{args.samples} of {args.max_tokens} tokens"
+        if args.samples is not None and not args.rollouts:
+            raise ConfigError(f"--samples: expected --rollouts with it, got none beside {args.samples}; add it")
+        samples = SAMPLES if args.samples is None else args.samples
+        if not 1 <= samples <= MOST_SAMPLES or (args.rollouts and not args.max_tokens):
+            got = f"{samples} of {args.max_tokens} tokens"
             raise ConfigError(f"--samples: expected 1 to {MOST_SAMPLES:,} of 1 token or more, got {got}; correct it")
         trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
         model, weights, tokenizer = trained[:3]
@@ -212,7 +216,7 @@ def main(argv: list[str] | None = None) -> None:
             "stop_ids": tokenizer.stop_ids, "vocab_size": tokenizer.vocab_size,
         }  # fmt: skip
         if args.rollouts:
-            kind = {"chat": args.chat, "system": args.system, "samples": args.samples, "multiple_of": LENGTHS}
+            kind = {"chat": args.chat, "system": args.system, "samples": samples, "multiple_of": LENGTHS}
             prompts = lines("Ctrl-D ends the program") if args.prompt is None else args.prompt
             write_rollouts(trained, prompts, Path(args.rollouts), **kind, **options)
             return

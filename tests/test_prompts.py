@@ -68,6 +68,8 @@ def test_the_command_answers(capsys, monkeypatch):
     expected = [answer_message(trained(), message, "Be brief.", **options) for message in ("Hi", "What?")]
     assert capsys.readouterr().out == expected[0] + "\n---\n" + expected[1] + "\n"
     assert asked == [("X", "", "chatml")]
+    with pytest.raises(SystemExit, match=r"error: --samples: expected --rollouts with it"):
+        generate.main([*flags, "--samples", "3"])
     for wrong in (["--system", "x"], ["--chat-template", "chatml"]):
         with pytest.raises(SystemExit, match=r"error: --system, --chat-template: expected --chat with them"):
             generate.main([*flags, *wrong])
