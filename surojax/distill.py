@@ -88,7 +88,7 @@ def distill(config: Config) -> Path:
 
 
 def _frozen(c: Config) -> Config:
-    """The config of a teacher that nothing of which is trained: a base with new adapters, which add nothing to it."""
+    """Returns the config of a teacher, which is not trained: a base with new adapters, which add nothing to it."""
     need(bool(c.distill_path), "distill_path", "a folder for labels", c.distill_path, "name one")
     refuse(configs.flat(c) | {LABELLING: True}, configs.DEFAULTS, about(LABELLING, checks.REFUSALS))
     c.objective = DISTILL

@@ -152,7 +152,7 @@ def corpus_of(lengths: list[tuple[int, int]]):
 
 
 def samples_of(lengths, **options):
-    return windows_or_rows(corpus_of(lengths), 8, packed=False, is_text=False, is_pairs=True, say=print, **options)
+    return windows_or_rows(corpus_of(lengths), 8, packed=False, is_text=False, together=2, say=print, **options)
 
 
 def test_a_batch_has_both_answers_next_to_each_other():
@@ -186,7 +186,7 @@ def test_a_pair_is_left_out_whole():
     assert long_prompt.trained is not None
     long_prompt.trained[9:21] = False
     long_prompt.trained[20] = True  # of the first answer only the last token
-    found = windows_or_rows(long_prompt, 8, packed=False, is_text=False, is_pairs=True, say=print)
+    found = windows_or_rows(long_prompt, 8, packed=False, is_text=False, together=2, say=print)
     assert len(found) == 2
 
 

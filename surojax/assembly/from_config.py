@@ -28,7 +28,7 @@ from surojax.step.spec import Engine
 
 
 class Brought(NamedTuple):
-    """What a caller brings in place of the config's optimizer, its objective, and the standard block.
+    """Replacements, brought by a caller, of the config's optimizer, of its objective, and of the standard block.
 
     optimizer: a function of the learning rate that returns an elementwise transformation of optax, such as optax.lion.
     objective: what is minimised, of the labels of the data. block: a subclass of the architecture's block.

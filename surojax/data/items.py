@@ -107,5 +107,5 @@ def json_of(record: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form for: an array as lists, whose text would leave numbers out, all else as its text."""
+    """Returns what JSON writes for a value: the lists of an array, whose text would leave numbers out, or a text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

@@ -185,7 +185,7 @@ def load_data(
     _check_rows(entries, settings, rows)
     if _has_rows(entries) and (note := templates.template_note(settings.chat_template, tokenizer)):
         say(note)
-    loader = _Loader(settings, tokenizer, open_once, say, together == 2)
+    loader = _Loader(settings, tokenizer, open_once, say, together)
     if entries.datasets:
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
     else:
@@ -307,7 +307,7 @@ class _Loader(NamedTuple):
     tokenizer: Tokenizer
     open_set: OpenSet
     say: Callable[[str], None]
-    is_pairs: bool
+    together: int
 
     def dataset(self, dataset: Dataset, holds_out: bool) -> Prepared:
         s = self.settings
@@ -346,7 +346,7 @@ class _Loader(NamedTuple):
             s.sequence_len,
             packed=s.sample_packing,
             is_text=is_text,
-            is_pairs=self.is_pairs,
+            together=self.together,
             on_long=s.on_long,
             instead=instead,
             say=self.say,

@@ -214,7 +214,7 @@ class Derived:
 
 @dataclass(frozen=True, eq=False)
 class WithNumbers(Derived):
-    """Samples with a further array `[S]`, float32: see `as_array`.
+    """Samples with a further array `[S]`, float32: see `at_labels`.
 
     array: its name. numbers: float32 [samples, 1], or [samples, S].
     """
@@ -225,13 +225,13 @@ class WithNumbers(Derived):
     def __getitem__(self, index: int) -> Sample:
         sample = self.samples[index]
         labels = sample["labels"]
-        return sample | {self.array: as_array(labels[None], self.numbers[index : index + 1])[0]}
+        return sample | {self.array: at_labels(labels[None], self.numbers[index : index + 1])[0]}
 
 
-def as_array(labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Returns float32 [rows, S] of numbers of labels; a row's only number is at its first label, others are 0.
+def at_labels(labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Returns numbers at the positions of labels, float32 [rows, S].
 
-    labels: int [rows, S]. numbers: float32 [rows, S], or [rows, 1].
+    The one number of a row is at its first label, with zeros elsewhere. labels: int [rows, S]. numbers: float32 [rows, S], or [rows, 1].
     """
     if numbers.shape == labels.shape:
         return np.asarray(numbers)
@@ -246,26 +246,27 @@ def windows_or_rows(
     *,
     packed: bool,
     is_text: bool = True,
-    is_pairs: bool = False,
+    together: int = 1,
     on_long: str = "cut",
     instead: str = "",
     say: Callable[[str], None] = print,
 ) -> Windows | Rows:
     """Returns the samples of a corpus: windows of text that is not packed, else rows of examples.
 
-    is_text: the examples are plain text, so a long one continues in another row; else its end is cut off. is_pairs: two
-    examples, one after the other, are a preference: both are left out if one is. Says how many
-    examples are longer than a row, and how much of packed rows is padding. Raises ConfigError if no example remains;
-    instead: the setting that can name other examples, for that message, "": none.
+    is_text: the examples are plain text, so a long one continues in another row; else its end is cut off. together: so
+    many examples, one after the other, belong to each other, as both answers of a preference: all are left out if one
+    is. instead: the setting that can name other examples, for a message; "": none.
+
+    Says how many examples are longer than a row, and how much of packed rows is padding. Raises ConfigError if no
+    example remains.
     """
     if is_text and not packed:
         return Windows(corpus, sequence_len)
-    together = 2 if is_pairs else 1
-    # Of a pair, the pieces of both examples are needed to know which pairs are whole.
-    on_piece = "cut" if is_pairs else on_long
+    # The pieces of all examples that belong together are needed to know which are whole.
+    on_piece = "cut" if together > 1 else on_long
     pieces = packing.row_pieces(corpus.bounds, sequence_len, on_long=on_piece, continues=is_text)
     corpus.release()
-    drops_long = is_pairs and on_long == "drop"
+    drops_long = together > 1 and on_long == "drop"
     pieces, num_untrained = _with_labels(corpus, pieces, sequence_len, together, drops_long=drops_long)
     if pieces.num_long:
         fate = "left out" if on_long == "drop" else "cut into several" if is_text else "cut at their end"
@@ -291,7 +292,7 @@ def windows_or_rows(
         f"{plan.padding:.1%} padding"
     )
     settings = (f"packed={packed}", f"on_long={on_long if pieces.num_long else None}")
-    fingerprint = fingerprint_of((corpus.fingerprint, *settings, *(["pairs"] if is_pairs else [])))
+    fingerprint = fingerprint_of((corpus.fingerprint, *settings, *(["pairs"] if together > 1 else [])))
     return Rows(corpus, sequence_len, pieces, plan, fingerprint, packed, together)
 
 

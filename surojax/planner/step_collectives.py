@@ -206,7 +206,7 @@ def _outer_layers(run: Assembly) -> Iterator[StepCollective]:
 
 
 def _vocabulary(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
-    """What embedding, head and loss send for tokens if rows of the vocabulary are sharded.
+    """The collectives of embedding, head and loss for tokens, if rows of the vocabulary are sharded.
 
     Embedding: gathers ids, scatters rows; its gradient: gathers rows. Head, for each slice of tokens: gathers
     activations and labels, scatters the activations' gradient. Also sums of gradients that devices share.
@@ -227,7 +227,7 @@ def _vocabulary(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
 
 
 def _tensor_parallel(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[StepCollective]:
-    """What a segment's blocks send within a tensor-parallel group.
+    """The collectives of a segment's blocks within a tensor-parallel group.
 
     A pass over a block gathers the inputs of attention and MLP and scatters their results; reverse mode scatters where
     the block gathers. A recomputed block does it again, except for a result that no gradient needs. With chunks it
@@ -266,7 +266,7 @@ def tensor_again(run: Assembly, segment: Segment) -> tuple[float, int]:
 
 
 def _attention(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[StepCollective]:
-    """What a segment's attention sends over the devices of `cp`.
+    """The collectives of a segment's attention over the devices of `cp`.
 
     ulysses: queries, keys and values of one pass, and its results; so are their gradients. With chunks, the backward
     pass sends keys and values of all chunks but the last once more. Others: a pass gets keys and values of all others;
@@ -332,7 +332,7 @@ def _earlier_chunks(run: Assembly) -> float:
 
 
 def _between_stages(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
-    """What stages send each other, besides what the vocabulary sends.
+    """The collectives between stages, without those of the vocabulary.
 
     Between ticks activations move forward and their gradients backward, also those of microbatches that have left the
     last stage. Embeddings and gradients of the head are gathered, their reverses scattered.
@@ -361,7 +361,7 @@ def _shared(run: Assembly, part: str, t: TensorOnGpu, number_bytes: float, times
 
 
 def _whole_matrix(run: Assembly, t: TensorOnGpu) -> Iterator[StepCollective]:
-    """What an optimizer sends that needs whole matrices (optim/normuon.py), one dimension after another.
+    """The collectives of an optimizer that needs whole matrices (optim/normuon.py), one dimension after another.
 
     Momentum in the work dtype, to the device that has a layer of a group, and the float32 result back; then the rows'
     second moments. A layer that is updated alone is gathered by every device.

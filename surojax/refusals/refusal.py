@@ -102,7 +102,7 @@ class Refusal:
         return frozenset((*self.feature.fields, *self.other.fields))
 
     def holds(self, settings: Settings, defaults: Settings) -> bool:
-        """Whether the settings make both choices."""
+        """Returns True if the settings make both choices."""
         return self.feature.holds(settings, defaults) and self.other.holds(settings, defaults)
 
     def message(self, settings: Settings, defaults: Settings) -> str:

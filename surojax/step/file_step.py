@@ -292,8 +292,11 @@ class FileStep:
 
 
 def on_their_way(planned, device_memory: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    """(planned arrays with some of those in host memory on the device, these), the largest first, at most so many bytes
-    of each device."""
+    """Plans which arrays of a layer come to the device before the program of its update.
+
+    They are the largest of those in host memory, of device_memory bytes on each device at most. planned: a tree of
+    arrays. Returns (the tree with these arrays on the device, these arrays).
+    """
     arrays, structure = jax.tree.flatten(planned)
     early = []
     for i in sorted(range(len(arrays)), key=lambda i: -bytes_per_device(arrays[i], HOST)):

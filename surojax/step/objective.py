@@ -39,13 +39,8 @@ TEACHER_IDS = "teacher_ids"
 DESIRABLE = "desirable"  # of an answer that is rated alone: above 0 a good one, below 0 a bad one
 SAMPLED = "sampled"  # log-probability of a label by the model that sampled it
 ADVANTAGE = "advantage"  # of a label: by how much its completion is better than others of its prompt
-FLOATS = (
-    REFERENCE,
-    TEACHER,
-    DESIRABLE,
-    SAMPLED,
-    ADVANTAGE,
-)  # the arrays of a batch that are float32; all others are int32
+# Arrays of a batch that are float32; all others are int32.
+FLOATS = (REFERENCE, TEACHER, DESIRABLE, SAMPLED, ADVANTAGE)
 ONE_SEQUENCE = (PIPELINE, CONTEXT, *TENSOR)  # axes whose devices have parts of the same sequences
 
 

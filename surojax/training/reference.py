@@ -24,7 +24,7 @@ from surojax.assembly.xla_options import compiler_options
 from surojax.config.fields import Config
 from surojax.data.batches import Batch, Mixture, padded_batch
 from surojax.data.run_data import Evaluated
-from surojax.data.samples import Samples, WithNumbers, as_array
+from surojax.data.samples import Samples, WithNumbers, at_labels
 from surojax.errors import ConfigError
 from surojax.exchange import peft
 from surojax.exchange.base import fingerprint
@@ -108,7 +108,7 @@ class _Reference:
         numbers = self.of_samples(samples, np.arange(len(samples)), [samples.fingerprint])
         each = np.split(numbers, np.cumsum([len(batch[LABELS]) for batch in evaluated.batches])[:-1])
         return [
-            batch | {REFERENCE: as_array(batch[LABELS], x)} for batch, x in zip(evaluated.batches, each, strict=True)
+            batch | {REFERENCE: at_labels(batch[LABELS], x)} for batch, x in zip(evaluated.batches, each, strict=True)
         ]
 
     def of_samples(self, samples: "Samples | _SamplesOfBatches", needed: np.ndarray, data: list[Any]) -> np.ndarray:
