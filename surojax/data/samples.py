@@ -231,7 +231,8 @@ class WithNumbers(Derived):
 def at_labels(labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Returns numbers at the positions of labels, float32 [rows, S].
 
-    The one number of a row is at its first label, with zeros elsewhere. labels: int [rows, S]. numbers: float32 [rows, S], or [rows, 1].
+    The one number of a row is at its first label, with zeros elsewhere. labels: int [rows, S]. numbers: float32
+    [rows, S], or [rows, 1].
     """
     if numbers.shape == labels.shape:
         return np.asarray(numbers)
