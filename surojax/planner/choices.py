@@ -166,8 +166,8 @@ def meshes(
 def expert_groups(c: Config, gpu: Gpu, of: Change, shards: int, *, few: bool = False) -> list[int]:
     """The `ep_size`s to try for a layout with so many shards of state: 1, and those that divide shards and experts.
 
-    Tokens are sent in every layer, so they stay within a machine, whose GPUs a group of the layout has a part of.
-    few: 1 and the largest.
+    Tokens are sent in every layer, so the GPUs that share experts are in one machine, together with the other GPUs of
+    their groups of tp, cp and pp. few: 1 and the largest.
     """
     most = gpu.gpus_per_node // group(of)
     experts = c.model.num_experts or 1

@@ -275,7 +275,7 @@ def _head(run: Assembly, batch: BatchShape, platform: str) -> int:
 def _embedding(run: Assembly, segments: list[SegmentBytes], x_bytes: int) -> int:
     """Bytes of a sharded embedding: activations, or their gradients, of all devices that share its rows, at once.
 
-    They are gathered on each device, whose rows are added up (step/outer.py), beside the layer that was read ahead.
+    Each device adds up its rows for the tokens of all of them (step/outer.py), beside the layer that was read ahead.
     """
     devices = sizes.devices(run, run.engine.vocabulary_axes)
     if devices == 1:
