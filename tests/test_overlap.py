@@ -75,7 +75,8 @@ def test_random_numbers_of_a_step_are_those_of_its_number(monkeypatch):
     plain = engine.loss_and_gradients
 
     def told(*arguments, step, **others):
-        return plain(*arguments, step=step, **others)._replace(loss=jnp.asarray(step, jnp.float32))
+        found = plain(*arguments, step=step, **others)
+        return found._replace(means=found.means | {"loss": jnp.asarray(step, jnp.float32)})
 
     monkeypatch.setattr(engine, "loss_and_gradients", told)
     one_layer = dataclasses.replace(CONFIG, num_hidden_layers=1)

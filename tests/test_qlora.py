@@ -15,6 +15,7 @@ from surojax.models.lora import TARGETS, Lora
 from surojax.models.model import Compute
 from surojax.numerics import base_formats
 from surojax.numerics.recipes import Precision
+from surojax.optim.adamw import adamw
 from surojax.planner.footprint import estimate
 from surojax.planner.traffic import BatchShape
 
@@ -32,6 +33,10 @@ def dequantised(weights):
     return jax.tree.map(lambda x: one(x) if is_coded(x) else x, jax.device_get(weights), is_leaf=is_coded)
 
 
+# AdamW divides a gradient near 0, of which much is rounding, by its own size. With this epsilon it does not.
+ADAMW = functools.partial(adamw, eps=1e-3)
+
+
 def after(run: Small):
     """(losses and norms of the steps, all adapters after them)."""
     return run.train(BATCHES), jax.device_get(run.state.master)
@@ -40,7 +45,7 @@ def after(run: Small):
 @functools.cache
 def of_numbers(setting: str, recipe: str = "bf16"):
     """A run in few bits on one device, and LoRA beside the dequantised numbers."""
-    how: Any = {"config": SMALL, "compute": Compute(precision=Precision(recipe))}
+    how: Any = {"config": SMALL, "compute": Compute(precision=Precision(recipe)), "optimizer": ADAMW}
     quantised = Small(**how, **{setting: True})
     plain = Small(**how)
     plain.state = jax.device_put(
@@ -64,7 +69,7 @@ def test_its_numbers_are_quantised_again_for_products_in_float8(setting, recipe)
     """With one scale for a matrix, which a shard of codes could not know before it is gathered."""
     quantised, plain = of_numbers(setting, recipe)
     assert quantised[0] == plain[0] != of_numbers(setting)[0][0]
-    how: Any = {"config": SMALL, "compute": Compute(precision=Precision(recipe)), setting: True}
+    how: Any = {"config": SMALL, "compute": Compute(precision=Precision(recipe)), "optimizer": ADAMW, setting: True}
     losses = Small(4, **how, **OFFLOADED | {"tp_size": 2}).train(BATCHES)
     np.testing.assert_allclose(losses[0], quantised[0][0], rtol=5e-3)  # of gradients some lie at borders of float8
 
@@ -83,14 +88,10 @@ def test_its_numbers_are_quantised_again_for_products_in_float8(setting, recipe)
 )
 @pytest.mark.full
 def test_where_it_is_stored_changes_nothing(setting, devices, placed):
-    run = Small(devices, config=SMALL, **{setting: True}, **placed)
-    found = after(run)
+    found = after(Small(devices, config=SMALL, optimizer=ADAMW, **{setting: True}, **placed))
     expected = of_numbers(setting)[0]
     np.testing.assert_allclose(found[0], expected[0], rtol=2e-4)  # sums in another order
-    # AdamW turns the rounding of a gradient near 0 into a part of its step of 1e-2: all but 1 in 1000 are within 1/300.
-    pairs = zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True)
-    differences = np.concatenate([np.abs(a - b).reshape(-1) for a, b in pairs])
-    assert np.quantile(differences, 0.999) < 3e-5 and differences.max() < 1e-3
+    chex.assert_trees_all_close(found[1], expected[1], rtol=0, atol=1e-6)  # a step moves a number by up to 1e-2
 
 
 HEADS, KEYS = 4 * 32, 2 * 32
