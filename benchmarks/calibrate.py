@@ -32,7 +32,7 @@ from surojax.config.fields import Config
 from surojax.planner import aot
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import GPUS, Gpu
-from surojax.planner.plan import plan
+from surojax.planner.run_plan import plan
 
 MOST = 0.05
 SEQUENCE_LEN = 1024

@@ -21,7 +21,7 @@ from calibrate import MODELS, SEQUENCE_LEN
 from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.planner.amounts import GiB
-from surojax.planner.plan import Plan, plan
+from surojax.planner.run_plan import Plan, plan
 
 ROOT = Path(__file__).parents[1]
 FIVE = "offload_residual offload_optimizer offload_master offload_grads offload_weights"

@@ -19,8 +19,8 @@ import jax
 from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.planner.amounts import GiB
-from surojax.planner.plan import Plan, plan
 from surojax.planner.rates import DISKS
+from surojax.planner.run_plan import Plan, plan
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "scaling.json"

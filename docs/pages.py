@@ -15,7 +15,7 @@ from surojax.completion import OF_CONFIG, own_parser
 from surojax.config import checks
 from surojax.config.fields import DEFAULTS, SECTIONS
 from surojax.convert import merge_parser
-from surojax.declared import Declared
+from surojax.declared import DeclaredField
 from surojax.errors import EXIT_CODES
 from surojax.refusals.refusal import markdown
 
@@ -28,7 +28,7 @@ def cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
 
 
-def values(field: Declared) -> str:
+def values(field: DeclaredField) -> str:
     """The values that a field may have."""
     if field.choices:
         return ", ".join(f"`{choice}`" if str(choice) else '`""`' for choice in field.choices)

@@ -4,8 +4,8 @@
     python docs/plans.py --page     the page again, of the estimates that it holds
     python docs/plans.py --compile  the page again, and COMPILED: how far estimates are from compiled steps
 
-Every estimate is the answer of `surojax.pages.studio.estimate` to a question of the studio. tests/test_plans.py asks a
-few of them again, and compares the page with what this would write.
+Every estimate is the answer of `surojax.pages.studio_page.estimate` to a question of the studio. tests/test_plans.py
+asks a few of them again, and compares the page with what this would write.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from typing import Any
 import surojax
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
-from surojax.pages import studio
+from surojax.pages import studio_page
 from surojax.pages.template import fill
 from surojax.planner import aot
 from surojax.planner.candidate import device_limit
 from surojax.planner.footprint import HOST_POOL
 from surojax.planner.gpus import GPUS, with_nodes
-from surojax.planner.plan import plan
+from surojax.planner.run_plan import plan
 
 PAGE = Path(__file__).with_name("plans.html")
 MiB = 2**20
@@ -78,9 +78,9 @@ def cases() -> Iterator[tuple[int, str, str]]:
         yield from itertools.product([number], list(SHARING)[: None if number > 1 else 1], PLACEMENTS)
 
 
-def asked(of: dict[str, str]) -> studio.Question:
+def asked(of: dict[str, str]) -> studio_page.StudioQuery:
     """A question, by rates that were not measured on this machine."""
-    question = studio.question(of)
+    question = studio_page.question(of)
     question.config.rates_file = ""
     return question
 
@@ -88,7 +88,7 @@ def asked(of: dict[str, str]) -> studio.Question:
 def estimate(of: dict[str, str]) -> list[float] | None:
     """[MiB of each GPU, of a machine's host memory, of files, milliseconds of a step]; None if it is refused."""
     try:
-        answer = studio.estimate(asked(of))
+        answer = studio_page.estimate(asked(of))
     except ConfigError:
         return None
     exact = {fact["name"]: fact["exact"] for fact in answer["facts"]}
@@ -108,7 +108,7 @@ def compared(of: dict[str, str]) -> dict[str, Any]:
 
 def tokens(c: Config) -> int:
     """Tokens of a step on each GPU."""
-    return studio.tokens(c) // c.gpus
+    return studio_page.tokens(c) // c.gpus
 
 
 def computed() -> dict[str, Any]:

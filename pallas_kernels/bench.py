@@ -52,7 +52,7 @@ def ops() -> dict[str, ModuleType]:
 OPS = ops()
 
 
-class Row(NamedTuple):
+class Measurement(NamedTuple):
     """Measurements of a case; None if that implementation did not run."""
 
     case: str
@@ -186,7 +186,7 @@ def times(callers: dict[str, Callable[[int], None]], repeat: int) -> dict[str, f
     return {name: statistics.median(turns) for name, turns in turns_of.items()}
 
 
-def measure(op: str, case: Case, implementations: tuple[str, ...], repeat: int) -> tuple[Row, float]:
+def measure(op: str, case: Case, implementations: tuple[str, ...], repeat: int) -> tuple[Measurement, float]:
     """(measurements of a case, bytes per second of the copy in the same turns)."""
     differences = None, None
     if len(implementations) == 2:
@@ -200,13 +200,15 @@ def measure(op: str, case: Case, implementations: tuple[str, ...], repeat: int) 
     rate = case.bytes / kernel if kernel else None
     copy_fraction = rate / copy if rate else None
     name = case.name if case.name.startswith(op) else f"{op}.{case.name}"
-    return Row(name, case.bytes, kernel, seconds.get("xla"), rate and rate / 1e9, copy_fraction, *differences), copy
+    return Measurement(
+        name, case.bytes, kernel, seconds.get("xla"), rate and rate / 1e9, copy_fraction, *differences
+    ), copy
 
 
 # ---- Report -----------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Measurement]) -> str:
     """The rows as a table in Markdown."""
 
     def cell(x: float | None, spec: str) -> str:

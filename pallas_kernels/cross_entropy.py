@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import LANES, Implementation, choose, chosen, launch, need
-from pallas_kernels.long_rows import Cut, Row, columns, cut
+from pallas_kernels.long_rows import Cut, ProgramRow, columns, cut
 from pallas_kernels.shapes import Case, Sizes
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _both(a, b):
     return top, a[1] * _exp(a[0] - top) + b[1] * _exp(b[0] - top)
 
 
-def _logsumexp(row: Row, edges, tops, sums, barrier):
+def _logsumexp(row: ProgramRow, edges, tops, sums, barrier):
     """The logarithm of the row's sum of exponentials. When it returns, all groups have read the edges."""
 
     def empty(n, layout):
@@ -125,7 +125,7 @@ def _logsumexp(row: Row, edges, tops, sums, barrier):
     return top + jnp.log(total)
 
 
-def _write_gradient(row: Row, edges, d_ref, label, lse, weight, factor, barrier):
+def _write_gradient(row: ProgramRow, edges, d_ref, label, lse, weight, factor, barrier):
     """Writes weight * (softmax * factor - onehot) to the row of d_ref; the parts that were read last go first."""
     label += row.first
 
@@ -153,7 +153,7 @@ def _body(c: Cut, words: int, z_loss: float, forward: bool, gradient: bool, in_p
     def kernel(x_ref, label_ref, weight_ref, *refs):
         lse_ref, refs = (None, refs) if forward else (refs[0], refs[1:])
         *results, tops, sums, barrier = refs
-        row = Row(c, x_ref)
+        row = ProgramRow(c, x_ref)
         r = row.r
         label = label_ref[r]
         label_logit = x_ref[row.line, row.first + jnp.clip(label, 0, words - 1)].astype(f32)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, fp8
+from pallas_kernels import dispatch, fp8_format
 
 LARGEST = 2**31  # numbers in an array: chunks are addressed in int32
 
@@ -62,7 +62,7 @@ def run(
         for ref, result in zip(refs[: len(dtypes)], results, strict=True):
             ref[at] = result
         for ref, top in zip(refs[len(dtypes) :], tops, strict=True):
-            ref[i] = jnp.max(fp8.ordered(top))
+            ref[i] = jnp.max(fp8_format.ordered(top))
 
     grid = (n // chunk,)
     out = [jax.ShapeDtypeStruct((n,), dtype) for dtype in dtypes] + [jax.ShapeDtypeStruct(grid, jnp.int32)] * maxima
@@ -70,7 +70,7 @@ def run(
     outputs = dispatch.launch(kernel, operands, op=op, out=out, grid=grid, names=("chunks",), interpret=interpret)
     results = outputs[: len(dtypes)]
     tops = outputs[len(dtypes) :]
-    return [y.reshape(shape) for y in results], [fp8.from_ordered(jnp.max(top)) for top in tops]
+    return [y.reshape(shape) for y in results], [fp8_format.from_ordered(jnp.max(top)) for top in tops]
 
 
 def _cut(n: int, itemsize: int, loads: int) -> tuple[int, int]:

@@ -53,7 +53,7 @@ def cut(N: int, V: int, itemsize: int) -> Cut:
     return Cut(V, vec, groups, rounds, edges, 1 if aligned or not rounds else N if N % vec else vec)
 
 
-class Row:
+class ProgramRow:
     """The row of a program (grid axis "rows", thread axis "group") in the view [N / rows, rows V] of an array.
 
     A part of it is (index of its first word within the line, its length, its layout).

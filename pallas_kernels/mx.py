@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, elementwise, fp8, shapes, tiles
+from pallas_kernels import dispatch, elementwise, fp8_format, shapes, tiles
 from pallas_kernels.dispatch import Implementation, need
-from pallas_kernels.fp8 import E4M3
+from pallas_kernels.fp8_format import E4M3
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -58,15 +58,15 @@ def _scale(top):
     exponent = top >> 23
     # 448 = 1.75 * 2^8, and 0x600000 is the mantissa of 1.75. Not 2^-127: some devices flush that float32 to zero.
     code = jnp.maximum(exponent - jnp.where((top & i32(0x7FFFFF)) > i32(0x600000), i32(7), i32(8)), i32(1))
-    return jnp.where(exponent == i32(255), i32(NAN), code), fp8.from_ordered((i32(254) - code) << 23)
+    return jnp.where(exponent == i32(255), i32(NAN), code), fp8_format.from_ordered((i32(254) - code) << 23)
 
 
 def _quantize_xla(x) -> MX:
     blocks = x.astype(f32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
-    code, inverse = _scale(jnp.max(fp8.ordered(blocks), axis=-1))
+    code, inverse = _scale(jnp.max(fp8_format.ordered(blocks), axis=-1))
     top = dispatch.largest(E4M3)
     values = jnp.clip(blocks * inverse[..., None], -top, top).astype(E4M3)
-    return MX(values.reshape(x.shape), fp8.same_bits(code.astype(u8), E8M0))
+    return MX(values.reshape(x.shape), fp8_format.same_bits(code.astype(u8), E8M0))
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -80,16 +80,19 @@ def _quantize_mosaic(x, op: str, interpret: bool) -> MX:
     def kernel(x_ref, values_ref, scales_ref):
         at = pl.ds(jax.lax.axis_index("blocks") * rows, rows)
         x = plgpu.load(x_ref.at[at], layout=layout, optimized=False).astype(f32)
-        code, inverse = _scale(jnp.max(fp8.ordered(x), axis=1))
+        code, inverse = _scale(jnp.max(fp8_format.ordered(x), axis=1))
         inverse = jax.lax.broadcast_in_dim(inverse, (rows, BLOCK), (0,))
-        values_ref[at] = fp8.encode(x, inverse, E4M3)
+        values_ref[at] = fp8_format.encode(x, inverse, E4M3)
         tiles.store(scales_ref, at, code.astype(u8))
 
-    out = [jax.ShapeDtypeStruct((n, BLOCK), fp8.store_dtype(E4M3)), jax.ShapeDtypeStruct((n,), u8)]
+    out = [jax.ShapeDtypeStruct((n, BLOCK), fp8_format.store_dtype(E4M3)), jax.ShapeDtypeStruct((n,), u8)]
     values, scales = dispatch.launch(
         kernel, (x.reshape(n, BLOCK),), op=op, out=out, grid=(n // rows,), names=("blocks",), interpret=interpret
     )
-    return MX(fp8.same_bits(values, E4M3).reshape(x.shape), fp8.same_bits(scales, E8M0).reshape(*x.shape[:-1], -1))
+    return MX(
+        fp8_format.same_bits(values, E4M3).reshape(x.shape),
+        fp8_format.same_bits(scales, E8M0).reshape(*x.shape[:-1], -1),
+    )
 
 
 def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
@@ -120,11 +123,11 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
         row_scales = []
         for c, at in enumerate(parts):
             numbers = [rows.astype(f32) for rows in loaded[c]]
-            tops = [fp8.ordered(rows) for rows in numbers]
+            tops = [fp8_format.ordered(rows) for rows in numbers]
             top = jnp.maximum(jnp.maximum(tops[0], tops[1]), jnp.maximum(tops[2], tops[3]))
             code, inverse = _scale(jnp.max(top, axis=1))
             inverse = jax.lax.broadcast_in_dim(inverse, tile, (0, 2, 3))
-            word = _joined([fp8.same_bits(fp8.encode(rows, inverse, E4M3), u8) for rows in numbers])
+            word = _joined([fp8_format.same_bits(fp8_format.encode(rows, inverse, E4M3), u8) for rows in numbers])
             here = pl.ds(8 * c, 8)
             tiles.store(scales, (slice(None), here), code)
             tiles.store(words.transpose((0, 2, 1, 3)), (slice(None), slice(None), here, pl.ds(0, 4)), word)
@@ -133,7 +136,7 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
                 row_scales.append([code for code, _ in scales_of])
                 for k, (rows, (_, inverse)) in enumerate(zip(numbers, scales_of, strict=True)):
                     inverse = jax.lax.broadcast_in_dim(inverse, tile, (0, 1))
-                    tiles.store(by_row[0], (down, slice(None), k, at), fp8.encode(rows, inverse, E4M3))
+                    tiles.store(by_row[0], (down, slice(None), k, at), fp8_format.encode(rows, inverse, E4M3))
         for k, codes in enumerate(zip(*row_scales, strict=True)):
             tiles.store(by_row[1], (down, slice(None), k, j), _joined(codes).astype(jnp.uint16))
         transposed = words.at[:, :, :, pl.ds(0, 4)].transpose((1, 0, 3, 2))
@@ -146,7 +149,7 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
     out = [shape((n // 4, 4, high, 8), u32), shape((n // 4, 4, high), u8)]
     sizes = [(n, m)]
     if rows_too:
-        values = shape((high, 8, 4, n // 4, 4), fp8.store_dtype(E4M3))
+        values = shape((high, 8, 4, n // 4, 4), fp8_format.store_dtype(E4M3))
         out = [values, shape((high, 8, 4, n // COLUMNS), jnp.uint16), *out]
         sizes = [(m, n), (n, m)]
     outputs = dispatch.launch(
@@ -155,7 +158,7 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
         scratch_types=[plgpu.SMEM((4, fours, 8, PITCH), u32), plgpu.SMEM((4, fours, 4), i32)],
     )  # fmt: skip
     return [
-        MX(fp8.same_bits(values, E4M3).reshape(size), fp8.same_bits(scales, E8M0).reshape(size[0], -1))
+        MX(fp8_format.same_bits(values, E4M3).reshape(size), fp8_format.same_bits(scales, E8M0).reshape(size[0], -1))
         for values, scales, size in zip(outputs[::2], outputs[1::2], sizes, strict=True)
     ]
 

@@ -10,12 +10,12 @@ the largest number. NaN or infinity anywhere makes the tensor scale not finite, 
 not change the product of two operands that are rotated alike, and spreads outliers over a block. Numbers from 2^124 on
 may overflow in it. Weights have one scale for 16 x 16 numbers, so that a matrix and its transpose are the same numbers.
 
-This file has the arithmetic, which kernels (nvfp4.py) and references share, and the references. Arithmetic is float32.
-Rotations are additions in one order and rounding consists of exact steps. Instead of divisions there are products with
-reciprocals: those of e4m3 are from a table, those of tensor scales are computed outside of kernels. So there is nothing
-that a GPU approximates or a compiler may contract, and kernels and references are equal to the bit. Random numbers are
-hashes of the seed and the position of a pair of numbers, 16 bits for each: expectations are right within 2^-17 of a
-step.
+This file has the arithmetic, which kernels (nvfp4_quantize.py) and references share, and the references. Arithmetic is
+float32. Rotations are additions in one order and rounding consists of exact steps. Instead of divisions there are
+products with reciprocals: those of e4m3 are from a table, those of tensor scales are computed outside of kernels. So
+there is nothing that a GPU approximates or a compiler may contract, and kernels and references are equal to the bit.
+Random numbers are hashes of the seed and the position of a pair of numbers, 16 bits for each: expectations are right
+within 2^-17 of a step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from pallas_kernels import fp8, quantize as plain
-from pallas_kernels.fp8 import E4M3
+from pallas_kernels import fp8_format, quantize as plain
+from pallas_kernels.fp8_format import E4M3
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -79,7 +79,7 @@ def hadamard(rows: list) -> list:
 
 def signed(x, signs, row: int):
     """x, negated if bit `row` of signs is 1."""
-    return fp8.from_ordered(_bits(x) ^ (((signs >> u32(row)) & u32(1)) << u32(31)))
+    return fp8_format.from_ordered(_bits(x) ^ (((signs >> u32(row)) & u32(1)) << u32(31)))
 
 
 def _bits(x):
@@ -98,9 +98,9 @@ def factors(absmax):
 
 def block_scales(top, factor, up: bool):
     """Scales of blocks as float32 that e4m3 can represent. top: `fp8.ordered` largest magnitudes; up: round up."""
-    top = fp8.from_ordered(jnp.where(top < i32(INFINITE), top, i32(0)))
+    top = fp8_format.from_ordered(jnp.where(top < i32(INFINITE), top, i32(0)))
     ideal = jnp.minimum(top * factor, f32(E4M3_MAX))
-    return fp8.up_to_e4m3(ideal) if up else fp8.to_e4m3(ideal)
+    return fp8_format.up_to_e4m3(ideal) if up else fp8_format.to_e4m3(ideal)
 
 
 def inverses(scale, reciprocal):
@@ -110,7 +110,7 @@ def inverses(scale, reciprocal):
     mantissa = bits & u32(7 << 20)
     for m, value in enumerate(RECIPROCALS[1:], 1):
         mantissa_inverse = jnp.where(mantissa == u32(m << 20), f32(value), mantissa_inverse)
-    inverse = mantissa_inverse * fp8.power_of_two(u32(254) - (bits >> u32(23))) * reciprocal
+    inverse = mantissa_inverse * fp8_format.power_of_two(u32(254) - (bits >> u32(23))) * reciprocal
     return jnp.where(scale == f32(0), f32(0), inverse)
 
 
@@ -119,14 +119,14 @@ def _steps(x, inverse, dither):
     size = jnp.abs(x * inverse)
     size = jnp.where(size < f32(E2M1_MAX), size, f32(E2M1_MAX))
     exponent = jnp.maximum(_bits(size) >> u32(23), u32(127))  # below 1 steps are those of [1, 2), 0.5
-    steps = size * fp8.power_of_two(u32(255) - exponent)
+    steps = size * fp8_format.power_of_two(u32(255) - exponent)
     return (steps if dither is None else steps + dither), exponent
 
 
 def rounded(x, inverse, dither):
     """x * inverse rounded to e2m1, as float32."""
     steps, exponent = _steps(x, inverse, dither)
-    size = jnp.abs(fp8.nearest(steps)) * fp8.power_of_two(exponent - u32(1))
+    size = jnp.abs(fp8_format.nearest(steps)) * fp8_format.power_of_two(exponent - u32(1))
     return jnp.where(_negative(x), -size, size)
 
 
@@ -153,7 +153,7 @@ def _dither(random):
 
     It is an odd multiple of 2^-17.
     """
-    return fp8.from_ordered((random << u32(7)) | u32(0x3F800040)) - f32(1.5)
+    return fp8_format.from_ordered((random << u32(7)) | u32(0x3F800040)) - f32(1.5)
 
 
 # --- reference --------------------------------------------------------------------------------------------------------
@@ -182,9 +182,9 @@ def reference_rotated(
 def reference_weights(w: Float[Array, "M N"], part: OperandPart = WHOLE) -> tuple[NVFP4, NVFP4]:
     """(`quantize_weights`, `quantize_weights_transposed`) with results in float32, as `reference`."""
     m, n = w.shape
-    scale, factor, reciprocal = factors(part.largest(fp8.absmax(w)))
+    scale, factor, reciprocal = factors(part.largest(fp8_format.absmax(w)))
     blocks = w.astype(f32).reshape(m // BLOCK, BLOCK, n // BLOCK, BLOCK)
-    scales = block_scales(jnp.max(fp8.ordered(blocks), axis=(1, 3)), factor, False)
+    scales = block_scales(jnp.max(fp8_format.ordered(blocks), axis=(1, 3)), factor, False)
     inverse = inverses(scales, reciprocal)
 
     def quantized(w, scales, inverse):
@@ -203,7 +203,7 @@ def rotate(x: Float[Array, "M N"], rotation: Int[Array, ""]) -> Float[Array, "N 
     shape = x.shape[1], x.shape[0] // BLOCK, BLOCK
     place = jax.lax.broadcasted_iota(u32, shape, 2)
     y = _transposed(x).astype(f32).reshape(shape)
-    y = fp8.from_ordered(_bits(y) ^ (((signs(rotation) >> place) & u32(1)) << u32(31)))
+    y = fp8_format.from_ordered(_bits(y) ^ (((signs(rotation) >> place) & u32(1)) << u32(31)))
     for distance in (1, 2, 4, 8):  # `hadamard`, written so that XLA compiles it to two loops
         other = jnp.flip(y.reshape(*shape[:2], -1, 2, distance), axis=3).reshape(shape)
         y = jnp.where((place & u32(distance)) == u32(0), y + other, other - y)
@@ -227,8 +227,8 @@ def _in_blocks(blocks, seed, pair, place, part: OperandPart) -> NVFP4:
 
     pair: index of the pair of each number, for random numbers; place: its last bit says which of the pair it is.
     """
-    scale, factor, reciprocal = factors(part.largest(fp8.absmax(blocks)))
-    scales = block_scales(jnp.max(fp8.ordered(blocks), axis=-1), factor, seed is not None)
+    scale, factor, reciprocal = factors(part.largest(fp8_format.absmax(blocks)))
+    scales = block_scales(jnp.max(fp8_format.ordered(blocks), axis=-1), factor, seed is not None)
     dither = None
     if seed is not None:
         dither = _dither((plain.random_bits(seed, pair) >> ((place & u32(1)) << u32(4))) & u32(0xFFFF))

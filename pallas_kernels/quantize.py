@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, elementwise, fp8, shapes, tiles, transposing
+from pallas_kernels import dispatch, elementwise, fp8_format, shapes, tiles, transposing
 from pallas_kernels.dispatch import Implementation, need
-from pallas_kernels.fp8 import FP8
+from pallas_kernels.fp8_format import FP8
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -44,7 +44,7 @@ class Cast(NamedTuple):
     absmax: jax.Array  # float32 [], of x
 
 
-class Blocks(NamedTuple):
+class BlockQuantized(NamedTuple):
     """Numbers in 8 bits: number i of a row is values[i] * scales[i // block]."""
 
     values: jax.Array  # [..., n]
@@ -54,17 +54,17 @@ class Blocks(NamedTuple):
 # --- reference --------------------------------------------------------------------------------------------------------
 
 
-def _quantize_blocks_xla(x, dtype, block: int) -> Blocks:
+def _quantize_blocks_xla(x, dtype, block: int) -> BlockQuantized:
     """The reference of `quantize_blocks`.
 
     All code in this file multiplies with reciprocals, because XLA rewrites divisions by constants and by broadcasts so.
     """
     shape = x.shape
     x = x.astype(f32).reshape(*x.shape[:-1], x.shape[-1] // block, block)
-    scales = _scale(fp8.absmax(x, axis=-1), dtype)
+    scales = _scale(fp8_format.absmax(x, axis=-1), dtype)
     x = x * (1 / scales)[..., None]
     x = jnp.round(x) if dtype == jnp.int8 else x
-    return Blocks(x.astype(dtype).reshape(shape), scales)
+    return BlockQuantized(x.astype(dtype).reshape(shape), scales)
 
 
 def _scale(top, dtype):
@@ -114,10 +114,10 @@ def round_with(x: Float[Array, "*b"], bits: Int[Array, "*b"]) -> Float[Array, "*
 def _cast_transpose_mosaic(x, scale, dtype, op: str, interpret: bool) -> Cast:
     def body(tile, numbers):
         tile = tile.astype(f32)
-        return fp8.encode(tile, 1 / numbers[0], dtype), tile
+        return fp8_format.encode(tile, 1 / numbers[0], dtype), tile
 
     flat = x.reshape(-1, x.shape[-1])
-    (values, top), words = transposing.run(body, flat, (scale,), fp8.store_dtype(dtype), op, interpret)
+    (values, top), words = transposing.run(body, flat, (scale,), fp8_format.store_dtype(dtype), op, interpret)
     values = values if values.dtype == dtype else jax.lax.bitcast_convert_type(values, dtype)
     return Cast(values.reshape(x.shape), transposing.as_matrix(words, dtype), top)
 
@@ -134,26 +134,26 @@ def _rows_of_blocks(n: int) -> tuple[int, Any]:
     return next(rows for rows in (32, 16, 8) if n % rows == 0), layout
 
 
-def _quantize_blocks_mosaic(x, dtype, op: str, interpret: bool) -> Blocks:
+def _quantize_blocks_mosaic(x, dtype, op: str, interpret: bool) -> BlockQuantized:
     n = x.size // BLOCK
     rows, layout = _rows_of_blocks(n)
 
     def kernel(x_ref, values_ref, scales_ref):
         at = pl.ds(jax.lax.axis_index("blocks") * rows, rows)
         x = plgpu.load(x_ref.at[at], layout=layout, optimized=False).astype(f32)
-        scales = _scale(fp8.absmax(x, axis=1), dtype)
+        scales = _scale(fp8_format.absmax(x, axis=1), dtype)
         inverse = jax.lax.broadcast_in_dim(1 / scales, (rows, BLOCK), (0,))
-        values = jnp.round(x * inverse).astype(dtype) if dtype == jnp.int8 else fp8.encode(x, inverse, dtype)
+        values = jnp.round(x * inverse).astype(dtype) if dtype == jnp.int8 else fp8_format.encode(x, inverse, dtype)
         tiles.store(values_ref, at, values)
         tiles.store(scales_ref, at, scales)
 
-    stored = dtype if dtype == jnp.int8 else fp8.store_dtype(dtype)
+    stored = dtype if dtype == jnp.int8 else fp8_format.store_dtype(dtype)
     out = [jax.ShapeDtypeStruct((n, BLOCK), stored), jax.ShapeDtypeStruct((n,), f32)]
     values, scales = dispatch.launch(
         kernel, (x.reshape(n, BLOCK),), op=op, out=out, grid=(n // rows,), names=("blocks",), interpret=interpret
     )
     values = values if stored == dtype else jax.lax.bitcast_convert_type(values, dtype)
-    return Blocks(values.reshape(x.shape), scales.reshape(*x.shape[:-1], -1))
+    return BlockQuantized(values.reshape(x.shape), scales.reshape(*x.shape[:-1], -1))
 
 
 def _dequantize_blocks_mosaic(values, scales, dtype, op: str, interpret: bool):
@@ -164,12 +164,12 @@ def _dequantize_blocks_mosaic(values, scales, dtype, op: str, interpret: bool):
     def kernel(values_ref, scales_ref, out_ref):
         at = pl.ds(jax.lax.axis_index("blocks") * rows, rows)
         values = plgpu.load(values_ref.at[at], layout=layout, optimized=False)
-        values = values.astype(f32) if kind == jnp.int8 else fp8.decode(values, kind)
+        values = values.astype(f32) if kind == jnp.int8 else fp8_format.decode(values, kind)
         scales = plgpu.load(scales_ref.at[at], layout=layout.reduce(1), optimized=False)
         out = (values * jax.lax.broadcast_in_dim(scales, (rows, BLOCK), (0,))).astype(dtype)
         tiles.store(out_ref, at, out)
 
-    stored = values if kind == jnp.int8 else fp8.as_stored(values)
+    stored = values if kind == jnp.int8 else fp8_format.as_stored(values)
     out = jax.ShapeDtypeStruct((n, BLOCK), dtype)
     operands = (stored.reshape(n, BLOCK), scales.reshape(n))
     y = dispatch.launch(kernel, operands, op=op, out=out, grid=(n // rows,), names=("blocks",), interpret=interpret)
@@ -186,7 +186,7 @@ def absmax(
     op = "quantize.absmax"
     _check(op, x)
     if not _flat(op, implementation, x):
-        return fp8.absmax(x)
+        return fp8_format.absmax(x)
     return elementwise.run(lambda v, *_: ([], v), (x,), (), [], 1, op, interpret)[1][0]
 
 
@@ -203,12 +203,12 @@ def cast(
     dtype = jnp.dtype(dtype)
     _check(op, x, dtype, FP8, scale)
     if not _flat(op, implementation, x):
-        return fp8.reference(x, scale, dtype)
+        return fp8_format.reference(x, scale, dtype)
 
     def body(values, scalars, _):
-        return [fp8.encode(values[0].astype(f32), 1 / scalars[0], dtype)], []
+        return [fp8_format.encode(values[0].astype(f32), 1 / scalars[0], dtype)], []
 
-    (y,), _ = elementwise.run(body, (x,), (scale,), [fp8.store_dtype(dtype)], 0, op, interpret)
+    (y,), _ = elementwise.run(body, (x,), (scale,), [fp8_format.store_dtype(dtype)], 0, op, interpret)
     return y if y.dtype == dtype else jax.lax.bitcast_convert_type(y, dtype)
 
 
@@ -230,8 +230,8 @@ def cast_transpose(
     need(x.ndim > 1, op, "x", "[..., N] of two dimensions or more", x.shape)
     if _tiled(op, implementation, x):
         return _cast_transpose_mosaic(x, scale, dtype, op, interpret)
-    values = fp8.reference(x, scale, dtype)
-    return Cast(values, values.reshape(-1, x.shape[-1]).T, fp8.absmax(x))
+    values = fp8_format.reference(x, scale, dtype)
+    return Cast(values, values.reshape(-1, x.shape[-1]).T, fp8_format.absmax(x))
 
 
 def transpose(
@@ -250,7 +250,7 @@ def quantize_blocks(
     *,
     implementation: Implementation = None,
     interpret: bool = False,
-) -> Blocks:
+) -> BlockQuantized:
     """Quantises x to int8, e4m3 or e5m2 with a float32 scale for every `block` numbers of a row.
 
     The kernel supports blocks of 128. Empty leading dimensions are allowed.
@@ -267,7 +267,7 @@ def quantize_blocks(
 
 
 def dequantize_blocks(
-    blocks: Blocks, dtype, *, implementation: Implementation = None, interpret: bool = False
+    blocks: BlockQuantized, dtype, *, implementation: Implementation = None, interpret: bool = False
 ) -> Float[Array, "*b n"]:
     """The numbers of blocks in `dtype` (bfloat16, float16, float32); values and scales are multiplied in float32."""
     op = "quantize.dequantize_blocks"
@@ -316,7 +316,7 @@ def _check(op: str, x, dtype=None, dtypes=(), scale=None) -> None:
     need(x.dtype in FLOATS and x.size > 0, op, "x", "bfloat16, float16 or float32, not empty", f"{x.dtype} {x.shape}")
     need(dtype is None or dtype in dtypes, op, "dtype", f"one of {', '.join(map(str, dtypes))}", dtype)
     if scale is not None:
-        need(fp8.is_scale(scale), op, "scale", "float32 []", fp8.described(scale))
+        need(fp8_format.is_scale(scale), op, "scale", "float32 []", fp8_format.described(scale))
 
 
 def _flat(op: str, implementation: Implementation, x) -> bool:
@@ -358,7 +358,7 @@ def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:
         return lambda *arrays, **how: f(*arrays, *last, **how)
 
     def dequantize(values, scales, **how):
-        return dequantize_blocks(Blocks(values, scales), jnp.bfloat16, **how)
+        return dequantize_blocks(BlockQuantized(values, scales), jnp.bfloat16, **how)
 
     return [
         case("absmax", absmax, (x,), 2 * n),

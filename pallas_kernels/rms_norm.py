@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, fp8, tiles
+from pallas_kernels import dispatch, fp8_format, tiles
 from pallas_kernels.dispatch import Implementation, need
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.shapes import Case, Sizes
@@ -46,7 +46,7 @@ class Normed(NamedTuple):
     total: jax.Array
 
 
-class Grads(NamedTuple):
+class RmsNormGrads(NamedTuple):
     """dx `[..., D]`, d_scale `[D]` float32, absmax of dx `[]` float32."""
 
     dx: jax.Array
@@ -63,11 +63,11 @@ def _forward_xla(x, scale, residual, out_scale, eps: float, out_dtype) -> Normed
     y = t * jax.lax.rsqrt(jnp.mean(t * t, axis=-1, keepdims=True) + eps) * _last(scale, t)
     if out_scale is None:
         y = y.astype(x.dtype)
-        return Normed(y, fp8.absmax(y), total)
-    return Normed(fp8.reference(y, out_scale, out_dtype), fp8.absmax(y), total)
+        return Normed(y, fp8_format.absmax(y), total)
+    return Normed(fp8_format.reference(y, out_scale, out_dtype), fp8_format.absmax(y), total)
 
 
-def _backward_xla(dy, total, scale, d_total, eps: float) -> Grads:
+def _backward_xla(dy, total, scale, d_total, eps: float) -> RmsNormGrads:
     t, dy = total.astype(f32), dy.astype(f32)
     r = jax.lax.rsqrt(jnp.mean(t * t, axis=-1, keepdims=True) + eps)
     n = t * r
@@ -76,7 +76,7 @@ def _backward_xla(dy, total, scale, d_total, eps: float) -> Grads:
     if d_total is not None:
         dx = dx + d_total.astype(f32)
     dx = dx.astype(total.dtype)
-    return Grads(dx, jnp.sum(dy * n, axis=tuple(range(n.ndim - 1))), fp8.absmax(dx))
+    return RmsNormGrads(dx, jnp.sum(dy * n, axis=tuple(range(n.ndim - 1))), fp8_format.absmax(dx))
 
 
 def _last(scale, like):
@@ -87,11 +87,13 @@ def _last(scale, like):
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, tile: tiles.Rows, interpret: bool) -> Normed:
+def _forward_mosaic(
+    x, scale, residual, out_scale, eps: float, out_dtype, tile: tiles.RowTile, interpret: bool
+) -> Normed:
     """Runs the forward kernel: one program per tile of rows, which reads and writes every element once."""
     width = x.shape[-1]
     count = x.size // width
-    y_dtype = x.dtype if out_scale is None else fp8.store_dtype(out_dtype)
+    y_dtype = x.dtype if out_scale is None else fp8_format.store_dtype(out_dtype)
 
     def kernel(*refs):
         refs = iter(refs)
@@ -108,7 +110,7 @@ def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, tile: 
         t = total.astype(f32)
         scale = plgpu.load(scale_ref, layout=tile.layout.reduce(0), optimized=False).astype(f32)
         y = t * _across(_rms_inverse(t, eps), t) * _down(scale, t)
-        stored = y.astype(x.dtype) if inverse_ref is None else fp8.encode(y, inverse_ref[0], out_dtype)
+        stored = y.astype(x.dtype) if inverse_ref is None else fp8_format.encode(y, inverse_ref[0], out_dtype)
         tiles.store(y_ref, at, stored)
         absmax = jnp.max(jnp.abs(y if inverse_ref is not None else stored.astype(f32)), axis=1)
         tiles.store(absmax_ref, at, absmax)
@@ -134,7 +136,7 @@ def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, tile: 
     return Normed(y.reshape(x.shape), jnp.max(absmax), total[0].reshape(x.shape) if total else x)
 
 
-def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.Rows, interpret: bool) -> Grads:
+def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.RowTile, interpret: bool) -> RmsNormGrads:
     """Runs the backward kernel: a program has every PROGRAMS-th tile of rows and sums its part of d_scale in registers.
 
     It prefetches its next tile before it computes with the current one, because few programs must keep the memory busy.
@@ -204,7 +206,7 @@ def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.Rows, in
         interpret=interpret,
         **NO_BARRIERS,
     )
-    return Grads(dx.reshape(total.shape), jnp.sum(parts, axis=0), jnp.max(absmax))
+    return RmsNormGrads(dx.reshape(total.shape), jnp.sum(parts, axis=0), jnp.max(absmax))
 
 
 def _rms_inverse(t, eps: float):
@@ -247,9 +249,19 @@ def forward(
          f"out_dtype={out_dtype} and out_scale={out_scale}")  # fmt: skip
     if out_scale is not None:
         need(
-            jnp.dtype(out_dtype) in fp8.FP8, "rms_norm.forward", "out_dtype", "float8_e4m3fn or float8_e5m2", out_dtype
+            jnp.dtype(out_dtype) in fp8_format.FP8,
+            "rms_norm.forward",
+            "out_dtype",
+            "float8_e4m3fn or float8_e5m2",
+            out_dtype,
         )
-        need(fp8.is_scale(out_scale), "rms_norm.forward", "out_scale", "float32 []", fp8.described(out_scale))
+        need(
+            fp8_format.is_scale(out_scale),
+            "rms_norm.forward",
+            "out_scale",
+            "float32 []",
+            fp8_format.described(out_scale),
+        )
     tile = _cut("rms_norm.forward", implementation, x, added=False)
     if tile:
         return _forward_mosaic(x, scale, residual, out_scale, eps, out_dtype, tile, interpret)
@@ -265,8 +277,8 @@ def backward(
     eps: float,
     implementation: Implementation = None,
     interpret: bool = False,
-) -> Grads:
-    """`Grads(dx, d_scale, absmax)` from the gradient dy of y. d_total: gradient of total, added to dx; None: 0."""
+) -> RmsNormGrads:
+    """Gradients from the gradient dy of y. d_total: gradient of total, added to dx; None: 0."""
     _check("rms_norm.backward", total, scale, dy=dy, d_total=d_total)
     tile = _cut("rms_norm.backward", implementation, total, added=True)
     if tile:
@@ -334,7 +346,7 @@ def _added_bwd(eps, implementation, interpret, saved, cotangents):
 _added.defvjp(_added_fwd, _added_bwd)
 
 
-def _cut(op: str, implementation: Implementation, x, added: bool) -> tiles.Rows | None:
+def _cut(op: str, implementation: Implementation, x, added: bool) -> tiles.RowTile | None:
     """The tiles of the kernel, None if the reference runs. added: see `tiles.rows`."""
     if dispatch.choose(op, implementation) == "xla":
         return None

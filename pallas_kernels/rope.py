@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, fp8, tiles
+from pallas_kernels import dispatch, fp8_format, tiles
 from pallas_kernels.dispatch import Implementation, need
 from pallas_kernels.shapes import Case, Sizes
 
@@ -47,7 +47,7 @@ def _rotate_xla(x, cos, sin):
     cos, sin = (jnp.expand_dims(a[:, None, :], tuple(range(x.ndim - 3))) for a in (cos, sin))
     first, second = jnp.split(x.astype(f32), 2, axis=-1)
     y = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return y, fp8.absmax(y)
+    return y, fp8_format.absmax(y)
 
 
 def _forward_xla(q, k, cos, sin, inverse: bool) -> Rotated:
@@ -60,7 +60,7 @@ def _forward_xla(q, k, cos, sin, inverse: bool) -> Rotated:
 # --- kernel -----------------------------------------------------------------------------------------------------------
 
 
-def _forward_mosaic(q, k, cos, sin, inverse: bool, cut: tiles.Heads, interpret: bool) -> Rotated:
+def _forward_mosaic(q, k, cos, sin, inverse: bool, cut: tiles.HeadTile, interpret: bool) -> Rotated:
     """Runs the kernel: a program has a few positions and all heads, and keeps cosines and sines in registers."""
     S, _, h = q.shape[-3:]
     half = h // 2

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, elementwise, fp8, shapes
+from pallas_kernels import dispatch, elementwise, fp8_format, shapes
 from pallas_kernels.dispatch import Implementation
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Gated(NamedTuple):
     absmax: jax.Array  # float32 []
 
 
-class Grads(NamedTuple):
+class SwigluGrads(NamedTuple):
     """Results of `backward`."""
 
     d_gate: jax.Array  # [..., D], dtype of gate or FP8
@@ -61,8 +61,8 @@ def _store_xla(y, dtype, out_dtype, out_scale):
     """(y as stored, absmax)."""
     if out_dtype is None:
         y = y.astype(dtype)
-        return y, fp8.absmax(y)
-    return fp8.reference(y, out_scale, out_dtype), fp8.absmax(y)
+        return y, fp8_format.absmax(y)
+    return fp8_format.reference(y, out_scale, out_dtype), fp8_format.absmax(y)
 
 
 # --- kernel -----------------------------------------------------------------------------------------------------------
@@ -79,10 +79,10 @@ def _run(math, arrays, out_dtype, scales, op: str, interpret: bool):
         if out_dtype is None:
             results = [y.astype(dtype) for y in results]
             return results, results
-        stored = [fp8.encode(y, 1 / scale, dtype) for y, scale in zip(results, numbers, strict=True)]
+        stored = [fp8_format.encode(y, 1 / scale, dtype) for y, scale in zip(results, numbers, strict=True)]
         return stored, results
 
-    written = dtype if out_dtype is None else fp8.store_dtype(dtype)
+    written = dtype if out_dtype is None else fp8_format.store_dtype(dtype)
     numbers = () if out_dtype is None else scales
     results, tops = elementwise.run(body, arrays, numbers, [written] * count, count, op, interpret)
     return [y if y.dtype == dtype else jax.lax.bitcast_convert_type(y, dtype) for y in results], tops
@@ -121,7 +121,7 @@ def backward(
     out_scales: tuple[Float[Array, ""], Float[Array, ""]] | None = None,
     implementation: Implementation = None,
     interpret: bool = False,
-) -> Grads:
+) -> SwigluGrads:
     """Gradients of gate and up and their absmax; in the dtype of gate, or in `out_dtype` with `out_scales`.
 
     out_scales: (of d_gate, of d_up). Raises ValueError if shapes or dtypes differ, or if only one of out_dtype and
@@ -133,10 +133,10 @@ def backward(
     _check(op, {"gate": gate, "up": up, "dy": dy}, out_dtype, scales)
     if dispatch.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
         grads, tops = _run(backward_math, (dy, gate, up), out_dtype, scales, op, interpret)
-        return Grads(*grads, *tops)
+        return SwigluGrads(*grads, *tops)
     grads = zip(backward_math(dy, gate, up), scales, strict=True)
     (d_gate, top_gate), (d_up, top_up) = (_store_xla(y, gate.dtype, out_dtype, scale) for y, scale in grads)
-    return Grads(d_gate, d_up, top_gate, top_up)
+    return SwigluGrads(d_gate, d_up, top_gate, top_up)
 
 
 def _check(op: str, arrays: dict, out_dtype, scales: tuple) -> None:
@@ -149,15 +149,15 @@ def _check(op: str, arrays: dict, out_dtype, scales: tuple) -> None:
         need(x.shape == gate.shape, op, f"shape of {name}", f"that of gate, {gate.shape}", x.shape)
         need(x.dtype == gate.dtype, op, f"dtype of {name}", f"that of gate, {gate.dtype}", x.dtype)
     need(
-        out_dtype is None or jnp.dtype(out_dtype) in fp8.FP8,
+        out_dtype is None or jnp.dtype(out_dtype) in fp8_format.FP8,
         op,
         "out_dtype",
         "None, float8_e4m3fn or float8_e5m2",
         out_dtype,
     )
     for scale in scales:
-        fits = scale is None if out_dtype is None else fp8.is_scale(scale)
-        need(fits, op, "scale", "float32 [] with out_dtype, None without", fp8.described(scale))
+        fits = scale is None if out_dtype is None else fp8_format.is_scale(scale)
+        need(fits, op, "scale", "float32 [] with out_dtype, None without", fp8_format.described(scale))
 
 
 def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:
@@ -167,10 +167,10 @@ def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:
     scale = jax.ShapeDtypeStruct((), f32)
 
     def forward_fp8(gate, up, scale, **how):
-        return forward(gate, up, out_dtype=fp8.E4M3, out_scale=scale, **how)
+        return forward(gate, up, out_dtype=fp8_format.E4M3, out_scale=scale, **how)
 
     def backward_fp8(dy, gate, up, a, b, **how):
-        return backward(dy, gate, up, out_dtype=fp8.E5M2, out_scales=(a, b), **how)
+        return backward(dy, gate, up, out_dtype=fp8_format.E5M2, out_scales=(a, b), **how)
 
     return [
         shapes.Case("forward", forward, (x, x), 6 * n),

@@ -25,7 +25,7 @@ MOST = 128  # most float32 values of a row per thread that leave enough register
 COMFORTABLE = 32  # with so many or fewer, enough programs fit on a multiprocessor to hide the latency of memory
 
 
-class Rows(NamedTuple):
+class RowTile(NamedTuple):
     """A tile of full rows `[rows, width]`: its height, its layout, and the number of tiles that cover the array."""
 
     rows: int
@@ -60,7 +60,7 @@ def layout(warps: Sequence[int], lanes: Sequence[int], vector: int):
     return plgpu.Layout.TILED(tiling, shared(warps, places[:n]), shared(lanes, places[n : 2 * n]), places[-1])
 
 
-def rows(op: str, count: int, width: int, dtype, added: bool = False) -> Rows:
+def rows(op: str, count: int, width: int, dtype, added: bool = False) -> RowTile:
     """The tiles of an array `[count, width]`. Raises Unserved if there is no layout for it.
 
     The fewest warps share a row with which a thread has at most COMFORTABLE values of it; short rows share a warp.
@@ -88,10 +88,10 @@ def rows(op: str, count: int, width: int, dtype, added: bool = False) -> Rows:
     while values * more * 2 <= COMFORTABLE and height * more * 2 <= count:
         more *= 2
     how = layout((WARPS // warps, warps), (LANES // lanes, lanes), -vector)
-    return Rows(height * more, how, -(-count // (height * more)))
+    return RowTile(height * more, how, -(-count // (height * more)))
 
 
-class Heads(NamedTuple):
+class HeadTile(NamedTuple):
     """A tile `[positions, heads, width]` of one tensor; it can have up to `more` times as many heads."""
 
     positions: int
@@ -100,7 +100,7 @@ class Heads(NamedTuple):
     more: int
 
 
-def heads(op: str, length: int, counts: Sequence[int], width: int, dtype) -> Heads:
+def heads(op: str, length: int, counts: Sequence[int], width: int, dtype) -> HeadTile:
     """The tile of tensors `[length, count, width]` for these counts of heads. Raises Unserved if there is none.
 
     Threads that the width does not use are used for heads first, then for neighbouring positions. The choice weighs
@@ -124,7 +124,7 @@ def heads(op: str, length: int, counts: Sequence[int], width: int, dtype) -> Hea
     _, vector, lanes, spare, group, positions = min(fits)
     across = min(spare, group)
     how = layout((positions * across // spare, group // across, 1), (spare // across, across, lanes), vector)
-    return Heads(positions, group, how, max(1, COMFORTABLE // 2 * lanes // width))
+    return HeadTile(positions, group, how, max(1, COMFORTABLE // 2 * lanes // width))
 
 
 def try_cut(implementation: Implementation, cut: Callable, op: str, *sizes):

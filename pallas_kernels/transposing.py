@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, elementwise, fp8
+from pallas_kernels import dispatch, elementwise, fp8_format
 
 u32 = jnp.uint32
 TILE = 64
@@ -63,7 +63,7 @@ def run(body: Callable, x: jax.Array, scalars: tuple, stored, op: str, interpret
         if stored is not None:
             for k, eight in enumerate(eights):
                 refs[0][down, k, across] = eight
-            tops = [fp8.ordered(top) for top in tops]
+            tops = [fp8_format.ordered(top) for top in tops]
             top = jnp.maximum(jnp.maximum(tops[0], tops[1]), jnp.maximum(tops[2], tops[3]))
             refs[1][i, j] = jnp.max(top)
 
@@ -76,7 +76,7 @@ def run(body: Callable, x: jax.Array, scalars: tuple, stored, op: str, interpret
         kernel, operands, op=op, out=[*out, shape((n, m // 4), u32)], grid=grid, names=("rows", "columns"),
         interpret=interpret, scratch_types=memory,
     )  # fmt: skip
-    return (row_results and [row_results[0], fp8.from_ordered(jnp.max(row_results[1]))]), words
+    return (row_results and [row_results[0], fp8_format.from_ordered(jnp.max(row_results[1]))]), words
 
 
 def as_matrix(words, dtype):

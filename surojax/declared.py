@@ -53,7 +53,7 @@ def declare(default, *ranges: Range, choices: tuple = (), words: tuple[str, ...]
     return dataclasses.field(default=default, metadata={"ranges": ranges, "choices": choices, "words": words})
 
 
-class Declared(NamedTuple):
+class DeclaredField(NamedTuple):
     """A field of the config. comment: its help. default: None if it is true, false or unset."""
 
     name: str
@@ -121,7 +121,7 @@ class Declared(NamedTuple):
 
 
 @functools.cache
-def declared(section: type, prefix: str = "") -> tuple[Declared, ...]:
+def declared(section: type, prefix: str = "") -> tuple[DeclaredField, ...]:
     """The fields of a section, in their order. prefix: of their names."""
     comments = {}
     comment: list[str] = []
@@ -132,4 +132,4 @@ def declared(section: type, prefix: str = "") -> tuple[Declared, ...]:
             comments[name[1]] = " ".join(comment)
             comment = []
     fields = dataclasses.fields(section)
-    return tuple(Declared(prefix + x.name, x.default, comments[x.name], **x.metadata) for x in fields)
+    return tuple(DeclaredField(prefix + x.name, x.default, comments[x.name], **x.metadata) for x in fields)

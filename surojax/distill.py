@@ -44,8 +44,8 @@ from surojax.step import train_step
 from surojax.step.distillation import DISTILL, Labelling
 from surojax.step.objective import TEACHER, TEACHER_IDS
 from surojax.step.objectives import LABELLING
+from surojax.training.initial_state import new_state
 from surojax.training.reference import NUMBERS
-from surojax.training.state import new_state
 
 EVERY = 60.0  # seconds between lines
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import surojax
 from surojax.config.fields import DEFAULTS
-from surojax.diagnosis.checks import CHECKS, ITS_PROCESS, in_process
+from surojax.diagnosis.doctor_checks import CHECKS, ITS_PROCESS, in_process
 from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, Verdict, skipped
 from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
 from surojax.plan import check_path

@@ -31,10 +31,10 @@ from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
 from surojax.planner.fastest import MOST_COMPILED, FitResult, Trial, fastest
 from surojax.planner.file_time import disks, wear
 from surojax.planner.gpus import GPUS, named
-from surojax.planner.plan import checked
+from surojax.planner.plan_text import cost, range_lines
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING
-from surojax.planner.report import cost, range_lines
+from surojax.planner.run_plan import checked
 from surojax.untrusted import expanded
 
 SHOWN = 5  # rows by default

@@ -22,7 +22,7 @@ from typing import NoReturn
 from surojax.data.templates import NAMES as TEMPLATES
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import CheckpointError, ConfigError, Refused, ending, ends_with_code, short_exit_codes
-from surojax.inference.conversation import Conversation
+from surojax.inference.chat_history import ChatHistory
 from surojax.inference.prompts import message_ids, text_ids
 from surojax.inference.sample import check_options, generate, generate_batch, rollout
 from surojax.inference.trained_model import Trained, load_trained
@@ -97,7 +97,7 @@ def continue_lines(trained: Trained, *, seed: int, **options) -> None:
 
 def converse(trained: Trained, *, system: str, seed: int, **options) -> None:
     """Answers each line as the next message of a conversation. options: as of `continue_lines`."""
-    conversation = Conversation(trained, system, options["max_tokens"])
+    conversation = ChatHistory(trained, system, options["max_tokens"])
     number = 0
     for line in lines(f"{RESET} begins anew, {QUIT} or Ctrl-D ends, Ctrl-C stops an answer"):
         if line.strip() == QUIT:

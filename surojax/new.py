@@ -21,7 +21,7 @@ from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, device_limit, host_limit
 from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS, named, with_nodes
-from surojax.planner.plan import checked
+from surojax.planner.run_plan import checked
 from surojax.planner.search import Space, best
 from surojax.sizes import MOST_GPUS
 

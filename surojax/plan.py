@@ -3,7 +3,7 @@
     surojax plan --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--json FILE] [--host-memory GIB] \
         [--html FILE] [--trace FILE] [--tokens N [--price PER_GPU_HOUR]] [--host-bandwidth GB]
 
-`surojax.planner.plan.plan(config, gpu)` is the function behind this command.
+`surojax.planner.run_plan.plan(config, gpu)` is the function behind this command.
 """
 
 import argparse
@@ -19,11 +19,11 @@ import jax
 
 from surojax.config.flags import parse
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
-from surojax.pages.plan import page
+from surojax.pages.plan_page import page
 from surojax.planner.file_time import disks
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan import Plan, plan
-from surojax.planner.report import cost, table
+from surojax.planner.plan_text import cost, table
+from surojax.planner.run_plan import Plan, plan
 from surojax.untrusted import expanded
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import jax
 
 from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
-from surojax.pages import runs as runs_page, studio
+from surojax.pages import runs as runs_page, studio_page
 from surojax.planner import aot
 from surojax.untrusted import expanded
 
@@ -56,16 +56,16 @@ class Server(http.server.ThreadingHTTPServer):
 
     def page(self, query: dict[str, str]) -> tuple[str, str]:
         """The page itself."""
-        return "text/html", studio.page(self.runs)
+        return "text/html", studio_page.page(self.runs)
 
     def estimate(self, query: dict[str, str]) -> tuple[str, str]:
         """See `studio.estimate`."""
-        return "application/json", json.dumps(studio.estimate(studio.question(query)))
+        return "application/json", json.dumps(studio_page.estimate(studio_page.question(query)))
 
     def fit(self, query: dict[str, str]) -> tuple[str, str]:
         """See `studio.fitting`."""
         with self.compiling:
-            return "application/json", json.dumps(studio.fitting(studio.question(query)))
+            return "application/json", json.dumps(studio_page.fitting(studio_page.question(query)))
 
     def plan(self, query: dict[str, str]) -> tuple[str, str]:
         """See `studio.compiled`. If others are asked for before it begins, only the last one is compiled."""
@@ -73,7 +73,7 @@ class Server(http.server.ThreadingHTTPServer):
         with self.compiling:
             if mine is not self.newest:
                 raise ConfigError("another plan was asked for meanwhile")
-            return "text/html", studio.compiled(studio.question(query))
+            return "text/html", studio_page.compiled(studio_page.question(query))
 
     def run(self, query: dict[str, str]) -> tuple[str, str]:
         """The page of a run of `runs`, by its number."""

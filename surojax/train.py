@@ -59,14 +59,14 @@ from surojax.run.stop import ABORTED, EarlyStop, StopSignal, ended_at_once
 from surojax.step.objective import Objective
 from surojax.step.state import TrainState
 from surojax.training.evaluation import early_stopping, evaluation_summary
+from surojax.training.initial_state import first_state, restored, write_adapter
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
 from surojax.training.reference import with_reference
-from surojax.training.report import budget, describe, peak_flops, predict, sample, write_page
+from surojax.training.run_summary import budget, describe, peak_flops, predict, sample, write_page
 from surojax.training.safe import advised, mention_of_doctor, safe
 from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
-from surojax.training.state import first_state, restored, write_adapter
 
 GOES_ON = "early_stopping_patience=0 goes on"
 

@@ -14,7 +14,7 @@ from test_nf4 import REFERENCE, dequantised, reference
 
 from surojax import ConfigError
 from surojax.assembly.from_config import from_config
-from surojax.exchange.base import Derived
+from surojax.exchange.base import DerivedTensors
 from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.model_tensors import SINGLE, Weights, readers
 from surojax.exchange.sources import open_weights
@@ -196,7 +196,7 @@ def test_experts_are_read_as_they_are_stored(tmp_path):
     assert len(np.unique(read[0].reshape(-1, 64)[0])) <= 16
 
 
-class Unquantised(Derived):
+class Unquantised(DerivedTensors):
     """Tensors of which nobody sees that they are stored in few bits."""
 
     def read(self, name: str) -> np.ndarray:

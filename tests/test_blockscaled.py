@@ -15,7 +15,7 @@ import pytest
 import small
 from small import quick_at
 
-from pallas_kernels import fp8, mx, nvfp4, nvfp4_format
+from pallas_kernels import fp8_format, mx, nvfp4_format, nvfp4_quantize
 from pallas_kernels.quantize import random_bits
 from surojax.numerics import blockscaled as bs
 from surojax.planner import aot
@@ -115,7 +115,7 @@ def test_rounding_to_e4m3_is_the_cast(values):
     middles = (every[1:] + every[:-1]) / 2
     x = np.concatenate([every, *(np.nextafter(middles, np.float32(to)) for to in (0, 1e9)), middles])
     x = -x if values else x
-    np.testing.assert_array_equal(jax.jit(fp8.to_e4m3)(x), x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    np.testing.assert_array_equal(jax.jit(fp8_format.to_e4m3)(x), x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
     to_e2m1 = jax.jit(lambda x: nvfp4_format.rounded(x, jnp.float32(1), None))
     np.testing.assert_array_equal(to_e2m1(x), nearest_e2m1(np.clip(x, -6, 6)))
 
@@ -123,7 +123,7 @@ def test_rounding_to_e4m3_is_the_cast(values):
 def test_rounding_up_to_e4m3_is_the_next_number():
     every = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     below = np.nextafter(every, np.float32(0))
-    np.testing.assert_array_equal(jax.jit(fp8.up_to_e4m3)(np.concatenate([every, below])), np.tile(every, 2))
+    np.testing.assert_array_equal(jax.jit(fp8_format.up_to_e4m3)(np.concatenate([every, below])), np.tile(every, 2))
 
 
 @pytest.mark.parametrize("bad", (np.nan, np.inf))
@@ -340,14 +340,16 @@ def test_the_kernels_change_nothing(kernels, tokens, monkeypatch):
 
 @pytest.mark.parametrize("tokens", quick_at([(128,), (21,)], 0))
 def test_the_kernels_of_nvfp4_change_nothing(tokens, monkeypatch):
-    """nvfp4_linear with what `pallas_kernels.nvfp4` makes, here by its references, and from which arrays."""
+    """nvfp4_linear with what `pallas_kernels.nvfp4_quantize` makes, here by its references, and from which arrays."""
     made = []
 
     def spied(name, f):
-        monkeypatch.setattr(nvfp4, name, lambda x, *args, **how: made.append((name, x.shape)) or f(x, *args, **how))
+        monkeypatch.setattr(
+            nvfp4_quantize, name, lambda x, *args, **how: made.append((name, x.shape)) or f(x, *args, **how)
+        )
 
     for name in ("", "_rotated", "_both", "_weights", "_weights_transposed"):
-        spied(f"quantize{name}", getattr(nvfp4, f"quantize{name}"))
+        spied(f"quantize{name}", getattr(nvfp4_quantize, f"quantize{name}"))
     x, w, g = normal(7, tokens, 64), normal(8, 128, 64), normal(9, tokens, 128)
 
     def all_three(x, w, g, **how):

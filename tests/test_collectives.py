@@ -19,7 +19,7 @@ from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.inference.sample import generate
 from surojax.models import decoder_model
-from surojax.numerics.quantize import DTYPES, block_size, dequantise, dequantise_all, is_quantized, quantise
+from surojax.numerics.quantized import DTYPES, block_size, dequantise, dequantise_all, is_quantized, quantise
 from surojax.parallel import collectives
 from surojax.placement import table as placement
 from surojax.placement.home import HOST
@@ -385,7 +385,7 @@ def test_impossible_combinations_are_refused_with_the_fix(settings, message, num
 def test_the_table_has_the_quants():
     placed = {"zero_level": 3, "zero_quantized_weights": "fp8", "persistent_quants": True, "offload_quants": True}
     table = placement.place(placement.Storage(**placed), num_shards=4)
-    assert table.quants == placement.Row("float8_e4m3fn", True, HOST) and table.persistent_quants
+    assert table.quants == placement.TensorClass("float8_e4m3fn", True, HOST) and table.persistent_quants
     assert placement.place(placement.Storage(), num_shards=4).quants.dtype == ""
     both = placement.Storage(use_all_to_all_reduce=True, zero_quantized_gradients=True)
     assert placement.place(both, num_shards=4).reduce == "int8"

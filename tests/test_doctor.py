@@ -13,7 +13,7 @@ from pallas_kernels import bench, shapes
 from surojax import doctor
 from surojax.config import checks as config_checks
 from surojax.config.fields import FIELDS, default_config
-from surojax.diagnosis import checks, machine, steps
+from surojax.diagnosis import doctor_checks, machine, steps
 from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, failed, ok, skipped
 from surojax.errors import ConfigError, Refused, StepError
 from surojax.planner import seen
@@ -149,10 +149,10 @@ def test_a_check_that_raises_is_a_verdict_and_the_report_goes_on(monkeypatch, tm
         yield ok("disk", ".", "fine")
         raise ZeroDivisionError("by | zero")
 
-    monkeypatch.setitem(checks.CHECKS, "disk", checks.Check(stops, 9, ("offload_master",)))
-    monkeypatch.setitem(checks.CHECKS, "kernels", checks.CHECKS["kernels"]._replace(seconds=0.01))
-    in_process = checks.in_process
-    here = lambda name, asked: checks.judged(name, asked) if name == "disk" else in_process(name, asked)
+    monkeypatch.setitem(doctor_checks.CHECKS, "disk", doctor_checks.Check(stops, 9, ("offload_master",)))
+    monkeypatch.setitem(doctor_checks.CHECKS, "kernels", doctor_checks.CHECKS["kernels"]._replace(seconds=0.01))
+    in_process = doctor_checks.in_process
+    here = lambda name, asked: doctor_checks.judged(name, asked) if name == "disk" else in_process(name, asked)
     monkeypatch.setattr(doctor, "in_process", here)
     monkeypatch.setattr(doctor, "DOCTORS_REPORT", tmp_path / "cache" / "doctor.json")
     with pytest.raises(SystemExit) as ended:
@@ -198,12 +198,12 @@ def test_a_process_that_crashes_is_a_verdict_after_those_that_it_wrote(monkeypat
 echo '["step", "plain", "ok", "fine", ""]' >> "$4"; echo "last words"; kill -SEGV $$
 """)
     program.chmod(0o755)
-    monkeypatch.setattr(checks.sys, "executable", str(program))
-    first, crash = checks.in_process("step", ASKED)
+    monkeypatch.setattr(doctor_checks.sys, "executable", str(program))
+    first, crash = doctor_checks.in_process("step", ASKED)
     assert first == ok("step", "plain", "fine")
     assert (crash.part, crash.said) == ("its process", "ended by SIGSEGV; last: last words")
     assert crash.without.startswith("--config.attention=xla --config.kernels=xla")
-    assert [checks.how_it_ended(code) for code in (0, 1)] == ["", "exit code 1"]
+    assert [doctor_checks.how_it_ended(code) for code in (0, 1)] == ["", "exit code 1"]
 
 
 def test_what_a_step_turns_on_are_options_that_can_be_left_off():
@@ -342,8 +342,8 @@ def test_a_step_apart_from_the_cpus_names_the_options_that_were_on():
 @pytest.mark.full
 def test_on_a_cpu_all_checks_end_and_say_what_was_not_checked(tmp_path, monkeypatch, capsys):
     """Installation in a process of its own; the others here, with a few rows of offloads."""
-    in_process, rows = checks.in_process, ("offload_all", "offload_master=nvme")
-    here = lambda name, asked: (in_process if name == "installation" else checks.judged)(name, asked)
+    in_process, rows = doctor_checks.in_process, ("offload_all", "offload_master=nvme")
+    here = lambda name, asked: (in_process if name == "installation" else doctor_checks.judged)(name, asked)
     monkeypatch.setattr(doctor, "in_process", here)
     monkeypatch.setattr(steps, "ROWS_OF_OFFLOADS", rows)
     monkeypatch.setattr(doctor, "DOCTORS_REPORT", tmp_path / "doctor.json")
@@ -353,7 +353,7 @@ def test_on_a_cpu_all_checks_end_and_say_what_was_not_checked(tmp_path, monkeypa
     assert ended.value.code == 0, out
     verdicts = json.loads((tmp_path / "doctor.json").read_text())["verdicts"]
     of = lambda name: {x["part"]: x["status"] for x in verdicts if x["check"] == name}
-    assert {x["check"] for x in verdicts} == checks.CHECKS.keys()
+    assert {x["check"] for x in verdicts} == doctor_checks.CHECKS.keys()
     assert of("installation") == {"versions": OK, "devices": OK, "planner": SKIPPED}
     assert of("offloads") == dict.fromkeys(rows, OK)
     assert of("several")["zero_level=3@8"] == of("step")["without options"] == of("host_memory")["pinned"] == OK

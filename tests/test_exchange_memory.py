@@ -101,7 +101,7 @@ def folder(tmp_path_factory) -> Path:
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     rng = np.random.default_rng(0)
     tensors = (rng.standard_normal(shape, np.float32).astype(bfloat16) for shape in shapes.values())
-    planned = {name: shards.Stored(shape, bfloat16) for name, shape in shapes.items()}
+    planned = {name: shards.StoredTensor(shape, bfloat16) for name, shape in shapes.items()}
     shards.write_shard(found / "model.safetensors", planned, tensors)
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == ALL
     return found

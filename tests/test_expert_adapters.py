@@ -31,7 +31,7 @@ from surojax.models.lora import Lora, target_names
 from surojax.numerics import base_formats, nf4
 from surojax.placement.mesh import make_mesh
 from surojax.placement.param import part_of, with_part
-from surojax.training.report import describe
+from surojax.training.run_summary import describe
 
 CASES = ("experts", "experts_gate_up", "experts_apart", "experts_gpt_oss")
 OF_EXPERTS = target_names("gate_proj,up_proj,down_proj")

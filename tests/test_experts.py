@@ -47,7 +47,7 @@ from surojax.placement.layout import Layout
 from surojax.placement.mesh import make_mesh
 from surojax.planner import aot, candidate
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan import checked, plan_in_subprocess
+from surojax.planner.run_plan import checked, plan_in_subprocess
 from surojax.run.metrics import MetricsLog
 from surojax.run.routing import Usage
 from surojax.step.residuals import recomputed

@@ -28,7 +28,7 @@ from surojax.assembly.from_config import from_config
 from surojax.exchange import compressed, config_json, export as exporting, sources
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.model_tensors import INDEX, SINGLE, Weights, readers
-from surojax.exchange.shards import Shard, Stored, write_shard
+from surojax.exchange.shards import Shard, StoredTensor, write_shard
 from surojax.families.family import BY_EXPERT
 from surojax.inference import parity
 from surojax.inference.trained_model import load_trained
@@ -165,7 +165,7 @@ def test_a_damaged_scale_of_nvfp4_is_refused(tmp_path):
         tensors = {name: shard.read(name) for name in shard.entries} | {name + part: value}
         folder = tmp_path / part
         shutil.copytree(out, folder)
-        planned = {name: Stored(x.shape, x.dtype) for name, x in tensors.items()}
+        planned = {name: StoredTensor(x.shape, x.dtype) for name, x in tensors.items()}
         write_shard(folder / SINGLE, planned, iter(tensors.values()))
         with pytest.raises(ConfigError, match=message):
             convert.convert(folder, tmp_path / "again")

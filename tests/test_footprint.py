@@ -19,7 +19,7 @@ from surojax.planner import aot, check_fit, choices, footprint, remedies
 from surojax.planner.amounts import GiB, Memory, gib, summed
 from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan import checked, plan_in_subprocess
+from surojax.planner.run_plan import checked, plan_in_subprocess
 from surojax.planner.search import Space
 from surojax.planner.traffic import BatchShape, batch_of
 

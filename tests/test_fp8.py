@@ -19,7 +19,7 @@ from surojax.models.loss import cross_entropy
 from surojax.models.model import DEFAULT, Compute, Recompute, Segment, Variant
 from surojax.models.rotary import RopeScaling
 from surojax.numerics import fp8
-from surojax.numerics.quantize import Quantized, has_one_scale, quantise_whole, scale_for
+from surojax.numerics.quantized import Quantized, has_one_scale, quantise_whole, scale_for
 from surojax.numerics.recipes import Precision
 from surojax.placement.mesh import DATA
 from surojax.placement.param import Kind

@@ -512,8 +512,8 @@ def run_verb(verb: str, number: int, folder: Path) -> str:
         mock.patch.object(convert, "export", accept),
         mock.patch.object(convert.parity, "compare_with_transformers", accept),
         mock.patch.object(sys.modules["surojax.fit"], "fastest", accept),
-        mock.patch("surojax.planner.plan._compiled", accept),
-        mock.patch("surojax.planner.plan._estimated", accept),
+        mock.patch("surojax.planner.run_plan._compiled", accept),
+        mock.patch("surojax.planner.run_plan._estimated", accept),
         mock.patch("surojax.data.prepare.cached", accept),
         mock.patch.object(sys, "stdin", io.StringIO("Hello\n")),  # what `generate` without a prompt reads
     ]

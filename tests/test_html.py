@@ -11,11 +11,11 @@ import pytest
 
 from surojax import plan as plan_command, report
 from surojax.errors import Refused
-from surojax.pages import plan as plan_page, runs
+from surojax.pages import plan_page, runs
 from surojax.placement.home import HOMES
 from surojax.planner import aot
-from surojax.planner.plan import Plan
 from surojax.planner.prediction import trace
+from surojax.planner.run_plan import Plan
 from surojax.planner.timeline import Timeline, TimelineEvent
 
 TINY = ["--config", "tiny", "--gpu", "rtx4090", "--config.gpus=2", "--config.offload_master=True"]

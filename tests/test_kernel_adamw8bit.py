@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small import KERNEL, REFERENCE, normal as numbers, quick_at
 
-from pallas_kernels import adamw8bit as op
+from pallas_kernels import adamw8bit_update as op
 
 pytestmark = pytest.mark.gpu
 HYPER: dict[str, Any] = dict(lr=1e-2, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, grad_factor=1.0)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from small import KERNEL, needs, normal, quick_at
 
-from pallas_kernels import attention as op, dispatch
+from pallas_kernels import dispatch, flash_attention as op
 from surojax.models import decoder_config, decoder_model
 from surojax.models.attention import attend, chosen
 from surojax.models.model import Compute

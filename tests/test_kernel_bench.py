@@ -78,8 +78,8 @@ def test_help_names_every_option(capsys):
 
 def test_table():
     rows = [
-        bench.Row("op.case", 10**9, 1e-3, 2e-3, 1000.0, 0.5, 1e-6, 3.0),
-        bench.Row("op.other", 10**6, None, 2e-6, None, None, None, None),
+        bench.Measurement("op.case", 10**9, 1e-3, 2e-3, 1000.0, 0.5, 1e-6, 3.0),
+        bench.Measurement("op.other", 10**6, None, 2e-6, None, None, None, None),
     ]
     head, _, first, second = bench.table(rows).splitlines()
     assert head.startswith("| case | MB | kernel us | GB/s | % of copy | XLA us | XLA / kernel |")

@@ -7,7 +7,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import adamw8bit, cross_entropy, dispatch, fp8, mx, nvfp4, quantize, rms_norm, rope, swiglu
+from pallas_kernels import (
+    adamw8bit_update,
+    cross_entropy,
+    dispatch,
+    fp8_format,
+    mx,
+    nvfp4_quantize,
+    quantize,
+    rms_norm,
+    rope,
+    swiglu,
+)
 
 
 def device(capability, kind="a GPU"):
@@ -37,18 +48,18 @@ def test_gpus_with_kernels(said, fp8_too, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda *_: [device(said)])
     assert dispatch.automatic.__wrapped__() == "mosaic"
-    assert fp8.has_instructions() == fp8_too
+    assert fp8_format.has_instructions() == fp8_too
 
 
 def test_fp8_of_what_is_not_nvidias(monkeypatch):
     """Such a device traces kernels for the interpreter only, which converts FP8 itself."""
     monkeypatch.setattr(jax, "devices", lambda *_: [device("gfx942")])
-    assert fp8.has_instructions()
+    assert fp8_format.has_instructions()
 
 
 # What each kernel does not serve. Called with implementation="mosaic" nothing of it runs.
 z, u8, one, SEED = jnp.zeros, jnp.uint8, jnp.float32(1), jnp.uint32(3)
-STATE = (*adamw8bit.init((2, 150)), jnp.ones(8), z(2, jnp.uint32))
+STATE = (*adamw8bit_update.init((2, 150)), jnp.ones(8), z(2, jnp.uint32))
 LOGITS, LABELS = jax.ShapeDtypeStruct((42733, 50257), jnp.bfloat16), jax.ShapeDtypeStruct((42733,), jnp.int32)
 SERVED = {
     "rms_norm.forward": lambda **how: rms_norm.rms_norm(z((64, 128)), z(128), **how),
@@ -57,24 +68,24 @@ SERVED = {
     "swiglu.forward": lambda **how: swiglu.forward(z(128), z(128), **how),
     "swiglu.backward": lambda **how: swiglu.backward(z(128), z(128), z(128), **how),
     "quantize.absmax": lambda **how: quantize.absmax(z(128), **how),
-    "quantize.cast": lambda **how: quantize.cast(z(128), one, fp8.E4M3, **how),
-    "quantize.cast_transpose": lambda **how: quantize.cast_transpose(z((64, 64)), one, fp8.E4M3, **how),
+    "quantize.cast": lambda **how: quantize.cast(z(128), one, fp8_format.E4M3, **how),
+    "quantize.cast_transpose": lambda **how: quantize.cast_transpose(z((64, 64)), one, fp8_format.E4M3, **how),
     "quantize.transpose": lambda **how: quantize.transpose(z((64, 64), u8), **how),
     "quantize.quantize_blocks": lambda **how: quantize.quantize_blocks(z((8, 128)), jnp.int8, **how),
     "quantize.dequantize_blocks": lambda **how: quantize.dequantize_blocks(
-        quantize.Blocks(z((8, 128), jnp.int8), z((8, 1))), jnp.bfloat16, **how
+        quantize.BlockQuantized(z((8, 128), jnp.int8), z((8, 1))), jnp.bfloat16, **how
     ),
     "quantize.stochastic_round": lambda **how: quantize.stochastic_round(z(128), jnp.int32(0), **how),
     "mx.quantize": lambda **how: mx.quantize(z((8, 128)), **how),
     "mx.quantize_transposed": lambda **how: mx.quantize_transposed(z((128, 64)), **how),
     "mx.quantize_both": lambda **how: mx.quantize_both(z((128, 64)), **how),
-    "nvfp4.quantize": lambda **how: nvfp4.quantize(z((8, 128)), **how),
-    "nvfp4.quantize_rotated": lambda **how: nvfp4.quantize_rotated(z((128, 64)), SEED, **how),
-    "nvfp4.quantize_both": lambda **how: nvfp4.quantize_both(z((128, 64)), SEED, (SEED, SEED), **how),
-    "nvfp4.quantize_weights": lambda **how: nvfp4.quantize_weights(z((128, 64)), **how),
+    "nvfp4.quantize": lambda **how: nvfp4_quantize.quantize(z((8, 128)), **how),
+    "nvfp4.quantize_rotated": lambda **how: nvfp4_quantize.quantize_rotated(z((128, 64)), SEED, **how),
+    "nvfp4.quantize_both": lambda **how: nvfp4_quantize.quantize_both(z((128, 64)), SEED, (SEED, SEED), **how),
+    "nvfp4.quantize_weights": lambda **how: nvfp4_quantize.quantize_weights(z((128, 64)), **how),
     "cross_entropy": lambda **how: cross_entropy.loss_and_gradient(z((2, 128)), z(2, jnp.int32), 1.0, **how),
-    "adamw8bit": lambda **how: adamw8bit.adamw8bit(
-        z((2, 128)), z((2, 128)), *adamw8bit.init((2, 128)), z(8), z(2, jnp.uint32), in_place=True, **how
+    "adamw8bit": lambda **how: adamw8bit_update.adamw8bit(
+        z((2, 128)), z((2, 128)), *adamw8bit_update.init((2, 128)), z(8), z(2, jnp.uint32), in_place=True, **how
     ),
 }
 UNSERVED = {
@@ -84,23 +95,23 @@ UNSERVED = {
     "swiglu.forward": lambda **how: swiglu.forward(z((3, 100)), z((3, 100)), **how),
     "swiglu.backward": lambda **how: swiglu.backward(z((3, 100)), z((3, 100)), z((3, 100)), **how),
     "quantize.absmax": lambda **how: quantize.absmax(z(100), **how),
-    "quantize.cast": lambda **how: quantize.cast(z(100), one, fp8.E4M3, **how),
-    "quantize.cast_transpose": lambda **how: quantize.cast_transpose(z((64, 100)), one, fp8.E4M3, **how),
+    "quantize.cast": lambda **how: quantize.cast(z(100), one, fp8_format.E4M3, **how),
+    "quantize.cast_transpose": lambda **how: quantize.cast_transpose(z((64, 100)), one, fp8_format.E4M3, **how),
     "quantize.transpose": lambda **how: quantize.transpose(z((64, 100), u8), **how),
     "quantize.quantize_blocks": lambda **how: quantize.quantize_blocks(z((8, 64)), jnp.int8, 64, **how),
     "quantize.dequantize_blocks": lambda **how: quantize.dequantize_blocks(
-        quantize.Blocks(z((8, 64), jnp.int8), z((8, 1))), jnp.bfloat16, **how
+        quantize.BlockQuantized(z((8, 64), jnp.int8), z((8, 1))), jnp.bfloat16, **how
     ),
     "quantize.stochastic_round": lambda **how: quantize.stochastic_round(z(100), jnp.int32(0), **how),
     "mx.quantize": lambda **how: mx.quantize(z((8, 96)), **how),
     "mx.quantize_transposed": lambda **how: mx.quantize_transposed(z((96, 64)), **how),
     "mx.quantize_both": lambda **how: mx.quantize_both(z((96, 64)), **how),
-    "nvfp4.quantize": lambda **how: nvfp4.quantize(z((8, 96)), **how),
-    "nvfp4.quantize_rotated": lambda **how: nvfp4.quantize_rotated(z((96, 64)), SEED, **how),
-    "nvfp4.quantize_both": lambda **how: nvfp4.quantize_both(z((96, 64)), SEED, (SEED, SEED), **how),
-    "nvfp4.quantize_weights": lambda **how: nvfp4.quantize_weights(z((96, 64)), **how),
+    "nvfp4.quantize": lambda **how: nvfp4_quantize.quantize(z((8, 96)), **how),
+    "nvfp4.quantize_rotated": lambda **how: nvfp4_quantize.quantize_rotated(z((96, 64)), SEED, **how),
+    "nvfp4.quantize_both": lambda **how: nvfp4_quantize.quantize_both(z((96, 64)), SEED, (SEED, SEED), **how),
+    "nvfp4.quantize_weights": lambda **how: nvfp4_quantize.quantize_weights(z((96, 64)), **how),
     "cross_entropy": lambda **how: jax.eval_shape(functools.partial(cross_entropy.logprob, **how), LOGITS, LABELS),
-    "adamw8bit": lambda **how: adamw8bit.adamw8bit(z((2, 150)), z((2, 150)), *STATE, **how),
+    "adamw8bit": lambda **how: adamw8bit_update.adamw8bit(z((2, 150)), z((2, 150)), *STATE, **how),
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from small import KERNEL, REFERENCE
 
-from pallas_kernels import dispatch, fp8, mx
+from pallas_kernels import dispatch, fp8_format, mx
 from pallas_kernels.shapes import MODELS
 from surojax.numerics import blockscaled as bs
 
@@ -51,13 +51,13 @@ def run(f, x, how):
 def quantised(x):
     """What surojax.blockscaled has always given to products."""
     q = bs.quantise_mxfp8(x)
-    return mx.MX(q.values.astype(fp8.E4M3), bs._e8m0(q.scales))
+    return mx.MX(q.values.astype(fp8_format.E4M3), bs._e8m0(q.scales))
 
 
 @pytest.fixture
 def no_instructions(monkeypatch):
     """As on an A100: FP8 is made with integers."""
-    monkeypatch.setattr(fp8, "has_instructions", lambda: False)
+    monkeypatch.setattr(fp8_format, "has_instructions", lambda: False)
 
 
 # --- kernels and references -------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_every_number_of_a_dtype(how):
 @pytest.mark.parametrize("how", [KERNEL, REFERENCE])
 def test_middles_are_rounded_to_even(how):
     """Float32 half way between two e4m3 numbers and beside it, in blocks whose scale is 1."""
-    numbers = np.arange(127, dtype=np.uint8).view(fp8.E4M3).astype(np.float32)
+    numbers = np.arange(127, dtype=np.uint8).view(fp8_format.E4M3).astype(np.float32)
     half = (numbers[1:] + numbers[:-1]) / 2
     x = np.concatenate([half, np.nextafter(half, np.float32(0)), np.nextafter(half, np.float32(1e9)), -half])
     x = np.resize(x, (124, 31))  # more than there are; each once at least
@@ -107,7 +107,7 @@ def test_middles_are_rounded_to_even(how):
     rows, columns = (run(mx.quantize, x, how), run(mx.quantize_transposed, jnp.tile(x.T, (4, 1)), how))
     assert (np.asarray(rows.scales, np.float32) == 1).all()
     np.testing.assert_array_equal(
-        np.asarray(rows.values, np.float32), np.asarray(x).astype(fp8.E4M3).astype(np.float32)
+        np.asarray(rows.values, np.float32), np.asarray(x).astype(fp8_format.E4M3).astype(np.float32)
     )
     same_bits(columns.values[:, :32], rows.values)
 

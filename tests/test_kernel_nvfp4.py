@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small import KERNEL, REFERENCE, quick_at
 
-from pallas_kernels import dispatch, fp8, nvfp4, nvfp4_format
+from pallas_kernels import dispatch, fp8_format, nvfp4_format, nvfp4_quantize
 from pallas_kernels.shapes import MODELS
 
 pytestmark = pytest.mark.gpu
@@ -35,16 +35,16 @@ def normal(shape=SHAPE, dtype=bf16, seed=0):
 
 
 RUN = {
-    "rows": nvfp4.quantize,
-    "stochastic": lambda x, **how: nvfp4.quantize(x, SEEDS[0], **how),
-    "rotated": lambda x, **how: nvfp4.quantize_rotated(x, ROTATION, **how),
-    "both": lambda x, **how: nvfp4.quantize_both(x, ROTATION, SEEDS, **how),
-    "weights": nvfp4.quantize_weights,
-    "transposed": nvfp4.quantize_weights_transposed,
+    "rows": nvfp4_quantize.quantize,
+    "stochastic": lambda x, **how: nvfp4_quantize.quantize(x, SEEDS[0], **how),
+    "rotated": lambda x, **how: nvfp4_quantize.quantize_rotated(x, ROTATION, **how),
+    "both": lambda x, **how: nvfp4_quantize.quantize_both(x, ROTATION, SEEDS, **how),
+    "weights": nvfp4_quantize.quantize_weights,
+    "transposed": nvfp4_quantize.quantize_weights_transposed,
     "part": lambda x, **how: (
-        nvfp4.quantize(x, SEEDS[0], part=PART, **how),
-        nvfp4.quantize_both(x, ROTATION, SEEDS, part=PART, **how),
-        nvfp4.quantize_weights(x, part=PART, **how),
+        nvfp4_quantize.quantize(x, SEEDS[0], part=PART, **how),
+        nvfp4_quantize.quantize_both(x, ROTATION, SEEDS, part=PART, **how),
+        nvfp4_quantize.quantize_weights(x, part=PART, **how),
     ),
 }
 
@@ -111,9 +111,9 @@ def test_what_is_not_finite(name, bad):
 
 def test_without_instructions(monkeypatch):
     """As on an A100: scales are made with integers."""
-    monkeypatch.setattr(fp8, "has_instructions", lambda: False)
+    monkeypatch.setattr(fp8_format, "has_instructions", lambda: False)
     x = normal((128, 64))
-    same_bits(nvfp4.quantize_weights_transposed(x, **KERNEL), jitted("transposed", False)(x))
+    same_bits(nvfp4_quantize.quantize_weights_transposed(x, **KERNEL), jitted("transposed", False)(x))
 
 
 def test_one_is_made_of_the_others():
@@ -121,8 +121,8 @@ def test_one_is_made_of_the_others():
     x = normal()
     rows, rotated = jitted("both", False)(x)
     same_bits(rows, jitted("stochastic", False)(x))
-    same_bits(rotated, jax.jit(lambda x: nvfp4.quantize_rotated(x, ROTATION, SEEDS[1], **REFERENCE))(x))
-    by_hand = jax.jit(lambda x: nvfp4.quantize(nvfp4_format.rotate(x, ROTATION), **REFERENCE))
+    same_bits(rotated, jax.jit(lambda x: nvfp4_quantize.quantize_rotated(x, ROTATION, SEEDS[1], **REFERENCE))(x))
+    by_hand = jax.jit(lambda x: nvfp4_quantize.quantize(nvfp4_format.rotate(x, ROTATION), **REFERENCE))
     same_bits(jitted("rotated", False)(x), by_hand(x))
     w, turned = (jitted(name, False)(x) for name in ("weights", "transposed"))
     np.testing.assert_array_equal(np.float32(w.values), np.float32(turned.values).T)
@@ -134,7 +134,7 @@ def test_zeros_after_it_change_no_number():
     """Tokens are filled up to what kernels need: random numbers belong to places that are then the same."""
     x = normal((48, 64))
     short, long = (
-        nvfp4.quantize_rotated(y, ROTATION, SEEDS[0], **REFERENCE) for y in (x, jnp.pad(x, ((0, 80), (0, 0))))
+        nvfp4_quantize.quantize_rotated(y, ROTATION, SEEDS[0], **REFERENCE) for y in (x, jnp.pad(x, ((0, 80), (0, 0))))
     )
     same_bits(short, nvfp4_format.NVFP4(long.values[:, :48], long.scales[:, :3], long.tensor_scale))
 
@@ -147,22 +147,37 @@ X = jnp.ones((128, 128))
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: nvfp4.quantize(X.astype(jnp.int32)), "x: expected bfloat16, float16 or float32, not empty, got int32"),
-        (lambda: nvfp4.quantize(X[:0]), r"x: expected .* not empty, got float32 \(0, 128\)"),
-        (lambda: nvfp4.quantize(X[:, :40]), r"x: expected \[..., N\], N a multiple of 16, got \(128, 40\)"),
-        (lambda: nvfp4.quantize(f32(1)), r"x: expected \[..., N\], N a multiple of 16, got \(\)"),
-        (lambda: nvfp4.quantize(X, f32(1)), r"seed: expected int32 or uint32 \[\], got float32 \(\)"),
-        (lambda: nvfp4.quantize(X, 3), r"seed: expected int32 or uint32 \[\], got 3"),
-        (lambda: nvfp4.quantize(X, implementation="triton"), "nvfp4.quantize: implementation: expected one of"),
         (
-            lambda: nvfp4.quantize_rotated(X[:40], ROTATION),
+            lambda: nvfp4_quantize.quantize(X.astype(jnp.int32)),
+            "x: expected bfloat16, float16 or float32, not empty, got int32",
+        ),
+        (lambda: nvfp4_quantize.quantize(X[:0]), r"x: expected .* not empty, got float32 \(0, 128\)"),
+        (lambda: nvfp4_quantize.quantize(X[:, :40]), r"x: expected \[..., N\], N a multiple of 16, got \(128, 40\)"),
+        (lambda: nvfp4_quantize.quantize(f32(1)), r"x: expected \[..., N\], N a multiple of 16, got \(\)"),
+        (lambda: nvfp4_quantize.quantize(X, f32(1)), r"seed: expected int32 or uint32 \[\], got float32 \(\)"),
+        (lambda: nvfp4_quantize.quantize(X, 3), r"seed: expected int32 or uint32 \[\], got 3"),
+        (
+            lambda: nvfp4_quantize.quantize(X, implementation="triton"),
+            "nvfp4.quantize: implementation: expected one of",
+        ),
+        (
+            lambda: nvfp4_quantize.quantize_rotated(X[:40], ROTATION),
             r"x: expected \[M, N\], M a multiple of 16, got \(40, 128\)",
         ),
-        (lambda: nvfp4.quantize_rotated(X[None], ROTATION), r"x: expected \[M, N\], M .*, got \(1, 128, 128\)"),
-        (lambda: nvfp4.quantize_rotated(X, X), r"rotation: expected int32 or uint32 \[\], got float32 \(128, 128\)"),
-        (lambda: nvfp4.quantize_both(X[0], ROTATION, SEEDS), r"x: expected \[M, N\], multiples of 16, got \(128,\)"),
-        (lambda: nvfp4.quantize_both(X, ROTATION, (SEEDS[0], 2.0)), r"second: expected int32 .*, got 2.0"),
-        (lambda: nvfp4.quantize_weights(X[:, :40]), r"w: expected \[M, N\], multiples of 16, got \(128, 40\)"),
+        (
+            lambda: nvfp4_quantize.quantize_rotated(X[None], ROTATION),
+            r"x: expected \[M, N\], M .*, got \(1, 128, 128\)",
+        ),
+        (
+            lambda: nvfp4_quantize.quantize_rotated(X, X),
+            r"rotation: expected int32 or uint32 \[\], got float32 \(128, 128\)",
+        ),
+        (
+            lambda: nvfp4_quantize.quantize_both(X[0], ROTATION, SEEDS),
+            r"x: expected \[M, N\], multiples of 16, got \(128,\)",
+        ),
+        (lambda: nvfp4_quantize.quantize_both(X, ROTATION, (SEEDS[0], 2.0)), r"second: expected int32 .*, got 2.0"),
+        (lambda: nvfp4_quantize.quantize_weights(X[:, :40]), r"w: expected \[M, N\], multiples of 16, got \(128, 40\)"),
     ],
 )
 def test_bad_input(call, message):
@@ -173,10 +188,10 @@ def test_bad_input(call, message):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x, **how: nvfp4.quantize(x[:31, :32], **how),
-        lambda x, **how: nvfp4.quantize_rotated(x[:64], ROTATION, **how),
-        lambda x, **how: nvfp4.quantize_both(x[:, :96], ROTATION, SEEDS, **how),
-        lambda x, **how: nvfp4.quantize_weights(x[:, :48], **how),
+        lambda x, **how: nvfp4_quantize.quantize(x[:31, :32], **how),
+        lambda x, **how: nvfp4_quantize.quantize_rotated(x[:64], ROTATION, **how),
+        lambda x, **how: nvfp4_quantize.quantize_both(x[:, :96], ROTATION, SEEDS, **how),
+        lambda x, **how: nvfp4_quantize.quantize_weights(x[:, :48], **how),
     ],
 )
 def test_what_the_kernels_cannot(call, monkeypatch):
@@ -188,4 +203,4 @@ def test_what_the_kernels_cannot(call, monkeypatch):
     dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match="using XLA's instead"):
         found = jax.eval_shape(call, x)
-    assert [y.dtype for y in jax.tree.leaves(found)][:2] == [nvfp4_format.E2M1, fp8.E4M3]
+    assert [y.dtype for y in jax.tree.leaves(found)][:2] == [nvfp4_format.E2M1, fp8_format.E4M3]

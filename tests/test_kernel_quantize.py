@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from small import KERNEL, REFERENCE
 
-from pallas_kernels import dispatch, fp8, quantize as q
+from pallas_kernels import dispatch, fp8_format, quantize as q
 from pallas_kernels.shapes import MODELS
-from surojax.numerics.quantize import Quantized, dequantise, quantise
+from surojax.numerics.quantized import Quantized, dequantise, quantise
 
 pytestmark = pytest.mark.gpu
 f32, bf16, u32 = jnp.float32, jnp.bfloat16, jnp.uint32
-E4M3, E5M2 = fp8.FP8
+E4M3, E5M2 = fp8_format.FP8
 # For shapes that a kernel does not serve, which on a GPU is said.
 left_to_xla = pytest.mark.filterwarnings("ignore:.*using XLA's instead")
 SPECIAL = (
@@ -68,13 +68,13 @@ def pair(f, *arrays, **how):
 @pytest.fixture
 def no_instructions(monkeypatch):
     """As on an A100: FP8 is made and read with integers."""
-    monkeypatch.setattr(fp8, "has_instructions", lambda: False)
+    monkeypatch.setattr(fp8_format, "has_instructions", lambda: False)
 
 
 # --- FP8 --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", fp8.FP8)
+@pytest.mark.parametrize("dtype", fp8_format.FP8)
 def test_fp8_codes_are_those_of_the_cast(dtype):
     """Every bfloat16, the numbers half way between two neighbours of FP8, and those beside them."""
     every = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), bf16).astype(f32)
@@ -85,15 +85,15 @@ def test_fp8_codes_are_those_of_the_cast(dtype):
     x = jnp.clip(x, -dispatch.largest(dtype), dispatch.largest(dtype))
     known = ~np.isnan(x)
     expected = np.asarray(x)[known].astype(dtype).view(np.uint8)
-    np.testing.assert_array_equal(np.asarray(fp8.code(x, dtype))[known], expected)
+    np.testing.assert_array_equal(np.asarray(fp8_format.code(x, dtype))[known], expected)
     np.testing.assert_array_equal(np.asarray(x.astype(dtype)).view(np.uint8)[known], expected)
-    assert np.isnan(fp8.value(fp8.code(x, dtype), dtype)[~known]).all()
+    assert np.isnan(fp8_format.value(fp8_format.code(x, dtype), dtype)[~known]).all()
 
 
-@pytest.mark.parametrize("dtype", fp8.FP8)
+@pytest.mark.parametrize("dtype", fp8_format.FP8)
 def test_fp8_values(dtype):
     expected = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
-    np.testing.assert_array_equal(fp8.value(jnp.arange(256, dtype=u32), dtype), expected)
+    np.testing.assert_array_equal(fp8_format.value(jnp.arange(256, dtype=u32), dtype), expected)
 
 
 # --- per tensor -------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_absmax_and_cast(shape, dtype):
     x, scale = normal(shape, dtype), f32(0.3)
     same_bits(*pair(q.absmax, finite(shape, dtype)))
     assert jnp.isnan(pair(q.absmax, x)[0]) and pair(q.absmax, finite(shape).at[..., 1].set(-jnp.inf))[0] == jnp.inf
-    for target in fp8.FP8:
+    for target in fp8_format.FP8:
         same_bits(*pair(lambda x, s, target=target, **how: q.cast(x, s, target, **how), x, scale))
 
 
@@ -132,7 +132,7 @@ def test_cast_clips_and_keeps_nan():
 @pytest.mark.parametrize("shape", [(128, 768), (64, 64), (192, 320), (2, 64, 128)])
 def test_cast_transpose(shape, dtype):
     x, scale = finite(shape, dtype), f32(0.01)
-    for target in fp8.FP8:
+    for target in fp8_format.FP8:
         ours, reference = pair(lambda x, s, target=target, **how: q.cast_transpose(x, s, target, **how), x, scale)
         same_bits(ours, reference)
         same_bits(ours.values, jax.jit(functools.partial(q.cast, dtype=target))(x, scale))
@@ -149,14 +149,14 @@ def test_transpose(shape, dtype):
     np.testing.assert_array_equal(ours, np.asarray(bits).T)
 
 
-@pytest.mark.parametrize("dtype", fp8.FP8)
+@pytest.mark.parametrize("dtype", fp8_format.FP8)
 def test_without_instructions(no_instructions, dtype):
     x, scale = normal((64, 256)), f32(0.01)
     same_bits(*pair(lambda x, s, **how: q.cast(x, s, dtype, **how), x, scale))
     same_bits(*pair(lambda x, s, **how: q.cast_transpose(x, s, dtype, **how), x, scale))
     blocks, reference = pair(lambda x, **how: q.quantize_blocks(x, dtype, **how), x)
     same_bits(blocks, reference)
-    same_bits(*pair(lambda v, s, **how: q.dequantize_blocks(q.Blocks(v, s), f32, **how), *blocks))
+    same_bits(*pair(lambda v, s, **how: q.dequantize_blocks(q.BlockQuantized(v, s), f32, **how), *blocks))
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_blocks(shape, dtype):
     blocks, reference = pair(lambda x, **how: q.quantize_blocks(x, dtype, **how), x)
     same_bits(blocks, reference)
     for wide in (bf16, f32):
-        back = lambda v, s, wide=wide, **how: q.dequantize_blocks(q.Blocks(v, s), wide, **how)
+        back = lambda v, s, wide=wide, **how: q.dequantize_blocks(q.BlockQuantized(v, s), wide, **how)
         same_bits(*pair(back, *blocks))
 
 
@@ -272,9 +272,9 @@ X, SCALE = jnp.ones((64, 128)), f32(1)
         (lambda: q.transpose(X), r"x8: expected \[M, N\] of 8 bits, got float32 \(64, 128\)"),
         (lambda: q.quantize_blocks(X, bf16), "dtype: expected one of int8"),
         (lambda: q.quantize_blocks(X, jnp.int8, 96), r"block: expected a divisor of n, \(128,\), got 96"),
-        (lambda: q.dequantize_blocks(q.Blocks(X, X), bf16), "dtype of values: expected int8"),
+        (lambda: q.dequantize_blocks(q.BlockQuantized(X, X), bf16), "dtype of values: expected int8"),
         (lambda: q.dequantize_blocks(q.quantize_blocks(X, jnp.int8), jnp.int8), "dtype: expected bfloat16"),
-        (lambda: q.dequantize_blocks(q.Blocks(X.astype(E4M3), X[:, :3]), bf16), "scales: expected float32"),
+        (lambda: q.dequantize_blocks(q.BlockQuantized(X.astype(E4M3), X[:, :3]), bf16), "scales: expected float32"),
         (lambda: q.stochastic_round(X.astype(bf16), jnp.int32(1)), "x: expected float32"),
         (lambda: q.stochastic_round(X, f32(1)), r"seed: expected int32 or uint32 \[\]"),
     ],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small import KERNEL, REFERENCE, needs, normal
 
-from pallas_kernels import dispatch, fp8, rms_norm as op, tiles
+from pallas_kernels import dispatch, fp8_format, rms_norm as op, tiles
 
 pytestmark = pytest.mark.gpu
 f32, bf16 = jnp.float32, jnp.bfloat16
@@ -69,7 +69,7 @@ def test_backward(shape, dtype):
 def test_fp8_is_exact_where_sums_are(dtype, instructions, monkeypatch):
     """Integers whose mean square is 4: sums do not round in any order, nor does the reciprocal root, whose last bit
     depends on the instruction that a processor has for it. So every bit must agree."""
-    monkeypatch.setattr(fp8, "has_instructions", lambda: instructions)
+    monkeypatch.setattr(fp8_format, "has_instructions", lambda: instructions)
     random = np.random.default_rng(0)
     magnitudes = np.repeat([4, 2, 0], [96, 384, 288])
     total = np.stack([random.permutation(magnitudes) for _ in range(6)]) * random.choice([-1, 1], (6, 768))

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from small import KERNEL, REFERENCE, normal
 
-from pallas_kernels import dispatch, fp8, swiglu
+from pallas_kernels import dispatch, fp8_format, swiglu
 from pallas_kernels.shapes import MODELS
 
 pytestmark = pytest.mark.gpu
 f32, bf16 = jnp.float32, jnp.bfloat16
-E4M3, E5M2 = fp8.FP8
+E4M3, E5M2 = fp8_format.FP8
 ROUNDING = {f32: 1e-6, bf16: 2.0**-8, E4M3.type: 2.0**-3, E5M2.type: 2.0**-2}
 
 
@@ -31,7 +31,7 @@ def example(shape, dtype=bf16, count=2):
 def close(ours, expected):
     for a, b in zip(ours, expected, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
-        tiny = 2.0**-16 if a.dtype in fp8.FP8 else 1e-30  # where FP8 numbers are subnormal the step is constant
+        tiny = 2.0**-16 if a.dtype in fp8_format.FP8 else 1e-30  # where FP8 numbers are subnormal the step is constant
         np.testing.assert_allclose(a.astype(f32), b.astype(f32), rtol=ROUNDING[a.dtype.type], atol=tiny)
 
 
@@ -60,10 +60,10 @@ def test_backward(shape, dtype):
 
 
 @pytest.mark.parametrize("instructions", [True, False])
-@pytest.mark.parametrize("target", fp8.FP8)
+@pytest.mark.parametrize("target", fp8_format.FP8)
 def test_fp8_results(target, instructions, monkeypatch):
     """Scaled so that some are clipped; absmax is that of the float32 values; also as on a GPU without FP8."""
-    monkeypatch.setattr(fp8, "has_instructions", lambda: instructions)
+    monkeypatch.setattr(fp8_format, "has_instructions", lambda: instructions)
     dy, gate, up = example((2, 768), bf16, 3)
     scales = f32(20 / dispatch.largest(target)), f32(10 / dispatch.largest(target))
     forward = lambda g, u, s, **how: swiglu.forward(g, u, out_dtype=target, out_scale=s, **how)

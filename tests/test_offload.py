@@ -22,7 +22,7 @@ from surojax.models.model import DEFAULT, Compute, Recompute, runs
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding
-from surojax.planner import sizes
+from surojax.planner import layer_sizes
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.on_disk import FOLDER, steps_in
 from surojax.run.restore import restore
@@ -76,7 +76,7 @@ def test_a_budget_of_device_memory_keeps_tensors_there_and_changes_no_bit(device
         return
     state = kept.plan.master, kept.plan.moments
     accumulators = sum(
-        size for home, size in sizes.accumulators(kept.run, kept.run.model.segments[0]) if home == DEVICE
+        size for home, size in layer_sizes.accumulators(kept.run, kept.run.model.segments[0]) if home == DEVICE
     )
     on_device = bytes_per_device(state, DEVICE) - bytes_per_device((in_host.plan.master, in_host.plan.moments), DEVICE)
     smallest = max(bytes_per_device(x, HOST) for x in jax.tree.leaves(state))
@@ -219,7 +219,7 @@ def test_a_sweep_updates_every_layer(n):
         return {"weights": values["master"] - m, "master": 2 * values["master"] + m, "moments": m}
 
     def swept(weights, stacks):
-        part = offload.Part(offload.put(weights, HOST), 1, n + 1)
+        part = offload.LayerStack(offload.put(weights, HOST), 1, n + 1)
         stacks["master"] = offload.put(stacks["master"], HOST)
         return offload.put(update.sweep_part(lanes, function, part, stacks), DEVICE)
 

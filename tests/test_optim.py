@@ -136,7 +136,7 @@ def test_small_updates_of_bfloat16_are_not_lost(make):
 
 def handing(apply) -> optim.Optimizer:
     """An optimizer with this rule for every tensor, and no state."""
-    rule = optim.Rule(lambda shape, shards: (), lambda layout: (), apply)
+    rule = optim.UpdateRule(lambda shape, shards: (), lambda layout: (), apply)
     return optim.Optimizer(rule, rule, rule, rule, lambda *_: {})
 
 

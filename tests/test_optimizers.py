@@ -155,7 +155,7 @@ SIXES = [tokens(2, 6, 16, seed=i) for i in range(3)]
 @pytest.mark.full
 def test_a_last_dimension_is_sharded(name):
     """As above; 8-bit blocks end where the shards do, so that they are other blocks: 3 % of other noise in an update
-    (pallas_kernels/adamw8bit.py), measured 2e-7 of losses and gradient norms in three steps; bound: that of verify."""
+    (pallas_kernels/adamw8bit_update.py), measured 2e-7 of losses and gradient norms in three steps; bound: verify's."""
     one, three = (Small(n, config=WIDE, optimizer=OPTIMIZERS[name]) for n in (1, 3))
     specs = jax.tree.map(lambda x: x.sharding.spec, three.plan.moments["blocks"]["mlp"]["w_down"])
     assert specs.m == jax.P(None, None, "dp_shard")

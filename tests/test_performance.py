@@ -13,7 +13,7 @@ from surojax.assembly.from_config import from_config
 from surojax.assembly.xla_options import compiler_options
 from surojax.config import checks
 from surojax.placement.mesh import make_mesh
-from surojax.planner import aot, costs, hlo, plan as planner, traffic
+from surojax.planner import aot, costs, hlo, run_plan as planner, traffic
 from surojax.planner.gpus import GPUS
 
 GPU = "rtx4090"  # the kind that the test processes compile for: test_plan.py

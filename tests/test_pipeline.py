@@ -32,7 +32,7 @@ from surojax.placement.param import OUTER
 from surojax.placement.table import Storage, place
 from surojax.planner import footprint, hlo, products, stages, step_collectives, traffic
 from surojax.planner.gpus import GPUS
-from surojax.planner.sizes import patterns
+from surojax.planner.layer_sizes import patterns
 from surojax.step import pipeline, stage_layers, state
 from surojax.step.padding import Inputs, padded
 from surojax.step.stage_layers import of_stage

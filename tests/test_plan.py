@@ -34,21 +34,21 @@ from surojax.planner import (
     costs,
     footprint,
     hlo,
-    plan as planner,
+    plan_text,
     prediction,
     products,
     remedies,
-    report,
     roofline,
+    run_plan as planner,
     step_collectives,
     traffic,
 )
 from surojax.planner.amounts import GiB
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import Transfer
-from surojax.planner.plan import Plan
+from surojax.planner.run_plan import Plan
 from surojax.step.state_plan import bytes_per_device
-from surojax.training.report import peak_flops, predict
+from surojax.training.run_summary import peak_flops, predict
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -366,7 +366,7 @@ def test_layers_in_files(planned):
     # The file's part crosses the host link as well, weights and gradients as they do without it.
     read, written = traffic.host_bytes(run, batch, p.classes)
     assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)
-    assert in_files < p.h2d_bytes and "read from NVMe" in report.table(p)
+    assert in_files < p.h2d_bytes and "read from NVMe" in plan_text.table(p)
 
 
 def loop(p: Plan, products: int) -> list[Transfer]:
@@ -721,14 +721,14 @@ def test_units_follow_the_largest_number(monkeypatch):
         return [float(x) for x in re.findall(r"[\d.]+", line)]
 
     p = planner.plan(config("tiny", gpus=4, offload_master=True), FIRST)
-    text = report.table(p)
+    text = plan_text.table(p)
     assert "\n  MiB per GPU" in text and re.search(r"per step and GPU +count +MiB", text) and "GiB per GPU" not in text
     assert numbers(text, "  weights ") == [round(p.classes["weights"]["device"] / 2**20, 2)] != [0]
     assert numbers(text, "  host to device") == [round(p.h2d_bytes / 2**20, 2)] != [0]
     assert f"at least {1000 * p.step_time_bound_s:.3f} ms, " in text
     assert f"\nfits: {p.device_bytes / 2**20:.1f} MiB of 22.5 GiB" in text
     p = planner.plan(config(gpus=4, gradient_accumulation_steps=8), FIRST, advise=False)
-    text = report.table(p)
+    text = plan_text.table(p)
     assert "\n  GiB per GPU" in text and re.search(r"per step and GPU +count +GiB", text) and "MiB per" not in text
     assert f"at least {p.step_time_bound_s:.3f} s, " in text and p.step_time_bound_s > 1
 
@@ -840,7 +840,7 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
         for change in p.changes
     ]
     assert times == sorted(times)  # the fastest first
-    text = report.table(p)
+    text = plan_text.table(p)
     assert "does not fit: " in text and all(change in text for change in p.changes)
     monkeypatch.setattr(remedies, "MORE_GPUS", (2,))
     nothing = planner.plan(config(gpus=1), "rtx5060ti_16gb", host_memory=1).changes
@@ -857,7 +857,7 @@ def test_what_would_fit_leaves_room_in_host_memory(monkeypatch):
     small = planner.plan(offloaded, "rtx4090", host_memory=64)  # the device is not the problem
     assert not small.fits and all("(fits), estimated" in change for change in small.changes)
     assert all(float(re.search(r"([\d.]+) GiB of host memory", x)[1]) <= 64 for x in small.changes)
-    text = report.table(small)
+    text = plan_text.table(small)
     assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in text and small.changes[0] in text
     in_files = planner.plan(config(gpus=1), "rtx4090", host_memory=30).changes
     (files,) = [change for change in in_files if "files on a drive" in change]
@@ -876,10 +876,10 @@ def test_what_fits_leaves_the_driver_its_part(monkeypatch):
         return planner.plan(c, FIRST)
 
     tight, enough, plenty = on(need / 0.96), on(need / 0.94), on(need / 0.7)
-    assert not tight.fits and tight.changes and "does not fit: " in report.table(tight)
+    assert not tight.fits and tight.changes and "does not fit: " in plan_text.table(tight)
     assert tight.device_limit_bytes == pytest.approx(0.95 / 0.96 * need, rel=1e-3)
-    assert enough.fits and not enough.changes and "95% of each" in report.table(enough)
-    assert ["MEM_FRACTION=0.95" in report.table(p) for p in (tight, enough, plenty)] == [False, True, False]
+    assert enough.fits and not enough.changes and "95% of each" in plan_text.table(enough)
+    assert ["MEM_FRACTION=0.95" in plan_text.table(p) for p in (tight, enough, plenty)] == [False, True, False]
 
 
 @needs_compiler
@@ -888,14 +888,14 @@ def test_packed_rows_have_flash_attention_and_the_plan_says_so(planned):
     """Compiled with the starts of documents. In float32, which the kernel does not take, XLA has the scores."""
     packed = config(**TINY | {"sample_packing": True})
     p = planned(packed)
-    text = report.table(p)
+    text = plan_text.table(p)
     assert p.attention == "mosaic" and "documents in a row: flash attention within each" in text
     assert p.collectives == planned(config(**TINY)).collectives
     packed.model_dtype = "float32"
     assert planner.checked(packed, FIRST).attention == "xla"
-    by_xla = report.table(dataclasses.replace(p, attention="xla"))
+    by_xla = plan_text.table(dataclasses.replace(p, attention="xla"))
     assert "documents in a row: attention by XLA, with S x S scores in memory" in by_xla
-    assert "documents in a row" not in report.table(planned(config(**TINY)))
+    assert "documents in a row" not in plan_text.table(planned(config(**TINY)))
 
 
 @needs_compiler

@@ -1,5 +1,7 @@
 """The files around the package: licence, changes, citation, issue forms, the workflow, the images."""
 
+import ast
+import collections
 import re
 import shlex
 import shutil
@@ -18,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+SOURCES = sorted([*(ROOT / "surojax").rglob("*.py"), *(ROOT / "pallas_kernels").rglob("*.py")])
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
@@ -71,6 +74,27 @@ def test_minutes_leave_out_what_would_begin_later(tmp_path, minutes, skipped):
     assert (late in done.stdout) == bool(
         skipped
     ) and f"{skipped or 3} {'skipped' if skipped else 'passed'}" in done.stdout
+
+
+def names_of_modules(kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> dict[str, set[Path]]:
+    """Public classes or functions at the top of modules: the files that define each name."""
+    files = collections.defaultdict(set)
+    for file in SOURCES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, kind) and not node.name.startswith("_"):
+                files[node.name].add(file)
+    return files
+
+
+def test_no_two_rooms_have_files_of_one_name():
+    rooms = collections.defaultdict(set)
+    for file in SOURCES:
+        rooms[file.name].add(file.parent)
+    assert [name for name, of in rooms.items() if len(of) > 1] == ["__init__.py", "__main__.py"]
+
+
+def test_no_two_classes_have_one_name():
+    assert not [name for name, files in names_of_modules(ast.ClassDef).items() if len(files) > 1]
 
 
 def instructions() -> list[list[str]]:

@@ -18,7 +18,7 @@ import pytest
 from small import KERNEL, normal, quick_at
 from test_chunked import backward_written_out, forward_written_out
 
-from pallas_kernels import attention as kernel, dispatch
+from pallas_kernels import dispatch, flash_attention as kernel
 from surojax.models import cudnn, decoder_config, decoder_model
 from surojax.models.attention import chosen
 from surojax.models.model import Compute
@@ -28,8 +28,8 @@ from surojax.planner import aot
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 K, G, h = 2, 2, 16
-RULE = kernel.Rule(0, 0.25, 0.0)
-CAPPED = kernel.Rule(0, 0.5, 2.0)
+RULE = kernel.ScoreSettings(0, 0.25, 0.0)
+CAPPED = kernel.ScoreSettings(0, 0.5, 2.0)
 
 
 def piece(seed: int, length: int, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -39,7 +39,7 @@ def piece(seed: int, length: int, dtype) -> tuple[jax.Array, jax.Array, jax.Arra
     return q, k, v
 
 
-def written_out(q, keys, values, first, rule: kernel.Rule):
+def written_out(q, keys, values, first, rule: kernel.ScoreSettings):
     """float32 attention of the last tokens of a sequence: the queries see keys `first[b, i]` to their own."""
     s = rule.score(jnp.einsum("btkgh,bukh->bkgtu", q.astype(f32), keys.astype(f32)))
     index = jnp.arange(keys.shape[1])
@@ -49,7 +49,7 @@ def written_out(q, keys, values, first, rule: kernel.Rule):
     return jnp.einsum("bkgtu,bukh->btkgh", p, values.astype(f32))
 
 
-def in_two_parts(by: str, first, rule: kernel.Rule, all_seen: bool, before, own, dy):
+def in_two_parts(by: str, first, rule: kernel.ScoreSettings, all_seen: bool, before, own, dy):
     """(y, dq, dk, dv of the piece before, dk, dv of the own piece), as two hops of a ring make them."""
     length = dy.shape[1]
     queries = Queries(own[0], length + jnp.arange(length), first)

@@ -15,7 +15,7 @@ from small import quick_at
 from surojax.data import packing, samples
 from surojax.data.batches import Mixture, evaluation_batches, training_batches
 from surojax.data.cache import Corpus
-from surojax.data.samples import Rows, Windows, check_length, concatenated, windows_or_rows
+from surojax.data.samples import ExampleRows, Windows, check_length, concatenated, windows_or_rows
 from surojax.errors import ConfigError
 
 
@@ -244,7 +244,7 @@ def test_every_token_of_packed_text_is_there_once_and_predicted_from_its_documen
 # --- order, mixtures, resuming ---------------------------------------------------------------------------------------
 
 
-def numbered_rows(count: int, first: int, packed: bool = False) -> Rows | Windows:
+def numbered_rows(count: int, first: int, packed: bool = False) -> ExampleRows | Windows:
     """Samples that can be told apart: example i consists of the token `first` + i, of 3 to 7 times."""
     examples = [[first + i] * (3 + i % 5) for i in range(count)]
     return windows_or_rows(corpus_of(examples), 8, packed=packed, is_text=False, say=lambda _: None)

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import scaling
 
-from surojax.planner.plan import checked
+from surojax.planner.run_plan import checked
 
 ROW = scaling.Row(scaling.GROWING, "70B", "h100", 1024, "zero_level=3")
 FOUND = scaling.Result(

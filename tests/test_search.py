@@ -39,13 +39,13 @@ from surojax.planner.changes import changed, differing, flags as flags_of
 from surojax.planner.costs import product_time
 from surojax.planner.file_time import Disks
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan import checked, plan, programs
 from surojax.planner.products import Seconds
-from surojax.planner.roofline import Stored
+from surojax.planner.roofline import StorageTiers
+from surojax.planner.run_plan import checked, plan, programs
 from surojax.planner.search import Space
 from surojax.planner.traffic import batch_of
 from surojax.step import passes
-from surojax.step.passes import Stage
+from surojax.step.passes import LaneAction
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -75,9 +75,9 @@ def config(name: str = "llama7b", **changes):
     return c
 
 
-GATHERED = step_collectives.LaneStage("weights", Stage.GATHER, "arriving")
-REDUCED = step_collectives.LaneStage("grads", Stage.REDUCE, "leaving")
-ONCE = step_collectives.LaneStage("grads", Stage.REDUCE_REPLICAS, "last")
+GATHERED = step_collectives.LaneStage("weights", LaneAction.GATHER, "arriving")
+REDUCED = step_collectives.LaneStage("grads", LaneAction.REDUCE, "leaving")
+ONCE = step_collectives.LaneStage("grads", LaneAction.REDUCE_REPLICAS, "last")
 
 
 def work_of(c) -> roofline.StepWork:
@@ -156,7 +156,7 @@ def test_a_phase_takes_as_long_as_its_busiest_resource():
     c = checked(config(**SMALL), GPU)
     gpu = GPUS[GPU]
     work = work_of(c)
-    plain, offloaded = (roofline.phases(work, Stored(rows)) for rows in ((), ("master", "moments")))
+    plain, offloaded = (roofline.phases(work, StorageTiers(rows)) for rows in ((), ("master", "moments")))
     parameters = 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512) + 2 * 1024 * 512 + 512
     moved = parameters * (4 + 2 + 2)  # float32 master weights, two bfloat16 moments: there and back
     host = gpu.pcie_bandwidth * gpu.rates.host * gpu.rates.duplex
@@ -188,7 +188,7 @@ def test_microbatches_of_one_fetch_share_its_transfers():
         work = dataclasses.replace(work, blocks=Seconds(), layer_bytes=0)
         grads = 1 + (fetches - 1) / gpu.rates.duplex
         for name, times in (("weights", 2 * fetches), ("grads", grads), ("residuals", 2 * fetches)):
-            found = roofline.phases(work, Stored((name,)))
+            found = roofline.phases(work, StorageTiers((name,)))
             moved = times * work.sizes[name] / rate
             assert found["forward"] + found["backward"] == pytest.approx(moved), (group, name)
 
@@ -251,7 +251,7 @@ def test_a_class_that_is_gathered_is_read_from_its_lane(monkeypatch):
 
     def gathers(engine, declared=passes.update):
         lanes = declared(engine).lanes
-        arriving = {"master": (Stage.GATHER,)}
+        arriving = {"master": (LaneAction.GATHER,)}
         return passes.Pass("update", tuple(x._replace(arriving=arriving.get(x.row, ())) for x in lanes), updates=True)
 
     before = planned()
@@ -296,7 +296,7 @@ def test_an_update_hides_the_first_fetchs_forward_pass():
     names = ("master", "moments", "grads", "weights", "residuals")
     c = checked(config(**SMALL | {"gradient_accumulation_steps": 2}), GPU)
     work = work_of(c)
-    apart, beside = (roofline.phases(work, Stored(names, overlaps=x)) for x in (False, True))
+    apart, beside = (roofline.phases(work, StorageTiers(names, overlaps=x)) for x in (False, True))
     assert beside["forward"] == pytest.approx(apart["forward"] / 2)
     rate = gpu.pcie_bandwidth * gpu.rates.host
     state = work.sizes["master"] + work.sizes["moments"]

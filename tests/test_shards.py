@@ -26,7 +26,7 @@ def test_files_are_those_of_the_library(tmp_path, dtype):
     safetensors.numpy.save_file(tensors, tmp_path / "theirs")
     found = shards.Shard(tmp_path / "theirs")
     assert found.entries.keys() == tensors.keys()
-    planned = {name: shards.Stored(array.shape, array.dtype) for name, array in tensors.items()}
+    planned = {name: shards.StoredTensor(array.shape, array.dtype) for name, array in tensors.items()}
     shards.write_shard(tmp_path / "ours", planned, tensors.values())
     read = safetensors.numpy.load_file(tmp_path / "ours")
     for name, array in tensors.items():

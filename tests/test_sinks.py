@@ -10,7 +10,7 @@ import pytest
 from small import CONFIG, KERNEL, Small, drawn_params, needs, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import engine_gradients
 
-from pallas_kernels import attention as op
+from pallas_kernels import flash_attention as op
 from surojax import ConfigError, default_config
 from surojax.config.checks import check
 from surojax.models.attention import attend, chosen

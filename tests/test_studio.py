@@ -19,11 +19,11 @@ from surojax import studio as command
 from surojax.config import flags
 from surojax.config.fields import flat
 from surojax.errors import Refused
-from surojax.pages import studio
+from surojax.pages import studio_page
 from surojax.planner import aot, candidate
 from surojax.planner.file_time import disks
 from surojax.planner.gpus import with_nodes
-from surojax.planner.plan import checked, plan
+from surojax.planner.run_plan import checked, plan
 
 TINY = {"model": "tiny", "gpu": "rtx4090", "gpus": "2", "settings": "offload_master=true zero_level=2"}
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -146,10 +146,10 @@ def test_settings_that_contradict_a_model_are_refused(serve, tmp_path):
 
 
 def test_a_mistake_of_ours_is_said_and_the_page_stays(serve, monkeypatch, capsys):
-    def broken(asked: studio.Question) -> dict:
+    def broken(asked: studio_page.StudioQuery) -> dict:
         raise ValueError("a shape\nof two lines")
 
-    monkeypatch.setattr(studio, "estimate", broken)
+    monkeypatch.setattr(studio_page, "estimate", broken)
     server = serve()
     assert get(server, "estimate", TINY)[2] == "ValueError: a shape of two lines"
     assert "Traceback" in capsys.readouterr().err and get(server, "")[0] == 200
@@ -173,13 +173,13 @@ def test_only_the_last_plan_that_was_asked_for_is_compiled(serve, monkeypatch):
     server = serve()
     begun, go_on, compiled = threading.Event(), threading.Event(), []
 
-    def slow(asked: studio.Question) -> str:
+    def slow(asked: studio_page.StudioQuery) -> str:
         compiled.append(asked.config.gpus)
         begun.set()
         assert go_on.wait(60)
         return ""
 
-    monkeypatch.setattr(studio, "compiled", slow)
+    monkeypatch.setattr(studio_page, "compiled", slow)
     texts: dict[str, str] = {}
 
     def ask(gpus: str) -> threading.Thread:

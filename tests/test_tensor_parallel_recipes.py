@@ -24,7 +24,7 @@ from surojax.models.lora import Lora, target_names
 from surojax.models.model import Compute
 from surojax.numerics.blockscaled import ALL_WHOLE, nvfp4_linear
 from surojax.numerics.fp8 import E4M3
-from surojax.numerics.quantize import is_quantized, scale_for
+from surojax.numerics.quantized import is_quantized, scale_for
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.optim.adamw8bit import Moments8bit, adamw8bit
 from surojax.optim.normuon import normuon
@@ -299,7 +299,7 @@ def test_normuon_gathers_what_is_said():
 
 
 def decoded(state: Moments8bit) -> tuple[np.ndarray, np.ndarray]:
-    """(m, sqrt(v)) in float64, as pallas_kernels/adamw8bit.py defines the codes."""
+    """(m, sqrt(v)) in float64, as pallas_kernels/adamw8bit_update.py defines the codes."""
 
     def numbers(codes, scales, top: int) -> np.ndarray:
         x = np.asarray(codes, np.float64) / top

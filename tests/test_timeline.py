@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from surojax.planner import costs, hlo, prediction, rates, report, timeline
+from surojax.planner import costs, hlo, plan_text, prediction, rates, timeline
 from surojax.planner.costs import COLLECTIVES, DEVICE_COPY, GATHER, HOST_IN, HOST_OUT, PASS, PRODUCT
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import GPUS, Rates
@@ -311,9 +311,9 @@ def test_products_in_eight_bits_have_a_rate_of_their_own():
 
 def test_the_cost_of_tokens():
     """An hour for 3,600 tokens at one a second; money for each GPU."""
-    line = report.cost(7200, 2.5, 4, [1.0, 0.9, 1.5])
+    line = plan_text.cost(7200, 2.5, 4, [1.0, 0.9, 1.5])
     assert line.startswith("7,200 tokens: 2.0 (1.8 to 3.0) hours on 4 GPUs; 20.00 (18.00 to 30.00) at 2.5 per GPU hour")
-    assert report.cost(3600, None, 1, [1.0]).startswith("3,600 tokens: 1.0 hours on 1 GPU; evaluations")
+    assert plan_text.cost(3600, None, 1, [1.0]).startswith("3,600 tokens: 1.0 hours on 1 GPU; evaluations")
 
 
 def test_measured_beside_predicted():

@@ -42,13 +42,13 @@ from surojax.models.decoder import Decoder
 from surojax.placement.mesh import make_mesh
 from surojax.planner import file_time, gpus, prediction, seen, traffic
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan import programs as step_programs
 from surojax.planner.prediction import Prediction
+from surojax.planner.run_plan import programs as step_programs
 from surojax.run import checkpoint, on_disk, stop
 from surojax.run.metrics import TIMINGS, MetricsLog
 from surojax.run.restore import restore_weights
 from surojax.run.stop import EarlyStop
-from surojax.training import evaluation, report as training_report, resume
+from surojax.training import evaluation, resume, run_summary as training_report
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
 

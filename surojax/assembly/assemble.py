@@ -23,7 +23,7 @@ from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Param
 from surojax.placement.table import Mesh, Placement
 from surojax.step import complete, train_step as step
-from surojax.step.layer_gradients import Files, planned_files
+from surojax.step.layer_gradients import StacksInFiles, planned_files
 from surojax.step.objective import CrossEntropy, Objective, OfLogProbabilities
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import of_stage
@@ -47,7 +47,7 @@ class Assembly:
     engine: Engine
     mesh: Mesh
     store: Store
-    files: Files
+    files: StacksInFiles
     xla_options: str = OVERLAP
 
     @property

@@ -19,14 +19,14 @@ from surojax.config.fields import (
     no_field,
     warmup_steps,
 )
-from surojax.config.mesh import check_mesh
+from surojax.config.mesh_checks import check_mesh
 from surojax.errors import ConfigError, need as _need
 from surojax.families.registry import ARCHITECTURES
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED
 from surojax.optim.optimizers import REFUSALS as OF_OPTIMIZERS
+from surojax.refusals.pairs import TABLE
 from surojax.refusals.refusal import markdown, refuse
-from surojax.refusals.table import TABLE
 from surojax.sizes import check_largest, divisor
 from surojax.step.distillation import DISTILL
 from surojax.step.objectives import OBJECTIVES, REFUSALS as OF_OBJECTIVES

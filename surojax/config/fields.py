@@ -26,7 +26,7 @@ from surojax.config.sections import (
     RunSettings,
     StartSettings,
 )
-from surojax.declared import Declared, declared
+from surojax.declared import DeclaredField, declared
 from surojax.optim.optimizer import MomentSettings
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.placement.table import Storage
@@ -35,12 +35,12 @@ from surojax.step.objectives import SETTINGS as OBJECTIVE_SETTINGS
 type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
 
 
-def _stored(*names: str) -> tuple[Declared, ...]:
+def _stored(*names: str) -> tuple[DeclaredField, ...]:
     """Fields of `Storage` that are listed under other titles."""
     return tuple(field for field in declared(Storage) if field.name in names)
 
 
-def _optimizer_settings() -> Iterator[Declared]:
+def _optimizer_settings() -> Iterator[DeclaredField]:
     """The fields of all optimizers; the help of `optimizer` names them."""
     names = [f"{name} ({choice.summary})" if choice.summary else name for name, choice in OPTIMIZERS.items()]
     for field in declared(OptimizerSettings):
@@ -53,7 +53,7 @@ DTYPES = _stored("model_dtype", "master_dtype", "accum_dtype")
 RECIPE = _stored("recipe")
 FROZEN = _stored("qlora_bnb", "qlora_fp8", "qlora_fp4", "qlora_mxfp4")
 # The title of each section of the help, and its fields.
-SECTIONS: dict[str, tuple[Declared, ...]] = {
+SECTIONS: dict[str, tuple[DeclaredField, ...]] = {
     "Run": declared(RunSettings),
     "Data": declared(DataSettings),
     "Model": (*declared(StartSettings), *declared(ModelSettings, "model.")),
@@ -68,7 +68,7 @@ SECTIONS: dict[str, tuple[Declared, ...]] = {
     "Objective": (*declared(ObjectiveSettings), *OBJECTIVE_SETTINGS),
     "Optimizer": tuple(_optimizer_settings()),
 }
-FIELDS: dict[str, Declared] = {field.name: field for fields in SECTIONS.values() for field in fields}
+FIELDS: dict[str, DeclaredField] = {field.name: field for fields in SECTIONS.values() for field in fields}
 DEFAULTS: dict[str, Any] = {name: field.default for name, field in FIELDS.items()}
 
 
@@ -82,7 +82,7 @@ def default_config() -> Config:
     return c.lock()
 
 
-def _reference(field: Declared) -> Any:
+def _reference(field: DeclaredField) -> Any:
     """The default of a field, from which a ConfigDict takes its type. A field with words takes several types."""
     if field.default is None:
         return config_dict.placeholder(bool)

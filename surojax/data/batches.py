@@ -24,7 +24,7 @@ from typing import Protocol
 import grain
 import numpy as np
 
-from surojax.data.samples import IGNORED, Derived, Sample, Samples, check_length, concatenated, fingerprint_of
+from surojax.data.samples import IGNORED, DerivedSamples, Sample, Samples, check_length, concatenated, fingerprint_of
 from surojax.errors import ConfigError
 
 type Batch = dict[str, np.ndarray]
@@ -143,7 +143,7 @@ def training_batches(
 
 
 @dataclass(frozen=True, eq=False)
-class _Numbered(Derived):
+class _Numbered(DerivedSamples):
     """In place of each sample of a source, its number and that of the source."""
 
     source: int

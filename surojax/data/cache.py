@@ -267,7 +267,7 @@ def _open_part(folder: Path, info: dict[str, Any], name: str, part: str) -> Corp
     )
 
 
-class Files(NamedTuple):
+class FilesDigest(NamedTuple):
     """Identifies the content of files. digest: of their absolute paths, sizes and times of the last change."""
 
     digest: str
@@ -275,7 +275,7 @@ class Files(NamedTuple):
     num_bytes: int
 
 
-def identify(paths: list[Path]) -> Files:
+def identify(paths: list[Path]) -> FilesDigest:
     """Identifies files, in this order, by hashed paths, sizes and times. Raises ConfigError if one cannot be read."""
     digest = hashlib.sha256()
     num_bytes = 0
@@ -288,7 +288,7 @@ def identify(paths: list[Path]) -> Files:
             ) from None
         digest.update(f"{path.absolute()}\n{stat.st_size}\n{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
         num_bytes += stat.st_size
-    return Files(digest.hexdigest(), len(paths), num_bytes)
+    return FilesDigest(digest.hexdigest(), len(paths), num_bytes)
 
 
 # -- Locks and errors -------------------------------------------------------------------------------------------------

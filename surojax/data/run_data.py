@@ -24,7 +24,7 @@ from surojax.data.given import GivenRows
 from surojax.data.prepare import DATA_CACHE, Prepared, load_corpora, load_dataset
 from surojax.data.readers import OpenSet, open_set
 from surojax.data.rollouts import RolloutEncoder
-from surojax.data.samples import IGNORED, Rows, Windows, concatenated, windows_or_rows
+from surojax.data.samples import IGNORED, ExampleRows, Windows, concatenated, windows_or_rows
 from surojax.data.token_rows import TokenEncoder
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
@@ -338,7 +338,7 @@ class _Loader(NamedTuple):
             self.say(encoder.note)
         return encoder
 
-    def samples(self, corpus: Corpus, is_text: bool, instead: str = "") -> Windows | Rows:
+    def samples(self, corpus: Corpus, is_text: bool, instead: str = "") -> Windows | ExampleRows:
         """Returns the samples of a corpus. instead: the setting that can name another one, for messages."""
         s = self.settings
         return windows_or_rows(

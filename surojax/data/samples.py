@@ -96,7 +96,7 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExampleRows:
     """Rows of whole examples, by a plan. packed: samples have "starts". together: see `Samples`."""
 
     corpus: Corpus
@@ -184,7 +184,7 @@ class Concatenated:
 
 
 @dataclass(frozen=True, eq=False)
-class Derived:
+class DerivedSamples:
     """The members of `Samples` of a class that makes each sample of one of these."""
 
     samples: Samples
@@ -213,7 +213,7 @@ class Derived:
 
 
 @dataclass(frozen=True, eq=False)
-class WithNumbers(Derived):
+class WithNumbers(DerivedSamples):
     """Samples with a further array `[S]`, float32: see `at_labels`.
 
     array: its name. numbers: float32 [samples, 1], or [samples, S].
@@ -251,7 +251,7 @@ def windows_or_rows(
     on_long: str = "cut",
     instead: str = "",
     say: Callable[[str], None] = print,
-) -> Windows | Rows:
+) -> Windows | ExampleRows:
     """Returns the samples of a corpus: windows of text that is not packed, else rows of examples.
 
     is_text: the examples are plain text, so a long one continues in another row; else its end is cut off. together: so
@@ -294,7 +294,7 @@ def windows_or_rows(
     )
     settings = (f"packed={packed}", f"on_long={on_long if pieces.num_long else None}")
     fingerprint = fingerprint_of((corpus.fingerprint, *settings, *(["pairs"] if together > 1 else [])))
-    return Rows(corpus, sequence_len, pieces, plan, fingerprint, packed, together)
+    return ExampleRows(corpus, sequence_len, pieces, plan, fingerprint, packed, together)
 
 
 def _inputs_and_labels(corpus: Corpus, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from surojax.data.batches import Mixture
-from surojax.data.samples import Derived, Sample, Samples, fingerprint_of
+from surojax.data.samples import DerivedSamples, Sample, Samples, fingerprint_of
 from surojax.errors import ConfigError
 from surojax.untrusted import expanded, parse_json, read_bytes
 
@@ -101,7 +101,7 @@ class Labels:
 
 
 @dataclass(frozen=True, eq=False)
-class WithLabels(Derived):
+class WithLabels(DerivedSamples):
     """Samples with a teacher's labels. ids, logprobs: the names of these arrays."""
 
     labels: Labels

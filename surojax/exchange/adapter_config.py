@@ -11,7 +11,7 @@ import jax
 from surojax import limited
 from surojax.errors import ConfigError, shown
 from surojax.exchange import peft_experts
-from surojax.exchange.experts import has_all_experts
+from surojax.exchange.expert_tensors import has_all_experts
 from surojax.exchange.model_tensors import tensor_name
 from surojax.exchange.naming import Naming
 from surojax.exchange.parts import in_whole
@@ -50,7 +50,7 @@ OFF: dict[str, tuple] = {"bias": ("none",), "init_lora_weights": (True, "gaussia
 def modules(model: Model) -> dict[str, list[str]]:
     """The names of every matrix' modules, layer after layer, by our name of the matrix.
 
-    Those of experts are the names of no module, but our names of their matrices (exchange/experts.py).
+    Those of experts are the names of no module, but our names of their matrices (exchange/expert_tensors.py).
     """
     module_names: dict[str, list[str]] = {}
     for segment in model.segments:

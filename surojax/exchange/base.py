@@ -13,7 +13,7 @@ from surojax.numerics.base_formats import FORMATS
 SAMPLES = 4096  # numbers of a tensor in a fingerprint
 
 
-class Derived:
+class DerivedTensors:
     """Tensors computed from a base's tensors: a subclass overrides how some of them are read.
 
     made_with: hashes of the other inputs of that computation.
@@ -43,10 +43,10 @@ def fingerprint(tensors: Tensors, model: Model) -> str:
 
     Two models of one family that were trained differently differ there. Reading all of a model would take as long as
     loading it. Numbers are taken in float32, so a copy in another dtype that has the same numbers is the same model.
-    Of `Derived` tensors it is the SHA-256 of what they follow from, since their last bits depend on the order of sums.
+    Of `DerivedTensors` it is the SHA-256 of what they follow from, since their last bits depend on the order of sums.
     So an adapter of a merged base belongs to that base and adapter, not to a folder that they were exported to.
     """
-    if isinstance(tensors, Derived):
+    if isinstance(tensors, DerivedTensors):
         inputs = (fingerprint(tensors.base, model), *tensors.made_with)
         return hashlib.sha256("\n".join(inputs).encode()).hexdigest()
     digest = hashlib.sha256()
@@ -92,6 +92,6 @@ def described_format(tensors: Tensors, model: Model, wanted: str) -> str:
     stored = stored_formats(tensors, model) - {""}
     if not wanted:
         return f", dequantised from {min(stored)}" if stored else ""
-    if isinstance(tensors, Derived):
+    if isinstance(tensors, DerivedTensors):
         return f", quantised to {wanted} after an adapter is merged into it"
     return f", in {wanted} as it is stored" if stored else f", quantised to {wanted}"

@@ -28,7 +28,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange import stored_mxfp4
-from surojax.exchange.shards import Stored
+from surojax.exchange.shards import StoredTensor
 from surojax.families.family import TENSOR_NAMES, ExpertFiles
 from surojax.models.model import Model, Segment
 from surojax.numerics import block_fp8, mxfp4, nvfp4
@@ -43,7 +43,7 @@ PACKED, SCALES, GLOBAL_SCALE = "_packed", "_scale", "_global_scale"  # of NVFP4;
 SHARING = (("attention.wq", "attention.wk", "attention.wv"), ("mlp.w_gate", "mlp.w_up"))  # one global scale
 
 
-class Format(NamedTuple):
+class CompressedFormat(NamedTuple):
     """A format of matrices [out, in].
 
     config: what `quantization_config` says of it. planned: shape -> tensors by what follows the matrix' name without
@@ -53,15 +53,15 @@ class Format(NamedTuple):
     """
 
     config: dict[str, Any]
-    planned: Callable[[tuple[int, ...]], dict[str, Stored]]
+    planned: Callable[[tuple[int, ...]], dict[str, StoredTensor]]
     quantise: Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]
     block: int
     of_experts: bool = False
 
 
-def _fp8(shape: tuple[int, ...]) -> dict[str, Stored]:
+def _fp8(shape: tuple[int, ...]) -> dict[str, StoredTensor]:
     blocks = (-(-shape[0] // block_fp8.BLOCK), -(-shape[1] // block_fp8.BLOCK))
-    return {"weight": Stored(shape, E4M3), "weight_scale": Stored(blocks, FLOAT32)}
+    return {"weight": StoredTensor(shape, E4M3), "weight_scale": StoredTensor(blocks, FLOAT32)}
 
 
 def _in_fp8(w: jax.Array, largest: jax.Array) -> tuple[jax.Array, ...]:
@@ -69,12 +69,12 @@ def _in_fp8(w: jax.Array, largest: jax.Array) -> tuple[jax.Array, ...]:
     return block_fp8.in_blocks(w)
 
 
-def _nvfp4(shape: tuple[int, ...]) -> dict[str, Stored]:
+def _nvfp4(shape: tuple[int, ...]) -> dict[str, StoredTensor]:
     rows, columns = shape
     return {
-        "weight_packed": Stored((rows, columns // 2), np.dtype(np.uint8)),
-        "weight_scale": Stored((rows, columns // nvfp4.BLOCK), E4M3),
-        "weight_global_scale": Stored((1,), FLOAT32),
+        "weight_packed": StoredTensor((rows, columns // 2), np.dtype(np.uint8)),
+        "weight_scale": StoredTensor((rows, columns // nvfp4.BLOCK), E4M3),
+        "weight_global_scale": StoredTensor((1,), FLOAT32),
     }
 
 
@@ -83,11 +83,14 @@ def _in_nvfp4(w: jax.Array, largest: jax.Array) -> tuple[jax.Array, ...]:
     return q.codes, q.scales, 1 / q.tensor_scale[None]
 
 
-def _mxfp4(shape: tuple[int, ...]) -> dict[str, Stored]:
+def _mxfp4(shape: tuple[int, ...]) -> dict[str, StoredTensor]:
     experts, columns, rows = shape
     scales = (experts, rows, columns // mxfp4.BLOCK)
     uint8 = np.dtype(np.uint8)
-    return {stored_mxfp4.BLOCKS: Stored((*scales, mxfp4.BLOCK // 2), uint8), stored_mxfp4.SCALES: Stored(scales, uint8)}
+    return {
+        stored_mxfp4.BLOCKS: StoredTensor((*scales, mxfp4.BLOCK // 2), uint8),
+        stored_mxfp4.SCALES: StoredTensor(scales, uint8),
+    }
 
 
 def _in_mxfp4(w: jax.Array, largest: jax.Array) -> tuple[jax.Array, ...]:
@@ -114,9 +117,9 @@ _BLOCKS = {"num_bits": 8, "strategy": "block", "block_structure": [block_fp8.BLO
 _GROUPS = {"num_bits": 8, "strategy": "group", "group_size": block_fp8.BLOCK}
 _OF_16 = {"num_bits": 4, "strategy": "tensor_group", "group_size": nvfp4.BLOCK, "scale_dtype": "torch.float8_e4m3fn"}
 FORMATS = {
-    "fp8": Format(_config("float-quantized", _BLOCKS, _GROUPS), _fp8, _in_fp8, 1),
-    "nvfp4": Format(_config("nvfp4-pack-quantized", _OF_16, None), _nvfp4, _in_nvfp4, nvfp4.BLOCK),
-    "mxfp4": Format(stored_mxfp4.CONFIG, _mxfp4, _in_mxfp4, mxfp4.BLOCK, of_experts=True),
+    "fp8": CompressedFormat(_config("float-quantized", _BLOCKS, _GROUPS), _fp8, _in_fp8, 1),
+    "nvfp4": CompressedFormat(_config("nvfp4-pack-quantized", _OF_16, None), _nvfp4, _in_nvfp4, nvfp4.BLOCK),
+    "mxfp4": CompressedFormat(stored_mxfp4.CONFIG, _mxfp4, _in_mxfp4, mxfp4.BLOCK, of_experts=True),
 }
 
 

@@ -18,11 +18,11 @@ import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange import compressed, experts, shards, small_files, stored_mxfp4
+from surojax.exchange import compressed, expert_tensors, shards, small_files, stored_mxfp4
 from surojax.exchange.finite import is_finite
 from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, Weights, shapes, tensor_name
 from surojax.exchange.naming import Naming, naming_of
-from surojax.exchange.shards import Stored
+from surojax.exchange.shards import StoredTensor
 from surojax.exchange.small_files import Files
 from surojax.families.family import ExpertFiles
 from surojax.models.model import Model
@@ -115,8 +115,8 @@ def export(
 
     tensors: of which those of `model` are written, in `dtype`, or matrices of blocks in that of `compressed.FORMATS`.
     config: the content of config.json, which says the dtype as well (`config_json`). experts_together: one tensor has
-    all experts of a layer, see experts.py. files: what else the folder has. shard_bytes: largest size of a safetensors
-    file, unless one tensor is larger.
+    all experts of a layer, see expert_tensors.py. files: what else the folder has. shard_bytes: largest size of a
+    safetensors file, unless one tensor is larger.
 
     Raises ConfigError if the folder is not empty, cannot be written or has no room, if a number is beyond the dtype, or
     if the model has matrices that cannot be in it; what reading the tensors raises. Neither the folder nor parents made
@@ -157,7 +157,7 @@ def _check_room(path: Path, need: int) -> None:
         )
 
 
-def _parts(planned: dict[str, dict[str, Stored]], shard_bytes: int) -> dict[str, list[str]]:
+def _parts(planned: dict[str, dict[str, StoredTensor]], shard_bytes: int) -> dict[str, list[str]]:
     """The names of the pieces in each file, in order; a file is full before the next one begins."""
     parts: list[list[str]] = [[]]
     size = 0
@@ -173,7 +173,9 @@ def _parts(planned: dict[str, dict[str, Stored]], shard_bytes: int) -> dict[str,
     return {f"model-{i:05}-of-{len(parts):05}.safetensors": names for i, names in enumerate(parts, start=1)}
 
 
-def _index(parts: dict[str, list[str]], pieces: dict[str, "_Piece"], planned: dict[str, dict[str, Stored]]) -> str:
+def _index(
+    parts: dict[str, list[str]], pieces: dict[str, "_Piece"], planned: dict[str, dict[str, StoredTensor]]
+) -> str:
     """The index that says which file has a tensor."""
     total = {
         "total_size": sum(stored.bytes for of_piece in planned.values() for stored in of_piece.values()),
@@ -200,18 +202,18 @@ def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece
     """{name in a model's files: the source of the tensor}."""
     ours = shapes(model)
     if together or naming.expert_files.only:
-        sources = experts.together(ours, naming.expert_files)
+        sources = expert_tensors.together(ours, naming.expert_files)
         return {
-            naming.in_files(name): _Piece(names, shape, of_all=experts.has_all_experts(names[0]))
+            naming.in_files(name): _Piece(names, shape, of_all=expert_tensors.has_all_experts(names[0]))
             for name, (names, shape) in sources.items()
         }
     found = {}
     for name, shape in ours.items():
-        if not experts.has_all_experts(name):
+        if not expert_tensors.has_all_experts(name):
             found[naming.in_files(name)] = _Piece((name,), shape)
             continue
         for e in range(shape[0]):
-            found[experts.of_expert(naming.in_files(name), e)] = _Piece((name,), shape[1:], e)
+            found[expert_tensors.of_expert(naming.in_files(name), e)] = _Piece((name,), shape[1:], e)
     return found
 
 
@@ -227,12 +229,12 @@ def _with_shared_scales(pieces: dict[str, _Piece], model: Model, dtype: str) -> 
     return {name: piece._replace(sharing=sharing.get(piece.names[0], ())) for name, piece in pieces.items()}
 
 
-def _planned(name: str, piece: _Piece, dtype: str) -> dict[str, Stored]:
+def _planned(name: str, piece: _Piece, dtype: str) -> dict[str, StoredTensor]:
     """The tensors in files of a piece."""
     if piece.sharing:
         of_matrix = compressed.FORMATS[dtype].planned(piece.shape)
         return {name.removesuffix("weight") + part: stored for part, stored in of_matrix.items()}
-    return {name: Stored(piece.shape, DTYPES.get(dtype, DTYPES[compressed.OTHERS]))}
+    return {name: StoredTensor(piece.shape, DTYPES.get(dtype, DTYPES[compressed.OTHERS]))}
 
 
 def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str) -> Iterator[np.ndarray]:
@@ -246,7 +248,7 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
             continue
         if names != piece.names:  # all experts of a tensor are read at once, and follow each other
             names, read = piece.names, [tensors.read(name) for name in piece.names]
-        tensor = experts.joined(read, files) if piece.of_all else read[0]
+        tensor = expert_tensors.joined(read, files) if piece.of_all else read[0]
         tensor = tensor if piece.expert is None else tensor[piece.expert]
         stored = np.dtype(np.float32) if piece.sharing else DTYPES.get(dtype, DTYPES[compressed.OTHERS])
         if tensor.dtype != stored:
@@ -267,8 +269,8 @@ def _of_experts(tensors: Tensors, piece: _Piece, files: ExpertFiles, dtype: str)
     if isinstance(tensors, Weights) and all(tensors.format_of(name) == dtype for name in piece.names):
         planned = base_formats.FORMATS[dtype].planned
         parts = [tensors.read_coded(name, planned(tensors.shape(name))) for name in piece.names]
-        return stored_mxfp4.arrays(jax.tree.map(lambda *arrays: experts.joined([*arrays], rows_first), *parts))
-    matrix = experts.joined([tensors.read(name) for name in piece.names], rows_first)
+        return stored_mxfp4.arrays(jax.tree.map(lambda *arrays: expert_tensors.joined([*arrays], rows_first), *parts))
+    matrix = expert_tensors.joined([tensors.read(name) for name in piece.names], rows_first)
     _check_finite(matrix, piece.names[0], dtype)
     return compressed.quantised(dtype, matrix, 0.0)
 

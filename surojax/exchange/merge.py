@@ -12,7 +12,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange.adapter_config import modules
-from surojax.exchange.base import Derived, fingerprint
+from surojax.exchange.base import DerivedTensors, fingerprint
 from surojax.exchange.model_tensors import Tensors, Weights, read_dequantised, tensor_name
 from surojax.exchange.peft import BASE_FORMATS, AdapterArrays, digest
 from surojax.families.family import TENSOR_NAMES
@@ -21,7 +21,7 @@ from surojax.numerics.base_formats import FORMATS, dequantise, quantise
 from surojax.placement.table import has_format
 
 
-class InBaseFormat(Derived):
+class InBaseFormat(DerivedTensors):
     """The tensors of a base that is frozen in a format, as its products read them: the blocks' matrices dequantised.
 
     name: of the format. dtype: of the numbers, before and after. What the base stores in that format is read as it is;
@@ -49,7 +49,7 @@ class InBaseFormat(Derived):
         return there_and_back(self.base.read(name), self._format, self._dtype)
 
 
-class Merged(Derived):
+class Merged(DerivedTensors):
     """The tensors of a model merged with an adapter, in float32 if they differ from the base's.
 
     Raises ConfigError if the adapter was trained on another model.

@@ -15,7 +15,7 @@ import numpy as np
 
 from surojax.errors import ConfigError, shown
 from surojax.exchange import bitsandbytes, compressed, parts, stored_mxfp4
-from surojax.exchange.experts import of_each, parts_in
+from surojax.exchange.expert_tensors import of_each, parts_in
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import Float8Scales, float8_scales, read_config, read_whole_config
 from surojax.exchange.naming import is_of_further_layers, naming_of

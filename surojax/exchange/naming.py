@@ -7,7 +7,7 @@ family may have others, and a model of several parts (parts.py) has them under a
 import re
 from typing import Any, NamedTuple
 
-from surojax.exchange import experts, parts
+from surojax.exchange import expert_tensors, parts
 from surojax.families.family import BY_EXPERT, ExpertFiles, ModelFamily
 from surojax.families.names import renamed
 from surojax.families.registry import FAMILIES, tensor_names
@@ -34,9 +34,9 @@ class Naming(NamedTuple):
 
     def ours(self, name: str) -> str:
         """Our name for a name in files of either spelling: the inverse of `alone` and `in_files`; others stay."""
-        name, number = experts.without_number(parts.alone(name))
+        name, number = expert_tensors.without_number(parts.alone(name))
         name = name if self.family is None else renamed(name, self.family.tensors, self._ours)
-        return name if number is None else experts.of_expert(name, number)
+        return name if number is None else expert_tensors.of_expert(name, number)
 
     @property
     def _ours(self):

@@ -29,12 +29,12 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.exchange import adapter_config, peft_experts, shards
 from surojax.exchange.adapter_config import CONFIG, modules
-from surojax.exchange.experts import has_all_experts
+from surojax.exchange.expert_tensors import has_all_experts
 from surojax.exchange.export import encoded
 from surojax.exchange.finite import is_finite
 from surojax.exchange.model_tensors import shapes
 from surojax.exchange.naming import Naming
-from surojax.exchange.peft_experts import Stored
+from surojax.exchange.peft_experts import AdapterTensor
 from surojax.families.family import TENSOR_NAMES
 from surojax.models.lora import Lora, adapters as declared
 from surojax.models.model import Model, Segment
@@ -95,7 +95,7 @@ def save_adapter(
     float32 = np.dtype(np.float32)
     in_file = peft_experts.of_file(_by_name(adapter, model), naming.expert_files)
     arrays = {_written(name, naming): array for name, array in in_file.items()}
-    expected = {name: shards.Stored(array.shape, float32) for name, array in arrays.items()}
+    expected = {name: shards.StoredTensor(array.shape, float32) for name, array in arrays.items()}
     metadata = {BASE_FORMAT: adapter.base_format} | ({FINGERPRINT: adapter.base} if adapter.base else {})
     unfinished = path / f".{TENSORS}.{os.getpid()}"
     try:
@@ -142,7 +142,7 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
     try:
         file = shards.Shard(path / TENSORS)
         stored = {
-            _ours(name, naming): Stored(name, entry.shape, functools.partial(file.read, name))
+            _ours(name, naming): AdapterTensor(name, entry.shape, functools.partial(file.read, name))
             for name, entry in file.entries.items()
         }
         shapes_of_experts = {name: x for name, x in tensor_shapes(lora, model).items() if has_all_experts(name)}

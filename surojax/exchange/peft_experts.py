@@ -27,8 +27,8 @@ import numpy as np
 from jax.tree import leaves
 
 from surojax.errors import ConfigError
-from surojax.exchange import experts
-from surojax.exchange.experts import DOWN, HALVES, Part, joined
+from surojax.exchange import expert_tensors
+from surojax.exchange.expert_tensors import DOWN, HALVES, ExpertTensor, joined
 from surojax.families.family import BY_EXPERT, ExpertFiles
 from surojax.models.lora import TARGETS, Lora
 from surojax.models.model import Model
@@ -42,7 +42,7 @@ INNER = ".base_layer"
 FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 
-class Stored(NamedTuple):
+class AdapterTensor(NamedTuple):
     """A tensor of an adapter's file. name: there. read: returns the array."""
 
     name: str
@@ -163,22 +163,22 @@ def _flat(factor: str, parts: list[np.ndarray], files: ExpertFiles) -> np.ndarra
 
 
 def of_experts(
-    stored: dict[str, Stored],
+    stored: dict[str, AdapterTensor],
     shapes: dict[str, tuple[int, ...]],
     said: Described,
     rank: int,
     files: ExpertFiles = BY_EXPERT,
-) -> dict[str, Stored]:
+) -> dict[str, AdapterTensor]:
     """The tensors of a file, with those of experts under our names, `[E, ...]`; the inverse of `of_file`.
 
     shapes: by our name, of the tensors of experts that are expected. Those that the file does not have are left out.
     """
     found = dict(stored)
     names = (name for name in stored if name.endswith(FACTORS))
-    for name, part in experts.parts_in(names, files, "adapter", "save the adapter again").items():
+    for name, part in expert_tensors.parts_in(names, files, "adapter", "save the adapter again").items():
         if name in shapes:
             of_each = [found.pop(of_one) for of_one in part.names]
-            found[name] = Stored(of_each[0].name, part.shape(of_each[0].shape), _stacked(of_each))
+            found[name] = AdapterTensor(of_each[0].name, part.shape(of_each[0].shape), _stacked(of_each))
     if not said.targets:
         return found
     both_are_adapted = TARGETS[DOWN] in said.targets and TARGETS[HALVES[0]] in said.targets
@@ -195,25 +195,27 @@ def of_experts(
         rows, columns = shape
         expected = (number * ranks, columns) if factor == FACTORS[0] else (rows * (1 + is_half), ranks * number)
         _need_shape(stored[source], expected)
-        place = Part((source,), HALVES.index(part) if is_half else None, files)
+        place = ExpertTensor((source,), HALVES.index(part) if is_half else None, files)
         read = _reader(stored[source], factor, number, place, rank if said.twice and is_half else None)
-        found[name] = Stored(stored[source].name, (number, *shape), read)
+        found[name] = AdapterTensor(stored[source].name, (number, *shape), read)
         used.add(source)
     return {name: x for name, x in found.items() if name not in used}
 
 
-def _stacked(of_each: list[Stored]) -> Callable[[], np.ndarray]:
+def _stacked(of_each: list[AdapterTensor]) -> Callable[[], np.ndarray]:
     return lambda: np.stack([x.read() for x in of_each])
 
 
-def _need_shape(stored: Stored, expected: tuple[int, ...]) -> None:
+def _need_shape(stored: AdapterTensor, expected: tuple[int, ...]) -> None:
     if stored.shape != expected:
         raise ConfigError(
             f"adapter: {stored.name}: expected {[*expected]}, got {[*stored.shape]}; give an adapter of this model"
         )
 
 
-def _reader(stored: Stored, factor: str, number: int, place: Part, rank: int | None) -> Callable[[], np.ndarray]:
+def _reader(
+    stored: AdapterTensor, factor: str, number: int, place: ExpertTensor, rank: int | None
+) -> Callable[[], np.ndarray]:
     """The function that reads a factor `[E, ...]`. rank: of gate and of up if both have their own."""
     half = place.half or 0
 

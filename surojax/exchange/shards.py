@@ -106,7 +106,7 @@ def _entry(name: str, entry: dict, data: int) -> tuple[TensorEntry, int]:
     return TensorEntry(dtype, shape, data + begin), data + end
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor as it will be stored."""
 
     shape: tuple[int, ...]
@@ -119,7 +119,7 @@ class Stored(NamedTuple):
 
 
 def write_shard(
-    path: Path, planned: dict[str, Stored], tensors: Iterable[np.ndarray], metadata: dict[str, str] | None = None
+    path: Path, planned: dict[str, StoredTensor], tensors: Iterable[np.ndarray], metadata: dict[str, str] | None = None
 ) -> None:
     """Writes a file with these tensors. Raises OSError.
 
@@ -136,7 +136,7 @@ def write_shard(
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for (name, stored), tensor in zip(planned.items(), tensors, strict=True):
-            assert Stored(tensor.shape, tensor.dtype) == stored, (name, tensor.shape, tensor.dtype)
+            assert StoredTensor(tensor.shape, tensor.dtype) == stored, (name, tensor.shape, tensor.dtype)
             file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
         file.flush()
         os.fsync(file.fileno())

@@ -72,7 +72,7 @@ TENSOR_NAMES = {
     "mlp.w_up": LAYER + "mlp.up_proj.weight",
     "mlp.w_down": LAYER + "mlp.down_proj.weight",
 }
-# Matrices of experts [experts, out, in] are one tensor here; exchange/experts.py reads them from one for each expert.
+# Matrices of experts [experts, out, in] are one tensor here; files may have one for each (exchange/expert_tensors.py).
 EXPERTS = "mlp.experts."
 EXPERT_TENSOR_NAMES = TENSOR_NAMES | {
     "mlp.router": LAYER + "mlp.gate.weight",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-class Place(NamedTuple):
+class TensorName(NamedTuple):
     """The parts of a tensor's name.
 
     ours: our name of the tensor in its module. l: the number of its layer, "" outside of layers. rest: the name's end.
@@ -22,7 +22,7 @@ class Place(NamedTuple):
     rest: str
 
 
-def find_tensor(name: str, table: Mapping[str, str]) -> Place | None:
+def find_tensor(name: str, table: Mapping[str, str]) -> TensorName | None:
     """The parts of a name that the table has; None if the table does not have it."""
     l = ""
     if number := LAYER_NUMBER.search(name):
@@ -33,7 +33,7 @@ def find_tensor(name: str, table: Mapping[str, str]) -> Place | None:
         return None
     # Of several, the tensor of this very name, or the whole module's name.
     ours = max(matching, key=lambda ours: (table[ours] == name, len(module(table[ours]))))
-    return Place(ours, l, name.removeprefix(module(table[ours])))
+    return TensorName(ours, l, name.removeprefix(module(table[ours])))
 
 
 def module(name: str) -> str:

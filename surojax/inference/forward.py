@@ -14,7 +14,7 @@ import psutil
 from surojax.memory.host import parts, read, write
 from surojax.models.model import Cache, Model, Segment, Variant
 from surojax.numerics import base_formats
-from surojax.numerics.quantize import dequantise_all
+from surojax.numerics.quantized import dequantise_all
 from surojax.placement.param import OUTER
 from surojax.step.outer import embed
 from surojax.step.passes import Lane

@@ -77,7 +77,7 @@ class ComparedText(NamedTuple):
     same_ids: bool
 
 
-class Report(NamedTuple):
+class ParityReport(NamedTuple):
     """The result of `compare_with_transformers`. versions: of what was compared with."""
 
     versions: str
@@ -95,7 +95,7 @@ class Report(NamedTuple):
         return self.worst <= LIMIT and all(row.same_ids for row in self.rows)
 
 
-def compare_with_transformers(source: str | Path, python: str = sys.executable) -> Report:
+def compare_with_transformers(source: str | Path, python: str = sys.executable) -> ParityReport:
     """Compares logits and losses of a few texts and a long row of random tokens, in float32.
 
     Without a tokenizer the texts are random tokens too. Of each row the last TOKENS positions are compared.
@@ -130,7 +130,7 @@ def compare_with_transformers(source: str | Path, python: str = sys.executable) 
         text = texts[i] if i < len(texts) else f"{len(text_ids)} random tokens"
         losses = _loss(logits_SV, text_ids[-TOKENS:]), float(theirs[f"loss{i}"])
         rows.append(ComparedText(text, len(text_ids), *losses, difference, largest, same))
-    return Report(str(theirs["versions"]), rows)
+    return ParityReport(str(theirs["versions"]), rows)
 
 
 def _logits(model: Model, weights: dict, ids: list[np.ndarray]) -> list[np.ndarray]:
@@ -175,7 +175,7 @@ def _theirs(path: Path, texts: list[str], ids: list[list[int]], python: str) -> 
             return dict(saved)
 
 
-def comparison_table(report: Report) -> str:
+def comparison_table(report: ParityReport) -> str:
     """The report as lines of text."""
     lines = [
         f"compared with {report.versions}, in float32",

@@ -17,7 +17,7 @@ from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.model_tensors import stacks
 from surojax.models.model import Model
 from surojax.numerics import base_formats
-from surojax.numerics.quantize import work_copy
+from surojax.numerics.quantized import work_copy
 from surojax.placement.mesh import find_devices
 from surojax.placement.param import Param, part_of, with_part
 from surojax.placement.table import has_format

@@ -31,7 +31,7 @@ class Split(NamedTuple):
     streamed: Any
 
 
-class Part(NamedTuple):
+class LayerStack(NamedTuple):
     """Layers `start` to `stop` - 1 of a model, or of a stage: a tree of stacks that are in one memory."""
 
     stack: Any
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     stop: int
 
 
-def parts(tree) -> list[Part]:
+def parts(tree) -> list[LayerStack]:
     """The two parts of a tree of `Split`s, or a tree of stacks as one part.
 
     Loops over layers process one part after another, so that the compiler knows which memory each loop reads.
@@ -54,7 +54,7 @@ def parts(tree) -> list[Part]:
     start = 0
     for stacks in trees:
         stop = start + jax.tree.leaves(stacks)[0].shape[0]
-        found.append(Part(stacks, start, stop))
+        found.append(LayerStack(stacks, start, stop))
         start = stop
     return found
 

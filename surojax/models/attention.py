@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import attention as kernel, dispatch
+from pallas_kernels import dispatch, flash_attention as kernel
 from surojax.models import cudnn, ring_pairs
 from surojax.models.ring_attention import ring_attention
 from surojax.numerics.rounding import quotient
@@ -99,7 +99,7 @@ def attend(
     score of each head beside those of its keys, whose share of the softmax goes to no value; None: there are none.
     implementation: "xla" runs on every backend and has the attention scores in memory, `[B, H, S, T]` of one layer at a
     time. "cudnn" is flash attention on NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "mosaic" is flash
-    attention with documents, softcaps and sinks, on the same GPUs (pallas_kernels/attention.py). "auto" is what
+    attention with documents, softcaps and sinks, on the same GPUs (pallas_kernels/flash_attention.py). "auto" is what
     `chosen_here` says; xla if `start` is given.
     Raises ValueError for another name, and NotImplementedError if cudnn does not support the dtype, or gets documents,
     a softcap or sinks.
@@ -163,7 +163,7 @@ def attend_in_context(
     kind: Any = {"packed": starts is not None, "softcap": softcap > 0, "window": window > 0}
     heads = q_BsHh.dtype, q_BsHh.shape[-1]
     by = chosen_here(how["implementation"], *heads, **kind, piece=q_BsHh.shape[1] // 2)
-    rule = kernel.Rule(window, scale, softcap)
+    rule = kernel.ScoreSettings(window, scale, softcap)
     return ring_attention(q_BsHh, k_BsKh, v_BsKh, starts, method=method, rule=rule, by=by, sinks_H=sinks)
 
 

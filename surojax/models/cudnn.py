@@ -13,7 +13,7 @@ cuDNN aligns a causal mask with the first key, so one call cannot say that the q
   many as keys, and one causal call is enough: the added ones cost the window's band for each.
 
 `jax.nn.dot_product_attention` rounds l to 16 bits and ignores its gradient. So this calls the functions behind it,
-which have l in float32. A kernel of ours does the same in one call (pallas_kernels/attention.py); cuDNN's are the
+which have l in float32. A kernel of ours does the same in one call (pallas_kernels/flash_attention.py); cuDNN's are the
 fastest that there are, and at 131,072 tokens attention is two thirds of all FLOPs.
 
 Shape suffixes: B batch, S query positions, T key positions, H query heads, K key/value heads, h head dimension.

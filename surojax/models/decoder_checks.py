@@ -19,8 +19,8 @@ from surojax.refusals.features import (
     stages,
     tokens_sent,
 )
+from surojax.refusals.pairs import OUT
 from surojax.refusals.refusal import Feature, Refusal, each, is_above, is_on, is_one_of, is_set
-from surojax.refusals.table import OUT
 
 
 def check_decoder(c) -> None:

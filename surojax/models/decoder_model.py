@@ -39,7 +39,7 @@ from surojax.models.model import (
 )
 from surojax.models.operations import Operations, softcapped
 from surojax.models.router_losses import planned_statistics
-from surojax.numerics.quantize import Quantized, dequantise_all, is_quantized
+from surojax.numerics.quantized import Quantized, dequantise_all, is_quantized
 from surojax.placement.param import OUTER, part_of, trainable, with_part
 
 
@@ -51,7 +51,7 @@ def build(config: DecoderConfig, compute: Compute = DEFAULT, block: type[Block] 
     return _build(config, compute, block)
 
 
-class Declared(NamedTuple):
+class SegmentDeclarations(NamedTuple):
     """Declarations of a segment that are equal for every `Compute`.
 
     params: by section, of all segments. graph: of a block. products: the number of the product that each of its
@@ -64,7 +64,7 @@ class Declared(NamedTuple):
 
 
 @functools.cache
-def _declared(config: DecoderConfig, block_type: type[Block]) -> dict[str, Declared]:
+def _declared(config: DecoderConfig, block_type: type[Block]) -> dict[str, SegmentDeclarations]:
     """Builds abstract modules of these sizes, and collects what they declare."""
 
     def abstract(module, config: DecoderConfig) -> Any:
@@ -78,7 +78,7 @@ def _declared(config: DecoderConfig, block_type: type[Block]) -> dict[str, Decla
 
     blocks = {name: abstract(block_type, layers.config) for name, layers in config.segments().items()}
     params = frozen(collect_params(blocks | {OUTER: abstract(Outer, config)}), config.lora)
-    return {name: Declared(params, nnx.graphdef(block), products(block)) for name, block in blocks.items()}
+    return {name: SegmentDeclarations(params, nnx.graphdef(block), products(block)) for name, block in blocks.items()}
 
 
 @functools.cache
@@ -118,7 +118,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
 
 
 def _segment(
-    config: DecoderConfig, compute: Compute, name: str, declared: Declared, block_type: type[Block]
+    config: DecoderConfig, compute: Compute, name: str, declared: SegmentDeclarations, block_type: type[Block]
 ) -> Segment:
     """A segment of the model with these sizes."""
     params, graph = declared.params[name], declared.graph

@@ -34,7 +34,14 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.mma import ROWS
-from surojax.models.grouped import Blocks, blocks_in_piece, blocks_of, rows_of_choices, sum_of_experts, sum_of_rows
+from surojax.models.grouped import (
+    ExpertBlocks,
+    blocks_in_piece,
+    blocks_of,
+    rows_of_choices,
+    sum_of_experts,
+    sum_of_rows,
+)
 from surojax.models.layers import ADAPTER, SwiGLU, parameter, vector
 from surojax.models.linear import router_product
 from surojax.models.linear_fp8 import whole_input
@@ -158,7 +165,7 @@ class Experts(nnx.Module):
         self,
         x_ND: jax.Array,
         weights_Nk: jax.Array,
-        blocks: Blocks,
+        blocks: ExpertBlocks,
         of_experts: OfExperts,
         ops: Operations,
         piece: int = 0,

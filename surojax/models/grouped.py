@@ -35,7 +35,7 @@ LARGEST_BLOCK = 512
 IN_PIECES = "blocks_in_pieces"  # named scope of loops whose length the choices decide: the planner knows it by that
 
 
-class Blocks(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """Choices in blocks that belong to one expert each. Choice c is of token c // k.
 
     choice_MR: the choice in each row, C in rows that pad a block. expert_M: of each block. place_Nk: the row of each
@@ -96,11 +96,11 @@ def pieces(choices: int, experts: int) -> int:
 
 
 def blocks_in_piece(choices: int, experts: int) -> int:
-    """Blocks of a piece, if devices share the experts: an eighth of those of an even part of the choices."""
+    """Returns the blocks of a piece if devices share experts: an eighth of what an even share of the choices needs."""
     return -(-number_of_blocks(choices, experts, rows_of_block(choices, experts)) // 8)
 
 
-def blocks_of(experts_Nk: jax.Array, experts: int, rows: int = 0, devices: int = 1) -> Blocks:
+def blocks_of(experts_Nk: jax.Array, experts: int, rows: int = 0, devices: int = 1) -> ExpertBlocks:
     """The blocks of these choices, numbers of experts.
 
     rows: of a block; 0: `rows_of_block`. devices: that compute them together, each a part of the experts; larger
@@ -127,12 +127,18 @@ def blocks_of(experts_Nk: jax.Array, experts: int, rows: int = 0, devices: int =
     empty = mark_varying(jnp.full(M * R, C, jnp.int32), varying_axes(expert_C))
     choice_MR = empty.at[row_C].set(order_C.astype(jnp.int32)).reshape(M, R)
     place_C = jnp.zeros_like(expert_C).at[order_C].set(row_C)
-    return Blocks(choice_MR, expert_M, place_C.reshape(experts_Nk.shape))
+    return ExpertBlocks(choice_MR, expert_M, place_C.reshape(experts_Nk.shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 6))
 def sum_of_experts(
-    mlp: Callable, trained: Any, fixed: Any, x_ND: jax.Array, weights_Nk: jax.Array, blocks: Blocks, piece: int = 0
+    mlp: Callable,
+    trained: Any,
+    fixed: Any,
+    x_ND: jax.Array,
+    weights_Nk: jax.Array,
+    blocks: ExpertBlocks,
+    piece: int = 0,
 ) -> jax.Array:
     """`[N, D]`: for each token the sum over its choices of mlp(trained, fixed, x, weights, number of the block).
 
@@ -149,7 +155,7 @@ def sum_of_experts(
     return _over_blocks(block, None, blocks, x_ND, piece)[1]
 
 
-def _forward(mlp, trained, fixed, x_ND, weights_Nk, blocks: Blocks, piece: int):
+def _forward(mlp, trained, fixed, x_ND, weights_Nk, blocks: ExpertBlocks, piece: int):
     y_ND = sum_of_experts(mlp, trained, fixed, x_ND, weights_Nk, blocks, piece)
     return y_ND, (trained, fixed, x_ND, weights_Nk, blocks)
 
@@ -192,7 +198,7 @@ sum_of_experts.defvjp(_forward, _backward)
 
 
 @jax.custom_vjp
-def rows_of_choices(x_ND: jax.Array, weights_Nk: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+def rows_of_choices(x_ND: jax.Array, weights_Nk: jax.Array, blocks: ExpertBlocks) -> tuple[jax.Array, jax.Array]:
     """(activations `[M R, D]`, float32 weights `[M R]`) of all blocks; zeros in rows that pad one."""
     return _rows(x_ND, weights_Nk, blocks.choice_MR.reshape(-1))
 
@@ -208,7 +214,7 @@ rows_of_choices.defvjp(
 
 
 @jax.custom_vjp
-def sum_of_rows(y_rows: jax.Array, blocks: Blocks) -> jax.Array:
+def sum_of_rows(y_rows: jax.Array, blocks: ExpertBlocks) -> jax.Array:
     """`[N, D]`: for each token the sum of its choices' rows of `[M R, D]`."""
     return _sum_of_choices(y_rows, blocks.place_Nk)
 
@@ -221,7 +227,7 @@ def _sum_backward(blocks, dy_ND):
 sum_of_rows.defvjp(lambda y, blocks: (sum_of_rows(y, blocks), blocks), _sum_backward)
 
 
-def _over_blocks(block: Callable, carry, blocks: Blocks, x_ND: jax.Array, piece: int):
+def _over_blocks(block: Callable, carry, blocks: ExpertBlocks, x_ND: jax.Array, piece: int):
     """(carry, sums of tokens `[N, D]`, numbers of choices `[N, k]` or None) after all blocks.
 
     block: (carry, (choice_R, expert, number)) -> (carry, (y `[R, D]` to be added up, numbers `[R]` or None)).

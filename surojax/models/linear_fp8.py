@@ -29,7 +29,7 @@ import jax
 from pallas_kernels import quantize, rms_norm, swiglu
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.numerics.fp8 import E4M3, E5M2, Sites, product, scale_for
-from surojax.numerics.quantize import Quantized, largest_magnitude, quantise_whole
+from surojax.numerics.quantized import Quantized, largest_magnitude, quantise_whole
 from surojax.parallel.tensor import all_gather_bits, in_group, largest_of_group, reduce_scatter_sequence
 
 # The tensors of a block that are quantised: inputs of products, and gradients of the products' results, by the number
@@ -165,7 +165,7 @@ class InFloat8(NamedTuple):
         return Known(tuple(self.scales[site] for site in sites), of_sites)
 
 
-class How(NamedTuple):
+class ProductOptions(NamedTuple):
     """Static arguments of `products`.
 
     by_rows: a tensor-parallel group divides the inputs, else the outputs. frozen: matrices have no gradients, so that
@@ -196,7 +196,9 @@ def product_with_expert(x: jax.Array, w: jax.Array, *, frozen: bool, implementat
     All scales are made of their tensors. If a tensor-parallel group divides the outputs or the inputs, so is the result
     divided, or a term of it.
     """
-    how = How(by_rows=False, frozen=frozen, implementation=implementation, axes=varying_axes(x), parted=False)
+    how = ProductOptions(
+        by_rows=False, frozen=frozen, implementation=implementation, axes=varying_axes(x), parted=False
+    )
     fixed = jax.lax.stop_gradient(w)
     matrix = quantise_whole(fixed, E4M3, largest_of_group(largest_magnitude(fixed)))
     (y,) = products(how, x[None], [matrix], [w], None)
@@ -209,7 +211,11 @@ def whole_input(x: jax.Array | Operand) -> jax.Array:
 
 
 def products(
-    how: How, x: jax.Array | Operand, matrices: Sequence[Quantized], wholes: Sequence[jax.Array], known: Known | None
+    how: ProductOptions,
+    x: jax.Array | Operand,
+    matrices: Sequence[Quantized],
+    wholes: Sequence[jax.Array],
+    known: Known | None,
 ) -> tuple[jax.Array, ...]:
     """x w^T for each of several matrices `[out, in]`: `[B, s, i]` -> `[B, S, o]`, or with `by_rows` the other way.
 
@@ -224,19 +230,21 @@ def products(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(how: How, x, operand, matrices, wholes, scales, probes):
+def _products(how: ProductOptions, x, operand, matrices, wholes, scales, probes):
     q, _, _ = _input(how, x, operand, scales, transposed=False)
     return tuple(_result(how, q, w, x) for w in matrices)
 
 
-def _result(how: How, q: Quantized, w: Quantized, x: jax.Array) -> jax.Array:
+def _result(how: ProductOptions, q: Quantized, w: Quantized, x: jax.Array) -> jax.Array:
     y_NO = product(q, w, x.dtype)
     y = y_NO.reshape(x.shape[0], -1, y_NO.shape[-1])
     # Devices that share a matrix have the same y, but gradients of their own.
     return mark_varying(reduce_scatter_sequence(y) if how.scatters_result else y, how.axes)
 
 
-def _input(how: How, x, operand, scales, *, transposed: bool) -> tuple[Quantized, Quantized | None, jax.Array | None]:
+def _input(
+    how: ProductOptions, x, operand, scales, *, transposed: bool
+) -> tuple[Quantized, Quantized | None, jax.Array | None]:
     """(the input as an operand, transposed, largest magnitude on this device)."""
     transposed = transposed and not how.frozen
     if operand is None:
@@ -247,7 +255,7 @@ def _input(how: How, x, operand, scales, *, transposed: bool) -> tuple[Quantized
     return q, _transposed(how, q) if transposed else None, absmax
 
 
-def _quantised(how: How, x_BSn: jax.Array, dtype, known, *, gathers: bool, transposed: bool):
+def _quantised(how: ProductOptions, x_BSn: jax.Array, dtype, known, *, gathers: bool, transposed: bool):
     """(operand, transposed operand, largest magnitude on this device) of a 16-bit tensor.
 
     gathers: the operands are of whole sequences, x of this device's part of them.
@@ -269,17 +277,17 @@ def _rows(values_BSn: jax.Array, scale: jax.Array) -> Quantized:
     return Quantized(values_BSn.reshape(-1, values_BSn.shape[-1]), scale)
 
 
-def _transposed(how: How, q: Quantized) -> Quantized:
+def _transposed(how: ProductOptions, q: Quantized) -> Quantized:
     return Quantized(quantize.transpose(q.values, implementation=how.implementation), q.scales)
 
 
-def _products_forward(how: How, x, operand, matrices, wholes, scales, probes):
+def _products_forward(how: ProductOptions, x, operand, matrices, wholes, scales, probes):
     q, q_T, absmax = _input(how, x, operand, scales, transposed=True)
     results = tuple(_result(how, q, w, x) for w in matrices)
     return results, (q_T, matrices, scales, None if probes is None else absmax)
 
 
-def _products_backward(how: How, saved, cotangents):
+def _products_backward(how: ProductOptions, saved, cotangents):
     x_T, matrices, scales, absmax = saved
     dx_Ni: Any = None
     dws = []

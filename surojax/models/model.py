@@ -309,7 +309,7 @@ class ModelArchitecture(NamedTuple):
 LONGEST_PERIOD = 8
 
 
-class Run(NamedTuple):
+class RepeatingLayers(NamedTuple):
     """Layers `start` to `stop` - 1 whose variants repeat after `period` layers."""
 
     start: int
@@ -317,13 +317,13 @@ class Run(NamedTuple):
     period: int
 
 
-def runs(variants: Sequence[Variant]) -> list[Run]:
+def runs(variants: Sequence[Variant]) -> list[RepeatingLayers]:
     """The layers split into runs, each of them a loop whose body computes `period` layers.
 
     Greedy: from the front, the longest run whose period is repeated at least once, or is 1. A period is at most
     `LONGEST_PERIOD`: layers that are unrolled take their time to compile.
     """
-    split: list[Run] = []
+    split: list[RepeatingLayers] = []
     start = 0
     while start < len(variants):
         rest = variants[start:]
@@ -335,7 +335,7 @@ def runs(variants: Sequence[Variant]) -> list[Run]:
 
         periods = [p for p in range(1, LONGEST_PERIOD + 1) if p == 1 or (2 * p <= len(rest) and length(p) >= 2 * p)]
         period = max(periods, key=length)  # of several as long, the shortest
-        split.append(Run(start, start + length(period), period))
+        split.append(RepeatingLayers(start, start + length(period), period))
         start = split[-1].stop
     return split
 

@@ -188,7 +188,7 @@ class Operations:
         of_weights = [projection.weight.get_metadata("out_sharding") for projection in projections]
         *_, inputs = of_weights[0]
         whole_x = linear_fp8.whole_input(x)
-        how = linear_fp8.How(
+        how = linear_fp8.ProductOptions(
             by_rows=is_divided(inputs),
             frozen=self.frozen,
             implementation=self.compute.precision.implementation,

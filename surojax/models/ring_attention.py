@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import Rule, sink_gradients, with_sinks
+from pallas_kernels.flash_attention import ScoreSettings, sink_gradients, with_sinks
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, merged_pairs, pair_gradients
 from surojax.parallel import context
@@ -34,12 +34,12 @@ from surojax.parallel.context import Method
 f32 = jnp.float32
 
 
-class How(NamedTuple):
+class RingOptions(NamedTuple):
     """Static arguments. by, all_seen: of every pair, see `Pair`."""
 
     method: Method
     by: str
-    rule: Rule
+    rule: ScoreSettings
     all_seen: bool
 
     def pair(self, *, own: bool = False) -> Pair:
@@ -56,7 +56,7 @@ def _halves(x, axis: int = 1):
     return early, late
 
 
-def _queries(q_BsHh: jax.Array, kv_heads: int, starts_BS, how: How) -> tuple[Queries, Queries]:
+def _queries(q_BsHh: jax.Array, kv_heads: int, starts_BS, how: RingOptions) -> tuple[Queries, Queries]:
     """The early and the late piece of this device's queries."""
     B, s, H, h = q_BsHh.shape
     index_s = context.own_index(s, how.method)
@@ -124,7 +124,7 @@ def ring_attention(
     starts_BS: jax.Array | None,
     *,
     method: Method,
-    rule: Rule,
+    rule: ScoreSettings,
     by: str,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
@@ -135,17 +135,17 @@ def ring_attention(
     """
     axes = frozenset[str]().union(*(varying_axes(x) for x in (q_BsHh, k_BsKh, v_BsKh)))
     q_BsHh, k_BsKh, v_BsKh = (mark_varying(x, axes) for x in (q_BsHh, k_BsKh, v_BsKh))
-    how = How(method, by, rule, all_seen=starts_BS is None and not rule.window)
+    how = RingOptions(method, by, rule, all_seen=starts_BS is None and not rule.window)
     sinks_H = sinks_H if sinks_H is None else mark_varying(sinks_H, axes)
     return _ring_attention(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _ring_attention(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how: How):
+def _ring_attention(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how: RingOptions):
     return _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how)[0]
 
 
-def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how: How):
+def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how: RingOptions):
     number, _ = context.device()
     hops = _hops(k_BsKh, v_BsKh, how.method)
     early, late = _queries(q_BsHh, k_BsKh.shape[2], starts_BS, how)
@@ -179,7 +179,7 @@ def _of_heads(x_BKGs: jax.Array) -> jax.Array:
     return x_BKGs.reshape(B, K * G, s)
 
 
-def _backward(how: How, saved, dy_BsHh):
+def _backward(how: RingOptions, saved, dy_BsHh):
     q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, y_BsHh, lse_BKGs = saved
     number, _ = context.device()
     hops = _hops(k_BsKh, v_BsKh, how.method)

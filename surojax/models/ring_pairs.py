@@ -1,7 +1,7 @@
 """Attention of a piece of queries to a piece of keys of the same length, forward and backward, by XLA or a kernel.
 
 A pair is computed by XLA, with float32 scores `[B, H, t, u]` in memory, by cuDNN, or by our kernel
-(pallas_kernels/attention.py), both without them. Each gives softmax-weighted values and their log-sum-exp.
+(pallas_kernels/flash_attention.py), both without them. Each gives softmax-weighted values and their log-sum-exp.
 `merged_pairs` makes of two such results that of all their keys (Liu et al. 2023, arXiv:2310.01889, from the online
 softmax of Milakov and Gimelshein 2018).
 
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import attention as kernel, dispatch
-from pallas_kernels.attention import HIDDEN, Rule
+from pallas_kernels import dispatch, flash_attention as kernel
+from pallas_kernels.flash_attention import HIDDEN, ScoreSettings
 from surojax.models import cudnn
 
 f32 = jnp.float32
@@ -66,7 +66,7 @@ class Pair(NamedTuple):
     """
 
     by: str
-    rule: Rule
+    rule: ScoreSettings
     own: bool
     all_seen: bool
 
@@ -143,7 +143,7 @@ def _seen(queries: Queries, keys: Keys) -> jax.Array:
     return seen_Btu[:, None, None]
 
 
-def _scores(queries: Queries, keys: Keys, rule: Rule) -> jax.Array:
+def _scores(queries: Queries, keys: Keys, rule: ScoreSettings) -> jax.Array:
     """Float32 `[B, K, G, t, u]`."""
     products = jnp.einsum("BtKGh,BuKh->BKGtu", queries.q_BtKGh, keys.k_BuKh, preferred_element_type=f32)
     # The condition changes no value. It stands between a product and the difference that it enters.

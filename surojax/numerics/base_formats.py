@@ -17,7 +17,7 @@ from surojax.numerics import block_fp8, mxfp4, nf4, nvfp4
 Coded = nf4.Nf4 | block_fp8.BlockFp8 | nvfp4.Nvfp4 | mxfp4.Mxfp4
 
 
-class Format(NamedTuple):
+class BaseFormat(NamedTuple):
     """A format of matrices [out, in].
 
     setting: the field of the config that chooses it. block: rows are in blocks of so many numbers, which are not
@@ -40,12 +40,14 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "nf4": Format("qlora_bnb", nf4.BLOCK, nf4.Nf4, ("offset",), nf4.planned, nf4.quantise, nf4.dequantise),
-    "fp8": Format("qlora_fp8", 1, block_fp8.BlockFp8, (), block_fp8.planned, block_fp8.quantise, block_fp8.dequantise),
-    "nvfp4": Format(
+    "nf4": BaseFormat("qlora_bnb", nf4.BLOCK, nf4.Nf4, ("offset",), nf4.planned, nf4.quantise, nf4.dequantise),
+    "fp8": BaseFormat(
+        "qlora_fp8", 1, block_fp8.BlockFp8, (), block_fp8.planned, block_fp8.quantise, block_fp8.dequantise
+    ),
+    "nvfp4": BaseFormat(
         "qlora_fp4", nvfp4.BLOCK, nvfp4.Nvfp4, ("tensor_scale",), nvfp4.planned, nvfp4.quantise, nvfp4.dequantise
     ),
-    "mxfp4": Format(
+    "mxfp4": BaseFormat(
         "qlora_mxfp4",
         mxfp4.BLOCK,
         mxfp4.Mxfp4,

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import fp8
+from pallas_kernels import fp8_format
 
 BLOCK = 128  # rows, and columns, with one scale
 LARGEST = 448.0  # of e4m3
@@ -50,10 +50,10 @@ def in_blocks(w: jax.Array) -> tuple[jax.Array, jax.Array]:
     rows, columns = w.shape
     padded = jnp.pad(w.astype(jnp.float32), ((0, -rows % BLOCK), (0, -columns % BLOCK)))
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
-    absmax = fp8.from_ordered(jnp.max(fp8.ordered(blocks), axis=(1, 3)))
+    absmax = fp8_format.from_ordered(jnp.max(fp8_format.ordered(blocks), axis=(1, 3)))
     scales = jnp.maximum(absmax, jnp.finfo(jnp.float32).tiny * LARGEST) * np.float32(1 / LARGEST)
     codes = jnp.clip(blocks * (1 / scales)[:, None, :, None], -LARGEST, LARGEST)
-    codes = fp8.to_e4m3(codes).reshape(padded.shape)[:rows, :columns]
+    codes = fp8_format.to_e4m3(codes).reshape(padded.shape)[:rows, :columns]
     return codes.astype(jnp.float8_e4m3fn), scales
 
 

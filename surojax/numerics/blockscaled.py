@@ -25,7 +25,7 @@ Random numbers are hashes of a seed, a number of the layer (`salt`) and a positi
 On GPUs the products are `jax.nn.scaled_matmul`, which XLA compiles to cuDNN's block-scaled GEMM on compute capabilities
 10.0 to 12.1; on other devices it would compile to a slow decomposition. `emulate=True` multiplies the same numbers as
 float32. The operands are quantised by XLA or, to the same bits, by the kernels of `pallas_kernels.mx` and
-`pallas_kernels.nvfp4`. For NVFP4 the code for XLA is the reference in `pallas_kernels.nvfp4_format`.
+`pallas_kernels.nvfp4_quantize`. For NVFP4 the code for XLA is the reference in `pallas_kernels.nvfp4_format`.
 """
 
 import functools
@@ -36,12 +36,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import fp8, mx, nvfp4, nvfp4_format
+from pallas_kernels import fp8_format, mx, nvfp4_format, nvfp4_quantize
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.nvfp4_format import WHOLE, OperandPart
 from pallas_kernels.quantize import random_bits
-from surojax.numerics.quantize import Quantized
+from surojax.numerics.quantized import Quantized
 
 # Dimensions that products sum over are multiples of it: full blocks, and multiples of 16 bytes, the hardware's unit.
 WIDTHS = 32
@@ -65,8 +65,8 @@ def quantise_mxfp8(x: jax.Array) -> Quantized:
     mantissa = largest & 0x7FFFFF
     biased = exponent - E4M3_EXPONENT + (mantissa > 0x600000)  # 0x600000 is the mantissa of 1.75
     biased = jnp.maximum(biased, 1).astype(jnp.uint32)  # not 2^-127: some devices flush that float32 to zero
-    values = fp8.to_e4m3(blocks * fp8.power_of_two(254 - biased))
-    scales = jnp.where(exponent == 255, jnp.nan, fp8.power_of_two(biased))
+    values = fp8_format.to_e4m3(blocks * fp8_format.power_of_two(254 - biased))
+    scales = jnp.where(exponent == 255, jnp.nan, fp8_format.power_of_two(biased))
     return Quantized(values.reshape(x.shape), scales[..., 0])
 
 
@@ -232,8 +232,8 @@ def _nvfp4_forward(x, w, seed, parts: Parts, frozen, emulate, implementation):
     if implementation == "xla":
         operands = quantise_nvfp4(x, part=parts.inputs), quantise_nvfp4_weights(w, parts.matrix)[0]
     else:
-        x_by_row = nvfp4.quantize(x, part=parts.inputs, implementation=implementation)
-        w_by_row = nvfp4.quantize_weights(w, part=parts.matrix, implementation=implementation)
+        x_by_row = nvfp4_quantize.quantize(x, part=parts.inputs, implementation=implementation)
+        w_by_row = nvfp4_quantize.quantize_weights(w, part=parts.matrix, implementation=implementation)
         operands = Quantized(*x_by_row), Quantized(*w_by_row)
     return product(*operands, x.dtype, emulate), (None if frozen else x, w, seed)
 
@@ -253,8 +253,8 @@ def _nvfp4_of_frozen(parts: Parts, w, g, rounding, implementation: Implementatio
     """Operands of the backward pass without a gradient of w: g in blocks along its rows, and w^T."""
     if implementation == "xla":
         return quantise_nvfp4(g, rounding, parts.outputs), quantise_nvfp4_weights(w, parts.matrix)[1]
-    g_by_row = nvfp4.quantize(g, rounding, part=parts.outputs, implementation=implementation)
-    w_by_column = nvfp4.quantize_weights_transposed(w, part=parts.matrix, implementation=implementation)
+    g_by_row = nvfp4_quantize.quantize(g, rounding, part=parts.outputs, implementation=implementation)
+    w_by_column = nvfp4_quantize.quantize_weights_transposed(w, part=parts.matrix, implementation=implementation)
     return Quantized(*g_by_row), Quantized(*w_by_column)
 
 
@@ -270,14 +270,14 @@ def _nvfp4_by_xla(parts: Parts, x, w, g, seed, rounding) -> tuple[Quantized, ...
 def _nvfp4_by_kernels(implementation: Implementation, parts: Parts, x, w, g, seed, rounding) -> tuple[Quantized, ...]:
     """`_nvfp4_by_xla` with kernels. Random numbers are hashes of positions in g, so that padding changes none."""
     how: Any = {"part": parts.outputs, "implementation": implementation}
-    full = functools.partial(_full_blocks, tokens=nvfp4.ROWS)
+    full = functools.partial(_full_blocks, tokens=nvfp4_quantize.ROWS)
     if full(g).shape == g.shape:
-        g_by_row, g_by_token = nvfp4.quantize_both(g, seed, rounding, **how)
+        g_by_row, g_by_token = nvfp4_quantize.quantize_both(g, seed, rounding, **how)
     else:
-        g_by_row = nvfp4.quantize(g, rounding[0], **how)
-        g_by_token = nvfp4.quantize_rotated(full(g), seed, rounding[1], **how)
-    x_by_token = nvfp4.quantize_rotated(full(x), seed, part=parts.inputs, implementation=implementation)
-    w_by_column = nvfp4.quantize_weights_transposed(w, part=parts.matrix, implementation=implementation)
+        g_by_row = nvfp4_quantize.quantize(g, rounding[0], **how)
+        g_by_token = nvfp4_quantize.quantize_rotated(full(g), seed, rounding[1], **how)
+    x_by_token = nvfp4_quantize.quantize_rotated(full(x), seed, part=parts.inputs, implementation=implementation)
+    w_by_column = nvfp4_quantize.quantize_weights_transposed(w, part=parts.matrix, implementation=implementation)
     return tuple(Quantized(*q) for q in (g_by_row, w_by_column, g_by_token, x_by_token))
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.numerics.quantize import Quantized, scale_for
+from surojax.numerics.quantized import Quantized, scale_for
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import fp8, nvfp4_format
+from pallas_kernels import fp8_format, nvfp4_format
 from surojax.numerics.nvfp4 import NUMBERS
 
 BLOCK = 32  # numbers with one scale
@@ -49,10 +49,10 @@ def quantise(w: jax.Array, like: Mxfp4) -> Mxfp4:
     """Quantises a matrix [out, in], `in` a multiple of 32. A block with NaN or infinity is NaN."""
     del like
     blocks = w.astype(jnp.float32).reshape(w.shape[0], -1, BLOCK)
-    top = jnp.max(fp8.ordered(blocks), axis=-1)
+    top = jnp.max(fp8_format.ordered(blocks), axis=-1)
     exponent = (top >> 23) - 2 + ((top & 0x007FFFFF) > SIX)
     scales = jnp.where(top < nvfp4_format.INFINITE, jnp.clip(exponent, 1, LARGEST_SCALE + 1), NOT_FINITE)
-    inverse = fp8.power_of_two(jnp.maximum(254 - scales, 0).astype(jnp.uint32))
+    inverse = fp8_format.power_of_two(jnp.maximum(254 - scales, 0).astype(jnp.uint32))
     codes = nvfp4_format.codes(blocks, inverse[..., None], None).astype(jnp.uint8).reshape(w.shape[0], -1, 2)
     return Mxfp4(codes[..., 0] | codes[..., 1] << 4, scales.astype(jnp.uint8))
 
@@ -65,5 +65,5 @@ def dequantise(q: Mxfp4, dtype) -> jax.Array:
     rows, row_blocks = q.scales.shape
     codes = (q.codes[..., None] >> np.array([[[0, 4]]], np.uint8) & 15).reshape(rows, row_blocks, BLOCK)  # see nf4.py
     numbers = jnp.asarray(NUMBERS).at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
-    scales = jnp.where(q.scales == NOT_FINITE, jnp.nan, fp8.power_of_two(q.scales.astype(jnp.uint32)))
+    scales = jnp.where(q.scales == NOT_FINITE, jnp.nan, fp8_format.power_of_two(q.scales.astype(jnp.uint32)))
     return (numbers * scales[..., None]).astype(dtype).reshape(rows, row_blocks * BLOCK)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import fp8
+from pallas_kernels import fp8_format
 from surojax.numerics.rounding import materialised
 
 BLOCK = 64  # numbers with one absmax
@@ -96,11 +96,11 @@ def _groups(blocks: int) -> int:
 def quantise(w: jax.Array, like: Nf4) -> Nf4:
     """Quantises a matrix [out, in]. like: as planned for it. NaN or infinity makes the offset not finite."""
     blocks = w.astype(jnp.float32).reshape(-1, BLOCK)
-    absmax = fp8.absmax(blocks, axis=-1)
+    absmax = fp8_format.absmax(blocks, axis=-1)
     # Rows have equally many blocks. A single sum over all blocks would lose more bits.
     offset = jnp.mean(jnp.mean(absmax.reshape(w.shape[0], -1), axis=-1))
     groups = jnp.pad(absmax - offset, (0, -absmax.size % GROUP)).reshape(-1, GROUP)
-    group_absmax = fp8.absmax(groups, axis=-1)
+    group_absmax = fp8_format.absmax(groups, axis=-1)
     nearest = _nearest(groups, group_absmax, DYNAMIC).reshape(-1)[: absmax.size]
     codes = _nearest(blocks, absmax, NUMBERS).reshape(-1, 2)
     packed = codes[:, 0] << 4 | codes[:, 1]

@@ -1,18 +1,18 @@
-"""AdamW with the moments of matrices and tables in 8 bits (pallas_kernels/adamw8bit.py)."""
+"""AdamW with the moments of matrices and tables in 8 bits (pallas_kernels/adamw8bit_update.py)."""
 
 from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels import adamw8bit as kernel
+from pallas_kernels import adamw8bit_update as kernel
 from surojax.optim.adamw import ADAM, MOMENTS, adamw
 from surojax.optim.learning_rate import Schedule
-from surojax.optim.optimizer import COMMON, Optimizer, OptimizerChoice, Rule, Scalars, TensorContext
+from surojax.optim.optimizer import COMMON, Optimizer, OptimizerChoice, Scalars, TensorContext, UpdateRule
 from surojax.placement.layout import Layout
 
 
 class Moments8bit(NamedTuple):
-    """State of a matrix under `adamw8bit`; pallas_kernels/adamw8bit.py defines the codes."""
+    """State of a matrix under `adamw8bit`; pallas_kernels/adamw8bit_update.py defines the codes."""
 
     m: Any  # int8, the shape of the matrix
     m_scale: Any  # float32 [..., n / block]
@@ -57,7 +57,7 @@ def adamw8bit(
         lr, c1, c2, clip = (shared[name] for name in ("lr", "c1", "c2", "clip"))
         return shared | {"hyper": kernel.Hyper(lr, b1, b2, eps, weight_decay, c1, c2, clip).vector()}
 
-    layer_by_layer = Rule(init, state_layout, apply)
+    layer_by_layer = UpdateRule(init, state_layout, apply)
     in_one_pass = layer_by_layer._replace(apply_to_stack=apply_to_stack)
     return plain._replace(matrices=in_one_pass, tables=layer_by_layer, scalars=scalars)
 

@@ -37,7 +37,7 @@ from surojax.declared import AT_LEAST_0, BELOW_1, Range, declare
 from surojax.numerics.rounding import materialised, mix
 from surojax.optim.adamw import ADAM, MOMENTS, adamw
 from surojax.optim.learning_rate import Schedule
-from surojax.optim.optimizer import COMMON, Optimizer, OptimizerChoice, Rule, Scalars, TensorContext, rounded
+from surojax.optim.optimizer import COMMON, Optimizer, OptimizerChoice, Scalars, TensorContext, UpdateRule, rounded
 from surojax.parallel.collectives import active, device_number
 from surojax.placement.layout import Layout, mesh_axes
 
@@ -179,7 +179,9 @@ def normuon(
 
     plain = adamw(schedule, weight_decay=weight_decay, m_dtype=m_dtype, **adam)
     return plain._replace(
-        matrices=Rule(init, state_layout, apply, apply_to_group=apply_to_group, flops=functools.partial(flops, steps)),
+        matrices=UpdateRule(
+            init, state_layout, apply, apply_to_group=apply_to_group, flops=functools.partial(flops, steps)
+        ),
         scalars=scalars,
     )
 

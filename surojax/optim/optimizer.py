@@ -109,7 +109,7 @@ class TensorContext(NamedTuple):
     seed: jax.Array
 
 
-class Rule(NamedTuple):
+class UpdateRule(NamedTuple):
     """How one tensor is updated.
 
     init: (shape, number of shards of its last dimension) -> its state, zeros.
@@ -140,13 +140,13 @@ class Optimizer(NamedTuple):
     (1 in the first step) for the seeds.
     """
 
-    matrices: Rule
-    tables: Rule
-    vectors: Rule
-    factors: Rule
+    matrices: UpdateRule
+    tables: UpdateRule
+    vectors: UpdateRule
+    factors: UpdateRule
     scalars: Callable[[jax.Array, jax.Array], Scalars]
 
-    def rule(self, param: Param) -> Rule:
+    def rule(self, param: Param) -> UpdateRule:
         """The rule for this kind of parameter."""
         rules = {Kind.MATRIX: self.matrices, Kind.TABLE: self.tables, Kind.VECTOR: self.vectors}
         return (rules | {Kind.ROUTER: self.tables, Kind.FACTOR: self.factors})[param.kind]
@@ -169,7 +169,7 @@ def rounded(new: jax.Array, dtype, tensor: TensorContext) -> jax.Array:
     return round_with(new, random_bits(seed, first + jax.lax.iota(jnp.uint32, new.size).reshape(new.shape)))
 
 
-def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
+def by_optax(chain: optax.GradientTransformationExtraArgs) -> UpdateRule:
     """A rule that adds the updates of an elementwise optax chain. Its state is `Moments`; `update` takes `scalars=`."""
 
     def init(shape, shards):
@@ -195,7 +195,7 @@ def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
 
         return jax.vmap(apply_to_layer)(p, g, state, tensor.seed)
 
-    return Rule(init, state_layout, apply, lambda p, state: apply_to_stack)
+    return UpdateRule(init, state_layout, apply, lambda p, state: apply_to_stack)
 
 
 COMMON = {"weight_decay": "weight_decay", "max_grad_norm": "max_grad_norm"}
@@ -224,7 +224,7 @@ def apply(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, conte
     return optimizer.rule(param).apply(p, g, state, tensor, dtype)
 
 
-def layers_together(rule: Rule, parts: Iterable[int], devices: int) -> int:
+def layers_together(rule: UpdateRule, parts: Iterable[int], devices: int) -> int:
     """The number of layers that are updated together: 1 if the rule has no `apply_to_group`.
 
     parts: numbers of layers of the stacks that a segment's weights are stored in; a group is within one of them.

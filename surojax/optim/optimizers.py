@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from surojax.declared import Declared, declared
+from surojax.declared import DeclaredField, declared
 from surojax.optim.adamw import ADAMW
 from surojax.optim.adamw8bit import ADAMW8BIT
 from surojax.optim.learning_rate import Schedule
@@ -24,7 +24,7 @@ from surojax.refusals.refusal import Refusal, is_one_of, is_set
 
 OPTIMIZERS: dict[str, OptimizerChoice] = {"adamw": ADAMW, "adamw8bit": ADAMW8BIT, "normuon": NORMUON, "lion": LION}
 # The fields that some of them read: the dtypes of moments, and the options of each.
-SETTINGS: tuple[Declared, ...] = (
+SETTINGS: tuple[DeclaredField, ...] = (
     *declared(MomentSettings),
     *(field for choice in OPTIMIZERS.values() if choice.options for field in declared(choice.options)),
 )
@@ -45,7 +45,7 @@ def _made(make: Callable, schedule: Schedule, **arguments) -> Optimizer:
     return make(schedule, **arguments)
 
 
-def _other_value(field: Declared) -> Any:
+def _other_value(field: DeclaredField) -> Any:
     """A value of an option that is not its default."""
     if field.choices:
         return next(value for value in field.choices if value != field.default)

@@ -23,7 +23,7 @@ HEAD = ("run", "steps", "tokens", "first loss", "last loss", "evaluated", "last 
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunRecords:
     """A run: its name, and the records of its steps and evaluations, see `run.metrics.MetricsLog`."""
 
     name: str
@@ -92,7 +92,7 @@ def cell(values: Sequence[float | None], form: str, unit: float = 1.0) -> str:
     return "not finite" if values[0] is None else form.format(values[0] / unit)
 
 
-def read_run(name: str) -> Run:
+def read_run(name: str) -> RunRecords:
     """Reads a run. name: its folder, or its metrics.jsonl. Raises ConfigError if no step is in it."""
     path = expanded(name)
     file = path / METRICS_FILE if path.is_dir() else path
@@ -105,7 +105,7 @@ def read_run(name: str) -> Run:
         ) from error
     steps = [x for x in records if x.get("log") == "step"]
     need(bool(steps), "RUN", f"{METRICS_FILE} with at least one step", name, "wait for the first step of the run")
-    return Run(name, steps, [x for x in records if x.get("log") == "eval" and not x.get("name")])
+    return RunRecords(name, steps, [x for x in records if x.get("log") == "eval" and not x.get("name")])
 
 
 def read_plan(name: str) -> Planned:
@@ -124,12 +124,12 @@ def read_plan(name: str) -> Planned:
     raise ConfigError(f"--plan: expected a file of surojax plan --json, got {name!r} ({problem}); correct it")
 
 
-def rows(runs: Sequence[Run], plan: Planned | None) -> list[list[str]]:
+def rows(runs: Sequence[RunRecords], plan: Planned | None) -> list[list[str]]:
     """A table of runs and plan, with its head."""
     return [list(HEAD), *(run.row() for run in runs), *([plan.row()] if plan else [])]
 
 
-def text(runs: Sequence[Run], plan: Planned | None) -> str:
+def text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
     """The table as text."""
     table = rows(runs, plan)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -139,7 +139,7 @@ def text(runs: Sequence[Run], plan: Planned | None) -> str:
     )
 
 
-def page(runs: Sequence[Run], plan: Planned | None, command: str) -> str:
+def page(runs: Sequence[RunRecords], plan: Planned | None, command: str) -> str:
     """The page of runs, as HTML. command: what made it."""
     speed = plan.tokens_per_s if plan else None
     return fill(

@@ -19,7 +19,7 @@ import numpy as np
 from pallas_kernels.manual_axes import mark_same, mark_varying, varying_axes
 from surojax.errors import ConfigError
 from surojax.numerics.base_formats import is_coded, map_arrays
-from surojax.numerics.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
+from surojax.numerics.quantized import Quantized, dequantise, has_one_scale, is_quantized, quantise
 from surojax.numerics.rounding import materialised
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import AXES, PIPELINE, SHARDS, TENSOR, TOKENS

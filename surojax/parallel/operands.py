@@ -16,7 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import fp8
+from pallas_kernels import fp8_format
 from pallas_kernels.nvfp4_format import OperandPart
 from surojax.numerics.blockscaled import Parts
 from surojax.parallel.collectives import active, device_number
@@ -55,8 +55,8 @@ def _largest(axes: tuple[str, ...], absmax: jax.Array) -> jax.Array:
     """The elementwise maximum over these axes, NaN if one device has it: as integers, since maxima of floats may lose
     it. `pcast` refuses to trace numbers that still differ between devices.
     """
-    bits = jax.lax.pcast(jax.lax.pmax(fp8.ordered(absmax), axes), axes, to="varying")
-    return fp8.from_ordered(bits)
+    bits = jax.lax.pcast(jax.lax.pmax(fp8_format.ordered(absmax), axes), axes, to="varying")
+    return fp8_format.from_ordered(bits)
 
 
 def summed_before_rounding(y: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -21,7 +21,7 @@ from surojax.errors import ConfigError
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.mesh import BATCH, EXPERT, KV_HEADS, PIPELINE, SHARD, SHARDS, TENSOR, shard_axes
 from surojax.placement.param import EXPERTS, OUTER, ROUTED, Kind, Param, trainable
-from surojax.placement.table import Mesh, Placement, Row
+from surojax.placement.table import Mesh, Placement, TensorClass
 
 # Logical axis of a parameter -> the mesh axes that it is sharded over in every product.
 MESH_AXES: dict[str, tuple[str, ...]] = {
@@ -110,12 +110,12 @@ def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
     stages = (PIPELINE,) if PIPELINE in mesh.shape else ()
     trained = {name: trainable(section) for name, section in params.items()}
 
-    def layers(row: Row, params: dict) -> dict[str, Any]:
+    def layers(row: TensorClass, params: dict) -> dict[str, Any]:
         """The layouts of all segments in this class."""
         segments = {name: segment_params for name, segment_params in params.items() if name != OUTER}
         return jax.tree.map(lambda param: dataclasses.replace(_zero(param, row, mesh), layers=stages), segments)
 
-    def state(row: Row) -> dict[str, Any]:
+    def state(row: TensorClass) -> dict[str, Any]:
         """The layouts of master weights or moments."""
         # Files store layers only. The outer layers are as large as a few layers and stay in pinned host memory.
         outer_row = dataclasses.replace(row, home=HOST) if row.home.in_file else row
@@ -152,7 +152,7 @@ def _devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _zero(param: Param, row: Row, mesh: Mesh) -> Layout:
+def _zero(param: Param, row: TensorClass, mesh: Mesh) -> Layout:
     """The ZeRO rule: shards along the first dimension that `dp_shard x cp` divides evenly, if the class is sharded."""
     dims = _computed(param, mesh)
     computed = _spec(dims)
@@ -166,7 +166,7 @@ def _zero(param: Param, row: Row, mesh: Mesh) -> Layout:
     return Layout(stored, computed, row.home)
 
 
-def _outer(param: Param, row: Row, mesh: Mesh) -> Layout:
+def _outer(param: Param, row: TensorClass, mesh: Mesh) -> Layout:
     """The layout of an outer parameter.
 
     With `shard_outer`, rows of the embedding and of the head are sharded, and computed with as they are stored.

@@ -19,8 +19,8 @@ Then what belongs to the blocks is stored in a file under `nvme_path` (memory/in
 GiB of it, which stay in host memory. The outer layers are as large as a few layers and are not read layer by layer:
 their state is stored in pinned host memory, their weights and gradients on the device.
 
-Quantised weights are all-gathered in 8 bits (quantize.py). They are used with `zero_quantized_weights`, and with the
-recipes fp8_*, also on one device. By default they are made from `weights` whenever a layer is fetched. With
+Quantised weights are all-gathered in 8 bits (numerics/quantized.py). They are used with `zero_quantized_weights`, and
+with the recipes fp8_*, also on one device. By default they are made from `weights` whenever a layer is fetched. With
 `persistent_quants` they are made once, after the update, and stored in the state instead of the 16-bit matrices. Then
 `weights` has vectors only, and `offload_weights` moves these vectors only.
 
@@ -39,13 +39,13 @@ from typing import Literal
 import jax
 
 from surojax.declared import AT_LEAST_0, FLOATS, declare, declared
-from surojax.numerics import quantize
+from surojax.numerics import quantized
 from surojax.numerics.base_formats import FORMATS, chosen
 from surojax.numerics.recipes import RECIPES
 from surojax.placement.home import DEVICE, HOST, NVME, Home
 from surojax.placement.param import EXPERTS, Kind, Param
+from surojax.refusals.pairs import TABLE
 from surojax.refusals.refusal import refuse
-from surojax.refusals.table import TABLE
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 ZERO_LEVELS = (1, 2, 3)
@@ -55,12 +55,12 @@ BY_LAYER = ("weights", "grads", "residuals")  # rows of which a step with one in
 TO_FILES = ("moments", "master", "grads", "weights", "residuals")
 TO_DEVICE = ("master", "moments", "grads")  # rows of which some tensors may be in device memory (`device_memory`)
 IN_SLOTS = ("moments", "master")  # rows of a state that a kill does not take; weights are made of them
-WEIGHT_FORMATS = ("none", *quantize.DTYPES)  # that weights are gathered in, in place of 16 bits
+WEIGHT_FORMATS = ("none", *quantized.DTYPES)  # that weights are gathered in, in place of 16 bits
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.reduce_scatter
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TensorClass:
     """One tensor class."""
 
     dtype: str
@@ -84,13 +84,13 @@ class Placement:
     home is host memory; if a class is in files, of one layer's.
     """
 
-    weights: Row
-    quants: Row
-    outer: Row
-    grads: Row
-    master: Row
-    moments: Row
-    residuals: Row
+    weights: TensorClass
+    quants: TensorClass
+    outer: TensorClass
+    grads: TensorClass
+    master: TensorClass
+    moments: TensorClass
+    residuals: TensorClass
     persistent_quants: bool = False
     one_scale: bool = False
     base_format: str = ""
@@ -105,7 +105,7 @@ class Placement:
     def in_files(self) -> bool:
         """True if a tensor class is stored in files."""
         rows = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return any(isinstance(row, Row) and row.home.in_file for row in rows)
+        return any(isinstance(row, TensorClass) and row.home.in_file for row in rows)
 
     @property
     def by_layer(self) -> bool:
@@ -214,7 +214,7 @@ def place(storage: Storage, *, num_shards: int) -> Placement:
     shard_gradients = level >= 2 if storage.shard_gradients is None else storage.shard_gradients
     shard_weights = level >= 3 if storage.shard_weights is None else storage.shard_weights
     one_scale = storage.recipe.startswith("fp8_")
-    quants = quantize.DTYPES["fp8"] if one_scale else quantize.DTYPES.get(storage.zero_quantized_weights, "")
+    quants = quantized.DTYPES["fp8"] if one_scale else quantized.DTYPES.get(storage.zero_quantized_weights, "")
     reduce: Reduce = "reduce_scatter"
     if storage.use_all_to_all_reduce:
         reduce = "all_to_all"
@@ -226,15 +226,15 @@ def place(storage: Storage, *, num_shards: int) -> Placement:
             return NVME
         return HOST if offloaded else DEVICE
 
-    weights = Row(storage.model_dtype, shard_weights and several, home(storage.offload_weights))
+    weights = TensorClass(storage.model_dtype, shard_weights and several, home(storage.offload_weights))
     return Placement(
         weights=dataclasses.replace(weights, resident=storage.resident_layers),
-        quants=Row(quants, shard_weights and several, home(storage.offload_quants)),
-        outer=Row(storage.model_dtype, storage.shard_outer and several),
-        grads=Row(storage.accum_dtype, shard_gradients and several, home(storage.offload_grads)),
-        master=Row(storage.master_dtype, True, home(storage.offload_master)),
-        moments=Row("", True, home(storage.offload_optimizer)),
-        residuals=Row("", False, home(storage.offload_residual)),
+        quants=TensorClass(quants, shard_weights and several, home(storage.offload_quants)),
+        outer=TensorClass(storage.model_dtype, storage.shard_outer and several),
+        grads=TensorClass(storage.accum_dtype, shard_gradients and several, home(storage.offload_grads)),
+        master=TensorClass(storage.master_dtype, True, home(storage.offload_master)),
+        moments=TensorClass("", True, home(storage.offload_optimizer)),
+        residuals=TensorClass("", False, home(storage.offload_residual)),
         persistent_quants=storage.persistent_quants,
         one_scale=one_scale,
         base_format=chosen(settings),

@@ -11,8 +11,8 @@ from surojax.planner.changes import Change
 from surojax.planner.file_time import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import HOST_POOL, POOL, Rows, assembly, by_class, memory
 from surojax.planner.gpus import Gpu
-from surojax.planner.roofline import Stored
-from surojax.planner.sizes import accumulators
+from surojax.planner.layer_sizes import accumulators
+from surojax.planner.roofline import StorageTiers
 from surojax.planner.traffic import batch_of
 from surojax.step.state_plan import bytes_per_device
 
@@ -60,7 +60,9 @@ def estimated(c: Config, gpu: Gpu, change: Change | None = None, disks: Disks = 
     offloaded = dict.fromkeys([*streamed, *["weights"] * table.streams_weights])
     files = [row for row in streamed if getattr(table, row).home.in_file]
     of_budgets = {"in_memory": kept_of_gpu(c), "on_device": kept_on_device(run)}
-    stored = Stored(tuple(offloaded), tuple(files), table.weights.resident, run.engine.overlap_update, **of_budgets)
+    stored = StorageTiers(
+        tuple(offloaded), tuple(files), table.weights.resident, run.engine.overlap_update, **of_budgets
+    )
     return Candidate(c, change or {}, needed(c, rows, gpu), roofline.phases(work, stored))
 
 

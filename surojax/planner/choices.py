@@ -29,7 +29,7 @@ from surojax.errors import ConfigError, need
 from surojax.placement.table import TO_FILES
 from surojax.planner.changes import Change, changed, differing
 from surojax.planner.gpus import Gpu
-from surojax.planner.roofline import Stored
+from surojax.planner.roofline import StorageTiers
 from surojax.refusals.features import RECOMPUTE_PARTS
 from surojax.refusals.refusal import about, refused
 from surojax.sizes import divisor, largest_divisor
@@ -117,7 +117,7 @@ def _method(c: Config, tp: int, cp: int, pp: int) -> str:
 
 
 def _divides_heads(c: Config, tp: int, cp: int) -> bool:
-    """True if ulysses can divide the heads of a tensor-parallel group, as config/mesh.py checks."""
+    """True if ulysses can divide the heads of a tensor-parallel group, as config/mesh_checks.py checks."""
     of_group = max(c.model.num_key_value_heads // tp, 1)
     return c.model.num_attention_heads % (cp * tp) == 0 and (of_group % cp == 0 or cp % of_group == 0)
 
@@ -290,7 +290,7 @@ def offloadable(c: Config) -> tuple[str, ...]:
     return tuple(row for row, field in OFFLOADS.items() if allows(c, field, {field: True}))
 
 
-def placements(c: Config, offloads: Collection[str], in_files: bool) -> list[Stored]:
+def placements(c: Config, offloads: Collection[str], in_files: bool) -> list[StorageTiers]:
     """The placements of these classes to try, without resident layers. in_files: in files is the first of `TO_FILES`
     that is offloaded, or the first few, or only "master"."""
     found = []
@@ -299,7 +299,7 @@ def placements(c: Config, offloads: Collection[str], in_files: bool) -> list[Sto
         files: list[tuple[str, ...]] = [rows[:n] for n in range(1, len(rows) + 1)] if in_files else [()]
         if in_files and rows[:2] == ("moments", "master"):
             files.insert(0, ("master",))
-        tried = [Stored(offloaded, of, overlaps=late) for of in files for late in (False, True)]
+        tried = [StorageTiers(offloaded, of, overlaps=late) for of in files for late in (False, True)]
         found += [x for x in tried if allows(c, "overlap_update", placement(c, x))]
     return found
 
@@ -315,7 +315,7 @@ def nothing_offloaded(c: Config) -> Change:
     return change | {"overlap_update": False} | ({"offload_quants": False} if c.persistent_quants else {})
 
 
-def placement(c: Config, stored: Stored) -> Change:
+def placement(c: Config, stored: StorageTiers) -> Change:
     """The fields that differ from `nothing_offloaded`."""
     change: Change = {OFFLOADS[row]: "nvme" if row in stored.files else True for row in stored.offloaded}
     change |= {"resident_layers": stored.resident, "overlap_update": stored.overlaps}

@@ -7,7 +7,7 @@ from surojax.config.fields import Config
 from surojax.errors import ConfigError
 from surojax.models.experts import choices_of
 from surojax.placement.mesh import EXPERT, SHARD
-from surojax.planner import choices, products, sizes
+from surojax.planner import choices, layer_sizes, products
 from surojax.planner.amounts import gib
 from surojax.planner.changes import changed
 from surojax.planner.footprint import assembly
@@ -29,7 +29,7 @@ def multiplied(run: Assembly, *, served: bool = True) -> str:
     if run.model.precision.kernels == "xla":
         return ""
     for segment in run.model.segments:
-        for t in sizes.blocks(run, segment):
+        for t in layer_sizes.blocks(run, segment):
             if t.param.of_experts and t.is_matrix:
                 enabled = any(variant.recipe_enabled for variant in segment.variants)
                 reason = products.experts_by_loop(run, segment, t, enabled)

@@ -19,7 +19,7 @@ from surojax.planner.changes import Change, changed, differing, flags
 from surojax.planner.choices import NUMBERS
 from surojax.planner.file_time import Disks, disks
 from surojax.planner.gpus import GB, named, with_nodes
-from surojax.planner.plan import Plan, checked, plan
+from surojax.planner.run_plan import Plan, checked, plan
 from surojax.planner.search import Found, Space, best, kind, search
 
 MOST_COMPILED = 10

@@ -20,8 +20,8 @@ from surojax.planner import costs
 from surojax.planner.costs import HOST_IN, ProgramOnGpu
 from surojax.planner.gpus import GB, Gpu
 from surojax.planner.hlo import Module
+from surojax.planner.layer_sizes import size
 from surojax.planner.rates import ASSUMED, DISKS, HERE, SHEET, Span
-from surojax.planner.sizes import size
 from surojax.planner.timeline import Timeline, simulate
 from surojax.step.step_parts import Program
 

@@ -27,15 +27,15 @@ from surojax.assembly.from_config import from_config
 from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.models.model import runs
-from surojax.numerics.quantize import is_quantized
+from surojax.numerics.quantized import is_quantized
 from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline_stages, shards, tensor_parallel
 from surojax.placement.param import OUTER
 from surojax.placement.table import IN_SLOTS, TO_FILES, kept_in_memory
-from surojax.planner import sizes
+from surojax.planner import layer_sizes
 from surojax.planner.amounts import Memory
-from surojax.planner.sizes import SegmentBytes, itemsize, segment_bytes, shard_sizes, size
+from surojax.planner.layer_sizes import SegmentBytes, itemsize, segment_bytes, shard_sizes, size
 from surojax.planner.traffic import BatchShape, batch_of
 from surojax.step import passes
 from surojax.step.layer_gradients import LAYERS_IN_FLIGHT
@@ -106,7 +106,7 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
     sequence_len = batch.sequence_len // devices_per_sequence(run.mesh)
     x = jax.ShapeDtypeStruct((batch.sequences, sequence_len, model.hidden_size), table.weights.dtype)
     segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
-    outer_grads = sizes.outer_gradients(run)
+    outer_grads = layer_sizes.outer_gradients(run)
     residuals = _residuals(run, batch, segments)
     on_device = 0 if table.residuals.home.streamed else residuals
     space = working_space(
@@ -120,7 +120,7 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
     work = jax.tree.leaves(weights, is_leaf=is_quantized)
     grads = _in(DEVICE, outer_grads)
     for segment in model.segments:
-        for home, stored in sizes.accumulators(run, segment):
+        for home, stored in layer_sizes.accumulators(run, segment):
             grads[home.name] += stored
     rows = {
         "weights": _by_home([x for x in work if not is_quantized(x)]),
@@ -134,7 +134,7 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
     }
     of_step = sum(rows[name][NVME.name] for name in ("grads", "residuals"))
     in_flight = NVME_LAYERS * bytes_per_device(plan, NVME) + LAYERS_IN_FLIGHT * of_step
-    rows["layers from files"] = _in(HOST, in_flight // sizes.layers_of(run))
+    rows["layers from files"] = _in(HOST, in_flight // layer_sizes.layers_of(run))
     in_slots = IN_SLOTS if table.slots > 1 else ()
     stored = {name: rows[name][NVME.name] for name in TO_FILES if name not in in_slots}
     for name, kept in kept_in_memory(table.files_in_memory / run.mesh.size, stored).items():
@@ -155,7 +155,7 @@ def _residuals(run: Assembly, batch: BatchShape, segments: list[SegmentBytes]) -
         return found
     kept = max(segment.kept for segment in segments)  # step/pipeline.py; a stack in host memory has an entry more
     in_host = engine.table.residuals.home.streamed
-    found = sizes.slots(run, batch.microbatches) * (found + in_host * kept)
+    found = layer_sizes.slots(run, batch.microbatches) * (found + in_host * kept)
     return found + in_lockstep(run.model) * (1 + in_host) * kept
 
 
@@ -217,7 +217,9 @@ def _in_flight(
     weights, grads, residuals = (declared.lane(row) for row in ("weights", "grads", "residuals"))
     fetched = max(segment.fetched for segment in segments)
     # The loops over layers of each segment, and there of each pattern (step/stage_layers.py); a stage runs one pattern.
-    loops = [[runs(pattern) for pattern in sizes.patterns(run, segment).patterns] for segment in run.model.segments]
+    loops = [
+        [runs(pattern) for pattern in layer_sizes.patterns(run, segment).patterns] for segment in run.model.segments
+    ]
     all_loops = [loop for of_segment in loops for of_pattern in of_segment for loop in of_pattern]
     layer = 0
     if weights.ahead:
@@ -233,7 +235,7 @@ def _in_flight(
     if table.quants.dtype and platform == "cpu":
         layer += max(segment.size for segment in run.model.segments)  # in 8 bits, which weights are dequantised from
     of_layer = [
-        x.grads // sizes.layers_of(run, segment) for x, segment in zip(segments, run.model.segments, strict=True)
+        x.grads // layer_sizes.layers_of(run, segment) for x, segment in zip(segments, run.model.segments, strict=True)
     ]
     if grads.behind:
         # Accumulators of the previous layer, and of the last layer of every other segment. Those of this layer that
@@ -277,7 +279,7 @@ def _embedding(run: Assembly, segments: list[SegmentBytes], x_bytes: int) -> int
 
     Each device adds up its rows for the tokens of all of them (step/outer.py), beside the layer that was read ahead.
     """
-    devices = sizes.devices(run, run.engine.vocabulary_axes)
+    devices = layer_sizes.devices(run, run.engine.vocabulary_axes)
     if devices == 1:
         return 0
     prefetched = max(segment.fetched for segment in segments) * (
@@ -315,10 +317,10 @@ def _update_bytes(run: Assembly, layer_state: int) -> int:
         elements = shard_sizes(run, run.engine.layouts.master, segment)
         shares.append((max(elements), sum(elements)))
     whole = run.optimizer.matrices.apply_to_group
-    matrices = [t for t in sizes.blocks(run) if t.is_matrix]
+    matrices = [t for t in layer_sizes.blocks(run) if t.is_matrix]
     together = 1
     if whole:
-        together = max(sizes.layers_together(run, t) for t in sizes.blocks(run, trained=True))
+        together = max(layer_sizes.layers_together(run, t) for t in layer_sizes.blocks(run, trained=True))
     number = (4 if moved else 2) * together
     size = max(number * layer_state * largest // every for largest, every in shares)
     if whole:

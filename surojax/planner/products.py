@@ -23,10 +23,10 @@ from surojax.models.model import Segment, Variant
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.placement.mesh import CONTEXT, EXPERT, SHARD, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import Kind, Param
-from surojax.planner import sizes, step_collectives
+from surojax.planner import layer_sizes, step_collectives
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu
-from surojax.planner.sizes import TensorOnGpu, itemsize, segment_bytes
+from surojax.planner.layer_sizes import TensorOnGpu, itemsize, segment_bytes
 from surojax.planner.traffic import BatchShape
 from surojax.step.objective import OfLogProbabilities
 
@@ -88,9 +88,9 @@ def step_flops(run: Assembly, batch: BatchShape) -> dict[str, float]:
     per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
     tokens = batch.tokens * batch.microbatches / (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
     found = {dtype: size * tokens for dtype, size in per_token.items()}
-    for t in sizes.blocks(run, trained=True):
+    for t in layer_sizes.blocks(run, trained=True):
         if t.is_matrix:
-            groups = t.layers // sizes.layers_together(run, t)
+            groups = t.layers // layer_sizes.layers_together(run, t)
             found[run.engine.table.weights.dtype] += groups * run.optimizer.matrices.flops(t.param.shape)
     return found
 
@@ -121,7 +121,7 @@ def of_blocks(run: Assembly, batch: BatchShape, gpu: Gpu) -> Seconds:
     """The `Seconds` of all blocks of a full stage; of stages with other kinds of layers, of the slowest one."""
     total = Seconds()
     for segment in run.model.segments:
-        stages = [_stage(run, segment, pattern, batch, gpu) for pattern in sizes.patterns(run, segment).patterns]
+        stages = [_stage(run, segment, pattern, batch, gpu) for pattern in layer_sizes.patterns(run, segment).patterns]
         total = total.plus(max(stages, key=lambda x: x.forward + x.again + x.backward))
     return total
 
@@ -137,7 +137,7 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     flops = dataclasses.replace(segment, variants=variants).attention_flops(batch.sequence_len)
     flops *= batch.tokens / len(variants)  # of a layer, for a group
     attended, attended_back = _attention(gpu, flops / devices_per_sequence(run.mesh), layer.scores)
-    again = sizes.attention_again(run)
+    again = layer_sizes.attention_again(run)
     lengths = _row_lengths(run, segment, gpu)
     moved = _rearranged(run, batch, gpu)
     in_passes = FORWARD_PASSES * passes
@@ -161,7 +161,7 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: BatchShape, reci
     dtype = run.engine.table.weights.dtype
     tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1)  # a tensor-parallel group has the same ones
     total = Seconds()
-    for t in sizes.blocks(run, segment):
+    for t in layer_sizes.blocks(run, segment):
         p = t.param
         if p.kind not in (Kind.MATRIX, Kind.FACTOR):
             continue
@@ -246,7 +246,7 @@ def _rearranged(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
 
 def _row_lengths(run: Assembly, segment: Segment, gpu: Gpu) -> float:
     """Seconds in which a layer's DoRA adapters compute their lengths of rows: a float32 product and a pass for each."""
-    tensors = {t.param.name: t for t in sizes.blocks(run, segment)}
+    tensors = {t.param.name: t for t in layer_sizes.blocks(run, segment)}
     seconds = 0.0
     for matrix, names in adapters(segment.params):
         if names.magnitude:
@@ -285,7 +285,7 @@ def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     model = run.model
     table = run.engine.table
     chunks = run.engine.lmhead_chunks
-    shards = sizes.devices(run, run.mesh.shape.keys() & {SHARD, EXPERT}) if table.outer.sharded else 1
+    shards = layer_sizes.devices(run, run.mesh.shape.keys() & {SHARD, EXPERT}) if table.outer.sharded else 1
     of_group = batch.tokens // run.mesh.shape.get(CONTEXT, 1)
     tokens = of_group * shards // chunks  # sharded: each GPU has a part of the vocabulary, and all tokens
     words = model.vocab_size // (shards * tensor_parallel(run.mesh) * pipeline_stages(run.mesh))

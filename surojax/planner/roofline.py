@@ -37,12 +37,12 @@ from surojax.assembly.assemble import Assembly
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Kind
 from surojax.placement.table import BY_LAYER, TO_DEVICE, kept_in_memory
-from surojax.planner import links, products, sizes, step_collectives, traffic
+from surojax.planner import layer_sizes, links, products, step_collectives, traffic
 from surojax.planner.file_time import ASSUMED_DISKS, UPDATE, Disks
 from surojax.planner.footprint import Rows
 from surojax.planner.gpus import Gpu, Rates
+from surojax.planner.layer_sizes import itemsize
 from surojax.planner.products import Seconds
-from surojax.planner.sizes import itemsize
 from surojax.planner.step_collectives import LaneStage
 from surojax.planner.traffic import BatchShape
 from surojax.step import passes
@@ -52,7 +52,7 @@ from surojax.step.spec import Engine
 BETWEEN = 0.4  # of a layer's products, those between two of its collectives that a gather hides behind
 
 
-class Stored(NamedTuple):
+class StorageTiers(NamedTuple):
     """Places of tensors: rows of the placement table in host memory, or in files; other rows are on the device.
 
     files: those of the rows that are in files, but for in_memory bytes of them (`Placement.files_in_memory`, of each
@@ -68,7 +68,7 @@ class Stored(NamedTuple):
     on_device: float = 0.0
 
 
-ON_DEVICE = Stored()
+ON_DEVICE = StorageTiers()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows, disks: Dis
     rates = gpu.rates
     stored = {name: float(sum(of.values())) for name, of in rows.items()}
     stored["weights"] += stored.pop("quants", 0.0)
-    stored["grads"] -= sizes.outer_gradients(run)
+    stored["grads"] -= layer_sizes.outer_gradients(run)
     blocks = products.of_blocks(run, batch, gpu)
     accumulated = 2 * stored["grads"] / (gpu.memory_bandwidth * rates.memory)  # read and written
     updated = traffic.updated_part(run)
@@ -126,15 +126,15 @@ def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows, disks: Dis
         host_memory=gpu.host_memory(run.mesh.size) * rates.dram,
         microbatches=batch.microbatches,
         rounds=batch.microbatches + stages - 1,
-        layers=sizes.layers_of(run),
+        layers=layer_sizes.layers_of(run),
         blocks=blocks._replace(backward=blocks.backward + accumulated),
         sent=collective_seconds(run, batch, gpu),
         smallest=_smallest(run),
         head=products.of_head(run, batch, gpu),
         update_bytes=2 * (stored["master"] + stored["moments"]) + stored["grads"] + updated * stored["weights"],
-        layer_bytes=itemsize(run, "weights") * sum(t.size for t in sizes.blocks(run)),
+        layer_bytes=itemsize(run, "weights") * sum(t.size for t in layer_sizes.blocks(run)),
         sizes=stored,
-        slots=sizes.slots(run, batch.microbatches) if stages > 1 else 1,
+        slots=layer_sizes.slots(run, batch.microbatches) if stages > 1 else 1,
         updated=updated,
         disks=disks.shared_by(gpu.in_a_machine(run.mesh.size)),
     )
@@ -157,16 +157,16 @@ def collective_seconds(run: Assembly, batch: BatchShape, gpu: Gpu) -> Mapping[st
 def _smallest(run: Assembly) -> float:
     """The part of the elements of a stage's trained matrices that the smallest matrix of each layer has."""
     matrices = [
-        [t.size for t in sizes.blocks(run, segment, trained=True) if t.param.kind is not Kind.VECTOR]
+        [t.size for t in layer_sizes.blocks(run, segment, trained=True) if t.param.kind is not Kind.VECTOR]
         for segment in run.model.segments
     ]
     return sum(min(of_segment, default=0) for of_segment in matrices) / max(sum(map(sum, matrices)), 1)
 
 
-def phases(work: StepWork, stored: Stored = ON_DEVICE) -> dict[str, float]:
+def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]:
     """Estimated seconds of each phase of a step.
 
-    With `Stored.overlaps` the update's phase has the first group's forward pass in it.
+    With `StorageTiers.overlaps` the update's phase has the first group's forward pass in it.
     """
     if not set(stored.files).isdisjoint(BY_LAYER):
         work = work.by_layer()

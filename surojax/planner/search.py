@@ -39,7 +39,7 @@ from surojax.planner.changes import Change, changed, differing
 from surojax.planner.file_time import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import Rows, assembly, by_class
 from surojax.planner.gpus import Gpu
-from surojax.planner.roofline import Stored
+from surojax.planner.roofline import StorageTiers
 from surojax.planner.traffic import batch_of
 
 TIE = 0.01  # relative; placements of a family that the estimate cannot tell apart, as classes of equal size
@@ -226,7 +226,7 @@ class _Search:
         c, limits = self.space.config, self.space.limits
         sizes, layers = family.work.sizes, family.work.layers
 
-        def queued(x: Stored) -> tuple:
+        def queued(x: StorageTiers) -> tuple:
             """An entry of the queue: bytes of host memory if the least are asked for, estimated seconds at best, the
             number of classes that are moved, and the placement."""
             in_host = sum(sizes[row] for row in x.offloaded if row not in x.files)
@@ -234,7 +234,7 @@ class _Search:
             seconds = sum(roofline.phases(family.work, x._replace(on_device=left(x))).values())
             return self.least_host * in_host, seconds, len(x.offloaded) + len(x.files), x
 
-        def left(x: Stored) -> float:
+        def left(x: StorageTiers) -> float:
             """Bytes of `TO_DEVICE` that the device has room for at most."""
             room = limits.device - family.least + sum(sizes[row] for row in x.offloaded)
             room -= sizes["weights"] * x.resident / layers
@@ -281,7 +281,7 @@ class _Search:
                 heapq.heappush(queue, queued(stored._replace(resident=max(0, fewer_resident))))
         return fastest
 
-    def candidate(self, family: Family, stored: Stored) -> Candidate | None:
+    def candidate(self, family: Family, stored: StorageTiers) -> Candidate | None:
         """The candidate of a placement; None if the checks refuse it."""
         change = family.change | choices.placement(self.space.config, stored)
         if "device_memory" in self.keep:
@@ -313,7 +313,7 @@ class _Search:
         left = self.space.limits.host - (1 + UNCERTAIN) * need.host
         return max(0, int(min(left, need.files) / GiB))
 
-    def room_on_device(self, family: Family, stored: Stored, need: Memory) -> int:
+    def room_on_device(self, family: Family, stored: StorageTiers, need: Memory) -> int:
         """Whole GiB of device memory that a placement leaves, at most what it has of `TO_DEVICE` in host memory."""
         if stored.files:
             return 0

@@ -27,7 +27,7 @@ from surojax.models.model import Variant
 from surojax.parallel import expert_dispatch
 from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.mesh import CONTEXT, EXPERT, pipeline_stages
-from surojax.planner import hlo, sizes
+from surojax.planner import hlo, layer_sizes
 from surojax.planner.traffic import BatchShape
 
 SENT = re.compile(rf'op_name="[^"]*\b{expert_dispatch.SCOPE}\b')  # also in the name of a transposition
@@ -44,7 +44,7 @@ def slowest(run: Assembly) -> int:
         plain = sum(not variant.recipe_enabled for variant in pattern)
         return plain, sum(variant.window or math.inf for variant in pattern)
 
-    found = [work(pattern) for pattern in sizes.patterns(run, segment).patterns]
+    found = [work(pattern) for pattern in layer_sizes.patterns(run, segment).patterns]
     return found.index(max(found))
 
 
@@ -67,7 +67,7 @@ def with_rounds(module: hlo.Module, run: Assembly, batch: BatchShape, *, lockste
     microbatches = batch.microbatches
     schedule = SCHEDULES[run.engine.pp_schedule](microbatches, stages)
     in_any = microbatches + stages - 1  # ticks in which any stage has a microbatch, in one direction
-    of_stages = sizes.patterns(run, run.model.segments[0]).of_stages
+    of_stages = layer_sizes.patterns(run, run.model.segments[0]).of_stages
 
     def rounds(body: list[hlo.Instruction]) -> Fraction:
         """Of a loop, by what its body does: a pass over a stage's layers, moving activations to another stage, else."""
@@ -80,7 +80,7 @@ def with_rounds(module: hlo.Module, run: Assembly, batch: BatchShape, *, lockste
         if lockstep:
             return Fraction(in_any * (pattern == slowest(run)), schedule.ticks)
         share = Fraction(of_stages.count(pattern), stages)
-        return share * Fraction(sizes.layer_passes(run, microbatches), schedule.ticks)
+        return share * Fraction(layer_sizes.layer_passes(run, microbatches), schedule.ticks)
 
     return hlo.with_rounds(module, rounds)
 

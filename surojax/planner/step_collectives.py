@@ -28,7 +28,7 @@ import jax
 from surojax.assembly.assemble import Assembly
 from surojax.models.experts import choices_of
 from surojax.models.model import Segment
-from surojax.numerics.quantize import block_size
+from surojax.numerics.quantized import block_size
 from surojax.parallel import expert_dispatch
 from surojax.placement.layout import Layout, mesh_axes
 from surojax.placement.mesh import (
@@ -45,18 +45,18 @@ from surojax.placement.mesh import (
     tensor_parallel,
 )
 from surojax.placement.param import Kind
-from surojax.planner import sizes
-from surojax.planner.sizes import TensorOnGpu, itemsize
+from surojax.planner import layer_sizes
+from surojax.planner.layer_sizes import TensorOnGpu, itemsize
 from surojax.planner.traffic import BatchShape
 from surojax.step import passes
-from surojax.step.passes import Stage
+from surojax.step.passes import LaneAction
 
 
 class LaneStage(NamedTuple):
     """A stage of a lane: what tensors of a row of the placement table go through, and when (step/passes.py)."""
 
     row: str
-    stage: Stage
+    stage: LaneAction
     when: Literal["arriving", "leaving", "last"]
 
 
@@ -100,32 +100,32 @@ def transfers(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
             yield from _tokens_to_experts(run, batch, segment)
     yield from _between_stages(run, batch)
     if run.optimizer.matrices.apply_to_group:
-        for t in sizes.blocks(run, trained=True):
+        for t in layer_sizes.blocks(run, trained=True):
             yield from _whole_matrix(run, t) if t.is_matrix else ()
 
 
 def _of_lanes(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
     """All-gathers and reductions of the blocks' tensors, as the lanes of the passes declare them."""
     number = collections.Counter[LaneStage]()  # of times in a step
-    for step_pass, times in passes.of_step(run.engine, sizes.groups_of(run, batch.microbatches)):
+    for step_pass, times in passes.of_step(run.engine, layer_sizes.groups_of(run, batch.microbatches)):
         for lane in step_pass.lanes:
             for stage in lane.arriving:
                 number[LaneStage(lane.row, stage, "arriving")] += times
             for stage in lane.leaving:  # gradients of each microbatch are reduced
-                each = run.engine.microbatches_per_fetch if stage is Stage.REDUCE else 1
+                each = run.engine.microbatches_per_fetch if stage is LaneAction.REDUCE else 1
                 number[LaneStage(lane.row, stage, "leaving")] += times * each
             for stage in lane.last:
                 number[LaneStage(lane.row, stage, "last")] += 1
-    trained = sizes.blocks(run, trained=True)
+    trained = layer_sizes.blocks(run, trained=True)
     for part, times in number.items():
-        if part.stage is Stage.GATHER:
+        if part.stage is LaneAction.GATHER:
             for x in _gathers(run, part):
                 yield x._replace(times=times)
-        if part.stage is Stage.REDUCE:
+        if part.stage is LaneAction.REDUCE:
             summed = itemsize(run, "grads" if part.when == "last" else "weights")
             for x in _reductions(run, part, trained, summed, each=True):
                 yield x._replace(times=times)
-        if part.stage is Stage.REDUCE_REPLICAS:
+        if part.stage is LaneAction.REDUCE_REPLICAS:
             yield from _over_replicas(run, part, trained, _matrices(trained))
 
 
@@ -148,17 +148,17 @@ def _gathers(run: Assembly, part: LaneStage) -> Iterator[StepCollective]:
 
     A layer's weights are gathered together when it is fetched, and with stages those of a layer more.
     """
-    layers = sizes.layers_of(run)
+    layers = layer_sizes.layers_of(run)
     if part.row == "weights" and part.when == "arriving":
         fetched = layers + (pipeline_stages(run.mesh) > 1)
         dtype = "8 bits" if run.engine.table.quantises_shards else ""
-        for along, ring, tensors in _by_shards(run, sizes.blocks(run)):
+        for along, ring, tensors in _by_shards(run, layer_sizes.blocks(run)):
             gathered = [t for t in tensors if t.weights.sharded_dim is not None]
             size = fetched / layers * sum(t.size * _number_bytes(run, t, t.weights, dtype) for t in gathered)
             yield StepCollective(part, "all-gather", along, ring * size, number=fetched)
         return
     of_row = 0 if part.row == "weights" else itemsize(run, part.row)
-    for along, ring, tensors in _by_shards(run, sizes.blocks(run, trained=True)):
+    for along, ring, tensors in _by_shards(run, layer_sizes.blocks(run, trained=True)):
         sharded = [t for t in tensors if t.state_is_sharded]
         size = sum(t.size * (of_row or _number_bytes(run, t, t.master)) for t in sharded)
         yield StepCollective(part, "all-gather", along, ring * size, number=_matrices(tensors))
@@ -189,14 +189,14 @@ def _over_replicas(
     """The sums of gradients over the groups of `dp_replicate`."""
     number = run.mesh.shape[REPLICATE]
     if number > 1:
-        size = sum(t.size / (sizes.devices(run, t.shards) if t.state_is_sharded else 1) for t in trained)
+        size = sum(t.size / (layer_sizes.devices(run, t.shards) if t.state_is_sharded else 1) for t in trained)
         sent = 2 * (number - 1) / number * itemsize(run, "grads") * size
         yield StepCollective(part, "all-reduce", REPLICATE, sent, number=matrices)
 
 
 def _outer_layers(run: Assembly) -> Iterator[StepCollective]:
     """Gathers of updated outer weights and reductions of their gradients, if each GPU has all of them."""
-    trained = sizes.outer(run, trained=True)
+    trained = layer_sizes.outer(run, trained=True)
     moved = [t for t in trained if not (t.state_is_sharded and t.weights.stored == t.master.stored)]
     for along, ring, tensors in _by_shards(run, moved):
         gathered = itemsize(run, "weights") * sum(t.size for t in tensors if t.state_is_sharded)
@@ -222,7 +222,7 @@ def _vocabulary(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
         yield StepCollective("vocabulary", "all-gather", along, 2 * x + 2 * ids, k, chunks + 2)
         yield StepCollective("vocabulary", "reduce-scatter", along, 2 * x, k, chunks + 1)
         yield StepCollective("vocabulary", "all-reduce", along, sums, k, 2 * chunks)
-    for t in sizes.outer(run, trained=True):
+    for t in layer_sizes.outer(run, trained=True):
         yield from _shared(run, "vocabulary", t, chunks * itemsize(run, "weights"), k)
 
 
@@ -235,11 +235,11 @@ def _tensor_parallel(run: Assembly, batch: BatchShape, segment: Segment) -> Iter
     in 8 bits, but for the inputs of experts.
     """
     work = itemsize(run, "weights")
-    k = sizes.layer_passes(run, batch.microbatches)
+    k = layer_sizes.layer_passes(run, batch.microbatches)
     n = tensor_parallel(run.mesh)
     x = (n - 1) / n * batch.tokens / run.mesh.shape.get(CONTEXT, 1) * run.model.hidden_size * work
     along = _joined(run, TENSOR)
-    layers = sizes.layers_of(run, segment)
+    layers = layer_sizes.layers_of(run, segment)
     in_recipe = layers * sum(variant.recipe_enabled for variant in segment.variants) / segment.num_layers
     in_fp8 = run.model.precision.fp8 * in_recipe * (0.5 if segment.statistics else 1)
     gathers_again, results_again = tensor_again(run, segment)
@@ -253,7 +253,7 @@ def _tensor_parallel(run: Assembly, batch: BatchShape, segment: Segment) -> Iter
         width = segment.heads.key_value * segment.heads.channels * sharers // n
         size = in_recipe * 2 * (sharers - 1) / sharers * 2 * batch.tokens * width * work
         yield StepCollective("backward", "all-reduce", SAME_KV_HEADS, size, k)
-    for t in sizes.blocks(run, segment, trained=True):
+    for t in layer_sizes.blocks(run, segment, trained=True):
         yield from _shared(run, "backward", t, layers * work, k)
 
 
@@ -277,8 +277,8 @@ def _attention(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[S
     method = run.model.compute.cp_method
     work = itemsize(run, "weights")
     heads = segment.heads
-    times = sizes.layer_passes(run, batch.microbatches)
-    layers = sizes.layers_of(run, segment)
+    times = layer_sizes.layer_passes(run, batch.microbatches)
+    layers = layer_sizes.layers_of(run, segment)
     of_head = layers * heads.channels * batch.tokens / n
     of_group = heads.key_value // run.mesh.shape.get(KV_HEADS, 1)
 
@@ -287,7 +287,7 @@ def _attention(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[S
 
     if method == "ulysses":
         keys = 2 * max(of_group, n)
-        again = sizes.attention_again(run)
+        again = layer_sizes.attention_again(run)
         sent = (n - 1) / n * of_head * work
         whole = sent * (2 * heads.query // tensor_parallel(run.mesh) + keys)
         yield transfer("forward", "all-to-all", whole, 2)
@@ -316,8 +316,8 @@ def _tokens_to_experts(run: Assembly, batch: BatchShape, segment: Segment) -> It
     rows = rounds * expert_dispatch.rows_of_round(tokens)
     x = (n - 1) * rows * run.model.hidden_size * itemsize(run, "weights")
     number = 4 * (n - 1) * tokens * chosen  # an int32 or a float32 of each choice
-    times = sizes.layer_passes(run, batch.microbatches)
-    layers = sizes.layers_of(run, segment)
+    times = layer_sizes.layer_passes(run, batch.microbatches)
+    layers = layer_sizes.layers_of(run, segment)
     again = run.engine.recompute_block
     for part, sent in ("forward", 2), ("again", again), ("backward", 2):
         yield StepCollective(part, "all-to-all", EXPERT, layers * sent * x, times, layers * sent * rounds)
@@ -368,7 +368,7 @@ def _whole_matrix(run: Assembly, t: TensorOnGpu) -> Iterator[StepCollective]:
     """
     work = itemsize(run, "weights")
     shape, stored = t.param.shape, t.master.stored
-    together = sizes.layers_together(run, t)
+    together = layer_sizes.layers_together(run, t)
     groups = t.layers // together
     gathered = math.prod(jax.NamedSharding(run.mesh, stored).shard_shape(shape))
     axes_of_dims = [[axis for axis in entry if run.mesh.shape[axis] > 1] for entry in map(mesh_axes, stored)]
@@ -402,7 +402,7 @@ def _number_bytes(run: Assembly, t: TensorOnGpu, layout: Layout, dtype: str = ""
 
 def _ring(run: Assembly, axes: Iterable[str]) -> float:
     """The part of an array that each of its shards' GPUs along these axes sends to gather it or to scatter its sum."""
-    return 1 - 1 / sizes.devices(run, axes)
+    return 1 - 1 / layer_sizes.devices(run, axes)
 
 
 def _joined(run: Assembly, axes: Iterable[str]) -> str:

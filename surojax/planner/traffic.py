@@ -14,8 +14,8 @@ from surojax.config.fields import Config
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import REPLICATE, data_parallel, devices_per_sequence, pipeline_stages, shards
 from surojax.placement.param import part_of
-from surojax.planner import sizes
-from surojax.planner.sizes import itemsize
+from surojax.planner import layer_sizes
+from surojax.planner.layer_sizes import itemsize
 from surojax.step import passes
 from surojax.step.passes import Pass
 from surojax.step.state_plan import leaf_bytes
@@ -66,12 +66,12 @@ def host_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]
     What is in files passes through host memory. With stages, residuals in flight are in memory together; layers that a
     pass begins with are copied in once a step, and every pass writes a layer late, which the next one reads.
     """
-    groups = sizes.groups_of(run, batch.microbatches)
+    groups = layer_sizes.groups_of(run, batch.microbatches)
     stored: dict[str, float] = {name: row["host"] + row["nvme"] for name, row in rows.items()}
     stored["weights"] += stored.pop("quants", 0)
     stages = pipeline_stages(run.mesh)
     if stages > 1:
-        stored["residuals"] /= sizes.slots(run, batch.microbatches)
+        stored["residuals"] /= layer_sizes.slots(run, batch.microbatches)
     updated = updated_part(run)
     totals = [0.0, 0.0]
     sums_are_local = run.mesh.shape[REPLICATE] > 1
@@ -79,7 +79,7 @@ def host_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]
         moved = copied(step_pass, times, stored, updated)
         totals = [a + b for a, b in zip(totals, moved, strict=True)]
         for lane in step_pass.lanes if stages > 1 else ():
-            of_layer = stored[lane.row] // sizes.layers_of(run)
+            of_layer = stored[lane.row] // layer_sizes.layers_of(run)
             if lane.row == "weights":
                 totals[0] += lane.ahead * of_layer
             if lane.row == "grads":
@@ -92,7 +92,7 @@ def host_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]
 def file_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
     """(bytes read from files, bytes written) per step and GPU; rows: as for `host_bytes`."""
     stored = {name: row["nvme"] for name, row in rows.items()}
-    step_passes = passes.of_step(run.engine, sizes.groups_of(run, batch.microbatches))
+    step_passes = passes.of_step(run.engine, layer_sizes.groups_of(run, batch.microbatches))
     moved = [copied(step_pass, times, stored, updated_part(run)) for step_pass, times in step_passes]
     read, written = map(sum, zip(*moved, strict=True))
     return round(read), round(written)
@@ -114,14 +114,15 @@ def device_traffic(run: Assembly, batch: BatchShape) -> int:
     work = itemsize(run, "weights")
     stored = 1 if table.persistent_quants else work
     # In a base's format codes are read, and numbers written and read.
-    of_blocks = sum(t.size * (t.coded + 2 * work if t.coded else stored) for t in sizes.blocks(run))
-    of_outer = sum(t.size for t in sizes.outer(run)) / (n if table.outer.sharded else 1)
+    of_blocks = sum(t.size * (t.coded + 2 * work if t.coded else stored) for t in layer_sizes.blocks(run))
+    of_outer = sum(t.size for t in layer_sizes.outer(run)) / (n if table.outer.sharded else 1)
     trained = sum(
-        t.size / (sizes.devices(run, t.shards) if table.grads.sharded else 1) for t in sizes.blocks(run, trained=True)
+        t.size / (layer_sizes.devices(run, t.shards) if table.grads.sharded else 1)
+        for t in layer_sizes.blocks(run, trained=True)
     )
     weights = k * ((3 if engine.recompute_block else 2) * of_blocks + 3 * work * of_outer)
     gradients = 2 * k * itemsize(run, "grads") * trained
     state = sum(map(leaf_bytes, jax.tree.leaves((run.plan.master, run.plan.moments))))
     tokens = batch.tokens // devices_per_sequence(run.mesh)
-    residuals = 2 * k * sizes.layers_of(run) * tokens * run.model.hidden_size * work
+    residuals = 2 * k * layer_sizes.layers_of(run) * tokens * run.model.hidden_size * work
     return round(weights + gradients + 2 * state + residuals)

@@ -1,4 +1,4 @@
-"""The choices of a config that rows of the table name (table.py), most of them in several rows."""
+"""The choices of a config that rows of the table name (pairs.py), most of them in several rows."""
 
 from collections.abc import Callable
 

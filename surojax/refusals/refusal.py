@@ -1,7 +1,7 @@
 """A feature of a config, and a refusal of two that do not go together; how a table of them is asked and printed.
 
 A `Feature` is a choice that a config makes, such as "pp_size > 1" or "lora=False". A `Refusal` says that one feature is
-not possible with another. `config.checks.check` refuses a config by the table (table.py), `placement.table.place` its
+not possible with another. `config.checks.check` refuses a config by the table (pairs.py), `placement.table.place` its
 own settings, and the planner's searches leave out what it refuses. docs/refusals.md is `markdown()`.
 """
 

@@ -39,7 +39,7 @@ MOST = 100  # reports that a tracker takes at once; MLflow takes 1,000 numbers
 CLOSE_S = 60.0  # the end of a run waits so long for a tracker to finish
 
 
-class Report(NamedTuple):
+class TrackedValues(NamedTuple):
     """Numbers of a step, such as "train/loss". time: seconds since 1970."""
 
     step: int
@@ -72,7 +72,7 @@ class Tracker(Protocol):
 
     def __init__(self, record: Record): ...
 
-    def log(self, reports: Sequence[Report]) -> None: ...
+    def log(self, reports: Sequence[TrackedValues]) -> None: ...
 
     def close(self, failed: bool) -> None: ...
 
@@ -102,7 +102,7 @@ class TensorBoard:
         see = f"{install}tensorboard --logdir {shlex.quote(str(folder))}"
         self.where = f"TensorBoard events: {folder}; to see them: {see}"
 
-    def log(self, reports: Sequence[Report]) -> None:
+    def log(self, reports: Sequence[TrackedValues]) -> None:
         for step, wall_time, values in reports:
             scalars = [self._summary.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
             summary = self._summary.Summary(value=scalars)
@@ -136,7 +136,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
         self.where = f"Weights & Biases: {self._run.url or f'offline, run {self.id} in {record.folder / "wandb"}'}"
 
-    def log(self, reports: Sequence[Report]) -> None:
+    def log(self, reports: Sequence[TrackedValues]) -> None:
         for report in reports:
             self._run.log({**report.values, "step": report.step})
 
@@ -156,7 +156,7 @@ class Trackio:
         self._run = trackio.init(project=PROJECT, name=self.id, resume="allow", config=dict(record.settings))
         self.where = f"Trackio: run {self.id}; to see it: trackio show --project {PROJECT}"
 
-    def log(self, reports: Sequence[Report]) -> None:
+    def log(self, reports: Sequence[TrackedValues]) -> None:
         for report in reports:
             self._run.log(dict(report.values), step=report.step)
 
@@ -187,7 +187,7 @@ class MLflow:
                 self._client.log_batch(self.id, params=some)
         self.where = f"MLflow: run {self.id} at {mlflow.get_tracking_uri()}"
 
-    def log(self, reports: Sequence[Report]) -> None:
+    def log(self, reports: Sequence[TrackedValues]) -> None:
         metrics = [
             self._entities.Metric(FORBIDDEN.sub("_", key), value, int(1e3 * report.time), report.step)
             for report in reports
@@ -237,13 +237,13 @@ class Sender:
     def __init__(self, name: str, tracker: Tracker):
         self._name = name
         self._tracker = tracker
-        self._reports: queue.Queue[Report | None] = queue.Queue(WAITING)
+        self._reports: queue.Queue[TrackedValues | None] = queue.Queue(WAITING)
         self._has_warned = False
         self._failed = False
         self._thread = threading.Thread(target=self._send, name=f"surojax-{name}", daemon=True)
         self._thread.start()
 
-    def log(self, report: Report) -> None:
+    def log(self, report: TrackedValues) -> None:
         """Leaves a report to the thread."""
         try:
             self._reports.put_nowait(report)
@@ -292,7 +292,7 @@ class Trackers:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Reports numbers of a step. Does not wait, and raises nothing."""
         for sender in self._senders:
-            sender.log(Report(step, time.time(), values))
+            sender.log(TrackedValues(step, time.time(), values))
 
     def __enter__(self) -> "Trackers":
         return self

@@ -59,11 +59,11 @@ from surojax.step.gradients import (
     peels_last_group,
     starts_in_first_group,
 )
-from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.objective import Sums
 from surojax.step.outer import OuterLayers
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState
+from surojax.step.step_metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.stream import Flight, Layer
 from surojax.step.weights import Layers
 

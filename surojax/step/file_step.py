@@ -27,9 +27,9 @@ from surojax.placement.param import OUTER, part_of, with_part
 from surojax.step import complete
 from surojax.step.between import in_rounds
 from surojax.step.by_host import by_host
-from surojax.step.metrics import metrics_of
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.state_plan import bytes_per_device
+from surojax.step.step_metrics import metrics_of
 from surojax.step.step_parts import Program, StepParts
 from surojax.step.update import as_trees
 from surojax.step.work_weights import WorkWeights

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from surojax.memory.host import allocate, index_in_loop, read, write
 from surojax.models.model import Segment
-from surojax.numerics.quantize import dequantise_all
+from surojax.numerics.quantized import dequantise_all
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
 from surojax.placement.layout import Layout

@@ -43,11 +43,11 @@ from surojax.step.by_host import by_host
 from surojax.step.engine import Gradients, auxiliary_loss, means_of, no_statistics, no_sums
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.gradients import Accumulators, Sums, add, finish, outer_sums
-from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients, metrics_of
 from surojax.step.outer import OuterLayers
 from surojax.step.residuals import Residuals, recomputed
 from surojax.step.state import TensorState, section
 from surojax.step.state_plan import bytes_per_device
+from surojax.step.step_metrics import Finite, all_finite, and_activations, and_gradients, metrics_of
 from surojax.step.step_parts import Program, StepParts
 from surojax.step.weights import Gather
 from surojax.step.work_weights import WorkWeights
@@ -70,7 +70,7 @@ class Sent(NamedTuple):
     finite: Finite | None
 
 
-class Files(NamedTuple):
+class StacksInFiles(NamedTuple):
     """Stacks of a step's layers that rest in files: `InFile`s. None: they rest in memory.
 
     grads: sharded as master weights `[L, ...]`. residuals: `[L, devices, A, ...]`, of what each device saves.
@@ -80,13 +80,13 @@ class Files(NamedTuple):
     residuals: list[InFile] | None = None
 
 
-NO_FILES = Files()
+NO_FILES = StacksInFiles()
 
 
 class LayerGradients:
     """The gradients of a `file_step.FileStep`, and the update of its outer layers."""
 
-    def __init__(self, step: StepParts, files: Files):
+    def __init__(self, step: StepParts, files: StacksInFiles):
         self.step = step
         engine = self.engine = step.engine
         (segment,) = engine.model.segments  # `state_plan` refuses several
@@ -410,7 +410,7 @@ class LayerGradients:
         return new
 
 
-def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | None) -> Files:
+def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | None) -> StacksInFiles:
     """The plan of what a step keeps in files, as its table says; room for it is reserved in the store.
 
     batch: (microbatches, sequences of a microbatch, sequence length) of a step, of all devices together; residuals in
@@ -440,4 +440,4 @@ def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | N
         name = gradients.segment.name
         gradients.programs(section(plan, OUTER), plan.step, plan.history, plan.weights[name], *arrays)
         residuals = stacks("residuals", gradients.planned_saved())
-    return Files(grads, residuals)
+    return StacksInFiles(grads, residuals)

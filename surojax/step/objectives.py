@@ -13,7 +13,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from surojax.declared import Declared, declared
+from surojax.declared import DeclaredField, declared
 from surojax.refusals.refusal import Feature, Refusal, each, is_above, is_on, is_one_of, is_set
 from surojax.step.distillation import DISTILL, DISTILLATION, DistillSettings
 from surojax.step.grpo import GRPO, GrpoSettings
@@ -30,7 +30,7 @@ OBJECTIVES: dict[str, ObjectiveChoice] = {
     **DISTILLATION,
 }
 OF_PAIRS = tuple(name for name, choice in OBJECTIVES.items() if choice.rows)
-SETTINGS: tuple[Declared, ...] = (
+SETTINGS: tuple[DeclaredField, ...] = (
     *declared(PreferenceSettings),
     *declared(KtoSettings),
     *declared(GrpoSettings),
@@ -48,7 +48,7 @@ def built(settings: Mapping[str, Any]) -> Objective | OfLogProbabilities:
     return choice.make({name: settings[name] for name in choice.reads})
 
 
-def _other_value(field: Declared) -> Any:
+def _other_value(field: DeclaredField) -> Any:
     """A value of an option that is not its default."""
     if field.choices:
         return next(value for value in field.choices if value != field.default)

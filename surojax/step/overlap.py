@@ -30,10 +30,10 @@ from surojax.models.model import Segment, Variant
 from surojax.numerics.rounding import materialised
 from surojax.optim.optimizer import Scalars, UpdateContext
 from surojax.placement.param import OUTER
-from surojax.step.metrics import metrics_of
 from surojax.step.state import TensorState, TrainState, from_sections, section
+from surojax.step.step_metrics import metrics_of
 from surojax.step.step_parts import StepParts
-from surojax.step.stream import Flight, Layer, Run, comes_in_pairs, hides_transfers, over
+from surojax.step.stream import Flight, Layer, LayerLoop, comes_in_pairs, hides_transfers, over
 from surojax.step.update import Update, as_trees
 from surojax.step.weights import Gather, runs_of
 
@@ -147,7 +147,7 @@ class UpdatingLayers:
             done.append(work)
         return carry, flights | {"weights": TensorState(joined(done), *state)}
 
-    def _loops(self, run: Run) -> list[tuple[Run, bool]]:
+    def _loops(self, run: LayerLoop) -> list[tuple[LayerLoop, bool]]:
         """The loops of a run, and whether the state of a layer is left to be read in each.
 
         The last two layers, for which nothing is left, are a loop of their own: copy engines copy in loops only, so
@@ -157,8 +157,8 @@ class UpdatingLayers:
         is_last = layers.stop == self.segment.num_layers
         if not is_last or period > 1 or len(layers) in (1, 3) or self.gather.table.weights.sharded:
             return [(run, True)]
-        loops = [(Run(layers[:-2], variants[:-2], 1), True)] if len(layers) > 2 else []
-        return [*loops, (Run(layers[-2:], variants[-2:], 1), False)]
+        loops = [(LayerLoop(layers[:-2], variants[:-2], 1), True)] if len(layers) > 2 else []
+        return [*loops, (LayerLoop(layers[-2:], variants[-2:], 1), False)]
 
     def read(self, state: tuple, l) -> tuple:
         """((master weights, moments), gradients) of layer l."""

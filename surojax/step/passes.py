@@ -16,11 +16,11 @@ import enum
 from typing import NamedTuple
 
 from surojax.placement.home import Home
-from surojax.placement.table import Placement, Row
+from surojax.placement.table import Placement, TensorClass
 from surojax.step.spec import Engine
 
 
-class Stage(enum.Enum):
+class LaneAction(enum.Enum):
     """What happens to the tensors of a layer on their way."""
 
     COPY_IN = "from host memory to the device"
@@ -44,13 +44,13 @@ class Lane(NamedTuple):
     row: str
     reads: bool = False
     writes: bool = False
-    arriving: tuple[Stage, ...] = ()
-    leaving: tuple[Stage, ...] = ()
+    arriving: tuple[LaneAction, ...] = ()
+    leaving: tuple[LaneAction, ...] = ()
     ahead: int = 0
     behind: int = 0
     of_microbatch: bool = False
     accumulates: bool = False
-    last: tuple[Stage, ...] = ()
+    last: tuple[LaneAction, ...] = ()
 
 
 # What routers count (models/experts.py): a few numbers a layer, which never leave the device, so that no pass of
@@ -72,20 +72,20 @@ class Pass(NamedTuple):
         return {lane.row: lane for lane in self.lanes}[row]
 
 
-def copied(home: Home, stage: Stage) -> tuple[Stage, ...]:
+def copied(home: Home, stage: LaneAction) -> tuple[LaneAction, ...]:
     """The stage of a copy, if tensors rest in host memory."""
     return (stage,) if home.streamed else ()
 
 
-def gathered(row: Row) -> tuple[Stage, ...]:
+def gathered(row: TensorClass) -> tuple[LaneAction, ...]:
     """The stage of an all-gather, if tensors are sharded."""
-    return (Stage.GATHER,) if row.sharded else ()
+    return (LaneAction.GATHER,) if row.sharded else ()
 
 
 def fetched(table: Placement) -> Lane:
     """The weights that a layer computes with. Each stage of their way is a layer ahead of the next one."""
     home = table.quants.home if table.quants.home.streamed else table.weights.home
-    arriving = (*copied(home, Stage.COPY_IN), *gathered(table.weights))
+    arriving = (*copied(home, LaneAction.COPY_IN), *gathered(table.weights))
     return Lane("weights", reads=True, arriving=arriving, ahead=len(arriving))
 
 
@@ -96,8 +96,8 @@ def updated(table: Placement, *, ahead: int) -> tuple[Lane, ...]:
     """
 
     def lane(name: str, *, reads: bool, writes: bool) -> Lane:
-        row: Row = getattr(table, name)
-        into, out = copied(row.home, Stage.COPY_IN), copied(row.home, Stage.COPY_OUT)
+        row: TensorClass = getattr(table, name)
+        into, out = copied(row.home, LaneAction.COPY_IN), copied(row.home, LaneAction.COPY_OUT)
         return Lane(
             name,
             reads=reads,
@@ -110,7 +110,7 @@ def updated(table: Placement, *, ahead: int) -> tuple[Lane, ...]:
 
     weights = lane("weights", reads=False, writes=True)
     if not table.weights.sharded:
-        weights = weights._replace(leaving=(Stage.GATHER, *weights.leaving))
+        weights = weights._replace(leaving=(LaneAction.GATHER, *weights.leaving))
     return (
         lane("grads", reads=True, writes=False),
         lane("master", reads=True, writes=True),
@@ -121,7 +121,7 @@ def updated(table: Placement, *, ahead: int) -> tuple[Lane, ...]:
 
 def forward(table: Placement, *, updates: bool = False) -> Pass:
     """The forward pass of a group of microbatches. updates: it is also the update of the step before."""
-    out = copied(table.residuals.home, Stage.COPY_OUT)
+    out = copied(table.residuals.home, LaneAction.COPY_OUT)
     residuals = Lane("residuals", writes=True, leaving=out, behind=len(out), of_microbatch=True)
     if not updates:
         return Pass("forward", (fetched(table), residuals))
@@ -132,21 +132,21 @@ def forward(table: Placement, *, updates: bool = False) -> Pass:
 
 def backward(table: Placement, *, stages: int = 1) -> Pass:
     """The backward pass of a group of microbatches. stages: with several, sums begin as stored zeros."""
-    into = copied(table.residuals.home, Stage.COPY_IN)
+    into = copied(table.residuals.home, LaneAction.COPY_IN)
     residuals = Lane("residuals", reads=True, arriving=into, ahead=len(into), of_microbatch=True)
     home = table.grads.home
-    out = copied(home, Stage.COPY_OUT)
+    out = copied(home, LaneAction.COPY_OUT)
     # Sums are needed when a layer's first gradient is there, late enough to be read in the same layer.
-    reduced = (Stage.REDUCE,) if table.grads.sharded else ()
+    reduced = (LaneAction.REDUCE,) if table.grads.sharded else ()
     grads = Lane(
         "grads",
         reads=True,
         writes=True,
-        arriving=copied(home, Stage.COPY_IN),
+        arriving=copied(home, LaneAction.COPY_IN),
         leaving=(*reduced, *out),
         behind=len(out),
         accumulates=stages == 1,
-        last=(Stage.REDUCE_REPLICAS,) if reduced else (Stage.REDUCE, Stage.REDUCE_REPLICAS),
+        last=(LaneAction.REDUCE_REPLICAS,) if reduced else (LaneAction.REDUCE, LaneAction.REDUCE_REPLICAS),
     )
     return Pass("backward", (fetched(table), residuals, grads), reverse=True)
 
@@ -161,7 +161,7 @@ def around_ticks(table: Placement, *, sums_are_local: bool) -> list[Pass]:
 
     sums_are_local: they are summed over devices then, and written back.
     """
-    out = copied(table.grads.home, Stage.COPY_OUT)
+    out = copied(table.grads.home, LaneAction.COPY_OUT)
     grads = Lane("grads", writes=True, leaving=out, behind=len(out))
     return [Pass("zeros", (grads,)), Pass("norm", (grads._replace(reads=True, writes=sums_are_local, behind=0),))]
 

@@ -10,9 +10,9 @@
     for each layer:                           push: sum over devices what is still local
     finish, as in engine.py
 
-What all stages do together has collectives over `pp` (parallel/pipeline.py), and every stage takes part. What a stage
-does by itself has none over `pp`: the gradients and weights that it communicates over `dp_shard`, `dp_replicate` and
-`tp` are those of its own layers (stage_layers.py).
+What all stages do together has collectives over `pp` (parallel/stage_collectives.py), and every stage takes part. What
+a stage does by itself has none over `pp`: the gradients and weights that it communicates over `dp_shard`,
+`dp_replicate` and `tp` are those of its own layers (stage_layers.py).
 
 Whether something happens in a tick is read from the schedule's tables (parallel/schedule.py). It happens in a loop of
 one round or none (`when_any`).
@@ -35,21 +35,21 @@ import jax.numpy as jnp
 from surojax.memory.host import allocate, exchange_in_halves, read, write
 from surojax.models.model import Model, Segment
 from surojax.numerics.fp8 import extended, new_observed
-from surojax.parallel import collectives, pipeline
+from surojax.parallel import collectives, stage_collectives
 from surojax.parallel.collectives import Squares, varying
-from surojax.parallel.pipeline import collect, own_part, spread
 from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, stacked_layers
+from surojax.parallel.stage_collectives import collect, own_part, spread
 from surojax.placement.mesh import AXES
 from surojax.step.batch import Batch, Group, Microbatch, recipe_inputs_of
 from surojax.step.blocks import Backward, Blocks, residuals_of
 from surojax.step.engine import Gradients, means_of, no_sums
 from surojax.step.gradients import GRADS, Accumulators, add, finish, leaves_sums_local, outer_sums
-from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.objective import Sums
 from surojax.step.outer import OuterLayers
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import StageLayers, first_layer, inputs_of_stage, stage_engine, when_any
+from surojax.step.step_metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.stream import Flight, Layer, Stream, sweep
 
 
@@ -72,7 +72,7 @@ class TickCarry(NamedTuple):
     finite: Finite | None
 
 
-class Stage:
+class PipelineStage:
     """One stage's part of a step, and its part of what all stages do together; see the module's docstring.
 
     Methods take the number of a microbatch, which is the same on all stages for what they do together.
@@ -87,7 +87,7 @@ class Stage:
         self.scale = batch.scale()
         self.of_model = recipe_inputs_of(model, history, step, batch.microbatches, self.scale)
         self.batch = batch._replace(arrays=varying(batch.arrays, AXES))
-        self.number, self.stages = pipeline.stage()
+        self.number, self.stages = stage_collectives.stage()
         self.outer = OuterLayers.of(engine, weights)
         self.layers = StageLayers(model, engine, weights[self.segment.name])
         of_first = self.layers.of_patterns[0]
@@ -217,11 +217,11 @@ class Stage:
 
     def send_forward(self, _, carry: TickCarry) -> TickCarry:
         """All stages: x goes to the next stage."""
-        return carry._replace(x_BSD=pipeline.to_next(carry.x_BSD))
+        return carry._replace(x_BSD=stage_collectives.to_next(carry.x_BSD))
 
     def send_backward(self, _, carry: TickCarry) -> TickCarry:
         """All stages: dx goes to the previous stage."""
-        return carry._replace(dx_BSD=pipeline.to_previous(carry.dx_BSD))
+        return carry._replace(dx_BSD=stage_collectives.to_previous(carry.dx_BSD))
 
     def push_all(self, grads: Accumulators) -> tuple[Accumulators, Squares]:
         """(accumulators, their Squares) after the sums of every layer that are still local are summed over devices."""
@@ -272,9 +272,9 @@ def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, history=N
     """`engine.loss_and_gradients`, for layers that are divided over `pp`."""
     model = engine.model
     batch = Batch.of(engine, batch_ABS)
-    schedule = SCHEDULES[engine.pp_schedule](batch.microbatches, pipeline.stage()[1])
+    schedule = SCHEDULES[engine.pp_schedule](batch.microbatches, stage_collectives.stage()[1])
     engine = stage_engine(engine)
-    stage = Stage(model, engine, weights, batch, schedule, history, step)
+    stage = PipelineStage(model, engine, weights, batch, schedule, history, step)
     done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first(history))
     grads, squares = stage.push_all(done.grads)
     grads, norm = finish(engine, {stage.segment.name: stage.sums}, grads, squares)
@@ -287,7 +287,7 @@ def largest_of_stages(model: Model, observed: jax.Array | None) -> jax.Array | N
     """The largest magnitudes `[layers, sites]` on all devices, from those of each stage's layers."""
     if observed is None:
         return None
-    entries = stacked_layers(model.num_layers, pipeline.stage()[1])
+    entries = stacked_layers(model.num_layers, stage_collectives.stage()[1])
     of_model = varying(jnp.zeros((entries, observed.shape[1]), observed.dtype), AXES)
     start = collectives.first_layer(len(observed))
     of_model = jax.lax.dynamic_update_slice_in_dim(of_model, observed, start, 0)
@@ -302,7 +302,7 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     starts_BS = varying(each.starts_BS, AXES)
     engine = stage_engine(engine)
     (segment,) = engine.model.segments
-    _, stages = pipeline.stage()
+    _, stages = stage_collectives.stage()
     outer = OuterLayers.of(engine, weights)
     layers = StageLayers(model, engine, weights[segment.name])
     x_BsD = outer.embed(own_part(each.inputs_BS))
@@ -318,7 +318,7 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     def of_stage(i, x_BSD):
         turn = jnp.where(jnp.arange(stages) == i, 0, NONE)  # of one microbatch
         x_BSD = layers.when_any(turn, blocks, x_BSD)
-        return jax.lax.cond(i == stages - 1, lambda x: x, pipeline.to_next, x_BSD)
+        return jax.lax.cond(i == stages - 1, lambda x: x, stage_collectives.to_next, x_BSD)
 
     x_BSD = jax.lax.fori_loop(0, stages, of_stage, varying(collect(x_BsD), AXES))
     targets = {name: own_part(of_tokens) for name, of_tokens in each.targets.items()}

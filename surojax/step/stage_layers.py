@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from surojax.errors import ConfigError
 from surojax.models.model import Model
-from surojax.parallel import collectives, pipeline
+from surojax.parallel import collectives, stage_collectives
 from surojax.parallel.schedule import (
     NONE,
     check_lockstep,
@@ -70,7 +70,7 @@ def _takes_inputs(model: Model, stages: int) -> bool:
 
 def stage_engine(engine: Engine) -> Engine:
     """The engine of one stage."""
-    return dataclasses.replace(engine, model=of_stage(engine.model, pipeline.stage()[1]))
+    return dataclasses.replace(engine, model=of_stage(engine.model, stage_collectives.stage()[1]))
 
 
 def first_layer(engine: Engine) -> jax.Array | int:
@@ -83,7 +83,7 @@ def inputs_of_stage(model: Model, number: Any, recipe_inputs, computes: jax.Arra
 
     number: of the entry. recipe_inputs: those of the layer. computes: False in a stage that has no microbatch.
     """
-    if not _takes_inputs(model, pipeline.stage()[1]):
+    if not _takes_inputs(model, stage_collectives.stage()[1]):
         return recipe_inputs
     return Inputs((number < model.num_layers) & computes, recipe_inputs)
 
@@ -93,7 +93,7 @@ class StageLayers:
 
     def __init__(self, model: Model, engine: Engine, stacks):
         """model: whole. engine: of one stage. stacks: the segment's work weights."""
-        number, stages = pipeline.stage()
+        number, stages = stage_collectives.stage()
         (segment,) = engine.model.segments
         patterns, of_stages = patterns_of_stages(model.segments[0].variants, stages)
         segments = [dataclasses.replace(segment, variants=pattern) for pattern in patterns]
@@ -119,7 +119,7 @@ class StageLayers:
         in lockstep, bool [], if this stage has no microbatch but another one has; the function is then called too, with
         a = 0, and must change nothing. Else True.
         """
-        own = of_stages[pipeline.stage()[0]]
+        own = of_stages[stage_collectives.stage()[0]]
         if self.in_lockstep:
             assert len(self.of_patterns) == 1
 

@@ -12,7 +12,7 @@ from surojax.memory.host import joined, parts, put, read, write
 from surojax.memory.in_file import InFiles
 from surojax.models.model import Model, Segment
 from surojax.numerics.base_formats import dequantise, is_coded
-from surojax.numerics.quantize import work_copy
+from surojax.numerics.quantized import work_copy
 from surojax.optim import optimizer as optim
 from surojax.parallel.feed import from_host
 from surojax.placement.home import DEVICE

@@ -17,8 +17,8 @@ from surojax.memory.host import joined
 from surojax.memory.in_file import InFile, home_of
 from surojax.memory.layer_file import Store
 from surojax.models.model import Model, Segment
-from surojax.numerics import base_formats, quantize
-from surojax.optim.optimizer import Optimizer, Rule
+from surojax.numerics import base_formats, quantized
+from surojax.optim.optimizer import Optimizer, UpdateRule
 from surojax.parallel.schedule import layers_of_stage, stacked_layers
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.layout import Layout, Layouts, stacked
@@ -169,10 +169,10 @@ class StatePlanner:
         spec = stacked(layout)
         row = jax.NamedSharding(self.mesh, spec).shard_shape(work.shape)[-1]
         like = jax.ShapeDtypeStruct(work.shape, table.weights.dtype)
-        planned = quantize.planned(like, table.quants.dtype, 0 if table.one_scale else quantize.block_size(row))
+        planned = quantized.planned(like, table.quants.dtype, 0 if table.one_scale else quantized.block_size(row))
         values = self.array(planned.values.shape, planned.values.dtype, spec, layout.home)
         of_scales = (jax.P(), DEVICE) if table.one_scale else (spec, layout.home)
-        return quantize.Quantized(values, self.array(planned.scales.shape, planned.scales.dtype, *of_scales))
+        return quantized.Quantized(values, self.array(planned.scales.shape, planned.scales.dtype, *of_scales))
 
     def work_stacks(self, segment: Segment):
         """The planned work weights of a segment: of its resident layers, and of its streamed layers, of all stages."""
@@ -256,7 +256,7 @@ class StatePlanner:
 
 
 @functools.lru_cache(maxsize=4096)
-def _state_shapes(rule: Rule, shape: tuple[int, ...], last_dim_shards: int):
+def _state_shapes(rule: UpdateRule, shape: tuple[int, ...], last_dim_shards: int):
     """The shapes of a rule's state for a tensor; the planner asks for the same ones in every plan that it tries."""
     return jax.eval_shape(lambda: rule.init(shape, last_dim_shards))
 

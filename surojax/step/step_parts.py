@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from surojax.placement.home import HOST
 from surojax.placement.layout import Layout, batch_sharding, specs
 from surojax.placement.table import Mesh
-from surojax.step.metrics import plan_metrics
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState, shardings, specs_of
+from surojax.step.step_metrics import plan_metrics
 from surojax.step.update import Update
 
 

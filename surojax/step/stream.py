@@ -47,7 +47,7 @@ class Layer(NamedTuple):
     step: int
 
 
-class Run(NamedTuple):
+class LayerLoop(NamedTuple):
     """Layers of a segment that are one loop: their weights are in one memory, their variants repeat after `period`."""
 
     layers: range
@@ -105,7 +105,7 @@ class Stream(NamedTuple):
 
 
 def over(
-    run: Run,
+    run: LayerLoop,
     lanes: dict[str, Any],
     body: Callable,
     carry: Any,
@@ -171,7 +171,7 @@ def sweep(
     def one(layer: Layer, values, carry, flights):
         return *body(values, carry), flights
 
-    return over(Run(layers, (PLAIN,) * len(layers), 1), lanes, one, carry, flights, **options)
+    return over(LayerLoop(layers, (PLAIN,) * len(layers), 1), lanes, one, carry, flights, **options)
 
 
 def hides_transfers(tokens: int) -> bool:

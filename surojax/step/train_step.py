@@ -16,11 +16,11 @@ from surojax.placement.table import Mesh
 from surojax.step import engine as whole_model, pipeline
 from surojax.step.file_step import FileStep, PendingUpdate, WholeGradients
 from surojax.step.layer_evaluation import LayerEvaluation
-from surojax.step.layer_gradients import NO_FILES, Files, LayerGradients
-from surojax.step.metrics import metrics_of
+from surojax.step.layer_gradients import NO_FILES, LayerGradients, StacksInFiles
 from surojax.step.overlap import OverlappedStep, Pending
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState
+from surojax.step.step_metrics import metrics_of
 from surojax.step.step_parts import StepParts, jitted
 from surojax.step.update import Update
 
@@ -39,7 +39,7 @@ def parts_of(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh)
 
 
 def make_train_step(
-    engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh, files: Files = NO_FILES
+    engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh, files: StacksInFiles = NO_FILES
 ) -> Callable:
     """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), see `metrics`.
 

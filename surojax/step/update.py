@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import Part, balanced, joined, on_device, parts, read
-from surojax.numerics.quantize import is_quantized, work_copy
+from surojax.memory.host import LayerStack, balanced, joined, on_device, parts, read
+from surojax.numerics.quantized import is_quantized, work_copy
 from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
-from surojax.optim.optimizer import Optimizer, Rule, Scalars, UpdateContext
+from surojax.optim.optimizer import Optimizer, Scalars, UpdateContext, UpdateRule
 from surojax.parallel import collectives
 from surojax.parallel.collectives import varying
 from surojax.placement.layout import Layout
@@ -42,7 +42,7 @@ class Tensor(NamedTuple):
     grad: Any
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         """The optimizer's rule for it."""
         return self.optimizer.rule(self.param)
 
@@ -221,7 +221,9 @@ def sweep_parts(lanes: dict[str, Lane], function: Callable, weights, stacks: dic
     return joined(done), stacks
 
 
-def sweep_part(lanes: dict[str, Lane], function: Callable, part: Part, stacks: dict[str, Any]) -> tuple[Any, dict]:
+def sweep_part(
+    lanes: dict[str, Lane], function: Callable, part: LayerStack, stacks: dict[str, Any]
+) -> tuple[Any, dict]:
     """(weights, stacks) after results = function(values) of one layer of a part of the work weights after another.
 
     lanes: of "weights" and of each of the stacks, whose layers function reads and returns by these names, as the lanes
@@ -284,6 +286,6 @@ def update_in_parts(tensor: Tensor, scalars: Scalars, lanes: dict[str, Lane], la
     else:
         work = varying(jnp.zeros(jax.eval_shape(split, master).shape, weights.dtype), tensor.master_layout.stored_axes)
     stacks = jax.tree.map(split, {"master": master, "moments": moments, "grads": tensor.grad})
-    work, new = sweep_part(lanes, update_part, Part(work, 0, n), stacks | {"layer": jnp.arange(n)})
+    work, new = sweep_part(lanes, update_part, LayerStack(work, 0, n), stacks | {"layer": jnp.arange(n)})
     work = collectives.reshard(join(work, master), tensor.master_layout, tensor.weights_layout)
     return TensorState(work, *jax.tree.map(join, (new["master"], new["moments"]), (master, moments)))

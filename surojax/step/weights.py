@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import Part, index_in_loop, on_device, parts, read
+from surojax.memory.host import LayerStack, index_in_loop, on_device, parts, read
 from surojax.models.model import Segment, Variant, runs
 from surojax.numerics import base_formats
-from surojax.numerics.quantize import dequantise_all, largest_magnitude, quantise, quantise_whole
+from surojax.numerics.quantized import dequantise_all, largest_magnitude, quantise, quantise_whole
 from surojax.parallel import collectives
 from surojax.parallel.tensor import largest_of_group
 from surojax.placement.param import Kind, Param
 from surojax.placement.table import Placement
 from surojax.step.spec import Engine
-from surojax.step.stream import Flight, Layer, Run, comes_in_pairs, hides_transfers, over
+from surojax.step.stream import Flight, Layer, LayerLoop, comes_in_pairs, hides_transfers, over
 
 
 class Gather(NamedTuple):
@@ -119,7 +119,7 @@ class Fetch:
     other direction begins.
     """
 
-    def __init__(self, gather: Gather, part: Part, run: Run, *, recomputed: bool):
+    def __init__(self, gather: Gather, part: LayerStack, run: LayerLoop, *, recomputed: bool):
         """part: the stack that holds these layers. recomputed: the backward pass computes blocks again."""
         self.gather = gather
         self.run = run
@@ -255,10 +255,10 @@ class Layers:
         return carry, flights | {"weights": prefetched}
 
 
-def runs_of(variants: tuple[Variant, ...], part: Part) -> list[Run]:
+def runs_of(variants: tuple[Variant, ...], part: LayerStack) -> list[LayerLoop]:
     """The runs of a part of a segment's layers. variants: of all of them."""
     return [
-        Run(
+        LayerLoop(
             range(part.start + run.start, part.start + run.stop),
             variants[part.start + run.start : part.start + run.stop],
             run.period,

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from surojax.memory.host import Part, joined, parts, read, write
+from surojax.memory.host import LayerStack, joined, parts, read, write
 from surojax.memory.in_file import InFiles
 from surojax.placement.home import DEVICE, HOST
 from surojax.step.between import in_rounds, of_round
@@ -23,7 +23,7 @@ class WorkWeights:
 
     def __init__(self, weights: Any, stages: int = 1):
         """weights: the segment's plan."""
-        self.parts: list[Part] = parts(weights)
+        self.parts: list[LayerStack] = parts(weights)
         self.files = [InFiles(part.stack) for part in self.parts]
         self.layers = [range(part.start // stages, part.stop // stages) for part in self.parts]
         self.part_of = [i for i, layers in enumerate(self.layers) for _ in layers]

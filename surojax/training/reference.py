@@ -43,9 +43,9 @@ from surojax.step.objective import (
     OfLogProbabilities,
     OfSequences,
 )
+from surojax.training.initial_state import new_state
 from surojax.training.setup import Setup
 from surojax.training.start import Start
-from surojax.training.state import new_state
 from surojax.untrusted import expanded
 
 FOLDER = "reference"  # in data_cache

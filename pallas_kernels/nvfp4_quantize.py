@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, elementwise, fp8, nvfp4_format as form, shapes, tiles
+from pallas_kernels import dispatch, elementwise, fp8_format, nvfp4_format as form, shapes, tiles
 from pallas_kernels.dispatch import Implementation, need
-from pallas_kernels.fp8 import E4M3
+from pallas_kernels.fp8_format import E4M3
 from pallas_kernels.nvfp4_format import BLOCK, E2M1, NVFP4, WHOLE, OperandPart
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _load(ref, at, layout, dtype):
         return tuple(tiles.load(ref, (*at, second), layout) for second in (0, 1))
     word = tiles.load(ref, at, layout)
     if dtype == jnp.bfloat16:
-        return fp8.from_ordered(word << u32(16)), fp8.from_ordered(word & u32(0xFFFF0000))
+        return fp8_format.from_ordered(word << u32(16)), fp8_format.from_ordered(word & u32(0xFFFF0000))
 
     def half(bits):
         return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), dtype).astype(f32)
@@ -71,7 +71,7 @@ def _byte(pair, inverse, dither):
 
 def _top(*numbers):
     """The elementwise maximum of the magnitudes of arrays, `fp8.ordered`."""
-    tops = [fp8.ordered(x) for x in numbers]
+    tops = [fp8_format.ordered(x) for x in numbers]
     while len(tops) > 1:
         tops = [jnp.maximum(*tops[i : i + 2]) if i + 1 < len(tops) else tops[i] for i in range(0, len(tops), 2)]
     return tops[0]
@@ -79,7 +79,7 @@ def _top(*numbers):
 
 def _stored(scale):
     """Scales as bytes of e4m3."""
-    return fp8.same_bits(fp8.encode(scale, f32(1), E4M3), u8)
+    return fp8_format.same_bits(fp8_format.encode(scale, f32(1), E4M3), u8)
 
 
 def _absmax(x, op: str, interpret: bool):
@@ -126,8 +126,8 @@ def _rows_mosaic(x, seed, part: OperandPart, op: str, interpret: bool) -> NVFP4:
     values, scales = dispatch.launch(
         kernel, operands, op=op, out=out, grid=(n // rows,), names=("blocks",), interpret=interpret
     )
-    values = fp8.same_bits(values, E2M1).reshape(x.shape)
-    scales = fp8.same_bits(scales, E4M3).reshape(*x.shape[:-1], -1)
+    values = fp8_format.same_bits(values, E2M1).reshape(x.shape)
+    scales = fp8_format.same_bits(scales, E4M3).reshape(*x.shape[:-1], -1)
     return NVFP4(values, scales, tensor_scale)
 
 
@@ -167,7 +167,7 @@ def _absmax_mosaic(x, rotation, plain_too: bool, op: str, interpret: bool) -> li
     out = [jax.ShapeDtypeStruct(grid, i32)] * (1 + plain_too)
     operands = _pairs(x, (m // BLOCK, BLOCK, n // 2)), form.signs(rotation).reshape(1)
     peaks = dispatch.launch(kernel, operands, op=op, out=out, grid=grid, names=("rows", "columns"), interpret=interpret)
-    return [fp8.from_ordered(jnp.max(top)) for top in peaks]
+    return [fp8_format.from_ordered(jnp.max(top)) for top in peaks]
 
 
 def _columns_mosaic(x, rotation, columns, rows, part: OperandPart, op: str, interpret: bool) -> list[NVFP4]:
@@ -299,7 +299,11 @@ def _by_tiles(kernel, x, scalars, rows: bool, columns: bool, factors, op: str, i
         interpret=interpret, scratch_types=memory, compiler_params=LANE,
     )  # fmt: skip
     return [
-        NVFP4(fp8.same_bits(values, E2M1).reshape(size), fp8.same_bits(scales, E4M3).reshape(size[0], -1), scale)
+        NVFP4(
+            fp8_format.same_bits(values, E2M1).reshape(size),
+            fp8_format.same_bits(scales, E4M3).reshape(size[0], -1),
+            scale,
+        )
         for values, scales, size, (scale, *_) in zip(outputs[::2], outputs[1::2], sizes, factors, strict=True)
     ]
 
@@ -418,11 +422,11 @@ def _weights(w, transposed: bool, part: OperandPart, implementation: Implementat
 
 def _check(op: str, x, fits: bool, expected: str, name: str = "x", **seeds) -> None:
     """Raises ValueError for a wrong dtype or shape of the array or of a seed."""
-    need(x.dtype in FLOATS and x.size > 0, op, name, "bfloat16, float16 or float32, not empty", fp8.described(x))
+    need(x.dtype in FLOATS and x.size > 0, op, name, "bfloat16, float16 or float32, not empty", fp8_format.described(x))
     need(fits, op, name, expected, x.shape)
     for seed_name, seed in seeds.items():
         ok = seed is None or (jnp.shape(seed) == () and getattr(seed, "dtype", None) in (jnp.int32, u32))
-        need(ok, op, seed_name, "int32 or uint32 []", fp8.described(seed))
+        need(ok, op, seed_name, "int32 or uint32 []", fp8_format.described(seed))
 
 
 def _tiled(op: str, implementation: Implementation, x) -> bool:

@@ -45,7 +45,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, fp8
+from pallas_kernels import dispatch, fp8_format
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.quantize import random_bits, round_with
 from pallas_kernels.shapes import Case, Sizes
@@ -77,7 +77,7 @@ class Hyper(NamedTuple):
         return jnp.stack([jnp.asarray(x, f32) for x in self])
 
 
-class Result(NamedTuple):
+class UpdateResult(NamedTuple):
     """Results of `adamw8bit`, with the shapes and dtypes of the arguments."""
 
     p: jax.Array
@@ -150,7 +150,7 @@ def fractions(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return fraction(0), fraction(8)
 
 
-def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> Result:
+def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> UpdateResult:
     """The reference of `adamw8bit`, for any size of blocks."""
     if seed.ndim > 1:
         return jax.vmap(functools.partial(adamw8bit_xla, work_dtype=work_dtype), (0,) * 6 + (None, 0))(
@@ -168,14 +168,14 @@ def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> Res
     root = decode(in_blocks(v), v_scale[..., None], V_TOP)
     m, v = moments(in_blocks(g), decode(in_blocks(m), m_scale[..., None], M_TOP), root * root, h)
     root = jnp.sqrt(v)
-    m_scale = fp8.absmax(m, axis=-1)
-    v_scale = fp8.absmax(root, axis=-1)
+    m_scale = fp8_format.absmax(m, axis=-1)
+    v_scale = fp8_format.absmax(root, axis=-1)
     m_code, v_code = _rounded(m, root, (m_scale[..., None], v_scale[..., None]), in_blocks(bits))
     kept = jax.lax.optimization_barrier(1 - h[0] * h[4])  # so that it is rounded alike in every program
     new = stepped(in_blocks(p).astype(f32), m, root, h, kept).reshape(p.shape)
     new = round_with(new, bits) if p.dtype == jnp.bfloat16 else new
     work = None if work_dtype is None else new.astype(work_dtype)
-    return Result(new, as_stored(m_code, jnp.int8), m_scale, as_stored(v_code, jnp.uint8), v_scale, work)
+    return UpdateResult(new, as_stored(m_code, jnp.int8), m_scale, as_stored(v_code, jnp.uint8), v_scale, work)
 
 
 def _rounded(m, root, scales, bits) -> tuple[jax.Array, jax.Array]:
@@ -222,7 +222,9 @@ def _body(n: int, per_layer: int, in_place: bool, work: bool):
     return kernel
 
 
-def adamw8bit_mosaic(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None, in_place=False, interpret=False) -> Result:
+def adamw8bit_mosaic(
+    p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None, in_place=False, interpret=False
+) -> UpdateResult:
     """Runs the kernel; blocks are multiples of 128."""
     blocks = m_scale.size
     n = p.size // m_scale.size
@@ -240,7 +242,7 @@ def adamw8bit_mosaic(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None, in_
         op=OP, out=tuple(out), grid=(blocks,), names=("blocks",), interpret=interpret,
     )  # fmt: skip
     new = (x.reshape(y.shape) for x, y in zip(results, (p, m, m_scale, v, v_scale, p), strict=False))
-    return Result(*new, *[None] * (6 - len(results)))
+    return UpdateResult(*new, *[None] * (6 - len(results)))
 
 
 def adamw8bit(
@@ -257,7 +259,7 @@ def adamw8bit(
     in_place: bool = False,
     implementation: Implementation = None,
     interpret: bool = False,
-) -> Result:
+) -> UpdateResult:
     """Updates a matrix whose rows have k blocks each. p, g: float32 or bfloat16. h: `Hyper(...).vector()`.
 
     seed: uint32 (seed, index of the first number), or one such row for each matrix of a stack. Number i of the

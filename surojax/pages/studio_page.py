@@ -18,7 +18,7 @@ import surojax
 from surojax.config import flags
 from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError, need
-from surojax.pages import plan as plan_page
+from surojax.pages import plan_page
 from surojax.pages.template import fill
 from surojax.planner import aot, seen
 from surojax.planner.amounts import GiB, Memory, gib
@@ -27,9 +27,9 @@ from surojax.planner.changes import changed, differing, flags as as_flags
 from surojax.planner.choices import with_batch
 from surojax.planner.file_time import Disks, disks
 from surojax.planner.gpus import GB, GPUS, named, with_nodes
-from surojax.planner.plan import checked, plan
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING, with_limits_lifted
+from surojax.planner.run_plan import checked, plan
 from surojax.planner.search import Space, search
 from surojax.sizes import MOST_GPUS
 
@@ -37,7 +37,7 @@ SHOWN = 5  # settings that fit
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class StudioQuery:
     """A model, a machine and settings. config: with the machine and the settings. given: without the settings.
 
     model: what `--config` takes, or `--config.model_path`. host: GiB of a machine's memory, and files: GB on its
@@ -79,7 +79,7 @@ class Question:
         return f"{self.command('plan')} {shlex.join(words)}"
 
 
-def question(query: Mapping[str, str]) -> Question:
+def question(query: Mapping[str, str]) -> StudioQuery:
     """The question of an address's query. Raises ConfigError for what cannot be read, or is no field."""
     model = query.get("model", "").strip()
     need(bool(model), "model", "a name of configs/, or a Hugging Face folder or name", model, "choose one")
@@ -96,7 +96,7 @@ def question(query: Mapping[str, str]) -> Question:
     flags.override_all(config, settings(query.get("settings", "")))
     disk = query.get("disk", "").strip() or None
     disks(disk)
-    return Question(model, gpu, given, config, number(query, "host"), number(query, "files"), disk)
+    return StudioQuery(model, gpu, given, config, number(query, "host"), number(query, "files"), disk)
 
 
 def number(query: Mapping[str, str], name: str) -> float | None:
@@ -132,7 +132,7 @@ def settings(text: str) -> list[tuple[str, str]]:
     return [(name, value if is_set else "true") for name, is_set, value in pairs]
 
 
-def estimate(asked: Question) -> dict[str, Any]:
+def estimate(asked: StudioQuery) -> dict[str, Any]:
     """Estimated memory and time of a step with these settings, and the commands. Raises ConfigError."""
     space = asked.space()
     x = space.estimated(space.config)
@@ -174,7 +174,7 @@ def tokens(c: Config) -> int:
     return groups * c.per_device_batch_size * c.gradient_accumulation_steps * c.sequence_len
 
 
-def fitting(asked: Question) -> dict[str, Any]:
+def fitting(asked: StudioQuery) -> dict[str, Any]:
     """The fastest settings that fit by estimate, as texts for the form; if none do, what would help.
 
     Raises ConfigError.
@@ -189,7 +189,7 @@ def fitting(asked: Question) -> dict[str, Any]:
     return {"rows": rows, "helps": helps}
 
 
-def compiled(asked: Question) -> str:
+def compiled(asked: StudioQuery) -> str:
     """The page of the plan of these settings, compiled if there is a compiler. Raises ConfigError."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"

@@ -12,10 +12,10 @@ from surojax.placement.home import HOMES
 from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.costs import ATTENTION, DEVICE_COPY, GATHER, HOST_IN, HOST_OUT, PASS, PRODUCT, REDUCE
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan import Plan
+from surojax.planner.plan_text import exposed_rows, memory_rows, table, time_lines, verdict
 from surojax.planner.prediction import milliseconds
 from surojax.planner.rates import WORDS
-from surojax.planner.report import exposed_rows, memory_rows, table, time_lines, verdict
+from surojax.planner.run_plan import Plan
 from surojax.planner.timeline import WAITS
 
 KINDS = {  # of events, in the order of their colours

@@ -8,8 +8,8 @@ from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.file_time import wear
 from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan import Plan
 from surojax.planner.prediction import milliseconds
+from surojax.planner.run_plan import Plan
 
 RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
 ATTENTION = {

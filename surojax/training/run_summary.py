@@ -22,7 +22,17 @@ from surojax.models.model import Model
 from surojax.pages import runs
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
-from surojax.planner import expert_lines, file_time, gpus, hlo, prediction, products, report as planned, seen, traffic
+from surojax.planner import (
+    expert_lines,
+    file_time,
+    gpus,
+    hlo,
+    plan_text as planned,
+    prediction,
+    products,
+    seen,
+    traffic,
+)
 from surojax.planner.amounts import summed
 from surojax.planner.file_time import Disks, SimulatedStep
 from surojax.planner.footprint import estimate_host

@@ -345,7 +345,7 @@ def plan_in_subprocess(config: Config, gpu: str, **options: Any) -> Plan:
 
     Raises ConfigError as `plan` does, and RuntimeError if that process fails.
     """
-    code = "from surojax.planner.plan import serve; serve()"
+    code = "from surojax.planner.run_plan import serve; serve()"
     request = json.dumps({"config": config.to_dict(), "gpu": gpu, "options": options})
     done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
     if done.returncode:

@@ -4,7 +4,7 @@ A new row goes here, and a new feature of it to features.py if several rows name
 architecture stand where that is declared (optim/optimizers.py, step/objectives.py, models/decoder_checks.py).
 
 Conditions on numbers (sizes that must divide each other) and on devices are functions: config/checks.py,
-config/mesh.py, models/decoder_checks.py, config/adapters.py, planner/check_fit.py.
+config/mesh_checks.py, models/decoder_checks.py, config/adapters.py, planner/check_fit.py.
 """
 
 from collections.abc import Callable

@@ -61,7 +61,7 @@ def fits(dtype, head_dim: int) -> bool:
     return jnp.dtype(dtype) in HALF and head_dim % 16 == 0 and head_dim <= LARGEST_HEAD
 
 
-class Rule(NamedTuple):
+class ScoreSettings(NamedTuple):
     """The settings of `attention` that determine a score and how far back a query sees."""
 
     window: int
@@ -88,7 +88,7 @@ class Call(NamedTuple):
     """
 
     offset: int
-    rule: Rule
+    rule: ScoreSettings
     interpret: bool
     dtype: Any = None
 
@@ -107,7 +107,7 @@ def first_seen(starts_BS: jax.Array, window: int, offset: int) -> jax.Array:
 # --- reference --------------------------------------------------------------------------------------------------------
 
 
-def reference(q, k, v, starts, rule: Rule, sinks=None) -> jax.Array:
+def reference(q, k, v, starts, rule: ScoreSettings, sinks=None) -> jax.Array:
     """Softmax over a mask `[B, S, T]`, in jnp."""
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
@@ -344,7 +344,7 @@ def attention(
     128 channels.
     """
     _check(q, k, v, starts, window)
-    rule = Rule(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    rule = ScoreSettings(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
     expected = f"expected 16-bit heads of a multiple of 16 up to {LARGEST_HEAD} channels"
     got = f"{q.dtype} of {q.shape[-1]}"
     if dispatch.chosen("attention", implementation, fits(q.dtype, q.shape[-1]), expected, got):
@@ -354,11 +354,11 @@ def attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attention(q, k, v, starts, sinks, rule: Rule, interpret: bool):
+def _attention(q, k, v, starts, sinks, rule: ScoreSettings, interpret: bool):
     return _attention_fwd(q, k, v, starts, sinks, rule, interpret)[0]
 
 
-def _attention_fwd(q, k, v, starts, sinks, rule: Rule, interpret: bool):
+def _attention_fwd(q, k, v, starts, sinks, rule: ScoreSettings, interpret: bool):
     S = q.shape[1]
     o, lse = _forward_mosaic(*_whole_tiles(q, k, v, starts, rule.window), Call(k.shape[1] - S, rule, interpret))
     o, lse = o[:, :S], lse[:, :, :S]
@@ -367,7 +367,7 @@ def _attention_fwd(q, k, v, starts, sinks, rule: Rule, interpret: bool):
     return o, Saved(q, k, v, starts, sinks, o, lse)
 
 
-def _attention_bwd(rule: Rule, interpret: bool, saved: Saved, do):
+def _attention_bwd(rule: ScoreSettings, interpret: bool, saved: Saved, do):
     S = do.shape[1]
     T = saved.k.shape[1]
     delta = jnp.einsum("bshc,bshc->bhs", saved.o, do, preferred_element_type=f32)
@@ -391,7 +391,7 @@ def fits_part(dtype, head_dim: int, tokens: int) -> bool:
 
 
 def forward_part(
-    q, k, v, first, rule: Rule, *, causal: bool, interpret: bool = False
+    q, k, v, first, rule: ScoreSettings, *, causal: bool, interpret: bool = False
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
     """(softmax(score(q k^T)) v over a part of the keys, log-sum-exp of their scores), both float32.
 
@@ -402,7 +402,7 @@ def forward_part(
     return _forward_mosaic(q, k, v, first, Call(0 if causal else k.shape[1], rule, interpret, f32))
 
 
-def backward_part(q, k, v, first, lse, delta, do, rule: Rule, *, causal: bool, interpret: bool = False):
+def backward_part(q, k, v, first, lse, delta, do, rule: ScoreSettings, *, causal: bool, interpret: bool = False):
     """(dq, dk, dv) that come from a part of the keys, float32.
 
     lse, delta: float32 `[B, H, S]` of *all* keys, log-sum-exp and sum(do * o). Others: as in `forward_part`.

@@ -9,7 +9,7 @@ from surojax.inference.prompts import conversation_ids
 from surojax.inference.trained_model import Trained
 
 
-class Conversation:
+class ChatHistory:
     """The messages of a conversation, each with a `role` and its `content`.
 
     system: the first message, which is never cut; "": none. max_tokens: of an answer. length: tokens of prompt and

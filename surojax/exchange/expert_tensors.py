@@ -21,7 +21,7 @@ DOWN = "down_proj"
 KINDS = {".weight": "", ".bias": "_bias"}  # ends of our names, and of those of tensors of all experts
 
 
-class Part(NamedTuple):
+class ExpertTensor(NamedTuple):
     """The place of a tensor of all experts in files.
 
     names: of the tensors, one for each expert, or one of all. half: which of two parts of its outputs, None: all of
@@ -125,13 +125,13 @@ def without_number(name: str) -> tuple[str, int | None]:
 
 def parts_in(
     names: Iterable[str], files: ExpertFiles, field: str = "model_path", fix: str = "fetch the model again"
-) -> dict[str, Part]:
+) -> dict[str, ExpertTensor]:
     """{name of a tensor of all experts: its place} among the names of tensors in files.
 
     field, fix: of the message. Raises ConfigError if one of the experts is missing.
     """
     numbers: dict[str, set[int]] = {}
-    found: dict[str, Part] = {}
+    found: dict[str, ExpertTensor] = {}
     for name in names:
         of_all, number = without_number(name)
         if number is not None:
@@ -139,14 +139,14 @@ def parts_in(
         for kind, end in KINDS.items():
             if name.endswith(files.gate_up + end):
                 before = name.removesuffix(files.gate_up + end) + EXPERTS
-                found |= {f"{before}{half}{kind}": Part((name,), i, files) for i, half in enumerate(HALVES)}
+                found |= {f"{before}{half}{kind}": ExpertTensor((name,), i, files) for i, half in enumerate(HALVES)}
             elif name.endswith(files.down + end):
-                found[name.removesuffix(files.down + end) + EXPERTS + DOWN + kind] = Part((name,), None, files)
+                found[name.removesuffix(files.down + end) + EXPERTS + DOWN + kind] = ExpertTensor((name,), None, files)
     for name, experts in numbers.items():
         if missing := sorted(set(range(len(experts))) - experts):
             raise ConfigError(
                 f"{field}: expected {of_expert(name, missing[0])} beside that of expert {max(experts)}, got no such "
                 f"tensor; {fix}"
             )
-        found[name] = Part(tuple(of_expert(name, expert) for expert in range(len(experts))))
+        found[name] = ExpertTensor(tuple(of_expert(name, expert) for expert in range(len(experts))))
     return found

@@ -102,7 +102,7 @@ def dequantise(q: Quantized, dtype) -> jax.Array:
     """The numbers of a Quantized in `dtype`; values and scales are multiplied in float32."""
     if has_one_scale(q):
         return (q.values.astype(jnp.float32) * q.scales[..., None, None]).astype(dtype)
-    return kernels.dequantize_blocks(kernels.Blocks(q.values, q.scales), dtype, implementation="xla")
+    return kernels.dequantize_blocks(kernels.BlockQuantized(q.values, q.scales), dtype, implementation="xla")
 
 
 def dequantise_all(tree, dtype):

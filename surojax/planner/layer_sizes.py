@@ -13,7 +13,7 @@ from surojax.assembly.assemble import Assembly
 from surojax.memory.host import parts
 from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment
-from surojax.numerics import quantize
+from surojax.numerics import quantized
 from surojax.numerics.base_formats import bytes_per_number
 from surojax.optim import optimizer as optim
 from surojax.parallel.schedule import SCHEDULES, Patterns, layers_of_stage, patterns_of_stages
@@ -316,7 +316,7 @@ def _traced_residuals(
     forward = next(s for s in traced.segments if s.name == segment.name).block_forward
     layer = structure.unflatten([jax.ShapeDtypeStruct(of_weight, dtype) for of_weight in weights])
     if precision.fp8:  # matrices are quantised to float8 with one scale each
-        quantise = functools.partial(quantise_with_one_scale, segment.params, dtype=quantize.DTYPES["fp8"])
+        quantise = functools.partial(quantise_with_one_scale, segment.params, dtype=quantized.DTYPES["fp8"])
         layer = jax.eval_shape(quantise, layer)
     variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
     x = jax.ShapeDtypeStruct(shape, dtype)
