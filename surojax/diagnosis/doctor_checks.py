@@ -53,7 +53,7 @@ assert {name for check in CHECKS.values() for name in check.options} <= BY_NAME.
 def in_process(name: str, asked: Asked) -> Iterator[Verdict]:
     """Yields the verdicts of a check, which runs in a process of its own with a limit of time."""
     check = CHECKS[name]
-    code = f"import sys; sys.path[:] = {sys.path!r}; from surojax.diagnosis import checks; checks.serve(*sys.argv[1:])"
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve(*sys.argv[1:])"
     environment = dict(os.environ)
     if (platforms := environment.get("JAX_PLATFORMS")) and "cpu" not in platforms.split(","):
         environment["JAX_PLATFORMS"] = f"{platforms},cpu"  # what a step on a GPU is compared with
