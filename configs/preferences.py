@@ -2,7 +2,8 @@
 
     surojax train --config preferences --config.model_path=MODEL --config.data=pairs.jsonl
 
-A row has prompt, chosen and rejected, see docs/preferences.md. --config.objective names another loss.
+A row has prompt, chosen and rejected, see docs/preferences.md. --config.objective names another loss, such as
+"reward", which makes a reward model.
 """
 
 from surojax import default_config

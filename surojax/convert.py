@@ -25,10 +25,11 @@ from surojax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from surojax.data.tokenizer_files import read_folder
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, refusing, short_exit_codes
 from surojax.exchange import config_json, gguf, gguf_export, peft, small_files
+from surojax.exchange.adapter_config import labels_of_adapter
 from surojax.exchange.checkpoint_tensors import CheckpointTensors
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.gguf_export import DTYPES as GGUF_DTYPES, export_gguf
-from surojax.exchange.huggingface import read_config
+from surojax.exchange.huggingface import labels_of, read_config
 from surojax.exchange.merge import Merged
 from surojax.exchange.model_tensors import Tensors, describe_source
 from surojax.exchange.naming import naming_of
@@ -38,6 +39,7 @@ from surojax.inference import parity
 from surojax.inference.trained_model import check_trained_with
 from surojax.models.model import Model
 from surojax.run import on_disk
+from surojax.step.objectives import OBJECTIVES, objective_of
 from surojax.untrusted import expanded
 
 DEFAULT_DTYPE = "bfloat16"
@@ -97,7 +99,8 @@ def merge(
     to_gguf = gguf.is_gguf(Path(folder))
     (gguf_export.check_dtype if to_gguf else check_dtype)(dtype)
     check_out(folder)
-    opened = open_model(base, tokenizer)
+    num_labels = max(map(labels_of_adapter, adapter_folders), default=0)
+    opened = open_model(base, tokenizer, num_labels=num_labels)
     has_experts = any(segment.statistics is not None for segment in opened.model.segments)
     if experts_together and (to_gguf or not has_experts):
         got = "a .gguf file, which always has that" if to_gguf else "a model without experts"
@@ -114,8 +117,11 @@ def merge(
     return export(tensors, opened.model, config, opened.files, folder, **how)
 
 
-def open_model(source: str | Path, tokenizer: str = "") -> Opened:
-    """Opens what `convert` takes; reads settings and small files, and tensors only to compare a tied head."""
+def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) -> Opened:
+    """Opens what `convert` takes; reads settings and small files, and tensors only to compare a tied head.
+
+    num_labels: above 0, a language model gets a new head of so many numbers.
+    """
     if not is_model(source) and (
         opened := on_disk.read_newest(source, lambda found: _open_checkpoint(found, tokenizer))
     ):
@@ -128,7 +134,10 @@ def open_model(source: str | Path, tokenizer: str = "") -> Opened:
     c = default_config()
     c.model_path = str(source)
     c.tokenizer = tokenizer or c.tokenizer
+    c.objective = objective_of(num_labels)
     c = resolved(c)
+    c.objective = objective_of(c.model.num_labels)
+    c.per_device_batch_size = OBJECTIVES[c.objective].together
     checks.check(c)
     model = from_config.model(c)
     weights = open_weights(c, model)
@@ -157,6 +166,8 @@ def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
     """
     fields = c.model.to_dict()
     tokenizer = load_tokenizer(c.tokenizer)
+    # transformers scores the last token that is no padding; a model that classifies already says what that is.
+    padding = {"pad_token_id": tokenizer.pad_id} if c.model.num_labels else {}
     if c.tokenizer != "bytes":  # which is also said by a model without a tokenizer
         checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
     files = tokenizer_files(c.tokenizer)
@@ -166,11 +177,13 @@ def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
             said = gguf.config(gguf.open_file(source))
             tokens = {key: said[key] for key in ("bos_token_id", "eos_token_id")}
             generation = {GENERATION: encoded({key: id_ for key, id_ in tokens.items() if id_ is not None})}
-            return config_json.made(fields, said["max_position_embeddings"], tokens), files | generation
+            return config_json.made(fields, said["max_position_embeddings"], tokens | padding), files | generation
         found = described(c, read_config(source))
         if config_json.agrees(found, fields):
-            return found, files | small_files.read_small_files(source, (GENERATION,))
-    tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+            return {**padding, **found} if labels_of(
+                read_config(source)
+            ) else found | padding, files | small_files.read_small_files(source, (GENERATION,))
+    tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} | padding
     return config_json.made(fields, c.sequence_len, tokens), files
 
 

@@ -57,9 +57,10 @@ from surojax.run.restore import check_restorable
 from surojax.run.shared import check_shared, is_first
 from surojax.run.stop import ABORTED, EarlyStop, StopSignal, ended_at_once
 from surojax.step.objective import Objective
+from surojax.step.objectives import OBJECTIVES
 from surojax.step.state import TrainState
 from surojax.training.evaluation import early_stopping, evaluation_summary
-from surojax.training.initial_state import first_state, restored, write_adapter
+from surojax.training.initial_state import ADAPTER, first_state, restored, write_adapter
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
 from surojax.training.reference import with_reference
@@ -216,6 +217,8 @@ def train(
             say("no text is sampled with several processes: `surojax generate` does it from the checkpoint")
         elif finished and c.sample_tokens and run.engine.table.weights.home.in_file:
             say("no text is sampled with weights in files: `surojax generate` does it from the checkpoint")
+        elif finished and c.sample_tokens and not run.model.has_logits:
+            say("no text is sampled of a reward model: `surojax convert` writes it as a folder for transformers")
         elif finished and c.sample_tokens:
             say(sample(c, run, done.state.weights, start.tokenizer, start.found.held_out))
         say(f"{done.step - start.first_step} steps in {time.perf_counter() - started:.0f} s")
@@ -356,7 +359,12 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
     except KeyboardInterrupt:
         print(aborted(again), file=sys.stderr)
         sys.exit(ABORTED)
-    say(f"sample: {shlex.join([*typed('generate'), '--checkpoint', str(c.output_dir)])} --prompt TEXT")
+    if OBJECTIVES[c.objective].num_labels:
+        adapter = ["merge", str(c.model_path), str(Path(c.output_dir) / ADAPTER)]
+        source = [*typed("convert"), *(adapter if c.lora else ["--checkpoint", str(c.output_dir), "--out"])]
+        say(f"export: {shlex.join(source)} FOLDER")
+    else:
+        say(f"sample: {shlex.join([*typed('generate'), '--checkpoint', str(c.output_dir)])} --prompt TEXT")
     elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
     longer = again
     if result.finished and result.stopped_by:

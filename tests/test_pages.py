@@ -18,6 +18,7 @@ from surojax.config import checks, flags
 from surojax.config.fields import DEFAULTS, FIELDS
 from surojax.convert import merge_parser
 from surojax.planner import choices, footprint, products, step_collectives, traffic
+from surojax.step.objectives import OBJECTIVES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -124,6 +125,7 @@ def test_commands_are_taken(page, line):
         c = flags.parse(known, completion.own_parser(verb))[0]
         if verb == "distill":
             c.objective = "distill"  # as the command does
+        c.model.num_labels = OBJECTIVES[c.objective].num_labels  # as MODEL has it then
         checks.check(c)
     else:
         completion.own_parser(verb).parse_args(arguments)

@@ -141,7 +141,7 @@ def lora(c: configs.Config) -> Lora:
         rank=c.lora_rank,
         alpha=c.lora_alpha,
         targets=target_names(c.lora_target_modules, experts=c.model.num_experts > 0),
-        saved=saved_names(c.modules_to_save),
+        saved=saved_names(c.modules_to_save, num_labels=c.model.num_labels),
         dtype=c.lora_dtype,
         rank_stabilised=c.use_rslora,
         magnitudes=c.use_dora,

@@ -233,6 +233,8 @@ class ModelSettings:
     sliding_window: int = declare(0, AT_LEAST_0)
     # every n-th layer attends to all positions (Gemma 3: 6, gpt-oss: 2); 0 = none
     sliding_window_pattern: int = declare(0, AT_LEAST_0)
+    # 1: a reward model, whose head computes one number; 0: a language model. With model_path the objective decides
+    num_labels: int = declare(0, choices=(0, 1))
     # standard deviation of the initial weights
     initializer_range: float = declare(0.02, POSITIVE)
 
@@ -299,7 +301,7 @@ class AdapterSources:
     lora_adapter: str = ""
     # folder of an adapter in PEFT's format that is merged into the base, frozen with it
     lora_base_adapter: str = ""
-    # comma list of outer layers that are trained whole: embed_tokens, lm_head
+    # comma list of outer layers that are trained whole: embed_tokens, lm_head; a reward model's score always is
     modules_to_save: str = ""
 
 
@@ -357,7 +359,8 @@ class ObjectiveSettings:
     """The loss that training minimises."""
 
     # cross_entropy of the next token; with a teacher's labels: distill; of rows with a chosen and a rejected answer:
-    # dpo, ipo, orpo, simpo; of rows with an answer and its rating: kto; of rollouts: grpo
+    # dpo, ipo, orpo, simpo, and reward, which makes a reward model; of rows with an answer and its rating: kto; of
+    # rollouts: grpo
     objective: str = declare(CROSS_ENTROPY, choices=tuple(OBJECTIVES))
 
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from surojax.data.data_rows import NotARow
 from surojax.data.datasets import INSTRUCTION_FIELDS, MESSAGES, PROMPT_FIELDS, Dataset, field_names
 from surojax.data.rendering import Message
+from surojax.declared import LARGEST_FLOAT
+from surojax.errors import shown
 from surojax.untrusted import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -159,6 +161,16 @@ def preference(
             "correct or remove the row"
         )
     return better, worse
+
+
+def margin(record: Mapping[str, Any], dataset: Dataset) -> float:
+    """Returns by how much the chosen answer of a preference is better; 0 if the row does not say. Raises NotARow."""
+    value = record.get(dataset.margin_field)
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_FLOAT:
+        raise NotARow(f"expected a finite number in {dataset.margin_field!r}, got {shown(value)}; correct the row")
+    return float(value)
 
 
 _TIE = "expected two answers of which one is better, got the same text for both; remove the row"

@@ -36,6 +36,7 @@ USES = {
     "output_field": ("instruction",),
     "chosen_field": ("preference",),
     "rejected_field": ("preference",),
+    "margin_field": ("preference",),
     "messages_field": ("conversation",),
     "role_field": ("conversation", "preference"),
     "content_field": ("conversation", "preference"),
@@ -71,6 +72,7 @@ class Dataset:
     instruction_field, input_field (may be missing or empty), output_field: of an instruction, in another form. A row
       that has both is read in the form whose fields are named here, else in the first.
     chosen_field, rejected_field: of a preference, beside its prompt_field, which conversations need not have.
+    margin_field: of a preference, by how much the chosen answer is better; may be missing.
     label_field: of an answer that is rated (unpaired), true or false, beside its prompt_field and completion_field.
     messages_field: of a conversation; "": "messages", else "conversations".
     role_field, content_field: of a message; "": "role", else "from"; "content", else "value".
@@ -93,6 +95,7 @@ class Dataset:
     output_field: str = "output"
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
+    margin_field: str = "margin"
     label_field: str = "label"
     messages_field: str = ""
     role_field: str = ""

@@ -29,6 +29,7 @@ from surojax.errors import ConfigError
 
 TRAIN_ON = ("assistant", "last", "all")
 DESIRABLE = "desirable"  # the array that says whether an unpaired answer is a good one, by its sign
+MARGIN = "margin"  # the array with the margin of a preference, at the first token of the chosen answer
 _FORMAT = 1  # part of every fingerprint; to be raised if the same row and settings would give other ids or masks
 # "if_open": if the last piece has no token that ends an answer.
 type Eos = Literal["always", "if_open", "never"]
@@ -149,7 +150,8 @@ class Encoder:
             _of_row(row, [next(examples) for _ in of_row], is_preference=is_preference)
             for row, of_row in zip(rows, read, strict=True)
         ]
-        return [*map(self._labelled, rows, found)] if self._dataset.type == "unpaired" else found
+        with_numbers = {"unpaired": self._labelled, "preference": self._with_margin}.get(self._dataset.type)
+        return [*map(with_numbers, rows, found)] if with_numbers else found
 
     def _with_other_answers(self, rows: list[DataRow | BadRow], read: "list[tuple[_Content, ...]]"):
         """Returns the content of unpaired rows, each followed by its prompt with the answer of another row.
@@ -169,6 +171,15 @@ class Encoder:
             return example
         sign = 1.0 if conversations.is_desirable(row.record, self._dataset) else -1.0
         return example._replace(numbers={DESIRABLE: np.full(len(example.ids), sign, np.float32)})
+
+    def _with_margin(self, row: DataRow | BadRow, example: Example | BadRow) -> Example | BadRow:
+        """Returns a preference's example with `MARGIN`: a label's, since an array has numbers of labels."""
+        if isinstance(example, BadRow) or isinstance(row, BadRow):
+            return example
+        assert example.trained is not None, "a prompt is not trained"
+        margins = np.zeros(len(example.ids), np.float32)
+        margins[np.argmax(example.trained)] = conversations.margin(row.record, self._dataset)
+        return example._replace(numbers={MARGIN: margins})
 
     def _drafts(self, rows: list[DataRow | BadRow], contents: "list[_Content]") -> list[_Draft | BadRow]:
         """Returns the drafts of the contents of rows; all conversations are rendered together."""
@@ -201,6 +212,7 @@ class Encoder:
                 return (self._checked(conversations.conversation(row.record, dataset, self._system_prompt)),)
             if dataset.type == "preference":
                 pair = conversations.preference(row.record, dataset, self._system_prompt)
+                conversations.margin(row.record, dataset)
                 return tuple(map(self._content, pair))
             if dataset.type == "unpaired":
                 conversations.is_desirable(row.record, dataset)

@@ -50,7 +50,7 @@ class Settings:
 
 SETTINGS = tuple(field.name for field in fields(Settings))
 OF_ANSWERS = {  # types of rows for which there are objectives: their fields, and such an objective
-    "preference": ("prompt, chosen, rejected", "'dpo', or to 'orpo' or 'simpo', which need no reference"),
+    "preference": ("prompt, chosen, rejected", "'dpo', to 'orpo' or 'simpo', which need no reference, or to 'reward'"),
     "unpaired": ("prompt, completion, label", "'kto'"),
     "rollout": ("prompt_ids, completion_ids, logprobs, rewards or advantages", "'grpo'"),
 }
@@ -161,13 +161,14 @@ def load_data(
     eval_batch_size: int,
     rows: str = "",
     together: int = 1,
+    is_scored: bool = False,
     say: Callable[[str], None] = print,
 ) -> Data:
     """Returns the samples to train on and the batches to evaluate on.
 
     `settings.data` is not read if there are `entries.datasets`. eval_batch_size: samples of an evaluation batch.
     rows: the type of rows that the objective takes; "": any other. together: so many documents of a row, which are
-    samples, stay next to each other.
+    samples, stay next to each other. is_scored: samples say which token is the last, see `samples.ExampleRows.padding`.
 
     Raises ConfigError for whatever is wrong with files, rows or settings, for a set that is empty, and if neither
     `settings.data` nor an entry says what to train on.
@@ -185,7 +186,7 @@ def load_data(
     _check_rows(entries, settings, rows)
     if _has_rows(entries) and (note := templates.template_note(settings.chat_template, tokenizer)):
         say(note)
-    loader = _Loader(settings, tokenizer, open_once, say, together)
+    loader = _Loader(settings, tokenizer, open_once, say, together, tokenizer.pad_id if is_scored else None)
     if entries.datasets:
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
     else:
@@ -308,6 +309,7 @@ class _Loader(NamedTuple):
     open_set: OpenSet
     say: Callable[[str], None]
     together: int
+    padding: int | None
 
     def dataset(self, dataset: Dataset, holds_out: bool) -> Prepared:
         s = self.settings
@@ -347,6 +349,7 @@ class _Loader(NamedTuple):
             packed=s.sample_packing,
             is_text=is_text,
             together=self.together,
+            padding=self.padding,
             on_long=s.on_long,
             instead=instead,
             say=self.say,

@@ -2,8 +2,9 @@
 
 A sample is a dict of int32 arrays [S]: "inputs"; "labels", the next token or IGNORED; and in packed rows "starts", for
 each position the index in its row at which its document starts. A label is the next token of the same document if that
-token is a target of the loss. A corpus with further numbers has float32 arrays [S] of those of the labels. The rest of
-a row is padding: input 0, label IGNORED, numbers 0, a document of its own.
+token is a target of the loss. A corpus with further numbers has float32 arrays [S] of those of the labels. Rows of
+which the last token is scored have "scored", 1 there and 0 elsewhere. The rest of a row is padding: input 0, label
+IGNORED, numbers 0, a document of its own.
 """
 
 import hashlib
@@ -97,7 +98,11 @@ class Windows:
 
 @dataclass(frozen=True)
 class ExampleRows:
-    """Rows of whole examples, by a plan. packed: samples have "starts". together: see `Samples`."""
+    """Rows of whole examples, by a plan. packed: samples have "starts". together: see `Samples`.
+
+    padding: samples have "scored", at the last token of a document that is not this one, as transformers' models for
+    sequence classification find it; None: they have not.
+    """
 
     corpus: Corpus
     sequence_len: int
@@ -106,6 +111,7 @@ class ExampleRows:
     fingerprint: str
     packed: bool
     together: int = 1
+    padding: int | None = None
 
     @property
     def name(self) -> str:
@@ -127,6 +133,7 @@ class ExampleRows:
         inputs = np.zeros(self.sequence_len, np.int32)
         labels = np.full(self.sequence_len, IGNORED, np.int32)
         starts = np.empty(self.sequence_len, np.int32)
+        scored = np.zeros(self.sequence_len, np.int32)
         numbers = {name: np.zeros(self.sequence_len, np.float32) for name in self.corpus.numbers}
         position = 0
         for piece in self.plan.row(index).tolist():
@@ -139,9 +146,13 @@ class ExampleRows:
                 numbers[name][position : position + len(of_next)] = of_next
                 numbers[name][here][labels[here] == IGNORED] = 0
             starts[here] = position
+            if self.padding is not None:
+                others = np.flatnonzero(inputs[here] != self.padding)
+                scored[position + (others[-1] if len(others) else 0)] = 1
             position += length
         starts[position:] = position
         sample = {"inputs": inputs, "labels": labels} | numbers
+        sample |= {} if self.padding is None else {"scored": scored}
         return sample | {"starts": starts} if self.packed else sample
 
     def release(self) -> None:
@@ -249,6 +260,7 @@ def windows_or_rows(
     is_text: bool = True,
     together: int = 1,
     on_long: str = "cut",
+    padding: int | None = None,
     instead: str = "",
     say: Callable[[str], None] = print,
 ) -> Windows | ExampleRows:
@@ -256,7 +268,7 @@ def windows_or_rows(
 
     is_text: the examples are plain text, so a long one continues in another row; else its end is cut off. together: so
     many examples, one after the other, belong to each other, as both answers of a preference: all are left out if one
-    is. instead: the setting that can name other examples, for a message; "": none.
+    is. padding: see `ExampleRows`. instead: the setting that can name other examples, for a message; "": none.
 
     Says how many examples are longer than a row, and how much of packed rows is padding. Raises ConfigError if no
     example remains.
@@ -294,7 +306,7 @@ def windows_or_rows(
     )
     settings = (f"packed={packed}", f"on_long={on_long if pieces.num_long else None}")
     fingerprint = fingerprint_of((corpus.fingerprint, *settings, *(["pairs"] if together > 1 else [])))
-    return ExampleRows(corpus, sequence_len, pieces, plan, fingerprint, packed, together)
+    return ExampleRows(corpus, sequence_len, pieces, plan, fingerprint, packed, together, padding)
 
 
 def _inputs_and_labels(corpus: Corpus, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -62,6 +62,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def pad_id(self) -> int:
+        """The token with which other programs fill up a batch: the tokenizer's own, or `eos_id`."""
+        ...
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end a sampled answer: `eos_id`, and the tokens that end a turn of a conversation."""
         ...
@@ -117,6 +122,7 @@ class ByteTokenizer:
     eos_id: int = 256
     bos_id: int | None = None
     adds_bos: bool = False
+    pad_id: int = 256
     stop_ids: frozenset[int] = frozenset({256})
     bos: str = "<s>"
     eos: str = "</s>"
@@ -187,6 +193,8 @@ class HuggingFaceTokenizer:
         self.adds_bos: bool = self.bos_id is not None and (
             self._tokenizer.encode("").ids[:1] == [self.bos_id] if files.adds_bos is None else files.adds_bos
         )
+        pad_id = self._tokenizer.token_to_id(files.pad) if files.pad else None
+        self.pad_id: int = self.eos_id if pad_id is None else pad_id
         ends_of_turn = [special[name] for name in END_OF_TURN_NAMES if name in special]
         self.stop_ids: frozenset[int] = frozenset([self.eos_id, *stops, *ends_of_turn])
         self.chat_template: str = files.chat_template

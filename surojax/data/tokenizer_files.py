@@ -15,14 +15,16 @@ class TokenizerFiles:
     """The contents of a tokenizer's files.
 
     tokenizer: JSON text of a tokenizer.json. chat_template: Jinja text; "": none. bos, eos: texts of the tokens that
-    begin and end a document; "": unknown. stop_ids: tokens that end a sampled answer, as far as they are known.
-    adds_bos: whether documents begin with bos; None: the post-processor in `tokenizer` decides.
+    begin and end a document; pad: of that which fills up a batch; "": unknown. stop_ids: tokens that end a sampled
+    answer, as far as they are known. adds_bos: whether documents begin with bos; None: the post-processor in
+    `tokenizer` decides.
     """
 
     tokenizer: str
     chat_template: str = ""
     bos: str = ""
     eos: str = ""
+    pad: str = ""
     stop_ids: tuple[int, ...] = ()
     adds_bos: bool | None = None
 
@@ -40,6 +42,7 @@ def read_folder(folder: Path) -> TokenizerFiles:
         chat_template=_read_template(folder, settings.get("chat_template")),
         bos=_token_text(settings.get("bos_token")),
         eos=_token_text(settings.get("eos_token")),
+        pad=_token_text(settings.get("pad_token")),
         stop_ids=tuple(dict.fromkeys(stop_ids)),
         adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
     )

@@ -21,7 +21,7 @@ from surojax.models.experts import SHARED
 from surojax.models.lora import ALL_LINEAR, SAVED, TARGETS, Lora
 from surojax.models.model import Model
 from surojax.placement.param import Kind
-from surojax.untrusted import read_json
+from surojax.untrusted import expanded, read_json
 
 CONFIG = "adapter_config.json"
 
@@ -43,6 +43,8 @@ UNUSED = {
     "runtime_config",
     "task_type",
 }
+# PEFT writes this name beside "score" for every model for sequence classification; other families have such a head.
+OTHER_CLASSIFIERS = "classifier"
 # Values that leave the arithmetic as it is, besides null, false and what is empty.
 OFF: dict[str, tuple] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva")}
 
@@ -77,7 +79,7 @@ def adapter_config_of(lora: Lora, model: Model, base_name: str, naming: Naming) 
     theirs = {ours: name for name, ours in SAVED.items()}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if model.has_logits else "SEQ_CLS",
         "base_model_name_or_path": base_name or None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -132,7 +134,9 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lor
     for key in ("use_rslora", "use_dora"):
         need(isinstance(content.get(key), bool | None), key, "true or false")
     saved = content.get("modules_to_save") or []
-    known = [] if model.head == "embed" else list(SAVED)
+    if not model.has_logits and isinstance(saved, list):
+        saved = [name for name in saved if name != OTHER_CLASSIFIERS]
+    known = [] if model.head == "embed" else [name for name, ours in SAVED.items() if ours in model.outer_params]
     expected = f"names among {', '.join(known)}" if known else "none for a model whose head is its embedding"
     need(isinstance(saved, list) and all(name in known for name in saved), "modules_to_save", expected)
     target_modules = content.get("target_modules")
@@ -159,6 +163,11 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lor
         magnitudes=bool(content.get("use_dora")),
     )
     return lora, of_experts
+
+
+def labels_of_adapter(folder: str | Path) -> int:
+    """Numbers that the head computes of the model that a folder's adapter is of; 0: it is a language model."""
+    return 1 if _content(expanded(folder)).get("task_type") == "SEQ_CLS" else 0
 
 
 def _content(folder: Path) -> dict[str, Any]:

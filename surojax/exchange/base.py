@@ -93,5 +93,6 @@ def described_format(tensors: Tensors, model: Model, wanted: str) -> str:
     if not wanted:
         return f", dequantised from {min(stored)}" if stored else ""
     if isinstance(tensors, DerivedTensors):
-        return f", quantised to {wanted} after an adapter is merged into it"
+        after = " after an adapter is merged into it" if tensors.made_with else ""
+        return f", quantised to {wanted}{after}"
     return f", in {wanted} as it is stored" if stored else f", quantised to {wanted}"

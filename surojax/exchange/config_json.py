@@ -10,7 +10,7 @@ from typing import Any
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.exchange import compressed
-from surojax.exchange.huggingface import model_fields
+from surojax.exchange.huggingface import labels_of, model_fields
 from surojax.families.family import ModelFamily
 from surojax.families.registry import FAMILIES
 
@@ -48,8 +48,8 @@ def made(
     wanted = normal(fields)
     differences: dict[str, list[str]] = {}
     for name, family in families.items():
-        candidate = _candidate(family, fields) | {"max_position_embeddings": max_positions} | tokens
         try:
+            candidate = _candidate(family, fields) | {"max_position_embeddings": max_positions} | tokens
             computed = normal(model_fields(candidate))
         except ConfigError:  # the family's class does not compute it either
             continue
@@ -62,6 +62,26 @@ def made(
         f"export: expected fields of a family of Hugging Face ({', '.join(families)}), got a model that is none: "
         f"{nearest} does not have {missing}"
     )
+
+
+def with_labels(config: dict[str, Any], num_labels: int) -> dict[str, Any]:
+    """The config.json of a model with a head of so many numbers, from that of a language model; 0: the same one.
+
+    Raises ConfigError if transformers has no such models of its family.
+    """
+    if not num_labels or labels_of(config):
+        return config
+    family = FAMILIES.get(str(config.get("model_type")))  # one that is not known is refused when it is read
+    if family and family.classifier is None:
+        known = ", ".join(name for name, family in FAMILIES.items() if family.classifier)
+        raise ConfigError(
+            f"model.num_labels: expected 0 for a {family.model_type}, of which transformers has no models for sequence "
+            f"classification, got {num_labels}; give a model of {known}"
+        )
+    names = {str(i): f"LABEL_{i}" for i in range(num_labels)}
+    numbers = {name: int(i) for i, name in names.items()}
+    classifier = family.classifier if family else "ForSequenceClassification"
+    return config | {"architectures": [classifier], "id2label": names, "label2id": numbers}
 
 
 def agrees(config: dict[str, Any], fields: dict[str, Any]) -> bool:
@@ -88,4 +108,5 @@ def _candidate(family: ModelFamily, fields: dict[str, Any]) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_dropout": 0.0,
     }
-    return family.both_ropes(config | family.write(fields)) | {"architectures": [family.transformers_class]}
+    made = family.both_ropes(config | family.write(fields)) | {"architectures": [family.transformers_class]}
+    return with_labels(made, fields["num_labels"])

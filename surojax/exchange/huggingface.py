@@ -42,6 +42,16 @@ def read_whole_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def labels_of(config: dict[str, Any]) -> int:
+    """How many numbers the head of a model for sequence classification computes; 0: it is a language model."""
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or not any(str(name).endswith("ForSequenceClassification") for name in classes):
+        return 0
+    names = config.get("id2label")
+    # Of two labels, which is the default, transformers writes no names.
+    return len(names) if isinstance(names, dict) else config.get("num_labels", 2)
+
+
 def model_fields(config: dict[str, Any]) -> dict[str, Any]:
     """The `model` fields of a config.json.
 
@@ -92,7 +102,10 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     given["rope_parameters"] = rope_keys.parameters(config, family.defaults)
     sizes = {name: 0 if given[name] is None else given[name] for name in family.sizes}
     sizes["num_key_value_heads"] = given["num_key_value_heads"] or given["num_attention_heads"]
-    return sizes | family.read(given) | family.options | {"model_type": family.architecture.name}
+    fields = sizes | family.read(given) | family.options | {"model_type": family.architecture.name}
+    if labels := labels_of(config):
+        fields |= {"num_labels": labels, "tie_word_embeddings": False}
+    return fields
 
 
 class Float8Scales(NamedTuple):

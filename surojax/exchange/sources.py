@@ -12,14 +12,16 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange import gguf, hub, peft, peft_experts
+from surojax.exchange import config_json, gguf, hub, peft, peft_experts
 from surojax.exchange.base import check_format
-from surojax.exchange.huggingface import model_fields, read_config, read_whole_config
+from surojax.exchange.huggingface import labels_of, model_fields, read_config, read_whole_config
 from surojax.exchange.merge import Merged
 from surojax.exchange.model_tensors import Tensors, Weights, check_tensors
 from surojax.exchange.naming import Naming, naming_of
+from surojax.exchange.new_head import WithNewHead
 from surojax.models.model import Model
 from surojax.numerics.base_formats import chosen
+from surojax.step.objectives import OBJECTIVES
 from surojax.untrusted import expanded, read_json
 
 KEPT = "model"  # folder in the output_dir of a run
@@ -70,8 +72,9 @@ def config_of(path: Path) -> dict[str, Any]:
 
 
 def described(c: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a run's model: the source model's, its head untied if `untied_head` is set."""
-    return config | {"tie_word_embeddings": False} if c.untied_head else config
+    """The config.json of a run's model: the source model's, with the head that settings and objective ask for."""
+    config = config | {"tie_word_embeddings": False} if c.untied_head else config
+    return config_json.with_labels(config, OBJECTIVES[c.objective].num_labels)
 
 
 def naming(c: Any) -> Naming:
@@ -141,7 +144,10 @@ def open_weights(c: Any, model: Model) -> Tensors | None:
     """
     if not c.model_path or c.from_scratch:
         return None
-    weights = tensors_of(locate(c.model_path, weights=True))
+    path = locate(c.model_path, weights=True)
+    weights = tensors_of(path)
+    if not model.has_logits and not labels_of(config_of(path)):
+        weights = WithNewHead(weights, model, c.seed)
     check_tensors(weights, model)
     peft_experts.check_module(model, naming(c).expert_files)
     if frozen := chosen(c):

@@ -47,7 +47,7 @@ NEUTRAL = frozenset(
     "architectures model_type torch_dtype dtype transformers_version use_cache max_position_embeddings _name_or_path "
     "bos_token_id eos_token_id pad_token_id rope_parameters rope_scaling partial_rotary_factor use_sliding_window "
     "max_window_layers layer_types output_attentions output_hidden_states return_dict chunk_size_feed_forward "
-    "is_encoder_decoder id2label label2id problem_type pretraining_tp cache_implementation "
+    "is_encoder_decoder id2label label2id num_labels problem_type pretraining_tp cache_implementation "
     "_sliding_window_pattern quantization_config _attn_implementation_autoset unsloth_version unsloth_fixed".split()
 )
 
@@ -57,6 +57,7 @@ TENSOR_NAMES = {
     "embed": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
+    "score": "score.weight",
     "attention_norm": LAYER + "input_layernorm.weight",
     "mlp_norm": LAYER + "post_attention_layernorm.weight",
     "attention.wq": LAYER + "self_attn.q_proj.weight",
@@ -181,8 +182,8 @@ def read_keys(given: dict[str, Any]) -> dict[str, Any]:
 class ModelFamily:
     """A family of models of Hugging Face.
 
-    model_type: its name in config.json. transformers_class: the class that loads its models. architecture: what
-    computes them.
+    model_type: its name in config.json. transformers_class: the class that loads its models. classifier: the class of
+    such models for sequence classification; None: transformers has none. architecture: what computes them.
 
     defaults: {key of config.json: the value of transformers' config class, if the key is left out}. sizes: those of
     these keys that are `model` fields with the same name and meaning; null means 0. required: {key: the values that it
@@ -201,6 +202,7 @@ class ModelFamily:
 
     model_type: str
     transformers_class: str
+    classifier: str | None = None
     write: Callable[[dict[str, Any]], dict[str, Any]]
     architecture: ModelArchitecture = decoder_model.ARCHITECTURE
     defaults: dict[str, Any]

@@ -83,6 +83,7 @@ def _write_gemma2(fields: dict[str, Any]) -> dict[str, Any]:
 GEMMA2 = ModelFamily(
     model_type="gemma2",
     transformers_class="Gemma2ForCausalLM",
+    classifier="Gemma2ForSequenceClassification",
     defaults=LLAMA_DEFAULTS
     | {
         "vocab_size": 256000,
@@ -165,6 +166,7 @@ def _both_ropes(config: dict[str, Any]) -> dict[str, Any]:
 GEMMA3 = ModelFamily(
     model_type="gemma3_text",
     transformers_class="Gemma3ForCausalLM",
+    classifier="Gemma3TextForSequenceClassification",
     defaults=GEMMA2.defaults
     | {
         "vocab_size": 262208,

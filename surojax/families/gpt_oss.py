@@ -58,6 +58,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 GPT_OSS = ModelFamily(
     model_type="gpt_oss",
     transformers_class="GptOssForCausalLM",
+    classifier="GptOssForSequenceClassification",
     defaults=OF_TRAINING
     | BESIDE
     | {

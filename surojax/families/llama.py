@@ -13,6 +13,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 LLAMA = ModelFamily(
     model_type="llama",
     transformers_class="LlamaForCausalLM",
+    classifier="LlamaForSequenceClassification",
     defaults=LLAMA_DEFAULTS,
     required={"sliding_window": (None,)},  # transformers does not compute it
     write=_write,

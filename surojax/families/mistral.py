@@ -15,6 +15,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 MISTRAL = ModelFamily(
     model_type="mistral",
     transformers_class="MistralForCausalLM",
+    classifier="MistralForSequenceClassification",
     defaults=LLAMA_DEFAULTS | {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
     write=_write,
 )
@@ -51,6 +52,7 @@ def _write_ministral3(fields: dict[str, Any]) -> dict[str, Any]:
 MINISTRAL3 = ModelFamily(
     model_type="ministral3",
     transformers_class="Ministral3ForCausalLM",
+    classifier="Ministral3ForSequenceClassification",
     defaults=MISTRAL.defaults
     | {
         "vocab_size": 131072,

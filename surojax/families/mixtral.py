@@ -24,6 +24,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 MIXTRAL = ModelFamily(
     model_type="mixtral",
     transformers_class="MixtralForCausalLM",
+    classifier="MixtralForSequenceClassification",
     defaults=LLAMA_DEFAULTS
     | OF_TRAINING
     | {

@@ -67,6 +67,7 @@ def _write_qwen3_moe(fields: dict[str, Any]) -> dict[str, Any]:
 QWEN2 = ModelFamily(
     model_type="qwen2",
     transformers_class="Qwen2ForCausalLM",
+    classifier="Qwen2ForSequenceClassification",
     defaults=LLAMA_DEFAULTS
     | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "sliding_window": 4096},
     required={"use_mrope": (False, None)},  # positions of images; Qwen2.5's config.json says it
@@ -78,6 +79,7 @@ QWEN2 = ModelFamily(
 QWEN3 = ModelFamily(
     model_type="qwen3",
     transformers_class="Qwen3ForCausalLM",
+    classifier="Qwen3ForSequenceClassification",
     defaults=QWEN2.defaults | {"head_dim": 128},
     options={"qk_norm": True},
     read=_read,
@@ -87,6 +89,7 @@ QWEN3 = ModelFamily(
 QWEN3_MOE = ModelFamily(
     model_type="qwen3_moe",
     transformers_class="Qwen3MoeForCausalLM",
+    classifier="Qwen3MoeForSequenceClassification",
     defaults=QWEN3.defaults
     | OF_TRAINING
     | {

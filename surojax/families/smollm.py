@@ -64,6 +64,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 SMOLLM3 = ModelFamily(
     model_type="smollm3",
     transformers_class="SmolLM3ForCausalLM",
+    classifier="SmolLM3ForSequenceClassification",
     defaults=LLAMA_DEFAULTS
     | {
         "vocab_size": 128256,

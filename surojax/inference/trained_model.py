@@ -79,6 +79,11 @@ def _of_checkpoint(checkpoint: Path, tokenizer: str, chat_template: str, shardin
     check_trained_with(meta, found_tokenizer)
     check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
     model = from_config.model(c)
+    if not model.has_logits:
+        raise ConfigError(
+            f"--checkpoint: expected a language model, got a reward model in {checkpoint}; surojax convert writes it "
+            "as a folder for transformers, which scores with it"
+        )
     shapes = part_of(model.abstract_params(c.model_dtype), model.trained_params)
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)
     base = base_of(c, meta, model, sharding) if c.lora else {}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from surojax.models.decoder_config import DecoderConfig
+from surojax.models.decoder_config import SCORE, DecoderConfig
 from surojax.models.experts import Experts
 from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
 from surojax.models.linear import linear
@@ -100,19 +100,22 @@ class Block(nnx.Module):
 
 
 class Outer(nnx.Module):
-    """The parameters outside of the blocks: embedding, final norm, and a head of its own unless it is tied."""
+    """The parameters outside of the blocks: embedding, final norm, and the head's matrix unless it is the embedding."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(config.initializer_range)
         shape = (config.vocab_size, config.hidden_size)
         self.embed = parameter(rngs, shape, ("vocab", "embed"), normal, Kind.TABLE)
         self.norm = norm_weight(rngs, config, config.hidden_size, "embed")
-        if not config.tie_word_embeddings:
+        if config.head == SCORE:
+            self.score = parameter(rngs, (config.num_labels, shape[1]), ("labels", "embed"), normal, Kind.ROUTER)
+        elif config.head != "embed":
             self.head = parameter(rngs, shape, ("vocab", "embed"), normal, Kind.TABLE)
 
 
 class Decoder(nnx.Module):
-    """The plain model, one Flax module that autodiff goes through: token ids `[B, S]` -> logits `[B, S, V]`.
+    """The plain model, one Flax module that autodiff goes through: token ids `[B, S]` -> logits `[B, S, V]`, or the
+    numbers of its labels.
 
     starts: of documents, see `Operations`.
     """
@@ -156,8 +159,10 @@ class Decoder(nnx.Module):
                 for l, variant in enumerate(variants):
                     x_BSD, _ = layer(variant, graph)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
         x_BSD = Operations().norm(x_BSD, self.outer.norm[...], c.rms_norm_eps, c.norm_plus_one)
+        if c.head == SCORE:
+            return linear(x_BSD, self.outer.score[...])
         x_BSD = times(1 / c.logits_scaling, x_BSD)
-        logits_BSV = linear(x_BSD, (self.outer.embed if c.tie_word_embeddings else self.outer.head)[...])
+        logits_BSV = linear(x_BSD, getattr(self.outer, c.head)[...])
         return softcapped(logits_BSV, c.final_logit_softcapping) if c.final_logit_softcapping else logits_BSV
 
 

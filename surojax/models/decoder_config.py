@@ -10,6 +10,7 @@ from surojax.models.rotary import NO_ROTATION, RopeScaling
 from surojax.numerics.recipes import Precision
 
 BLOCKS = "blocks"  # the segment
+SCORE = "score"  # the head of a model that computes numbers instead of logits
 DENSE = "dense"  # the one before it, if the first layers have no experts
 
 
@@ -36,6 +37,9 @@ class DecoderConfig:
     moe_intermediate_size: width of an expert; 0: intermediate_size. norm_topk_prob: the weights of the chosen ones add
     up to 1. scoring_func, routed_scaling_factor: see experts.py. n_shared_experts: that every token uses.
     first_k_dense_replace: first layers whose MLP is one. expert_bias: on the router's logits and the experts' products.
+
+    num_labels: numbers that the head computes of a token, a matrix of its own ("score"), as models for sequence
+    classification have it; 0: the head computes logits of the vocabulary.
 
     lora: adapters, which are trained in place of all else; None: there are none.
     """
@@ -80,6 +84,7 @@ class DecoderConfig:
     first_k_dense_replace: int = 0
     expert_bias: bool = False
     initializer_range: float = 0.02
+    num_labels: int = 0
     lora: Lora | None = None
 
     def variants(self, precision: Precision) -> tuple[Variant, ...]:
@@ -117,6 +122,13 @@ class DecoderConfig:
             "none": (self.rope_theta, NO_ROTATION),
         }
         return by_type[variant.rotary]
+
+    @property
+    def head(self) -> str:
+        """The name of the outer parameter that is the head's matrix."""
+        if self.num_labels:
+            return SCORE
+        return "embed" if self.tie_word_embeddings else "head"
 
     @property
     def embedding_scale(self) -> float:

@@ -16,7 +16,7 @@ from flax import nnx
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models import chunked, decoder_checks
 from surojax.models.decoder import Block, Outer, init_layer, init_outer, times
-from surojax.models.decoder_config import BLOCKS, DecoderConfig, from_settings
+from surojax.models.decoder_config import BLOCKS, SCORE, DecoderConfig, from_settings
 from surojax.models.experts import SHARED
 from surojax.models.linear import linear
 from surojax.models.linear_fp8 import SITES, InFloat8
@@ -85,17 +85,19 @@ def _declared(config: DecoderConfig, block_type: type[Block]) -> dict[str, Segme
 def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> Model:
     declared = _declared(config, block_type)
     params = declared[BLOCKS].params
-    head = "embed" if config.tie_word_embeddings else "head"
+    head = config.head
+    # What is done to logits is not done to the numbers of labels, as in transformers.
+    scaling, softcap = (1.0, 0.0) if head == SCORE else (config.logits_scaling, config.final_logit_softcapping)
     # For sampling: a token at a time leaves the kernels' threads nothing to share.
     by_xla = Compute(attention="xla")
 
     def normed(compute: Compute, outer, x):
         y = Operations(compute).norm(x, outer["norm"], config.rms_norm_eps, config.norm_plus_one)
-        return times(1 / config.logits_scaling, y)
+        return times(1 / scaling, y)
 
     def logits(outer, x):
         z = linear(normed(by_xla, outer, x), outer[head]).astype(jnp.float32)
-        return softcapped(z, config.final_logit_softcapping) if config.final_logit_softcapping else z
+        return softcapped(z, softcap) if softcap else z
 
     segments = (_segment(config, compute, name, of_segment, block_type) for name, of_segment in declared.items())
     return Model(
@@ -112,7 +114,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
         logits=logits,
         rebuild=lambda compute: _build(config, compute, block_type),
         embedding_scale=config.embedding_scale,
-        logit_softcap=config.final_logit_softcapping,
+        logit_softcap=softcap,
         draws=_draws(config, compute),
     )
 

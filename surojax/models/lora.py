@@ -51,7 +51,7 @@ TARGETS = {
 } | OF_MLP
 ALL_LINEAR = "all-linear"
 # Names of outer layers in PEFT's modules_to_save, and here.
-SAVED = {"embed_tokens": "embed", "lm_head": "head"}
+SAVED = {"embed_tokens": "embed", "lm_head": "head", "score": "score"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +95,10 @@ def target_names(targets: str, *, experts: bool = False) -> tuple[str, ...]:
     return tuple(dict.fromkeys(TARGETS[name] for name in names))
 
 
-def saved_names(modules: str) -> tuple[str, ...]:
-    """Our names of the outer layers in a list of PEFT's. Raises KeyError with an unknown name."""
-    return tuple(dict.fromkeys(SAVED[name.strip()] for name in modules.split(",") if modules))
+def saved_names(modules: str, *, num_labels: int = 0) -> tuple[str, ...]:
+    """Our names of the outer layers in a list of PEFT's, and of a reward model's head. Raises KeyError with another."""
+    named = [SAVED[name.strip()] for name in modules.split(",") if modules]
+    return tuple(dict.fromkeys([*named, *(["score"] if num_labels else [])]))
 
 
 class Adapter(nnx.Module):

@@ -209,8 +209,8 @@ class Model:
     """The interface of a model for step, state, planner and sampler, the same for all families.
 
     outer_params: `Param`s of embedding ("embed"), final norm and head. head: name of the head's matrix `[V, D]`,
-    "embed" if it is the embedding's. head_uses: names of the outer parameters that `final` and the head read. sites: of
-    recipe fp8_hybrid.
+    "embed" if it is the embedding's; `[labels, D]` of a model for sequence classification. head_uses: names of the
+    outer parameters that `final` and the head read. sites: of recipe fp8_hybrid.
 
     init_outer: seed -> new float32 arrays. final: (outer, x) -> x normed for the head. logits: (outer, x `[..., D]`) ->
     `[..., V]` float32, by XLA. rebuild: Compute -> this model computed so.
@@ -238,6 +238,16 @@ class Model:
     @property
     def precision(self) -> Precision:
         return self.compute.precision
+
+    @property
+    def has_logits(self) -> bool:
+        """True if the head computes logits of the vocabulary, and not numbers of labels."""
+        return "vocab" in self.outer_params[self.head].axes
+
+    @property
+    def head_rows(self) -> int:
+        """Numbers that the head computes of a token."""
+        return self.outer_params[self.head].shape[0]
 
     @property
     def num_layers(self) -> int:

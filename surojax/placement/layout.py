@@ -34,6 +34,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     EXPERTS: (EXPERT,),
     ROUTED: (),
     "rank": (),
+    "labels": (),
 }
 
 

@@ -16,7 +16,7 @@ class Kind(enum.Enum):
     MATRIX = "matrix"  # of a block, [out, in], or one for each expert [experts, out, in]: operands of products
     TABLE = "table"  # embedding or head: a row for each entry of the vocabulary
     VECTOR = "vector"  # a norm's scale, a bias
-    ROUTER = "router"  # of a router [experts, in]: a small matrix, which no recipe rounds
+    ROUTER = "router"  # of a router [experts, in], a head [labels, in]: a small matrix, which no recipe rounds
     FACTOR = "factor"  # of an adapter (models/lora.py): a small matrix, which no recipe rounds
 
 

@@ -266,10 +266,10 @@ def _head(run: Assembly, batch: BatchShape, platform: str) -> int:
     stages = pipeline_stages(run.mesh)
     number = 4 if platform == "cpu" else itemsize(run, "weights")
     tokens = batch.tokens // run.engine.lmhead_chunks
-    logits = number * tokens * model.vocab_size // (devices_per_sequence(run.mesh) * stages)
+    logits = number * tokens * model.head_rows // (devices_per_sequence(run.mesh) * stages)
     capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
     divided = shards(run.mesh) if run.engine.table.outer.sharded else 1
-    words = model.vocab_size // (tensor_parallel(run.mesh) * stages) // divided
+    words = model.head_rows // (tensor_parallel(run.mesh) * stages) // divided
     gradient = number * words * model.hidden_size * model.outer_params[model.head].trainable
     return capped + logits + max(logits, gradient)
 

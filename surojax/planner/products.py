@@ -69,7 +69,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
                 dtypes = operands(model.precision, variant.recipe_enabled, work_dtype)
                 dtypes = dtypes if p.kind is Kind.MATRIX else in_model_dtype
                 add(elements, p.trainable, dtypes, again and p.name not in last)
-    add(model.vocab_size * model.hidden_size, model.outer_params[model.head].trainable, in_model_dtype)
+    add(model.head_rows * model.hidden_size, model.outer_params[model.head].trainable, in_model_dtype)
     return dict(found)
 
 
@@ -288,7 +288,7 @@ def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     shards = layer_sizes.devices(run, run.mesh.shape.keys() & {SHARD, EXPERT}) if table.outer.sharded else 1
     of_group = batch.tokens // run.mesh.shape.get(CONTEXT, 1)
     tokens = of_group * shards // chunks  # sharded: each GPU has a part of the vocabulary, and all tokens
-    words = model.vocab_size // (shards * tensor_parallel(run.mesh) * pipeline_stages(run.mesh))
+    words = max(1, model.head_rows // (shards * tensor_parallel(run.mesh) * pipeline_stages(run.mesh)))
     width = model.hidden_size
     trained = model.outer_params[model.head].trainable
     shapes = [(tokens, words, width), (tokens, width, words), (words, width, tokens)][: 2 + trained]

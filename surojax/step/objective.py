@@ -4,7 +4,8 @@ An objective names these arrays and computes loss and gradients for a slice of t
 are in memory at a time (outer.py has the loop). Nothing else in a step knows what a label is. An `Objective` is a sum
 over tokens. An `OfLogProbabilities` is a function of the log-probabilities of all labels, and an `OfSequences` of their
 sums over sequences: a first sweep over the slices computes them, and its gradient by them is a weight for each token of
-the cross-entropy, whose gradients a second sweep computes. objectives.py has those that a config can name.
+the cross-entropy, whose gradients a second sweep computes. Another head has another number of each token in place of
+the log-probability (rewards.py). objectives.py has those that a config can name.
 
 The head's matrix is replicated, or its rows are sharded over mesh axes, see outer.py. Shape suffixes: N tokens of a
 slice on this device, M tokens of a slice on all devices of the vocabulary's axes, D hidden size, V vocabulary, v rows
@@ -39,8 +40,10 @@ TEACHER_IDS = "teacher_ids"
 DESIRABLE = "desirable"  # of an answer that is rated alone: above 0 a good one, below 0 a bad one
 SAMPLED = "sampled"  # log-probability of a label by the model that sampled it
 ADVANTAGE = "advantage"  # of a label: by how much its completion is better than others of its prompt
+SCORED = "scored"  # 1 at the last token of a sequence, 0 elsewhere
+MARGIN = "margin"  # by how much the chosen answer of a pair is better, at one of its labels
 # Arrays of a batch that are float32; all others are int32.
-FLOATS = (REFERENCE, TEACHER, DESIRABLE, SAMPLED, ADVANTAGE)
+FLOATS = (REFERENCE, TEACHER, DESIRABLE, SAMPLED, ADVANTAGE, MARGIN)
 ONE_SEQUENCE = (PIPELINE, CONTEXT, *TENSOR)  # axes whose devices have parts of the same sequences
 
 
@@ -122,8 +125,9 @@ class CrossEntropy:
         logits_NV, _ = head_logits(model, y_ND, outer[model.head])
         return -jnp.sum(kernel.logprob(logits_NV, labels_N, implementation=model.precision.implementation))
 
-    def logprob(self, model: Model, outer: dict, x_ND: jax.Array, labels_N: jax.Array, axes: Axes) -> jax.Array:
-        """The log-probability of each label of a slice of this device's tokens, float32 `[N]`; 0 of those ignored."""
+    def value(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
+        """See `OfTokens`: the log-probability of each label, 0 of those ignored."""
+        labels_N = targets[LABELS]
         y_ND = model.final(outer, x_ND)
         if axes:
             y_MD, labels_M, mine_M = gather_slice(axes, y_ND, labels_N)
@@ -230,9 +234,27 @@ class SequenceLoss(Protocol):
         ...
 
 
-class OfLogProbabilities(abc.ABC):
-    """An objective that is a function of the log-probabilities of all labels: two sweeps over the slices, see above."""
+class OfTokens(Protocol):
+    """A number of each token, whose gradients are weighted: `CrossEntropy`, of log-probabilities of labels."""
 
+    def value(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
+        """The number of each token of a slice of this device's tokens, float32 `[N]`."""
+        ...
+
+    def loss_and_gradients(
+        self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
+    ) -> tuple[jax.Array, dict, jax.Array]:
+        """As `Objective.loss_and_gradients`, of the sum of the numbers' negatives times `WEIGHTS`."""
+        ...
+
+
+class OfLogProbabilities(abc.ABC):
+    """An objective that is a function of the log-probabilities of all labels: two sweeps over the slices, see above.
+
+    of_tokens: what computes the log-probabilities, or other numbers of the tokens in their place.
+    """
+
+    of_tokens: ClassVar[OfTokens] = CrossEntropy()
     reads_reference_of_tokens: ClassVar[bool] = False  # `REFERENCE` of each token is read, not the sum of a sequence
 
     @property
@@ -286,12 +308,11 @@ class OfSequences(OfLogProbabilities):
 
     def count(self, targets: Targets) -> jax.Array:
         """See `Objective`: groups, without those that only fill up a batch."""
-        has_labels_B = jnp.any(self.counted(targets), axis=-1).reshape(-1, self.loss.per_term)
-        return jnp.sum(jnp.any(has_labels_B, axis=-1), dtype=jnp.int32)
+        return num_groups(self.counted(targets), self.loss.per_term)
 
     def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
         """See `OfLogProbabilities`."""
-        return _once(self.loss(self._sequences(logprob_BS, targets)))
+        return once(self.loss(self._sequences(logprob_BS, targets)))
 
     def _sequences(self, logprob_BS: jax.Array, targets: Targets) -> Sequences:
         """Sums over the tokens of each sequence, of all devices that have parts of it."""
@@ -346,13 +367,20 @@ class ObjectiveChoice(NamedTuple):
 
     make: a function of its options {name: value} that returns it. reads: the names of these options. rows: the type of
     rows that it is of; "": of any other type. together: so many sequences of a row stay next to each other, 2 of a
-    pair.
+    pair. num_labels: of the models that it is of, see `DecoderConfig`.
     """
 
     make: Callable[[dict[str, Any]], "Objective | OfLogProbabilities"]
     reads: tuple[str, ...]
     rows: str = ""
     together: int = 1
+    num_labels: int = 0
+
+
+def num_groups(counted_BS: jax.Array, per_term: int) -> jax.Array:
+    """The number of groups of so many sequences `[..., B, S]` in which a token counts, int32 []."""
+    counts_B = jnp.any(counted_BS, axis=-1).reshape(-1, per_term)
+    return jnp.sum(jnp.any(counts_B, axis=-1), dtype=jnp.int32)
 
 
 def sum_of_sequence(x_BS: jax.Array) -> jax.Array:
@@ -360,7 +388,7 @@ def sum_of_sequence(x_BS: jax.Array) -> jax.Array:
     return add_up(varying(jnp.sum(x_BS, -1), AXES), *ONE_SEQUENCE)
 
 
-def _once(sums: Sums) -> Sums:
+def once(sums: Sums) -> Sums:
     """Sums that all devices of a sequence have, on one of them, so that the sum over all devices has them once."""
     number, devices = device_number(*ONE_SEQUENCE)
     return sums if devices == 1 else jax.tree.map(lambda x: jnp.where(number == 0, x, 0.0), sums)

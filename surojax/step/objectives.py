@@ -7,6 +7,7 @@
 | orpo, simpo   | likewise                                                      |           |
 | kto           | losses of single answers that are desirable or not            | yes       |
 | grpo          | losses of completions that were sampled, by their advantages  | by choice |
+| reward        | losses of pairs, of a model whose head is one number          |           |
 | distill       | nats per token, and the divergence from a teacher's labels    |           |
 """
 
@@ -14,12 +15,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from surojax.declared import DeclaredField, declared
-from surojax.refusals.refusal import Feature, Refusal, each, is_above, is_on, is_one_of, is_set
+from surojax.refusals.refusal import Feature, Refusal, clause_of, each, is_above, is_on, is_one_of, is_set
 from surojax.step.distillation import DISTILL, DISTILLATION, DistillSettings
 from surojax.step.grpo import GRPO, GrpoSettings
 from surojax.step.kto import KTO, KtoSettings
 from surojax.step.objective import CrossEntropy, Objective, ObjectiveChoice, OfLogProbabilities
 from surojax.step.preferences import PREFERENCES, PreferenceSettings
+from surojax.step.rewards import CHOICE as OF_REWARDS, REWARD, RewardSettings
 
 CROSS_ENTROPY = "cross_entropy"
 OBJECTIVES: dict[str, ObjectiveChoice] = {
@@ -27,6 +29,7 @@ OBJECTIVES: dict[str, ObjectiveChoice] = {
     **PREFERENCES,
     "kto": KTO,
     "grpo": GRPO,
+    REWARD: OF_REWARDS,
     **DISTILLATION,
 }
 OF_PAIRS = tuple(name for name, choice in OBJECTIVES.items() if choice.rows)
@@ -34,18 +37,26 @@ SETTINGS: tuple[DeclaredField, ...] = (
     *declared(PreferenceSettings),
     *declared(KtoSettings),
     *declared(GrpoSettings),
+    *declared(RewardSettings),
     *declared(DistillSettings),
 )
 EXPERTS = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "gradient_accumulation_steps": 1}
 PAIRS = {"data": "rows.jsonl", "per_device_batch_size": 2}  # what a config of an objective of pairs needs besides
 ROLLOUTS = PAIRS | {"objective": "grpo", "grpo_loss_type": "dr_grpo", "grpo_beta": 0.25}  # which read all options
-NEEDS: dict[str, dict[str, Any]] = {DISTILL: {}, "grpo": ROLLOUTS}  # of an objective; `PAIRS` for all others
+REWARDS = PAIRS | {"objective": REWARD, "model.num_labels": 1}
+# Of an objective; `PAIRS` for all others.
+NEEDS: dict[str, dict[str, Any]] = {DISTILL: {}, "grpo": ROLLOUTS, REWARD: REWARDS}
 
 
 def built(settings: Mapping[str, Any]) -> Objective | OfLogProbabilities:
     """The objective of a config. settings: its fields."""
     choice = OBJECTIVES[settings["objective"]]
     return choice.make({name: settings[name] for name in choice.reads})
+
+
+def objective_of(num_labels: int) -> str:
+    """The name of the first objective of models with a head of so many numbers; cross_entropy if there is none."""
+    return next((name for name, choice in OBJECTIVES.items() if choice.num_labels == num_labels), CROSS_ENTROPY)
 
 
 def _other_value(field: DeclaredField) -> Any:
@@ -65,6 +76,23 @@ def _unused() -> Iterator[Refusal]:
         change = f"leave it out, or set objective={' or '.join(map(repr, readers))}"
         other = is_one_of("objective", *others, needs=PAIRS if others != [CROSS_ENTROPY] else None)
         yield Refusal(is_set(name, example, needs), other, "which does not use it", change)
+
+
+def of_labels() -> Feature:
+    """A model whose head computes numbers and no logits."""
+    return is_above("model.num_labels", 0, **REWARDS)
+
+
+def saves(module: str, needs: Mapping[str, Any]) -> Feature:
+    """A layer of this name that is trained whole beside adapters."""
+    return Feature(
+        f"modules_to_save with {module}",
+        ("modules_to_save",),
+        lambda s, _: module in map(str.strip, s["modules_to_save"].split(",")),
+        clause_of("modules_to_save"),
+        "others",
+        {**needs, "lora": True, "modules_to_save": module},
+    )
 
 
 LABELLING = "labelling"  # among settings: whether these are of a teacher that labels, which no field of a config says
@@ -130,6 +158,26 @@ REFUSALS: tuple[Refusal, ...] = (
         [*(is_above(name, 1) for name in ("cp_size", "tp_size", "pp_size")), is_on("shard_outer"), is_on("lora")],
         labelling,
         "",
+        "leave it out",
+    ),
+    Refusal(of_labels(), labelling, "since labels are of a vocabulary", "give a language model"),
+    Refusal(
+        is_one_of("model.num_labels", 0, instead="1"),
+        is_one_of("objective", REWARD, needs=REWARDS),
+        "which is of a head of one number",
+        "set model.num_labels=1",
+    ),
+    Refusal(
+        of_labels(),
+        is_one_of("objective", *(name for name, choice in OBJECTIVES.items() if not choice.num_labels), needs=PAIRS),
+        "which is of a head of the vocabulary",
+        f"set objective={REWARD!r}, or give a language model",
+    ),
+    Refusal(saves("score", REWARDS), is_one_of("model.num_labels", 0), "which has no such head", "leave it out"),
+    *each(
+        (is_on("model.tie_word_embeddings"), is_on("untied_head", model_path="base"), saves("lm_head", {})),
+        of_labels(),
+        "which has no head of the vocabulary",
         "leave it out",
     ),
     Refusal(is_set("train_on", "all", PAIRS), of_pairs(), "which is of answers alone", "leave it out"),

@@ -31,7 +31,17 @@ from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.step.distillation import Labelling
 from surojax.step.gradients import add
-from surojax.step.objective import LABELS, REFERENCE, WEIGHTS, Axes, CrossEntropy, Objective, OfLogProbabilities, Sums
+from surojax.step.objective import (
+    LABELS,
+    REFERENCE,
+    WEIGHTS,
+    Axes,
+    CrossEntropy,
+    Objective,
+    OfLogProbabilities,
+    OfTokens,
+    Sums,
+)
 from surojax.step.spec import Engine
 
 
@@ -84,16 +94,22 @@ class OuterLayers:
         computed of what has no accumulator in `grads`.
         """
         if isinstance(self.objective, OfLogProbabilities):
-            sums, weights_BS = self.objective.sums_and_weights(self.logprob(x_BSD, targets[LABELS]), targets)
+            of_tokens = self.objective.of_tokens
+            sums, weights_BS = self.objective.sums_and_weights(self.values(of_tokens, x_BSD, targets), targets)
             targets = {LABELS: targets[LABELS], WEIGHTS: weights_BS}
-            _, x_BSD, grads = self._gradients(CrossEntropy(), grads, x_BSD, targets, scale)
+            _, x_BSD, grads = self._gradients(of_tokens, grads, x_BSD, targets, scale)
             return sums, x_BSD, grads
         assert not isinstance(self.objective, Labelling), "labels of a teacher have no gradients"
         loss, x_BSD, grads = self._gradients(self.objective, grads, x_BSD, targets, scale)
         return {"loss": loss}, x_BSD, grads
 
     def _gradients(
-        self, objective: Objective, grads: dict, x_BSD: jax.Array, targets: dict[str, jax.Array], scale: jax.Array
+        self,
+        objective: Objective | OfTokens,
+        grads: dict,
+        x_BSD: jax.Array,
+        targets: dict[str, jax.Array],
+        scale: jax.Array,
     ) -> tuple[jax.Array, jax.Array, dict]:
         """`head` of a sum over tokens."""
         x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
@@ -116,7 +132,7 @@ class OuterLayers:
         """Summed loss, and other sums, forward only: this device's terms of the sums over all devices."""
         objective = self.objective
         if isinstance(objective, OfLogProbabilities):
-            return objective.sums(self.logprob(x_BSD, targets[LABELS]), targets)
+            return objective.sums(self.values(objective.of_tokens, x_BSD, targets), targets)
         if isinstance(objective, Labelling):
             return objective.sums(self.model, self.weights, x_BSD, self.chunks)
         x_CND = x_BSD.reshape(self.chunks, -1, x_BSD.shape[-1])
@@ -133,16 +149,17 @@ class OuterLayers:
 
     def with_reference(self, targets: dict[str, jax.Array], x_BSD: jax.Array | None = None) -> dict[str, jax.Array]:
         """The targets with the log-probabilities of a reference whose last hidden states are x, if there is one."""
-        return targets if x_BSD is None else targets | {REFERENCE: self.logprob(x_BSD, targets[LABELS])}
+        return targets if x_BSD is None else targets | {REFERENCE: self.values(CrossEntropy(), x_BSD, targets)}
 
-    def logprob(self, x_BSD: jax.Array, labels_BS: jax.Array) -> jax.Array:
-        """The log-probability of each label of this device's tokens, float32 `[B, S]`, in slices as the loss."""
+    def values(self, of_tokens: OfTokens, x_BSD: jax.Array, targets: dict[str, jax.Array]) -> jax.Array:
+        """The number of each of this device's tokens, float32 `[B, S]`, in slices as the loss."""
+        labels_BS = targets[LABELS]
         x_CND = x_BSD.reshape(self.chunks, -1, x_BSD.shape[-1])
         labels_CN = labels_BS.reshape(self.chunks, -1)
 
-        def chunk(c, logprob_CN):
-            logprob_N = CrossEntropy().logprob(self.model, self.weights, x_CND[c], labels_CN[c], self.axes)
-            return logprob_CN.at[c].set(varying(logprob_N, AXES))
+        def chunk(c, value_CN):
+            value_N = of_tokens.value(self.model, self.weights, x_CND[c], {LABELS: labels_CN[c]}, self.axes)
+            return value_CN.at[c].set(varying(value_N, AXES))
 
         zeros = varying(jnp.zeros(labels_CN.shape, jnp.float32), AXES)
         return jax.lax.fori_loop(0, self.chunks, chunk, zeros).reshape(labels_BS.shape)

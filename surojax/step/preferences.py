@@ -134,11 +134,15 @@ class PairLoss:
         reference = jnp.zeros_like(sequences.logprob) if sequences.reference is None else sequences.reference
         chosen, rejected = (Side(sequences.logprob[i::2], sequences.tokens[i::2], reference[i::2]) for i in (0, 1))
         scores = self.scores(chosen, rejected, self.settings)
-        margins = scores.chosen - scores.rejected
-        numbers = (scores.losses, scores.chosen, scores.rejected, margins, (margins > 0).astype(jnp.float32))
-        is_pair_P = (chosen.tokens > 0) | (rejected.tokens > 0)
-        sums = (jnp.sum(jnp.where(is_pair_P, x_P, 0.0)) for x_P in numbers)
-        return dict(zip(("loss", *METRICS), sums, strict=True))
+        return pair_sums(*scores, is_pair_P=(chosen.tokens > 0) | (rejected.tokens > 0))
+
+
+def pair_sums(losses_P: jax.Array, chosen_P: jax.Array, rejected_P: jax.Array, is_pair_P: jax.Array) -> Sums:
+    """The sums of losses and `METRICS` from the rewards of both answers. is_pair_P: False of what fills up a batch."""
+    margins_P = chosen_P - rejected_P
+    numbers = (losses_P, chosen_P, rejected_P, margins_P, (margins_P > 0).astype(jnp.float32))
+    sums = (jnp.sum(jnp.where(is_pair_P, x_P, 0.0)) for x_P in numbers)
+    return dict(zip(("loss", *METRICS), sums, strict=True))
 
 
 def choice(scores: Callable[..., Scores], *options: str, has_reference: bool = False) -> ObjectiveChoice:

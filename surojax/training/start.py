@@ -62,6 +62,7 @@ def find_start(c: Config, setup: Setup) -> Start:
         eval_batch_size=batch_size,
         rows=choice.rows,
         together=choice.together,
+        is_scored=choice.num_labels > 0,
         say=say,
     )
     if c.objective == DISTILL:

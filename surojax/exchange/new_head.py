@@ -1,0 +1,38 @@
+"""A language model with a new head in place of its own: what a reward model begins with."""
+
+import jax
+import numpy as np
+
+from surojax.exchange.base import DerivedTensors
+from surojax.exchange.model_tensors import Tensors
+from surojax.families.family import TENSOR_NAMES
+from surojax.models.model import Model
+
+
+class WithNewHead(DerivedTensors):
+    """The tensors of a language model, but the head of `model`, which is drawn from the seed as a new model's.
+
+    Its `fingerprint` does not depend on the head: an adapter is stored with its own, and belongs to the language model.
+    """
+
+    def __init__(self, base: Tensors, model: Model, seed: int):
+        super().__init__(base)
+        self._name = TENSOR_NAMES[model.head]
+        self._model = model
+        self._seed = seed
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return (self.base.names - {TENSOR_NAMES["head"]}) | {self._name}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self._model.outer_params[self._model.head].shape if name == self._name else self.base.shape(name)
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor."""
+        if name != self._name:
+            return self.base.read(name)
+        draw = jax.jit(lambda: self._model.init_outer(self._seed)[self._model.head])  # of the others nothing is drawn
+        return np.asarray(draw())
