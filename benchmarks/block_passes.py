@@ -24,7 +24,7 @@ from surojax.models.model import Model
 from surojax.numerics.fp8 import E4M3
 from surojax.placement.mesh import make_mesh
 from surojax.planner import aot
-from surojax.planner.hlo import Instruction, Module, arrays, executed, parse
+from surojax.planner.hlo import Instruction, Module, arrays, executed, parse_module
 from surojax.step.weights import quantise_with_one_scale
 
 KINDS = ("float8 product", "block-scaled product", "other product", "attention", "fused kernel", "pass by XLA", "small")
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--list", action="store_true", help="print every launch")
     args = parser.parse_args()
-    c = flags.load(args.model)
+    c = flags.load_config(args.model)
     c.recipe = args.recipe
     c.kernels = args.kernels
     c.attention = "cudnn"
@@ -146,7 +146,7 @@ def main() -> None:
     check(c)
     c.model.num_hidden_layers = 1
     model = from_config.model(c)
-    modules = {name: parse(x.text) for name, x in compile_block(model, args.gpu, args.tokens).items()}
+    modules = {name: parse_module(x.text) for name, x in compile_block(model, args.gpu, args.tokens).items()}
     if args.list:
         for name, module in modules.items():
             for kind, moved, i in launches(module):

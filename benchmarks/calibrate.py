@@ -269,7 +269,7 @@ def compiled_config(row: Row) -> Config:
     """Our config with the settings of a row."""
     sizes = MODELS[row.model]
     name = "llama7b_lora.py" if row.adapters else "llama7b.py"
-    c = flags.load(str(Path(__file__).parents[1] / "configs" / name))
+    c = flags.load_config(str(Path(__file__).parents[1] / "configs" / name))
     c.model.hidden_size = sizes.hidden
     c.model.intermediate_size = sizes.intermediate
     c.model.num_hidden_layers = sizes.layers

@@ -137,7 +137,7 @@ def measure_waiting(steps: int) -> None:
     from surojax.config import flags
 
     module = importlib.import_module("surojax.train")
-    c = flags.load(str(ROOT / "configs" / "tiny.py"))
+    c = flags.load_config(str(ROOT / "configs" / "tiny.py"))
     with tempfile.TemporaryDirectory() as folder:
         c.max_steps, c.eval_steps, c.save_steps, c.sample_tokens, c.warmup_steps = steps, 0, 0, 0, 0
         c.output_dir = folder

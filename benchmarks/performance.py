@@ -19,7 +19,7 @@ import jax
 from calibrate import MODELS, SEQUENCE_LEN
 
 from surojax.config.fields import Config
-from surojax.config.flags import parse
+from surojax.config.flags import parse_flags
 from surojax.planner.amounts import GiB
 from surojax.planner.run_plan import Plan, plan
 
@@ -76,7 +76,7 @@ class Row:
 
     def loaded(self, settings: str) -> Config:
         """The config with these settings."""
-        return parse(self.flags(settings, str(ROOT / self.config)), argparse.ArgumentParser())[0]
+        return parse_flags(self.flags(settings, str(ROOT / self.config)), argparse.ArgumentParser())[0]
 
     def figure(self, settings: str) -> float:
         """The figure of the step with these settings. Raises ValueError if it is not predicted."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from surojax.config.checks import check_output_dir
 from surojax.config.fields import Config, default_config, flat, no_field
-from surojax.config.flags import parse
+from surojax.config.flags import parse_flags
 from surojax.errors import CheckpointError, ConfigError
 from surojax.run.metrics import METRICS_FILE, read_metrics
 from surojax.run.nonfinite import NonFiniteLoss
@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     if not any(arg.partition("=")[0] == "--config" for arg in argv):
         argv = ["--config", __file__, *argv]
     try:
-        shared, args = parse(argv, parser)
+        shared, args = parse_flags(argv, parser)
         folder = check_output_dir(shared.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         seeds = args.seeds or [shared.seed]

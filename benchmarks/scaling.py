@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from surojax.config.fields import Config
-from surojax.config.flags import parse
+from surojax.config.flags import parse_flags
 from surojax.planner.amounts import GiB
 from surojax.planner.rates import DISKS
 from surojax.planner.run_plan import Plan, plan
@@ -65,7 +65,7 @@ class Row:
         changes = [name if "=" in name else f"{name}=true" for name in shlex.split(self.settings)]
         flags = [f"--config.{change}" for change in (f"gpus={self.gpus}", *changes)]
         config = str(ROOT / f"configs/{CONFIGS[self.model]}.py")
-        return parse(["--config", config, *flags], argparse.ArgumentParser())[0]
+        return parse_flags(["--config", config, *flags], argparse.ArgumentParser())[0]
 
 
 @dataclasses.dataclass(frozen=True)

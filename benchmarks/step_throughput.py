@@ -21,7 +21,7 @@ from flax import nnx
 from surojax.assembly import from_config
 from surojax.assembly.assemble import assemble
 from surojax.config.checks import check
-from surojax.config.flags import parse
+from surojax.config.flags import parse_flags
 from surojax.models.decoder import Decoder
 from surojax.models.loss import cross_entropy
 from surojax.optim.adamw import adamw, adamw_chain
@@ -57,7 +57,7 @@ def main() -> None:
     """Time both steps in turn and print the comparison."""
     parser = argparse.ArgumentParser(description="Engine against plain value_and_grad.")
     parser.add_argument("--pairs", type=int, default=15, help="timed steps of each, in turn")
-    c, args = parse(None, parser)
+    c, args = parse_flags(None, parser)
     check(c)
     config = from_config.architecture(c)
     mesh = make_mesh(jax.devices()[:1])

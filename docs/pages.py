@@ -17,7 +17,7 @@ from surojax.config.fields import DEFAULTS, SECTIONS
 from surojax.convert import merge_parser
 from surojax.declared import DeclaredField
 from surojax.errors import EXIT_CODES
-from surojax.refusals.refusal import markdown
+from surojax.refusals.refusal import refusals_page
 
 FOLDER = Path(__file__).parent
 MADE = "It is made by `python docs/pages.py`; a test compares it with the program."
@@ -101,7 +101,7 @@ def notebooks() -> dict[Path, str]:
 
 def pages() -> dict[Path, str]:
     """The text of each page, and of each notebook, by its path."""
-    texts = {"fields.md": fields(), "commands.md": commands(), "refusals.md": markdown(checks.REFUSALS, DEFAULTS)}
+    texts = {"fields.md": fields(), "commands.md": commands(), "refusals.md": refusals_page(checks.REFUSALS, DEFAULTS)}
     return {FOLDER / name: text for name, text in texts.items()} | notebooks()
 
 

@@ -42,7 +42,7 @@ def settings() -> dict[str, dict]:
 
 def rests(changes: dict) -> Rows:
     """Bytes of each GPU by tensor class and memory, with these settings of configs/llama7b.py."""
-    c = flags.load("llama7b")
+    c = flags.load_config("llama7b")
     c.update({"gpus": 1, "recompute_block": True, **changes})
     return by_class(assembly(c), batch_of(c), "gpu")
 

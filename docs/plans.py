@@ -4,8 +4,8 @@
     python docs/plans.py --page     the page again, of the estimates that it holds
     python docs/plans.py --compile  the page again, and COMPILED: how far estimates are from compiled steps
 
-Every estimate is the answer of `surojax.pages.studio_page.estimate` to a question of the studio. tests/test_plans.py
-asks a few of them again, and compares the page with what this would write.
+Every estimate is the answer of `surojax.pages.studio_page.answer_estimate` to a question of the studio.
+tests/test_plans.py asks a few of them again, and compares the page with what this would write.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def asked(of: dict[str, str]) -> studio_page.StudioQuery:
 def estimate(of: dict[str, str]) -> list[float] | None:
     """[MiB of each GPU, of a machine's host memory, of files, milliseconds of a step]; None if it is refused."""
     try:
-        answer = studio_page.estimate(asked(of))
+        answer = studio_page.answer_estimate(asked(of))
     except ConfigError:
         return None
     exact = {fact["name"]: fact["exact"] for fact in answer["facts"]}

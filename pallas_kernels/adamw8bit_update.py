@@ -4,8 +4,8 @@
     p' = p - lr (m' / c1 / (sqrt(v' / c2) + eps) + decay p)       (Kingma and Ba 2015; Loshchilov and Hutter 2019)
 
 with f the factor of gradient clipping and c1, c2 the bias corrections 1 - b1^t and 1 - b2^t. Between steps m and v take
-2 bytes a parameter and 8 bytes a block: codes, and a float32 scale of each for every block of a row (`block_size`), as
-in Dettmers et al. 2021 (arXiv:2110.02861), who use other code books:
+2 bytes a parameter and 8 bytes a block: codes, and a float32 scale of each for every block of a row
+(`moment_block_size`), as in Dettmers et al. 2021 (arXiv:2110.02861), who use other code books:
 
     m         sign(k) (k / 127)^2 x largest |m| of the block,           k int8, -127 to 127
     sqrt(v)          (k / 255)^2 x largest sqrt(v) of the block,        k uint8, 0 to 255
@@ -88,7 +88,7 @@ class UpdateResult(NamedTuple):
     work: jax.Array | None  # p in `work_dtype`
 
 
-def block_size(n: int) -> int:
+def moment_block_size(n: int) -> int:
     """Numbers per block in rows of n numbers: 256 or 128 if one divides n; the kernel supports these.
 
     Else the largest divisor of n from 32 to 255, or n if there is none.
@@ -97,9 +97,9 @@ def block_size(n: int) -> int:
     return next((b for b in sizes if n % b == 0), n)
 
 
-def init(shape: tuple[int, ...], block: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def zero_moments(shape: tuple[int, ...], block: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(m, m_scale, v, v_scale) before the first update: zeros."""
-    scales = jnp.zeros((*shape[:-1], shape[-1] // (block or block_size(shape[-1]))), f32)
+    scales = jnp.zeros((*shape[:-1], shape[-1] // (block or moment_block_size(shape[-1]))), f32)
     return jnp.zeros(shape, jnp.int8), scales, jnp.zeros(shape, jnp.uint8), scales
 
 
@@ -276,16 +276,16 @@ def adamw8bit(
 
 
 def serves(n: int, implementation: Implementation) -> bool:
-    """Whether `adamw8bit` runs the kernel for blocks of n numbers; if not, warns or raises: see `dispatch.chosen`."""
+    """True if `adamw8bit` runs the kernel for blocks of n numbers; else see `dispatch.runs_kernel`."""
     expected = f"block: expected a multiple of {dispatch.LANES} for the kernel"
-    return dispatch.chosen(OP, implementation, n % dispatch.LANES == 0, expected, n)
+    return dispatch.runs_kernel(OP, implementation, n % dispatch.LANES == 0, expected, n)
 
 
 def _check(p, g, m, m_scale, v, v_scale, h, seed) -> None:
     """Raises ValueError for arguments that do not fit together."""
 
     def need(ok, what, expected, got):
-        dispatch.need(ok, OP, what, expected, got)
+        dispatch.expect(ok, OP, what, expected, got)
 
     need(p.ndim >= 1 and p.size > 0, "p", "a matrix that is not empty", p.shape)
     need(p.dtype in FLOATS, "p", "float32 or bfloat16", p.dtype)
@@ -307,7 +307,7 @@ def _check(p, g, m, m_scale, v, v_scale, h, seed) -> None:
 def cases(sizes: Sizes, tokens: int) -> list[Case]:
     """The update of the gate's weights: of two layers at once with float32 master and bfloat16 work weights, and of one
     layer. tokens: not used."""
-    block = block_size(sizes.hidden)
+    block = moment_block_size(sizes.hidden)
     array = jax.ShapeDtypeStruct
 
     def case(name, dtype, *stack: int, **options):

@@ -68,7 +68,7 @@ class Measurement(NamedTuple):
 # ---- Inputs -----------------------------------------------------------------------------------------------------
 
 
-def arrays(case: Case, seed: int) -> list[jax.Array]:
+def random_arguments(case: Case, seed: int) -> list[jax.Array]:
     """Random arguments: small integers, normal matrices, and scales or hyperparameters between 0.1 and 0.9."""
 
     def draw(key, s):
@@ -82,7 +82,7 @@ def arrays(case: Case, seed: int) -> list[jax.Array]:
     return [jax.jit(draw, static_argnums=1)(key, s) for key, s in zip(keys, case.args, strict=True)]
 
 
-def compiled(case: Case, implementation: str) -> Callable:
+def compiled_case(case: Case, implementation: str) -> Callable:
     """The case as a jitted function of its arrays."""
     return jax.jit(lambda *args: case.run(*args, implementation=implementation), donate_argnums=case.donated)
 
@@ -135,8 +135,8 @@ def disagreement(actual: Any, expected: Any) -> str:
 
 def caller(case: Case, implementation: str) -> Callable[[int], None]:
     """A function of n that makes n calls and awaits them."""
-    f = compiled(case, implementation)
-    inputs = [arrays(case, 0)]
+    f = compiled_case(case, implementation)
+    inputs = [random_arguments(case, 0)]
     if not case.donated:
         copies = -(-COLD_BYTES // max(1, sum(x.nbytes for x in inputs[0])))
         inputs += [[jnp.copy(x) for x in inputs[0]] for _ in range(copies - 1)]
@@ -167,7 +167,7 @@ def copier() -> Callable[[int], None]:
     return calls
 
 
-def times(callers: dict[str, Callable[[int], None]], repeat: int) -> dict[str, float]:
+def call_seconds(callers: dict[str, Callable[[int], None]], repeat: int) -> dict[str, float]:
     """Seconds of one call of each caller: the median of `repeat` turns, in which the callers alternate."""
 
     def seconds(calls: Callable[[int], None], n: int) -> float:
@@ -190,11 +190,11 @@ def measure(op: str, case: Case, implementations: tuple[str, ...], repeat: int) 
     """(measurements of a case, bytes per second of the copy in the same turns)."""
     differences = None, None
     if len(implementations) == 2:
-        actual, expected = (compiled(case, name)(*arrays(case, 1)) for name in implementations)
+        actual, expected = (compiled_case(case, name)(*random_arguments(case, 1)) for name in implementations)
         differences = difference(actual, expected)
         del actual, expected
     callers = {"copy": copier()} | {name: caller(case, name) for name in implementations}
-    seconds = times(callers, repeat)
+    seconds = call_seconds(callers, repeat)
     copy = 2 * COPY_BYTES / seconds["copy"]
     kernel = seconds.get("mosaic")
     rate = case.bytes / kernel if kernel else None
@@ -208,7 +208,7 @@ def measure(op: str, case: Case, implementations: tuple[str, ...], repeat: int) 
 # ---- Report -----------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[Measurement]) -> str:
+def markdown_table(rows: list[Measurement]) -> str:
     """The rows as a table in Markdown."""
 
     def cell(x: float | None, spec: str) -> str:
@@ -233,7 +233,7 @@ def table(rows: list[Measurement]) -> str:
     return text
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parses and checks the command line. Ends the program with exit code 2 and one line if it is wrong."""
     head, _, details = (__doc__ or "").partition("\n")
     p = argparse.ArgumentParser(
@@ -271,7 +271,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    a = parse(argv)
+    a = parse_arguments(argv)
     device = jax.devices()[0]
     if a.implementation != "xla" and automatic() != "mosaic":
         print(
@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
             copies.append(copy)
     copy = statistics.median(copies) / 1e9
     print(f"{device.device_kind}, jax {jax.__version__}, {a.sizes}, {a.tokens} tokens; copy {copy:.0f} GB/s\n")
-    print(table(rows), end="")
+    print(markdown_table(rows), end="")
     if a.json:
         about = {"device": device.device_kind, "jax": jax.__version__, "sizes": a.sizes, "tokens": a.tokens}
         values = about | {"repeat": a.repeat, "copy_gb_per_s": copy, "rows": [row._asdict() for row in rows]}

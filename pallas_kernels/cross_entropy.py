@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import LANES, Implementation, choose, chosen, launch, need
+from pallas_kernels.dispatch import LANES, Implementation, choose, expect, launch, runs_kernel
 from pallas_kernels.long_rows import Cut, ProgramRow, columns, cut
 from pallas_kernels.shapes import Case, Sizes
 
@@ -238,7 +238,7 @@ def loss_and_gradient(
     ValueError for wrong shapes and dtypes.
     """
     _check(logits, labels, z_loss)
-    need(jnp.shape(weight) == (), OP, "weight", "one number, shape ()", jnp.shape(weight))
+    expect(jnp.shape(weight) == (), OP, "weight", "one number, shape ()", jnp.shape(weight))
     weight = jnp.asarray(weight, f32)
     x_NV, labels_N = _flat(logits, labels)
     if _mosaic(x_NV, implementation):
@@ -314,7 +314,7 @@ def _flat(logits, labels):
 
 
 def _mosaic(logits_NV, implementation: Implementation) -> bool:
-    """Whether the kernel runs; if not, warns or raises: see `dispatch.chosen`."""
+    """Whether the kernel runs; if not, warns or raises: see `dispatch.runs_kernel`."""
     if choose(OP, implementation) == "xla" or logits_NV.size == 0:
         return False
     N, V = logits_NV.shape
@@ -325,17 +325,17 @@ def _mosaic(logits_NV, implementation: Implementation) -> bool:
         f"expected fewer than 2^31 logits, since in rows that {vec} does not divide they are found with 32-bit numbers "
         f"(make the number of rows a multiple of {vec}, or take fewer)"
     )
-    return chosen(OP, implementation, fits, expected, f"{N} rows of {V}")
+    return runs_kernel(OP, implementation, fits, expected, f"{N} rows of {V}")
 
 
 def _check(logits, labels, z_loss) -> None:
     """Raises ValueError for wrong shapes and dtypes."""
-    need(logits.ndim >= 1 and logits.shape[-1] >= 1, OP, "logits", "shape [..., V] with V >= 1", logits.shape)
-    need(logits.dtype in (f32, jnp.bfloat16), OP, "dtype of logits", "float32 or bfloat16", logits.dtype)
-    need(labels.dtype == jnp.int32, OP, "dtype of labels", "int32", labels.dtype)
+    expect(logits.ndim >= 1 and logits.shape[-1] >= 1, OP, "logits", "shape [..., V] with V >= 1", logits.shape)
+    expect(logits.dtype in (f32, jnp.bfloat16), OP, "dtype of logits", "float32 or bfloat16", logits.dtype)
+    expect(labels.dtype == jnp.int32, OP, "dtype of labels", "int32", labels.dtype)
     expected = f"shape {logits.shape[:-1]}, since logits are {logits.shape}"
-    need(labels.shape == logits.shape[:-1], OP, "labels", expected, labels.shape)
-    need(isinstance(z_loss, int | float) and z_loss >= 0, OP, "z_loss", "a number, 0 or more", z_loss)
+    expect(labels.shape == logits.shape[:-1], OP, "labels", expected, labels.shape)
+    expect(isinstance(z_loss, int | float) and z_loss >= 0, OP, "z_loss", "a number, 0 or more", z_loss)
 
 
 # ---- Cases ------------------------------------------------------------------------------------------------------

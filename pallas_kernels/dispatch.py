@@ -61,7 +61,7 @@ def automatic(device: Any = None) -> Literal["mosaic", "xla"]:
     return "xla"
 
 
-def chosen(op: str, implementation: Implementation, fits: bool, expected: str, got: Any) -> bool:
+def runs_kernel(op: str, implementation: Implementation, fits: bool, expected: str, got: Any) -> bool:
     """Whether the kernel runs. If it does not fit: see `left_to_xla`. expected: "expected ...", inputs that fit."""
     if choose(op, implementation) == "xla":
         return False
@@ -157,7 +157,7 @@ mlir.register_lowering(_for_gpu, _lower_elsewhere)
 mlir.register_lowering(_for_gpu, lambda context, x, *, op: [x], platform="cuda")
 
 
-def need(ok: bool, op: str, what: str, expected: Any, got: Any) -> None:
+def expect(ok: bool, op: str, what: str, expected: Any, got: Any) -> None:
     """Raises ValueError with the expected and the actual value unless `ok`."""
     if not ok:
         raise ValueError(f"{op}: {what}: expected {expected}, got {got}")

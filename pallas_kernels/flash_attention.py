@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import dispatch, tiles
-from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.dispatch import Implementation, expect
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.mma import ROWS, WITHOUT_BARRIERS, Products
 
@@ -347,7 +347,7 @@ def attention(
     rule = ScoreSettings(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
     expected = f"expected 16-bit heads of a multiple of 16 up to {LARGEST_HEAD} channels"
     got = f"{q.dtype} of {q.shape[-1]}"
-    if dispatch.chosen("attention", implementation, fits(q.dtype, q.shape[-1]), expected, got):
+    if dispatch.runs_kernel("attention", implementation, fits(q.dtype, q.shape[-1]), expected, got):
         sinks = sinks if sinks is None else mark_varying(sinks, varying_axes(q))
         return _attention(q, k, v, starts, sinks, rule, interpret)
     return reference(q, k, v, starts, rule, sinks)
@@ -433,18 +433,18 @@ def _padded(x, axis: int, extra: int):
 def _check(q, k, v, starts, window: int) -> None:
     """Raises ValueError for wrong shapes and dtypes."""
     op = "attention"
-    need(q.ndim == 4 and q.size > 0, op, "q", "[B, S, H, h], not empty", q.shape)
+    expect(q.ndim == 4 and q.size > 0, op, "q", "[B, S, H, h], not empty", q.shape)
     B, S, H, h = q.shape
     T = k.shape[1] if k.ndim == 4 else 0
     shaped = T >= S and k.shape == (B, T, k.shape[2], h) and H % k.shape[2] == 0
-    need(shaped, op, "k", (B, f"{S} or more", "K", h), k.shape)
-    need(v.shape == k.shape, op, "v", k.shape, v.shape)
-    need(q.dtype == k.dtype == v.dtype, op, "dtype of k and v", q.dtype, (k.dtype, v.dtype))
-    need(
+    expect(shaped, op, "k", (B, f"{S} or more", "K", h), k.shape)
+    expect(v.shape == k.shape, op, "v", k.shape, v.shape)
+    expect(q.dtype == k.dtype == v.dtype, op, "dtype of k and v", q.dtype, (k.dtype, v.dtype))
+    expect(
         starts.shape == (B, S) and starts.dtype == i32,
         op,
         "starts",
         f"int32 {(B, S)}",
         f"{starts.dtype} {starts.shape}",
     )
-    need(window >= 0, op, "window", "0 or more", window)
+    expect(window >= 0, op, "window", "0 or more", window)

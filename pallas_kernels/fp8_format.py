@@ -53,7 +53,7 @@ def is_scale(scale) -> bool:
     return getattr(scale, "shape", None) == () and getattr(scale, "dtype", None) == f32
 
 
-def described(x) -> str:
+def dtype_and_shape(x) -> str:
     """dtype and shape of x as text, for errors."""
     return f"{x.dtype} {x.shape}" if hasattr(x, "dtype") else repr(x)
 

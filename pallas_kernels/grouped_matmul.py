@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import dispatch, tiles
-from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.dispatch import Implementation, expect
 from pallas_kernels.mma import ROWS, WITHOUT_BARRIERS, Products
 from pallas_kernels.shapes import Case, Sizes
 
@@ -147,14 +147,16 @@ def grouped_matmul(
     at least ROWS.
     """
     op = "grouped_matmul"
-    need(x.ndim == 2 and len(x) > 0 and len(x) % ROWS == 0, op, "x", f"[R, K], R a multiple of {ROWS}, not 0", x.shape)
-    need(w.ndim == 3 and w.shape[2] == x.shape[1], op, "w", ("E", "N", x.shape[1]), w.shape)
-    need(w.dtype == x.dtype, op, "dtype of w", x.dtype, w.dtype)
+    expect(
+        x.ndim == 2 and len(x) > 0 and len(x) % ROWS == 0, op, "x", f"[R, K], R a multiple of {ROWS}, not 0", x.shape
+    )
+    expect(w.ndim == 3 and w.shape[2] == x.shape[1], op, "w", ("E", "N", x.shape[1]), w.shape)
+    expect(w.dtype == x.dtype, op, "dtype of w", x.dtype, w.dtype)
     shaped = experts.shape == (len(x) // ROWS,) and experts.dtype == i32
-    need(shaped, op, "experts", f"int32 {(len(x) // ROWS,)}", f"{experts.dtype} {experts.shape}")
+    expect(shaped, op, "experts", f"int32 {(len(x) // ROWS,)}", f"{experts.dtype} {experts.shape}")
     _, N, K = w.shape
     expected = f"expected 16-bit matrices of multiples of 16, at least {ROWS}"
-    if dispatch.chosen(op, implementation, fits(x.dtype, K, N), expected, f"{x.dtype} {(N, K)}"):
+    if dispatch.runs_kernel(op, implementation, fits(x.dtype, K, N), expected, f"{x.dtype} {(N, K)}"):
         return _grouped_matmul(x, w, experts, interpret)
     return reference(x, w, experts)
 

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, elementwise, fp8_format, shapes, tiles
-from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.dispatch import Implementation, expect
 from pallas_kernels.fp8_format import E4M3
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def quantize(x: Float[Array, "*M N"], *, implementation: Implementation = None, 
     needs = f"expected other sizes: the kernel needs a multiple of {32 * BLOCK} numbers, fewer than 2^31"
     return (
         _quantize_mosaic(x, op, interpret)
-        if dispatch.chosen(op, implementation, fits, needs, x.shape)
+        if dispatch.runs_kernel(op, implementation, fits, needs, x.shape)
         else _quantize_xla(x)
     )
 
@@ -219,15 +219,15 @@ def quantize_both(
 
 def _check(op: str, x, fits: bool, expected: str) -> None:
     """Raises ValueError for a wrong dtype or shape."""
-    need(x.dtype in FLOATS, op, "dtype of x", "bfloat16, float16 or float32", x.dtype)
-    need(fits, op, "x", expected, x.shape)
+    expect(x.dtype in FLOATS, op, "dtype of x", "bfloat16, float16 or float32", x.dtype)
+    expect(fits, op, "x", expected, x.shape)
 
 
 def _tiled(op: str, implementation: Implementation, x) -> bool:
     """Whether the kernel with blocks along columns runs."""
     fits = x.shape[0] % ROWS == x.shape[1] % COLUMNS == 0 < x.size < elementwise.LARGEST
     needs = f"expected other sizes: the kernel needs M in multiples of {ROWS}, N of {COLUMNS}, M N below 2^31"
-    return dispatch.chosen(op, implementation, fits, needs, x.shape)
+    return dispatch.runs_kernel(op, implementation, fits, needs, x.shape)
 
 
 def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:

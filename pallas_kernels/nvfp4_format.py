@@ -123,7 +123,7 @@ def _steps(x, inverse, dither):
     return (steps if dither is None else steps + dither), exponent
 
 
-def rounded(x, inverse, dither):
+def rounded_to_e2m1(x, inverse, dither):
     """x * inverse rounded to e2m1, as float32."""
     steps, exponent = _steps(x, inverse, dither)
     size = jnp.abs(fp8_format.nearest(steps)) * fp8_format.power_of_two(exponent - u32(1))
@@ -189,7 +189,7 @@ def reference_weights(w: Float[Array, "M N"], part: OperandPart = WHOLE) -> tupl
 
     def quantized(w, scales, inverse):
         blocks = w.astype(f32).reshape(scales.shape[0], BLOCK, -1, BLOCK)
-        values = rounded(blocks, inverse[:, None, :, None], None).reshape(w.shape)
+        values = rounded_to_e2m1(blocks, inverse[:, None, :, None], None).reshape(w.shape)
         return NVFP4(values, jnp.repeat(scales, BLOCK, axis=0), scale)
 
     return quantized(w, scales, inverse), quantized(_transposed(w), scales.T, inverse.T)
@@ -233,7 +233,7 @@ def _in_blocks(blocks, seed, pair, place, part: OperandPart) -> NVFP4:
     if seed is not None:
         dither = _dither((plain.random_bits(seed, pair) >> ((place & u32(1)) << u32(4))) & u32(0xFFFF))
     inverse = inverses(scales, reciprocal)[..., None]
-    return NVFP4(rounded(blocks, inverse, dither), scales, scale)
+    return NVFP4(rounded_to_e2m1(blocks, inverse, dither), scales, scale)
 
 
 def narrow(q: NVFP4) -> NVFP4:

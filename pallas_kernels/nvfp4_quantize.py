@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, elementwise, fp8_format, nvfp4_format as form, shapes, tiles
-from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.dispatch import Implementation, expect
 from pallas_kernels.fp8_format import E4M3
 from pallas_kernels.nvfp4_format import BLOCK, E2M1, NVFP4, WHOLE, OperandPart
 
@@ -329,7 +329,7 @@ def quantize(
     _check(op, x, x.ndim > 0 and x.shape[-1] % BLOCK == 0, f"[..., N], N a multiple of {BLOCK}", seed=seed)
     fits = x.size % (64 * BLOCK) == 0 and x.size < elementwise.LARGEST
     needs = f"expected other sizes: the kernel needs a multiple of {64 * BLOCK} numbers, fewer than 2^31"
-    if dispatch.chosen(op, implementation, fits, needs, x.shape):
+    if dispatch.runs_kernel(op, implementation, fits, needs, x.shape):
         return _rows_mosaic(x, seed, part, op, interpret)
     return form.narrow(form.reference(x, seed, part))
 
@@ -422,18 +422,24 @@ def _weights(w, transposed: bool, part: OperandPart, implementation: Implementat
 
 def _check(op: str, x, fits: bool, expected: str, name: str = "x", **seeds) -> None:
     """Raises ValueError for a wrong dtype or shape of the array or of a seed."""
-    need(x.dtype in FLOATS and x.size > 0, op, name, "bfloat16, float16 or float32, not empty", fp8_format.described(x))
-    need(fits, op, name, expected, x.shape)
+    expect(
+        x.dtype in FLOATS and x.size > 0,
+        op,
+        name,
+        "bfloat16, float16 or float32, not empty",
+        fp8_format.dtype_and_shape(x),
+    )
+    expect(fits, op, name, expected, x.shape)
     for seed_name, seed in seeds.items():
         ok = seed is None or (jnp.shape(seed) == () and getattr(seed, "dtype", None) in (jnp.int32, u32))
-        need(ok, op, seed_name, "int32 or uint32 []", fp8_format.described(seed))
+        expect(ok, op, seed_name, "int32 or uint32 []", fp8_format.dtype_and_shape(seed))
 
 
 def _tiled(op: str, implementation: Implementation, x) -> bool:
     """Whether a kernel over tiles runs."""
     fits = x.shape[0] % ROWS == x.shape[1] % COLUMNS == 0 and x.size < elementwise.LARGEST
     needs = f"expected other sizes: the kernel needs M in multiples of {ROWS}, N of {COLUMNS}, M N below 2^31"
-    return dispatch.chosen(op, implementation, fits, needs, x.shape)
+    return dispatch.runs_kernel(op, implementation, fits, needs, x.shape)
 
 
 def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:

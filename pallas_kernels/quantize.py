@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, elementwise, fp8_format, shapes, tiles, transposing
-from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.dispatch import Implementation, expect
 from pallas_kernels.fp8_format import FP8
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def cast_transpose(
     op = "quantize.cast_transpose"
     dtype = jnp.dtype(dtype)
     _check(op, x, dtype, FP8, scale)
-    need(x.ndim > 1, op, "x", "[..., N] of two dimensions or more", x.shape)
+    expect(x.ndim > 1, op, "x", "[..., N] of two dimensions or more", x.shape)
     if _tiled(op, implementation, x):
         return _cast_transpose_mosaic(x, scale, dtype, op, interpret)
     values = fp8_format.reference(x, scale, dtype)
@@ -239,7 +239,7 @@ def transpose(
 ) -> Float[Array, "N M"]:
     """The transpose of a matrix of 8-bit numbers. The kernel needs M and N in multiples of 64."""
     op = "quantize.transpose"
-    need(x8.ndim == 2 and x8.dtype.itemsize == 1, op, "x8", "[M, N] of 8 bits", f"{x8.dtype} {x8.shape}")
+    expect(x8.ndim == 2 and x8.dtype.itemsize == 1, op, "x8", "[M, N] of 8 bits", f"{x8.dtype} {x8.shape}")
     return _transpose_mosaic(x8, op, interpret) if _tiled(op, implementation, x8) else x8.T
 
 
@@ -258,9 +258,9 @@ def quantize_blocks(
     op = "quantize.quantize_blocks"
     dtype = jnp.dtype(dtype)
     kinds = (jnp.dtype(jnp.int8), *FP8)
-    need(x.dtype in FLOATS, op, "dtype of x", "bfloat16, float16 or float32", x.dtype)
-    need(dtype in kinds, op, "dtype", f"one of {', '.join(map(str, kinds))}", dtype)
-    need(block > 0 and x.ndim > 0 and x.shape[-1] % block == 0, op, "block", f"a divisor of n, {x.shape[-1:]}", block)
+    expect(x.dtype in FLOATS, op, "dtype of x", "bfloat16, float16 or float32", x.dtype)
+    expect(dtype in kinds, op, "dtype", f"one of {', '.join(map(str, kinds))}", dtype)
+    expect(block > 0 and x.ndim > 0 and x.shape[-1] % block == 0, op, "block", f"a divisor of n, {x.shape[-1:]}", block)
     if _blocked(op, implementation, x, block):
         return _quantize_blocks_mosaic(x, dtype, op, interpret)
     return _quantize_blocks_xla(x, dtype, block)
@@ -273,12 +273,12 @@ def dequantize_blocks(
     op = "quantize.dequantize_blocks"
     dtype = jnp.dtype(dtype)
     values, scales = blocks
-    need(dtype in FLOATS, op, "dtype", "bfloat16, float16 or float32", dtype)
-    need(values.dtype in (jnp.int8, *FP8), op, "dtype of values", "int8, e4m3 or e5m2", values.dtype)
+    expect(dtype in FLOATS, op, "dtype", "bfloat16, float16 or float32", dtype)
+    expect(values.dtype in (jnp.int8, *FP8), op, "dtype of values", "int8, e4m3 or e5m2", values.dtype)
     fits = values.ndim == scales.ndim > 0 and values.shape[:-1] == scales.shape[:-1] and scales.shape[-1] > 0
     fits = fits and values.shape[-1] % scales.shape[-1] == 0 and scales.dtype == f32
     got = f"{scales.dtype} {scales.shape} for {values.shape}"
-    need(fits, op, "scales", "float32 [..., n / block] for values [..., n]", got)
+    expect(fits, op, "scales", "float32 [..., n / block] for values [..., n]", got)
     if _blocked(op, implementation, values, values.shape[-1] // scales.shape[-1]):
         return _dequantize_blocks_mosaic(values, scales, dtype, op, interpret)
     return _dequantize_blocks_xla(values, scales, dtype)
@@ -297,9 +297,9 @@ def stochastic_round(
     Number i of the flattened x uses `random_bits(seed, i + offset)`; seed: int32 or uint32 [].
     """
     op = "quantize.stochastic_round"
-    need(x.dtype == f32 and x.size > 0, op, "x", "float32, not empty", f"{x.dtype} {x.shape}")
+    expect(x.dtype == f32 and x.size > 0, op, "x", "float32, not empty", f"{x.dtype} {x.shape}")
     kinds = (jnp.int32, u32)
-    need(jnp.shape(seed) == () and getattr(seed, "dtype", None) in kinds, op, "seed", "int32 or uint32 []", seed)
+    expect(jnp.shape(seed) == () and getattr(seed, "dtype", None) in kinds, op, "seed", "int32 or uint32 []", seed)
     offset = jnp.asarray(offset, None if isinstance(offset, jax.Array) else u32)
     if not _flat(op, implementation, x):
         return round_with(x, random_bits(seed, jax.lax.iota(u32, x.size).reshape(x.shape) + offset.astype(u32)))
@@ -313,15 +313,15 @@ def stochastic_round(
 
 def _check(op: str, x, dtype=None, dtypes=(), scale=None) -> None:
     """Raises ValueError for wrong dtypes and shapes."""
-    need(x.dtype in FLOATS and x.size > 0, op, "x", "bfloat16, float16 or float32, not empty", f"{x.dtype} {x.shape}")
-    need(dtype is None or dtype in dtypes, op, "dtype", f"one of {', '.join(map(str, dtypes))}", dtype)
+    expect(x.dtype in FLOATS and x.size > 0, op, "x", "bfloat16, float16 or float32, not empty", f"{x.dtype} {x.shape}")
+    expect(dtype is None or dtype in dtypes, op, "dtype", f"one of {', '.join(map(str, dtypes))}", dtype)
     if scale is not None:
-        need(fp8_format.is_scale(scale), op, "scale", "float32 []", fp8_format.described(scale))
+        expect(fp8_format.is_scale(scale), op, "scale", "float32 []", fp8_format.dtype_and_shape(scale))
 
 
 def _flat(op: str, implementation: Implementation, x) -> bool:
     """Whether the elementwise kernel runs."""
-    return dispatch.chosen(op, implementation, elementwise.serves(x), elementwise.NEEDS, x.shape)
+    return dispatch.runs_kernel(op, implementation, elementwise.serves(x), elementwise.NEEDS, x.shape)
 
 
 def _tiled(op: str, implementation: Implementation, x) -> bool:
@@ -329,7 +329,7 @@ def _tiled(op: str, implementation: Implementation, x) -> bool:
     m = x.size // x.shape[-1] if x.size else 0
     n = x.shape[-1]
     needs = f"expected other sizes: the kernel needs [M, N] in multiples of {transposing.TILE}, below 2^31"
-    return dispatch.chosen(op, implementation, transposing.serves(m, n), needs, (m, n))
+    return dispatch.runs_kernel(op, implementation, transposing.serves(m, n), needs, (m, n))
 
 
 def _blocked(op: str, implementation: Implementation, x, block: int) -> bool:
@@ -338,7 +338,7 @@ def _blocked(op: str, implementation: Implementation, x, block: int) -> bool:
     needs = (
         f"expected other blocks: the kernel needs blocks of {BLOCK}, eight of them or a multiple, below 2^31 numbers"
     )
-    return dispatch.chosen(op, implementation, fits, needs, f"blocks of {block} in {x.shape}")
+    return dispatch.runs_kernel(op, implementation, fits, needs, f"blocks of {block} in {x.shape}")
 
 
 def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, fp8_format, tiles
-from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.dispatch import Implementation, expect
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.shapes import Case, Sizes
 
@@ -245,22 +245,22 @@ def forward(
     dispatch.Unserved if implementation="mosaic" and the kernel does not support the shape.
     """
     _check("rms_norm.forward", x, scale, residual=residual)
-    need((out_dtype is None) == (out_scale is None), "rms_norm.forward", "out_dtype and out_scale", "both or none",
+    expect((out_dtype is None) == (out_scale is None), "rms_norm.forward", "out_dtype and out_scale", "both or none",
          f"out_dtype={out_dtype} and out_scale={out_scale}")  # fmt: skip
     if out_scale is not None:
-        need(
+        expect(
             jnp.dtype(out_dtype) in fp8_format.FP8,
             "rms_norm.forward",
             "out_dtype",
             "float8_e4m3fn or float8_e5m2",
             out_dtype,
         )
-        need(
+        expect(
             fp8_format.is_scale(out_scale),
             "rms_norm.forward",
             "out_scale",
             "float32 []",
-            fp8_format.described(out_scale),
+            fp8_format.dtype_and_shape(out_scale),
         )
     tile = _cut("rms_norm.forward", implementation, x, added=False)
     if tile:
@@ -347,21 +347,21 @@ _added.defvjp(_added_fwd, _added_bwd)
 
 
 def _cut(op: str, implementation: Implementation, x, added: bool) -> tiles.RowTile | None:
-    """The tiles of the kernel, None if the reference runs. added: see `tiles.rows`."""
+    """The tiles of the kernel, None if the reference runs. added: see `tiles.row_tiles`."""
     if dispatch.choose(op, implementation) == "xla":
         return None
-    return tiles.try_cut(implementation, tiles.rows, op, x.size // x.shape[-1], x.shape[-1], x.dtype, added)
+    return tiles.try_cut(implementation, tiles.row_tiles, op, x.size // x.shape[-1], x.shape[-1], x.dtype, added)
 
 
 def _check(op: str, x, scale, **like_x) -> None:
     """Raises ValueError for wrong shapes and dtypes. like_x: arrays with the shape and dtype of x, or None."""
-    need(x.ndim >= 1 and x.size > 0, op, "x", "[..., D], not empty", x.shape)
-    need(x.dtype in FLOATS, op, "dtype of x", "bfloat16, float16 or float32", x.dtype)
-    need(scale.shape == x.shape[-1:], op, "shape of scale", x.shape[-1:], scale.shape)
-    need(scale.dtype in FLOATS, op, "dtype of scale", "bfloat16, float16 or float32", scale.dtype)
+    expect(x.ndim >= 1 and x.size > 0, op, "x", "[..., D], not empty", x.shape)
+    expect(x.dtype in FLOATS, op, "dtype of x", "bfloat16, float16 or float32", x.dtype)
+    expect(scale.shape == x.shape[-1:], op, "shape of scale", x.shape[-1:], scale.shape)
+    expect(scale.dtype in FLOATS, op, "dtype of scale", "bfloat16, float16 or float32", scale.dtype)
     for name, a in like_x.items():
         if a is not None:
-            need(a.shape == x.shape and a.dtype == x.dtype, op, name, f"{x.dtype} {x.shape}", f"{a.dtype} {a.shape}")
+            expect(a.shape == x.shape and a.dtype == x.dtype, op, name, f"{x.dtype} {x.shape}", f"{a.dtype} {a.shape}")
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, fp8_format, tiles
-from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.dispatch import Implementation, expect
 from pallas_kernels.shapes import Case, Sizes
 
 if TYPE_CHECKING:
@@ -184,16 +184,16 @@ _rope.defvjp(_rope_fwd, _rope_bwd)
 def _check(op: str, q, k, cos, sin) -> None:
     """Raises ValueError for wrong shapes and dtypes."""
     for name, x in (("q", q), ("k", k)):
-        need(x.ndim >= 3 and x.size > 0, op, name, "[..., S, heads, h], not empty", x.shape)
-        need(x.dtype in FLOATS, op, f"dtype of {name}", "bfloat16, float16 or float32", x.dtype)
-    need(q.shape[-1] % 2 == 0, op, "head dimension", "an even number", q.shape[-1])
+        expect(x.ndim >= 3 and x.size > 0, op, name, "[..., S, heads, h], not empty", x.shape)
+        expect(x.dtype in FLOATS, op, f"dtype of {name}", "bfloat16, float16 or float32", x.dtype)
+    expect(q.shape[-1] % 2 == 0, op, "head dimension", "an even number", q.shape[-1])
     expected = (*q.shape[:-2], "K", q.shape[-1])
-    need(k.shape[:-2] == q.shape[:-2] and k.shape[-1] == q.shape[-1], op, "shape of k", expected, k.shape)
-    need(k.dtype == q.dtype, op, "dtype of k", f"{q.dtype}, that of q", k.dtype)
+    expect(k.shape[:-2] == q.shape[:-2] and k.shape[-1] == q.shape[-1], op, "shape of k", expected, k.shape)
+    expect(k.dtype == q.dtype, op, "dtype of k", f"{q.dtype}, that of q", k.dtype)
     shared = (q.shape[-3], q.shape[-1] // 2)
     half = shared if cos.ndim <= 2 else (*q.shape[:-3], *shared)
     for name, a in (("cos", cos), ("sin", sin)):
-        need(a.shape == half and a.dtype == f32, op, name, f"float32 {half}", f"{a.dtype} {a.shape}")
+        expect(a.shape == half and a.dtype == f32, op, name, f"float32 {half}", f"{a.dtype} {a.shape}")
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

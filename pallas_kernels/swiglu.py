@@ -106,7 +106,7 @@ def forward(
     """
     op = "swiglu.forward"
     _check(op, {"gate": gate, "up": up}, out_dtype, (out_scale,))
-    if dispatch.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
+    if dispatch.runs_kernel(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
         (y,), (top,) = _run(forward_math, (gate, up), out_dtype, (out_scale,), op, interpret)
         return Gated(y, top)
     return Gated(*_store_xla(forward_math(gate, up), gate.dtype, out_dtype, out_scale))
@@ -129,9 +129,9 @@ def backward(
     """
     op = "swiglu.backward"
     scales = (None, None) if out_scales is None else tuple(out_scales)
-    dispatch.need(len(scales) == 2, op, "out_scales", "two (of d_gate, of d_up)", len(scales))
+    dispatch.expect(len(scales) == 2, op, "out_scales", "two (of d_gate, of d_up)", len(scales))
     _check(op, {"gate": gate, "up": up, "dy": dy}, out_dtype, scales)
-    if dispatch.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
+    if dispatch.runs_kernel(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
         grads, tops = _run(backward_math, (dy, gate, up), out_dtype, scales, op, interpret)
         return SwigluGrads(*grads, *tops)
     grads = zip(backward_math(dy, gate, up), scales, strict=True)
@@ -142,7 +142,7 @@ def backward(
 def _check(op: str, arrays: dict, out_dtype, scales: tuple) -> None:
     """Raises ValueError for wrong shapes, dtypes and scales."""
     gate = arrays["gate"]
-    need = dispatch.need
+    need = dispatch.expect
     need(gate.dtype in (jnp.bfloat16, jnp.float16, f32), op, "dtype of gate", "a float of 16 or 32 bits", gate.dtype)
     need(gate.size > 0, op, "gate", "an array, not empty", gate.shape)
     for name, x in arrays.items():
@@ -157,7 +157,7 @@ def _check(op: str, arrays: dict, out_dtype, scales: tuple) -> None:
     )
     for scale in scales:
         fits = scale is None if out_dtype is None else fp8_format.is_scale(scale)
-        need(fits, op, "scale", "float32 [] with out_dtype, None without", fp8_format.described(scale))
+        need(fits, op, "scale", "float32 [] with out_dtype, None without", fp8_format.dtype_and_shape(scale))
 
 
 def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:

@@ -136,7 +136,7 @@ def examples(name: str) -> str:
     return "\n".join(["", "examples:", *(f"  surojax {name} {line}" for line in VERBS[name].examples)])
 
 
-def run(name: str, arguments: list[str]) -> None:
+def run_verb(name: str, arguments: list[str]) -> None:
     """Runs a verb as `python -m` runs its module; after its help come examples."""
     sys.argv[1:] = arguments
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -152,7 +152,7 @@ def main() -> None:
     """Runs the verb of the command line, or lists the verbs if it has none. A wrong one exits with REFUSED."""
     name, *arguments = sys.argv[1:] or [""]
     if name in VERBS:
-        run(name, arguments)
+        run_verb(name, arguments)
     elif name in ("", "-h", "--help", "help"):
         print(overview())
     elif name in ("-V", "--version"):

@@ -34,7 +34,7 @@ from surojax.exchange.merge import Merged
 from surojax.exchange.model_tensors import Tensors, describe_source
 from surojax.exchange.naming import naming_of
 from surojax.exchange.small_files import CONFIG, GENERATION, TOKENIZER_FILES, Files
-from surojax.exchange.sources import SOURCE, described, is_model, kept_in, locate, open_weights, resolved
+from surojax.exchange.sources import SOURCE, is_model, kept_in, locate, open_weights, resolved, run_config_json
 from surojax.inference import parity
 from surojax.inference.trained_model import check_trained_with
 from surojax.models.model import Model
@@ -174,11 +174,11 @@ def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
     if c.model_path:
         source = locate(c.model_path, weights=False)
         if gguf.is_gguf(source):
-            said = gguf.config(gguf.open_file(source))
+            said = gguf.metadata_config(gguf.open_file(source))
             tokens = {key: said[key] for key in ("bos_token_id", "eos_token_id")}
             generation = {GENERATION: encoded({key: id_ for key, id_ in tokens.items() if id_ is not None})}
             return config_json.made(fields, said["max_position_embeddings"], tokens | padding), files | generation
-        found = described(c, read_config(source))
+        found = run_config_json(c, read_config(source))
         if config_json.agrees(found, fields):
             return {**padding, **found} if labels_of(
                 read_config(source)
@@ -211,7 +211,7 @@ def tokenizer_files(spec: str) -> Files:
 
 def check_out(path: str | Path) -> None:
     """Raises ConfigError unless a folder, or a file if the path ends in .gguf, can be written there."""
-    (gguf_export.check_path if gguf.is_gguf(Path(path)) else check_folder)(path)
+    (gguf_export.check_gguf_path if gguf.is_gguf(Path(path)) else check_folder)(path)
 
 
 def gguf_tokenizer_of(config: dict[str, Any], files: Files, path: str | Path) -> tuple[dict[str, Any], str]:
@@ -247,7 +247,7 @@ def check_exportable(c: Config, folder: str | Path) -> None:
     check_out(folder)
     config, files = folder_files(c)
     if gguf.is_gguf(Path(folder)):
-        gguf_export.described(config, Path(folder))
+        gguf_export.gguf_metadata(config, Path(folder))
         gguf_tokenizer_of(config, files, folder)
 
 

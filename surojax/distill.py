@@ -24,11 +24,11 @@ from surojax.assembly.from_config import from_config
 from surojax.assembly.xla_options import compiler_options
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
-from surojax.config.flags import parse
+from surojax.config.flags import parse_flags
 from surojax.data import run_data as data
 from surojax.data.batches import padded_batch
 from surojax.data.samples import Samples
-from surojax.data.teacher_labels import Labels, Teacher, claim
+from surojax.data.teacher_labels import Labels, Teacher, claim_folder
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, need, short_exit_codes
 from surojax.exchange.base import fingerprint
@@ -44,7 +44,7 @@ from surojax.step import train_step
 from surojax.step.distillation import DISTILL, Labelling
 from surojax.step.objective import TEACHER, TEACHER_IDS
 from surojax.step.objectives import LABELLING
-from surojax.training.initial_state import new_state
+from surojax.training.initial_state import fresh_state
 from surojax.training.reference import NUMBERS
 
 EVERY = 60.0  # seconds between lines
@@ -72,7 +72,7 @@ def distill(config: Config) -> Path:
     train = data.load_data(entries, settings, tokenizer, eval_batch_size=batch_size, say=say).train
     numbers = json.dumps([fingerprint(initial, run.model), *(c[name] for name in NUMBERS)])
     about = (numbers, str(c.model_path), tokenizer.name, c.model.vocab_size, c.distill_top_k)
-    folder = claim(c.distill_path, Teacher(*about, float(c.distill_temperature)))
+    folder = claim_folder(c.distill_path, Teacher(*about, float(c.distill_temperature)))
     with locked(folder / "lock", "distill_path"), nvme.claim(run.store):
         labels = [Labels.of(folder, samples, c.sequence_len, c.distill_top_k) for samples in train.sources]
         if not any(one.missing for one in labels):
@@ -80,7 +80,7 @@ def distill(config: Config) -> Path:
             return folder
         engine = dataclasses.replace(run.engine, objective=Labelling(c.distill_top_k, c.distill_temperature))
         labeller = _Labeller(dataclasses.replace(run, engine=engine), mesh, batch_size, c.sequence_len)
-        weights = new_state(c, run, initial).weights
+        weights = fresh_state(c, run, initial).weights
         for samples, one in zip(train.sources, labels, strict=True):
             labeller(weights, samples, one)
     say(f"labels: {len(train):,} samples in {folder}; --config.objective=distill --config.distill_path={folder}")
@@ -144,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and label. An error ends it with one line (`errors.ending`)."""
     try:
-        c, _ = parse(argv, parser())
+        c, _ = parse_flags(argv, parser())
         distill(c)
     except (ValueError, CheckpointError, OSError) as error:
         raise ending("distill", error) from error

@@ -25,7 +25,7 @@ from surojax.config.fields import DEFAULTS
 from surojax.diagnosis.doctor_checks import CHECKS, ITS_PROCESS, in_process
 from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, Verdict, skipped
 from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
-from surojax.plan import check_path
+from surojax.plan import check_output
 from surojax.run.console import CONSOLE
 from surojax.training.safe import DOCTORS_REPORT
 from surojax.untrusted import expanded
@@ -66,7 +66,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def markdown(verdicts: Sequence[Verdict], seconds: float) -> str:
+def report_markdown(verdicts: Sequence[Verdict], seconds: float) -> str:
     """The report."""
 
     def cell(text: str) -> str:
@@ -83,13 +83,13 @@ def as_json(verdicts: Sequence[Verdict], seconds: float) -> str:
     return json.dumps(values | {"verdicts": [verdict._asdict() for verdict in verdicts]}, indent=1) + "\n"
 
 
-def write(file: Path, text: str) -> None:
+def write_report(file: Path, text: str) -> None:
     """Writes a file whose folder may not be there yet."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
 
 
-def chosen(only: str | None) -> list[str]:
+def chosen_checks(only: str | None) -> list[str]:
     """The names of --only, in the order of `CHECKS`; None: all. Raises ConfigError."""
     asked = list(CHECKS) if only is None else [name.strip() for name in only.split(",")]
     if unknown := [name for name in asked if name not in CHECKS]:
@@ -130,22 +130,22 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the command line, check, print and write. Exits with 1 if a check failed; an error ends it with a line."""
     try:
         args = parser().parse_args(argv)
-        names = chosen(args.only)
+        names = chosen_checks(args.only)
         folder = str(expanded(args.nvme_path)) if args.nvme_path else ""
         change = "create it, or choose another"
         need(not folder or Path(folder).is_dir(), "--nvme-path", "a folder", args.nvme_path, change)
-        output = check_path("--output", args.output)
-        as_data = check_path("--json", args.json) if args.json is not None else None
+        output = check_output("--output", args.output)
+        as_data = check_output("--json", args.json) if args.json is not None else None
         started = time.perf_counter()
         print(f"{'check':<14}{'of what':<{PART}}verdict", flush=True)
         verdicts = printed(examine(names, Asked(folder, args.rates_file)))
         seconds = time.perf_counter() - started
         print(summary(verdicts))
-        write(output, markdown(verdicts, seconds))
+        write_report(output, report_markdown(verdicts, seconds))
         if as_data:
-            write(as_data, as_json(verdicts, seconds))
+            write_report(as_data, as_json(verdicts, seconds))
         with contextlib.suppress(OSError, RuntimeError):  # without a home folder; `train` goes on to mention doctor
-            write(DOCTORS_REPORT.expanduser(), as_json(verdicts, seconds))
+            write_report(DOCTORS_REPORT.expanduser(), as_json(verdicts, seconds))
         print(f"written: {output}; attach it to an issue")
     except (ConfigError, OSError) as error:
         raise ending("doctor", error) from error

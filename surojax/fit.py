@@ -20,17 +20,17 @@ from pathlib import Path
 import jax
 
 from surojax.config.fields import Config, default_config, flat
-from surojax.config.flags import parse
+from surojax.config.flags import parse_flags
 from surojax.config.write import check_new, config_file
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
-from surojax.plan import add_cost, add_disk, check_cost, check_path
+from surojax.plan import add_cost, add_disk, check_cost, check_output
 from surojax.planner import aot, footprint
 from surojax.planner.amounts import GiB, gib
 from surojax.planner.changes import differing, flags, wrapped
 from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
 from surojax.planner.fastest import MOST_COMPILED, FitResult, Trial, fastest
 from surojax.planner.file_time import disks, wear
-from surojax.planner.gpus import GPUS, named
+from surojax.planner.gpus import GPUS, gpu_key
 from surojax.planner.plan_text import cost, range_lines
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING
@@ -40,7 +40,7 @@ from surojax.untrusted import expanded
 SHOWN = 5  # rows by default
 
 
-def table(result: FitResult, top: int = SHOWN, given: Config | None = None) -> str:
+def result_table(result: FitResult, top: int = SHOWN, given: Config | None = None) -> str:
     """The table of a search's result, as text. given: the config that its flags change; None: the one searched for."""
     name = GPUS[result.gpu].name
     if not result.rows:
@@ -151,7 +151,7 @@ def nothing_fits(result: FitResult) -> list[str]:
     return lines if result.proposals else [*lines, f"  {NOTHING}"]
 
 
-def describe(row: Trial, result: FitResult, base: str, file: Path) -> str:
+def row_docstring(row: Trial, result: FitResult, base: str, file: Path) -> str:
     """The docstring of the config file of a row."""
     name = GPUS[result.gpu].name
     what = "predicted" if row.plan and row.plan.predicted_step_s else "estimated"
@@ -251,10 +251,10 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the command line, search, print, write. An error ends it with one line, "nothing fits" with 1."""
     jax.config.update("jax_platforms", "cpu")  # the search needs no GPU, and should not occupy one
     try:
-        c, args = parse(argv, parser())
+        c, args = parse_flags(argv, parser())
         if args.gpu is None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
-        args.gpu = named(args.gpu)
+        args.gpu = gpu_key(args.gpu)
         check_cost(args)
         disks(args.disk)
         for option, value in (("--host-memory", args.host_memory), ("--nvme", args.nvme), ("--top", args.top)):
@@ -262,7 +262,7 @@ def main(argv: list[str] | None = None) -> None:
                 raise ConfigError(f"{option}: expected more than 0, got {value}; leave it out")
         out = expanded(args.out or f"{Path(args.config).stem}_{c.gpus}x{args.gpu}.py")
         check_new("--out", out)
-        file = check_path("--json", args.json) if args.json is not None else None
+        file = check_output("--json", args.json) if args.json is not None else None
         checked(c, args.gpu)  # before its sizes divide the batch
         result = fastest(
             with_batch(c, args.effective_batch),
@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
             most=max(args.top, MOST_COMPILED),
             say=lambda text: print(text, flush=True),
         )
-        print(table(result, args.top, c))
+        print(result_table(result, args.top, c))
         if file:
             file.write_text(json.dumps(as_json(result), indent=2) + "\n")
             print(f"written: {file}")
@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> None:
             ends = (best.plan and best.plan.predicted_range_s) or []
             seconds = [s / (result.gpus * best.tokens) for s in (best.seconds, *ends)]
             print(cost(args.tokens, args.price, result.gpus, seconds))
-        out.write_text(config_file(best.config, describe(best, result, Path(args.config).name, out)))
+        out.write_text(config_file(best.config, row_docstring(best, result, Path(args.config).name, out)))
         print(f"written: {out}; surojax train --config {out}")
         if best.config.nvme_path == FOLDER:
             print(f"  set nvme_path in it to a folder on the NVMe disk: {FOLDER!r} stands for it")

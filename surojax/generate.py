@@ -38,7 +38,7 @@ def _exit_with(message: str) -> NoReturn:
     raise Refused(f"surojax.generate: error: {message}; see -h")
 
 
-def lines(hint: str) -> Iterator[str]:
+def typed_lines(hint: str) -> Iterator[str]:
     """Yields the lines of the standard input that are not blank; asks for each on a terminal. Raises ConfigError.
 
     hint: printed before the first one on a terminal, where Ctrl-D ends the lines and Ctrl-C discards one.
@@ -87,7 +87,7 @@ def print_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
 
 def continue_lines(trained: Trained, *, seed: int, **options) -> None:
     """Continues each line. options: of `sample.generate`, whose seed is one more for each line."""
-    for number, line in enumerate(lines("Ctrl-C ends a text, Ctrl-D the program")):
+    for number, line in enumerate(typed_lines("Ctrl-C ends a text, Ctrl-D the program")):
         if number and not sys.stdin.isatty():
             print("---")
         print(line, end="")
@@ -99,7 +99,7 @@ def converse(trained: Trained, *, system: str, seed: int, **options) -> None:
     """Answers each line as the next message of a conversation. options: as of `continue_lines`."""
     conversation = ChatHistory(trained, system, options["max_tokens"])
     number = 0
-    for line in lines(f"{RESET} begins anew, {QUIT} or Ctrl-D ends, Ctrl-C stops an answer"):
+    for line in typed_lines(f"{RESET} begins anew, {QUIT} or Ctrl-D ends, Ctrl-C stops an answer"):
         if line.strip() == QUIT:
             break
         if line.strip() == RESET:
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
         }  # fmt: skip
         if args.rollouts:
             kind = {"chat": args.chat, "system": args.system, "samples": samples, "multiple_of": LENGTHS}
-            prompts = lines("Ctrl-D ends the program") if args.prompt is None else args.prompt
+            prompts = typed_lines("Ctrl-D ends the program") if args.prompt is None else args.prompt
             write_rollouts(trained, prompts, Path(args.rollouts), **kind, **options)
             return
         if args.prompt is None:

@@ -26,7 +26,14 @@ from pathlib import Path
 
 from surojax.cluster.early import STOPPED  # isort: skip  # before what takes seconds
 
-from surojax.cluster.group import ProcessGroup, free_port, in_words, new_key, say, start
+from surojax.cluster.group import (
+    ProcessGroup,
+    exit_code_in_words,
+    free_port,
+    new_key,
+    print_as_supervisor,
+    start_command,
+)
 from surojax.cluster.hosts import gpus_of_machine
 from surojax.config import flags
 from surojax.errors import REFUSED, ConfigError, Refused, ends_with_code, exit_codes, need
@@ -77,7 +84,7 @@ def accumulation(command: list[str]) -> int:
     parser.add_argument("--export")
     for name in ("--max-minutes", "--heartbeat"):
         parser.add_argument(name)
-    return flags.parse(command[after[0] :], parser)[0].gradient_accumulation_steps
+    return flags.parse_flags(command[after[0] :], parser)[0].gradient_accumulation_steps
 
 
 def supervise(
@@ -118,21 +125,21 @@ def supervise(
                     group.stop()
                 ended = group.wait()
             if not ended.reason:
-                say(AT_END[ended.code])
+                print_as_supervisor(AT_END[ended.code])
                 return ended.code
-            say(ended.reason)
+            print_as_supervisor(ended.reason)
             if ended.code == REFUSED and not accepted:
-                say("ended: it is refused again until that is corrected")
+                print_as_supervisor("ended: it is refused again until that is corrected")
                 return REFUSED
             accepted = True
             if stop_asked or attempt == restarts:
                 break
             n = fewer(n) if elastic else n
-            say(f"start {attempt + 2} of {restarts + 1}, with {n} process{'es' * (n > 1)}")
+            print_as_supervisor(f"start {attempt + 2} of {restarts + 1}, with {n} process{'es' * (n > 1)}")
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-    say("ended: start again to continue from the last checkpoint")
+    print_as_supervisor("ended: start again to continue from the last checkpoint")
     return 1
 
 
@@ -158,11 +165,11 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int, again: str =
         size = context.get_world_size()
         rank = context.get_world_rank()
         place = ["--coordinator", address, "--num_processes", str(size), "--process_id", str(rank)]
-        process, ours = start([*command, *place], shared | {"command": again})
+        process, ours = start_command([*command, *place], shared | {"command": again})
         with ours:
             code = process.wait()
         if code not in (0, STOPPED):
-            raise RuntimeError(f"process {rank} ended with {in_words(code)}")
+            raise RuntimeError(f"process {rank} ended with {exit_code_in_words(code)}")
         return code
 
     trainer = JaxTrainer(
@@ -174,9 +181,9 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int, again: str =
     try:
         code = trainer.fit().return_value or 0  # metrics are kept with a checkpoint of Ray's only, and there is none
     except train.TrainingFailedError as error:
-        say(f"ended: {' '.join(str(error).split())[-300:]}")
+        print_as_supervisor(f"ended: {' '.join(str(error).split())[-300:]}")
         return 1
-    say(AT_END[code])
+    print_as_supervisor(AT_END[code])
     return code
 
 

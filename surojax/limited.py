@@ -35,7 +35,7 @@ class OverLimit(Exception):
         self.index = index
 
 
-def each(module: str, function: str, common: tuple, items: Sequence[Any]) -> list[Any]:
+def map_in_child(module: str, function: str, common: tuple, items: Sequence[Any]) -> list[Any]:
     """Returns [function(*common, item) for each item], computed in the child.
 
     module: of the function; it should import little. Results are JSON. Raises OverLimit.
@@ -63,7 +63,7 @@ class _Gone(RuntimeError):
 
 class _Child:
     def __init__(self):
-        code = f"import sys; sys.path[:] = {sys.path!r}; from surojax import limited; limited.serve()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from surojax import limited; limited.serve_requests()"
         self.owner = os.getpid()
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -124,7 +124,7 @@ def _stop() -> None:
 # -- In the child -----------------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
+def serve_requests() -> None:
     """Answers requests until there are no more."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while len(size := requests.read(_SIZE)) == _SIZE:

@@ -20,7 +20,7 @@ from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, 
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, device_limit, host_limit
 from surojax.planner.changes import changed
-from surojax.planner.gpus import GPUS, named, with_nodes
+from surojax.planner.gpus import GPUS, gpu_key, with_nodes
 from surojax.planner.run_plan import checked
 from surojax.planner.search import Space, best
 from surojax.sizes import MOST_GPUS
@@ -30,8 +30,8 @@ DATA = "data/*.jsonl"  # what stands for the data if none is named
 
 def given(model: str, gpus: int, data: str, output_dir: str) -> Config:
     """The config to begin with. model: a name of `flags.configs`, or what `model_path` takes. Raises ConfigError."""
-    c = flags.load(model if flags.is_name(model) else str(flags.FINETUNE))
-    if not flags.is_name(model):
+    c = flags.load_config(model if flags.is_config_name(model) else str(flags.FINETUNE))
+    if not flags.is_config_name(model):
         c.model_path = model
     c.gpus = gpus
     c.data = data
@@ -52,7 +52,7 @@ def fastest_estimated(c: Config, gpu: str, host_memory: float) -> Candidate:
     return found
 
 
-def describe(name: str, model: str, gpu: str, gpus: int, found: Candidate) -> str:
+def config_docstring(name: str, model: str, gpu: str, gpus: int, found: Candidate) -> str:
     """The docstring of the config."""
     host = f" and {gib(found.need.host)} of host memory" if found.need.host else ""
     return "\n".join(
@@ -99,10 +99,10 @@ def main(argv: list[str] | None = None) -> None:
         need(args.host_memory > 0, "--host-memory", "GiB, more than 0", args.host_memory, "leave it out")
         file = Path(f"{args.name}.py")
         check_new("NAME", file)
-        gpu = named(args.gpu)
+        gpu = gpu_key(args.gpu)
         c = given(args.model, args.gpus, args.data, f"runs/{args.name}")
         found = fastest_estimated(c, gpu, args.host_memory * GiB)
-        text = describe(args.name, args.model, gpu, args.gpus, found)
+        text = config_docstring(args.name, args.model, gpu, args.gpus, found)
         file.write_text(config_file(changed(c, found.change), text, commented=True))
         print(f"written: {file}; surojax train --config {file}")
         if args.data == DATA:

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import jax
 
-from surojax.config.flags import parse
+from surojax.config.flags import parse_flags
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.pages.plan_page import page
 from surojax.planner.file_time import disks
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan_text import cost, table
+from surojax.planner.plan_text import cost, plan_table
 from surojax.planner.run_plan import Plan, plan
 from surojax.untrusted import expanded
 
 
-def check_path(option: str, path: str) -> Path:
+def check_output(option: str, path: str) -> Path:
     """Returns the file to write. Raises ConfigError if it cannot be written, before any work is done."""
     file = expanded(path)
     problem = "a folder" if file.is_dir() else ""
@@ -108,9 +108,9 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the command line, plan, and print the plan. An error ends it with one line (`errors.ending`)."""
     jax.config.update("jax_platforms", "cpu")  # the plan needs no GPU, and should not occupy one
     try:
-        c, args = parse(argv, parser())
+        c, args = parse_flags(argv, parser())
         names = {option: getattr(args, option) for option in ("json", "html", "trace")}
-        files = {option: check_path(f"--{option}", name) for option, name in names.items() if name is not None}
+        files = {option: check_output(f"--{option}", name) for option, name in names.items() if name is not None}
         if args.gpu is None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
         if args.host_memory is not None and not 0 < args.host_memory < float("inf"):
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
                 )
             texts = {"json": lambda: json.dumps(dataclasses.asdict(found), indent=2) + "\n"}
             texts["html"] = lambda: html(found, trace, sys.argv[1:] if argv is None else argv)
-            print(table(found))
+            print(plan_table(found))
             if args.tokens is not None and found.tokens_per_s_per_gpu and found.predicted_range_s:
                 tokens = found.gpus * found.tokens_per_s_per_gpu * (found.predicted_step_s or math.nan)
                 steps = (found.predicted_step_s, *found.predicted_range_s)

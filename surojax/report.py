@@ -10,7 +10,7 @@ import sys
 
 from surojax.errors import ConfigError, ending, ends_with_code, refusing, short_exit_codes
 from surojax.pages import runs
-from surojax.plan import check_path
+from surojax.plan import check_output
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,10 +28,10 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the command line, read and print. An error ends it with one line (`errors.ending`)."""
     try:
         args = parser().parse_args(argv)
-        file = check_path("--html", args.html) if args.html is not None else None
+        file = check_output("--html", args.html) if args.html is not None else None
         found = [runs.read_run(name) for name in args.runs]
         plan = runs.read_plan(args.plan) if args.plan is not None else None
-        print(runs.text(found, plan))
+        print(runs.table_text(found, plan))
         if file:
             command = shlex.join(["surojax", "report", *(sys.argv[1:] if argv is None else argv)])
             file.write_text(runs.page(found, plan, command), encoding="utf-8")

@@ -60,7 +60,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def estimate(self, query: dict[str, str]) -> tuple[str, str]:
         """See `studio.estimate`."""
-        return "application/json", json.dumps(studio_page.estimate(studio_page.question(query)))
+        return "application/json", json.dumps(studio_page.answer_estimate(studio_page.question(query)))
 
     def fit(self, query: dict[str, str]) -> tuple[str, str]:
         """See `studio.fitting`."""
@@ -73,7 +73,7 @@ class Server(http.server.ThreadingHTTPServer):
         with self.compiling:
             if mine is not self.newest:
                 raise ConfigError("another plan was asked for meanwhile")
-            return "text/html", studio_page.compiled(studio_page.question(query))
+            return "text/html", studio_page.compiled_page(studio_page.question(query))
 
     def run(self, query: dict[str, str]) -> tuple[str, str]:
         """The page of a run of `runs`, by its number."""

@@ -30,9 +30,9 @@ from surojax.assembly.from_config import Brought, from_config
 from surojax.cluster import hosts
 from surojax.cluster.rendezvous import ANY_RUN
 from surojax.cluster.supervised import Supervised
-from surojax.cluster.watch import Watch, leave, together
+from surojax.cluster.watch import Watch, failing_together, leave
 from surojax.config.fields import Config, flat
-from surojax.config.flags import parse
+from surojax.config.flags import parse_flags
 from surojax.data.batches import training_batches as training_batches
 from surojax.errors import CheckpointError, ConfigError, Refused, StepError, ends_with_code, exit_codes, need
 from surojax.exchange.sources import keeps, replaced_fields, resolved
@@ -64,7 +64,7 @@ from surojax.training.initial_state import ADAPTER, first_state, restored, write
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
 from surojax.training.reference import with_reference
-from surojax.training.run_summary import budget, describe, peak_flops, predict, sample, write_page
+from surojax.training.run_summary import budget, describe_run, peak_flops, print_prediction, sample_text, write_page
 from surojax.training.safe import advised, mention_of_doctor, safe
 from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
@@ -136,7 +136,7 @@ def train(
     run = from_config(c, setup.mesh, start.total_steps, locates_nonfinite=jax.process_count() > 1, brought=brought)
     if start.resume:
         check_restorable(start.resume, run.plan, run.layers)
-    describe(c, run, devices, setup.need)
+    describe_run(c, run, devices, setup.need)
     say(start.found.describe())
     say(f"run: {start.total_steps} steps of {tokens_per_step:,} tokens into {setup.output_dir}")
     is_new = (c.from_scratch or not c.model_path) and not c.lora
@@ -154,7 +154,9 @@ def train(
         claim_output_dir(c, setup, start, until_end)
         tracked = trackers.Trackers()
         if is_first():
-            tracked = trackers.start(c.report_to, setup.output_dir, first_step=start.first_step, settings=flat(c))
+            tracked = trackers.start_trackers(
+                c.report_to, setup.output_dir, first_step=start.first_step, settings=flat(c)
+            )
         until_end.enter_context(tracked)
 
         start = with_reference(c, run, setup, start)
@@ -173,7 +175,7 @@ def train(
         until_end.enter_context(advised(c, devices[0].platform))
         with advised(c, devices[0].platform, compiles=True):
             programs = compile_programs(c, run, setup.mesh, start.found.evaluated, feed)
-        predicted = predict(c, run, programs.train_step, devices, disk)
+        predicted = print_prediction(c, run, programs.train_step, devices, disk)
 
         # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
         states = [first_state(c, run, start, setup.initial)]
@@ -220,7 +222,7 @@ def train(
         elif finished and c.sample_tokens and not run.model.has_logits:
             say("no text is sampled of a reward model: `surojax convert` writes it as a folder for transformers")
         elif finished and c.sample_tokens:
-            say(sample(c, run, done.state.weights, start.tokenizer, start.found.held_out))
+            say(sample_text(c, run, done.state.weights, start.tokenizer, start.found.held_out))
         say(f"{done.step - start.first_step} steps in {time.perf_counter() - started:.0f} s")
         durations = [record["duration_ms"] / 1e3 for record in done.history if record["log"] == "step"]
         if compared := prediction.comparison(predicted, durations, tokens_per_step):
@@ -312,7 +314,7 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
     """Connects to the other processes if there are any, and runs; errors exit as `main` says."""
     watch = None
     try:
-        c, args = parse(argv, parser)
+        c, args = parse_flags(argv, parser)
         c.quiet = c.quiet or args.quiet
         if args.max_minutes is not None:
             need(
@@ -333,7 +335,7 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
             watch = Watch(names, place.process_id, args.heartbeat)
     except ConfigError as error:  # of the processes or the network: another start may connect
         leave(f"surojax.train: error: {error}")
-    with together(watch):
+    with failing_together(watch):
         run_command(c, args, shlex.split(supervised.command) if supervised else typed("train") + argv)
 
 

@@ -44,7 +44,7 @@ import sys
 import jax
 
 from surojax.config import Config, checks
-from surojax.config.flags import parse
+from surojax.config.flags import parse_flags
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
     With --mutants, exits with 1 if a mutant is not found.
     """
     try:
-        c, args = parse(argv, parser())
+        c, args = parse_flags(argv, parser())
         only = None if args.only is None else [name.strip() for name in args.only.split(",")]
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
             with contextlib.suppress(RuntimeError):  # JAX has started: its number of devices is fixed

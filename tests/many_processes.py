@@ -66,7 +66,7 @@ def scattered() -> float:
 def main() -> None:
     from surojax.cluster import hosts
     from surojax.cluster.supervised import Supervised
-    from surojax.cluster.watch import Watch, together
+    from surojax.cluster.watch import Watch, failing_together
 
     parser = argparse.ArgumentParser()
     hosts.add_flags(parser)
@@ -75,7 +75,7 @@ def main() -> None:
     assert place
     supervised = Supervised(args.supervisor, args.heartbeat)
     names = hosts.connect(place, os.environ, key=supervised.key, say=lambda _: None)
-    with together(Watch(names, place.process_id, args.heartbeat)):
+    with failing_together(Watch(names, place.process_id, args.heartbeat)):
         found = {name: losses(name) for name in PLACEMENTS} | {"psum_scatter": scattered()}
         if place.process_id == 0:
             print(json.dumps(found), flush=True)

@@ -128,16 +128,20 @@ def test_what_is_not_finite_is_not_lost(name, bad):
 
 def test_one_format_is_chosen():
     settings = dict.fromkeys((known.setting for known in base_formats.FORMATS.values()), False)
-    assert base_formats.chosen(settings) == ""
-    assert base_formats.chosen(settings | {"qlora_fp4": True}) == "nvfp4"
+    assert base_formats.chosen_format(settings) == ""
+    assert base_formats.chosen_format(settings | {"qlora_fp4": True}) == "nvfp4"
     with pytest.raises(
         ConfigError, match=r"^qlora_fp8: expected False with qlora_bnb=True, got True; leave one of them out$"
     ):
-        base_formats.chosen(settings | {"qlora_fp8": True, "qlora_bnb": True})
+        base_formats.chosen_format(settings | {"qlora_fp8": True, "qlora_bnb": True})
 
 
 def test_rows_are_whole_blocks():
-    assert base_formats.fits("nf4", (8, 128)) and base_formats.fits("nf4", (8, 128), (1, 2))
-    assert not base_formats.fits("nf4", (8, 96)) and not base_formats.fits("nf4", (8, 192), (1, 2))
-    assert base_formats.fits("nvfp4", (8, 96), (1, 2)) and not base_formats.fits("nvfp4", (8, 96), (1, 4))
-    assert base_formats.fits("fp8", (7, 9), (1, 3))
+    assert base_formats.has_whole_blocks("nf4", (8, 128)) and base_formats.has_whole_blocks("nf4", (8, 128), (1, 2))
+    assert not base_formats.has_whole_blocks("nf4", (8, 96)) and not base_formats.has_whole_blocks(
+        "nf4", (8, 192), (1, 2)
+    )
+    assert base_formats.has_whole_blocks("nvfp4", (8, 96), (1, 2)) and not base_formats.has_whole_blocks(
+        "nvfp4", (8, 96), (1, 4)
+    )
+    assert base_formats.has_whole_blocks("fp8", (7, 9), (1, 3))

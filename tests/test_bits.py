@@ -61,7 +61,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 from surojax.config import flags
 from surojax.verification.rows import Curves
 
-c = flags.load("configs/tiny.py")
+c = flags.load_config("configs/tiny.py")
 c.model.update({"num_hidden_layers": 3, "num_attention_heads": 4})
 curves = Curves(c, 1, None)
 

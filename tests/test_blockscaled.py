@@ -116,7 +116,7 @@ def test_rounding_to_e4m3_is_the_cast(values):
     x = np.concatenate([every, *(np.nextafter(middles, np.float32(to)) for to in (0, 1e9)), middles])
     x = -x if values else x
     np.testing.assert_array_equal(jax.jit(fp8_format.to_e4m3)(x), x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
-    to_e2m1 = jax.jit(lambda x: nvfp4_format.rounded(x, jnp.float32(1), None))
+    to_e2m1 = jax.jit(lambda x: nvfp4_format.rounded_to_e2m1(x, jnp.float32(1), None))
     np.testing.assert_array_equal(to_e2m1(x), nearest_e2m1(np.clip(x, -6, 6)))
 
 
@@ -143,7 +143,7 @@ def test_stochastic_rounding_is_right_on_average():
     x = np.linspace(-6, 6, 97, dtype=np.float32)
     n = 1 << 14
     places, seeds = jnp.arange(97, dtype=jnp.uint32), jnp.arange(n, dtype=jnp.uint32)
-    rounded = lambda dither: nvfp4_format.rounded(jnp.asarray(x), jnp.float32(1), dither)
+    rounded = lambda dither: nvfp4_format.rounded_to_e2m1(jnp.asarray(x), jnp.float32(1), dither)
     both = jax.vmap(lambda seed: [rounded(dither) for dither in nvfp4_format.dithers(seed, places)])(seeds[::2])
     draws = np.concatenate(np.float64(both))
     below = np.array([np.max(np.append(GRID, -GRID)[np.append(GRID, -GRID) <= v]) for v in x])

@@ -113,7 +113,7 @@ def test_divided_chunks_move_what_the_formulas_say():
     small = Small(4, cp_size=2, tp_size=2, compute=Compute(sequence_chunks=4))
     batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 32), np.int32)
     text = small.step.lower(small.plan, batch, batch).compile().as_text()
-    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse(text), 1)], small.mesh.shape)}
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse_module(text), 1)], small.mesh.shape)}
     found = {key: size for key, size in found.items() if size > 100}  # others: scalars
     assert found == step_collectives.collective_bytes(
         small.run, traffic.BatchShape(sequences=1, sequence_len=32, microbatches=2)
@@ -205,7 +205,7 @@ def compile_block(implementation: str, chunks: int, packed: bool, window: int) -
 
     compiled = aot.compile_for(jax.jit(passes), (w, x, array((1, S), jnp.int32), x), mesh)
     flops = 0.0
-    for computation in hlo.parse(compiled.text).values():
+    for computation in hlo.parse_module(compiled.text).values():
         for i in computation.values():
             if "fmha" in i.attributes:
                 flops += costs.attention_flops(i, computation[i.operands[0]].shape)[0]

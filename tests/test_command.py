@@ -101,7 +101,7 @@ def test_examples_are_command_lines_that_the_verb_takes(name, line):
         words = words[: words.index("--")]
     if name in completion.OF_CONFIG:
         words = [word.replace("MODEL", "") for word in words if word != "--list"]  # that one prints, and exits
-        flags.parse(words, completion.own_parser(name))
+        flags.parse_flags(words, completion.own_parser(name))
     elif words[0] == "merge":
         merge_parser().parse_args(words[1:])
     else:
@@ -113,17 +113,17 @@ def test_examples_are_command_lines_that_the_verb_takes(name, line):
 
 def test_a_config_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert flags.load("llama7b") == flags.load(str(ROOT / "configs/llama7b.py"))
+    assert flags.load_config("llama7b") == flags.load_config(str(ROOT / "configs/llama7b.py"))
     assert set(flags.configs()) == {file.stem for file in (ROOT / "configs").glob("*.py")}
     with pytest.raises(ConfigError, match=r"expected a name of finetune, .*, verify, got 'llama7'; did you mean llama"):
-        flags.load("llama7")
+        flags.load_config("llama7")
     with pytest.raises(ConfigError, match=r"got 'qqq'; choose one, or a Python file$"):
-        flags.load("qqq")
+        flags.load_config("qqq")
     (tmp_path / "tiny").mkdir()
     with pytest.raises(ConfigError, match=r"got 'tiny' .a folder.; see configs/ for examples, or take one by its name"):
-        flags.load("tiny")  # a path is never taken for a name
+        flags.load_config("tiny")  # a path is never taken for a name
     with pytest.raises(ConfigError, match=r"^expected a path, got 'xxx"):
-        flags.load("x" * 300)
+        flags.load_config("x" * 300)
 
 
 # -- A new config ------------------------------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ def test_a_new_config(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     new.main(["mine", "--model", "llama125m", "--gpu", "4060", "--data", "a.txt"])
     assert capsys.readouterr().out.startswith("written: mine.py; surojax train --config mine.py\n  add c.tokenizer")
-    c = flags.load("mine.py")
-    base = flags.load("llama125m")
+    c = flags.load_config("mine.py")
+    base = flags.load_config("llama125m")
     assert (c.data, c.output_dir, c.gpus) == ("a.txt", "runs/mine", 1) and c.model == base.model
     assert c.learning_rate == base.learning_rate
     lines = Path("mine.py").read_text().splitlines()
@@ -226,7 +226,8 @@ def test_the_wheel_has_the_command_the_configs_and_its_metadata(tmp_path):
         "Description-Content-Type: text/markdown",
     ):
         assert line in metadata
-    code = "from surojax.config import flags; print(flags.configs()['llama7b']); print(flags.load('llama7b').optimizer)"
+    code = "from surojax.config import flags; print(flags.configs()['llama7b']); "
+    code += "print(flags.load_config('llama7b').optimizer)"
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path / "installed",
         env={"PYTHONPATH": str(tmp_path / "installed"), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"},

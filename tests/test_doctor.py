@@ -152,7 +152,7 @@ def test_a_check_that_raises_is_a_verdict_and_the_report_goes_on(monkeypatch, tm
     monkeypatch.setitem(doctor_checks.CHECKS, "disk", doctor_checks.Check(stops, 9, ("offload_master",)))
     monkeypatch.setitem(doctor_checks.CHECKS, "kernels", doctor_checks.CHECKS["kernels"]._replace(seconds=0.01))
     in_process = doctor_checks.in_process
-    here = lambda name, asked: doctor_checks.judged(name, asked) if name == "disk" else in_process(name, asked)
+    here = lambda name, asked: doctor_checks.check_verdicts(name, asked) if name == "disk" else in_process(name, asked)
     monkeypatch.setattr(doctor, "in_process", here)
     monkeypatch.setattr(doctor, "DOCTORS_REPORT", tmp_path / "cache" / "doctor.json")
     with pytest.raises(SystemExit) as ended:
@@ -221,16 +221,16 @@ def test_a_kernel_apart_from_its_reference_names_the_kernels(monkeypatch):
     """In place of kernels: what returns its arguments, exactly, with rounding, or further apart than that."""
     small = shapes.Sizes(64, 64, 2, 1, 32, 64)
     numbers = lambda case, seed: [np.linspace(-1, 1, 64, dtype=a.dtype) for a in case.args[:1]]
-    monkeypatch.setattr(bench, "arrays", numbers)
+    monkeypatch.setattr(bench, "random_arguments", numbers)
 
     def off_by(more: float):
         return lambda case, how: lambda x: x + np.asarray(more * (how == "mosaic"), x.dtype)
 
     for more, status in ((0, OK), (2**-8, OK), (2**-5, FAILED), (np.nan, FAILED)):
-        monkeypatch.setattr(bench, "compiled", off_by(more))
+        monkeypatch.setattr(bench, "compiled_case", off_by(more))
         verdict = steps.kernel("rope", sizes=small)
         assert (verdict.status, verdict.without) == (status, "--config.kernels=xla" * (status == FAILED))
-    monkeypatch.setattr(bench, "compiled", off_by(2**-5))
+    monkeypatch.setattr(bench, "compiled_case", off_by(2**-5))
     assert "rope.forward: 3.15e-02 apart, where 7.81e-03 is rounding (bfloat16); rope" in steps.kernel("rope").said
 
 
@@ -239,8 +239,8 @@ def test_a_row_of_offloads_that_fails_names_its_fields(monkeypatch):
     table = {setting.name: setting for setting in SETTINGS}
     for name in steps.ROWS_OF_OFFLOADS:
         row = verifier.VerifiedSetting(table[name], "FAIL", 0.5, 0.1, Bound(0, 0, ""), "loss too far", 1.0)
-        monkeypatch.setattr(verifier, "judged", lambda curves, setting, row=row: row)
-        verdict = steps.claim("offloads", None, table[name])
+        monkeypatch.setattr(verifier, "judge_row", lambda curves, setting, row=row: row)
+        verdict = steps.row_verdict("offloads", None, table[name])
         assert verdict.status == FAILED and "loss 5.0e-01" in verdict.said and "loss too far" in verdict.said
         turned_off = set(re.findall(r"--config\.(\w+)=False", verdict.without))
         assert turned_off == table[name].changes.keys() - {"resident_layers"}
@@ -301,7 +301,7 @@ def test_what_only_a_gpu_gets_is_asked_of_it(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "size_per_s", lambda device, to, size: 40e9)
     monkeypatch.setattr(machine, "product_seconds", lambda n: 2 * n**3 / 600e12)
     monkeypatch.setattr(bench, "copier", lambda: None)
-    monkeypatch.setattr(bench, "times", lambda callers, turns: {"copy": 2 * bench.COPY_BYTES / 3e12})
+    monkeypatch.setattr(bench, "call_seconds", lambda callers, turns: {"copy": 2 * bench.COPY_BYTES / 3e12})
     file = str(tmp_path / "rates.json")
     link, memory, products, *written = machine.rates(Asked("", file))
     assert [v.status for v in (link, memory, products)] == [OK] * 3, (link, memory, products)
@@ -332,7 +332,7 @@ def test_what_only_a_gpu_gets_is_asked_of_it(monkeypatch, tmp_path):
 def test_a_step_apart_from_the_cpus_names_the_options_that_were_on():
     """On another virtual device; then with attention scores that are a quarter of what they should be."""
     device = jax.devices()[0]
-    against = steps.AgainstCpu(options.safe(steps.config(ASKED, device))[0], device)
+    against = steps.AgainstCpu(options.safe(steps.small_config(ASKED, device))[0], device)
     assert against.verdict("plain", "plain", {}).status == OK
     wrong = {"model": {"query_pre_attn_scalar": 16.0 * steps.SIZES["head_dim"]}}
     verdict = against.verdict("attention", "plain", wrong, ("attention",))
@@ -343,7 +343,7 @@ def test_a_step_apart_from_the_cpus_names_the_options_that_were_on():
 def test_on_a_cpu_all_checks_end_and_say_what_was_not_checked(tmp_path, monkeypatch, capsys):
     """Installation in a process of its own; the others here, with a few rows of offloads."""
     in_process, rows = doctor_checks.in_process, ("offload_all", "offload_master=nvme")
-    here = lambda name, asked: (in_process if name == "installation" else doctor_checks.judged)(name, asked)
+    here = lambda name, asked: (in_process if name == "installation" else doctor_checks.check_verdicts)(name, asked)
     monkeypatch.setattr(doctor, "in_process", here)
     monkeypatch.setattr(steps, "ROWS_OF_OFFLOADS", rows)
     monkeypatch.setattr(doctor, "DOCTORS_REPORT", tmp_path / "doctor.json")

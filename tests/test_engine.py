@@ -251,7 +251,7 @@ def test_loops_copy_no_stack(recompute_block):
 def test_zero1_communicates_once_per_step():
     """ZeRO-1 issues no collective inside the loop over microbatches, which is over all but the last one: that one sums
     each layer's gradients, as many times as there are layers (3)."""
-    module = hlo.parse(compiled_text(Small(8), microbatches=6))
+    module = hlo.parse_module(compiled_text(Small(8), microbatches=6))
     sums = [(i, times) for i, times, _ in hlo.executed(module) if i.opcode in ("reduce-scatter", "all-reduce")]
     loops = [i for i, _, _ in hlo.executed(module) if i.opcode == "while" and '"n":"5"' in i.attributes]
     assert len(loops) == 1

@@ -31,7 +31,7 @@ from surojax.models.lora import Lora, target_names
 from surojax.numerics import base_formats, nf4
 from surojax.placement.mesh import make_mesh
 from surojax.placement.param import part_of, with_part
-from surojax.training.run_summary import describe
+from surojax.training.run_summary import describe_run
 
 CASES = ("experts", "experts_gate_up", "experts_apart", "experts_gpt_oss")
 OF_EXPERTS = target_names("gate_proj,up_proj,down_proj")
@@ -350,7 +350,7 @@ def test_a_run_that_freezes_experts_says_so(capsys):
     for names, is_said in (("all-linear", True), ("q_proj,down_proj", False)):
         c.lora_target_modules = names
         devices = jax.devices()[:1]
-        describe(c, from_config(c, make_mesh(devices), total_steps=1), devices, {})
+        describe_run(c, from_config(c, make_mesh(devices), total_steps=1), devices, {})
         assert (note in capsys.readouterr().out) == is_said
 
 

@@ -152,7 +152,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(ep_size):
     batch = jax.ShapeDtypeStruct((3, 2 * data_parallel(small.mesh), 24), np.int32)
     options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
     text = small.step.lower(small.plan, batch, batch).compile(options).as_text()
-    module = stages.with_rounds(hlo.parse(text), small.run, of_group)
+    module = stages.with_rounds(hlo.parse_module(text), small.run, of_group)
     found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(module, 1)], small.mesh.shape)}
     expected = step_collectives.collective_bytes(small.run, of_group)
     assert found["all-to-all", "ep"] == pytest.approx(expected["all-to-all", "ep"], rel=0.02)

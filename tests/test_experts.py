@@ -32,7 +32,7 @@ from surojax.config.checks import check
 from surojax.exchange import config_json, sources
 from surojax.exchange.gguf import open_file
 from surojax.exchange.huggingface import model_fields, read_config
-from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, named, stacks
+from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, stacks, tensors_by_name
 from surojax.models import decoder, decoder_config, decoder_model, experts, grouped, operations, router_losses
 from surojax.models.grouped import blocks_of, number_of_blocks, rows_of_block, sum_of_experts
 from surojax.models.linear_fp8 import InFloat8
@@ -50,7 +50,7 @@ from surojax.planner.gpus import GPUS
 from surojax.planner.run_plan import checked, plan_in_subprocess
 from surojax.run.metrics import MetricsLog
 from surojax.run.routing import Usage
-from surojax.step.residuals import recomputed
+from surojax.step.residuals import recomputing_segment
 
 with np.load(Path(__file__).parent / "fixtures" / "experts_reference.npz") as arrays:
     REFERENCE = dict(arrays)
@@ -131,7 +131,7 @@ def config_of(case: str) -> decoder_config.DecoderConfig:
 
 def in_names(tree, model, case: str) -> dict[str, np.ndarray]:
     """Arrays of a tree like the weights, as the modules of transformers 5 have them."""
-    found = named(jax.tree.map(np.asarray, tree), model)
+    found = tensors_by_name(jax.tree.map(np.asarray, tree), model)
     for name in [name for name in found if ".experts.0.gate_proj." in name]:
         before, kind = name.split("0.gate_proj.")
         of_each = [[found.pop(f"{before}{e}.{part}_proj.{kind}") for e in range(EXPERTS)] for part in PARTS]
@@ -409,7 +409,7 @@ def test_recomputation_takes_the_experts_that_were_chosen(chunks):
     (segment,) = decoder_model.build(SEVEN, Compute(sequence_chunks=chunks)).segments
     layer = jax.tree.map(lambda x: x[0], Small(config=SEVEN).state.weights["blocks"])
     x = np.random.default_rng(0).normal(size=(2, 8, 32)).astype(np.float32)
-    of_block = recomputed(segment)
+    of_block = recomputing_segment(segment)
     forward = jax.jit(lambda w, x: of_block.block_forward(w, x, None, segment.variants[0]))
     _, (saved_x, decided) = forward(layer, x)
     assert decided.dtype == jnp.uint8 and decided.shape == (2, 8, 3)
@@ -708,7 +708,7 @@ def test_thirty_billion_parameters_train_on_one_card():
 
     As many parameters as Qwen3-30B-A3B has, and those of the adapters.
     """
-    c = flags.load(str(Path(__file__).parent.parent / "configs" / "qwen3_30b_a3b.py"))
+    c = flags.load_config(str(Path(__file__).parent.parent / "configs" / "qwen3_30b_a3b.py"))
     c.gpus = 1
     found = plan_in_subprocess(c, "rtx4090")
     assert found.parameters == 30_532_122_624 + 13_369_344 and found.fits and found.device_bytes < 22 * 2**30
@@ -882,7 +882,7 @@ def test_a_model_with_experts_learns_more_than_one_without(tmp_path, seed):
     """configs/tiny_moe.py beside configs/tiny.py: as many parameters compute, on the same tokens."""
     scores = {}
     for name in ("tiny", "tiny_moe"):
-        c = flags.load(str(Path(__file__).parent.parent / "configs" / f"{name}.py"))
+        c = flags.load_config(str(Path(__file__).parent.parent / "configs" / f"{name}.py"))
         c.update({"seed": seed, "max_steps": 150, "output_dir": str(tmp_path / name), "report_to": ""})
         c.update({"data_cache": str(tmp_path / "cache"), "sample_tokens": 0, "eval_steps": 0, "save_steps": 0})
         scores[name] = train(c).history[-1]["bits_per_byte"]
@@ -891,7 +891,7 @@ def test_a_model_with_experts_learns_more_than_one_without(tmp_path, seed):
 
 def test_a_run_with_experts_goes_on_to_the_bit(tmp_path):
     """Trained, evaluated, saved, stopped and resumed, sampled from, and converted."""
-    c = flags.load(str(Path(__file__).parent.parent / "configs" / "tiny_moe.py"))
+    c = flags.load_config(str(Path(__file__).parent.parent / "configs" / "tiny_moe.py"))
     c.update({"max_steps": 6, "save_steps": 3, "eval_steps": 3, "eval_batches": 1, "sequence_len": 32, "report_to": ""})
     c.update({"per_device_batch_size": 4, "data_cache": str(tmp_path / "cache"), "sample_tokens": 4, "log_steps": 2})
     c.model.update({"hidden_size": 32, "num_hidden_layers": 2, "moe_intermediate_size": 16})

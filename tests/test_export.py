@@ -195,7 +195,7 @@ def test_what_cannot_be_in_fp8_or_nvfp4_is_refused(tmp_path):
     with_experts = default_config()
     with_experts.model.update({"num_experts": 4, "num_experts_per_tok": 2})
     with pytest.raises(ConfigError, match="--dtype: expected a model without experts for fp8"):
-        compressed.check("fp8", from_config(with_experts, make_mesh(jax.devices()[:1]), 1).model, BY_EXPERT)
+        compressed.check_matrices("fp8", from_config(with_experts, make_mesh(jax.devices()[:1]), 1).model, BY_EXPERT)
 
 
 def test_files_are_as_large_as_asked_for(tmp_path):

@@ -102,7 +102,7 @@ DISK_BYTES = [
 @pytest.mark.parametrize("name, numbers, expected", quick_at(DISK_BYTES, 0))
 def test_bytes_that_disks_move_are_those_of_the_textbook(name, numbers, expected):
     """State, gradients and weights in files, updated under the next forward pass: weights are read backward only."""
-    c = flags.load(str(CONFIGS / f"{name}.py"))
+    c = flags.load_config(str(CONFIGS / f"{name}.py"))
     classes = ("offload_optimizer", "offload_master", "offload_grads", "offload_weights")
     c.update(dict.fromkeys(classes, "nvme") | {"nvme_path": "FOLDER", "overlap_update": True, "gpus": 1} | numbers)
     c.update({"offload_residual": True, "zero_level": 1, "shard_outer": False, "accum_dtype": "bfloat16"})

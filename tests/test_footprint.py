@@ -197,7 +197,7 @@ def host(monkeypatch):
 )
 def test_advice_is_true(name, changes, n, gibs, platform, host):
     """Each proposal is a valid command line, leads to the memory beside it, which fits, and keeps the batch."""
-    c = apply(flags.load(str(CONFIGS / f"{name}.py")), f"gpus={n} {changes}")
+    c = apply(flags.load_config(str(CONFIGS / f"{name}.py")), f"gpus={n} {changes}")
     batch = c.per_device_batch_size * c.gradient_accumulation_steps
     line = refusal(c, n, gibs, platform)
     assert f"needs {gib(footprint.needs(c, n, platform).device)} (" in line and f"{gibs} GiB are free" in line
@@ -225,7 +225,9 @@ def proposed(c, limits: Memory, gpu: str = "rtx4090") -> list[remedies.Proposal]
 
 def test_the_fewest_gpus_are_advised():
     """70B on cards of 16 GB: two with all in host memory; and with more GPUs outer layers can be cut by words."""
-    c = apply(flags.load(str(CONFIGS / "llama70b.py")), "per_device_batch_size=1 gradient_accumulation_steps=2 gpus=1")
+    c = apply(
+        flags.load_config(str(CONFIGS / "llama70b.py")), "per_device_batch_size=1 gradient_accumulation_steps=2 gpus=1"
+    )
     for size, fields in ((14.7, {"gpus"}), (10.6, {"gpus", "shard_outer"})):
         (found,) = proposed(c, Memory(int(size * GiB)))
         assert found.lifted == "more GPUs" and found.change["gpus"] == 2 and fields <= found.change.keys()
@@ -234,7 +236,7 @@ def test_the_fewest_gpus_are_advised():
 
 def test_what_is_not_needed_is_not_advised():
     """Settings that change numbers, where what does not is enough; and tensors in host memory that have room."""
-    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "opt_m_dtype=float32 opt_v_dtype=float32 gpus=1")
+    c = apply(flags.load_config(str(CONFIGS / "llama7b.py")), "opt_m_dtype=float32 opt_v_dtype=float32 gpus=1")
     numbers = {name for change in choices.NUMBERS.values() for name in change}
     found = proposed(c, Memory(16 * GiB))
     assert len(found) == remedies.ALTERNATIVES and not any(numbers & proposal.change.keys() for proposal in found)
@@ -246,7 +248,7 @@ def test_what_is_not_needed_is_not_advised():
 
 def test_each_limit_is_lifted_by_itself():
     """Files, more GPUs, more host memory, each with what it then needs; nothing beyond the other limits."""
-    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "gpus=1")
+    c = apply(flags.load_config(str(CONFIGS / "llama7b.py")), "gpus=1")
     limits = Memory(int(22.5 * GiB), 30 * GiB)
     found = {proposal.lifted.partition(" (")[0]: proposal for proposal in proposed(c, limits)}
     assert {"more host memory", "files on a drive", "more GPUs"} <= found.keys()
@@ -261,15 +263,15 @@ def test_each_limit_is_lifted_by_itself():
 
 def test_nothing_is_advised_if_nothing_helps(monkeypatch):
     monkeypatch.setattr(remedies, "MORE_GPUS", (2,))
-    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "gpus=1")
+    c = apply(flags.load_config(str(CONFIGS / "llama7b.py")), "gpus=1")
     assert proposed(c, Memory(GiB // 16, GiB)) == []
 
 
 def test_advice_of_long_sequences_and_of_stages():
     """Chunks of the sequence, and a schedule with fewer microbatches in flight, are among what is tried."""
-    long = apply(flags.load(str(CONFIGS / "llama8b_long.py")), "gpus=1 sequence_chunks=1")
+    long = apply(flags.load_config(str(CONFIGS / "llama8b_long.py")), "gpus=1 sequence_chunks=1")
     assert all(x.change["sequence_chunks"] == 16 for x in proposed(long, Memory(int(22.5 * GiB), 200 * GiB)))
-    c = flags.load(str(CONFIGS / "llama7b.py"))
+    c = flags.load_config(str(CONFIGS / "llama7b.py"))
     c.update({"gpus": 4, "pp_size": 4, "gradient_accumulation_steps": 64, "offload_optimizer": True})
     before, after = (footprint.needs(changed(c, x), 4, "gpu").device for x in ({}, {"pp_schedule": "1f1b"}))
     found = proposed(c, Memory((before + after) // 2, 200 * GiB))
@@ -282,7 +284,7 @@ def test_replicas_of_sequences_that_are_divided_have_shards():
 
 
 def test_too_little_host_memory_is_refused_with_what_would_fit(host):
-    c = flags.load(str(CONFIGS / "llama7b.py"))
+    c = flags.load_config(str(CONFIGS / "llama7b.py"))
     for name in ("residual", "optimizer", "master", "grads", "weights"):
         c[f"offload_{name}"] = True
     host(64)
@@ -304,7 +306,7 @@ def test_too_little_host_memory_is_refused_with_what_would_fit(host):
 
 def test_host_memory_of_other_machines_is_their_own(host):
     """Two machines of two GPUs: neither the check nor its advice counts what the other one has to hold."""
-    c = flags.load(str(CONFIGS / "llama7b.py"))
+    c = flags.load_config(str(CONFIGS / "llama7b.py"))
     c.update({"gpus": 4, "zero_level": 3, "offload_optimizer": True, "offload_master": True})
     need = sum(footprint.estimate_host(plan_of_four(c), batch_of(c)).values())
     devices = [
@@ -323,7 +325,7 @@ def plan_of_four(c):
 
 
 def test_a_machine_without_gpus_is_told_what_gpus_would_need():
-    c = flags.load(str(CONFIGS / "llama7b.py"))
+    c = flags.load_config(str(CONFIGS / "llama7b.py"))
     line = refusal(c, 1, 22.0, "cpu")
     options = re.findall(r"((?:--config\.[\w=.]+ )+)needs ([\d.]+ GiB) on each", line)
     assert [text.split()[0] for text, _ in options] == [f"--config.gpus={n}" for n in (1, 4, 8)]
@@ -345,7 +347,7 @@ def test_sums_and_their_parts_have_one_unit():
 
 def test_share_of_the_gpu_that_jax_takes(monkeypatch):
     """JAX takes 75 % of a GPU by itself; where 95 % would do, that is the mildest change."""
-    c = flags.load(str(CONFIGS / "llama125m.py"))
+    c = flags.load_config(str(CONFIGS / "llama125m.py"))
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in refusal(c, 1, 2.5, "gpu")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
@@ -415,7 +417,7 @@ def test_plan_and_reality_are_compared_on_a_gpu():
 @pytest.mark.skipif(not aot.available(), reason="needs the planner's extra")
 def test_a_sharded_embedding_has_the_activations_of_all_devices():
     """Compiled for 64 H100: the estimate is within 2 %; it was 8 % less without these 16 GiB, and 28 % on 128 GPUs."""
-    c = flags.load(str(CONFIGS / "llama405b.py"))
+    c = flags.load_config(str(CONFIGS / "llama405b.py"))
     c.update({"gpus": 64, "zero_level": 3, "shard_outer": True, "offload_residual": True})
     c.model.num_hidden_layers = 63
     found = plan_in_subprocess(c, "h100", advise=False)

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from surojax import ConfigError, convert
 from surojax.data.gguf_tokenizer import LLAMA3, QWEN2
 from surojax.data.tokenizer import load_tokenizer
-from surojax.exchange.gguf_export import check_path
+from surojax.exchange.gguf_export import check_gguf_path
 
 LLAMA3_POSITIONS = {
     "rope_type": "llama3",
@@ -196,7 +196,7 @@ def test_bad_input_writes_nothing(tmp_path):
     assert sorted(path for path in tmp_path.rglob("*") if "large" not in path.parts) == files
     (tmp_path / "out.Modelfile").write_text("mine")
     with pytest.raises(ConfigError, match=r"^export: expected a file that can be made, .*\(out\.Modelfile exists\)"):
-        check_path(out)
+        check_gguf_path(out)
 
 
 def test_adapters_are_merged_first(tmp_path):

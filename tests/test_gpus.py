@@ -8,7 +8,7 @@ import pytest
 
 from surojax.errors import ConfigError
 from surojax.planner import gpus, rates
-from surojax.planner.gpus import GPUS, find_gpu, named, with_nodes
+from surojax.planner.gpus import GPUS, find_gpu, gpu_key, with_nodes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -116,25 +116,25 @@ def test_memory_is_a_little_less_than_the_box_says(key, box_gb):
     ],
 )
 def test_a_gpu_is_found_however_it_is_written(written, key):
-    assert named(written) == key
+    assert gpu_key(written) == key
 
 
 @pytest.mark.parametrize("written", ["rtx409", "4090 laptop", "h20", "rx7900", "", "10"])
 def test_an_unknown_name_gets_the_list_and_no_other_card(written):
     with pytest.raises(ConfigError, match="known are a10, a100, ") as error:
-        named(written)
+        gpu_key(written)
     assert "did you mean" not in str(error.value) and all(key in str(error.value) for key in GPUS)
 
 
 def test_names_of_several_cards_and_of_cards_without_bfloat16_are_refused_by_reason():
     for written in ("4060ti", "RTX 5060 Ti", "NVIDIA GeForce RTX 4060 Ti"):
         with pytest.raises(ConfigError, match=r"there are rtx\d060ti_\d+gb and rtx\d060ti_\d+gb$"):
-            named(written)
+            gpu_key(written)
     for written in ("t4", "Tesla T4", "V100-SXM2", "RTX 2080 Ti"):
         with pytest.raises(
             ConfigError, match=r"sm_7\d: its tensor cores have no bfloat16 .* flash attention needs sm_80"
         ):
-            named(written)
+            gpu_key(written)
 
 
 def test_every_gpu_has_its_ends_and_says_where_they_come_from():

@@ -111,7 +111,7 @@ def gathered_arrays(group: int) -> int:
     """All-gathers in a step of four microbatches of three layers."""
     small = Small(4, zero_level=3, microbatches_per_fetch=group)
     batch = [jax.ShapeDtypeStruct((4, 8, 16), np.int32, sharding=batch_sharding(small.mesh))] * 2
-    module = hlo.parse(small.step.lower(small.plan, *batch).compile().as_text())
+    module = hlo.parse_module(small.step.lower(small.plan, *batch).compile().as_text())
     return sum(times for i, times, _ in hlo.executed(module) if i.opcode == "all-gather")
 
 

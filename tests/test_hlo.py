@@ -54,7 +54,7 @@ for word, text in {
 
 
 def test_collectives_are_counted_as_often_as_they_run_by_axis():
-    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives([(hlo.parse(PROGRAM), 1)], MESH)}
+    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives([(hlo.parse_module(PROGRAM), 1)], MESH)}
     a = 8 * 4 * 4  # bytes
     assert found == {
         ("reduce-scatter", "dp_shard"): (6, 6 * 3 * a // 4),
@@ -65,7 +65,7 @@ def test_collectives_are_counted_as_often_as_they_run_by_axis():
 
 
 def test_host_copies_have_a_direction():
-    copies = hlo.host_copies([(hlo.parse(PROGRAM), 1)])
+    copies = hlo.host_copies([(hlo.parse_module(PROGRAM), 1)])
     layer, a = 6 * 2, 8 * 4 * 4
     assert copies == {"h2d_bytes": layer + a, "d2h_bytes": layer + a, "within_host_bytes": 5 * layer}
 
@@ -104,7 +104,7 @@ ENTRY %main (a: f32[8,4]) -> f32[8,4] {
 def test_transfers_are_beside_what_is_between_their_start_and_end():
     of = lambda *how: hlo.Transfer("body.1", 3, 2, *how)
     layer, x = 6 * 2, 8 * 4 * 4
-    assert hlo.overlaps(hlo.parse(LOOP)) == [
+    assert hlo.overlaps(hlo.parse_module(LOOP)) == [
         of("h2d", True, 0, 1, False, 1, layer),
         of("all-gather", True, 0, 2, False, 1, x),
         of("d2h", True, 2, 2, True, 1, layer),
@@ -114,16 +114,20 @@ def test_transfers_are_beside_what_is_between_their_start_and_end():
 
 
 def test_rematerialised_operations_are_named():
-    assert hlo.rematerialised([(hlo.parse(PROGRAM), 1)]) == {"count": 1, "bytes": 8 * 4 * 4, "largest": "y.remat2"}
+    assert hlo.rematerialised([(hlo.parse_module(PROGRAM), 1)]) == {
+        "count": 1,
+        "bytes": 8 * 4 * 4,
+        "largest": "y.remat2",
+    }
 
 
 def test_a_loop_of_unknown_length_is_refused():
     with pytest.raises(ValueError, match=r"while\.2.*constant length"):
-        list(hlo.executed(hlo.parse(PROGRAM.replace('"known_trip_count":{"n":"2"}', ""))))
+        list(hlo.executed(hlo.parse_module(PROGRAM.replace('"known_trip_count":{"n":"2"}', ""))))
 
 
 def test_programs_are_added_up():
-    once = hlo.parse(PROGRAM)
+    once = hlo.parse_module(PROGRAM)
     both = hlo.collectives([(once, 1), (once, 3)], MESH)
     assert both == [
         dataclasses.replace(x, count=4 * x.count, bytes=4 * x.bytes) for x in hlo.collectives([(once, 1)], MESH)
@@ -142,6 +146,6 @@ def test_reads_what_jax_compiles():
     spec = jax.P(("dp_replicate", "dp_shard"))
     x = jax.ShapeDtypeStruct((8, 256), np.float32, sharding=jax.NamedSharding(mesh, spec))
     text = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)).lower(x).compile().as_text()
-    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives([(hlo.parse(text), 1)], mesh.shape)}
+    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives([(hlo.parse_module(text), 1)], mesh.shape)}
     sums = 5, 5 * 2 * 3 * 1024 // 4
     assert found == {("all-reduce", "dp_shard"): sums, ("collective-permute", "dp_replicate"): (1, 1024)}

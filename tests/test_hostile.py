@@ -383,7 +383,7 @@ def test_layers_before_the_first_with_a_window(tmp_path):
 def test_numbers_and_names_that_are_too_long(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint: expected the fields of this version, .* too large"):
         checks.restored_config(default_config().to_dict() | {"learning_rate": 10**400})
-    for read in (flags.load, convert.open_model, load_trained, on_disk.find):
+    for read in (flags.load_config, convert.open_model, load_trained, on_disk.find):
         with pytest.raises(ConfigError, match=r"expected a path, got 'aaa.* \(File name too long\); correct it"):
             read("a" * 5000)
 

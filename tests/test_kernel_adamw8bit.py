@@ -31,7 +31,7 @@ def seeds(t: int, n: int) -> jax.Array:
 
 def run(grads, p, block=None, work_dtype=None, **changes):
     """The result after a step for each of the gradients."""
-    state, step = op.init(p.shape, block), jax.jit(lambda *a: op.adamw8bit(*a, work_dtype=work_dtype))
+    state, step = op.zero_moments(p.shape, block), jax.jit(lambda *a: op.adamw8bit(*a, work_dtype=work_dtype))
     for t, g in enumerate(grads, 1):
         result = step(p, g, *state, hyper(t, **changes), seed(t))
         p, state = result.p, result[1:5]
@@ -102,7 +102,7 @@ def test_gradients_that_end_do_not_explode():
     """The known bad case: element 0 had gradients and has none any more, its neighbours go on. Rounded to nearest, m
     stands still where v goes on to vanish and steps grow to hundreds of lr; v = 0 beside it would give 1e8."""
     first, later = normal(1, 256, key=1), normal(1, 256, key=2).at[0, 0].set(0.0)
-    state, p, largest = op.init((1, 256)), jnp.zeros((1, 256)), 0.0
+    state, p, largest = op.zero_moments((1, 256)), jnp.zeros((1, 256)), 0.0
     step = jax.jit(op.adamw8bit)
     for t in range(1, 801):
         new = step(p, first if t <= 5 else later, *state, hyper(t, decay=0.0), seed(t))
@@ -150,9 +150,9 @@ def test_bfloat16_is_rounded_without_bias():
 def test_shards_draw_what_the_whole_draws():
     """Rows in two halves, the second starting where the first ends: the same bits, in bfloat16 and in the codes."""
     p, g = normal(4, 512).astype(jnp.bfloat16), normal(4, 512, key=1)
-    whole = op.adamw8bit(p, g, *op.init(p.shape), hyper(1), seed(1))
+    whole = op.adamw8bit(p, g, *op.zero_moments(p.shape), hyper(1), seed(1))
     for rows, first in ((slice(0, 2), 0), (slice(2, 4), 1024)):
-        part = op.adamw8bit(p[rows], g[rows], *op.init((2, 512)), hyper(1), seed(1, first))
+        part = op.adamw8bit(p[rows], g[rows], *op.zero_moments((2, 512)), hyper(1), seed(1, first))
         chex.assert_trees_all_equal(part[:5], tuple(x[rows] for x in whole[:5]))
 
 
@@ -164,7 +164,7 @@ def test_the_work_copy_is_the_new_parameter():
 def test_blocks_are_divisors():
     sizes = {4096: 256, 11008: 256, 18944: 256, 352: 176, 80: 80, 300: 150, 100: 100, 514: 514, 31: 31, 1000: 250}
     sizes |= {n: 128 for n in (128, 384, 640, 896, 1152, 1408, 28672 // 32)}  # and not 192 or 224, larger but unserved
-    assert {n: op.block_size(n) for n in sizes} == sizes
+    assert {n: op.moment_block_size(n) for n in sizes} == sizes
 
 
 @pytest.mark.parametrize("n", range(128, 1537, 128))
@@ -176,7 +176,7 @@ def test_the_kernel_serves_every_multiple_of_128(n):
 
 def bad(shape=(2, 512), **changes) -> dict[str, Any]:
     """Good arguments for a matrix of this shape, with changes."""
-    moments = dict(zip(("m", "m_scale", "v", "v_scale"), op.init(shape), strict=True))
+    moments = dict(zip(("m", "m_scale", "v", "v_scale"), op.zero_moments(shape), strict=True))
     return {"p": jnp.zeros(shape), "g": jnp.zeros(shape), **moments, "h": hyper(1), "seed": seed(1)} | changes
 
 
@@ -220,7 +220,7 @@ def test_the_kernel_equals_the_reference(shape, block, dtype, in_place):
     p, g = normal(*shape).astype(dtype), normal(*shape, key=1).astype(dtype)
     work = jnp.bfloat16 if dtype == jnp.float32 else None
     how: Any = KERNEL | {"in_place": in_place}
-    state = op.init(shape, block)
+    state = op.zero_moments(shape, block)
     for t in (1, 2):
         random = seeds(t, len(p)) if p.ndim > 2 else seed(t)
         expected = op.adamw8bit(p, g, *state, hyper(t), random, work_dtype=work, **REFERENCE)
@@ -251,7 +251,7 @@ def test_odd_blocks_are_left_to_xla_unless_the_kernel_is_asked_for():
 def test_a_stack_is_updated_as_its_matrices_are():
     """To the bit, with the seed of each; the kernel is held against this above."""
     p, g = normal(3, 2, 384), normal(3, 2, 384, key=1)
-    m, m_scale, v, v_scale = op.adamw8bit(p, g, *op.init(p.shape), hyper(1), seed(1), **REFERENCE)[1:5]
+    m, m_scale, v, v_scale = op.adamw8bit(p, g, *op.zero_moments(p.shape), hyper(1), seed(1), **REFERENCE)[1:5]
     arrays, random = (p, g, m, m_scale, v, v_scale), seeds(2, 3)
     whole = op.adamw8bit(*arrays, hyper(2), random, work_dtype=jnp.bfloat16, **REFERENCE)
     for l in range(3):
@@ -263,7 +263,7 @@ def test_what_varies_over_a_mesh_is_updated_in_place():
     """Inside `shard_map`, where JAX takes no references to what differs between devices: to the same bits. That what is
     updated by gradients which differ does so too is still in its type. On one device: the interpreter runs on one."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    p, g, state = normal(2, 512), normal(2, 512, key=1), op.init((2, 512), 256)
+    p, g, state = normal(2, 512), normal(2, 512, key=1), op.zero_moments((2, 512), 256)
     one = lambda p, g, *state: op.adamw8bit(p, g, *state, hyper(1), seed(1), in_place=True, **KERNEL)[:5]
     cut = lambda grads, rest: jax.shard_map(one, mesh=mesh, in_specs=(rest, grads, *[rest] * 4), out_specs=rest)
     run = lambda grads, rest: jax.jit(cut(grads, rest))(p, g, *state)

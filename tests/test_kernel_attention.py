@@ -16,7 +16,7 @@ from small import KERNEL, needs, normal, quick_at
 
 from pallas_kernels import dispatch, flash_attention as op
 from surojax.models import decoder_config, decoder_model
-from surojax.models.attention import attend, chosen
+from surojax.models.attention import attend, chosen_implementation
 from surojax.models.model import Compute
 from surojax.planner import aot
 
@@ -169,12 +169,12 @@ def test_what_the_kernel_does_not_take_is_refused():
 
 
 def test_auto_is_flash_attention_where_a_gpu_has_it():
-    assert chosen("auto", "bfloat16", 128, gpu=True, packed=True) == "mosaic"
-    assert chosen("auto", "bfloat16", 128, gpu=True, packed=False) == "cudnn"
+    assert chosen_implementation("auto", "bfloat16", 128, gpu=True, packed=True) == "mosaic"
+    assert chosen_implementation("auto", "bfloat16", 128, gpu=True, packed=False) == "cudnn"
     for dtype, head_dim, gpu in (("float32", 128, True), ("bfloat16", 256, True), ("bfloat16", 128, False)):
-        assert chosen("auto", dtype, head_dim, gpu=gpu, packed=True) == "xla"
-    assert chosen("auto", "bfloat16", 40, gpu=True, packed=True) == "xla"
-    assert chosen("auto", "bfloat16", 40, gpu=True, packed=False) == "cudnn"
+        assert chosen_implementation("auto", dtype, head_dim, gpu=gpu, packed=True) == "xla"
+    assert chosen_implementation("auto", "bfloat16", 40, gpu=True, packed=True) == "xla"
+    assert chosen_implementation("auto", "bfloat16", 40, gpu=True, packed=False) == "cudnn"
 
 
 # --- compiled for GPUs ------------------------------------------------------------------------------------------------

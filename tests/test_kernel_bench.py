@@ -81,7 +81,7 @@ def test_table():
         bench.Measurement("op.case", 10**9, 1e-3, 2e-3, 1000.0, 0.5, 1e-6, 3.0),
         bench.Measurement("op.other", 10**6, None, 2e-6, None, None, None, None),
     ]
-    head, _, first, second = bench.table(rows).splitlines()
+    head, _, first, second = bench.markdown_table(rows).splitlines()
     assert head.startswith("| case | MB | kernel us | GB/s | % of copy | XLA us | XLA / kernel |")
     assert first == "| op.case | 1000.0 | 1000.0 | 1000 | 50.0 | 2000.0 | 2.00 | 1.00e-06 | 3.00e+00 |"
     assert second == "| op.other | 1.0 | - | - | - | 2.0 | - | - | - |"
@@ -102,7 +102,7 @@ def test_what_is_updated_in_place_is_passed_on():
         return {"loss": jnp.sum(g), "m": m + g, "p": p - g}
 
     case = Case("step", run, (s, s, s), 3 * 64, donated=(2, 0))
-    args = bench.arrays(case, 0)
+    args = bench.random_arguments(case, 0)
     p, g, m = map(jnp.copy, args)
     results = run(*args)
     after = bench.passed_on(case, args, results)
@@ -113,6 +113,6 @@ def test_what_is_updated_in_place_is_passed_on():
 def test_turns_are_taken_and_the_median_counts():
     order = []
     callers = {name: (lambda n, name=name: order.append((name, n))) for name in "ab"}
-    found = bench.times(callers, repeat=3)
+    found = bench.call_seconds(callers, repeat=3)
     turns = [name for name, _ in order[4:]]
     assert turns == list("ababab") and set(found) == {"a", "b"} and all(t >= 0 for t in found.values())

@@ -59,7 +59,7 @@ def test_fp8_of_what_is_not_nvidias(monkeypatch):
 
 # What each kernel does not serve. Called with implementation="mosaic" nothing of it runs.
 z, u8, one, SEED = jnp.zeros, jnp.uint8, jnp.float32(1), jnp.uint32(3)
-STATE = (*adamw8bit_update.init((2, 150)), jnp.ones(8), z(2, jnp.uint32))
+STATE = (*adamw8bit_update.zero_moments((2, 150)), jnp.ones(8), z(2, jnp.uint32))
 LOGITS, LABELS = jax.ShapeDtypeStruct((42733, 50257), jnp.bfloat16), jax.ShapeDtypeStruct((42733,), jnp.int32)
 SERVED = {
     "rms_norm.forward": lambda **how: rms_norm.rms_norm(z((64, 128)), z(128), **how),
@@ -85,7 +85,7 @@ SERVED = {
     "nvfp4.quantize_weights": lambda **how: nvfp4_quantize.quantize_weights(z((128, 64)), **how),
     "cross_entropy": lambda **how: cross_entropy.loss_and_gradient(z((2, 128)), z(2, jnp.int32), 1.0, **how),
     "adamw8bit": lambda **how: adamw8bit_update.adamw8bit(
-        z((2, 128)), z((2, 128)), *adamw8bit_update.init((2, 128)), z(8), z(2, jnp.uint32), in_place=True, **how
+        z((2, 128)), z((2, 128)), *adamw8bit_update.zero_moments((2, 128)), z(8), z(2, jnp.uint32), in_place=True, **how
     ),
 }
 UNSERVED = {

@@ -195,7 +195,7 @@ def test_what_the_kernel_cannot(shape, monkeypatch):
 def test_tiles_cover_the_rows(count, width, dtype):
     for added in (False, True):
         try:
-            tile = tiles.rows("test", count, width, dtype, added)
+            tile = tiles.row_tiles("test", count, width, dtype, added)
         except NotImplementedError:
             assert count < 16 and width % 128
             continue

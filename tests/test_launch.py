@@ -139,7 +139,7 @@ def test_the_other_processes_are_told_which_end_is_a_failure(monkeypatch, code, 
     events = []
     of_processes = types.SimpleNamespace(finish=lambda: events.append("done"), fail=lambda *_: events.append("failed"))
     monkeypatch.setattr(watch, "_exit", lambda text, code: events.append(code))
-    with contextlib.suppress(SystemExit), watch.together(of_processes):  # pyright: ignore[reportArgumentType]
+    with contextlib.suppress(SystemExit), watch.failing_together(of_processes):  # pyright: ignore[reportArgumentType]
         if code is not None:
             sys.exit(code)
     assert events == ([told] if told == "done" else [told, code])

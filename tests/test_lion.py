@@ -14,7 +14,7 @@ from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError
 from surojax.memory.nvme import claim
 from surojax.optim import lion
-from surojax.optim.optimizers import built
+from surojax.optim.optimizers import build_optimizer
 
 BATCHES = [tokens(2, 4, 16, seed=seed) for seed in range(3)]
 OFFLOADED = {"offload_master": True, "offload_optimizer": True, "offload_weights": True, "offload_grads": True}
@@ -31,7 +31,7 @@ def test_it_is_optax_lion(m_dtype):
     c.update({"optimizer": "lion", "lion_beta1": 0.8, "lion_beta2": 0.95, "weight_decay": 0.3, "max_grad_norm": 2.0})
     c.update({"learning_rate": 0.01, "opt_m_dtype": m_dtype})
     checks.check(c)
-    ours = built("lion", flat(c), optax.constant_schedule)
+    ours = build_optimizer("lion", flat(c), optax.constant_schedule)
     mask = {"blocks": {"w": True, "norm": False}, "outer": {"embed": True, "norm": False}}
     settings = {"b1": 0.8, "b2": 0.95, "weight_decay": 0.3, "mask": mask, "mu_dtype": m_dtype}
     theirs = optax.chain(optax.clip_by_global_norm(2.0), optax.lion(0.01, **settings))

@@ -155,7 +155,7 @@ def test_gpt_oss_goes_out_as_it_is_stored(tmp_path):
     for name in ("gate_up_proj", "down_proj"):
         np.testing.assert_array_equal(numbers(again, OF_LAYER + name), numbers(tensors, OF_LAYER + name))
     with pytest.raises(ConfigError, match=r"^--dtype: expected a model of gpt-oss for mxfp4, got another one"):
-        compressed.check("mxfp4", decoder_model.build(config_of("olmoe")), BY_EXPERT)
+        compressed.check_matrices("mxfp4", decoder_model.build(config_of("olmoe")), BY_EXPERT)
 
 
 @pytest.mark.full

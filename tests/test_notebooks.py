@@ -96,5 +96,5 @@ def test_the_first_notebook_trains_what_the_first_command_trains():
     names: dict = {}
     exec(next(cell.source for cell in first.cells if "config = default_config()" in cell.source), names)
     shown = ("output_dir", "eval_batches", "save_steps", "sample_tokens")
-    fields = [{k: v for k, v in flat(c).items() if k not in shown} for c in (names["config"], flags.load(TINY))]
+    fields = [{k: v for k, v in flat(c).items() if k not in shown} for c in (names["config"], flags.load_config(TINY))]
     assert fields[0] == fields[1]

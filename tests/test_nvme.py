@@ -384,7 +384,7 @@ def test_the_settings_in_config_files_flags_and_checkpoints(tmp_path, capsys):
     (tmp_path / "c.py").write_text(
         "from surojax import default_config\n\ndef get_config():\n    return default_config()\n"
     )
-    parse = lambda *argv: flags.parse(
+    parse = lambda *argv: flags.parse_flags(
         ["--config", str(tmp_path / "c.py"), *argv], __import__("argparse").ArgumentParser()
     )[0]
     for text, value in [("nvme", "nvme"), ("NVMe", "nvme"), ("true", True), ("off", False)]:
@@ -404,7 +404,7 @@ def test_the_settings_in_config_files_flags_and_checkpoints(tmp_path, capsys):
     c.offload_quants = True
     with pytest.raises(TypeError):
         c.offload_quants = "nvme"
-    assert "--config.offload_master=False\n        master weights" in flags.describe()
+    assert "--config.offload_master=False\n        master weights" in flags.describe_fields()
 
 
 def test_settings_that_do_not_go_together():
@@ -429,8 +429,8 @@ def test_folders_that_will_not_do(tmp_path, monkeypatch):
         (Path("/proc"), r"expected a folder that can be written, got '/proc' \("),
     ]:
         with pytest.raises(ConfigError, match=f"nvme_path: {message}"):
-            nvme.check(store(folder))
-    nvme.check(store(tmp_path))
+            nvme.check_folders(store(folder))
+    nvme.check_folders(store(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     free = shutil.disk_usage(tmp_path)._replace(free=10_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
@@ -438,10 +438,10 @@ def test_folders_that_will_not_do(tmp_path, monkeypatch):
         ConfigError,
         match=r"nvme_path: needs [1-9][\d.]* [KM]iB in .*, where 9\.77 KiB are free; free some.*some in host",
     ):
-        nvme.check(store(tmp_path))
+        nvme.check_folders(store(tmp_path))
     (tmp_path / layer_file.FILE).write_bytes(bytes(store(tmp_path).bytes))
     os.sync()
-    nvme.check(store(tmp_path))  # the room that an earlier run took counts
+    nvme.check_folders(store(tmp_path))  # the room that an earlier run took counts
 
 
 def test_room_is_taken_before_the_first_step(tmp_path, monkeypatch):
@@ -456,7 +456,7 @@ def test_room_is_taken_before_the_first_step(tmp_path, monkeypatch):
         nvme.claim(store(tmp_path)).__enter__()
     with nvme.claim(one := store(tmp_path)) as claimed:
         assert min(claimed.reads, claimed.writes) > 0 and claimed.line.startswith(
-            f"nvme: {layer_file.gib(one.bytes)} in {tmp_path}, read at "
+            f"nvme: {layer_file.readable_bytes(one.bytes)} in {tmp_path}, read at "
         )
         file = os.stat(tmp_path / layer_file.FILE)
         assert file.st_size == one.bytes and file.st_blocks * 512 >= one.bytes
@@ -473,14 +473,19 @@ def test_what_is_kept_in_memory(tmp_path, monkeypatch):
     whole = store(tmp_path).bytes
     some, everything = keeping(whole / 4 / 2**30), keeping(1)
     with nvme.claim(some) as claimed:
-        assert f"{layer_file.gib(some.bytes)} in {tmp_path}, {layer_file.gib(some.kept)} kept" in claimed.line
+        assert (
+            f"{layer_file.readable_bytes(some.bytes)} in {tmp_path}, {layer_file.readable_bytes(some.kept)} kept"
+            in claimed.line
+        )
         assert os.stat(tmp_path / layer_file.FILE).st_size == some.bytes < whole - 0.2 * whole
     with nvme.claim(everything) as claimed:
-        assert claimed.line == f"nvme: nothing in files, {layer_file.gib(everything.kept)} kept in host memory"
+        assert (
+            claimed.line == f"nvme: nothing in files, {layer_file.readable_bytes(everything.kept)} kept in host memory"
+        )
         assert claimed.reads == claimed.writes == math.inf and everything.bytes == 0
     monkeypatch.setattr(nvme.psutil, "virtual_memory", lambda: SimpleNamespace(available=everything.kept - 1))
     with pytest.raises(ConfigError, match=r"^files_in_memory: expected at most .* free, .*iB, got .*iB kept; lower it"):
-        nvme.check(everything)
+        nvme.check_folders(everything)
 
 
 @pytest.mark.full
@@ -528,7 +533,7 @@ def test_one_run_at_a_time(tmp_path):
 
 def test_slow_disks(tmp_path):
     one = store(tmp_path)
-    both = functools.partial(nvme.describe, one)
+    both = functools.partial(nvme.describe_disk_time, one)
     assert both(one.bytes / 0.25, one.bytes / 0.25).startswith("nvme: ")  # half a second, at however few bytes/s
     assert both(one.bytes / 15, one.bytes / 5).startswith("warning: slow disk, nvme: ")
     assert both(one.bytes / 15, one.bytes / 5).count("20.0 s of reads and writes a step") == 1
@@ -645,12 +650,12 @@ def test_several_folders_that_will_not_do(tmp_path, monkeypatch):
         (f"{tmp_path}/one,{tmp_path}/one/", r"expected folders that differ, got .*/one, .*/one; name each once"),
     ]:
         with pytest.raises(ConfigError, match=f"nvme_path: {message}"):
-            nvme.check(store(given))
+            nvme.check_folders(store(given))
     both = store(f"{tmp_path}/one,{tmp_path}")
     free = shutil.disk_usage(tmp_path)._replace(free=both.bytes - 1)  # of one disk, of which each takes a part
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    with pytest.raises(ConfigError, match=f"nvme_path: needs {layer_file.gib(both.bytes)} in .* are free"):
-        nvme.check(both)
+    with pytest.raises(ConfigError, match=f"nvme_path: needs {layer_file.readable_bytes(both.bytes)} in .* are free"):
+        nvme.check_folders(both)
 
 
 def test_a_buffer_is_used_again_when_its_last_view_is_gone():

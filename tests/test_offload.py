@@ -105,7 +105,7 @@ def test_slices_beyond_a_stack_are_of_the_nearest_layer(monkeypatch, clamped_by_
     @jax.jit
     def at(l):
         host = offload.put(stack, HOST)
-        return offload.read(host, l), offload.put(offload.write(host, jnp.full(2, -1.0), l), DEVICE)
+        return offload.read(host, l), offload.put(offload.write_layer(host, jnp.full(2, -1.0), l), DEVICE)
 
     for l, nearest in ((-1, 0), (0, 0), (2, 2), (3, 3), (4, 3)):
         layer, written = at(l)

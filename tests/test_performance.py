@@ -70,7 +70,9 @@ def compiled_step(settings: str, rows: int = 1) -> hlo.Module:
     mesh = make_mesh(aot.devices(GPU, 1))
     run = from_config(c, mesh.abstract_mesh, total_steps=10)
     (program,) = planner.programs(run, mesh, traffic.BatchShape(rows, 64, c.gradient_accumulation_steps))
-    return hlo.parse(aot.compile_for(program.function, program.arguments, mesh, compiler_options(run, "gpu")).text)
+    return hlo.parse_module(
+        aot.compile_for(program.function, program.arguments, mesh, compiler_options(run, "gpu")).text
+    )
 
 
 @needs_compiler

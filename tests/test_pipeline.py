@@ -377,7 +377,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size, layer
     options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
     compiled = small.step.lower(small.plan, batch, batch).compile(options)
     of_group = traffic.BatchShape(sequences=1, sequence_len=24, microbatches=microbatches)
-    module = stages.with_rounds(hlo.parse(compiled.as_text()), small.run, of_group)
+    module = stages.with_rounds(hlo.parse_module(compiled.as_text()), small.run, of_group)
     found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(module, 1)], small.mesh.shape)}
     expected = step_collectives.collective_bytes(small.run, of_group)
     assert {("collective-permute", "pp"), ("all-gather", "dp_shard"), ("reduce-scatter", "dp_shard")} <= expected.keys()
@@ -392,7 +392,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size, layer
 
     for name in ("forward", "backward"):
         assert passes(module, name) == microbatches
-        lockstep = stages.with_rounds(hlo.parse(compiled.as_text()), small.run, of_group, lockstep=True)
+        lockstep = stages.with_rounds(hlo.parse_module(compiled.as_text()), small.run, of_group, lockstep=True)
         assert passes(lockstep, name) == microbatches + 1  # as long as both stages need, one after the other
     assert stages.bubble(small.run, microbatches) == pytest.approx(1 / 6)
 

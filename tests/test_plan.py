@@ -48,7 +48,7 @@ from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import Transfer
 from surojax.planner.run_plan import Plan
 from surojax.step.state_plan import bytes_per_device
-from surojax.training.run_summary import peak_flops, predict
+from surojax.training.run_summary import peak_flops, print_prediction
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -75,7 +75,7 @@ MESH = jax.sharding.AbstractMesh((1, 1), DATA)
 
 def config(name: str = "llama7b", **changes):
     """A config of configs/ with changes; two microbatches of a sequence, as the tables of memory have."""
-    c = flags.load(str(CONFIGS / f"{name}.py"))
+    c = flags.load_config(str(CONFIGS / f"{name}.py"))
     c.per_device_batch_size = 1
     c.gradient_accumulation_steps = 2
     for field, value in changes.items():
@@ -366,7 +366,7 @@ def test_layers_in_files(planned):
     # The file's part crosses the host link as well, weights and gradients as they do without it.
     read, written = traffic.host_bytes(run, batch, p.classes)
     assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)
-    assert in_files < p.h2d_bytes and "read from NVMe" in plan_text.table(p)
+    assert in_files < p.h2d_bytes and "read from NVMe" in plan_text.plan_table(p)
 
 
 def loop(p: Plan, products: int) -> list[Transfer]:
@@ -506,27 +506,29 @@ def test_train_predicts_what_the_plan_says(capsys):
     compiled = SimpleNamespace(as_text=lambda: compiled_step(1))
     c = planner.checked(config(gpus=1, **BLOCKS | {"model.num_hidden_layers": 5}), FIRST)
     run = from_config(c, MESH, total_steps=10)
-    found = predict(c, run, compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)], Claimed())
+    found = print_prediction(c, run, compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)], Claimed())
     p = planner.plan(c, FIRST)
     assert found.predicted_step_s == pytest.approx(p.predicted_step_s, rel=0.01)
     assert found.mfu == pytest.approx(p.mfu, rel=0.01)
     assert f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step" in capsys.readouterr().out
-    assert predict(c, run, compiled, [SimpleNamespace(device_kind="cpu")], Claimed()).predicted_step_s is None
+    assert print_prediction(c, run, compiled, [SimpleNamespace(device_kind="cpu")], Claimed()).predicted_step_s is None
     assert capsys.readouterr().out == ""
 
 
 def test_train_counts_the_tokens_of_a_tensor_parallel_group_once(monkeypatch, capsys):
     """16 sequences of 128 tokens in 2 s on two GPUs that compute them together."""
-    c = flags.load(str(CONFIGS / "tiny.py"))
+    c = flags.load_config(str(CONFIGS / "tiny.py"))
     c.gpus, c.tp_size = 2, 2
 
     def in_two_seconds(step, gpu, *, tokens: int, compute_time: float) -> prediction.Prediction:
         return prediction.Prediction(2.0, [1.8, 2.2], tokens_per_s_per_gpu=tokens / 2.0)
 
     monkeypatch.setattr(prediction, "predict", in_two_seconds)
-    monkeypatch.setattr(hlo, "parse", lambda text: None)
+    monkeypatch.setattr(hlo, "parse_module", lambda text: None)
     compiled = SimpleNamespace(as_text=lambda: "")
-    found = predict(c, footprint.assembly(c), compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)] * 2, Claimed())
+    found = print_prediction(
+        c, footprint.assembly(c), compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)] * 2, Claimed()
+    )
     assert capsys.readouterr().out.strip().endswith(" 1,024 tok/s")
     assert "predicted 1,024 " in prediction.comparison(found, [2.0], 16 * 128)
 
@@ -553,7 +555,7 @@ PLACED_IN_HOST = [
 @pytest.mark.parametrize("gpus, changes", quick_at(PLACED_IN_HOST, 1), ids=str)
 def test_copy_engines_do_all_host_transfers_in_loops(gpus, changes):
     """No kernel that occupies the multiprocessors, in the layer loops, the update's and the one over microbatches."""
-    module = hlo.parse(compiled_step(gpus, gradient_accumulation_steps=3, **changes))
+    module = hlo.parse_module(compiled_step(gpus, gradient_accumulation_steps=3, **changes))
     found = costs.host_transfers(hlo.with_rounds(module, lambda body: Fraction(1, 2)))  # of stages, in some ticks
     assert found["kernel"] == 0 < found["copy_engine"]
 
@@ -670,7 +672,7 @@ def test_where_jax_has_not_loaded_its_plugin_another_process_plans(monkeypatch, 
     # That process asks no other one.
     request = json.dumps({"config": config(**TINY).to_dict(), "gpu": FIRST, "host_memory": None, "trace": None})
     monkeypatch.setattr(planner.sys, "stdin", io.StringIO(request))
-    planner.serve()
+    planner.serve_plan()
     assert "JAX does not load its CUDA plugin" in json.loads(capsys.readouterr().out)["error"]
 
 
@@ -721,14 +723,14 @@ def test_units_follow_the_largest_number(monkeypatch):
         return [float(x) for x in re.findall(r"[\d.]+", line)]
 
     p = planner.plan(config("tiny", gpus=4, offload_master=True), FIRST)
-    text = plan_text.table(p)
+    text = plan_text.plan_table(p)
     assert "\n  MiB per GPU" in text and re.search(r"per step and GPU +count +MiB", text) and "GiB per GPU" not in text
     assert numbers(text, "  weights ") == [round(p.classes["weights"]["device"] / 2**20, 2)] != [0]
     assert numbers(text, "  host to device") == [round(p.h2d_bytes / 2**20, 2)] != [0]
     assert f"at least {1000 * p.step_time_bound_s:.3f} ms, " in text
     assert f"\nfits: {p.device_bytes / 2**20:.1f} MiB of 22.5 GiB" in text
     p = planner.plan(config(gpus=4, gradient_accumulation_steps=8), FIRST, advise=False)
-    text = plan_text.table(p)
+    text = plan_text.plan_table(p)
     assert "\n  GiB per GPU" in text and re.search(r"per step and GPU +count +GiB", text) and "MiB per" not in text
     assert f"at least {p.step_time_bound_s:.3f} s, " in text and p.step_time_bound_s > 1
 
@@ -775,7 +777,7 @@ def test_flops_of_products_are_those_of_the_compiled_step(recompute_block):
     c = config(gpus=1, recompute_block=recompute_block, **BLOCKS | {"model.num_hidden_layers": 5})
     run = from_config(planner.checked(c, FIRST), MESH, total_steps=10)
     attention = 5 * 2 * 64 * 256 * (4 if recompute_block else 3)  # per token; cuDNN's, not a matrix product
-    module = hlo.parse(compiled_step(1, recompute_block=recompute_block))
+    module = hlo.parse_module(compiled_step(1, recompute_block=recompute_block))
     found = 0
     for i, times, computation in hlo.executed(module):
         fused = [(x, module[name]) for name in hlo.called(i, "calls") for x in module[name].values()]
@@ -840,7 +842,7 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
         for change in p.changes
     ]
     assert times == sorted(times)  # the fastest first
-    text = plan_text.table(p)
+    text = plan_text.plan_table(p)
     assert "does not fit: " in text and all(change in text for change in p.changes)
     monkeypatch.setattr(remedies, "MORE_GPUS", (2,))
     nothing = planner.plan(config(gpus=1), "rtx5060ti_16gb", host_memory=1).changes
@@ -857,7 +859,7 @@ def test_what_would_fit_leaves_room_in_host_memory(monkeypatch):
     small = planner.plan(offloaded, "rtx4090", host_memory=64)  # the device is not the problem
     assert not small.fits and all("(fits), estimated" in change for change in small.changes)
     assert all(float(re.search(r"([\d.]+) GiB of host memory", x)[1]) <= 64 for x in small.changes)
-    text = plan_text.table(small)
+    text = plan_text.plan_table(small)
     assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in text and small.changes[0] in text
     in_files = planner.plan(config(gpus=1), "rtx4090", host_memory=30).changes
     (files,) = [change for change in in_files if "files on a drive" in change]
@@ -876,10 +878,10 @@ def test_what_fits_leaves_the_driver_its_part(monkeypatch):
         return planner.plan(c, FIRST)
 
     tight, enough, plenty = on(need / 0.96), on(need / 0.94), on(need / 0.7)
-    assert not tight.fits and tight.changes and "does not fit: " in plan_text.table(tight)
+    assert not tight.fits and tight.changes and "does not fit: " in plan_text.plan_table(tight)
     assert tight.device_limit_bytes == pytest.approx(0.95 / 0.96 * need, rel=1e-3)
-    assert enough.fits and not enough.changes and "95% of each" in plan_text.table(enough)
-    assert ["MEM_FRACTION=0.95" in plan_text.table(p) for p in (tight, enough, plenty)] == [False, True, False]
+    assert enough.fits and not enough.changes and "95% of each" in plan_text.plan_table(enough)
+    assert ["MEM_FRACTION=0.95" in plan_text.plan_table(p) for p in (tight, enough, plenty)] == [False, True, False]
 
 
 @needs_compiler
@@ -888,14 +890,14 @@ def test_packed_rows_have_flash_attention_and_the_plan_says_so(planned):
     """Compiled with the starts of documents. In float32, which the kernel does not take, XLA has the scores."""
     packed = config(**TINY | {"sample_packing": True})
     p = planned(packed)
-    text = plan_text.table(p)
+    text = plan_text.plan_table(p)
     assert p.attention == "mosaic" and "documents in a row: flash attention within each" in text
     assert p.collectives == planned(config(**TINY)).collectives
     packed.model_dtype = "float32"
     assert planner.checked(packed, FIRST).attention == "xla"
-    by_xla = plan_text.table(dataclasses.replace(p, attention="xla"))
+    by_xla = plan_text.plan_table(dataclasses.replace(p, attention="xla"))
     assert "documents in a row: attention by XLA, with S x S scores in memory" in by_xla
-    assert "documents in a row" not in plan_text.table(planned(config(**TINY)))
+    assert "documents in a row" not in plan_text.plan_table(planned(config(**TINY)))
 
 
 @needs_compiler

@@ -88,7 +88,7 @@ def test_in_a_browser(browser):
         parser = argparse.ArgumentParser()
         parser.add_argument("--gpu")
         assert words[:2] == ["surojax", verb]
-        assert flat(flags.parse(words[2:], parser)[0]) == flat(question.config)
+        assert flat(flags.parse_flags(words[2:], parser)[0]) == flat(question.config)
     again = browser.new_page()
     again.goto(page.url)  # an address shows what it showed
     assert again.inner_text("#commands") == page.inner_text("#commands")

@@ -20,7 +20,7 @@ from surojax.refusals.refusal import (
     is_above,
     is_on,
     is_set,
-    markdown,
+    refusals_page,
     refuse,
     refused,
 )
@@ -155,4 +155,4 @@ def test_every_pair_is_refused_by_the_table_or_assembled(part):
 
 def test_docs_have_the_table():
     """If this fails: python -m surojax.config.checks > docs/refusals.md"""
-    assert DOCS.read_text() == markdown(checks.REFUSALS, DEFAULTS)
+    assert DOCS.read_text() == refusals_page(checks.REFUSALS, DEFAULTS)

@@ -97,6 +97,16 @@ def test_no_two_classes_have_one_name():
     assert not [name for name, files in names_of_modules(ast.ClassDef).items() if len(files) > 1]
 
 
+# Each command has these; and a kernel is called like the function of the model or the optimizer that calls it.
+SHARED = {"main", "parser", "adamw8bit", "cross_entropy", "rms_norm", "rope", "forward_part", "backward_part"}
+
+
+def test_no_two_rooms_have_functions_of_one_name():
+    """Within a room, files may have functions of one name that do one thing for different formats or kernels."""
+    names = names_of_modules(ast.FunctionDef).items()
+    assert {name for name, files in names if len({file.parent for file in files}) > 1} == SHARED
+
+
 def instructions() -> list[list[str]]:
     return [line.split() for line in DOCKERFILE.splitlines() if line and not line.startswith("#")]
 

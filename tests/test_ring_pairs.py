@@ -20,7 +20,7 @@ from test_chunked import backward_written_out, forward_written_out
 
 from pallas_kernels import dispatch, flash_attention as kernel
 from surojax.models import cudnn, decoder_config, decoder_model
-from surojax.models.attention import chosen
+from surojax.models.attention import chosen_implementation
 from surojax.models.model import Compute
 from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, merged_pairs, pair_gradients
 from surojax.placement.mesh import CONTEXT
@@ -106,7 +106,7 @@ def test_two_pairs_make_attention(monkeypatch, by, dtype, first, rule):
 
 def test_auto_is_cudnn_unless_something_hides_keys():
     def auto(dtype="bfloat16", head_dim=128, piece=4096, gpu=True, **how):
-        return chosen("auto", dtype, head_dim, gpu=gpu, piece=piece, **{"packed": False} | how)
+        return chosen_implementation("auto", dtype, head_dim, gpu=gpu, piece=piece, **{"packed": False} | how)
 
     assert auto() == "cudnn"
     assert auto(packed=True) == auto(window=True) == auto(softcap=True) == "mosaic"
@@ -117,7 +117,7 @@ def test_auto_is_cudnn_unless_something_hides_keys():
         dispatch.Unserved,
         match=r"cudnn attention of pieces: expected 16-bit heads of 8, .* got .* 4096 tokens, documents or a window; ",
     ):
-        chosen("cudnn", "bfloat16", 128, gpu=True, packed=False, window=True, piece=4096)
+        chosen_implementation("cudnn", "bfloat16", 128, gpu=True, packed=False, window=True, piece=4096)
 
 
 # --- compiled for GPUs ------------------------------------------------------------------------------------------------

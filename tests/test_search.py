@@ -68,7 +68,7 @@ BLOCK = ("recompute_block", "per_device_batch_size")  # kept, where a search of 
 
 
 def config(name: str = "llama7b", **changes):
-    c = flags.load(str(CONFIGS / f"{name}.py"))
+    c = flags.load_config(str(CONFIGS / f"{name}.py"))
     for field, value in changes.items():
         owner = c.model if field.startswith("model.") else c
         owner[field.removeprefix("model.")] = value
@@ -457,7 +457,7 @@ def test_layouts_keep_the_effective_batch_and_say_what_was_not_tried():
 )
 def test_a_layout_attends_in_a_way_that_its_sizes_allow(sizes, changes, expected):
     c = config(**SMALL | {"gpus": math.prod(sizes), "sequence_len": 8192, "zero_level": 3} | changes)
-    of = choices.layout(c, *sizes)
+    of = choices.mesh_change(c, *sizes)
     assert of["cp_method"] == expected
     checks.check(changed(c, of))
 
@@ -476,7 +476,7 @@ def test_a_ring_is_found_for_a_model_with_windows():
 
 def test_a_machine_that_is_not_full_counts():
     c = config(**SMALL | {"gpus": 12})
-    tried = choices.meshes(c, GPUS[GPU], choices.layout(c, 1, 1, 1), ())
+    tried = choices.meshes(c, GPUS[GPU], choices.mesh_change(c, 1, 1, 1), ())
     assert {mesh["dp_replicate_size"] for mesh in tried} == {1, 2}
 
 
@@ -498,9 +498,9 @@ def test_tokens_are_sent_to_experts_where_a_fetch_has_few(sequences, sent):
 def test_sizes_of_groups_that_share_experts():
     """They divide shards and experts and stay within a machine; a recipe that refuses `ep_size` leaves 1."""
     c = checked(config(**SMALL | WIDE), "h100")
-    one = choices.layout(c, 1, 1, 1)
+    one = choices.mesh_change(c, 1, 1, 1)
     assert choices.expert_groups(c, GPUS["h100"], one, 8) == [1, 2, 4, 8]
-    assert choices.expert_groups(c, GPUS["h100"], choices.layout(c, 2, 1, 1), 12) == [1, 2, 4]
+    assert choices.expert_groups(c, GPUS["h100"], choices.mesh_change(c, 2, 1, 1), 12) == [1, 2, 4]
     in_recipe = changed(c, {"recipe": "mxfp8"})
     assert choices.expert_groups(in_recipe, GPUS["h100"], one, 8) == [1]
     assert choices.expert_groups(config(**SMALL), GPUS["h100"], one, 8) == [1]
@@ -609,9 +609,9 @@ def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
 def test_the_fastest_layout_is_among_the_compiled():
     """Compiles every layout of two GPUs."""
     c = config(**SMALL | {"gpus": 2, "lmhead_chunks": 1})
-    free = (*choices.layout(c, 1, 1, 1), "gradient_accumulation_steps")
+    free = (*choices.mesh_change(c, 1, 1, 1), "gradient_accumulation_steps")
     result = fastest.fastest(c, GPU, keep=[name for name in flat(c) if name not in free])
-    tried = (choices.layout(c, *of) for of in ((1, 1, 1), (2, 1, 1), (1, 1, 2)))
+    tried = (choices.mesh_change(c, *of) for of in ((1, 1, 1), (2, 1, 1), (1, 1, 2)))
     of_all = [changed(c, of, {"gradient_accumulation_steps": 2 * choices.group(of)}) for of in tried]
     assert result.rows[0].seconds == pytest.approx(min(plan(x, GPU, advise=False).predicted_step_s for x in of_all))
 
@@ -620,10 +620,10 @@ def test_a_config_file_says_what_differs(tmp_path):
     """It is the config that was written, without any other file, and holds what differs from the defaults."""
     changes = {"zero_level": 3, "gpus": 4, "nvme_path": 'a "b"', "offload_master": "nvme"}
     changes |= {"datasets": ({"path": "it's.jsonl", "weight": 2.0},)}
-    c = changed(flags.load(str(CONFIGS / "llama7b.py")), changes)
+    c = changed(flags.load_config(str(CONFIGS / "llama7b.py")), changes)
     file = tmp_path / "found.py"
     file.write_text(write.config_file(c, "Found."))
-    loaded = flat(flags.load(str(file)))
+    loaded = flat(flags.load_config(str(file)))
     assert loaded == flat(c)
     assert str(CONFIGS) not in file.read_text() and "import" in file.read_text()
     lines = [line.split()[0] for line in file.read_text().splitlines() if line.startswith("    c.")]
@@ -680,11 +680,11 @@ def test_the_command_without_a_compiler(tmp_path, monkeypatch, capsys):
     assert "left out since they change numbers: adamw8bit (" in text and "was not tried" not in text
     assert "a larger step would pay" in text and "--effective-batch 8" in text
     assert max(map(len, text.splitlines())) <= 160
-    c = flags.load("llama7b_1xrtx4090.py")
+    c = flags.load_config("llama7b_1xrtx4090.py")
     rows = json.loads(Path("found.json").read_text())["rows"]
     assert rows[0]["change"].items() <= flat(c).items() and rows[0]["seconds"] <= rows[1]["seconds"]
     pasted = shlex.split(text[text.index("\n1:\n") : text.index("\n2:\n")].replace("\\\n", " "))[1:]
-    given, _ = flags.parse(["--config", str(CONFIGS / "llama7b.py"), *pasted], argparse.ArgumentParser())
+    given, _ = flags.parse_flags(["--config", str(CONFIGS / "llama7b.py"), *pasted], argparse.ArgumentParser())
     assert flat(given) == flat(c) | {"gpus": given.gpus}
     assert c.per_device_batch_size * c.gradient_accumulation_steps == 4
     hours = 1e9 / (4 * c.sequence_len) * rows[0]["seconds"] / 3600
@@ -758,8 +758,8 @@ def test_a_config_that_uses_files_fits_with_them(monkeypatch):
     home = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "x", "offload_grads": True}
     c = config(**home | {"offload_residual": True, "offload_weights": True})
     without, scarce = (fastest.fastest(c, GPU, nvme=nvme, keep=SLICES_TOO) for nvme in (None, 1))
-    assert without.as_given and without.as_given.estimate.need.files and "as given" in command.table(without)
-    assert scarce.as_given is None and "the settings as given do not fit" in command.table(scarce)
+    assert without.as_given and without.as_given.estimate.need.files and "as given" in command.result_table(without)
+    assert scarce.as_given is None and "the settings as given do not fit" in command.result_table(scarce)
 
 
 def faked_rows(monkeypatch, row):
@@ -785,7 +785,7 @@ def test_what_the_compiler_refuses_is_no_row(monkeypatch):
     faked_rows(monkeypatch, lambda change: bool(change) or refused(change))
     result = fastest.fastest(config(**SMALL), GPU, keep=("per_device_batch_size",))
     assert result.rows and result.as_given and not result.as_given.fits
-    assert "the settings as given fit by estimate only" in command.table(result)
+    assert "the settings as given fit by estimate only" in command.result_table(result)
 
 
 def test_settings_that_cannot_run_do_not_end_the_search(monkeypatch):
@@ -795,7 +795,7 @@ def test_settings_that_cannot_run_do_not_end_the_search(monkeypatch):
     result = fastest.fastest(c, GPU, keep=("recompute_block", *choices.AXES, "lmhead_chunks"))
     assert result.rows and result.as_given is None
     assert result.refused.startswith("offload_grads: expected False with shard_gradients=False on 2 GPUs")
-    assert f"the settings as given cannot run: {result.refused}" in command.table(result)
+    assert f"the settings as given cannot run: {result.refused}" in command.result_table(result)
 
 
 def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monkeypatch):
@@ -850,7 +850,7 @@ def test_settings_as_given_are_compiled_and_shown_once(monkeypatch):
     compiled = []
     faked_rows(monkeypatch, lambda change: compiled.append(change) is None)
     result = fastest.fastest(config(**SMALL), GPU, keep=("recompute_block", "recompute_norm", *SLICES_TOO))
-    assert compiled.count({}) == 1 and command.table(result, top=99).count("as given") == 1
+    assert compiled.count({}) == 1 and command.result_table(result, top=99).count("as given") == 1
     assert all(
         result.rows[0].estimate.seconds - s > 0.01 * result.rows[0].estimate.seconds for s in result.left_out.values()
     )

@@ -11,7 +11,7 @@ from surojax.errors import ConfigError
 from surojax.planner import candidate, fastest as fit, prediction, search, seen
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import GPUS
-from surojax.planner.hlo import parse
+from surojax.planner.hlo import parse_module
 from surojax.planner.prediction import Prediction
 from surojax.planner.rates import LATENCIES
 
@@ -46,7 +46,7 @@ def test_a_measured_step_corrects_the_same_settings_exactly_and_others_by_the_me
 
 def test_simulation_and_estimate_share_the_correction(file):
     """A step that took 1.25 x the predicted time is predicted to take just that, with a range of its own."""
-    module = parse("""HloModule step, is_scheduled=true
+    module = parse_module("""HloModule step, is_scheduled=true
 
 ENTRY %main (a: bf16[4096,4096], b: bf16[4096,4096]) -> bf16[4096,4096] {
   %a = bf16[4096,4096]{1,0} parameter(0)

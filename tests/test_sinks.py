@@ -13,7 +13,7 @@ from test_engine import engine_gradients
 from pallas_kernels import flash_attention as op
 from surojax import ConfigError, default_config
 from surojax.config.checks import check
-from surojax.models.attention import attend, chosen
+from surojax.models.attention import attend, chosen_implementation
 from surojax.models.model import Compute
 from surojax.models.operations import gated
 
@@ -133,8 +133,8 @@ def test_equals_grad_of_the_plain_model(devices, placed):
 
 
 def test_auto_and_refusals():
-    assert chosen("auto", "bfloat16", 64, gpu=True, packed=False, sinks=True) == "mosaic"
-    assert chosen("auto", "bfloat16", 64, gpu=True, packed=False, sinks=True, piece=512) == "cudnn"
+    assert chosen_implementation("auto", "bfloat16", 64, gpu=True, packed=False, sinks=True) == "mosaic"
+    assert chosen_implementation("auto", "bfloat16", 64, gpu=True, packed=False, sinks=True, piece=512) == "cudnn"
     q = jnp.zeros((1, 8, 2, 8), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="cudnn attention: expected no sinks, got some; use attention='auto'"):
         attend(q, q, q, sinks=jnp.zeros(2), implementation="cudnn")

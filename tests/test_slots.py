@@ -17,7 +17,7 @@ from surojax.assembly.from_config import from_config
 from surojax.errors import ConfigError
 from surojax.memory import layer_file, nvme
 from surojax.memory.layer_file import NvmeError, Store
-from surojax.memory.slots import TABLE, Content, checksum, read_table
+from surojax.memory.slots import TABLE, Content, checksum, read_slot_table
 from surojax.placement.home import NVME
 from surojax.placement.mesh import make_mesh
 from surojax.planner import footprint
@@ -169,7 +169,7 @@ def test_files_of_another_layout_or_a_damaged_table_are_none(tmp_path):
     after.close()
     for text in ("", "{", "[]", '{"progress": {"step": 0}}', '{"progress": {"step": 1}, "pieces": {}, "layout": []}'):
         (tmp_path / TABLE).write_text(text)
-        assert read_table(tmp_path) is None
+        assert read_slot_table(tmp_path) is None
     with nvme.claim(opened(tmp_path)):
         assert not (tmp_path / TABLE).exists()
 
@@ -248,7 +248,7 @@ def test_killed_within_updates_it_loses_one_step(tmp_path, monkeypatch):
         assert code == (-signal.SIGKILL if end == KILLED else 1), text
         assert ("continuing from step" in text) == (done > 0)
         last = max(r["step"] for r in records(killed / "run") if r["log"] == "step")
-        table = read_table(disk)
+        table = read_slot_table(disk)
         assert table and table["progress"]["step"] >= last - 1 >= done
         done = table["progress"]["step"]
     code, text = run(killed, str(disk), "-m", "surojax.train")

@@ -77,10 +77,10 @@ def test_an_estimate_is_that_of_the_planner(serve):
     found = json.loads(text)
     words = [f"--config.{word}" for word in ("gpus=1", "sequence_len=128", *settings.split())]
     parsers = (argparse.ArgumentParser() for _ in range(2))
-    c, _ = flags.parse(["--config", "tiny", *words], next(parsers))
+    c, _ = flags.parse_flags(["--config", "tiny", *words], next(parsers))
     c.per_device_batch_size, c.gradient_accumulation_steps = 16, 1
     _, verb, *words = shlex.split(found["train"])
-    assert verb == "train" and flat(flags.parse(words, next(parsers))[0]) == flat(c)
+    assert verb == "train" and flat(flags.parse_flags(words, next(parsers))[0]) == flat(c)
     assert found["plan"].endswith(" --gpu rtx4090 --host-memory 64 --disk 2x7/6")
     expected = candidate.estimated(checked(c, "rtx4090"), with_nodes("rtx4090", None, None), disks=disks("2x7/6"))
     exact = {fact["name"]: fact["exact"] for fact in found["facts"]}
@@ -149,7 +149,7 @@ def test_a_mistake_of_ours_is_said_and_the_page_stays(serve, monkeypatch, capsys
     def broken(asked: studio_page.StudioQuery) -> dict:
         raise ValueError("a shape\nof two lines")
 
-    monkeypatch.setattr(studio_page, "estimate", broken)
+    monkeypatch.setattr(studio_page, "answer_estimate", broken)
     server = serve()
     assert get(server, "estimate", TINY)[2] == "ValueError: a shape of two lines"
     assert "Traceback" in capsys.readouterr().err and get(server, "")[0] == 200
@@ -159,7 +159,7 @@ def test_a_mistake_of_ours_is_said_and_the_page_stays(serve, monkeypatch, capsys
 @needs_compiler
 def test_a_plan_is_that_of_the_compiled_step(serve):
     _, headers, text = get(serve(), "plan", TINY)
-    config, _ = flags.parse(
+    config, _ = flags.parse_flags(
         ["--config", "tiny", "--config.gpus=2", "--config.offload_master", "--config.zero_level=2"],
         argparse.ArgumentParser(),
     )
@@ -179,7 +179,7 @@ def test_only_the_last_plan_that_was_asked_for_is_compiled(serve, monkeypatch):
         assert go_on.wait(60)
         return ""
 
-    monkeypatch.setattr(studio_page, "compiled", slow)
+    monkeypatch.setattr(studio_page, "compiled_page", slow)
     texts: dict[str, str] = {}
 
     def ask(gpus: str) -> threading.Thread:
@@ -261,7 +261,7 @@ def test_in_a_browser(serve, browser, tmp_path):
     page.wait_for_selector("#said:has-text('it fits, by estimate')")
     assert page.input_value("[name=gpus]") == "2"
     page.wait_for_selector("#said:has-text('compiled')")
-    config, _ = flags.parse(
+    config, _ = flags.parse_flags(
         ["--config", "tiny", "--config.gpus=2", "--config.offload_master", "--config.zero_level=2"],
         argparse.ArgumentParser(),
     )

@@ -117,7 +117,7 @@ def moves_what_is_said(small: Small):
     """The compiled step's collectives of groups, on 24 tokens in two microbatches, have the textbook's bytes."""
     batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
     text = small.step.lower(small.plan, batch, batch).compile().as_text()
-    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse(text), 1)], small.mesh.shape)}
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse_module(text), 1)], small.mesh.shape)}
     of_group = traffic.BatchShape(sequences=1, sequence_len=24, microbatches=2)
     expected = step_collectives.collective_bytes(small.run, of_group)
     of_tp = {key: size for key, size in expected.items() if "tp" in key[1]}

@@ -400,7 +400,7 @@ def test_what_is_sent_in_8_bits(quantized):
         if alone.ndim == 3:  # matrices of layers
             assert np.mean(np.abs(unquantized - alone) / largest > 1e-5) > 0.5
     batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
-    compiled = hlo.parse(small.step.lower(small.plan, batch, batch).compile().as_text())
+    compiled = hlo.parse_module(small.step.lower(small.plan, batch, batch).compile().as_text())
     sent = {(x.op, x.axis): x.bytes for x in hlo.collectives([(compiled, 1)], small.mesh.shape)}
     said, more = (
         step_collectives.collective_bytes(small.run, traffic.BatchShape(sequences=1, sequence_len=24, microbatches=n))

@@ -110,7 +110,9 @@ def program(*lines: str, body: tuple[str, ...] = (), trips: int | Fraction = 0) 
         config = f'{{"known_trip_count":{{"n":"{trips}"}}}}'
         name = 'metadata={op_name="jit(f)/while/body/backward/while"}'
         lines = (f"  %w = (s32[]) while(%i), condition=%c, body=%body, {name}, backend_config={config}", *lines)
-    return hlo.parse(text + "ENTRY %main (a: bf16[256,64]) -> s32[] {\n" + ARGUMENTS + "\n".join(lines) + "\n}\n")
+    return hlo.parse_module(
+        text + "ENTRY %main (a: bf16[256,64]) -> s32[] {\n" + ARGUMENTS + "\n".join(lines) + "\n}\n"
+    )
 
 
 def simulated(module: hlo.Module, gpu=GPU, **how) -> timeline.Timeline:

@@ -19,7 +19,7 @@ SETTINGS = {"learning_rate": 3e-4, "model.hidden_size": 64}
 
 def report(folder, report_to: str, first: int, last: int) -> trackers.Trackers:
     """A run of these steps."""
-    with trackers.start(report_to, folder, first_step=first - 1, settings=SETTINGS) as found:
+    with trackers.start_trackers(report_to, folder, first_step=first - 1, settings=SETTINGS) as found:
         for step in range(first, last + 1):
             found.log(step, {"train/loss": 1.0 / step})
         found.log(last, {"eval/what is asked?/loss": 2.0})
@@ -179,7 +179,7 @@ def test_a_resumed_run_continues_its_record_and_a_new_one_begins_another(fake, t
 
 def test_an_error_of_the_run_is_told(fake, tmp_path):
     name, server = fake
-    with pytest.raises(OSError), trackers.start(name, tmp_path, first_step=0, settings=SETTINGS) as found:
+    with pytest.raises(OSError), trackers.start_trackers(name, tmp_path, first_step=0, settings=SETTINGS) as found:
         found.log(1, {"train/loss": 1.0})
         raise OSError("disk")
     (run,) = server.runs.values()

@@ -96,7 +96,7 @@ def text(tmp_path_factory) -> Path:
 def config(tmp_path, text):
     """The run that all others are compared with, into a folder of its own."""
     (tmp_path / "config.py").write_text(CONFIG.format(data=str(text), output_dir=str(tmp_path / "run")))
-    return flags.load(str(tmp_path / "config.py"))
+    return flags.load_config(str(tmp_path / "config.py"))
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def whole(tmp_path_factory, text):
     """The output folder of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "config.py").write_text(CONFIG.format(data=str(text), output_dir=str(folder / "run")))
-    result = train(flags.load(str(folder / "config.py")))
+    result = train(flags.load_config(str(folder / "config.py")))
     assert result.finished and result.checkpoint == folder / "run/checkpoints/12"
     assert result.history == read_metrics(folder / "run/metrics.jsonl")
     return folder / "run"
@@ -214,7 +214,7 @@ def test_killed_at_any_moment_and_started_again_it_ends_as_if_nothing_had_been(
         assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL, name
         assert steps_saved(run) == saved, name
     with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
-        patch.setattr(module, "sample", lambda *_: 1 // 0)  # after the last checkpoint
+        patch.setattr(module, "sample_text", lambda *_: 1 // 0)  # after the last checkpoint
         train(config)
     assert records(run) == records(whole)
     before = contents(run)
@@ -283,7 +283,7 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
 
 def test_sigterm_before_the_loop_ends_with_the_code_that_asks_for_another_start(monkeypatch):
     old = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(module, "parse", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(module, "parse_flags", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         module.main([])
     assert ended.value.code == STOPPED and signal.getsignal(signal.SIGTERM) is old
@@ -600,7 +600,7 @@ def test_what_is_sampled_is_what_the_command_line_and_the_config_say(whole, conf
 
     config.sample_prompt, config.sample_tokens, config.sample_temperature, config.seed = "abcd", 9, 0.5, 4
     run = SimpleNamespace(model=None)
-    assert training_report.sample(config, run, {}, words, None) == "--- prompt\nabcd\n--- continuation\nhi\n---"
+    assert training_report.sample_text(config, run, {}, words, None) == "--- prompt\nabcd\n--- continuation\nhi\n---"
     assert asked[0] == (list(b"abcd"), {"max_tokens": 9, "temperature": 0.5, "seed": 4} | ends)
 
 
@@ -745,7 +745,7 @@ def test_one_evaluation_is_one_number(tmp_path):
 def test_adapters_say_how_many_parameters_train(config, capsys):
     c = changed(config, lora=True, lora_rank=2, lora_target_modules="q_proj,v_proj")
     devices = jax.devices()[:1]
-    training_report.describe(c, from_config(c, make_mesh(devices), total_steps=1), devices, {"weights": 1})
+    training_report.describe_run(c, from_config(c, make_mesh(devices), total_steps=1), devices, {"weights": 1})
     trained = 2 * 2 * ((32 + 32) + (32 + 16))  # layers, rank, widths of wq and wv
     assert f"surojax: 0.0M parameters, of which {trained} train (1.13%), on 1 x" in capsys.readouterr().out
 

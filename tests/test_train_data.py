@@ -193,7 +193,7 @@ def test_entries_survive_the_json_of_a_checkpoint(files, tmp_path):
 def test_a_list_is_set_as_json_or_in_a_file(tmp_path):
     config = tmp_path / "config.py"
     config.write_text("from surojax import default_config as get_config\n")
-    list_of = lambda text: flags.parse(["--config", str(config), *text], argparse.ArgumentParser())[0].datasets
+    list_of = lambda text: flags.parse_flags(["--config", str(config), *text], argparse.ArgumentParser())[0].datasets
     entries = [{"path": ["a.jsonl", "b"], "weight": 2}, {"path": "c", "type": "text", "weight": 1}]
     assert list_of([f"--config.datasets={json.dumps(entries)}"]) == tuple(entries) and list_of([]) == ()
     for text in ("=a.jsonl", "", "={}", '=["a"]', "=" + "[" * 99999):
@@ -205,4 +205,4 @@ def test_a_list_is_set_as_json_or_in_a_file(tmp_path):
         "    c.datasets = dict(path='a.jsonl')\n    return c\n"
     )
     with pytest.raises(ConfigError, match=r"config\.py:5: .*datasets.*list"):
-        flags.load(str(config))
+        flags.load_config(str(config))

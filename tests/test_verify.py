@@ -23,7 +23,7 @@ from surojax.verification import bounds as bounds_of, rows as rows_of, settings 
 from surojax.verification.bounds import judge
 from surojax.verification.rows import verify
 from surojax.verification.settings import OFFLOADS, OWN, SETTINGS
-from surojax.verification.training import changed
+from surojax.verification.training import config_of_row
 
 SIZES = {
     "vocab_size": 64,
@@ -117,7 +117,7 @@ def test_a_setting_that_changes_the_result_fails(tmp_path, monkeypatch, capsys):
 
 def test_what_is_held_against_a_bound():
     """Equal to the bit, within a bound, a setting that did nothing, and numbers that are none."""
-    bounds, plain = bounds_of.bounds(small_config()), [(4.0, 1.0), (3.0, 2.0)]
+    bounds, plain = bounds_of.expected_bounds(small_config()), [(4.0, 1.0), (3.0, 2.0)]
     moved = lambda by: [plain[0], (3.0 * (1 + by), 2.0)]
     assert judge(plain, plain, bounds["same"])[0] == "pass"
     assert judge(moved(2.0**-23), plain, bounds["same"])[0] == "FAIL"
@@ -169,7 +169,7 @@ def test_every_axis_has_a_row_with_every_kind_of_placement():
 def test_every_row_compares_two_different_things():
     """Each row draws what its reference does not, exists, and comes to the same sequences a step; configs/verify.py has
     sizes that all of them can use."""
-    c = flags.load(verifier.ALL_ROWS)
+    c = flags.load_config(verifier.ALL_ROWS)
     batches, microbatches = training.make_batches(c, 8, 1)
     table = {s.name: s for s in SETTINGS}
     assert len(table) == len(SETTINGS)
@@ -178,7 +178,7 @@ def test_every_row_compares_two_different_things():
     def drawn(name: str):
         s = table[name]
         changes = s.changes | ({"nvme_path": "folder"} if "nvme" in s.changes.values() else {})
-        row = changed(c, s._replace(changes=changes), 1, len(batches[0][0]), microbatches * s.split)
+        row = config_of_row(c, s._replace(changes=changes), 1, len(batches[0][0]), microbatches * s.split)
         mesh = abstract_mesh(s.devices, **configs.mesh_sizes(row))
         shape = tuple(mesh.shape.items())
         per_step = row.per_device_batch_size * row.gradient_accumulation_steps * data_parallel(mesh)
@@ -209,10 +209,10 @@ def test_the_numbers_are_the_configs(recipe):
     c = in_recipe(recipe)
     own = in_recipe(recipe)
     own.update({"model_dtype": "bfloat16", "zero_level": 2})
-    for s in (*SETTINGS[:2], settings_of.settings(own, 4)[-1]):
-        assert changed(c, s, 1, 64, 2).recipe == recipe
-        assert changed(own, s, 1, 64, 2).model_dtype == "bfloat16"
-    assert settings_of.settings(own, 4)[-1].changes == {"zero_level": 2}
+    for s in (*SETTINGS[:2], settings_of.rows_of_config(own, 4)[-1]):
+        assert config_of_row(c, s, 1, 64, 2).recipe == recipe
+        assert config_of_row(own, s, 1, 64, 2).model_dtype == "bfloat16"
+    assert settings_of.rows_of_config(own, 4)[-1].changes == {"zero_level": 2}
 
 
 @pytest.mark.full
@@ -231,7 +231,7 @@ def test_a_recipe_in_8_bits_is_verified_in_itself():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bounds_of_a_recipe(recipe):
     """Nothing where no arithmetic changes; where numbers are rounded again, the first gradient norm counts."""
-    bounds = bounds_of.bounds(in_recipe(recipe))
+    bounds = bounds_of.expected_bounds(in_recipe(recipe))
     plain = [(4.0, 1.0), (3.0, 2.0)]
     assert bounds["same"] == bounds["saved"] and bounds["same"].loss == bounds["same"].grad_norm == 0
     assert judge([(4.0, 1.2), (3.0, 2.0)], plain, bounds["order"])[0] == "FAIL"
@@ -273,11 +273,11 @@ def test_rows_that_the_sizes_do_not_allow_are_named_first(monkeypatch, capsys, a
 def test_the_configs_own_settings_are_a_row():
     """Under the config's own mesh; the others are what they are without them."""
     c = small_config(gpus=3, offload_residual=True, gradient_accumulation_steps=4, per_device_batch_size=2)
-    own = settings_of.settings(c, 8)[-1]
+    own = settings_of.rows_of_config(c, 8)[-1]
     assert own.name == OWN and own.changes == {"offload_residual": True} and own.devices == 3
     assert len(training.make_batches(c, 8, 1)[0][0][0]) == 96  # 24 a step, for 3 devices and for 8, 4 microbatches
-    assert not changed(c, SETTINGS[0], 5, 96, 4).offload_residual
-    assert settings_of.settings(small_config(), 8) == list(SETTINGS)
+    assert not config_of_row(c, SETTINGS[0], 5, 96, 4).offload_residual
+    assert settings_of.rows_of_config(small_config(), 8) == list(SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_what_was_not_verified_did_not_pass(tmp_path, argv, message):
 
 def test_offloads_as_configured_are_held_to_the_bit():
     own = lambda **changes: [
-        s.expect for s in settings_of.settings(small_config(gpus=1, **changes), 8) if s.name == OWN
+        s.expect for s in settings_of.rows_of_config(small_config(gpus=1, **changes), 8) if s.name == OWN
     ]
     assert own(offload_optimizer=True, offload_weights=True, resident_layers=1) == ["same"]
     assert own(offload_optimizer=True, lmhead_chunks=2) == ["order"] and own() == []

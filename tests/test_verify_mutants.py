@@ -103,9 +103,9 @@ def test_both_ways_to_find_one(tmp_path, monkeypatch, capsys):
 def test_a_row_that_fails_by_itself_shows_nothing(monkeypatch):
     """Its mutants would all be found."""
     monkeypatch.setattr(rows, "Started", lambda *_: TRAINED)
-    monkeypatch.setattr(mutants, "compiled", lambda row, step: step)
+    monkeypatch.setattr(mutants, "compiled_step", lambda row, step: step)
     monkeypatch.setattr(FirstStates, "of", lambda *_: None)
-    monkeypatch.setattr(mutants, "curve", lambda *_: iter([(2.0, 1.0)]))
+    monkeypatch.setattr(mutants, "training_curve", lambda *_: iter([(2.0, 1.0)]))
     with pytest.raises(ConfigError, match=r"--only: expected rows that pass, got tp@2: loss too far"):
         verify_mutants(small_config(), steps=1, only=["tp@2"])
 

@@ -165,5 +165,5 @@ def assemble(
         history = fp8.history_shape(model.num_layers, model.sites, precision.amax_history)
     plan = state_plan(model, table, of_classes, optimizer, mesh, store, history=history)
     complete.reserve(plan, store)
-    files = planned_files(step.parts_of(engine, optimizer, plan, mesh), store, batch)
+    files = planned_files(step.make_step_parts(engine, optimizer, plan, mesh), store, batch)
     return Assembly(model, optimizer, plan, engine, mesh, store, files, xla_options)

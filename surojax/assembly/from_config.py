@@ -50,7 +50,7 @@ def from_config(
     locates_nonfinite: see `spec.Engine`. Raises ConfigError if what the caller brought does not go with the config.
     """
     table = place(Storage(**{name: c[name] for name in SETTINGS}), num_shards=shards(mesh))
-    objective = brought.objective or objectives.built(configs.flat(c))
+    objective = brought.objective or objectives.build_objective(configs.flat(c))
     found = assemble(
         model(c, brought.block),
         table=table,
@@ -209,4 +209,4 @@ def _optimizer(c: configs.Config, total_steps: int, make: MakeTransformation | N
                     f"{settings[name]!r}; leave it out, and give it to the function"
                 )
         return from_optax(make, _schedule(c, c.learning_rate, total_steps), max_grad_norm=c.max_grad_norm)
-    return optimizers.built(c.optimizer, settings, lambda peak: _schedule(c, peak, total_steps))
+    return optimizers.build_optimizer(c.optimizer, settings, lambda peak: _schedule(c, peak, total_steps))

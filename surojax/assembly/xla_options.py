@@ -70,7 +70,7 @@ def compiler_options(
         # there yet (jaxlib 0.12, offloaded quants under tp).
         return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if run.mesh.size > 1 else {}
     table = run.engine.table
-    copy_engine_options = collectives.compiler_options(table.copy_engine)
+    copy_engine_options = collectives.copy_engine_flags(table.copy_engine)
     if run.xla_options != OVERLAP:
         return {**copy_engine_options}
     schedule = schedule_options(run.model)

@@ -52,7 +52,7 @@ class Ended(NamedTuple):
     reason: str
 
 
-def start(command: list[str], message: dict[str, str], **options) -> tuple[subprocess.Popen, socket.socket]:
+def start_command(command: list[str], message: dict[str, str], **options) -> tuple[subprocess.Popen, socket.socket]:
     """Starts a command that dies with this process, and returns it with our end of its socket.
 
     message: what `Supervised` reads. options: of `subprocess.Popen`.
@@ -70,7 +70,7 @@ def start(command: list[str], message: dict[str, str], **options) -> tuple[subpr
 
 
 def new_key() -> dict[str, str]:
-    """A new run's id and secret, for the message of `start`."""
+    """A new run's id and secret, for the message of `start_command`."""
     return {"run": secrets.token_hex(4), "secret": secrets.token_hex(16)}
 
 
@@ -93,7 +93,7 @@ class ProcessGroup:
         self.stopping = False
         self.killing = False
         for i, environment in enumerate(environments):
-            process, ours = start(
+            process, ours = start_command(
                 [*command, "--coordinator", address, "--num_processes", str(n), "--process_id", str(i)],
                 message,
                 env=environment,
@@ -150,7 +150,7 @@ class ProcessGroup:
                 return Ended(1, "asked twice: the processes are killed before they have saved")
             if self.stopping:
                 if saved_by is None:
-                    say(f"asked to stop: the processes have {STOP_S:g} s to save")
+                    print_as_supervisor(f"asked to stop: the processes have {STOP_S:g} s to save")
                     saved_by = now + STOP_S
                 if now > saved_by:
                     return Ended(1, f"did not save within {STOP_S:g} s")
@@ -198,7 +198,7 @@ class ProcessGroup:
     def _failed(self, i: int, codes: list[int | None]) -> Ended:
         """Names the process that is the reason, and ends the others."""
         stopped = [k for k, code in enumerate(codes) if code is None and _is_stopped(self.processes[k].pid)]
-        reason = f"process {i} was the first to end ({in_words(codes[i])})"
+        reason = f"process {i} was the first to end ({exit_code_in_words(codes[i])})"
         if stopped:  # it ended because that one did not answer
             reason = f"process {stopped[0]} does not answer: it is stopped (process {self.processes[stopped[0]].pid})"
         else:
@@ -206,7 +206,7 @@ class ProcessGroup:
         return Ended(REFUSED if codes[i] == REFUSED else 1, reason)
 
 
-def say(text: str) -> None:
+def print_as_supervisor(text: str) -> None:
     """Prints a line of the supervisor."""
     print(f"surojax.launch: {text}", flush=True)
 
@@ -226,7 +226,7 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def in_words(code: int | None) -> str:
+def exit_code_in_words(code: int | None) -> str:
     """An exit code in words."""
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):

@@ -109,7 +109,7 @@ class Watch:
 
 
 @contextlib.contextmanager
-def together(watch: Watch | None) -> Iterator[None]:
+def failing_together(watch: Watch | None) -> Iterator[None]:
     """Ends this process at once if the body fails, and tells the others why. Does nothing without a watch.
 
     An exit with code 0 or STOPPED is none of one process alone. Python's own end would wait for the other processes,

@@ -26,7 +26,7 @@ from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED
 from surojax.optim.optimizers import REFUSALS as OF_OPTIMIZERS
 from surojax.refusals.pairs import TABLE
-from surojax.refusals.refusal import markdown, refuse
+from surojax.refusals.refusal import refusals_page, refuse
 from surojax.sizes import check_largest, divisor
 from surojax.step.distillation import DISTILL
 from surojax.step.objectives import OBJECTIVES, REFUSALS as OF_OBJECTIVES
@@ -209,4 +209,4 @@ def restored_config(values: dict, written_by: str = "the version of surojax that
 
 
 if __name__ == "__main__":
-    print(markdown(REFUSALS, DEFAULTS), end="")
+    print(refusals_page(REFUSALS, DEFAULTS), end="")

@@ -24,7 +24,7 @@ FINETUNE = Path(__file__).with_name("finetune.py")  # the config of a command li
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
-def describe() -> str:
+def describe_fields() -> str:
     """Returns the help for every field, `--config.field=default  comment`, by section."""
     lines = []
     for title, fields in SECTIONS.items():
@@ -33,7 +33,7 @@ def describe() -> str:
     return "\n".join(lines)
 
 
-def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Config, argparse.Namespace]:
+def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Config, argparse.Namespace]:
     """Returns the config of a command line, and the command's own options, which the caller has added to `parser`.
 
     `--config FILE` names a Python file with `get_config()`, or one of `configs()`; a `model_path` without it takes
@@ -57,7 +57,7 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Conf
             "no config given: pass --config FILE, for example --config configs/tiny.py, or --config.model_path=MODEL "
             "to fine-tune a model; see --help"
         )
-    config = load(args.config)
+    config = load_config(args.config)
     override_all(config, overrides)
     return config, args
 
@@ -65,7 +65,7 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Conf
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--config`, and the help of every field, to the parser of a command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"fields (--config.FIELD=VALUE overrides the config file's value):\n{describe()}"
+    parser.epilog = f"fields (--config.FIELD=VALUE overrides the config file's value):\n{describe_fields()}"
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -87,17 +87,17 @@ def configs() -> dict[str, Path]:
     return {file.stem: file for file in sorted(folder.glob("*.py"))}
 
 
-def is_name(path: str) -> bool:
+def is_config_name(path: str) -> bool:
     """True if a text is meant as a name of `configs`, not as a path. Raises ConfigError if no file can be called so."""
     return re.fullmatch(r"\w+", path) is not None and not expanded(path).exists()
 
 
-def load(path: str) -> Config:
+def load_config(path: str) -> Config:
     """Returns `get_config()` of a Python file, or of a config by its name, such as "llama7b".
 
     Raises ConfigError if there is no such file or it returns no config.
     """
-    if is_name(path):
+    if is_config_name(path):
         if path not in configs():
             near = difflib.get_close_matches(path, configs(), n=1)
             hint = f"did you mean {near[0]}?" if near else "choose one, or a Python file"

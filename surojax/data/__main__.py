@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from surojax.config import checks
 from surojax.config.fields import Config, gpus_per_sequence
-from surojax.config.flags import parse
+from surojax.config.flags import parse_flags
 from surojax.data import run_data as data
 from surojax.data.batches import training_batches
 from surojax.data.samples import check_length
@@ -24,7 +24,7 @@ from surojax.exchange.sources import resolved
 from surojax.step.objectives import OBJECTIVES
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Prints a line at once, into a pipe or file too."""
     print(text, flush=True)
 
@@ -48,7 +48,7 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
         eval_batch_size=c.per_device_batch_size,
         rows=choice.rows,
         together=choice.together,
-        say=say,
+        say=print_line,
     )
     groups = max(1, (c.gpus or 1) // gpus_per_sequence(c))
     check_length(loaded.train.all, groups * c.per_device_batch_size * c.gradient_accumulation_steps)
@@ -76,11 +76,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, prepare, and print. An error or Ctrl-C exits with one line, a closed pipe with none."""
     try:
-        c, args = parse(argv, parser())
+        c, args = parse_flags(argv, parser())
         if args.debug < 0:
             raise ConfigError(f"--debug: expected a number of samples, got {args.debug}")
         loaded, tokenizer = prepare(c)
-        say(loaded.describe())
+        print_line(loaded.describe())
         if args.debug:
             for line in first_samples(loaded, tokenizer, rows=args.debug, seed=c.seed, color=sys.stdout.isatty()):
                 print(line)

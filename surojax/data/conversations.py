@@ -47,7 +47,7 @@ class Conversation(NamedTuple):
     tools: list[Any] | None
 
 
-def text(record: Mapping[str, Any], text_field: str) -> str:
+def text_of_row(record: Mapping[str, Any], text_field: str) -> str:
     """Returns the text of a row."""
     return _filled(record, text_field, "the text", "set text_field to the field that holds the text")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from surojax.data import texts
-from surojax.data.conversations import text as text_of
+from surojax.data.conversations import text_of_row as text_of
 from surojax.data.data_rows import BadRow, DataRow, NotARow, half_a_pair
 from surojax.data.examples import Example
 from surojax.data.files import NotText

@@ -89,7 +89,7 @@ def unseen(paths: Iterable[Path], seen: set[Path]) -> list[Path]:
     return new_paths
 
 
-def decode(content: bytes, offset: int = 0) -> str:
+def decode_utf8(content: bytes, offset: int = 0) -> str:
     """Decodes UTF-8, without the byte order mark; line ends are unchanged. `offset`: position of `content` in the file.
 
     Raises NotText.

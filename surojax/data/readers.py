@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from surojax.data.data_rows import BadRow, DataRow
-from surojax.data.files import NotText, decode, unreadable
+from surojax.data.files import NotText, decode_utf8, unreadable
 from surojax.data.given import GivenRows
 from surojax.data.texts import READ, open_text, text_parts
 from surojax.errors import ConfigError
@@ -64,7 +64,7 @@ def _read_jsonl(path: Path) -> Iterator[DataRow | BadRow]:
 
 def _parse_line(line: bytes, where: str, offset: int) -> DataRow | BadRow:
     try:
-        return _row_of(parse_json(decode(line, offset)), where)
+        return _row_of(parse_json(decode_utf8(line, offset)), where)
     except NotText as error:
         return BadRow(where, str(error))
     except ValueError as error:

@@ -117,7 +117,7 @@ class WithLabels(DerivedSamples):
         return self.samples[index] | dict(zip((self.ids, self.logprobs), self.labels[index], strict=True))
 
 
-def claim(folder: str, teacher: Teacher) -> Path:
+def claim_folder(folder: str, teacher: Teacher) -> Path:
     """The folder for this teacher's labels, which has its teacher.json. Raises ConfigError if it is another one's."""
     path = expanded(folder)
     if (path / TEACHER_FILE).exists():
@@ -155,7 +155,7 @@ def read_teacher(folder: str) -> Teacher:
         ) from None
 
 
-def with_labels(
+def with_teacher_labels(
     train: Mixture,
     folder: str,
     *,

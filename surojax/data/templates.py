@@ -85,7 +85,7 @@ class Template(TemplateProgram):
 
     def _each(self, module: str, function: str, common: tuple, items: Sequence[Any], where: Sequence[str] = ()) -> list:
         try:
-            return limited.each(module, function, common, items)
+            return limited.map_in_child(module, function, common, items)
         except limited.OverLimit as error:
             row = f" for {where[error.index]}" if where else ""
             raise ConfigError(

@@ -45,7 +45,7 @@ CHECKS: dict[str, Check] = {
     "offloads": Check(steps.offloads, 1200, OFFLOADS),
     "several": Check(steps.several, 900, ("copy_engines",)),
     "copies": Check(steps.copies, 300, (*OFFLOADS, "xla_options")),
-    "times": Check(steps.times, 300, ("xla_options",)),
+    "times": Check(steps.step_times, 300, ("xla_options",)),
 }
 assert {name for check in CHECKS.values() for name in check.options} <= BY_NAME.keys()
 
@@ -53,7 +53,7 @@ assert {name for check in CHECKS.values() for name in check.options} <= BY_NAME.
 def in_process(name: str, asked: Asked) -> Iterator[Verdict]:
     """Yields the verdicts of a check, which runs in a process of its own with a limit of time."""
     check = CHECKS[name]
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve(*sys.argv[1:])"
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_check; run_check(*sys.argv[1:])"
     environment = dict(os.environ)
     if (platforms := environment.get("JAX_PLATFORMS")) and "cpu" not in platforms.split(","):
         environment["JAX_PLATFORMS"] = f"{platforms},cpu"  # what a step on a GPU is compared with
@@ -88,18 +88,18 @@ def how_it_ended(code: int) -> str:
 # -- In the process ---------------------------------------------------------------------------------------------------
 
 
-def serve(name: str, verdicts: str, asked: str) -> None:
+def run_check(name: str, verdicts: str, asked: str) -> None:
     """Runs a check and appends its verdicts to a file. asked: an `Asked`, in JSON."""
     expect_no_cuda_without_driver()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", VIRTUAL_DEVICES)
     with open(verdicts, "a") as file:
-        for verdict in judged(name, Asked(*json.loads(asked))):
+        for verdict in check_verdicts(name, Asked(*json.loads(asked))):
             file.write(json.dumps(verdict) + "\n")
             file.flush()
 
 
-def judged(name: str, asked: Asked) -> Iterator[Verdict]:
+def check_verdicts(name: str, asked: Asked) -> Iterator[Verdict]:
     """Yields the verdicts of a check; an error that it does not expect is one."""
     try:
         yield from CHECKS[name].run(asked)

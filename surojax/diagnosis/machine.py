@@ -209,7 +209,7 @@ def host_link(device, gpu: Gpu, measured: dict[str, float]) -> Verdict:
 
 def device_memory(gpu: Gpu, measured: dict[str, float]) -> Verdict:
     """The rate at which device memory is read and written by a large copy."""
-    seconds = bench.times({"copy": bench.copier()}, TURNS)["copy"]
+    seconds = bench.call_seconds({"copy": bench.copier()}, TURNS)["copy"]
     rate = 2 * bench.COPY_BYTES / seconds
     return beside("device memory", gpu, "memory", rate, gpu.memory_bandwidth, f"{rate / GB:,.0f} GB/s", measured)
 
@@ -254,17 +254,17 @@ def size_per_s(device, to: Home, size: int) -> float:
     source = kinds[HOST if to == DEVICE else DEVICE]
     x = jax.device_put(np.zeros(size // 4, np.float32), source)
     copy = jax.jit(lambda x: host.move(x, to.space), in_shardings=source, out_shardings=kinds[to])
-    return size / bench.times({"copy": repeated(copy, x)}, TURNS)["copy"]
+    return size / bench.call_seconds({"copy": repeated(copy, x)}, TURNS)["copy"]
 
 
 def product_seconds(n: int) -> float:
     """Seconds of a product of two matrices `[n, n]` in bfloat16."""
     a, b = (jnp.full((n, n), value, jnp.bfloat16) for value in (0.5, 0.25))
-    return bench.times({"product": repeated(jax.jit(jnp.matmul), a, b)}, TURNS)["product"]
+    return bench.call_seconds({"product": repeated(jax.jit(jnp.matmul), a, b)}, TURNS)["product"]
 
 
 def repeated(f: Callable, *arguments: jax.Array) -> Callable[[int], None]:
-    """A function of n that makes n calls and awaits them, as `bench.times` takes it."""
+    """A function of n that makes n calls and awaits them, as `bench.call_seconds` takes it."""
 
     def calls(n: int) -> None:
         results = None

@@ -24,9 +24,9 @@ from surojax.planner.prediction import milliseconds
 from surojax.planner.traffic import BatchShape
 from surojax.training.safe import OPTIONS, safe
 from surojax.verification import rows as verifier
-from surojax.verification.bounds import bounds, judge
+from surojax.verification.bounds import expected_bounds, judge
 from surojax.verification.settings import OFFLOADS, Setting
-from surojax.verification.training import FirstStates, compiled, lowered
+from surojax.verification.training import FirstStates, compiled_step, lowered
 
 # Heads and widths that flash attention and every kernel serve, and layers for every row of offloads.
 SIZES = {
@@ -65,7 +65,7 @@ COPYING = ("offload_all", "overlap_update")
 NO_GPU = "no GPU"
 
 
-def config(asked: Asked, device) -> Config:
+def small_config(asked: Asked, device) -> Config:
     """The small model, for a device."""
     c = default_config()
     c.model.update(SIZES)
@@ -94,7 +94,9 @@ def kernel(op: str, implementation: str = "mosaic", sizes: shapes.Sizes = KERNEL
     cases = bench.OPS[op].cases(sizes, KERNEL_TOKENS)
     differences = []
     for case in cases:
-        actual, expected = (bench.compiled(case, how)(*bench.arrays(case, 1)) for how in (implementation, "xla"))
+        actual, expected = (
+            bench.compiled_case(case, how)(*bench.random_arguments(case, 1)) for how in (implementation, "xla")
+        )
         if difference := bench.disagreement(actual, expected):
             differences.append(f"{case.name}: {difference}")
     if differences:
@@ -108,7 +110,7 @@ def kernel(op: str, implementation: str = "mosaic", sizes: shapes.Sizes = KERNEL
 def step(asked: Asked) -> Iterator[Verdict]:
     """A step on the GPU against the same on the CPU: without the options that can be left off, and with each."""
     device = find_devices(0)[0]
-    c = config(asked, device)
+    c = small_config(asked, device)
     steps = AgainstCpu(safe(c)[0], device)
     yield from attempt("step", "without options", steps.verdict, "without options", "plain", {})
     for part, row, changes in TURNED_ON:
@@ -140,7 +142,7 @@ class AgainstCpu:
         if row not in self.expected:
             self.expected[row] = self.curve(self.reference, row, self.cpu)
         actual = self.curve(changed(self.reference, changes), row, self.device)
-        bound = bounds(self.reference)["order"]
+        bound = expected_bounds(self.reference)["order"]
         status, loss, grad_norm, why = judge(actual, self.expected[row], bound)
         allowed = f"{bound.loss:.0e}, {bound.grad_norm:.0e}"
         said = f"{self.device.device_kind} beside the CPU: loss {loss:.1e}, gradient norm {grad_norm:.1e} ({allowed})"
@@ -162,16 +164,16 @@ def several(asked: Asked) -> Iterator[Verdict]:
 
 def claims(check: str, asked: Asked, names: Sequence[str], devices: Sequence) -> Iterator[Verdict]:
     """Yields the verdicts of rows of `surojax verify`: each claims that a setting changes nothing."""
-    with verifier.Curves(config(asked, devices[0]), STEPS, devices) as curves:
+    with verifier.Curves(small_config(asked, devices[0]), STEPS, devices) as curves:
         rows = [curves.table[name] for name in names]
         curves.plan(rows)
         for row in rows:
-            yield from attempt(check, row.name, claim, check, curves, row, options=options_of(row))
+            yield from attempt(check, row.name, row_verdict, check, curves, row, options=options_of(row))
 
 
-def claim(check: str, curves: verifier.Curves, setting: Setting) -> Verdict:
+def row_verdict(check: str, curves: verifier.Curves, setting: Setting) -> Verdict:
     """The verdict of one row."""
-    row = verifier.judged(curves, setting)
+    row = verifier.judge_row(curves, setting)
     if row.status == "skipped":
         return skipped(check, setting.name, row.why)
     if row.status == "pass" and not (row.loss or row.grad_norm):
@@ -197,7 +199,7 @@ def copies(asked: Asked) -> Iterator[Verdict]:
         if device.platform != "gpu":
             yield skipped("copies", name, f"{NO_GPU}: the device memory of a CPU is host memory")
             continue
-        with verifier.Curves(config(asked, device), 1, [device]) as curves:
+        with verifier.Curves(small_config(asked, device), 1, [device]) as curves:
             options = (*options_of(curves.table[name]), "xla_options")
             yield from attempt("copies", name, copied_by, curves, curves.table[name], options, options=options)
 
@@ -205,7 +207,7 @@ def copies(asked: Asked) -> Iterator[Verdict]:
 def copied_by(curves: verifier.Curves, setting: Setting, options: tuple[str, ...]) -> Verdict:
     """The verdict on the host transfers of a row's program."""
     with curves.built(setting) as row:
-        transfers = costs.host_transfers(hlo.parse(compiled(row, lowered(row)).as_text()))
+        transfers = costs.host_transfers(hlo.parse_module(compiled_step(row, lowered(row)).as_text()))
     return on_transfers(setting.name, transfers, options)
 
 
@@ -217,10 +219,10 @@ def on_transfers(part: str, transfers: dict[str, int], options: tuple[str, ...])
     return failed("copies", part, said, options) if transfers["kernel"] else ok("copies", part, said)
 
 
-def times(asked: Asked) -> Iterator[Verdict]:
+def step_times(asked: Asked) -> Iterator[Verdict]:
     """Measured beside predicted time of a step. It never fails: the model is small, so most of it is launches."""
     device = find_devices(0)[0]
-    with verifier.Curves(config(asked, device), 1, [device]) as curves:
+    with verifier.Curves(small_config(asked, device), 1, [device]) as curves:
         for name in ("plain", "offload_all"):
             yield from attempt("times", name, timed, curves, curves.table[name], options=("xla_options",))
 
@@ -228,7 +230,7 @@ def times(asked: Asked) -> Iterator[Verdict]:
 def timed(curves: verifier.Curves, setting: Setting, steps: int = TIMED_STEPS) -> Verdict:
     """The verdict on the time of a row's step, the median of so many."""
     with curves.built(setting) as row:
-        step = compiled(row, lowered(row))
+        step = compiled_step(row, lowered(row))
         tokens = [x.reshape(row.shape) for x in curves.batches[0][: len(row.run.engine.batch_arrays)]]
         batch = jax.device_put(tokens, batch_sharding(row.mesh))
         state = curves.first.of(row)
@@ -244,7 +246,7 @@ def timed(curves: verifier.Curves, setting: Setting, steps: int = TIMED_STEPS) -
             return skipped("times", setting.name, f"{measured}; none is predicted: {row.devices[0].device_kind}")
         microbatches, sequences, length = row.shape
         step_batch = BatchShape(sequences, length, microbatches)
-        predicted = prediction.of_module(hlo.parse(step.as_text()), row.run, step_batch, gpu)
+        predicted = prediction.of_module(hlo.parse_module(step.as_text()), row.run, step_batch, gpu)
     if not (line := prediction.comparison(predicted, durations, microbatches * step_batch.tokens)):
         return skipped("times", setting.name, f"{measured}; none is predicted: {predicted.not_predicted}")
     return ok("times", setting.name, f"{measured}; {line}")

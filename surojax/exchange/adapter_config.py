@@ -140,7 +140,7 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lor
     expected = f"names among {', '.join(known)}" if known else "none for a model whose head is its embedding"
     need(isinstance(saved, list) and all(name in known for name in saved), "modules_to_save", expected)
     target_modules = content.get("target_modules")
-    of_experts = peft_experts.described(content, modules_of_experts(model), need)
+    of_experts = peft_experts.described_modules(content, modules_of_experts(model), need)
     names: Any = [target_modules] if isinstance(target_modules, str) else target_modules
     if of_experts.targets and not names:
         names = []
@@ -234,7 +234,7 @@ def _matched(file: Path, expression: str, module_names: dict[str, list[str]]) ->
     }
     where = f"adapter: {file}: target_modules: expected a regular expression"
     try:
-        (answer,) = limited.each("surojax.exchange.patterns", "matching", (expression,), [list(spelled)])
+        (answer,) = limited.map_in_child("surojax.exchange.patterns", "matching", (expression,), [list(spelled)])
     except limited.OverLimit as error:
         raise ConfigError(
             f"{where} that can be matched, got one that takes {error}; give the names of modules"

@@ -95,7 +95,9 @@ def _mxfp4(shape: tuple[int, ...]) -> dict[str, StoredTensor]:
 
 def _in_mxfp4(w: jax.Array, largest: jax.Array) -> tuple[jax.Array, ...]:
     del largest  # every block has a scale of its own
-    return stored_mxfp4.arrays(jax.lax.map(lambda of_expert: mxfp4.quantise(of_expert, mxfp4.planned(w.shape[1:])), w))
+    return stored_mxfp4.file_arrays(
+        jax.lax.map(lambda of_expert: mxfp4.quantise(of_expert, mxfp4.planned(w.shape[1:])), w)
+    )
 
 
 def _config(kind: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def matrices(dtype: str, segment: Segment) -> list[Param]:
     return [param for param in params if EXPERTS in param.axes or not FORMATS[dtype].of_experts]
 
 
-def check(dtype: str, model: Model, files: ExpertFiles) -> None:
+def check_matrices(dtype: str, model: Model, files: ExpertFiles) -> None:
     """Raises ConfigError if the matrices of a model cannot be in this format. files: how the folder has experts."""
     if FORMATS[dtype].of_experts:
         if not (files.only and files.transposed):
@@ -194,7 +196,7 @@ def check(dtype: str, model: Model, files: ExpertFiles) -> None:
                 )
 
 
-def quantised(dtype: str, w: np.ndarray, largest: float) -> list[np.ndarray]:
+def compressed_matrix(dtype: str, w: np.ndarray, largest: float) -> list[np.ndarray]:
     """The tensors of a matrix, as planned. largest: magnitude in the matrices that share its global scale."""
     return [np.asarray(x) for x in _quantise(dtype)(w.astype(np.float32), np.float32(largest))]
 
@@ -205,7 +207,7 @@ def _quantise(dtype: str) -> Callable:
 
 
 def dequantised(dtype: str, tensors: list[np.ndarray]) -> np.ndarray:
-    """The numbers of a matrix in float32 from its tensors: the inverse of `quantised`, but for rounding."""
+    """The numbers of a matrix in float32 from its tensors: the inverse of `compressed_matrix`, but for rounding."""
     if dtype == "nvfp4":
         codes, scales, global_scale = map(jnp.asarray, tensors)
         return np.asarray(nvfp4.dequantise(nvfp4.Nvfp4(codes, scales, 1 / global_scale[0]), jnp.float32))

@@ -74,7 +74,7 @@ def of_expert(name: str, expert: int) -> str:
     return name.replace(".experts.", f".experts.{expert}.")
 
 
-def together(
+def names_together(
     shapes: dict[str, tuple[int, ...]], files: ExpertFiles
 ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
     """By name in files with one tensor of all experts: (names of the tensors here, its shape). shapes: by name here."""
@@ -99,7 +99,7 @@ def _stored(files: ExpertFiles, count: int, *sizes: int) -> tuple[int, ...]:
     return (count, *(sizes[::-1] if files.transposed else sizes))
 
 
-def joined(parts: list[np.ndarray], files: ExpertFiles) -> np.ndarray:
+def join_experts(parts: list[np.ndarray], files: ExpertFiles) -> np.ndarray:
     """The tensor of all experts as it is stored, from one of ours, or from those of gate and up."""
     of_all = parts[0]
     if len(parts) > 1:

@@ -127,7 +127,7 @@ def export(
     naming = naming_of(config)
     pieces = _pieces(model, naming, together=experts_together)
     if dtype in compressed.FORMATS:
-        compressed.check(dtype, model, naming.expert_files)
+        compressed.check_matrices(dtype, model, naming.expert_files)
         pieces = _with_shared_scales(pieces, model, dtype)
     planned = {name: _planned(name, piece, dtype) for name, piece in pieces.items()}
     parts = _parts(planned, shard_bytes)
@@ -202,7 +202,7 @@ def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece
     """{name in a model's files: the source of the tensor}."""
     ours = shapes(model)
     if together or naming.expert_files.only:
-        sources = expert_tensors.together(ours, naming.expert_files)
+        sources = expert_tensors.names_together(ours, naming.expert_files)
         return {
             naming.in_files(name): _Piece(names, shape, of_all=expert_tensors.has_all_experts(names[0]))
             for name, (names, shape) in sources.items()
@@ -248,7 +248,7 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
             continue
         if names != piece.names:  # all experts of a tensor are read at once, and follow each other
             names, read = piece.names, [tensors.read(name) for name in piece.names]
-        tensor = expert_tensors.joined(read, files) if piece.of_all else read[0]
+        tensor = expert_tensors.join_experts(read, files) if piece.of_all else read[0]
         tensor = tensor if piece.expert is None else tensor[piece.expert]
         stored = np.dtype(np.float32) if piece.sharing else DTYPES.get(dtype, DTYPES[compressed.OTHERS])
         if tensor.dtype != stored:
@@ -260,7 +260,7 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
             continue
         if piece.sharing not in largest:
             largest[piece.sharing] = max(float(np.max(np.abs(tensors.read(other)))) for other in piece.sharing)
-        yield from compressed.quantised(dtype, tensor, largest[piece.sharing])
+        yield from compressed.compressed_matrix(dtype, tensor, largest[piece.sharing])
 
 
 def _of_experts(tensors: Tensors, piece: _Piece, files: ExpertFiles, dtype: str) -> Iterable[np.ndarray]:
@@ -269,10 +269,12 @@ def _of_experts(tensors: Tensors, piece: _Piece, files: ExpertFiles, dtype: str)
     if isinstance(tensors, Weights) and all(tensors.format_of(name) == dtype for name in piece.names):
         planned = base_formats.FORMATS[dtype].planned
         parts = [tensors.read_coded(name, planned(tensors.shape(name))) for name in piece.names]
-        return stored_mxfp4.arrays(jax.tree.map(lambda *arrays: expert_tensors.joined([*arrays], rows_first), *parts))
-    matrix = expert_tensors.joined([tensors.read(name) for name in piece.names], rows_first)
+        return stored_mxfp4.file_arrays(
+            jax.tree.map(lambda *arrays: expert_tensors.join_experts([*arrays], rows_first), *parts)
+        )
+    matrix = expert_tensors.join_experts([tensors.read(name) for name in piece.names], rows_first)
     _check_finite(matrix, piece.names[0], dtype)
-    return compressed.quantised(dtype, matrix, 0.0)
+    return compressed.compressed_matrix(dtype, matrix, 0.0)
 
 
 def _check_finite(tensor: np.ndarray, name: str, dtype: str) -> None:

@@ -1,7 +1,7 @@
 """GGUF files, the format of llama.cpp: settings and tensors in Hugging Face's words.
 
-`config` makes a config.json of the metadata, which `huggingface.model_fields` reads as any other, with its refusals.
-The tensors appear under Hugging Face's names, dequantised to float32 when they are read.
+`metadata_config` makes a config.json of the metadata, which `huggingface.model_fields` reads as any other, with its
+refusals. The tensors appear under Hugging Face's names, dequantised to float32 when they are read.
 
 llama.cpp rotates neighbouring channels of a head (0 and 1, 2 and 3), Hugging Face those half a head apart (0 and h/2).
 Files of some families (`families.family.Gguf`) therefore have the rows of queries and keys in another order: row
@@ -116,7 +116,7 @@ def _parsed(path: Path, modified: int) -> Contents:
     return Contents(path, metadata, tensors)
 
 
-def config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str, Any]:
+def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str, Any]:
     """The metadata of a file as a config.json. Raises ConfigError for a key that is missing or not known.
 
     divisors_F: the numbers of `FREQUENCIES`, of a file that is not written yet.
@@ -196,7 +196,7 @@ def _rope_scaling(
     return {"rope_type": kind} | scaling | dict(implied)
 
 
-def divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> np.ndarray:
+def rope_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> np.ndarray:
     """What a rotary embedding of the type llama3 divides its frequencies by, [head_dim / 2]."""
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
@@ -220,7 +220,7 @@ def _from_divisors(contents: Contents, divisors_F: np.ndarray | None, theta: flo
         )
     divisors_F = _read(contents, FREQUENCIES).reshape(-1) if divisors_F is None else divisors_F
     factor = float(divisors_F.max())
-    expected_F = divisors({"factor": factor, **known}, theta, head_dim)
+    expected_F = rope_divisors({"factor": factor, **known}, theta, head_dim)
     if expected_F.shape != divisors_F.shape or not np.allclose(divisors_F, expected_F, rtol=1e-4):
         listed = ", ".join(f"{name} {value}" for name, value in known.items())
         raise ConfigError(
@@ -270,7 +270,7 @@ class GgufTensors:
     def __init__(self, path: Path):
         self.path = path
         self._contents = open_file(path)
-        self._head_dim = config(self._contents)["head_dim"]
+        self._head_dim = metadata_config(self._contents)["head_dim"]
         self._family = FAMILIES[self._contents.metadata["general.architecture"]]
         self._theirs = {}
         for name, stored in self._contents.tensors.items():

@@ -27,10 +27,10 @@ from surojax.exchange.gguf import (
     SIZES,
     Contents,
     GgufEntry,
-    config,
-    divisors,
     is_permuted,
+    metadata_config,
     permuted,
+    rope_divisors,
 )
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.model_tensors import Tensors, params, shapes
@@ -66,7 +66,7 @@ def modelfile_of(path: Path) -> Path:
     return path.with_suffix(".Modelfile")
 
 
-def check_path(file: str | Path) -> Path:
+def check_gguf_path(file: str | Path) -> Path:
     """Returns the absolute path of a file to write. Raises ConfigError if it exists, or cannot be made."""
     path = expanded(file).absolute()
     try:
@@ -99,8 +99,8 @@ def export_gguf(
     beyond the type, and if a file exists or cannot be written; what reading the tensors raises. Nothing is left then.
     """
     check_dtype(dtype)
-    path = check_path(file)
-    metadata, divisors_F = described(source, path)
+    path = check_gguf_path(file)
+    metadata, divisors_F = gguf_metadata(source, path)
     kinds = _kinds(model, dtype)
     family = FAMILIES[metadata["general.architecture"]]
     stored_as = {renamed(name, tensor_names(family.names.keys()), family.names): name for name in kinds}
@@ -146,7 +146,7 @@ def export_gguf(
     return path
 
 
-def described(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.ndarray | None]:
+def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.ndarray | None]:
     """(metadata, divisors of the frequencies or None) for a model with this config.json.
 
     path: of the file, for messages. Raises ConfigError unless gguf.py reads the same model from them.
@@ -169,7 +169,7 @@ def described(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.nd
         present = FAMILIES[ARCHITECTURE_OF[said["model_type"]]].present
         entries |= {names[ours].format(l=0): entry for key, ours in present.items() if said[key]}
         entries |= {} if divisors_F is None else {FREQUENCIES: entry}
-        back = _comparable(model_fields(config(Contents(path, metadata, entries), divisors_F)))
+        back = _comparable(model_fields(metadata_config(Contents(path, metadata, entries), divisors_F)))
         wanted = _comparable(fields)
         lost = [f"{key}={wanted[key]!r}" for key in wanted if wanted[key] != back[key]]
         problem = f"{said['model_type']} does not have {', '.join(lost)}" if lost else ""
@@ -202,7 +202,7 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
     scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}
     divisors_F = None
     if scaling["rope_type"] == "llama3":
-        divisors_F = divisors(scaling, said["rope_theta"], head_dim).astype(np.float32)
+        divisors_F = rope_divisors(scaling, said["rope_theta"], head_dim).astype(np.float32)
     elif scaling["rope_type"] != "none":
         keys |= {SCALING_TYPE: scaling["rope_type"]}
         keys |= {ours: scaling[theirs] for ours, theirs in SCALING.items() if theirs in scaling}

@@ -9,7 +9,7 @@ from surojax.exchange.small_files import SMALL_FILES
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def is_name(model_path: str) -> bool:
+def is_model_name(model_path: str) -> bool:
     """Whether this may be the name of a model, as owner/name."""
     return NAME.fullmatch(model_path) is not None and not model_path.startswith(".")
 

@@ -310,7 +310,7 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return {name: param.shape for name, param in params(model).items()}
 
 
-def named(tree: dict, model: Model) -> dict[str, np.ndarray]:
+def tensors_by_name(tree: dict, model: Model) -> dict[str, np.ndarray]:
     """The tensors of a tree like master weights, or like their gradients, by name; each expert has its own.
 
     tree: arrays in host memory.

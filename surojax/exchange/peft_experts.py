@@ -28,7 +28,7 @@ from jax.tree import leaves
 
 from surojax.errors import ConfigError
 from surojax.exchange import expert_tensors
-from surojax.exchange.expert_tensors import DOWN, HALVES, ExpertTensor, joined
+from surojax.exchange.expert_tensors import DOWN, HALVES, ExpertTensor, join_experts
 from surojax.families.family import BY_EXPERT, ExpertFiles
 from surojax.models.lora import TARGETS, Lora
 from surojax.models.model import Model
@@ -74,7 +74,7 @@ class Described(NamedTuple):
     twice: bool
 
 
-def described(content: dict[str, Any], module_names: dict[str, list[str]], need: Callable) -> Described:
+def described_modules(content: dict[str, Any], module_names: dict[str, list[str]], need: Callable) -> Described:
     """Reads the keys of `keys_of`. module_names: of experts' matrices, by our names. need: see adapter_config."""
     names = content.get("target_parameters") or []
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
@@ -158,7 +158,7 @@ def _flat(factor: str, parts: list[np.ndarray], files: ExpertFiles) -> np.ndarra
     blocks = [np.zeros((number, rows, rank * len(parts)), part.dtype) for part in parts]
     for i, part in enumerate(parts):
         blocks[i][:, :, i * rank : (i + 1) * rank] = part
-    of_all = joined(blocks, files._replace(transposed=False))
+    of_all = join_experts(blocks, files._replace(transposed=False))
     return of_all.transpose(1, 2, 0).reshape(rows * len(parts), -1)
 
 

@@ -20,7 +20,7 @@ from surojax.exchange.model_tensors import Tensors, Weights, check_tensors
 from surojax.exchange.naming import Naming, naming_of
 from surojax.exchange.new_head import WithNewHead
 from surojax.models.model import Model
-from surojax.numerics.base_formats import chosen
+from surojax.numerics.base_formats import chosen_format
 from surojax.step.objectives import OBJECTIVES
 from surojax.untrusted import expanded, read_json
 
@@ -44,7 +44,9 @@ def keeps(output_dir: str | Path, model_path: str) -> bool:
 def is_model(source: str | Path) -> bool:
     """Whether this names a Hugging Face folder, a GGUF file, or may name a model on the hub."""
     path = expanded(source)
-    return gguf.is_gguf(path) or (path / "config.json").is_file() or (not path.exists() and hub.is_name(str(source)))
+    return (
+        gguf.is_gguf(path) or (path / "config.json").is_file() or (not path.exists() and hub.is_model_name(str(source)))
+    )
 
 
 def locate(model_path: str | Path, *, weights: bool) -> Path:
@@ -53,7 +55,7 @@ def locate(model_path: str | Path, *, weights: bool) -> Path:
     weights: fetch the weights as well. Raises ConfigError if the hub does not have it.
     """
     path = expanded(model_path)
-    if path.exists() or gguf.is_gguf(path) or not hub.is_name(str(model_path)):
+    if path.exists() or gguf.is_gguf(path) or not hub.is_model_name(str(model_path)):
         return path  # what is wrong with it is said when it is read
     return hub.download(str(model_path), weights=weights)
 
@@ -68,10 +70,10 @@ def model_in_package(name: str) -> Path:
 
 def config_of(path: Path) -> dict[str, Any]:
     """The config.json of a folder, or a GGUF file's metadata translated to one. Raises ConfigError."""
-    return gguf.config(gguf.open_file(path)) if gguf.is_gguf(path) else read_config(path)
+    return gguf.metadata_config(gguf.open_file(path)) if gguf.is_gguf(path) else read_config(path)
 
 
-def described(c: Any, config: dict[str, Any]) -> dict[str, Any]:
+def run_config_json(c: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a run's model: the source model's, with the head that settings and objective ask for."""
     config = config | {"tie_word_embeddings": False} if c.untied_head else config
     return config_json.with_labels(config, OBJECTIVES[c.objective].num_labels)
@@ -113,7 +115,7 @@ def resolved(c: Any, fixed: Collection[str] = ()) -> Any:
     # The config.json that a run keeps has the untied head already.
     if c.untied_head and not kept and not model_fields(config)["tie_word_embeddings"]:
         raise ConfigError("untied_head: expected false for a model whose head is not tied, got True; leave it out")
-    fields = defaults | model_fields(described(c, config))
+    fields = defaults | model_fields(run_config_json(c, config))
     for name in fixed:
         if c.model[name] != fields[name]:
             raise ConfigError(
@@ -150,7 +152,7 @@ def open_weights(c: Any, model: Model) -> Tensors | None:
         weights = WithNewHead(weights, model, c.seed)
     check_tensors(weights, model)
     peft_experts.check_module(model, naming(c).expert_files)
-    if frozen := chosen(c):
+    if frozen := chosen_format(c):
         check_format(weights, model, frozen)
     if c.lora_base_adapter:
         return Merged(weights, peft.read_adapter(c.lora_base_adapter, model, naming(c)), model)

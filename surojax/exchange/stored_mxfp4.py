@@ -33,7 +33,7 @@ def matrices(names: set[str]) -> set[str]:
     return {name for name in with_blocks if name + SCALES in names}
 
 
-def arrays(q: mxfp4.Mxfp4) -> tuple[Any, Any]:
+def file_arrays(q: mxfp4.Mxfp4) -> tuple[Any, Any]:
     """(blocks, scales) as files have them. q: of all experts, rows by row."""
     return q.codes.reshape(*q.scales.shape, mxfp4.BLOCK // 2), q.scales
 

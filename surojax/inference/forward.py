@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from surojax.memory.host import parts, read, write
+from surojax.memory.host import parts, read, write_layer
 from surojax.models.model import Cache, Model, Segment, Variant
 from surojax.numerics import base_formats
 from surojax.numerics.quantized import dequantise_all
@@ -89,7 +89,7 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
             keys, values = read(stacks, l)
             before = Cache(keys, values, start, first_B)
             x_BSD, after = segment.cached_block(w, x_BSD, before, variant)
-            return x_BSD, write(stacks, (after.keys, after.values), l)
+            return x_BSD, write_layer(stacks, (after.keys, after.values), l)
 
         carry = x_BSD, cache[segment.name]
         x_BSD, extended[segment.name] = each_layer(segment, weights[segment.name], x_BSD.dtype, layer, carry)

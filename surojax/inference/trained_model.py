@@ -101,14 +101,14 @@ def base_of(c: Config, meta: dict[str, Any], model: Model, sharding: jax.shardin
     if base is None:
         return jax.device_put(drawn_base(c, model), sharding)
     check_base(fingerprint(base, model), meta["base"], str(base.path))
-    if name := base_formats.chosen(c):
+    if name := base_formats.chosen_format(c):
         base = InBaseFormat(base, model, name, c.model_dtype)
     return stacks(base, model, c.model_dtype, sharding)
 
 
 def drawn_base(c: Config, model: Model) -> dict:
     """The work weights of a base that was drawn from the seed, dequantised if the run has them in a base format."""
-    name = base_formats.chosen(c)
+    name = base_formats.chosen_format(c)
 
     def plain(x: jax.Array, planned, param: Param) -> jax.Array:
         if not name or param.trainable or not has_format(param, name):

@@ -59,7 +59,7 @@ def parts(tree) -> list[LayerStack]:
     return found
 
 
-def joined(trees: Sequence):
+def join_parts(trees: Sequence):
     """The inverse of `parts`, for the trees of the parts: a tree of `Split`s if there are two."""
     return jax.tree.map(lambda *x: Split(*x), *trees) if len(trees) > 1 else trees[0]
 
@@ -100,7 +100,7 @@ def read(tree, l: jax.Array | int):
     return jax.tree.map(one, tree)
 
 
-def write(tree, new, l: jax.Array | int):
+def write_layer(tree, new, l: jax.Array | int):
     """Stacked arrays with layer l, or the one nearest to it, replaced by `new`, in the memory that they are in.
 
     In place if the compiler can.
@@ -157,13 +157,13 @@ def exchange(stacks, new, before, after, *, are_read_first: Sequence[bool] = ())
     """
 
     def write_first(x, y):
-        x = write(x, y, before)
+        x = write_layer(x, y, before)
         return x, read(x, after)
 
     def read_first(x, y):
         # The barrier ends the read before the write begins; without it XLA copies the entire stack.
         next_layer, y = jax.lax.optimization_barrier((read(x, after), y))
-        return write(x, y, before), next_layer
+        return write_layer(x, y, before), next_layer
 
     leaves, structure = jax.tree.flatten(stacks)
     are_read_first = are_read_first or [i % 2 == 1 for i in range(len(leaves))]
@@ -189,7 +189,7 @@ def exchange_in_halves(stacks, new, before: int, after: int):
     def half(i, carry):
         halves, layer = carry
         halves, copied = exchange(halves, materialised(read(layer, i)), 2 * before + i, 2 * after + i)
-        return halves, write(layer, copied, i)
+        return halves, write_layer(layer, copied, i)
 
     halves = [of_stack(x) for x in leaves]
     layer = [x.reshape(2, -1, *x.shape[1:]) for x in jax.tree.leaves(new)]

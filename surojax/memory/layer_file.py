@@ -40,7 +40,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.memory.aligned import ALIGN, Buffers, aligned
-from surojax.memory.slots import TABLE, Content, Slots, checksum, read_table
+from surojax.memory.slots import TABLE, Content, Slots, checksum, read_slot_table
 from surojax.memory.striped import StripedFile
 from surojax.placement.table import IN_SLOTS, TO_FILES
 from surojax.untrusted import expanded
@@ -219,7 +219,8 @@ class Store:
                 ) from error
             folder = Path(error.filename).parent
             raise ConfigError(
-                f"nvme_path: expected room for {gib(self.bytes)} in {folder}, got: {error.strerror}; {MAKE_ROOM}"
+                f"nvme_path: expected room for {readable_bytes(self.bytes)} in {folder}, "
+                f"got: {error.strerror}; {MAKE_ROOM}"
             ) from error
         self._made = True
 
@@ -380,7 +381,7 @@ class Store:
 
     def kept_progress(self) -> dict[str, Any] | None:
         """The progress of the run whose state the file has complete, as two slots keep it; None if it has none."""
-        table = read_table(self.folder) if self.slots and not self.is_empty else None
+        table = read_slot_table(self.folder) if self.slots and not self.is_empty else None
         return table["progress"] if table and table["layout"] == self.layout else None
 
     def load(self) -> list[np.ndarray]:
@@ -389,7 +390,7 @@ class Store:
         Every piece is held against its checksum. Raises NvmeError if one is damaged.
         """
         slots = self.slots
-        table = read_table(self.folder)
+        table = read_slot_table(self.folder)
         assert slots and table
         slots.load(table)
 
@@ -455,7 +456,7 @@ def folders(given: str | Path) -> list[Path]:
     return [expanded(one.strip()).absolute() for one in str(given).split(",")]
 
 
-def gib(size: int) -> str:
+def readable_bytes(size: int) -> str:
     """Bytes as text, in the largest of GiB, MiB and KiB that there is one of."""
     for name, unit in (("GiB", 2**30), ("MiB", 2**20)):
         if size >= unit:

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from surojax.cluster.hosts import processes_here
 from surojax.errors import ConfigError
 from surojax.memory.aligned import Buffers
-from surojax.memory.layer_file import FILE, LOCK, MAKE_ROOM, MEASURED, Store, gib
+from surojax.memory.layer_file import FILE, LOCK, MAKE_ROOM, MEASURED, Store, readable_bytes
 from surojax.memory.lock import locked
 from surojax.memory.striped import STRIPE
 
@@ -29,7 +29,7 @@ UNUSABLE_S = 3600  # an update that takes longer than this is refused
 MiB = 2**20
 
 
-def check(store: Store) -> None:
+def check_folders(store: Store) -> None:
     """Checks the folders of a store, their free space and free memory before anything is built; leaves no file.
     Raises ConfigError.
 
@@ -43,8 +43,8 @@ def check(store: Store) -> None:
     if store.kept * sharing > available:
         per_process = f" by each of {sharing} processes" if sharing > 1 else ""
         raise ConfigError(
-            f"files_in_memory: expected at most what this machine has free, {gib(available)}, got "
-            f"{gib(store.kept)} kept{per_process}; lower it, more is in files then"
+            f"files_in_memory: expected at most what this machine has free, {readable_bytes(available)}, got "
+            f"{readable_bytes(store.kept)} kept{per_process}; lower it, more is in files then"
         )
     change = "choose a folder on an NVMe disk"
     free: dict[int, int] = {}  # by the number of a disk
@@ -75,7 +75,8 @@ def check(store: Store) -> None:
         if size > free[disk]:
             of = f" for {sharing} processes" if sharing > 1 else ""
             raise ConfigError(
-                f"nvme_path: needs {gib(size)}{of} in {on_disk[disk]}, where {gib(free[disk])} are free; {MAKE_ROOM}"
+                f"nvme_path: needs {readable_bytes(size)}{of} in {on_disk[disk]}, "
+                f"where {readable_bytes(free[disk])} are free; {MAKE_ROOM}"
             )
 
 
@@ -100,7 +101,7 @@ def claim(store: Store, *, goes_on: bool = False) -> Iterator[Claimed]:
     if store.is_empty:
         yield Claimed()
         return
-    check(store)
+    check_folders(store)
     if jax.process_count() > 1:  # none takes room on a disk that they share before all have measured what is free
         multihost_utils.sync_global_devices("surojax: room for nvme_path is measured")
     with contextlib.ExitStack() as until_end:
@@ -113,27 +114,27 @@ def claim(store: Store, *, goes_on: bool = False) -> Iterator[Claimed]:
             writes, reads = write_rate(store), read_rate(store)
         else:
             writes = reads = math.inf
-        yield Claimed(describe(store, writes, reads), reads, writes)
+        yield Claimed(describe_disk_time(store, writes, reads), reads, writes)
 
 
-def describe(store: Store, writes: float, reads: float) -> str:
+def describe_disk_time(store: Store, writes: float, reads: float) -> str:
     """A line that says how long a step reads and writes at so many bytes/s. Raises ConfigError if that is over an hour.
 
     Each class is read and written once a step, but for weights: they are read twice, and not written if frozen.
     """
-    kept = f", {gib(store.kept)} kept in host memory" if store.kept else ""
+    kept = f", {readable_bytes(store.kept)} kept in host memory" if store.kept else ""
     if not store.bytes:
         return f"nvme: nothing in files{kept}"
     seconds = store.written / writes + store.written / reads
     rates = f"read at {reads / MiB:,.0f} MiB/s, written at {writes / MiB:,.0f}"
     folders = ", ".join(map(str, store.folders))
-    text = f"nvme: {gib(store.bytes)} in {folders}{kept}, {rates}"
+    text = f"nvme: {readable_bytes(store.bytes)} in {folders}{kept}, {rates}"
     if store.slots:
         text += ", two slots of the state"
     if seconds > UNUSABLE_S:
         raise ConfigError(
             f"nvme_path: expected a disk that is fast enough, got one {rates} in {folders}, where a step reads "
-            f"and writes {gib(store.written)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
+            f"and writes {readable_bytes(store.written)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
         )
     text += f": {seconds:,.1f} s of reads and writes a step"
     if not store.file.is_direct:

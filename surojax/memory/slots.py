@@ -39,7 +39,7 @@ def checksum(raw: np.ndarray) -> int:
     return zlib.crc32(raw[whole:].tobytes(), zlib.crc32(sums.tobytes()))
 
 
-def read_table(folder: Path) -> dict[str, Any] | None:
+def read_slot_table(folder: Path) -> dict[str, Any] | None:
     """The table in the folder of a file: {"layout", "progress", "pieces"}; None if there is none that can be read."""
     try:
         table = json.loads((folder / TABLE).read_text())

@@ -28,7 +28,7 @@ def fits_mosaic(dtype, head_dim: int) -> bool:
     return kernel.fits(dtype, head_dim)
 
 
-def chosen(
+def chosen_implementation(
     implementation: str,
     dtype,
     head_dim: int,
@@ -68,12 +68,12 @@ def chosen_here(
     window: bool = False,
     piece: int = 0,
 ) -> str:
-    """`chosen` for the device that programs are made for: `jax.default_device`, or else the default backend's."""
+    """As `chosen_implementation`, for the device of a program: `jax.default_device` or the default backend."""
     # cuDNN is asked by `jax.nn` for what it supports; the kernel knows the GPUs that it is compiled for.
     ours = packed or softcap or sinks or piece
     gpu = dispatch.choose("attention", None) == "mosaic" if ours else jax.default_backend() == "gpu"
     kind: Any = {"packed": packed, "softcap": softcap, "sinks": sinks, "window": window, "piece": piece}
-    return chosen(implementation, dtype, head_dim, gpu=gpu, **kind)
+    return chosen_implementation(implementation, dtype, head_dim, gpu=gpu, **kind)
 
 
 def attend(

@@ -20,7 +20,7 @@ from surojax.refusals.features import (
     tokens_sent,
 )
 from surojax.refusals.pairs import OUT
-from surojax.refusals.refusal import Feature, Refusal, each, is_above, is_on, is_one_of, is_set
+from surojax.refusals.refusal import Feature, Refusal, is_above, is_on, is_one_of, is_set, refuse_each
 
 
 def check_decoder(c) -> None:
@@ -175,8 +175,8 @@ experts_in_fp8 = Feature(
 OF_ROPE = dict.fromkeys(name for names in ROPE_USES.values() for name in names)
 REFUSALS = (
     *map(_unused_of_rope, OF_ROPE),
-    *each(OF_EXPERTS, no_experts, "which does not use it", "leave it out, or set model.num_experts"),
-    *each(router_losses, stages, "for which it is not built yet", "leave it out, or set pp_size=1"),
+    *refuse_each(OF_EXPERTS, no_experts, "which does not use it", "leave it out, or set model.num_experts"),
+    *refuse_each(router_losses, stages, "for which it is not built yet", "leave it out, or set pp_size=1"),
     *(
         Refusal(several_groups, loss, "which is of all tokens of a step", "set it to gradient_accumulation_steps")
         for loss in router_losses

@@ -89,7 +89,7 @@ def why_by_loop(
     return ""
 
 
-def pieces(choices: int, experts: int) -> int:
+def choice_pieces(choices: int, experts: int) -> int:
     """The pieces of so many choices, if devices share the experts and this one has an even part of the choices."""
     blocks = number_of_blocks(choices, experts, rows_of_block(choices, experts))
     return -(-blocks // blocks_in_piece(choices, experts))

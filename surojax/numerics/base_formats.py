@@ -61,7 +61,7 @@ FORMATS = {
 _OF_TYPE = {known.arrays: known for known in FORMATS.values()}
 
 
-def chosen(settings: Mapping[str, Any]) -> str:
+def chosen_format(settings: Mapping[str, Any]) -> str:
     """The format that these fields of the config choose; "": none. Raises ConfigError if they choose several."""
     names = [name for name, candidate in FORMATS.items() if settings[candidate.setting]]
     if len(names) > 1:
@@ -80,7 +80,7 @@ def is_in(q: Coded, name: str) -> bool:
     return name in FORMATS and isinstance(q, FORMATS[name].arrays)
 
 
-def fits(name: str, shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> bool:
+def has_whole_blocks(name: str, shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> bool:
     """True if matrices `[..., out, in]`, sharded into these numbers of parts by rows and columns, have whole blocks."""
     return shape[-1] % (FORMATS[name].block * divided[1]) == 0
 

@@ -38,7 +38,7 @@ def adamw8bit(
     plain = adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, **vectors)
 
     def init(shape, shards):
-        return Moments8bit(*kernel.init(shape, kernel.block_size(shape[-1] // shards)))
+        return Moments8bit(*kernel.zero_moments(shape, kernel.moment_block_size(shape[-1] // shards)))
 
     def state_layout(layout: Layout) -> Moments8bit:
         return Moments8bit(layout, layout, layout, layout)

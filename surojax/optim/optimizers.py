@@ -30,7 +30,7 @@ SETTINGS: tuple[DeclaredField, ...] = (
 )
 
 
-def built(name: str, settings: Mapping[str, Any], schedule: Callable[[float], Schedule]) -> Optimizer:
+def build_optimizer(name: str, settings: Mapping[str, Any], schedule: Callable[[float], Schedule]) -> Optimizer:
     """The optimizer of a config. settings: its fields, and "implementation"; schedule: of a peak learning rate."""
     choice = OPTIMIZERS[name]
     peak = settings["learning_rate"]

@@ -12,7 +12,7 @@ from surojax.placement.home import HOMES
 from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.costs import ATTENTION, DEVICE_COPY, GATHER, HOST_IN, HOST_OUT, PASS, PRODUCT, REDUCE
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan_text import exposed_rows, memory_rows, table, time_lines, verdict
+from surojax.planner.plan_text import exposed_rows, memory_rows, plan_table, time_lines, verdict
 from surojax.planner.prediction import milliseconds
 from surojax.planner.rates import WORDS
 from surojax.planner.run_plan import Plan
@@ -49,7 +49,7 @@ def page(p: Plan, command: str, trace: dict[str, Any] | None = None) -> str:
         timeline=script_data(events) if events else None,
         exposed=exposed_rows(p) if p.predicted_step_s is not None else {},
         ends=[(WORDS.get(name, name), *map(milliseconds, both)) for name, both in p.step_at_ends_s.items()],
-        text=table(p),
+        text=plan_table(p),
         **memory_table(p),
     )
 

@@ -129,7 +129,7 @@ def rows(runs: Sequence[RunRecords], plan: Planned | None) -> list[list[str]]:
     return [list(HEAD), *(run.row() for run in runs), *([plan.row()] if plan else [])]
 
 
-def text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
+def table_text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
     """The table as text."""
     table = rows(runs, plan)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

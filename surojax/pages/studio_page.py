@@ -26,7 +26,7 @@ from surojax.planner.candidate import Candidate, device_limit, host_limit
 from surojax.planner.changes import changed, differing, flags as as_flags
 from surojax.planner.choices import with_batch
 from surojax.planner.file_time import Disks, disks
-from surojax.planner.gpus import GB, GPUS, named, with_nodes
+from surojax.planner.gpus import GB, GPUS, gpu_key, with_nodes
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING, with_limits_lifted
 from surojax.planner.run_plan import checked, plan
@@ -66,8 +66,8 @@ class StudioQuery:
 
     def command(self, verb: str) -> str:
         """The command line of a verb with this config."""
-        model = ["--config", self.model] if flags.is_name(self.model) else [f"--config.model_path={self.model}"]
-        start = flags.load(self.model if flags.is_name(self.model) else str(flags.FINETUNE))
+        model = ["--config", self.model] if flags.is_config_name(self.model) else [f"--config.model_path={self.model}"]
+        start = flags.load_config(self.model if flags.is_config_name(self.model) else str(flags.FINETUNE))
         change = {name: value for name, value in differing(start, flat(self.config)).items() if name != "model_path"}
         return " ".join(["surojax", verb, shlex.join(model), as_flags(change)]).strip()
 
@@ -83,9 +83,9 @@ def question(query: Mapping[str, str]) -> StudioQuery:
     """The question of an address's query. Raises ConfigError for what cannot be read, or is no field."""
     model = query.get("model", "").strip()
     need(bool(model), "model", "a name of configs/, or a Hugging Face folder or name", model, "choose one")
-    gpu = named(query.get("gpu", ""))
-    is_name = flags.is_name(model)
-    given = flags.load(model if is_name else str(flags.FINETUNE))
+    gpu = gpu_key(query.get("gpu", ""))
+    is_name = flags.is_config_name(model)
+    given = flags.load_config(model if is_name else str(flags.FINETUNE))
     if not is_name:
         given.model_path = model
     given.gpus = whole(query, "gpus") or 1
@@ -93,7 +93,7 @@ def question(query: Mapping[str, str]) -> StudioQuery:
     given.sequence_len = whole(query, "sequence_len") or given.sequence_len
     given = with_batch(given, whole(query, "sequences"))
     config = copy.deepcopy(given)
-    flags.override_all(config, settings(query.get("settings", "")))
+    flags.override_all(config, parsed_settings(query.get("settings", "")))
     disk = query.get("disk", "").strip() or None
     disks(disk)
     return StudioQuery(model, gpu, given, config, number(query, "host"), number(query, "files"), disk)
@@ -122,7 +122,7 @@ def whole(query: Mapping[str, str], name: str) -> int | None:
     return int(found)
 
 
-def settings(text: str) -> list[tuple[str, str]]:
+def parsed_settings(text: str) -> list[tuple[str, str]]:
     """(field, value) of settings with spaces between them, each as `zero_level=3` or as a flag. Raises ConfigError."""
     try:
         words = [word.removeprefix("--config.") for word in shlex.split(text)]
@@ -132,7 +132,7 @@ def settings(text: str) -> list[tuple[str, str]]:
     return [(name, value if is_set else "true") for name, is_set, value in pairs]
 
 
-def estimate(asked: StudioQuery) -> dict[str, Any]:
+def answer_estimate(asked: StudioQuery) -> dict[str, Any]:
     """Estimated memory and time of a step with these settings, and the commands. Raises ConfigError."""
     space = asked.space()
     x = space.estimated(space.config)
@@ -189,7 +189,7 @@ def fitting(asked: StudioQuery) -> dict[str, Any]:
     return {"rows": rows, "helps": helps}
 
 
-def compiled(asked: StudioQuery) -> str:
+def compiled_page(asked: StudioQuery) -> str:
     """The page of the plan of these settings, compiled if there is a compiler. Raises ConfigError."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"

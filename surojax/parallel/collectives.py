@@ -40,7 +40,7 @@ COPY_ENGINE: dict[str, dict[str, str | bool]] = {
 STATE = (PIPELINE, *SHARDS, *TENSOR)  # axes whose devices may store different parts of a tensor
 
 
-def compiler_options(settings: tuple[str, ...]) -> dict[str, str | bool]:
+def copy_engine_flags(settings: tuple[str, ...]) -> dict[str, str | bool]:
     """XLA options for these settings of COPY_ENGINE: the argument of `compile(compiler_options=...)` of a step."""
     return {name: value for setting in settings for name, value in COPY_ENGINE[setting].items()}
 
@@ -51,7 +51,7 @@ def check_copy_engine(settings: tuple[str, ...], platform: str) -> None:
         if platform != "gpu":
             raise ConfigError(f"{setting}: expected false on {platform}, got True; only GPUs have copy engines to use")
         try:
-            jax.jit(lambda: 0).lower().compile(compiler_options=compiler_options((setting,)))
+            jax.jit(lambda: 0).lower().compile(compiler_options=copy_engine_flags((setting,)))
         except jax.errors.JaxRuntimeError as error:
             reason = " ".join(str(error).split())
             raise ConfigError(

@@ -36,7 +36,7 @@ def is_divided() -> bool:
     return bool(active(CONTEXT))
 
 
-def pieces(method: Method) -> int:
+def pieces_per_device(method: Method) -> int:
     """Number of pieces of consecutive tokens that a device has of each sequence."""
     return 1 if method == "ulysses" else 2
 
@@ -46,7 +46,7 @@ def own_tokens(x_BS: jax.Array, method: Method) -> jax.Array:
     number, devices = device_number(CONTEXT)
     if devices == 1:
         return x_BS
-    if pieces(method) == 1:
+    if pieces_per_device(method) == 1:
         return _piece(x_BS, number, devices)
     mirrored = 2 * devices - 1 - number
     return jnp.concatenate([_piece(x_BS, number, 2 * devices), _piece(x_BS, mirrored, 2 * devices)], axis=1)

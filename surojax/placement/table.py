@@ -40,7 +40,7 @@ import jax
 
 from surojax.declared import AT_LEAST_0, FLOATS, declare, declared
 from surojax.numerics import quantized
-from surojax.numerics.base_formats import FORMATS, chosen
+from surojax.numerics.base_formats import FORMATS, chosen_format
 from surojax.numerics.recipes import RECIPES
 from surojax.placement.home import DEVICE, HOST, NVME, Home
 from surojax.placement.param import EXPERTS, Kind, Param
@@ -237,7 +237,7 @@ def place(storage: Storage, *, num_shards: int) -> Placement:
         residuals=TensorClass("", False, home(storage.offload_residual)),
         persistent_quants=storage.persistent_quants,
         one_scale=one_scale,
-        base_format=chosen(settings),
+        base_format=chosen_format(settings),
         reduce=reduce,
         copy_engine=tuple(name for name in ("memcpy_all_gather", "memcpy_send_recv") if getattr(storage, name)),
         folder=storage.nvme_path,

@@ -135,7 +135,7 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
         device = "GPU" if platform == "gpu" else "device"
         return lines + [proposal.line(timed=facts is not None, device=device) for proposal in found]
     less = "a smaller model"
-    if c.lora and not base_formats.chosen(c):
+    if c.lora and not base_formats.chosen_format(c):
         less = "a base in 4 bits (--config.qlora_bnb)"
     elif c.model_path and not c.lora:
         less = "adapters of the model (--config.lora --config.qlora_bnb)"

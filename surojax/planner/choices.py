@@ -2,7 +2,7 @@
 
 | choice           | fields                                                          | price                         |
 |------------------|-----------------------------------------------------------------|-------------------------------|
-| `layouts`        | tp_size, cp_size, pp_size; cp_method, pp_schedule, attention    | time: what a group sends      |
+| `mesh_layouts`   | tp_size, cp_size, pp_size; cp_method, pp_schedule, attention    | time: what a group sends      |
 | `meshes`         | zero_level, dp_replicate_size, ep_size, shard_outer, shard_*    | time: gathers and reductions  |
 | `recomputations` | recompute_*                                                     | time: products                |
 | `batches`        | per_device_batch_size, microbatches, fetches, lmhead_chunks     | time: passes over the weights |
@@ -61,23 +61,23 @@ NUMBERS: dict[str, Change] = {
 }
 
 
-def layouts(c: Config, gpu: Gpu, keep: Collection[str]) -> tuple[list[Change], dict[str, str]]:
+def mesh_layouts(c: Config, gpu: Gpu, keep: Collection[str]) -> tuple[list[Change], dict[str, str]]:
     """(layouts to try, the config's own first; why an axis is not tried, by its name)."""
     why = {axis: reason for axis in AXES if (reason := _why_not(c, axis, keep))}
     sizes = [[c[axis]] if axis in why else _sizes(c, gpu, axis) for axis in AXES]
     own = tuple(c[axis] for axis in AXES)
     tried = [of for of in itertools.product(*sizes) if c.gpus % math.prod(of) == 0 and _sequences(c, math.prod(of))]
-    found = [layout(c, *of) for of in sorted(tried, key=lambda of: (of != own, math.prod(of)))]
+    found = [mesh_change(c, *of) for of in sorted(tried, key=lambda of: (of != own, math.prod(of)))]
     found += [of | {"pp_schedule": "1f1b"} for of in found if of["pp_size"] > 1 and of["pp_schedule"] != "1f1b"]
     return found, why
 
 
 def own_layout(c: Config) -> Change:
     """The config's own layout."""
-    return layout(c, *(c[axis] for axis in AXES))
+    return mesh_change(c, *(c[axis] for axis in AXES))
 
 
-def layout(c: Config, tp: int, cp: int, pp: int) -> Change:
+def mesh_change(c: Config, tp: int, cp: int, pp: int) -> Change:
     """The change of a config to groups of these sizes."""
     schedule = "1f1b" if pp > 1 else default_config().pp_schedule
     method = _method(c, tp, cp, pp)
@@ -259,7 +259,7 @@ def batches(c: Config, layout: Change) -> list[Change]:
     return found if differing(c, layout) else with_own(c, found)
 
 
-def sample(splits: list[Change]) -> list[Change]:
+def sample_batches(splits: list[Change]) -> list[Change]:
     """A few of `batches`: small, medium and large microbatches, as many a fetch as there can be, with small slices."""
     sizes = sorted({split["per_device_batch_size"] for split in splits})
     some = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}

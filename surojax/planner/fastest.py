@@ -18,7 +18,7 @@ from surojax.planner.candidate import Candidate, device_limit, host_limit
 from surojax.planner.changes import Change, changed, differing, flags
 from surojax.planner.choices import NUMBERS
 from surojax.planner.file_time import Disks, disks
-from surojax.planner.gpus import GB, named, with_nodes
+from surojax.planner.gpus import GB, gpu_key, with_nodes
 from surojax.planner.run_plan import Plan, checked, plan
 from surojax.planner.search import Found, Space, best, kind, search
 
@@ -107,7 +107,7 @@ def fastest(
 ) -> FitResult:
     """The fastest settings of `config.gpus` GPUs of this kind; the effective batch and the model stay as they are.
 
-    gpu: what `gpus.named` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
+    gpu: what `gpus.gpu_key` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
     in a machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`. nvme: room
     for files in GB, on the drives of all machines together; None: no files. disk: the disks of a machine, as
     `file_time.disks` takes them; None: assumed. allow: words of `choices.NUMBERS`. keep: fields that are not changed.
@@ -116,7 +116,7 @@ def fastest(
     Raises ConfigError for what `train` refuses, and for an unknown GPU.
     """
     started = time.perf_counter()
-    gpu = named(gpu)
+    gpu = gpu_key(gpu)
     c = checked(config, gpu)
     facts = seen.corrected(with_nodes(gpu, gpus_per_node, host_bandwidth), c.rates_file)
     if aot.available():

@@ -213,7 +213,7 @@ def _in_flight(
     table = run.engine.table
     group = run.engine.microbatches_per_fetch
     stages = pipeline_stages(run.mesh)
-    declared = passes.backward(run.engine.table)
+    declared = passes.backward_pass(run.engine.table)
     weights, grads, residuals = (declared.lane(row) for row in ("weights", "grads", "residuals"))
     fetched = max(segment.fetched for segment in segments)
     # The loops over layers of each segment, and there of each pattern (step/stage_layers.py); a stage runs one pattern.
@@ -283,7 +283,7 @@ def _embedding(run: Assembly, segments: list[SegmentBytes], x_bytes: int) -> int
     if devices == 1:
         return 0
     prefetched = max(segment.fetched for segment in segments) * (
-        passes.backward(run.engine.table).lane("weights").ahead > 0
+        passes.backward_pass(run.engine.table).lane("weights").ahead > 0
     )
     return devices * x_bytes // pipeline_stages(run.mesh) + prefetched
 
@@ -320,7 +320,7 @@ def _update_bytes(run: Assembly, layer_state: int) -> int:
     matrices = [t for t in layer_sizes.blocks(run) if t.is_matrix]
     together = 1
     if whole:
-        together = max(layer_sizes.layers_together(run, t) for t in layer_sizes.blocks(run, trained=True))
+        together = max(layer_sizes.matrix_layers_together(run, t) for t in layer_sizes.blocks(run, trained=True))
     number = (4 if moved else 2) * together
     size = max(number * layer_state * largest // every for largest, every in shares)
     if whole:

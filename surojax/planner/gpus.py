@@ -25,7 +25,7 @@ TFLOP/s has those of its multiprocessors and clock. Checked against what the doc
 59.5, RTX A6000 154.8, A10 125, A10G 70, L4 121, L40 181, RTX 6000 Ada 364, RTX 4080 97.5, RTX 5070 61.7, RTX 5080
 112.6, RTX PRO 6000 504 TFLOP/s.
 
-Users call GPUs by any writing of the names in gpus.csv (`named`). A name that is not known is refused with a list of
+Users call GPUs by any writing of the names in gpus.csv (`gpu_key`). A name that is not known is refused with a list of
 those that are. Another card is never proposed for it: a card that is near in name is not near in speed.
 
 This file imports no jax.
@@ -110,7 +110,7 @@ class Gpu:
     rates: Rates  # what programs reach of these peaks
     gpus_per_node: int = 8  # GPUs in a machine, which share `link_bandwidth`
     aliases: tuple[str, ...] = ()  # other device kinds of exactly the same card
-    also_called: tuple[str, ...] = ()  # other words for it, see `named`
+    also_called: tuple[str, ...] = ()  # other words for it, see `gpu_key`
     products_from: str = MEASURED  # where `rates.products` comes from: a key of rates.PRODUCTS
     ends: Mapping[str, Span] = field(default_factory=dict, hash=False)  # of rates, where they differ from rates.ENDS
     host_memory_bandwidth: float | None = None  # B/s of a machine's host memory, both ways; None: see `host_memory`
@@ -167,7 +167,7 @@ SOURCES = {"calibrated": CALIBRATED, "measured": MEASURED, "sheet": SHEET, "assu
 TABLE = Path(__file__).with_name("gpus.csv")
 
 
-def read_table(file: Path) -> dict[str, Gpu]:
+def read_gpus(file: Path) -> dict[str, Gpu]:
     """Returns the GPUs of a table like gpus.csv by their keys. Raises ValueError for a cell that makes no sense."""
     with file.open(newline="", encoding="utf-8") as lines:
         return {row["key"]: _from_row(row) for row in csv.DictReader(line for line in lines if line[0] != "#")}
@@ -221,7 +221,7 @@ def _from_row(row: dict[str, str]) -> Gpu:
     )
 
 
-GPUS = read_table(TABLE)
+GPUS = read_gpus(TABLE)
 
 
 def with_nodes(gpu: str, gpus_per_node: int | None, host_bandwidth: float | None = None) -> Gpu:
@@ -277,7 +277,7 @@ REFUSED = {
 _REFUSED_WORDS = {"t4": "t416gb", "v100": "v10016gb v10032gb v100sxm2 v100s v100pcie"}
 
 
-def named(text: str) -> str:
+def gpu_key(text: str) -> str:
     """Returns the key of `GPUS` for what a user calls a GPU, whatever its case, spaces, dashes and vendor's words.
 
     Raises ConfigError for one that is not known, that this project does not compute on, or of which there are several.

@@ -63,7 +63,7 @@ type Module = dict[str, dict[str, Instruction]]
 type Programs = Sequence[tuple[Module, int]]  # of a step, and how often each runs in it
 
 
-def parse(text: str) -> Module:
+def parse_module(text: str) -> Module:
     """The computations in the text of an HLO module."""
     module = {}
     current = None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from surojax.assembly.assemble import Assembly
 from surojax.memory.host import parts
-from surojax.models.attention import chosen
+from surojax.models.attention import chosen_implementation
 from surojax.models.model import Model, Recompute, Segment
 from surojax.numerics import quantized
 from surojax.numerics.base_formats import bytes_per_number
@@ -127,7 +127,7 @@ def outer_gradients(run: Assembly) -> int:
     return itemsize(run, "grads") * sum(map(math.prod, shapes))
 
 
-def layers_together(run: Assembly, t: TensorOnGpu) -> int:
+def matrix_layers_together(run: Assembly, t: TensorOnGpu) -> int:
     """The number of layers of a trained matrix that are updated together."""
     if run.engine.table.in_files:
         return 1
@@ -275,7 +275,7 @@ def _block_bytes(
     kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped, "sinks": heads_of.sinks}
     if in_pieces := per_sequence > tensor and compute.cp_method != "ulysses":
         kind |= {"piece": S * tensor // 2, "window": any(v.window for v in segment.variants)}
-    flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
+    flash = chosen_implementation(compute.attention, x.dtype, heads_of.channels, **kind)
     if flash != "xla" and in_pieces:
         # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with. Our
         # kernel also has float32 gradients of a pair, and reads transposed copies.

@@ -26,7 +26,7 @@ def documents(attention: str, cp_method: str = "ulysses") -> str:
     return f"documents in a row: {ATTENTION[attention]}"
 
 
-def table(p: Plan) -> str:
+def plan_table(p: Plan) -> str:
     """The plan as text."""
     axes = " x ".join(f"{name}={size}" for name, size in p.mesh.items())
     lines = [f"plan: {p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].name} ({axes})"]

@@ -148,10 +148,10 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
 def of_module(module: Module, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
     """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.with_rounds`."""
     module = with_rounds(module, run, batch, lockstep=True)
-    return of_step(SimulatedStep([module], run.mesh.shape), run, batch, gpu)
+    return step_prediction(SimulatedStep([module], run.mesh.shape), run, batch, gpu)
 
 
-def of_step(step: SimulatedStep, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
+def step_prediction(step: SimulatedStep, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
     """The `Prediction` of a step of a run."""
     if run.engine.table.in_files and pipeline_stages(run.mesh) > 1:
         return Prediction(not_predicted="state in files, and stages that wait for each other")

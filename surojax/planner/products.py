@@ -90,7 +90,7 @@ def step_flops(run: Assembly, batch: BatchShape) -> dict[str, float]:
     found = {dtype: size * tokens for dtype, size in per_token.items()}
     for t in layer_sizes.blocks(run, trained=True):
         if t.is_matrix:
-            groups = t.layers // layer_sizes.layers_together(run, t)
+            groups = t.layers // layer_sizes.matrix_layers_together(run, t)
             found[run.engine.table.weights.dtype] += groups * run.optimizer.matrices.flops(t.param.shape)
     return found
 

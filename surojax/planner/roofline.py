@@ -5,8 +5,8 @@ This ranks settings before anything is compiled (search.py). timeline.py predict
 A pass (step/passes.py) takes as long as its busiest resource, or as its longest chain of works that wait for each
 other:
 
-* The host link copies the bytes of its lanes (`traffic.copied`). Directions slow each other by `Rates.duplex`. Nothing
-  hides what a pass that updates layers begins with and ends with: a layer of each lane.
+* The host link copies the bytes of its lanes (`traffic.copied_bytes`). Directions slow each other by `Rates.duplex`.
+  In a pass that updates layers, nothing hides the first and the last layer of each lane.
 * The disks of a machine read and write what its lanes have in files, one direction at a time, beside all else but the
   first layer that a pass reads and the last one that it writes (file_time.py).
 * The link between GPUs has the collectives of its lanes and of its blocks (step_collectives.py). GPUs without a link
@@ -188,7 +188,7 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
     in_files = {row: size - kept[row] for row, size in in_files.items()}
     seconds = {"forward": 0.0, "head": work.microbatches * (work.head + sent["vocabulary"])}
     engine = dataclasses.replace(work.engine, overlap_update=stored.overlaps)
-    for step_pass, times in passes.of_step(engine, work.fetches):
+    for step_pass, times in passes.passes_of_step(engine, work.fetches):
         name = "update" if step_pass.updates else step_pass.name
         on_link = _seconds(work, step_pass, times, moved, resident if moved.get("weights") else 0.0)
         on_disk, ends = _disk_seconds(work, step_pass, times, in_files)
@@ -201,7 +201,7 @@ def _disk_seconds(work: StepWork, step_pass: Pass, times: int, in_files: Mapping
 
     in_files: bytes by row. The first layer of the update is read while gradients are computed.
     """
-    read, written = traffic.copied(step_pass, times, in_files, work.updated)
+    read, written = traffic.copied_bytes(step_pass, times, in_files, work.updated)
     first = 0.0 if step_pass.name == UPDATE else read
     return work.disks.seconds(read, written), work.disks.seconds(first, written) / work.layers
 
@@ -212,7 +212,7 @@ def _seconds(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, f
     Layers whose weights are resident and those whose weights are streamed are loops of their own.
     """
     chain, link = _works(work, step_pass, times, streams="weights" in stored)
-    read, written = traffic.copied(step_pass, times, stored, work.updated)
+    read, written = traffic.copied_bytes(step_pass, times, stored, work.updated)
     weights = times * stored.get("weights", 0.0) * step_pass.lane("weights").reads
     loops = [(part, streamed) for part, streamed in ((resident, 0.0), (1 - resident, 1.0)) if part]
     ends = step_pass.updates * len(loops) * (read + written) / work.layers

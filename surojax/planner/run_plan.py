@@ -25,7 +25,7 @@ from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
-from surojax.models.attention import chosen
+from surojax.models.attention import chosen_implementation
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.mesh import make_mesh, mesh_shape
@@ -50,7 +50,7 @@ from surojax.planner import (
 )
 from surojax.planner.amounts import GiB, Memory
 from surojax.planner.changes import changed
-from surojax.planner.gpus import GPUS, Gpu, named, with_nodes
+from surojax.planner.gpus import GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
 from surojax.step.file_step import FileStep
@@ -113,7 +113,7 @@ def plan(
 ) -> Plan:
     """Plans a run on `config.gpus` GPUs of this kind. host_memory: of the machine, in GiB; None: no limit is checked.
 
-    gpu: what `gpus.named` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
+    gpu: what `gpus.gpu_key` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
     machine's host memory moves, both ways; None: see `Gpu.host_memory`. trace: a file for a trace of the simulated step
     (`prediction.trace`), written if its time is predicted. disk: the disks of a machine that hold files, as
     `file_time.disks` takes them; None: assumed.
@@ -122,7 +122,7 @@ def plan(
     A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
     planned in a new process. Raises ConfigError for settings that `train` refuses, an unknown GPU, and `gpus=0`.
     """
-    gpu = named(gpu)
+    gpu = gpu_key(gpu)
     c = checked(config, gpu)
     if aot.available() and not aot.usable(gpu):
         return plan_in_subprocess(
@@ -193,7 +193,7 @@ def checked(config: Config, gpu: str) -> Config:
 
     Raises ConfigError: see `plan`.
     """
-    gpu = named(gpu)
+    gpu = gpu_key(gpu)
     config = resolved(config)
     checks.check(config)
     if config.gpus == 0:
@@ -217,7 +217,7 @@ def _attention(c: Config) -> str:
     kind: Any = {"packed": c.sample_packing, "softcap": c.model.attn_logit_softcapping > 0}
     kind |= {"sinks": c.model.attention_sinks, "window": c.model.sliding_window > 0}
     kind |= {"piece": configs.tokens_of_piece(c)}
-    return chosen(c.attention, c.model_dtype, configs.head_dim(c), gpu=True, **kind)
+    return chosen_implementation(c.attention, c.model_dtype, configs.head_dim(c), gpu=True, **kind)
 
 
 def _compiled(
@@ -247,7 +247,7 @@ def _compiled(
         raise ConfigError(
             f"attention: expected one that takes this model on a {gpu.name}, got {c.attention!r} ({reason}); use 'xla'"
         ) from error
-    parsed = [hlo.parse(x.text) for x in compiled]
+    parsed = [hlo.parse_module(x.text) for x in compiled]
     modules = [(stages.with_rounds(module, run, batch), part.times) for module, part in zip(parsed, parts, strict=True)]
 
     def most(name: str, home: Home) -> int:
@@ -260,7 +260,7 @@ def _compiled(
         with_files = file_time.SimulatedStep(
             [module for module, _ in modules], run.mesh.shape, parts, machines, file_time.disks(disk)
         )
-        predicted = prediction.of_step(with_files, run, batch, gpu)
+        predicted = prediction.step_prediction(with_files, run, batch, gpu)
     else:
         predicted = prediction.of_module(parsed[0], run, batch, gpu)
         if trace is not None and not predicted.not_predicted:
@@ -345,7 +345,7 @@ def plan_in_subprocess(config: Config, gpu: str, **options: Any) -> Plan:
 
     Raises ConfigError as `plan` does, and RuntimeError if that process fails.
     """
-    code = "from surojax.planner.run_plan import serve; serve()"
+    code = "from surojax.planner.run_plan import serve_plan; serve_plan()"
     request = json.dumps({"config": config.to_dict(), "gpu": gpu, "options": options})
     done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
     if done.returncode:
@@ -356,7 +356,7 @@ def plan_in_subprocess(config: Config, gpu: str, **options: Any) -> Plan:
     return Plan(**answer)
 
 
-def serve() -> None:
+def serve_plan() -> None:
     """Answers one request of `plan_in_subprocess`: reads it from standard input, writes to standard output."""
     jax.config.update("jax_platforms", "cpu")
     request = json.load(sys.stdin)

@@ -165,7 +165,7 @@ class _Search:
         c = self.space.config
         if self.space.layouts:
             return self.space.layouts, {}
-        possible, not_tried = choices.layouts(c, self.space.gpu, self.keep)
+        possible, not_tried = choices.mesh_layouts(c, self.space.gpu, self.keep)
         if len(possible) == 1:
             return tuple(possible), not_tried
         accepted: set[str] = set()  # axes of which the checks accept another size
@@ -195,7 +195,7 @@ class _Search:
         if sampled:
             recomputations = [x for x in recomputations if any(kind.items() <= x.items() for kind in choices.SAMPLED)]
             smallest = [choices.smallest(batches)] * self.space.few
-            batches = [*choices.sample(batches), *smallest]
+            batches = [*choices.sample_batches(batches), *smallest]
         parts = ([layout], choices.numbers(c, self.space.allow), meshes, recomputations, batches)
         for of_part in itertools.product(*parts, choices.chunks(c, layout)):
             change = {name: value for part in of_part for name, value in part.items()}

@@ -95,7 +95,7 @@ def _with_even_choices(module: hlo.Module, run: Assembly, batch: BatchShape) -> 
         if any(SENT.search(i.attributes) for i in body):
             return Fraction(expert_dispatch.even_rounds(experts, chosen, n, tokens))
         if any(IN_PIECES.search(i.attributes) for i in body):
-            return Fraction(grouped.pieces(tokens * chosen, experts // n))
+            return Fraction(grouped.choice_pieces(tokens * chosen, experts // n))
         return None
 
     return hlo.with_rounds(module, rounds)

@@ -107,7 +107,7 @@ def transfers(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
 def _of_lanes(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
     """All-gathers and reductions of the blocks' tensors, as the lanes of the passes declare them."""
     number = collections.Counter[LaneStage]()  # of times in a step
-    for step_pass, times in passes.of_step(run.engine, layer_sizes.groups_of(run, batch.microbatches)):
+    for step_pass, times in passes.passes_of_step(run.engine, layer_sizes.groups_of(run, batch.microbatches)):
         for lane in step_pass.lanes:
             for stage in lane.arriving:
                 number[LaneStage(lane.row, stage, "arriving")] += times
@@ -368,7 +368,7 @@ def _whole_matrix(run: Assembly, t: TensorOnGpu) -> Iterator[StepCollective]:
     """
     work = itemsize(run, "weights")
     shape, stored = t.param.shape, t.master.stored
-    together = layer_sizes.layers_together(run, t)
+    together = layer_sizes.matrix_layers_together(run, t)
     groups = t.layers // together
     gathered = math.prod(jax.NamedSharding(run.mesh, stored).shard_shape(shape))
     axes_of_dims = [[axis for axis in entry if run.mesh.shape[axis] > 1] for entry in map(mesh_axes, stored)]

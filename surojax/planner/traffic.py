@@ -46,7 +46,7 @@ def batch_arrays(run: Assembly, batch: BatchShape) -> list[jax.ShapeDtypeStruct]
     return run.engine.planned_batch(shape, batch_sharding(run.mesh.abstract_mesh))
 
 
-def copied(step_pass: Pass, times: int, stored: Mapping[str, float], updated: float = 1.0) -> tuple[float, float]:
+def copied_bytes(step_pass: Pass, times: int, stored: Mapping[str, float], updated: float = 1.0) -> tuple[float, float]:
     """(bytes to the device, bytes back) of a pass that runs so many times.
 
     stored: bytes of each row of the placement table that are in host memory; of residuals, of one group of
@@ -75,8 +75,8 @@ def host_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]
     updated = updated_part(run)
     totals = [0.0, 0.0]
     sums_are_local = run.mesh.shape[REPLICATE] > 1
-    for step_pass, times in passes.of_step(run.engine, groups, stages=stages, sums_are_local=sums_are_local):
-        moved = copied(step_pass, times, stored, updated)
+    for step_pass, times in passes.passes_of_step(run.engine, groups, stages=stages, sums_are_local=sums_are_local):
+        moved = copied_bytes(step_pass, times, stored, updated)
         totals = [a + b for a, b in zip(totals, moved, strict=True)]
         for lane in step_pass.lanes if stages > 1 else ():
             of_layer = stored[lane.row] // layer_sizes.layers_of(run)
@@ -92,8 +92,8 @@ def host_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]
 def file_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
     """(bytes read from files, bytes written) per step and GPU; rows: as for `host_bytes`."""
     stored = {name: row["nvme"] for name, row in rows.items()}
-    step_passes = passes.of_step(run.engine, layer_sizes.groups_of(run, batch.microbatches))
-    moved = [copied(step_pass, times, stored, updated_part(run)) for step_pass, times in step_passes]
+    step_passes = passes.passes_of_step(run.engine, layer_sizes.groups_of(run, batch.microbatches))
+    moved = [copied_bytes(step_pass, times, stored, updated_part(run)) for step_pass, times in step_passes]
     read, written = map(sum, zip(*moved, strict=True))
     return round(read), round(written)
 

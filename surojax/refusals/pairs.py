@@ -71,7 +71,17 @@ from surojax.refusals.features import (
     weights_in_files,
     weights_unsharded,
 )
-from surojax.refusals.refusal import Refusal, Settings, each, is_above, is_off, is_on, is_one_of, is_other_than, is_set
+from surojax.refusals.refusal import (
+    Refusal,
+    Settings,
+    is_above,
+    is_off,
+    is_on,
+    is_one_of,
+    is_other_than,
+    is_set,
+    refuse_each,
+)
 
 
 def _to_shard(what: str, level: int) -> Callable[[Settings], str]:
@@ -109,7 +119,7 @@ TABLE: tuple[Refusal, ...] = (
             ("text_field", "body", "text"),
         )
     ),
-    *each(TRAINED_ON_ROWS, no_rows, "", "leave it out, or set data or datasets"),
+    *refuse_each(TRAINED_ON_ROWS, no_rows, "", "leave it out, or set data or datasets"),
     Refusal(
         is_set("on_long", "drop", {"sample_packing": True}), continued_text, "", "leave it out, or set sample_packing"
     ),
@@ -123,7 +133,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(float32, cudnn, "which computes in 16 bits", "set attention='xla', or change it"),
     Refusal(float32, mosaic, "which computes in 16 bits", "set attention='xla', or change it"),
     Refusal(softcap, cudnn, "which has no softcap", "set attention='auto'"),
-    *each(
+    *refuse_each(
         (is_set("model.sliding_window_pattern", 2, {"model.sliding_window": 64}), local_rotation),
         no_window,
         "",
@@ -132,7 +142,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(grows_with_position, local_rotation, "since it is of layers that all rotate alike"),
     Refusal(grows_with_position, some_unrotated, "since it is of layers that all rotate alike"),
     # Adapters
-    *each(OF_ADAPTERS, no_lora, NOT_USED, "leave it out, or set lora=True"),
+    *refuse_each(OF_ADAPTERS, no_lora, NOT_USED, "leave it out, or set lora=True"),
     Refusal(weights_in_files, persistent, "which leaves only vectors to offload_weights", "set it to true or false"),
     Refusal(persistent, lora, "whose base is not updated, so that nothing is quantised again", OUT),
     Refusal(offload_quants, lora, "whose base is not quantised again", OUT),
@@ -142,7 +152,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(optimizer_in_files, lora, "whose state is small", "set it to true or false"),
     Refusal(master_in_files, lora, "whose state is small", "set it to true or false"),
     Refusal(grads_in_files, lora, "whose gradients are small", "set it to true or false"),
-    *each((dora, stages, chunks), dropout, NOT_BUILT, "leave it out, or set lora_dropout=0.0"),
+    *refuse_each((dora, stages, chunks), dropout, NOT_BUILT, "leave it out, or set lora_dropout=0.0"),
     Refusal(dora, fp8, "whose matrices have rows of other lengths than its magnitudes begin as", OTHER_RECIPE),
     Refusal(dropout, is_one_of("recipe", "fp8_hybrid"), NOT_BUILT, OTHER_RECIPE),
     Refusal(
@@ -151,8 +161,8 @@ TABLE: tuple[Refusal, ...] = (
         "since of a file with one of embedding and head, other programs would leave the other as it was",
         OUT,
     ),
-    *each(adapter_files, is_one_of("model_path", ""), "", "set model_path to its base"),
-    *each(adapter_files, from_scratch, "which takes no weights", "leave one of them out"),
+    *refuse_each(adapter_files, is_one_of("model_path", ""), "", "set model_path to its base"),
+    *refuse_each(adapter_files, from_scratch, "which takes no weights", "leave one of them out"),
     Refusal(in_fp8, in_nf4, "since a matrix is stored in one format"),
     Refusal(in_nvfp4, in_nf4, "since a matrix is stored in one format"),
     Refusal(in_nvfp4, in_fp8, "since a matrix is stored in one format"),
@@ -166,25 +176,25 @@ TABLE: tuple[Refusal, ...] = (
         quantised_gathers, dora, "whose magnitudes would begin as the lengths of other rows than those in 8 bits", OUT
     ),
     # Recipes
-    *each(
+    *refuse_each(
         (is_set("fp8_amax_history", 4, {"recipe": "fp8_hybrid"}), is_set("fp8_margin", 1, {"recipe": "fp8_hybrid"})),
         is_other_than("recipe", "fp8_hybrid", "bf16"),
         NOT_USED,
         "leave it out, or choose another recipe",
     ),
-    *each(
+    *refuse_each(
         (is_set("block_scaled_products", "emulated", {"recipe": "mxfp8"}),),
         is_one_of("recipe", "bf16", *FP8),
         NOT_USED,
         "leave it out, or choose another recipe",
     ),
-    *each(
+    *refuse_each(
         (is_above(name, 0, recipe="fp8_current") for name in SKIPS),
         is_one_of("recipe", "bf16"),
         NOT_USED,
         "leave it out, or choose another recipe",
     ),
-    *each(
+    *refuse_each(
         (is_set("matmul_dtype", "float32"), is_set("gradient_dtype", "float32")),
         no_16_bit_products,
         NOT_USED,
@@ -212,7 +222,7 @@ TABLE: tuple[Refusal, ...] = (
         "",
         "a fifth of all steps is usual",
     ),
-    *each(
+    *refuse_each(
         (is_set("cooldown_steps", 10, {"lr_scheduler_type": "wsd"}),),
         is_other_than("lr_scheduler_type", "wsd", "cosine"),
         NOT_USED,
@@ -225,7 +235,7 @@ TABLE: tuple[Refusal, ...] = (
         "set one of them: max_steps=0 counts epochs",
     ),
     # Recomputation
-    *each(
+    *refuse_each(
         recompute_parts, all_recomputed, "which computes all of it again", "leave it out, or set recompute_block=False"
     ),
     # Update under the next forward pass
@@ -235,13 +245,13 @@ TABLE: tuple[Refusal, ...] = (
         "whose gradients rest in host memory until the next step",
         "set it, or leave overlap_update out",
     ),
-    *each(
+    *refuse_each(
         (optimizer_in_files, master_in_files),
         overlap_of_whole_step,
         "which is built for state in files if gradients, residuals or weights are there too",
         "set offload_grads='nvme', or leave overlap_update out",
     ),
-    *each(by_layer, stages, "whose stages are not built for what is in files", "set it to true or false"),
+    *refuse_each(by_layer, stages, "whose stages are not built for what is in files", "set it to true or false"),
     *(
         Refusal(
             is_above("microbatches_per_fetch", 1), feature, "which fetches a layer for all microbatches", "leave it out"
@@ -255,13 +265,13 @@ TABLE: tuple[Refusal, ...] = (
         Refusal(memcpy_sends, axis, COPIES + "of such groups", f"leave it out, or set {axis.field}=1")
         for axis in (is_above("tp_size", 1), is_above("cp_size", 1), stages, tokens_sent)
     ),
-    *each(
+    *refuse_each(
         (is_set("cp_method", "ring", {"cp_size": 2}),),
         is_one_of("cp_size", 1),
         NOT_USED,
         "leave it out, or raise cp_size",
     ),
-    *each(
+    *refuse_each(
         (is_set("pp_schedule", "1f1b", {"pp_size": 2}),),
         is_one_of("pp_size", 1),
         NOT_USED,

@@ -2,7 +2,7 @@
 
 A `Feature` is a choice that a config makes, such as "pp_size > 1" or "lora=False". A `Refusal` says that one feature is
 not possible with another. `config.checks.check` refuses a config by the table (pairs.py), `placement.table.place` its
-own settings, and the planner's searches leave out what it refuses. docs/refusals.md is `markdown()`.
+own settings, and the planner's searches leave out what it refuses. docs/refusals.md is `refusals_page()`.
 """
 
 import dataclasses
@@ -114,12 +114,12 @@ class Refusal:
         return f"{field}: expected {expected}{reason}, got {shown(settings[field])}; {change}"
 
 
-def each(features: Iterable[Feature], other: Feature, reason: str, change: str) -> list[Refusal]:
+def refuse_each(features: Iterable[Feature], other: Feature, reason: str, change: str) -> list[Refusal]:
     """A row for each of these features."""
     return [Refusal(feature, other, reason, change) for feature in features]
 
 
-def markdown(table: Iterable[Refusal], defaults: Settings) -> str:
+def refusals_page(table: Iterable[Refusal], defaults: Settings) -> str:
     """docs/refusals.md: what does not go together, as a table."""
     lines = [
         "# What does not go together",

@@ -54,7 +54,7 @@ class Guard:
         bound = math.inf
         middle = statistics.median(self.recent) if self.recent else math.inf
         if len(self.recent) >= ENOUGH:
-            bound = middle + max(SPREADS * spread(self.recent), LEAST_RISE)
+            bound = middle + max(SPREADS * noise_deviation(self.recent), LEAST_RISE)
         self.high = self.high + 1 if loss > bound else 0
         if self.high == LASTS:
             self.tell(
@@ -88,7 +88,7 @@ class Guard:
         self.window.clear()
 
 
-def spread(losses: Sequence[float]) -> float:
+def noise_deviation(losses: Sequence[float]) -> float:
     """The standard deviation of normal noise with the same median absolute deviation."""
     middle = statistics.median(losses)
     return 1.4826 * statistics.median(abs(loss - middle) for loss in losses)
@@ -99,5 +99,5 @@ def stands_still(first: Sequence[float], last: Sequence[float]) -> bool:
     before = statistics.median(first)
     fall = before - statistics.median(last)
     # The standard error of a median of normal noise is sqrt(pi / 2) of that of the mean.
-    error = math.sqrt(math.pi / 2 * (spread(first) ** 2 / len(first) + spread(last) ** 2 / len(last)))
+    error = math.sqrt(math.pi / 2 * (noise_deviation(first) ** 2 / len(first) + noise_deviation(last) ** 2 / len(last)))
     return fall + CERTAIN * error < LEAST_FALL * before

@@ -255,7 +255,7 @@ class MetricsLog:
         self._append(record)
         self._scalars(f"eval/{name}" if name else "eval", step, scores)
         bits = "" if bits_per_byte is None else f"  {bits_per_byte:.4f} bits per byte"
-        last = f"perplexity {scores['perplexity']:.4g}" if not others else named(others)
+        last = f"perplexity {scores['perplexity']:.4g}" if not others else means_in_line(others)
         self.message(f"eval {step}{name and f' of {name}'}  loss {loss:.4f}{bits}  {last}  {duration_s * 1e3:,.1f} ms")
         return record
 
@@ -354,7 +354,7 @@ class DeferredMetrics:
         self._clock = time.perf_counter()
 
 
-def named(means: Mapping[str, float]) -> str:
+def means_in_line(means: Mapping[str, float]) -> str:
     """Means in a line: the last word of each name, and its number."""
     return "  ".join(f"{name.rpartition('/')[2]} {value:.4f}" for name, value in means.items())
 

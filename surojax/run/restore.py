@@ -32,7 +32,7 @@ from surojax.placement.param import OUTER, part_of, with_part
 from surojax.run.checksum import checksums, name_of
 from surojax.run.on_disk import read_meta, readable, written_by
 from surojax.step.by_host import by_host
-from surojax.step.state import TrainState, cast, shardings, work_weights
+from surojax.step.state import TrainState, cast_to_plan, shardings, work_weights
 
 
 def restore(
@@ -236,7 +236,7 @@ def _reblocked(moments, planned):
         if not is_state(old) or old.m_scale.shape == plan.m_scale.shape:
             return old
         blocks = plan.m_scale.shape[-1]
-        new = jax.jit(lambda old: cast(reblocked(put(old, DEVICE), blocks), plan))(old)
+        new = jax.jit(lambda old: cast_to_plan(reblocked(put(old, DEVICE), blocks), plan))(old)
         return jax.device_put(new, shardings(plan))
 
     return jax.tree.map(one, moments, planned, is_leaf=is_state)

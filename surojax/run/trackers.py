@@ -1,7 +1,7 @@
 """Trackers: what a run reports, for TensorBoard, Weights & Biases, Trackio and MLflow.
 
-`start` opens a record with each tracker that `report_to` names. A tracker has a thread of its own, so one that waits
-for its server delays no step. What it raises is said once and ends nothing: metrics.jsonl has everything.
+`start_trackers` opens a record with each tracker that `report_to` names. A tracker has a thread of its own, so one that
+waits for its server delays no step. What it raises is said once and ends nothing: metrics.jsonl has everything.
 
 A resumed run continues its records: their ids are in `trackers.json` in its folder. Steps that were reported after the
 checkpoint are then reported again, which TensorBoard hides and the others show twice.
@@ -274,7 +274,7 @@ class Sender:
                 if ends:
                     self._tracker.close(self._failed)
             except Exception as error:  # whatever a package or its server comes up with
-                self._warn(in_words(error))
+                self._warn(error_in_words(error))
 
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
@@ -302,7 +302,7 @@ class Trackers:
             sender.close(failed=kind is not None)
 
 
-def start(report_to: str, folder: Path, *, first_step: int, settings: Mapping[str, Any]) -> Trackers:
+def start_trackers(report_to: str, folder: Path, *, first_step: int, settings: Mapping[str, Any]) -> Trackers:
     """Opens a record with each tracker; says which one cannot be opened, and goes on without it.
 
     folder: of the run, which exists. first_step: steps that are done: if it is 0, the records are new ones. settings:
@@ -319,7 +319,7 @@ def start(report_to: str, folder: Path, *, first_step: int, settings: Mapping[st
         try:
             tracker = TRACKERS[name](Record(folder, first_step, settings, ids.get(name, "")))
         except Exception as error:  # whatever a package or its server comes up with
-            say(f"note: nothing is reported to {name}: {in_words(error)}; metrics.jsonl has all of the run")
+            say(f"note: nothing is reported to {name}: {error_in_words(error)}; metrics.jsonl has all of the run")
             continue
         senders.append(Sender(name, tracker))
         where.append(tracker.where)
@@ -331,6 +331,6 @@ def start(report_to: str, folder: Path, *, first_step: int, settings: Mapping[st
     return Trackers(senders, where)
 
 
-def in_words(error: Exception) -> str:
+def error_in_words(error: Exception) -> str:
     """An error of a package, in a line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

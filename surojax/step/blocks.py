@@ -18,7 +18,7 @@ from surojax.step import passes
 from surojax.step.batch import Group, Microbatch
 from surojax.step.gradients import Sums, add, reduce_behind
 from surojax.step.outer import OuterLayers
-from surojax.step.residuals import Residuals, recomputed
+from surojax.step.residuals import Residuals, recomputing_segment
 from surojax.step.spec import Engine
 from surojax.step.stream import Flight, Layer, Stream
 from surojax.step.weights import Layers
@@ -46,10 +46,10 @@ class Blocks:
         self.residuals = residuals
         segment = layers.segment
         self.reference = reference_block(engine, segment)
-        self.segment = recomputed(segment) if engine.recompute_block else segment
+        self.segment = recomputing_segment(segment) if engine.recompute_block else segment
         self.sums = Sums(engine, segment)
-        self.forward_lanes = passes.forward(engine.table)
-        self.backward_lanes = passes.backward(engine.table)
+        self.forward_lanes = passes.forward_pass(engine.table)
+        self.backward_lanes = passes.backward_pass(engine.table)
         weights = engine.table.weights
         self.gathers = weights.sharded
         self.recomputes = engine.recompute_block
@@ -185,7 +185,7 @@ def residuals_of(
     engine: Engine, layers: Layers, outer: OuterLayers, each: Microbatch, variants: tuple[Variant, ...] = ()
 ) -> Residuals:
     """The residuals of a segment's layers in a microbatch. variants: that they may have; (): those that they have."""
-    segment = recomputed(layers.segment) if engine.recompute_block else layers.segment
+    segment = recomputing_segment(layers.segment) if engine.recompute_block else layers.segment
 
     def save(variant: Variant):
         inputs = each.recipe_inputs(segment.start)

@@ -34,7 +34,7 @@ def reserve(plan: TrainState, store: Store) -> None:
     store.reserve_others(sizes)
 
 
-def shards(state: TrainState) -> list[np.ndarray]:
+def reserved_shards(state: TrainState) -> list[np.ndarray]:
     """The shards of a state that `reserve` has reserved room for."""
     found = []
     for x in in_memory(state):

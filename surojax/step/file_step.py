@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax.memory.host import put, read, write
+from surojax.memory.host import put, read, write_layer
 from surojax.memory.in_file import InFiles
 from surojax.numerics.rounding import materialised
 from surojax.optim.optimizer import UpdateContext
@@ -275,7 +275,7 @@ class FileStep:
             for tensor in self.step.update.tensors(self.segment.name, state, grads):
                 done.append(tensor.updated(tensor.state.master, tensor.state.moments, tensor.grad, context))
             weights, *new = materialised(tuple(as_trees(done, state)))
-            stacks = write(stacks, self.state.in_memory(tuple(new)), l)
+            stacks = write_layer(stacks, self.state.in_memory(tuple(new)), l)
             work, of_weights = self.weights.replaced(number, work, weights, l)
             return work, stacks, put((in_rounds(self.state.files(tuple(new))), of_weights), HOST), l + 1
 
@@ -332,7 +332,7 @@ class UpdatingRounds:
     def kept(self) -> list[np.ndarray]:
         """The shards of the state after its update that are in memory, for a store with two slots."""
         sections = {self.step.segment.name: self.section(), OUTER: section(self.state, OUTER)}
-        return complete.shards(from_sections(self.state.step, sections, self.state.history))
+        return complete.reserved_shards(from_sections(self.state.step, sections, self.state.history))
 
     def read(self, l: int) -> tuple:
         """(state, gradients) of layer l of every stage, on their way to `FileStep.arriving`. Raises NvmeError."""

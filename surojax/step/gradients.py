@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import allocate, index_in_loop, read, write
+from surojax.memory.host import allocate, index_in_loop, read, write_layer
 from surojax.models.model import Segment
 from surojax.numerics.quantized import dequantise_all
 from surojax.parallel import collectives
@@ -113,7 +113,7 @@ class Sums:
         """
         if sums.late is None or first:
             return sums
-        stack = write(sums.stack, sums.late, index_in_loop(0, group))
+        stack = write_layer(sums.stack, sums.late, index_in_loop(0, group))
         return Flight(stack, late=read(stack, index_in_loop(self.num_layers - 1, group)))
 
     def push(self, sums, *, last: bool) -> tuple[Any, Squares]:
@@ -139,7 +139,7 @@ class Sums:
         """The stacks after the last backward pass, as the shards that the optimizer updates."""
         stack = sums.stack
         if sums.late is not None:
-            stack = write(stack, sums.late, 0)  # the backward pass ends with layer 0
+            stack = write_layer(stack, sums.late, 0)  # the backward pass ends with layer 0
         stack = collectives.same(stack, REPLICATE)
         return jax.tree.map(_shard_in_stack, stack, self.of_shards) if self.replicated else stack
 

@@ -44,7 +44,7 @@ from surojax.step.engine import Gradients, auxiliary_loss, means_of, no_statisti
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.gradients import Accumulators, Sums, add, finish, outer_sums
 from surojax.step.outer import OuterLayers
-from surojax.step.residuals import Residuals, recomputed
+from surojax.step.residuals import Residuals, recomputing_segment
 from surojax.step.state import TensorState, section
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_metrics import Finite, all_finite, and_activations, and_gradients, metrics_of
@@ -90,7 +90,7 @@ class LayerGradients:
         self.step = step
         engine = self.engine = step.engine
         (segment,) = engine.model.segments  # `state_plan` refuses several
-        self.segment = recomputed(segment) if engine.recompute_block else segment
+        self.segment = recomputing_segment(segment) if engine.recompute_block else segment
         self.gather = Gather.of(engine, segment)
         self.saved_as: dict[Variant, Any] = {}  # structure of what a block saves
         self.grads, self.residuals = Resting(files.grads), Resting(files.residuals)

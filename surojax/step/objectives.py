@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from surojax.declared import DeclaredField, declared
-from surojax.refusals.refusal import Feature, Refusal, clause_of, each, is_above, is_on, is_one_of, is_set
+from surojax.refusals.refusal import Feature, Refusal, clause_of, is_above, is_on, is_one_of, is_set, refuse_each
 from surojax.step.distillation import DISTILL, DISTILLATION, DistillSettings
 from surojax.step.grpo import GRPO, GrpoSettings
 from surojax.step.kto import KTO, KtoSettings
@@ -48,7 +48,7 @@ REWARDS = PAIRS | {"objective": REWARD, "model.num_labels": 1}
 NEEDS: dict[str, dict[str, Any]] = {DISTILL: {}, "grpo": ROLLOUTS, REWARD: REWARDS}
 
 
-def built(settings: Mapping[str, Any]) -> Objective | OfLogProbabilities:
+def build_objective(settings: Mapping[str, Any]) -> Objective | OfLogProbabilities:
     """The objective of a config. settings: its fields."""
     choice = OBJECTIVES[settings["objective"]]
     return choice.make({name: settings[name] for name in choice.reads})
@@ -154,7 +154,7 @@ REFUSALS: tuple[Refusal, ...] = (
         )
         for name in ("router_aux_loss_coef", "router_z_loss_coef")
     ),
-    *each(
+    *refuse_each(
         [*(is_above(name, 1) for name in ("cp_size", "tp_size", "pp_size")), is_on("shard_outer"), is_on("lora")],
         labelling,
         "",
@@ -174,7 +174,7 @@ REFUSALS: tuple[Refusal, ...] = (
         f"set objective={REWARD!r}, or give a language model",
     ),
     Refusal(saves("score", REWARDS), is_one_of("model.num_labels", 0), "which has no such head", "leave it out"),
-    *each(
+    *refuse_each(
         (is_on("model.tie_word_embeddings"), is_on("untied_head", model_path="base"), saves("lm_head", {})),
         of_labels(),
         "which has no head of the vocabulary",

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import exchange, joined, parts, read, write
+from surojax.memory.host import exchange, join_parts, parts, read, write_layer
 from surojax.models.model import Segment, Variant
 from surojax.numerics.rounding import materialised
 from surojax.optim.optimizer import Scalars, UpdateContext
@@ -72,15 +72,15 @@ class UpdatedWeights:
         layers = self.layers
         l = layer.index
         following = layers.update(old, l + 1)
-        work = write(work, updated.weights, l - self.begin)
+        work = write_layer(work, updated.weights, l - self.begin)
         new = (updated.master, updated.moments)
         # Beyond the last layer the last one is updated in vain; it is read in vain if it is in this loop.
         if not self.reads:
-            state = write(state, new, l)
+            state = write_layer(state, new, l)
             after = old
         elif self.in_order:
             # `exchange` keeps both directions busy, but the scheduler has products wait for its first reads.
-            state = write(state, new, l)
+            state = write_layer(state, new, l)
             after = layers.read(state, l + 2)
         else:
             state, read_state = exchange(state, new, l, l + 2)
@@ -145,7 +145,7 @@ class UpdatingLayers:
                 stacks = jax.lax.optimization_barrier(stacks)
             work, state = stacks
             done.append(work)
-        return carry, flights | {"weights": TensorState(joined(done), *state)}
+        return carry, flights | {"weights": TensorState(join_parts(done), *state)}
 
     def _loops(self, run: LayerLoop) -> list[tuple[LayerLoop, bool]]:
         """The loops of a run, and whether the state of a layer is left to be read in each.

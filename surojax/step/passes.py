@@ -54,7 +54,7 @@ class Lane(NamedTuple):
 
 
 # What routers count (models/experts.py): a few numbers a layer, which never leave the device, so that no pass of
-# `of_step` has them.
+# `passes_of_step` has them.
 STATISTICS = Lane("statistics", writes=True)
 STATISTICS_GRADIENTS = Lane("statistics", reads=True)
 
@@ -72,12 +72,12 @@ class Pass(NamedTuple):
         return {lane.row: lane for lane in self.lanes}[row]
 
 
-def copied(home: Home, stage: LaneAction) -> tuple[LaneAction, ...]:
+def copy_actions(home: Home, stage: LaneAction) -> tuple[LaneAction, ...]:
     """The stage of a copy, if tensors rest in host memory."""
     return (stage,) if home.streamed else ()
 
 
-def gathered(row: TensorClass) -> tuple[LaneAction, ...]:
+def gather_actions(row: TensorClass) -> tuple[LaneAction, ...]:
     """The stage of an all-gather, if tensors are sharded."""
     return (LaneAction.GATHER,) if row.sharded else ()
 
@@ -85,7 +85,7 @@ def gathered(row: TensorClass) -> tuple[LaneAction, ...]:
 def fetched(table: Placement) -> Lane:
     """The weights that a layer computes with. Each stage of their way is a layer ahead of the next one."""
     home = table.quants.home if table.quants.home.streamed else table.weights.home
-    arriving = (*copied(home, LaneAction.COPY_IN), *gathered(table.weights))
+    arriving = (*copy_actions(home, LaneAction.COPY_IN), *gather_actions(table.weights))
     return Lane("weights", reads=True, arriving=arriving, ahead=len(arriving))
 
 
@@ -97,7 +97,7 @@ def updated(table: Placement, *, ahead: int) -> tuple[Lane, ...]:
 
     def lane(name: str, *, reads: bool, writes: bool) -> Lane:
         row: TensorClass = getattr(table, name)
-        into, out = copied(row.home, LaneAction.COPY_IN), copied(row.home, LaneAction.COPY_OUT)
+        into, out = copy_actions(row.home, LaneAction.COPY_IN), copy_actions(row.home, LaneAction.COPY_OUT)
         return Lane(
             name,
             reads=reads,
@@ -119,30 +119,30 @@ def updated(table: Placement, *, ahead: int) -> tuple[Lane, ...]:
     )
 
 
-def forward(table: Placement, *, updates: bool = False) -> Pass:
+def forward_pass(table: Placement, *, updates: bool = False) -> Pass:
     """The forward pass of a group of microbatches. updates: it is also the update of the step before."""
-    out = copied(table.residuals.home, LaneAction.COPY_OUT)
+    out = copy_actions(table.residuals.home, LaneAction.COPY_OUT)
     residuals = Lane("residuals", writes=True, leaving=out, behind=len(out), of_microbatch=True)
     if not updates:
         return Pass("forward", (fetched(table), residuals))
     *state, weights = updated(table, ahead=2)
-    weights = weights._replace(arriving=gathered(table.weights))  # from the update, shards of them
+    weights = weights._replace(arriving=gather_actions(table.weights))  # from the update, shards of them
     return Pass("forward", (*state, weights, residuals), updates=True)
 
 
-def backward(table: Placement, *, stages: int = 1) -> Pass:
+def backward_pass(table: Placement, *, stages: int = 1) -> Pass:
     """The backward pass of a group of microbatches. stages: with several, sums begin as stored zeros."""
-    into = copied(table.residuals.home, LaneAction.COPY_IN)
+    into = copy_actions(table.residuals.home, LaneAction.COPY_IN)
     residuals = Lane("residuals", reads=True, arriving=into, ahead=len(into), of_microbatch=True)
     home = table.grads.home
-    out = copied(home, LaneAction.COPY_OUT)
+    out = copy_actions(home, LaneAction.COPY_OUT)
     # Sums are needed when a layer's first gradient is there, late enough to be read in the same layer.
     reduced = (LaneAction.REDUCE,) if table.grads.sharded else ()
     grads = Lane(
         "grads",
         reads=True,
         writes=True,
-        arriving=copied(home, LaneAction.COPY_IN),
+        arriving=copy_actions(home, LaneAction.COPY_IN),
         leaving=(*reduced, *out),
         behind=len(out),
         accumulates=stages == 1,
@@ -161,17 +161,23 @@ def around_ticks(table: Placement, *, sums_are_local: bool) -> list[Pass]:
 
     sums_are_local: they are summed over devices then, and written back.
     """
-    out = copied(table.grads.home, LaneAction.COPY_OUT)
+    out = copy_actions(table.grads.home, LaneAction.COPY_OUT)
     grads = Lane("grads", writes=True, leaving=out, behind=len(out))
     return [Pass("zeros", (grads,)), Pass("norm", (grads._replace(reads=True, writes=sums_are_local, behind=0),))]
 
 
-def of_step(engine: Engine, groups: int, *, stages: int = 1, sums_are_local: bool = False) -> list[tuple[Pass, int]]:
+def passes_of_step(
+    engine: Engine, groups: int, *, stages: int = 1, sums_are_local: bool = False
+) -> list[tuple[Pass, int]]:
     """(pass, how often it runs) in a step of so many groups of microbatches, and stages of pipeline parallelism."""
     table = engine.table
-    found = [(forward(table), groups), (backward(table, stages=stages), groups), (update(table), 1)]
+    found = [(forward_pass(table), groups), (backward_pass(table, stages=stages), groups), (update(table), 1)]
     if engine.overlap_update:
-        found = [(forward(table, updates=True), 1), (forward(table), groups - 1), (backward(table), groups)]
+        found = [
+            (forward_pass(table, updates=True), 1),
+            (forward_pass(table), groups - 1),
+            (backward_pass(table), groups),
+        ]
     if stages > 1:
         found += [(one, 1) for one in around_ticks(table, sums_are_local=sums_are_local)]
     return [(one, times) for one, times in found if times]

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import allocate, exchange_in_halves, read, write
+from surojax.memory.host import allocate, exchange_in_halves, read, write_layer
 from surojax.models.model import Model, Segment
 from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives, stage_collectives
@@ -48,7 +48,7 @@ from surojax.step.objective import Sums
 from surojax.step.outer import OuterLayers
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine
-from surojax.step.stage_layers import StageLayers, first_layer, inputs_of_stage, stage_engine, when_any
+from surojax.step.stage_layers import StageLayers, first_layer_of_stage, inputs_of_stage, stage_engine, when_any
 from surojax.step.step_metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.stream import Flight, Layer, Stream, sweep
 
@@ -121,7 +121,7 @@ class PipelineStage:
         """Microbatch a. computes: see `StageLayers.when_any`."""
 
         def recipe_inputs(a, l):
-            number = first_layer(self.engine) + l
+            number = first_layer_of_stage(self.engine) + l
             return inputs_of_stage(self.model, number, self.of_model(a, number), computes)
 
         return self.batch.microbatch(a, recipe_inputs)
@@ -178,7 +178,7 @@ class PipelineStage:
         x_BsD = spread(carry.x_BSD, self.stages - 1)
         targets = {name: own_part(of_tokens) for name, of_tokens in self.microbatch(a).targets.items()}
         more, dx_BsD, d_outer = self.outer.head(carry.grads.outer, x_BsD, targets, self.scale)
-        from_head = write(carry.from_head, dx_BsD, a % self.head_slots)
+        from_head = write_layer(carry.from_head, dx_BsD, a % self.head_slots)
         return carry._replace(
             from_head=from_head, grads=carry.grads._replace(outer=d_outer), sums=add(carry.sums, more)
         )
@@ -309,7 +309,7 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
 
     def blocks(pattern: int, _, computes, x_BSD):
         def block(layer: Layer, values, x_BSD, flights):
-            inputs = inputs_of_stage(model, first_layer(engine) + layer.index, None, computes)
+            inputs = inputs_of_stage(model, first_layer_of_stage(engine) + layer.index, None, computes)
             return segment.block(values["weights"], x_BSD, inputs, layer.variant, starts_BS)[0], {}, flights
 
         of_pattern = layers.of_patterns[pattern]

@@ -62,7 +62,7 @@ class Residuals:
         return self.structures[variant].unflatten(arrays)
 
 
-def recomputed(segment: Segment) -> Segment:
+def recomputing_segment(segment: Segment) -> Segment:
     """The segment with blocks that save their input alone, from which the backward pass computes them again.
 
     With a router they also save what it decided.

@@ -73,7 +73,7 @@ def stage_engine(engine: Engine) -> Engine:
     return dataclasses.replace(engine, model=of_stage(engine.model, stage_collectives.stage()[1]))
 
 
-def first_layer(engine: Engine) -> jax.Array | int:
+def first_layer_of_stage(engine: Engine) -> jax.Array | int:
     """The number in the model of this stage's first layer. engine: of one stage."""
     return collectives.first_layer(engine.model.num_layers)
 

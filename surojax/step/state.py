@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax.memory.host import joined, parts, put, read, write
+from surojax.memory.host import join_parts, parts, put, read, write_layer
 from surojax.memory.in_file import InFiles
 from surojax.models.model import Model, Segment
 from surojax.numerics.base_formats import dequantise, is_coded
@@ -80,7 +80,7 @@ def shardings(plan):
     return jax.tree.map(lambda x: x.sharding, plan)
 
 
-def cast(tree, plan):
+def cast_to_plan(tree, plan):
     """Casts arrays to the dtypes and shardings of a plan, in device memory, inside `jit`."""
 
     def one(x, p):
@@ -129,7 +129,7 @@ def build_stacks(weights, others, layer: Callable, inputs: Callable[[int], Any])
 
     by_host(range(len(order)), lambda number: inputs(order[number].l), compute, write_files)
     rows = zip(of_parts, stacks, parts(weights), strict=True)
-    work = joined([files.joined(stack, files.files(part.stack)) for files, stack, part in rows])
+    work = join_parts([files.joined(stack, files.files(part.stack)) for files, stack, part in rows])
     return work, in_files.joined(built, in_files.files(others))
 
 
@@ -144,9 +144,13 @@ def layer_program(stack, others, layer: Callable) -> Callable:
     layer_plan = layer_of((stack, others))
 
     def build(stacks, built, inputs, i, l):
-        work, other = cast(layer(inputs, l), layer_plan)
+        work, other = cast_to_plan(layer(inputs, l), layer_plan)
         to_files = of_weights.repeated(of_weights.files(work)), in_files.repeated(in_files.files(other))
-        return write(stacks, of_weights.in_memory(work), i), write(built, in_files.in_memory(other), l), to_files
+        return (
+            write_layer(stacks, of_weights.in_memory(work), i),
+            write_layer(built, in_files.in_memory(other), l),
+            to_files,
+        )
 
     of_files = of_weights.planned_round(DEVICE), in_files.planned_round(DEVICE)
     planned = (of_weights.in_memory(stack), in_files.in_memory(others), of_files)
@@ -164,7 +168,7 @@ def allocated(plan):
         leaves, structure = jax.tree.flatten(plan)
         fill = [jax.device_put(jnp.full(p.shape, i % 100, p.dtype), p.sharding) for i, p in enumerate(leaves)]
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), layer_of(leaves))
-        return structure.unflatten(write(fill, cast(zeros, layer_of(leaves)), 0))
+        return structure.unflatten(write_layer(fill, cast_to_plan(zeros, layer_of(leaves)), 0))
 
     return jax.jit(build, out_shardings=shardings(plan))()
 
@@ -232,7 +236,7 @@ def work_weights(master, plan: TrainState) -> dict:
 
         weights[name], _ = build_stacks(plan.weights[name], (), layer, inputs)
     planned = plan.weights[OUTER]
-    outer = jax.jit(lambda x: cast(put(x, DEVICE), planned), out_shardings=shardings(planned))
+    outer = jax.jit(lambda x: cast_to_plan(put(x, DEVICE), planned), out_shardings=shardings(planned))
     return weights | {OUTER: outer(master[OUTER])}
 
 
@@ -337,7 +341,7 @@ def new_master(optimizer: optim.Optimizer, params, initial, master_plan):
 
     They are in the shardings of the master weights.
     """
-    master = cast(part_of(initial, master_plan), master_plan)
+    master = cast_to_plan(part_of(initial, master_plan), master_plan)
     return master, optim.init(optimizer, trainable(params), master, master_plan)
 
 
@@ -379,4 +383,4 @@ def with_new_adapters(segment: Segment, plan: TrainState, layer, seed, l):
 def outer_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, initial) -> TensorState:
     """The TensorState of the outer layers with these initial values."""
     master, moments = new_master(optimizer, model.outer_params, initial, plan.master[OUTER])
-    return TensorState(cast(with_part(initial, master), plan.weights[OUTER]), master, moments)
+    return TensorState(cast_to_plan(with_part(initial, master), plan.weights[OUTER]), master, moments)

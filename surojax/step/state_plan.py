@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.errors import ConfigError
-from surojax.memory.host import joined
+from surojax.memory.host import join_parts
 from surojax.memory.in_file import InFile, home_of
 from surojax.memory.layer_file import Store
 from surojax.models.model import Model, Segment
@@ -150,7 +150,7 @@ class StatePlanner:
         shard = jax.NamedSharding(self.mesh, spec).shard_shape(shape)
         divided = (shape[-2] // shard[-2], shape[-1] // shard[-1])
         base = base_formats.FORMATS[self.table.base_format]
-        if not base_formats.fits(self.table.base_format, shape, divided):
+        if not base_formats.has_whole_blocks(self.table.base_format, shape, divided):
             raise ConfigError(
                 f"{base.setting}: expected rows of a multiple of {base.block * divided[1]} numbers, for blocks of "
                 f"{base.block} on every device, got {param.name} with rows of {param.shape[1]}; set it to false"
@@ -194,7 +194,7 @@ class StatePlanner:
 
         split = [of_layers(resident, DEVICE)] if resident else []
         streamed = layers - resident
-        work = joined(split + [of_layers(streamed, None)] * bool(streamed))
+        work = join_parts(split + [of_layers(streamed, None)] * bool(streamed))
         if table.persistent_quants:
             work = jax.tree.map(self.quants, segment.params, self.layouts.quants[segment.name], work)
         return work

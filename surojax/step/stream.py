@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from surojax.memory.host import exchange, read, write
+from surojax.memory.host import exchange, read, write_layer
 from surojax.models.model import PLAIN, Variant, loop_over
 from surojax.step.passes import Lane
 
@@ -83,7 +83,7 @@ class Stream(NamedTuple):
             stack, after_next = exchange(stack, late, before, after, are_read_first=self.are_read_first)
             return early, Flight(stack, after_next, late)
         if lane.behind:
-            stack = write(stack, late, before)
+            stack = write_layer(stack, late, before)
         if lane.ahead:
             return early, Flight(stack, read(stack, after), late)
         return read(stack, here) if lane.reads else None, Flight(stack, None, late)
@@ -92,7 +92,7 @@ class Stream(NamedTuple):
         """The flight with the layer's results."""
         if self.lane.behind:
             return flight._replace(late=new)
-        return flight._replace(stack=write(flight.stack, new, self.index(layer.index)))
+        return flight._replace(stack=write_layer(flight.stack, new, self.index(layer.index)))
 
     def begin(self, stack, first: int, step: int = 1) -> Flight:
         """The flight before layer `first`. What it writes late is there already."""
@@ -101,7 +101,7 @@ class Stream(NamedTuple):
 
     def end(self, flight: Flight, last: jax.Array | int) -> Any:
         """The stacks after layer `last`."""
-        return write(flight.stack, flight.late, self.index(last)) if self.lane.behind else flight.stack
+        return write_layer(flight.stack, flight.late, self.index(last)) if self.lane.behind else flight.stack
 
 
 def over(

@@ -32,7 +32,7 @@ def passes(mesh: Mesh):
     return pipeline if pipeline_stages(mesh) > 1 else whole_model
 
 
-def parts_of(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> StepParts:
+def make_step_parts(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> StepParts:
     """The parts of a step."""
     gradients = functools.partial(passes(mesh).loss_and_gradients, engine)
     return StepParts(engine, mesh, plan, gradients, Update(engine, optimizer))
@@ -49,7 +49,7 @@ def make_train_step(
     `FileStep`, which is called, lowered and compiled in the same way; and so is an `OverlappedStep`. files: what a step
     keeps there.
     """
-    step = parts_of(engine, optimizer, plan, mesh)
+    step = make_step_parts(engine, optimizer, plan, mesh)
     gradients, update = step.gradients, step.update
     if engine.table.in_files:
         return FileStep(step, LayerGradients(step, files) if engine.table.by_layer else WholeGradients(step))
@@ -69,7 +69,7 @@ def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh:
 
     History and step are those of the state. The gradients are sharded as master weights, before clipping.
     """
-    parts = parts_of(engine, optimizer, plan, mesh)
+    parts = make_step_parts(engine, optimizer, plan, mesh)
 
     def per_device(weights, history, step, *batch):
         found = parts.gradients(weights, *batch, history=history, step=step)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import LayerStack, balanced, joined, on_device, parts, read
+from surojax.memory.host import LayerStack, balanced, join_parts, on_device, parts, read
 from surojax.numerics.quantized import is_quantized, work_copy
 from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
@@ -168,7 +168,7 @@ def update_layers(tensor: Tensor, scalars: Scalars, lanes: dict[str, Lane]) -> T
                 only_read = lanes | {"master": lanes["master"]._replace(writes=False, behind=0)}
                 work, _ = sweep_parts(only_read, work_of_layer, weights, {"master": master})
             return TensorState(work, master, moments)
-    together = layers_together(tensor)
+    together = segment_layers_together(tensor)
     stacks = {"master": master, "moments": moments, "grads": tensor.grad, "layer": layers}
     if together > 1:
         return update_groups(tensor, scalars, lanes, stacks, together)
@@ -181,7 +181,7 @@ def update_layers(tensor: Tensor, scalars: Scalars, lanes: dict[str, Lane]) -> T
     return TensorState(work, stacks["master"], stacks["moments"])
 
 
-def layers_together(tensor: Tensor) -> int:
+def segment_layers_together(tensor: Tensor) -> int:
     """The number of layers of a segment's tensor that are updated together."""
     of_parts = [part.stop - part.start for part in parts(tensor.state.weights)]
     devices = collectives.device_number(*tensor.master_layout.stored_axes)[1]
@@ -218,7 +218,7 @@ def sweep_parts(lanes: dict[str, Lane], function: Callable, weights, stacks: dic
             stacks = jax.lax.optimization_barrier(stacks)
         stack, stacks = sweep_part(lanes, function, part, stacks)
         done.append(stack)
-    return joined(done), stacks
+    return join_parts(done), stacks
 
 
 def sweep_part(

@@ -60,7 +60,7 @@ class Gather(NamedTuple):
         table = self.table
         if table.persistent_quants or not (table.quantises_shards and self.in_8_bits(variant)):
             return w
-        return quantised(self.params, w, table)
+        return quantised_matrices(self.params, w, table)
 
     def in_8_bits(self, variant: Variant) -> bool:
         """True if the matrices of a layer of this variant are quantised before products read them."""
@@ -81,7 +81,7 @@ class Gather(NamedTuple):
         return quantise_with_one_scale(self.params, numbers, table.quants.dtype, largest_of_group)
 
 
-def quantised(params, w, table: Placement):
+def quantised_matrices(params, w, table: Placement):
     """A layer's weights with every matrix as a `Quantized`; vectors are unchanged.
 
     With one scale per matrix (recipes fp8_*), all shards of a matrix have the same scale, from one collective with a

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from surojax.memory.host import LayerStack, joined, parts, read, write
+from surojax.memory.host import LayerStack, join_parts, parts, read, write_layer
 from surojax.memory.in_file import InFiles
 from surojax.placement.home import DEVICE, HOST
 from surojax.step.between import in_rounds, of_round
@@ -41,7 +41,7 @@ class WorkWeights:
 
     def joined(self, in_memory: list[list]) -> Any:
         """The weights with these stacks in memory."""
-        return joined([self.like(number, stacks) for number, stacks in enumerate(in_memory)])
+        return join_parts([self.like(number, stacks) for number, stacks in enumerate(in_memory)])
 
     def read(self, l: int) -> list[jax.Array]:
         """Layer l from files, a round of each stack, on its way to device memory. Raises NvmeError."""
@@ -81,5 +81,5 @@ class WorkWeights:
     def replaced(self, number: int, in_memory: list, layer: Any, l: jax.Array | int) -> tuple[list, list]:
         """(stacks in memory with this layer in place of layer l, rounds of what goes to files). Inside `jit`."""
         files = self.files[number]
-        stacks = write(in_memory, files.in_memory(layer), l - self.layers[number].start)
+        stacks = write_layer(in_memory, files.in_memory(layer), l - self.layers[number].start)
         return stacks, in_rounds(files.files(layer))

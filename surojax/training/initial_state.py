@@ -9,7 +9,7 @@ from surojax.exchange import peft
 from surojax.exchange.base import described_format
 from surojax.exchange.model_tensors import Tensors, describe_source as describe_weights, readers
 from surojax.exchange.sources import naming
-from surojax.numerics.base_formats import chosen
+from surojax.numerics.base_formats import chosen_format
 from surojax.parallel.feed import to_host
 from surojax.run.console import say
 from surojax.run.restore import restore
@@ -25,7 +25,7 @@ def first_state(c: Config, run: Assembly, start: Start, initial: Tensors | None)
     """The state from files or a checkpoint, from another model's weights, or new; says which."""
     resume = start.resume
     if start.in_files:
-        base = new_state(c, run, initial).weights if c.lora else None
+        base = fresh_state(c, run, initial).weights if c.lora else None
         state = complete_state(run.store, run.plan, start.first_step, base)
         say(f"continuing from step {start.first_step}, which {run.store.folder} has complete")
         return state
@@ -36,15 +36,15 @@ def first_state(c: Config, run: Assembly, start: Start, initial: Tensors | None)
         state = restored(c, run, resume, initial)
         say(f"continuing from {resume}")
         return state
-    state = new_state(c, run, initial, start.adapter)
+    state = fresh_state(c, run, initial, start.adapter)
     if initial:
         beside = f", with the adapter in {c.lora_adapter}" if start.adapter else ""
-        frozen = described_format(initial, run.model, chosen(c) if c.lora else "")
+        frozen = described_format(initial, run.model, chosen_format(c) if c.lora else "")
         say(f"starting from {describe_weights(initial)}{frozen}{beside}")
     return state
 
 
-def new_state(
+def fresh_state(
     c: Config, run: Assembly, initial: Tensors | None, adapter: peft.AdapterArrays | None = None
 ) -> TrainState:
     """The state before the first step, with these weights and this adapter, or with new ones."""
@@ -58,14 +58,14 @@ def new_state(
 
 def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) -> TrainState:
     """The state in a checkpoint. With adapters, the base is not in it, but where the run took it from."""
-    base = new_state(c, run, initial).weights if c.lora else None
+    base = fresh_state(c, run, initial).weights if c.lora else None
     return restore(resume, run.plan, run.layers, base=base)
 
 
 def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
     """Writes the adapters of a state in PEFT's format into the output_dir; base: fingerprint of what they adapt."""
     folder = Path(c.output_dir).expanduser() / ADAPTER
-    frozen = chosen(c)
+    frozen = chosen_format(c)
     base_format = f"{frozen} {c.model_dtype}" if frozen else peft.STORED
     found = peft.AdapterArrays(lora(c), *peft.of_state(run.model, lora(c), to_host(master)), base, base_format)
     base_name = "" if c.lora_base_adapter else c.model_path  # nobody else merges that one first

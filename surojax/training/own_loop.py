@@ -10,7 +10,7 @@ from surojax.assembly.from_config import Brought, from_config
 from surojax.config.fields import Config
 from surojax.data.batches import training_batches
 from surojax.errors import ConfigError
-from surojax.exchange.model_tensors import named
+from surojax.exchange.model_tensors import tensors_by_name
 from surojax.exchange.sources import resolved
 from surojax.models.decoder import Block
 from surojax.optim.from_optax import MakeTransformation
@@ -104,11 +104,11 @@ class OwnLoop:
         if self._gradients is None:
             self._gradients = self._run.gradients()
         loss, grads = self._gradients(state.weights, state.history, state.step, *self._put(batch))
-        return float(loss), named(to_host(grads), self._run.model)
+        return float(loss), tensors_by_name(to_host(grads), self._run.model)
 
     def tensors(self, state: TrainState) -> dict[str, np.ndarray]:
         """The master weights by Hugging Face's names, copied to host memory, as safetensors' `save_file` takes them."""
-        return named(to_host(state.master), self._run.model)
+        return tensors_by_name(to_host(state.master), self._run.model)
 
     def _put(self, batch: dict[str, np.ndarray]) -> list[jax.Array]:
         """The arrays of a batch on the devices."""

@@ -43,7 +43,7 @@ from surojax.step.objective import (
     OfLogProbabilities,
     OfSequences,
 )
-from surojax.training.initial_state import new_state
+from surojax.training.initial_state import fresh_state
 from surojax.training.setup import Setup
 from surojax.training.start import Start
 from surojax.untrusted import expanded
@@ -170,7 +170,7 @@ class _Reference:
         options = compiler_options(self.run, next(iter(self.sharding.device_set)).platform)
         step = self.run.eval_step().lower(self.run.plan.weights, *planned).compile(options)
         adapter = peft.read_adapter(c.lora_adapter, self.run.model, naming(c)) if c.lora_adapter else None
-        return step, new_state(c, self.run, self.initial, adapter).weights
+        return step, fresh_state(c, self.run, self.initial, adapter).weights
 
 
 class _SamplesOfBatches:

@@ -11,7 +11,7 @@ from surojax.config import checks, fields as configs
 from surojax.config.adapters import FIELDS
 from surojax.config.fields import Config
 from surojax.errors import CheckpointError, ConfigError
-from surojax.memory.slots import TABLE, read_table
+from surojax.memory.slots import TABLE, read_slot_table
 from surojax.models.decoder_model import ARCHITECTURE
 from surojax.run import on_disk
 from surojax.run.console import say
@@ -69,7 +69,7 @@ def goes_on_in_files(c: Config, output_dir: Path, progress: dict[str, Any] | Non
 
 def check_unfinished(folder: Path, output_dir: Path) -> None:
     """Raises ConfigError if the files in a folder have the state of another run, which has no checkpoint as new."""
-    table = read_table(folder)
+    table = read_slot_table(folder)
     if table is None or (run := _run_of(table["progress"])) == output_dir.absolute():
         return
     step = table["progress"]["step"]

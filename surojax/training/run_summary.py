@@ -42,7 +42,7 @@ from surojax.run.console import say
 PAGE = "report.html"
 
 
-def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
+def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     """Print the size of the model, the devices, the mesh, and the memory that the run needs."""
     axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
     total = run.model.num_parameters
@@ -81,7 +81,7 @@ def budget(model: Model, tokens: int, *, is_new: bool) -> str:
     return f"budget: {tokens:,} tokens{beside}; {(6.0 * trained + 4.0 * frozen) * tokens:.2e} FLOPs ({formula})"
 
 
-def predict(c: Config, run: Assembly, compiled, devices, disk: Claimed) -> Prediction:
+def print_prediction(c: Config, run: Assembly, compiled, devices, disk: Claimed) -> Prediction:
     """The predicted time of the compiled step, printed if the planner knows the GPU. It never ends a run.
 
     disk: what was measured of the run's files; each process has its own. A few seconds at most: a step is simulated
@@ -97,13 +97,13 @@ def predict(c: Config, run: Assembly, compiled, devices, disk: Claimed) -> Predi
         say(f"note: {error}")
     try:
         if run.store.is_empty:
-            found = prediction.of_module(hlo.parse(compiled.as_text()), run, batch, gpu)
+            found = prediction.of_module(hlo.parse_module(compiled.as_text()), run, batch, gpu)
         else:
             parts = compiled.compiled_programs()
-            modules = [hlo.parse(part.function.as_text()) for part in parts]
+            modules = [hlo.parse_module(part.function.as_text()) for part in parts]
             disks = Disks(disk.reads, disk.writes, file_time.MEASURED_HERE)
             with_files = SimulatedStep(modules, run.mesh.shape, parts, jax.process_count(), disks)
-            found = prediction.of_step(with_files, run, batch, gpu)
+            found = prediction.step_prediction(with_files, run, batch, gpu)
     except Exception as error:  # whatever a new version of XLA writes
         say(f"note: no time is predicted: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         return Prediction(not_predicted="the compiled step cannot be read")
@@ -141,7 +141,7 @@ def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
     return None if gpu is None else len(devices) * sum(flops.values()) / products.compute_time(gpu, flops)
 
 
-def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: Corpus) -> str:
+def sample_text(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: Corpus) -> str:
     """Returns the prompt and the text that the model continues it with; control characters are escaped."""
     prompt = c.sample_prompt or tokenizer.decode(held_out.tokens[:64])
     options = {"max_tokens": c.sample_tokens, "temperature": c.sample_temperature, "seed": c.seed}

@@ -71,7 +71,7 @@ def set_up(c: Config, brought: Brought = NOTHING, rows: Iterable[Any] | None = N
     mesh = make_mesh(devices, **configs.mesh_sizes(c))
     run = from_config(c, mesh, total_steps=1, brought=brought)
     need = check_fit(c, run, devices)
-    nvme.check(run.store)
+    nvme.check_folders(run.store)
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     if rows is not None:
         entries = entries._replace(rows=GivenRows(rows))

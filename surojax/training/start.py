@@ -9,7 +9,7 @@ from surojax.config.fields import Config
 from surojax.data import run_data as data
 from surojax.data.batches import Mixture
 from surojax.data.samples import check_length
-from surojax.data.teacher_labels import with_labels
+from surojax.data.teacher_labels import with_teacher_labels
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import ConfigError
 from surojax.exchange import peft, sources
@@ -94,7 +94,7 @@ def find_start(c: Config, setup: Setup) -> Start:
 
 def _with_labels(c: Config, train: Mixture, tokenizer: Tokenizer) -> Mixture:
     """The samples with their labels by a teacher. Raises ConfigError if there are none."""
-    return with_labels(
+    return with_teacher_labels(
         train,
         c.distill_path,
         sequence_len=c.sequence_len,

@@ -26,7 +26,7 @@ class Bound(NamedTuple):
     first_norm: bool = False
 
 
-def bounds(c: Config) -> dict[str, Bound]:
+def expected_bounds(c: Config) -> dict[str, Bound]:
     """Returns {name in `Setting.expect`: bound}, for the dtypes and the recipe of a config."""
     same = Bound(0.0, 0.0, "no arithmetic changes, so the results must be bit-exact")
     mean = "; the errors are independent and average out (gradient norm: first step only)"

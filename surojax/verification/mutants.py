@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from surojax.config import Config
 from surojax.errors import ConfigError
-from surojax.verification.bounds import Curve, bounds, judge
+from surojax.verification.bounds import Curve, expected_bounds, judge
 from surojax.verification.removal import Collective, watching
 from surojax.verification.rows import Curves
-from surojax.verification.settings import Setting, chosen
-from surojax.verification.training import Built, compiled, curve, lowered
+from surojax.verification.settings import Setting, chosen_rows
+from surojax.verification.training import Built, compiled_step, lowered, training_curve
 
 AT_TRACE = "at trace"
 BY_PARITY = "by parity"
@@ -72,9 +72,9 @@ def outcome(curves: Curves, mutant: Mutant, row: Built) -> Outcome:
             raise  # not what taking out a collective may cause
         return result(AT_TRACE, str(error).partition("\n")[0])
     trained: Curve = []
-    for figures in curve(row, compiled(row, step), curves.first.of(row), curves.batches):
+    for figures in training_curve(row, compiled_step(row, step), curves.first.of(row), curves.batches):
         trained.append(figures)
-        status, loss, grad_norm, why = judged(curves, mutant.setting, trained)
+        status, loss, grad_norm, why = judge_mutant(curves, mutant.setting, trained)
         if status == "FAIL" and (loss or grad_norm):  # nan too; an approximate row may begin without a difference
             break
     off = f"loss off by {loss:.0e}, gradient norm by {grad_norm:.0e}, in step {len(trained)}"
@@ -83,14 +83,14 @@ def outcome(curves: Curves, mutant: Mutant, row: Built) -> Outcome:
 
 def keep_whole(curves: Curves, s: Setting, row: Built, step) -> None:
     """Trains a row with all of its collectives and keeps the curve. Raises ConfigError if the row fails."""
-    curves.keep(s, list(curve(row, compiled(row, step), curves.first.of(row), curves.batches)))
-    if why := judged(curves, s, curves.of(s))[3]:
+    curves.keep(s, list(training_curve(row, compiled_step(row, step), curves.first.of(row), curves.batches)))
+    if why := judge_mutant(curves, s, curves.of(s))[3]:
         raise ConfigError(f"--only: expected rows that pass, got {s.name}: {why}; its mutants would show nothing")
 
 
-def judged(curves: Curves, s: Setting, trained: Curve) -> tuple[str, float, float, str]:
+def judge_mutant(curves: Curves, s: Setting, trained: Curve) -> tuple[str, float, float, str]:
     """Compares the first steps of a row without a collective with the row's reference, see `judge`."""
-    return judge(trained, curves.of(curves.table[s.like])[: len(trained)], bounds(curves.config)[s.expect])
+    return judge(trained, curves.of(curves.table[s.like])[: len(trained)], expected_bounds(curves.config)[s.expect])
 
 
 def verify_mutants(
@@ -112,7 +112,7 @@ def verify_mutants(
     """
     with Curves(config, steps, devices) as curves:
         curves.of_plain()
-        return list(_outcomes(curves, chosen(curves.table, only), report, skipped))
+        return list(_outcomes(curves, chosen_rows(curves.table, only), report, skipped))
 
 
 def _outcomes(

@@ -13,9 +13,9 @@ from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.memory.layer_file import folders
 from surojax.placement.mesh import find_devices
-from surojax.verification.bounds import Bound, Curve, bounds, judge
-from surojax.verification.settings import OWN, SEQUENCE_LEN, SIZES, Setting, chosen, settings
-from surojax.verification.training import Built, FirstStates, Started, built, make_batches
+from surojax.verification.bounds import Bound, Curve, expected_bounds, judge
+from surojax.verification.settings import OWN, SEQUENCE_LEN, SIZES, Setting, chosen_rows, rows_of_config
+from surojax.verification.training import Built, FirstStates, Started, build_row, make_batches
 
 MOST_STEPS = 10_000  # all batches are in memory
 MOST_COMPILERS = 8  # more than tracing, which is one thread's, keeps busy
@@ -46,7 +46,7 @@ class Curves:
         for folder in folders(config.nvme_path) if config.nvme_path else ():
             if not folder.is_dir():
                 raise ConfigError(f"nvme_path: expected a folder, got {str(folder)!r}; create it, or choose another")
-        self.table = {s.name: s for s in settings(self.config, len(self.devices))}
+        self.table = {s.name: s for s in rows_of_config(self.config, len(self.devices))}
         self.batches, self.microbatches = make_batches(self.config, len(self.devices), steps)
         self.first = FirstStates()
         # A program compiles mostly on one core, so on CPUs the next rows compile meanwhile. On GPUs, where compiling
@@ -73,8 +73,8 @@ class Curves:
         return self.microbatches * s.split
 
     def built(self, s: Setting) -> contextlib.AbstractContextManager[Built]:
-        """Returns the context `training.built` of a row."""
-        return built(self.config, s, self.batches, self.microbatches_of(s), self.devices)
+        """Returns the context `training.build_row` of a row."""
+        return build_row(self.config, s, self.batches, self.microbatches_of(s), self.devices)
 
     def keep(self, s: Setting, curve: Curve) -> None:
         """Keeps the curve of a row that was trained elsewhere."""
@@ -136,7 +136,7 @@ def refused_sizes(
         except ConfigError as error:
             return str(error)
 
-    rows = [s for s in chosen(curves.table, only) if s.name != OWN]
+    rows = [s for s in chosen_rows(curves.table, only) if s.name != OWN]
     refused = {s.name: refusal(curves, s) for s in rows}
     return {s.name: refused[s.name] for s in rows if refused[s.name] and not refusal(in_sizes, s)}
 
@@ -162,23 +162,23 @@ def verify(
     """
     rows = []
     with Curves(config, steps, devices) as curves:
-        settings_of_rows = chosen(curves.table, only)
+        settings_of_rows = chosen_rows(curves.table, only)
         if any(s.like == "plain" and s.devices <= len(curves.devices) for s in settings_of_rows):
             curves.of_plain()  # first, as it may not fit
         curves.plan(settings_of_rows)
         for s in settings_of_rows:
-            rows.append(judged(curves, s))
+            rows.append(judge_row(curves, s))
             report(rows[-1])
     return rows
 
 
-def judged(curves: Curves, s: Setting) -> VerifiedSetting:
+def judge_row(curves: Curves, s: Setting) -> VerifiedSetting:
     """Trains a row and its reference, unless that was done, and compares them; a row that cannot run is skipped.
 
     Raises ConfigError if the config's own row cannot run.
     """
     started = time.perf_counter()
-    bound = bounds(curves.config)[s.expect]
+    bound = expected_bounds(curves.config)[s.expect]
     try:
         status, loss, grad_norm, why = judge(curves.of(s), curves.of(curves.table[s.like]), bound)
     except ConfigError as error:

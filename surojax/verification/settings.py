@@ -397,7 +397,7 @@ RESET = (  # fields that have their defaults in every row that does not change t
 )
 
 
-def settings(c: Config, devices: int) -> list[Setting]:
+def rows_of_config(c: Config, devices: int) -> list[Setting]:
     """Returns the rows for a config: SETTINGS, and a row with the config's own settings unless they equal "plain"."""
     defaults = default_config()
     own = {name: c[name] for name in RESET if c[name] != defaults[name]}
@@ -415,7 +415,7 @@ def settings(c: Config, devices: int) -> list[Setting]:
     return [*rows, Setting(OWN, own, n, expect=expect)]
 
 
-def chosen(table: dict[str, Setting], only: Sequence[str] | None) -> list[Setting]:
+def chosen_rows(table: dict[str, Setting], only: Sequence[str] | None) -> list[Setting]:
     """Returns the rows that `only` names or matches; None: all. Raises ConfigError for a name that matches no row."""
     selected = set(table if only is None else ())
     for name in only or ():

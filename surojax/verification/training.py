@@ -65,7 +65,7 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[Batch], int]
     return [batch() for _ in range(steps)], microbatches
 
 
-def changed(c: Config, s: Setting, steps: int, sequences: int, microbatches: int) -> Config:
+def config_of_row(c: Config, s: Setting, steps: int, sequences: int, microbatches: int) -> Config:
     """Returns the config of a row. Raises ConfigError if its fields contradict each other."""
     new = checks.restored_config(c.to_dict())
     defaults = default_config()
@@ -80,7 +80,7 @@ def changed(c: Config, s: Setting, steps: int, sequences: int, microbatches: int
 
 
 @contextlib.contextmanager
-def built(c: Config, s: Setting, batches: list[Batch], microbatches: int, devices: Sequence) -> Iterator[Built]:
+def build_row(c: Config, s: Setting, batches: list[Batch], microbatches: int, devices: Sequence) -> Iterator[Built]:
     """Yields a row that is ready to be traced; its files, if it has any, are there until the end of the context.
 
     Raises ConfigError if the row cannot run here.
@@ -94,7 +94,7 @@ def built(c: Config, s: Setting, batches: list[Batch], microbatches: int, device
             inside = folders(c.nvme_path)[0] if c.nvme_path else None
             folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix="verify", dir=inside))
             s = s._replace(changes=s.changes | {"nvme_path": folder})
-        c = changed(c, s, len(batches), sequences, microbatches)
+        c = config_of_row(c, s, len(batches), sequences, microbatches)
         mesh = make_mesh(devices, **configs.mesh_sizes(c))
         run = from_config(c, mesh, total_steps=len(batches))
         check_fit(c, run, devices)
@@ -108,12 +108,12 @@ def lowered(row: Built):
     return row.run.train_step().lower(row.run.plan, *(tokens for _ in row.run.engine.batch_arrays))
 
 
-def compiled(row: Built, step):
+def compiled_step(row: Built, step):
     """Returns a lowered step of a row, compiled."""
     return step.compile(compiler_options(row.run, row.devices[0].platform))
 
 
-def curve(row: Built, step, state: TrainState, batches: list[Batch]) -> Iterator[tuple[float, float]]:
+def training_curve(row: Built, step, state: TrainState, batches: list[Batch]) -> Iterator[tuple[float, float]]:
     """Trains with a compiled step; yields the loss and the gradient norm of each step. The first state is consumed."""
     sharding = batch_sharding(row.mesh)
     for batch in batches:
@@ -155,13 +155,13 @@ class Started:
     ):
         self.batches = batches
         with contextlib.ExitStack() as until_end:
-            self.row = until_end.enter_context(built(c, s, batches, microbatches, devices))
-            self.step = compiler.submit(compiled, self.row, lowered(self.row))
+            self.row = until_end.enter_context(build_row(c, s, batches, microbatches, devices))
+            self.step = compiler.submit(compiled_step, self.row, lowered(self.row))
             self.close = until_end.pop_all().close
 
     def trained(self, first: FirstStates) -> Curve:
         """Trains the row and returns its losses and gradient norms."""
         try:
-            return list(curve(self.row, self.step.result(), first.of(self.row), self.batches))
+            return list(training_curve(self.row, self.step.result(), first.of(self.row), self.batches))
         finally:
             self.close()
