@@ -33,6 +33,7 @@ from surojax.inference.trained_model import load_trained
 from surojax.models import decoder_model
 from surojax.models.lora import Lora, saved_names, target_names
 from surojax.models.model import Compute, Model
+from surojax.planner import hlo, step_collectives, traffic
 from surojax.step.objectives import OBJECTIVES
 from surojax.step.rewards import REWARD, Reward, RewardSettings
 from surojax.step.train_step import make_gradients, make_train_step
@@ -128,6 +129,18 @@ def test_offloads_change_no_bit():
     other, other_grads = found(batch(), offload_weights=True, offload_grads=True, offload_residual=True, zero_level=2)
     assert other == loss
     jax.tree.map(np.testing.assert_array_equal, other_grads, grads)
+
+
+@pytest.mark.full
+def test_a_group_sends_what_the_planner_says():
+    """Of a compiled step, with a head that is on every device: its activations are not gathered."""
+    small = Small(2, tp_size=2, config=SCORER)
+    run = dataclasses.replace(small.run, engine=dataclasses.replace(small.engine, objective=OBJECTIVE))
+    text = run.train_step().lower(run.plan, *small.put(batch())).compile().as_text()
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse(text), 1)], small.mesh.shape)}
+    expected = step_collectives.collective_bytes(run, traffic.BatchShape(sequences=B, sequence_len=S, microbatches=A))
+    assert found.pop(("all-reduce", "tp")) == pytest.approx(expected.pop(("all-reduce", "tp")), abs=4 * 64)  # scalars
+    assert found == expected
 
 
 def reported(devices: int = 1, *, config=SCORER, **options) -> dict[str, float]:
@@ -309,6 +322,7 @@ def test_peft_names_two_heads_of_which_one_is_there(tmp_path):
         ("base", {"untied_head": True}, "untied_head: expected false for a model whose head is not tied"),
         ("olmoe", {}, "model.num_labels: expected 0 for a olmoe, of which transformers has no models for sequence"),
         ("two", {}, "model.num_labels: expected one of 0, 1, got 2"),
+        ("unnamed", {}, "model_path: expected no score.weight in"),
         ("headless", {}, "model_path: expected score.weight in"),
     ],
 )
@@ -322,6 +336,9 @@ def test_what_does_not_go_together_is_refused(tmp_path, source, settings, reason
     }
     if source in said_of:  # with the tensors of the language model
         (tmp_path / "base" / "config.json").write_text(json.dumps(said_of[source]))
+    if source == "unnamed":
+        (tmp_path / "scorer" / "config.json").write_text((tmp_path / "base" / "config.json").read_text())
+        source = "scorer"
     folder = tmp_path / (source if source in ("base", "scorer") else "base")
     with pytest.raises(ConfigError, match=re.escape(reason)):
         c, model = of_folder(folder, **settings)

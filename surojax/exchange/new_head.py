@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from surojax.errors import ConfigError
 from surojax.exchange.base import DerivedTensors
 from surojax.exchange.model_tensors import Tensors
 from surojax.families.family import TENSOR_NAMES
@@ -13,11 +14,18 @@ class WithNewHead(DerivedTensors):
     """The tensors of a language model, but the head of `model`, which is drawn from the seed as a new model's.
 
     Its `fingerprint` does not depend on the head: an adapter is stored with its own, and belongs to the language model.
+
+    Raises ConfigError if there is such a head already, of which config.json says nothing.
     """
 
     def __init__(self, base: Tensors, model: Model, seed: int):
         super().__init__(base)
         self._name = TENSOR_NAMES[model.head]
+        if self._name in base.names:
+            raise ConfigError(
+                f"model_path: expected no {self._name} in {base.path}, whose config.json names no class for sequence "
+                "classification, got one; give that class in architectures"
+            )
         self._model = model
         self._seed = seed
 

@@ -149,7 +149,7 @@ def open_weights(c: Any, model: Model) -> Tensors | None:
     path = locate(c.model_path, weights=True)
     weights = tensors_of(path)
     if not model.has_logits and not labels_of(config_of(path)):
-        weights = WithNewHead(weights, model, c.seed)
+        weights = WithNewHead(weights, model, c.seed)  # raises
     check_tensors(weights, model)
     peft_experts.check_module(model, naming(c).expert_files)
     if frozen := chosen_format(c):

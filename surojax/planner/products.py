@@ -285,10 +285,13 @@ def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     model = run.model
     table = run.engine.table
     chunks = run.engine.lmhead_chunks
-    shards = layer_sizes.devices(run, run.mesh.shape.keys() & {SHARD, EXPERT}) if table.outer.sharded else 1
+    is_sharded = table.outer.sharded and model.has_logits
+    shards = layer_sizes.devices(run, run.mesh.shape.keys() & {SHARD, EXPERT}) if is_sharded else 1
     of_group = batch.tokens // run.mesh.shape.get(CONTEXT, 1)
     tokens = of_group * shards // chunks  # sharded: each GPU has a part of the vocabulary, and all tokens
-    words = max(1, model.head_rows // (shards * tensor_parallel(run.mesh) * pipeline_stages(run.mesh)))
+    words = model.head_rows
+    if model.has_logits:
+        words //= shards * tensor_parallel(run.mesh) * pipeline_stages(run.mesh)
     width = model.hidden_size
     trained = model.outer_params[model.head].trainable
     shapes = [(tokens, words, width), (tokens, width, words), (words, width, tokens)][: 2 + trained]

@@ -219,9 +219,12 @@ def _vocabulary(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
         ids = others * tokens * 4
         sums = 2 * 2 * ids  # largest logit and sum of exponentials, float32
         along = _joined(run, axes)
-        yield StepCollective("vocabulary", "all-gather", along, 2 * x + 2 * ids, k, chunks + 2)
-        yield StepCollective("vocabulary", "reduce-scatter", along, 2 * x, k, chunks + 1)
-        yield StepCollective("vocabulary", "all-reduce", along, sums, k, 2 * chunks)
+        yield StepCollective("vocabulary", "all-gather", along, x + ids, k, 2)
+        yield StepCollective("vocabulary", "reduce-scatter", along, x, k, 1)
+        if run.model.has_logits:  # another head is on every device
+            yield StepCollective("vocabulary", "all-gather", along, x + ids, k, chunks)
+            yield StepCollective("vocabulary", "reduce-scatter", along, x, k, chunks)
+            yield StepCollective("vocabulary", "all-reduce", along, sums, k, 2 * chunks)
     for t in layer_sizes.outer(run, trained=True):
         yield from _shared(run, "vocabulary", t, chunks * itemsize(run, "weights"), k)
 

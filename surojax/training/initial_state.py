@@ -8,6 +8,7 @@ from surojax.config.fields import Config
 from surojax.exchange import peft
 from surojax.exchange.base import described_format
 from surojax.exchange.model_tensors import Tensors, describe_source as describe_weights, readers
+from surojax.exchange.new_head import WithNewHead
 from surojax.exchange.sources import naming
 from surojax.numerics.base_formats import chosen_format
 from surojax.parallel.feed import to_host
@@ -39,6 +40,7 @@ def first_state(c: Config, run: Assembly, start: Start, initial: Tensors | None)
     state = fresh_state(c, run, initial, start.adapter)
     if initial:
         beside = f", with the adapter in {c.lora_adapter}" if start.adapter else ""
+        beside += ", with a new head" if isinstance(initial, WithNewHead) and not start.adapter else ""
         frozen = described_format(initial, run.model, chosen_format(c) if c.lora else "")
         say(f"starting from {describe_weights(initial)}{frozen}{beside}")
     return state
