@@ -1,4 +1,4 @@
-"""The batch of a step: its microbatches, and what each device has of their tokens.
+"""The batch of a step: its microbatches, and the tokens of each microbatch that are on this device.
 
 Labels were shifted before a device takes its part of a sequence. Shape suffixes: A microbatches, B local batch, S
 sequence, or its part whose activations are on this device.
@@ -23,7 +23,7 @@ from surojax.step.spec import Engine
 
 
 class Microbatch(NamedTuple):
-    """The inputs of a pass over layers, of one microbatch.
+    """One microbatch's inputs to a pass over layers.
 
     inputs_BS, and targets: the objective's arrays by name, of this device's tokens. starts_BS: of the documents of
     whole sequences, None if the engine is not packed. counted: a function that returns which of this device's tokens
@@ -37,7 +37,7 @@ class Microbatch(NamedTuple):
     recipe_inputs: Callable
 
     def of_tokens(self, segment: Segment) -> tuple:
-        """The last arguments of a segment's block."""
+        """The arguments of a segment's block that describe tokens: document starts, and routing with statistics."""
         return (self.starts_BS,) if segment.statistics is None else (self.starts_BS, Routing(self.counted()))
 
 
@@ -59,7 +59,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine, arrays: Sequence[jax.Array]) -> "Batch":
-        """The batch of these arrays, in the order of `Engine.batch_arrays`."""
+        """Makes a batch from arrays in the order of `Engine.batch_arrays`."""
         return cls(dict(zip(engine.batch_arrays, arrays, strict=True)), engine.objective, engine.model.compute)
 
     @property

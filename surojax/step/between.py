@@ -22,7 +22,7 @@ from surojax.placement.mesh import AXES
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """The type of a value that left a program. equal: the mesh axes over which it does not differ."""
+    """The type of a program's result `[devices, ...]` on one device. equal: mesh axes over which devices agree."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -30,7 +30,7 @@ class Left:
 
 
 class OfDevices:
-    """Values of which each device has its own, as results and arguments of programs: arrays `[devices, ...]`.
+    """Passes values that differ from device to device between programs, as arrays `[devices, ...]`.
 
     Inside `shard_map`, a type says over which mesh axes a value may differ. It is recorded where the value leaves a
     program and restored where it enters one, so programs are traced in the order in which they run.
@@ -43,7 +43,7 @@ class OfDevices:
         self._left: dict[str, Any] = {}
 
     def leave(self, name: str, tree):
-        """Results of a program: these values, by a name under which other programs take them."""
+        """Returns a program's results from per-device values, and records their types under `name` for `enter`."""
 
         def left(x) -> Left:
             return Left(x.shape, x.dtype, tuple(sorted(frozenset(self.axes) - varying_axes(x))))
@@ -52,16 +52,16 @@ class OfDevices:
         return jax.tree.map(lambda x: varying(x, AXES)[None], tree)
 
     def enter(self, name: str, tree):
-        """The inverse of `leave`."""
+        """Returns the per-device values, inside a program, from the arrays that `leave` returned under this name."""
         return jax.tree.map(lambda x, left: collectives.same(x[0], *left.equal), tree, self._left[name])
 
     def any_of(self, home: Home = DEVICE) -> jax.ShapeDtypeStruct:
-        """In place of the plan of any such arrays in this memory: it has their sharding."""
+        """Returns a planned array with the sharding of every array of `leave`, stored in this memory."""
         sharding = jax.NamedSharding(self.mesh, jax.P(self.axes), memory_kind=home.memory_kind)
         return jax.ShapeDtypeStruct((self.number,), jnp.float32, sharding=sharding)
 
     def planned(self, name: str, home: Home = DEVICE):
-        """The plan of the results by this name, in this memory."""
+        """Returns the plan of the arrays that `leave` returned under this name, stored in this memory."""
         sharding = self.any_of(home).sharding
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.number, *x.shape), x.dtype, sharding=sharding), self._left[name]
@@ -69,7 +69,7 @@ class OfDevices:
 
 
 class Resting:
-    """The arrays of each layer between two programs: in files, or where the program left them."""
+    """Keeps each layer's arrays between two programs: in files, or in the memory of the first program's results."""
 
     def __init__(self, files: Any = None):
         """files: a tree of `InFile`s; None: none are in files."""
@@ -100,6 +100,6 @@ def of_round(tree):
 
 
 def in_round(planned: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The plan of an array as a round."""
+    """Returns the plan of a round `[1, ...]` from the plan of an array `[...]`."""
     spec = jax.P(None, *planned.sharding.spec)
     return jax.ShapeDtypeStruct((1, *planned.shape), planned.dtype, sharding=planned.sharding.update(spec=spec))

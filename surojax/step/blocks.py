@@ -36,7 +36,7 @@ class Backward(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a segment, and the lanes of what they read and write.
+    """Runs a segment's blocks forward and backward, with a lane for each class of tensors that they read and write.
 
     layers: the loops over them, with the lane of weights. residuals, sums: of what they save, and of their gradients.
     """
@@ -62,7 +62,7 @@ class Blocks:
         return new
 
     def new_sums(self, used=None) -> Flight:
-        """Sums of gradients before the first group, see `Sums.new`."""
+        """Zeroed accumulators of gradients before the first group, see `Sums.new`."""
         weights = jax.eval_shape(lambda: self.layers.fetch_first(self.segment.variants[0]))
         return self.sums.new(weights, used)
 
@@ -184,7 +184,10 @@ def reference_block(engine: Engine, segment: Segment) -> Callable:
 def residuals_of(
     engine: Engine, layers: Layers, outer: OuterLayers, each: Microbatch, variants: tuple[Variant, ...] = ()
 ) -> Residuals:
-    """The residuals of a segment's layers in a microbatch. variants: that they may have; (): those that they have."""
+    """Plans the residuals (saved activations) of a segment's layers in one microbatch.
+
+    variants: the variants that layers may have; (): the segment's own.
+    """
     segment = recomputing_segment(layers.segment) if engine.recompute_block else layers.segment
 
     def save(variant: Variant):
@@ -197,7 +200,7 @@ def residuals_of(
 
 
 def plus_statistics(sums, routed: Routed | None):
-    """Sums of a layer's statistics, None before the first microbatch, and those of another one."""
+    """Adds a microbatch's statistics of a layer to their sums, which are None before the first microbatch."""
     if routed is None:
         return None
     new = varying(routed.statistics, AXES)
@@ -205,27 +208,27 @@ def plus_statistics(sums, routed: Routed | None):
 
 
 def behind_weights(x, flights: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(x, flights), of which x is known only when the next layer's weights are."""
+    """Returns (x, flights) behind a barrier: nothing reads x before the next layer's weights have arrived."""
     next_weights, *further = flights["weights"].early
     x, next_weights = jax.lax.optimization_barrier((x, next_weights))
     return x, with_weights(flights, (next_weights, *further))
 
 
 def with_weights(flights: dict[str, Any], early: tuple) -> dict[str, Any]:
-    """The flights with these weights on their way."""
+    """Replaces the prefetched weights in the flights."""
     return flights | {"weights": flights["weights"]._replace(early=early)}
 
 
 def and_observed(observed, seen, layer: Layer):
-    """Largest magnitudes so far, and of a layer's products in this microbatch."""
+    """Updates the largest magnitudes observed so far with a layer's products in this microbatch."""
     return jax.tree.map(lambda old, new: old.at[layer.number].max(new), observed, seen)
 
 
 def tokens_of(xs_BSD: list[jax.Array]) -> int:
-    """The number of tokens of these activations."""
+    """Counts the tokens of several microbatches' activations."""
     return sum(x_BSD.shape[0] * x_BSD.shape[1] for x_BSD in xs_BSD)
 
 
 def in_turn(x, before):
-    """(x, what was computed before it), both known only when both are, so that one is computed after the other."""
+    """Returns both behind one barrier, so that what reads x is computed after `before`."""
     return jax.lax.optimization_barrier((x, before))

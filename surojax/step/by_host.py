@@ -12,11 +12,11 @@ def by_host(
     compute: Callable[[int, Any], Any],
     write: Callable[[int, Any], None] = lambda l, result: None,
 ) -> None:
-    """write(l, compute(l, read(l))) for one layer after another.
+    """Calls write(l, compute(l, read(l))) for one layer after another.
 
     While layer l computes, a thread reads the next one and another writes the one before; so four layers are in host
-    memory: a prefetched one, the current one before and after, and one that is being written. What read and write raise
-    is raised here.
+    memory: a prefetched one, the current one before and after, and one that is being written. Errors of read
+    and write are raised here.
     """
     with ThreadPoolExecutor(1, "read-ahead") as reader, ThreadPoolExecutor(1, "write-behind") as writer:
         early = deque(reader.submit(read, l) for l in layers[:1])

@@ -78,7 +78,7 @@ class Distillation:
 
     @property
     def evaluated(self) -> CrossEntropy:
-        """The objective of evaluations, which need no labels and are comparable with those of other runs."""
+        """The objective of evaluations: cross-entropy, which needs no labels and compares with other runs."""
         return CrossEntropy()
 
     @property
@@ -190,7 +190,7 @@ class _Student(NamedTuple):
 
     @classmethod
     def of(cls, logits_Mv: jax.Array, tokens: _Tokens, axes: Axes, temperature: float) -> "_Student":
-        """The distributions that these logits are of."""
+        """Computes the student's distributions from logits."""
         z_Mv = logits_Mv.astype(jnp.float32)
         words = z_Mv.shape[1]
         first = device_number(*axes)[0] * words if axes else 0
@@ -258,7 +258,7 @@ class Labelling:
         return jnp.sum(self.counted(targets), dtype=jnp.int32)
 
     def sums(self, model: Model, outer: dict, x_BSD: jax.Array, chunks: int) -> Sums:
-        """The labels `[B, S, ...]` of all devices' sequences: a device has zeros for those of others."""
+        """Labels `[B, S, ...]` of all devices' sequences; a device has zeros for the other devices' sequences."""
 
         def of_slice(x_ND: jax.Array) -> tuple[jax.Array, jax.Array]:
             logits_NV, _ = head_logits(model, model.final(outer, x_ND), outer[model.head])

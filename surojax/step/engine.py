@@ -71,7 +71,7 @@ __all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
 
 
 class Gradients(NamedTuple):
-    """What forward and backward leave for the update.
+    """The results of forward and backward passes that the update reads.
 
     means: "loss" in nats per label over all microbatches and devices, and the objective's other sums by name, divided
     by the number of its terms too.
@@ -140,7 +140,10 @@ class Groups:
         }
 
     def first_carry(self, history, used: dict[str, Any] | None) -> GroupCarry:
-        """The carry before the first group. history: see `loss_and_gradients`. used: by segment, see `Sums.new`."""
+        """Makes the carry before the first group: zeroed accumulators and prefetched weights.
+
+        history: see `loss_and_gradients`. used: by segment, see `Sums.new`.
+        """
         sums = {name: blocks.new_sums(used and used[name]) for name, blocks in self.blocks.items()}
         d_outer = outer_sums(self.engine, self.outer.weights)
         flights = {
@@ -167,7 +170,7 @@ class Groups:
         return {segment.name: Layers(self.engine, segment, weights[segment.name]) for segment in segments}
 
     def with_layers(self, layers: dict[str, Any], batch: Batch | None = None) -> "Groups":
-        """A copy of the passes over other `Layers` of the segments. batch: in place of the one that there is."""
+        """Copies the groups with other `Layers` for the segments. batch: in place of the one that there is."""
         new = copy.copy(self)
         new.blocks = {name: blocks.with_layers(layers[name]) for name, blocks in self.blocks.items()}
         new.batch = batch or self.batch
@@ -182,7 +185,7 @@ class Groups:
         return Group(g, [self.microbatch(g * self.size + i) for i in range(self.size)], first, last)
 
     def both(self, g: jax.Array | int, carry: GroupCarry, *, first: bool = False, last: bool) -> GroupCarry:
-        """The carry after forward and backward of group g. first, last: group of the step."""
+        """Runs forward and backward of group g. first, last: group of the step."""
         group = self.group(g, first=first, last=last)
         return self.backward(group, *self.forward(group, carry))
 
@@ -274,12 +277,12 @@ class Groups:
 
 
 def no_sums(engine: Engine) -> Sums:
-    """Zeros for the sums of the objective on this device."""
+    """Zeros to add the objective's sums to, on this device."""
     return varying({name: jnp.float32(0) for name in engine.sums}, AXES)
 
 
 def means_of(sums: Sums, scale: jax.Array) -> Sums:
-    """The sums over all devices, each times the scale of the loss."""
+    """Sums the objective's terms over all devices and multiplies them by the scale of the loss."""
     return jax.tree.map(lambda x: collectives.add_up(x, *AXES) * scale, sums)
 
 
@@ -293,7 +296,7 @@ def no_statistics(model: Model) -> dict[str, Any]:
 
 
 def auxiliary_loss(engine: Engine, statistics: dict[str, Any], batch: Batch) -> tuple[jax.Array, dict[str, Any]]:
-    """(the auxiliary loss of a step, its gradients). statistics: sums over this device's tokens, by segment."""
+    """Returns (the auxiliary loss of a step, its gradients). statistics: sums over this device's tokens, by segment."""
     assert engine.auxiliary is not None
     summed = collectives.add_up(statistics, *AXES)
     return jax.value_and_grad(engine.auxiliary)(summed, batch.terms().astype(jnp.float32))

@@ -74,7 +74,7 @@ class WholeGradients:
         return new
 
     def read(self, l: int) -> tuple:
-        """Nothing: gradients are in `update_inputs`."""
+        """Returns (): this step's gradients are in `update_inputs`."""
         return ()
 
     def of_layer(self, update_inputs, layer, l):
@@ -91,7 +91,7 @@ class WholeGradients:
         return 0
 
     def others_of_update(self) -> tuple:
-        """Nothing: gradients are arguments of the update, see `LayerGradients`."""
+        """Returns (): gradients are arguments of the update's program, see `LayerGradients`."""
         return ()
 
     def _program(self):
@@ -114,7 +114,7 @@ class WholeGradients:
 
 
 class PendingUpdate(NamedTuple):
-    """A training state of which the outer layers are updated, and the others are still to be.
+    """A training state whose outer layers are updated and whose other layers are not yet.
 
     update_inputs: see `FileStep`. step: the number of the update.
     """
@@ -125,7 +125,7 @@ class PendingUpdate(NamedTuple):
 
 
 class ToFiles(NamedTuple):
-    """Rounds of a layer that its update left for files: of master weights and moments, and of work weights."""
+    """A layer's rounds to write to files after its update: master weights, moments and work weights."""
 
     state: list[jax.Array]
     weights: list[jax.Array]
@@ -223,7 +223,7 @@ class FileStep:
         return [self._with_state(x) for x in (*gradients, *updates)]
 
     def _with_state(self, program: Program) -> Program:
-        """The program with the planned state that is no argument of it among its others."""
+        """Adds the planned state that is no argument of this program to its other arrays in memory."""
         arguments = {id(x) for x in jax.tree.leaves(program.arguments)}
         state = [x for x in jax.tree.leaves(self.plan) if id(x) not in arguments]
         return program._replace(others=(program.others, state))
@@ -292,7 +292,7 @@ class FileStep:
 
 
 def on_their_way(planned, device_memory: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-    """Plans which arrays of a layer come to the device before the program of its update.
+    """Chooses the arrays of a layer that are copied to the device before the program of its update.
 
     They are the largest of those in host memory, of device_memory bytes on each device at most. planned: a tree of
     arrays. Returns (the tree with these arrays on the device, these arrays).
@@ -343,7 +343,7 @@ class UpdatingRounds:
         )
 
     def update(self, l: int, arrived: tuple) -> ToFiles:
-        """Updates layer l, of which this was read."""
+        """Updates layer l from what `read` returned."""
         step = self.step
         i = step.weights.part_of[l]
         arguments = self.work[i], self.stacks, *arrived, self.inputs
@@ -359,7 +359,7 @@ class UpdatingRounds:
         self.step.weights.write(l, to_files.weights)
 
     def section(self) -> TensorState:
-        """The layers after their update."""
+        """The layers' TensorState after the update."""
         step, old = self.step, self.layers
         master, moments = step.state.joined(self.stacks, step.state.files((old.master, old.moments)))
         return TensorState(with_part(old.weights, step.weights.joined(self.work)), master, moments)

@@ -36,7 +36,7 @@ GRADS = Stream(Lane("grads", reads=True, writes=True))  # of stacks on the devic
 
 
 class Accumulators(NamedTuple):
-    """Sums of gradients in a step.
+    """Accumulators of gradients in a step.
 
     layers: by segment, the flight of the lane "grads". outer: of the outer layers, sharded as their weights are.
     """
@@ -46,12 +46,12 @@ class Accumulators(NamedTuple):
 
 
 def add(tree, more):
-    """Accumulators plus gradients, in the accumulators' dtype."""
+    """Adds gradients to accumulators, in the accumulators' dtype."""
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, more)
 
 
 class Sums:
-    """The sums of a segment's gradients: how they begin, grow, and are summed over devices.
+    """Accumulates a segment's gradients: zeros, additions of microbatches, and the reduction over devices.
 
     in_place: see `sums_in_place`. replicated: see `replicated_stacks`.
     """
@@ -66,9 +66,9 @@ class Sums:
         self.replicated = replicated_stacks(engine.table)
 
     def new(self, weights, used=None) -> Flight:
-        """Zeros. weights: a layer's, to compute with, or their types.
+        """Zeroed accumulators of all layers. weights: one layer's, as products read them, or their types.
 
-        In host memory they may be anything, the first group reads nothing. used: stacks there to write over.
+        In host memory their content may be anything, since the first group does not read it. used: old stacks to reuse.
         """
         home = self.table.grads.home
         if used is not None:
@@ -79,7 +79,7 @@ class Sums:
         return Flight(stacks, late=self.of_layer(weights) if home.streamed else None)
 
     def of_layer(self, weights, *lead: int):
-        """A layer's zeros. weights: see `new`. lead: dimensions before theirs."""
+        """Zeroed accumulators of one layer. weights: see `new`. lead: sizes of leading dimensions to add."""
 
         def gradients(weights):
             w = dequantise_all(part_of(weights, self.layouts), self.table.weights.dtype)
@@ -93,19 +93,19 @@ class Sums:
         return jax.tree.map(zeros, jax.eval_shape(gradients, weights), self.layouts)
 
     def _axes(self, layout: Layout) -> tuple[str, ...]:
-        """The mesh axes over which a layer's sums differ."""
+        """The mesh axes over which a layer's accumulators differ."""
         # A replicated array of sharded accumulators is summed over dp_shard and cp at every push: it is the same there.
         data = (REPLICATE,) if self.table.grads.sharded and layout.sharded_dim is None else TOKENS
         return (*data, *layout.layers, *layout.computed_axes)
 
     def accumulated(self, sums, dw):
-        """A layer's sums plus its gradients in a microbatch, which are reduce-scattered if the sums are sharded."""
+        """Adds a microbatch's gradients to a layer's accumulators, reduce-scattered first if these are sharded."""
         if self.table.grads.sharded:
             dw = collectives.reduce_scatter_in_turn(dw, self.params, self.of_shards, self.table.reduce)
         return add(sums, dw)
 
     def before_backward(self, sums: Flight, group: jax.Array | int, *, first: bool) -> Flight:
-        """The flight that a backward pass begins with, in which the last layer's sums are to be written.
+        """The flight at the start of a backward pass: the last layer's accumulators are waiting to be written.
 
         The pass before left layer 0's sums, which are copied out. The last layer's are read, and the pass, which begins
         by writing what is late, writes them back unchanged. The first group reads nothing: it writes zeros to the last
@@ -173,7 +173,7 @@ def outer_sums(engine: Engine, weights: dict) -> dict:
 
 
 def reduce_behind(dw, before):
-    """(a layer's gradients, `before`), of which the gradient that is reduced first is known only when `before` is."""
+    """Returns both behind a barrier: a layer's first reduction starts only after `before` is computed."""
     leaves, structure = jax.tree.flatten(dw)
     first = collectives.reduced_in_order(leaves)[0]
     leaves[first], before = jax.lax.optimization_barrier((leaves[first], before))
@@ -189,7 +189,7 @@ def starts_in_first_group(table: Placement) -> bool:
 
 
 def peels_last_group(table: Placement) -> bool:
-    """True if the last group of microbatches is peeled off the loop, to sum over devices what the others leave local.
+    """True if the last group is peeled off the loop, to reduce over devices what the other groups leave local.
 
     At ZeRO-2 and 3 without replicas they leave nothing local. Without `shard_outer` it saves memory there all the same:
     of two groups, no loop is left, and so no zeros for the first (7B on four GPUs: 0.5 GiB; docs/LOG.md, 2026-11-22).
@@ -204,7 +204,7 @@ def leaves_sums_local(table: Placement) -> bool:
 
 
 def sums_in_place(engine: Engine) -> bool:
-    """Whether the products that make gradients also add them to the accumulators, which are whole and on the device.
+    """True if the products that compute gradients also add them to the accumulators, unsharded and on the device.
 
     A product can write its result into a layer of a stack if nothing else reads the result (docs/performance.md). So
     `finish` computes the sum of squares then, once a step. Gradients of adapters are too small to gain by that, and so
@@ -222,7 +222,7 @@ def replicated_stacks(table: Placement) -> bool:
 
 
 def sum_outer(engine: Engine, name: str, grad: jax.Array):
-    """The sum over all devices of an outer layer's gradient: the shard of this device."""
+    """Reduces an outer layer's gradient over all devices and returns this device's shard."""
     computed_axes = engine.layouts.weights[OUTER][name].computed_axes
     if not set(SHARDS) & set(computed_axes):  # else no other device has its rows: outer.py
         reduce = engine.table.reduce
@@ -232,10 +232,9 @@ def sum_outer(engine: Engine, name: str, grad: jax.Array):
 
 
 def finish(engine: Engine, sums_of: dict[str, Sums], grads: Accumulators, squares: Squares):
-    """(gradients summed over all devices, by section, as the shards that the optimizer updates; global norm).
+    """Returns (reduced gradients by section, as the shards that the optimizer updates; their global norm).
 
-    sums_of: by segment. squares: of the layers' accumulators, which `push` has completed; none of them if it sums in
-    place.
+    sums_of: by segment. squares: of the layers' accumulators, from `push`; zeros for segments that sum in place.
     """
     outer = {name: sum_outer(engine, name, grad) for name, grad in grads.outer.items()}
     done: dict[str, Any] = {OUTER: outer} | {name: sums_of[name].shards(sums) for name, sums in grads.layers.items()}
@@ -247,7 +246,7 @@ def finish(engine: Engine, sums_of: dict[str, Sums], grads: Accumulators, square
 
 
 def _shard_in_stack(stack: jax.Array, layout):
-    """The shards of the sums in a stack of accumulators."""
+    """Slices this device's shards out of a stack of unsharded accumulators."""
     dim = layout.sharded_dim
     if dim is None:
         return collectives.same(stack, *layout.shards)

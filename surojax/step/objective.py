@@ -315,7 +315,7 @@ class OfSequences(OfLogProbabilities):
         return once(self.loss(self._sequences(logprob_BS, targets)))
 
     def _sequences(self, logprob_BS: jax.Array, targets: Targets) -> Sequences:
-        """Sums over the tokens of each sequence, of all devices that have parts of it."""
+        """Computes the `Sequences` of a microbatch: sums over tokens, reduced over devices that share a sequence."""
         rows: dict[str, Any] = {"logprob": logprob_BS, "tokens": self.counted(targets).astype(jnp.float32)}
         rows |= {name: targets[name] for name in self.loss.reads}
         return Sequences(**jax.tree.map(sum_of_sequence, rows))
@@ -384,12 +384,12 @@ def num_groups(counted_BS: jax.Array, per_term: int) -> jax.Array:
 
 
 def sum_of_sequence(x_BS: jax.Array) -> jax.Array:
-    """The sum over the tokens of each sequence `[B]`, on all devices that have parts of it."""
+    """Sums `[B]` over each sequence's tokens, equal on all devices that share the sequence."""
     return add_up(varying(jnp.sum(x_BS, -1), AXES), *ONE_SEQUENCE)
 
 
 def once(sums: Sums) -> Sums:
-    """Sums that all devices of a sequence have, on one of them, so that the sum over all devices has them once."""
+    """Zeroes sums on all but one of the devices that share a sequence, so that a sum over devices counts them once."""
     number, devices = device_number(*ONE_SEQUENCE)
     return sums if devices == 1 else jax.tree.map(lambda x: jnp.where(number == 0, x, 0.0), sums)
 
@@ -401,7 +401,7 @@ def final_norm(model: Model, used: dict, x_ND):
 
 
 def head_logits(model: Model, y_ND: jax.Array, table_VD: jax.Array) -> tuple[jax.Array, Callable]:
-    """(logits `[N, V]`, a function from their gradient to that of the product of y and the head's matrix)."""
+    """Returns (logits `[N, V]`, a function from their gradient to the gradient of y times the head's matrix)."""
     product_NV = linear(y_ND, table_VD)
     if not model.logit_softcap:
         return product_NV, lambda d_logits_NV: d_logits_NV

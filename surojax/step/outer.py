@@ -61,7 +61,7 @@ class OuterLayers:
 
     @classmethod
     def of(cls, engine: Engine, weights: dict) -> "OuterLayers":
-        """The outer layers of an engine. weights: work weights by section."""
+        """Makes the outer layers of an engine. weights: work weights by section."""
         outer = varying(weights[OUTER])
         return cls(engine.model, engine.objective, engine.lmhead_chunks, engine.vocabulary_axes, outer)
 
@@ -111,7 +111,7 @@ class OuterLayers:
         targets: dict[str, jax.Array],
         scale: jax.Array,
     ) -> tuple[jax.Array, jax.Array, dict]:
-        """`head` of a sum over tokens."""
+        """As `head`, for an objective that is a sum over tokens."""
         x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
         targets_N = {name: of_tokens.reshape(-1, *of_tokens.shape[2:]) for name, of_tokens in targets.items()}
         used = {name: self.weights[name] for name in self.model.head_uses}
@@ -179,7 +179,7 @@ def embed(model: Model, table_vD: jax.Array, tokens_BS: jax.Array, axes: Axes = 
 
 
 def scaled(model: Model, x_BSD: jax.Array) -> jax.Array:
-    """x times the scale of the model's embeddings."""
+    """Multiplies x by the scale of the model's embeddings."""
     scale = model.embedding_scale
     return x_BSD if scale == 1 else x_BSD * jnp.asarray(scale, x_BSD.dtype)
 

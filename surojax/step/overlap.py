@@ -67,7 +67,7 @@ class UpdatedWeights:
     reads: bool = True
 
     def arrive(self, flight: Flight, layer: Layer) -> tuple[Any, Flight]:
-        """(the layer's weights, the flight while it computes): it is written, and the next one is updated."""
+        """Returns (the updated layer's weights, the flight while it computes), writes it and updates the next layer."""
         (work, state), (w, old), updated = flight
         layers = self.layers
         l = layer.index
@@ -148,7 +148,7 @@ class UpdatingLayers:
         return carry, flights | {"weights": TensorState(join_parts(done), *state)}
 
     def _loops(self, run: LayerLoop) -> list[tuple[LayerLoop, bool]]:
-        """The loops of a run, and whether the state of a layer is left to be read in each.
+        """Returns the loops of a run, and whether a further layer's state is still to be read in each.
 
         The last two layers, for which nothing is left, are a loop of their own: copy engines copy in loops only, so
         neither loop may have one round. With sharded weights that takes more memory (docs/performance.md).
@@ -161,11 +161,11 @@ class UpdatingLayers:
         return [*loops, (LayerLoop(layers[-2:], variants[-2:], 1), False)]
 
     def read(self, state: tuple, l) -> tuple:
-        """((master weights, moments), gradients) of layer l."""
+        """Reads ((master weights, moments), gradients) of layer l."""
         return read(state, l), read(self.grads, l)
 
     def update(self, old: tuple, l) -> TensorState:
-        """Layer l after its update, in device memory."""
+        """Updates layer l in device memory."""
         (master, moments), grads = materialised(old)
         structure = jax.tree.structure(master)
         rows = zip(*map(structure.flatten_up_to, (master, moments, grads)), strict=True)
@@ -175,7 +175,7 @@ class UpdatingLayers:
         return materialised(as_trees(done, self.state))
 
     def gathered(self, updated: TensorState, variant: Variant):
-        """The weights of an updated layer, as its products read them."""
+        """All-gathers an updated layer's weights to what products read."""
         return self.gather.all_gather(self.gather.to_gather(updated.weights, variant))
 
 

@@ -18,7 +18,7 @@ from surojax.models.model import Segment
 
 
 class Inputs(NamedTuple):
-    """`recipe_inputs` of a padded segment's block: whether it computes, bool [], and those of the layer.
+    """`recipe_inputs` of a padded segment's block: a flag, bool [], and the layer's own `recipe_inputs`.
 
     It computes if the entry is a layer and the stage has a microbatch.
     """
@@ -57,7 +57,7 @@ def padded(segment: Segment, *, idles: bool = False) -> Segment:
 
 
 def zeros_beyond(segment: Segment, l: jax.Array, layer):
-    """A layer's arrays, zeros if l is not the number of a layer of the segment."""
+    """Returns a layer's arrays, or zeros if the segment has no layer l."""
     return jax.tree.map(lambda x: jnp.where(l < segment.num_layers, x, jnp.zeros_like(x)), layer)
 
 

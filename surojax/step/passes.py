@@ -21,7 +21,7 @@ from surojax.step.spec import Engine
 
 
 class LaneAction(enum.Enum):
-    """What happens to the tensors of a layer on their way."""
+    """Copies and collectives that a lane applies to a layer's tensors as they arrive or leave."""
 
     COPY_IN = "from host memory to the device"
     GATHER = "from shards to all of a layer, over dp_shard x cp"
@@ -31,7 +31,7 @@ class LaneAction(enum.Enum):
 
 
 class Lane(NamedTuple):
-    """A class of tensors in a pass.
+    """How a pass moves one tensor class.
 
     row: its name in the placement table. reads, writes: whether a layer does. arriving, leaving: what happens before
     the layer computes and after it, in order. ahead: how many layers earlier arriving begins; behind: how many later
@@ -73,17 +73,17 @@ class Pass(NamedTuple):
 
 
 def copy_actions(home: Home, stage: LaneAction) -> tuple[LaneAction, ...]:
-    """The stage of a copy, if tensors rest in host memory."""
+    """Returns (stage,), a copy, if the tensors are stored in host memory, else ()."""
     return (stage,) if home.streamed else ()
 
 
 def gather_actions(row: TensorClass) -> tuple[LaneAction, ...]:
-    """The stage of an all-gather, if tensors are sharded."""
+    """(`GATHER`,) if the tensors are sharded, else ()."""
     return (LaneAction.GATHER,) if row.sharded else ()
 
 
 def fetched(table: Placement) -> Lane:
-    """The weights that a layer computes with. Each stage of their way is a layer ahead of the next one."""
+    """The lane of the weights that a layer computes with. Each stage of their way is a layer ahead of the next one."""
     home = table.quants.home if table.quants.home.streamed else table.weights.home
     arriving = (*copy_actions(home, LaneAction.COPY_IN), *gather_actions(table.weights))
     return Lane("weights", reads=True, arriving=arriving, ahead=len(arriving))
@@ -157,7 +157,7 @@ def update(table: Placement) -> Pass:
 
 
 def around_ticks(table: Placement, *, sums_are_local: bool) -> list[Pass]:
-    """With stages: the passes that store zeros before the first tick, and read all sums after the last one.
+    """With pipeline stages: passes that zero accumulators before the first tick and read them after the last tick.
 
     sums_are_local: they are summed over devices then, and written back.
     """

@@ -101,7 +101,7 @@ class PipelineStage:
         self.head_slots = int(schedule.in_flight[-1])
 
     def first(self, history) -> TickCarry:
-        """The carry before the first tick."""
+        """Makes the carry before the first tick."""
         engine = self.engine
         inputs_BS = self.microbatch(0).inputs_BS
         x = jax.ShapeDtypeStruct((*inputs_BS.shape, engine.model.hidden_size), engine.table.outer.dtype)
@@ -127,7 +127,7 @@ class PipelineStage:
         return self.batch.microbatch(a, recipe_inputs)
 
     def entry_of(self, a, computes: jax.Array | bool) -> Callable:
-        """A function from a layer to its entry in the stacks of residuals, which have those of several microbatches.
+        """Returns a function from a layer to its entry in the residual stacks, which hold several microbatches.
 
         In host memory, a microbatch's entries begin with one that belongs to no layer: these stacks lag by one layer,
         so the first layer writes and reads there. In lockstep, the layers of a stage that has no microbatch all write
@@ -142,7 +142,7 @@ class PipelineStage:
         return lambda l: begin + l * step
 
     def tick(self, t, carry: TickCarry) -> TickCarry:
-        """The carry after one tick of the schedule."""
+        """Runs one tick of the schedule."""
         forwards, backwards = (jnp.asarray(table)[t] for table in (self.schedule.forward, self.schedule.backward))
         carry = when_any(forwards[0], self.embed, carry)
         carry = self.layers.when_any(forwards, self.forward, carry)
@@ -256,7 +256,7 @@ def begin_backward(segment: Segment, sums: Flight) -> Flight:
 
 
 def zeros_in_host_memory(segment: Segment, sums: Flight) -> Flight:
-    """Sums that begin with zeros in host memory too, since which tick is a stage's first is known too late."""
+    """Zeroes accumulators in host memory too, since tracing cannot know which tick is a stage's first."""
     if sums.late is None:
         return sums
 
@@ -284,7 +284,7 @@ def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, history=N
 
 
 def largest_of_stages(model: Model, observed: jax.Array | None) -> jax.Array | None:
-    """The largest magnitudes `[layers, sites]` on all devices, from those of each stage's layers."""
+    """All-gathers the largest magnitudes of each stage's layers to `[layers, sites]` on all devices."""
     if observed is None:
         return None
     entries = stacked_layers(model.num_layers, stage_collectives.stage()[1])

@@ -146,7 +146,7 @@ def pair_sums(losses_P: jax.Array, chosen_P: jax.Array, rejected_P: jax.Array, i
 
 
 def choice(scores: Callable[..., Scores], *options: str, has_reference: bool = False) -> ObjectiveChoice:
-    """The `ObjectiveChoice` of a loss of pairs. options: those of `PreferenceSettings` that it reads."""
+    """Makes the `ObjectiveChoice` of a loss of pairs. options: fields of `PreferenceSettings` that the loss reads."""
 
     def make(values: dict[str, Any]) -> OfSequences:
         settings = PreferenceSettings(**values)

@@ -23,7 +23,7 @@ from surojax.step.stream import Flight
 
 
 class Residuals:
-    """The arrays that a segment's layers save in a microbatch, and the stacks of them."""
+    """Residuals (saved activations) of a segment's layers in a microbatch, and their stacks `[L, ...]`."""
 
     def __init__(self, num_layers: int, home: Home, save: Callable[[Variant], Any], variants: tuple[Variant, ...]):
         """save: returns the residuals of a layer of a variant, which has as many arrays of the same shapes as any."""
@@ -63,7 +63,7 @@ class Residuals:
 
 
 def recomputing_segment(segment: Segment) -> Segment:
-    """The segment with blocks that save their input alone, from which the backward pass computes them again.
+    """Returns the segment with blocks that save only their input and are recomputed in the backward pass.
 
     With a router they also save what it decided.
     """

@@ -68,7 +68,7 @@ class RewardHead:
 
 @dataclasses.dataclass(frozen=True)
 class Reward(OfLogProbabilities):
-    """The objective of these options. Metrics are means over pairs, as those of preferences."""
+    """The objective of these options. Metrics are means over pairs, as for preferences."""
 
     settings: RewardSettings = RewardSettings()
     targets: tuple[str, ...] = (LABELS, SCORED, MARGIN)

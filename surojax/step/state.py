@@ -40,7 +40,7 @@ class TrainState(NamedTuple):
 
 
 class TensorState(NamedTuple):
-    """The state of one tensor, or three trees with the state of several tensors."""
+    """Weights, master weights and moments: of one tensor, or as three trees of several tensors."""
 
     weights: Any  # work weights
     master: Any
@@ -48,12 +48,12 @@ class TensorState(NamedTuple):
 
 
 def section(state: TrainState, name: str) -> TensorState:
-    """The part of a state, or of a plan, that belongs to this section."""
+    """Selects a section's TensorState from a state, or from a plan."""
     return TensorState(state.weights[name], state.master[name], state.moments[name])
 
 
 def from_sections(step, sections: dict[str, TensorState], history) -> TrainState:
-    """The inverse of `section`: a state with these sections."""
+    """Builds a state from its sections: the inverse of `section`."""
     weights, master, moments = (
         {name: of_section[i] for name, of_section in sections.items()} for i in range(len(TensorState._fields))
     )
@@ -205,7 +205,7 @@ def stages_of(plan) -> int:
 
 
 def work_function(weights, dtype) -> Callable:
-    """A function from a layer's master weights to the arrays that its work weights are cast from.
+    """Returns a function from a layer's master weights to the arrays that are cast to its work weights.
 
     These arrays are quantised if the work weights are. weights: the plan of the segment's work weights. dtype: of work
     weights that are not quantised.
@@ -241,7 +241,7 @@ def work_weights(master, plan: TrainState) -> dict:
 
 
 def init_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, seed: int) -> TrainState:
-    """A new state with initial weights that are drawn, see `new_state`."""
+    """Builds a new state with random initial weights, see `new_state`."""
 
     def drawn(segment: Segment, seed, l):
         layer = segment.init(seed, l)
@@ -320,7 +320,7 @@ def new_state(
 
 
 def initial_plan(plan: TrainState, name: str):
-    """The plan of a section's arrays from which its state is made: of master weights, or of weights without them."""
+    """Plans a section's initial arrays: master weights of trained parameters, work weights of the others."""
     weights = plan.weights[name] if name == OUTER else parts(plan.weights[name])[0].stack
     return with_part(weights, plan.master[name])
 
@@ -346,7 +346,7 @@ def new_master(optimizer: optim.Optimizer, params, initial, master_plan):
 
 
 def layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer, initial: Callable) -> Callable:
-    """A function (inputs, l) -> (arrays that work weights are cast from, (master weights, moments)) of layer l.
+    """Returns a function (inputs, l) -> (arrays to cast to work weights, (master weights, moments)) of layer l.
 
     initial: (inputs, l) -> initial values of layer l; those of an entry that is no layer are replaced by zeros.
     """

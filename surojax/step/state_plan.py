@@ -69,7 +69,7 @@ def state_plan(
 def with_device_memory(
     model: Model, table: Placement, layouts: Layouts, optimizer: Optimizer, mesh: Mesh, store: Store
 ) -> Layouts:
-    """The layouts with `device_memory` used up: tensors whose home is host memory are on the device, the largest first.
+    """Moves the largest tensors from host to device memory in the layouts, until `device_memory` bytes are used.
 
     A tensor is there with all its layers, so that each layer has as much less to move. The arguments are those of
     `state_plan`. With classes in files the budget is of what passes through the device, see `file_step.on_their_way`.
@@ -175,7 +175,7 @@ class StatePlanner:
         return quantized.Quantized(values, self.array(planned.scales.shape, planned.scales.dtype, *of_scales))
 
     def work_stacks(self, segment: Segment):
-        """The planned work weights of a segment: of its resident layers, and of its streamed layers, of all stages."""
+        """Plans a segment's work weights for all stages: resident layers and streamed layers."""
         table = self.table
         stages = pipeline_stages(self.mesh)
         layers = stacked_layers(segment.num_layers, stages)
@@ -200,12 +200,12 @@ class StatePlanner:
         return work
 
     def layers_state(self, segment: Segment):
-        """The planned (master weights, moments) of what is trained in a segment's layers."""
+        """Plans (master weights, moments) of a segment's trained parameters."""
         layers = stacked_layers(segment.num_layers, pipeline_stages(self.mesh))
         return self._state(functools.partial(self.stack, layers), segment.name)
 
     def accumulators(self, segment: Segment):
-        """The planned accumulators of what is trained in a segment's layers."""
+        """Plans the gradient accumulators of a segment's trained parameters."""
         layers = stacked_layers(segment.num_layers, pipeline_stages(self.mesh))
 
         def one(param: Param, layout: Layout):
@@ -218,11 +218,11 @@ class StatePlanner:
         return self.array(shape, dtype, layout.stored, layout.home)
 
     def outer_state(self):
-        """The planned (master weights, moments) of what is trained in the outer layers."""
+        """Plans (master weights, moments) of the outer layers' trained parameters."""
         return self._state(self._outer_array, OUTER)
 
     def outer_weights(self):
-        """The planned work weights of the outer layers."""
+        """Plans the outer layers' work weights."""
 
         def one(param: Param, layout: Layout):
             return self._outer_array("outer", param.shape, self.table.outer.dtype, layout)
@@ -230,7 +230,7 @@ class StatePlanner:
         return jax.tree.map(one, self.model.outer_params, self.layouts.weights[OUTER])
 
     def _state(self, make: Callable, section: str):
-        """The planned (master weights, moments) of what is trained in a section.
+        """Plans (master weights, moments) of a section's trained parameters.
 
         make: (row of the placement table, shape, dtype, layout) -> a planned array.
         """

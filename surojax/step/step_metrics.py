@@ -30,17 +30,17 @@ class Finite(NamedTuple):
 
 
 def all_finite(engine: Engine) -> Finite | None:
-    """The value that a step begins with; None if the engine does not locate."""
+    """The flags at the start of a step: finite; None unless `Engine.locates_nonfinite`."""
     return Finite(*varying((jnp.bool(True), jnp.bool(True)), AXES)) if engine.locates_nonfinite else None
 
 
 def and_activations(finite: Finite | None, xs_BSD: Sequence[jax.Array]) -> Finite | None:
-    """`finite` after the last block's outputs of some microbatches."""
+    """Adds to the flags whether microbatches' outputs of the last block are finite."""
     return None if finite is None else finite._replace(activations=finite.activations & _all(xs_BSD))
 
 
 def and_gradients(finite: Finite | None, dxs_BSD: Sequence[jax.Array]) -> Finite | None:
-    """`finite` after the gradients of the first block's inputs of some microbatches."""
+    """Adds to the flags whether microbatches' gradients of the first block's input are finite."""
     return None if finite is None else finite._replace(gradients=finite.gradients & _all(dxs_BSD))
 
 

@@ -75,7 +75,7 @@ class Stream(NamedTuple):
     are_read_first: Sequence[bool] = ()
 
     def arrive(self, flight: Flight, layer: Layer) -> tuple[Any, Flight]:
-        """(what the layer reads, the flight while it computes). Lanes are read one layer early at most."""
+        """Returns (the layer's values, the flight while the layer computes). Lanes are read one layer early at most."""
         stack, early, late = flight
         lane = self.lane
         before, here, after = (self.index(layer.index + i * layer.step) for i in (-1, 0, 1))
@@ -89,18 +89,18 @@ class Stream(NamedTuple):
         return read(stack, here) if lane.reads else None, Flight(stack, None, late)
 
     def leave(self, flight: Flight, new, layer: Layer) -> Flight:
-        """The flight with the layer's results."""
+        """Adds the layer's results to the flight."""
         if self.lane.behind:
             return flight._replace(late=new)
         return flight._replace(stack=write_layer(flight.stack, new, self.index(layer.index)))
 
     def begin(self, stack, first: int, step: int = 1) -> Flight:
-        """The flight before layer `first`. What it writes late is there already."""
+        """Starts a flight before layer `first`. What it writes late is there already."""
         early = read(stack, self.index(first)) if self.lane.ahead else None
         return Flight(stack, early, read(stack, self.index(max(first - step, 0))) if self.lane.behind else None)
 
     def end(self, flight: Flight, last: jax.Array | int) -> Any:
-        """The stacks after layer `last`."""
+        """Finishes a flight after layer `last` and returns its stacks."""
         return write_layer(flight.stack, flight.late, self.index(last)) if self.lane.behind else flight.stack
 
 
@@ -116,7 +116,7 @@ def over(
     in_body: int | None = None,
     fixed: Callable = jax.numpy.int32,
 ) -> tuple[Any, dict[str, Flight]]:
-    """(carry, flights) after (carry, results, flights) = body(Layer, values, carry, flights) for every layer of a run.
+    """Runs (carry, results, flights) = body(Layer, values, carry, flights) over a run; returns (carry, flights).
 
     lanes, flights, values, results: by name; lanes have the methods of a `Stream`. The body may return flights that are
     known later. first_number: of the segment's first layer in the model. in_body: layers in the body of

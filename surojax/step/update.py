@@ -28,7 +28,7 @@ from surojax.step.stream import Flight, Stream, sweep
 
 
 class Tensor(NamedTuple):
-    """A tensor to update: how, and its state and gradient before.
+    """A tensor to update: its declaration, the optimizer's rule, its old state and its gradient.
 
     param: its declaration. dtype: of its work weights before they are quantised. A segment's tensor has all layers.
     """
@@ -43,21 +43,21 @@ class Tensor(NamedTuple):
 
     @property
     def rule(self) -> UpdateRule:
-        """The optimizer's rule for it."""
+        """The optimizer's rule for this tensor."""
         return self.optimizer.rule(self.param)
 
     @property
     def how(self) -> tuple[Optimizer, Param, Layout]:
-        """The first arguments of functions of the optimizer that update it."""
+        """The leading arguments of `optim.apply` and the optimizer's other functions."""
         return self.optimizer, self.param, self.master_layout
 
     def updated(self, master, moments, grad, context: UpdateContext) -> TensorState:
-        """One layer of it, or an outer tensor, after the update. master, moments, grad: on the device."""
+        """Updates one layer of the tensor, or an outer tensor. master, moments, grad: in device memory."""
         work, master, moments = optim.apply(*self.how, master, grad, moments, context, self.dtype)
         return TensorState(self.work_weights(work), master, moments)
 
     def work_weights(self, work: jax.Array):
-        """New work weights from shards of them: all-gathered if these are replicated, quantised like the old ones."""
+        """Makes work weights from updated shards: all-gathered if stored replicated, quantised like the old ones."""
         work = collectives.reshard(work, self.master_layout, self.weights_layout)
         return work_copy(work, parts(self.state.weights)[0].stack, self.dtype, collectives.largest_of_shards)
 
@@ -128,7 +128,7 @@ class Update:
 
 
 def in_turn(tensor: Tensor, done: list[TensorState]) -> Tensor:
-    """The tensor, unchanged, to be updated after the last one of `done`.
+    """Returns the tensor behind a barrier, so that it is updated after the last tensor of `done`.
 
     Without an order, the last layers of all tensors would be in device memory at once.
     """
@@ -139,14 +139,14 @@ def in_turn(tensor: Tensor, done: list[TensorState]) -> Tensor:
 
 
 def as_trees(done: list[TensorState], old: TensorState) -> TensorState:
-    """The inverse of `tensors`: the trees of the new state."""
+    """Builds the trees of the new state from updated tensors: the inverse of `tensors`."""
     structure = jax.tree.structure(old.master)
     weights, master, moments = (structure.unflatten([tensor[i] for tensor in done]) for i in range(3))
     return TensorState(with_part(old.weights, weights), master, moments)
 
 
 def update_layers(tensor: Tensor, scalars: Scalars, lanes: dict[str, Lane]) -> TensorState:
-    """The state of a segment's tensor, all layers, after the update. lanes: see `Update`."""
+    """Updates all layers of a segment's tensor. lanes: see `Update`."""
     weights, master, moments = tensor.state
     layers = collectives.first_layer(len(master)) + jnp.arange(len(master))
 
@@ -191,7 +191,7 @@ def segment_layers_together(tensor: Tensor) -> int:
 def update_groups(
     tensor: Tensor, scalars: Scalars, lanes: dict[str, Lane], stacks: dict[str, Any], together: int
 ) -> TensorState:
-    """The state of a segment's tensor after an update of `together` layers at a time. stacks: see `update_layers`."""
+    """Updates a segment's tensor, `together` layers at a time. stacks: see `update_layers`."""
 
     def grouped(tree):
         return jax.tree.map(lambda x: x.reshape(-1, together, *x.shape[1:]), tree)
@@ -234,7 +234,7 @@ def sweep_part(
     order = balanced([stacks[name] for name in written], [stacks[name] for name in stacks if name not in written])
 
     def in_step(lane: Lane) -> Lane:
-        """A lane that moves like those in host memory."""
+        """The lane, read ahead and written behind only if stacks are streamed from host memory."""
         return lane._replace(ahead=lane.reads and is_streamed, behind=lane.writes and is_streamed)
 
     streams = {"weights": Stream(in_step(lanes["weights"]), lambda l: l - part.start)}
@@ -264,7 +264,7 @@ def sweep_part(
 
 
 def update_in_parts(tensor: Tensor, scalars: Scalars, lanes: dict[str, Lane], largest: int) -> TensorState:
-    """The state of an outer tensor after an update in parts: groups of rows with at most `largest` elements each."""
+    """Updates an outer tensor in groups of rows with at most `largest` elements each."""
     weights, master, moments = tensor.state
     rows = master.shape[0]
     n = 1 if tensor.param.kind is Kind.VECTOR else divisor(rows, -(-master.size // largest))

@@ -25,7 +25,7 @@ from surojax.step.stream import Flight, Layer, LayerLoop, comes_in_pairs, hides_
 
 
 class Gather(NamedTuple):
-    """How the stored weights of a segment's layers become those that products read.
+    """Converts a segment's stored weights to the arrays that products read: copy in, quantise, all-gather.
 
     params: of a layer. layouts: of its weights.
     """
@@ -36,15 +36,15 @@ class Gather(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine, segment: Segment) -> "Gather":
-        """The gather of a segment of an engine's model."""
+        """Makes the gather for a segment of an engine's model."""
         return cls(engine.table, segment.params, engine.layouts.weights[segment.name])
 
     def fetch(self, stack, l: jax.Array | int, variant: Variant):
-        """The weights of layer l of a stack, as its products read them."""
+        """Copies in layer l of a stack and all-gathers its weights to what products read."""
         return self.of_layer(read(stack, l), variant)
 
     def of_layer(self, w, variant: Variant):
-        """A layer's weights as its products read them, from this device's shards as they rest."""
+        """All-gathers a layer's weights to what products read, from this device's stored shards."""
         return self.to_compute_with(self.all_gather(self.to_gather(w, variant)), variant)
 
     def copy_in(self, stack, l: jax.Array | int, variant: Variant):
@@ -68,12 +68,12 @@ class Gather(NamedTuple):
         return bool(table.quants.dtype) and (variant.recipe_enabled or not table.one_scale)
 
     def all_gather(self, shards):
-        """A layer's weights, or Codeds of them, from the shards that `to_gather` returns."""
+        """All-gathers the shards of `to_gather`. Dequantises 8-bit blocks; float8 with one scale stays float8."""
         w = collectives.all_gather(shards, self.layouts)
         return w if self.table.one_scale else dequantise_all(w, self.table.weights.dtype)
 
     def to_compute_with(self, w, variant: Variant):
-        """A layer's weights, or codes of them, as its products read them."""
+        """Converts a layer's gathered weights to what its products read: the work dtype, or float8 with one scale."""
         table = self.table
         numbers = base_formats.dequantise_all(w, table.weights.dtype)
         if table.quantises_shards or not self.in_8_bits(variant):
@@ -82,7 +82,7 @@ class Gather(NamedTuple):
 
 
 def quantised_matrices(params, w, table: Placement):
-    """A layer's weights with every matrix as a `Quantized`; vectors are unchanged.
+    """Quantises every matrix of a layer's weights; vectors are unchanged.
 
     With one scale per matrix (recipes fp8_*), all shards of a matrix have the same scale, from one collective with a
     number per matrix. Otherwise each block of a row has a scale.
@@ -97,9 +97,9 @@ def quantised_matrices(params, w, table: Placement):
 
 
 def quantise_with_one_scale(params, w, dtype, largest_of: Callable = collectives.largest_of_shards):
-    """A layer's weights, or this device's shards of them, with every matrix as a `Quantized` with one scale.
+    """Quantises every matrix of a layer's weights, or of this device's shards, with one scale per matrix.
 
-    Those of experts are unchanged: the product with one of them quantises it. largest_of: maxima over the devices that
+    Experts' matrices are unchanged: the grouped product quantises them. largest_of: maxima over the devices that
     have parts of the matrices.
     """
     leaves, structure = jax.tree.flatten(w)
@@ -136,11 +136,11 @@ class Fetch:
         return self.gather.copy_in(self.part.stack, l - self.part.start, self.run.variants[0])
 
     def first(self, *, reverse: bool = False) -> tuple:
-        """What is prefetched before a pass in this direction."""
+        """Prefetches the first layers of a pass in this direction."""
         return tuple(self._stage(i, self._first(reverse), reverse) for i in range(self.stages))
 
     def turn(self, prefetched: tuple, counter: jax.Array | int, *, reverse: bool) -> tuple:
-        """What is prefetched when a pass begins, from what the pass in the other direction left.
+        """The prefetched layers at the start of a pass, from what the pass in the other direction prefetched last.
 
         A slice beyond the end of a stack in host memory is the layer at that end. It is right if the run ends there;
         the rest is fetched again. counter: of the loop around the passes.
@@ -159,7 +159,7 @@ class Fetch:
         return () if self.on_device else tuple(self.copy_in(self._near(first + i * step)) for i in range(self.stages))
 
     def from_shards(self, shards: tuple, *, reverse: bool) -> tuple:
-        """Returns what `first` does, from the shards that `first_shards` has copied in."""
+        """Prefetches as `first` does, from the shards that `first_shards` has copied in."""
         return (self.gather.all_gather(shards[0]), *shards[1:]) if shards else self.first(reverse=reverse)
 
     def arrive(self, flight: Flight, layer: Layer) -> tuple[Any, Flight]:
@@ -189,16 +189,16 @@ class Fetch:
         return self.run.layers.stop - 1 if reverse else self.run.layers.start
 
     def _near(self, l: int) -> int:
-        """The layer of the run that is nearest to l."""
+        """Clamps l to the layers of the run."""
         return min(max(l, self.run.layers.start), self.run.layers.stop - 1)
 
     def _stage(self, i: int, first: jax.Array | int, reverse: bool):
-        """The i-th of what is prefetched before layer `first`: its weights, then the next layer's shards."""
+        """Prefetches before layer `first`: its weights (i = 0), or the next layer's shards (i = 1)."""
         return self.copy_in(first + (-1 if reverse else 1)) if i else self.gather.all_gather(self.copy_in(first))
 
 
 class Layers:
-    """A segment's layers, whose weights are fetched before they are needed: a loop for each run of them."""
+    """Loops over a segment's layers and prefetches their weights; one loop for each run of equal layers."""
 
     def __init__(self, engine: Engine, segment: Segment, stacks):
         """stacks: the segment's work weights."""
@@ -215,11 +215,11 @@ class Layers:
         return self.gather.fetch(self.fetches[0].part.stack, 0, variant)
 
     def first(self, *, reverse: bool = False) -> list[tuple]:
-        """What is prefetched before a pass in this direction, for each run."""
+        """Prefetches the first layers of a pass in this direction, for each run."""
         return [fetch.first(reverse=reverse) for fetch in self.fetches]
 
     def turn(self, prefetched: list, counter: jax.Array | int, *, reverse: bool) -> list[tuple]:
-        """What is prefetched when a pass begins, see `Fetch.turn`."""
+        """The prefetched layers of each run at the start of a pass, see `Fetch.turn`."""
         pairs = zip(self.fetches, prefetched, strict=True)
         return [fetch.turn(early, counter, reverse=reverse) for fetch, early in pairs]
 
@@ -256,7 +256,7 @@ class Layers:
 
 
 def runs_of(variants: tuple[Variant, ...], part: LayerStack) -> list[LayerLoop]:
-    """The runs of a part of a segment's layers. variants: of all of them."""
+    """Cuts a part of a segment's layers into loops. variants: of all the segment's layers."""
     return [
         LayerLoop(
             range(part.start + run.start, part.start + run.stop),

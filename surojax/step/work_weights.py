@@ -40,7 +40,7 @@ class WorkWeights:
         return [files.in_memory(part.stack) for files, part in zip(self.files, parts(weights), strict=True)]
 
     def joined(self, in_memory: list[list]) -> Any:
-        """The weights with these stacks in memory."""
+        """Returns the segment's work weights with these stacks in memory."""
         return join_parts([self.like(number, stacks) for number, stacks in enumerate(in_memory)])
 
     def read(self, l: int) -> list[jax.Array]:
@@ -53,7 +53,7 @@ class WorkWeights:
         return jax.device_put(rounds, [file.round_sharding(DEVICE) for file in self.files[self.part_of[l]].stacks])
 
     def write(self, l: int, rounds: list[jax.Array]) -> None:
-        """Writes what `replaced` has returned of layer l to files. Raises NvmeError."""
+        """Writes the rounds of layer l that `replaced` returned to files. Raises NvmeError."""
         number = self.part_of[l]
         self.files[number].write([l - self.layers[number].start], rounds)
 
@@ -65,7 +65,7 @@ class WorkWeights:
         return files.in_memory(self.parts[number].stack), files.planned_round(DEVICE)
 
     def arriving(self, number: int) -> list[jax.ShapeDtypeStruct]:
-        """Planned arrays of the layer from files that comes while another one of this part computes."""
+        """Plans the arrays of the next layer from files, which arrives while a layer of this part computes."""
         return [*self.files[number].planned_round(HOST), *self.files[number].planned_round(DEVICE)]
 
     def layer(self, number: int, arguments: tuple[list, list], l: jax.Array | int):
