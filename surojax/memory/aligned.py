@@ -32,7 +32,7 @@ def aligned(size: int) -> int:
 
 
 class Buffers:
-    """Buffers that can be taken again once nothing refers to them any more.
+    """A pool of buffers, each reused once nothing refers to it any more.
 
     Their sizes are powers of two, so that there are few of them however many sizes are asked for. What is not used of
     a buffer takes no memory.

@@ -32,7 +32,7 @@ class Split(NamedTuple):
 
 
 class LayerStack(NamedTuple):
-    """Layers `start` to `stop` - 1 of a model, or of a stage: a tree of stacks that are in one memory."""
+    """Stacks `[stop - start, ...]` of layers `start` to `stop` - 1 of a model or a stage, all in one memory."""
 
     stack: Any
     start: int
@@ -40,7 +40,7 @@ class LayerStack(NamedTuple):
 
 
 def parts(tree) -> list[LayerStack]:
-    """The two parts of a tree of `Split`s, or a tree of stacks as one part.
+    """Returns the parts of work weights: two for a tree of `Split`s (device, host), one for a tree of stacks.
 
     Loops over layers process one part after another, so that the compiler knows which memory each loop reads.
     """
@@ -60,7 +60,7 @@ def parts(tree) -> list[LayerStack]:
 
 
 def join_parts(trees: Sequence):
-    """The inverse of `parts`, for the trees of the parts: a tree of `Split`s if there are two."""
+    """Joins the trees of the parts to a tree of `Split`s, or returns the only one: the inverse of `parts`."""
     return jax.tree.map(lambda *x: Split(*x), *trees) if len(trees) > 1 else trees[0]
 
 
@@ -70,7 +70,7 @@ def put(tree, home: Home):
 
 
 def allocate(tree, homes: Any):
-    """Moves a tree of zeros to this memory, or to those of a tree of homes.
+    """Allocates a tree of zeros in these homes: one home, or a tree of homes.
 
     In host memory the values are undefined: write each layer before a read.
 
@@ -86,7 +86,7 @@ def allocate(tree, homes: Any):
 
 
 def move(x: jax.Array, space) -> jax.Array:
-    """x in this memory space; x itself if it is there already."""
+    """Moves x to this memory space; returns x itself if it is there already."""
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
 
 
@@ -101,7 +101,7 @@ def read(tree, l: jax.Array | int):
 
 
 def write_layer(tree, new, l: jax.Array | int):
-    """Stacked arrays with layer l, or the one nearest to it, replaced by `new`, in the memory that they are in.
+    """Replaces layer l, or the layer nearest to l, of stacked arrays by `new`, in the stacks' own memory.
 
     In place if the compiler can.
     """
@@ -114,7 +114,7 @@ def write_layer(tree, new, l: jax.Array | int):
 
 
 def _index(stack: jax.Array, l: jax.Array | int) -> jax.Array | int:
-    """The index to slice a stack at for the layer nearest to l: l itself, if slices clamp it."""
+    """Returns the index at which to slice a stack for the layer nearest to l: l itself, if slices clamp it."""
     if COPY_ENGINES_CLAMP or jax.typeof(stack).memory_space == DEVICE.space:
         return l
     return jnp.clip(l, 0, len(stack) - 1)
@@ -131,9 +131,9 @@ def on_device(tree) -> bool:
 
 
 def balanced(stacks, inputs) -> list[bool]:
-    """`are_read_first` of `exchange`, such that as many bytes are read before they are written as are written first.
+    """Chooses `are_read_first` of `exchange`: half of the bytes are read before they are written, half after.
 
-    inputs: stacks that are read beside these, and not written.
+    inputs: further stacks, which are only read.
     """
 
     def in_host(x) -> int:

@@ -23,7 +23,7 @@ from surojax.placement.mesh import PIPELINE, pipeline_stages
 
 
 class FilePart(NamedTuple):
-    """A part of a layer. index: where in the layer. first: no process of a lower number has the part too."""
+    """A shard of a layer. index: its slices of the layer. first: no process of a lower number has the shard too."""
 
     number: int
     index: tuple[slice, ...]
@@ -78,7 +78,7 @@ class InFile:
         return whole * self.place.in_file // self.place.size
 
     def stored_shape(self, l: int) -> tuple[int, ...]:
-        """The shape of what the file stores of layer l."""
+        """The shape of layer l in the file."""
         if self.parts is None:
             return self.shape[1:]
         return (len(self.parts[self.stage(l)]), *self.layer_sharding(DEVICE).shard_shape(self.shape[1:]))
@@ -102,7 +102,7 @@ class InFile:
         return self.store.read(l, self.place, self.stored_shape(l), self.dtype)
 
     def write(self, l: int, stored: np.ndarray) -> None:
-        """Replaces what is stored of layer l. Raises NvmeError."""
+        """Writes the stored arrays of layer l. Raises NvmeError."""
         assert stored.shape == self.stored_shape(l) and stored.dtype == self.dtype, (self, stored.shape, stored.dtype)
         self.store.write(l, self.place, stored)
 
@@ -144,7 +144,7 @@ class InFile:
         return np.stack([np.asarray(layer[part.index]) for part in self.parts[self.stage(l)].values()])
 
     def first_pieces(self, l: int, stored: np.ndarray) -> list[tuple[tuple[slice, ...], np.ndarray]]:
-        """(index in layer l, array) of what is stored of it, without what processes of a lower number have too."""
+        """Returns (index in layer l, array) of each stored part that no process of a lower number stores too."""
         if self.parts is None:
             return [((), stored)]
         return [(part.index, stored[part.number]) for part in self.parts[self.stage(l)].values() if part.first]
@@ -213,7 +213,7 @@ class InFiles:
         return [x for x, in_file in leaves if not in_file]
 
     def joined(self, in_memory: Iterable, files: Iterable) -> Any:
-        """The tree of these leaves."""
+        """Builds the tree from leaves in memory and leaves from files."""
         of_memory, of_files = iter(in_memory), iter(files)
         return self.structure.unflatten([next(of_files if in_file else of_memory) for in_file in self.are_in_file])
 
@@ -254,7 +254,7 @@ class InFiles:
         list(self.store.of_arrays[1].map(write, zip(self.stacks, rounds, strict=True)))
 
     def on_every_stage(self, rounds: list[jax.Array]) -> list[jax.Array]:
-        """The one layer of rounds that were read with one, on the devices of every stage. Inside `jit`."""
+        """Copies the only layer of rounds to the devices of every stage. Inside `jit`."""
         return [only_layer(x, file.layer_sharding(DEVICE)) for x, file in zip(rounds, self.stacks, strict=True)]
 
     def repeated(self, layer: list[jax.Array]) -> list[jax.Array]:
@@ -263,7 +263,7 @@ class InFiles:
 
 
 def only_layer(layers: jax.Array, sharding: jax.NamedSharding) -> jax.Array:
-    """The layer of a round of which all others are zeros, to the bit, in this sharding. Inside `jit`."""
+    """Extracts the only layer that is not zeros from a round, to the bit, in this sharding. Inside `jit`."""
     number = jnp.dtype(f"uint{8 * layers.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(move(layers, DEVICE.space), number).astype(jnp.uint32)
     layer = jax.lax.bitcast_convert_type(jnp.sum(bits, 0, dtype=jnp.uint32).astype(number), layers.dtype)
@@ -271,7 +271,7 @@ def only_layer(layers: jax.Array, sharding: jax.NamedSharding) -> jax.Array:
 
 
 def own_layers(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, num_layers: int) -> list[int]:
-    """The layers of a model of which this process's devices hold state: all, or those of its stages of `pp`."""
+    """Returns the numbers of the layers whose state this process's devices hold: all, or its `pp` stages' layers."""
     stages = pipeline_stages(mesh)
     if stages == 1 or jax.process_count() == 1:
         return list(range(num_layers))
@@ -283,7 +283,7 @@ def own_layers(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, num_layers: 
 
 
 def home_of(x: Any) -> Home:
-    """The memory of an array, or of one that is planned."""
+    """Returns the memory of an array or a planned array."""
     if isinstance(x, InFile):
         return NVME
     kind = x.sharding.memory_kind or DEVICE.memory_kind
@@ -291,5 +291,5 @@ def home_of(x: Any) -> Home:
 
 
 def part_shape(x: Any) -> tuple[int, ...]:
-    """The shape of what a process writes at once of a layer of a stack `[L, ...]`: a shard, or what its file stores."""
+    """The shape of a process's part of one layer of a stack `[L, ...]`: a shard, or the whole layer in a file."""
     return x.shape[1:] if isinstance(x, InFile) and x.parts is None else x.sharding.shard_shape(x.shape)[1:]

@@ -60,10 +60,10 @@ MAKE_ROOM = (
 
 @dataclasses.dataclass(eq=False)
 class Place:
-    """Room for an array of each layer.
+    """The room that a store reserves for one array of each layer.
 
     row: of the placement table. size: bytes. name: among the pieces of a layer. slots: 2 if a kill must not take it.
-    kept: how many of the bytes, from the first on, are in host memory. offset: of the others in the record of a layer.
+    kept: the number of leading bytes that are in host memory. offset: position of the other bytes in a layer's record.
     memory: the kept bytes of each layer.
     """
 
@@ -91,10 +91,10 @@ class NvmeError(OSError):
 
 
 class Store:
-    """The file of a run; none if nothing is stored in it. The first use opens it; it stays open until `close`.
+    """The file of a run's layers; no file if nothing is stored. The first use opens it; it stays open until `close`.
 
-    folders: over which it is striped; folder: the first of them, which has the marker. records: by the number of a
-    layer of which the file has a record, the number of that record. record: bytes of each.
+    folders: the folders that the file is striped over; folder: the first folder, which has the marker. records: number
+    of a layer -> number of its record in the file. record: bytes of a record.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Store:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of it in each of the folders."""
+        """Bytes of the file in each of the folders."""
         return self._file.sizes(self.bytes)
 
     @functools.cached_property
@@ -247,7 +247,7 @@ class Store:
         return raw[:size].view(dtype).reshape(shape)
 
     def write(self, l: int, place: Place, array: np.ndarray) -> None:
-        """Replaces what `read` returns for this place. Raises NvmeError."""
+        """Writes the array of layer l at this place. Raises NvmeError."""
         begin = self._record_start(l) + place.offset
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if place.slots == 2:
@@ -272,7 +272,7 @@ class Store:
         return place.memory[l]
 
     def read_file(self, raw: np.ndarray, begin: int) -> None:
-        """Fills an array of bytes, aligned as `aligned.Buffers` are, with what is in the file from `begin` on."""
+        """Reads bytes from the file at offset `begin` into an array that is aligned as `aligned.Buffers` are."""
 
         def piece(start: int, length: int) -> None:
             self.file.read(memoryview(raw)[start : start + length], begin + start)
@@ -280,7 +280,7 @@ class Store:
         self._each_piece(0, piece, begin, raw.size, "read")
 
     def write_file(self, raw: np.ndarray, begin: int) -> None:
-        """Replaces what is in the file from `begin` on by these bytes."""
+        """Writes these bytes to the file at offset `begin`."""
 
         def piece(start: int, length: int) -> None:
             part = raw[start : start + length]
@@ -385,7 +385,7 @@ class Store:
         return table["progress"] if table and table["layout"] == self.layout else None
 
     def load(self) -> list[np.ndarray]:
-        """Makes the state that the file has complete the one that is read; returns its arrays of no layer, as bytes.
+        """Selects the complete state in the file to be read; returns its arrays that belong to no layer, as bytes.
 
         Every piece is held against its checksum. Raises NvmeError if one is damaged.
         """
@@ -457,7 +457,7 @@ def folders(given: str | Path) -> list[Path]:
 
 
 def readable_bytes(size: int) -> str:
-    """Bytes as text, in the largest of GiB, MiB and KiB that there is one of."""
+    """Formats bytes as text, in the largest unit of GiB, MiB and KiB that is not above them."""
     for name, unit in (("GiB", 2**30), ("MiB", 2**20)):
         if size >= unit:
             return f"{size / unit:,.2f} {name}"

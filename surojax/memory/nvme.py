@@ -33,7 +33,7 @@ def check_folders(store: Store) -> None:
     """Checks the folders of a store, their free space and free memory before anything is built; leaves no file.
     Raises ConfigError.
 
-    Every process has to call it: those of one machine may share a disk, which has to have room for all of them.
+    Every process has to call this: processes of one machine may share a disk, which needs room for all their files.
     """
     if store.is_empty:
         return
@@ -164,7 +164,7 @@ def read_rate(store: Store) -> float:
 
 
 def _rate(store: Store, moves: Callable[[int, int], object], end: Callable[[], None] = lambda: None) -> float:
-    """Bytes per second of moves(offset, bytes) over a part of the file that is unused, and of the end."""
+    """Measures bytes per second of moves(offset, bytes) over an unused part of the file, and of `end`."""
     begin, unused = store.unused
     done = 0
     start = time.perf_counter()

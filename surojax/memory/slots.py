@@ -49,7 +49,7 @@ def read_slot_table(folder: Path) -> dict[str, Any] | None:
 
 
 class Slots:
-    """The slots of a file's pieces, by the names of these.
+    """The slots of a file's pieces, by the pieces' names.
 
     kept: what the table on the disk names. newest: what was written last.
     """
@@ -66,12 +66,12 @@ class Slots:
         return 1 - self.kept[piece].slot if piece in self.kept else 0
 
     def completed(self, step: int) -> dict[str, Any] | None:
-        """Takes what was written last as the state after this step; returns what `_due` does."""
+        """Records that the newest pieces are the state after this step; returns `_due()`."""
         self._completed = (step, dict(self.newest))
         return self._due()
 
     def reported(self, progress: dict[str, Any]) -> dict[str, Any] | None:
-        """Takes the progress of a run whose records are written up to its step; returns what `_due` does."""
+        """Records the progress of a run whose metrics are written up to its step; returns `_due()`."""
         self._progress = progress
         return self._due()
 
@@ -98,6 +98,6 @@ class Slots:
         self.kept = table["pieces"]
 
     def load(self, table: dict[str, Any]) -> None:
-        """Takes the pieces that a table names as those that were written last."""
+        """Restores the pieces that a table names as the newest ones."""
         self.kept = {name: Content(*content) for name, content in table["pieces"].items()}
         self.newest = dict(self.kept)

@@ -1,4 +1,4 @@
-"""A file in stripes over several folders: on several disks it is as fast as all of them together."""
+"""A file in stripes over several folders: on several disks it is as fast as the disks together."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ class StripedFile:
         return [STRIPE * (stripes // n + (i < stripes % n)) + rest * (i == stripes % n) for i in range(n)]
 
     def spans(self, begin: int, size: int) -> list[tuple[int, int]]:
-        """(offset behind `begin`, bytes) of the parts of these bytes that one request each reads or writes."""
+        """Splits a range of bytes into requests: (offset from `begin`, bytes) of each."""
         first = STRIPE - (begin % STRIPE if len(self.paths) > 1 else 0)
         starts = [0, *range(first, size, STRIPE)]
         return [(start, end - start) for start, end in zip(starts, [*starts[1:], size], strict=True)]
@@ -74,11 +74,11 @@ class StripedFile:
         return os.open(path, flags, 0o600)
 
     def read(self, view: memoryview, at: int) -> None:
-        """Fills a view with what is at this offset of the whole, one of `spans`. Raises OSError."""
+        """Reads the bytes at this offset of the whole file, one of `spans`, into a view. Raises OSError."""
         self._all(view, at, lambda fd, view, at: os.preadv(fd, [view], at))
 
     def write(self, view: memoryview, at: int) -> None:
-        """Writes a view at this offset of the whole, one of `spans`. Raises OSError."""
+        """Writes a view at this offset of the whole file, one of `spans`. Raises OSError."""
         self._all(view, at, os.pwrite)
 
     def _all(self, view: memoryview, at: int, some: Callable[[int, memoryview, int], int]) -> None:

@@ -95,7 +95,7 @@ def quantise(w: jax.Array, like: Coded) -> Coded:
 
 
 def dequantise(q: Coded, dtype) -> jax.Array:
-    """The numbers `[..., out, in]` of a Coded, or of a shard of it, in `dtype`."""
+    """Dequantises a Coded, or a shard of one, to `[..., out, in]` in `dtype`."""
 
     def one(q: Coded) -> jax.Array:
         return _OF_TYPE[type(q)].dequantise(q, dtype)
@@ -104,7 +104,7 @@ def dequantise(q: Coded, dtype) -> jax.Array:
 
 
 def _of_each(of_matrix: Callable, ndim: int) -> Callable:
-    """The function for arrays with so many dimensions, of which all but the last two count matrices."""
+    """Maps a function of one matrix over arrays with this many dimensions; all but the last two count matrices."""
     for _ in range(ndim - 2):
         of_matrix = jax.vmap(of_matrix)
     return of_matrix

@@ -65,7 +65,7 @@ def from_blocks(codes, scales, like: BlockFp8) -> BlockFp8:
 
 
 def dequantise(q: BlockFp8, dtype) -> jax.Array:
-    """The numbers `[out, in]` of a BlockFp8, or of a shard of it, in `dtype`: products in float32."""
+    """Dequantises a BlockFp8, or a shard of one, to `[out, in]` in `dtype`; products are in float32."""
     rows, columns = _tile(q)
     tiles = q.codes.astype(jnp.float32).reshape(q.scales.shape[0], rows, q.scales.shape[1], columns)
     return (tiles * q.scales[:, None, :, None]).astype(dtype).reshape(q.codes.shape)

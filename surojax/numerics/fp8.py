@@ -46,7 +46,7 @@ class Sites(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, in the order of a history's rows."""
+        """The names of all sites, in the order of a history's rows."""
         return *self.inputs, *self.gradients
 
     @property

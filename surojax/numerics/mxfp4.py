@@ -58,7 +58,7 @@ def quantise(w: jax.Array, like: Mxfp4) -> Mxfp4:
 
 
 def dequantise(q: Mxfp4, dtype) -> jax.Array:
-    """The numbers `[out, in]` of an Mxfp4, or of a shard of it, in `dtype`: exact in bfloat16 and float32.
+    """Dequantises an Mxfp4, or a shard of one, to `[out, in]` in `dtype`: exact in bfloat16 and float32.
 
     The scale 2^-127, which float32 has as a subnormal number only, counts as 0.
     """

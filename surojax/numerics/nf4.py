@@ -73,7 +73,7 @@ DYNAMIC = _dynamic()
 
 
 class Nf4(NamedTuple):
-    """A matrix [out, in] in NF4; several have dimensions in front. Every row, and every part of it, is complete.
+    """A matrix [out, in] in NF4; several have dimensions in front. Every row, and every shard of a row, is complete.
 
     codes: of numbers 2 i (high half) and 2 i + 1. absmax: codes of the blocks' absmax. group_absmax: M of the groups
     that each part of a row touches, in order; the last one is repeated. shift: blocks in the first of these groups
@@ -135,7 +135,7 @@ def from_flat(packed, absmax, group_absmax, offset, shape: tuple[int, ...], part
 
 
 def dequantise(q: Nf4, dtype) -> jax.Array:
-    """The numbers `[out, in]` of an Nf4, or of a shard of it, in `dtype`: products and a sum in float32.
+    """Dequantises an Nf4, or a shard of one, to `[out, in]` in `dtype`; products and a sum are in float32.
 
     The barriers keep the sum from being contracted with the product before it (numerics/rounding.py), so that the
     result is that of bitsandbytes to the bit.

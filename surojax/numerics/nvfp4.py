@@ -57,7 +57,7 @@ def quantise(w: jax.Array, like: Nvfp4 | None = None, *, largest: jax.Array | No
 
 
 def dequantise(q: Nvfp4, dtype) -> jax.Array:
-    """The numbers `[out, in]` of an Nvfp4, or of a shard of it, in `dtype`.
+    """Dequantises an Nvfp4, or a shard of one, to `[out, in]` in `dtype`.
 
     The first product is exact in float32, so each number is rounded twice: to float32, and to `dtype`.
     """

@@ -32,7 +32,7 @@ class Precision:
 
     matmul_dtype, gradient_dtype: dtypes of products in recipe bf16 and in skipped blocks; "": the operands' dtype.
     amax_history, margin: for fp8_hybrid. Number of steps whose largest magnitudes determine a scale, and number of
-    binades that stay free above the largest of them.
+    binades that stay free above the largest magnitude.
     skip_first, skip_last: numbers of blocks that use bf16.
     kernels: "auto", "xla" or "mosaic": implementation of the operations between products, see pallas_kernels.dispatch.
     block_scaled_products: for mxfp8 and nvfp4. "native" needs a GPU with such products. "emulated" multiplies the same
@@ -51,7 +51,7 @@ class Precision:
 
     @property
     def fp8(self) -> bool:
-        """True if products are those of `models.linear_fp8`, whose weights are in float8 with one scale per matrix."""
+        """True if `models.linear_fp8` computes the products: its weights are in float8 with one scale per matrix."""
         return self.recipe in ("fp8_hybrid", "fp8_current")
 
     @property

@@ -26,7 +26,7 @@ TRIED_STEPS = 3
 
 
 def from_optax(make: MakeTransformation, schedule: Schedule, *, max_grad_norm: float = 1.0) -> Optimizer:
-    """An optimizer of which `make` gives the transformation. Raises ConfigError for one that cannot be sharded.
+    """Makes an optimizer of the transformation that `make` returns. Raises ConfigError for one that cannot be sharded.
 
     max_grad_norm: gradients are scaled down to it first; 0 means no clipping.
     """

@@ -18,7 +18,7 @@ def learning_rate_schedule(
     cooldown_steps: int = 0,
     final_fraction: float = 0.0,
 ) -> Schedule:
-    """Learning rate of steps 0 to total_steps - 1: linear warmup to `peak`, then a decay of this kind.
+    """Returns a schedule for steps 0 to total_steps - 1: linear warmup to `peak`, then a decay of this kind.
 
     cosine, linear: from the peak to peak * final_fraction at the last step. wsd: constant at the peak, then linear over
     the last `cooldown_steps` (Hu et al. 2024, MiniCPM). Raises ValueError for another kind.

@@ -156,7 +156,7 @@ def normuon(
         return o * (RMS * o.size**0.5 * reciprocal(jnp.linalg.norm(o))), rows
 
     def moved(p, o, tensor: TensorContext):
-        """The weights after a step in direction -o, with cautious weight decay."""
+        """Moves the weights in direction -o, with cautious weight decay."""
         old = p.astype(jnp.float32)
         new = old - tensor.scalars["matrices_lr"] * (o + jnp.where(o * old > 0, weight_decay * old, 0))
         return rounded(new, p.dtype, tensor)
@@ -210,7 +210,7 @@ def _divided(layout: Layout) -> list[tuple[int, tuple[str, ...]]]:
 
 
 def _gathered(x: jax.Array, layout: Layout) -> jax.Array:
-    """The matrix of which x is a shard, all-gathered and typed as equal on all devices."""
+    """All-gathers the matrix that x is a shard of, typed as equal on all devices."""
     for dim, axes in _divided(layout):
         x = jax.lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
     return x
@@ -226,7 +226,7 @@ def _own(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _one_for_each_device(x: jax.Array, rows: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """This device's matrix of a group, and its rows' second moment; zeros if there are more devices than layers.
+    """All-to-all: gives each device one whole matrix of a group and its rows' second moment, or zeros.
 
     x: shards of the group's matrices; rows `[layers, m]`.
     """

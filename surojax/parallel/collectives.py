@@ -145,7 +145,7 @@ def largest_of_shards(x: jax.Array) -> jax.Array:
 
 
 def largest_of_devices(tree):
-    """The elementwise maximum over all devices, equal on all of them."""
+    """The elementwise maximum over all devices, equal on every device."""
     return jax.tree.map(lambda x: _largest(x, AXES), tree)
 
 
@@ -156,7 +156,7 @@ def _largest(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def reshard(x: jax.Array, stored: Layout, wanted: Layout) -> jax.Array:
-    """x, stored with layout `stored`, all-gathered if `wanted` is stored differently.
+    """All-gathers x from its layout `stored` if the layout `wanted` is stored differently.
 
     A gathered array is typed as equal on all devices of `dp_shard x cp`.
     """
@@ -273,7 +273,7 @@ def _different(layout: Layout) -> tuple[str, ...]:
 
 
 def _counted_once(square: jax.Array, layout: Layout) -> jax.Array:
-    """The square of a shard; 0 on all but the first of the devices that store the same shard."""
+    """The squared norm of a shard; 0 on all but the first device of those that store the same shard."""
     number, copies = device_number(*(axis for axis in STATE if axis not in _different(layout)))
     return square if copies == 1 else jnp.where(number == 0, square, 0.0)
 
@@ -284,5 +284,5 @@ def no_squares() -> Squares:
 
 
 def norm(squares: Squares) -> jax.Array:
-    """The global norm, equal on all devices that store parts of the same replica."""
+    """The global norm from `Squares`, equal on all devices that store shards of the same replica."""
     return jnp.sqrt(add_up(squares.of_shards, *STATE) + squares.of_replicated)

@@ -74,7 +74,7 @@ def own_index(tokens: int, method: Method) -> jax.Array:
 
 
 def scatter_heads(*xs_BsHh: jax.Array) -> list[jax.Array]:
-    """Queries, keys or values of whole sequences `[B, S, H / n, h]`, of this device's part of the heads; ulysses.
+    """All-to-all from tokens to heads: whole sequences of this device's heads, `[B, S, H / n, h]`; ulysses.
 
     With fewer key/value heads than devices, several devices get the same one: it is sent to each of them, and reverse
     mode adds up the gradients that come back.
@@ -95,14 +95,14 @@ def scatter_heads(*xs_BsHh: jax.Array) -> list[jax.Array]:
 
 
 def own_heads(x_H: jax.Array) -> jax.Array:
-    """The part of an array with a number for each head that belongs to the heads of `scatter_heads`; ulysses."""
+    """Slices an array with one number per head to the heads that `scatter_heads` gives this device; ulysses."""
     number, devices = device_number(CONTEXT)
     length = x_H.shape[0] // devices
     return jax.lax.dynamic_slice_in_dim(x_H, number * length, length)
 
 
 def gather_heads(y_BSHh: jax.Array) -> jax.Array:
-    """All heads of this device's tokens `[B, s, H, h]`, from whole sequences of a part of the heads; ulysses."""
+    """All-to-all back from heads to tokens: all heads of this device's tokens, `[B, s, H, h]`; ulysses."""
     return jax.lax.all_to_all(y_BSHh, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
 
 
@@ -148,7 +148,7 @@ class Collected:
             self.terms.append(term)
 
     def sums(self, dtype) -> jax.Array:
-        """The sum that belongs to this device, rounded to a dtype: with ring before it is sent home."""
+        """This device's sum, rounded to a dtype; with ring it is rounded before the last hop."""
         if self.method == "ring":
             return to_next_device(self.terms[0].astype(dtype))
         number, devices = device()

@@ -33,7 +33,7 @@ SCOPE = "tokens_to_experts"  # the named scope of their loop, by which the plann
 
 
 class Routes(NamedTuple):
-    """The way of each token.
+    """Which devices of the group each token is sent to.
 
     sent_nP: the tokens of this device that each device needs, in order, and N or more behind the last.
     received_nP: the tokens of each device that this one needs, likewise. rounds: all-to-alls that send them, int32 [].
@@ -62,7 +62,7 @@ def in_group() -> bool:
 
 
 def gathered(x: jax.Array) -> jax.Array:
-    """An array of each device of a group, `[n, ...]`."""
+    """All-gathers an array over the group, `[n, ...]`."""
     return jax.lax.all_gather(x, EXPERT)
 
 

@@ -60,8 +60,9 @@ def _largest(axes: tuple[str, ...], absmax: jax.Array) -> jax.Array:
 
 
 def summed_before_rounding(y: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """y, the result of a product with a matrix of these logical axes. If several devices of a group have the same
-    result, its gradient is their sum on the first of them, and zeros on the others.
+    """Returns y, a product with a matrix of these logical axes; its gradient is summed over devices before rounding.
+
+    If several devices of a group have the same y, the first one's gradient of y is their sum, the others' are zeros.
 
     The gradients of the product's inputs and of the matrix are summed over the group afterwards.
     """

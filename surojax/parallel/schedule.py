@@ -66,12 +66,12 @@ class Schedule:
 
 
 def gpipe(microbatches: int, stages: int) -> Schedule:
-    """All microbatches forward, then all backward."""
+    """GPipe: all microbatches forward, then all backward."""
     return _staggered(microbatches, stages, first_backward=microbatches + stages - 1)
 
 
 def one_forward_one_backward(microbatches: int, stages: int) -> Schedule:
-    """Each microbatch backward as soon as it has left the last stage."""
+    """1F1B: each microbatch goes backward as soon as it has left the last stage."""
     return _staggered(microbatches, stages, first_backward=stages - 1)
 
 

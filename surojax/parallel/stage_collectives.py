@@ -31,7 +31,7 @@ def own_part(x_BS: jax.Array) -> jax.Array:
 
 
 def collect(x_BsD: jax.Array) -> jax.Array:
-    """Whole sequences from the parts of all stages."""
+    """All-gathers whole sequences from the parts of all stages."""
     return jax.lax.all_gather(x_BsD, PIPELINE, axis=1, tiled=True)
 
 
@@ -43,12 +43,12 @@ def spread(x_BSD: jax.Array, source: int) -> jax.Array:
 
 
 def to_next(x_BSD: jax.Array) -> jax.Array:
-    """The values of the stage before this one; zeros in the first stage."""
+    """Sends values to the next stage; returns the values of the stage before, zeros in the first stage."""
     _, stages = stage()
     return jax.lax.ppermute(x_BSD, PIPELINE, [(i, i + 1) for i in range(stages - 1)])
 
 
 def to_previous(x_BSD: jax.Array) -> jax.Array:
-    """The values of the stage after this one; zeros in the last stage."""
+    """Sends values to the previous stage; returns the values of the stage after, zeros in the last stage."""
     _, stages = stage()
     return jax.lax.ppermute(x_BSD, PIPELINE, [(i + 1, i) for i in range(stages - 1)])

@@ -41,19 +41,19 @@ def own_part(x_BS: jax.Array) -> jax.Array:
 
 
 def all_gather_sequence(x_BsD: jax.Array) -> jax.Array:
-    """Whole sequences from the parts of the devices of a group."""
+    """All-gathers whole sequences from the parts of a tensor-parallel group's devices."""
     axes = active(*TENSOR)
     return jax.lax.all_gather(x_BsD, axes, axis=1, tiled=True) if axes else x_BsD
 
 
 def reduce_scatter_sequence(y_BSD: jax.Array) -> jax.Array:
-    """This device's part of the sequences of the sum over a group."""
+    """Reduce-scatters over a tensor-parallel group: this device's part of the summed sequences."""
     axes = active(*TENSOR)
     return jax.lax.psum_scatter(y_BSD, axes, scatter_dimension=1, tiled=True) if axes else y_BSD
 
 
 def all_gather_bits(x_BsD: jax.Array) -> jax.Array:
-    """Whole sequences of 8-bit numbers, typed as equal on all devices of the group."""
+    """All-gathers sequences of 8-bit numbers, typed as equal on all devices of the group."""
     axes = active(*TENSOR)
     if not axes:
         return x_BsD

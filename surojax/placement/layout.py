@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """The axes of `dp_shard x cp` whose devices compute with the same: they gather it, and sum its gradient."""
+        """The axes of `dp_shard x cp` whose devices compute with equal values: they all-gather and reduce-scatter."""
         return tuple(axis for axis in SHARDS if axis not in self.computed_axes)
 
     @property

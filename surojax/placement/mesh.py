@@ -43,7 +43,7 @@ AXES = (PIPELINE, *TOKENS, *TENSOR)
 
 
 def find_devices(gpus: int) -> list:
-    """The first `gpus` devices of the default backend; 0: all of them. Raises ConfigError if there are fewer."""
+    """The first `gpus` devices of the default backend; 0: all devices. Raises ConfigError if there are fewer."""
     expect_no_cuda_without_driver()
     try:
         devices = jax.devices()

@@ -31,7 +31,7 @@ class Param:
     trainable: if not, it is only read: it has no gradient, accumulator, moments or master weights.
     adapter: it belongs to an adapter, which the files of a model do not have.
     used: the fraction of tokens that it multiplies; below 1 for experts, of which a token has a few.
-    dtype: of its work weights; "": that of the tensor class. learning_rate_factor: of its updates.
+    dtype: of the work weights; "": the tensor class's dtype. learning_rate_factor: factor of the updates.
     """
 
     name: str
@@ -73,12 +73,12 @@ def _where(params: dict, wanted) -> dict:
 
 
 def part_of(tree: Any, like: Any) -> Any:
-    """The part of a tree of dicts that has the names of `like`, another tree of dicts; leaves may be anything."""
+    """Selects the part of a tree of dicts that has the names of `like`, another tree of dicts; any leaves."""
     return {name: part_of(tree[name], like[name]) for name in like} if isinstance(like, dict) else tree
 
 
 def with_part(tree: Any, new: Any) -> Any:
-    """A tree of dicts with the leaves of `new`, a tree of some of its names, in place of its own."""
+    """Replaces leaves of a tree of dicts by the leaves of `new`, a tree with some of its names."""
     if not isinstance(new, dict):
         return new
     return tree | {name: with_part(tree.get(name, {}), value) for name, value in new.items()}

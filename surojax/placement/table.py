@@ -71,7 +71,7 @@ class TensorClass:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The table. The optimizer chooses the dtypes of `moments`, the model those of `residuals`.
+    """The placement table. The optimizer chooses the dtypes of `moments`, the model the dtypes of `residuals`.
 
     quants: dtype "" if weights are not quantised; home is used if they are persistent.
     one_scale: quantised weights have one scale per matrix, and are operands of products (recipes fp8_*).
@@ -109,7 +109,7 @@ class Placement:
 
     @property
     def by_layer(self) -> bool:
-        """True if what programs of a step read or leave for later is in files, so that they compute one layer each."""
+        """True if weights, gradients or residuals are in files, so that a step's programs compute one layer each."""
         return any(getattr(self, name).home.in_file for name in BY_LAYER)
 
     @property
@@ -202,7 +202,7 @@ def has_format(param: Param, base_format: str) -> bool:
 
 
 def place(storage: Storage, *, num_shards: int) -> Placement:
-    """The table for these settings and `num_shards` devices of `dp_shard x cp`.
+    """Fills the table from settings, for `num_shards` devices of `dp_shard x cp`.
 
     The same config runs on any number of devices. On one device nothing is communicated, but weights are quantised as
     on several, so that their values are the same. Raises ConfigError for settings that do not go together.
