@@ -5,6 +5,7 @@ the values, decide where sums over devices are made.
 """
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -18,6 +19,16 @@ def mark_varying(x: jax.Array, axes) -> jax.Array:
     """x, typed as varying over these mesh axes too. Reverse mode sums its gradient over the added ones."""
     missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def own_zeros(shape: tuple[int, ...], dtype, after, axes) -> jax.Array:
+    """Zeros for a loop to fill, typed as varying over these mesh axes, which no other loop begins with.
+
+    XLA makes one array of all equal constants. Loops that begin with it copy it, and it stays in memory beside them.
+    after: arrays that differ from loop to loop.
+    """
+    zero, _ = jax.lax.optimization_barrier((jnp.zeros((), dtype), after))
+    return mark_varying(jnp.broadcast_to(zero, shape), axes)
 
 
 def mark_same(x: jax.Array, axes) -> jax.Array:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import grouped_matmul
-from pallas_kernels.manual_axes import mark_varying, varying_axes
+from pallas_kernels.manual_axes import mark_varying, own_zeros, varying_axes
 from surojax.numerics.recipes import Precision
 
 # Rows. A GPU copies an expert's matrices before a block multiplies them, so that larger blocks are faster, though more
@@ -152,7 +152,8 @@ def sum_of_experts(
         x_RD, weight_R = _rows(x_ND, weights_Nk, choice_R)
         return _, (mlp(*_of_expert((trained, fixed), expert), x_RD, weight_R, number), None)
 
-    return _over_blocks(block, None, blocks, x_ND, piece)[1]
+    axes = _varying((trained, fixed, x_ND, weights_Nk))
+    return _over_blocks(block, None, blocks, x_ND, axes, piece)[1]
 
 
 def _forward(mlp, trained, fixed, x_ND, weights_Nk, blocks: ExpertBlocks, piece: int):
@@ -163,10 +164,10 @@ def _forward(mlp, trained, fixed, x_ND, weights_Nk, blocks: ExpertBlocks, piece:
 def _backward(mlp, piece: int, saved, dy_ND: jax.Array):
     trained, fixed, x_ND, weights_Nk, blocks = saved
     k = weights_Nk.shape[1]
-    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((trained, fixed, x_ND, dy_ND))))
+    axes = _varying((trained, fixed, x_ND, dy_ND))
 
-    def zeros(shape, dtype) -> jax.Array:
-        return mark_varying(jnp.zeros(shape, dtype), axes)
+    def zeros(of_matrix, shape, dtype) -> jax.Array:
+        return own_zeros(shape, dtype, (of_matrix, dy_ND), axes)
 
     def block(carry, each):
         d_trained, of_expert, before = carry
@@ -187,10 +188,11 @@ def _backward(mlp, piece: int, saved, dy_ND: jax.Array):
         d_trained = jax.tree.map(lambda d, sums: d.at[expert].set(sums.astype(d.dtype)), d_trained, of_expert)
         return (d_trained, of_expert, expert), (dx_RD, d_weight_R)
 
-    of_expert = jax.tree.map(lambda w: zeros(w.shape[1:], jnp.float32), trained)
-    d_trained = jax.tree.map(lambda w: zeros(w.shape, w.dtype), trained)
+    of_expert = jax.tree.map(lambda w: zeros(w, w.shape[1:], jnp.float32), trained)
+    d_trained = jax.tree.map(lambda w: zeros(w, w.shape, w.dtype), trained)
     nobody = mark_varying(jnp.int32(-1), varying_axes(blocks.expert_M))
-    (d_trained, _, _), dx_ND, d_weights_Nk = _over_blocks(block, (d_trained, of_expert, nobody), blocks, x_ND, piece)
+    begin = d_trained, of_expert, nobody
+    (d_trained, _, _), dx_ND, d_weights_Nk = _over_blocks(block, begin, blocks, x_ND, axes, piece)
     return d_trained, None, dx_ND, d_weights_Nk, None
 
 
@@ -227,19 +229,18 @@ def _sum_backward(blocks, dy_ND):
 sum_of_rows.defvjp(lambda y, blocks: (sum_of_rows(y, blocks), blocks), _sum_backward)
 
 
-def _over_blocks(block: Callable, carry, blocks: ExpertBlocks, x_ND: jax.Array, piece: int):
-    """(carry, sums of tokens `[N, D]`, numbers of choices `[N, k]` or None) after all blocks.
+def _over_blocks(block: Callable, carry, blocks: ExpertBlocks, x_ND: jax.Array, axes: frozenset[str], piece: int):
+    """(carry, sums of tokens `[N, D]`, numbers of choices `[N, k]`, zeros if there are none) after all blocks.
 
     block: (carry, (choice_R, expert, number)) -> (carry, (y `[R, D]` to be added up, numbers `[R]` or None)).
+    axes: mesh axes that y varies over.
     """
     rows = (blocks.choice_MR, blocks.expert_M, jnp.arange(len(blocks.expert_M)))
     k = blocks.place_Nk.shape[1]
-    if not piece:
-        carry, (y_MRD, number_MR) = jax.lax.scan(block, carry, rows)
-        numbers = None if number_MR is None else number_MR.reshape(-1)[blocks.place_Nk]
-        return carry, _sum_of_choices(y_MRD, blocks.place_Nk), numbers
     N, D = x_ND.shape
-    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((carry, x_ND, blocks))))
+    if not piece:
+        return _over_all(block, carry, rows, blocks, x_ND, axes)
+    axes = axes | _varying((carry, blocks))
 
     def step(state, each):
         carry, sum_ND, number_C = state
@@ -252,16 +253,40 @@ def _over_blocks(block: Callable, carry, blocks: ExpertBlocks, x_ND: jax.Array, 
         each = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * piece, piece), rows)
         return jax.lax.scan(step, state, each)[0]
 
-    sums: Any = jnp.zeros((N, D), jnp.float32), jnp.zeros(N * k, jnp.float32)
-    sum_ND, number_C = jax.tree.map(lambda a: mark_varying(a, axes), sums)
+    sum_ND, number_C = (own_zeros(shape, jnp.float32, x_ND, axes) for shape in ((N, D), (N * k,)))
     used = jnp.sum(blocks.choice_MR[:, 0] < N * k, dtype=jnp.int32)  # others begin without a choice
     with jax.named_scope(IN_PIECES):
         carry, sum_ND, number_C = jax.lax.fori_loop(0, -(-used // piece), of_piece, (carry, sum_ND, number_C))
     return carry, sum_ND.astype(x_ND.dtype), number_C.reshape(N, k)
 
 
+def _over_all(block: Callable, carry, rows, blocks: ExpertBlocks, x_ND: jax.Array, axes: frozenset[str]):
+    """`_over_blocks` by one loop over all blocks. rows: what `block` has of each of them, stacked."""
+    M, R = blocks.choice_MR.shape
+
+    def step(state):
+        m, carry, y_MRD, number_MR = state
+        carry, (y_RD, number_R) = block(carry, _of_expert(rows, m))
+        y_MRD = jax.lax.dynamic_update_index_in_dim(y_MRD, mark_varying(y_RD, axes), m, 0)
+        if number_R is not None:
+            number_MR = jax.lax.dynamic_update_index_in_dim(number_MR, mark_varying(number_R, axes), m, 0)
+        return m + 1, carry, y_MRD, number_MR
+
+    y_MRD = own_zeros((M, R, x_ND.shape[1]), x_ND.dtype, x_ND, axes)
+    number_MR = own_zeros((M, R), jnp.float32, x_ND, axes)
+    # Not a scan, whose stack of results begins with zeros that all loops share.
+    begin = jnp.int32(0), carry, y_MRD, number_MR
+    _, carry, y_MRD, number_MR = jax.lax.while_loop(lambda state: state[0] < M, step, begin)
+    return carry, _sum_of_choices(y_MRD, blocks.place_Nk), number_MR.reshape(-1)[blocks.place_Nk]
+
+
+def _varying(tree) -> frozenset[str]:
+    """The mesh axes that any of a tree's arrays varies over."""
+    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+
 def _of_expert(tree, expert: jax.Array):
-    """One expert's part of arrays `[E, ...]`."""
+    """One expert's part of arrays `[E, ...]`, or one block's of `[M, ...]`."""
     return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False), tree)
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.manual_axes import mark_varying, varying_axes
+from pallas_kernels.manual_axes import mark_varying, own_zeros, varying_axes
 from surojax.parallel.collectives import active
 from surojax.placement.mesh import EXPERT
 
@@ -105,7 +105,7 @@ def dispatch(x_ND: jax.Array, way: Routes) -> jax.Array:
         arrived_nRD = _all_to_all(x_ND.at[token_nR].get(mode="fill", fill_value=0))
         return jax.lax.dynamic_update_slice_in_dim(x_nPD, arrived_nRD, i * rows, 1)
 
-    return _in_rounds(way, exchange, _zeros((n, P, x_ND.shape[1]), x_ND)).reshape(n * P, -1)
+    return _in_rounds(way, exchange, _zeros((n, P, x_ND.shape[1]), x_ND.dtype, x_ND)).reshape(n * P, -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,7 +122,7 @@ def combine(tokens: int, y_TD: jax.Array, way: Routes) -> jax.Array:
             sum_ND = sum_ND.at[token_R].add(arrived_RD.astype(jnp.float32), mode="drop", unique_indices=True)
         return sum_ND
 
-    zeros = _zeros((tokens, y_TD.shape[1]), y_TD, jnp.float32)
+    zeros = _zeros((tokens, y_TD.shape[1]), jnp.float32, y_TD)
     return _in_rounds(way, exchange, zeros).astype(y_TD.dtype)
 
 
@@ -136,8 +136,8 @@ def _all_to_all(x_nRD: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(x_nRD, EXPERT, split_axis=0, concat_axis=0, tiled=True)
 
 
-def _zeros(shape: tuple[int, ...], like: jax.Array, dtype=None) -> jax.Array:
-    return mark_varying(jnp.zeros(shape, dtype or like.dtype), varying_axes(like))
+def _zeros(shape: tuple[int, ...], dtype, after: jax.Array) -> jax.Array:
+    return own_zeros(shape, dtype, after, varying_axes(after))
 
 
 dispatch.defvjp(
