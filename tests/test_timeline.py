@@ -102,14 +102,17 @@ ARGUMENTS = """  %a = bf16[256,64]{1,0} parameter(0)
 Y = f"= (bf16[256,128]{{1,0}}, s8[4]{{0}}) {PRODUCT_OF_A_SECOND}"
 
 
-def program(*lines: str, body: tuple[str, ...] = (), trips: int | Fraction = 0) -> hlo.Module:
-    """A program of these instructions; body: those of a loop before them."""
+def program(
+    *lines: str, body: tuple[str, ...] = (), trips: int | Fraction = 0, before: tuple[str, ...] = ()
+) -> hlo.Module:
+    """A program of these instructions; body: those of a loop before them; before: instructions before the loop."""
     text = HEAD
     if body:
         text += "%body (t: (s32[])) -> (s32[]) {\n" + ARGUMENTS + "\n".join(body) + "\n}\n\n"
         config = f'{{"known_trip_count":{{"n":"{trips}"}}}}'
         name = 'metadata={op_name="jit(f)/while/body/backward/while"}'
-        lines = (f"  %w = (s32[]) while(%i), condition=%c, body=%body, {name}, backend_config={config}", *lines)
+        loop = f"  %w = (s32[]) while(%i), condition=%c, body=%body, {name}, backend_config={config}"
+        lines = (*before, loop, *lines)
     return hlo.parse_module(
         text + "ENTRY %main (a: bf16[256,64]) -> s32[] {\n" + ARGUMENTS + "\n".join(lines) + "\n}\n"
     )
@@ -226,6 +229,22 @@ def test_loops_run_as_often_as_they_say():
         part = simulated(program(body=(READ, END, f"  %y {Y}"), trips=mean))
         assert part.seconds == pytest.approx(2 * mean)
         assert part.exposed == {("backward", HOST_IN): pytest.approx(float(mean))}
+
+
+def test_what_was_started_before_a_loop_goes_on_in_it():
+    """20 seconds of copying beside 40 of products; a gather slows half of the iterations, simulated or not."""
+    slow = dataclasses.replace(GPU, pcie_bandwidth=1e5, link_bandwidth=2e5 + 1)
+    products: dict = {"body": (f"  %y {Y}",), "trips": 40}
+    copied = simulated(program(END, before=(READ,), **products), slow)
+    assert copied.seconds == pytest.approx(40) and not sum(copied.exposed.values())
+    assert copied.busy == {HOST_IN: pytest.approx(20), PRODUCT: pytest.approx(40)}
+    for bandwidth, seconds in ((2e5 + 1, 50.25), (1e4, None)):
+        gathers = program(GATHERED, before=(GATHERS,), **products)
+        gpu = dataclasses.replace(slow, link_bandwidth=bandwidth)
+        found, whole = (simulated(gathers, gpu, most=most) for most in (6, 1000))
+        assert found.seconds == pytest.approx(whole.seconds) and found.busy == pytest.approx(whole.busy)
+        assert found.exposed == pytest.approx(whole.exposed)
+        assert seconds is None or found.seconds == pytest.approx(seconds, rel=0.02)
 
 
 def test_host_transfers_in_loops_are_told_apart():

@@ -89,6 +89,14 @@ class Task:
         return not self.latency and not self.left
 
 
+class Iteration(NamedTuple):
+    """A machine before an iteration of a loop. left: of works that were started before the loop."""
+
+    time: float
+    totals: dict[tuple[str, ...], float]
+    left: dict[Task, float]
+
+
 class Machine:
     """A GPU in simulated time."""
 
@@ -123,25 +131,50 @@ class Machine:
                 self.streams[step.stream].append(self.open[step.name])
 
     def run_loop(self, loop: Loop) -> None:
-        """Runs a loop. Iterations after `most` are like the last of those; a part of one takes a part of its time."""
+        """Runs a loop. Iterations after `most` are like the last of those; a part of one takes a part of its time.
+
+        A work that was started before the loop goes on in all of them, and they are alike until it ends.
+        """
         self.labels.append(loop.label)
         whole = self.events is not None and not loop.has_loops
         simulated = math.ceil(loop.trips) if whole else min(math.ceil(loop.trips), self.most)
-        before = (0.0, {})
-        for k in range(simulated):
-            if k == simulated - 1:
-                before = (self.time, dict(self.totals))
-            self.time += self.rates.iteration
-            self.run(loop.body)
+        earlier = [task for stream in self.streams.values() for task in stream]
+        last = Iteration(self.time, {}, {})
+        for _ in range(simulated):
+            last = self.iterate(loop, earlier)
         others = loop.trips - simulated
+        while others > 0 and (alike := self.iterations_alike(last)) < others:
+            self.skip(last, alike)
+            others -= alike
+            for _ in range(min(2, math.floor(others))):  # in one a work ends, and the next one is without it
+                last = self.iterate(loop, earlier)
+                others -= 1
         if others:
-            time, totals = before
-            for key, total in list(self.totals.items()):
-                self.totals[key] += float(others) * (total - totals.get(key, 0.0))
-            skipped = float(others) * (self.time - time)
-            self.record(f"{others} more iterations", "not simulated", MAIN, self.time, self.time + skipped)
-            self.time += skipped
+            self.skip(last, float(others))
         self.labels.pop()
+
+    def iterate(self, loop: Loop, earlier: Sequence[Task]) -> "Iteration":
+        """Runs an iteration of a loop. Returns what was before it. earlier: works started before the loop."""
+        before = Iteration(self.time, dict(self.totals), {task: task.left for task in earlier if not task.done})
+        self.time += self.rates.iteration
+        self.run(loop.body)
+        return before
+
+    def iterations_alike(self, last: "Iteration") -> float:
+        """The number of further iterations like the last one until a work that was started before the loop ends."""
+        advanced = [(task.left, left - task.left) for task, left in last.left.items() if not task.done]
+        return min((math.floor(left / step) for left, step in advanced if step > 0), default=math.inf)
+
+    def skip(self, last: "Iteration", number: float) -> None:
+        """Lets so many iterations like the last one pass."""
+        for key, total in list(self.totals.items()):
+            self.totals[key] += number * (total - last.totals.get(key, 0.0))
+        for task, left in last.left.items():
+            if not task.done:
+                task.left -= number * (left - task.left)
+        skipped = number * (self.time - last.time)
+        self.record(f"{number} more iterations", "not simulated", MAIN, self.time, self.time + skipped)
+        self.time += skipped
 
     def wait(self, step: Wait) -> None:
         """Waits for a work that was started."""
