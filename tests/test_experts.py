@@ -45,7 +45,7 @@ from surojax.optim.normuon import normuon
 from surojax.optim.optimizer import TensorContext
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import make_mesh
-from surojax.planner import aot, candidate
+from surojax.planner import aot, candidate, choices
 from surojax.planner.gpus import GPUS
 from surojax.planner.run_plan import checked, plan_in_subprocess
 from surojax.run.metrics import MetricsLog
@@ -715,14 +715,33 @@ def test_thirty_billion_parameters_train_on_one_card():
     assert found.tokens_per_s_per_gpu and found.tokens_per_s_per_gpu > 1000
     c = checked(c, "rtx4090")
     estimate = candidate.estimated(c, GPUS["rtx4090"])
-    assert estimate.seconds == pytest.approx(found.predicted_step_s, rel=0.15)
+    assert estimate.seconds == pytest.approx(found.predicted_step_s, rel=0.05)
     assert estimate.need[0] == pytest.approx(found.device_bytes, rel=0.05)
-    # The kernel has the rows of all experts in memory at once, which the estimate leaves out, and copies no matrix.
+    # The kernel has the rows of all experts in memory at once, and copies no matrix.
     c.kernels = "mosaic"
     by_kernel = plan_in_subprocess(c, "rtx4090")
-    assert by_kernel.fits and found.device_bytes < by_kernel.device_bytes < estimate.need[0] * 1.06
+    assert by_kernel.fits and found.device_bytes < by_kernel.device_bytes
     assert by_kernel.predicted_step_s < 0.7 * found.predicted_step_s
-    assert candidate.estimated(c, GPUS["rtx4090"]).seconds == pytest.approx(by_kernel.predicted_step_s, rel=0.15)
+    estimate = candidate.estimated(c, GPUS["rtx4090"])
+    assert estimate.seconds == pytest.approx(by_kernel.predicted_step_s, rel=0.05)
+    assert estimate.need[0] == pytest.approx(by_kernel.device_bytes, rel=0.05)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not aot.available(), reason="needs the planner's extra")
+@pytest.mark.parametrize("ep_size", [1, 8])
+def test_experts_of_eight_gpus_are_estimated_as_compiled(ep_size):
+    """Time of OLMoE's layers on 8 H100 within 5 %, gathered or with tokens sent to them; memory at most 7 % too high,
+    since the accumulators of embedding and head are not both in memory while a layer's experts are."""
+    c = flags.load(str(Path(__file__).parent.parent / "configs" / "olmoe.py"))
+    c.update(dict.fromkeys(choices.OFFLOADS.values(), False))
+    c.update({"gpus": 8, "zero_level": 3, "ep_size": ep_size})
+    c.update({"gradient_accumulation_steps": 2, "microbatches_per_fetch": 2})
+    c.model.num_hidden_layers = 4
+    found = plan_in_subprocess(c, "h100", advise=False)
+    estimate = candidate.estimated(checked(c, "h100"), GPUS["h100"])
+    assert estimate.seconds == pytest.approx(found.predicted_step_s, rel=0.05)
+    assert found.device_bytes <= estimate.need.device <= 1.07 * found.device_bytes
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

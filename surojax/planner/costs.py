@@ -13,6 +13,7 @@ fusion is a kernel whose threads read or write host memory.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections import defaultdict
@@ -219,7 +220,7 @@ def _kernel(p: ProgramOnGpu, i: Instruction, computation, inside: list[dict[str,
 
 def _pass_time(p: ProgramOnGpu, size: float) -> float:
     """Seconds of a kernel that reads and writes so many bytes of device memory."""
-    return size / (p.gpu.memory_bandwidth * p.gpu.rates.memory) + p.gpu.rates.launch
+    return pass_time(p.gpu, size) + p.gpu.rates.launch
 
 
 def _library_call(p: ProgramOnGpu, i: Instruction, computation) -> tuple[str, float]:
@@ -286,6 +287,17 @@ def product_time(gpu: Gpu, m: int, n: int, k: int, batch: int = 1, dtype: str = 
 
     tiles = [(a, b, rate) for x, y, rate in TILES for a, b in ((x, y), (y, x))]
     return rates.ramp + max(moved, min(tiled(*tile, split) for tile in tiles for split in SPLITS))
+
+
+@functools.cache
+def product_call_time(gpu: Gpu, m: int, n: int, k: int, dtype: str) -> float:
+    """Seconds of `product_time` with the launch."""
+    return product_time(gpu, m, n, k, dtype=dtype) + gpu.rates.launch
+
+
+def pass_time(gpu: Gpu, size: float) -> float:
+    """Seconds in which so many bytes are read from or written to device memory, without the launch."""
+    return size / (gpu.memory_bandwidth * gpu.rates.memory)
 
 
 def attention_time(gpu: Gpu, flops: float, *, backward: bool) -> float:

@@ -7,7 +7,7 @@ from surojax.config.fields import Config
 from surojax.errors import ConfigError
 from surojax.models.experts import choices_of
 from surojax.placement.mesh import EXPERT, SHARD
-from surojax.planner import choices, layer_sizes, products
+from surojax.planner import choices, layer_sizes
 from surojax.planner.amounts import gib
 from surojax.planner.changes import changed
 from surojax.planner.footprint import assembly
@@ -32,7 +32,7 @@ def multiplied(run: Assembly, *, served: bool = True) -> str:
         for t in layer_sizes.blocks(run, segment):
             if t.param.of_experts and t.is_matrix:
                 enabled = any(variant.recipe_enabled for variant in segment.variants)
-                reason = products.experts_by_loop(run, segment, t, enabled)
+                reason = layer_sizes.experts_by_loop(run, segment, t, enabled)
                 reason = reason or ("" if served else "this GPU is none that the kernel is for")
                 how = f"a scan over blocks, whatever `kernels` says: {reason}" if reason else "the grouped kernel"
                 return f"experts: multiplied by {how}"

@@ -300,6 +300,7 @@ def _block_backward(run: Assembly, platform: str, segments: list[SegmentBytes]) 
     if platform == "cpu":
         return values + max(segment.weights for segment in segments) + gradients
     # The layer's weights are freed by then. A gradient is freed when it is reduced, or added to sums on the device.
+    values += max(segment.expert_gradients for segment in segments)
     return max(values, gradients // (2 if table.grads.sharded or table.grads.home.streamed else 1))
 
 

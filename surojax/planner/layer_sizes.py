@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mma import ROWS
 from surojax.assembly.assemble import Assembly
 from surojax.memory.host import parts
 from surojax.models.attention import chosen_implementation
+from surojax.models.experts import choices_of
+from surojax.models.grouped import blocks_in_piece, choice_pieces, number_of_blocks, rows_of_block, why_by_loop
+from surojax.models.lora import adapters
 from surojax.models.model import Model, Recompute, Segment
 from surojax.numerics import quantized
 from surojax.numerics.base_formats import bytes_per_number
@@ -20,7 +24,7 @@ from surojax.parallel.schedule import SCHEDULES, Patterns, layers_of_stage, patt
 from surojax.placement.home import HOMES, Home
 from surojax.placement.layout import MESH_AXES, Layout
 from surojax.placement.mesh import EXPERT, devices_per_sequence, pipeline_stages, tensor_parallel
-from surojax.placement.param import OUTER, Kind, Param, part_of
+from surojax.placement.param import EXPERTS, OUTER, Kind, Param, part_of
 from surojax.placement.table import Mesh
 from surojax.step.stage_layers import in_lockstep
 from surojax.step.state_plan import bytes_per_device
@@ -173,6 +177,32 @@ def attention_again(run: Assembly) -> bool:
     return run.engine.recompute_block or run.model.compute.recompute.att
 
 
+def expert_tensors(run: Assembly, segment: Segment) -> list[TensorOnGpu]:
+    """The matrices and adapters of a segment's experts, matrices first."""
+    found = [t for t in blocks(run, segment) if t.param.axes[0] == EXPERTS and len(t.shape) == 3]
+    return sorted(found, key=lambda t: t.param.kind is not Kind.MATRIX)
+
+
+def experts_by_loop(run: Assembly, segment: Segment, t: TensorOnGpu, recipe_enabled: bool) -> str:
+    """Why a scan over blocks multiplies a matrix of a segment's experts, and no kernel; see `grouped.why_by_loop`."""
+    adapted = any(matrix == t.param.name for matrix, _ in adapters(segment.params))
+    kind = run.model.precision, recipe_enabled, run.engine.table.weights.dtype, t.shape
+    return why_by_loop(*kind, adapted=adapted, sent=run.mesh.shape.get(EXPERT, 1) > 1)
+
+
+def expert_rows(run: Assembly, segment: Segment, tokens: int, *, by_loop: bool) -> tuple[int, int]:
+    """(rows of a block, blocks) of a GPU's experts for so many tokens of each GPU, if tokens choose experts evenly.
+
+    by_loop: a loop multiplies them, see `experts_by_loop`.
+    """
+    experts = expert_tensors(run, segment)[0].shape[0]
+    choices = tokens * choices_of(segment)[1]  # of a GPU with a part of the experts, of the tokens of all
+    rows = rows_of_block(choices, experts) if by_loop else ROWS
+    if run.mesh.shape.get(EXPERT, 1) > 1:
+        return rows, choice_pieces(choices, experts) * blocks_in_piece(choices, experts)
+    return rows, number_of_blocks(choices, experts, rows)
+
+
 class SegmentBytes(NamedTuple):
     """Bytes of a segment on each device."""
 
@@ -185,14 +215,17 @@ class SegmentBytes(NamedTuple):
     scores: int  # attention scores, which are part of that; 0: flash attention
     # With chunks of the sequence: keys and values of all of it, less its input, which is changed in place.
     sequence: int
-    received: int  # tokens of other GPUs that come to this one's experts: their gradients, and float32 sums
+    received: int  # tokens of all GPUs that share experts, for which each of them has room; in `saved`
+    received_sums: int  # their gradients, and float32 sums
+    rows: int  # results of all rows of experts, which become sums of tokens
+    expert_gradients: int  # of one layer's experts, which a loop fills while all values are in memory
     layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
     grads: int  # gradient accumulators of all layers
     activations: int  # residuals of all layers
 
     def values(self, recompute_factor: float) -> int:
         """Bytes of values while a block is differentiated."""
-        return int(recompute_factor * self.saved) + self.attention + self.sequence + self.received
+        return int(recompute_factor * self.saved) + self.attention + self.sequence + self.received_sums + self.rows
 
 
 def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
@@ -220,7 +253,13 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     keys = max(segment.heads.key_value, devices_per_sequence(run.mesh))  # devices that share a head have it each
     numbers = 2 * B * S * keys * segment.heads.channels  # of keys and values
     senders = run.mesh.shape.get(EXPERT, 1) if segment.statistics else 1
-    received = senders * (number + 4) * tensor_parallel(run.mesh) * math.prod(chunk.shape) if senders > 1 else 0
+    received = senders * tensor_parallel(run.mesh) * math.prod(chunk.shape) if senders > 1 else 0
+    experts = expert_tensors(run, segment)
+    rows = 0
+    if experts and not received:  # else they are added up at once
+        by_loop = any(experts_by_loop(run, segment, experts[0], v.recipe_enabled) for v in segment.variants)
+        tokens = tensor_parallel(run.mesh) * math.prod(chunk.shape[:2])
+        rows = number * chunk.shape[2] * math.prod(expert_rows(run, segment, tokens, by_loop=by_loop))
     kept = size(x) if engine.recompute_block else saved
     grads = sum(stored for _, stored in accumulators(run, segment))
     state = run.plan.master[segment.name], run.plan.moments[segment.name]
@@ -233,7 +272,10 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
         attention=of_chunk.attention,
         scores=of_chunk.scores,
         sequence=number * numbers - size(x) if chunks > 1 else 0,
-        received=received,
+        received=number * received,
+        received_sums=(number + 4) * received,
+        rows=rows,
+        expert_gradients=sum(math.prod(t.shape) * t.itemsize for t in experts if t.trained),
         layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
         grads=grads,
         activations=layers * kept,

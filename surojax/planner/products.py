@@ -8,25 +8,22 @@ H100.
 
 import collections
 import dataclasses
-import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mma import ROWS
 from surojax.assembly.assemble import Assembly
-from surojax.models.grouped import number_of_blocks, rows_of_block, why_by_loop
 from surojax.models.lora import adapters
 from surojax.models.model import Segment, Variant
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.placement.mesh import CONTEXT, EXPERT, SHARD, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import Kind, Param
-from surojax.planner import layer_sizes, step_collectives
-from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
+from surojax.planner import expert_time, layer_sizes, step_collectives
+from surojax.planner.costs import BACKWARD_FLOPS, attention_time, pass_time, product_call_time
 from surojax.planner.gpus import Gpu
-from surojax.planner.layer_sizes import TensorOnGpu, itemsize, segment_bytes
+from surojax.planner.layer_sizes import itemsize, segment_bytes
 from surojax.planner.traffic import BatchShape
 from surojax.step.objective import OfLogProbabilities
 
@@ -35,7 +32,6 @@ BACKWARD_PASSES = 3.2
 LOGIT_PASSES = 4  # times that logits are read or written
 LOGPROB_PASSES = 2  # likewise for log-probabilities alone
 SCORE_PASSES = 4  # times that attention scores are, forward; twice as often backward
-IN_A_BLOCK = 4  # of rows of one expert: kernels for each of its matrices, besides the product
 IN_A_PASS = 4  # collectives over tp: attention and MLP each gather their inputs and scatter their results
 HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32", "float8": "f8e4m3fn", "float4": "f4e2m1fn"}
 LOW = ("float8", "float4")  # that operands are quantised to
@@ -133,7 +129,7 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     x = jax.ShapeDtypeStruct((batch.sequences, length, model.hidden_size), jnp.dtype(run.engine.table.weights.dtype))
     whole = model.rebuild(dataclasses.replace(model.compute, sequence_chunks=1))
     layer = segment_bytes(dataclasses.replace(run, model=whole), segment, x, "gpu")
-    passes = _passes(gpu, layer.saved)
+    passes = pass_time(gpu, layer.saved - layer.received)
     flops = dataclasses.replace(segment, variants=variants).attention_flops(batch.sequence_len)
     flops *= batch.tokens / len(variants)  # of a layer, for a group
     attended, attended_back = _attention(gpu, flops / devices_per_sequence(run.mesh), layer.scores)
@@ -165,72 +161,55 @@ def _products(run: Assembly, segment: Segment, gpu: Gpu, batch: BatchShape, reci
         p = t.param
         if p.kind not in (Kind.MATRIX, Kind.FACTOR):
             continue
+        if t.coded:  # codes are read and numbers written, in each pass
+            decoded = pass_time(gpu, math.prod(t.shape) * (t.coded + itemsize(run, "weights")))
+            total = total.plus(Seconds(forward=decoded, backward=decoded))
         *experts, rows, columns = t.shape
+        if experts:  # see below
+            continue
         in_words = (p.dtype or dtype,) * 2
         if p.kind is Kind.MATRIX:
             in_words = operands(run.model.precision, recipe_enabled, dtype)
         low, low_back = (HLO_DTYPES[x] for x in in_words)
-        if experts:
-            ahead, back = _of_experts(run, segment, t, gpu, tokens, recipe_enabled, (low, low_back))
-        else:
-            ahead = _product(gpu, tokens, rows, columns, low)
-            back = _product(gpu, tokens, columns, rows, low_back)
-            back += p.trainable * _product(gpu, rows, columns, tokens, low_back)
+        ahead = product_call_time(gpu, tokens, rows, columns, low)
+        back = product_call_time(gpu, tokens, columns, rows, low_back)
+        back += p.trainable * product_call_time(gpu, rows, columns, tokens, low_back)
         if in_words[0] in LOW:  # activations and their gradients are read, and written in 8 bits
-            ahead += _passes(gpu, tokens * columns * (itemsize(run, "weights") + 1))
-            back += _passes(gpu, tokens * rows * (itemsize(run, "weights") + 1))
-        decoded = 0.0
-        if t.coded:  # codes are read and numbers written, in each pass
-            decoded = _passes(gpu, math.prod(t.shape) * (t.coded + itemsize(run, "weights")))
+            ahead += pass_time(gpu, tokens * columns * (itemsize(run, "weights") + 1))
+            back += pass_time(gpu, tokens * rows * (itemsize(run, "weights") + 1))
         total = total.plus(
             Seconds(
-                forward=ahead + decoded,
-                again=ahead * _repeated(run, segment, p) * (not experts),
-                backward=back + decoded,
+                forward=ahead,
+                again=ahead * _repeated(run, segment, p),
+                backward=back,
                 first=back * any(p.name == last.name for last in segment.last_products),
             )
         )
-    return total
+    return total.plus(_experts(run, segment, gpu, tokens, recipe_enabled))
 
 
-def _of_experts(
-    run: Assembly,
-    segment: Segment,
-    t: TensorOnGpu,
-    gpu: Gpu,
-    tokens: int,
-    recipe_enabled: bool,
-    dtypes: tuple[str, str],
-) -> tuple[float, float]:
-    """Seconds of the products with a matrix of experts: (forward, backward). dtypes: HLO's, likewise.
+def _experts(run: Assembly, segment: Segment, gpu: Gpu, tokens: int, recipe_enabled: bool) -> Seconds:
+    """The `Seconds` of a layer's experts; zeros if it has none.
 
-    The backward pass computes the forward products again, but for the last one.
+    The gradients of all of them come out of one loop, so the first one is there at its end.
     """
-    p = t.param
-    experts, rows, columns = t.shape
-    choices = tokens * round(p.used * p.shape[0])  # of a GPU with a part of the experts, those of tokens of others
-    again = not any(p.name == last.name for last in segment.last_products)
-    if not experts_by_loop(run, segment, t, recipe_enabled):
-        rows_padded = choices + experts * ROWS // 2
-        ahead = attention_time(gpu, 2.0 * rows_padded * rows * columns, backward=False) + gpu.rates.launch
-        return ahead, ahead * (1 + p.trainable + again)
-    # Blocks of tokens, each with the matrix of one expert, which is copied; gradients are added up in float32.
-    rows_of = rows_of_block(choices, experts)
-    times = number_of_blocks(choices, experts, rows_of)
-    number = itemsize(run, "weights")
-    low, low_back = dtypes
-    launches = IN_A_BLOCK * gpu.rates.launch
-    ahead = _product(gpu, rows_of, rows, columns, low) + _passes(gpu, 2 * rows * columns * number) + launches
-    back = _product(gpu, rows_of, columns, rows, low_back) + launches + ahead * again
-    of_matrix = _product(gpu, rows, columns, rows_of, low_back) + _passes(gpu, rows * columns * (8 + 2 * number))
-    return times * ahead, times * (back + p.trainable * of_matrix)
-
-
-def experts_by_loop(run: Assembly, segment: Segment, t: TensorOnGpu, recipe_enabled: bool) -> str:
-    """Why a scan over blocks multiplies a matrix of a segment's experts, and no kernel; see `grouped.why_by_loop`."""
-    adapted = any(matrix == t.param.name for matrix, _ in adapters(segment.params))
-    kind = run.model.precision, recipe_enabled, run.engine.table.weights.dtype, t.shape
-    return why_by_loop(*kind, adapted=adapted, sent=run.mesh.shape.get(EXPERT, 1) > 1)
+    matrices = layer_sizes.expert_tensors(run, segment)
+    if not matrices:
+        return Seconds()
+    low, low_back = operands(run.model.precision, recipe_enabled, run.engine.table.weights.dtype)
+    chunks = run.model.compute.sequence_chunks  # one after another
+    experts = expert_time.ExpertWork(
+        run=run,
+        segment=segment,
+        gpu=gpu,
+        tensors=matrices,
+        tokens=tokens // chunks,
+        by_loop=bool(layer_sizes.experts_by_loop(run, segment, matrices[0], recipe_enabled)),
+        dtypes=(HLO_DTYPES[low], HLO_DTYPES[low_back]),
+        quantised=low in LOW,
+    )
+    forward, again, backward = (chunks * seconds for seconds in expert_time.expert_seconds(experts))
+    return Seconds(forward=forward, again=again, backward=backward, first=backward)
 
 
 def _rearranged(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
@@ -241,7 +220,7 @@ def _rearranged(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     if tensor_parallel(run.mesh) == 1 or batch.sequences == 1:
         return 0.0
     tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1)
-    return _passes(gpu, 2 * tokens * run.model.hidden_size * itemsize(run, "weights"))
+    return pass_time(gpu, 2 * tokens * run.model.hidden_size * itemsize(run, "weights"))
 
 
 def _row_lengths(run: Assembly, segment: Segment, gpu: Gpu) -> float:
@@ -251,8 +230,8 @@ def _row_lengths(run: Assembly, segment: Segment, gpu: Gpu) -> float:
     for matrix, names in adapters(segment.params):
         if names.magnitude:
             rows, columns = tensors[matrix].shape
-            seconds += _product(gpu, rows, tensors[names.a].param.shape[0], columns, HLO_DTYPES["float32"])
-            seconds += _passes(gpu, rows * columns * itemsize(run, "weights"))
+            seconds += product_call_time(gpu, rows, tensors[names.a].param.shape[0], columns, HLO_DTYPES["float32"])
+            seconds += pass_time(gpu, rows * columns * itemsize(run, "weights"))
     return seconds
 
 
@@ -273,7 +252,7 @@ def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
         back = attention_time(gpu, BACKWARD_FLOPS * flops, backward=True)
         return attention_time(gpu, flops, backward=False), back
     squares = 2 * flops / (gpu.bf16_flops * gpu.rates.products)  # XLA multiplies the masked half too
-    forward = squares + _passes(gpu, SCORE_PASSES * scores)
+    forward = squares + pass_time(gpu, SCORE_PASSES * scores)
     return forward, BACKWARD_FLOPS * forward
 
 
@@ -299,17 +278,6 @@ def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     if isinstance(run.engine.objective, OfLogProbabilities):
         shapes.append(shapes[0])
         passes += LOGPROB_PASSES
-    products = sum(_product(gpu, *shape, HLO_DTYPES[table.outer.dtype]) for shape in shapes)
+    products = sum(product_call_time(gpu, *shape, HLO_DTYPES[table.outer.dtype]) for shape in shapes)
     accumulator = trained * words * width * itemsize(run, "grads")
-    return chunks * (products + _passes(gpu, passes * tokens * words * itemsize(run, "outer") + accumulator))
-
-
-def _passes(gpu: Gpu, size: float) -> float:
-    """Seconds in which so many bytes are read from or written to device memory."""
-    return size / (gpu.memory_bandwidth * gpu.rates.memory)
-
-
-@functools.cache
-def _product(gpu: Gpu, m: int, n: int, k: int, dtype: str) -> float:
-    """Seconds of a product `[m, k] x [k, n]`."""
-    return product_time(gpu, m, n, k, dtype=dtype) + gpu.rates.launch
+    return chunks * (products + pass_time(gpu, passes * tokens * words * itemsize(run, "outer") + accumulator))
