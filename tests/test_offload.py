@@ -18,7 +18,7 @@ from surojax.errors import ConfigError
 from surojax.inference.sample import generate
 from surojax.memory import host as offload
 from surojax.models import decoder_model
-from surojax.models.model import DEFAULT, Compute, Recompute, runs
+from surojax.models.model import DEFAULT, runs
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding
@@ -42,7 +42,7 @@ def plain(devices: int, recompute_block: bool) -> list[tuple[float, float]]:
     return Small(devices, zero_level=level, recompute_block=recompute_block).train(BATCHES)
 
 
-@pytest.mark.parametrize("devices, resident, recompute_block", [(1, 1, True), (4, 2, False)])
+@pytest.mark.parametrize("devices, resident, recompute_block", [(4, 2, False)])
 @pytest.mark.full
 def test_resident_layers_change_no_bit(devices, resident, recompute_block):
     """The first layers' weights stay on the device, the others rest in host memory."""
@@ -85,7 +85,7 @@ def test_a_budget_of_device_memory_keeps_tensors_there_and_changes_no_bit(device
     assert bytes_per_device(state, HOST) == stored - on_device
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [4])
 @pytest.mark.full
 def test_runs_of_layers_inside_a_stack_fetch_their_own(devices):
     """A run ends inside its stack: what comes behind it there is not the layer that its next pass begins with."""
@@ -141,18 +141,6 @@ def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_pat
     chex.assert_trees_all_equal(restored, small.state)
 
 
-@pytest.mark.parametrize(
-    "devices, recompute",
-    quick_at([(1, Recompute(norm=True, att=True)), (4, Recompute())]),
-    ids=["1-parts", "4-none"],
-)
-def test_saved_activations_follow_the_residuals(devices, recompute):
-    """Without recomputation of whole blocks all that a block saves is offloaded, with the same result."""
-    level, compute = 3 if devices > 1 else 1, Compute(recompute=recompute)
-    ours = Small(devices, compute=compute, zero_level=level, recompute_block=False, **ALL).train(BATCHES)
-    assert ours == plain(devices, False)
-
-
 @pytest.mark.full
 def test_accumulators_in_host_memory_need_not_start_as_zeros(monkeypatch):
     """On GPUs XLA leaves them as they are allocated: its host offloader replaces the zeros by `AllocateBuffer`."""
@@ -166,7 +154,7 @@ def test_accumulators_in_host_memory_need_not_start_as_zeros(monkeypatch):
     assert Small(4, zero_level=3, offload_grads=True).train(BATCHES[:2]) == expected
 
 
-@pytest.mark.parametrize("replicate, level", quick_at([(2, 3), (4, 1)]))
+@pytest.mark.parametrize("replicate, level", quick_at([(4, 1)]))
 def test_offloaded_gradients_under_other_meshes(replicate, level):
     """Groups with everything in host memory; float32 sums in another order than on one device."""
     devices = 4 if level == 1 else 8
@@ -194,8 +182,8 @@ def whole(config) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "tied, options",
-    quick_at([(False, {}), (True, {"replicate": 2, **ALL})]),
-    ids=["device", "tied-host"],
+    quick_at([(True, {"replicate": 2, **ALL})]),
+    ids=["tied-host"],
 )
 def test_sharded_outer_layers(tied, options):
     """A vocabulary split over devices: no device holds the embedding, and the sums come in another order."""
@@ -248,6 +236,13 @@ def test_two_layers_are_exchanged_in_halves(rows):
     jax.tree.map(np.testing.assert_array_equal, found, tuple(expected))
     np.testing.assert_array_equal(found[0][0][0], new[0])
     np.testing.assert_array_equal(found[1][0], stacks[0][3])
+
+
+def test_new_stacks_have_the_types_that_are_asked_for():
+    """Of bools too, which routers save: a sum of one and a number would be int32."""
+    wanted = {dtype: jax.ShapeDtypeStruct((3, 4), dtype) for dtype in ("float32", "int8", "bool")}
+    stacks = jax.jit(lambda: offload.allocate({name: jnp.zeros(x.shape, x.dtype) for name, x in wanted.items()}, HOST))
+    jax.tree.map(lambda x, y: chex.assert_equal((x.shape, x.dtype), (y.shape, y.dtype)), stacks(), wanted)
 
 
 def test_arrays_rest_where_the_table_says():

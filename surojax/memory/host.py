@@ -76,12 +76,14 @@ def allocate(tree, homes: Any):
 
     XLA's host offloader (GPUs, jax 0.12) replaces a constant in host memory that layers are written into by
     `AllocateBuffer`, which leaves it uninitialised. Equal constants would share one buffer and be copied from it
-    (5.8 GiB a step for Llama-7B's accumulators), so arrays get different constants: 100 of them, fewer in 8 bits.
+    (5.8 GiB a step for Llama-7B's accumulators), so arrays get different constants: 100 of them, fewer in 8 bits, two
+    of bools.
     """
     leaves, structure = jax.tree.flatten(tree)
     of_leaves = [homes] * len(leaves) if isinstance(homes, Home) else structure.flatten_up_to(homes)
     pairs = zip(leaves, of_leaves, strict=True)
-    moved = [put(x + i % 100, home) if home.streamed else x for i, (x, home) in enumerate(pairs)]
+    # The sum of a bool, as a router saves them, and a number is an int32.
+    moved = [put((x + i % 100).astype(x.dtype), home) if home.streamed else x for i, (x, home) in enumerate(pairs)]
     return jax.tree.unflatten(structure, moved)
 
 
