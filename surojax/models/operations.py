@@ -53,7 +53,8 @@ def norm_of_parts(x: jax.Array, weight: jax.Array, eps: float, axes: tuple[str, 
     """`rms_norm` of a dimension that is divided over these mesh axes; x and the weight are this device's part."""
     x32 = x.astype(jnp.float32)
     square = jax.lax.pmean(jnp.mean(x32 * x32, axis=-1, keepdims=True), axes)
-    return (x32 * jax.lax.rsqrt(square + eps) * weight.astype(jnp.float32)).astype(x.dtype)
+    scale = jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    return (x32 * jax.lax.rsqrt(square + eps) * scale).astype(x.dtype)
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
