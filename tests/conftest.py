@@ -26,6 +26,8 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also run the tests marked `full`")
     text = "start no test later than this; files are taken in another order each time, so that all of them have a turn"
     parser.addoption("--minutes", type=float, help=text)
+    text = "draw the rows of tests/test_drawn.py, and pairs of settings that may be refused, by another seed than 0"
+    parser.addoption("--drawn-by", type=int, default=0, metavar="SEED", help=text)
 
 
 def pytest_configure(config):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, normal, plain_loss, quick_at, tokens, worst_relative
-from test_engine import GEMMA, MINISTRAL, ORDER_OF_SUMS, engine_gradients
+from test_engine import ORDER_OF_SUMS, engine_gradients
 
 from surojax.models import chunked, cudnn, decoder_config, decoder_model
 from surojax.models.attention import visible
@@ -26,7 +26,6 @@ from surojax.models.model import Compute, Earlier
 from surojax.placement.mesh import data_parallel
 from surojax.planner import aot, costs, hlo, step_collectives, traffic
 
-TWO_LAYERS = dataclasses.replace(CONFIG, num_hidden_layers=2)
 MISTRAL = dataclasses.replace(CONFIG, sliding_window=9)  # of a chunk of 8 tokens: the one before it, and a token more
 # Documents that end at the edge of two and of four chunks of 32 tokens, one before and one after it.
 LENGTHS = [(16, 16), (15, 17), (17, 15), (8, 1, 23), (7, 1, 17, 7), (9, 14, 9), (32,), (24, 8)]
@@ -48,15 +47,10 @@ def reference(config, packed: bool):
     return batch, float(loss), jax.tree.map(np.asarray, grads)
 
 
-CASES = {  # (model, chunks, packed, devices, placement)
-    "2-packed-gemma-zero3-cp2-offloaded": (GEMMA, 2, True, 4, {"cp_size": 2, "zero_level": 3, **ALL}),
+CASES = {
     "2-packed": (CONFIG, 2, True, 1, {}),
-    "2-packed-cp2-tp2": (CONFIG, 2, True, 4, {"cp_size": 2, "tp_size": 2, "zero_level": 1}),
-    "2-one_document-cp4": (CONFIG, 2, False, 4, {"cp_size": 4, "zero_level": 3}),  # two devices have each key's head
+    "2-one_document-cp4": (CONFIG, 2, False, 4, {"cp_size": 4, "zero_level": 3}),
     "4-window": (MISTRAL, 4, False, 1, {}),
-    "4-packed-grouped": (CONFIG, 4, True, 2, {"zero_level": 3, "microbatches_per_fetch": 2, **ALL}),
-    "4-packed-ministral": (MINISTRAL, 4, True, 4, {"tp_size": 2, "zero_level": 3, "offload_residual": True}),
-    "2-packed-cp2-pp2": (TWO_LAYERS, 2, True, 4, {"cp_size": 2, "pp_size": 2}),
 }
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, normal, plain_loss, quick_at, tokens, worst_relative
-from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, SMOLLM, engine_gradients, reference
+from test_engine import ORDER_OF_SUMS, QWEN, engine_gradients, reference
 
 from surojax.assembly.from_config import from_config
 from surojax.config import checks
@@ -29,33 +29,12 @@ from surojax.placement.table import Storage, place
 from surojax.planner import hlo, products, step_collectives, traffic
 
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
-ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
 # One key/value head, biases, qk-norm, a tied table, heads that are wider than hidden_size / heads.
 ONE_KV_HEAD = dataclasses.replace(QWEN, num_key_value_heads=1, num_hidden_layers=2)
-PLACED = {  # (method, model, devices, placement, whether blocks are computed again)
+PLACED = {
     "ring-2x2-saved": ("ring", CONFIG, 4, {"cp_size": 2, "zero_level": 3}, False),
-    "ring-gemma-2x2x2": ("ring", GEMMA, 8, {"cp_size": 2, "replicate": 2, "zero_level": 3, **ALL}, False),
     "ring-1kv-cp4-tp2": ("ring", ONE_KV_HEAD, 8, {"cp_size": 4, "tp_size": 2, "zero_level": 3}, True),
-    "allgather-qwen-4": ("allgather", QWEN, 4, {"cp_size": 4, "zero_level": 2, "shard_outer": True}, True),
-    "allgather-gemma-2x2": ("allgather", GEMMA, 4, {"cp_size": 2, "zero_level": 3, **ALL}, False),
-    "allgather-2x2x2-tp": ("allgather", CONFIG, 8, {"cp_size": 2, "tp_size": 2, "zero_level": 3}, True),
     "ulysses-2kv-4": ("ulysses", CONFIG, 4, {"cp_size": 4, "zero_level": 2}, True),
-    "ulysses-1kv-2x2-saved": ("ulysses", ONE_KV_HEAD, 4, {"cp_size": 2, "zero_level": 3}, False),
-    "ulysses-gemma-2x2x2": (
-        "ulysses",
-        GEMMA,
-        8,
-        {"cp_size": 2, "replicate": 2, "zero_level": 3, "shard_outer": True, **ALL},
-        True,
-    ),
-    "ulysses-smollm-2x2": ("ulysses", SMOLLM, 4, {"cp_size": 2, "zero_level": 1}, True),
-    "ulysses-2x2x2-tp-all_to_all": (
-        "ulysses",
-        CONFIG,
-        8,
-        {"cp_size": 2, "tp_size": 2, "zero_level": 3, "use_all_to_all_reduce": True},
-        True,
-    ),
 }
 
 
@@ -96,7 +75,7 @@ def packed():
     return inputs, labels, np.broadcast_to(starts, inputs.shape)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ("ring",))
 @pytest.mark.full
 def test_documents_end_at_any_place_of_a_devices_part(method):
     """Four devices, with a window; tests/test_silent_mistakes.py has two, without one."""
@@ -179,14 +158,6 @@ def test_five_steps_equal_those_of_one_device():
 
 
 FIVE = [tokens(2, 8, 24, seed=i) for i in range(5)]
-
-
-@pytest.mark.full
-def test_offloads_change_nothing():
-    """To the bit, also in groups of microbatches. The rows of `verify` have every method."""
-    kind: Any = {"cp_size": 2, "zero_level": 3, "compute": Compute(cp_method="ring"), "recompute_block": False}
-    expected = Small(4, **kind).train(FIVE[:3])
-    assert Small(4, **kind, **ALL, microbatches_per_fetch=2).train(FIVE[:3]) == expected
 
 
 @pytest.mark.parametrize("method, recompute_block", [*((method, True) for method in METHODS), ("ulysses", False)])

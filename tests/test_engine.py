@@ -75,27 +75,11 @@ def engine_gradients(small: Small, batch):
     return float(means["loss"]), grads
 
 
-OFFLOADED = dict.fromkeys(("offload_weights", "offload_master", "offload_grads"), True)
-PLACED = {  # (model, devices, placement, whether blocks are computed again)
+PLACED = {
     "1": (CONFIG, 1, {}, True),
     "4-zero2-saved": (CONFIG, 4, {"zero_level": 2}, False),
-    "2x4-zero2": (CONFIG, 8, {"zero_level": 2, "replicate": 2}, True),
     "2x4-zero3-saved": (CONFIG, 8, {"zero_level": 3, "replicate": 2}, False),
     "4x1-saved": (CONFIG, 4, {"zero_level": 1, "replicate": 4}, False),
-    "4-weights-only": (CONFIG, 4, {"shard_weights": True}, True),
-    "4-outer-only": (CONFIG, 4, {"shard_outer": True}, True),
-    "qwen-8-zero3": (QWEN, 8, {"zero_level": 3}, True),
-    "gemma-1-saved": (GEMMA, 1, {}, False),
-    "gemma-4-zero3-offloaded": (GEMMA, 4, {"zero_level": 3, "shard_outer": True, **OFFLOADED}, True),
-    "gemma-untied-4-shard_outer": (
-        dataclasses.replace(GEMMA, tie_word_embeddings=False),
-        4,
-        {"shard_outer": True},
-        True,
-    ),
-    "smollm-8-zero3": (SMOLLM, 8, {"zero_level": 3, **OFFLOADED}, True),
-    "ministral-1-saved": (MINISTRAL, 1, {}, False),
-    "ministral-4-zero3": (MINISTRAL, 4, {"zero_level": 3}, True),
 }
 
 
@@ -137,7 +121,7 @@ def of_one_microbatch():
     return (inputs, labels), engine_gradients(Small(), (inputs, labels))
 
 
-@pytest.mark.parametrize("devices, accumulation", quick_at([(1, 4), (4, 4)], 1))
+@pytest.mark.parametrize("devices, accumulation", quick_at([(4, 4)], 0))
 def test_accumulation_does_not_change_the_result(devices, accumulation):
     """The same 16 sequences as one microbatch or four."""
     whole, expected = of_one_microbatch()
@@ -147,7 +131,7 @@ def test_accumulation_does_not_change_the_result(devices, accumulation):
     assert worst_relative(ours[1], expected[1]) < ORDER_OF_SUMS
 
 
-@pytest.mark.parametrize("chunks", quick_at([(8,), (192,)], 0))
+@pytest.mark.parametrize("chunks", quick_at([(8,)], 0))
 def test_head_chunks_do_not_change_the_result(chunks):
     batch, loss, grads = reference(CONFIG)
     ours, our_grads = engine_gradients(Small(lmhead_chunks=chunks), batch)
@@ -166,7 +150,13 @@ ALL_PARTS = ("norm", "swiglu", "ffn", "att")
 
 @pytest.mark.parametrize(
     "config, parts",
-    quick_at([(CONFIG, ("norm", "ffn")), (QWEN, ALL_PARTS), (GEMMA, ALL_PARTS)], 0),
+    quick_at(
+        [
+            (CONFIG, ("norm", "ffn")),
+            (GEMMA, ALL_PARTS),
+        ],
+        0,
+    ),
     ids=["norm-ffn", "qwen-all", "gemma-all"],
 )
 def test_recomputing_parts_of_blocks_changes_nothing(config, parts):

@@ -61,7 +61,6 @@ LOSSES = RouterLosses(1.0, 0.1)  # those of the reference
 FOUR = {"model.num_experts": 4, "model.num_experts_per_tok": 2}
 ONLY_TOGETHER = ("gpt_oss", "granitemoe")  # whose files have no tensor for each expert
 FILES = [(case, files) for case in CASES for files in ("together", "apart")[: 1 if case in ONLY_TOGETHER else 2]]
-OF_LAYER_1 = "model.layers.1.mlp"
 ALL = {f"offload_{name}": True for name in ("residual", "optimizer", "master", "grads", "weights")}
 
 
@@ -305,17 +304,12 @@ def reference_losses(config, params, inputs, labels):
     quick_at(
         [
             (4, {"zero_level": 3, **ALL}),
-            (1, {"recompute_block": False}),
             (1, {"recompute_block": False, "compute": Compute(recompute=Recompute(True, True, True, True))}),
-            (2, {"tp_size": 2}),
-            (2, {"cp_size": 2, "compute": Compute(cp_method="allgather")}),
             (2, {"cp_size": 2, "compute": Compute(cp_method="ring")}),
             (4, {"tp_size": 2, "zero_level": 3, "compute": Compute(sequence_chunks=2)}),
-            (1, {"compute": Compute(sequence_chunks=4)}),
-            (4, {"replicate": 2, "zero_level": 2}),
             (1, {"packed": True}),
         ],
-        6,
+        3,
     ),
 )
 def test_losses_of_routers_are_of_a_whole_step(devices, placed):
@@ -896,13 +890,12 @@ def test_a_mistake_with_gpt_oss_is_noticed(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_model_with_experts_learns_more_than_one_without(tmp_path, seed):
+def test_a_model_with_experts_learns_more_than_one_without(tmp_path):
     """configs/tiny_moe.py beside configs/tiny.py: as many parameters compute, on the same tokens."""
     scores = {}
     for name in ("tiny", "tiny_moe"):
         c = flags.load_config(str(Path(__file__).parent.parent / "configs" / f"{name}.py"))
-        c.update({"seed": seed, "max_steps": 150, "output_dir": str(tmp_path / name), "report_to": ""})
+        c.update({"max_steps": 150, "output_dir": str(tmp_path / name), "report_to": ""})
         c.update({"data_cache": str(tmp_path / "cache"), "sample_tokens": 0, "eval_steps": 0, "save_steps": 0})
         scores[name] = train(c).history[-1]["bits_per_byte"]
     assert scores["tiny_moe"] < scores["tiny"] - 0.1

@@ -205,14 +205,10 @@ def test_it_trains(recipe):
     "recipe, placed",
     quick_at(
         [
-            # What is saved is bfloat16, what is computed again XLA may keep wider: in float32 both are the same.
-            ("mxfp8", {"recompute_block": False, "model_dtype": "float32"}),
-            ("nvfp4", dict.fromkeys(("offload_residual", "offload_weights"), True)),
-            ("fp8_current", {"recompute_block": False, "offload_residual": True}),
             (
                 "fp8_hybrid",
                 dict.fromkeys([f"offload_{name}" for name in ("residual", "weights", "grads", "master")], True),
-            ),
+            )
         ],
     ),
     ids=lambda x: x if isinstance(x, str) else "+".join(x),

@@ -23,7 +23,6 @@ from pallas_kernels.bench import OPS
 from pallas_kernels.shapes import MODELS, Case
 from surojax.planner import aot
 
-KINDS = {"a100": "8.0", "rtx4090": "8.9", "h200": "9.0a", "b200": "10.0a", "rtx5090": "12.0a"}
 TOKENS = 2048
 MODEL = "llama7b"
 MORE = {"cross_entropy": ("gpt2",)}  # rows of 50257 bfloat16 begin at any word

@@ -305,7 +305,7 @@ def test_dropout_leaves_out_what_it_says_and_keeps_the_mean():
     np.testing.assert_array_equal(slope, y)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_hybrid", "fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 @pytest.mark.full
 def test_the_scale_of_rslora_is_alpha_by_the_root_of_the_rank_in_every_recipe(recipe):
     """Rank 4: 8 / sqrt(4) is what plain adapters have with alpha 16. Both are the same program."""

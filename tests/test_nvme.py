@@ -84,8 +84,6 @@ def folder_of(small: Small) -> Path:
     quick_at(
         [
             (1, {}, {"offload_optimizer": "nvme"}),
-            (1, {"m_dtype": "bfloat16", "model_dtype": "bfloat16"}, BOTH),
-            (4, {"zero_level": 3}, {"offload_master": "nvme"}),
             (4, {"zero_level": 3}, BOTH | REST | {"resident_layers": 1}),
         ],
         0,

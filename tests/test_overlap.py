@@ -33,8 +33,6 @@ def recipe(name: str, **settings) -> dict:
 # Where state rests and what numbers it has; every kind of fetch; loops of one layer, of pairs, and over two kinds.
 CASES = {
     "all": ALL | {"microbatches_per_fetch": 2},
-    "gathered": {"devices": 2, "zero_level": 3, "offload_optimizer": True, "offload_grads": True},
-    "saved": ALL | {"devices": 4, "zero_level": 3, "recompute_block": False, "shard_outer": True, "lmhead_chunks": 4},
     "pairs": ALL | {"config": dataclasses.replace(CONFIG, num_hidden_layers=6)},
     "alternating": ALL
     | {"config": dataclasses.replace(CONFIG, sliding_window=4, sliding_window_pattern=2, num_hidden_layers=5)}
@@ -43,7 +41,6 @@ CASES = {
     "fp8_quants": recipe("fp8_hybrid")
     | ALL
     | {"devices": 2, "zero_level": 3, "persistent_quants": True, "offload_quants": True, "model_dtype": "bfloat16"},
-    "tp": ALL | BF16 | {"m_dtype": "bfloat16", "devices": 4, "tp_size": 2, "zero_level": 2},  # rounded at random
 }
 
 

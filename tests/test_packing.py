@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, drawn_params, normal, plain_loss, quick_at, tokens, worst_relative
-from test_engine import GEMMA as GEMMA_3, MINISTRAL, ORDER_OF_SUMS, QWEN, engine_gradients
+from test_engine import GEMMA as GEMMA_3, MINISTRAL, ORDER_OF_SUMS, engine_gradients
 
 from surojax.models import attention, decoder_model
 from surojax.models.attention import attend
@@ -20,7 +20,6 @@ from surojax.numerics.recipes import Precision
 from surojax.step.weights import quantise_with_one_scale
 
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
-MISTRAL = dataclasses.replace(CONFIG, sliding_window=4)
 GEMMA = dataclasses.replace(CONFIG, sliding_window=3, sliding_window_pattern=2)
 ALL = dict.fromkeys(
     ("offload_weights", "offload_master", "offload_optimizer", "offload_grads", "offload_residual"), True
@@ -87,7 +86,17 @@ def test_the_documents_of_the_tests():
     np.testing.assert_array_equal(starts_of((2, 3, 1)), [0, 0, 2, 2, 2, 5])
 
 
-@pytest.mark.parametrize("config", quick_at([(CONFIG,), (MISTRAL,), (GEMMA,), (QWEN,), (GEMMA_3,), (MINISTRAL,)], 2))
+@pytest.mark.parametrize(
+    "config",
+    quick_at(
+        [
+            (GEMMA,),
+            (GEMMA_3,),
+            (MINISTRAL,),
+        ],
+        0,
+    ),
+)
 def test_loss_and_gradients_are_those_of_separate_rows(config):
     params = drawn_params(config, 0)
     f = jax.jit(jax.value_and_grad(plain_loss(config)))
@@ -112,13 +121,7 @@ def reference(config):
 @pytest.mark.parametrize(
     "config, devices, options",
     quick_at(
-        [
-            (GEMMA, 4, {"zero_level": 3, **ALL}),
-            (MISTRAL, 2, {"zero_level": 3, "recompute_block": False, "offload_residual": True}),
-            (QWEN, 4, {"replicate": 2, "shard_outer": True, "lmhead_chunks": 4}),
-            (GEMMA_3, 4, {"zero_level": 3, **ALL, "resident_layers": 1}),
-            (MINISTRAL, 1, {"recompute_block": False}),
-        ],
+        [(GEMMA, 4, {"zero_level": 3, **ALL})],
         0,
     ),
 )
@@ -132,7 +135,7 @@ def test_the_engine_equals_the_plain_model(config, devices, options):
 PARTS = [Recompute(att=True), Recompute(True, True, True, True)]
 
 
-@pytest.mark.parametrize("recompute, kernels", quick_at([(PARTS[0], "auto"), (PARTS[-1], "xla")]))
+@pytest.mark.parametrize("recompute, kernels", quick_at([(PARTS[0], "auto")]))
 def test_the_engine_with_recomputed_parts_equals_the_plain_model(recompute, kernels):
     compute = Compute(recompute=recompute, precision=Precision(kernels=kernels))
     small = Small(config=GEMMA, compute=compute, recompute_block=False, packed=True)
@@ -192,7 +195,7 @@ def block_in(recipe: str, kernels: str = "xla"):
 
 @pytest.mark.parametrize(
     "recipe, kernels, window",
-    quick_at([(r, k, w) for r in RECIPES for k, w in (("xla", 12), ("auto", 0)) if r != "fp8_current"], 2),
+    quick_at([(r, k, w) for r in RECIPES for k, w in (("xla", 12), ("auto", 0)) if r in ("fp8_hybrid", "nvfp4")], 0),
 )
 def test_no_gradient_crosses_documents(recipe, kernels, window):
     """Exactly zero, in both directions; windows are longer than a document."""
@@ -255,7 +258,7 @@ def test_positions_begin_anew(kernels):
 
 @pytest.mark.parametrize(
     "recipe, recompute, kernels",
-    quick_at([(r, p, k) for r in RECIPES for p in (Recompute(), PARTS[-1]) for k in ("xla", "auto")], 0, 1, 4),
+    quick_at([(r, p, k) for r in RECIPES for p in (Recompute(), PARTS[-1]) for k in ("auto",)], 0, 2),
 )
 def test_nothing_about_documents_is_saved_for_each_layer(recipe, recompute, kernels):
     """The residuals of a block are those without documents, or fewer: its positions are made again."""
@@ -275,14 +278,6 @@ def test_nothing_about_documents_is_saved_for_each_layer(recipe, recompute, kern
     packed = residuals(jax.ShapeDtypeStruct((2, 16), "int32"))
     assert packed and set(packed) <= set(residuals())
     assert all(dtype != jnp.int32 for _, dtype in packed)
-
-
-@pytest.mark.full
-def test_state_in_files_changes_nothing(tmp_path):
-    batches = [batch(seed=seed) for seed in range(3)]
-    expected = Small(packed=True).train(batches)
-    nvme = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": str(tmp_path)}
-    assert Small(packed=True, **nvme).train(batches) == expected
 
 
 @pytest.mark.full

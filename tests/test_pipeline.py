@@ -47,31 +47,12 @@ TIED = dataclasses.replace(QWEN, num_hidden_layers=4)
 TWO_KINDS = dataclasses.replace(SMOLLM, num_hidden_layers=2)  # stages of one layer with rotary embedding, or without
 WINDOWS = dataclasses.replace(CONFIG, sliding_window=5, sliding_window_pattern=3)  # the third layer sees everything
 GEMMA_2 = dataclasses.replace(GEMMA, num_hidden_layers=2)
-RING: dict[str, Any] = {"cp_size": 2, "compute": Compute(cp_method="ring")}
 ONE_BACK: dict[str, Any] = {"pp_schedule": "1f1b"}
-PLACED = {  # (model, devices, placement, whether blocks are computed again)
+PLACED = {
     "uneven-2x2-zero2-saved": (CONFIG, 4, {"pp_size": 2, "zero_level": 2, **ONE_BACK}, False),
     "uneven-4x2-zero3-offloaded": (SEVEN, 8, {"pp_size": 4, "zero_level": 3, **ONE_BACK, **ALL}, True),
-    "ulysses-2x2x2-zero3-offloaded": (
-        CONFIG,
-        8,
-        {"pp_size": 2, "cp_size": 2, "zero_level": 3, **ONE_BACK, **ALL},
-        True,
-    ),
-    "allgather-tp-2x2x2": (
-        FOUR,
-        8,
-        {"pp_size": 2, "cp_size": 2, "tp_size": 2, "zero_level": 3, "compute": Compute(cp_method="allgather")},
-        False,
-    ),
-    "uneven-2x2x2-zero3-tp": (SEVEN, 8, {"pp_size": 2, "tp_size": 2, "zero_level": 3}, True),
-    "tied-2x2x2-zero3-offloaded": (TIED, 8, {"pp_size": 2, "tp_size": 2, "zero_level": 3, **ONE_BACK, **ALL}, True),
-    "2x2x2-replicas": (FOUR, 8, {"pp_size": 2, "replicate": 2}, True),
     "other-layers-2": (TWO_KINDS, 2, {"pp_size": 2}, False),
     "other-layers-gemma-2x2-offloaded": (GEMMA_2, 4, {"pp_size": 2, "zero_level": 3, **ONE_BACK, **ALL}, True),
-    "ring-2x2-saved": (CONFIG, 4, {"pp_size": 2, "zero_level": 1, **RING}, False),
-    "resident-2x2-zero3-offloaded": (SEVEN, 4, {"pp_size": 2, "zero_level": 3, "resident_layers": 2, **ALL}, True),
-    "shard_outer": (TIED, 8, {"pp_size": 2, "tp_size": 2, "zero_level": 3, "shard_outer": True}, True),
     "2x2x2-hsdp-all_to_all": (
         FOUR,
         8,
@@ -114,10 +95,7 @@ def without_padding(sections: dict, config) -> dict:
 
 @pytest.mark.parametrize(
     "placed",
-    [
-        {"pp_size": 4, "zero_level": 3, **ONE_BACK},
-        {"pp_size": 2, "cp_size": 4, "zero_level": 3, "compute": Compute(cp_method="allgather"), **ALL},
-    ],
+    [{"pp_size": 4, "zero_level": 3, **ONE_BACK}],
     ids=["pp4", "allgather"],
 )
 @pytest.mark.full

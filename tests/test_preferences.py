@@ -213,14 +213,11 @@ def test_loss_and_gradients_are_the_textbooks(name):
     assert worst_relative(grads, expected_grads) < ORDER_OF_SUMS
 
 
-PLACED = [  # (devices, placement)
+PLACED = [
     (4, {"zero_level": 3, "offload_weights": True, "offload_grads": True, "offload_optimizer": True}),
-    (4, {"zero_level": 3, "shard_outer": True, "lmhead_chunks": 2}),
     (4, {"cp_size": 2, "zero_level": 2}),
     (2, {"tp_size": 2}),
     (2, {"pp_size": 2}),
-    (4, {"zero_level": 1, "replicate": 2, "recompute_block": False, "offload_residual": True}),
-    (1, {"microbatches_per_fetch": 2, "lmhead_chunks": 4}),
 ]
 
 
@@ -239,7 +236,10 @@ def test_a_step_on_every_mesh_is_that_of_one_device(devices, options):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "devices, options",
-    [(4, {"zero_level": 3, "shard_outer": True}), (4, {"cp_size": 2}), (2, {"pp_size": 2}), (4, {"ep_size": 2})],
+    [
+        (4, {"cp_size": 2}),
+        (4, {"ep_size": 2}),
+    ],
 )
 def test_the_divergence_of_kto_is_of_all_devices(devices, options):
     """Its mean over a microbatch is that of one device; the reference is below the policy, so that it is not 0."""

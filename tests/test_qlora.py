@@ -79,11 +79,7 @@ def test_its_numbers_are_quantised_again_for_products_in_float8(setting, recipe)
     "setting, devices, placed",
     [
         ("qlora_bnb", 4, OFFLOADED),
-        ("qlora_bnb", 4, {"zero_level": 3}),
-        ("qlora_bnb", 1, {"offload_weights": True, "resident_layers": 1}),
-        ("qlora_bnb", 2, {"tp_size": 2}),
         ("qlora_fp8", 4, {"tp_size": 2, "zero_level": 3}),
-        ("qlora_fp4", 4, OFFLOADED | {"tp_size": 2}),
     ],
 )
 @pytest.mark.full

@@ -14,7 +14,6 @@ from pallas_kernels import flash_attention as op
 from surojax import ConfigError, default_config
 from surojax.config.checks import check
 from surojax.models.attention import attend, chosen_implementation
-from surojax.models.model import Compute
 from surojax.models.operations import gated
 
 GPT_OSS = dataclasses.replace(
@@ -107,11 +106,7 @@ def test_clamped_swiglu_is_that_of_gpt_oss():
     assert (np.asarray(slopes[1]) != 0).tolist() == [True, True, True, True, True, False, False]
 
 
-PLACED = [
-    (4, {"tp_size": 2, "zero_level": 3, "packed": True}),
-    (2, {"cp_size": 2, "compute": Compute(cp_method="ring")}),
-    (4, {"cp_size": 2, "zero_level": 3, "compute": Compute(sequence_chunks=2)}),
-]
+PLACED = [(4, {"tp_size": 2, "zero_level": 3, "packed": True})]
 
 
 @pytest.mark.full

@@ -199,7 +199,12 @@ def test_whose_state_it_is(tmp_path):
 @pytest.mark.parametrize(
     "devices, placed",
     quick_at(
-        [(1, BOTH), (4, {"zero_level": 3} | BOTH), (2, {"pp_size": 2} | BOTH), (1, ALL | {"overlap_update": True})], 0
+        [
+            (1, BOTH),
+            (2, {"pp_size": 2} | BOTH),
+            (1, ALL | {"overlap_update": True}),
+        ],
+        0,
     ),
 )
 def test_the_state_that_files_keep_is_that_of_the_step(tmp_path, devices, placed):

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from layouts import check_a_run_goes_on, config_of_a_run
 from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
-from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, SMOLLM, engine_gradients, reference
+from test_engine import ORDER_OF_SUMS, QWEN, engine_gradients, reference
 
 from surojax.assembly.from_config import from_config
 from surojax.config import checks
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.models import decoder_model
-from surojax.models.model import Compute, Recompute
+from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.optim.optimizer import UpdateContext, _seed
 from surojax.parallel import tensor
@@ -35,23 +35,10 @@ ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
 ONE_KV_HEAD = dataclasses.replace(QWEN, num_key_value_heads=1, num_hidden_layers=2)
 # Products by their own vjp, in a dtype that changes nothing.
 IN_FLOAT32 = Compute(precision=Precision(matmul_dtype="float32"))
-PLACED = {  # (model, devices, placement, whether blocks are computed again)
+PLACED = {
     "1kv-2x2-zero3-saved": (ONE_KV_HEAD, 4, {"tp_size": 2, "zero_level": 3}, False),
-    "1kv-tp4": (ONE_KV_HEAD, 4, {"tp_size": 4}, True),
     "2kv-tp4-matmul_dtype": (CONFIG, 4, {"tp_size": 4, "compute": IN_FLOAT32}, True),
-    "qwen-2x4-zero2": (QWEN, 8, {"tp_size": 4, "zero_level": 2}, True),
     "3x2": (CONFIG, 6, {"tp_size": 2}, False),
-    "2x2x2-zero3": (CONFIG, 8, {"tp_size": 2, "replicate": 2, "zero_level": 3}, True),
-    "2x2x2-zero1-offloaded": (QWEN, 8, {"tp_size": 2, "replicate": 2, "zero_level": 2, **ALL}, True),
-    "2x4-shard_outer-all_to_all": (
-        CONFIG,
-        8,
-        {"tp_size": 4, "zero_level": 3, "shard_outer": True, "use_all_to_all_reduce": True},
-        True,
-    ),
-    "gemma-2x2-offloaded": (GEMMA, 4, {"tp_size": 2, "zero_level": 3, "shard_outer": True, **ALL}, True),
-    "gemma-2x2-saved": (GEMMA, 4, {"tp_size": 2, "zero_level": 2, "offload_residual": True}, False),
-    "smollm-2x2": (SMOLLM, 4, {"tp_size": 2, "zero_level": 3, "offload_weights": True}, False),
 }
 
 
@@ -83,34 +70,6 @@ def packed():
     rows = [max(x for x in firsts[i % 4] if x <= s) for i in range(8) for s in range(24)]
     starts = np.broadcast_to(np.int32(rows).reshape(8, 24), inputs.shape)
     return inputs, labels, starts
-
-
-@pytest.mark.full
-def test_documents_end_at_any_place_of_a_devices_part():
-    """Four devices, with a window; tests/test_silent_mistakes.py has two, without one."""
-    config = dataclasses.replace(CONFIG, sliding_window=4)
-    small = Small(8, config=config, tp_size=4, zero_level=3, packed=True)
-    params = jax.tree.map(np.asarray, Small(config=config).state.weights)
-    loss, grads = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *packed())
-    ours, our_grads = engine_gradients(small, packed())
-    assert ours == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
-    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [Recompute(norm=True), Recompute(norm=True, att=True, ffn=True, swiglu=True)],
-    ids=["norm", "all"],
-)
-@pytest.mark.full
-def test_parts_that_are_computed_again(recompute):
-    """What is gathered again is counted; the numbers are those of the plain model."""
-    batch, loss, grads = reference(CONFIG)
-    small = Small(2, tp_size=2, recompute_block=False, compute=Compute(recompute=recompute))
-    ours, our_grads = engine_gradients(small, batch)
-    assert ours == pytest.approx(loss, rel=ORDER_OF_SUMS)
-    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
-    moves_what_is_said(small)
 
 
 def moves_what_is_said(small: Small):

@@ -1,0 +1,298 @@
+"""Settings drawn together: gradients stay those of the plain model, and memory costs no bit.
+
+Each test is one row of choices, drawn by a seed (drawn.py) from all models, meshes and placements, recipes, optimizers
+and objectives below; a failure prints its row. New paths through the step get a choice here.
+"""
+
+import functools
+from typing import Any
+
+import drawn
+import jax
+import numpy as np
+import pytest
+from small import AS_USERS_DO, drawn_params, made_once, plain_loss, tokens, vectors_drawn, worst_relative
+
+from surojax.assembly.assemble import Assembly
+from surojax.assembly.from_config import architecture, from_config
+from surojax.assembly.xla_options import compiler_options
+from surojax.config.fields import mesh_sizes
+from surojax.placement.layout import batch_sharding, specs
+from surojax.placement.mesh import make_mesh
+from surojax.step.train_step import passes
+from surojax.verification.bounds import Curve
+from surojax.verification.settings import RESET, Setting
+from surojax.verification.training import built, curve, lowered, make_batches
+
+# The same sums in another order: float32 rounds each by 6e-8. Measured: at most 3e-6 of a tensor's largest gradient.
+ORDER_OF_SUMS = 1e-5
+OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
+ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
+A, B, S = 2, 8, 24
+
+SIZES: dict[str, Any] = {
+    "model.vocab_size": 64,
+    "model.hidden_size": 32,
+    "model.intermediate_size": 80,
+    "model.num_hidden_layers": 3,
+    "model.num_attention_heads": 4,
+    "model.num_key_value_heads": 2,
+    "model.head_dim": 8,
+    "model_dtype": "float32",
+    "attention": "xla",
+    "sequence_len": S,
+    "gradient_accumulation_steps": A,
+    "gpus": 1,
+}
+WINDOWS: dict[str, Any] = {"model.sliding_window": 5, "model.sliding_window_pattern": 2}
+EXPERTS: dict[str, Any] = {
+    "model.num_experts": 8,
+    "model.num_experts_per_tok": 3,
+    "model.moe_intermediate_size": 24,
+    "model.norm_topk_prob": True,
+}
+# What families differ in; caps as small as the scores and logits, so that they matter.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen": {
+        "model.attention_bias": True,
+        "model.qk_norm": True,
+        "model.tie_word_embeddings": True,
+        "model.head_dim": 16,
+        "model.num_key_value_heads": 1,
+    },
+    "gemma": WINDOWS
+    | {
+        "model.num_hidden_layers": 5,
+        "model.tie_word_embeddings": True,
+        "model.qk_norm": True,
+        "model.norm_plus_one": True,
+        "model.sandwich_norms": True,
+        "model.hidden_act": "gelu_pytorch_tanh",
+        "model.scale_embedding": True,
+        "model.query_pre_attn_scalar": 5.0,
+        "model.attn_logit_softcapping": 0.5,
+        "model.final_logit_softcapping": 0.5,
+        "model.rope_local_base_freq": 100.0,
+        "model.initializer_range": 0.3,
+    },
+    "smollm": {"model.num_hidden_layers": 5, "model.no_rope_layer_interval": 2, "model.rope_theta": 100.0},
+    "ministral": {
+        "model.rope_scaling": "yarn",
+        "model.rope_factor": 4.0,
+        "model.rope_original_max_position_embeddings": 10,
+        "model.rope_partial_rotary_factor": 0.5,
+        "model.rope_llama_4_scaling_beta": 0.4,
+    },
+    "gpt_oss": WINDOWS
+    | EXPERTS
+    | {
+        "model.expert_bias": True,
+        "model.attention_bias": True,
+        "model.attention_out_bias": True,
+        "model.attention_sinks": True,
+        "model.hidden_act": "clamped_swiglu",
+    },
+    "olmoe": EXPERTS | {"model.qk_norm_whole": True},
+}
+MESHES: dict[str, dict[str, Any]] = {
+    "1": {"gpus": 1},
+    "dp4": {"gpus": 4},
+    "dp2x4": {"gpus": 8, "dp_replicate_size": 2},
+    "tp4": {"gpus": 4, "tp_size": 4},
+    "dp2-tp2": {"gpus": 4, "tp_size": 2},
+    "ulysses2-dp2": {"gpus": 4, "cp_size": 2, "cp_method": "ulysses"},
+    "allgather2-dp2": {"gpus": 4, "cp_size": 2, "cp_method": "allgather"},
+    "ring2-tp2-dp2": {"gpus": 8, "cp_size": 2, "cp_method": "ring", "tp_size": 2},
+    "pp2-dp2": {"gpus": 4, "pp_size": 2},
+    "1f1b2-tp2-dp2": {"gpus": 8, "pp_size": 2, "pp_schedule": "1f1b", "tp_size": 2},
+    "1f1b2-ring2": {"gpus": 4, "pp_size": 2, "pp_schedule": "1f1b", "cp_size": 2, "cp_method": "ring"},
+    "ep2-dp2": {"gpus": 4, "ep_size": 2},
+}
+SHARDED: dict[str, dict[str, Any]] = {
+    "zero1": {"zero_level": 1},
+    "zero2": {"zero_level": 2},
+    "zero3": {"zero_level": 3},
+    "weights": {"shard_weights": True},
+    "zero3-outer": {"zero_level": 3, "shard_outer": True},
+    "zero3-all_to_all": {"zero_level": 3, "use_all_to_all_reduce": True},
+}
+HOMES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "residuals": {"offload_residual": True},
+    "weights": {"offload_weights": True, "offload_grads": True},
+    "all": ALL,
+    "resident": ALL | {"resident_layers": 1},
+}
+PARTS = dict.fromkeys(("recompute_norm", "recompute_swiglu", "recompute_ffn", "recompute_att"), True)
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "blocks": {},
+    "nothing": {"recompute_block": False},
+    "parts": PARTS | {"recompute_block": False},
+}
+PLAIN: drawn.Choices = {
+    "model": MODELS,
+    "documents": {"whole": {}, "packed": {"sample_packing": True}},
+    "mesh": MESHES,
+    "sharded": SHARDED,
+    "homes": HOMES,
+    "recomputed": RECOMPUTED,
+    "chunks": {"1": {}, "2": {"sequence_chunks": 2}},
+    "fetch": {"1": {}, "2": {"microbatches_per_fetch": 2}},
+    "head": {"1": {}, "4": {"lmhead_chunks": 4}},
+}
+QUICK, FULL = 6, 24  # rows of `pytest`, and of `pytest --all`
+
+
+@functools.cache
+def rows_of_plain(seed: int) -> list[drawn.Row]:
+    return drawn.drawn(PLAIN, QUICK + FULL, seed, SIZES)
+
+
+@functools.cache
+def batch(packed: bool) -> tuple[np.ndarray, ...]:
+    """(inputs, labels) and with documents their starts, int32 `[A, B, S]`.
+
+    Documents end at, before and after the edges of the parts that devices and chunks have of a sequence. The second
+    half of a packed row has no label, so that devices with that part count none.
+    """
+    inputs, labels = tokens(A, B, S)
+    if not packed:
+        return inputs, labels
+    firsts = [(0, 6, 12, 18), (0, 5, 11, 17), (0, 7, 13, 19), (0, 1, 23), (0,), (0, 10), (0, 22), (0, 3, 9, 21)]
+    starts = [[max(x for x in row if x <= s) for s in range(S)] for row in firsts]
+    labels = np.where(np.arange(S) < 12, labels, np.int32(-1))
+    return inputs, labels, np.broadcast_to(np.int32(starts), inputs.shape)
+
+
+@functools.cache
+def reference(model: str, packed: bool):
+    """(loss, gradients) of the plain model."""
+    config = architecture(drawn.config_of(SIZES | MODELS[model]))
+    f = jax.jit(jax.value_and_grad(plain_loss(config)))
+    return jax.device_get(f(drawn_params(config, 0), *batch(packed)))
+
+
+def without_padding(sections: dict, layers: int) -> dict:
+    """The arrays by section with the layers of the model only; zeros are behind them in uneven stages."""
+    assert not any(np.any(np.asarray(x)[layers:]) for x in jax.tree.leaves(sections["blocks"]))
+    return sections | {"blocks": jax.tree.map(lambda x: np.asarray(x)[:layers], sections["blocks"])}
+
+
+def drawn_state(run: Assembly):
+    with vectors_drawn():
+        return run.init_state(0)
+
+
+def numbered(quick: int, full: int) -> list:
+    """Parameters of a test: the numbers of its rows."""
+    return [pytest.param(i, marks=[pytest.mark.full] * (i >= quick)) for i in range(quick + full)]
+
+
+@pytest.mark.parametrize("number", numbered(QUICK, FULL))
+def test_gradients_are_those_of_the_plain_model(number, pytestconfig):
+    """Loss, every gradient, and their norm; whatever is sharded, offloaded, recomputed and fetched."""
+    row = rows_of_plain(pytestconfig.option.drawn_by)[number]
+    print(row)
+    c = drawn.config_of(SIZES | drawn.fields_of(PLAIN, row))
+    mesh = make_mesh(jax.devices()[: c.gpus], **mesh_sizes(c))
+    run = from_config(c, mesh, total_steps=20)
+    weights = made_once(run.plan, functools.partial(drawn_state, run), row["model"]).weights
+    gradients = jax.shard_map(
+        lambda w, *arrays: passes(mesh).loss_and_gradients(run.engine, w, *arrays)[:3],
+        mesh=mesh,
+        in_specs=(
+            jax.tree.map(lambda x: x.sharding.spec, run.plan.weights),
+            *(batch_sharding(mesh).spec,) * (2 + c.sample_packing),
+        ),
+        out_specs=(jax.P(), specs(run.engine.layouts.master), jax.P()),
+    )
+    means, grads, norm = jax.device_get(
+        jax.jit(gradients)(weights, *jax.device_put(batch(c.sample_packing), batch_sharding(mesh)))
+    )
+    expected_loss, expected = reference(row["model"], c.sample_packing)
+    assert float(means["loss"]) == pytest.approx(float(expected_loss), rel=ORDER_OF_SUMS)
+    assert worst_relative(without_padding(grads, c.model.num_hidden_layers), expected) < ORDER_OF_SUMS
+    squares = sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(expected))
+    assert float(norm) == pytest.approx(squares**0.5, rel=ORDER_OF_SUMS)
+
+
+# --- memory costs no bit ----------------------------------------------------------------------------------------------
+
+WIDE: dict[str, Any] = SIZES | {  # blocks of all recipes and of NF4 divide it, halves of it too
+    "model.hidden_size": 64,
+    "model.intermediate_size": 256,
+    "model.head_dim": 32,
+    "model_dtype": "bfloat16",
+    "sequence_len": 32,
+    "learning_rate": 1e-2,
+}
+OF_EXPERTS: dict[str, Any] = {"model.moe_intermediate_size": 128}
+SOME_GIB = 0.0005  # a part of what these small models have
+NVME: dict[str, Any] = {"nvme_path": "folder"}  # for the checks
+STATE_IN_FILES: dict[str, Any] = NVME | {"offload_optimizer": "nvme", "offload_master": "nvme"}
+FILES: dict[str, Any] = NVME | dict.fromkeys(OFFLOADS, "nvme")
+LORA: dict[str, Any] = {"lora": True, "lora_rank": 4}
+NUMBERS: dict[str, dict[str, dict[str, Any]]] = {
+    "model": {name: MODELS[name] for name in ("llama", "smollm", "ministral")}
+    | {"windows": WINDOWS, "olmoe": MODELS["olmoe"] | OF_EXPERTS, "gpt_oss": MODELS["gpt_oss"] | OF_EXPERTS},
+    "documents": PLAIN["documents"],
+    "mesh": MESHES,
+    "sharded": SHARDED,
+    "recomputed": RECOMPUTED,
+    "dtype": {
+        "float32": {"model_dtype": "float32"},
+        "bfloat16": {},
+        "bfloat16 masters": {"master_dtype": "bfloat16", "accum_dtype": "bfloat16", "opt_m_dtype": "bfloat16"},
+    },
+    "recipe": {name: {"recipe": name} for name in ("bf16", "fp8_hybrid", "fp8_current", "mxfp8", "nvfp4")},
+    "trained": {name: {"optimizer": name} for name in ("adamw", "adamw8bit", "normuon", "lion")}
+    | {
+        "lora": LORA,
+        "nf4": LORA | {"qlora_bnb": True},
+        "nvfp4": LORA | {"qlora_fp4": True},
+        "fp8": LORA | {"qlora_fp8": True},
+    },
+}
+MEMORY: dict[str, dict[str, dict[str, Any]]] = {
+    "homes": {name: HOMES[name] for name in HOMES if name != "device"}
+    | {
+        "state": {"offload_optimizer": True, "offload_master": True},
+        "all but weights": ALL | {"offload_weights": False},
+        "device_memory": ALL | {"device_memory": SOME_GIB},
+        "state in files": ALL | STATE_IN_FILES,
+        "weights in files": NVME | {"offload_weights": "nvme", "offload_grads": True},
+        "files": FILES,
+        "files, some in memory": FILES | {"files_in_memory": SOME_GIB},
+        "residuals in files": NVME | {"offload_residual": "nvme"},
+    },
+    "fetch": PLAIN["fetch"],
+    "update": {"now": {"overlap_update": False}, "late": {"overlap_update": True}},
+}
+BITS: drawn.Choices = NUMBERS | MEMORY
+QUICK_BITS, FULL_BITS = 2, 22
+
+
+@functools.cache
+def rows_of_bits(seed: int) -> list[drawn.Row]:
+    return drawn.drawn(BITS, QUICK_BITS + FULL_BITS, seed, WIDE)
+
+
+def trained(fields: dict[str, Any]) -> Curve:
+    """(loss, gradient norm) of three steps, compiled as users do; files are in a folder that is made for them."""
+    c = drawn.config_of(fields | {"nvme_path": ""})
+    batches, microbatches = make_batches(c, 8, steps=3)
+    setting = Setting("drawn", {name: c[name] for name in RESET}, c.gpus)
+    with built(c, setting, batches, microbatches, jax.devices()) as row:
+        step = lowered(row).compile(compiler_options(row.run, "cpu") | AS_USERS_DO)
+        return list(curve(row, step, row.run.init_state(0), batches))
+
+
+@pytest.mark.parametrize("number", numbered(QUICK_BITS, FULL_BITS))
+def test_memory_costs_no_bit(number, pytestconfig):
+    """Losses and norms of three steps with what this row offloads, groups and defers, and without."""
+    row = rows_of_bits(pytestconfig.option.drawn_by)[number]
+    print(row)
+    fields = WIDE | drawn.fields_of(BITS, row)
+    plain = WIDE | drawn.fields_of(BITS, {part: choice for part, choice in row.items() if part in NUMBERS})
+    assert trained(fields) == trained(plain)
