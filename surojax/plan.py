@@ -117,6 +117,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"--host-memory: expected GiB, more than 0, got {args.host_memory}; leave it out")
         check_cost(args)
         disks(args.disk)
+        if sys.stderr.isatty():
+            print(f"compiling the step for {args.gpu}, which takes a minute or two", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
             trace = files.get("trace", Path(folder) / "trace.json")
             found = plan(

@@ -270,7 +270,7 @@ MEMORY: dict[str, dict[str, dict[str, Any]]] = {
     "update": {"now": {"overlap_update": False}, "late": {"overlap_update": True}},
 }
 BITS: drawn.Choices = NUMBERS | MEMORY
-QUICK_BITS, FULL_BITS = 2, 22
+QUICK_BITS, FULL_BITS = 1, 11
 
 
 @functools.cache
