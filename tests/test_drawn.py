@@ -22,7 +22,7 @@ from surojax.placement.mesh import make_mesh
 from surojax.step.train_step import passes
 from surojax.verification.bounds import Curve
 from surojax.verification.settings import RESET, Setting
-from surojax.verification.training import built, curve, lowered, make_batches
+from surojax.verification.training import build_row, lowered, make_batches, training_curve
 
 # The same sums in another order: float32 rounds each by 6e-8. Measured: at most 3e-6 of a tensor's largest gradient.
 ORDER_OF_SUMS = 1e-5
@@ -283,9 +283,9 @@ def trained(fields: dict[str, Any], levels: dict[str, Any]) -> Curve:
     c = drawn.config_of(fields | {"nvme_path": ""})
     batches, microbatches = make_batches(c, 8, steps=3)
     setting = Setting("drawn", {name: c[name] for name in RESET}, c.gpus)
-    with built(c, setting, batches, microbatches, jax.devices()) as row:
+    with build_row(c, setting, batches, microbatches, jax.devices()) as row:
         step = lowered(row).compile(compiler_options(row.run, "cpu") | levels)
-        return list(curve(row, step, row.run.init_state(0), batches))
+        return list(training_curve(row, step, row.run.init_state(0), batches))
 
 
 @pytest.mark.parametrize("number", numbered(QUICK_BITS, FULL_BITS))

@@ -58,6 +58,7 @@ from surojax.placement.param import EXPERTS, ROUTED, Kind
 
 SCORING = ("softmax", SIGMOID := "sigmoid")
 SHARED = "shared"  # the module of shared experts
+SEED = "seed"  # of random numbers, beside the arrays of experts, of which none is called so
 
 
 class OfExperts(NamedTuple):
@@ -173,10 +174,12 @@ class Experts(nnx.Module):
         """The tokens' sums `[N, D]` by a loop over blocks of one expert each. piece: see `sum_of_experts`."""
         arrays, factors = of_experts
         trained, fixed = (factors, arrays) if ops.frozen else (arrays | factors, {})
+        if ops.seed is not None:  # an argument: a function with a backward pass of its own may not close over arrays
+            fixed = fixed | {SEED: jnp.broadcast_to(ops.seed, len(arrays["w_gate"]))}
 
         def mlp_of_block(trained, fixed, x_RD, weight_R, number):
             w = fixed | trained
-            of_block = ops.of_block(number)
+            of_block = dataclasses.replace(ops, seed=w.get(SEED)).of_block(number)
 
             def product(x, name):
                 y = of_block.product(x, w[name], getattr(self, name))
