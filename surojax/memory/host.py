@@ -50,13 +50,13 @@ def parts(tree) -> list[LayerStack]:
 
     has_splits = any(map(is_split, jax.tree.leaves(tree, is_leaf=is_split)))
     trees = [jax.tree.map(lambda x, i=i: x[i], tree, is_leaf=is_split) for i in (0, 1)] if has_splits else [tree]
-    found = []
+    layer_stacks = []
     start = 0
     for stacks in trees:
         stop = start + jax.tree.leaves(stacks)[0].shape[0]
-        found.append(LayerStack(stacks, start, stop))
+        layer_stacks.append(LayerStack(stacks, start, stop))
         start = stop
-    return found
+    return layer_stacks
 
 
 def join_parts(trees: Sequence):
@@ -80,8 +80,8 @@ def allocate(tree, homes: Any):
     of bools.
     """
     leaves, structure = jax.tree.flatten(tree)
-    of_leaves = [homes] * len(leaves) if isinstance(homes, Home) else structure.flatten_up_to(homes)
-    pairs = zip(leaves, of_leaves, strict=True)
+    leaf_homes = [homes] * len(leaves) if isinstance(homes, Home) else structure.flatten_up_to(homes)
+    pairs = zip(leaves, leaf_homes, strict=True)
     # The sum of a bool, as a router saves them, and a number is an int32.
     moved = [put((x + i % 100).astype(x.dtype), home) if home.streamed else x for i, (x, home) in enumerate(pairs)]
     return jax.tree.unflatten(structure, moved)
@@ -143,11 +143,11 @@ def balanced(stacks, inputs) -> list[bool]:
 
     sizes = [in_host(x) for x in jax.tree.leaves(stacks)]
     excess = -sum(in_host(x) for x in jax.tree.leaves(inputs))  # bytes written first beyond those that are read first
-    found = [False] * len(sizes)
+    are_read_first = [False] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        found[i] = excess > 0
-        excess += -sizes[i] if found[i] else sizes[i]
-    return found
+        are_read_first[i] = excess > 0
+        excess += -sizes[i] if are_read_first[i] else sizes[i]
+    return are_read_first
 
 
 def exchange(stacks, new, before, after, *, are_read_first: Sequence[bool] = ()):

@@ -115,15 +115,22 @@ class InFile:
         """For each stage, the places of a layer's parts on this process's devices, by where they start."""
         indices = self.round_sharding(DEVICE).devices_indices_map((self.stages, *self.shape[1:]))
         mine = jax.process_index()
-        of_stages = []
+        parts_by_stage = []
         for stage in range(self.stages):
-            of_stage = {device: index[1:] for device, index in indices.items() if self._stage_at(index) == stage}
-            own = {self._start(index): index for device, index in of_stage.items() if device.process_index == mine}
-            of_lower = {self._start(index) for device, index in of_stage.items() if (device.process_index or 0) < mine}
-            of_stages.append(
-                {start: FilePart(i, own[start], start not in of_lower) for i, start in enumerate(sorted(own))}
+            index_by_device = {device: index[1:] for device, index in indices.items() if self._stage_at(index) == stage}
+            own = {
+                self._start(index): index for device, index in index_by_device.items() if device.process_index == mine
+            }
+            starts_on_lower_processes = {
+                self._start(index) for device, index in index_by_device.items() if (device.process_index or 0) < mine
+            }
+            parts_by_stage.append(
+                {
+                    start: FilePart(i, own[start], start not in starts_on_lower_processes)
+                    for i, start in enumerate(sorted(own))
+                }
             )
-        return of_stages
+        return parts_by_stage
 
     def _stage_at(self, index: tuple[slice, ...]) -> int:
         """The stage that a device with this part of a round is in."""
@@ -161,16 +168,16 @@ class InFile:
         layers: by number, at most one of each stage. A stage has zeros if no process has its layer.
         """
         sharding = self.round_sharding(home)
-        of_stages = {self.stage(l): stored for l, stored in layers.items()}
+        layer_by_stage = {self.stage(l): stored for l, stored in layers.items()}
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             stage = self._stage_at(index)
-            if stage not in of_stages:
+            if stage not in layer_by_stage:
                 return np.zeros((1, *sharding.shard_shape((self.stages, *self.shape[1:]))[1:]), self.dtype)
             if self.parts is None:
-                return of_stages[stage][index[1:]][None]
-            return of_stages[stage][self.parts[stage][self._start(index[1:])].number][None]
+                return layer_by_stage[stage][index[1:]][None]
+            return layer_by_stage[stage][self.parts[stage][self._start(index[1:])].number][None]
 
         return jax.make_array_from_callback((self.stages, *self.shape[1:]), sharding, part)
 
@@ -179,16 +186,16 @@ class InFile:
         if self.parts is None:
             whole = jax.device_get(layers)
             return [whole[self.stage(l)] for l in numbers]
-        of_stages: dict[int, dict] = {}
+        shards_by_stage: dict[int, dict] = {}
         for shard in layers.addressable_shards:
-            of_stage = of_stages.setdefault(self._stage_at(shard.index), {})
-            of_stage[self._start(shard.index[1:])] = shard.data[0]
-        return [self._stacked(l, of_stages[self.stage(l)]) for l in numbers]
+            stage_shards = shards_by_stage.setdefault(self._stage_at(shard.index), {})
+            stage_shards[self._start(shard.index[1:])] = shard.data[0]
+        return [self._stacked(l, shards_by_stage[self.stage(l)]) for l in numbers]
 
-    def _stacked(self, l: int, found: dict[tuple[int, ...], Any]) -> np.ndarray:
+    def _stacked(self, l: int, arrays_by_start: dict[tuple[int, ...], Any]) -> np.ndarray:
         """The parts of layer l that this process stores, from arrays by where they start."""
         assert self.parts is not None
-        return np.stack([np.asarray(found[start]) for start in self.parts[self.stage(l)]])
+        return np.stack([np.asarray(arrays_by_start[start]) for start in self.parts[self.stage(l)]])
 
 
 class InFiles:
@@ -214,8 +221,10 @@ class InFiles:
 
     def joined(self, in_memory: Iterable, files: Iterable) -> Any:
         """Builds the tree from leaves in memory and leaves from files."""
-        of_memory, of_files = iter(in_memory), iter(files)
-        return self.structure.unflatten([next(of_files if in_file else of_memory) for in_file in self.are_in_file])
+        memory_leaves, file_leaves = iter(in_memory), iter(files)
+        return self.structure.unflatten(
+            [next(file_leaves if in_file else memory_leaves) for in_file in self.are_in_file]
+        )
 
     # -- Rounds: a layer of every stage ------------------------------------------------------------------------------
 
@@ -276,10 +285,13 @@ def own_layers(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, num_layers: 
     if stages == 1 or jax.process_count() == 1:
         return list(range(num_layers))
     assert not isinstance(mesh, jax.sharding.AbstractMesh), "several processes have devices"
-    of_stages = np.moveaxis(mesh.devices, mesh.axis_names.index(PIPELINE), 0)
-    own = [any(device.process_index == jax.process_index() for device in of_stage.flat) for of_stage in of_stages]
-    of_stage = layers_of_stage(num_layers, stages)
-    return [l for l in range(num_layers) if own[l // of_stage]]
+    devices_by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index(PIPELINE), 0)
+    own = [
+        any(device.process_index == jax.process_index() for device in stage_devices.flat)
+        for stage_devices in devices_by_stage
+    ]
+    layers_per_stage = layers_of_stage(num_layers, stages)
+    return [l for l in range(num_layers) if own[l // layers_per_stage]]
 
 
 def home_of(x: Any) -> Home:

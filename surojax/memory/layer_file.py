@@ -407,11 +407,11 @@ class Store:
             return raw[: place.size]
 
         places = [place for place in self._places if place.slots == 2]
-        of_layers = (
+        content_of_layers = (
             (f"{l}/{place.name}", place, self._record_start(l) + place.offset) for l in self.records for place in places
         )
         threads = self.of_arrays[0]
-        for some in itertools.batched(of_layers, ARRAYS):
+        for some in itertools.batched(content_of_layers, ARRAYS):
             list(threads.map(check, some))
         return [check((place.name, place, self._others_start + place.offset)) for place in self._others]
 

@@ -73,9 +73,9 @@ def check_folders(store: Store) -> None:
         raise ConfigError(f"nvme_path: expected folders that differ, got {given}; name each once")
     for disk, size in needed.items():
         if size > free[disk]:
-            of = f" for {sharing} processes" if sharing > 1 else ""
+            for_whom = f" for {sharing} processes" if sharing > 1 else ""
             raise ConfigError(
-                f"nvme_path: needs {readable_bytes(size)}{of} in {on_disk[disk]}, "
+                f"nvme_path: needs {readable_bytes(size)}{for_whom} in {on_disk[disk]}, "
                 f"where {readable_bytes(free[disk])} are free; {MAKE_ROOM}"
             )
 

@@ -66,14 +66,14 @@ def counts(make: MakeTransformation) -> list[bool]:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"optimizer: expected optax's, got {type(error).__name__} ({reason}); {ADVICE}") from error
     leaves = list(zip(*map(jax.tree.leaves, states), strict=True))
-    is_count = [[float(np.mean(x)) for x in of_steps] == [*range(TRIED_STEPS + 1)] for of_steps in leaves]
+    is_count = [[float(np.mean(x)) for x in values_by_step] == [*range(TRIED_STEPS + 1)] for values_by_step in leaves]
     is_count = [count and np.ndim(x[0]) == 0 for count, x in zip(is_count, leaves, strict=True)]
-    stored = [of_steps for of_steps, count in zip(leaves, is_count, strict=True) if not count]
-    for of_steps in stored:
-        if np.shape(of_steps[0]) != TRIED or np.any(of_steps[0]):
+    stored = [values_by_step for values_by_step, count in zip(leaves, is_count, strict=True) if not count]
+    for values_by_step in stored:
+        if np.shape(values_by_step[0]) != TRIED or np.any(values_by_step[0]):
             raise ConfigError(
                 f"optimizer: expected a state of zeros in the shape of the weights, {[*TRIED]}, got "
-                f"{[*np.shape(of_steps[0])]} with the mean {float(np.mean(of_steps[0])):.3g}; {ADVICE}"
+                f"{[*np.shape(values_by_step[0])]} with the mean {float(np.mean(values_by_step[0])):.3g}; {ADVICE}"
             )
     for part in (np.s_[:2, :3], np.s_[2:, 3:]):
         alone, _ = _updates(chain, part)

@@ -88,10 +88,10 @@ def _listed(needed_N: jax.Array, places: int) -> jax.Array:
     return none_P.at[place_N].set(jnp.arange(N, dtype=jnp.int32), mode="drop")
 
 
-def received(of_tokens_nNk: jax.Array, way: Routes, nothing) -> jax.Array:
+def received(values_nNk: jax.Array, way: Routes, nothing) -> jax.Array:
     """`[T, k]`: values of the tokens of a group in the order of the received ones; `nothing` in the places left."""
     take = jax.vmap(lambda x_Nk, token_P: x_Nk.at[token_P].get(mode="fill", fill_value=nothing))
-    return take(of_tokens_nNk, way.received_nP).reshape(-1, of_tokens_nNk.shape[-1])
+    return take(values_nNk, way.received_nP).reshape(-1, values_nNk.shape[-1])
 
 
 @jax.custom_vjp

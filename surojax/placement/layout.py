@@ -178,8 +178,8 @@ def _outer(param: Param, row: TensorClass, mesh: Mesh) -> Layout:
     layout = _zero(param, row, mesh)
     if layout.sharded_dim != 0:
         n = _devices(mesh, (*_computed(param, mesh)[0], *shard_axes(mesh)))
-        of_data = mesh.shape[SHARD] * mesh.shape.get(EXPERT, 1)
-        divisor = "dp_shard_size" if n == of_data else f"the number of GPUs of a replica, {n},"
+        data_devices = mesh.shape[SHARD] * mesh.shape.get(EXPERT, 1)
+        divisor = "dp_shard_size" if n == data_devices else f"the number of GPUs of a replica, {n},"
         raise ConfigError(
             f"shard_outer: expected a vocabulary that {divisor} divides, got {param.shape[0]} words; pad it"
         )

@@ -1,4 +1,4 @@
-"""Amounts of memory: what a run needs, what there is of it, and how such sizes are written."""
+"""Amounts of memory: bytes that a run needs, bytes that a machine has, and sizes as text."""
 
 import math
 from typing import NamedTuple

@@ -74,7 +74,7 @@ def check_fit(c: Config, run: Assembly, devices, available: int | None = None) -
 
 
 def check_kernels(c: Config, mesh: Mesh, device) -> None:
-    """Raises ConfigError for kernels="mosaic" if one of them does not support the device or the model.
+    """Raises ConfigError for kernels="mosaic" if a kernel does not support the device or the model.
 
     Traces the step, because only the traced step has the shapes that the kernels get. Nothing is compiled.
     """

@@ -177,7 +177,7 @@ def expert_groups(c: Config, gpu: Gpu, of: Change, shards: int, *, few: bool = F
 
 
 def with_own(c: Config, changes: list[Change]) -> list[Change]:
-    """The changes, and what the config has itself for their fields if that is none of them."""
+    """Returns the changes, and the config's own values of their fields if no change equals these."""
     own = {name: c[name] for name in changes[0]}
     return changes if own in changes else [*changes, own]
 

@@ -17,7 +17,7 @@ from surojax.planner.traffic import batch_of
 
 
 def lines(c: Config, run: Assembly, gpu: Gpu) -> list[str]:
-    """The lines of a plan; none without experts. c: checked (`plan.checked`). run: of it."""
+    """Lines about experts in a plan; none without experts. c: from `run_plan.checked`. run: the assembly of c."""
     return [line for line in (multiplied(run), gathered_or_sent(c, run, gpu)) if line]
 
 

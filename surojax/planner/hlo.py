@@ -333,7 +333,7 @@ def _products(module: Module, computation: str) -> int:
 
 
 def _weight(module: Module, i: Instruction) -> int:
-    """Matrix products and attentions that an instruction runs; for a loop those of all iterations."""
+    """Counts matrix products and attentions that an instruction runs; for a loop, in all iterations."""
     if i.opcode == "while":
         return round(trips(i) * _products(module, called(i, "body")[0]))
     if i.opcode == "fusion" and "kind=kCustom" in i.attributes:  # a product that reads or writes a layer of a stack

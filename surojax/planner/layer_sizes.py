@@ -1,4 +1,4 @@
-"""What each GPU has of a model: layers of its stage, tensors of its tensor-parallel group, bytes of one layer."""
+"""Sizes on one GPU: layers of its stage, shards of its tensor-parallel group, bytes of one layer."""
 
 import dataclasses
 import functools
@@ -74,7 +74,7 @@ class TensorOnGpu:
 
     @property
     def is_matrix(self) -> bool:
-        """True for an operand of a block's matrix products, without those of adapters."""
+        """True for a matrix of a block's products; False for adapters, vectors and tables."""
         return self.param.kind is Kind.MATRIX
 
     @property

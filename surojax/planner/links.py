@@ -24,7 +24,7 @@ from surojax.planner.gpus import Gpu
 
 
 class SlowestGroup(NamedTuple):
-    """The slowest group of a collective. in_one: its GPUs in the machine that has the fewest of them."""
+    """The slowest group of a collective. in_one: its GPUs in the machine that has the fewest of the group's GPUs."""
 
     gpus: int
     machines: int
@@ -74,7 +74,7 @@ def group(gpu: Gpu, mesh_shape: Mapping[str, int], axes: str) -> SlowestGroup:
 
 @functools.lru_cache
 def _slowest(gpus_per_node: int, mesh_shape: tuple[tuple[str, int], ...], axes: str) -> SlowestGroup:
-    """Returns the group with the most machines, and of those the one with the fewest GPUs in one of them."""
+    """Returns the group over the most machines; among several, the one with the fewest GPUs in one machine."""
     names = axes.split("+")
     sizes = tuple(size for _, size in mesh_shape)
     along = [i for i, (name, _) in enumerate(mesh_shape) if name in names]

@@ -107,7 +107,7 @@ def overlap_lines(p: Plan) -> list[str]:
 
 
 def prediction_lines(p: Plan) -> list[str]:
-    """The predicted time, what of it is exposed, and who does the host transfers in loops; or why nothing is said."""
+    """Lines of predicted time, exposed transfers, and what runs host transfers in loops; or why there are none."""
     lines = ["", *time_lines(p)]
     if p.predicted_step_s is None:
         return lines

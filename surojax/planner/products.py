@@ -70,7 +70,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
 
 
 def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[str, str]:
-    """Dtypes of the factors of a block's matrix products, (forward, backward). dtype: that of the work weights."""
+    """Dtypes of the operands of a block's matrix products, (forward, backward). dtype: the work weights' dtype."""
     if not recipe_enabled or precision.recipe == "bf16":
         forward = precision.matmul_dtype or dtype
         return forward, precision.gradient_dtype or forward
@@ -109,7 +109,7 @@ class Seconds(NamedTuple):
     first: float = 0.0
 
     def plus(self, other: "Seconds") -> "Seconds":
-        """The sums of these and others."""
+        """Adds two `Seconds` field by field."""
         return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
 
 

@@ -197,7 +197,7 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
 
 
 def _disk_seconds(work: StepWork, step_pass: Pass, times: int, in_files: Mapping[str, float]) -> tuple[float, float]:
-    """(seconds that disks are busy in a pass that runs so many times, seconds of it that nothing hides).
+    """Returns (seconds that disks are busy in a pass that runs so many times, seconds that no other work hides).
 
     in_files: bytes by row. The first layer of the update is read while gradients are computed.
     """

@@ -36,11 +36,11 @@ def reserve(plan: TrainState, store: Store) -> None:
 
 def reserved_shards(state: TrainState) -> list[np.ndarray]:
     """The shards of a state that `reserve` has reserved room for."""
-    found = []
+    shards = []
     for x in in_memory(state):
         by_start = {_start(shard.index, x.shape): shard.data for shard in x.addressable_shards}
-        found += [jax.device_get(by_start[start]) for start in sorted(by_start)]
-    return found
+        shards += [jax.device_get(by_start[start]) for start in sorted(by_start)]
+    return shards
 
 
 def complete_state(store: Store, plan: TrainState, step: int, base: dict | None = None) -> TrainState:

@@ -197,19 +197,21 @@ class _Student(NamedTuple):
         is_label_Mv = jax.lax.broadcasted_iota(jnp.int32, z_Mv.shape, 1) == (tokens.labels - first)[:, None]
         here_MK = (tokens.ids >= first) & (tokens.ids < first + words)
         columns_MK = jnp.where(here_MK, tokens.ids - first, words)
-        of_ids_MK = jnp.take_along_axis(z_Mv, jnp.minimum(columns_MK, words - 1), axis=1)
-        of_ids_MK = _sum(jnp.where(here_MK, of_ids_MK, 0.0), axes) / temperature
-        lse_of_rest_M = _lse(_with_values(z_Mv / temperature, columns_MK, jnp.full_like(of_ids_MK, NOTHING)), axes)
-        lse_M = jnp.logaddexp(jax.nn.logsumexp(of_ids_MK, axis=1), lse_of_rest_M)
+        logits_of_ids_MK = jnp.take_along_axis(z_Mv, jnp.minimum(columns_MK, words - 1), axis=1)
+        logits_of_ids_MK = _sum(jnp.where(here_MK, logits_of_ids_MK, 0.0), axes) / temperature
+        lse_of_rest_M = _lse(
+            _with_values(z_Mv / temperature, columns_MK, jnp.full_like(logits_of_ids_MK, NOTHING)), axes
+        )
+        lse_M = jnp.logaddexp(jax.nn.logsumexp(logits_of_ids_MK, axis=1), lse_of_rest_M)
         lse_of_logits_M = lse_M if temperature == 1 else _lse(z_Mv, axes)
-        classes = jnp.concatenate([of_ids_MK, lse_of_rest_M[:, None]], axis=1) - lse_M[:, None]
-        of_label_M = _sum(jnp.sum(jnp.where(is_label_Mv, z_Mv, 0.0), axis=1), axes)
-        of_all = (lse_M, lse_of_rest_M, lse_of_logits_M, lse_of_logits_M - of_label_M)
-        return cls(z_Mv, is_label_Mv, columns_MK, classes, *of_all)
+        classes = jnp.concatenate([logits_of_ids_MK, lse_of_rest_M[:, None]], axis=1) - lse_M[:, None]
+        logit_of_label_M = _sum(jnp.sum(jnp.where(is_label_Mv, z_Mv, 0.0), axis=1), axes)
+        normalisers = (lse_M, lse_of_rest_M, lse_of_logits_M, lse_of_logits_M - logit_of_label_M)
+        return cls(z_Mv, is_label_Mv, columns_MK, classes, *normalisers)
 
-    def with_values(self, x_Mv: jax.Array, of_ids_MK: jax.Array) -> jax.Array:
+    def with_values(self, x_Mv: jax.Array, values_MK: jax.Array) -> jax.Array:
         """x with other values in the columns of the labels' tokens."""
-        return _with_values(x_Mv, self.columns, of_ids_MK)
+        return _with_values(x_Mv, self.columns, values_MK)
 
 
 def _with_values(x_Mv: jax.Array, columns_MK: jax.Array, values_MK: jax.Array) -> jax.Array:
@@ -232,10 +234,10 @@ def _lse(x_Mv: jax.Array, axes: Axes) -> jax.Array:
 def label(logits_NV: jax.Array, top_k: int, temperature: float) -> tuple[jax.Array, jax.Array]:
     """A teacher's labels of a slice of tokens: (`TEACHER_IDS` int32 `[N, K]`, `TEACHER` float32 `[N, K + 1]`)."""
     z_NV = logits_NV.astype(jnp.float32) / temperature
-    of_ids_NK, ids_NK = jax.lax.top_k(z_NV, top_k)
-    lse_of_rest_N = _lse(_with_values(z_NV, ids_NK, jnp.full_like(of_ids_NK, NOTHING)), ())
-    lse_N = jnp.logaddexp(jax.nn.logsumexp(of_ids_NK, axis=1), lse_of_rest_N)
-    return ids_NK, jnp.concatenate([of_ids_NK, lse_of_rest_N[:, None]], axis=1) - lse_N[:, None]
+    logits_NK, ids_NK = jax.lax.top_k(z_NV, top_k)
+    lse_of_rest_N = _lse(_with_values(z_NV, ids_NK, jnp.full_like(logits_NK, NOTHING)), ())
+    lse_N = jnp.logaddexp(jax.nn.logsumexp(logits_NK, axis=1), lse_of_rest_N)
+    return ids_NK, jnp.concatenate([logits_NK, lse_of_rest_N[:, None]], axis=1) - lse_N[:, None]
 
 
 @dataclasses.dataclass(frozen=True)

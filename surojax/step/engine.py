@@ -135,8 +135,8 @@ class Groups:
         self.recipe_inputs = recipe_inputs_of(engine.model, history, step, microbatches, self.scale)
         first = self.microbatch(0)
         self.blocks = {
-            name: Blocks(engine, of_segment, residuals_of(engine, of_segment, self.outer, first))
-            for name, of_segment in layers.items()
+            name: Blocks(engine, segment_layers, residuals_of(engine, segment_layers, self.outer, first))
+            for name, segment_layers in layers.items()
         }
 
     def first_carry(self, history, used: dict[str, Any] | None) -> GroupCarry:
@@ -198,7 +198,7 @@ class Groups:
         carry, xs_BSD = self.with_layers(layers).forward(group, carry)
         updated: dict[str, TensorState] = {name: flights["weights"] for name, flights in carry.flights.items()}
         new = self.layers_of({name: state.weights for name, state in updated.items()})
-        prefetched = {name: {"weights": of_segment.first(reverse=True)} for name, of_segment in new.items()}
+        prefetched = {name: {"weights": segment_layers.first(reverse=True)} for name, segment_layers in new.items()}
         carry = carry._replace(flights={name: flights | prefetched[name] for name, flights in carry.flights.items()})
         return self.with_layers(new).backward(group, carry, xs_BSD), updated
 

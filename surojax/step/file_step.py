@@ -100,12 +100,12 @@ class WholeGradients:
 
         def per_device(outer, step, history, blocks, *batch):
             weights = {self.segment.name: blocks, OUTER: outer.weights}
-            found = self.step.gradients(weights, *batch, history=history, step=step)
-            scalars = update.scalars(step, found.norm)
-            largest = update.largest_in_layer(found.grads)
-            outer = update.outer(outer, found.grads[OUTER], scalars, largest=largest)
-            update_inputs = {"grads": found.grads[self.segment.name], "scalars": scalars, "l": jnp.int32(0)}
-            return outer, step + 1, found.history, metrics_of(found, scalars["lr"]), update_inputs
+            gradients = self.step.gradients(weights, *batch, history=history, step=step)
+            scalars = update.scalars(step, gradients.norm)
+            largest = update.largest_in_layer(gradients.grads)
+            outer = update.outer(outer, gradients.grads[OUTER], scalars, largest=largest)
+            update_inputs = {"grads": gradients.grads[self.segment.name], "scalars": scalars, "l": jnp.int32(0)}
+            return outer, step + 1, gradients.history, metrics_of(gradients, scalars["lr"]), update_inputs
 
         donated = (section(plan, OUTER), plan.step, plan.history)
         arguments = (*donated, plan.weights[self.segment.name])
@@ -276,8 +276,8 @@ class FileStep:
                 done.append(tensor.updated(tensor.state.master, tensor.state.moments, tensor.grad, context))
             weights, *new = materialised(tuple(as_trees(done, state)))
             stacks = write_layer(stacks, self.state.in_memory(tuple(new)), l)
-            work, of_weights = self.weights.replaced(number, work, weights, l)
-            return work, stacks, put((in_rounds(self.state.files(tuple(new))), of_weights), HOST), l + 1
+            work, weight_rounds = self.weights.replaced(number, work, weights, l)
+            return work, stacks, put((in_rounds(self.state.files(tuple(new))), weight_rounds), HOST), l + 1
 
         work, stacks, layer, *_ = arguments = self._arguments(number)
         to_files = layer, self.weights.files[number].planned_round(HOST)

@@ -174,33 +174,33 @@ class LayerGradients:
         work = [self.weights.planned(number) for number in range(len(self.weights.parts))]
         arriving = max((self.weights.arriving(number) for number in range(len(work))), key=bytes_per_device)
         fetched = [files.planned_round(HOST) for files in self.weights.files]
-        of_weights = [files.round_file_bytes for files in self.weights.files]
-        of_step = (step, history, *batch)
+        weight_file_bytes = [files.round_file_bytes for files in self.weights.files]
+        step_inputs = (step, history, *batch)
         grads = self.others_of_update()
-        found = [Program(self.begin, (outer.weights, *of_step), 1)]
-        jax.eval_shape(self.begin, *found[0].arguments)
+        programs = [Program(self.begin, (outer.weights, *step_inputs), 1)]
+        jax.eval_shape(self.begin, *programs[0].arguments)
         moving, sent = self.of_devices.planned("moving"), self.of_devices.planned("sent")
         forward, backward = [], []
         for kind in self.forward:
-            arguments = (work[kind[0]], moving, sent, *of_step)
+            arguments = (work[kind[0]], moving, sent, *step_inputs)
             jax.eval_shape(self.forward[kind], *arguments)
             program = Program(self.forward[kind], arguments, self.kinds.count(kind), (), "forward")
-            forward.append(program._replace(read=of_weights[kind[0]], put=fetched[kind[0]]))
+            forward.append(program._replace(read=weight_file_bytes[kind[0]], put=fetched[kind[0]]))
         saved = self.planned_saved()
-        of_residuals = self.residuals.files.round_file_bytes
+        residual_file_bytes = self.residuals.files.round_file_bytes
         kept = [saved] * (LAYERS_IN_FLIGHT if self.residuals.in_files else len(self.kinds))
         head = Program(self.head, (outer.weights, moving, sent, *batch), 1, kept)
         jax.eval_shape(self.head, *head.arguments)
         summed = self.of_devices.planned("summed")
-        forward = [x._replace(others=(kept[1:], arriving), written=of_residuals) for x in forward]
+        forward = [x._replace(others=(kept[1:], arriving), written=residual_file_bytes) for x in forward]
         for kind in self.backward:
-            arguments = (work[kind[0]], saved, moving, sent, *of_step)
+            arguments = (work[kind[0]], saved, moving, sent, *step_inputs)
             others = kept[1:], grads, arriving
-            read, written = of_weights[kind[0]] + of_residuals, self.grads.files.round_file_bytes
+            read, written = weight_file_bytes[kind[0]] + residual_file_bytes, self.grads.files.round_file_bytes
             program = Program(self.backward[kind], arguments, self.kinds.count(kind), others, "backward", read, written)
             backward.append(program._replace(put=fetched[kind[0]]))
         end = Program(self.finish, (outer, step, history, moving, sent, summed, *batch), 1, grads)
-        return [*found, *forward, head, *backward, end]
+        return [*programs, *forward, head, *backward, end]
 
     def planned_saved(self) -> list[jax.ShapeDtypeStruct]:
         """The plan of a layer's residuals, a round of each array; known once `forward` is traced."""
@@ -272,8 +272,10 @@ class LayerGradients:
                 self.saved_as[variant] = jax.tree.structure(saved)
                 if statistics:
                     new = plus_statistics(None, routed)
-                    of_layers = jax.tree.map(lambda x, new: x.at[sent.l].add(new), statistics[self.segment.name], new)
-                    statistics = {self.segment.name: of_layers}
+                    layer_statistics = jax.tree.map(
+                        lambda x, new: x.at[sent.l].add(new), statistics[self.segment.name], new
+                    )
+                    statistics = {self.segment.name: layer_statistics}
                 return statistics, (x_BSD, Residuals.arrays(saved))
 
             rows = (jnp.arange(batch.microbatches), xs_ABSD)
@@ -335,10 +337,10 @@ class LayerGradients:
                 sums, observed = carry
                 a, arrays, dx_BSD = each
                 inputs = batch.microbatch(a, recipe_inputs)
-                of_block = self.saved_as[variant].unflatten(arrays)
+                block_residuals = self.saved_as[variant].unflatten(arrays)
                 d_result, numbers = (dx_BSD, d_statistics), inputs.recipe_inputs(sent.l)
-                of_tokens = inputs.of_tokens(self.segment)
-                dw, dx_BSD, seen = block(w, of_block, d_result, numbers, variant, *of_tokens)
+                token_inputs = inputs.of_tokens(self.segment)
+                dw, dx_BSD, seen = block(w, block_residuals, d_result, numbers, variant, *token_inputs)
                 observed = jax.tree.map(lambda old, new: old.at[sent.l].max(new), observed, seen)
                 return (accumulator.accumulated(sums, dw), observed), dx_BSD
 
@@ -402,11 +404,11 @@ class LayerGradients:
     def _with(self, programs: list) -> "LayerGradients":
         """A copy with these programs, in the order of `programs`."""
         new = copy.copy(self)
-        of_kinds = len(self.forward)
+        num_kinds = len(self.forward)
         new.begin, *rest, new.finish = programs
-        new.forward = dict(zip(self.forward, rest[:of_kinds], strict=True))
-        new.head = rest[of_kinds]
-        new.backward = dict(zip(self.backward, rest[of_kinds + 1 :], strict=True))
+        new.forward = dict(zip(self.forward, rest[:num_kinds], strict=True))
+        new.head = rest[num_kinds]
+        new.backward = dict(zip(self.backward, rest[num_kinds + 1 :], strict=True))
         return new
 
 

@@ -111,8 +111,8 @@ class CrossEntropy:
         self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
     ) -> tuple[jax.Array, dict, jax.Array]:
         """See `Objective`."""
-        of_slice = self._sharded if axes else self._replicated
-        return of_slice(model, used, trained, x_ND, targets["labels"], targets.get(WEIGHTS), scale, axes)
+        slice_gradients = self._sharded if axes else self._replicated
+        return slice_gradients(model, used, trained, x_ND, targets["labels"], targets.get(WEIGHTS), scale, axes)
 
     def loss(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
         """See `Objective`."""
@@ -132,8 +132,8 @@ class CrossEntropy:
         if axes:
             y_MD, labels_M, mine_M = gather_slice(axes, y_ND, labels_N)
             logits_Mv, _ = head_logits(model, y_MD, outer[model.head])
-            of_device_M = sharded_logprob(logits_Mv, labels_M, mine_M, axes)
-            return jax.lax.psum_scatter(of_device_M, axes, scatter_dimension=0, tiled=True)
+            device_logprob_M = sharded_logprob(logits_Mv, labels_M, mine_M, axes)
+            return jax.lax.psum_scatter(device_logprob_M, axes, scatter_dimension=0, tiled=True)
         logits_NV, _ = head_logits(model, y_ND, outer[model.head])
         return kernel.logprob(logits_NV, labels_N, implementation=model.precision.implementation)
 
@@ -333,10 +333,12 @@ class LogProbabilities:
     def __call__(self, sequences: Sequences) -> Sums:
         """See `SequenceLoss`. A device has zeros for the sequences of others, so that the sum over devices has all."""
         number, devices = device_number(*BATCH)
-        of_device_B = sequences.logprob
-        rows = jnp.zeros(devices * of_device_B.size, jnp.float32)
-        rows = jax.lax.dynamic_update_slice_in_dim(varying(rows, BATCH), of_device_B, number * of_device_B.size, 0)
-        return {"loss": -jnp.sum(of_device_B), self.ROWS: rows}
+        device_logprob_B = sequences.logprob
+        rows = jnp.zeros(devices * device_logprob_B.size, jnp.float32)
+        rows = jax.lax.dynamic_update_slice_in_dim(
+            varying(rows, BATCH), device_logprob_B, number * device_logprob_B.size, 0
+        )
+        return {"loss": -jnp.sum(device_logprob_B), self.ROWS: rows}
 
 
 @dataclasses.dataclass(frozen=True)

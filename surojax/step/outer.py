@@ -113,15 +113,17 @@ class OuterLayers:
     ) -> tuple[jax.Array, jax.Array, dict]:
         """As `head`, for an objective that is a sum over tokens."""
         x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-        targets_N = {name: of_tokens.reshape(-1, *of_tokens.shape[2:]) for name, of_tokens in targets.items()}
+        targets_N = {name: array.reshape(-1, *array.shape[2:]) for name, array in targets.items()}
         used = {name: self.weights[name] for name in self.model.head_uses}
         n = len(x_ND) // self.chunks
         trained = [name for name in used if name in grads]
 
         def chunk(c, carry):
             x_ND, grads, total = carry
-            x, of_slice = jax.tree.map(lambda v: jax.lax.dynamic_slice_in_dim(v, c * n, n), (x_ND, targets_N))
-            loss, d_used, dx = objective.loss_and_gradients(self.model, used, trained, x, of_slice, scale, self.axes)
+            x, slice_targets = jax.tree.map(lambda v: jax.lax.dynamic_slice_in_dim(v, c * n, n), (x_ND, targets_N))
+            loss, d_used, dx = objective.loss_and_gradients(
+                self.model, used, trained, x, slice_targets, scale, self.axes
+            )
             grads = grads | add({name: grads[name] for name in trained}, d_used)
             return jax.lax.dynamic_update_slice_in_dim(x_ND, dx, c * n, 0), grads, total + loss
 
@@ -137,13 +139,12 @@ class OuterLayers:
             return objective.sums(self.model, self.weights, x_BSD, self.chunks)
         x_CND = x_BSD.reshape(self.chunks, -1, x_BSD.shape[-1])
         targets_CN = {
-            name: of_tokens.reshape(self.chunks, x_CND.shape[1], *of_tokens.shape[2:])
-            for name, of_tokens in targets.items()
+            name: array.reshape(self.chunks, x_CND.shape[1], *array.shape[2:]) for name, array in targets.items()
         }
 
         def chunk(c, total):
-            of_slice = {name: of_slices[c] for name, of_slices in targets_CN.items()}
-            return total + objective.loss(self.model, self.weights, x_CND[c], of_slice, self.axes)
+            slice_targets = {name: chunked[c] for name, chunked in targets_CN.items()}
+            return total + objective.loss(self.model, self.weights, x_CND[c], slice_targets, self.axes)
 
         return {"loss": jax.lax.fori_loop(0, self.chunks, chunk, varying(jnp.float32(0), AXES))}
 

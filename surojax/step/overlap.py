@@ -134,11 +134,11 @@ class UpdatingLayers:
                 flights = flights | {"weights": Flight(stacks, (w, following), updated)}
                 lane = UpdatedWeights(self, part.start, in_order)
                 for loop, reads in self._loops(run):
-                    of_loop = {"weights": dataclasses.replace(lane, reads=reads)} | lanes
+                    loop_lanes = {"weights": dataclasses.replace(lane, reads=reads)} | lanes
                     # Two layers in the body of a loop, as in `Layers.over`.
                     in_body = 2 if reads and comes_in_pairs(len(loop.layers), loop.period) else loop.period
                     carry, flights = over(
-                        loop, of_loop, body, carry, flights, first_number=self.segment.start, in_body=in_body
+                        loop, loop_lanes, body, carry, flights, first_number=self.segment.start, in_body=in_body
                     )
                 stacks, (_, following), updated = flights["weights"]
                 # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
@@ -241,8 +241,8 @@ class OverlappedStep:
         plan = self.parts.plan
 
         def per_device(weights, step, history, *batch):
-            found = self.parts.gradients(weights, *batch, history=history, step=step)
-            return found.grads, found.norm, found.history, self._metrics(found, step)
+            gradients = self.parts.gradients(weights, *batch, history=history, step=step)
+            return gradients.grads, gradients.norm, gradients.history, self._metrics(gradients, step)
 
         results = (self.pending.grads, self.pending.norm, plan.history, self.parts.metrics)
         return self.parts.program(per_device, (plan.weights, plan.step, plan.history), results)
@@ -264,9 +264,9 @@ class OverlappedStep:
                 updating[segment.name] = UpdatingLayers(gather, update, segment, old, grads[segment.name], scalars)
             done = state.step + 1
             weights = state.weights | {OUTER: outer.weights}
-            found = self.parts.gradients(weights, *batch, history=state.history, step=done, updating=updating)
-            new = from_sections(done, found.updated | {OUTER: outer}, found.history)
-            return Pending(new, found.grads, found.norm), self._metrics(found, done)
+            gradients = self.parts.gradients(weights, *batch, history=state.history, step=done, updating=updating)
+            new = from_sections(done, gradients.updated | {OUTER: outer}, gradients.history)
+            return Pending(new, gradients.grads, gradients.norm), self._metrics(gradients, done)
 
         return self.parts.program(per_device, (self.pending,), (self.pending, self.parts.metrics), donated=(0,))
 
@@ -279,6 +279,6 @@ class OverlappedStep:
 
         return self.parts.program(per_device, self.pending, self.parts.plan, batch=False, donated=(0,))
 
-    def _metrics(self, found, step) -> dict[str, jax.Array]:
+    def _metrics(self, gradients, step) -> dict[str, jax.Array]:
         """The metrics of a step. found: its `engine.Gradients`; step: number of updates before its own."""
-        return metrics_of(found, self.parts.update.scalars(step, found.norm)["lr"])
+        return metrics_of(gradients, self.parts.update.scalars(step, gradients.norm)["lr"])

@@ -47,8 +47,8 @@ def padded(segment: Segment, *, idles: bool = False) -> Segment:
 
     def block_backward(w, saved, d_result, inputs: Inputs, variant, starts=None, *routing):
         dy_BSD, d_statistics = d_result
-        of_layer = kept_if(inputs.computes, dy_BSD, jnp.zeros_like(dy_BSD)), d_statistics
-        dw, dx_BSD, observed = segment.block_backward(w, saved, of_layer, inputs.of_layer, variant, starts, *routing)
+        d_outputs = kept_if(inputs.computes, dy_BSD, jnp.zeros_like(dy_BSD)), d_statistics
+        dw, dx_BSD, observed = segment.block_backward(w, saved, d_outputs, inputs.of_layer, variant, starts, *routing)
         if idles:
             dw, observed = kept_if(inputs.computes, (dw, observed), jax.tree.map(jnp.zeros_like, (dw, observed)))
         return dw, kept_if(inputs.computes, dx_BSD, dy_BSD), observed

@@ -171,13 +171,13 @@ def passes_of_step(
 ) -> list[tuple[Pass, int]]:
     """(pass, how often it runs) in a step of so many groups of microbatches, and stages of pipeline parallelism."""
     table = engine.table
-    found = [(forward_pass(table), groups), (backward_pass(table, stages=stages), groups), (update(table), 1)]
+    counted_passes = [(forward_pass(table), groups), (backward_pass(table, stages=stages), groups), (update(table), 1)]
     if engine.overlap_update:
-        found = [
+        counted_passes = [
             (forward_pass(table, updates=True), 1),
             (forward_pass(table), groups - 1),
             (backward_pass(table), groups),
         ]
     if stages > 1:
-        found += [(one, 1) for one in around_ticks(table, sums_are_local=sums_are_local)]
-    return [(one, times) for one, times in found if times]
+        counted_passes += [(one, 1) for one in around_ticks(table, sums_are_local=sums_are_local)]
+    return [(one, times) for one, times in counted_passes if times]

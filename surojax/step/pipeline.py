@@ -90,8 +90,8 @@ class PipelineStage:
         self.number, self.stages = stage_collectives.stage()
         self.outer = OuterLayers.of(engine, weights)
         self.layers = StageLayers(model, engine, weights[self.segment.name])
-        of_first = self.layers.of_patterns[0]
-        self.residuals = residuals_of(engine, of_first, self.outer, self.microbatch(0), self.layers.variants)
+        first_layers = self.layers.of_patterns[0]
+        self.residuals = residuals_of(engine, first_layers, self.outer, self.microbatch(0), self.layers.variants)
         self.blocks = [Blocks(engine, layers, self.residuals) for layers in self.layers.of_patterns]
         self.sums = self.blocks[0].sums
         self.entries = self.segment.num_layers + self.residuals.home.streamed  # of a slot
@@ -176,7 +176,7 @@ class PipelineStage:
     def head(self, a, carry: TickCarry) -> TickCarry:
         """All stages: head and loss of the last stage's x."""
         x_BsD = spread(carry.x_BSD, self.stages - 1)
-        targets = {name: own_part(of_tokens) for name, of_tokens in self.microbatch(a).targets.items()}
+        targets = {name: own_part(array) for name, array in self.microbatch(a).targets.items()}
         more, dx_BsD, d_outer = self.outer.head(carry.grads.outer, x_BsD, targets, self.scale)
         from_head = write_layer(carry.from_head, dx_BsD, a % self.head_slots)
         return carry._replace(
@@ -235,8 +235,8 @@ class PipelineStage:
         def body(values, squares: Squares) -> tuple[Squares, dict]:
             if not local:
                 return add(squares, collectives.sum_of_squares(values["grads"], self.sums.of_shards)), {}
-            sums, of_layer = self.sums.push(values["grads"], last=True)
-            return add(squares, of_layer), {"grads": sums}
+            sums, layer_squares = self.sums.push(values["grads"], last=True)
+            return add(squares, layer_squares), {"grads": sums}
 
         if not local:
             lane = GRADS
@@ -251,8 +251,8 @@ def begin_backward(segment: Segment, sums: Flight) -> Flight:
     last = segment.num_layers - 1
     if sums.late is None or last == 0:
         return sums
-    stack, of_last = exchange_in_halves(sums.stack, sums.late, 0, last)
-    return Flight(stack, late=of_last)
+    stack, last_sums = exchange_in_halves(sums.stack, sums.late, 0, last)
+    return Flight(stack, late=last_sums)
 
 
 def zeros_in_host_memory(segment: Segment, sums: Flight) -> Flight:
@@ -288,10 +288,10 @@ def largest_of_stages(model: Model, observed: jax.Array | None) -> jax.Array | N
     if observed is None:
         return None
     entries = stacked_layers(model.num_layers, stage_collectives.stage()[1])
-    of_model = varying(jnp.zeros((entries, observed.shape[1]), observed.dtype), AXES)
+    all_layers = varying(jnp.zeros((entries, observed.shape[1]), observed.dtype), AXES)
     start = collectives.first_layer(len(observed))
-    of_model = jax.lax.dynamic_update_slice_in_dim(of_model, observed, start, 0)
-    return collectives.largest_of_devices(of_model)[: model.num_layers]
+    all_layers = jax.lax.dynamic_update_slice_in_dim(all_layers, observed, start, 0)
+    return collectives.largest_of_devices(all_layers)[: model.num_layers]
 
 
 def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
@@ -312,8 +312,8 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
             inputs = inputs_of_stage(model, first_layer_of_stage(engine) + layer.index, None, computes)
             return segment.block(values["weights"], x_BSD, inputs, layer.variant, starts_BS)[0], {}, flights
 
-        of_pattern = layers.of_patterns[pattern]
-        return of_pattern.over(block, x_BSD, {}, {"weights": of_pattern.first()})[0]
+        pattern_layers = layers.of_patterns[pattern]
+        return pattern_layers.over(block, x_BSD, {}, {"weights": pattern_layers.first()})[0]
 
     def of_stage(i, x_BSD):
         turn = jnp.where(jnp.arange(stages) == i, 0, NONE)  # of one microbatch
@@ -321,6 +321,6 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
         return jax.lax.cond(i == stages - 1, lambda x: x, stage_collectives.to_next, x_BSD)
 
     x_BSD = jax.lax.fori_loop(0, stages, of_stage, varying(collect(x_BsD), AXES))
-    targets = {name: own_part(of_tokens) for name, of_tokens in each.targets.items()}
+    targets = {name: own_part(array) for name, array in each.targets.items()}
     sums = outer.loss(spread(x_BSD, stages - 1), targets)
     return collectives.add_up(sums, *AXES), batch.terms()

@@ -98,17 +98,17 @@ def orpo(chosen: Side, rejected: Side, s: PreferenceSettings) -> Scores:
 
     -log p(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected))        odds = p / (1 - p)
     """
-    of_chosen, of_rejected = (side.per_token(side.logprob) for side in (chosen, rejected))
-    log_odds = of_chosen - of_rejected - (log1mexp(of_chosen) - log1mexp(of_rejected))
-    losses = -of_chosen - s.beta * jax.nn.log_sigmoid(log_odds)
-    return Scores(losses, s.beta * of_chosen, s.beta * of_rejected)
+    logprob_chosen, logprob_rejected = (side.per_token(side.logprob) for side in (chosen, rejected))
+    log_odds = logprob_chosen - logprob_rejected - (log1mexp(logprob_chosen) - log1mexp(logprob_rejected))
+    losses = -logprob_chosen - s.beta * jax.nn.log_sigmoid(log_odds)
+    return Scores(losses, s.beta * logprob_chosen, s.beta * logprob_rejected)
 
 
 def simpo(chosen: Side, rejected: Side, s: PreferenceSettings) -> Scores:
     """SimPO (Meng et al. 2024, arXiv:2405.14734, eq. 6): -log sigmoid(beta (difference of means per token) - gamma)."""
-    of_chosen, of_rejected = (side.per_token(side.logprob) for side in (chosen, rejected))
-    losses = -jax.nn.log_sigmoid(s.beta * (of_chosen - of_rejected) - s.simpo_gamma)
-    return Scores(losses, s.beta * of_chosen, s.beta * of_rejected)
+    logprob_chosen, logprob_rejected = (side.per_token(side.logprob) for side in (chosen, rejected))
+    losses = -jax.nn.log_sigmoid(s.beta * (logprob_chosen - logprob_rejected) - s.simpo_gamma)
+    return Scores(losses, s.beta * logprob_chosen, s.beta * logprob_rejected)
 
 
 def log1mexp(x: jax.Array) -> jax.Array:

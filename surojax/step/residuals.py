@@ -30,8 +30,8 @@ class Residuals:
         self.num_layers = num_layers
         self.home = home
         saved = {variant: jax.eval_shape(lambda variant=variant: save(variant)) for variant in dict.fromkeys(variants)}
-        self.structures = {variant: jax.tree.structure(of_variant) for variant, of_variant in saved.items()}
-        shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(of_variant)] for of_variant in saved.values()]
+        self.structures = {variant: jax.tree.structure(residuals) for variant, residuals in saved.items()}
+        shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(residuals)] for residuals in saved.values()]
         assert all(one == shapes[0] for one in shapes), "variants of a segment save arrays of different shapes"
         self.shapes = shapes[0]
 
@@ -68,16 +68,16 @@ def recomputing_segment(segment: Segment) -> Segment:
     With a router they also save what it decided.
     """
 
-    def block_forward(w, x_BSD: jax.Array, recipe_inputs, variant: Variant, *of_tokens):
-        x_of_next, routed = segment.block(w, x_BSD, recipe_inputs, variant, *of_tokens)
+    def block_forward(w, x_BSD: jax.Array, recipe_inputs, variant: Variant, *token_inputs):
+        x_of_next, routed = segment.block(w, x_BSD, recipe_inputs, variant, *token_inputs)
         return (x_of_next, routed), (x_BSD, routed and routed.decided)
 
-    def block_backward(w, saved, d_result, recipe_inputs, variant: Variant, *of_tokens):
+    def block_backward(w, saved, d_result, recipe_inputs, variant: Variant, *token_inputs):
         x_BSD, decided = saved
         if decided is not None:
-            starts_BS, routing = (*of_tokens, ROUTES)[:2]
-            of_tokens = starts_BS, routing._replace(decided=decided)
-        saved = segment.block_forward(w, x_BSD, recipe_inputs, variant, *of_tokens)[1]
-        return segment.block_backward(w, saved, d_result, recipe_inputs, variant, *of_tokens)
+            starts_BS, routing = (*token_inputs, ROUTES)[:2]
+            token_inputs = starts_BS, routing._replace(decided=decided)
+        saved = segment.block_forward(w, x_BSD, recipe_inputs, variant, *token_inputs)[1]
+        return segment.block_backward(w, saved, d_result, recipe_inputs, variant, *token_inputs)
 
     return dataclasses.replace(segment, block_forward=block_forward, block_backward=block_backward)

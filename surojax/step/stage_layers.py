@@ -95,11 +95,11 @@ class StageLayers:
         """model: whole. engine: of one stage. stacks: the segment's work weights."""
         number, stages = stage_collectives.stage()
         (segment,) = engine.model.segments
-        patterns, of_stages = patterns_of_stages(model.segments[0].variants, stages)
+        patterns, pattern_of_stage = patterns_of_stages(model.segments[0].variants, stages)
         segments = [dataclasses.replace(segment, variants=pattern) for pattern in patterns]
         self.of_patterns = [Layers(engine, segment, stacks) for segment in segments]
         self.variants = tuple(dict.fromkeys(model.segments[0].variants))
-        self.own_pattern = jnp.asarray(of_stages)[number]
+        self.own_pattern = jnp.asarray(pattern_of_stage)[number]
         self.in_lockstep = in_lockstep(model)
         # Copied in once, outside of the ticks, in which their constant positions would be kernels.
         self.shards = [
@@ -110,7 +110,7 @@ class StageLayers:
     def early(self, pattern: int, *, reverse: bool = False) -> list:
         """Weights that are prefetched before a pass over the layers of a pattern."""
         pairs = zip(self.of_patterns[pattern].fetches, self.shards[pattern][reverse], strict=True)
-        return [fetch.from_shards(of_run, reverse=reverse) for fetch, of_run in pairs]
+        return [fetch.from_shards(shards, reverse=reverse) for fetch, shards in pairs]
 
     def when_any(self, of_stages: jax.Array, function: Callable, carry):
         """The carry after function(this stage's pattern, a, computes, carry), if it has a microbatch a.

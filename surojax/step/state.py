@@ -55,7 +55,7 @@ def section(state: TrainState, name: str) -> TensorState:
 def from_sections(step, sections: dict[str, TensorState], history) -> TrainState:
     """Builds a state from its sections: the inverse of `section`."""
     weights, master, moments = (
-        {name: of_section[i] for name, of_section in sections.items()} for i in range(len(TensorState._fields))
+        {name: tensor_state[i] for name, tensor_state in sections.items()} for i in range(len(TensorState._fields))
     )
     return TrainState(step, weights, master, moments, history)
 
@@ -108,8 +108,8 @@ def build_stacks(weights, others, layer: Callable, inputs: Callable[[int], Any])
     l, compiled once for each part of the work weights. inputs: a function l -> inputs, which a thread calls while the
     layer before is built. Raises what that raises, and NvmeError if a file cannot be written.
     """
-    in_files, of_parts = InFiles(others), [InFiles(part.stack) for part in parts(weights)]
-    in_memory = [files.in_memory(part.stack) for files, part in zip(of_parts, parts(weights), strict=True)]
+    in_files, part_files = InFiles(others), [InFiles(part.stack) for part in parts(weights)]
+    in_memory = [files.in_memory(part.stack) for files, part in zip(part_files, parts(weights), strict=True)]
     stacks, built = allocated((in_memory, in_files.in_memory(others)))
     programs = [layer_program(part.stack, others, layer) for part in parts(weights)]
     order = entries(weights)
@@ -123,12 +123,12 @@ def build_stacks(weights, others, layer: Callable, inputs: Callable[[int], Any])
 
     def write_files(number: int, to_files) -> None:
         part, i, l = order[number]
-        of_weights, of_others = to_files
-        of_parts[part].write([i], of_weights)
-        in_files.write([l], of_others)
+        weight_rounds, other_rounds = to_files
+        part_files[part].write([i], weight_rounds)
+        in_files.write([l], other_rounds)
 
     by_host(range(len(order)), lambda number: inputs(order[number].l), compute, write_files)
-    rows = zip(of_parts, stacks, parts(weights), strict=True)
+    rows = zip(part_files, stacks, parts(weights), strict=True)
     work = join_parts([files.joined(stack, files.files(part.stack)) for files, stack, part in rows])
     return work, in_files.joined(built, in_files.files(others))
 
@@ -140,20 +140,20 @@ def layer_program(stack, others, layer: Callable) -> Callable:
     see `build_stacks`. built: the other arrays that are in memory. Both are updated in place. rounds for files: of the
     work weights, and of the others.
     """
-    in_files, of_weights = InFiles(others), InFiles(stack)
+    in_files, weight_files = InFiles(others), InFiles(stack)
     layer_plan = layer_of((stack, others))
 
     def build(stacks, built, inputs, i, l):
         work, other = cast_to_plan(layer(inputs, l), layer_plan)
-        to_files = of_weights.repeated(of_weights.files(work)), in_files.repeated(in_files.files(other))
+        to_files = weight_files.repeated(weight_files.files(work)), in_files.repeated(in_files.files(other))
         return (
-            write_layer(stacks, of_weights.in_memory(work), i),
+            write_layer(stacks, weight_files.in_memory(work), i),
             write_layer(built, in_files.in_memory(other), l),
             to_files,
         )
 
-    of_files = of_weights.planned_round(DEVICE), in_files.planned_round(DEVICE)
-    planned = (of_weights.in_memory(stack), in_files.in_memory(others), of_files)
+    file_rounds = weight_files.planned_round(DEVICE), in_files.planned_round(DEVICE)
+    planned = (weight_files.in_memory(stack), in_files.in_memory(others), file_rounds)
     return jax.jit(build, donate_argnums=(0, 1), out_shardings=shardings(planned))
 
 
@@ -186,15 +186,15 @@ def entries(weights) -> list[Entry]:
 
     In a stage, a part's layers follow those of the part before it; in the part, they follow those of the stage before.
     """
-    found = parts(weights)
-    stages = stages_of(found[0].stack)
-    of_stage = found[-1].stop // stages
+    weight_parts = parts(weights)
+    stages = stages_of(weight_parts[0].stack)
+    layers_per_stage = weight_parts[-1].stop // stages
     order = []
-    for number, part in enumerate(found):
+    for number, part in enumerate(weight_parts):
         layers = (part.stop - part.start) // stages
         for i in range(part.stop - part.start):
             stage, l = divmod(i, layers)
-            order.append(Entry(number, i, stage * of_stage + part.start // stages + l))
+            order.append(Entry(number, i, stage * layers_per_stage + part.start // stages + l))
     return order
 
 

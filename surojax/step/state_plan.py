@@ -98,11 +98,11 @@ def with_device_memory(
 def check_resident(table: Placement, model: Model, mesh: Mesh) -> None:
     """Raises ConfigError if `resident_layers` leaves no layer to stream."""
     stages = pipeline_stages(mesh)
-    of_stage = layers_of_stage(model.num_layers, stages)
-    if table.weights.resident >= of_stage:
+    layers_per_stage = layers_of_stage(model.num_layers, stages)
+    if table.weights.resident >= layers_per_stage:
         whose = " of a stage" if stages > 1 else ""
         raise ConfigError(
-            f"resident_layers: expected fewer than the {of_stage} layers{whose}, got {table.weights.resident}; "
+            f"resident_layers: expected fewer than the {layers_per_stage} layers{whose}, got {table.weights.resident}; "
             "leave it out with offload_weights=False to keep all on the device"
         )
 
@@ -171,8 +171,8 @@ class StatePlanner:
         like = jax.ShapeDtypeStruct(work.shape, table.weights.dtype)
         planned = quantized.planned(like, table.quants.dtype, 0 if table.one_scale else quantized.block_size(row))
         values = self.array(planned.values.shape, planned.values.dtype, spec, layout.home)
-        of_scales = (jax.P(), DEVICE) if table.one_scale else (spec, layout.home)
-        return quantized.Quantized(values, self.array(planned.scales.shape, planned.scales.dtype, *of_scales))
+        scales_placement = (jax.P(), DEVICE) if table.one_scale else (spec, layout.home)
+        return quantized.Quantized(values, self.array(planned.scales.shape, planned.scales.dtype, *scales_placement))
 
     def work_stacks(self, segment: Segment):
         """Plans a segment's work weights for all stages: resident layers and streamed layers."""

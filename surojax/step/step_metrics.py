@@ -48,14 +48,14 @@ def _all(xs_BSD: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.logical_and, [jnp.isfinite(x_BSD).all() for x_BSD in xs_BSD])
 
 
-def metrics_of(found, lr: jax.Array) -> dict[str, Any]:
+def metrics_of(gradients, lr: jax.Array) -> dict[str, Any]:
     """The metrics of a step, one device's part. found: its `engine.Gradients`."""
-    metrics = {**found.means, "grad_norm": found.norm, "lr": lr}
-    if found.auxiliary is not None:
-        metrics["auxiliary_loss"] = found.auxiliary
-    if found.statistics:
-        metrics["statistics"] = found.statistics
-    return metrics if found.finite is None else metrics | {"finite": jnp.stack(found.finite)[None]}
+    metrics = {**gradients.means, "grad_norm": gradients.norm, "lr": lr}
+    if gradients.auxiliary is not None:
+        metrics["auxiliary_loss"] = gradients.auxiliary
+    if gradients.statistics:
+        metrics["statistics"] = gradients.statistics
+    return metrics if gradients.finite is None else metrics | {"finite": jnp.stack(gradients.finite)[None]}
 
 
 def plan_metrics(engine: Engine, mesh: Mesh) -> dict[str, Any]:

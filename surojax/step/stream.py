@@ -160,7 +160,7 @@ def _in_carry(flights: Iterable[Flight]) -> InCarry:
 
 
 def _out_of_carry(names: Iterable[str], carried: InCarry) -> dict[str, Flight]:
-    return {name: Flight(*of_lane) for name, *of_lane in zip(names, *carried, strict=True)}
+    return {name: Flight(*flight) for name, *flight in zip(names, *carried, strict=True)}
 
 
 def sweep(

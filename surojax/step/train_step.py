@@ -57,9 +57,11 @@ def make_train_step(
         return OverlappedStep(step)
 
     def per_device(state: TrainState, *batch):
-        found = gradients(state.weights, *batch, history=state.history, step=state.step)
-        scalars = update.scalars(state.step, found.norm)
-        return update.everything(state, found.grads, scalars, found.history), metrics_of(found, scalars["lr"])
+        gradients_of_step = gradients(state.weights, *batch, history=state.history, step=state.step)
+        scalars = update.scalars(state.step, gradients_of_step.norm)
+        return update.everything(state, gradients_of_step.grads, scalars, gradients_of_step.history), metrics_of(
+            gradients_of_step, scalars["lr"]
+        )
 
     return step.program(per_device, (plan,), (plan, step.metrics), donated=(0,))
 
@@ -72,8 +74,8 @@ def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh:
     parts = make_step_parts(engine, optimizer, plan, mesh)
 
     def per_device(weights, history, step, *batch):
-        found = parts.gradients(weights, *batch, history=history, step=step)
-        return found.loss, found.grads
+        gradients = parts.gradients(weights, *batch, history=history, step=step)
+        return gradients.loss, gradients.grads
 
     results = (parts.metrics["loss"], {name: parts.planned_gradients(name) for name in plan.master})
     return parts.program(per_device, (plan.weights, plan.history, plan.step), results)

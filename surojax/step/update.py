@@ -119,12 +119,12 @@ class Update:
         layouts = self.layouts.master[name], self.layouts.weights[name]
         trees = (self.params[name], *layouts, old.weights, old.moments, grads)
         rows = zip(leaves, *(structure.flatten_up_to(part_of(tree, old.master)) for tree in trees), strict=True)
-        found = []
+        tensors = []
         for master, param, master_layout, weights_layout, weights, moments, grad in rows:
             state = TensorState(weights, master, moments)
             dtype = param.dtype or self.dtype
-            found.append(Tensor(param, self.optimizer, master_layout, weights_layout, dtype, state, grad))
-        return found
+            tensors.append(Tensor(param, self.optimizer, master_layout, weights_layout, dtype, state, grad))
+        return tensors
 
 
 def in_turn(tensor: Tensor, done: list[TensorState]) -> Tensor:
@@ -183,9 +183,9 @@ def update_layers(tensor: Tensor, scalars: Scalars, lanes: dict[str, Lane]) -> T
 
 def segment_layers_together(tensor: Tensor) -> int:
     """The number of layers of a segment's tensor that are updated together."""
-    of_parts = [part.stop - part.start for part in parts(tensor.state.weights)]
+    layers_by_part = [part.stop - part.start for part in parts(tensor.state.weights)]
     devices = collectives.device_number(*tensor.master_layout.stored_axes)[1]
-    return optim.layers_together(tensor.rule, of_parts, devices)
+    return optim.layers_together(tensor.rule, layers_by_part, devices)
 
 
 def update_groups(

@@ -103,8 +103,8 @@ def quantise_with_one_scale(params, w, dtype, largest_of: Callable = collectives
     have parts of the matrices.
     """
     leaves, structure = jax.tree.flatten(w)
-    of_leaves = structure.flatten_up_to(params)
-    which = [i for i, param in enumerate(of_leaves) if param.kind is Kind.MATRIX and not param.of_experts]
+    leaf_params = structure.flatten_up_to(params)
+    which = [i for i, param in enumerate(leaf_params) if param.kind is Kind.MATRIX and not param.of_experts]
     absmax = largest_of(jnp.stack([largest_magnitude(leaves[i]) for i in which]))
     for i, largest in zip(which, absmax, strict=True):
         leaves[i] = quantise_whole(leaves[i], dtype, largest)
