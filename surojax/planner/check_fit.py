@@ -78,9 +78,9 @@ def check_kernels(c: Config, mesh: Mesh, device) -> None:
 
     Traces the step, because only the traced step has the shapes that the kernels get. Nothing is compiled.
     """
-    found = dispatch.capability(device)
+    capability = dispatch.capability(device)
     major, minor = dispatch.OLDEST
-    if found is None or found < dispatch.OLDEST:
+    if capability is None or capability < dispatch.OLDEST:
         raise ConfigError(
             f"kernels: expected 'xla' or 'auto' on {device.device_kind}, got 'mosaic'; they are for NVIDIA GPUs of "
             f"compute capability {major}.{minor} or newer"
@@ -131,9 +131,9 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
     gpu = dataclasses.replace(facts or GPUS[UNKNOWN], gpus_per_node=room.devices)
     limits = Memory(available, math.inf if platform == "cpu" else room.host, math.inf if c.nvme_path else 0)
     own = changed(c, {"gpus": n})
-    if found := remedies.proposals(Space(own, gpu, limits, few=True, platform=platform)):
+    if proposals := remedies.proposals(Space(own, gpu, limits, few=True, platform=platform)):
         device = "GPU" if platform == "gpu" else "device"
-        return lines + [proposal.line(timed=facts is not None, device=device) for proposal in found]
+        return lines + [proposal.line(timed=facts is not None, device=device) for proposal in proposals]
     less = "a smaller model"
     if c.lora and not base_formats.chosen_format(c):
         less = "a base in 4 bits (--config.qlora_bnb)"

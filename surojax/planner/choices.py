@@ -152,10 +152,10 @@ def meshes(
     replicas = [number for number in divisors(groups)[:-1] if c.gpus <= gpu.gpus_per_node or machines % number == 0]
     if group(of) > 1 or few:
         replicas = [number for number in replicas if number in (1, machines)]
-    found = [(1, 1)] + [(level, number) for level in (2, 3) for number in replicas]
+    levels_and_replicas = [(1, 1)] + [(level, number) for level in (2, 3) for number in replicas]
     tried = [
         fixed | {"zero_level": level, "dp_replicate_size": number, "ep_size": experts, "shard_outer": sharded}
-        for level, number in found
+        for level, number in levels_and_replicas
         for experts in expert_groups(c, gpu, of, groups // number, few=few)
         for sharded in ((False, True) if outer and group(of) == 1 else (False,))
     ]

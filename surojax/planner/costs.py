@@ -137,8 +137,8 @@ def _label(loop: Instruction, body: tuple[Step, ...]) -> str:
     """The label of a loop, from the scopes in its name."""
     name = re.search(r'op_name="([^"]*)"', loop.attributes)
     scopes = name[1].split("/") if name else []
-    of_layers = next((scope for scope in reversed(scopes) if scope in LOOPS), None)
-    return of_layers or ("microbatches" if _has_loops(body) else "other loops")
+    loop_scope = next((scope for scope in reversed(scopes) if scope in LOOPS), None)
+    return loop_scope or ("microbatches" if _has_loops(body) else "other loops")
 
 
 def _has_loops(body: tuple[Step, ...]) -> bool:
@@ -190,14 +190,14 @@ def by_copy_engine(module: Module, i: Instruction) -> bool:
 
 def host_transfers(module: Module) -> dict[str, int]:
     """Host transfers in the bodies of a program's loops, {"copy_engine", "kernel"}: each is counted once."""
-    found = {"copy_engine": 0, "kernel": 0}
+    transfers = {"copy_engine": 0, "kernel": 0}
     bodies = {name for i, *_ in hlo.executed(module) if i.opcode == "while" for name in hlo.called(i, "body")}
     for name in sorted(bodies):
         for i in module[name].values():
             copy = hlo.host_copy(i, module[name])
             if copy is not None and copy[1]:
-                found["copy_engine" if by_copy_engine(module, i) else "kernel"] += 1
-    return found
+                transfers["copy_engine" if by_copy_engine(module, i) else "kernel"] += 1
+    return transfers
 
 
 def _kernel(p: ProgramOnGpu, i: Instruction, computation, inside: list[dict[str, Instruction]]) -> tuple[str, float]:
@@ -250,8 +250,8 @@ def product_sizes(i: Instruction, computation: Mapping[str, Instruction]) -> tup
     """(m, n, k, batch) of a matrix product by cuBLAS or by XLA, which write its dimensions differently."""
 
     def dims(key: str) -> list[int]:
-        found = re.search(rf'"{key}_dimensions":\[([^\]]*)\]|{key}_dims={{([^}}]*)}}', i.attributes)
-        return [int(x) for x in re.findall(r"\d+", found[1] or found[2] or "")] if found else []
+        match = re.search(rf'"{key}_dimensions":\[([^\]]*)\]|{key}_dims={{([^}}]*)}}', i.attributes)
+        return [int(x) for x in re.findall(r"\d+", match[1] or match[2] or "")] if match else []
 
     lhs, rhs = (_dims(computation[name].shape) for name in i.operands[:2])
     k = math.prod(lhs[d] for d in dims("lhs_contracting"))
@@ -352,12 +352,12 @@ def _bytes(shape: str) -> int:
 
 def _dims(shape: str) -> list[int]:
     """The sizes of the first array of an HLO shape."""
-    found = re.search(r"\[([\d,]*)\]", shape)
-    return [int(d) for d in found[1].split(",") if d] if found else []
+    match = re.search(r"\[([\d,]*)\]", shape)
+    return [int(d) for d in match[1].split(",") if d] if match else []
 
 
 def _attribute(i: Instruction, pattern: str) -> str:
     """The first group of a pattern in the attributes of an instruction."""
-    found = re.search(pattern, i.attributes)
-    assert found is not None, (pattern, i)
-    return found[1]
+    match = re.search(pattern, i.attributes)
+    assert match is not None, (pattern, i)
+    return match[1]

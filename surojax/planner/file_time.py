@@ -104,10 +104,10 @@ class SimulatedStep:
     @property
     def host_transfers(self) -> dict[str, int]:
         """Host transfers in loops, {"copy_engine", "kernel"}."""
-        found = collections.Counter[str]()
+        transfers = collections.Counter[str]()
         for module in self.modules:
-            found.update(costs.host_transfers(module))
-        return dict(found)
+            transfers.update(costs.host_transfers(module))
+        return dict(transfers)
 
     def timeline(self, gpu: Gpu, *, copies_only: bool = False, end: float = 1.0) -> Timeline:
         """The step on this GPU. copies_only: as if copy engines did all host transfers. end: a multiple of the disks'

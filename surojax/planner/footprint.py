@@ -132,8 +132,8 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
         "residuals": _in(table.residuals.home, residuals),
         "working space": _in(DEVICE, space),
     }
-    of_step = sum(rows[name][NVME.name] for name in ("grads", "residuals"))
-    in_flight = NVME_LAYERS * bytes_per_device(plan, NVME) + LAYERS_IN_FLIGHT * of_step
+    step_file_bytes = sum(rows[name][NVME.name] for name in ("grads", "residuals"))
+    in_flight = NVME_LAYERS * bytes_per_device(plan, NVME) + LAYERS_IN_FLIGHT * step_file_bytes
     rows["layers from files"] = _in(HOST, in_flight // layer_sizes.layers_of(run))
     in_slots = IN_SLOTS if table.slots > 1 else ()
     stored = {name: rows[name][NVME.name] for name in TO_FILES if name not in in_slots}
@@ -150,13 +150,13 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
 def _residuals(run: Assembly, batch: BatchShape, segments: list[SegmentBytes]) -> int:
     """Bytes of the residuals of all layers: of a group of microbatches, or of all that a stage has in flight."""
     engine = run.engine
-    found = engine.microbatches_per_fetch * sum(segment.activations for segment in segments)
+    residual_bytes = engine.microbatches_per_fetch * sum(segment.activations for segment in segments)
     if pipeline_stages(run.mesh) == 1:
-        return found
+        return residual_bytes
     kept = max(segment.kept for segment in segments)  # step/pipeline.py; a stack in host memory has an entry more
     in_host = engine.table.residuals.home.streamed
-    found = layer_sizes.slots(run, batch.microbatches) * (found + in_host * kept)
-    return found + in_lockstep(run.model) * (1 + in_host) * kept
+    residual_bytes = layer_sizes.slots(run, batch.microbatches) * (residual_bytes + in_host * kept)
+    return residual_bytes + in_lockstep(run.model) * (1 + in_host) * kept
 
 
 def _by_home(tree) -> dict[str, int]:

@@ -153,12 +153,12 @@ class Gpu:
 
     def spans(self) -> dict[str, Span]:
         """The ends of each rate, and where they come from."""
-        found = dict(ENDS) | {"products": PRODUCTS[self.products_from]}
+        spans_by_rate = dict(ENDS) | {"products": PRODUCTS[self.products_from]}
         if self.staged:
-            found["link"] = STAGED
+            spans_by_rate["link"] = STAGED
         if self.host_memory_bandwidth is None:
-            found["dram"] = UNKNOWN_DRAM
-        return found | dict(self.ends)
+            spans_by_rate["dram"] = UNKNOWN_DRAM
+        return spans_by_rate | dict(self.ends)
 
 
 # FLOP per multiprocessor and clock in bf16, fp8 and fp4, by chip; 0: none. Float32 accumulation at the full rate.
@@ -283,11 +283,11 @@ def gpu_key(text: str) -> str:
     Raises ConfigError for one that is not known, that this project does not compute on, or of which there are several.
     """
     word = _word(text)
-    found = _BY_WORD.get(word)
-    if found in REFUSED:
-        raise ConfigError(f"--gpu: expected a GPU that computes in bfloat16, got {text!r} ({REFUSED[found]})")
-    if found is not None:
-        return found
+    gpu = _BY_WORD.get(word)
+    if gpu in REFUSED:
+        raise ConfigError(f"--gpu: expected a GPU that computes in bfloat16, got {text!r} ({REFUSED[gpu]})")
+    if gpu is not None:
+        return gpu
     sizes = [key for key in GPUS if "_" in key and _word(key.partition("_")[0]) == word]
     known = f"there are {' and '.join(sizes)}" if sizes else f"known are {', '.join(GPUS)}"
     raise ConfigError(f"--gpu: expected a GPU of surojax/planner/gpus.csv, got {text!r}; {known}")

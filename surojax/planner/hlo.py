@@ -70,8 +70,8 @@ def parse_module(text: str) -> Module:
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             current = module.setdefault("" if head[1] else head[2], {})
-        elif current is not None and (found := LINE.match(line)):
-            name, shape, opcode, rest = found.groups()
+        elif current is not None and (match := LINE.match(line)):
+            name, shape, opcode, rest = match.groups()
             inputs, _, attributes = rest.partition(")")
             current[name] = Instruction(name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", inputs)), attributes)
     return module
@@ -146,8 +146,8 @@ def trips(loop: Instruction) -> int | Fraction:
 
 def called(i: Instruction, attribute: str) -> list[str]:
     """Names of the computations in an attribute of an instruction; attribute: a regular expression."""
-    found = re.findall(rf"\b(?:{attribute})=(?:\{{([^}}]*)\}}|(%?[\w.\-]+))", i.attributes)
-    return [name for several, one in found for name in re.findall(r"%?([\w.\-]+)", several or one)]
+    matches = re.findall(rf"\b(?:{attribute})=(?:\{{([^}}]*)\}}|(%?[\w.\-]+))", i.attributes)
+    return [name for several, one in matches for name in re.findall(r"%?([\w.\-]+)", several or one)]
 
 
 def operands(i: Instruction, computation: Mapping[str, Instruction]) -> list[Array]:
@@ -246,15 +246,15 @@ def rematerialised(programs: Programs) -> dict[str, Any]:
     They are found by the names of their instructions, which have `.remat`. Those without operands are left out: zeros
     that are written a second time instead of kept.
     """
-    found = [
+    recomputed_results = [
         (times * sum(a.bytes for a in arrays(i.shape)), times, i.name)
         for i, times, _ in executed_in_step(programs)
         if ".remat" in i.name and i.operands and i.opcode not in NAMES_ONLY
     ]
     return {
-        "count": round(sum(times for _, times, _ in found)),
-        "bytes": round(sum(size for size, *_ in found)),
-        "largest": max(found, default=(0, 0, ""))[2],
+        "count": round(sum(times for _, times, _ in recomputed_results)),
+        "bytes": round(sum(size for size, *_ in recomputed_results)),
+        "largest": max(recomputed_results, default=(0, 0, ""))[2],
     }
 
 
@@ -280,16 +280,16 @@ def overlaps(module: Module) -> list[Transfer]:
     The text must be of a scheduled module (`is_scheduled=true`): there an asynchronous transfer runs from its "-start"
     to its "-done" and overlaps with the instructions in between.
     """
-    found: dict[tuple, list[int]] = {}
+    weight_by_transfer: dict[tuple, list[int]] = {}
     for i, times, _ in executed(module):
         if i.opcode == "while":
             body = called(i, "body")[0]
             for *what, size in _transfers(module, body):
                 key = body, round(times * trips(i)), _products(module, body), *what
-                totals = found.setdefault(key, [0, 0])
+                totals = weight_by_transfer.setdefault(key, [0, 0])
                 totals[0] += 1
                 totals[1] += size
-    return [Transfer(*key, *totals) for key, totals in found.items()]
+    return [Transfer(*key, *totals) for key, totals in weight_by_transfer.items()]
 
 
 def _transfers(module: Module, body: str) -> Iterator[tuple]:

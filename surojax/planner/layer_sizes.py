@@ -135,10 +135,10 @@ def matrix_layers_together(run: Assembly, t: TensorOnGpu) -> int:
     """The number of layers of a trained matrix that are updated together."""
     if run.engine.table.in_files:
         return 1
-    of_parts = [part.stop - part.start for part in parts(run.plan.weights[t.section])]
+    layers_by_part = [part.stop - part.start for part in parts(run.plan.weights[t.section])]
     devices = math.prod(run.mesh.shape[axis] for axis in t.master.stored_axes)
-    of_stage = [layers // pipeline_stages(run.mesh) for layers in of_parts]
-    return optim.layers_together(run.optimizer.matrices, of_stage, devices)
+    layers_per_stage = [layers // pipeline_stages(run.mesh) for layers in layers_by_part]
+    return optim.layers_together(run.optimizer.matrices, layers_per_stage, devices)
 
 
 def devices(run: Assembly, axes: Iterable[str]) -> int:
@@ -245,8 +245,8 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute(), sequence_chunks=1))
     B, S, D = x.shape
     chunk = jax.ShapeDtypeStruct((B, S // chunks, D), x.dtype)
-    of_chunk = _block_bytes(run, plain, segment, chunk, platform, packed, chunks)
-    saved = of_chunk.saved
+    chunk_block = _block_bytes(run, plain, segment, chunk, platform, packed, chunks)
+    saved = chunk_block.saved
     if plain is not run.model and not engine.recompute_block:
         saved = _block_bytes(run, run.model, segment, x, platform, packed).saved
     number = x.dtype.itemsize
@@ -268,9 +268,9 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
         gradients=sum(t.elements * t.itemsize for t in tensors if t.trained),
         fetched=round(fetched),
         kept=kept,
-        saved=of_chunk.saved,
-        attention=of_chunk.attention,
-        scores=of_chunk.scores,
+        saved=chunk_block.saved,
+        attention=chunk_block.attention,
+        scores=chunk_block.scores,
         sequence=number * numbers - size(x) if chunks > 1 else 0,
         received=number * received,
         received_sums=(number + 4) * received,
@@ -381,9 +381,9 @@ def shard_sizes(run: Assembly, of_class: dict, segment: Segment) -> list[int]:
 def accumulators(run: Assembly, segment: Segment) -> list[tuple[Home, int]]:
     """(home, bytes on each device) of the accumulators of each trained parameter, of all layers."""
     layouts = run.engine.layouts.grads
-    of_number = itemsize(run, "grads") * layers_of(run, segment)
+    bytes_per_element = itemsize(run, "grads") * layers_of(run, segment)
     homes = [layout.home for _, layout in with_layouts(run, segment.name, layouts)]
-    return [(home, of_number * n) for home, n in zip(homes, shard_sizes(run, layouts, segment), strict=True)]
+    return [(home, bytes_per_element * n) for home, n in zip(homes, shard_sizes(run, layouts, segment), strict=True)]
 
 
 def size(tree) -> int:

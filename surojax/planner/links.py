@@ -82,5 +82,5 @@ def _slowest(gpus_per_node: int, mesh_shape: tuple[tuple[str, int], ...], axes: 
     gpus = math.prod(sizes[i] for i in along)
     groups = np.arange(math.prod(sizes)).reshape(sizes).transpose(others + along).reshape(-1, gpus) // gpus_per_node
     counts = [np.unique(machines, return_counts=True)[1] for machines in np.unique(groups, axis=0)]
-    found = [SlowestGroup(gpus, len(of_machine), int(of_machine.min())) for of_machine in counts]
-    return max(found, key=lambda x: (x.machines > 1, -x.in_one, x.machines))
+    machine_groups = [SlowestGroup(gpus, len(of_machine), int(of_machine.min())) for of_machine in counts]
+    return max(machine_groups, key=lambda x: (x.machines > 1, -x.in_one, x.machines))

@@ -47,15 +47,15 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     model = run.model
     work_dtype = run.engine.table.weights.dtype
     in_model_dtype = (work_dtype, work_dtype)
-    found = collections.defaultdict[str, float](float)
+    flops = collections.defaultdict[str, float](float)
 
     def add(elements: int, trained: bool, dtypes: tuple[str, str], repeated: bool = False) -> None:
         """Adds a product: once forward, backward for the gradient of its input, and of a matrix that is trained."""
-        found[dtypes[0]] += 2 * elements * (1 + repeated)
-        found[dtypes[1]] += 2 * elements * (1 + trained)
+        flops[dtypes[0]] += 2 * elements * (1 + repeated)
+        flops[dtypes[1]] += 2 * elements * (1 + trained)
 
     for segment in model.segments:
-        found[work_dtype] += (3 + again) * segment.attention_flops(sequence_len)
+        flops[work_dtype] += (3 + again) * segment.attention_flops(sequence_len)
         last = {p.name for p in segment.last_products}
         for p in jax.tree.leaves(segment.params):
             if p.kind is Kind.VECTOR:
@@ -66,7 +66,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
                 dtypes = dtypes if p.kind is Kind.MATRIX else in_model_dtype
                 add(elements, p.trainable, dtypes, again and p.name not in last)
     add(model.head_rows * model.hidden_size, model.outer_params[model.head].trainable, in_model_dtype)
-    return dict(found)
+    return dict(flops)
 
 
 def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[str, str]:
@@ -83,12 +83,12 @@ def step_flops(run: Assembly, batch: BatchShape) -> dict[str, float]:
     """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer."""
     per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
     tokens = batch.tokens * batch.microbatches / (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
-    found = {dtype: size * tokens for dtype, size in per_token.items()}
+    flops_by_dtype = {dtype: size * tokens for dtype, size in per_token.items()}
     for t in layer_sizes.blocks(run, trained=True):
         if t.is_matrix:
             groups = t.layers // layer_sizes.matrix_layers_together(run, t)
-            found[run.engine.table.weights.dtype] += groups * run.optimizer.matrices.flops(t.param.shape)
-    return found
+            flops_by_dtype[run.engine.table.weights.dtype] += groups * run.optimizer.matrices.flops(t.param.shape)
+    return flops_by_dtype
 
 
 def compute_time(gpu: Gpu, flops: dict[str, float]) -> float:

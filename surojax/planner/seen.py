@@ -188,17 +188,21 @@ def _read(path: str) -> list[dict[str, Any]]:
     try:
         if not file.is_file() or file.stat().st_size > MOST_BYTES:
             raise bad("no file" if not file.is_file() else f"more than {MOST_BYTES:,} bytes")
-        found = json.loads(file.read_text())
+        measurements = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise bad(str(error).partition("\n")[0] or type(error).__name__) from error
-    if not isinstance(found, dict) or found.get("version") != VERSION or not isinstance(found.get("entries"), list):
+    if (
+        not isinstance(measurements, dict)
+        or measurements.get("version") != VERSION
+        or not isinstance(measurements.get("entries"), list)
+    ):
         raise bad(f"no version {VERSION} with entries")
-    for number, entry in enumerate(found["entries"]):
+    for number, entry in enumerate(measurements["entries"]):
         if not _is_entry(entry):
             raise bad(f"entry {number} is none")
-    return found["entries"]
+    return measurements["entries"]
 
 
 def _is_entry(entry: Any) -> bool:

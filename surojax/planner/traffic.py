@@ -79,12 +79,12 @@ def host_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]
         moved = copied_bytes(step_pass, times, stored, updated)
         totals = [a + b for a, b in zip(totals, moved, strict=True)]
         for lane in step_pass.lanes if stages > 1 else ():
-            of_layer = stored[lane.row] // layer_sizes.layers_of(run)
+            layer_bytes = stored[lane.row] // layer_sizes.layers_of(run)
             if lane.row == "weights":
-                totals[0] += lane.ahead * of_layer
+                totals[0] += lane.ahead * layer_bytes
             if lane.row == "grads":
-                totals[0] += times * lane.behind * lane.reads * of_layer
-                totals[1] += times * lane.behind * lane.writes * of_layer
+                totals[0] += times * lane.behind * lane.reads * layer_bytes
+                totals[1] += times * lane.behind * lane.writes * layer_bytes
     read, written = map(round, totals)
     return read, written
 
@@ -114,13 +114,13 @@ def device_traffic(run: Assembly, batch: BatchShape) -> int:
     work = itemsize(run, "weights")
     stored = 1 if table.persistent_quants else work
     # In a base's format codes are read, and numbers written and read.
-    of_blocks = sum(t.size * (t.coded + 2 * work if t.coded else stored) for t in layer_sizes.blocks(run))
-    of_outer = sum(t.size for t in layer_sizes.outer(run)) / (n if table.outer.sharded else 1)
+    block_bytes = sum(t.size * (t.coded + 2 * work if t.coded else stored) for t in layer_sizes.blocks(run))
+    outer_elements = sum(t.size for t in layer_sizes.outer(run)) / (n if table.outer.sharded else 1)
     trained = sum(
         t.size / (layer_sizes.devices(run, t.shards) if table.grads.sharded else 1)
         for t in layer_sizes.blocks(run, trained=True)
     )
-    weights = k * ((3 if engine.recompute_block else 2) * of_blocks + 3 * work * of_outer)
+    weights = k * ((3 if engine.recompute_block else 2) * block_bytes + 3 * work * outer_elements)
     gradients = 2 * k * itemsize(run, "grads") * trained
     state = sum(map(leaf_bytes, jax.tree.leaves((run.plan.master, run.plan.moments))))
     tokens = batch.tokens // devices_per_sequence(run.mesh)
