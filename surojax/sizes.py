@@ -39,3 +39,11 @@ def divisor(n: int, at_least: int) -> int:
     """The smallest divisor of n that is so large at least."""
     pairs = ((i, n // i) for i in range(1, math.isqrt(n) + 1) if n % i == 0)
     return min(d for pair in pairs for d in pair if d >= at_least)
+
+
+def row_parts(rows: int, size: int, largest: int) -> int:
+    """The smallest number of equal groups of rows of a table that have at most `largest` elements each.
+
+    rows, size: of the table, or of a shard of it.
+    """
+    return divisor(rows, -(-size // largest))

@@ -1,6 +1,7 @@
 """A model small enough to compile in a second, and a few functions to run it, shared by the tests."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 from surojax.assembly.assemble import assemble
+from surojax.memory.in_file import InFile
 from surojax.models import decoder_model
 from surojax.models.decoder import Decoder
 from surojax.models.decoder_config import DecoderConfig
@@ -33,6 +35,8 @@ CONFIG = DecoderConfig(
     num_key_value_heads=2,
     head_dim=8,
 )
+
+TABLES = dataclasses.replace(CONFIG, vocab_size=256)  # of which files have embedding and head in four pieces
 
 # How a test marked gpu runs a kernel: in Pallas' GPU interpreter, or with `pytest -m gpu -n 0` on a real GPU.
 KERNEL = {"implementation": "mosaic", "interpret": jax.default_backend() == "cpu"}
@@ -109,6 +113,17 @@ def made_once(plan, make, *names):
     if key not in NEW_STATES:
         NEW_STATES[key] = jax.device_get(make())
     return jax.device_put(NEW_STATES[key], jax.tree.map(lambda x: x.sharding, plan))
+
+
+def stored(x) -> np.ndarray:
+    """The values of an array of a state, or of what a file has in its place."""
+    if not isinstance(x, InFile):
+        return np.asarray(x)
+    array = np.zeros(x.shape, x.dtype)
+    for l in range(x.stack_shape[0]):
+        for index, values in x.first_pieces(l, x.read(l)):
+            array[index] = values
+    return array
 
 
 class Small:

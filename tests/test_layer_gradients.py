@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small import AS_USERS_DO, CONFIG, Small, quick_at, tokens
+from small import AS_USERS_DO, CONFIG, TABLES, Small, quick_at, stored, tokens
 
 from surojax.errors import ConfigError
 from surojax.memory.aligned import ALIGN
-from surojax.memory.in_file import InFile
 from surojax.memory.layer_file import NvmeError, Store
 from surojax.models.lora import TARGETS, Lora
 from surojax.models.model import Compute
@@ -20,6 +19,7 @@ from surojax.optim import normuon as muon
 from surojax.optim.adamw8bit import adamw8bit
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.layout import batch_sharding
+from surojax.placement.param import OUTER
 from surojax.placement.table import TO_FILES
 from surojax.planner import file_time, footprint
 from surojax.planner.traffic import BatchShape
@@ -52,18 +52,15 @@ def batches(packed: bool = False) -> list[tuple]:
 
 
 def trained(devices: int, **placed) -> tuple[list, list]:
-    """(loss and norm of three steps, work weights and history after them), compiled as users do."""
-    small = Small(devices, batch=(A, B, S), **placed)
+    """(loss and norm of three steps, weights, outer state and history after them), compiled as users do."""
+    small = Small(devices, batch=(A, B, S), **({"config": TABLES} | placed))
     of_steps = batches(placed.get("packed", False))
     small.compile_as_users_do(of_steps[0])
     losses = small.train(of_steps)
     state = up_to_date(small.step, small.state)
-    return losses, [whole(x) for x in jax.tree.leaves((state.weights, state.history))]
-
-
-def whole(x: Any) -> np.ndarray:
-    """An array of a state, or the stack that a file has in its place."""
-    return np.stack([x.read(l) for l in range(x.shape[0])]) if isinstance(x, InFile) else np.asarray(x)
+    return losses, [
+        stored(x) for x in jax.tree.leaves((state.weights, state.master[OUTER], state.moments[OUTER], state.history))
+    ]
 
 
 def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None:
@@ -90,7 +87,9 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
             (4, {"optimizer": adamw8bit, "zero_level": 2, "replicate": 2}, LATE | STEP | STATE),
             (4, FROZEN_BASE | {"qlora_fp4": True, "zero_level": 3}, WEIGHTS),
             (1, {"lmhead_chunks": 2, "z_loss": 1e-3, "locates_nonfinite": True}, STEP),
-            (1, {"optimizer": muon.normuon}, STEP),
+            (1, {"config": dataclasses.replace(TABLES, tie_word_embeddings=True)}, STEP | STATE),
+            (1, {"optimizer": muon.normuon}, STEP | STATE),
+            (2, {"optimizer": adamw8bit, "zero_level": 3, "shard_outer": True}, STEP | STATE),
             (4, {"zero_level": 3}, STEP | STATE | {"device_memory": SOME_GIB}),
             (4, {"zero_level": 3, "cp_size": 2, "packed": True}, STEP | STATE),
             (4, {"zero_level": 3, "use_all_to_all_reduce": True}, STEP),
@@ -99,7 +98,9 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
     ),
 )
 def test_what_a_layer_leaves_rests_in_files_and_changes_no_bit(tmp_path, devices, placed, in_files):
-    """Three steps of three microbatches beside the step that is one program, with a group of all microbatches."""
+    """Three steps of three microbatches beside the step that is one program, with a group of all microbatches.
+
+    The state of embedding and head is in files in four pieces, or two."""
     check_bits(tmp_path, devices, in_files, **placed)
 
 
@@ -133,9 +134,10 @@ def test_room_is_reserved_for_every_class(tmp_path):
         dataclasses.replace(run, engine=with_all_microbatches(run.engine)), BatchShape(B, S, A), "gpu"
     )
     stored = {name: row[NVME.name] for name, row in rows.items()}
-    assert stored["grads"] == stored["master"] > 0 and stored["moments"] == 2 * stored["master"]
+    tables = 2 * CONFIG.vocab_size * CONFIG.hidden_size * 4
+    assert stored["grads"] == stored["master"] - tables > 0 and stored["moments"] == 2 * stored["master"]
     assert stored["residuals"] == CONFIG.num_hidden_layers * A * B * S * CONFIG.hidden_size * 4
-    arrays = len(jax.tree.leaves((run.files, run.plan.master["blocks"], run.plan.moments["blocks"])))
+    arrays = len(jax.tree.leaves((run.files, run.plan.master, run.plan.moments)))
     assert sum(stored.values()) <= run.store.bytes < sum(stored.values()) + CONFIG.num_hidden_layers * arrays * ALIGN
     assert not run.store.path.exists()
 
@@ -149,9 +151,9 @@ def test_files_that_are_kept_in_memory_are_smaller(tmp_path, gib):
     )
     in_files = {name: row[NVME.name] for name, row in rows.items() if name in TO_FILES}
     stored = dict.fromkeys(TO_FILES, 0)
-    for place in run.store._places:
-        stored[place.row] += CONFIG.num_hidden_layers * place.in_file
-    arrays = len(run.store._places) * CONFIG.num_hidden_layers
+    for place in run.store._all:
+        stored[place.row] += len(place.records) * place.in_file
+    arrays = sum(len(place.records) for place in run.store._all)
     assert all(abs(in_files[row] - stored[row]) <= arrays * ALIGN for row in TO_FILES)
     assert sum(stored.values()) <= run.store.bytes < sum(stored.values()) + arrays * ALIGN
     assert run.store.kept <= gib * 2**30 < run.store.kept + arrays * ALIGN or gib == 1
@@ -189,7 +191,7 @@ def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late, in
     if in_memory:
         return
     plan = small.plan
-    classes = (plan.weights["blocks"], plan.master["blocks"], plan.moments["blocks"])
+    classes = (plan.weights["blocks"], plan.master, plan.moments)
     weights, *state = (bytes_per_device(tree, NVME) for tree in classes)
     others = sum(bytes_per_device(tree, NVME) for tree in small.run.files)
     assert tuple(moved) == ((1 if late else 2) * weights + sum(state) + others, weights + sum(state) + others)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import psutil
 import pytest
-from small import CONFIG, Small, quick_at, tokens
+from small import CONFIG, TABLES, Small, quick_at, stored, tokens
 
 from surojax import default_config, read_metrics
 from surojax.assembly.from_config import from_config
@@ -31,9 +31,10 @@ from surojax.config import checks, flags
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory import layer_file, nvme, striped
 from surojax.memory.aligned import ALIGN, Buffers
-from surojax.memory.in_file import InFile, only_layer, own_layers
+from surojax.memory.in_file import InFile, InFiles, only_layer, own_layers
 from surojax.memory.layer_file import NvmeError, Store
 from surojax.memory.striped import StripedFile
+from surojax.models.decoder_config import DecoderConfig
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.layout import batch_sharding
@@ -58,14 +59,14 @@ REST = dict.fromkeys(("offload_residual", "offload_grads", "offload_weights"), T
 
 
 @functools.cache
-def in_memory(devices: int, options: tuple) -> list[tuple[float, float]]:
-    return Small(devices, **dict(options)).train(BATCHES)
+def in_memory(devices: int, config: DecoderConfig, options: tuple) -> list[tuple[float, float]]:
+    return Small(devices, config=config, **dict(options)).train(BATCHES)
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> Small:
     """Compiled once for the tests that only need some run with both in files, on one device."""
-    return Small(nvme_path=str(tmp_path_factory.mktemp("nvme")), **BOTH)
+    return Small(config=TABLES, nvme_path=str(tmp_path_factory.mktemp("nvme")), **BOTH)
 
 
 @pytest.fixture
@@ -92,11 +93,12 @@ def folder_of(small: Small) -> Path:
 )
 def test_layers_in_files_change_no_bit(tmp_path, devices, options, offloaded):
     """Ten steps against the run with everything on the device: the same arithmetic in the same order."""
-    small = Small(devices, nvme_path=str(tmp_path), **options, **offloaded)
-    assert small.train(BATCHES) == in_memory(devices, tuple(options.items()))
-    assert all(isinstance(x, InFile) for x in jax.tree.leaves(small.state.master["blocks"])) == (
-        offloaded.get("offload_master") == "nvme"
-    )
+    config = TABLES if devices == 1 else CONFIG
+    small = Small(devices, config=config, nvme_path=str(tmp_path), **options, **offloaded)
+    assert small.train(BATCHES) == in_memory(devices, config, tuple(options.items()))
+    master, outer = small.state.master["blocks"], small.state.master["outer"]
+    in_files = [isinstance(x, InFile) for x in (*jax.tree.leaves(master), outer["embed"], outer["head"])]
+    assert all(in_files) == any(in_files) == (offloaded.get("offload_master") == "nvme")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_layers_in_files_change_no_bit(tmp_path, devices, options, offloaded):
 @pytest.mark.full
 def test_stages_update_their_layers_in_files_together(tmp_path, layers, devices, placed):
     """Five steps to the bit. Padding has no record, and its state stays zeros in memory too."""
-    config = dataclasses.replace(CONFIG, num_hidden_layers=layers)
+    config = dataclasses.replace(TABLES, num_hidden_layers=layers)
     placed = {"pp_size": 2, **placed}
     in_host = Small(devices, config=config, offload_optimizer=True, offload_master=True, **placed)
     (tmp_path / "stages").mkdir()
@@ -120,14 +122,13 @@ def test_stages_update_their_layers_in_files_together(tmp_path, layers, devices,
     assert small.train(BATCHES[:5]) == in_host.train(BATCHES[:5])
     assert len(small.run.store.records) == layers
     for ours, theirs in zip(jax.tree.leaves(small.state.moments), jax.tree.leaves(in_host.state.moments), strict=True):
-        if isinstance(ours, InFile):
-            np.testing.assert_array_equal(np.stack([ours.read(l) for l in range(len(theirs))]), theirs)
+        np.testing.assert_array_equal(stored(ours), theirs)
 
 
 @pytest.mark.full
 def test_stages_that_are_not_full_restore_from_files_into_memory_and_back(tmp_path):
     """A checkpoint of files has zeros for padding, which stages in memory read."""
-    kind: dict[str, Any] = {"config": dataclasses.replace(CONFIG, num_hidden_layers=3), "pp_size": 2}
+    kind: dict[str, Any] = {"config": dataclasses.replace(TABLES, num_hidden_layers=3), "pp_size": 2}
     (tmp_path / "stages").mkdir()
     in_files = Small(2, nvme_path=str(tmp_path / "stages"), **BOTH, **kind)
     in_host = Small(2, offload_optimizer=True, offload_master=True, **kind)
@@ -218,35 +219,42 @@ def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, mon
 def test_the_update_copies_no_stack(small):
     """Stacks in memory are written in place, as in the loops of the step that is one program."""
     batch = jax.ShapeDtypeStruct((2, 8, 24), np.int32, sharding=batch_sharding(small.mesh))
-    gradients, update = small.step.programs(batch, batch)
-    assert (gradients.times, update.times) == (1, CONFIG.num_hidden_layers)
+    gradients, outer, update = small.step.programs(batch, batch)
+    assert (gradients.times, outer.times, update.times) == (1, 4, CONFIG.num_hidden_layers)
     text = update.function.lower(*update.arguments).compile().as_text()
     stacks = {",".join(map(str, p.shape)) for p in jax.tree.leaves(small.plan.weights["blocks"])}
     assert stacks and not set(re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)) & stacks
 
 
 def test_the_memory_that_is_counted(tmp_path):
-    small = Small(4, zero_level=3, nvme_path=str(tmp_path), **BOTH)
+    """Layers and tables are in files; of the outer layers, the final norm alone is in host memory."""
+    small = Small(4, zero_level=3, config=TABLES, nvme_path=str(tmp_path), **BOTH)
     size, plan = bytes_per_device, small.plan
-    whole = Small(1).plan
-    blocks = sum(size(tree["blocks"]) for tree in (whole.master, whole.moments))
-    assert size(plan, NVME) * 4 == blocks
+    in_memory = Small(1, config=TABLES).plan
+    state = sum(size((tree["blocks"], tree["outer"] | {"norm": {}})) for tree in (in_memory.master, in_memory.moments))
+    assert size(plan, NVME) * 4 == state
     assert size((plan.master["blocks"], plan.moments["blocks"]), HOST) == 0
-    assert size((plan.master["outer"], plan.moments["outer"]), HOST) > 0
-    arrays = len(jax.tree.leaves((plan.master["blocks"], plan.moments["blocks"])))
-    assert blocks <= small.run.store.bytes <= blocks + CONFIG.num_hidden_layers * arrays * ALIGN
+    assert size((plan.master["outer"], plan.moments["outer"]), HOST) == 3 * 4 * CONFIG.hidden_size // 4
+    files = InFiles((plan.master, plan.moments)).stacks
+    assert state <= small.run.store.bytes <= state + ALIGN * sum(file.layers for file in files)
 
     c = small_config(tmp_path)
     run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=9)
-    on_disk = size(run.plan, NVME)
+
+    def of_layers(plan) -> int:
+        return size((plan.master["blocks"], plan.moments["blocks"]), NVME)
+
     host = footprint.estimate_host(run, BatchShape(1, 32, 2))
-    assert host["layers from files"] == footprint.NVME_LAYERS * on_disk // c.model.num_hidden_layers
+    tables = size(run.plan, NVME) - of_layers(run.plan)
+    assert c.model.vocab_size * c.model.hidden_size * 2 * 12 == tables
+    pieces = run.plan.master["outer"]["embed"].layers
+    in_flight = max(of_layers(run.plan) // c.model.num_hidden_layers, tables // pieces)
+    assert host["layers from files"] == footprint.NVME_LAYERS * in_flight
     stages = from_config(small_config(tmp_path, gpus=2, pp_size=2), abstract_mesh(2, pp_size=2), total_steps=9)
-    of_full_stage = size(stages.plan, NVME)
-    assert of_full_stage == on_disk * 2 // 3  # two of three layers; the other stage has the third
+    assert of_layers(stages.plan) == of_layers(run.plan) * 2 // 3  # two of three layers; the other stage has the third
     host = footprint.estimate_host(stages, BatchShape(1, 32, 2))
-    assert host["layers from files"] == footprint.NVME_LAYERS * of_full_stage // 2
-    assert stages.store.bytes == run.store.bytes
+    assert host["layers from files"] == footprint.NVME_LAYERS * in_flight
+    assert stages.store.record == run.store.record
     assert "layers from files" not in footprint.estimate_host(
         from_config(default_config(), run.mesh, total_steps=9), BatchShape(1, 32, 2)
     )
@@ -257,9 +265,8 @@ def test_the_memory_that_is_counted(tmp_path):
 
 def values(state) -> dict[str, np.ndarray]:
     """Every array of master weights, moments and work weights by name, wherever it rests."""
-    get = lambda x: np.stack([x.read(l) for l in range(x.shape[0])]) if isinstance(x, InFile) else np.asarray(x)
     leaves = jax.tree_util.tree_leaves_with_path({"m": state.master, "o": state.moments, "w": state.weights})
-    return {jax.tree_util.keystr(path): get(x) for path, x in leaves} | {"step": np.asarray(state.step)}
+    return {jax.tree_util.keystr(path): stored(x) for path, x in leaves} | {"step": np.asarray(state.step)}
 
 
 def assert_same(a, b) -> None:
@@ -292,7 +299,9 @@ def test_a_checkpoint_of_every_placement_restores_under_every_other(tmp_path):
     for name, (devices, placed) in PLACES.items():
         (tmp_path / name).mkdir()
         path = {"nvme_path": str(tmp_path / name)} if "nvme" in name else {}
-        smalls[name] = Small(devices, m_dtype="bfloat16", model_dtype="bfloat16", seed=len(smalls), **path, **placed)
+        smalls[name] = Small(
+            devices, config=TABLES, m_dtype="bfloat16", model_dtype="bfloat16", seed=len(smalls), **path, **placed
+        )
     first = smalls["device"]
     first.train(BATCHES[:2])
     state, sums = first.state, []
@@ -324,7 +333,7 @@ def test_the_next_update_waits_until_a_checkpoint_is_read(small, tmp_path, monke
         checkpoints.save(small.state, {"step": 1})
         small.train(BATCHES[1:3])
     monkeypatch.undo()
-    found = values(restore(tmp_path / "saved/checkpoints/1", Small().plan))
+    found = values(restore(tmp_path / "saved/checkpoints/1", Small(config=TABLES).plan))
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
@@ -835,6 +844,7 @@ def write(*args):
 Store.begin_update, os.pwrite = update, write
 sys.modules["surojax.train"].main(sys.argv[1:])
 """
+ARRAYS = 4 * 27 + 5 * 6  # that a step of such a run writes: of its layers, and of pieces of embedding and head
 KILLED, FULL = "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(errno.ENOSPC, 'No space left on device')"
 
 
@@ -868,9 +878,9 @@ def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_pa
     run = runs(tmp_path, monkeypatch)
     whole, killed, disk = tmp_path / "whole", tmp_path / "killed", str(tmp_path / "nvme")
     assert run(whole, "", "-m", "surojax.train")[0] == 0
-    rng, layer = np.random.default_rng(0), 27  # arrays of a layer in the file
+    rng = np.random.default_rng(0)
     for steps, end in [(1, KILLED), (5, KILLED), (2, FULL)]:
-        writes = steps * 4 * layer + int(rng.integers(1, 4 * layer))
+        writes = steps * ARRAYS + int(rng.integers(1, ARRAYS))
         code, text = run(killed, disk, "-c", END.format(writes=writes, end=end))
         last = json.loads((tmp_path / "nvme" / layer_file.MARKER).read_text())
         found = on_disk.find(killed / "run")

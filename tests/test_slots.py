@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from small import Small, quick_at, tokens
-from test_nvme import BOTH, END, FULL, KILLED, assert_same, records, runs
+from small import TABLES, Small, quick_at, tokens
+from test_nvme import ARRAYS, BOTH, END, FULL, KILLED, assert_same, records, runs
 
 from surojax import default_config
 from surojax.assembly.from_config import from_config
@@ -130,7 +130,7 @@ def test_damage_is_found_before_a_run_goes_on(tmp_path, what):
     update(store, 1)
     store.reported({"step": 1})
     store.close()
-    at = SIZE // 2 if what == "master" else store._others_start + 7
+    at = SIZE // 2 if what == "master" else store._others[0].offset + 7
     with (tmp_path / layer_file.FILE).open("r+b") as file:
         file.seek(at)
         byte = file.read(1)
@@ -209,7 +209,7 @@ def test_whose_state_it_is(tmp_path):
 )
 def test_the_state_that_files_keep_is_that_of_the_step(tmp_path, devices, placed):
     """Three steps; the third is not reported, as if the run had been killed. Another one reads what is kept."""
-    small = Small(devices, nvme_path=str(tmp_path), nvme_slots=2, batch=BATCHES[0][0].shape, **placed)
+    small = Small(devices, config=TABLES, nvme_path=str(tmp_path), nvme_slots=2, batch=BATCHES[0][0].shape, **placed)
     store = small.run.store
     late = placed.get("overlap_update", False)
     for step, batch in enumerate(BATCHES[:3], 1):
@@ -217,10 +217,10 @@ def test_the_state_that_files_keep_is_that_of_the_step(tmp_path, devices, placed
         if step < 3:
             store.reported({"step": step})
     store.settle()
-    again = Small(devices, nvme_path=str(tmp_path), nvme_slots=2, batch=BATCHES[0][0].shape, **placed)
+    again = Small(devices, config=TABLES, nvme_path=str(tmp_path), nvme_slots=2, batch=BATCHES[0][0].shape, **placed)
     assert again.run.store.kept_progress() == {"step": 2}
     state = complete_state(again.run.store, again.plan, 2)
-    plain = Small(devices, **{k: v for k, v in placed.items() if k in ("zero_level", "pp_size")})
+    plain = Small(devices, config=TABLES, **{k: v for k, v in placed.items() if k in ("zero_level", "pp_size")})
     plain.train(BATCHES[:2])
     assert_same(state._replace(weights=()), plain.state._replace(weights=()))
     again.state = state
@@ -247,9 +247,9 @@ def test_killed_within_updates_it_loses_one_step(tmp_path, monkeypatch):
     run = runs(tmp_path, monkeypatch, "--config.save_steps=0", slots=2)
     whole, killed, disk = tmp_path / "whole", tmp_path / "killed", tmp_path / "nvme"
     assert run(whole, "", "-m", "surojax.train")[0] == 0
-    layer, done = 27, 0  # arrays of a layer in the file
+    done = 0
     for steps, end in [(2, KILLED), (3, FULL)]:
-        code, text = run(killed, str(disk), "-c", END.format(writes=steps * (4 * layer + 9) + 60, end=end))
+        code, text = run(killed, str(disk), "-c", END.format(writes=steps * (ARRAYS + 3) + 60, end=end))
         assert code == (-signal.SIGKILL if end == KILLED else 1), text
         assert ("continuing from step" in text) == (done > 0)
         last = max(r["step"] for r in records(killed / "run") if r["log"] == "step")

@@ -1,10 +1,11 @@
-"""Stacks of layers stored in a file, of which one layer at a time is in memory.
+"""Stacks of layers, and tables, stored in a file, of which one layer, or one piece of rows, at a time is in memory.
 
-The plan and the state have an `InFile` in place of such an array. `InFiles` tells them apart in a tree, and reads and
-writes a layer of all of them. They share a file (memory/layer_file.py), so that a layer is one record. It stores
-unsharded layers, whatever the number of devices. With several processes each has a file, with records of the layers of
-the process's stages, of the parts that its devices hold: no layer crosses the network to be stored. All stages of `pp`
-update a layer at a time together, which is a *round*: layer r of every stage.
+The plan and the state have an `InFile` in place of such an array; a `TableInFile` if it is a table, whose pieces are
+handled as layers of a stack are. `InFiles` tells them apart in a tree, and reads and writes a layer of all of them.
+They share a file (memory/layer_file.py), so that a layer is one record. It stores unsharded layers, whatever the number
+of devices. With several processes each has a file, with records of the layers of the process's stages, of the parts
+that its devices hold: no layer crosses the network to be stored. All stages of `pp` update a layer at a time together,
+which is a *round*: layer r of every stage.
 """
 
 import math
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.memory.host import move
-from surojax.memory.layer_file import Store
+from surojax.memory.layer_file import Place, Store
 from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.mesh import PIPELINE, pipeline_stages
@@ -28,6 +29,9 @@ class FilePart(NamedTuple):
     number: int
     index: tuple[slice, ...]
     first: bool
+
+
+type Index = tuple[slice | int, ...]
 
 
 class InFile:
@@ -43,17 +47,36 @@ class InFile:
 
     def __init__(self, store: Store, row: str, shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding):
         self.store = store
-        self.shape = shape
+        self.stack_shape = shape
         self.dtype = np.dtype(dtype)
         self.sharding = sharding
         self.spec = jax.P(*sharding.spec[1:])  # of a layer
         self.stages = pipeline_stages(sharding.mesh) if sharding.spec and sharding.spec[0] else 1
         self.entries = shape[0] // self.stages
         self.parts = self._own_parts() if jax.process_count() > 1 else None
-        self.place = store.reserve(self.layer_bytes, row)
+        self.place = self._reserved(row)
 
     def __repr__(self):
         return f"InFile(shape={self.shape}, dtype={self.dtype}, file={self.store.path})"
+
+    def _reserved(self, row: str) -> Place:
+        """Room for the stack in its store."""
+        return self.store.reserve(self.layer_bytes, row)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that this is in place of."""
+        return self.stack_shape
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """The shape of one layer."""
+        return self.stack_shape[1:]
+
+    @property
+    def layers(self) -> int:
+        """The number of entries of the stack that are no padding."""
+        return self.store.num_layers
 
     @property
     def ndim(self) -> int:
@@ -74,14 +97,14 @@ class InFile:
     @property
     def round_file_bytes(self) -> int:
         """Bytes of a round that are in files, of all processes together."""
-        whole = self.stages * math.prod(self.shape[1:]) * self.dtype.itemsize
+        whole = self.stages * math.prod(self.layer_shape) * self.dtype.itemsize
         return whole * self.place.in_file // self.place.size
 
     def stored_shape(self, l: int) -> tuple[int, ...]:
         """The shape of layer l in the file."""
         if self.parts is None:
-            return self.shape[1:]
-        return (len(self.parts[self.stage(l)]), *self.layer_sharding(DEVICE).shard_shape(self.shape[1:]))
+            return self.layer_shape
+        return (len(self.parts[self.stage(l)]), *self.layer_sharding(DEVICE).shard_shape(self.layer_shape))
 
     def stage(self, l: int) -> int:
         """The stage that has layer l."""
@@ -97,7 +120,7 @@ class InFile:
 
     def read(self, l: int) -> np.ndarray:
         """The stored arrays of layer l; zeros if it is padding. Raises NvmeError."""
-        if l >= self.store.num_layers:
+        if l >= self.layers:
             return np.zeros(self.stored_shape(l), self.dtype)
         return self.store.read(l, self.place, self.stored_shape(l), self.dtype)
 
@@ -109,11 +132,11 @@ class InFile:
     @property
     def own_entries(self) -> list[int]:
         """The entries of the stack of which this process stores parts, and padding, which is read as zeros."""
-        return [l for l in range(self.shape[0]) if self.parts is None or self.parts[self.stage(l)]]
+        return [l for l in range(self.stack_shape[0]) if self.parts is None or self.parts[self.stage(l)]]
 
     def _own_parts(self) -> list[dict[tuple[int, ...], FilePart]]:
         """For each stage, the places of a layer's parts on this process's devices, by where they start."""
-        indices = self.round_sharding(DEVICE).devices_indices_map((self.stages, *self.shape[1:]))
+        indices = self.round_sharding(DEVICE).devices_indices_map((self.stages, *self.layer_shape))
         mine = jax.process_index()
         parts_by_stage = []
         for stage in range(self.stages):
@@ -138,11 +161,39 @@ class InFile:
 
     def _start(self, index: tuple[slice, ...]) -> tuple[int, ...]:
         """Returns the start of a part in its layer."""
-        return tuple(part.indices(size)[0] for part, size in zip(index, self.shape[1:], strict=True))
+        return tuple(part.indices(size)[0] for part, size in zip(index, self.layer_shape, strict=True))
 
     def read_own(self, layers: Iterable[int]) -> dict[int, np.ndarray]:
         """Reads the parts of these layers that this process's file stores, by number. Raises NvmeError."""
-        return {l: self.read(l) for l in layers if l in self.store.records}
+        return {l: self.read(l) for l in layers if l in self.place.records}
+
+    # -- In checkpoints: the array that this is in place of ------------------------------------------------------------
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what this process writes of the array."""
+        return (self.shape[0], *part_shape(self))
+
+    def first_pieces(self, l: int, stored: np.ndarray) -> list[tuple[Index, np.ndarray]]:
+        """(index in the array, values) of what is stored of layer l, without what a process before this one has too."""
+        whole: Index = (slice(None),) * len(self.layer_shape)
+        parts = [(whole, stored)]
+        if self.parts is not None:
+            parts = [(part.index, stored[part.number]) for part in self.parts[self.stage(l)].values() if part.first]
+        return [piece for index, values in parts for piece in self._in_array(l, index, values)]
+
+    def _in_array(self, l: int, index: Index, values: np.ndarray) -> list[tuple[Index, np.ndarray]]:
+        """(index in the array, values) of these values of layer l, which are at this index in it."""
+        return [((l, *index), values)]
+
+    def stored_in(self, array: Any, layers: range) -> dict[int, np.ndarray]:
+        """The parts of these layers for this process's file, by number.
+
+        array: what this is in place of, with any padding: a numpy array, or a tensorstore of which only that is read.
+        """
+        whole = np.asarray(array[layers.start : layers.stop]) if self.parts is None else None
+        own = [l for l in layers if l in self.place.records]
+        return {l: self.stored_of(l, array[l] if whole is None else whole[l - layers.start]) for l in own}
 
     def stored_of(self, l: int, layer: Any) -> np.ndarray:
         """Returns this process's parts of the whole layer l: an array, or a tensorstore of which only that is read."""
@@ -150,17 +201,16 @@ class InFile:
             return np.asarray(layer)
         return np.stack([np.asarray(layer[part.index]) for part in self.parts[self.stage(l)].values()])
 
-    def first_pieces(self, l: int, stored: np.ndarray) -> list[tuple[tuple[slice, ...], np.ndarray]]:
-        """Returns (index in layer l, array) of each stored part that no process of a lower number stores too."""
-        if self.parts is None:
-            return [((), stored)]
-        return [(part.index, stored[part.number]) for part in self.parts[self.stage(l)].values() if part.first]
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(number of parts of a layer that are contiguous in the array, elements from one of them to the next)."""
+        return 1, 0
 
-    def stored_in(self, stack: Any, layers: range) -> dict[int, np.ndarray]:
-        """The parts of these layers for this process's file, by number. stack: all layers, else as for `stored_of`."""
-        whole = np.asarray(stack[layers.start : layers.stop]) if self.parts is None else None
-        own = [l for l in layers if l in self.store.records]
-        return {l: self.stored_of(l, stack[l] if whole is None else whole[l - layers.start]) for l in own}
+    def first_element(self, l: int) -> int:
+        """Index in the array of the first element of layer l."""
+        return l * math.prod(self.layer_shape)
+
+    # -- On devices ----------------------------------------------------------------------------------------------------
 
     def on_devices(self, layers: dict[int, np.ndarray], home: Home) -> jax.Array:
         """A round in this memory of the devices, from what each process has stored of its layers. No process sends any.
@@ -174,12 +224,12 @@ class InFile:
             assert index is not None
             stage = self._stage_at(index)
             if stage not in layer_by_stage:
-                return np.zeros((1, *sharding.shard_shape((self.stages, *self.shape[1:]))[1:]), self.dtype)
+                return np.zeros((1, *sharding.shard_shape((self.stages, *self.layer_shape))[1:]), self.dtype)
             if self.parts is None:
                 return layer_by_stage[stage][index[1:]][None]
             return layer_by_stage[stage][self.parts[stage][self._start(index[1:])].number][None]
 
-        return jax.make_array_from_callback((self.stages, *self.shape[1:]), sharding, part)
+        return jax.make_array_from_callback((self.stages, *self.layer_shape), sharding, part)
 
     def from_devices(self, layers: jax.Array, numbers: Iterable[int]) -> list[np.ndarray]:
         """Returns this process's parts of the layers with these numbers, of a round as `round_sharding` shards it."""
@@ -196,6 +246,89 @@ class InFile:
         """The parts of layer l that this process stores, from arrays by where they start."""
         assert self.parts is not None
         return np.stack([np.asarray(arrays_by_start[start]) for start in self.parts[self.stage(l)]])
+
+
+class TableInFile(InFile):
+    """A table `[V, ...]` in a file, in place of an array in the plan and in the state.
+
+    Piece k of n, which is handled as a layer is, has part k of n of each shard's rows, so that every device has rows of
+    each piece: `table.reshape(shards, n, -1, ...)[:, k]`.
+    """
+
+    def __init__(self, store: Store, row: str, shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding, n: int):
+        """sharding: of the table. n: number of pieces, a divisor of the rows of a shard."""
+        self.row_shards = shape[0] // sharding.shard_shape(shape)[0]
+        self.rows = shape[0] // self.row_shards // n  # of a piece, in each shard
+        of_pieces = jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec))
+        super().__init__(store, row, (n, shape[0] // n, *shape[1:]), dtype, of_pieces)
+
+    def _reserved(self, row: str) -> Place:
+        return self.store.reserve(self.layer_bytes, row, pieces=self.layers)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the table."""
+        n, rows, *others = self.stack_shape
+        return (n * rows, *others)
+
+    @property
+    def layers(self) -> int:
+        """The number of pieces."""
+        return self.stack_shape[0]
+
+    @property
+    def planned_table(self) -> jax.ShapeDtypeStruct:
+        """The plan of the table on the devices."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.layer_sharding(DEVICE))
+
+    def piece_of(self, table: jax.Array, k: Any) -> jax.Array:
+        """A round with piece k of a table, all of it. Inside `jit`."""
+        blocks = table.reshape(self.row_shards, self.layers, self.rows, *self.shape[1:])
+        piece = jax.lax.dynamic_index_in_dim(blocks, k, 1, keepdims=False)
+        return piece.reshape(1, *self.layer_shape)
+
+    def with_piece(self, table: jax.Array, piece: jax.Array, k: Any) -> jax.Array:
+        """A table with this piece `[rows, ...]` in place of its piece k. Inside `jit`."""
+        blocks = table.reshape(self.row_shards, self.layers, self.rows, *self.shape[1:])
+        piece = piece.reshape(self.row_shards, self.rows, *self.shape[1:])
+        return jax.lax.dynamic_update_index_in_dim(blocks, piece, k, 1).reshape(table.shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what this process writes of the table, contiguously."""
+        return self.shape if self.parts is None else self.layer_sharding(DEVICE).shard_shape(self.shape)
+
+    def _in_array(self, l: int, index: Index, values: np.ndarray) -> list[tuple[Index, np.ndarray]]:
+        return [(of_table, values[rows]) for rows, of_table in self._rows(l, index)]
+
+    def stored_in(self, array: Any, layers: range) -> dict[int, np.ndarray]:
+        """See `InFile.stored_in`. layers: pieces."""
+
+        def values(k: int, index: Index) -> np.ndarray:
+            return np.concatenate([np.asarray(array[of_table]) for _, of_table in self._rows(k, index)])
+
+        if self.parts is None:
+            return {k: values(k, (slice(None),) * len(self.layer_shape)) for k in layers}
+        return {k: np.stack([values(k, part.index) for part in self.parts[0].values()]) for k in layers}
+
+    def _rows(self, k: int, index: Index) -> list[tuple[slice, Index]]:
+        """(rows of the values at this index in piece k, their index in the table): one for each shard of its rows."""
+        assert isinstance(index[0], slice)
+        begin, end, _ = index[0].indices(self.layer_shape[0])
+        found: list[tuple[slice, Index]] = []
+        for at in range(begin, end, self.rows):
+            first = (at // self.rows * self.layers + k) * self.rows
+            found.append((slice(at - begin, at - begin + self.rows), (slice(first, first + self.rows), *index[1:])))
+        return found
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """See `InFile.blocks`."""
+        return self.row_shards, self.layers * self.rows * math.prod(self.shape[1:])
+
+    def first_element(self, l: int) -> int:
+        """Index in the table of the first element of piece l."""
+        return l * self.rows * math.prod(self.shape[1:])
 
 
 class InFiles:
@@ -230,7 +363,7 @@ class InFiles:
 
     def layers_of_round(self, r: int) -> range:
         """The numbers of layer r of every stage that are in files."""
-        return range(r, self.stacks[0].shape[0], self.stacks[0].entries) if self.stacks else range(0)
+        return range(r, self.stacks[0].stack_shape[0], self.stacks[0].entries) if self.stacks else range(0)
 
     @property
     def round_file_bytes(self) -> int:
@@ -240,7 +373,7 @@ class InFiles:
     def planned_round(self, home: Home) -> list[jax.ShapeDtypeStruct]:
         """A planned round of each stack, `[stages, ...]`, in this memory."""
         return [
-            jax.ShapeDtypeStruct((file.stages, *file.shape[1:]), file.dtype, sharding=file.round_sharding(home))
+            jax.ShapeDtypeStruct((file.stages, *file.layer_shape), file.dtype, sharding=file.round_sharding(home))
             for file in self.stacks
         ]
 
@@ -253,7 +386,7 @@ class InFiles:
 
     def write(self, layers: Iterable[int], rounds: list[jax.Array]) -> None:
         """Writes these layers, at most one of each stage, from a round of each stack. Raises NvmeError."""
-        own = [l for l in layers if l in self.store.records]
+        own = [l for l in layers if self.stacks and l in self.stacks[0].place.records]
 
         def write(pair: tuple[InFile, jax.Array]) -> None:
             file, x = pair
@@ -303,5 +436,7 @@ def home_of(x: Any) -> Home:
 
 
 def part_shape(x: Any) -> tuple[int, ...]:
-    """The shape of a process's part of one layer of a stack `[L, ...]`: a shard, or the whole layer in a file."""
-    return x.shape[1:] if isinstance(x, InFile) and x.parts is None else x.sharding.shard_shape(x.shape)[1:]
+    """The shape of what a process writes at once of a layer of a stack `[L, ...]`: a shard, or what its file stores."""
+    if not isinstance(x, InFile):
+        return x.sharding.shard_shape(x.shape)[1:]
+    return x.layer_shape if x.parts is None else x.sharding.shard_shape(x.stack_shape)[1:]

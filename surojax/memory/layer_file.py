@@ -1,6 +1,7 @@
-"""The file on an NVMe disk that training state is stored in: a record per layer.
+"""The file on an NVMe disk that training state is stored in: a record per layer, and pieces of tables.
 
-    <nvme_path>/layers.bin     one record per layer: all its tensors that are stored here
+    <nvme_path>/layers.bin     one record per layer: all its tensors that are stored here; then pieces of embedding and
+                               head, if their state is stored here
     <nvme_path>/layers.json    state of the last run: {"step": n, "state": "updating" or "clean"}
     <nvme_path>/layers.lock    locked while a run uses the folder
     <nvme_path>/state.json     with two slots: which of them has what (slots.py)
@@ -60,19 +61,22 @@ MAKE_ROOM = (
 
 @dataclasses.dataclass(eq=False)
 class Place:
-    """The room that a store reserves for one array of each layer.
+    """The room that a store reserves for one array of each layer, or of each piece of a table.
 
-    row: of the placement table. size: bytes. name: among the pieces of a layer. slots: 2 if a kill must not take it.
-    kept: the number of leading bytes that are in host memory. offset: position of the other bytes in a layer's record.
-    memory: the kept bytes of each layer.
+    row: of the placement table. size: bytes. name: among the arrays of a layer or piece. records: the index of each
+    layer or piece of which the file has room. slots: 2 if a kill must not take it. kept: the number of leading bytes
+    that are in host memory. offset: position in the file of the other bytes of index 0. stride: from there to the next
+    index. memory: the kept bytes of each layer or piece.
     """
 
     row: str
     size: int
     name: str
+    records: dict[int, int]
     slots: int = 1
     kept: int = 0
     offset: int = 0
+    stride: int = 0
     memory: dict[int, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -84,6 +88,12 @@ class Place:
     def slot_bytes(self) -> int:
         """Bytes of a record from one slot to the next."""
         return aligned(self.in_file)
+
+    def begin(self, l: int) -> int:
+        """Offset in the file of layer or piece l, of its first slot. Raises IndexError."""
+        if l not in self.records:
+            raise IndexError(f"layer: expected one of {list(self.records)}, got {l}")
+        return self.offset + self.records[l] * self.stride
 
 
 class NvmeError(OSError):
@@ -117,8 +127,10 @@ class Store:
         self.record = 0
         self.slots = Slots(self.folder) if slots == 2 else None
         self._in_memory = in_memory
+        self._places: list[Place] = []  # of layers
+        self._pieces: list[Place] = []  # of tables
         self._others: list[Place] = []
-        self._places: list[Place] = []
+        self._end = 0  # bytes of the file that are for arrays
         self._file = StripedFile([folder / FILE for folder in self.folders])
         self._opening = threading.Lock()
         self._buffers = Buffers()
@@ -126,38 +138,57 @@ class Store:
         self._synced: Future | None = None
         self._copied: list[Future] = []
 
-    def reserve(self, size: int, row: str) -> Place:
-        """Reserves `size` bytes of each layer for an array of this row, before anything is written."""
-        slots = 2 if self.slots and row in IN_SLOTS else 1
-        self._places.append(Place(row, size, str(len(self._places)), slots))
-        left = self._in_memory // max(1, len(self.records))
-        for place in sorted(self._places, key=lambda place: TO_FILES.index(place.row), reverse=True):
-            wanted = place.size if place.slots == 1 else 0
-            place.kept = wanted if wanted <= left else left // ALIGN * ALIGN
-            left -= place.kept
-        self.record = 0
-        for place in self._places:
-            place.offset = self.record
-            self.record += place.slots * place.slot_bytes
-        return self._places[-1]
+    def reserve(self, size: int, row: str, pieces: int = 0) -> Place:
+        """Reserves `size` bytes of each layer for an array of this row, before anything is written.
+
+        pieces: of a table, for each of which the bytes are; 0: they are for each layer.
+        """
+        places = self._pieces if pieces else self._places
+        records = {k: k for k in range(pieces)} if pieces else self.records
+        name = f"{'table-' * bool(pieces)}{len(places)}"
+        places.append(Place(row, size, name, records, 2 if self.slots and row in IN_SLOTS else 1))
+        self._arrange()
+        return places[-1]
 
     def reserve_others(self, sizes: Iterable[int]) -> None:
-        """Reserves two slots of so many bytes each for arrays that belong to no layer, behind all records."""
-        self._others = [Place("outer", size, f"other-{i}", 2) for i, size in enumerate(sizes)]
+        """Reserves two slots of so many bytes each for arrays that are in memory, behind all others."""
+        self._others = [Place("outer", size, f"other-{i}", {0: 0}, 2) for i, size in enumerate(sizes)]
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Decides what is kept in memory, and where in the file everything else is."""
+        left = self._in_memory
+        of_state = [*self._places, *self._pieces]
+        for place in sorted(of_state, key=lambda place: TO_FILES.index(place.row), reverse=True):
+            wanted = place.size if place.slots == 1 else 0
+            of_each = left // max(1, len(place.records))
+            place.kept = wanted if wanted <= of_each else of_each // ALIGN * ALIGN
+            left -= place.kept * len(place.records)
+        self.record = sum(place.slots * place.slot_bytes for place in self._places)
         offset = 0
-        for place in self._others:
-            place.offset = offset
+        for place in self._places:
+            place.offset, place.stride = offset, self.record
             offset += place.slots * place.slot_bytes
+        offset = len(self.records) * self.record
+        for place in (*self._pieces, *self._others):
+            place.offset, place.stride = offset, place.slots * place.slot_bytes
+            offset += len(place.records) * place.stride
+        self._end = offset
+
+    @property
+    def _all(self) -> list[Place]:
+        """Room for whatever there is."""
+        return [*self._places, *self._pieces, *self._others]
 
     @property
     def is_empty(self) -> bool:
         """True if nothing is stored in it: there is no file then."""
-        return not self._places
+        return not self._places and not self._pieces
 
     @property
     def kept(self) -> int:
         """Bytes that are kept in host memory."""
-        return len(self.records) * sum(place.kept for place in self._places)
+        return sum(len(place.records) * place.kept for place in self._all)
 
     @property
     def bytes(self) -> int:
@@ -165,19 +196,9 @@ class Store:
         return self._end + (min(MEASURED, self._end) if self.slots else 0)
 
     @property
-    def _end(self) -> int:
-        """Bytes of the file that are for arrays."""
-        return len(self.records) * self.record + sum(place.slots * place.slot_bytes for place in self._others)
-
-    @property
     def written(self) -> int:
         """Bytes of the file that a step replaces: of one slot."""
-        return self._end - sum(
-            place.slot_bytes * times
-            for places, times in ((self._places, len(self.records)), (self._others, 1))
-            for place in places
-            if place.slots == 2
-        )
+        return self._end - sum(len(place.records) * place.slot_bytes for place in self._all if place.slots == 2)
 
     @property
     def unused(self) -> tuple[int, int]:
@@ -230,12 +251,12 @@ class Store:
             pool.shutdown()
         self._file.close()
 
-    # -- Layers ------------------------------------------------------------------------------------------------------
+    # -- Layers and pieces -------------------------------------------------------------------------------------------
 
     def read(self, l: int, place: Place, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The array of layer l at this place. Raises NvmeError."""
+        """The array of layer or piece l at this place. Raises NvmeError."""
         size = math.prod(shape) * dtype.itemsize
-        begin = self._record_start(l) + place.offset
+        begin = place.begin(l)
         if self.slots and place.slots == 2:
             begin += self.slots.newest.get(f"{l}/{place.name}", FIRST).slot * place.slot_bytes
         raw = self._buffers.take(aligned(size))
@@ -247,8 +268,8 @@ class Store:
         return raw[:size].view(dtype).reshape(shape)
 
     def write(self, l: int, place: Place, array: np.ndarray) -> None:
-        """Writes the array of layer l at this place. Raises NvmeError."""
-        begin = self._record_start(l) + place.offset
+        """Writes the array of layer or piece l at this place. Raises NvmeError."""
+        begin = place.begin(l)
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if place.slots == 2:
             return self._write_slot(f"{l}/{place.name}", place, begin, raw)
@@ -266,7 +287,7 @@ class Store:
         self.slots.newest[piece] = Content(slot, checksum(raw))
 
     def _memory(self, l: int, place: Place) -> np.ndarray:
-        """The bytes of layer l at this place that are in host memory."""
+        """The bytes of layer or piece l at this place that are in host memory."""
         if l not in place.memory:
             place.memory[l] = np.zeros(place.kept, np.uint8)
         return place.memory[l]
@@ -289,12 +310,6 @@ class Store:
             self.file.write(memoryview(buffer), begin + start)
 
         self._each_piece(1, piece, begin, raw.size, "write")
-
-    def _record_start(self, l: int) -> int:
-        """Offset in the file of the record of layer l."""
-        if l not in self.records:
-            raise IndexError(f"layer: expected one of {list(self.records)}, got {l}")
-        return self.records[l] * self.record
 
     def _each_piece(self, pool: int, piece: Callable[[int, int], None], begin: int, size: int, what: str) -> None:
         """Calls piece(offset, bytes) for each part of `size` bytes, by threads of _pools[pool] if there are several.
@@ -345,7 +360,7 @@ class Store:
         if self.slots:
             for place, array in zip(self._others, others(), strict=True):
                 raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                self._write_slot(place.name, place, self._others_start + place.offset, raw)
+                self._write_slot(place.name, place, place.offset, raw)
             table = self.slots.completed(step)
         self._mark(step, "clean")
         self._synced = self._pools[1].submit(self._force, table)
@@ -370,13 +385,9 @@ class Store:
             self.slots.write(table | {"layout": self.layout})
 
     @property
-    def _others_start(self) -> int:
-        return len(self.records) * self.record
-
-    @property
     def layout(self) -> list:
         """Sizes and places of all arrays: a file with an equal layout can be read as this one."""
-        places = [[place.row, place.size, place.slots, place.kept] for place in (*self._places, *self._others)]
+        places = [[place.row, place.size, place.slots, place.kept, len(place.records)] for place in self._all]
         return [len(self.folders), list(self.records), places]
 
     def kept_progress(self) -> dict[str, Any] | None:
@@ -406,14 +417,12 @@ class Store:
                 )
             return raw[: place.size]
 
-        places = [place for place in self._places if place.slots == 2]
-        content_of_layers = (
-            (f"{l}/{place.name}", place, self._record_start(l) + place.offset) for l in self.records for place in places
-        )
+        places = [place for place in (*self._places, *self._pieces) if place.slots == 2]
+        pieces = ((f"{l}/{place.name}", place, place.begin(l)) for place in places for l in place.records)
         threads = self.of_arrays[0]
-        for some in itertools.batched(content_of_layers, ARRAYS):
+        for some in itertools.batched(pieces, ARRAYS):
             list(threads.map(check, some))
-        return [check((place.name, place, self._others_start + place.offset)) for place in self._others]
+        return [check((place.name, place, place.offset)) for place in self._others]
 
     def forget(self) -> None:
         """Removes the table: the file is about to be overwritten. Raises NvmeError."""

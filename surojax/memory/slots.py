@@ -2,10 +2,10 @@
 
     <nvme_path>/state.json     the table: progress of the run, and for each piece its slot and its checksum
 
-A piece is an array of a layer, or a shard of what belongs to no layer. An update reads one slot of it and writes the
-other. Once all of it is on the disk, the table is written beside the old one, forced to the disk and renamed. So the
-table always names pieces of one step, which nothing overwrites before the next table is there: a run that is killed at
-any moment goes on from that step.
+A piece is an array of a layer, or of rows of embedding or head, or a shard of what is in memory. An update reads one
+slot of it and writes the other. Once all of it is on the disk, the table is written beside the old one, forced to the
+disk and renamed. So the table always names pieces of one step, which nothing overwrites before the next table is there:
+a run that is killed at any moment goes on from that step.
 
 **Checksum.** CRC-32 of 4096 bytes: the sums, as 64-bit words, of all blocks of 4096 bytes. It notices any change within
 one block, so a write that was lost or torn; it does not notice blocks of one piece that changed places. CRC-32 of all

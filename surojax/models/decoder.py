@@ -20,7 +20,7 @@ from surojax.models.lora import add_adapters
 from surojax.models.model import DEFAULT, ROUTES, Cache, Earlier, Routed, Routing, Variant
 from surojax.models.operations import Operations, softcapped
 from surojax.models.recompute import recomputed
-from surojax.placement.param import Kind
+from surojax.placement.param import VOCABULARY, Kind
 
 ATTENTION, MLP = 0, 4  # numbers of the first products of the inputs that norms make
 
@@ -105,12 +105,12 @@ class Outer(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(config.initializer_range)
         shape = (config.vocab_size, config.hidden_size)
-        self.embed = parameter(rngs, shape, ("vocab", "embed"), normal, Kind.TABLE)
+        self.embed = parameter(rngs, shape, (VOCABULARY, "embed"), normal, Kind.TABLE)
         self.norm = norm_weight(rngs, config, config.hidden_size, "embed")
         if config.head == SCORE:
             self.score = parameter(rngs, (config.num_labels, shape[1]), ("labels", "embed"), normal, Kind.ROUTER)
         elif config.head != "embed":
-            self.head = parameter(rngs, shape, ("vocab", "embed"), normal, Kind.TABLE)
+            self.head = parameter(rngs, shape, (VOCABULARY, "embed"), normal, Kind.TABLE)
 
 
 class Decoder(nnx.Module):

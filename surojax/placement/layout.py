@@ -20,12 +20,12 @@ import jax
 from surojax.errors import ConfigError
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.mesh import BATCH, EXPERT, KV_HEADS, PIPELINE, SHARD, SHARDS, TENSOR, shard_axes
-from surojax.placement.param import EXPERTS, OUTER, ROUTED, Kind, Param, trainable
+from surojax.placement.param import EXPERTS, OUTER, ROUTED, VOCABULARY, Kind, Param, trainable
 from surojax.placement.table import Mesh, Placement, TensorClass
 
 # Logical axis of a parameter -> the mesh axes that it is sharded over in every product.
 MESH_AXES: dict[str, tuple[str, ...]] = {
-    "vocab": (PIPELINE, *TENSOR),
+    VOCABULARY: (PIPELINE, *TENSOR),
     "embed": (),
     "heads": TENSOR,
     "kv_heads": (KV_HEADS,),
@@ -118,10 +118,12 @@ def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
 
     def state(row: TensorClass) -> dict[str, Any]:
         """The layouts of master weights or moments."""
-        # Files store layers only. The outer layers are as large as a few layers and stay in pinned host memory.
-        outer_row = dataclasses.replace(row, home=HOST) if row.home.in_file else row
-        outer_layouts = jax.tree.map(lambda param: _zero(param, outer_row, mesh), trained[OUTER])
-        return layers(row, trained) | {OUTER: outer_layouts}
+        in_memory = dataclasses.replace(row, home=HOST) if row.home.in_file else row
+
+        def outer_layout(param: Param) -> Layout:
+            return _zero(param, row if VOCABULARY in param.axes[:1] else in_memory, mesh)
+
+        return layers(row, trained) | {OUTER: jax.tree.map(outer_layout, trained[OUTER])}
 
     def outer(params: dict) -> dict[str, Any]:
         """The layouts of work weights and gradients of the outer layers."""

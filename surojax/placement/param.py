@@ -6,6 +6,7 @@ from typing import Any
 
 OUTER = "outer"  # the section of embedding, final norm and head in a tree of parameters; other sections are of layers
 
+VOCABULARY = "vocab"  # the logical axis of the rows of embedding and head
 EXPERTS = "experts"  # the logical axis of matrices of experts, which devices may share
 ROUTED = "routed"  # that of what a router knows of each expert, on every device
 

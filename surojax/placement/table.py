@@ -16,8 +16,9 @@ in files it is room for tensors of the layer that is updated next (`file_step.on
 
 `offload_weights`, `offload_master`, `offload_optimizer`, `offload_grads` and `offload_residual` can also be "nvme".
 Then what belongs to the blocks is stored in a file under `nvme_path` (memory/in_file.py), but for `files_in_memory`
-GiB of it, which stay in host memory. The outer layers are as large as a few layers and are not read layer by layer:
-their state is stored in pinned host memory, their weights and gradients on the device.
+GiB of it, which stay in host memory. With `offload_master` and `offload_optimizer` that is the state of embedding and
+head, too, which a step reads and writes in pieces of their rows (step/tables.py). Their weights and gradients are on
+the device, which needs them whole; the state of the final norm is in pinned host memory.
 
 Quantised weights are all-gathered in 8 bits (numerics/quantized.py). They are used with `zero_quantized_weights`, and
 with the recipes fp8_*, also on one device. By default they are made from `weights` whenever a layer is fetched. With

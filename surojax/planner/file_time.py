@@ -2,8 +2,9 @@
 
 A pass over layers takes as long as its programs, as its files, or as what the host puts on the device for it, whichever
 takes longest: those of a layer overlap with those of the layers beside it. Nothing hides the first layer that a pass
-reads, but for the update's, which comes while gradients are computed, and the last one that it writes. A disk does one
-direction at a time: reading and writing at once takes as long as one after the other (docs/LOG.md, 2026-11-24).
+reads, but for the update's, which comes while gradients are computed, and the last one that it writes. The update of
+embedding and head is a pass over their pieces. A disk does one direction at a time: reading and writing at once takes
+as long as one after the other (docs/LOG.md, 2026-11-24).
 
 Not modelled: the CPU time of file access, checkpoints that are written meanwhile, and programs that are not of a layer
 while files are read.

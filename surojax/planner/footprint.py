@@ -133,15 +133,19 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
         "working space": _in(DEVICE, space),
     }
     step_file_bytes = sum(rows[name][NVME.name] for name in ("grads", "residuals"))
-    in_flight = NVME_LAYERS * bytes_per_device(plan, NVME) + LAYERS_IN_FLIGHT * step_file_bytes
-    rows["layers from files"] = _in(HOST, in_flight // layer_sizes.layers_of(run))
+    state = plan.master, plan.moments
+    tables = bytes_per_device([tree[OUTER] for tree in state], NVME)
+    in_flight = NVME_LAYERS * (bytes_per_device(plan, NVME) - tables) + LAYERS_IN_FLIGHT * step_file_bytes
+    tables_in_flight = NVME_LAYERS * tables // layer_sizes.pieces_of_tables(run)
+    rows["layers from files"] = _in(HOST, max(in_flight // layer_sizes.layers_of(run), tables_in_flight))
     in_slots = IN_SLOTS if table.slots > 1 else ()
     stored = {name: rows[name][NVME.name] for name in TO_FILES if name not in in_slots}
     for name, kept in kept_in_memory(table.files_in_memory / run.mesh.size, stored).items():
         rows[name][NVME.name] -= kept
         rows[name][HOST.name] += kept
     for name, outer in zip(in_slots, (plan.moments[OUTER], plan.master[OUTER]), strict=False):
-        rows[name][NVME.name] = table.slots * (rows[name][NVME.name] + sum(_by_home(outer).values()))
+        in_memory = bytes_per_device(outer, DEVICE) + bytes_per_device(outer, HOST)
+        rows[name][NVME.name] = table.slots * (rows[name][NVME.name] + in_memory)
     if not table.quants.dtype:
         del rows["quants"]
     return rows

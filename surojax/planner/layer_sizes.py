@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.mma import ROWS
 from surojax.assembly.assemble import Assembly
 from surojax.memory.host import parts
+from surojax.memory.in_file import InFiles
 from surojax.models.attention import chosen_implementation
 from surojax.models.experts import choices_of
 from surojax.models.grouped import blocks_in_piece, choice_pieces, number_of_blocks, rows_of_block, why_by_loop
@@ -129,6 +130,17 @@ def outer_gradients(run: Assembly) -> int:
     weights = part_of(run.plan.weights[OUTER], run.plan.master[OUTER])
     shapes = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(weights)]
     return itemsize(run, "grads") * sum(map(math.prod, shapes))
+
+
+def outer_state(run: Assembly, row: Literal["master", "moments"]) -> int:
+    """Bytes of the outer layers' master weights or moments on each device, in whichever memory."""
+    return sum(bytes_per_device(getattr(run.plan, row)[OUTER], home) for home in HOMES)
+
+
+def pieces_of_tables(run: Assembly) -> int:
+    """The number of pieces of embedding and head in files; 1 if they are not there."""
+    tables = InFiles((run.plan.master[OUTER], run.plan.moments[OUTER])).stacks
+    return tables[0].layers if tables else 1
 
 
 def matrix_layers_together(run: Assembly, t: TensorOnGpu) -> int:

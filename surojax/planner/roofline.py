@@ -8,7 +8,8 @@ other:
 * The host link copies the bytes of its lanes (`traffic.copied_bytes`). Directions slow each other by `Rates.duplex`.
   In a pass that updates layers, nothing hides the first and the last layer of each lane.
 * The disks of a machine read and write what its lanes have in files, one direction at a time, beside all else but the
-  first layer that a pass reads and the last one that it writes (file_time.py).
+  first layer that a pass reads and the last one that it writes (file_time.py). The state of embedding and head there
+  is updated before the layers, while nothing else happens.
 * The link between GPUs has the collectives of its lanes and of its blocks (step_collectives.py). GPUs without a link
   of their own share PCI Express between them and host copies, and all share host memory (timeline.py).
 * The chain has products and passes over activations (products.py), copies of what was fetched into the loop's carry,
@@ -88,6 +89,7 @@ class StepWork:
     update_bytes: float  # in device memory
     layer_bytes: int  # of the blocks' weights in the device memory of a GPU while they are computed
     sizes: Mapping[str, float]  # of rows of the placement table, in whichever memory, without outer layers' gradients
+    tables: Mapping[str, float]  # what embedding and head have of these
     slots: int  # microbatches whose residuals a stage has room for; 1: those of a group
     updated: float  # the part of the weights that an update writes
     disks: Disks  # what this GPU has of its machine's
@@ -134,6 +136,7 @@ def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows, disks: Dis
         update_bytes=2 * (stored["master"] + stored["moments"]) + stored["grads"] + updated * stored["weights"],
         layer_bytes=itemsize(run, "weights") * sum(t.size for t in layer_sizes.blocks(run)),
         sizes=stored,
+        tables={row: float(layer_sizes.outer_state(run, row)) for row in ("master", "moments")},
         slots=layer_sizes.slots(run, batch.microbatches) if stages > 1 else 1,
         updated=updated,
         disks=disks.shared_by(gpu.in_a_machine(run.mesh.size)),
@@ -186,6 +189,8 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
     in_files = {row: round(moved[row]) for row in stored.files}
     kept = kept_in_memory(stored.in_memory, in_files)
     in_files = {row: size - kept[row] for row, size in in_files.items()}
+    of_tables = {row: min(size, work.tables.get(row, 0.0)) for row, size in in_files.items()}  # kept after the layers
+    in_files = {row: size - of_tables[row] for row, size in in_files.items()}
     seconds = {"forward": 0.0, "head": work.microbatches * (work.head + sent["vocabulary"])}
     engine = dataclasses.replace(work.engine, overlap_update=stored.overlaps)
     for step_pass, times in passes.passes_of_step(engine, work.fetches):
@@ -193,6 +198,8 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
         on_link = _seconds(work, step_pass, times, moved, resident if moved.get("weights") else 0.0)
         on_disk, ends = _disk_seconds(work, step_pass, times, in_files)
         seconds[name] = max(on_link, on_disk) + ends
+        if step_pass.updates:  # before the pass, where nothing hides them
+            seconds[name] += work.disks.seconds(sum(of_tables.values()), sum(of_tables.values()))
     return seconds | {"between": sent["once"] + sent["ticks"]}
 
 

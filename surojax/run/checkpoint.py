@@ -36,6 +36,7 @@ from surojax.run.on_disk import FOLDER, Translate, find, is_held, list_files
 from surojax.step.by_host import by_host
 from surojax.step.state import TrainState
 
+TABLE_CHUNK = 256 << 20  # most bytes of a chunk of embedding and head
 WRITE_TIMEOUT_S = 24 * 3600  # orbax's default is 20 minutes, and a terabyte takes longer
 
 
@@ -159,7 +160,8 @@ def _item_handlers() -> dict[str, ocp.CheckpointHandler]:
 
 
 class _FileHandler(type_handlers.NumpyHandler):
-    """Writes an `InFile` in the format of an array, one layer at a time; each process the parts that it stores first.
+    """Writes an `InFile` in the format of an array, one layer or piece at a time; each process the parts that it stores
+    first.
 
     The next update of the file waits until the last layer has been read.
     """
@@ -181,7 +183,7 @@ class _FileHandler(type_handlers.NumpyHandler):
             info,
             use_ocdbt=info.is_ocdbt_checkpoint,
             global_shape=file.shape,
-            local_shape=(file.shape[0], *part_shape(file)),
+            local_shape=file.local_shape,
             dtype=file.dtype,
             process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
             arg=options,
@@ -189,18 +191,19 @@ class _FileHandler(type_handlers.NumpyHandler):
         array: Any = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
 
         def write(l: int, stored) -> None:
-            for index, piece in file.first_pieces(l, stored):
-                array[l, *index].write(piece).result()
+            for index, values in file.first_pieces(l, stored):
+                array[index].write(values).result()
 
         await asyncio.to_thread(by_host, file.own_entries, file.read, lambda l, stored: stored, write)
 
 
 def _by_layer(tree):
-    """Returns orbax's options for saving: stacks of layers are stored in chunks of one layer (of one shard)."""
+    """Returns orbax's options for saving: stacks of layers are stored in chunks of one layer (of one shard), tables in
+    chunks of rows, which may be written and read in pieces."""
 
     def options(path, x):
         if name_of(path[:1]) == OUTER:
-            return ocp.SaveArgs()
+            return ocp.SaveArgs(chunk_byte_size=TABLE_CHUNK, shard_axes=(0,))
         return ocp.SaveArgs(chunk_byte_size=math.prod(part_shape(x)) * x.dtype.itemsize, shard_axes=(0,))
 
     return jax.tree_util.tree_map_with_path(options, tree)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.memory.host import move, read
-from surojax.memory.in_file import InFiles, only_layer
+from surojax.memory.in_file import InFile, InFiles, only_layer
 from surojax.placement.home import DEVICE
 from surojax.placement.param import OUTER
 from surojax.step.by_host import by_host
@@ -31,7 +31,7 @@ def checksums(**trees) -> tuple[dict[str, int], list[str]]:
 
     # One program at a time: several with collectives in flight can block each other on virtual CPU devices.
     of_memory = map(fetch, in_files.in_memory(named), in_files.in_memory(trees))
-    found = in_files.joined(of_memory, _checksums_of_files(in_files, in_files.files(trees)))
+    found = in_files.joined(of_memory, map(_checksum_of_file, in_files.files(trees)))
     names = jax.tree.leaves(named)
     sums, finite = zip(*jax.tree.structure(trees).flatten_up_to(found), strict=True)
     bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
@@ -57,24 +57,34 @@ def _checksum(x: jax.Array, *, stacked: bool):
     return _checksum_part(move(x, DEVICE.space), 0)
 
 
-def _checksums_of_files(in_files: InFiles, files: list) -> list[tuple[int, bool]]:
-    """Returns what `_checksum` returns, for stacks in files; one layer at a time is on the devices."""
-    found = [(0, True)] * len(files)
+def _checksum_of_file(file: InFile) -> tuple[int, bool]:
+    """Returns what `_checksum` returns, for a stack or a table in a file; one layer or piece at a time is on the
+    devices."""
+    files = InFiles(file)
+    blocks, between = file.blocks
+    found = [0, True]
 
-    def checksums_of_layer(l: int, rounds: list[jax.Array]) -> None:
-        for i, (x, file) in enumerate(zip(rounds, files, strict=True)):
-            part = _checksum_of_layer(x, np.uint32(l), shape=file.shape, sharding=file.layer_sharding(DEVICE))
-            total, finite = jax.device_get(part)
-            found[i] = ((found[i][0] + int(total)) % 2**32, found[i][1] and bool(finite))
+    def add_layer(l: int, rounds: list[jax.Array]) -> None:
+        start = np.uint32(file.first_element(l) % 2**32)
+        sharding = file.layer_sharding(DEVICE)
+        part = _checksum_of_layer(rounds[0], start, blocks=blocks, between=between, sharding=sharding)
+        total, finite = jax.device_get(part)
+        found[:] = (found[0] + int(total)) % 2**32, found[1] and bool(finite)
 
-    by_host(range(in_files.store.num_layers), lambda l: in_files.read([l]), checksums_of_layer)
-    return found
+    by_host(range(file.layers), lambda l: files.read([l]), add_layer)
+    return found[0], found[1]
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "sharding"))
-def _checksum_of_layer(x: jax.Array, l, *, shape: tuple[int, ...], sharding: jax.NamedSharding):
-    """The part of `_checksum` of layer l of a stack of this shape; x: the round that it was read in."""
-    return _checksum_part(only_layer(x, sharding), _first_word(shape, l))
+@functools.partial(jax.jit, static_argnames=("blocks", "between", "sharding"))
+def _checksum_of_layer(x: jax.Array, start, *, blocks: int, between: int, sharding: jax.NamedSharding):
+    """The part of `_checksum` of a layer, or piece, from the round that it was read in.
+
+    start: index of its first word. It is in so many blocks in the array, with as many words from one to the next.
+    """
+    layer = only_layer(x, sharding)
+    if blocks == 1:
+        return _checksum_part(layer, start)
+    return _checksum_part(layer.reshape(blocks, -1, *layer.shape[1:]), start, between)
 
 
 def _first_word(shape: tuple[int, ...], l):
@@ -82,12 +92,16 @@ def _first_word(shape: tuple[int, ...], l):
     return jnp.uint32(l) * jnp.uint32(math.prod(shape[1:]) % 2**32)
 
 
-def _checksum_part(x: jax.Array, start):
-    """Returns (the part of the sum from the words of x, whose first word has index `start`; whether x is finite)."""
+def _checksum_part(x: jax.Array, start, between: int | None = None):
+    """Returns (the part of the sum from the words of x, whose first word has index `start`; whether x is finite).
+
+    between: words from one entry of x to the next in the array; None: x is all of it.
+    """
     words = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     index = jnp.full(x.shape, start, jnp.uint32)
     stride = 1
     for d in reversed(range(x.ndim)):
-        index += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
+        words_between = stride if d or between is None else between
+        index += jnp.uint32(words_between % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
         stride *= x.shape[d]
     return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32), jnp.isfinite(x).all()

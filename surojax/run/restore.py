@@ -22,7 +22,7 @@ import tensorstore as ts
 
 from surojax.errors import CheckpointError
 from surojax.memory.host import put
-from surojax.memory.in_file import InFiles, home_of
+from surojax.memory.in_file import InFile, InFiles, TableInFile, home_of
 from surojax.memory.layer_file import THREADS
 from surojax.optim.adamw8bit import Moments8bit
 from surojax.optim.reblock import reblocked
@@ -111,21 +111,29 @@ def _load(path: Path, items: dict, meta: dict[str, Any], layers: dict[str, int])
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
         names = jax.tree_util.tree_map_with_path(lambda keys, _: name_of(keys), plan)
-        _load_files(path / name, in_files.files(names), files)
+        named = list(zip(in_files.files(names), files, strict=True))
+        for kind in (InFile, TableInFile):  # as many layers as pieces are read together
+            _load_files(path / name, [(x, file) for x, file in named if type(file) is kind])
         loaded[name] = in_files.joined(in_files.in_memory(arrays), files)
     return loaded
 
 
-def _load_files(item: Path, names: list[str], files: list) -> None:
-    """Copies stacks of an item to their files, a layer of all of them at a time, or the layers of the largest chunk."""
-    if not files:
+def _load_files(item: Path, named: list[tuple[str, InFile]]) -> None:
+    """Copies stacks of an item to their files, a layer of all of them at a time, or the layers of the largest chunk.
+
+    named: (name, file), all stacks of layers, or all tables, of which a piece is copied at a time.
+    """
+    if not named:
         return
-    arrays = [_stored_array(item, name) for name in names]
-    layers = files[0].store.num_layers
-    for name, array, file in zip(names, arrays, files, strict=True):
-        if array.shape[0] < layers or array.shape[1:] != file.shape[1:]:
+    files = [file for _, file in named]
+    arrays = [_stored_array(item, name) for name, _ in named]
+    layers = files[0].layers
+    are_tables = isinstance(files[0], TableInFile)
+    for (name, file), array in zip(named, arrays, strict=True):
+        too_few = array.shape[0] != file.shape[0] if are_tables else array.shape[0] < layers
+        if too_few or array.shape[1:] != file.shape[1:]:
             raise ValueError(f"{item.name}/{name}: expected shape {file.shape}, got {array.shape}")
-    of_chunk = max(array.chunk_layout.read_chunk.shape[0] for array in arrays)
+    of_chunk = 1 if are_tables else max(array.chunk_layout.read_chunk.shape[0] for array in arrays)
 
     def read(start: int) -> list:
         numbers = range(start, min(start + of_chunk, layers))

@@ -1,7 +1,8 @@
 """The state that a file with two slots keeps complete: its layers, and shards of what is in memory (memory/slots.py).
 
 Work weights are not kept, since they are master weights cast, nor gradients and residuals, which a step makes anew. So
-what is in memory is the state of the outer layers and the history of delayed scales.
+what is in memory is the state of the final norm, and of embedding and head unless that is in files, and the history of
+delayed scales.
 """
 
 import math

@@ -1,7 +1,8 @@
 """A training step with tensor classes in a file on NVMe.
 
 The step has a program for the gradients, or programs of a layer for them (layer_gradients.py), and one for the update
-of a layer, which the host runs for one layer after another (by_host.py).
+of a layer, which the host runs for one layer after another (by_host.py). Embedding and head are updated before the
+layers are; if their state is in files, in pieces (tables.py).
 
 The stages of `pp` update a layer each at a time, in a round: layer l of every stage's stacks. The last rounds may have
 none of the last stage, whose padding there (step/padding.py) is zeros before and after.
@@ -31,12 +32,13 @@ from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_metrics import metrics_of
 from surojax.step.step_parts import Program, StepParts
+from surojax.step.tables import Tables, planned_gradients, without_tables
 from surojax.step.update import as_trees
 from surojax.step.work_weights import WorkWeights
 
 
 class WholeGradients:
-    """The gradients of all layers by one program, which also updates the outer layers.
+    """The gradients of all layers by one program, which also updates the outer layers, but for tables in files.
 
     Accumulators are stacks in memory, part of `update_inputs`.
     """
@@ -46,6 +48,7 @@ class WholeGradients:
         (self.segment,) = step.engine.model.segments
         grads = step.planned_gradients(self.segment.name)
         self.update_inputs = {"grads": grads, "scalars": step.planned_scalars(), "l": step.plan.step}
+        self.of_tables = planned_gradients(step)
         self.program: Any = self._program()
 
     def __call__(self, *arguments):
@@ -105,22 +108,24 @@ class WholeGradients:
             largest = update.largest_in_layer(gradients.grads)
             outer = update.outer(outer, gradients.grads[OUTER], scalars, largest=largest)
             update_inputs = {"grads": gradients.grads[self.segment.name], "scalars": scalars, "l": jnp.int32(0)}
-            return outer, step + 1, gradients.history, metrics_of(gradients, scalars["lr"]), update_inputs
+            of_tables = part_of(gradients.grads[OUTER], self.of_tables)
+            return outer, step + 1, gradients.history, metrics_of(gradients, scalars["lr"]), update_inputs, of_tables
 
-        donated = (section(plan, OUTER), plan.step, plan.history)
+        donated = (without_tables(section(plan, OUTER)), plan.step, plan.history)
         arguments = (*donated, plan.weights[self.segment.name])
-        results = (*donated, self.step.metrics, self.update_inputs)
+        results = (*donated, self.step.metrics, self.update_inputs, self.of_tables)
         return self.step.program(per_device, arguments, results, donated=(0, 1, 2))
 
 
 class PendingUpdate(NamedTuple):
-    """A training state whose outer layers are updated and whose other layers are not yet.
+    """A training state whose outer layers are updated, but for tables in files, and whose other layers are not yet.
 
-    update_inputs: see `FileStep`. step: the number of the update.
+    update_inputs, of_tables: see `FileStep`. step: the number of the update.
     """
 
     state: TrainState
     update_inputs: dict[str, Any]
+    of_tables: dict[str, jax.Array]
     step: int
 
 
@@ -135,11 +140,13 @@ class FileStep:
     """The step of `train_step.make_train_step` with tensor classes in files; it has several programs.
 
     gradients: (outer state, step, history, block weights, *batch) -> (outer state, step, history, metrics,
-    update_inputs). It computes the gradients of all layers and updates the outer layers: `WholeGradients` by one
-    program; `LayerGradients` by programs of a layer, and it takes `UpdatingRounds` in place of block weights, too.
-    batch: see `Engine.batch_arrays`.
+    update_inputs, of_tables). It computes the gradients of all layers and updates the outer layers, but for `tables`:
+    `WholeGradients` by one program; `LayerGradients` by programs of a layer, and it takes `UpdatingRounds` in place of
+    block weights, too. batch: see `Engine.batch_arrays`.
 
     update_inputs: {"grads", "scalars", "l"}, the inputs that the update of each layer needs; l starts at 0.
+
+    tables: those of embedding and head whose state is in files. of_tables: their gradients.
 
     updates: one program for each of the parts of the work weights that are trained (`WorkWeights`): (work weights,
     stacks, layer, gradients, update_inputs) -> (work weights, stacks, (layer, work weights for files), l + 1). It runs
@@ -169,6 +176,7 @@ class FileStep:
         self.weights = WorkWeights(part_of(weights, self._section(plan).master), self.stages)
         read = self.state.planned_round(HOST), gradients.planned_grads()
         self.arriving, self.early = on_their_way(read, step.engine.table.device_memory)
+        self.tables = Tables(step)
         self.updates: list[Any] = [self._update(number) for number in range(len(self.weights.parts))]
         self._planned: list[Program] = []  # `programs`, once the step is lowered
 
@@ -181,20 +189,21 @@ class FileStep:
         late = None
         if isinstance(state, PendingUpdate):
             late = UpdatingRounds(self, state)
-            state = state.state
+            state = late.state
         number = int(jax.device_get(state.step)) + 1
-        layers = self._section(state)
-        results = self.gradients(section(state, OUTER), state.step, state.history, late or layers.weights, *batch)
-        outer, steps_done, history, metrics, update_inputs = results
+        layers, outer = self._section(state), section(state, OUTER)
+        arguments = without_tables(outer), state.step, state.history, late or layers.weights, *batch
+        updated, steps_done, history, metrics, update_inputs, of_tables = self.gradients(*arguments)
+        outer = TensorState(*map(with_part, outer, updated))
         sections = {self.segment.name: late.section() if late else layers, OUTER: outer}
-        pending = PendingUpdate(from_sections(steps_done, sections, history), update_inputs, number)
+        pending = PendingUpdate(from_sections(steps_done, sections, history), update_inputs, of_tables, number)
         return pending if self.step.engine.overlap_update else self.finish(pending), metrics
 
     def finish(self, pending: PendingUpdate) -> TrainState:
         """The state with its last update applied; its state is donated. Raises NvmeError."""
         layers = UpdatingRounds(self, pending)
         layers.over_all(layers.update, layers.write)
-        state = pending.state
+        state = layers.state
         sections = {self.segment.name: layers.section(), OUTER: section(state, OUTER)}
         return from_sections(state.step, sections, state.history)
 
@@ -220,7 +229,9 @@ class FileStep:
             gradients = [x._replace(others=(x.others, most), read=0) if x.name == "forward" else x for x in gradients]
         else:  # the first layer is read while gradients are computed
             gradients = [x._replace(others=(x.others, early, self.early)) for x in gradients]
-        return [self._with_state(x) for x in (*gradients, *updates)]
+        grads = self.gradients
+        of_layers = grads.others_of_update(), grads.planned_grads(), grads.update_inputs["grads"]
+        return [self._with_state(x) for x in (*gradients, *self.tables.programs(of_layers), *updates)]
 
     def _with_state(self, program: Program) -> Program:
         """Adds the planned state that is no argument of this program to its other arrays in memory."""
@@ -232,34 +243,37 @@ class FileStep:
         """The step with all programs lowered. plan: the one that the step was made from."""
         assert jax.tree.structure(plan) == jax.tree.structure(self.plan), "a step is lowered for its own plan"
         gradients = self.gradients.lowered(*self._arguments_of_gradients(batch))
-        lowered = self._with(gradients, [x.lower(*self._arguments(number)) for number, x in enumerate(self.updates)])
+        updates = [x.lower(*self._arguments(number)) for number, x in enumerate(self.updates)]
+        lowered = self._with(gradients, self.tables.lowered(), updates)
         lowered._planned = self.programs(*batch)
         return lowered
 
     def compile(self, compiler_options=None) -> "FileStep":
         """The lowered step, compiled."""
         updates = [update.compile(compiler_options) for update in self.updates]
-        return self._with(self.gradients.compiled(compiler_options), updates)
+        return self._with(self.gradients.compiled(compiler_options), self.tables.compiled(compiler_options), updates)
 
     def compiled_programs(self) -> list[Program]:
         """All programs of a lowered and compiled step, with planned arrays as arguments."""
-        functions = [*self.gradients.functions(), *self.updates]
+        functions = [*self.gradients.functions(), *self.tables.functions(), *self.updates]
         return [x._replace(function=function) for x, function in zip(self._planned, functions, strict=True)]
 
     def memory_analysis(self) -> None:
         """None, because a step of several programs has no single answer: ask each of `programs`."""
 
-    def _with(self, gradients, updates: list) -> "FileStep":
+    def _with(self, gradients, tables: Tables, updates: list) -> "FileStep":
         """A copy of this step with these programs."""
         step = copy.copy(self)
         step.gradients = gradients
+        step.tables = tables
         step.updates = updates
         return step
 
     def _arguments_of_gradients(self, batch: tuple) -> tuple:
         """The planned arguments of `gradients`."""
         plan = self.plan
-        return section(plan, OUTER), plan.step, plan.history, self._section(plan).weights, *batch
+        outer = without_tables(section(plan, OUTER))
+        return outer, plan.step, plan.history, self._section(plan).weights, *batch
 
     def _update(self, number: int):
         """The jitted program of `updates` for the layers of this part of the work weights."""
@@ -311,21 +325,30 @@ def on_their_way(planned, device_memory: int) -> tuple[Any, list[jax.ShapeDtypeS
 class UpdatingRounds:
     """The layers of a state while the host updates one after another: a round, which is a layer of every stage.
 
-    work: the stacks in memory of each part of the work weights, up to date for the layers before.
+    It begins with the update of the tables in files. state: with all outer layers updated. work: the stacks in memory
+    of each part of the work weights, up to date for the layers before.
     """
 
     def __init__(self, step: FileStep, pending: PendingUpdate):
+        """Raises NvmeError."""
         self.step = step
         self.number = pending.step
-        self.state = pending.state
         self.layers = section(pending.state, step.segment.name)  # as before the update
         self.inputs = dict(pending.update_inputs)
+        step.store.begin_update(self.number)
+        self.state = self._with_tables(pending)
         self.stacks = step.state.in_memory((self.layers.master, self.layers.moments))
         self.work = step.weights.in_memory(part_of(self.layers.weights, self.layers.master))
 
+    def _with_tables(self, pending: PendingUpdate) -> TrainState:
+        """The state with the tables in files updated."""
+        state = pending.state
+        outer = section(state, OUTER)
+        outer = self.step.tables.updated(outer, pending.of_tables, self.inputs["scalars"], self.inputs["l"])
+        return from_sections(state.step, {self.step.segment.name: self.layers, OUTER: outer}, state.history)
+
     def over_all(self, compute: Callable[[int, Any], Any], write: Callable[[int, Any], None]) -> None:
         """A pass over all layers that updates them, see `by_host`; `read` reads. Raises NvmeError."""
-        self.step.store.begin_update(self.number)
         by_host(range(self.step.rounds), self.read, compute, write)
         self.step.store.end_update(self.number, self.kept)
 

@@ -7,7 +7,7 @@ between the two they rest where the placement table says, in files too.
     forward,   l in layers       w = fetch(l);  all: save x;  x = block(w, x)
     head                         all:  loss, dx = head(x)
     backward,  l reversed        w = fetch(l);  all: dw, dx = vjp(block)(w, saved x)(dx);  sums += dw;  push(l, sums)
-    finish                       all:  push(embedding, dx);  the global norm, and the update of the outer layers
+    finish                       all:  push(embedding, dx);  the global norm, and the update of outer layers in memory
 
 It is the step of engine.py with all microbatches in one group, in the same order, and equal to it to the bit. Weights
 are fetched twice a step, and no accumulators are read. The activations of all microbatches are in device memory.
@@ -35,7 +35,7 @@ from surojax.parallel.collectives import Squares, add_up, varying
 from surojax.placement.home import HOST, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import AXES
-from surojax.placement.param import OUTER
+from surojax.placement.param import OUTER, part_of
 from surojax.step.batch import Batch, recipe_inputs_of
 from surojax.step.between import OfDevices, Resting, in_round, in_rounds, of_round
 from surojax.step.blocks import plus_statistics
@@ -49,6 +49,7 @@ from surojax.step.state import TensorState, section
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_metrics import Finite, all_finite, and_activations, and_gradients, metrics_of
 from surojax.step.step_parts import Program, StepParts
+from surojax.step.tables import planned_gradients, without_tables
 from surojax.step.weights import Gather
 from surojax.step.work_weights import WorkWeights
 
@@ -101,6 +102,7 @@ class LayerGradients:
         gradients = jax.tree.leaves(self.planned_grads())
         self.largest = max(math.prod(x.sharding.shard_shape(x.shape)) for x in gradients)
         self.update_inputs = {"grads": (), "scalars": step.planned_scalars(), "l": step.plan.step}
+        self.of_tables = planned_gradients(step)
         self.begin: Any = self._begin()
         kinds = dict.fromkeys(self.kinds)
         self.forward: dict[Any, Any] = {kind: self._forward(*kind) for kind in kinds}
@@ -109,7 +111,8 @@ class LayerGradients:
         self.finish: Any = self._finish()
 
     def __call__(self, outer: TensorState, step, history, weights, *batch):
-        """(outer state, step, history, metrics, update_inputs) after a step's gradients; see `file_step.FileStep`.
+        """(outer state, step, history, metrics, update_inputs, of_tables) after a step's gradients, see
+        `file_step.FileStep`.
 
         outer, step, history: donated. weights: of the segment; or its layers, which the forward pass then updates.
         Raises NvmeError.
@@ -381,12 +384,13 @@ class LayerGradients:
             scalars = update.scalars(step, norm)
             outer = update.outer(outer, grads[OUTER], scalars, largest=self.largest)
             update_inputs = {"grads": (), "scalars": scalars, "l": jnp.int32(0)}
-            return outer, step + 1, history, metrics_of(done, scalars["lr"]), update_inputs
+            of_tables = part_of(grads[OUTER], self.of_tables)
+            return outer, step + 1, history, metrics_of(done, scalars["lr"]), update_inputs, of_tables
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
-        donated = (section(plan, OUTER), plan.step, plan.history)
-        results = (*donated, self.step.metrics, self.update_inputs)
+        donated = (without_tables(section(plan, OUTER)), plan.step, plan.history)
+        results = (*donated, self.step.metrics, self.update_inputs, self.of_tables)
         return self.step.program(per_device, (*donated, any_of(), any_of(), any_of()), results, donated=(0, 1, 2))
 
     def functions(self) -> list:
@@ -440,6 +444,6 @@ def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | N
         plan = step.plan
         arrays = step.engine.planned_batch(batch, batch_sharding(plan.step.sharding.mesh))
         name = gradients.segment.name
-        gradients.programs(section(plan, OUTER), plan.step, plan.history, plan.weights[name], *arrays)
+        gradients.programs(without_tables(section(plan, OUTER)), plan.step, plan.history, plan.weights[name], *arrays)
         residuals = stacks("residuals", gradients.planned_saved())
     return StacksInFiles(grads, residuals)

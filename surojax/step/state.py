@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.memory.host import join_parts, parts, put, read, write_layer
-from surojax.memory.in_file import InFiles
+from surojax.memory.in_file import InFiles, TableInFile
 from surojax.models.model import Model, Segment
 from surojax.numerics.base_formats import dequantise, is_coded
 from surojax.numerics.quantized import work_copy
 from surojax.optim import optimizer as optim
 from surojax.parallel.feed import from_host
-from surojax.placement.home import DEVICE
+from surojax.placement.home import DEVICE, HOST
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER, base, part_of, trainable, with_part
 from surojax.step import padding
@@ -235,9 +235,34 @@ def work_weights(master, plan: TrainState) -> dict:
             return stacks, in_files.read([l])
 
         weights[name], _ = build_stacks(plan.weights[name], (), layer, inputs)
-    planned = plan.weights[OUTER]
-    outer = jax.jit(lambda x: cast_to_plan(put(x, DEVICE), planned), out_shardings=shardings(planned))
-    return weights | {OUTER: outer(master[OUTER])}
+    return weights | {OUTER: outer_work_weights(master[OUTER], plan.weights[OUTER])}
+
+
+def outer_work_weights(master: dict, plan: dict) -> dict:
+    """Work weights of the outer layers made from their master weights, of a table in a file one piece at a time."""
+
+    def one(name: str):
+        of_master, planned = master[name], plan[name]
+        if not isinstance(of_master, TableInFile):
+            return jax.jit(lambda x: cast_to_plan(put(x, DEVICE), planned), out_shardings=shardings(planned))(of_master)
+        files = InFiles(of_master)
+
+        def add_piece(table, rounds, k):
+            piece = jax.lax.with_sharding_constraint(put(rounds[0][0], DEVICE), of_master.layer_sharding(DEVICE))
+            return of_master.with_piece(table, piece.astype(planned.dtype), k)
+
+        add = jax.jit(add_piece, donate_argnums=0, out_shardings=planned.sharding)
+        table = jax.jit(lambda: jnp.zeros(planned.shape, planned.dtype), out_shardings=planned.sharding)()
+
+        def compute(k: int, rounds: list[jax.Array]) -> None:
+            nonlocal table
+            # On virtual CPU devices several programs with collectives in flight can block each other.
+            table = jax.block_until_ready(add(table, rounds, k))
+
+        by_host(range(of_master.layers), lambda k: files.read([k]), compute)
+        return table
+
+    return {name: one(name) for name in plan}
 
 
 def init_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, seed: int) -> TrainState:
@@ -282,7 +307,7 @@ def load_state(
             return layer
         return with_new_adapters(segment, plan, layer, seed, l)
 
-    planned = initial_plan(plan, OUTER)
+    planned = tables_on_device(initial_plan(plan, OUTER))
     on_device = jax.tree.map(lambda p: p.sharding.with_memory_kind(DEVICE.memory_kind), planned)
     outer = from_host(read_outer(model), on_device)
     return new_state(model, plan, optimizer, inputs, with_adapters, outer, lambda outer: outer)
@@ -311,10 +336,7 @@ def new_state(
         weights, (master, moments) = build_stacks(planned.weights, others, layer, functools.partial(inputs, segment))
         sections[segment.name] = TensorState(weights, master, moments)
 
-    def outer(inputs):
-        return outer_state(model, plan, optimizer, initial_outer(inputs))
-
-    sections[OUTER] = jax.jit(outer, out_shardings=shardings(section(plan, OUTER)))(outer_inputs)
+    sections[OUTER] = new_outer_state(model, section(plan, OUTER), optimizer, initial_outer, outer_inputs)
     step = from_host(np.int32(0), plan.step.sharding)
     return from_sections(step, sections, from_host(new_history(plan), shardings(plan.history)))
 
@@ -380,7 +402,48 @@ def with_new_adapters(segment: Segment, plan: TrainState, layer, seed, l):
     return segment.with_adapters(layer, seed, l, numbers)
 
 
-def outer_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, initial) -> TensorState:
-    """The TensorState of the outer layers with these initial values."""
-    master, moments = new_master(optimizer, model.outer_params, initial, plan.master[OUTER])
-    return TensorState(cast_to_plan(with_part(initial, master), plan.weights[OUTER]), master, moments)
+def new_outer_state(model: Model, plan: TensorState, optimizer: optim.Optimizer, initial: Callable, inputs):
+    """The TensorState of the outer layers before the first step; tables in files are written a piece at a time.
+
+    initial: inputs -> initial values, inside `jit`.
+    """
+    params = model.outer_params
+    in_files = InFiles((plan.master, plan.moments))
+    tables = tables_in_files(plan)
+    on_device = tables_on_device(plan.master)
+
+    def in_memory(inputs):
+        values = initial(inputs)
+        master, moments = new_master(optimizer, params, values, on_device)
+        weights = cast_to_plan(with_part(values, master), plan.weights)
+        return weights, in_files.in_memory((master, moments)), {name: master[name] for name in tables}
+
+    def pieces(master, k):
+        of_tables = {name: plan.master[name] for name in tables}, {name: plan.moments[name] for name in tables}
+        new = new_master(optimizer, {name: params[name] for name in tables}, master, part_of(on_device, master))
+        files = InFiles(of_tables)
+        pairs = zip(files.stacks, files.files(new), strict=True)
+        return [file.piece_of(x, k) for file, x in pairs if isinstance(file, TableInFile)]
+
+    planned = plan.weights, in_files.in_memory((plan.master, plan.moments)), part_of(on_device, dict.fromkeys(tables))
+    weights, arrays, of_tables = jax.jit(in_memory, out_shardings=shardings(planned))(inputs)
+    if in_files.stacks:
+        program = jax.jit(pieces, out_shardings=[x.sharding for x in in_files.planned_round(HOST)])
+        number = in_files.stacks[0].layers
+
+        def compute(k: int, _: None) -> list[jax.Array]:
+            return jax.block_until_ready(program(of_tables, k))
+
+        by_host(range(number), lambda k: None, compute, lambda k, rounds: in_files.write([k], rounds))
+    master, moments = in_files.joined(arrays, in_files.stacks)
+    return TensorState(weights, master, moments)
+
+
+def tables_on_device(plan: dict) -> dict:
+    """A plan of outer layers with tables on the devices in place of those in files."""
+    return jax.tree.map(lambda x: x.planned_table if isinstance(x, TableInFile) else x, plan)
+
+
+def tables_in_files(outer: TensorState) -> list[str]:
+    """Names of the outer layers, in a plan or a state, of whose master weights or moments any are in files."""
+    return [name for name in outer.master if InFiles((outer.master[name], outer.moments[name])).stacks]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from surojax.errors import ConfigError
 from surojax.memory.host import join_parts
-from surojax.memory.in_file import InFile, home_of
+from surojax.memory.in_file import InFile, TableInFile, home_of
 from surojax.memory.layer_file import Store
 from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, quantized
@@ -23,8 +23,9 @@ from surojax.parallel.schedule import layers_of_stage, stacked_layers
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.layout import Layout, Layouts, stacked
 from surojax.placement.mesh import pipeline_stages
-from surojax.placement.param import OUTER, Kind, Param, trainable
+from surojax.placement.param import OUTER, VOCABULARY, Kind, Param, trainable
 from surojax.placement.table import Mesh, Placement, has_format
+from surojax.sizes import row_parts
 from surojax.step.state import TrainState
 
 
@@ -214,8 +215,28 @@ class StatePlanner:
         return jax.tree.map(one, segment.trained_params, self.layouts.grads[segment.name])
 
     def _outer_array(self, row: str, shape, dtype, layout: Layout):
-        """A planned array of the outer layers, in the memory of its layout whatever its row."""
+        """A planned array of the outer layers, in the memory of its layout whatever its row, or in the file."""
+        if layout.home.in_file:
+            sharding = jax.NamedSharding(self.mesh, layout.stored)
+            return TableInFile(self.store, row, shape, dtype, sharding, self.pieces)
         return self.array(shape, dtype, layout.stored, layout.home)
+
+    @functools.cached_property
+    def pieces(self) -> int:
+        """The number of pieces of tables in files. None has more elements than the largest tensor of a layer."""
+
+        def shard(param: Param, layout: Layout) -> tuple[int, ...]:
+            return jax.NamedSharding(self.mesh, layout.stored).shard_shape(param.shape)
+
+        layouts = self.layouts.master
+        of_layers = [
+            shard(param, layout)
+            for segment in self.model.segments
+            for param, layout in _leaves(segment.trained_params, layouts[segment.name])
+        ]
+        outer = _leaves(trainable(self.model.outer_params), layouts[OUTER])
+        tables = [shard(param, layout) for param, layout in outer if param.axes[:1] == (VOCABULARY,)]
+        return row_parts(tables[0][0], max(map(math.prod, tables)), max(map(math.prod, of_layers)))
 
     def outer_state(self):
         """Plans (master weights, moments) of the outer layers' trained parameters."""
@@ -253,6 +274,11 @@ class StatePlanner:
             jax.tree.map(master, params, layouts),
             jax.tree.map(moments, params, layouts, self.layouts.moments[section]),
         )
+
+
+def _leaves(params: dict, layouts: dict) -> list[tuple[Param, Layout]]:
+    """(param, layout) for each parameter of a section."""
+    return list(zip(jax.tree.leaves(params), jax.tree.leaves(layouts), strict=True))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,7 +19,7 @@ from surojax.parallel import collectives
 from surojax.parallel.collectives import varying
 from surojax.placement.layout import Layout
 from surojax.placement.param import OUTER, Kind, Param, part_of, with_part
-from surojax.sizes import divisor
+from surojax.sizes import row_parts
 from surojax.step import passes
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine
@@ -267,7 +267,7 @@ def update_in_parts(tensor: Tensor, scalars: Scalars, lanes: dict[str, Lane], la
     """Updates an outer tensor in groups of rows with at most `largest` elements each."""
     weights, master, moments = tensor.state
     rows = master.shape[0]
-    n = 1 if tensor.param.kind is Kind.VECTOR else divisor(rows, -(-master.size // largest))
+    n = 1 if tensor.param.kind is Kind.VECTOR else row_parts(rows, master.size, largest)
 
     def split(x):
         return x.reshape(n, -1, *x.shape[1:])
