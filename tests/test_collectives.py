@@ -175,7 +175,7 @@ def test_the_norm_is_added_up_in_float32():
 @pytest.mark.parametrize(
     "devices, placed",
     quick_at([(4, {"zero_level": 1, "replicate": 4, "shard_gradients": False})]),
-    ids=["8-zero2", "2x4-zero3", "4x1"],
+    ids=["4x1"],
 )
 def test_gradients_by_all_to_all_equal_those_of_the_plain_model(devices, placed):
     batch, loss, grads = reference(CONFIG)

@@ -96,7 +96,7 @@ def without_padding(sections: dict, config) -> dict:
 @pytest.mark.parametrize(
     "placed",
     [{"pp_size": 4, "zero_level": 3, **ONE_BACK}],
-    ids=["pp4", "allgather"],
+    ids=["pp4"],
 )
 @pytest.mark.full
 def test_documents_end_at_any_place_of_a_stages_part(placed):
