@@ -203,7 +203,7 @@ def _by_layer(tree):
 
     def options(path, x):
         if name_of(path[:1]) == OUTER:
-            return ocp.SaveArgs(chunk_byte_size=TABLE_CHUNK, shard_axes=(0,))
+            return ocp.SaveArgs(chunk_byte_size=TABLE_CHUNK, shard_axes=(0,) if x.shape else ())
         return ocp.SaveArgs(chunk_byte_size=math.prod(part_shape(x)) * x.dtype.itemsize, shard_axes=(0,))
 
     return jax.tree_util.tree_map_with_path(options, tree)
