@@ -137,7 +137,7 @@ def test_a_group_sends_what_the_planner_says():
     small = Small(2, tp_size=2, config=SCORER)
     run = dataclasses.replace(small.run, engine=dataclasses.replace(small.engine, objective=OBJECTIVE))
     text = run.train_step().lower(run.plan, *small.put(batch())).compile().as_text()
-    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse(text), 1)], small.mesh.shape)}
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives([(hlo.parse_module(text), 1)], small.mesh.shape)}
     expected = step_collectives.collective_bytes(run, traffic.BatchShape(sequences=B, sequence_len=S, microbatches=A))
     assert found.pop(("all-reduce", "tp")) == pytest.approx(expected.pop(("all-reduce", "tp")), abs=4 * 64)  # scalars
     assert found == expected
