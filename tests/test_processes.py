@@ -215,7 +215,7 @@ import jax.numpy as jnp
 from surojax.parallel.collectives import device_number
 from surojax.step import blocks
 
-plain = blocks.recomputed
+plain = blocks.recomputing_segment
 
 def breaks(segment):
     segment = plain(segment)
@@ -226,7 +226,7 @@ def breaks(segment):
 
     return dataclasses.replace(segment, block_backward=block_backward)
 
-blocks.recomputed = breaks
+blocks.recomputing_segment = breaks
 """
 
 
@@ -270,14 +270,14 @@ def test_sigterm_to_one_process_while_all_connect_stops_all_after_the_first_step
 WAITS = """
 import argparse, os, time
 from surojax.cluster import hosts
-from surojax.cluster.watch import Watch, together
+from surojax.cluster.watch import Watch, failing_together
 
 parser = argparse.ArgumentParser()
 hosts.add_flags(parser)
 args = parser.parse_args()
 place = hosts.detect_flags(args, os.environ)
 names = hosts.connect(place, os.environ)
-with together(Watch(names, place.process_id, args.heartbeat)):
+with failing_together(Watch(names, place.process_id, args.heartbeat)):
     print("connected to", place.coordinator, flush=True)
     time.sleep(8)
 """
