@@ -62,7 +62,10 @@ def automatic(device: Any = None) -> Literal["mosaic", "xla"]:
 
 
 def runs_kernel(op: str, implementation: Implementation, fits: bool, expected: str, got: Any) -> bool:
-    """Whether the kernel runs. If it does not fit: see `left_to_xla`. expected: "expected ...", inputs that fit."""
+    """Returns True if the kernel runs; `left_to_xla` has what happens if its inputs do not fit.
+
+    expected: "expected ...", the inputs that fit.
+    """
     if choose(op, implementation) == "xla":
         return False
     if not fits:

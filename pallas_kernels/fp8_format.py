@@ -49,7 +49,7 @@ def same_bits(x, dtype):
 
 
 def is_scale(scale) -> bool:
-    """Whether `scale` is an array, float32 []."""
+    """Returns True if `scale` is a float32 array without dimensions."""
     return getattr(scale, "shape", None) == () and getattr(scale, "dtype", None) == f32
 
 
@@ -80,7 +80,7 @@ def as_stored(x8):
 
 
 def has_instructions() -> bool:
-    """Whether the GPU that the program is traced for has instructions for FP8; True for the interpreter."""
+    """Returns True if the GPU that the program is traced for has FP8 instructions, and for the interpreter."""
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]

@@ -436,7 +436,7 @@ def _check(op: str, x, fits: bool, expected: str, name: str = "x", **seeds) -> N
 
 
 def _tiled(op: str, implementation: Implementation, x) -> bool:
-    """Whether a kernel over tiles runs."""
+    """Returns True if the kernel over tiles of ROWS x COLUMNS runs for x `[M, N]`."""
     fits = x.shape[0] % ROWS == x.shape[1] % COLUMNS == 0 and x.size < elementwise.LARGEST
     needs = f"expected other sizes: the kernel needs M in multiples of {ROWS}, N of {COLUMNS}, M N below 2^31"
     return dispatch.runs_kernel(op, implementation, fits, needs, x.shape)

@@ -1,6 +1,6 @@
-"""Rows of settings drawn by a seed, in which each two choices that the table of refusals allows meet.
+"""Draws rows of settings by a seed, such that as many pairs of choices as possible meet that nothing refuses.
 
-A list by hand has the combinations that its author thought of. `pytest --drawn-by N` draws others.
+A list by hand has the combinations that its author thought of. `pytest --drawn-by SEED` draws other rows.
 """
 
 import functools
@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from surojax.config import Config, checks
-from surojax.config.fields import DEFAULTS, default_config
+from surojax.config.fields import DEFAULTS, default_config, mesh_sizes
 from surojax.errors import ConfigError
+from surojax.placement.mesh import abstract_mesh, shards
 from surojax.refusals.refusal import refused
 
 type Choices = Mapping[str, Mapping[str, Mapping[str, Any]]]  # {part: {choice: {field of the config: value}}}
 type Row = dict[str, str]  # {part: choice}
 
-TRIES = 3  # rows that are begun with pairs which none has yet, of which the one with the most of them is taken
-STEPS = 60
+TRIES = 3  # rows begun with a new pair of choices; the row with the most new pairs is taken
+STEPS = 60  # choices that are drawn again before a pair is given up
 
 
 def fields_of(choices: Choices, row: Row) -> dict[str, Any]:
@@ -33,25 +34,24 @@ def config_of(fields: Mapping[str, Any]) -> Config:
     return c
 
 
-def is_allowed(fields: Mapping[str, Any], num_shards: int) -> bool:
-    """Whether neither the table nor any other check refuses these fields."""
-    if refused({**DEFAULTS, **fields, "num_shards": num_shards}, DEFAULTS, checks.REFUSALS, placed=True):
-        return False
+def is_allowed(fields: Mapping[str, Any]) -> bool:
+    """Returns True if neither the table nor any other check refuses these fields."""
+    c = config_of(fields)
     try:
-        checks.check(config_of(fields))
+        num_shards = shards(_mesh(c.gpus, **mesh_sizes(c)))
+        if refused({**DEFAULTS, **fields, "num_shards": num_shards}, DEFAULTS, checks.REFUSALS, placed=True):
+            return False
+        checks.check(c)
     except ConfigError:
         return False
     return True
 
 
-def shards_of(fields: Mapping[str, Any]) -> int:
-    """The number of devices over which the tensors of a layer are sharded, see placement/mesh.py."""
-    groups = ("dp_replicate_size", "tp_size", "pp_size")
-    return functools.reduce(lambda n, name: n // fields.get(name, 1), groups, fields["gpus"])
+_mesh = functools.cache(abstract_mesh)
 
 
 def drawn(choices: Choices, count: int, seed: int, sizes: Mapping[str, Any]) -> list[Row]:
-    """`count` rows that are allowed, each with many pairs that no row before it has.
+    """Returns `count` allowed rows, each with many pairs of choices that no row before it has.
 
     sizes: fields that are the same in all rows, for the checks. Raises ValueError if no row can be completed.
     """
@@ -83,12 +83,12 @@ def _has(row: Row, pair: Row) -> bool:
 
 
 def _completed(pair: Row, choices: Choices, rng: random.Random, sizes: Mapping[str, Any]) -> Row:
-    """A row with this pair of choices; {} if none of `STEPS` is allowed, each with one other choice drawn again."""
+    """Completes a pair of choices to an allowed row, drawing one other choice again at each step; {} if that fails."""
     others = [part for part in choices if part not in pair]
     row = {part: pair.get(part) or rng.choice([*choices[part]]) for part in choices}
     for _ in range(STEPS):
         fields = {**sizes, **fields_of(choices, row)}
-        if is_allowed(fields, shards_of(fields)):
+        if is_allowed(fields):
             return row
         part = rng.choice(others)
         row[part] = rng.choice([*choices[part]])

@@ -197,7 +197,7 @@ def _rope_scaling(
 
 
 def rope_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> np.ndarray:
-    """What a rotary embedding of the type llama3 divides its frequencies by, [head_dim / 2]."""
+    """Returns the divisors `[head_dim / 2]` of the frequencies of a rotary embedding of type llama3."""
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
     wavelengths_F = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)

@@ -10,7 +10,7 @@ NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_model_name(model_path: str) -> bool:
-    """Whether this may be the name of a model, as owner/name."""
+    """Returns True if model_path may be the name of a model, owner/name."""
     return NAME.fullmatch(model_path) is not None and not model_path.startswith(".")
 
 

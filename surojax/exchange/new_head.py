@@ -11,7 +11,7 @@ from surojax.models.model import Model
 
 
 class WithNewHead(DerivedTensors):
-    """The tensors of a language model, but the head of `model`, which is drawn from the seed as a new model's.
+    """The tensors of a language model with the head of `model`, which is drawn from the seed.
 
     Its `fingerprint` does not depend on the head: an adapter is stored with its own, and belongs to the language model.
 
@@ -42,5 +42,5 @@ class WithNewHead(DerivedTensors):
         """A tensor."""
         if name != self._name:
             return self.base.read(name)
-        draw = jax.jit(lambda: self._model.init_outer(self._seed)[self._model.head])  # of the others nothing is drawn
+        draw = jax.jit(lambda: self._model.init_outer(self._seed)[self._model.head])  # XLA drops the other tensors
         return np.asarray(draw())

@@ -82,7 +82,7 @@ def allocate(tree, homes: Any):
     leaves, structure = jax.tree.flatten(tree)
     leaf_homes = [homes] * len(leaves) if isinstance(homes, Home) else structure.flatten_up_to(homes)
     pairs = zip(leaves, leaf_homes, strict=True)
-    # The sum of a bool, as a router saves them, and a number is an int32.
+    # A bool (routers save some) plus a number would be an int32.
     moved = [put((x + i % 100).astype(x.dtype), home) if home.streamed else x for i, (x, home) in enumerate(pairs)]
     return jax.tree.unflatten(structure, moved)
 

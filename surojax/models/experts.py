@@ -58,7 +58,7 @@ from surojax.placement.param import EXPERTS, ROUTED, Kind
 
 SCORING = ("softmax", SIGMOID := "sigmoid")
 SHARED = "shared"  # the module of shared experts
-SEED = "seed"  # of random numbers, beside the arrays of experts, of which none is called so
+SEED = "seed"  # the name of the seed of random numbers among the arrays of experts
 
 
 class OfExperts(NamedTuple):

@@ -64,7 +64,7 @@ def quantise(x: jax.Array, dtype, block: int | None = None) -> Quantized:
 
 
 def has_one_scale(q) -> bool:
-    """Whether a Quantized has one scale per matrix."""
+    """Returns True if q is a Quantized with one scale for each matrix."""
     return is_quantized(q) and len(q.scales.shape) == len(q.values.shape) - 2
 
 
