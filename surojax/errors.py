@@ -35,8 +35,9 @@ class StepError(RuntimeError):
 
 def _one_line(message: str) -> str:
     line = re.sub(r"\s*[\r\n]\s*", " ", message)
-    half = LONGEST // 2
-    return line if len(line) <= LONGEST else f"{line[:half]} ... {line[-half:]}"
+    gap = " ... "
+    half = (LONGEST - len(gap)) // 2
+    return line if len(line) <= LONGEST else line[:half] + gap + line[-half:]
 
 
 def need(ok: bool, field: str, expected: str, got, change: str) -> None:

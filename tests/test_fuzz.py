@@ -53,7 +53,7 @@ from surojax.data.files import NotText
 from surojax.data.templates import load_template
 from surojax.data.texts import TextFile, text_parts
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
-from surojax.errors import CheckpointError, ConfigError
+from surojax.errors import LONGEST, CheckpointError, ConfigError
 from surojax.exchange import peft
 from surojax.training.setup import set_up
 from surojax.untrusted import read_json
@@ -63,7 +63,6 @@ TINY = str(ROOT / "configs" / "tiny.py")
 CASES = 60  # of each target and of each verb in the suite
 SECONDS = 20.0  # of processor time for a case; that of the child process of `limited` is its own
 MEMORY = 3 << 30  # bytes beyond what the process has when a case begins
-LONGEST = 3000  # characters of an error
 
 # -- What nobody would write ------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ def test_in_a_browser(browser):
     assert exact[:4] == expected
     tokens = data["models"]["llama70b"]["tokens"]
     assert exact[4] == pytest.approx(8 * tokens / expected[3] * 1e3)
-    question = module.studio.question(module.query("llama70b", "h100", *case))
+    question = module.studio_page.question(module.query("llama70b", "h100", *case))
     for line, verb in zip(page.inner_text("#commands").splitlines(), ("plan", "train"), strict=True):
         words = shlex.split(line)
         parser = argparse.ArgumentParser()
