@@ -1,4 +1,4 @@
-"""Labels a data set with a teacher's most likely next tokens, from which a run with objective="distill" learns.
+"""Labels a data set with a teacher's most likely next tokens, or its last hidden states, for objective="distill".
 
     surojax distill --config.model_path=TEACHER --config.data=FILES --config.sequence_len=512 \
         --config.distill_path=FOLDER
@@ -9,11 +9,13 @@ was ended goes on with the first batch that is not in the folder.
 """
 
 import argparse
+import copy
 import dataclasses
+import functools
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -28,7 +30,7 @@ from surojax.config.flags import parse_flags
 from surojax.data import run_data as data
 from surojax.data.batches import padded_batch
 from surojax.data.samples import Samples
-from surojax.data.teacher_labels import Labels, Teacher, claim_folder
+from surojax.data.teacher_labels import Labels, Teacher, claim_folder, write_head
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, need, short_exit_codes
 from surojax.exchange.base import fingerprint
@@ -38,12 +40,14 @@ from surojax.memory.lock import locked
 from surojax.parallel.feed import from_host
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, find_devices, make_mesh
+from surojax.placement.param import OUTER
 from surojax.refusals.refusal import about, refuse
 from surojax.run.console import say
 from surojax.step import train_step
-from surojax.step.distillation import DISTILL, Labelling
-from surojax.step.objective import TEACHER, TEACHER_IDS
+from surojax.step.distillation import DISTILL, Labelling, likely_tokens
+from surojax.step.objective import TEACHER, TEACHER_IDS, TEACHER_STATES
 from surojax.step.objectives import LABELLING
+from surojax.step.teacher_states import last_states
 from surojax.training.initial_state import fresh_state
 from surojax.training.reference import NUMBERS
 
@@ -58,6 +62,10 @@ def distill(config: Config) -> Path:
     """
     c = _frozen(resolved(config))
     checks.check(c)
+    states = c.distill_hidden_size > 0
+    if states:
+        _check_states(c)
+        c.distill_hidden_size = 0  # the teacher itself learns from nobody
     devices = find_devices(c.gpus)
     mesh = make_mesh(devices, **configs.mesh_sizes(c))
     run = from_config(c, mesh, total_steps=1)
@@ -71,19 +79,30 @@ def distill(config: Config) -> Path:
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
     train = data.load_data(entries, settings, tokenizer, eval_batch_size=batch_size, say=say).train
     numbers = json.dumps([fingerprint(initial, run.model), *(c[name] for name in NUMBERS)])
-    about = (numbers, str(c.model_path), tokenizer.name, c.model.vocab_size, c.distill_top_k)
-    folder = claim_folder(c.distill_path, Teacher(*about, float(c.distill_temperature)))
+    about = (numbers, str(c.model_path), tokenizer.name, c.model.vocab_size)
+    if states:
+        teacher = Teacher(*about, 0, 0.0, c.model.hidden_size, c.model_dtype)
+        labelling, names = Labelling(last_states), (TEACHER_STATES,)
+    else:
+        teacher = Teacher(*about, c.distill_top_k, float(c.distill_temperature))
+        labelling = Labelling(functools.partial(likely_tokens, c.distill_top_k, c.distill_temperature))
+        names = (TEACHER_IDS, TEACHER)
+    folder = claim_folder(c.distill_path, teacher)
     with locked(folder / "lock", "distill_path"), nvme.claim(run.store):
-        labels = [Labels.of(folder, samples, c.sequence_len, c.distill_top_k) for samples in train.sources]
+        labels = [Labels.of(folder, samples, c.sequence_len, teacher) for samples in train.sources]
         if not any(one.missing for one in labels):
             say(f"labels: all {len(train):,} samples are labelled in {folder}")
             return folder
-        engine = dataclasses.replace(run.engine, objective=Labelling(c.distill_top_k, c.distill_temperature))
-        labeller = _Labeller(dataclasses.replace(run, engine=engine), mesh, batch_size, c.sequence_len)
+        engine = dataclasses.replace(run.engine, objective=labelling)
+        labeller = _Labeller(dataclasses.replace(run, engine=engine), mesh, batch_size, c.sequence_len, names)
         weights = fresh_state(c, run, initial).weights
+        if states:
+            write_head(folder, np.asarray(jax.device_get(weights[OUTER][run.model.head])))
         for samples, one in zip(train.sources, labels, strict=True):
             labeller(weights, samples, one)
-    say(f"labels: {len(train):,} samples in {folder}; --config.objective=distill --config.distill_path={folder}")
+    flags = f" --config.distill_hidden_size={teacher.hidden_size}" if states else ""
+    flags = f"--config.objective=distill --config.distill_path={folder}{flags}"
+    say(f"labels: {len(train):,} samples in {folder}; {flags}")
     return folder
 
 
@@ -91,15 +110,29 @@ def _frozen(c: Config) -> Config:
     """Returns the config of a teacher, which is not trained: a base with new adapters, which add nothing to it."""
     need(bool(c.distill_path), "distill_path", "a folder for labels", c.distill_path, "name one")
     refuse(configs.flat(c) | {LABELLING: True}, configs.DEFAULTS, about(LABELLING, checks.REFUSALS))
+    c = copy.deepcopy(c)
     c.objective = DISTILL
     c.lora, c.lora_rank, c.lora_target_modules = True, 1, "q_proj"
     return c
 
 
-class _Labeller:
-    """The compiled forward pass of a teacher."""
+def _check_states(c: Config) -> None:
+    """Raises ConfigError if the last hidden states of this teacher cannot be labels."""
+    size = c.model.hidden_size
+    change = f"set it to {size}, or leave it out"
+    need(c.distill_hidden_size == size, "distill_hidden_size", f"the teacher's {size}", c.distill_hidden_size, change)
+    softcap = c.model.final_logit_softcapping
+    change = "leave distill_hidden_size out, so that labels are likely tokens"
+    need(not softcap, "model.final_logit_softcapping", "0 with distill_hidden_size", softcap, change)
 
-    def __init__(self, run: Assembly, mesh: jax.sharding.Mesh, batch_size: int, sequence_len: int):
+
+class _Labeller:
+    """The compiled forward pass of a teacher. names: of the arrays of a label."""
+
+    def __init__(
+        self, run: Assembly, mesh: jax.sharding.Mesh, batch_size: int, sequence_len: int, names: Sequence[str]
+    ):
+        self.names = names
         self.batch_size = batch_size
         self.tokens = sequence_len
         self.arrays = run.engine.batch_arrays
@@ -125,14 +158,14 @@ class _Labeller:
                 rate = done * self.tokens / (said - begun)
                 say(f"labels: {samples.name}: {done:,} of {all_missing:,} samples, {rate:,.0f} tokens/s")
 
-    def _rows(self, weights, samples: Samples, indices: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields ids and log-probabilities of each of these samples."""
+    def _rows(self, weights, samples: Samples, indices: list[int]) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yields the label of each of these samples."""
         each = [indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)]
         batches = (padded_batch(samples, numbers, self.batch_size) for numbers in each)
         on_devices = (tuple(from_host(batch[name], self.sharding) for name in self.arrays) for batch in batches)
         for numbers, (sums, _) in zip(each, train_step.evaluated(self.step, weights, on_devices), strict=True):
-            ids, logprobs = (np.asarray(jax.device_get(sums[name])) for name in (TEACHER_IDS, TEACHER))
-            yield from zip(ids[: len(numbers)], logprobs[: len(numbers)], strict=True)
+            arrays = (np.asarray(jax.device_get(sums[name]))[: len(numbers)] for name in self.names)
+            yield from zip(*arrays, strict=True)
 
 
 def parser() -> argparse.ArgumentParser:

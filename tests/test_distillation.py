@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,47 +20,70 @@ from surojax import convert
 from surojax.config.fields import DEFAULTS, default_config
 from surojax.data import run_data
 from surojax.data.given import NAME, GivenRows
-from surojax.data.teacher_labels import Labels, Teacher, claim_folder
+from surojax.data.samples import Samples
+from surojax.data.teacher_labels import Labels, Teacher, claim_folder, read_teacher, write_head
 from surojax.data.tokenizer import load_tokenizer
 from surojax.distill import distill
 from surojax.errors import ConfigError
 from surojax.inference.forward import hidden
 from surojax.inference.trained_model import load_trained
+from surojax.models.decoder_model import build
 from surojax.placement.layout import batch_sharding
+from surojax.placement.param import OUTER, with_part
 from surojax.step.distillation import NOTHING, Distillation, label
+from surojax.step.teacher_states import TEACHER_HEAD, StateDistillation, with_teacher_head
 from surojax.step.train_step import make_gradients, make_train_step
 from surojax.train import train
 
 A, B, S, V = 2, 8, 16, 64
+E = 24  # channels of a teacher
 ORDER_OF_SUMS = 1e-5  # float32, in another order
 SETTINGS = {
     "forward": Distillation(0.7, 2.0, "forward", V),
     "reverse": Distillation(0.7, 2.0, "reverse", V),
     "forward-8": Distillation(0.3, 1.0, "forward", 8),
     "reverse-8": Distillation(1.0, 0.5, "reverse", 8),
+    "states": StateDistillation(0.7, 2.0, "forward", channels=E),
+    "states-reverse": StateDistillation(0.3, 0.5, "reverse", channels=E),
 }
 REFERENCE = json.loads((Path(__file__).parent / "fixtures" / "distillation_reference.json").read_text())
 
 
 @functools.cache
+def teacher() -> tuple[np.ndarray, np.ndarray]:
+    """Drawn hidden states `[A, B, S, E]`, and a head `[V, E]`."""
+    rng = np.random.default_rng(5)
+    states, head = rng.standard_normal((A, B, S, E)), rng.standard_normal((V, E))
+    return (2 / E**0.5 * states).astype(np.float32), head.astype(np.float32)
+
+
 def teacher_logits() -> np.ndarray:
-    """Drawn logits `[A, B, S, V]`."""
-    return 2 * np.random.default_rng(5).standard_normal((A, B, S, V)).astype(np.float32)
+    """The logits `[A, B, S, V]` of these."""
+    states, head = teacher()
+    return states @ head.T
 
 
 def batch(objective: Distillation) -> list[np.ndarray]:
     """inputs, labels, and what a teacher with these logits says."""
+    if isinstance(objective, StateDistillation):
+        return [*tokens(A, B, S), teacher()[0]]
     ids, logprobs = label(jnp.asarray(teacher_logits().reshape(-1, V)), objective.top_k, objective.temperature)
     return [*tokens(A, B, S), np.asarray(ids).reshape(A, B, S, -1), np.asarray(logprobs).reshape(A, B, S, -1)]
 
 
 def found(objective: Distillation, whole: list[np.ndarray], devices: int = 1, **options):
     """(loss, gradients) of the engine."""
-    small = Small(devices, **options)
+    of_states = isinstance(objective, StateDistillation)
+    model = with_teacher_head(build(CONFIG), E) if of_states else None
+    small = Small(devices, model=model, **options)
     engine = dataclasses.replace(small.engine, objective=objective)
     gradients = make_gradients(engine, small.optimizer, small.plan, small.mesh)
     state = small.state
-    loss, grads = gradients(state.weights, state.history, state.step, *small.put(whole))
+    weights = state.weights
+    if of_states:
+        head = jax.device_put(teacher()[1], small.plan.weights[OUTER][TEACHER_HEAD].sharding)
+        weights = with_part(weights, {OUTER: {TEACHER_HEAD: head}})
+    loss, grads = gradients(weights, state.history, state.step, *small.put(whole))
     return float(loss), jax.device_get(grads)
 
 
@@ -77,7 +101,7 @@ def textbook(objective: Distillation, logits, labels, of_teacher):
     return (1 - objective.weight) * nats + objective.weight * objective.temperature**2 * kl
 
 
-@pytest.mark.parametrize("name", quick_at([(name,) for name in SETTINGS], 0, 3))
+@pytest.mark.parametrize("name", quick_at([(name,) for name in SETTINGS], 0, 3, 5))
 def test_loss_and_gradients_are_the_textbooks(name):
     """K = V is the exact divergence of whole distributions."""
     objective = SETTINGS[name]
@@ -119,7 +143,7 @@ def test_divergence_and_gradient_are_those_of_torch(kl):
 @pytest.mark.parametrize("devices, options", quick_at(PLACED, 1))
 def test_gradients_on_every_mesh_are_those_of_one_device(devices, options):
     """Also with the vocabulary, and so the tokens of a label, divided over devices."""
-    for name in ("forward-8", "reverse-8"):
+    for name in ("forward-8", "reverse-8", "states-reverse"):
         objective = SETTINGS[name]
         loss, grads = found(objective, batch(objective))
         other, other_grads = found(objective, batch(objective), devices, **options)
@@ -192,14 +216,20 @@ def config(folder, **fields):
     return c
 
 
-def labelled(c) -> Labels:
-    """Labels by a teacher that gives the next token 0.9, and three others 0.03 each."""
+def samples_of(c) -> Samples:
+    """The samples of `ROWS`."""
     tokenizer = load_tokenizer(c.tokenizer)
     settings = run_data.Settings(**{name: c[name] for name in run_data.SETTINGS})
     entries = run_data.parse_entries(({"path": NAME},), ())._replace(rows=GivenRows(ROWS))
     (samples,) = run_data.load_data(entries, settings, tokenizer, eval_batch_size=8).train.sources
-    teacher = Teacher("a digest", "a teacher", tokenizer.name, 320, c.distill_top_k, c.distill_temperature)
-    labels = Labels.of(claim_folder(c.distill_path, teacher), samples, c.sequence_len, c.distill_top_k)
+    return samples
+
+
+def labelled(c) -> Labels:
+    """Labels by a teacher that gives the next token 0.9, and three others 0.03 each."""
+    samples = samples_of(c)
+    about = Teacher("a digest", "a teacher", load_tokenizer(c.tokenizer).name, 320, c.distill_top_k, 1.0)
+    labels = Labels.of(claim_folder(c.distill_path, about), samples, c.sequence_len, about)
     for number, rows in enumerate(labels.files):
         next_tokens = np.stack([samples[i]["labels"] for i in rows])[..., None]
         ids = np.concatenate([next_tokens, *((next_tokens + i) % 256 for i in (1, 2, 3))], axis=-1)
@@ -242,6 +272,28 @@ def test_a_run_learns_from_labels_and_says_what_does_not_fit(tmp_path):
         claim_folder(c.distill_path, about)
 
 
+def test_a_run_learns_from_last_hidden_states(tmp_path):
+    """Of a teacher whose states are the rows of the next tokens. A checkpoint goes on to the same bits."""
+    c = config(tmp_path, distill_hidden_size=E, distill_top_k=64)
+    samples = samples_of(c)
+    head = np.random.default_rng(0).standard_normal((320, E)).astype(np.float32)
+    about = Teacher("a digest", "a teacher", load_tokenizer(c.tokenizer).name, 320, 0, 0.0, E, "float32")
+    folder = claim_folder(c.distill_path, about)
+    labels = Labels.of(folder, samples, c.sequence_len, about)
+    for number, rows in enumerate(labels.files):
+        labels.write(number, head[np.stack([samples[i]["labels"] for i in rows])])
+    with pytest.raises(ConfigError, match=r"distill_path: expected a matrix \[320, 24\] of float32 in .*head"):
+        train(c, data=ROWS)
+    write_head(folder, head)
+    losses = [record["loss"] for record in train(c, data=ROWS).history if record["log"] == "step"]
+    assert losses[-1] < 0.8 * losses[0]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    again = [record["loss"] for record in train(c, data=ROWS).history if record["log"] == "step"]
+    assert again == losses[3:]
+    with pytest.raises(ConfigError, match="distill_hidden_size: expected 24, that of the teacher a teacher"):
+        train(config(tmp_path, output_dir=str(tmp_path / "other")), data=ROWS)
+
+
 def teacher_config(folder, **fields):
     """A run that labels `ROWS` with a trained model in a Hugging Face folder."""
     data = folder / "data.txt"
@@ -281,7 +333,7 @@ def test_labels_of_a_model_are_of_its_logits_and_a_run_learns_from_them(tmp_path
     tokenizer = load_tokenizer(student.tokenizer)
     settings = run_data.Settings(**{name: student[name] for name in run_data.SETTINGS})
     samples = run_data.load_data(run_data.Entries(), settings, tokenizer, eval_batch_size=8).train.sources[0]
-    labels = Labels.of(folder, samples, 32, 320)
+    labels = Labels.of(folder, samples, 32, read_teacher(str(folder)))
     assert not labels.missing
     weights = jax.tree.map(lambda x: x.astype(jnp.float32), trained.weights)  # stored in 16 bits
     for i in (0, len(samples) - 1):
@@ -291,6 +343,18 @@ def test_labels_of_a_model_are_of_its_logits_and_a_run_learns_from_them(tmp_path
         np.testing.assert_allclose(logprobs[:, :-1], np.take_along_axis(np.asarray(exact), ids, 1), atol=1e-4)
     losses = [record["loss"] for record in train(student).history if record["log"] == "step"]
     assert losses[-1] < losses[0]
+    # Last hidden states say the same; of adapters, on several GPUs, and what is exported has no head of the teacher.
+    of_states = {"distill_path": str(tmp_path / "states"), "distill_hidden_size": 32, "distill_top_k": 64}
+    distill(teacher_config(tmp_path, **of_states))
+    other = {"gpus": 4, "shard_outer": True, "zero_level": 3, "per_device_batch_size": 2}
+    result = train(config(tmp_path, data=c.data, output_dir=str(tmp_path / "of_states"), **of_states, **other))
+    losses_of_states = [record["loss"] for record in result.history if record["log"] == "step"]
+    np.testing.assert_allclose(losses_of_states, losses, rtol=1e-4)
+    convert.main(["--checkpoint", str(tmp_path / "of_states"), "--out", str(tmp_path / "exported")])
+    assert "teacher_head" not in (tmp_path / "exported" / "config.json").read_text()
+    adapted = config(tmp_path, output_dir=str(tmp_path / "adapters"), lora=True, lora_rank=4, **of_states)
+    adapted.update({"data": c.data, "model_path": str(tmp_path / "exported"), "max_steps": 2})
+    assert len(train(adapted).history) > 2
 
 
 @pytest.mark.full

@@ -25,6 +25,7 @@ from surojax.refusals.refusal import about, refused
 from surojax.step import objectives
 from surojax.step.objective import REFERENCE, LossOfLogits, Objective, OfLogProbabilities
 from surojax.step.spec import Engine
+from surojax.step.teacher_states import with_teacher_head
 
 
 class Brought(NamedTuple):
@@ -51,8 +52,11 @@ def from_config(
     """
     table = place(Storage(**{name: c[name] for name in SETTINGS}), num_shards=shards(mesh))
     objective = brought.objective or objectives.build_objective(configs.flat(c))
+    run_model = model(c, brought.block)
+    if c.distill_hidden_size:
+        run_model = with_teacher_head(run_model, c.distill_hidden_size)
     found = assemble(
-        model(c, brought.block),
+        run_model,
         table=table,
         optimizer=_optimizer(c, total_steps, brought.optimizer),
         mesh=mesh,

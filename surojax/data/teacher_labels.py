@@ -4,6 +4,10 @@
     FOLDER/DIGEST OF SAMPLES/00000000      labels of samples 0 to 15: ids int32 [16, S, K], then log-probabilities
                                            float32 [16, S, K + 1]; the last file has the rest of the samples
 
+If labels are last hidden states, a file has these [16, S, E], and there is
+
+    FOLDER/head                            the matrix of the teacher's head [V, E], in the dtype of the hidden states
+
 A file appears when it is complete and on the disk, so that labelling which is killed goes on with the next one. The
 digest is of tokens, documents and sequence_len: other data, or another tokenizer or template, has no labels.
 """
@@ -23,6 +27,7 @@ from surojax.errors import ConfigError
 from surojax.untrusted import expanded, parse_json, read_bytes
 
 TEACHER_FILE = "teacher.json"
+HEAD_FILE = "head"
 PER_FILE = 16  # samples
 MOST_BYTES = 2**16  # of teacher.json
 PAGE = "docs/distillation.md says how to make them"
@@ -32,7 +37,8 @@ class Teacher(NamedTuple):
     """Whose labels are in a folder.
 
     teacher: digest of the model and of the settings that its numbers depend on. name: of the model, for messages.
-    tokenizer: its name with a digest. vocab_size: of the teacher. top_k, temperature: see `step.distillation`.
+    tokenizer: its name with a digest. vocab_size: V of the teacher. top_k, temperature: see `step.distillation`; both
+    are 0 if labels are last hidden states. hidden_size: E of these, else 0. dtype: of these.
     """
 
     teacher: str
@@ -41,22 +47,38 @@ class Teacher(NamedTuple):
     vocab_size: int
     top_k: int
     temperature: float
+    hidden_size: int = 0
+    dtype: str = ""
+
+    @property
+    def arrays(self) -> "tuple[LabelArray, ...]":
+        """The arrays of a label."""
+        if self.hidden_size:
+            return (LabelArray(np.dtype(self.dtype), self.hidden_size),)
+        return LabelArray(np.dtype(np.int32), self.top_k), LabelArray(np.dtype(np.float32), self.top_k + 1)
+
+
+class LabelArray(NamedTuple):
+    """An array of a label. width: numbers of a token."""
+
+    dtype: np.dtype
+    width: int
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of samples in a folder. sequence_len: S. count: number of samples. top_k: K."""
+    """The labels of samples in a folder. sequence_len: S. count: number of samples. arrays: of a label."""
 
     folder: Path
     sequence_len: int
-    top_k: int
+    arrays: tuple[LabelArray, ...]
     count: int
 
     @classmethod
-    def of(cls, folder: Path, samples: Samples, sequence_len: int, top_k: int) -> "Labels":
+    def of(cls, folder: Path, samples: Samples, sequence_len: int, teacher: Teacher) -> "Labels":
         """Returns the labels of these samples that are, or will be, in the folder of a teacher."""
         digest = fingerprint_of([samples.fingerprint, str(sequence_len), str(len(samples))])
-        return cls(folder / digest, sequence_len, top_k, len(samples))
+        return cls(folder / digest, sequence_len, teacher.arrays, len(samples))
 
     @property
     def files(self) -> list[range]:
@@ -68,53 +90,50 @@ class Labels:
         """The files that are not there, or have another size."""
         return [number for number, rows in enumerate(self.files) if not self._is_there(number, len(rows))]
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 [S, K], log-probabilities float32 [S, K + 1]) of a sample."""
+    def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
+        """The arrays [S, width] of a sample: int32, or float32."""
         number, row = divmod(index, PER_FILE)
         rows = len(self.files[number])
-        wide = self.sequence_len * self.top_k
-        wider = wide + self.sequence_len
-        path = self._path(number)
-        ids = np.fromfile(path, np.int32, wide, offset=4 * row * wide)
-        logprobs = np.fromfile(path, np.float32, wider, offset=4 * (rows * wide + row * wider))
-        return ids.reshape(self.sequence_len, -1), logprobs.reshape(self.sequence_len, -1)
+        arrays, begin = [], 0
+        for dtype, width in self.arrays:
+            of_sample = self.sequence_len * width
+            offset = begin + row * of_sample * dtype.itemsize
+            x = np.fromfile(self._path(number), dtype, of_sample, offset=offset).reshape(self.sequence_len, width)
+            arrays.append(x if dtype == np.int32 else x.astype(np.float32))
+            begin += rows * of_sample * dtype.itemsize
+        return tuple(arrays)
 
-    def write(self, number: int, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Writes a file. ids: int32 [samples, S, K]. logprobs: float32 [samples, S, K + 1]."""
+    def write(self, number: int, *arrays: np.ndarray) -> None:
+        """Writes a file of arrays [samples, S, width]."""
         path = self._path(number)
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
-        with unfinished.open("wb") as opened:
-            opened.write(np.ascontiguousarray(ids, np.int32).tobytes())
-            opened.write(np.ascontiguousarray(logprobs, np.float32).tobytes())
-            opened.flush()
-            os.fsync(opened.fileno())
-        unfinished.rename(path)
-        _sync(path.parent)
+        pairs = zip(arrays, self.arrays, strict=True)
+        _write(path, [np.ascontiguousarray(x, dtype).tobytes() for x, (dtype, _) in pairs])
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}"
 
     def _is_there(self, number: int, rows: int) -> bool:
         path = self._path(number)
-        return path.exists() and path.stat().st_size == 4 * rows * self.sequence_len * (2 * self.top_k + 1)
+        of_token = sum(dtype.itemsize * width for dtype, width in self.arrays)
+        return path.exists() and path.stat().st_size == rows * self.sequence_len * of_token
 
 
 @dataclass(frozen=True, eq=False)
 class WithLabels(DerivedSamples):
-    """Samples with a teacher's labels. ids, logprobs: the names of these arrays."""
+    """Samples with a teacher's labels. names: of their arrays."""
 
     labels: Labels
     teacher: Teacher
-    ids: str
-    logprobs: str
+    names: Sequence[str]
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint_of([self.samples.fingerprint, self.teacher.teacher, repr(self.teacher.temperature)])
+        which = self.teacher.hidden_size or self.teacher.temperature
+        return fingerprint_of([self.samples.fingerprint, self.teacher.teacher, repr(which)])
 
     def __getitem__(self, index: int) -> Sample:
-        return self.samples[index] | dict(zip((self.ids, self.logprobs), self.labels[index], strict=True))
+        return self.samples[index] | dict(zip(self.names, self.labels[index], strict=True))
 
 
 def claim_folder(folder: str, teacher: Teacher) -> Path:
@@ -130,14 +149,26 @@ def claim_folder(folder: str, teacher: Teacher) -> Path:
             )
         return path
     path.mkdir(parents=True, exist_ok=True)
-    unfinished = path / f"{TEACHER_FILE}.tmp"
-    with unfinished.open("w") as opened:
-        opened.write(json.dumps(teacher._asdict(), indent=1) + "\n")
-        opened.flush()
-        os.fsync(opened.fileno())
-    unfinished.rename(path / TEACHER_FILE)
-    _sync(path)
+    _write(path / TEACHER_FILE, [json.dumps(teacher._asdict(), indent=1).encode() + b"\n"])
     return path
+
+
+def write_head(folder: Path, head: np.ndarray) -> None:
+    """Writes the matrix `[V, E]` of a teacher's head."""
+    _write(folder / HEAD_FILE, [np.ascontiguousarray(head).tobytes()])
+
+
+def read_head(folder: str) -> np.ndarray:
+    """The matrix `[V, E]` of the head of the teacher in a folder. Raises ConfigError if it is not there as a whole."""
+    teacher = read_teacher(folder)
+    path = expanded(folder) / HEAD_FILE
+    shape = (teacher.vocab_size, teacher.hidden_size)
+    try:
+        return np.fromfile(path, np.dtype(teacher.dtype)).reshape(shape)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"distill_path: expected a matrix {[*shape]} of {teacher.dtype or 'numbers'} in {path} ({error}); {PAGE}"
+        ) from None
 
 
 def read_teacher(folder: str) -> Teacher:
@@ -164,15 +195,17 @@ def with_teacher_labels(
     vocab_size: int,
     top_k: int,
     temperature: float,
+    hidden_size: int,
     names: Sequence[str],
 ) -> Mixture:
-    """The samples with the labels in a folder. vocab_size: of the student. names: of ids and log-probabilities.
+    """The samples with the labels in a folder. vocab_size: of the student. names: of the arrays of a label.
 
     Raises ConfigError if the folder has no labels of all these samples, or those of another vocabulary, tokenizer,
     size or temperature.
     """
     teacher = read_teacher(folder)
-    expected = {"tokenizer": tokenizer, "vocab_size": vocab_size, "top_k": top_k, "temperature": temperature}
+    expected = {"hidden_size": hidden_size, "tokenizer": tokenizer, "vocab_size": vocab_size}
+    expected |= {} if hidden_size else {"top_k": top_k, "temperature": temperature}
     for name, value in expected.items():
         theirs = getattr(teacher, name)
         if theirs != value:
@@ -181,18 +214,28 @@ def with_teacher_labels(
                 f"{field}: expected {theirs}, that of the teacher {teacher.name} in distill_path={folder}, got "
                 f"{value}; set it so, or label the data again: {PAGE}"
             )
-    ids, logprobs = names
     sources = []
     for samples in train.sources:
-        labels = Labels.of(expanded(folder), samples, sequence_len, top_k)
+        labels = Labels.of(expanded(folder), samples, sequence_len, teacher)
         if missing := len(labels.missing):
             raise ConfigError(
                 f"distill_path: expected labels of all {len(samples):,} samples of {samples.name} in {folder}, got "
                 f"{len(labels.files) - missing:,} of {len(labels.files):,} files; label this data, with this "
                 f"sequence_len and template: {PAGE}"
             )
-        sources.append(WithLabels(samples, labels, teacher, ids, logprobs))
+        sources.append(WithLabels(samples, labels, teacher, names))
     return Mixture(sources, train.weights, train.all.name)
+
+
+def _write(path: Path, parts: list[bytes]) -> None:
+    """Writes a file, which appears when it is complete and on the disk."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("wb") as opened:
+        opened.writelines(parts)
+        opened.flush()
+        os.fsync(opened.fileno())
+    unfinished.rename(path)
+    _sync(path.parent)
 
 
 def _sync(folder: Path) -> None:

@@ -297,7 +297,7 @@ def tensor_name(param: Param, segment: Segment | None = None, l: int = 0) -> str
 
 def params(model: Model) -> dict[str, Param]:
     """The parameters of a model's tensors by name: embedding, layer after layer, then the others."""
-    outer = {tensor_name(param): param for param in jax.tree.leaves(model.outer_params)}
+    outer = {tensor_name(param): param for param in jax.tree.leaves(base(model.outer_params))}
     by_name = {TENSOR_NAMES["embed"]: outer.pop(TENSOR_NAMES["embed"])}
     for segment in model.segments:
         for l in range(segment.num_layers):
@@ -319,7 +319,7 @@ def tensors_by_name(tree: dict, model: Model) -> dict[str, np.ndarray]:
     def one(param: Param, section: str) -> np.ndarray:
         return functools.reduce(lambda found, key: found[key], param.name.split("."), tree[section])
 
-    found = {tensor_name(param): one(param, OUTER) for param in jax.tree.leaves(model.outer_params)}
+    found = {tensor_name(param): one(param, OUTER) for param in jax.tree.leaves(base(model.outer_params))}
     for segment in model.segments:
         for param in jax.tree.leaves(base(segment.params)):
             stack = one(param, segment.name)
@@ -384,7 +384,7 @@ def readers(
         return jax.tree.map(read, base(segment.params))
 
     def outer(model: Model) -> dict:
-        return jax.tree.map(lambda param: weights.read(tensor_name(param)), model.params[OUTER])
+        return jax.tree.map(lambda param: weights.read(tensor_name(param)), base(model.outer_params))
 
     return layer, outer
 
@@ -405,4 +405,4 @@ def stacks(weights: Tensors, model: Model, dtype: str, sharding: jax.sharding.Sh
         return jax.device_put(weights.read(tensor_name(param)).astype(dtype), sharding)
 
     segments = {s.name: jax.tree.map(functools.partial(stack, s), base(s.params)) for s in model.segments}
-    return segments | {OUTER: jax.tree.map(outer, model.outer_params)}
+    return segments | {OUTER: jax.tree.map(outer, base(model.outer_params))}

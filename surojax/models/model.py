@@ -24,7 +24,7 @@ from flax import nnx
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
 from surojax.parallel.context import Method
-from surojax.placement.param import OUTER, Param, trainable
+from surojax.placement.param import OUTER, Param, base, trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,8 +271,8 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of all layers."""
-        outer = sum(math.prod(p.shape) for p in jax.tree.leaves(self.outer_params))
+        """Parameters of all layers, without the head of a teacher."""
+        outer = sum(math.prod(p.shape) for p in jax.tree.leaves(base(self.outer_params)))
         return outer + sum(segment.num_layers * segment.size for segment in self.segments)
 
     @property

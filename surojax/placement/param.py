@@ -30,7 +30,7 @@ class Param:
     axes: logical names of its dimensions, see `layout.MESH_AXES`.
     stream: number of its random stream in stochastic rounding (optim/optimizer.py), unique in the model.
     trainable: if not, it is only read: it has no gradient, accumulator, moments or master weights.
-    adapter: it belongs to an adapter, which the files of a model do not have.
+    adapter: it belongs to an adapter, or to a teacher, which the files of a model do not have.
     used: the fraction of tokens that it multiplies; below 1 for experts, of which a token has a few.
     dtype: of the work weights; "": the tensor class's dtype. learning_rate_factor: factor of the updates.
     """

@@ -42,6 +42,7 @@ from surojax.step.layer_gradients import LAYERS_IN_FLIGHT
 from surojax.step.stage_layers import in_lockstep
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.stream import comes_in_pairs
+from surojax.step.teacher_states import TEACHER_HEAD
 
 POOL = 0.95  # largest fraction of a GPU's memory that JAX can use: the driver needs the remainder
 DEFAULT_POOL = 0.75  # fraction that JAX uses by default
@@ -265,17 +266,18 @@ def _in_flight(
 
 
 def _head(run: Assembly, batch: BatchShape, platform: str) -> int:
-    """Bytes of one slice of logits: first with their gradient, then with the head's gradient."""
+    """Bytes of one slice of logits: first with their gradient, then with the head's gradient; and of a teacher's."""
     model = run.model
     stages = pipeline_stages(run.mesh)
     number = 4 if platform == "cpu" else itemsize(run, "weights")
     tokens = batch.tokens // run.engine.lmhead_chunks
     logits = number * tokens * model.head_rows // (devices_per_sequence(run.mesh) * stages)
     capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
+    of_teacher = logits * 4 // number if TEACHER_HEAD in model.outer_params else 0  # in float32
     divided = shards(run.mesh) if run.engine.table.outer.sharded else 1
     words = model.head_rows // (tensor_parallel(run.mesh) * stages) // divided
     gradient = number * words * model.hidden_size * model.outer_params[model.head].trainable
-    return capped + logits + max(logits, gradient)
+    return of_teacher + capped + logits + max(logits, gradient)
 
 
 def _embedding(run: Assembly, segments: list[SegmentBytes], x_bytes: int) -> int:

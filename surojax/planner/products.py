@@ -26,6 +26,7 @@ from surojax.planner.gpus import Gpu
 from surojax.planner.layer_sizes import itemsize, segment_bytes
 from surojax.planner.traffic import BatchShape
 from surojax.step.objective import OfLogProbabilities
+from surojax.step.teacher_states import TEACHER_HEAD
 
 FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
 BACKWARD_PASSES = 3.2
@@ -66,6 +67,8 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
                 dtypes = dtypes if p.kind is Kind.MATRIX else in_model_dtype
                 add(elements, p.trainable, dtypes, again and p.name not in last)
     add(model.head_rows * model.hidden_size, model.outer_params[model.head].trainable, in_model_dtype)
+    if teacher := model.outer_params.get(TEACHER_HEAD):
+        flops[work_dtype] += 2 * math.prod(teacher.shape)
     return dict(flops)
 
 
@@ -259,7 +262,8 @@ def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
 def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     """Seconds of head and loss in a microbatch: three products and several passes for each slice of tokens.
 
-    An `OfLogProbabilities` computes the logits once more, for their log-probabilities.
+    An `OfLogProbabilities` computes the logits once more, for their log-probabilities; a teacher's last hidden states
+    need the teacher's.
     """
     model = run.model
     table = run.engine.table
@@ -278,6 +282,9 @@ def of_head(run: Assembly, batch: BatchShape, gpu: Gpu) -> float:
     if isinstance(run.engine.objective, OfLogProbabilities):
         shapes.append(shapes[0])
         passes += LOGPROB_PASSES
+    if teacher := model.outer_params.get(TEACHER_HEAD):
+        shapes.append((tokens, words, teacher.shape[1]))
+        passes += LOGIT_PASSES
     products = sum(product_call_time(gpu, *shape, HLO_DTYPES[table.outer.dtype]) for shape in shapes)
     accumulator = trained * words * width * itemsize(run, "grads")
     return chunks * (products + pass_time(gpu, passes * tokens * words * itemsize(run, "outer") + accumulator))

@@ -19,13 +19,13 @@ K tokens of a label.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from surojax.declared import AT_LEAST_1, FRACTION, POSITIVE, at_most, declare
+from surojax.declared import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, at_most, declare
 from surojax.models.model import Model
 from surojax.parallel.collectives import device_number, varying
 from surojax.placement.mesh import AXES, BATCH
@@ -35,7 +35,6 @@ from surojax.step.objective import (
     TEACHER_IDS,
     Axes,
     CrossEntropy,
-    ObjectiveChoice,
     Sums,
     Targets,
     final_norm,
@@ -61,6 +60,8 @@ class DistillSettings:
     distill_kl: str = declare("forward", choices=("forward", "reverse"))
     # distill: most likely tokens in a label of a token, beside one class for all others
     distill_top_k: int = declare(64, AT_LEAST_1, at_most(2**20))
+    # distill: the teacher's hidden_size: labels are its last hidden states, not likely tokens; 0: likely tokens
+    distill_hidden_size: int = declare(0, AT_LEAST_0, at_most(2**20))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,11 +200,11 @@ class _Student(NamedTuple):
         columns_MK = jnp.where(here_MK, tokens.ids - first, words)
         logits_of_ids_MK = jnp.take_along_axis(z_Mv, jnp.minimum(columns_MK, words - 1), axis=1)
         logits_of_ids_MK = _sum(jnp.where(here_MK, logits_of_ids_MK, 0.0), axes) / temperature
-        lse_of_rest_M = _lse(
+        lse_of_rest_M = lse(
             _with_values(z_Mv / temperature, columns_MK, jnp.full_like(logits_of_ids_MK, NOTHING)), axes
         )
         lse_M = jnp.logaddexp(jax.nn.logsumexp(logits_of_ids_MK, axis=1), lse_of_rest_M)
-        lse_of_logits_M = lse_M if temperature == 1 else _lse(z_Mv, axes)
+        lse_of_logits_M = lse_M if temperature == 1 else lse(z_Mv, axes)
         classes = jnp.concatenate([logits_of_ids_MK, lse_of_rest_M[:, None]], axis=1) - lse_M[:, None]
         logit_of_label_M = _sum(jnp.sum(jnp.where(is_label_Mv, z_Mv, 0.0), axis=1), axes)
         normalisers = (lse_M, lse_of_rest_M, lse_of_logits_M, lse_of_logits_M - logit_of_label_M)
@@ -224,7 +225,7 @@ def _sum(x: jax.Array, axes: Axes) -> jax.Array:
     return jax.lax.psum(x, axes) if axes else x
 
 
-def _lse(x_Mv: jax.Array, axes: Axes) -> jax.Array:
+def lse(x_Mv: jax.Array, axes: Axes) -> jax.Array:
     """Log-sum-exp `[M]` over the vocabulary."""
     top_M = jnp.max(x_Mv, axis=1)
     top_M = jax.lax.pmax(top_M, axes) if axes else top_M
@@ -235,20 +236,26 @@ def label(logits_NV: jax.Array, top_k: int, temperature: float) -> tuple[jax.Arr
     """A teacher's labels of a slice of tokens: (`TEACHER_IDS` int32 `[N, K]`, `TEACHER` float32 `[N, K + 1]`)."""
     z_NV = logits_NV.astype(jnp.float32) / temperature
     logits_NK, ids_NK = jax.lax.top_k(z_NV, top_k)
-    lse_of_rest_N = _lse(_with_values(z_NV, ids_NK, jnp.full_like(logits_NK, NOTHING)), ())
+    lse_of_rest_N = lse(_with_values(z_NV, ids_NK, jnp.full_like(logits_NK, NOTHING)), ())
     lse_N = jnp.logaddexp(jax.nn.logsumexp(logits_NK, axis=1), lse_of_rest_N)
     return ids_NK, jnp.concatenate([logits_NK, lse_of_rest_N[:, None]], axis=1) - lse_N[:, None]
+
+
+def likely_tokens(top_k: int, temperature: float, model: Model, outer: dict, x_ND: jax.Array) -> dict[str, jax.Array]:
+    """A teacher's labels of a slice of tokens, from its last hidden states: `TEACHER_IDS`, `TEACHER`, see `label`."""
+    logits_NV, _ = head_logits(model, model.final(outer, x_ND), outer[model.head])
+    return dict(zip((TEACHER_IDS, TEACHER), label(logits_NV, top_k, temperature), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class Labelling:
     """In an evaluation in place of an `Objective`: a teacher's labels of each token, by the names of their arrays.
 
-    top_k, temperature: K and T. The vocabulary is whole on each device, and so are sequences.
+    of_slice: (model, weights of its outer layers, x `[N, D]`) -> labels `[N, ...]` of a slice of tokens by name. The
+    vocabulary is whole on each device, and so are sequences.
     """
 
-    top_k: int
-    temperature: float
+    of_slice: Callable[[Model, dict, jax.Array], dict[str, jax.Array]]
     targets: tuple[str, ...] = (LABELS,)
 
     def counted(self, targets: Targets) -> jax.Array:
@@ -261,11 +268,6 @@ class Labelling:
 
     def sums(self, model: Model, outer: dict, x_BSD: jax.Array, chunks: int) -> Sums:
         """Labels `[B, S, ...]` of all devices' sequences; a device has zeros for the other devices' sequences."""
-
-        def of_slice(x_ND: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits_NV, _ = head_logits(model, model.final(outer, x_ND), outer[model.head])
-            return label(logits_NV, self.top_k, self.temperature)
-
         x_CND = x_BSD.reshape(chunks, -1, x_BSD.shape[-1])
         number, devices = device_number(*BATCH)
         rows = x_BSD.shape[0]
@@ -275,15 +277,8 @@ class Labelling:
             zeros = varying(jnp.zeros((devices * rows, *mine.shape[1:]), mine.dtype), AXES)
             return jax.lax.dynamic_update_slice_in_dim(zeros, varying(mine, AXES), number * rows, 0)
 
-        ids, logprobs = map(of_all_devices, jax.lax.map(of_slice, x_CND))
-        return {TEACHER_IDS: ids, TEACHER: logprobs}
-
-
-def make(values: dict[str, Any]) -> Distillation:
-    """The objective of these options."""
-    s = DistillSettings(**values)
-    return Distillation(s.distill_weight, s.distill_temperature, s.distill_kl, s.distill_top_k)  # pyright: ignore
+        of_slices = jax.lax.map(lambda x_ND: self.of_slice(model, outer, x_ND), x_CND)
+        return jax.tree.map(of_all_devices, of_slices)
 
 
 DISTILL = "distill"
-DISTILLATION = {DISTILL: ObjectiveChoice(make, tuple(field.name for field in dataclasses.fields(DistillSettings)))}

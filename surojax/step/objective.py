@@ -37,13 +37,14 @@ WEIGHTS = "weights"  # a factor of each token's term in the gradients, float32; 
 REFERENCE = "reference"  # log-probabilities of the labels by another model; or their sum over a sequence at one of them
 TEACHER = "teacher"  # log-probabilities of `TEACHER_IDS` by a teacher, and last of all other tokens together
 TEACHER_IDS = "teacher_ids"
+TEACHER_STATES = "teacher_states"  # a teacher's last hidden states, normed for its head
 DESIRABLE = "desirable"  # of an answer that is rated alone: above 0 a good one, below 0 a bad one
 SAMPLED = "sampled"  # log-probability of a label by the model that sampled it
 ADVANTAGE = "advantage"  # of a label: by how much its completion is better than others of its prompt
 SCORED = "scored"  # 1 at the last token of a sequence, 0 elsewhere
 MARGIN = "margin"  # by how much the chosen answer of a pair is better, at one of its labels
 # Arrays of a batch that are float32; all others are int32.
-FLOATS = (REFERENCE, TEACHER, DESIRABLE, SAMPLED, ADVANTAGE, MARGIN)
+FLOATS = (REFERENCE, TEACHER, TEACHER_STATES, DESIRABLE, SAMPLED, ADVANTAGE, MARGIN)
 ONE_SEQUENCE = (PIPELINE, CONTEXT, *TENSOR)  # axes whose devices have parts of the same sequences
 
 

@@ -16,12 +16,13 @@ from typing import Any
 
 from surojax.declared import DeclaredField, declared
 from surojax.refusals.refusal import Feature, Refusal, clause_of, is_above, is_on, is_one_of, is_set, refuse_each
-from surojax.step.distillation import DISTILL, DISTILLATION, DistillSettings
+from surojax.step.distillation import DISTILL, DistillSettings
 from surojax.step.grpo import GRPO, GrpoSettings
 from surojax.step.kto import KTO, KtoSettings
 from surojax.step.objective import CrossEntropy, Objective, ObjectiveChoice, OfLogProbabilities
 from surojax.step.preferences import PREFERENCES, PreferenceSettings
 from surojax.step.rewards import CHOICE as OF_REWARDS, REWARD, RewardSettings
+from surojax.step.teacher_states import CHOICE as OF_DISTILLATION
 
 CROSS_ENTROPY = "cross_entropy"
 OBJECTIVES: dict[str, ObjectiveChoice] = {
@@ -30,7 +31,7 @@ OBJECTIVES: dict[str, ObjectiveChoice] = {
     "kto": KTO,
     "grpo": GRPO,
     REWARD: OF_REWARDS,
-    **DISTILLATION,
+    DISTILL: OF_DISTILLATION,
 }
 OF_PAIRS = tuple(name for name, choice in OBJECTIVES.items() if choice.rows)
 SETTINGS: tuple[DeclaredField, ...] = (
@@ -158,6 +159,12 @@ REFUSALS: tuple[Refusal, ...] = (
         [*(is_above(name, 1) for name in ("cp_size", "tp_size", "pp_size")), is_on("shard_outer"), is_on("lora")],
         labelling,
         "",
+        "leave it out",
+    ),
+    Refusal(
+        is_set("distill_top_k", 8, {"objective": DISTILL}),
+        is_above("distill_hidden_size", 0, objective=DISTILL),
+        "whose labels are of the whole vocabulary",
         "leave it out",
     ),
     Refusal(of_labels(), labelling, "since labels are of a vocabulary", "give a language model"),

@@ -294,7 +294,8 @@ def load_state(
     """A new state with initial weights that are read one layer after another; adapters are drawn, or read with them.
 
     read_layer: (segment, l) -> numpy arrays of its layer l. read_outer: model -> numpy arrays of the outer layers. Host
-    memory holds two layers of them at a time. Each device receives its shards only. seed: of the adapters.
+    memory holds two layers of them at a time. Each device receives its shards only. seed: of the adapters, and of the
+    outer layers that are not read.
     """
 
     def inputs(segment: Segment, l: int):
@@ -307,10 +308,16 @@ def load_state(
             return layer
         return with_new_adapters(segment, plan, layer, seed, l)
 
-    planned = tables_on_device(initial_plan(plan, OUTER))
+    read_arrays = read_outer(model)
+    planned = part_of(tables_on_device(initial_plan(plan, OUTER)), read_arrays)
     on_device = jax.tree.map(lambda p: p.sharding.with_memory_kind(DEVICE.memory_kind), planned)
-    outer = from_host(read_outer(model), on_device)
-    return new_state(model, plan, optimizer, inputs, with_adapters, outer, lambda outer: outer)
+    outer = from_host(read_arrays, on_device)
+    missing = model.outer_params.keys() - read_arrays.keys()
+
+    def initial_outer(outer: dict) -> dict:
+        return outer | {name: model.init_outer(seed)[name] for name in missing}
+
+    return new_state(model, plan, optimizer, inputs, with_adapters, outer, initial_outer)
 
 
 def new_state(

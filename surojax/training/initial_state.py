@@ -5,18 +5,21 @@ from pathlib import Path
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import lora
 from surojax.config.fields import Config
+from surojax.data.teacher_labels import read_head
 from surojax.exchange import peft
 from surojax.exchange.base import described_format
 from surojax.exchange.model_tensors import Tensors, describe_source as describe_weights, readers
 from surojax.exchange.new_head import WithNewHead
 from surojax.exchange.sources import naming
 from surojax.numerics.base_formats import chosen_format
-from surojax.parallel.feed import to_host
+from surojax.parallel.feed import from_host, to_host
+from surojax.placement.param import OUTER, with_part
 from surojax.run.console import say
 from surojax.run.restore import restore
 from surojax.run.shared import is_first
 from surojax.step.complete import complete_state
 from surojax.step.state import TrainState
+from surojax.step.teacher_states import TEACHER_HEAD
 from surojax.training.start import Start
 
 ADAPTER = "adapter"  # folder in the output_dir: the adapters in PEFT's format
@@ -26,7 +29,7 @@ def first_state(c: Config, run: Assembly, start: Start, initial: Tensors | None)
     """The state from files or a checkpoint, from another model's weights, or new; says which."""
     resume = start.resume
     if start.in_files:
-        base = fresh_state(c, run, initial).weights if c.lora else None
+        base = _untrained(c, run, initial)
         state = complete_state(run.store, run.plan, start.first_step, base)
         say(f"continuing from step {start.first_step}, which {run.store.folder} has complete")
         return state
@@ -51,17 +54,30 @@ def fresh_state(
 ) -> TrainState:
     """The state before the first step, with these weights and this adapter, or with new ones."""
     if initial is None:
-        return run.init_state(c.seed)
-    read = readers(initial, run.coded)
-    if adapter is None:
-        return run.load_state(*read, c.seed)
-    return run.load_state(*peft.with_adapter(*read, adapter), reads_adapters=True)
+        state = run.init_state(c.seed)
+    elif adapter is None:
+        state = run.load_state(*readers(initial, run.coded), c.seed)
+    else:
+        state = run.load_state(*peft.with_adapter(*readers(initial, run.coded), adapter), reads_adapters=True)
+    return state._replace(weights=with_part(state.weights, _teacher_head(c, run)))
 
 
 def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) -> TrainState:
     """The state in a checkpoint. With adapters, the base is not in it, but where the run took it from."""
-    base = fresh_state(c, run, initial).weights if c.lora else None
-    return restore(resume, run.plan, run.layers, base=base)
+    return restore(resume, run.plan, run.layers, base=_untrained(c, run, initial))
+
+
+def _untrained(c: Config, run: Assembly, initial: Tensors | None) -> dict:
+    """Work weights that no checkpoint has: with adapters those of their base, and a teacher's head."""
+    return fresh_state(c, run, initial).weights if c.lora else _teacher_head(c, run)
+
+
+def _teacher_head(c: Config, run: Assembly) -> dict:
+    """Work weights: the head of the teacher in distill_path if labels are its last hidden states, else none."""
+    if not c.distill_hidden_size:
+        return {}
+    planned = run.plan.weights[OUTER][TEACHER_HEAD]
+    return {OUTER: {TEACHER_HEAD: from_host(read_head(c.distill_path).astype(planned.dtype), planned.sharding)}}
 
 
 def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:

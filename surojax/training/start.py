@@ -19,7 +19,7 @@ from surojax.run import on_disk
 from surojax.run.console import say
 from surojax.run.on_disk import BLOCK
 from surojax.step.distillation import DISTILL
-from surojax.step.objective import TEACHER, TEACHER_IDS
+from surojax.step.objective import TEACHER, TEACHER_IDS, TEACHER_STATES
 from surojax.step.objectives import OBJECTIVES
 from surojax.training.resume import block_identity, check_same, find_resume, goes_on_in_files
 from surojax.training.setup import Setup
@@ -102,7 +102,8 @@ def _with_labels(c: Config, train: Mixture, tokenizer: Tokenizer) -> Mixture:
         vocab_size=c.model.vocab_size,
         top_k=c.distill_top_k,
         temperature=float(c.distill_temperature),
-        names=(TEACHER_IDS, TEACHER),
+        hidden_size=c.distill_hidden_size,
+        names=(TEACHER_STATES,) if c.distill_hidden_size else (TEACHER_IDS, TEACHER),
     )
 
 
