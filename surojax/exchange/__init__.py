@@ -1,1 +1,1 @@
-"""Models in other formats: their settings, names and files."""
+"""Import and export of models in other formats: settings, names of tensors, and files."""

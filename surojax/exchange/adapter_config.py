@@ -1,4 +1,4 @@
-"""adapter_config.json, which PEFT writes beside an adapter's tensors: read for a model of ours, and written.
+"""Reads and writes adapter_config.json, PEFT's file of settings beside an adapter's tensors.
 
 A key that may change the arithmetic is refused with its name, unless it is off.
 """
@@ -50,9 +50,9 @@ OFF: dict[str, tuple] = {"bias": ("none",), "init_lora_weights": (True, "gaussia
 
 
 def modules(model: Model) -> dict[str, list[str]]:
-    """The names of every matrix' modules, layer after layer, by our name of the matrix.
+    """Lists for each matrix, by our name, the names of its modules in all layers, in order.
 
-    Those of experts are the names of no module, but our names of their matrices (exchange/expert_tensors.py).
+    For experts these are our names of their matrices (exchange/expert_tensors.py), which name no module.
     """
     module_names: dict[str, list[str]] = {}
     for segment in model.segments:
@@ -64,18 +64,20 @@ def modules(model: Model) -> dict[str, list[str]]:
 
 
 def modules_of_experts(model: Model) -> dict[str, list[str]]:
-    """The part of `modules` that is of experts."""
+    """Returns the entries of `modules` for experts' matrices."""
     return {ours: names for ours, names in modules(model).items() if all(map(has_all_experts, names))}
 
 
 def adapter_config_of(lora: Lora, model: Model, base_name: str, naming: Naming) -> dict[str, Any]:
-    """The content of adapter_config.json. base_name: what others load the model by. naming: of its files.
+    """Makes the content of adapter_config.json.
 
-    In a model of several parts, other parts have modules of the same names. So an expression names those of the
-    language model.
+    base_name: the name or path by which others load the base model. naming: of the base model's files.
+
+    In an image-text model other parts have modules of the same names, so a regular expression selects the language
+    model's.
     """
-    of_experts = modules_of_experts(model)
-    endings = [_ending(target, naming) for target in lora.targets if target not in of_experts]
+    expert_modules = modules_of_experts(model)
+    endings = [_ending(target, naming) for target in lora.targets if target not in expert_modules]
     theirs = {ours: name for name, ours in SAVED.items()}
     return {
         "peft_type": "LORA",
@@ -94,11 +96,11 @@ def adapter_config_of(lora: Lora, model: Model, base_name: str, naming: Naming) 
         "inference_mode": True,
         "rank_pattern": {},
         "alpha_pattern": {},
-    } | peft_experts.keys_of(of_experts.keys() & set(lora.targets), lora)
+    } | peft_experts.keys_of(expert_modules.keys() & set(lora.targets), lora)
 
 
 def _ending(target: str, naming: Naming) -> str:
-    """The shortest end of the name of a matrix' module that no other matrix has."""
+    """Returns the shortest end of a module's name that identifies its matrix."""
     modules = {ours: naming.alone(module(TENSOR_NAMES[ours].format(l=0))).split(".") for ours in TARGETS.values()}
     words = modules[target]
     for n in range(1, len(words)):
@@ -108,11 +110,12 @@ def _ending(target: str, naming: Naming) -> str:
 
 
 def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lora, peft_experts.Described]:
-    """The adapters that the adapter_config.json of a folder describes, for a model, and what it says of experts.
+    """Reads a folder's adapter_config.json: the adapters' settings for this model, and the keys about experts.
 
     naming: of the model's files.
 
-    Raises ConfigError if there is none, if it says what is not computed here, or names modules that the model has not.
+    Raises ConfigError if the file is missing, has settings that are not implemented, or names modules that the model
+    does not have.
     """
     file = folder / CONFIG
     content = _content(folder)
@@ -140,19 +143,19 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lor
     expected = f"names among {', '.join(known)}" if known else "none for a model whose head is its embedding"
     need(isinstance(saved, list) and all(name in known for name in saved), "modules_to_save", expected)
     target_modules = content.get("target_modules")
-    of_experts = peft_experts.described_modules(content, modules_of_experts(model), need)
+    described = peft_experts.described_modules(content, modules_of_experts(model), need)
     names: Any = [target_modules] if isinstance(target_modules, str) else target_modules
-    if of_experts.targets and not names:
+    if described.targets and not names:
         names = []
     need(isinstance(names, list) and all(isinstance(name, str) for name in names), "target_modules", "names of modules")
-    targets = of_experts.targets
+    targets = described.targets
     if names or not targets:
         targets = (*_targets(file, names, model, naming, is_expression=isinstance(target_modules, str)), *targets)
-    of_mlps = [target for target in targets if not target.startswith("attention.")]
-    if of_mlps and any(SHARED in segment.params["mlp"] for segment in model.segments):
+    mlp_targets = [target for target in targets if not target.startswith("attention.")]
+    if mlp_targets and any(SHARED in segment.params["mlp"] for segment in model.segments):
         raise ConfigError(
             f"adapter: {file}: target_modules: expected those of the attention in a model with shared experts, got "
-            f"{of_mlps[0]}, for which it is not built; give another adapter"
+            f"{mlp_targets[0]}, for which it is not built; give another adapter"
         )
     lora = Lora(
         rank=rank,
@@ -162,11 +165,11 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lor
         rank_stabilised=bool(content.get("use_rslora")),
         magnitudes=bool(content.get("use_dora")),
     )
-    return lora, of_experts
+    return lora, described
 
 
 def labels_of_adapter(folder: str | Path) -> int:
-    """Numbers that the head computes of the model that a folder's adapter is of; 0: it is a language model."""
+    """The number of labels of the model that a folder's adapter belongs to; 0: a language model."""
     return 1 if _content(expanded(folder)).get("task_type") == "SEQ_CLS" else 0
 
 
@@ -185,9 +188,9 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _targets(file: Path, names: list[str], model: Model, naming: Naming, *, is_expression: bool) -> tuple[str, ...]:
-    """Our names of the matrices that are adapted.
+    """Returns our names of the adapted matrices.
 
-    names: ends of modules' names, or one regular expression. Raises ConfigError if one of them matches no matrix, or
+    names: ends of modules' names, or one regular expression. Raises ConfigError if one matches no matrix, or
     if a matrix is adapted in some layers only.
     """
     module_names = {target: [naming.alone(name) for name in names] for target, names in modules(model).items()}
@@ -225,7 +228,10 @@ def _targets(file: Path, names: list[str], model: Model, naming: Naming, *, is_e
 
 
 def _matched(file: Path, expression: str, module_names: dict[str, list[str]]) -> set[str]:
-    """The modules that a regular expression matches under either of their names. Raises ConfigError."""
+    """Returns the modules whose name, in the language model alone or in the whole model, matches.
+
+    Raises ConfigError.
+    """
     spelled = {
         name: module
         for layer_modules in module_names.values()

@@ -1,4 +1,4 @@
-"""The base of a run that trains adapters: its checkpoints have the adapters, and say which base they belong to."""
+"""The frozen base model under adapters: checkpoints store adapters and the fingerprint of their base."""
 
 import hashlib
 from pathlib import Path
@@ -14,7 +14,7 @@ SAMPLES = 4096  # numbers of a tensor in a fingerprint
 
 
 class DerivedTensors:
-    """Tensors computed from a base's tensors: a subclass overrides how some of them are read.
+    """Tensors computed from a base's tensors; a subclass overrides `read` for those that differ.
 
     made_with: hashes of the other inputs of that computation.
     """
@@ -34,12 +34,12 @@ class DerivedTensors:
         return self.base.shape(name)
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor."""
+        """Reads a tensor."""
         return self.base.read(name)
 
 
 def fingerprint(tensors: Tensors, model: Model) -> str:
-    """SHA-256 of the names and shapes of all tensors, and of numbers of the first, the middle and the last layer.
+    """Returns SHA-256 of all tensors' names and shapes, and of sampled numbers from the first, middle and last layer.
 
     Two models of one family that were trained differently differ there. Reading all of a model would take as long as
     loading it. Numbers are taken in float32, so a copy in another dtype that has the same numbers is the same model.
@@ -62,7 +62,7 @@ def fingerprint(tensors: Tensors, model: Model) -> str:
 
 
 def check_base(actual: str, expected: str, path: str) -> None:
-    """Raises CheckpointError if a base is another one than the adapters of a checkpoint were trained on."""
+    """Raises CheckpointError if a base has another fingerprint than the base under a checkpoint's adapters."""
     if actual != expected:
         raise CheckpointError(
             f"model_path: expected the base that the adapters were trained on (fingerprint {expected[:12]}), got "
@@ -71,7 +71,7 @@ def check_base(actual: str, expected: str, path: str) -> None:
 
 
 def check_format(tensors: Tensors, model: Model, wanted: str) -> None:
-    """Raises ConfigError if a base is stored in few bits in another format than `wanted`."""
+    """Raises ConfigError if a base is stored in a quantised format other than `wanted`."""
     others = stored_formats(tensors, model) - {"", wanted}
     if others:
         setting = FORMATS[wanted].setting
@@ -83,7 +83,7 @@ def check_format(tensors: Tensors, model: Model, wanted: str) -> None:
 
 
 def stored_formats(tensors: Tensors, model: Model) -> set[str]:
-    """The formats that a model's tensors are stored in, see `Weights.format_of`."""
+    """The set of formats that a model's tensors are stored in, see `Weights.format_of`."""
     return {tensors.format_of(name) for name in shapes(model)} if isinstance(tensors, Weights) else {""}
 
 

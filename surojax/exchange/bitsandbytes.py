@@ -1,4 +1,4 @@
-"""Matrices that bitsandbytes stored in NF4, read without dequantising: their codes and scales, see numerics/nf4.py.
+"""Reads codes and scales of matrices that bitsandbytes stored in NF4, without dequantising, see numerics/nf4.py.
 
 A matrix `name` has its codes under that name, [out x in / 2, 1], and beside it:
 
@@ -25,7 +25,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Nf4Entry(NamedTuple):
-    """Facts about a stored matrix, known before it is read. dtype: of its numbers when they are dequantised."""
+    """Shape and types of a stored NF4 matrix, from its metadata. dtype: of the numbers after dequantisation."""
 
     shape: tuple[int, int]
     dtype: str
@@ -33,17 +33,17 @@ class Nf4Entry(NamedTuple):
 
 
 def matrices(names: set[str]) -> set[str]:
-    """The names of matrices in NF4 among these names of tensors."""
+    """Selects the names of NF4 matrices among names of tensors."""
     return {name.removesuffix(STATE) for name in names if name.endswith(STATE)}
 
 
 def parts_of(matrices: set[str]) -> set[str]:
-    """The names of the tensors that hold the scales and tables of these matrices."""
+    """The names of the tensors that hold scales and tables of NF4 matrices."""
     return {name + part for name in matrices for part in PARTS}
 
 
 def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Nf4Entry:
-    """The facts that the files hold about a matrix. Raises ConfigError for another layout than that of numerics/nf4.py.
+    """Reads the metadata of a stored NF4 matrix. Raises ConfigError for another layout than that of numerics/nf4.py.
 
     names: of all tensors. read: a tensor by its name.
     """

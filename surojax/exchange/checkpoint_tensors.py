@@ -12,7 +12,7 @@ from surojax.run.stored import StoredMaster
 
 
 class CheckpointTensors:
-    """The tensors of a checkpoint of this model; see `model_tensors.Tensors`."""
+    """The master weights in a checkpoint of this model, as `model_tensors.Tensors`."""
 
     def __init__(self, path: Path, model: Model):
         self.path = path
@@ -37,5 +37,5 @@ class CheckpointTensors:
         return shape if l is None else shape[1:]
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in the dtype of the master weights."""
+        """Reads a tensor in the dtype of the master weights."""
         return self._master.read(*self._ours[name])

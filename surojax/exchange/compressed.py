@@ -1,4 +1,4 @@
-"""Matrices of blocks in FP8, NVFP4 or MXFP4 in a model's folder, out and in.
+"""Reads and writes blocks' matrices in FP8, NVFP4 or MXFP4 in a model's folder.
 
 The first two are compressed-tensors' formats, which vLLM reads:
 
@@ -44,7 +44,7 @@ SHARING = (("attention.wq", "attention.wk", "attention.wv"), ("mlp.w_gate", "mlp
 
 
 class CompressedFormat(NamedTuple):
-    """A format of matrices [out, in].
+    """A quantised file format of matrices [out, in].
 
     config: what `quantization_config` says of it. planned: shape -> tensors by what follows the matrix' name without
     "weight". quantise: (float32 matrix, largest magnitude of those that share a global scale) -> these tensors, in the
@@ -95,13 +95,11 @@ def _mxfp4(shape: tuple[int, ...]) -> dict[str, StoredTensor]:
 
 def _in_mxfp4(w: jax.Array, largest: jax.Array) -> tuple[jax.Array, ...]:
     del largest  # every block has a scale of its own
-    return stored_mxfp4.file_arrays(
-        jax.lax.map(lambda of_expert: mxfp4.quantise(of_expert, mxfp4.planned(w.shape[1:])), w)
-    )
+    return stored_mxfp4.file_arrays(jax.lax.map(lambda matrix: mxfp4.quantise(matrix, mxfp4.planned(w.shape[1:])), w))
 
 
 def _config(kind: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
-    """A `quantization_config` for all matrices of blocks."""
+    """Makes the `quantization_config` of compressed-tensors for all matrices of blocks."""
     common = {"type": "float", "symmetric": True}
     group: dict[str, Any] = {"targets": ["Linear"], "format": kind}
     group["weights"] = common | {"dynamic": False} | weights
@@ -126,7 +124,7 @@ FORMATS = {
 
 
 def fp8_block(entry: dict[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of the blocks with one scale, if a `quantization_config` says FP8 in blocks; None for NVFP4.
+    """Reads a `quantization_config`: (rows, columns) of the blocks with one scale for FP8; None for NVFP4.
 
     Raises ValueError for other formats, and for a config of several groups.
     """
@@ -142,18 +140,21 @@ def fp8_block(entry: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def packed(names: set[str]) -> set[str]:
-    """The names of matrices in NVFP4 among these names of tensors."""
-    found = {name.removesuffix(PACKED) for name in names if name.endswith(PACKED)}
-    return {name for name in found if {name + SCALES, name + GLOBAL_SCALE} <= names}
+    """Selects the names of NVFP4 matrices among names of tensors."""
+    matrices = {name.removesuffix(PACKED) for name in names if name.endswith(PACKED)}
+    return {name for name in matrices if {name + SCALES, name + GLOBAL_SCALE} <= names}
 
 
 def parts_of(matrices: set[str]) -> set[str]:
-    """The names of the tensors that hold codes and scales of these matrices in NVFP4."""
+    """The names of the tensors that hold codes and scales of NVFP4 matrices."""
     return {name + part for name in matrices for part in (PACKED, SCALES, GLOBAL_SCALE)}
 
 
 def packed_shape(name: str, shape_of: Callable[[str], tuple[int, ...]]) -> tuple[int, int]:
-    """(out, in) of a matrix in NVFP4. Raises ConfigError if codes and scales do not have the shapes above."""
+    """Returns (out, in) of a stored NVFP4 matrix.
+
+    Raises ConfigError if codes and scales do not have the shapes above.
+    """
     codes, scales = shape_of(name + PACKED), shape_of(name + SCALES)
     if len(codes) != 2 or scales != (codes[0], 2 * codes[1] // nvfp4.BLOCK) or shape_of(name + GLOBAL_SCALE) != (1,):
         raise ConfigError(
@@ -164,7 +165,7 @@ def packed_shape(name: str, shape_of: Callable[[str], tuple[int, ...]]) -> tuple
 
 
 def read_nvfp4(name: str, read: Callable[[str], np.ndarray]) -> nvfp4.Nvfp4:
-    """Reads a matrix in NVFP4 as it is. Raises ConfigError for a global scale that nothing can be divided by."""
+    """Reads an NVFP4 matrix without dequantising it. Raises ConfigError for a global scale that is not above 0."""
     global_scale = np.float32(read(name + GLOBAL_SCALE)[0])
     if not global_scale > 0:
         raise ConfigError(
@@ -174,13 +175,13 @@ def read_nvfp4(name: str, read: Callable[[str], np.ndarray]) -> nvfp4.Nvfp4:
 
 
 def matrices(dtype: str, segment: Segment) -> list[Param]:
-    """The parameters of a segment's layers that are stored in a format."""
+    """Lists the parameters of a segment's layers that the format `dtype` stores quantised."""
     params = (param for param in jax.tree.leaves(base(segment.params)) if param.kind is Kind.MATRIX)
     return [param for param in params if EXPERTS in param.axes or not FORMATS[dtype].of_experts]
 
 
 def check_matrices(dtype: str, model: Model, files: ExpertFiles) -> None:
-    """Raises ConfigError if the matrices of a model cannot be in this format. files: how the folder has experts."""
+    """Raises ConfigError if a model's matrices cannot be stored in this format. files: the layout of experts."""
     if FORMATS[dtype].of_experts:
         if not (files.only and files.transposed):
             raise ConfigError(f"--dtype: expected a model of gpt-oss for {dtype}, got another one; use bfloat16")
@@ -197,7 +198,7 @@ def check_matrices(dtype: str, model: Model, files: ExpertFiles) -> None:
 
 
 def compressed_matrix(dtype: str, w: np.ndarray, largest: float) -> list[np.ndarray]:
-    """The tensors of a matrix, as planned. largest: magnitude in the matrices that share its global scale."""
+    """Quantises a matrix to its planned tensors. largest: magnitude over all matrices with the same global scale."""
     return [np.asarray(x) for x in _quantise(dtype)(w.astype(np.float32), np.float32(largest))]
 
 
@@ -207,7 +208,7 @@ def _quantise(dtype: str) -> Callable:
 
 
 def dequantised(dtype: str, tensors: list[np.ndarray]) -> np.ndarray:
-    """The numbers of a matrix in float32 from its tensors: the inverse of `compressed_matrix`, but for rounding."""
+    """Dequantises a matrix to float32 from its tensors: the inverse of `compressed_matrix`, except for rounding."""
     if dtype == "nvfp4":
         codes, scales, global_scale = map(jnp.asarray, tensors)
         return np.asarray(nvfp4.dequantise(nvfp4.Nvfp4(codes, scales, 1 / global_scale[0]), jnp.float32))

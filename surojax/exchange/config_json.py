@@ -1,4 +1,4 @@
-"""A config.json that transformers 4 and 5 read: made from a model's fields, or the source model's own, completed.
+"""Makes a config.json that transformers 4 and 5 read, from `model` fields or from the source model's config.json.
 
 `huggingface.model_fields` is the only reader of these files here, so it is also the proof: what is written reads back
 as the fields that the model was trained with, or is refused.
@@ -21,7 +21,7 @@ COPIED = (
 
 
 def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The config.json of a source model, for weights of this dtype, with what either version of transformers reads.
+    """Adds to a source model's config.json the weights' dtype and the keys that either version of transformers reads.
 
     dtype: as in `export`.
     """
@@ -40,7 +40,7 @@ def made(
     tokens: dict[str, int | None],
     families: Mapping[str, ModelFamily] = FAMILIES,
 ) -> dict[str, Any]:
-    """A config.json of the first of these families that computes a model with these `model` fields.
+    """Makes a config.json for these `model` fields, of the first family that computes the model.
 
     tokens: values of keys like eos_token_id, for which the families' classes have defaults of their own. Raises
     ConfigError if no family computes it.
@@ -65,7 +65,7 @@ def made(
 
 
 def with_labels(config: dict[str, Any], num_labels: int) -> dict[str, Any]:
-    """The config.json of a model with a head of so many numbers, from that of a language model; 0: the same one.
+    """Turns a language model's config.json into one for a head with this many labels; 0: returns it unchanged.
 
     Raises ConfigError if transformers has no such models of its family.
     """
@@ -85,12 +85,12 @@ def with_labels(config: dict[str, Any], num_labels: int) -> dict[str, Any]:
 
 
 def agrees(config: dict[str, Any], fields: dict[str, Any]) -> bool:
-    """True if a config.json describes the model of these `model` fields. Raises ConfigError if it cannot be read."""
+    """True if a config.json describes the model with these `model` fields. Raises ConfigError if it cannot be read."""
     return normal(model_fields(config)) == normal(fields)
 
 
 def normal(fields: dict[str, Any]) -> dict[str, Any]:
-    """All `model` fields with their defaults; heads' channels, scale of scores and experts' width are filled in."""
+    """Completes `model` fields: defaults, and computed values of head_dim, the scores' scale and the experts' width."""
     complete = default_config().model.to_dict() | fields
     channels = complete["head_dim"] or complete["hidden_size"] // complete["num_attention_heads"]
     filled = {"head_dim": channels, "query_pre_attn_scalar": complete["query_pre_attn_scalar"] or channels}
@@ -101,7 +101,7 @@ def normal(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _candidate(family: ModelFamily, fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of this family that comes closest to these `model` fields."""
+    """Makes this family's config.json from `model` fields, which it may not describe exactly."""
     fields = normal(fields)
     config = {key: fields[key] for key in COPIED} | {
         "model_type": family.model_type,

@@ -1,4 +1,4 @@
-"""Experts' matrices in files: one tensor for each expert, or one of all, with gate and up apart or together.
+"""Experts' matrices in files: one tensor per expert, or one for all experts, with gate and up apart or together.
 
 Everywhere else the matrices of a layer's experts are one tensor, `NAME.experts.gate_proj.weight` [experts, out, in],
 and their biases another, `NAME.experts.gate_proj.bias` [experts, out]. Files of transformers 4, and of most published
@@ -22,7 +22,7 @@ KINDS = {".weight": "", ".bias": "_bias"}  # ends of our names, and of those of 
 
 
 class ExpertTensor(NamedTuple):
-    """The place of a tensor of all experts in files.
+    """Where and how files store our tensor of all experts.
 
     names: of the tensors, one for each expert, or one of all. half: which of two parts of its outputs, None: all of
     them. files: how a tensor of all experts is stored.
@@ -34,11 +34,11 @@ class ExpertTensor(NamedTuple):
 
     @property
     def is_of_all(self) -> bool:
-        """True if the file's tensor has all experts."""
+        """True if one tensor of the files has all experts."""
         return not NUMBER.search(self.names[0])
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor of all experts. stored: that of the first of the files' tensors."""
+        """The shape of our tensor of all experts. stored: the shape of the files' first tensor."""
         if not self.is_of_all:
             return (len(self.names), *stored)
         count, *sizes = stored
@@ -46,79 +46,79 @@ class ExpertTensor(NamedTuple):
         return (count, outputs if self.half is None else outputs // 2, *inputs)
 
     def tensor(self, stored: Iterable[np.ndarray]) -> np.ndarray:
-        """The tensor of all experts. stored: the files' tensors, in the order of `names`."""
+        """Makes our tensor of all experts. stored: the files' tensors, in the order of `names`."""
         if not self.is_of_all:
             return np.stack(list(stored))
-        (of_all,) = stored
-        return self.rows(_transposed(of_all) if self.files.transposed else of_all)
+        (stacked,) = stored
+        return self.rows(_transposed(stacked) if self.files.transposed else stacked)
 
-    def rows(self, of_all: np.ndarray) -> np.ndarray:
-        """This part of an array `[experts, outputs of the file's tensor, ...]`."""
+    def rows(self, stacked: np.ndarray) -> np.ndarray:
+        """Selects this matrix' rows from an array `[experts, outputs of the file's tensor, ...]`."""
         if self.half is None:
-            return of_all
-        return of_all[:, self.half :: 2] if self.files.interleaved else np.split(of_all, 2, axis=1)[self.half]
+            return stacked
+        return stacked[:, self.half :: 2] if self.files.interleaved else np.split(stacked, 2, axis=1)[self.half]
 
 
-def _transposed(of_all: np.ndarray) -> np.ndarray:
-    """Matrices [experts, out, in] from [experts, in, out], or the other way round; biases as they are."""
-    return of_all.swapaxes(1, 2) if of_all.ndim == 3 else of_all
+def _transposed(stacked: np.ndarray) -> np.ndarray:
+    """Swaps the last two axes of matrices [experts, out, in]; returns biases unchanged."""
+    return stacked.swapaxes(1, 2) if stacked.ndim == 3 else stacked
 
 
 def has_all_experts(name: str) -> bool:
-    """True for our name of a tensor of all experts."""
+    """True if our name is one of a tensor with all experts."""
     return ".experts." in name
 
 
 def of_expert(name: str, expert: int) -> str:
-    """The name of one expert's matrix, from that of all."""
+    """Inserts an expert's number into the name of the tensor of all experts."""
     return name.replace(".experts.", f".experts.{expert}.")
 
 
 def names_together(
     shapes: dict[str, tuple[int, ...]], files: ExpertFiles
 ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """By name in files with one tensor of all experts: (names of the tensors here, its shape). shapes: by name here."""
-    found = {}
+    """{name in files with one tensor for all experts: (our names of its tensors, its shape)}. shapes: by our name."""
+    sources = {}
     for name, shape in shapes.items():
         before, is_of_experts, last = name.rpartition(EXPERTS)
         if not is_of_experts:
-            found[name] = ((name,), shape)
+            sources[name] = ((name,), shape)
             continue
         matrix, _, kind = last.rpartition(".")
         end, (count, outputs, *inputs) = KINDS[f".{kind}"], shape
         if matrix == HALVES[0]:
             names = tuple(f"{before}{EXPERTS}{half}.{kind}" for half in HALVES)
-            found[before + files.gate_up + end] = (names, _stored(files, count, 2 * outputs, *inputs))
+            sources[before + files.gate_up + end] = (names, _stored(files, count, 2 * outputs, *inputs))
         elif matrix == DOWN:
-            found[before + files.down + end] = ((name,), _stored(files, count, outputs, *inputs))
-    return found
+            sources[before + files.down + end] = ((name,), _stored(files, count, outputs, *inputs))
+    return sources
 
 
 def _stored(files: ExpertFiles, count: int, *sizes: int) -> tuple[int, ...]:
-    """The shape of a tensor of so many experts in files."""
+    """The shape of a tensor of `count` experts in files."""
     return (count, *(sizes[::-1] if files.transposed else sizes))
 
 
 def join_experts(parts: list[np.ndarray], files: ExpertFiles) -> np.ndarray:
-    """The tensor of all experts as it is stored, from one of ours, or from those of gate and up."""
-    of_all = parts[0]
+    """Makes the files' tensor of all experts from one of our tensors, or from gate and up."""
+    stacked = parts[0]
     if len(parts) > 1:
         count, outputs, *inputs = parts[0].shape
         axis = 2 if files.interleaved else 1
-        of_all = np.stack(parts, axis=axis).reshape(count, len(parts) * outputs, *inputs)
-    return _transposed(of_all) if files.transposed else of_all
+        stacked = np.stack(parts, axis=axis).reshape(count, len(parts) * outputs, *inputs)
+    return _transposed(stacked) if files.transposed else stacked
 
 
 def of_each(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors with one for each expert in place of those of all."""
-    found = {}
+    """Splits each tensor of all experts into one tensor for each expert; returns other tensors unchanged."""
+    separate = {}
     for name, tensor in tensors.items():
-        found |= {of_expert(name, e): x for e, x in enumerate(tensor)} if has_all_experts(name) else {name: tensor}
-    return found
+        separate |= {of_expert(name, e): x for e, x in enumerate(tensor)} if has_all_experts(name) else {name: tensor}
+    return separate
 
 
 def without_number(name: str) -> tuple[str, int | None]:
-    """(the name of the matrix of all experts, number of the expert); a name without a number stays, with None."""
+    """Splits a name into (name of the matrix of all experts, number of the expert or None)."""
     number = NUMBER.search(name)
     return (name, None) if number is None else (name[: number.start()] + name[number.end() :], int(number[1]))
 
@@ -126,27 +126,27 @@ def without_number(name: str) -> tuple[str, int | None]:
 def parts_in(
     names: Iterable[str], files: ExpertFiles, field: str = "model_path", fix: str = "fetch the model again"
 ) -> dict[str, ExpertTensor]:
-    """{name of a tensor of all experts: its place} among the names of tensors in files.
+    """Finds the experts among names of tensors in files: {our name of a tensor of all experts: `ExpertTensor`}.
 
     field, fix: of the message. Raises ConfigError if one of the experts is missing.
     """
     numbers: dict[str, set[int]] = {}
-    found: dict[str, ExpertTensor] = {}
+    places: dict[str, ExpertTensor] = {}
     for name in names:
-        of_all, number = without_number(name)
+        stacked_name, number = without_number(name)
         if number is not None:
-            numbers.setdefault(of_all, set()).add(number)
+            numbers.setdefault(stacked_name, set()).add(number)
         for kind, end in KINDS.items():
             if name.endswith(files.gate_up + end):
                 before = name.removesuffix(files.gate_up + end) + EXPERTS
-                found |= {f"{before}{half}{kind}": ExpertTensor((name,), i, files) for i, half in enumerate(HALVES)}
+                places |= {f"{before}{half}{kind}": ExpertTensor((name,), i, files) for i, half in enumerate(HALVES)}
             elif name.endswith(files.down + end):
-                found[name.removesuffix(files.down + end) + EXPERTS + DOWN + kind] = ExpertTensor((name,), None, files)
+                places[name.removesuffix(files.down + end) + EXPERTS + DOWN + kind] = ExpertTensor((name,), None, files)
     for name, experts in numbers.items():
         if missing := sorted(set(range(len(experts))) - experts):
             raise ConfigError(
                 f"{field}: expected {of_expert(name, missing[0])} beside that of expert {max(experts)}, got no such "
                 f"tensor; {fix}"
             )
-        found[name] = ExpertTensor(tuple(of_expert(name, expert) for expert in range(len(experts))))
-    return found
+        places[name] = ExpertTensor(tuple(of_expert(name, expert) for expert in range(len(experts))))
+    return places

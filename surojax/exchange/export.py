@@ -1,4 +1,4 @@
-"""Models out: a folder that transformers loads, with safetensors files, config.json and the model's small files.
+"""Exports a model to a folder that transformers loads: safetensors files, config.json and the model's small files.
 
 Tensors are read, cast and written one at a time. The folder is made under another name beside the one that was asked
 for and renamed at the end, so a run that is killed leaves nothing that looks like a model.
@@ -38,7 +38,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def check_dtype(dtype: str) -> None:
-    """Raises ConfigError if no export has this dtype."""
+    """Raises ConfigError if exports do not support this dtype."""
     known = [*DTYPES, *compressed.FORMATS]
     if dtype not in known:
         raise ConfigError(f"--dtype: expected one of {', '.join(known)}, got {dtype!r}; choose one")
@@ -65,7 +65,10 @@ def check_folder(folder: str | Path) -> Path:
 
 
 def problem_beside(path: Path) -> str | None:
-    """Why nothing can be made at this path, whose folder may not exist yet; None if it can. Raises OSError."""
+    """The reason why no file can be created at this path, in a folder that may not exist yet; None if one can.
+
+    Raises OSError.
+    """
     nearest = next(p for p in (path.parent, *path.parent.parents) if p.exists(follow_symlinks=False))
     if not nearest.is_dir():
         return f"{nearest} is no folder"
@@ -74,10 +77,10 @@ def problem_beside(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def unfinished_beside(path: Path, size: int) -> Iterator[Path]:
-    """Gives the path of a file or folder to write, which gets the name `path` at the end, and none after an error.
+    """Yields a temporary path to write to, renamed to `path` at the end and deleted after an error.
 
-    size: bytes that will be written. Raises ConfigError if there is no room, or for OSError. Folders made for it do not
-    stay then.
+    size: bytes that will be written. Raises ConfigError if there is no room, or for OSError, and then removes the
+    folders that it made.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     new_parents = [parent for parent in path.parents if not parent.exists()]  # innermost first
@@ -144,7 +147,7 @@ def export(
 
 
 def encoded(content: dict) -> bytes:
-    """A small JSON file."""
+    """Encodes the content of a small JSON file."""
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -158,11 +161,11 @@ def _check_room(path: Path, need: int) -> None:
 
 
 def _parts(planned: dict[str, dict[str, StoredTensor]], shard_bytes: int) -> dict[str, list[str]]:
-    """The names of the pieces in each file, in order; a file is full before the next one begins."""
+    """Distributes the pieces' names over files of at most `shard_bytes`, in order: {file: names}."""
     parts: list[list[str]] = [[]]
     size = 0
-    for name, of_piece in planned.items():
-        more = sum(stored.bytes for stored in of_piece.values())
+    for name, stored_tensors in planned.items():
+        more = sum(stored.bytes for stored in stored_tensors.values())
         if parts[-1] and size + more > shard_bytes:
             parts.append([])
             size = 0
@@ -176,9 +179,9 @@ def _parts(planned: dict[str, dict[str, StoredTensor]], shard_bytes: int) -> dic
 def _index(
     parts: dict[str, list[str]], pieces: dict[str, "_Piece"], planned: dict[str, dict[str, StoredTensor]]
 ) -> str:
-    """The index that says which file has a tensor."""
+    """Makes the JSON index of which file has which tensor."""
     total = {
-        "total_size": sum(stored.bytes for of_piece in planned.values() for stored in of_piece.values()),
+        "total_size": sum(stored.bytes for stored_tensors in planned.values() for stored in stored_tensors.values()),
         "total_parameters": sum(math.prod(piece.shape) for piece in pieces.values()),
     }
     weight_map = {name: file for file, names in parts.items() for piece in names for name in planned[piece]}
@@ -186,9 +189,9 @@ def _index(
 
 
 class _Piece(NamedTuple):
-    """The source of a tensor in files: our tensors. expert: one expert's part of them; of_all: those of all, joined.
+    """Our tensors that a tensor in files is made from. expert: one expert is taken; of_all: all experts are joined.
 
-    sharing: our names of the matrices that share a scale in `compressed.FORMATS`; empty: it is not stored in them.
+    sharing: our names of the matrices that share a scale in `compressed.FORMATS`; empty: not stored in such a format.
     """
 
     names: tuple[str, ...]
@@ -207,18 +210,18 @@ def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece
             naming.in_files(name): _Piece(names, shape, of_all=expert_tensors.has_all_experts(names[0]))
             for name, (names, shape) in sources.items()
         }
-    found = {}
+    pieces = {}
     for name, shape in ours.items():
         if not expert_tensors.has_all_experts(name):
-            found[naming.in_files(name)] = _Piece((name,), shape)
+            pieces[naming.in_files(name)] = _Piece((name,), shape)
             continue
         for e in range(shape[0]):
-            found[expert_tensors.of_expert(naming.in_files(name), e)] = _Piece((name,), shape[1:], e)
-    return found
+            pieces[expert_tensors.of_expert(naming.in_files(name), e)] = _Piece((name,), shape[1:], e)
+    return pieces
 
 
 def _with_shared_scales(pieces: dict[str, _Piece], model: Model, dtype: str) -> dict[str, _Piece]:
-    """The pieces, of which the matrices of blocks say with which others they share a scale."""
+    """Sets `sharing` of the blocks' matrices: the matrices with one global scale."""
     sharing: dict[str, tuple[str, ...]] = {}
     for segment in model.segments:
         for l in range(segment.num_layers):
@@ -230,15 +233,15 @@ def _with_shared_scales(pieces: dict[str, _Piece], model: Model, dtype: str) -> 
 
 
 def _planned(name: str, piece: _Piece, dtype: str) -> dict[str, StoredTensor]:
-    """The tensors in files of a piece."""
+    """Plans the tensors in files that a piece becomes."""
     if piece.sharing:
-        of_matrix = compressed.FORMATS[dtype].planned(piece.shape)
-        return {name.removesuffix("weight") + part: stored for part, stored in of_matrix.items()}
+        planned = compressed.FORMATS[dtype].planned(piece.shape)
+        return {name.removesuffix("weight") + part: stored for part, stored in planned.items()}
     return {name: StoredTensor(piece.shape, DTYPES.get(dtype, DTYPES[compressed.OTHERS]))}
 
 
 def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str) -> Iterator[np.ndarray]:
-    """The tensors in this dtype, one after another. Raises ConfigError if a number is too large for it."""
+    """Yields the pieces' tensors in this dtype. Raises ConfigError if a number is too large for the dtype."""
     largest: dict[tuple[str, ...], float] = {}  # magnitudes in matrices that share a scale
     names, read = (), []
     for piece in pieces:
@@ -264,7 +267,7 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
 
 
 def _of_experts(tensors: Tensors, piece: _Piece, files: ExpertFiles, dtype: str) -> Iterable[np.ndarray]:
-    """The tensors in a format of a matrix of all experts; as they are stored, if the source has it in this format."""
+    """Quantises a matrix of all experts to a format's tensors; copies them if the source is in the same format."""
     rows_first = files._replace(transposed=False)
     if isinstance(tensors, Weights) and all(tensors.format_of(name) == dtype for name in piece.names):
         planned = base_formats.FORMATS[dtype].planned
@@ -278,7 +281,7 @@ def _of_experts(tensors: Tensors, piece: _Piece, files: ExpertFiles, dtype: str)
 
 
 def _check_finite(tensor: np.ndarray, name: str, dtype: str) -> None:
-    """Raises ConfigError for a tensor that is not finite in the dtype of the export."""
+    """Raises ConfigError if a tensor, cast to the export's dtype, is not finite."""
     if not is_finite(tensor):
         raise ConfigError(
             f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; "

@@ -1,4 +1,4 @@
-"""Whether arrays on the host are finite, at the price of reading them once: weights are looked at as they are read.
+"""Tests if arrays on the host are finite, in one pass over their bytes, so that weights can be tested when read.
 
 Numbers of any float format grow with their bits taken as an integer, and those of infinity and NaN are the largest of
 either sign. So two maxima of integers, of pieces that stay in a core's cache, say whether one is there: 0.2 ns a

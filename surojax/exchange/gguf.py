@@ -1,4 +1,4 @@
-"""GGUF files, the format of llama.cpp: settings and tensors in Hugging Face's words.
+"""Reads GGUF files, the format of llama.cpp, as a config.json and tensors under Hugging Face's names.
 
 `metadata_config` makes a config.json of the metadata, which `huggingface.model_fields` reads as any other, with its
 refusals. The tensors appear under Hugging Face's names, dequantised to float32 when they are read.
@@ -61,7 +61,7 @@ OTHERS = frozenset(
 
 
 class GgufEntry(NamedTuple):
-    """The place of one tensor in a file. shape: as Hugging Face has it, [out, in]."""
+    """Type, shape and position of one tensor in a file. shape: Hugging Face's [out, in]."""
 
     kind: gguf.GGMLQuantizationType
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class GgufEntry(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a file says before its tensors: metadata by key, and where each tensor is, by the file's names."""
+    """A file's header: metadata by key, and each tensor's entry by its name in the file."""
 
     path: Path
     metadata: dict[str, Any]
@@ -78,12 +78,12 @@ class Contents(NamedTuple):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is one of a GGUF file; it need not exist."""
+    """True if a path ends as a GGUF file's; the file need not exist."""
     return path.suffix == ".gguf"
 
 
 def open_file(path: Path) -> Contents:
-    """The contents of a file of a known family. Raises ConfigError if it is damaged or of another one."""
+    """Reads the header of a GGUF file. Raises ConfigError if the file is damaged or of an unknown family."""
     try:
         check_file(path)
         contents = _parsed(path, path.stat().st_mtime_ns)
@@ -106,7 +106,7 @@ def open_file(path: Path) -> Contents:
 
 @functools.lru_cache(maxsize=1)
 def _parsed(path: Path, modified: int) -> Contents:
-    """The contents of a file; parsing takes seconds. modified: its time, so that a new file is parsed anew."""
+    """Parses a file's header, in seconds; cached. modified: the file's time, so that a changed file is parsed again."""
     reader = gguf.GGUFReader(path)
     metadata = {key: field.contents() for key, field in reader.fields.items() if field.types}
     tensors = {}
@@ -117,7 +117,7 @@ def _parsed(path: Path, modified: int) -> Contents:
 
 
 def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str, Any]:
-    """The metadata of a file as a config.json. Raises ConfigError for a key that is missing or not known.
+    """Translates a file's metadata to a config.json. Raises ConfigError for a key that is missing or not known.
 
     divisors_F: the numbers of `FREQUENCIES`, of a file that is not written yet.
     """
@@ -176,14 +176,14 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
 
 
 def shortest(value: Any) -> Any:
-    """The number with the fewest digits that rounds to a float32 of a file: 1e-5, and not 9.99999975e-06."""
+    """Returns the number with the fewest digits that rounds to this float32: 1e-5 instead of 9.99999975e-06."""
     return float(str(np.float32(value))) if type(value) is float else value
 
 
 def _rope_scaling(
     contents: Contents, divisors_F: np.ndarray | None, given: dict, sizes: dict, head_dim: int
 ) -> dict[str, Any] | None:
-    """The rope_scaling of a config.json; None if there is none."""
+    """Translates the metadata to the rope_scaling of a config.json; None without scaling."""
     if FREQUENCIES in contents.tensors:
         return _from_divisors(contents, divisors_F, sizes["rope_theta"], head_dim)
     kind = given.get(SCALING_TYPE, "none")
@@ -197,7 +197,7 @@ def _rope_scaling(
 
 
 def rope_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> np.ndarray:
-    """Returns the divisors `[head_dim / 2]` of the frequencies of a rotary embedding of type llama3."""
+    """Returns the numbers `[head_dim / 2]` by which rotary scaling of type llama3 divides the frequencies."""
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
     wavelengths_F = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -206,7 +206,7 @@ def rope_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> 
 
 
 def _from_divisors(contents: Contents, divisors_F: np.ndarray | None, theta: float, head_dim: int) -> dict[str, Any]:
-    """The `llama3` rope_scaling that yields the frequency divisors stored in a file.
+    """Finds the `llama3` rope_scaling whose frequency divisors equal the file's.
 
     Files have these numbers only. The family says the parameters; the factor is the largest divisor. Raises ConfigError
     if the divisors do not follow from them, or if the family has no such models.
@@ -231,7 +231,10 @@ def _from_divisors(contents: Contents, divisors_F: np.ndarray | None, theta: flo
 
 
 def _read(contents: Contents, name: str) -> np.ndarray:
-    """A tensor dequantised to float32, in the file's row order. Raises ConfigError if unreadable or not finite."""
+    """Reads a tensor, dequantised to float32, in the file's row order.
+
+    Raises ConfigError if unreadable or not finite.
+    """
     stored = contents.tensors[name]
     try:
         with contents.path.open("rb") as file:
@@ -247,19 +250,19 @@ def _read(contents: Contents, name: str) -> np.ndarray:
 
 
 def unpermuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of queries or keys `[heads x head_dim, ...]` that rotate with their neighbours, in Hugging Face's order."""
+    """Reorders rows of queries or keys `[heads x head_dim, ...]` from neighbouring pairs to Hugging Face's halves."""
     pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def permuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows in Hugging Face's order, in that of `unpermuted`'s argument."""
+    """Reorders rows from Hugging Face's halves to neighbouring pairs: the inverse of `unpermuted`."""
     halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def is_permuted(name: str, family: Gguf) -> bool:
-    """Whether the rows of a tensor of this name, in files of this family, are in another order than Hugging Face's."""
+    """True if a tensor's rows, in files of this family, are not in Hugging Face's order, see `unpermuted`."""
     place = find_tensor(name, family.names)
     return family.neighbours and place is not None and place.ours in ("attention.wq", "attention.wk")
 
@@ -288,7 +291,7 @@ class GgufTensors:
         return self._contents.tensors[self._theirs[name]].shape
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, float32."""
+        """Reads a tensor in float32."""
         theirs = self._theirs[name]
         numbers = _read(self._contents, theirs)
         return unpermuted(numbers, self._head_dim) if is_permuted(theirs, self._family) else numbers

@@ -1,4 +1,4 @@
-"""Models out as a GGUF file, the format of llama.cpp: what gguf.py reads, with its names and keys.
+"""Exports a model to a GGUF file, the format of llama.cpp, with the names and keys that gguf.py reads.
 
 Metadata is written if gguf.py reads the same model from it, and refused else: a key that llama.cpp would need and that
 is not written, such as one of a sliding window, is noticed so. Tensors are read, quantised and written one at a time.
@@ -56,7 +56,7 @@ LARGEST = {Kind.F32: float(np.finfo(np.float32).max), Kind.BF16: 3.3895313892515
 
 
 def check_dtype(dtype: str) -> None:
-    """Raises ConfigError if no GGUF file that is written has this type."""
+    """Raises ConfigError if GGUF files are not written with this type."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)} for a .gguf file, got {dtype!r}; choose one")
 
@@ -67,7 +67,10 @@ def modelfile_of(path: Path) -> Path:
 
 
 def check_gguf_path(file: str | Path) -> Path:
-    """Returns the absolute path of a file to write. Raises ConfigError if it exists, or cannot be made."""
+    """Checks the path of a GGUF file to write, and returns it absolute.
+
+    Raises ConfigError if it exists, or cannot be made.
+    """
     path = expanded(file).absolute()
     try:
         there = [path for path in (path, modelfile_of(path)) if path.exists(follow_symlinks=False)]
@@ -147,7 +150,7 @@ def export_gguf(
 
 
 def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.ndarray | None]:
-    """(metadata, divisors of the frequencies or None) for a model with this config.json.
+    """Makes (metadata, rotary frequencies' divisors or None) for a model with this config.json.
 
     path: of the file, for messages. Raises ConfigError unless gguf.py reads the same model from them.
     """
@@ -184,14 +187,14 @@ def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], n
 
 
 def _comparable(fields: dict[str, Any]) -> dict[str, Any]:
-    """All `model` fields that change what a trained model computes, floats as a file has them."""
+    """Returns the `model` fields that a trained model's results depend on, floats rounded as in a file."""
     complete = config_json.normal(fields)
     del complete["initializer_range"]
     return {key: float(np.float32(value)) if type(value) is float else value for key, value in complete.items()}
 
 
 def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
-    """The keys of a file for this config.json, and the divisors of the frequencies, float32 [head_dim / 2]."""
+    """Translates a config.json to a file's metadata and the rotary frequencies' divisors, float32 [head_dim / 2]."""
     architecture = ARCHITECTURE_OF[said["model_type"]]
     family = FAMILIES[architecture]
     keys = {ours: said[theirs] for ours, theirs in {**SIZES, **family.sizes}.items()}
@@ -213,7 +216,10 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
 
 
 def _kinds(model: Model, dtype: str) -> dict[str, Kind]:
-    """The type of each tensor, by our name. Raises ConfigError if a row is not a whole number of blocks."""
+    """Chooses the GGUF type of each tensor, by our name.
+
+    Raises ConfigError if a row is not a whole number of blocks.
+    """
     wanted, _ = DTYPES[dtype]
     head = Kind.Q8_0 if wanted == Kind.Q4_0 else wanted  # llama.cpp's own files have more bits there too
     kinds = {}
@@ -236,7 +242,7 @@ def _bytes(shape: tuple[int, ...], kind: Kind) -> int:
 
 
 def _read(tensors: Tensors, name: str, kind: Kind, dtype: str) -> np.ndarray:
-    """A tensor in float32. Raises ConfigError if a number is beyond the type."""
+    """Reads a tensor in float32. Raises ConfigError if a number is beyond the type."""
     numbers = np.asarray(tensors.read(name), np.float32)
     if not max(numbers.max(), -numbers.min()) <= LARGEST.get(kind, HALF):  # false for NaN too
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub, fetched into its cache, or found there without a network."""
+"""Downloads models from the Hugging Face hub to its cache, or finds them there without a network."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ def is_model_name(model_path: str) -> bool:
 
 
 def download(name: str, *, weights: bool) -> Path:
-    """The folder in the cache with a model's small files, and its safetensors files if `weights`.
+    """Returns the cache's folder with a model's small files, and its safetensors files if `weights`.
 
     name: owner/name. Raises ConfigError if the hub cannot be asked and the cache does not have them.
     """

@@ -1,4 +1,4 @@
-"""Hugging Face's models: from a `config.json` to the `model` fields of a config.
+"""Translates a Hugging Face `config.json` to the `model` fields of a config.
 
 What a config.json means is declared by its family (surojax/families). A key that is not declared there is refused with
 its name, so a model is never computed with less than its config says.
@@ -17,7 +17,7 @@ from surojax.untrusted import expanded, read_json
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a model's folder; of a model with an image encoder, the language model's section.
+    """Reads the config.json of a model's folder; of an image-text model only the language model's section.
 
     Raises ConfigError if there is none, or it cannot be read.
     """
@@ -26,7 +26,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_whole_config(folder: str | Path) -> dict[str, Any]:
-    """The entire config.json of a model's folder. Raises ConfigError if there is none, or it cannot be read."""
+    """Reads the entire config.json of a model's folder. Raises ConfigError if the file is missing or unreadable."""
     file = expanded(folder) / "config.json"
     try:
         config = read_json(file)
@@ -43,7 +43,7 @@ def read_whole_config(folder: str | Path) -> dict[str, Any]:
 
 
 def labels_of(config: dict[str, Any]) -> int:
-    """How many numbers the head of a model for sequence classification computes; 0: it is a language model."""
+    """The number of labels of a model for sequence classification; 0: a language model."""
     classes = config.get("architectures")
     if not isinstance(classes, list) or not any(str(name).endswith("ForSequenceClassification") for name in classes):
         return 0
@@ -53,7 +53,7 @@ def labels_of(config: dict[str, Any]) -> int:
 
 
 def model_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """The `model` fields of a config.json.
+    """Translates a config.json to `model` fields.
 
     Raises ConfigError for a family, a key or a value that is not computed, and for a value of another type.
     """
@@ -69,7 +69,7 @@ def model_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The `model` fields of a config.json; Python's own errors for values of wrong types."""
+    """Translates a config.json to `model` fields; raises Python's own errors for values of wrong types."""
     name = config.get("model_type")
     if "text_config" in config:
         raise ConfigError(
@@ -109,14 +109,14 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Float8Scales(NamedTuple):
-    """Rows and columns that have one scale in a float8 matrix, and what its name has in the name of the scales."""
+    """Sizes (rows, columns) of a float8 matrix' blocks with one scale, and the suffix of the scales' tensor name."""
 
     block: tuple[int, int]
     suffix: str
 
 
 def float8_scales(config: dict[str, Any]) -> Float8Scales | None:
-    """The scales of float8 matrices; None if the config.json names no weights in float8.
+    """Reads how float8 matrices are scaled from a config.json; None if the weights are not in float8.
 
     Raises ConfigError for quantised weights of a kind that is not read.
     """

@@ -1,4 +1,4 @@
-"""A model with an adapter merged into its weights, tensor by tensor: w + scale b a, in float32.
+"""Merges an adapter into a model's weights, tensor by tensor: w + scale b a, in float32.
 
 With DoRA every row of that is stretched to its magnitude. A base that was frozen in few bits is dequantised here too,
 since the adapter was trained beside those numbers. As `model_tensors.Tensors`, the result can be exported, merged with
@@ -22,7 +22,7 @@ from surojax.placement.table import has_format
 
 
 class InBaseFormat(DerivedTensors):
-    """The tensors of a base that is frozen in a format, as its products read them: the blocks' matrices dequantised.
+    """The tensors of a base frozen in a quantised format, with the blocks' matrices dequantised.
 
     name: of the format. dtype: of the numbers, before and after. What the base stores in that format is read as it is;
     a copy of it in more bits is quantised again, and may have other scales.
@@ -41,7 +41,7 @@ class InBaseFormat(DerivedTensors):
         }
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor: a matrix of a block in `dtype`, another one as the base has it. What is stored so stays so."""
+        """Reads a tensor: a block's matrix quantised, dequantised and in `dtype`; another tensor as the base has it."""
         if name not in self._matrices:
             return self.base.read(name)
         if isinstance(self.base, Weights) and self.base.format_of(name) == self._format:
@@ -50,7 +50,7 @@ class InBaseFormat(DerivedTensors):
 
 
 class Merged(DerivedTensors):
-    """The tensors of a model merged with an adapter, in float32 if they differ from the base's.
+    """The tensors of a model merged with an adapter; those that the adapter changes are float32.
 
     Raises ConfigError if the adapter was trained on another model.
     """
@@ -73,7 +73,7 @@ class Merged(DerivedTensors):
             )
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor: in float32 if it is adapted or was frozen in few bits, else as the base has it."""
+        """Reads a tensor: merged in float32 if adapted, else as the base has it, dequantised if frozen in a format."""
         if name in self._saved:
             return self._saved[name]
         w = self._frozen.read(name)
@@ -88,7 +88,7 @@ class Merged(DerivedTensors):
 def merged_matrix(
     w: np.ndarray, a: np.ndarray, b: np.ndarray, magnitude: np.ndarray | None, scale: float
 ) -> np.ndarray:
-    """w + scale b a in float32, its rows of length `magnitude` if that is given."""
+    """Returns w + scale b a in float32; with `magnitude` (DoRA) its rows are rescaled to these lengths."""
     merged = w.astype(np.float32) + np.float32(scale) * (b.astype(np.float32) @ a.astype(np.float32))
     if magnitude is None:
         return merged
@@ -97,7 +97,7 @@ def merged_matrix(
 
 
 def there_and_back(w: np.ndarray, name: str, dtype: str) -> np.ndarray:
-    """A matrix, or those of all experts, quantised to the base format of this name and dequantised to its dtype."""
+    """Quantises a matrix, or all experts' matrices, to the base format `name` and dequantises to `dtype`."""
     return np.asarray(_there_and_back(w.astype(dtype), name))
 
 

@@ -1,4 +1,4 @@
-"""Weights under Hugging Face's names, read tensor by tensor into a training state of any placement.
+"""Reads weights under Hugging Face's names, tensor by tensor, into a training state of any placement.
 
 `Tensors` is what has them: a folder with safetensors files (`Weights`, here), a GGUF file (gguf.py), or a checkpoint
 (checkpoint_tensors.py).
@@ -35,7 +35,7 @@ FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 
 
 class Tensors(Protocol):
-    """Tensors under Hugging Face's names, each read when it is asked for. path: of their folder or file."""
+    """Tensors under Hugging Face's names, each read on request. path: of their folder or file."""
 
     path: Path
 
@@ -49,18 +49,21 @@ class Tensors(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in any float dtype. Raises ConfigError or CheckpointError if it cannot be read, or is not finite."""
+        """Reads a tensor, in any float dtype.
+
+        Raises ConfigError or CheckpointError if it cannot be read, or is not finite.
+        """
         ...
 
 
 class Weights:
-    """The tensors of a folder with safetensors files; matrices in float8 are multiplied with their blocks' scales.
+    """The tensors of a folder with safetensors files; float8 matrices are multiplied with their blocks' scales.
 
     Matrices that bitsandbytes stored in NF4, compressed-tensors in NVFP4, and experts in MXFP4, are dequantised too.
     `read_coded` reads all of them as they are.
 
-    Of a model of several parts they are those of its language model, and `left_aside` has the names of the others, and
-    those of layers that predict further tokens.
+    Of an image-text model these are the language model's tensors; `left_aside` has the names of the other tensors,
+    and of layers that predict further tokens.
 
     Raises ConfigError if a file of the index is missing or damaged, if a tensor or its scales are not there, and if a
     tensor is stored as integers. Reading a tensor raises it if one of its numbers or scales is NaN or infinite.
@@ -85,12 +88,12 @@ class Weights:
         self._bytes = {name + part for name in in_nf4 for part in ("", bitsandbytes.STATE)}  # in any dtype
         in_nf4 |= self._beside
         self._in_mxfp4 = stored_mxfp4.matrices(set(self._stored_as))
-        of_mxfp4 = stored_mxfp4.parts_of(self._in_mxfp4)
-        self._beside |= of_mxfp4
-        self._bytes |= of_mxfp4
+        mxfp4_parts = stored_mxfp4.parts_of(self._in_mxfp4)
+        self._beside |= mxfp4_parts
+        self._bytes |= mxfp4_parts
         self._in_nvfp4 = compressed.packed(set(self._stored_as))
         self._beside |= compressed.parts_of(self._in_nvfp4)
-        coded = in_nf4 | of_mxfp4 | compressed.parts_of(self._in_nvfp4)
+        coded = in_nf4 | mxfp4_parts | compressed.parts_of(self._in_nvfp4)
         for tensor, name in self._stored_as.items():
             file = files[name]
             if name not in shards[file].entries:
@@ -111,7 +114,7 @@ class Weights:
         self._of_experts = parts_in(self._in_files(), naming.expert_files)
 
     def _files(self) -> dict[str, str]:
-        """The file of each tensor."""
+        """Returns the file of each tensor."""
         index = self.path / INDEX
         if index.is_file():
             try:
@@ -134,7 +137,7 @@ class Weights:
             raise ConfigError(f"model_path: cannot read {self.path / name} ({reason}); {AGAIN}") from error
 
     def _check_scales(self) -> Float8Scales:
-        """Returns what config.json says of scales. Raises ConfigError unless every matrix in float8 has them."""
+        """Returns config.json's `Float8Scales`. Raises ConfigError unless every float8 matrix has scales."""
         said = float8_scales(read_config(self.path))
         for name in sorted(self._in_float8):
             if said is None:
@@ -160,18 +163,18 @@ class Weights:
         return self._shard_of[name].entries[self._stored_as[name]]
 
     def _in_files(self) -> set[str]:
-        """The names of all tensors but scales and codes; each expert has its own, if files say so."""
+        """The names of all tensors except scales and codes; experts stored apart have a name each."""
         scales = {name + self._float8.suffix for name in self._in_float8}
         return (self._shard_of.keys() - scales - self._beside) | self._in_mxfp4 | self._in_nvfp4
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors but scales and codes."""
-        of_parts = {name for part in self._of_experts.values() for name in part.names}
-        return (self._in_files() - of_parts) | self._of_experts.keys()
+        """The names of all tensors except scales and codes."""
+        stored_parts = {name for part in self._of_experts.values() for name in part.names}
+        return (self._in_files() - stored_parts) | self._of_experts.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor. Raises ConfigError if its parts have different ones."""
+        """The shape of a tensor. Raises ConfigError if experts' shapes differ."""
         if part := self._of_experts.get(name):
             first, *others = map(self.shape, part.names)
             for other, shape in zip(part.names[1:], others, strict=True):
@@ -185,7 +188,7 @@ class Weights:
         return self.in_nf4[name].shape if name in self.in_nf4 else self._entry(name).shape
 
     def format_of(self, name: str) -> str:
-        """The format that a matrix is stored in: a name in `base_formats.FORMATS`, or of another; "": in numbers."""
+        """The format that a matrix is stored in: a key of `base_formats.FORMATS`, or a description; "": unquantised."""
         if name in self._in_mxfp4:
             return "mxfp4"
         if part := self._of_experts.get(name):
@@ -206,14 +209,14 @@ class Weights:
         return f"{dtype} in blocks of {rows} x {columns}"
 
     def read_coded(self, name: str, like: Coded) -> Coded:
-        """Reads a matrix without dequantising it, in the shapes of `like`, or those of all experts."""
+        """Reads a matrix, or all experts' matrices, without dequantising, as codes and scales like `like`."""
         part = self._of_experts.get(name)
         if isinstance(like, mxfp4.Mxfp4):
             assert part is not None, "matrices of experts alone are stored so"
             return stored_mxfp4.read_mxfp4(part.names[0], part.rows, self._read)
         if part:
-            of_experts = [self.read_coded(of_expert, like) for of_expert in part.names]
-            return jax.tree.map(lambda *arrays: np.stack(arrays), *of_experts)
+            coded_experts = [self.read_coded(expert_name, like) for expert_name in part.names]
+            return jax.tree.map(lambda *arrays: np.stack(arrays), *coded_experts)
         if isinstance(like, block_fp8.BlockFp8):
             return block_fp8.from_blocks(self._read(name), self._read_scales(name), like)
         if isinstance(like, nvfp4.Nvfp4):
@@ -222,11 +225,11 @@ class Weights:
         return bitsandbytes.read_nf4(name, self.in_nf4[name], self._read, like.shift.shape[-1])
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in the dtype that it is stored in, in float32 if that is float8 or NVFP4, dequantised if in NF4."""
+        """Reads a tensor in its stored dtype; dequantised if quantised, to float32 from float8 and NVFP4."""
         if part := self._of_experts.get(name):
             if self.format_of(name) == "mxfp4":
                 return read_dequantised(self, name, "bfloat16")  # which is exact
-            return part.tensor(self.read(of_expert) for of_expert in part.names)
+            return part.tensor(self.read(expert_name) for expert_name in part.names)
         if name in self.in_nf4:
             return read_dequantised(self, name, self.in_nf4[name].dtype)
         if name in self._in_nvfp4:
@@ -238,7 +241,7 @@ class Weights:
         return self._checked(name, numbers)
 
     def _read_scales(self, name: str) -> np.ndarray:
-        """The scales of a matrix in float8, float32."""
+        """Reads the scales of a float8 matrix, as float32."""
         return self._read(name + self._float8.suffix).astype(np.float32)
 
     def _read(self, name: str) -> np.ndarray:
@@ -259,7 +262,7 @@ class Weights:
 
 
 def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """A float8 matrix times the scale of each block, float32. The blocks at the ends may be smaller."""
+    """Multiplies a float8 matrix by its blocks' scales, in float32. The blocks at the ends may be smaller."""
     numbers = matrix.astype(np.float32)
     rows, columns = block
     for i, row_scales in enumerate(scales):
@@ -268,7 +271,7 @@ def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) 
 
 
 def read_dequantised(weights: Weights, name: str, dtype: str) -> np.ndarray:
-    """The numbers of a matrix that is stored in one of `base_formats.FORMATS`."""
+    """Reads and dequantises a matrix stored in one of `base_formats.FORMATS`."""
     like = base_formats.FORMATS[weights.format_of(name)].planned(weights.shape(name))
     return np.asarray(_dequantised(weights.read_coded(name, like), dtype))
 
@@ -279,7 +282,7 @@ def _dequantised(q: Coded, dtype: str) -> jax.Array:
 
 
 def describe_source(tensors: Tensors) -> str:
-    """One line: the path that tensors are read from, and the tensors there that are left aside."""
+    """Describes in one line the path that tensors are read from, and the number of tensors that are not read."""
     if not isinstance(tensors, Weights) or not tensors.left_aside:
         return str(tensors.path)
     others = sorted({name.removeprefix("model.").partition(".")[0] for name in tensors.left_aside})
@@ -288,7 +291,7 @@ def describe_source(tensors: Tensors) -> str:
 
 
 def tensor_name(param: Param, segment: Segment | None = None, l: int = 0) -> str:
-    """The name of a parameter's tensor: of layer l of a segment, or of an outer layer."""
+    """Hugging Face's name of a parameter's tensor, in layer l of a segment or outside of the layers."""
     if segment is None:
         return TENSOR_NAMES[param.name]
     ours = {param.name for param in jax.tree.leaves(base(segment.params))}
@@ -296,7 +299,7 @@ def tensor_name(param: Param, segment: Segment | None = None, l: int = 0) -> str
 
 
 def params(model: Model) -> dict[str, Param]:
-    """The parameters of a model's tensors by name: embedding, layer after layer, then the others."""
+    """Returns each tensor's `Param` by the tensor's name: embedding, layer after layer, then the others."""
     outer = {tensor_name(param): param for param in jax.tree.leaves(base(model.outer_params))}
     by_name = {TENSOR_NAMES["embed"]: outer.pop(TENSOR_NAMES["embed"])}
     for segment in model.segments:
@@ -311,20 +314,20 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def tensors_by_name(tree: dict, model: Model) -> dict[str, np.ndarray]:
-    """The tensors of a tree like master weights, or like their gradients, by name; each expert has its own.
+    """Flattens a tree of master weights, or of their gradients, to tensors by name, one for each expert.
 
     tree: arrays in host memory.
     """
 
     def one(param: Param, section: str) -> np.ndarray:
-        return functools.reduce(lambda found, key: found[key], param.name.split("."), tree[section])
+        return functools.reduce(lambda branch, key: branch[key], param.name.split("."), tree[section])
 
-    found = {tensor_name(param): one(param, OUTER) for param in jax.tree.leaves(base(model.outer_params))}
+    tensors = {tensor_name(param): one(param, OUTER) for param in jax.tree.leaves(base(model.outer_params))}
     for segment in model.segments:
         for param in jax.tree.leaves(base(segment.params)):
             stack = one(param, segment.name)
-            found |= {tensor_name(param, segment, l): stack[l] for l in range(segment.num_layers)}
-    return of_each(found)
+            tensors |= {tensor_name(param, segment, l): stack[l] for l in range(segment.num_layers)}
+    return of_each(tensors)
 
 
 def check_tensors(weights: Tensors, model: Model) -> None:
@@ -367,7 +370,7 @@ def check_tensors(weights: Tensors, model: Model) -> None:
 def readers(
     weights: Tensors, coded: Callable[[Segment, Param], Coded | None] | None = None
 ) -> tuple[Callable[[Segment, int], Any], Callable[[Model], dict]]:
-    """Functions (segment, l) -> arrays of the segment's layer l, and model -> arrays of the outer layers.
+    """Makes functions that read weights: (segment, l) -> arrays of a layer, and model -> arrays of the outer layers.
 
     coded: the planned arrays of a parameter that rests in a base's format, else None. Matrices that are stored in that
     format are read as they are.
@@ -390,7 +393,7 @@ def readers(
 
 
 def stacks(weights: Tensors, model: Model, dtype: str, sharding: jax.sharding.Sharding) -> dict:
-    """All weights by section, in this dtype and sharding; a segment's weights are stacks `[L, ...]`.
+    """Reads all weights by section, in this dtype and sharding; a segment's weights are stacks `[L, ...]`.
 
     Host memory holds one stack at a time.
     """

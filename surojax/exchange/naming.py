@@ -1,4 +1,4 @@
-"""The names of tensors in the files of a model.
+"""Translates our names of tensors to the names in a model's files, and back.
 
 Everywhere else tensors have the names of `model_tensors.tensor_name`, which most families also have in their files. A
 family may have others, and a model of several parts (parts.py) has them under a prefix.
@@ -14,26 +14,29 @@ from surojax.families.registry import FAMILIES, tensor_names
 
 
 class Naming(NamedTuple):
-    """The names in a model's files. family: None: those of most families. in_whole: it is one of several parts."""
+    """The names in a model's files.
+
+    family: None: the names of most families. in_whole: it is part of an image-text model.
+    """
 
     family: ModelFamily | None = None
     in_whole: bool = False
 
     @property
     def expert_files(self) -> ExpertFiles:
-        """How the files have the matrices of all experts of a layer."""
+        """The layout of a layer's experts in the files."""
         return BY_EXPERT if self.family is None else self.family.expert_files
 
     def alone(self, name: str) -> str:
-        """The name of a tensor or module in the files of the language model alone."""
+        """Translates our name of a tensor or module to its name in files of the language model alone."""
         return name if self.family is None else renamed(name, self._ours, self.family.tensors)
 
     def in_files(self, name: str) -> str:
-        """The name of a tensor or module in the files of the model, or of its adapters."""
+        """Translates our name of a tensor or module to its name in the model's files, or its adapters'."""
         return parts.in_whole(self.alone(name)) if self.in_whole else self.alone(name)
 
     def ours(self, name: str) -> str:
-        """Our name for a name in files of either spelling: the inverse of `alone` and `in_files`; others stay."""
+        """Translates a file's name to ours: the inverse of `alone` and `in_files`; unknown names stay unchanged."""
         name, number = expert_tensors.without_number(parts.alone(name))
         name = name if self.family is None else renamed(name, self.family.tensors, self._ours)
         return name if number is None else expert_tensors.of_expert(name, number)
@@ -48,7 +51,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def is_of_further_layers(name: str, config: dict[str, Any]) -> bool:
-    """True for a tensor of a layer behind the last one, which predicts further tokens. config: config.json."""
+    """True for tensors of extra layers behind the last one, which predict further tokens. config: config.json."""
     family = FAMILIES.get(str(config.get("model_type")))
     number = LAYER.search(name)
     if family is None or not family.further_layers or number is None:
@@ -59,7 +62,7 @@ def is_of_further_layers(name: str, config: dict[str, Any]) -> bool:
 
 
 def naming_of(config: dict[str, Any]) -> Naming:
-    """The `Naming` of the files of a model with this config.json, or of an image-text model that contains it."""
+    """Returns the `Naming` of a model with this config.json, alone or as part of an image-text model."""
     in_whole = parts.has_parts(config)
     name = (parts.text_config(config) if in_whole else config).get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""A language model with a new head in place of its own: what a reward model begins with."""
+"""The initial weights of a reward model: a language model's with a new head in place of its own."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from surojax.models.model import Model
 
 
 class WithNewHead(DerivedTensors):
-    """The tensors of a language model with the head of `model`, which is drawn from the seed.
+    """The tensors of a language model, except for the head, which is `model`'s and drawn at random from the seed.
 
     Its `fingerprint` does not depend on the head: an adapter is stored with its own, and belongs to the language model.
 
@@ -39,7 +39,7 @@ class WithNewHead(DerivedTensors):
         return self._model.outer_params[self._model.head].shape if name == self._name else self.base.shape(name)
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor."""
+        """Reads a tensor."""
         if name != self._name:
             return self.base.read(name)
         draw = jax.jit(lambda: self._model.init_outer(self._seed)[self._model.head])  # XLA drops the other tensors

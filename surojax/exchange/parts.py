@@ -1,4 +1,4 @@
-"""The language model of an image-text model: its config.json, and the names of its tensors in the whole model's files.
+"""The language model in an image-text model: its section of config.json, and its tensors' names in the files.
 
 Both spellings of the names are read: the one in files (`language_model.model.`), and the one of the modules of
 transformers 5 (`model.language_model.`). What an image passes through before it becomes embeddings is left aside.
@@ -22,13 +22,13 @@ IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "mod
 
 
 def has_parts(config: dict[str, Any]) -> bool:
-    """True if this config.json describes a model of several parts, whose language model is of a known family."""
+    """True if this config.json describes an image-text model whose language model is of a known family."""
     family = config.get("model_type")
     return isinstance(family, str) and family in IMAGE_TEXT_FAMILIES
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json that the language model would have alone.
+    """Returns the config.json of the language model alone.
 
     Its head is tied if both places say so; one that says nothing agrees. Raises ConfigError for a language model that
     is not known, and for a key beside it that is not known.
@@ -60,17 +60,17 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_of_images(name: str) -> bool:
-    """True if a tensor of a whole model is in its image encoder, or between that and the language model."""
+    """True if an image-text model's tensor is in its image encoder, or between image encoder and language model."""
     return name.startswith(IMAGES)
 
 
 def in_whole(name: str) -> str:
-    """The name that transformers 5 gives to a module of the language model, or to a tensor, in the whole model."""
+    """Translates a name in the language model alone to the image-text model's name, as transformers 5 spells it."""
     return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 def alone(name: str) -> str:
-    """The name of a tensor in the language model alone."""
+    """Translates an image-text model's name of a tensor to the name in the language model alone."""
     for start, text_start in TEXT.items():
         if name.startswith(start):
             return text_start + name.removeprefix(start)

@@ -1,4 +1,4 @@
-"""Regular expressions that others wrote, matched in the child process of `surojax.limited`."""
+"""Matches untrusted regular expressions, in the child process of `surojax.limited`."""
 
 import re
 from typing import Any

@@ -54,7 +54,7 @@ FINGERPRINT, BASE_FORMAT = "surojax.base", "surojax.base_format"  # keys of the 
 
 
 class AdapterArrays(NamedTuple):
-    """An adapter of a model.
+    """An adapter's settings and arrays.
 
     matrices: {our name of a matrix: {"a": [L, rank, in], "b": [L, out, rank], with DoRA "magnitude": [L, out]}}, of all
     layers of the model; those of experts have a second axis, of the experts. saved: {our name of an outer layer:
@@ -70,7 +70,7 @@ class AdapterArrays(NamedTuple):
 
 
 def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
-    """The shapes of an adapter's tensors by our names."""
+    """The shapes of an adapter's tensors, by our names."""
     base_shapes = shapes(model)
     module_names = modules(model)
     by_name = {}
@@ -86,7 +86,7 @@ def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
 def save_adapter(
     adapter: AdapterArrays, model: Model, folder: str | Path, *, base_name: str = "", naming: Naming = OF_MOST_FAMILIES
 ) -> Path:
-    """Writes an adapter of a model in float32, and returns its folder; an adapter there is replaced.
+    """Writes an adapter in float32, replacing one in the folder, and returns the folder.
 
     base_name: what others load the base model by. naming: of the base model's files.
     Raises ConfigError if the folder cannot be written.
@@ -112,17 +112,17 @@ def save_adapter(
 
 
 def _written(name: str, naming: Naming) -> str:
-    """The name of an adapter's tensor in its file."""
+    """Translates our name of an adapter's tensor to the file's."""
     return PREFIX + naming.in_files(name.removeprefix(PREFIX))
 
 
 def _ours(name: str, naming: Naming) -> str:
-    """Our name of a tensor in an adapter's file: the inverse of `_written`, for names of either spelling."""
+    """Translates a file's name of a tensor, in either spelling, to ours: the inverse of `_written`."""
     return PREFIX + naming.ours(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else name
 
 
 def _by_name(adapter: AdapterArrays, model: Model) -> dict[str, np.ndarray]:
-    """The arrays of an adapter by the names of their tensors."""
+    """Flattens an adapter to arrays by our names of tensors."""
     module_names = modules(model)
     arrays = {PREFIX + TENSOR_NAMES[name]: array for name, array in adapter.saved.items()}
     for target, stacks in adapter.matrices.items():
@@ -132,12 +132,12 @@ def _by_name(adapter: AdapterArrays, model: Model) -> dict[str, np.ndarray]:
 
 
 def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMILIES) -> AdapterArrays:
-    """Reads an adapter of this model, its arrays in float32. naming: of the model's files.
+    """Reads an adapter of this model, in float32. naming: of the model's files.
 
-    Raises ConfigError if it is of another model, adapts what is not adapted here, is damaged, or is not finite.
+    Raises ConfigError if it belongs to another model, adapts other matrices than ours, is damaged, or is not finite.
     """
     path = expanded(folder)
-    lora, of_experts = adapter_config.read_adapter_config(path, model, naming)
+    lora, described = adapter_config.read_adapter_config(path, model, naming)
     factors = [name for name in SUFFIXES if name != "magnitude" or lora.magnitudes]
     try:
         file = shards.Shard(path / TENSORS)
@@ -146,7 +146,7 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
             for name, entry in file.entries.items()
         }
         shapes_of_experts = {name: x for name, x in tensor_shapes(lora, model).items() if has_all_experts(name)}
-        stored = peft_experts.of_experts(stored, shapes_of_experts, of_experts, lora.rank, naming.expert_files)
+        stored = peft_experts.of_experts(stored, shapes_of_experts, described, lora.rank, naming.expert_files)
         _check_tensors(path, {name: x.shape for name, x in stored.items()}, lora, model)
 
         def tensor(name: str) -> np.ndarray:
@@ -178,7 +178,7 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
 
 
 def digest(adapter: AdapterArrays) -> str:
-    """SHA-256 of all that determines what an adapter adds to its base."""
+    """Returns SHA-256 of the scale, base format and arrays, which determine what an adapter adds to its base."""
     sha256 = hashlib.sha256(f"{adapter.lora.scale!r} {adapter.base_format}\n".encode())
     arrays = {f"{target}.{factor}": x for target, stacks in adapter.matrices.items() for factor, x in stacks.items()}
     for name, array in sorted((arrays | adapter.saved).items()):
@@ -212,7 +212,7 @@ def _check_tensors(path: Path, stored: dict[str, tuple[int, ...]], lora: Lora, m
 
 
 def of_state(model: Model, lora: Lora, master: dict) -> tuple[dict, dict]:
-    """(matrices, saved) of an `AdapterArrays` from the master weights of a state, copied to host memory."""
+    """Copies a state's master weights to host memory as (matrices, saved) of an `AdapterArrays`."""
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
     for segment in model.segments:
         for matrix, names in declared(segment.params):
@@ -229,14 +229,14 @@ def of_state(model: Model, lora: Lora, master: dict) -> tuple[dict, dict]:
 
 
 def _at(tree: dict, name: str):
-    """The leaf of a tree of dicts at a path of names with dots between them."""
+    """Returns the leaf of nested dicts at a dotted path."""
     for key in name.split("."):
         tree = tree[key]
     return tree
 
 
 def with_adapter(layer: Callable, outer: Callable, adapter: AdapterArrays) -> tuple[Callable, Callable]:
-    """Wraps a base's `model_tensors.readers` into readers of the base's weights together with an adapter's arrays."""
+    """Wraps a base's `model_tensors.readers` so that they also return an adapter's arrays."""
 
     def layer_with(segment: Segment, l: int):
         weights = layer(segment, l)
@@ -254,13 +254,13 @@ def with_adapter(layer: Callable, outer: Callable, adapter: AdapterArrays) -> tu
 
 
 def _nested(name: str, leaf: np.ndarray) -> dict:
-    """A tree of dicts with one leaf, at a path of names with dots between them."""
+    """Makes nested dicts with one leaf, at a dotted path."""
     first, _, rest = name.partition(".")
     return {first: _nested(rest, leaf) if rest else leaf}
 
 
 def check_continues(adapter: AdapterArrays, lora: Lora, base: str, path: str) -> None:
-    """Raises ConfigError unless a run with these adapters, on a base with this fingerprint, may begin with an adapter.
+    """Raises ConfigError if an adapter does not fit a run's adapter settings and the fingerprint of the run's base.
 
     path: of the adapter, for the message.
     """

@@ -1,4 +1,4 @@
-"""Adapters of experts in PEFT's files: two tensors for all experts of a layer (its `ParamWrapper`).
+"""Experts' adapters in PEFT's files: two tensors for all experts of a layer (PEFT's `ParamWrapper`).
 
 The modules of transformers 5 have a layer's experts as two parameters, `gate_up_proj` [E, 2 F, D], gate before up, and
 `down_proj` [E, D, F]. adapter_config.json names them in `target_parameters`. With rank R their adapters are
@@ -43,7 +43,7 @@ FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 
 class AdapterTensor(NamedTuple):
-    """A tensor of an adapter's file. name: there. read: returns the array."""
+    """A tensor in an adapter's file. name: the file's. read: function that returns the array."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class AdapterTensor(NamedTuple):
 
 
 def keys_of(targets: Collection[str], lora: Lora) -> dict[str, Any]:
-    """The keys that say which experts' matrices (our names) are adapted, and with which rank; {} if none are."""
+    """Makes adapter_config.json's keys for the adapted experts' matrices (our names) and ranks; {} if none."""
     parameters = [name for name, parts in PARAMETERS.items() if {TARGETS[part] for part in parts} <= set(targets)]
     keys: dict[str, Any] = {"target_parameters": [f"{MODULE}.{name}" for name in parameters]} if parameters else {}
     if TOGETHER in parameters:
@@ -75,7 +75,10 @@ class Described(NamedTuple):
 
 
 def described_modules(content: dict[str, Any], module_names: dict[str, list[str]], need: Callable) -> Described:
-    """Reads the keys of `keys_of`. module_names: of experts' matrices, by our names. need: see adapter_config."""
+    """Reads the keys that `keys_of` makes.
+
+    module_names: of experts' matrices, by our names. need: see adapter_config.
+    """
     names = content.get("target_parameters") or []
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     need(is_list, "target_parameters", "names of parameters")
@@ -98,24 +101,24 @@ def described_modules(content: dict[str, Any], module_names: dict[str, list[str]
         need(is_known and (not pattern or TOGETHER in parameters), key, expected, "nothing else is computed here")
     rank: Any = content.get("r")
     alpha: Any = content.get("lora_alpha")
-    (of_both,) = patterns["rank_pattern"].values() or (rank,)
-    need(of_both in (rank, 2 * rank), "rank_pattern", f"{rank} or {2 * rank}", "nothing else is computed here")
-    factor = (of_both / rank) ** (0.5 if content.get("use_rslora") else 1)
+    (joint_rank,) = patterns["rank_pattern"].values() or (rank,)
+    need(joint_rank in (rank, 2 * rank), "rank_pattern", f"{rank} or {2 * rank}", "nothing else is computed here")
+    factor = (joint_rank / rank) ** (0.5 if content.get("use_rslora") else 1)
     (alpha_of_both,) = patterns["alpha_pattern"].values() or (alpha,)
     is_scaled = type(alpha_of_both) in (int, float) and abs(alpha_of_both - factor * alpha) < 1e-6 * alpha
     need(is_scaled, "alpha_pattern", f"{factor * alpha:g} for {TOGETHER}, the scale of the others", "give another")
     targets = tuple(TARGETS[part] for parameter in parameters for part in PARAMETERS[parameter])
-    return Described(targets, of_both != rank)
+    return Described(targets, joint_rank != rank)
 
 
 def _is_of_both(pattern: str) -> bool:
-    """True for a pattern of ranks that means gate_up_proj, as PEFT and this module spell it."""
+    """True if a key of rank_pattern selects gate_up_proj, as PEFT or this module spells it."""
     name = pattern.removeprefix(r".*\.").replace(r"\.", ".")
     return re.fullmatch(rf"(mlp\.)?(experts\.)?{TOGETHER}", name) is not None
 
 
 def check_module(model: Model, files: ExpertFiles) -> None:
-    """Raises ConfigError for adapters of experts that PEFT would look for in a module of another name."""
+    """Raises ConfigError if a model has experts' adapters, and PEFT's name of its experts' module is not `MODULE`."""
     if files.module != MODULE and any(
         p.adapter and EXPERTS in p.axes for s in model.segments for p in leaves(s.params)
     ):
@@ -129,37 +132,37 @@ def check_module(model: Model, files: ExpertFiles) -> None:
 
 
 def of_file(tensors: dict[str, np.ndarray], files: ExpertFiles = BY_EXPERT) -> dict[str, np.ndarray]:
-    """The tensors of an adapter, with those of experts as PEFT has them.
+    """Converts an adapter's tensors, by our names, to PEFT's tensors of experts; other tensors are unchanged.
 
     tensors: by our names; those of experts are `[E, ...]`. files: says if the rows of gate and up alternate.
     """
-    found: dict[str, np.ndarray] = {}
+    tensors_in_file: dict[str, np.ndarray] = {}
     for name, x in tensors.items():
         before, is_of_experts, last = name.rpartition(".experts.")
         part, _, factor = last.partition(".")
         if not is_of_experts:
-            found[name] = x
+            tensors_in_file[name] = x
             continue
         module = f"{before}.experts"
         factor = f".{factor}"
         is_inner = part in HALVES and f"{module}.{DOWN}{factor}" in tensors
         if part != HALVES[1]:
             gate_and_up = [tensors[f"{module}.{half}{factor}"] for half in HALVES] if part == HALVES[0] else [x]
-            found[f"{module}{INNER * is_inner}{factor}"] = _flat(factor, gate_and_up, files)
-    return found
+            tensors_in_file[f"{module}{INNER * is_inner}{factor}"] = _flat(factor, gate_and_up, files)
+    return tensors_in_file
 
 
 def _flat(factor: str, parts: list[np.ndarray], files: ExpertFiles) -> np.ndarray:
-    """One factor of all experts and of one matrix, or of gate and up, in two dimensions."""
+    """Flattens a factor of all experts, of one matrix or of gate and up, to PEFT's two dimensions."""
     if factor == FACTORS[0]:
-        of_all = np.concatenate(parts, axis=1)
-        return of_all.reshape(-1, of_all.shape[-1])
+        stacked = np.concatenate(parts, axis=1)
+        return stacked.reshape(-1, stacked.shape[-1])
     number, rows, rank = parts[0].shape
     blocks = [np.zeros((number, rows, rank * len(parts)), part.dtype) for part in parts]
     for i, part in enumerate(parts):
         blocks[i][:, :, i * rank : (i + 1) * rank] = part
-    of_all = join_experts(blocks, files._replace(transposed=False))
-    return of_all.transpose(1, 2, 0).reshape(rows * len(parts), -1)
+    stacked = join_experts(blocks, files._replace(transposed=False))
+    return stacked.transpose(1, 2, 0).reshape(rows * len(parts), -1)
 
 
 def of_experts(
@@ -169,18 +172,18 @@ def of_experts(
     rank: int,
     files: ExpertFiles = BY_EXPERT,
 ) -> dict[str, AdapterTensor]:
-    """The tensors of a file, with those of experts under our names, `[E, ...]`; the inverse of `of_file`.
+    """Converts a file's tensors of experts to our names and shapes `[E, ...]`: the inverse of `of_file`.
 
     shapes: by our name, of the tensors of experts that are expected. Those that the file does not have are left out.
     """
-    found = dict(stored)
+    tensors = dict(stored)
     names = (name for name in stored if name.endswith(FACTORS))
     for name, part in expert_tensors.parts_in(names, files, "adapter", "save the adapter again").items():
         if name in shapes:
-            of_each = [found.pop(of_one) for of_one in part.names]
-            found[name] = AdapterTensor(of_each[0].name, part.shape(of_each[0].shape), _stacked(of_each))
+            parts = [tensors.pop(part_name) for part_name in part.names]
+            tensors[name] = AdapterTensor(parts[0].name, part.shape(parts[0].shape), _stacked(parts))
     if not said.targets:
-        return found
+        return tensors
     both_are_adapted = TARGETS[DOWN] in said.targets and TARGETS[HALVES[0]] in said.targets
     used = set()
     for name, (number, *shape) in shapes.items():
@@ -197,13 +200,13 @@ def of_experts(
         _need_shape(stored[source], expected)
         place = ExpertTensor((source,), HALVES.index(part) if is_half else None, files)
         read = _reader(stored[source], factor, number, place, rank if said.twice and is_half else None)
-        found[name] = AdapterTensor(stored[source].name, (number, *shape), read)
+        tensors[name] = AdapterTensor(stored[source].name, (number, *shape), read)
         used.add(source)
-    return {name: x for name, x in found.items() if name not in used}
+    return {name: x for name, x in tensors.items() if name not in used}
 
 
-def _stacked(of_each: list[AdapterTensor]) -> Callable[[], np.ndarray]:
-    return lambda: np.stack([x.read() for x in of_each])
+def _stacked(parts: list[AdapterTensor]) -> Callable[[], np.ndarray]:
+    return lambda: np.stack([x.read() for x in parts])
 
 
 def _need_shape(stored: AdapterTensor, expected: tuple[int, ...]) -> None:
@@ -216,16 +219,16 @@ def _need_shape(stored: AdapterTensor, expected: tuple[int, ...]) -> None:
 def _reader(
     stored: AdapterTensor, factor: str, number: int, place: ExpertTensor, rank: int | None
 ) -> Callable[[], np.ndarray]:
-    """The function that reads a factor `[E, ...]`. rank: of gate and of up if both have their own."""
+    """Makes the function that reads a factor `[E, ...]`. rank: of gate and of up, if they do not share columns."""
     half = place.half or 0
 
-    def of_a() -> np.ndarray:
-        of_all = stored.read().reshape(number, -1, stored.shape[-1])
-        return of_all if rank is None else of_all[:, half * rank : (half + 1) * rank]
+    def read_a() -> np.ndarray:
+        stacked = stored.read().reshape(number, -1, stored.shape[-1])
+        return stacked if rank is None else stacked[:, half * rank : (half + 1) * rank]
 
-    def of_b() -> np.ndarray:
-        of_all = stored.read().reshape(stored.shape[0], -1, number).transpose(2, 0, 1)
-        rows = place.rows(of_all)
+    def read_b() -> np.ndarray:
+        stacked = stored.read().reshape(stored.shape[0], -1, number).transpose(2, 0, 1)
+        rows = place.rows(stacked)
         if rank is None:
             return rows
         if np.any(rows[:, :, (1 - half) * rank : (2 - half) * rank]):
@@ -235,4 +238,4 @@ def _reader(
             )
         return rows[:, :, half * rank : (half + 1) * rank]
 
-    return of_a if factor == FACTORS[0] else of_b
+    return read_a if factor == FACTORS[0] else read_b

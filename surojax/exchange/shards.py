@@ -1,4 +1,4 @@
-"""Files in the safetensors format: where every tensor is, and then the tensors.
+"""Reads and writes files in the safetensors format: a JSON header with every tensor's place, then the tensors.
 
     8 bytes    length of the header, little endian
     header     JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}}, offsets from the end of the header
@@ -42,7 +42,7 @@ MAX_HEADER = 32 << 20  # bytes, of 200,000 tensors
 
 
 class TensorEntry(NamedTuple):
-    """The place of one tensor: where its bytes begin in the file."""
+    """One tensor's entry in a file's header. start: offset of the tensor's bytes in the file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -81,7 +81,10 @@ class Shard:
             end = after
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in the dtype that it is stored in. Raises OSError, or ValueError if the file became shorter."""
+        """Reads a tensor in the dtype that it is stored in.
+
+        Raises OSError, or ValueError if the file became shorter.
+        """
         dtype, shape, start = self.entries[name]
         with self.path.open("rb") as file:
             numbers = np.fromfile(file, dtype, math.prod(shape), offset=start)
@@ -89,7 +92,7 @@ class Shard:
 
 
 def _entry(name: str, entry: dict, data: int) -> tuple[TensorEntry, int]:
-    """(the place of a tensor, where its bytes end), from the header; data: where the tensors begin."""
+    """Reads a tensor's entry in the header: (its place, offset of its end). data: offset of the first tensor."""
     try:
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
@@ -107,14 +110,14 @@ def _entry(name: str, entry: dict, data: int) -> tuple[TensorEntry, int]:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as it will be stored."""
+    """Shape and dtype of a tensor to write."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     @property
     def bytes(self) -> int:
-        """Its size in a file."""
+        """The tensor's size in a file, bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -25,7 +25,10 @@ type Files = dict[str, bytes]  # contents by name
 
 
 def read_small_files(folder: Path, names: tuple[str, ...]) -> Files:
-    """The contents of the files of these names that exist in a folder. Raises ConfigError if one cannot be read."""
+    """Reads the files with these names that exist in a folder: {name: content}.
+
+    Raises ConfigError if one cannot be read.
+    """
     contents = {}
     for name in names:
         file = folder / name

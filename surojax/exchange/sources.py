@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder of Hugging Face, a GGUF file, or a name on the hub.
+"""Finds and reads source models: a Hugging Face folder, a GGUF file, or a name on the hub.
 
 A run keeps the small files of its model (settings, tokenizer, chat template) in the folder `model` of its output_dir.
 What comes after the first step needs nothing else of the model: when the original is gone, these take its place.
@@ -29,12 +29,12 @@ SOURCE = "source.json"  # in that folder: the model_path that its files are of
 
 
 def kept_in(output_dir: str | Path) -> Path:
-    """The folder that keeps the small files of a run's model."""
+    """The subfolder of a run's output folder with copies of its model's small files."""
     return expanded(output_dir) / KEPT
 
 
 def keeps(output_dir: str | Path, model_path: str) -> bool:
-    """Whether a run's output folder keeps the small files of this model."""
+    """True if a run's output folder has copies of the small files of this model."""
     try:
         return read_json(kept_in(output_dir) / SOURCE) == {"model_path": model_path}
     except (OSError, ValueError):
@@ -42,7 +42,7 @@ def keeps(output_dir: str | Path, model_path: str) -> bool:
 
 
 def is_model(source: str | Path) -> bool:
-    """Whether this names a Hugging Face folder, a GGUF file, or may name a model on the hub."""
+    """True if a path is a Hugging Face folder or a GGUF file, or may name a model on the hub."""
     path = expanded(source)
     return (
         gguf.is_gguf(path) or (path / "config.json").is_file() or (not path.exists() and hub.is_model_name(str(source)))
@@ -50,7 +50,7 @@ def is_model(source: str | Path) -> bool:
 
 
 def locate(model_path: str | Path, *, weights: bool) -> Path:
-    """The folder or GGUF file of a model; one on the hub is fetched, or found in the cache.
+    """Returns the folder or GGUF file of a model, after downloading a hub model that is not in the cache.
 
     weights: fetch the weights as well. Raises ConfigError if the hub does not have it.
     """
@@ -69,18 +69,18 @@ def model_in_package(name: str) -> Path:
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """The config.json of a folder, or a GGUF file's metadata translated to one. Raises ConfigError."""
+    """Reads a folder's config.json, or translates a GGUF file's metadata to one. Raises ConfigError."""
     return gguf.metadata_config(gguf.open_file(path)) if gguf.is_gguf(path) else read_config(path)
 
 
 def run_config_json(c: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a run's model: the source model's, with the head that settings and objective ask for."""
+    """Makes the config.json of a run's model: the source model's, with the head that settings and objective require."""
     config = config | {"tie_word_embeddings": False} if c.untied_head else config
     return config_json.with_labels(config, OBJECTIVES[c.objective].num_labels)
 
 
 def naming(c: Any) -> Naming:
-    """The names of tensors in the files of a run's base."""
+    """Returns the `Naming` of a run's base model."""
     if not c.model_path:
         return Naming()
     gone = not expanded(c.model_path).exists() and keeps(c.output_dir, c.model_path)
@@ -89,12 +89,12 @@ def naming(c: Any) -> Naming:
 
 
 def tensors_of(path: Path) -> Tensors:
-    """The tensors of a folder or a GGUF file. Raises ConfigError if a file is missing or damaged."""
+    """Opens the tensors of a folder or a GGUF file. Raises ConfigError if a file is missing or damaged."""
     return gguf.GgufTensors(path) if gguf.is_gguf(path) else Weights(path)
 
 
 def resolved(c: Any, fixed: Collection[str] = ()) -> Any:
-    """A config with the `model` fields, and the tokenizer if it is the default, of the model at `model_path`.
+    """Returns a config with the `model` fields of the model at `model_path`, and its tokenizer if none is set.
 
     These replace the `model` fields of `c`, except that those named in `fixed`, such as "hidden_size", must agree.
     c: a ConfigDict; the same one if it names no model. Raises ConfigError for a folder without a model that is known,
@@ -134,13 +134,13 @@ def resolved(c: Any, fixed: Collection[str] = ()) -> Any:
 
 
 def replaced_fields(given: Any, taken: Any) -> list[str]:
-    """The `model` fields that differ from their defaults in config `given`, and from the source model's in `taken`."""
+    """Lists the `model` fields set in config `given` whose values differ from the source model's in `taken`."""
     defaults = default_config().model
     return [name for name, value in given.model.items() if value not in (defaults[name], taken.model[name])]
 
 
 def open_weights(c: Any, model: Model) -> Tensors | None:
-    """The weights that a config starts from, opened and checked, with a `lora_base_adapter` merged into them.
+    """Opens and checks the weights that a config starts from, merged with `lora_base_adapter`.
 
     None if it draws new ones. Raises ConfigError.
     """
@@ -160,7 +160,7 @@ def open_weights(c: Any, model: Model) -> Tensors | None:
 
 
 def for_inference(c: Any, source: str | Path, tokenizer: str = "") -> Any:
-    """A config that computes a model as it is stored: in bfloat16 if that is 16 bits, else in float32.
+    """Makes a config for inference: bfloat16 if the model is stored in 16 bits, else float32.
 
     c: the default config. tokenizer: "" is the model's own. Raises ConfigError if it has none, or cannot be read.
     """
@@ -179,19 +179,19 @@ def for_inference(c: Any, source: str | Path, tokenizer: str = "") -> Any:
 
 
 def tokenizer_of(c: Any, output_dir: Path) -> str:
-    """The tokenizer of a run's config, or the run's copy if the original is gone."""
+    """Loads the tokenizer of a run's config, or the run's copy if the original is gone."""
     kept = kept_in(output_dir)
     gone = c.tokenizer != "bytes" and not expanded(c.tokenizer).exists()
     return str(kept) if gone and (kept / "tokenizer.json").is_file() else c.tokenizer
 
 
 def length_of(path: Path) -> int | None:
-    """Tokens of the longest text that a model in a folder or GGUF file was made for; None if it does not say."""
+    """The maximum context length, in tokens, of a model in a folder or GGUF file; None if not stated."""
     length = config_of(path).get("max_position_embeddings")
     return length if isinstance(length, int) and length > 0 else None
 
 
 def length_of_run(c: Any, output_dir: Path) -> int:
-    """Tokens of the longest text that a run's model was made for: its source model's, at least the run's rows."""
+    """The maximum context length of a run's model, in tokens: the source model's, at least the run's row length."""
     starts_from = c.model_path and not c.from_scratch and keeps(output_dir, c.model_path)
     return max(c.sequence_len, (starts_from and length_of(kept_in(output_dir))) or 0)

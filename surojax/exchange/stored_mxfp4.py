@@ -1,4 +1,4 @@
-"""Matrices of experts that are stored in MXFP4, read and written as codes and scales: see numerics/mxfp4.py.
+"""Reads and writes experts' matrices in MXFP4, as codes and scales: see numerics/mxfp4.py.
 
 A matrix of all experts `name` [experts, in, out] has, rows by row of its transpose,
 
@@ -28,23 +28,26 @@ CONFIG: dict[str, Any] = {
 
 
 def matrices(names: set[str]) -> set[str]:
-    """The names of matrices in MXFP4 among these names of tensors."""
+    """Selects the names of MXFP4 matrices among names of tensors."""
     with_blocks = {name.removesuffix(BLOCKS) for name in names if name.endswith(BLOCKS)}
     return {name for name in with_blocks if name + SCALES in names}
 
 
 def file_arrays(q: mxfp4.Mxfp4) -> tuple[Any, Any]:
-    """(blocks, scales) as files have them. q: of all experts, rows by row."""
+    """Reorders codes and scales to files' layout: (blocks, scales). q: of all experts, rows by row."""
     return q.codes.reshape(*q.scales.shape, mxfp4.BLOCK // 2), q.scales
 
 
 def parts_of(matrices: set[str]) -> set[str]:
-    """The names of the tensors that hold codes and scales of these matrices."""
+    """The names of the tensors that hold codes and scales of MXFP4 matrices."""
     return {name + part for name in matrices for part in (BLOCKS, SCALES)}
 
 
 def stored_shape(name: str, shape_of: Callable[[str], tuple[int, ...]]) -> tuple[int, int, int]:
-    """(experts, in, out) of a stored matrix. Raises ConfigError if codes and scales do not have the shapes above."""
+    """Returns (experts, in, out) of a stored MXFP4 matrix.
+
+    Raises ConfigError if codes and scales do not have the shapes above.
+    """
     blocks, scales = shape_of(name + BLOCKS), shape_of(name + SCALES)
     if len(blocks) != 4 or blocks[:-1] != scales or blocks[-1] != mxfp4.BLOCK // 2:
         raise ConfigError(
@@ -56,7 +59,10 @@ def stored_shape(name: str, shape_of: Callable[[str], tuple[int, ...]]) -> tuple
 
 
 def read_mxfp4(name: str, rows: Callable[[np.ndarray], np.ndarray], read: Callable[[str], np.ndarray]) -> mxfp4.Mxfp4:
-    """Reads a matrix, or some of its rows, as codes and scales. Raises ConfigError for scales of no finite numbers."""
+    """Reads experts' matrices, or some of their rows, as codes and scales.
+
+    Raises ConfigError for scales of no finite numbers.
+    """
     scales = np.ascontiguousarray(rows(read(name + SCALES)))
     codes = rows(read(name + BLOCKS))
     if scales.max(initial=0) > mxfp4.LARGEST_SCALE:

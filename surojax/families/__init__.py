@@ -1,1 +1,1 @@
-"""Families of models: a file for each with all that is particular to it, and a row for each in registry.py."""
+"""Families of models: one file for each family's peculiarities, and one row for each family in registry.py."""

@@ -1,4 +1,4 @@
-"""What a family of models declares, and what most families have in common.
+"""The declaration of a family of models, and the defaults that most families share.
 
 A family is a file beside this one and a row in registry.py. The file says which options of the decoder the family has,
 how these are written in Hugging Face's `config.json` and read from it, and how its tensors are called. Nothing else in
@@ -124,7 +124,7 @@ NORM_AFTER_ATTENTION = {"mlp_norm": GGUF_LAYER + "post_attention_norm.weight"}
 
 
 class ExpertFiles(NamedTuple):
-    """How files have the experts' matrices of a layer if all experts are in one tensor.
+    """The layout of a layer's experts in files that store all experts in one tensor.
 
     gate_up, down: names of the tensors after the layer's: gate and up in one, [experts, 2 x out, in], and down. Biases
     have these names with "_bias".
@@ -146,7 +146,7 @@ BY_EXPERT = ExpertFiles()
 
 
 class Gguf(NamedTuple):
-    """A family's models in GGUF files.
+    """The names, metadata keys and layouts of a family's GGUF files.
 
     architecture: their `general.architecture`; "": the family's model_type.
 
@@ -174,13 +174,13 @@ class Gguf(NamedTuple):
 
 
 def read_keys(given: dict[str, Any]) -> dict[str, Any]:
-    """The `read` of a family whose layers are alike, or differ as `layer_types` says."""
+    """Reads window and rotary embedding of a family whose layers are alike, or differ only as `layer_types` says."""
     return window_keys.read_window(given) | rope_keys.read_rope(given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """A family of models of Hugging Face.
+    """A family of Hugging Face models: its keys in config.json, its names of tensors, and its code.
 
     model_type: its name in config.json. transformers_class: the class that loads its models. classifier: the class of
     such models for sequence classification; None: transformers has none. architecture: what computes them.
@@ -219,7 +219,7 @@ class ModelFamily:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageTextFamily:
-    """A family of models with an image encoder, of which the language model is used alone.
+    """A family of models with an image encoder; only the language model is used.
 
     model_type: its name in config.json. text_types: those of its language models; the first one if config.json does not
     say. check_text: (text_config) raises ConfigError for what transformers computes otherwise in such a model.

@@ -26,7 +26,7 @@ TENSORS = TENSOR_NAMES | {
 
 
 def _read_window(given: dict[str, Any], patterns: str, is_computed: Callable[[int], bool]) -> dict[str, int]:
-    """The `model` fields of the window; without layer_types, every sliding_window_pattern-th layer has none.
+    """Reads the `model` fields of the window; without layer_types, every sliding_window_pattern-th layer has no window.
 
     patterns, is_computed: the numbers that transformers computes, in words and as a function.
     """
@@ -44,7 +44,7 @@ def _read_window(given: dict[str, Any], patterns: str, is_computed: Callable[[in
 
 
 def _check_caps(given: dict[str, Any]) -> None:
-    """Raises ConfigError for a cap of 0, by which transformers divides."""
+    """Raises ConfigError for a softcap of 0, by which transformers divides."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if given[key] == 0:
             raise ConfigError(
@@ -136,7 +136,7 @@ def _read_gemma3(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_layer_types(rope: dict[str, Any], base: float) -> tuple[float, dict[str, Any]]:
-    """(RoPE base in layers with a window, RoPE parameters of the other layers). base: the default of the former."""
+    """Returns (RoPE base of layers with a window, RoPE parameters of the other layers). base: default of the first."""
     local = dict(rope.pop(SLIDING, None) or {})
     full = dict(rope.pop(FULL, None) or {})
     base = local.pop("rope_theta", base)

@@ -20,7 +20,7 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
-    """The `model` fields; scores are multiplied by attention_multiplier, which is one by the root of a scalar here."""
+    """Reads the `model` fields; query_pre_attn_scalar is 1 / attention_multiplier^2."""
     scalar = {"query_pre_attn_scalar": given["attention_multiplier"] ** -2.0}
     return {"num_experts": given["num_local_experts"]} | scalar | rope_keys.read_rope(given)
 

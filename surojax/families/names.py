@@ -1,4 +1,4 @@
-"""Names of tensors, translated from one table of names to another.
+"""Translates names of tensors from one table of names to another.
 
 A table has, for our name of a tensor, the name in a kind of files, with `{l}` for the number of the layer. What follows
 a module's name (".weight", ".bias", the parts of a quantised or adapted matrix) stays as it is.
@@ -23,7 +23,7 @@ class TensorName(NamedTuple):
 
 
 def find_tensor(name: str, table: Mapping[str, str]) -> TensorName | None:
-    """The parts of a name that the table has; None if the table does not have it."""
+    """Splits the name of a tensor that the table has; None if the table does not have the tensor."""
     l = ""
     if number := LAYER_NUMBER.search(name):
         l = number.group()
@@ -42,7 +42,7 @@ def module(name: str) -> str:
 
 
 def renamed(name: str, table: Mapping[str, str], to: Mapping[str, str]) -> str:
-    """A name of one table in the words of another; a name of no tensor there stays as it is."""
+    """Translates a name of one table to another table's; a name that either table lacks is returned as it is."""
     place = find_tensor(name, table)
     if place is None or place.ours not in to:
         return name

@@ -19,7 +19,7 @@ WITHOUT_EXPERTS = "mlp_only_layers"  # numbers of the layers
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
-    """The `model` fields; a window only with use_sliding_window, and not in the first max_window_layers layers."""
+    """Reads the `model` fields; layers from max_window_layers on have a window if use_sliding_window is true."""
     used = window_keys.is_used(given)
     window = window_keys.said_window(given, used=used)
     without = window_keys.NO_SUCH_NUMBER if used else "use_sliding_window false"
@@ -33,7 +33,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_qwen3_moe(given: dict[str, Any]) -> dict[str, Any]:
-    """The `model` fields; transformers 5 writes the number of experts under another name.
+    """Reads the `model` fields; transformers 5 writes the number of experts under another key.
 
     Raises ConfigError if layers without experts are not the first ones.
     """

@@ -42,9 +42,9 @@ ARCHITECTURES: dict[str, ModelArchitecture] = {
 
 
 def tensor_names(ours: Set[str]) -> Mapping[str, str]:
-    """The table of the first family that names all these tensors, as we call them.
+    """Returns the table (our name -> name in files) of the first family that has all these tensors.
 
-    If none does, because a caller's block has more, that of the family which names most, and our names for the others.
+    If no family has all, because a caller's block has more: the table with most of them, and our names for the rest.
     """
     tables = [family.tensors for family in FAMILIES.values()]
     nearest = max(tables, key=lambda table: len(ours & table.keys()))  # the first of those with equally many

@@ -1,4 +1,4 @@
-"""The keys of `config.json` about the rotary embedding, both ways.
+"""Reads and writes the keys of `config.json` about the rotary embedding.
 
 Two spellings are read and written: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before).
 """
@@ -17,7 +17,7 @@ REFUSED: dict[Any, str] = {
 
 
 def parameters(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any] | None:
-    """The `rope_parameters` in effect: of config.json, or of the family's class; None if `rope_scaling` is in effect.
+    """Returns the `rope_parameters` in effect, from config.json or the family's class; None if `rope_scaling` applies.
 
     Raises ConfigError if config.json says two different things in the two spellings.
     """
@@ -30,7 +30,7 @@ def parameters(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, An
 
 
 def _check_same(parameters: dict[str, Any], scaling: dict[str, Any], theta: float) -> None:
-    """Raises ConfigError unless `rope_parameters` and `rope_scaling` of one config.json say the same.
+    """Raises ConfigError unless `rope_parameters` and `rope_scaling` of one config.json are equivalent.
 
     theta: the base beside them, which transformers takes with `rope_scaling` that has none, whatever else
     `rope_parameters` says; those of each layer type keep their own.
@@ -47,24 +47,24 @@ def _check_same(parameters: dict[str, Any], scaling: dict[str, Any], theta: floa
 
 
 def _of_both(rope: dict[str, Any]) -> dict[str, Any]:
-    """The entries of `rope_parameters` in the form of `rope_scaling`, to compare the two if a config.json has both."""
+    """Reduces `rope_parameters` or `rope_scaling` to the entries that both spellings have, for a comparison."""
     rope = rope.get("full_attention", rope)
     entries = {"rope_type": rope.get("type", "default")} | rope
     return {name: entries[name] for name in entries if name not in ("type", "rope_theta", "partial_rotary_factor")}
 
 
 def said(given: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the `rope_parameters` of a config.json, or of its `rope_scaling`."""
+    """Copies the `rope_parameters` of a config.json, else its `rope_scaling`."""
     return dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
 
 
 def read_rope(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a rotary embedding that is the same in every layer."""
+    """Reads the `model` fields of a rotary embedding that is the same in every layer."""
     return rope_fields(given, said(given))
 
 
 def rope_fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    """The `model` fields of a rotary embedding with these parameters.
+    """Translates `rope_parameters` to `model` fields.
 
     Raises ConfigError for a type that is not computed, and for other parameters than those of its type.
     """
@@ -100,7 +100,7 @@ def original_length(given: dict[str, Any], rope: dict[str, Any]) -> int | None:
 
 
 def _yarn(rope: dict[str, Any], longest: int | None) -> dict[str, Any]:
-    """YaRN's parameters with all that transformers infers. longest: the new context length, if it is known."""
+    """Fills in the YaRN parameters that transformers infers. longest: the new context length in tokens, if known."""
     settings = {"truncate": True} | rope
     original = settings.get("original_max_position_embeddings")
     if settings.get("factor") is None and longest and original:
@@ -123,7 +123,7 @@ def _yarn(rope: dict[str, Any], longest: int | None) -> dict[str, Any]:
 
 
 def write_rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """`rope_scaling` of a model with these `model` fields; null if nothing is scaled."""
+    """Writes the `rope_scaling` of a model with these `model` fields; null if nothing is scaled."""
     kind = fields["rope_scaling"]
     if kind == "none":
         return {"rope_scaling": None}
@@ -134,7 +134,7 @@ def write_rope(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with its rotary embedding in both spellings, of transformers 5 and of transformers 4."""
+    """Adds the rotary embedding's missing spelling: `rope_parameters` (transformers 5) or transformers 4's keys."""
     own = config.get("rope_parameters")
     if own is not None:
         return config | separate_keys(own)
@@ -143,7 +143,7 @@ def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of transformers 4 as `rope_parameters`; nothing but the type if there are none."""
+    """Converts transformers 4's keys to `rope_parameters`; only the type if there are no such keys."""
     scaling = dict(config.get("rope_scaling") or {})
     kind = scaling.pop("type", "default")
     beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
@@ -151,7 +151,7 @@ def joined_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def separate_keys(rope: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` as the keys of transformers 4."""
+    """Converts `rope_parameters` to transformers 4's keys."""
     scaling = dict(rope)
     beside = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
     return beside | {"rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}

@@ -12,9 +12,9 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_window(given: dict[str, Any]) -> dict[str, int]:
-    """The `model` fields of the window, which layer_types sets whatever use_sliding_window says.
+    """Reads the `model` fields of the window; `layer_types` takes precedence over use_sliding_window.
 
-    Without layer_types, the layers without rotary embedding have it, as in transformers' masks.
+    Without layer_types, the layers without rotary embedding have the window, as in transformers' masks.
     """
     used = window_keys.is_used(given)
     window = window_keys.said_window(given, used=used or given.get("layer_types") is not None)
@@ -38,7 +38,7 @@ def _read_layers_without_rope(given: dict[str, Any]) -> dict[str, int]:
 
 
 def _is_without_rope(given: dict[str, Any]) -> list[bool]:
-    """For each layer, whether it is without rotary embedding."""
+    """Returns for each layer True if the layer has no rotary embedding."""
     layers = given["num_hidden_layers"]
     interval = given["no_rope_layer_interval"]
     rotated = given["no_rope_layers"]  # 1 for a layer with rotary embedding

@@ -1,4 +1,4 @@
-"""The keys of `config.json` about sliding windows, both ways.
+"""Reads and writes the keys of `config.json` about sliding windows.
 
 `layer_types` says which layers have the window. If it is not there, families differ: in most of them every layer has
 it. Here it is every layer, or every layer but each n-th.
@@ -13,7 +13,7 @@ NO_SUCH_NUMBER = "no such number"
 
 
 def read_window(given: dict[str, Any]) -> dict[str, int]:
-    """The `model` fields of a window in every layer, or in the layers that `layer_types` names."""
+    """Reads the `model` fields of a window in every layer, or in the layers that `layer_types` names."""
     window = said_window(given)
     return window_fields(given, window, said_layer_types(given, window))
 
@@ -69,9 +69,9 @@ def said_layer_types(given: dict[str, Any], window: int | None, without: str = N
 
 
 def window_fields(given: dict[str, Any], window: int | None, types: list[str] | None) -> dict[str, int]:
-    """The `model` fields of a window. types: of each layer; None: every layer has the window.
+    """Returns the `model` fields of a window. types: of each layer; None: every layer has the window.
 
-    Raises ConfigError unless it is every layer, or every layer but each n-th.
+    Raises ConfigError unless every layer has the window, or every layer but each n-th.
     """
     layers = given["num_hidden_layers"]
     if not window or (types and all(kind == FULL for kind in types)):
@@ -87,12 +87,12 @@ def window_fields(given: dict[str, Any], window: int | None, types: list[str] | 
 
 
 def every_nth_full(layers: int, n: int) -> list[str]:
-    """`layer_types` of layers of which every n-th has no window."""
+    """Returns `layer_types` in which every n-th layer has no window."""
     return [SLIDING if (l + 1) % n else FULL for l in range(layers)]
 
 
 def write_layer_types(fields: dict[str, Any]) -> list[str]:
-    """`layer_types` of a model with these `model` fields."""
+    """Writes the `layer_types` of a model with these `model` fields."""
     layers = fields["num_hidden_layers"]
     if not fields["sliding_window"]:
         return [FULL] * layers
@@ -101,7 +101,7 @@ def write_layer_types(fields: dict[str, Any]) -> list[str]:
 
 
 def write_used(fields: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the families in which a window counts if use_sliding_window says so; none without a window."""
+    """Writes the window's keys for families that have use_sliding_window; none without a window."""
     if not fields["sliding_window"]:
         return {}
     window = fields["sliding_window"]

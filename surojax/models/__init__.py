@@ -1,1 +1,1 @@
-"""What is computed: models as Flax modules, and the pure functions that the engine calls."""
+"""The models: Flax modules, and the pure functions of arrays that the engine calls."""

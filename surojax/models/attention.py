@@ -68,7 +68,10 @@ def chosen_here(
     window: bool = False,
     piece: int = 0,
 ) -> str:
-    """As `chosen_implementation`, for the device of a program: `jax.default_device` or the default backend."""
+    """The implementation that "auto" selects on a program's device: `jax.default_device` or the default backend.
+
+    Arguments: see `chosen_implementation`.
+    """
     # cuDNN is asked by `jax.nn` for what it supports; the kernel knows the GPUs that it is compiled for.
     ours = packed or softcap or sinks or piece
     gpu = dispatch.choose("attention", None) == "mosaic" if ours else jax.default_backend() == "gpu"
@@ -150,7 +153,7 @@ def attend(
 def attend_in_context(
     q_BsHh: jax.Array, k_BsKh: jax.Array, v_BsKh: jax.Array, method: context.Method, **how: Any
 ) -> jax.Array:
-    """`attend` of this device's queries to the keys of whole sequences, which are divided over the devices of `cp`.
+    """Computes `attend` for this device's queries and the keys of whole sequences, sharded over the devices of `cp`.
 
     how: arguments of `attend`; its `starts` are of whole rows.
     """
@@ -181,7 +184,7 @@ def by_xla(
     softcap: float,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(scale q k^T) v of the keys that the mask shows, with float32 scores and, if not 0, their softcap.
+    """softmax(scale q k^T) v over the keys where the mask is True, with float32 scores; softcap 0: no softcap.
 
     A query that sees no key, such as one of padding, gets a mean of all values, or zeros with sinks.
     The queries of all heads that share keys are rows of one matrix R = G S: with `jax.nn.dot_product_attention`, XLA
@@ -204,7 +207,10 @@ def by_xla(
 
 
 def softmax(x: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-    """Returns the softmax over the last axis; sinks `[..., 1]`: of one more number there, which is left out of it."""
+    """Returns the softmax over the last axis.
+
+    sinks `[..., 1]`: one more score in the denominator, not in the result.
+    """
     top = jnp.max(x, axis=-1, keepdims=True)
     if sinks is None:
         exps = jnp.exp(x - jax.lax.stop_gradient(top))
@@ -216,7 +222,10 @@ def softmax(x: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
 
 
 def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax.Array:
-    """A mask `[S, T]`: True if a query attends to a key. Key t has position t; the first query has position `start`."""
+    """The mask `[S, T]` of causal attention within a window: True if a query attends to a key.
+
+    Key t has position t; the first query has position `start`.
+    """
     query_S1 = start + jnp.arange(queries)[:, None]
     key_1T = jnp.arange(keys)[None, :]
     causal_ST = key_1T <= query_S1
@@ -224,6 +233,9 @@ def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax
 
 
 def same_document(starts_BS: jax.Array, keys: int) -> jax.Array:
-    """A mask `[B, 1, S, T]`: True if a key is not before the query's document. Causal attention needs no more."""
+    """A mask `[B, 1, S, T]`: False for keys before the start of the query's document.
+
+    Causal attention needs no more.
+    """
     key_111T = jnp.arange(keys)[None, None, None, :]
     return key_111T >= starts_BS[:, None, :, None]

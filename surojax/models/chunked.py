@@ -1,4 +1,4 @@
-"""A block of a long sequence, chunk by chunk and exactly (`sequence_chunks`): memory for values of one chunk at a time.
+"""A block computed chunk by chunk of the sequence (`sequence_chunks`), exactly: intermediates of one chunk in memory.
 
     forward:    for c in chunks:            y[c], keys[c], values[c] = body(x[c], keys and values before c)
     backward:   for c in chunks:            keys[c], values[c] = keys_values(x[c])
@@ -45,26 +45,29 @@ class Chunk(NamedTuple):
     stop: int
 
     def of(self, x: jax.Array | None) -> Any:
-        """The chunk's part of an array `[B, S, ...]`; None for None."""
+        """Slices the chunk out of an array `[B, S, ...]`; returns None for None."""
         return None if x is None else x[:, self.start : self.stop]
 
     def replaced(self, x_BSD: jax.Array, new_BCD: jax.Array) -> jax.Array:
-        """x with the chunk's part replaced, in place if the compiler can."""
+        """Returns x with this chunk's tokens replaced by `new`, in place if the compiler can."""
         return jax.lax.dynamic_update_slice_in_dim(x_BSD, new_BCD, self.start, axis=1)
 
     def routing(self, routing: Routing) -> Routing:
-        """The chunk's part of what a router is given."""
+        """Slices the chunk out of a router's arguments."""
         return Routing(*map(self.of, routing))
 
     @property
     def in_row(self) -> "Chunk":
-        """The chunk of whole rows to which this device's chunk belongs."""
+        """The chunk's tokens in whole rows, of which this device has a part."""
         _, devices = device_number(CONTEXT, *TENSOR)
         return Chunk(devices * self.start, devices * self.stop)
 
 
 def chunks_of(length: int, number: int) -> list[Chunk]:
-    """The chunks of a sequence. Raises ValueError if they would not be equally long."""
+    """Splits a sequence of `length` tokens into `number` equal chunks.
+
+    Raises ValueError if the length is no multiple.
+    """
     if length % number:
         raise ValueError(f"sequence_chunks: expected a divisor of {length} tokens, got {number}; choose another")
     size = length // number
@@ -84,17 +87,17 @@ def block_functions(
     def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
         earlier = Earlier()
         out_BSD = x_BSD
-        of_chunks = []
+        routed_chunks = []
         for chunk in chunks_of(x_BSD.shape[1], number):
             x_BCD, out_BSD, earlier = jax.lax.optimization_barrier((chunk.of(out_BSD), out_BSD, earlier))
             y_BCD, own, routed = body(w, x_BCD, earlier, variant, chunk.in_row.of(starts_BS), chunk.routing(routing))
-            of_chunks.append(routed)
+            routed_chunks.append(routed)
             earlier = Earlier(*earlier.with_own(*own))
             out_BSD = chunk.replaced(out_BSD, y_BCD)
-        return out_BSD, _of_all(of_chunks)
+        return out_BSD, _of_all(routed_chunks)
 
-    def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, *of_tokens):
-        y_BSD, routed = block(w, x_BSD, recipe_inputs, variant, *of_tokens)
+    def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, *token_arrays):
+        y_BSD, routed = block(w, x_BSD, recipe_inputs, variant, *token_arrays)
         return (y_BSD, routed), (x_BSD, routed and routed.decided)
 
     def block_backward(
@@ -119,8 +122,8 @@ def block_functions(
 
             def run(w_trained, x_BCD, earlier, row=row, chunk=chunk):
                 w_all = with_part(w, w_trained)
-                of_tokens = row.of(starts_BS), chunk.routing(routing)
-                y_BCD, own, routed = body(w_all, x_BCD, earlier, variant, *of_tokens)
+                token_arrays = row.of(starts_BS), chunk.routing(routing)
+                y_BCD, own, routed = body(w_all, x_BCD, earlier, variant, *token_arrays)
                 return y_BCD, own, routed and routed.statistics
 
             (_, own, statistics), vjp = jax.vjp(run, w_trained, x_BCD, earlier)
@@ -141,13 +144,13 @@ def block_functions(
     return block, block_forward, block_backward
 
 
-def _of_all(of_chunks: list[Routed | None]) -> Routed | None:
-    """The `Routed` of a block, from those of its chunks; None without a router."""
-    routed = [of_chunk for of_chunk in of_chunks if of_chunk is not None]
+def _of_all(routed_chunks: list[Routed | None]) -> Routed | None:
+    """Joins the `Routed` of a block's chunks: statistics added up, decisions concatenated; None without a router."""
+    routed = [chunk for chunk in routed_chunks if chunk is not None]
     if not routed:
         return None
-    statistics = functools.reduce(_sum, [of_chunk.statistics for of_chunk in routed])
-    return Routed(statistics, jnp.concatenate([of_chunk.decided for of_chunk in routed], axis=1))
+    statistics = functools.reduce(_sum, [chunk.statistics for chunk in routed])
+    return Routed(statistics, jnp.concatenate([chunk.decided for chunk in routed], axis=1))
 
 
 def _sum(a, b):
@@ -155,18 +158,18 @@ def _sum(a, b):
 
 
 def _of_each_device(w):
-    """Weights typed as varying over the devices of a tensor-parallel group."""
+    """Types weights as varying over the devices of a tensor-parallel group, each with gradients of its own."""
     return jax.tree.map(lambda x: mark_varying(x, active(*TENSOR)), w)
 
 
 def _plus(total, more):
-    """The float32 sum of two trees; total: None if there is none yet."""
+    """Adds a tree to the float32 total; total: None before the first tree."""
     more = jax.tree.map(lambda x: x.astype(jnp.float32), more)
     return more if total is None else jax.tree.map(jnp.add, total, more)
 
 
 def _keys_values(keys_values: Callable, chunks: list[Chunk], w, x_BSD, variant: Variant, starts_BS) -> Earlier:
-    """Keys and values of these chunks."""
+    """Computes keys and values of these chunks, one after another, `[B, T, K, h]`."""
     earlier = Earlier()
     for chunk in chunks:
         x_BCD, earlier = jax.lax.optimization_barrier((chunk.of(x_BSD), earlier))

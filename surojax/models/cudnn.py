@@ -1,4 +1,4 @@
-"""Causal attention by cuDNN of the last S of T positions, for a chunk of a sequence and all keys before it.
+"""Causal attention by cuDNN for the queries of the last S of T positions: a chunk of a sequence and all earlier keys.
 
 cuDNN aligns a causal mask with the first key, so one call cannot say that the queries begin later.
 
@@ -33,7 +33,7 @@ HAS_SCORE_FUNCTIONS = jaxlib_version >= (0, 12)  # whose operator has an argumen
 def attend_after(
     q_BSHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, window: int, scale: float | None
 ) -> jax.Array:
-    """Attention `[B, S, H, h]` of the last S of T positions. window, scale: see `attention.attend`."""
+    """Causal attention `[B, S, H, h]` for the last S of T positions. window, scale: see `attention.attend`."""
     before = k_BTKh.shape[1] - q_BSHh.shape[1]
     if window:
         odd = k_BTKh.shape[1] % 2  # cuDNN refuses odd lengths; causality hides what is added behind the last position
@@ -54,7 +54,7 @@ def _in_two_parts(q, k, v, scale: float) -> jax.Array:
 
 
 def _forward(q, k, v, scale: float):
-    """(o, residuals)."""
+    """Returns (attention's output o, residuals for `_backward`)."""
     before = k.shape[1] - q.shape[1]
     o1, lse1_BHS = forward_part(q, k[:, :before], v[:, :before], scale, causal=False)
     o2, lse2_BHS = forward_part(q, k[:, before:], v[:, before:], scale, causal=True)
@@ -82,14 +82,14 @@ _in_two_parts.defvjp(_forward, _backward)
 
 
 def forward_part(q, k, v, scale: float, *, causal: bool) -> tuple[jax.Array, jax.Array]:
-    """(o, logsumexp `[B, H, S]` in float32) of the queries with these keys alone."""
+    """Returns (o, logsumexp `[B, H, S]` in float32) of attention to these keys only."""
     mask_type = stablehlo.MaskType.CAUSAL if causal else stablehlo.MaskType.NO_MASK
     attended: Any = stablehlo.dot_product_attention(q, k, v, scale=scale, mask_type=mask_type, return_residual=True)
     return attended
 
 
 def backward_part(q, k, v, lse_BHS, o, do, scale: float, *, causal: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dq, dk, dv) of a part of the keys. lse_BHS, o, do: of the queries with all their keys."""
+    """Returns (dq, dk, dv) from a part of the keys. lse_BHS, o, do: of attention to all keys."""
     mask_type = stablehlo.MaskType.CAUSAL if causal else stablehlo.MaskType.NO_MASK
     left_out = [jnp.zeros(0, q.dtype)] * 7  # bias, lengths, offsets and tables of pages
     options: dict[str, Any] = {"score_mod": None} if HAS_SCORE_FUNCTIONS else {}

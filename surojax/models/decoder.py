@@ -1,4 +1,4 @@
-"""The decoder with its options as one Flax NNX module: the plain model, which autodiff goes through.
+"""The decoder with its options as one Flax NNX module: the plain model, differentiated as a whole by JAX.
 
 It is the reference that the engine must equal. decoder_model.py gives the engine its pieces as pure functions of
 arrays; both compute `Block`. Parameters are `{"blocks": stacked [L, ...], "outer": {embed, norm, head}}`.
@@ -26,7 +26,7 @@ ATTENTION, MLP = 0, 4  # numbers of the first products of the inputs that norms 
 
 
 def times(factor: float, x: jax.Array) -> jax.Array:
-    """factor x; the same array if the factor is 1."""
+    """Returns factor x; x itself if the factor is 1."""
     return x if factor == 1 else factor * x
 
 
@@ -57,7 +57,10 @@ class Block(nnx.Module):
         add_adapters(self, config.lora, rngs=rngs)
 
     def keys_values(self, x_BSD: jax.Array, ops: Operations, first: int) -> Earlier:
-        """Keys and values that attention makes of a chunk x. first: index in its row of the chunk's first token."""
+        """Computes attention's keys and values of a chunk x `[B, C, D]`.
+
+        first: index in its row of the chunk's first token.
+        """
         how = self.config.rms_norm_eps, self.config.norm_plus_one
         normed_BSD = ops.norm(x_BSD, self.attention_norm[...], *how)
         _, k_BSKh, v_BSKh = self.attention.heads(normed_BSD, ops, None, first)
@@ -66,7 +69,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, cache: Cache | Earlier | None = None, routing: Routing = ROUTES
     ) -> tuple[jax.Array, Cache | Earlier | None, Routed | None]:
-        """(the block of x `[B, S, D]`, the second result of `Operations.attend`, what a router returns)."""
+        """Returns (output `[B, S, D]`, extended cache or the chunk's own keys and values, a router's `Routed`)."""
         again = ops.compute.recompute
         how = self.config.rms_norm_eps, self.config.norm_plus_one
 
@@ -100,7 +103,7 @@ class Block(nnx.Module):
 
 
 class Outer(nnx.Module):
-    """The parameters outside of the blocks: embedding, final norm, and the head's matrix unless it is the embedding."""
+    """The parameters outside of the blocks: embedding, final norm, and the head's matrix unless tied."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(config.initializer_range)
@@ -114,8 +117,7 @@ class Outer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The plain model, one Flax module that autodiff goes through: token ids `[B, S]` -> logits `[B, S, V]`, or the
-    numbers of its labels.
+    """The plain model as one Flax module: token ids `[B, S]` -> logits `[B, S, V]` or `[B, S, labels]`.
 
     starts: of documents, see `Operations`.
     """
@@ -169,10 +171,9 @@ class Decoder(nnx.Module):
 def init_layer(
     config: DecoderConfig, segment: str, seed: int | jax.Array, l: int | jax.Array, block: type[Block] = Block
 ) -> dict:
-    """Random float32 parameters of layer l of a segment, drawn alone; l may be traced, so that a loop can build layer
-    after layer.
+    """Draws random float32 parameters of layer l of a segment, without the other layers; l may be traced.
 
-    They are those that `Decoder` with `nnx.Rngs(jax.random.key(seed))` has: the stream's next key after the draws of
+    They equal layer l of `Decoder` with `nnx.Rngs(jax.random.key(seed))`: the stream's next key after the draws of
     `Outer`, one for each of its arrays, and of the segments before, split into one key for each layer.
     """
     segments = config.segments()
@@ -183,7 +184,7 @@ def init_layer(
 
 
 def init_outer(config: DecoderConfig, seed: int | jax.Array) -> dict:
-    """Random float32 parameters of the outer layers."""
+    """Draws random float32 parameters of embedding, final norm and head."""
     return _arrays(Outer(config, rngs=nnx.Rngs(jax.random.key(seed))))
 
 

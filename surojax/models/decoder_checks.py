@@ -24,7 +24,7 @@ from surojax.refusals.refusal import Feature, Refusal, is_above, is_on, is_one_o
 
 
 def check_decoder(c) -> None:
-    """Checks what several `model` fields say together. Raises ConfigError for the first that is wrong."""
+    """Checks `model` fields against each other. Raises ConfigError for the first that is wrong."""
     m = c.model
     heads = m.num_attention_heads
     kv = m.num_key_value_heads
@@ -48,7 +48,7 @@ def check_decoder(c) -> None:
 
 
 def _check_layers(c) -> None:
-    """Checks the fields that say which layers are different."""
+    """Checks sliding_window_pattern and no_rope_layer_interval, which make every n-th layer different."""
     m = c.model
     layers = m.num_hidden_layers
     name = "model.sliding_window_pattern"
@@ -63,7 +63,7 @@ def _check_layers(c) -> None:
 
 
 def _check_experts(c) -> None:
-    """Checks the number of experts that a token chooses."""
+    """Checks the number of experts per token, and of layers without experts."""
     m = c.model
     chosen = m.num_experts_per_tok
     if m.num_experts:
@@ -100,7 +100,7 @@ BETA = "model.rope_llama_4_scaling_beta"
 
 
 def _unused_of_rope(name: str) -> Refusal:
-    """The row that refuses a field of rotary scaling with the kinds of it that do not use the field."""
+    """Makes the row that refuses a field of rotary scaling with the kinds of scaling that do not read the field."""
     kinds = tuple(kind for kind, names in ROPE_USES.items() if name not in names)
     other = is_one_of("model.rope_scaling", *kinds)
     example: Any = {
@@ -131,7 +131,7 @@ OF_ATTENTION = TARGETS.keys() - OF_MLP.keys()
 sigmoid = is_set("model.scoring_func", "sigmoid", EXPERTS)
 shared = is_set("model.n_shared_experts", 1, EXPERTS)
 dense_first = is_set("model.first_k_dense_replace", 1, EXPERTS)
-# Of experts, which a model without them does not read.
+# Fields that a model without experts does not read.
 OF_EXPERTS = (
     is_set("model.num_experts_per_tok", 2, EXPERTS),
     is_set("model.moe_intermediate_size", 64, EXPERTS),
@@ -182,8 +182,8 @@ REFUSALS = (
         for loss in router_losses
     ),
     *(
-        Refusal(mlp_adapters, of_mlps, "with which it is not built", "name those of the attention")
-        for of_mlps in (shared, dense_first)
+        Refusal(mlp_adapters, other_mlps, "with which it is not built", "name those of the attention")
+        for other_mlps in (shared, dense_first)
     ),
     Refusal(router_losses[1], sigmoid, "which has no softmax", "leave it out"),
     Refusal(is_set("master_dtype", "bfloat16"), sigmoid, "whose bias of the choice is float32", "set it to 'float32'"),

@@ -1,4 +1,4 @@
-"""The options of the decoder; surojax/families declares which of them a family of models has."""
+"""The options of the decoder; surojax/families declares which options a family of models has."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ DENSE = "dense"  # the one before it, if the first layers have no experts
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """The architecture, named as in a Hugging Face `config.json` if that has a name for it.
+    """The decoder's architecture; fields have the names of Hugging Face's `config.json` if one exists.
 
     sliding_window: the number of latest positions that a token attends to, its own included; 0: all of them.
     sliding_window_pattern: n, if every n-th layer attends to all positions; 0: none does. rope_local_base_freq: the
@@ -107,14 +107,14 @@ class DecoderConfig:
     def segments(self) -> "dict[str, LayersOf]":
         """The layers of each segment by its name; layers of a segment have the same parameters."""
         dense = self.first_k_dense_replace
-        found = {BLOCKS: LayersOf(self, range(dense, self.num_hidden_layers))}
+        with_experts = {BLOCKS: LayersOf(self, range(dense, self.num_hidden_layers))}
         if not dense:
-            return found
+            return with_experts
         without = {"num_experts": 0, "n_shared_experts": 0, "first_k_dense_replace": 0}
-        return {DENSE: LayersOf(dataclasses.replace(self, **without), range(dense))} | found
+        return {DENSE: LayersOf(dataclasses.replace(self, **without), range(dense))} | with_experts
 
     def rotary(self, variant: Variant) -> tuple[float, RopeScaling]:
-        """(base, `RopeScaling`) of a layer's rotary embedding."""
+        """Returns (base, `RopeScaling`) of the rotary embedding in a layer of this variant."""
         fraction = self.rope_scaling.partial_rotary_factor
         by_type = {
             "global": (self.rope_theta, self.rope_scaling),
@@ -137,14 +137,17 @@ class DecoderConfig:
 
 
 class LayersOf(NamedTuple):
-    """The layers of a segment: their options, and their numbers in the model."""
+    """The layers of a segment: their architecture, and their numbers in the model."""
 
     config: DecoderConfig
     numbers: range
 
 
 def from_settings(settings: dict[str, Any]) -> DecoderConfig:
-    """The architecture of a config's `model` fields. The fields rope_NAME, except rope_theta, are of the scaling."""
+    """Makes the architecture from a config's `model` fields.
+
+    The fields rope_NAME, except rope_theta, are of the scaling.
+    """
     sizes = dict(settings)
     kind = sizes.pop("rope_scaling")
     names = [field.name for field in dataclasses.fields(RopeScaling) if field.name != "kind"]

@@ -44,7 +44,7 @@ from surojax.placement.param import OUTER, part_of, trainable, with_part
 
 
 def build(config: DecoderConfig, compute: Compute = DEFAULT, block: type[Block] = Block) -> Model:
-    """The model with these sizes, computed so; the same object for equal arguments. No array is built.
+    """Makes the decoder's `Model`, without building arrays; the same object for equal arguments.
 
     block: a subclass of `Block` that computes something else.
     """
@@ -52,7 +52,7 @@ def build(config: DecoderConfig, compute: Compute = DEFAULT, block: type[Block] 
 
 
 class SegmentDeclarations(NamedTuple):
-    """Declarations of a segment that are equal for every `Compute`.
+    """Declarations of a segment that do not depend on `Compute`.
 
     params: by section, of all segments. graph: of a block. products: the number of the product that each of its
     parameters feeds, or None.
@@ -65,7 +65,7 @@ class SegmentDeclarations(NamedTuple):
 
 @functools.cache
 def _declared(config: DecoderConfig, block_type: type[Block]) -> dict[str, SegmentDeclarations]:
-    """Builds abstract modules of these sizes, and collects what they declare."""
+    """Builds abstract modules of this architecture, and collects each segment's `SegmentDeclarations`."""
 
     def abstract(module, config: DecoderConfig) -> Any:
         return nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
@@ -86,7 +86,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
     declared = _declared(config, block_type)
     params = declared[BLOCKS].params
     head = config.head
-    # What is done to logits is not done to the numbers of labels, as in transformers.
+    # Labels' numbers are neither scaled nor capped, unlike logits, as in transformers.
     scaling, softcap = (1.0, 0.0) if head == SCORE else (config.logits_scaling, config.final_logit_softcapping)
     # For sampling: a token at a time leaves the kernels' threads nothing to share.
     by_xla = Compute(attention="xla")
@@ -99,7 +99,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
         z = linear(normed(by_xla, outer, x), outer[head]).astype(jnp.float32)
         return softcapped(z, softcap) if softcap else z
 
-    segments = (_segment(config, compute, name, of_segment, block_type) for name, of_segment in declared.items())
+    segments = (_segment(config, compute, name, declarations, block_type) for name, declarations in declared.items())
     return Model(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -122,9 +122,9 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
 def _segment(
     config: DecoderConfig, compute: Compute, name: str, declared: SegmentDeclarations, block_type: type[Block]
 ) -> Segment:
-    """A segment of the model with these sizes."""
+    """Makes the `Segment` of this name."""
     params, graph = declared.params[name], declared.graph
-    of_layers, numbers = config.segments()[name]
+    layer_config, numbers = config.segments()[name]
     by_xla = Compute(attention="xla")
     trained = trainable(params)
 
@@ -135,7 +135,7 @@ def _segment(
     def with_new_adapters(base, seed, l, numbers):
         return with_adapters(base, part_of(init_layer(config, name, seed, l, block_type), trained), numbers)
 
-    block, block_forward, block_backward = _block_functions(of_layers, compute, graph, declared.products, trained)
+    block, block_forward, block_backward = _block_functions(layer_config, compute, graph, declared.products, trained)
     last_products = ()
     if not config.sandwich_norms and block_type is Block:  # a block of one's own may do anything with them
         mlp = params["mlp"]
@@ -159,7 +159,7 @@ def _segment(
         cached_block=cached_block,
         last_products=last_products,
         with_adapters=with_new_adapters if config.lora else None,
-        statistics=planned_statistics(of_layers.num_experts) if of_layers.num_experts else None,
+        statistics=planned_statistics(layer_config.num_experts) if layer_config.num_experts else None,
     )
 
 
@@ -171,7 +171,7 @@ def _draws(config: DecoderConfig, compute: Compute) -> bool:
 def _block_functions(
     config: DecoderConfig, compute: Compute, graph, products: dict, trained
 ) -> tuple[Callable, Callable, Callable]:
-    """`block`, `block_forward` and `block_backward` of a `Segment`, by reverse mode.
+    """Makes `block`, `block_forward` and `block_backward` of a `Segment` by JAX' reverse mode.
 
     products: numbers of the products of the block's matrices. trained: the `Param`s of which gradients are computed.
     """
@@ -182,7 +182,10 @@ def _block_functions(
         return chunked.block_functions(*_chunk_functions(compute, graph, frozen), compute.sequence_chunks, trained)
 
     def applied(w, quantized, x_BSD, recipe_inputs, probes, variant: Variant, starts_BS, routing: Routing):
-        """(x, Routed). w: weights in the model's dtype. quantized: those in float8, by the number of their product."""
+        """Returns (x, Routed).
+
+        w: weights in the model's dtype. quantized: float8 weights by the number of their product.
+        """
         seed = recipe_inputs if draws else None
         in_float8 = None
         if quantized:
@@ -200,8 +203,8 @@ def _block_functions(
     ):
         def run(w_trained, w, x_BSD, starts_BS, counted_BS, probes):
             whole = with_part(dequantise_all(w, x_BSD.dtype), w_trained)
-            of_tokens = starts_BS, routing._replace(counted=counted_BS)
-            inputs = x_BSD, recipe_inputs, probes, variant, *of_tokens
+            token_arrays = starts_BS, routing._replace(counted=counted_BS)
+            inputs = x_BSD, recipe_inputs, probes, variant, *token_arrays
             x_BSD, routed = applied(whole, by_product(w, products), *inputs)
             statistics, decided = routed or (None, None)
             return (x_BSD, statistics), decided
@@ -220,8 +223,8 @@ def _block_functions(
     ):
         dx_BSD, d_statistics = d_result
         # As `saveable_args` asks for: neither weights nor starts are among what is saved. Weights are fetched again.
-        of_tokens = saved.args_res[2], starts_BS, routing.counted
-        saved.args_res = [_trained_part(w, dx_BSD), w, *of_tokens, _probes(dx_BSD, recipe_inputs)]
+        token_arrays = saved.args_res[2], starts_BS, routing.counted
+        saved.args_res = [_trained_part(w, dx_BSD), w, *token_arrays, _probes(dx_BSD, recipe_inputs)]
         if config.num_experts and d_statistics is None:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned_statistics(config.num_experts))
             d_statistics = jax.tree.map(lambda x: mark_varying(x, varying_axes(dx_BSD)), zeros)
@@ -232,7 +235,7 @@ def _block_functions(
         return dequantise_all(part_of(w, trained), x_BSD.dtype)
 
     def _probes(x_BSD, recipe_inputs):
-        """Zeros whose gradients are the largest magnitudes of a block with delayed scales; None for other blocks."""
+        """Zeros whose gradients are the largest magnitudes of a block's tensors; None without delayed scales."""
         if not precision.delayed or recipe_inputs is None:
             return None
         return tuple(mark_varying(jnp.float32(0), varying_axes(x_BSD)) for _ in range(SITES.number))
@@ -241,14 +244,14 @@ def _block_functions(
 
 
 def by_product(w: dict, products: dict) -> dict[int, Quantized]:
-    """The weights in float8 among those of a layer, by the number of their product."""
+    """Selects the float8 weights of a layer, by the number of their product."""
     numbers = jax.tree.leaves(products, is_leaf=lambda number: number is None)
     pairs = zip(jax.tree.leaves(w, is_leaf=is_quantized), numbers, strict=True)
     return {number: matrix for matrix, number in pairs if is_quantized(matrix)}
 
 
 def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, Callable]:
-    """`body` and `keys_values` of `chunked.block_functions`. frozen: see `Operations`."""
+    """Makes `body` and `keys_values` for `chunked.block_functions`. frozen: see `Operations`."""
 
     def body(w, x_BCD, earlier: Earlier, variant: Variant, starts_BC, routing: Routing):
         ops = Operations(compute, variant, starts=starts_BC, frozen=frozen)

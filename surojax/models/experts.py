@@ -62,7 +62,7 @@ SEED = "seed"  # the name of the seed of random numbers among the arrays of expe
 
 
 class OfExperts(NamedTuple):
-    """The experts' arrays by name. arrays: matrices and biases. factors: of adapters, (a, b) each."""
+    """The experts' arrays by name. arrays: matrices and biases. factors: (a, b) of each adapter."""
 
     arrays: dict[str, jax.Array]
     factors: dict[str, tuple[jax.Array, jax.Array]]
@@ -98,14 +98,14 @@ class Experts(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm=None, routing: Routing = ROUTES
     ) -> tuple[jax.Array, Routed]:
-        """(the weighted sum of the chosen experts of x, or of norm(x), which is then recomputed; `Routed`)."""
+        """Returns (weighted sum of the chosen experts' outputs for x or norm(x), which is recomputed; `Routed`)."""
 
         def experts(x_BSD):
             operand = norm(x_BSD) if norm else x_BSD
             y_BSD = whole_input(operand)
             chosen_BSk, weights_BSk, statistics = self.route(y_BSD, routing)
-            of_group = [all_gather_sequence(a) for a in (y_BSD, chosen_BSk.astype(jnp.int32), weights_BSk)]
-            mixed_BSD = self.mix(*of_group, ops=ops)
+            gathered = [all_gather_sequence(a) for a in (y_BSD, chosen_BSk.astype(jnp.int32), weights_BSk)]
+            mixed_BSD = self.mix(*gathered, ops=ops)
             mixed_BSD = reduce_scatter_sequence(mixed_BSD) if is_divided("mlp") else mixed_BSD
             if self.config.expert_bias:
                 mixed_BSD = mixed_BSD + mixed_biases(self.b_down[...], chosen_BSk, weights_BSk).astype(mixed_BSD.dtype)
@@ -116,7 +116,7 @@ class Experts(nnx.Module):
         return recomputed(experts, norm is not None)(x_BSD)
 
     def route(self, x_BSD: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, RouterStatistics]:
-        """(numbers of the chosen experts `[B, S, k]`, their float32 weights, statistics of the tokens that count)."""
+        """Returns (chosen experts' numbers `[B, S, k]`, their float32 weights, statistics of the counted tokens)."""
         c = self.config
         logits_BSE = router_product(x_BSD, self.router[...])
         if c.expert_bias:
@@ -151,15 +151,15 @@ class Experts(nnx.Module):
         return chosen_BSk, weights_BSk, statistics
 
     def mix(self, x_BSD: jax.Array, chosen_BSk: jax.Array, weights_BSk: jax.Array, ops: Operations) -> jax.Array:
-        """The sum of the chosen experts' results, times their weights; a term of it if devices divide their width."""
-        of_experts = self._of_experts(x_BSD)
+        """Sums the chosen experts' outputs times their weights; a partial sum if devices divide the experts' width."""
+        weights = self._of_experts(x_BSD)
         x_ND, chosen_Nk, weights_Nk = (a.reshape(-1, a.shape[-1]) for a in (x_BSD, chosen_BSk, weights_BSk))
         if expert_dispatch.in_group():
-            y_ND = self.sum_over_devices(x_ND, chosen_Nk, weights_Nk, of_experts, ops)
-        elif ops.groups_products(of_experts.arrays["w_gate"], adapted=bool(of_experts.factors)):
-            y_ND = self.sum_by_kernel(x_ND, chosen_Nk, weights_Nk, of_experts, ops)
+            y_ND = self.sum_over_devices(x_ND, chosen_Nk, weights_Nk, weights, ops)
+        elif ops.groups_products(weights.arrays["w_gate"], adapted=bool(weights.factors)):
+            y_ND = self.sum_by_kernel(x_ND, chosen_Nk, weights_Nk, weights, ops)
         else:
-            y_ND = self.sum_by_loop(x_ND, weights_Nk, blocks_of(chosen_Nk, self.config.num_experts), of_experts, ops)
+            y_ND = self.sum_by_loop(x_ND, weights_Nk, blocks_of(chosen_Nk, self.config.num_experts), weights, ops)
         return y_ND.reshape(x_BSD.shape)
 
     def sum_by_loop(
@@ -167,22 +167,25 @@ class Experts(nnx.Module):
         x_ND: jax.Array,
         weights_Nk: jax.Array,
         blocks: ExpertBlocks,
-        of_experts: OfExperts,
+        weights: OfExperts,
         ops: Operations,
         piece: int = 0,
     ) -> jax.Array:
-        """The tokens' sums `[N, D]` by a loop over blocks of one expert each. piece: see `sum_of_experts`."""
-        arrays, factors = of_experts
+        """Computes each token's weighted sum `[N, D]` by a loop over blocks of one expert each.
+
+        piece: see `sum_of_experts`.
+        """
+        arrays, factors = weights
         trained, fixed = (factors, arrays) if ops.frozen else (arrays | factors, {})
         if ops.seed is not None:  # an argument: a function with a backward pass of its own may not close over arrays
             fixed = fixed | {SEED: jnp.broadcast_to(ops.seed, len(arrays["w_gate"]))}
 
         def mlp_of_block(trained, fixed, x_RD, weight_R, number):
             w = fixed | trained
-            of_block = dataclasses.replace(ops, seed=w.get(SEED)).of_block(number)
+            block_ops = dataclasses.replace(ops, seed=w.get(SEED)).of_block(number)
 
             def product(x, name):
-                y = of_block.product(x, w[name], getattr(self, name))
+                y = block_ops.product(x, w[name], getattr(self, name))
                 if name + ADAPTER in factors:
                     a_ri, b_or = w[name + ADAPTER]
                     y = y + low_rank(x, a_ri, b_or, self.config.lora.scale).astype(y.dtype)
@@ -194,9 +197,9 @@ class Experts(nnx.Module):
         return sum_of_experts(mlp_of_block, trained, fixed, x_ND, weights_Nk, blocks, piece)
 
     def sum_by_kernel(
-        self, x_ND: jax.Array, chosen_Nk: jax.Array, weights_Nk: jax.Array, of_experts: OfExperts, ops: Operations
+        self, x_ND: jax.Array, chosen_Nk: jax.Array, weights_Nk: jax.Array, weights: OfExperts, ops: Operations
     ) -> jax.Array:
-        """The tokens' sums `[N, D]` by a GPU's kernel, for the rows of all experts at once; without adapters."""
+        """Computes each token's weighted sum `[N, D]` by a GPU kernel for all experts at once; without adapters."""
         blocks = blocks_of(chosen_Nk, self.config.num_experts, ROWS)
 
         def all_rows(x_ND, weights_Nk, arrays):
@@ -207,13 +210,15 @@ class Experts(nnx.Module):
 
             return sum_of_rows(self._mlp(product, *rows_of_choices(x_ND, weights_Nk, blocks)), blocks)
 
-        return recomputed(all_rows)(x_ND, weights_Nk, of_experts.arrays)
+        return recomputed(all_rows)(x_ND, weights_Nk, weights.arrays)
 
     def sum_over_devices(
-        self, x_ND: jax.Array, chosen_Nk: jax.Array, weights_Nk: jax.Array, of_experts: OfExperts, ops: Operations
+        self, x_ND: jax.Array, chosen_Nk: jax.Array, weights_Nk: jax.Array, weights: OfExperts, ops: Operations
     ) -> jax.Array:
-        """The tokens' sums `[N, D]` by the devices of `ep`, each of which has a part of the experts and is sent their
-        tokens (parallel/expert_dispatch.py)."""
+        """Computes each token's weighted sum `[N, D]` on the devices of `ep`, which divide the experts.
+
+        Each device receives the tokens of its experts (parallel/expert_dispatch.py).
+        """
         E = self.config.num_experts
         chosen_nNk = expert_dispatch.gathered(chosen_Nk)
         number, devices = device_number(EXPERT)
@@ -225,12 +230,14 @@ class Experts(nnx.Module):
         x_TD = expert_dispatch.dispatch(x_ND, way)
         piece = blocks_in_piece(own_Tk.size // devices, own)
         blocks = blocks_of(own_Tk, own, devices=devices)
-        y_TD = self.sum_by_loop(x_TD, weights_Tk, blocks, of_experts, ops, piece)
+        y_TD = self.sum_by_loop(x_TD, weights_Tk, blocks, weights, ops, piece)
         return expert_dispatch.combine(len(x_ND), y_TD, way)
 
     def _of_experts(self, x_BSD: jax.Array) -> OfExperts:
-        """The experts' arrays, varying over the devices that have other tokens x, or other parts of the width: reverse
-        mode sums gradients over these."""
+        """The experts' arrays, typed so that reverse mode sums their gradients over devices.
+
+        These are the devices with other tokens x, or with other parts of the width.
+        """
         names = "w_gate", "w_up", "w_down"
         biases = ("b_gate", "b_up") if self.config.expert_bias else ()
         adapters = {name: adapter for name in names if (adapter := getattr(self, name + ADAPTER, None))}
@@ -240,13 +247,13 @@ class Experts(nnx.Module):
         return OfExperts(*jax.tree.map(lambda w: mark_varying(w, axes), (arrays, factors)))
 
     def _mlp(self, product: Callable, x_RD: jax.Array, weight_R: jax.Array) -> jax.Array:
-        """The MLP of rows, times their weights. product: (rows, name of a matrix) -> rows."""
+        """Computes the MLP of rows, times the rows' weights. product: (rows, name of a matrix) -> rows."""
         h_RF = gated(product(x_RD, "w_gate"), product(x_RD, "w_up"), self.config.hidden_act)
         return product((h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype), "w_down")
 
 
 def mixed_biases(b_ED: jax.Array, chosen_BSk: jax.Array, weights_BSk: jax.Array) -> jax.Array:
-    """The sum of the chosen experts' biases times their weights, float32 `[B, S, D]`.
+    """Sums the chosen experts' output biases times the choices' weights, float32 `[B, S, D]`.
 
     A product with all experts: it is small beside one expert's, and its gradients are products too.
     """
@@ -256,11 +263,11 @@ def mixed_biases(b_ED: jax.Array, chosen_BSk: jax.Array, weights_BSk: jax.Array)
 
 
 def choices_of(segment: Segment) -> tuple[int, int]:
-    """(number of experts, how many of them a token chooses) of a segment of layers with experts."""
+    """Returns (number of experts, experts per token) of a segment whose layers have experts."""
     matrix = next(param for param in jax.tree.leaves(segment.params) if param.of_experts)
     return matrix.shape[0], round(matrix.used * matrix.shape[0])
 
 
 def smallest_dtype(experts: int):
-    """The smallest dtype that has the numbers of so many experts."""
+    """The smallest unsigned dtype that holds the numbers of this many experts."""
     return jnp.uint8 if experts <= 1 << 8 else jnp.uint16

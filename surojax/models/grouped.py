@@ -36,7 +36,7 @@ IN_PIECES = "blocks_in_pieces"  # named scope of loops whose length the choices 
 
 
 class ExpertBlocks(NamedTuple):
-    """Choices in blocks that belong to one expert each. Choice c is of token c // k.
+    """Choices (pairs of a token and an expert) sorted into blocks of one expert each. Choice c is of token c // k.
 
     choice_MR: the choice in each row, C in rows that pad a block. expert_M: of each block. place_Nk: the row of each
     choice, counted through all blocks.
@@ -48,13 +48,13 @@ class ExpertBlocks(NamedTuple):
 
 
 def rows_of_block(choices: int, experts: int) -> int:
-    """The rows of a block: a power of two, of which an even choice fills one block for each expert, or more."""
+    """Chooses the rows of a block: a power of two, at most `LARGEST_BLOCK`, near the average choices of an expert."""
     each = -(-choices // experts)
     return min(LARGEST_BLOCK, 1 << max(each - 1, 7).bit_length())
 
 
 def number_of_blocks(choices: int, experts: int, rows: int) -> int:
-    """The most blocks that so many choices fill, however they fall."""
+    """The largest number of blocks that this many choices fill, however they are distributed over experts."""
     chosen = min(choices, experts)
     return (choices + chosen * (rows - 1)) // rows
 
@@ -68,7 +68,7 @@ def why_by_loop(
     adapted: bool = False,
     sent: bool = False,
 ) -> str:
-    """Why a scan over blocks multiplies the rows of all experts, and no GPU's kernel; "" if that takes them.
+    """The reason why experts are computed by a scan over blocks and not by a GPU kernel; "" if the kernel serves them.
 
     dtype, shape `[E, out, in]`: of the matrices; the kernel takes transposed ones too. adapted: these have adapters.
     sent: tokens are sent to the experts of other devices.
@@ -90,18 +90,18 @@ def why_by_loop(
 
 
 def choice_pieces(choices: int, experts: int) -> int:
-    """The pieces of so many choices, if devices share the experts and this one has an even part of the choices."""
+    """The number of pieces for this many choices, an even share of a device if devices divide the experts."""
     blocks = number_of_blocks(choices, experts, rows_of_block(choices, experts))
     return -(-blocks // blocks_in_piece(choices, experts))
 
 
 def blocks_in_piece(choices: int, experts: int) -> int:
-    """Returns the blocks of a piece if devices share experts: an eighth of what an even share of the choices needs."""
+    """Returns the blocks of a piece if devices divide the experts: an eighth of the blocks of an even share."""
     return -(-number_of_blocks(choices, experts, rows_of_block(choices, experts)) // 8)
 
 
 def blocks_of(experts_Nk: jax.Array, experts: int, rows: int = 0, devices: int = 1) -> ExpertBlocks:
-    """The blocks of these choices, numbers of experts.
+    """Sorts choices, given as numbers of experts, into blocks of one expert each.
 
     rows: of a block; 0: `rows_of_block`. devices: that compute them together, each a part of the experts; larger
     numbers than its own have no block. There are blocks for all choices nevertheless, in pieces (`blocks_in_piece`).
@@ -166,32 +166,32 @@ def _backward(mlp, piece: int, saved, dy_ND: jax.Array):
     k = weights_Nk.shape[1]
     axes = _varying((trained, fixed, x_ND, dy_ND))
 
-    def zeros(of_matrix, shape, dtype) -> jax.Array:
-        return own_zeros(shape, dtype, (of_matrix, dy_ND), axes)
+    def zeros(operand, shape, dtype) -> jax.Array:
+        return own_zeros(shape, dtype, (operand, dy_ND), axes)
 
     def block(carry, each):
-        d_trained, of_expert, before = carry
+        d_trained, expert_sums, before = carry
         choice_R, expert, number = each
         trained_e, fixed_e = _of_expert((trained, fixed), expert)
 
-        def of_block(trained_e, x_RD, weight_R):
+        def expert_rows(trained_e, x_RD, weight_R):
             return mlp(trained_e, fixed_e, x_RD, weight_R, number)
 
-        _, vjp = jax.vjp(of_block, trained_e, *_rows(x_ND, weights_Nk, choice_R))
+        _, vjp = jax.vjp(expert_rows, trained_e, *_rows(x_ND, weights_Nk, choice_R))
         more, dx_RD, d_weight_R = vjp(dy_ND.at[choice_R // k].get(mode="fill", fill_value=0))
         continues = expert == before
 
         def added(sums, more):
             return jnp.where(continues, sums, 0) + more.astype(jnp.float32)
 
-        of_expert = jax.tree.map(added, of_expert, more)
-        d_trained = jax.tree.map(lambda d, sums: d.at[expert].set(sums.astype(d.dtype)), d_trained, of_expert)
-        return (d_trained, of_expert, expert), (dx_RD, d_weight_R)
+        expert_sums = jax.tree.map(added, expert_sums, more)
+        d_trained = jax.tree.map(lambda d, sums: d.at[expert].set(sums.astype(d.dtype)), d_trained, expert_sums)
+        return (d_trained, expert_sums, expert), (dx_RD, d_weight_R)
 
-    of_expert = jax.tree.map(lambda w: zeros(w, w.shape[1:], jnp.float32), trained)
+    expert_sums = jax.tree.map(lambda w: zeros(w, w.shape[1:], jnp.float32), trained)
     d_trained = jax.tree.map(lambda w: zeros(w, w.shape, w.dtype), trained)
     nobody = mark_varying(jnp.int32(-1), varying_axes(blocks.expert_M))
-    begin = d_trained, of_expert, nobody
+    begin = d_trained, expert_sums, nobody
     (d_trained, _, _), dx_ND, d_weights_Nk = _over_blocks(block, begin, blocks, x_ND, axes, piece)
     return d_trained, None, dx_ND, d_weights_Nk, None
 
@@ -201,7 +201,7 @@ sum_of_experts.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def rows_of_choices(x_ND: jax.Array, weights_Nk: jax.Array, blocks: ExpertBlocks) -> tuple[jax.Array, jax.Array]:
-    """(activations `[M R, D]`, float32 weights `[M R]`) of all blocks; zeros in rows that pad one."""
+    """Returns (activations `[M R, D]`, float32 weights `[M R]`) of all blocks' rows; zeros in padding rows."""
     return _rows(x_ND, weights_Nk, blocks.choice_MR.reshape(-1))
 
 
@@ -217,7 +217,7 @@ rows_of_choices.defvjp(
 
 @jax.custom_vjp
 def sum_of_rows(y_rows: jax.Array, blocks: ExpertBlocks) -> jax.Array:
-    """`[N, D]`: for each token the sum of its choices' rows of `[M R, D]`."""
+    """Sums for each token the rows `[M R, D]` of its choices: `[N, D]`."""
     return _sum_of_choices(y_rows, blocks.place_Nk)
 
 
@@ -230,7 +230,7 @@ sum_of_rows.defvjp(lambda y, blocks: (sum_of_rows(y, blocks), blocks), _sum_back
 
 
 def _over_blocks(block: Callable, carry, blocks: ExpertBlocks, x_ND: jax.Array, axes: frozenset[str], piece: int):
-    """(carry, sums of tokens `[N, D]`, numbers of choices `[N, k]`, zeros if there are none) after all blocks.
+    """Calls `block` for all blocks; returns (carry, sums of tokens `[N, D]`, numbers of choices `[N, k]`, else zeros).
 
     block: (carry, (choice_R, expert, number)) -> (carry, (y `[R, D]` to be added up, numbers `[R]` or None)).
     axes: mesh axes that y varies over.
@@ -249,19 +249,19 @@ def _over_blocks(block: Callable, carry, blocks: ExpertBlocks, x_ND: jax.Array, 
         sum_ND = sum_ND.at[choice_R // k].add(y_RD.astype(jnp.float32), mode="drop")
         return (carry, sum_ND, number_C if number_R is None else number_C.at[choice_R].set(number_R, mode="drop")), None
 
-    def of_piece(i, state):
+    def run_piece(i, state):
         each = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * piece, piece), rows)
         return jax.lax.scan(step, state, each)[0]
 
     sum_ND, number_C = (own_zeros(shape, jnp.float32, x_ND, axes) for shape in ((N, D), (N * k,)))
     used = jnp.sum(blocks.choice_MR[:, 0] < N * k, dtype=jnp.int32)  # others begin without a choice
     with jax.named_scope(IN_PIECES):
-        carry, sum_ND, number_C = jax.lax.fori_loop(0, -(-used // piece), of_piece, (carry, sum_ND, number_C))
+        carry, sum_ND, number_C = jax.lax.fori_loop(0, -(-used // piece), run_piece, (carry, sum_ND, number_C))
     return carry, sum_ND.astype(x_ND.dtype), number_C.reshape(N, k)
 
 
 def _over_all(block: Callable, carry, rows, blocks: ExpertBlocks, x_ND: jax.Array, axes: frozenset[str]):
-    """`_over_blocks` by one loop over all blocks. rows: what `block` has of each of them, stacked."""
+    """Computes `_over_blocks` by one loop over all blocks. rows: `block`'s arguments for each block, stacked."""
     M, R = blocks.choice_MR.shape
 
     def step(state):
@@ -286,18 +286,18 @@ def _varying(tree) -> frozenset[str]:
 
 
 def _of_expert(tree, expert: jax.Array):
-    """One expert's part of arrays `[E, ...]`, or one block's of `[M, ...]`."""
+    """Slices one expert out of arrays `[E, ...]`, or one block out of `[M, ...]`."""
     return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False), tree)
 
 
 def _rows(x_ND: jax.Array, weights_Nk: jax.Array, choice_R: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Activations and weights of choices; zeros where there is none."""
+    """Returns (activations `[R, D]`, weights `[R]`) of a block's choices; zeros in padding rows."""
     x_RD = x_ND.at[choice_R // weights_Nk.shape[1]].get(mode="fill", fill_value=0)
     return x_RD, weights_Nk.reshape(-1).at[choice_R].get(mode="fill", fill_value=0)
 
 
 def _sum_of_choices(y_MRD: jax.Array, place_Nk: jax.Array) -> jax.Array:
-    """`[N, D]`: the sums of each token's rows, added in float32."""
+    """Sums each token's rows in float32: `[N, D]`."""
     rows = y_MRD.reshape(-1, y_MRD.shape[-1])
     total = sum(rows[place_Nk[:, j]].astype(jnp.float32) for j in range(place_Nk.shape[1]))
     return jnp.asarray(total).astype(y_MRD.dtype)

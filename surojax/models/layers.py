@@ -29,7 +29,7 @@ def parameter(
     product: int | None = None,
     **declared: Any,
 ) -> nnx.Param:
-    """A float32 parameter, declared by the logical names of its axes, its kind, and the product that it feeds.
+    """Makes a float32 parameter that declares its logical axes, its kind, and the matrix product that reads it.
 
     product: the number of its matrix product in the block, from which that product's random numbers follow (nvfp4).
     declared: other fields of its `Param`, which `model.collect_params` makes. Everything else follows from axes and
@@ -40,12 +40,12 @@ def parameter(
 
 
 def vector(rngs: nnx.Rngs, size: int, axis: str, initializer) -> nnx.Param:
-    """A bias or a norm's scale."""
+    """Makes the parameter `[size]` of a bias or a norm."""
     return parameter(rngs, (size,), (axis,), initializer, Kind.VECTOR)
 
 
 def norm_weight(rngs: nnx.Rngs, config, size: int, axis: str) -> nnx.Param:
-    """The weight of an RMSNorm, which at first scales by 1."""
+    """Makes the weight `[size]` of an RMSNorm whose initial scale is 1."""
     initial = nnx.initializers.zeros if config.norm_plus_one else nnx.initializers.ones
     return vector(rngs, size, axis, initial)
 
@@ -54,7 +54,7 @@ ADAPTER = "_lora"  # appended to the name of a matrix: the name of its adapter (
 
 
 def projection(module: nnx.Module, weight: str, bias: str = "") -> Projection:
-    """The `Projection` of a module's matrix, its bias of this name if it has one, and its adapter."""
+    """Collects a module's matrix, bias and adapter as a `Projection`; None for a bias or adapter that is missing."""
     adapter = getattr(module, weight + ADAPTER, None)
     return Projection(getattr(module, weight), getattr(module, bias, None), adapter)
 
@@ -92,7 +92,10 @@ class Attention(nnx.Module):
     def heads(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: jax.Array | int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values `[B, S, heads, h]` of x or norm(x). first: index of the first token in its row."""
+        """Computes queries, keys and values `[B, S, heads, h]` of x or norm(x).
+
+        first: index of the first token in its row.
+        """
         c = self.config
         projections = [projection(self, f"w{name}", f"b{name}") for name in "qkv"]
         projected = ops.linears(x_BSD, projections, norm)
@@ -113,7 +116,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | Earlier | None = None
     ) -> tuple[jax.Array, Cache | Earlier | None]:
-        """(attention of x `[B, S, D]`, or of norm(x), which is then recomputed; see `Operations.attend`)."""
+        """Returns (attention of x `[B, S, D]` or norm(x), which is recomputed; `new` of `Operations.attend`)."""
         c = self.config
         q, k, v = self.heads(x_BSD, ops, norm, 0 if cache is None else cache.start)
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
@@ -139,7 +142,7 @@ class SwiGLU(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, routing: Routing = ROUTES
     ) -> tuple[jax.Array, None]:
-        """(the MLP of x, or of norm(x), which is then recomputed; None: it has no router)."""
+        """Returns (the MLP of x `[B, S, D]` or norm(x), which is recomputed; None in place of a router's `Routed`)."""
         gate_BSF, up_BSF = ops.linears(x_BSD, [projection(self, name) for name in ("w_gate", "w_up")], norm)
 
         def down(gate_BSF, up_BSF):

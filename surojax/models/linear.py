@@ -22,13 +22,13 @@ from surojax.parallel.operands import operand_parts, summed_before_rounding
 
 
 def times(x_BSi: jax.Array, w_oi: jax.Array) -> jax.Array:
-    """x w^T of operands of one dtype, in that dtype."""
+    """Returns x w^T `[..., o]`; both operands and the result have one dtype."""
     return jax.lax.dot_general(x_BSi, w_oi, (((x_BSi.ndim - 1,), (1,)), ((), ())))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def times_in(x_BSi: jax.Array, w_oi: jax.Array, dtype: str, gradient_dtype: str, frozen: bool = False) -> jax.Array:
-    """x w^T of operands cast to `dtype`, in x's dtype; gradients from operands cast to `gradient_dtype`.
+    """Returns x w^T in x's dtype, multiplied in `dtype`; its gradients are multiplied in `gradient_dtype`.
 
     frozen: w has no gradient, so that x is not saved for it.
     """
@@ -54,7 +54,7 @@ times_in.defvjp(_times_in_forward, _times_in_backward)
 
 
 def recipe_product(precision: Precision, seed: jax.Array | None, frozen: bool = False) -> Callable:
-    """The function (x, w, number, axes) -> x w^T of a recipe.
+    """Makes the function (x, w, number, axes) -> x w^T that multiplies in a recipe's number formats.
 
     number: of the product among those of a block. axes: the logical axes of w, which say what several devices have
     parts of.
@@ -84,12 +84,12 @@ def recipe_product(precision: Precision, seed: jax.Array | None, frozen: bool = 
 
 
 def router_product(x_BSi: jax.Array, w_oi: jax.Array) -> jax.Array:
-    """x w^T with float32 results `[..., out]`: in 16 bits logits that are close would tie."""
+    """Returns a router's logits x w^T `[..., out]` in float32: rounded to 16 bits, close logits would tie."""
     how: Any = {"preferred_element_type": jnp.float32}
     return jax.lax.dot_general(x_BSi, w_oi, (((x_BSi.ndim - 1,), (1,)), ((), ())), **how)
 
 
 def linear(x_BSi: jax.Array, w_oi: jax.Array, b_o: jax.Array | None = None, product: Callable = times) -> jax.Array:
-    """x w^T (+ b): `[..., in]`, `[out, in]` -> `[..., out]`, in the dtype of x."""
+    """Returns x w^T (+ b): `[..., in]`, `[out, in]` -> `[..., out]`, in the dtype of x."""
     y_BSo = product(x_BSi, w_oi)
     return y_BSo if b_o is None else y_BSo + jnp.expand_dims(b_o, tuple(range(x_BSi.ndim - 1)))

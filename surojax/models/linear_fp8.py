@@ -42,7 +42,7 @@ INPUTS = (0, 0, 0, 1, 2, 2, 3)  # the input of each product
 
 
 class Operand(NamedTuple):
-    """An input of products.
+    """An input of float8 products, in 16 bits and in e4m3.
 
     x: `[B, s, i]` in the model's dtype. values: of it in e4m3. scale, absmax: float32 [], absmax on this device.
     """
@@ -54,12 +54,12 @@ class Operand(NamedTuple):
 
 
 def scale_of(absmax: jax.Array, dtype, known: jax.Array | None) -> jax.Array:
-    """The scale of a tensor whose largest magnitude on this device is `absmax`, unless it is known before."""
+    """Returns the known (delayed) scale, or computes one from the tensor's largest magnitude on this device."""
     return scale_for(largest_of_group(absmax), dtype) if known is None else known
 
 
 def _made(kernel, known: jax.Array | None, implementation) -> tuple[jax.Array, ...]:
-    """(values, scale, absmax, further results) of a kernel (out_dtype=, out_scale=) -> (values, absmax, ...)."""
+    """Calls a kernel (out_dtype=, out_scale=) -> (values, absmax, ...); returns (e4m3 values, scale, absmax, ...)."""
     if known is not None:
         values, absmax, *others = kernel(out_dtype=E4M3, out_scale=known)
         return values, known, absmax, *others
@@ -74,7 +74,10 @@ def _made(kernel, known: jax.Array | None, implementation) -> tuple[jax.Array, .
 def normed(
     x: jax.Array, weight: jax.Array, residual: jax.Array | None, known: jax.Array | None, *, eps: float, implementation
 ) -> tuple[Operand, jax.Array]:
-    """(RMSNorm of the sum of x and a residual, the sum). known: the scale; None: it is made of the result."""
+    """Returns (RMSNorm of x + residual as an `Operand`, x + residual).
+
+    known: the scale; None: from the result's absmax.
+    """
     weight = mark_varying(weight, varying_axes(x))  # so that its gradient is summed over the devices
     *operand, total = _normed(x, weight, residual, known, eps, implementation)
     return Operand(*operand), total
@@ -115,7 +118,7 @@ def _gated(gate, up, known, implementation):
 
 
 def gated(gate: jax.Array, up: jax.Array, known: jax.Array | None, implementation) -> Operand:
-    """silu(gate) * up. known: the scale; None: it is made of the result."""
+    """Returns silu(gate) * up as an `Operand`. known: the scale; None: from the result's absmax."""
     return Operand(*_gated(gate, up, known, implementation))
 
 
@@ -131,7 +134,7 @@ _gated.defvjp(lambda gate, up, known, how: (_gated(gate, up, known, how), (gate,
 
 
 class Known(NamedTuple):
-    """Scales that are known before the tensors, and the tensors' probes, see `InFloat8`.
+    """Delayed scales, known before the tensors are computed, and the tensors' probes, see `InFloat8`.
 
     The first number is of the input, the others are of the gradients of each result.
     """
@@ -141,7 +144,7 @@ class Known(NamedTuple):
 
 
 class InFloat8(NamedTuple):
-    """A layer's matrices in float8, by the number of their product, and what is known of its tensors.
+    """A layer's float8 matrices by the number of their product, and delayed scales and probes of its tensors.
 
     scales: float32 `[sites]`; None: each is made of its tensor. probes: numbers whose gradients are the
     largest magnitudes `[sites]`; None: these are not asked for.
@@ -152,17 +155,17 @@ class InFloat8(NamedTuple):
     probes: Sequence[jax.Array] | None = None
 
     def scale_of_input(self, number: int) -> jax.Array | None:
-        """The scale of a product's input if it is known."""
+        """The delayed scale of a product's input; None without delayed scales."""
         return None if self.scales is None else self.scales[INPUTS[number]]
 
     def known(self, numbers: Sequence[int]) -> Known | None:
-        """The delayed scales and probes of these products: of their input, and of each result's gradient."""
+        """Selects the delayed scales and probes of these products' common input and of each result's gradient."""
         if self.scales is None:
             return None
         sites = (INPUTS[numbers[0]], *(len(SITES.inputs) + number for number in numbers))
         probes = self.probes
-        of_sites = None if probes is None else tuple(probes[site] for site in sites)
-        return Known(tuple(self.scales[site] for site in sites), of_sites)
+        site_probes = None if probes is None else tuple(probes[site] for site in sites)
+        return Known(tuple(self.scales[site] for site in sites), site_probes)
 
 
 class ProductOptions(NamedTuple):
@@ -181,17 +184,17 @@ class ProductOptions(NamedTuple):
 
     @property
     def gathers_input(self) -> bool:
-        """True if x is gathered, and its gradient scattered."""
+        """True if x is all-gathered, and its gradient reduce-scattered."""
         return self.parted and not self.by_rows
 
     @property
     def scatters_result(self) -> bool:
-        """True if results are scattered, and their gradients gathered."""
+        """True if results are reduce-scattered, and their gradients all-gathered."""
         return self.parted and self.by_rows
 
 
 def product_with_expert(x: jax.Array, w: jax.Array, *, frozen: bool, implementation) -> jax.Array:
-    """x w^T: `[R, i]` -> `[R, o]`, of whole rows of one expert, whose matrix `[out, in]` is quantised here.
+    """Returns x w^T `[R, o]` for the rows x `[R, i]` of one expert, whose matrix `[out, in]` is quantised here.
 
     All scales are made of their tensors. If a tensor-parallel group divides the outputs or the inputs, so is the result
     divided, or a term of it.
@@ -206,7 +209,7 @@ def product_with_expert(x: jax.Array, w: jax.Array, *, frozen: bool, implementat
 
 
 def whole_input(x: jax.Array | Operand) -> jax.Array:
-    """The input of products in the model's dtype."""
+    """Returns the products' input in the model's dtype, whether it is quantised or not."""
     return x.x if isinstance(x, Operand) else x
 
 
@@ -217,7 +220,7 @@ def products(
     wholes: Sequence[jax.Array],
     known: Known | None,
 ) -> tuple[jax.Array, ...]:
-    """x w^T for each of several matrices `[out, in]`: `[B, s, i]` -> `[B, S, o]`, or with `by_rows` the other way.
+    """Returns x w^T for each matrix `[out, in]`: `[B, s, i]` -> `[B, S, o]`; with `by_rows` `[B, S, i]` -> `[B, s, o]`.
 
     wholes: the matrices in the model's dtype, whose gradients are those of the matrices. known: None: every scale is
     made of its tensor.
@@ -245,7 +248,7 @@ def _result(how: ProductOptions, q: Quantized, w: Quantized, x: jax.Array) -> ja
 def _input(
     how: ProductOptions, x, operand, scales, *, transposed: bool
 ) -> tuple[Quantized, Quantized | None, jax.Array | None]:
-    """(the input as an operand, transposed, largest magnitude on this device)."""
+    """Returns (the quantised input, the quantised transpose or None, largest magnitude on this device)."""
     transposed = transposed and not how.frozen
     if operand is None:
         known = None if scales is None else scales[0]
@@ -256,7 +259,7 @@ def _input(
 
 
 def _quantised(how: ProductOptions, x_BSn: jax.Array, dtype, known, *, gathers: bool, transposed: bool):
-    """(operand, transposed operand, largest magnitude on this device) of a 16-bit tensor.
+    """Quantises a 16-bit tensor; returns (operand, transposed operand or None, largest magnitude on this device).
 
     gathers: the operands are of whole sequences, x of this device's part of them.
     """

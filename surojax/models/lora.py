@@ -56,7 +56,7 @@ SAVED = {"embed_tokens": "embed", "lm_head": "head", "score": "score"}
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The adapters of a model.
+    """Settings of a model's LoRA or DoRA adapters.
 
     targets: names of the matrices that have one. saved: names of the outer parameters that are trained whole. dtype: of
     the adapters' work weights and products; "": that of the other weights. learning_rate_ratio: of b to a. dropout: the
@@ -75,19 +75,19 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The factor of the product with a and b."""
+        """The factor of an adapter's product with a and b."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 
 def linear_targets(*, experts: bool) -> dict[str, str]:
-    """The part of `TARGETS` that "all-linear" is. experts: the MLPs are experts, no linear layers to PEFT either."""
+    """The rows of `TARGETS` that "all-linear" selects. experts: the MLPs are experts, which PEFT leaves out too."""
     return {name: ours for name, ours in TARGETS.items() if not (experts and name in OF_MLP)}
 
 
 def target_names(targets: str, *, experts: bool = False) -> tuple[str, ...]:
-    """Our names of the matrices in a list of PEFT's, separated by commas. Raises KeyError with an unknown name.
+    """Translates a comma-separated list of PEFT's target modules to our names of matrices.
 
-    experts: see `linear_targets`.
+    experts: see `linear_targets`. Raises KeyError for an unknown name.
     """
     names = [name.strip() for name in targets.split(",")]
     if names == [ALL_LINEAR]:
@@ -96,13 +96,16 @@ def target_names(targets: str, *, experts: bool = False) -> tuple[str, ...]:
 
 
 def saved_names(modules: str, *, num_labels: int = 0) -> tuple[str, ...]:
-    """Our names of the outer layers in a list of PEFT's, and of a reward model's head. Raises KeyError with another."""
+    """Translates PEFT's modules_to_save to our outer layers, plus a reward model's head.
+
+    Raises KeyError for another.
+    """
     named = [SAVED[name.strip()] for name in modules.split(",") if modules]
     return tuple(dict.fromkeys([*named, *(["score"] if num_labels else [])]))
 
 
 class Adapter(nnx.Module):
-    """The adapter of one matrix, or one for each expert, whose products are `low_rank` with a part of a and b."""
+    """The adapter of one matrix; of experts' matrices a and b are stacked `[E, ...]`."""
 
     def __init__(self, lora: Lora, weight: nnx.Param, *, rngs: nnx.Rngs):
         *experts, out_features, in_features = weight[...].shape
@@ -138,7 +141,7 @@ class Adapter(nnx.Module):
         seed: jax.Array | None,
         gathered: Callable | None = None,
     ) -> jax.Array:
-        """The product with the adapted matrix, from y = x w^T.
+        """Returns the product of x with the adapted matrix, given y = x w^T.
 
         in_axis: the logical axis of w's inputs. seed: uint32 [], of this product's dropout; None: nothing is dropped.
         gathered: from x a^T to what y is of, if a tensor-parallel group gathers or scatters the sequences within y.
@@ -158,7 +161,7 @@ class Adapter(nnx.Module):
         return (factor * (y + low).astype(jnp.float32)).astype(y.dtype)
 
     def _row_lengths(self, w_oi: jax.Array, in_axis: str) -> jax.Array:
-        """Lengths `[out]` of the rows of w + scale b a, float32, without computing b a; no gradient goes through."""
+        """Computes the lengths `[out]` of the rows of w + scale b a, float32, without the product b a; no gradient."""
         w, a, b = (jax.lax.stop_gradient(m).astype(jnp.float32) for m in (w_oi, self.a[...], self.b[...]))
         b = self.lora.scale * b
         squares_o = jnp.sum(w * w, axis=1) + jnp.sum((2 * _times(w, a) + _times(b, _times(a, a))) * b, axis=1)
@@ -167,7 +170,7 @@ class Adapter(nnx.Module):
 
 @functools.partial(save_inputs_only, static_argnums=2)
 def dropped(x: jax.Array, seed: jax.Array, probability: float) -> jax.Array:
-    """x with each number 0 with this probability, and else divided by 1 - probability (Srivastava et al. 2014).
+    """Applies dropout to x, and divides the other numbers by 1 - probability (Srivastava et al. 2014).
 
     The random numbers follow from the seed and the position in x, so that the backward pass makes them again.
     """
@@ -179,7 +182,7 @@ def dropped(x: jax.Array, seed: jax.Array, probability: float) -> jax.Array:
 def low_rank(
     x: jax.Array, a_ri: jax.Array, b_or: jax.Array, scale: float, gathered: Callable | None = None
 ) -> jax.Array:
-    """scale (x a^T) b^T, in the dtype of a and b. gathered: a function of x a^T, see `Adapter`."""
+    """Returns scale (x a^T) b^T in the dtype of a and b. gathered: function applied to x a^T, see `Adapter`."""
     low = _times(x.astype(a_ri.dtype), a_ri)
     return scale * _times(gathered(low) if gathered else low, b_or)
 
@@ -190,12 +193,12 @@ def _times(x: jax.Array, w_oi: jax.Array) -> jax.Array:
 
 
 def row_lengths(w: jax.Array) -> jax.Array:
-    """Lengths of a matrix' rows, float32: the magnitudes that DoRA begins with."""
+    """Computes the lengths of a matrix' rows in float32: DoRA's initial magnitudes."""
     return jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), axis=-1))
 
 
 def add_adapters(block: nnx.Module, lora: Lora | None, *, rngs: nnx.Rngs) -> None:
-    """Adds the adapters to the modules of a block; they are drawn last, so the block's other values stay the same."""
+    """Adds adapters to a block's modules. They are drawn last, so the block's other random values do not change."""
     if lora is None:
         return
     for target in lora.targets:
@@ -207,7 +210,7 @@ def add_adapters(block: nnx.Module, lora: Lora | None, *, rngs: nnx.Rngs) -> Non
 
 
 def frozen(params: dict, lora: Lora | None) -> dict:
-    """The `Param`s of a section, of which only adapters and saved layers are trainable."""
+    """Marks the `Param`s of a section as trainable only if they are adapters or saved layers."""
     if lora is None:
         return params
 
@@ -218,7 +221,7 @@ def frozen(params: dict, lora: Lora | None) -> dict:
 
 
 class Names(NamedTuple):
-    """Names of the parameters of an adapter; magnitude: None without DoRA."""
+    """Names of an adapter's parameters; magnitude: None without DoRA."""
 
     a: str
     b: str
@@ -226,7 +229,7 @@ class Names(NamedTuple):
 
 
 def adapters(params: dict, prefix: str = "") -> list[tuple[str, Names]]:
-    """(name of a matrix, names of its adapter's parameters) for each adapter among the `Param`s of a segment."""
+    """Lists (name of a matrix, names of its adapter's parameters) for each adapter in a segment's `Param`s."""
     named = []
     for name, branch in params.items():
         if not isinstance(branch, dict):
@@ -241,7 +244,7 @@ def adapters(params: dict, prefix: str = "") -> list[tuple[str, Names]]:
 
 
 def without_adapters(weights: dict) -> dict:
-    """A layer's weights less the adapters' branches, which a model without adapters computes with."""
+    """Removes the adapters from a layer's weights, for a model without adapters."""
     return {
         name: without_adapters(branch) if isinstance(branch, dict) else branch
         for name, branch in weights.items()
@@ -250,7 +253,7 @@ def without_adapters(weights: dict) -> dict:
 
 
 def with_adapters(base: dict, new: dict, numbers: dict) -> dict:
-    """A layer's arrays: the base's arrays and new adapters.
+    """Adds new adapters to the arrays of a base model's layer.
 
     new: the adapters' branches, see `adapters`. numbers: the base's, as products read them.
     """

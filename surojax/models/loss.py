@@ -44,7 +44,7 @@ cross_entropy.defvjp(_forward, _backward)
 def sharded_cross_entropy(
     logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax.Array, axes: tuple[str, ...], z_loss: float = 0.0
 ):
-    """(this device's term of the summed loss, d loss / d logits in float32) for logits that are sharded over mesh axes.
+    """Cross-entropy of logits sharded over mesh axes: (this device's term of the loss, float32 d loss / d logits).
 
     Device i has the entries i v to (i + 1) v - 1 of the vocabulary. All devices have the same N tokens. `mine_N` marks
     tokens whose log-sum-exp this device adds to its term, so that the sum over devices counts every token once. Labels
@@ -70,7 +70,7 @@ def sharded_logprob(logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax.Array
 
 
 def _sharded_lse_and_label(logits32: jax.Array, labels_N: jax.Array, axes: tuple[str, ...]):
-    """(log-sum-exp over the whole vocabulary, where this device's logits `[N, v]` are those of the labels)."""
+    """Returns (log-sum-exp `[N]` over the whole vocabulary, mask `[N, v]`: this device's logit is the label's)."""
     top_N = jax.lax.pmax(jnp.max(logits32, axis=1), axes)
     lse_N = top_N + jnp.log(jax.lax.psum(jnp.sum(jnp.exp(logits32 - top_N[:, None]), axis=1), axes))
     row_N = labels_N - device_number(*axes)[0] * logits32.shape[1]

@@ -1,4 +1,4 @@
-"""What step, state, planner and sampler know of a model: segments of equal layers between embedding and head.
+"""The interface of a model for step, state, planner and sampler: segments of equal layers between embedding and head.
 
 A model is a value: `Param`s, and pure functions of arrays. Nothing in it depends on where a tensor is stored. An
 `ModelArchitecture` builds it from sizes and a `Compute` (decoder_model.py); families name theirs (surojax/families).
@@ -43,7 +43,7 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Settings of how a model is computed, which change neither its parameters nor its architecture.
+    """Settings of a model's computation that change neither its parameters nor its architecture.
 
     attention: an implementation, see `attention.attend`. cp_method: how it is divided over the devices of `cp`, see
     parallel/context.py. precision: the recipe of the blocks' matrix products, and the kernels between them.
@@ -75,7 +75,10 @@ DEFAULT = Compute()
 
 
 class Heads(NamedTuple):
-    """Sizes of a layer's attention. softcapped: of its scores. sinks: of its softmax. cuDNN computes neither."""
+    """Sizes of a layer's attention.
+
+    softcapped: scores have a softcap. sinks: heads have sinks. cuDNN computes neither.
+    """
 
     query: int
     key_value: int
@@ -108,14 +111,14 @@ class Earlier(NamedTuple):
         return 0 if self.keys is None else self.keys.shape[1]
 
     def with_own(self, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(keys, values) up to the chunk's last token: the earlier ones and the chunk's own."""
+        """Returns (keys, values) up to the chunk's last token: earlier positions, then the chunk's own."""
         if self.keys is None or self.values is None:
             return keys, values
         return jnp.concatenate([self.keys, keys], axis=1), jnp.concatenate([self.values, values], axis=1)
 
 
 class Routing(NamedTuple):
-    """Arguments of a block with a router.
+    """Arguments of a block that only its router reads.
 
     counted: bool `[B, S]`, the tokens of its statistics; None: all. decided: `Routed.decided` of the pass that this one
     repeats; None: the block decides.
@@ -129,7 +132,7 @@ ROUTES = Routing()
 
 
 class Routed(NamedTuple):
-    """Results of a block with a router beside its activations.
+    """A router's results: statistics and decisions.
 
     statistics: float32 arrays, sums over the tokens that count. decided: integers `[B, S, ...]`, which a recomputation
     takes as they are: computed again, they could be others.
@@ -179,7 +182,7 @@ class Segment:
 
     @property
     def trained_params(self) -> Any:
-        """The trainable ones of `params`."""
+        """The `Param`s of one layer that are trained."""
         return trainable(self.params)
 
     @property
@@ -188,11 +191,11 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Parameters of one layer."""
+        """The number of parameters in one layer."""
         return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params))
 
     def attention_flops(self, sequence_len: int) -> float:
-        """FLOPs of the layers' two attention products per token, forward: half of the square, or the window's band."""
+        """Forward FLOPs per token of all layers' two attention products: half of the square, or the window's band."""
         width = self.heads.query * self.heads.channels
 
         def seen(window: int) -> float:
@@ -246,7 +249,7 @@ class Model:
 
     @property
     def head_rows(self) -> int:
-        """Numbers that the head computes of a token."""
+        """The number of logits, or of labels' numbers, that the head computes for a token."""
         return self.outer_params[self.head].shape[0]
 
     @property
@@ -255,29 +258,29 @@ class Model:
 
     @property
     def layers_with_experts(self) -> list[int]:
-        """The numbers of the layers whose blocks have a router."""
+        """The indices of the layers whose blocks have a router."""
         routed = (s for s in self.segments if s.statistics is not None)
         return [l for s in routed for l in range(s.start, s.start + s.num_layers)]
 
     @property
     def params(self) -> dict:
-        """All `Param`s by section: of one layer for each segment, and the outer ones."""
+        """The `Param`s by section: one layer's for each segment, and the outer parameters."""
         return {segment.name: segment.params for segment in self.segments} | {OUTER: self.outer_params}
 
     @property
     def trained_params(self) -> dict:
-        """The trainable ones of `params`."""
+        """The `Param`s by section that are trained."""
         return {name: trainable(section) for name, section in self.params.items()}
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of all layers, without the head of a teacher."""
+        """The number of parameters of the model, without the head of a teacher."""
         outer = sum(math.prod(p.shape) for p in jax.tree.leaves(base(self.outer_params)))
         return outer + sum(segment.num_layers * segment.size for segment in self.segments)
 
     @property
     def num_trained_parameters(self) -> int:
-        """Parameters of all layers that are trained."""
+        """The number of parameters that are trained, with those outside of the layers."""
         sizes = {name: sum(math.prod(p.shape) for p in jax.tree.leaves(x)) for name, x in self.trained_params.items()}
         return sizes[OUTER] + sum(segment.num_layers * sizes[segment.name] for segment in self.segments)
 
@@ -290,7 +293,7 @@ class Model:
         return {segment.name: stack(segment) for segment in self.segments} | {OUTER: self.init_outer(seed)}
 
     def abstract_params(self, dtype="float32") -> dict:
-        """Shapes and dtypes of `init`, without building any array; dtype: of parameters that declare none."""
+        """Shapes and dtypes of `init`'s results, without building arrays. dtype: for parameters that declare none."""
 
         def stack(layers: tuple[int, ...], params):
             return jax.tree.map(lambda p: jax.ShapeDtypeStruct((*layers, *p.shape), p.dtype or dtype), params)
@@ -300,7 +303,7 @@ class Model:
 
 
 class ModelArchitecture(NamedTuple):
-    """The code that computes the models of some families.
+    """A registered architecture: its config's fields, and the functions that build and check its models.
 
     name: the value of `model.model_type` in a config. sizes: the `model` fields of a config -> frozen sizes, such as
     `DecoderConfig`. build: (sizes, Compute, class of a block) -> Model. block: this class, which a caller's block is
@@ -339,7 +342,7 @@ def runs(variants: Sequence[Variant]) -> list[RepeatingLayers]:
         rest = variants[start:]
 
         def length(period: int, rest=rest) -> int:
-            """Layers from the start on that repeat with this period."""
+            """Counts the first layers of `rest` that repeat with this period."""
             same = (rest[i] == rest[i - period] for i in range(period, len(rest)))
             return period + next((i for i, equal in enumerate(same) if not equal), len(rest) - period)
 
@@ -351,7 +354,7 @@ def runs(variants: Sequence[Variant]) -> list[RepeatingLayers]:
 
 
 def loop_over(variants: Sequence[Variant], period: int, layer: Callable, carry, fixed: Callable = jnp.int32):
-    """The carry after carry = layer(k, in_turn, variants[k], carry) for every k, in a loop with `period` k in its body.
+    """Computes carry = layer(k, in_turn, variants[k], carry) for every k, in a loop with `period` layers in its body.
 
     variants: repeat after `period`. What is left over at the end is unrolled, and so is what would be a loop of one
     round, which XLA would dissolve. in_turn: the same as k, but known only when the layer before is done. k is linear
@@ -362,10 +365,11 @@ def loop_over(variants: Sequence[Variant], period: int, layer: Callable, carry, 
     looped = n - n % period if n >= 2 * period else 0
 
     def after(k, carry):
-        """Barrier: (k, carry), known only when the layer before is done. Between rounds of a loop its carry does this.
+        """Returns (k, carry) behind a barrier: both known only when the layer before is done.
 
-        Otherwise XLA merges the transfers of layers that it sees side by side, or makes all of them at the beginning,
-        so that several layers are in memory at once, and hands activations on unrounded.
+        Between rounds of a loop its carry has this effect. Without either, XLA merges the transfers of layers that it
+        sees side by side, or makes all of them at the beginning, so that several layers are in memory at once, and
+        hands activations on unrounded.
         """
         return jax.lax.optimization_barrier((jnp.int32(k), carry))
 
@@ -387,7 +391,7 @@ def loop_over(variants: Sequence[Variant], period: int, layer: Callable, carry, 
 
 
 def collect_params(modules: dict[str, Any]) -> dict[str, Any]:
-    """The `Param`s by section that modules declare where they make their weights (`layers.parameter`).
+    """Collects the `Param`s by section that modules declare with their weights (`layers.parameter`).
 
     modules: by section, abstract, from `nnx.eval_shape`. No array is built.
     """

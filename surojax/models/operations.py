@@ -50,7 +50,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False
 
 @functools.partial(save_inputs_only, static_argnums=(2, 3))
 def norm_of_parts(x: jax.Array, weight: jax.Array, eps: float, axes: tuple[str, ...]) -> jax.Array:
-    """`rms_norm` of a dimension that is divided over these mesh axes; x and the weight are this device's part."""
+    """Computes `rms_norm` over a dimension sharded over these mesh axes; x and weight are this device's shards."""
     x32 = x.astype(jnp.float32)
     square = jax.lax.pmean(jnp.mean(x32 * x32, axis=-1, keepdims=True), axes)
     scale = jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
@@ -58,12 +58,12 @@ def norm_of_parts(x: jax.Array, weight: jax.Array, eps: float, axes: tuple[str, 
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """(up + 1) gate sigmoid(1.702 gate), with gate at most 7 and up within 7 of 0 (gpt-oss)."""
+    """Returns (up + 1) gate sigmoid(1.702 gate), with gate clamped to at most 7 and up to -7 .. 7 (gpt-oss)."""
     gate = jnp.minimum(gate, 7.0)
     return (jnp.clip(up, -7.0, 7.0) + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
-# Functions of gate and up, by the name of what the gate passes through.
+# Functions of gate and up, by the name of the gate's activation.
 ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "silu": lambda gate, up: jax.nn.silu(gate) * up,
     "gelu_pytorch_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
@@ -73,7 +73,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 @functools.partial(save_inputs_only, static_argnums=2)
 def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
-    """activation(gate) * up (Shazeer 2020), or another function of both.
+    """Returns activation(gate) * up (Shazeer 2020), or another row of `ACTIVATIONS`.
 
     XLA computes it whatever `kernels` says: if it is recomputed, one fusion writes it and both gradients, where two
     kernels would read gate and up twice.
@@ -83,7 +83,7 @@ def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
 
 @functools.partial(save_inputs_only, static_argnums=1)
 def softcapped(x: jax.Array, cap: float) -> jax.Array:
-    """cap tanh(x / cap), computed in float32: x, smoothly limited to less than the cap."""
+    """Returns cap tanh(x / cap), computed in float32: x smoothly limited to -cap .. cap."""
     return (cap * jnp.tanh(x.astype(jnp.float32) / cap)).astype(x.dtype)
 
 
@@ -97,7 +97,7 @@ class Projection(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Operations:
-    """The operations of one layer, computed as `compute` and its variant say.
+    """The operations of one layer, implemented according to `compute` and the layer's variant.
 
     seed: uint32 [], of the random numbers of the recipe (nvfp4) or of the adapters (dropout). starts: int32 `[B, S]`,
     for each token of whole rows the index in its row at which its document starts; None: a row is one document.
@@ -119,11 +119,11 @@ class Operations:
 
     @property
     def kernel_options(self) -> Any:
-        """Arguments of the functions of pallas_kernels."""
+        """The keyword arguments that all functions of pallas_kernels take."""
         return {"implementation": self.compute.precision.implementation}
 
     def groups_products(self, w_Eoi: jax.Array, *, adapted: bool) -> bool:
-        """True if a kernel multiplies the rows of all experts with these matrices, or transposed ones, at once."""
+        """True if one kernel call multiplies all experts' rows with these matrices, or with their transposes."""
         precision = self.compute.precision
         kind = precision, self.variant.recipe_enabled, w_Eoi.dtype, w_Eoi.shape
         served = not grouped.why_by_loop(*kind, adapted=adapted)
@@ -141,19 +141,21 @@ class Operations:
         return None if self.seed is None else random_bits(self.seed, jnp.uint32(number))
 
     def product(self, x: jax.Array, w_oi: jax.Array, weight: nnx.Param) -> jax.Array:
-        """x w^T in the recipe's numbers. w: one of several matrices of a parameter `weight`."""
+        """Returns x w^T in the recipe's number formats. w: one expert's matrix in the parameter `weight`."""
         if self.in_float8 is not None:
             return linear_fp8.product_with_expert(x, w_oi, frozen=self.frozen, **self.kernel_options)
         axes = weight.get_metadata("out_sharding")[-2:]
         return self._product(x, w_oi, number=weight.get_metadata("product"), axes=axes)
 
     def of_block(self, number: jax.Array) -> "Operations":
-        """The operations for a block of rows of this number: its random numbers are its own."""
+        """Returns these operations with random numbers of their own for block `number` of the experts' rows."""
         return self if self.seed is None else dataclasses.replace(self, seed=self._seed_of(number))
 
     def linear(self, x: jax.Array, projection: Projection) -> jax.Array:
-        """x w^T (+ b) in the recipe's numbers, plus the adapter's product; for this device's part of the sequence if a
-        group divides the inputs."""
+        """Returns x w^T (+ b) in the recipe's number formats, plus the adapter's product.
+
+        If a tensor-parallel group divides the inputs, the result is reduce-scattered over the sequence.
+        """
         if self.in_float8 is not None:
             return self._products_in_float8(self.in_float8, x, [projection])[0]
         weight, bias, adapter = projection
@@ -169,9 +171,9 @@ class Operations:
         return linear(x, weight[...], None if bias is None else bias[...], product)
 
     def linears(self, x: jax.Array, projections: Sequence[Projection], norm: Callable | None) -> list[jax.Array]:
-        """Products of x, or of norm(x), with several projections; norm(x) is recomputed in the backward pass.
+        """Multiplies x, or norm(x), with several projections; the backward pass recomputes norm(x).
 
-        In a tensor-parallel group x is this device's part of the sequence, and the results are of all of it.
+        In a tensor-parallel group x is this device's part of the sequence, and the results are of the whole sequence.
         """
 
         def project(x):
@@ -184,10 +186,13 @@ class Operations:
         return recomputed(project, norm is not None)(x)
 
     def _products_in_float8(self, in_float8: InFloat8, x, projections: Sequence[Projection]) -> list[jax.Array]:
-        """`linear` of several projections that are divided alike, of x: this device's part, or an `Operand` of it."""
+        """Computes `linear` for several projections of x that are sharded alike.
+
+        x: this device's part, or its `Operand`.
+        """
         numbers = [projection.weight.get_metadata("product") for projection in projections]
-        of_weights = [projection.weight.get_metadata("out_sharding") for projection in projections]
-        *_, inputs = of_weights[0]
+        weight_axes = [projection.weight.get_metadata("out_sharding") for projection in projections]
+        *_, inputs = weight_axes[0]
         whole_x = linear_fp8.whole_input(x)
         how = linear_fp8.ProductOptions(
             by_rows=is_divided(inputs),
@@ -207,14 +212,14 @@ class Operations:
         def whole(y, projection: Projection, axes, number: int):
             y = summed_before_rounding(y, axes)
             if projection.adapter is not None:
-                of_product = inputs, self._seed_of(number), gathered
-                y = projection.adapter(whole_x, projection.weight[...], y, *of_product)
+                adapter_inputs = inputs, self._seed_of(number), gathered
+                y = projection.adapter(whole_x, projection.weight[...], y, *adapter_inputs)
             return y if projection.bias is None else y + projection.bias[...][None, None, :]
 
-        return [whole(*of_one) for of_one in zip(results, projections, of_weights, numbers, strict=True)]
+        return [whole(*row) for row in zip(results, projections, weight_axes, numbers, strict=True)]
 
     def norm(self, x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False) -> jax.Array:
-        """`rms_norm`."""
+        """Computes `rms_norm` by XLA or by the kernel."""
         if self._by_xla:
             return rms_norm(x, weight, eps, plus_one)
         scale = 1 + weight.astype(jnp.float32) if plus_one else weight
@@ -222,13 +227,13 @@ class Operations:
         return y
 
     def gated(self, gate: jax.Array, up: jax.Array, activation: str, product: int) -> Any:
-        """`gated` as the input of a product of this number."""
+        """Computes `gated` as the input of the product of this number."""
         if self.in_float8 is None or activation != "silu":
             return gated(gate, up, activation)
         return linear_fp8.gated(gate, up, self.in_float8.scale_of_input(product), **self.kernel_options)
 
     def norm_of_all_heads(self, x: jax.Array, weight: jax.Array, axis: str, eps: float) -> jax.Array:
-        """RMSNorm over the last dimension, of which each device of a tensor-parallel group may have a part.
+        """Computes RMSNorm over a last dimension that a tensor-parallel group may shard.
 
         axis: the logical axis of that dimension.
         """
@@ -240,7 +245,7 @@ class Operations:
     def add_and_norm(
         self, x: jax.Array, residual: jax.Array | None, weight: jax.Array, eps: float, plus_one: bool, product: int
     ) -> tuple[Any, jax.Array]:
-        """(`norm` of the sum as the input of products, x + residual): one pass of the kernel.
+        """Returns (`norm` of x + residual as the input of products, x + residual), in one pass of the kernel.
 
         residual: None: 0. product: the number of the first of these products.
         """
@@ -257,7 +262,7 @@ class Operations:
     def rotate(
         self, q_BSHh: jax.Array, k_BSKh: jax.Array, first: jax.Array | int, theta: float, scaling: RopeScaling
     ) -> tuple[jax.Array, jax.Array]:
-        """`rope` of queries and keys, of the channels that rotate; queries scaled by their position.
+        """Applies `rope` to the channels of queries and keys that rotate, and scales queries by their position.
 
         first: index of the first token in its row. Positions begin anew with each document of a row.
         """
@@ -277,13 +282,13 @@ class Operations:
         return recomputed(rotated, self.starts is not None)(q_BSHh, k_BSKh, self.starts)
 
     def _turned(self, q, k, positions: jax.Array, theta: float, scaling: RopeScaling) -> tuple[jax.Array, jax.Array]:
-        """`rope` of queries and keys with all their channels."""
+        """Applies `rope` to all channels of queries and keys, by XLA or by the kernel."""
         if self._by_xla:
             return rope(q, positions, theta, scaling), rope(k, positions, theta, scaling)
         return kernel_rope(q, k, *rope_angles(q.shape[-1], positions, theta, scaling), **self.kernel_options)
 
     def of_whole_chunk(self, *xs_BSHh: jax.Array) -> Sequence[jax.Array]:
-        """Queries, keys or values of the whole chunk, for this device's heads, from this device's part of the chunk."""
+        """Exchanges all heads of this device's part of a chunk for its own heads of the whole chunk (all-to-all)."""
         if not context.is_divided():
             return xs_BSHh
         assert self.compute.cp_method == "ulysses", "config/checks.py refuses the other methods with chunks"
@@ -300,7 +305,7 @@ class Operations:
         softcap: float = 0.0,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | Earlier | None]:
-        """(causal attention `[B, S, H, h]` within the window, over cached or earlier positions too; `new`).
+        """Returns (causal attention `[B, S, H, h]` within the window, over cached or earlier positions too; `new`).
 
         new: with a Cache the extended one; with an Earlier this chunk's own keys and values; else None.
         scale, softcap, sinks: of the scores, see `attention.attend`.

@@ -35,7 +35,7 @@ f32 = jnp.float32
 
 
 class RingOptions(NamedTuple):
-    """Static arguments. by, all_seen: of every pair, see `Pair`."""
+    """Static arguments of ring attention. by, all_seen: of every pair of pieces, see `Pair`."""
 
     method: Method
     by: str
@@ -51,13 +51,13 @@ class RingOptions(NamedTuple):
 
 
 def _halves(x, axis: int = 1):
-    """The early and the late piece of arrays `[B, s, ...]`."""
+    """Splits an array `[B, s, ...]` into its early and its late piece."""
     early, late = jnp.split(x, 2, axis=axis)
     return early, late
 
 
 def _queries(q_BsHh: jax.Array, kv_heads: int, starts_BS, how: RingOptions) -> tuple[Queries, Queries]:
-    """The early and the late piece of this device's queries."""
+    """Splits this device's queries into the early and the late piece, with their positions."""
     B, s, H, h = q_BsHh.shape
     index_s = context.own_index(s, how.method)
     first_Bs = jnp.zeros((1, s), jnp.int32) if starts_BS is None else context.own_tokens(starts_BS, how.method)
@@ -69,7 +69,7 @@ def _queries(q_BsHh: jax.Array, kv_heads: int, starts_BS, how: RingOptions) -> t
 
 
 def _keys(k_BsKh: jax.Array, v_BsKh: jax.Array, owner: jax.Array | int) -> tuple[Keys, Keys]:
-    """The early and the late piece of the keys and values of device number `owner`."""
+    """Splits the keys and values of device `owner` into the early and the late piece, with their positions."""
     _, devices = context.device()
     length = k_BsKh.shape[1] // 2
     index = jnp.arange(length, dtype=jnp.int32)
@@ -79,17 +79,17 @@ def _keys(k_BsKh: jax.Array, v_BsKh: jax.Array, owner: jax.Array | int) -> tuple
 
 
 def _either(first: jax.Array, one, other):
-    """One of two trees, selected at run time: `one` if `first`."""
+    """Selects one of two trees at run time: `one` if `first`, else `other`."""
     return jax.tree.map(lambda a, b: jnp.where(first, a, b), one, other)
 
 
 def _in_turn(tree):
-    """The keys of a hop and the sums before it, known only when all are: scores of one hop at a time are in memory."""
+    """Puts a hop's keys and the sums so far behind one barrier, so that scores of one hop at a time are in memory."""
     return jax.lax.optimization_barrier(tree)
 
 
 def _hops(k_BsKh: jax.Array, v_BsKh: jax.Array, method: Method) -> Iterator[tuple[jax.Array, list[jax.Array]]]:
-    """(number of a device, its keys and values) of all others.
+    """Yields (number of a device, its keys and values) for every other device.
 
     Keys and values travel in one array. As two, XLA joins a later hop of one with an earlier hop of the other, which
     then waits. ring: the next block is on its way while one is computed with.
@@ -110,7 +110,7 @@ def _hops(k_BsKh: jax.Array, v_BsKh: jax.Array, method: Method) -> Iterator[tupl
 
 
 def _joined(k_BsKh: jax.Array, v_BsKh: jax.Array) -> jax.Array:
-    """Keys and values, or their gradients, in one array."""
+    """Concatenates keys and values, or their gradients, along the heads `[B, s, 2 K, h]`."""
     return jnp.concatenate([k_BsKh, v_BsKh], axis=2)
 
 
@@ -174,7 +174,7 @@ def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how: RingOptions):
 
 
 def _of_heads(x_BKGs: jax.Array) -> jax.Array:
-    """`[B, H, s]`."""
+    """Merges the head dimensions K and G: `[B, H, s]`."""
     B, K, G, s = x_BKGs.shape
     return x_BKGs.reshape(B, K * G, s)
 
@@ -196,7 +196,7 @@ def _backward(how: RingOptions, saved, dy_BsHh):
     own = how.pair(own=True)
 
     def hop_gradients(owner, k, v, *, is_own: bool):
-        """(dq of the early piece, dq of the late piece, dk and dv of a hop's keys in one array)."""
+        """Returns (dq of the early piece, dq of the late piece, dk and dv of a hop's keys in one array)."""
         early_keys, late_keys = _keys(k, v, owner)
         dq_late, *d_early = pair_gradients(late, early_keys, late_slopes, earlier)
         if is_own:

@@ -26,8 +26,8 @@ f32 = jnp.float32
 
 
 class Queries(NamedTuple):
-    """A piece of queries. index: in their sequence. first: index of the first key that each sees, `[1, t]` if all rows
-    are alike."""
+    """A piece of queries. index: positions in the sequence. first: position of the first key that each query sees,
+    `[1, t]` if all rows are alike."""
 
     q_BtKGh: jax.Array
     index_t: jax.Array
@@ -35,7 +35,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """A piece of keys and values. index: in their sequence."""
+    """A piece of keys and values. index: positions in the sequence."""
 
     k_BuKh: jax.Array
     v_BuKh: jax.Array
@@ -43,14 +43,14 @@ class Keys(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Attention to some of the keys: values weighted by their softmax, and log(sum(exp(score))), both float32."""
+    """Attention to some of the keys: values weighted by the scores' softmax, and log(sum(exp(score))), float32."""
 
     y_BtKGh: jax.Array
     lse_BKGt: jax.Array
 
 
 class Slopes(NamedTuple):
-    """Values of the backward pass for a piece of queries. y, lse: of all keys. delta: sum of dy * y over channels."""
+    """Inputs of the backward pass for a piece of queries. y, lse: over all keys. delta: sum of dy * y over channels."""
 
     dy_BtKGh: jax.Array
     y_BtKGh: jax.Array
@@ -72,12 +72,12 @@ class Pair(NamedTuple):
 
 
 def attended(queries: Queries, keys: Keys, pair: Pair) -> Attended:
-    """Attention of a piece of queries to a piece of keys. A query that sees none of them gets y = 0."""
+    """Computes attention of a piece of queries to a piece of keys. A query that sees none of these keys gets y = 0."""
     return {"xla": _by_xla, "cudnn": _by_cudnn, "mosaic": _by_mosaic}[pair.by](queries, keys, pair)
 
 
 def pair_gradients(queries: Queries, keys: Keys, slopes: Slopes, pair: Pair) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dq `[B, t, K, G, h]`, dk, dv) of the attention of one piece to another, float32."""
+    """Computes (dq `[B, t, K, G, h]`, dk, dv) of the attention of one piece to another, float32."""
     backward = {"xla": _backward_by_xla, "cudnn": _backward_by_cudnn, "mosaic": _backward_by_mosaic}[pair.by]
     return backward(queries, keys, slopes, pair)
 
@@ -90,7 +90,7 @@ def merged_pairs(one: Attended, other: Attended) -> Attended:
 
 
 def _over_channels(x_BKGt: jax.Array) -> jax.Array:
-    """`[B, t, K, G, 1]`."""
+    """Reorders `[B, K, G, t]` to `[B, t, K, G, 1]`, to multiply it with values per channel."""
     return jnp.moveaxis(x_BKGt, 3, 1)[..., None]
 
 
@@ -102,8 +102,8 @@ def chosen_for_pairs(
 ) -> str:
     """The implementation that "auto" selects for pieces of `tokens` tokens, with heads of this dtype and size.
 
-    On a GPU it is cuDNN if no document, window or softcap is in its way, else our kernel, if they take the heads.
-    Raises NotImplementedError for "cudnn" or "mosaic" if it does not.
+    On a GPU this is cuDNN without documents, windows and softcaps, else our kernel, if they support the heads.
+    Raises NotImplementedError for "cudnn" or "mosaic" if that one does not support them.
     """
     half = jnp.dtype(dtype) in kernel.HALF
     takes = {
@@ -132,26 +132,26 @@ def chosen_for_pairs(
 
 
 def _is_masked(pair: Pair) -> bool:
-    """True if some keys are not seen by some queries."""
+    """True if some queries do not attend to some keys."""
     return pair.own or not pair.all_seen
 
 
 def _seen(queries: Queries, keys: Keys) -> jax.Array:
-    """A mask `[B, 1, 1, t, u]`: whether a query sees a key."""
+    """A mask `[B, 1, 1, t, u]`: True if a query attends to a key."""
     up_to_own_tu = keys.index_u[None, :] <= queries.index_t[:, None]
     seen_Btu = up_to_own_tu[None] & (keys.index_u[None, None, :] >= queries.first_Bt[:, :, None])
     return seen_Btu[:, None, None]
 
 
 def _scores(queries: Queries, keys: Keys, rule: ScoreSettings) -> jax.Array:
-    """Float32 `[B, K, G, t, u]`."""
+    """Computes attention scores, float32 `[B, K, G, t, u]`."""
     products = jnp.einsum("BtKGh,BuKh->BKGtu", queries.q_BtKGh, keys.k_BuKh, preferred_element_type=f32)
     # The condition changes no value. It stands between a product and the difference that it enters.
     return jnp.where(products == 0, products, rule.score(products))
 
 
 def _exponentials(scores_BKGtu: jax.Array, less_BKGt: jax.Array, queries: Queries, keys: Keys, pair: Pair):
-    """exp(scores - less), 0 for keys that are not seen."""
+    """Returns exp(scores - less), 0 for keys that a query does not attend to."""
     p_BKGtu = jnp.exp(scores_BKGtu - less_BKGt[..., None])
     return jnp.where(_seen(queries, keys), p_BKGtu, 0.0) if _is_masked(pair) else p_BKGtu
 
@@ -185,19 +185,19 @@ def _backward_by_xla(queries: Queries, keys: Keys, slopes: Slopes, pair: Pair):
 
 
 def _heads(x_BtKGh: jax.Array) -> jax.Array:
-    """`[B, t, H, h]`."""
+    """Merges the head dimensions K and G: `[B, t, H, h]`."""
     B, t, _, _, h = x_BtKGh.shape
     return x_BtKGh.reshape(B, t, -1, h)
 
 
 def _rows(x_BKGt: jax.Array) -> jax.Array:
-    """`[B, H, t]`."""
+    """Merges the head dimensions K and G: `[B, H, t]`."""
     B, _, _, t = x_BKGt.shape
     return x_BKGt.reshape(B, -1, t)
 
 
 def _grouped(y_BtHh: jax.Array, lse_BHt: jax.Array, like: Queries) -> Attended:
-    """A kernel's result in the shapes of `Attended`."""
+    """Reshapes a kernel's result to `Attended`."""
     B, t, K, G, _ = like.q_BtKGh.shape
     return Attended(y_BtHh.reshape(like.q_BtKGh.shape).astype(f32), lse_BHt.reshape(B, K, G, t))
 
@@ -215,7 +215,7 @@ def _backward_by_cudnn(queries: Queries, keys: Keys, slopes: Slopes, pair: Pair)
 
 
 def _first_of_part(queries: Queries, keys: Keys) -> jax.Array:
-    """The index in the part of the first key that each query sees, int32 `[B, t]`; the part's length for none."""
+    """Index, within this piece, of the first key that each query sees, int32 `[B, t]`; the piece's length if none."""
     B, t = queries.q_BtKGh.shape[:2]
     first_Bt = jnp.clip(queries.first_Bt - keys.index_u[0], 0, len(keys.index_u))
     return jnp.broadcast_to(first_Bt, (B, t)).astype(jnp.int32)

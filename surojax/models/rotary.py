@@ -17,7 +17,7 @@ from surojax.parallel import context
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Settings of a rotary embedding beside its base, named as in Hugging Face's `rope_parameters`.
+    """Settings of a rotary embedding except its base, named as in Hugging Face's `rope_parameters`.
 
     kind: how the frequencies are stretched for contexts longer than the model was first trained on: "none", "linear"
     (all frequencies divided by `factor`; Chen et al. 2023, Position Interpolation), "llama3" (only wavelengths longer
@@ -45,7 +45,7 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """The factor of cosines and sines."""
+        """The factor that cosines and sines are multiplied by (attention scaling of YaRN)."""
         if self.kind != "yarn":
             return 1.0
         return self.attention_factor or 0.1 * math.log(self.factor) + 1
@@ -67,7 +67,7 @@ NO_ROTATION = RopeScaling("linear", factor=math.inf)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.Array:
-    """Angle per position of each pair of channels, `[head_dim / 2]`, radians, float32 (Su et al. 2021)."""
+    """Computes each channel pair's angle per position, `[head_dim / 2]`, radians, float32 (Su et al. 2021)."""
     freq = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling.kind == "linear":
         return freq / scaling.factor
@@ -85,10 +85,10 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.A
 
 
 def yarn_bounds(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
-    """The range of channel pairs in which YaRN blends: pairs before it are kept, pairs after it are stretched."""
+    """The range of channel pairs that YaRN interpolates: pairs before are kept, pairs after are stretched."""
 
     def pair(turns: float) -> float:
-        """The pair, not rounded, that makes this number of turns in the original context."""
+        """The index, not rounded, of the channel pair that makes this number of turns in the original context."""
         original = scaling.original_max_position_embeddings
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -103,9 +103,9 @@ def yarn_bounds(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[floa
 
 
 def rope_angles(head_dim: int, positions: jax.Array, theta: float, scaling: RopeScaling):
-    """(cosines, sines) of position x frequency, float32 `[..., head_dim / 2]` for positions `[S]` or `[B, S]`.
+    """Returns (cosines, sines) of position x frequency, float32 `[..., head_dim / 2]` for positions `[S]` or `[B, S]`.
 
-    Both are times `scaling.magnitude`.
+    Both are multiplied by `scaling.magnitude`.
     """
     position = positions.astype(jnp.float32)[..., None]
     angle = position * jnp.expand_dims(rope_frequencies(head_dim, theta, scaling), tuple(range(positions.ndim)))
@@ -117,7 +117,7 @@ def rope_angles(head_dim: int, positions: jax.Array, theta: float, scaling: Rope
 def positions_of(
     tokens: int, starts_BS: jax.Array | None = None, first: jax.Array | int = 0, cp_method: context.Method = "ulysses"
 ) -> jax.Array:
-    """The positions of this device's tokens, int32: `[S]`, or `[B, S]` in the documents that start there.
+    """Positions of this device's tokens, int32: `[S]` in their row, or `[B, S]` in their document if `starts` is given.
 
     Tokens are consecutive, unless a row or chunk is divided over devices. first: index in its row of the first token,
     of all devices. starts_BS: of whole rows, or of a whole chunk.
@@ -132,7 +132,10 @@ def positions_of(
 
 @jax.custom_vjp
 def gradient_in_one_pass(x: jax.Array) -> jax.Array:
-    """The identity; its gradient is written to memory once. XLA would write rope's halves apart and join them twice."""
+    """Returns x, and materialises its gradient in one pass over memory.
+
+    XLA would write rope's halves apart and join them twice.
+    """
     return x
 
 
@@ -141,7 +144,7 @@ gradient_in_one_pass.defvjp(lambda x: (x, None), lambda _, dx: (materialised(dx)
 
 @functools.partial(save_inputs_only, static_argnums=(2, 3))
 def rope(x_BSHh: jax.Array, positions: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
-    """Rotate channel pairs (i, i + h/2) by position x frequency, in float32. positions: `[S]` or `[B, S]`."""
+    """Rotates channel pairs (i, i + h/2) by position x frequency, in float32. positions: `[S]` or `[B, S]`."""
     angles = rope_angles(x_BSHh.shape[-1], positions, theta, scaling)
     cos, sin = (x[..., None, :] if x.ndim == 3 else x[None, :, None, :] for x in angles)
     first, second = jnp.split(gradient_in_one_pass(x_BSHh).astype(jnp.float32), 2, axis=-1)
@@ -150,7 +153,7 @@ def rope(x_BSHh: jax.Array, positions: jax.Array, theta: float, scaling: RopeSca
 
 
 def scale_by_position(q_BSHh: jax.Array, positions: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """Queries times 1 + beta ln(1 + floor(position / original length)). positions: `[S]` or `[B, S]`."""
+    """Multiplies queries by 1 + beta ln(1 + floor(position / original length)). positions: `[S]` or `[B, S]`."""
     lengths = jnp.floor(positions.astype(jnp.float32) / scaling.original_max_position_embeddings)
     scale = (1 + scaling.llama_4_scaling_beta * jnp.log(1 + lengths)).astype(q_BSHh.dtype)
     return q_BSHh * (scale[..., None, None] if scale.ndim == 2 else scale[None, :, None, None])
