@@ -1,4 +1,4 @@
-"""What a caller of `train` is told while a run goes on, and a callback that ends it early."""
+"""Callbacks of `train`: the events that they receive while a run goes on, and one that ends a run early."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from surojax.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A moment of a run that callbacks are told of: a finished step, an evaluation, or a checkpoint.
+    """An event of a run that callbacks receive: a finished step, an evaluation, or a checkpoint.
 
     step, total_steps: steps done, and those of the whole run. metrics: the numbers of its record in metrics.jsonl, none
     of a checkpoint. name: of the validation dataset; "": held-out data. checkpoint: its folder, which is complete when
@@ -42,7 +42,7 @@ class Callback(Protocol):
 
 
 class Callbacks:
-    """Tells callbacks of a run's events. stopped_by: the reason of the one that has asked to stop, or ""."""
+    """Calls callbacks with a run's events. stopped_by: the reason of the first callback that asked to stop, or ""."""
 
     def __init__(self, callbacks: Sequence[Callback], total_steps: int):
         self.callbacks = tuple(callbacks)
@@ -50,12 +50,12 @@ class Callbacks:
         self.stopped_by = ""
 
     def tell(self, record: Mapping[str, Any], state: Callable[[], TrainState], checkpoint: Path | None = None) -> None:
-        """Calls all of them. record: of metrics.jsonl, or the "log" and "step" of one."""
+        """Calls all callbacks with an event. record: of metrics.jsonl, or only the "log" and "step" of a record."""
         if not self.callbacks:
             return
         numbers = {k: float(v) for k, v in record.items() if isinstance(v, int | float) and k != "step"}
-        of_run = (record["log"], record["step"], self.total_steps)
-        event = Event(*of_run, numbers, record.get("name", ""), checkpoint, state, self._stop)
+        kind_and_steps = (record["log"], record["step"], self.total_steps)
+        event = Event(*kind_and_steps, numbers, record.get("name", ""), checkpoint, state, self._stop)
         for callback in self.callbacks:
             callback(event)
 
@@ -91,10 +91,10 @@ class EarlyStopping:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run should end."""
+        """True if the run should end."""
         return self.waited >= self.patience
 
     @property
     def reason(self) -> str:
-        """Why it should, in words."""
+        """The reason why the run should end, for the log."""
         return f"early stopping (no evaluation below {self.best:.4f} in the last {self.waited})"

@@ -1,4 +1,4 @@
-"""Checkpoints: written with orbax in the background, atomic, verified, and restorable onto any mesh (restore.py).
+"""Writes checkpoints with orbax in the background, atomic and verified; restore.py reads them onto any mesh.
 
 A checkpoint is the folder `<output_dir>/checkpoints/<step>` with the items `master` (master weights), `moments`
 (optimizer state), `history` (recipe fp8_hybrid only) and `meta` (JSON: step, data position, config, the checksum of
@@ -76,7 +76,7 @@ class Checkpoints:
                 self.manager.close()
 
     def save(self, state: TrainState, meta: dict[str, Any]) -> None:
-        """Wait for an earlier write, copy the state from the devices, and start to write it in the background.
+        """Waits for an earlier write, copies the state from the devices, and starts to write it in the background.
 
         Arrays in pinned host memory are copied within host memory first. If it has no room for that copy, this function
         returns after the write.
@@ -112,17 +112,17 @@ class Checkpoints:
                 self.manager.wait_until_finished()
 
     def check(self) -> None:
-        """Raises CheckpointError if the write in the background has failed. Does not wait, so call it every step."""
+        """Raises CheckpointError if the background write has failed. Does not wait, so call it every step."""
         if not self.manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Waits until everything is on disk. Raises CheckpointError if a write failed."""
+        """Waits until the checkpoint is on disk. Raises CheckpointError if a write failed."""
         with self._writing():
             self.manager.wait_until_finished()
 
     def _writing(self):
-        """Translates errors of a write; after one, `last` is the newest complete checkpoint."""
+        """Translates errors of a write to CheckpointError; after an error, `last` is the newest complete checkpoint."""
 
         def message(reason):
             failed = self.last
@@ -133,7 +133,7 @@ class Checkpoints:
 
 
 class _Held(policies.PreservationPolicy):
-    """Preserves the checkpoints that are being read."""
+    """Preserves checkpoints that a process is reading."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -160,8 +160,9 @@ def _item_handlers() -> dict[str, ocp.CheckpointHandler]:
 
 
 class _FileHandler(type_handlers.NumpyHandler):
-    """Writes an `InFile` in the format of an array, one layer or piece at a time; each process the parts that it stores
-    first.
+    """Writes an `InFile` as orbax writes an array, one layer or piece at a time.
+
+    Each process writes the parts of which it stores the first copy.
 
     The next update of the file waits until the last layer has been read.
     """
@@ -198,8 +199,7 @@ class _FileHandler(type_handlers.NumpyHandler):
 
 
 def _by_layer(tree):
-    """Returns orbax's options for saving: stacks of layers are stored in chunks of one layer (of one shard), tables in
-    chunks of rows, which may be written and read in pieces."""
+    """Returns orbax's options for saving: chunks of one layer's shard for stacks, and of some rows for tables."""
 
     def options(path, x):
         if name_of(path[:1]) == OUTER:
@@ -210,7 +210,7 @@ def _by_layer(tree):
 
 
 def room_to_copy(state: TrainState) -> bool:
-    """Whether host memory has room for a copy of the state's arrays in pinned host memory, with 10 % to spare."""
+    """True if host memory has room for a copy of the state's arrays in pinned host memory, with 10 % to spare."""
     leaves = [x for x in jax.tree.leaves((state.master, state.moments)) if home_of(x) == HOST]
     copy_bytes = sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards)
     return 1.1 * copy_bytes < psutil.virtual_memory().available

@@ -1,4 +1,4 @@
-"""Checksums of arrays, computed on the devices; independent of an array's sharding and of the memory that stores it."""
+"""Checksums of arrays, computed on the devices, independent of sharding and memory tier."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ def name_of(path, separator: str = ".") -> str:
 
 
 def checksums(**trees) -> tuple[dict[str, int], list[str]]:
-    """Returns ({"name dtype": checksum} of every array, the names of arrays with values that are not finite)."""
+    """Returns ({"name dtype": checksum} of every array, names of the arrays that hold NaN or infinity)."""
     in_files = InFiles(trees)
     named = jax.tree_util.tree_map_with_path(lambda path, x: f"{name_of(path, '/')} {x.dtype}", trees)
 
@@ -30,10 +30,10 @@ def checksums(**trees) -> tuple[dict[str, int], list[str]]:
         return jax.device_get(_checksum(x, stacked=stacked))
 
     # One program at a time: several with collectives in flight can block each other on virtual CPU devices.
-    of_memory = map(fetch, in_files.in_memory(named), in_files.in_memory(trees))
-    found = in_files.joined(of_memory, map(_checksum_of_file, in_files.files(trees)))
+    in_memory_sums = map(fetch, in_files.in_memory(named), in_files.in_memory(trees))
+    results = in_files.joined(in_memory_sums, map(_checksum_of_file, in_files.files(trees)))
     names = jax.tree.leaves(named)
-    sums, finite = zip(*jax.tree.structure(trees).flatten_up_to(found), strict=True)
+    sums, finite = zip(*jax.tree.structure(trees).flatten_up_to(results), strict=True)
     bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
     return dict(zip(names, map(int, sums), strict=True)), bad
 
@@ -58,28 +58,27 @@ def _checksum(x: jax.Array, *, stacked: bool):
 
 
 def _checksum_of_file(file: InFile) -> tuple[int, bool]:
-    """Returns what `_checksum` returns, for a stack or a table in a file; one layer or piece at a time is on the
-    devices."""
+    """Computes `_checksum` of a stack or a table in a file, with one layer or piece at a time on the devices."""
     files = InFiles(file)
     blocks, between = file.blocks
-    found = [0, True]
+    total_and_finite = [0, True]
 
     def add_layer(l: int, rounds: list[jax.Array]) -> None:
         start = np.uint32(file.first_element(l) % 2**32)
         sharding = file.layer_sharding(DEVICE)
         part = _checksum_of_layer(rounds[0], start, blocks=blocks, between=between, sharding=sharding)
         total, finite = jax.device_get(part)
-        found[:] = (found[0] + int(total)) % 2**32, found[1] and bool(finite)
+        total_and_finite[:] = (total_and_finite[0] + int(total)) % 2**32, total_and_finite[1] and bool(finite)
 
     by_host(range(file.layers), lambda l: files.read([l]), add_layer)
-    return found[0], found[1]
+    return total_and_finite[0], total_and_finite[1]
 
 
 @functools.partial(jax.jit, static_argnames=("blocks", "between", "sharding"))
 def _checksum_of_layer(x: jax.Array, start, *, blocks: int, between: int, sharding: jax.NamedSharding):
-    """The part of `_checksum` of a layer, or piece, from the round that it was read in.
+    """Computes the terms of `_checksum` for a layer, or a piece of a table, from the round that it was read in.
 
-    start: index of its first word. It is in so many blocks in the array, with as many words from one to the next.
+    start: index of the first word. blocks: contiguous runs in the array. between: words from one block to the next.
     """
     layer = only_layer(x, sharding)
     if blocks == 1:
@@ -88,14 +87,14 @@ def _checksum_of_layer(x: jax.Array, start, *, blocks: int, between: int, shardi
 
 
 def _first_word(shape: tuple[int, ...], l):
-    """Index of the first word of layer l in a stack, modulo 2^32."""
+    """The index of layer l's first word in a stack, modulo 2^32."""
     return jnp.uint32(l) * jnp.uint32(math.prod(shape[1:]) % 2**32)
 
 
 def _checksum_part(x: jax.Array, start, between: int | None = None):
-    """Returns (the part of the sum from the words of x, whose first word has index `start`; whether x is finite).
+    """Returns (the sum's terms from the words of x, the first of which has index `start`; whether x is finite).
 
-    between: words from one entry of x to the next in the array; None: x is all of it.
+    between: words from one entry of x to the next in the array; None: x is the whole array.
     """
     words = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     index = jnp.full(x.shape, start, jnp.uint32)

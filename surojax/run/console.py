@@ -1,4 +1,4 @@
-"""The lines that a run prints, and below them, on a terminal, one that is rewritten: the status.
+"""Prints a run's lines, and on a terminal a status below them that is rewritten.
 
 A file, a pipe or a notebook gets plain lines only. Any thread may print.
 """
@@ -17,7 +17,7 @@ from surojax.run.shared import is_first
 
 
 def typed(verb: str) -> list[str]:
-    """The words that call a verb, as this process was called: by the command `surojax`, or by `python -m`."""
+    """Returns the words that call a verb in the way that this process was called: `surojax` or `python -m surojax`."""
     is_command = [os.path.basename(word) for word in sys.orig_argv[1:2]] == ["surojax"]
     return ["surojax", verb] if is_command else ["python", "-m", f"surojax.{verb}"]
 
@@ -26,7 +26,7 @@ ECHO = 2  # columns that a terminal adds to the status when Ctrl-C is pressed: ^
 
 
 class Console:
-    """Prints lines to a stream, above the status if that is a terminal. stream: standard output by default."""
+    """Prints lines to a stream, on a terminal above a status. stream: standard output by default."""
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream
@@ -54,7 +54,7 @@ class Console:
             self.stream.flush()
 
     def status(self, text: str) -> None:
-        """Rewrites the status, cut to the width of the terminal; "" removes it. Does nothing without a terminal."""
+        """Rewrites the status, cut to the terminal's width; "" removes the status. Does nothing without a terminal."""
         if not self.is_terminal:
             return
         with self._lock:
@@ -75,7 +75,7 @@ class Console:
 
 
 def _columns(stream: TextIO) -> int:
-    """Width of a terminal; 80 if it does not say."""
+    """The terminal's width in characters; 80 if unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
@@ -86,14 +86,14 @@ CONSOLE = Console()
 
 
 def say(text: str) -> None:
-    """Prints a line, above the status if there is one; of several processes, the first one does."""
+    """Prints a line, above the status if there is one, in the first process only."""
     if is_first():
         CONSOLE.line(text)
 
 
 @contextlib.contextmanager
 def working(doing: str, done: str) -> Iterator[None]:
-    """Says what begins within a `with` statement, and at its end how long it took; a terminal counts the seconds.
+    """Prints what a `with` statement does, and at its end how long that took; a terminal shows seconds passing.
 
     doing, done: "compiling", "compiled". After an error nothing is said at the end.
     """

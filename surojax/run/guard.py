@@ -1,4 +1,4 @@
-"""Says that a run goes wrong, and does nothing about it: the loss spikes or stands still, all gradients are zero.
+"""Warns if a run goes wrong: the loss spikes or stands still, or all gradients are zero.
 
 The rules, with the reasons for their numbers, are below; all of them look at the losses of this start of a run only.
 Spread is the median absolute deviation x 1.4826, the standard deviation of normal noise, which odd batches hardly move.
@@ -30,7 +30,7 @@ CERTAIN = 3.0
 
 
 class Guard:
-    """Says that the loss spikes or stands still, or that all gradients are zero; does nothing about it.
+    """Warns if the loss spikes or stands still, or if all gradients are zero; does not intervene.
 
     A callback, which `train` has unless the caller brings another one. tell: prints a line.
     """
@@ -89,13 +89,13 @@ class Guard:
 
 
 def noise_deviation(losses: Sequence[float]) -> float:
-    """The standard deviation of normal noise with the same median absolute deviation."""
+    """Estimates the standard deviation of noise from its median absolute deviation, as if normal."""
     middle = statistics.median(losses)
     return 1.4826 * statistics.median(abs(loss - middle) for loss in losses)
 
 
 def stands_still(first: Sequence[float], last: Sequence[float]) -> bool:
-    """True if the median of the last losses is for certain not below that of the first ones by LEAST_FALL of it."""
+    """True if the last losses' median is, with certainty, less than LEAST_FALL (a fraction) below the first losses'."""
     before = statistics.median(first)
     fall = before - statistics.median(last)
     # The standard error of a median of normal noise is sqrt(pi / 2) of that of the mean.

@@ -128,7 +128,7 @@ class MetricsLog:
             error.add_note(f"metrics: {failed}")  # the error that ended the run is the one to raise
 
     def close(self) -> None:
-        """Flush and close every output, even if one of them fails. A second call does nothing."""
+        """Flushes and closes every output, even if one fails. A second call does nothing."""
         with contextlib.ExitStack() as outputs:
             if self._file is not None:
                 outputs.callback(self._file.close)
@@ -147,7 +147,7 @@ class MetricsLog:
         usage: Usage | None = None,
         **others: float,
     ) -> dict[str, Any]:
-        """Report a training step (loss in nats per token) and return its record in `metrics.jsonl`.
+        """Reports a training step (loss in nats per token) and returns its record in `metrics.jsonl`.
 
         others: further means of the objective by name, such as "rewards/margins", which the record has after "lr".
 
@@ -184,7 +184,7 @@ class MetricsLog:
         return record
 
     def _usage(self, step: int, usage: Usage) -> dict[str, Any]:
-        """The fields of a record about experts. Prints a line for layers that use too few of them, once for each."""
+        """Makes a record's fields about experts. Prints one line for each layer that uses too few experts."""
         new = [l for l in usage.collapsed if l not in self._collapsed]
         self._collapsed.update(new)
         if new and self._file is not None:
@@ -194,13 +194,13 @@ class MetricsLog:
                 f"step {step}: layer {', '.join(map(str, numbers))}: nearly all tokens choose the same {used:.1f} of "
                 f"{usage.tokens_LE.shape[1]} experts; router_aux_loss_coef spreads them"
             )
-        found: dict[str, Any] = {"largest_expert_share": [round(float(x), 4) for x in usage.largest_share_L]}
+        fields: dict[str, Any] = {"largest_expert_share": [round(float(x), 4) for x in usage.largest_share_L]}
         if step % self._log_steps == 0:
-            found["expert_tokens"] = usage.tokens_LE.astype(int).tolist()
-        return found
+            fields["expert_tokens"] = usage.tokens_LE.astype(int).tolist()
+        return fields
 
     def _progress(self, step: int) -> dict[str, Any]:
-        """The time, and the tokens seen up to a step."""
+        """Makes a record's fields for the time, and the tokens seen up to a step."""
         tokens = self._first_tokens + (step - self._first_step) * self._tokens_per_step
         return {"time": time.time(), "tokens": tokens}
 
@@ -239,7 +239,7 @@ class MetricsLog:
         name: str = "",
         others: Mapping[str, float] = EMPTY,
     ) -> dict[str, Any]:
-        """Report an evaluation after `step` steps (loss in nats per token) and return its record in `metrics.jsonl`.
+        """Reports an evaluation after `step` steps (loss in nats per token) and returns its record in `metrics.jsonl`.
 
         {"log":"eval","step","loss","perplexity","duration_ms","time","tokens"}, "bits_per_byte" if it is of text, and
         "name" if it is of a validation dataset. others: further means of the objective by name, whose loss is then no
@@ -260,16 +260,16 @@ class MetricsLog:
         return record
 
     def message(self, text: str) -> None:
-        """Print a line, above the status if there is one."""
+        """Prints a line, above the status if there is one."""
         if self._file is not None and not self._quiet:
             self._console.line(text)
 
     def keep_status(self) -> None:
-        """Let the last step stay on the terminal: no further one follows."""
+        """Keeps the last step on the terminal, since no further step follows."""
         self._console.keep_status()
 
     def _append(self, record: dict[str, Any]) -> None:
-        """Write and flush one line, so that a SIGKILL loses at most the line being written."""
+        """Writes and flushes one line, so that a SIGKILL loses at most the line being written."""
         if self._file is None:
             return
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
@@ -282,7 +282,7 @@ class MetricsLog:
         self._report(step, {f"{group}/{name}": v for name, v in scalars.items() if math.isfinite(v)})
 
     def _eta(self, step: int, duration_s: float) -> str:
-        """Estimated remaining time as [H:]MM:SS, from the mean of the last steps. The first step is not counted."""
+        """Estimates the remaining time as [H:]MM:SS, from the mean of the last steps. The first step is not counted."""
         if self._recent_s is None:
             self._recent_s = deque(maxlen=ETA_WINDOW)
         else:
@@ -293,7 +293,7 @@ class MetricsLog:
 
 
 class FinishedStep(NamedTuple):
-    """The metrics of a finished step, on the host, and `finite` of its metrics if there is one, on the devices.
+    """A finished step's metrics, on the host, except `finite`, which is still on the devices, or None.
 
     usage: of the experts, if there are any.
     """
@@ -320,7 +320,7 @@ class DeferredMetrics:
         self._clock = time.perf_counter()
 
     def push(self, step: int, device_metrics: dict[str, Any], data_wait_s: float = 0.0) -> FinishedStep | None:
-        """Start to copy the metrics of `step` to the host. Returns the previous step, or None if there is none.
+        """Starts to copy the metrics of `step` to the host. Returns the previous step, or None if there is none.
 
         data_wait_s: the host waited so long for the step's batch.
         """
@@ -335,7 +335,7 @@ class DeferredMetrics:
         return previous
 
     def flush(self) -> FinishedStep | None:
-        """Wait for the last pushed step and return it; None if it has already been returned."""
+        """Waits for the last pushed step and returns its metrics; None if they were returned before."""
         if self._pending is None:
             return None
         step, scalars, data_wait_s, finite = self._pending
@@ -349,18 +349,18 @@ class DeferredMetrics:
         return FinishedStep(step, values, self._clock - started, data_wait_s, finite, usage)
 
     def restart_clock(self) -> None:
-        """Exclude the time since the last finished step from the next step's duration."""
+        """Excludes the time since the last finished step from the next step's duration."""
         assert self._pending is None, "flush() before restart_clock(): the pending step's time would be lost"
         self._clock = time.perf_counter()
 
 
 def means_in_line(means: Mapping[str, float]) -> str:
-    """Means in a line: the last word of each name, and its number."""
+    """Formats means in a line: the last word of each name, and the number."""
     return "  ".join(f"{name.rpartition('/')[2]} {value:.4f}" for name, value in means.items())
 
 
 def perplexity(loss: float) -> float:
-    """exp of a loss in nats per token; infinite if that is too large for a float."""
+    """Returns exp(loss) of a loss in nats per token; infinite if too large for a float."""
     return math.exp(loss) if loss < 709 else math.inf if not math.isnan(loss) else loss
 
 
@@ -374,7 +374,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """Returns each record with its line. An incomplete last line is skipped."""
+    """Yields (record, line) for each line of `metrics.jsonl`. An incomplete last line is skipped."""
     records = []
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
@@ -394,7 +394,7 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
 
 
 def _keep_up_to(path: Path, last_step: int) -> None:
-    """Drop the records after `last_step` (all of them if it is 0) and keep the others unchanged. Creates the file.
+    """Drops the records after `last_step` (all records if 0), and keeps the others unchanged. Creates the file.
 
     The new file replaces the old one atomically: a kill leaves the old file or the new one, never a part.
     """

@@ -1,4 +1,4 @@
-"""Stops a run whose loss or gradient norm is not finite, and says which process was the reason.
+"""Stops a run whose loss or gradient norm is not finite, and names the process in which that began.
 
 Loss and norm are sums over all devices, so all processes see the same NaN at the same step. Each asks its own devices
 whether their values were finite before any sum (step/step_metrics.py), and they tell each other. A NaN in a shard of
@@ -37,13 +37,13 @@ def check_finite(
 
 
 def _of_processes(finite: jax.Array) -> np.ndarray:
-    """Bool `[processes, 2]`: whether all devices of a process had finite activations, and gradients."""
+    """Gathers bool `[processes, 2]`: whether all of a process' devices had finite activations, and gradients."""
     own = np.concatenate([np.asarray(shard.data) for shard in finite.addressable_shards]).all(axis=0)
     return multihost_utils.process_allgather(own)
 
 
 def _where(finite: np.ndarray) -> str:
-    """The first values `[processes, 2]` that are not finite, in words: activations are computed before gradients."""
+    """Names the processes, and activations or gradients, where values were first not finite, from `[processes, 2]`."""
     for which, kind in enumerate(("activations", "gradients")):
         bad = np.flatnonzero(~finite[:, which])
         if len(bad) == 1:

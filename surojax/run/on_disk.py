@@ -1,4 +1,4 @@
-"""Checkpoints as folders: found, listed, and held against what was written.
+"""Checkpoints as folders: finds and lists them, and checks their files against `files.json`.
 
 Orbax does not detect a damaged file: it returns a flipped byte as another number. `files.json` has the size of every
 file, and the checksum of small files. It is written before the folder is renamed, and compared before anything is
@@ -41,20 +41,20 @@ def find(path: str | Path) -> Path | None:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """Finished checkpoints of a folder, oldest first."""
+    """Lists a folder's finished checkpoints, oldest first."""
     entries = folder.iterdir() if folder.is_dir() else ()
     return sorted((p for p in entries if STEP.fullmatch(p.name) and p.is_dir()), key=lambda p: int(p.name))
 
 
 class Held:
-    """A checkpoint that the run which writes beside it does not prune (checkpoint.py), until `close` or the end."""
+    """A lock on a checkpoint: until `close`, the run that wrote the checkpoint does not prune it (checkpoint.py)."""
 
     def __init__(self, path: Path):
         self.path = path
         self._fd = share(path / FILES)  # None: the checkpoint is damaged or removed, as whoever reads it will say
 
     def close(self) -> None:
-        """Lets the run prune it."""
+        """Releases the lock, so that the run may prune the checkpoint."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -63,22 +63,22 @@ class Held:
 
 
 def is_held(path: Path) -> bool:
-    """Returns True if a process reads a checkpoint, on this machine or on another one that shares its disk."""
+    """Returns True if a process holds a checkpoint, on this machine or on another that shares the disk."""
     return is_shared(path / FILES)
 
 
 def hold(path: str | Path) -> Held | None:
-    """Holds what `find` finds, which may be replaced by a newer one at any time; None if there is none."""
-    while found := find(path):
-        held = Held(found)
-        if find(path) == found:  # the run saw the lock, or has not decided yet to prune this one
+    """Locks the checkpoint that `find` returns, which the run may replace at any time; None if there is none."""
+    while checkpoint := find(path):
+        held = Held(checkpoint)
+        if find(path) == checkpoint:  # the run saw the lock, or has not decided yet to prune this one
             return held
         held.close()
     return None
 
 
 def read_newest[T](path: str | Path, read: Callable[[Path], T]) -> T | None:
-    """Returns what `read` makes of what `find` finds; None if there is none.
+    """Locks the newest checkpoint and returns read(its path); None if there is no checkpoint.
 
     With save_total_limit=1, a run decides what to prune when it begins to write, so that a checkpoint which is found
     later may be removed while it is held: then `read` gets the newer one.
@@ -104,7 +104,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def _check_progress(meta: Any, folder: str) -> None:
-    """Raises ValueError if the numbers of steps and samples are none that a run can have. folder: the checkpoint's."""
+    """Raises ValueError if numbers of steps or samples are out of range. folder: the checkpoint's name."""
     if not isinstance(meta, dict):
         raise ValueError(f"meta/metadata: expected an object, got a {type(meta).__name__}")
     for name, least in (("step", 0), ("samples", 0), ("samples_per_step", 1)):
@@ -116,15 +116,16 @@ def _check_progress(meta: Any, folder: str) -> None:
 
 
 def written_by(meta: dict[str, Any]) -> str:
-    """The version of surojax that wrote a checkpoint, for errors."""
+    """Names the version of surojax that wrote a checkpoint, for errors."""
     version = f"version {meta['version']} of surojax" if "version" in meta else "a version of surojax before 0.2"
     return f"{version}, which wrote it"
 
 
 def list_files(folder: Path) -> None:
-    """Writes `files.json`. Orbax calls this after all files are written and before it renames the folder.
+    """Writes `files.json`, the sizes and checksums of a checkpoint's files.
 
-    With several processes, the first one does it; the others pass the next barrier after it.
+    Orbax calls this after all files are written and before it renames the folder. With several processes, the first
+    one does it; the others pass the next barrier after it.
     """
     if jax.process_index() != 0:
         return
@@ -144,7 +145,7 @@ def _check_files(path: Path) -> None:
 
 
 def _measure(file: Path) -> dict[str, int]:
-    """Size of a file, and its CRC-32 if it is small."""
+    """Returns a file's size in bytes, and for small files the CRC-32."""
     size = check_file(file)
     return {"bytes": size} | ({"crc32": zlib.crc32(file.read_bytes())} if size <= SMALL else {})
 
@@ -176,7 +177,7 @@ def _reason(error: BaseException) -> str:
 
 
 def readable(path: Path) -> Translate:
-    """Translates the errors of reading a checkpoint."""
+    """Translates errors of reading a checkpoint to CheckpointError."""
 
     def message(reason: str) -> str:
         if not path.exists():

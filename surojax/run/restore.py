@@ -1,4 +1,4 @@
-"""Reads a checkpoint as another run plans it: on other GPUs, in other dtypes, in other memories, with other padding.
+"""Reads a checkpoint into another run's plan: other GPUs, dtypes, memory tiers or padding.
 
 A checkpoint stores shapes, not placements: the plan that `restore` takes says which device gets which shard. `meta` has
 a checksum of every array, computed on the devices that wrote it. `restore` computes the checksums of the arrays that it
@@ -38,18 +38,18 @@ from surojax.step.state import TrainState, cast_to_plan, shardings, work_weights
 def restore(
     path: Path, plan: TrainState, layers: dict[str, int] | None = None, *, base: dict | None = None
 ) -> TrainState:
-    """Returns the state in a checkpoint. Each array is read directly into its planned sharding, or into its file.
+    """Reads the state in a checkpoint, each array directly into its planned sharding or file.
 
-    layers: how many entries of a segment's planned stacks are layers; None: all of them. base: work weights, of which
-    those that are not trained, and so not in the checkpoint, are taken; None: all are. Raises CheckpointError if the
-    checkpoint cannot be used, NvmeError or ConfigError if a file of the plan cannot be written.
+    layers: number of entries in a segment's planned stacks that are layers, not padding; None: all. base: work weights;
+    the untrained ones, which the checkpoint does not have, are taken; None: all weights are trained.
+    Raises CheckpointError if the checkpoint cannot be used, NvmeError or ConfigError if a file cannot be written.
     """
     meta = read_meta(path)
     with readable(path):
         stored = _stored_moments(path, plan.moments, meta)
         loaded = _load(path, {"master": plan.master, "moments": stored}, meta, layers or {})
-        of_trained = plan._replace(weights=part_of(plan.weights, plan.master))
-        weights = with_part(base or {}, work_weights(loaded["master"], of_trained))
+        trained_plan = plan._replace(weights=part_of(plan.weights, plan.master))
+        weights = with_part(base or {}, work_weights(loaded["master"], trained_plan))
         step = from_host(np.int32(meta["step"]), plan.step.sharding)
         state = TrainState(step, weights, loaded["master"], loaded["moments"], _history(path, plan))
         _verify(meta, master=state.master, moments=state.moments)
@@ -57,7 +57,7 @@ def restore(
 
 
 def check_restorable(path: Path, plan: TrainState, layers: dict[str, int] | None = None) -> None:
-    """Raises CheckpointError if `restore` would refuse a checkpoint for what this run plans; reads no array.
+    """Raises CheckpointError if `restore` would refuse a checkpoint for this plan; reads no array.
 
     It takes milliseconds, so it is done before anything is compiled. plan, layers: as for `restore`.
     """
@@ -72,7 +72,7 @@ def check_restorable(path: Path, plan: TrainState, layers: dict[str, int] | None
 
 
 def _check_shapes(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]) -> None:
-    """Raises ValueError if an item's arrays have other names or shapes than planned, but for padding."""
+    """Raises ValueError if names or shapes of an item's arrays differ from the plan, except in padding."""
     stored = _stored_shapes(item)
     for keys, x in jax.tree_util.tree_leaves_with_path(plan):
         name = name_of(keys)
@@ -119,7 +119,7 @@ def _load(path: Path, items: dict, meta: dict[str, Any], layers: dict[str, int])
 
 
 def _load_files(item: Path, named: list[tuple[str, InFile]]) -> None:
-    """Copies stacks of an item to their files, a layer of all of them at a time, or the layers of the largest chunk.
+    """Copies an item's stacks to their files; at a time one layer of all stacks, or the layers of the largest chunk.
 
     named: (name, file), all stacks of layers, or all tables, of which a piece is copied at a time.
     """
@@ -133,29 +133,29 @@ def _load_files(item: Path, named: list[tuple[str, InFile]]) -> None:
         too_few = array.shape[0] != file.shape[0] if are_tables else array.shape[0] < layers
         if too_few or array.shape[1:] != file.shape[1:]:
             raise ValueError(f"{item.name}/{name}: expected shape {file.shape}, got {array.shape}")
-    of_chunk = 1 if are_tables else max(array.chunk_layout.read_chunk.shape[0] for array in arrays)
+    chunk_layers = 1 if are_tables else max(array.chunk_layout.read_chunk.shape[0] for array in arrays)
 
     def read(start: int) -> list:
-        numbers = range(start, min(start + of_chunk, layers))
+        numbers = range(start, min(start + chunk_layers, layers))
         return list(pool.map(lambda file, array: file.stored_in(array, numbers), files, arrays))
 
     def write(_: int, stored: list) -> None:
-        for file, of_layers in zip(files, stored, strict=True):
-            for l, layer in of_layers.items():
+        for file, layers_read in zip(files, stored, strict=True):
+            for l, layer in layers_read.items():
                 file.write(l, layer.astype(file.dtype))
 
     with ThreadPoolExecutor(THREADS) as pool:
-        by_host(range(0, layers, of_chunk), read, lambda _, stored: stored, write)
+        by_host(range(0, layers, chunk_layers), read, lambda _, stored: stored, write)
 
 
 def _stored_array(item: Path, name: str) -> Any:
-    """An array of an item, opened but not read."""
+    """Opens an array of an item, without reading it."""
     kvstore = {"driver": "ocdbt", "base": f"file://{item}", "path": f"{name}/"}
     return ts.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
 
 
 def _restore_args(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]):
-    """Returns orbax's options to read an item as planned: stacks of as many layers may differ in their padding.
+    """Returns orbax's options to read an item as planned; stacks with equal layers may differ in padding.
 
     layers: of the plan, see `restore`. Raises ValueError if the numbers of layers differ.
     """
@@ -185,7 +185,7 @@ def _stored_shapes(item: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _history(path: Path, plan: TrainState):
-    """Returns the history of a checkpoint, truncated or padded with zeros to the planned length.
+    """Reads a checkpoint's history of largest magnitudes, truncated or padded with zeros to the planned length.
 
     It is all zeros if the checkpoint has no history, and None if the plan has none.
     """
@@ -202,14 +202,14 @@ def _history(path: Path, plan: TrainState):
 
 
 def _stored_moments(path: Path, moments, meta: dict[str, Any]):
-    """The plan of the moments with the scales of 8-bit blocks as they are stored, if these have another size.
+    """Returns the plan of the moments, but with the stored shapes of 8-bit blocks' scales if these differ.
 
     Raises CheckpointError if another optimizer wrote the state, or if such scales are planned in a file.
     """
-    found = _stored_shapes(path / "moments")
+    stored = _stored_shapes(path / "moments")
     planned = {name_of(keys): tuple(x.shape) for keys, x in jax.tree_util.tree_leaves_with_path(moments)}
-    if found.keys() != planned.keys():
-        name = sorted(found.keys() ^ planned.keys())[0]
+    if stored.keys() != planned.keys():
+        name = sorted(stored.keys() ^ planned.keys())[0]
         whose = "this run" if name in planned else "the checkpoint"
         raise CheckpointError(
             f"checkpoint {path}: expected the state of the same optimizer, got that of another one (only {whose} has "
@@ -220,22 +220,22 @@ def _stored_moments(path: Path, moments, meta: dict[str, Any]):
     def as_stored(keys, x):
         name = name_of(keys)
         length = 0 if name_of(keys[:1]) == OUTER else 1  # of a stack, which may be padded
-        if not name.endswith("_scale") or found[name][length:] == x.shape[length:]:
+        if not name.endswith("_scale") or stored[name][length:] == x.shape[length:]:
             return x
         if home_of(x).in_file:
             raise CheckpointError(
                 f"checkpoint {path}: expected {name} of shape {x.shape}, for the 8-bit blocks of shards of rows on "
-                f"this number of GPUs, got {found[name]}; use the sizes of the mesh as it was written with, or set "
+                f"this number of GPUs, got {stored[name]}; use the sizes of the mesh as it was written with, or set "
                 "offload_optimizer=True"
             )
         rows = x.sharding.update(spec=jax.P(*x.sharding.spec[: len(x.shape) - 1]))  # no shard has a part of a row
-        return jax.ShapeDtypeStruct((*x.shape[:length], *found[name][length:]), x.dtype, sharding=rows)
+        return jax.ShapeDtypeStruct((*x.shape[:length], *stored[name][length:]), x.dtype, sharding=rows)
 
     return jax.tree_util.tree_map_with_path(as_stored, moments)
 
 
 def _reblocked(moments, planned):
-    """The moments in 8-bit blocks of the planned sizes."""
+    """Requantises 8-bit moments to the planned block sizes."""
 
     def is_state(x) -> bool:
         return isinstance(x, Moments8bit)

@@ -1,4 +1,4 @@
-"""How evenly a step's tokens used the experts of each layer: figures for the log, and layers that use too few."""
+"""Statistics of how evenly a step's tokens use each layer's experts, and the layers that use too few."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ EVENLY = 1.5  # a layer has collapsed if it uses fewer experts than this times t
 
 
 class Usage(NamedTuple):
-    """The use of experts in a step.
+    """How many tokens of a step chose each expert.
 
     tokens_LE: how many tokens chose each expert, of each layer with experts. chosen: experts of a token.
     """
@@ -18,26 +18,26 @@ class Usage(NamedTuple):
 
     @classmethod
     def of(cls, statistics: dict[str, Any]) -> "Usage":
-        """From a step's metrics: `RouterStatistics` by segment, in host memory."""
+        """Makes a `Usage` from a step's `RouterStatistics` by segment, in host memory."""
         tokens_LE = np.concatenate([of_segment.chosen_E for of_segment in statistics.values()])
         tokens = sum(of_segment.probability_E.sum() for of_segment in statistics.values())  # of all layers
         return cls(tokens_LE, round(float(tokens_LE.sum() / max(tokens, 1))))
 
     @property
     def largest_share_L(self) -> np.ndarray:
-        """Of each layer, the share of all choices that fell on the expert with the most: 1 / experts if used evenly."""
+        """Each layer's largest share of choices for one expert, 1 / experts if used evenly."""
         return self.tokens_LE.max(axis=1) / np.maximum(self.tokens_LE.sum(axis=1), 1)
 
     @property
     def used_L(self) -> np.ndarray:
-        """Of each layer, how many experts would have the same entropy if they were used evenly."""
+        """Each layer's effective number of experts, exp(entropy of the choices)."""
         shares_LE = self.tokens_LE / np.maximum(self.tokens_LE.sum(axis=1, keepdims=True), 1)
         terms_LE = shares_LE * np.log(np.where(shares_LE > 0, shares_LE, 1))
         return np.exp(-terms_LE.sum(axis=1))
 
     @property
     def collapsed(self) -> list[int]:
-        """The indices in `tokens_LE` of layers in which nearly all tokens choose the same experts of many."""
+        """Indices in `tokens_LE` of layers where nearly all tokens choose the same few experts."""
         most = EVENLY * self.chosen
         if self.tokens_LE.shape[1] < 2 * most or not self.tokens_LE.any():
             return []

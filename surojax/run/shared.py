@@ -1,4 +1,4 @@
-"""What several processes must have in common before they train: the settings, and the folder that they write into."""
+"""Checks that several processes have the same settings and write into one folder."""
 
 import contextlib
 import os
@@ -29,15 +29,15 @@ def check_shared(output_dir: Path, settings: str) -> None:
     if jax.process_count() == 1:
         return
     token = int.from_bytes(os.urandom(4), "little")
-    of_all = multihost_utils.process_allgather(np.array([token, zlib.crc32(settings.encode())], np.uint32))
-    if len(set(of_all[:, 1])) > 1:
+    tokens = multihost_utils.process_allgather(np.array([token, zlib.crc32(settings.encode())], np.uint32))
+    if len(set(tokens[:, 1])) > 1:
         raise ConfigError("processes: expected the same settings in all, got different ones; give all the same command")
     mine = _file(output_dir, jax.process_index())
     output_dir.mkdir(parents=True, exist_ok=True)
     mine.write_text(str(token))
     try:
         deadline = time.monotonic() + SECONDS
-        missing = [i for i, (expected, _) in enumerate(of_all) if not _reads(_file(output_dir, i), expected, deadline)]
+        missing = [i for i, (expected, _) in enumerate(tokens) if not _reads(_file(output_dir, i), expected, deadline)]
         multihost_utils.sync_global_devices("surojax: tokens are read")
     finally:
         with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ def _file(output_dir: Path, i: int) -> Path:
 
 
 def _reads(file: Path, expected: int, deadline: float) -> bool:
-    """True if the file has this token, at the latest at the deadline."""
+    """True if the file has this token before the deadline."""
     while True:
         with contextlib.suppress(OSError):
             if file.read_text() == str(expected):

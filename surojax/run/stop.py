@@ -1,4 +1,4 @@
-"""A run that is asked to stop: by a signal, or because its time is up. It then saves, and can be continued.
+"""Stops a run after a signal, or when its time is up. It then saves, and can be continued.
 
 Python runs a signal handler when the main thread is back from C++: after a step or a compilation, which may take
 minutes. A thread therefore hears of signals as well, at once, and answers.
@@ -29,7 +29,7 @@ SIGTERM_SAID = "stopped by SIGTERM: start again to continue"
 
 
 class Listener:
-    """Context manager that calls `hear` with each signal's number, at once and in a thread of its own.
+    """Context manager that calls `hear` with each signal's number, immediately, in a separate thread.
 
     Of signals that have a handler in Python. Does nothing outside the main thread.
     """
@@ -66,16 +66,16 @@ class Listener:
             self.hear(number)
 
     def pass_on(self, number: int) -> None:
-        """Tells the listener that this one has replaced."""
+        """Passes a signal's number on to the listener that was active before."""
         if self.outer != -1:
             with contextlib.suppress(OSError):
                 os.write(self.outer, bytes([number]))
 
 
 def ended_at_once(main: Callable[[], None]) -> None:
-    """Runs the main function of a command; if it exits with ABORTED, so does the process, without further ado.
+    """Runs a command's main function; if it exits with ABORTED, ends the process without Python's clean-up.
 
-    Python's clean-up would wait for what the devices compute.
+    The clean-up would wait for the devices' computations.
     """
     try:
         main()
@@ -88,12 +88,12 @@ def ended_at_once(main: Callable[[], None]) -> None:
 
 
 class EarlyStop:
-    """Context manager within which SIGTERM exits with this code where nobody else receives it: nothing is to be saved.
+    """Context manager in which SIGTERM ends the process with this code: before and after the loop over steps.
 
-    Before the loop over steps, and after it, that is. Of several processes, JAX's preemption service receives it as
-    soon as they are connected, and the run stops after its first step. If the main thread does not come to that within
-    GRACE_S, since it compiles, the process ends then; likewise after Ctrl-C, with the line `aborted`. Does nothing
-    outside the main thread.
+    There is nothing to save then. With several processes, JAX's preemption service receives the signal as soon as they
+    are connected, and the run stops after its first step. If the main thread does not come to that within GRACE_S,
+    since it compiles, the process ends then; likewise after Ctrl-C, with the line `aborted`. Does nothing outside the
+    main thread.
     """
 
     def __init__(self, code: int, aborted: str = "aborted"):
@@ -124,7 +124,7 @@ class EarlyStop:
             sys.exit(self.code)
 
     def _hear(self, number: int) -> None:
-        """Ends the process if the main thread, which receives the same signal, cannot."""
+        """Ends the process if the main thread has not done so GRACE_S after the signal."""
         endings = {signal.SIGTERM: (SIGTERM_SAID, self.code), signal.SIGINT: (self.aborted, ABORTED)}
         if number not in endings or self._deferring or self._left.wait(GRACE_S):
             return
@@ -135,7 +135,7 @@ class EarlyStop:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[Callable[[], bool]]:
-        """Within it, SIGTERM is only recorded; yields a function that says whether it was. It counts at the end.
+        """Defers SIGTERM to the end of a `with` statement; yields a function that says if it was received.
 
         For the time in which processes connect. Those that JAX connects to one that has left wait for it in C++, and
         are then ended with a stack trace. At the end, whoever receives signals by then gets it: JAX, if all connected.
@@ -194,7 +194,7 @@ class StopSignal:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _hear(self, number: int) -> None:
-        """Answers a signal; the second Ctrl-C counts even if the main thread has not received the first one yet."""
+        """Prints the answer to a signal; a second Ctrl-C counts even if the main thread has not handled the first."""
         now = time.monotonic()
         if number == signal.SIGTERM and self._pressed is None:
             say("SIGTERM: stopping after this step")
@@ -210,7 +210,7 @@ class StopSignal:
             self._listener.pass_on(number)
 
     def after(self, step: int) -> str:
-        """Returns why the run stops after this step, "" if it goes on. Call it once for every step.
+        """Returns the reason why the run stops after this step, "" if it goes on. Call it once for every step.
 
         All processes get the same answer, but only the one that received a signal knows which.
         """

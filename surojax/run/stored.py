@@ -1,4 +1,4 @@
-"""The master weights of a checkpoint, read one layer of one array at a time, without a plan or devices."""
+"""Reads a checkpoint's master weights, one layer of one array at a time, without a plan or devices."""
 
 import math
 from pathlib import Path
@@ -27,38 +27,38 @@ class StoredMaster:
         self._sums: dict[str, dict[int, int]] = {}
 
     def _array(self, name: str) -> Any:
-        """An array, opened but not read."""
+        """Opens an array, without reading it."""
         if name not in self._arrays:
             store = {"driver": "ocdbt", "base": f"file://{self.path / 'master'}", "path": f"{name}/"}
             self._arrays[name] = ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
         return self._arrays[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of an array; a segment's begins with the number of its layers."""
+        """The shape of an array; segments' arrays begin with the number of layers."""
         with readable(self.path):
             return (self._layers(name), *self._array(name).shape[1:])
 
     def _layers(self, name: str) -> int:
-        """The first number of an array's shape, without the padding of stages (step/padding.py)."""
+        """The first size of an array's shape, without the padding of stages (step/padding.py)."""
         return self.meta.get("layers", {}).get(name.partition(".")[0], self._array(name).shape[0])
 
     def read(self, name: str, l: int | None) -> np.ndarray:
-        """Layer l of a segment's array, or an outer array (l is None), in the dtype of the master weights."""
+        """Reads layer l of a segment's array, or an outer array (l is None), in the dtype of the master weights."""
         with readable(self.path):
             array = self._array(name)
-            found = np.asarray((array if l is None else array[l]).read().result())
+            values = np.asarray((array if l is None else array[l]).read().result())
             start = 0 if l is None else l * math.prod(array.shape[1:])
             sums = self._sums.setdefault(name, {})
-            sums[l or 0] = _sum(found, start)
-            key = f"master/{name.replace('.', '/')} {found.dtype}"
+            sums[l or 0] = _sum(values, start)
+            key = f"master/{name.replace('.', '/')} {values.dtype}"
             complete = l is None or len(sums) == self._layers(name)
             if complete and self.meta["checksums"][key] != sum(sums.values()) % 2**32:
                 raise ValueError(f"{key} is damaged: not the checksum it was written with")
-            return found
+            return values
 
 
 def _sum(x: np.ndarray, start: int) -> int:
-    """The part of an array's checksum (see checksum.py) from these words, of which the first has the index `start`."""
+    """Computes these words' terms of an array's checksum (see checksum.py). start: index of the first word."""
     words = np.ascontiguousarray(x).reshape(-1).view(f"u{x.dtype.itemsize}")
     total = 0
     for i in range(0, words.size, PIECE):

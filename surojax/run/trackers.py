@@ -1,4 +1,4 @@
-"""Trackers: what a run reports, for TensorBoard, Weights & Biases, Trackio and MLflow.
+"""Reports a run's numbers to trackers: TensorBoard, Weights & Biases, Trackio and MLflow.
 
 `start_trackers` opens a record with each tracker that `report_to` names. A tracker has a thread of its own, so one that
 waits for its server delays no step. What it raises is said once and ends nothing: metrics.jsonl has everything.
@@ -48,7 +48,7 @@ class TrackedValues(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a tracker is told of a run when its record begins.
+    """A run's description, which a tracker receives when its record begins.
 
     folder: of the run. first_step: steps that are done. settings: the config's fields. id: of the record that is
     continued; "": a new one.
@@ -61,7 +61,7 @@ class Record(NamedTuple):
 
 
 class Tracker(Protocol):
-    """A record of a run, which begins with its `__init__`. All may raise whatever their package raises.
+    """A record of a run at one tracker, begun by `__init__`. Methods may raise whatever the package raises.
 
     package: imported by it. id: what a resumed run continues it by, "" if it needs none. where: a line for the user.
     """
@@ -78,7 +78,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder, without TensorFlow."""
+    """Writes TensorBoard's event files in the run's folder, without TensorFlow."""
 
     package: ClassVar[str] = "tensorboardX"
 
@@ -208,7 +208,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def names(report_to: str) -> list[str]:
-    """The trackers of the field `report_to`."""
+    """Splits the field `report_to` into names of trackers."""
     return [name.strip() for name in report_to.split(",") if name.strip()]
 
 
@@ -220,7 +220,7 @@ KNOWN = Range(
 
 
 def check_packages(report_to: str) -> None:
-    """Imports the packages of the trackers. Raises ConfigError for one that is not installed."""
+    """Imports the trackers' packages. Raises ConfigError for a package that is not installed."""
     for name in names(report_to):
         try:
             importlib.import_module(TRACKERS[name].package)
@@ -232,7 +232,7 @@ def check_packages(report_to: str) -> None:
 
 
 class Sender:
-    """Hands reports to a tracker from a thread of its own, and says once if that fails. name: of the tracker."""
+    """Sends reports to a tracker from a thread of its own, and prints once if that fails. name: of the tracker."""
 
     def __init__(self, name: str, tracker: Tracker):
         self._name = name
@@ -244,14 +244,17 @@ class Sender:
         self._thread.start()
 
     def log(self, report: TrackedValues) -> None:
-        """Leaves a report to the thread."""
+        """Queues a report for the thread."""
         try:
             self._reports.put_nowait(report)
         except queue.Full:
             self._warn(f"more than {WAITING:,} reports wait for it")
 
     def close(self, failed: bool) -> None:
-        """Waits until the tracker has all reports and is closed, CLOSE_S at most. failed: with an error."""
+        """Waits until the tracker has all reports and is closed, CLOSE_S at most.
+
+        failed: the run ended with an error.
+        """
         self._failed = failed
         until = time.monotonic() + CLOSE_S
         with contextlib.suppress(queue.Full):
@@ -283,14 +286,14 @@ class Sender:
 
 
 class Trackers:
-    """The trackers of a run; use it as a context manager. where: a line for each, which says how to look at it."""
+    """A run's trackers, as a context manager. where: a line for each tracker with the way to its record."""
 
     def __init__(self, senders: Sequence[Sender] = (), where: Sequence[str] = ()):
         self._senders = tuple(senders)
         self.where = tuple(where)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Reports numbers of a step. Does not wait, and raises nothing."""
+        """Reports a step's numbers. Does not wait, and raises nothing."""
         for sender in self._senders:
             sender.log(TrackedValues(step, time.time(), values))
 
@@ -303,7 +306,7 @@ class Trackers:
 
 
 def start_trackers(report_to: str, folder: Path, *, first_step: int, settings: Mapping[str, Any]) -> Trackers:
-    """Opens a record with each tracker; says which one cannot be opened, and goes on without it.
+    """Opens a record with each tracker; prints which trackers fail, and goes on without them.
 
     folder: of the run, which exists. first_step: steps that are done: if it is 0, the records are new ones. settings:
     the config's fields by name. Raises OSError if the ids cannot be written.
@@ -332,5 +335,5 @@ def start_trackers(report_to: str, folder: Path, *, first_step: int, settings: M
 
 
 def error_in_words(error: Exception) -> str:
-    """An error of a package, in a line."""
+    """Formats a package's error in a line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,4 +1,4 @@
-"""The evaluations of a run: computed with one program, and summed up at its end."""
+"""Evaluates a run on held-out and validation data with one compiled program, and summarises its evaluations."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ from surojax.training.start import Start
 
 
 class Evaluation:
-    """Computes the loss on text held out from training and on validation datasets, all with one compiled step."""
+    """Computes the loss on held-out text and on validation datasets, all with one compiled step."""
 
     def __init__(self, c: Config, run: Assembly, mesh: jax.sharding.Mesh, evaluated: list[data.Evaluated]):
         self.evaluated = evaluated
@@ -40,7 +40,7 @@ class Evaluation:
         self.step = run.eval_step().lower(run.plan.weights, *batch).compile(options)
 
     def __call__(self, weights) -> list[dict[str, Any]]:
-        """Returns the arguments of `MetricsLog.eval` for each set."""
+        """Returns the arguments of `MetricsLog.eval` for each dataset."""
         return [self.scores(weights, one) for one in self.evaluated]
 
     def scores(self, weights, one: data.Evaluated) -> dict[str, Any]:
@@ -62,18 +62,18 @@ class Evaluation:
 
 
 def early_stopping(c: Config, output_dir: Path, start: Start) -> EarlyStopping:
-    """What ends a run whose evaluations no longer improve: of the first data set, those of earlier starts too."""
+    """Makes the `EarlyStopping` on a run's first dataset, having seen the evaluations before a restart."""
     name = next((one.name for one in start.found.evaluated), "")
-    found = EarlyStopping(c.early_stopping_patience or math.inf, name=name)
+    stopping = EarlyStopping(c.early_stopping_patience or math.inf, name=name)
     file = output_dir / METRICS_FILE
     for record in read_metrics(file) if start.first_step and file.exists() else ():
         if record["log"] == "eval" and record.get("name", "") == name and record["step"] <= start.first_step:
-            found.see(math.nan if record["loss"] is None else record["loss"])
-    return found
+            stopping.see(math.nan if record["loss"] is None else record["loss"])
+    return stopping
 
 
 def evaluation_summary(output_dir: Path) -> str:
-    """Returns the first and the last evaluation of each set in `metrics.jsonl`, over all starts, in a line."""
+    """Summarises `metrics.jsonl`: one line for each dataset with its first and last evaluation, over all starts."""
     evals: dict[str, list[dict[str, Any]]] = {}
     for record in read_metrics(output_dir / METRICS_FILE):
         if record["log"] == "eval":
@@ -94,5 +94,5 @@ def evaluation_summary(output_dir: Path) -> str:
 
 
 def _from_to(numbers: Iterable[float], form: str) -> str:
-    """One number, or the first and the last: "3.4043 -> 2.1250"."""
+    """Formats one number, or the first and the last: "3.4043 -> 2.1250"."""
     return " -> ".join(format(number, form) for number in numbers)

@@ -1,4 +1,4 @@
-"""The state that a run starts with, and the adapters of the one that it ends with."""
+"""Makes the state that a run starts with, and writes the adapters of its last state."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ ADAPTER = "adapter"  # folder in the output_dir: the adapters in PEFT's format
 
 
 def first_state(c: Config, run: Assembly, start: Start, initial: Tensors | None) -> TrainState:
-    """The state from files or a checkpoint, from another model's weights, or new; says which."""
+    """Makes a run's first state from files, a checkpoint or another model's weights, or a new one; prints which."""
     resume = start.resume
     if start.in_files:
         base = _untrained(c, run, initial)
@@ -52,7 +52,7 @@ def first_state(c: Config, run: Assembly, start: Start, initial: Tensors | None)
 def fresh_state(
     c: Config, run: Assembly, initial: Tensors | None, adapter: peft.AdapterArrays | None = None
 ) -> TrainState:
-    """The state before the first step, with these weights and this adapter, or with new ones."""
+    """Makes the state before the first step, with the given weights and adapter, or with random ones."""
     if initial is None:
         state = run.init_state(c.seed)
     elif adapter is None:
@@ -63,7 +63,10 @@ def fresh_state(
 
 
 def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) -> TrainState:
-    """The state in a checkpoint. With adapters, the base is not in it, but where the run took it from."""
+    """Reads the state in a checkpoint.
+
+    With adapters, the base is read from its source, as checkpoints do not have it.
+    """
     return restore(resume, run.plan, run.layers, base=_untrained(c, run, initial))
 
 
@@ -81,12 +84,12 @@ def _teacher_head(c: Config, run: Assembly) -> dict:
 
 
 def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
-    """Writes the adapters of a state in PEFT's format into the output_dir; base: fingerprint of what they adapt."""
+    """Writes a state's adapters in PEFT's format into the output_dir. base: fingerprint of the base model."""
     folder = Path(c.output_dir).expanduser() / ADAPTER
     frozen = chosen_format(c)
     base_format = f"{frozen} {c.model_dtype}" if frozen else peft.STORED
-    found = peft.AdapterArrays(lora(c), *peft.of_state(run.model, lora(c), to_host(master)), base, base_format)
+    adapter = peft.AdapterArrays(lora(c), *peft.of_state(run.model, lora(c), to_host(master)), base, base_format)
     base_name = "" if c.lora_base_adapter else c.model_path  # nobody else merges that one first
     if not is_first():
         return folder
-    return peft.save_adapter(found, run.model, folder, base_name=base_name, naming=naming(c))
+    return peft.save_adapter(adapter, run.model, folder, base_name=base_name, naming=naming(c))

@@ -1,4 +1,4 @@
-"""The loop over the steps of a run: train, report, evaluate, save, stop."""
+"""The loop over a run's steps: train, report, evaluate, save, stop."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from surojax.training.start import Start
 
 
 class Outputs(NamedTuple):
-    """The checkpoints and the log that the loop writes, what it tells, and the signal that may stop it."""
+    """The loop's checkpoints, log and callbacks, and the signal that may stop it."""
 
     checkpoints: Checkpoints
     log: MetricsLog
@@ -29,8 +29,10 @@ class Outputs(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The result of the loop. step: the last one. history: its records in metrics.jsonl. stopped_by: why it is not the
-    run's last one, or ""."""
+    """The result of the loop.
+
+    step: the last step done. history: the loop's records in metrics.jsonl. stopped_by: why steps remain; "" if none do.
+    """
 
     state: TrainState
     step: int

@@ -1,4 +1,4 @@
-"""The parts of a run for a training loop of one's own: state, batches, step, evaluation, gradients, tensors out."""
+"""The parts of a run for a user's own training loop: state, batches, step, evaluation, gradients, tensors by name."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -66,7 +66,7 @@ class OwnLoop:
         self._gradients = None
 
     def first_state(self) -> TrainState:
-        """The state of the checkpoint, or with the weights of another model, or new: a pytree."""
+        """Makes the first state, a pytree: from the checkpoint, from another model's weights, or at random."""
         return first_state(self._config, self._run, self._start, self._setup.initial)
 
     def batches(self) -> Iterator[dict[str, np.ndarray]]:
@@ -84,7 +84,7 @@ class OwnLoop:
         )
 
     def step(self, state: TrainState, batch: dict[str, np.ndarray]) -> tuple[TrainState, dict[str, jax.Array]]:
-        """(the state after a step, {"loss" in nats per token, "grad_norm", "lr"}); uses the arrays of `state` up.
+        """Returns (the next state, {"loss" in nats per token, "grad_norm", "lr"}); the arrays of `state` are donated.
 
         Does not wait for the devices; `float(metrics["loss"])` does.
         """
@@ -94,22 +94,22 @@ class OwnLoop:
         return state, metrics
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        """The loss, in nats per token, of each validation dataset by its name; "": of held-out data."""
+        """Computes the loss, in nats per token, of each validation dataset by its name; "": of held-out data."""
         return {scores["name"]: scores["loss"] for scores in self._programs.evaluate(state.weights)}
 
     def loss_and_gradients(
         self, state: TrainState, batch: dict[str, np.ndarray]
     ) -> tuple[float, dict[str, np.ndarray]]:
-        """(loss of a batch, its gradients by Hugging Face's names before clipping); compiles when first called."""
+        """Returns (loss of a batch, unclipped gradients by Hugging Face's names); compiles when first called."""
         if self._gradients is None:
             self._gradients = self._run.gradients()
         loss, grads = self._gradients(state.weights, state.history, state.step, *self._put(batch))
         return float(loss), tensors_by_name(to_host(grads), self._run.model)
 
     def tensors(self, state: TrainState) -> dict[str, np.ndarray]:
-        """The master weights by Hugging Face's names, copied to host memory, as safetensors' `save_file` takes them."""
+        """Copies the master weights to host memory, by Hugging Face's names, as safetensors' `save_file` takes them."""
         return tensors_by_name(to_host(state.master), self._run.model)
 
     def _put(self, batch: dict[str, np.ndarray]) -> list[jax.Array]:
-        """The arrays of a batch on the devices."""
+        """Copies a batch's arrays to the devices."""
         return self._feed.put([batch[name] for name in self._programs.arrays])

@@ -1,4 +1,4 @@
-"""The programs of a run, compiled."""
+"""Compiles a run's step and evaluation."""
 
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Programs(NamedTuple):
 def compile_programs(
     c: Config, run: Assembly, mesh: jax.sharding.Mesh, evaluated: list[Evaluated], feed: Feed
 ) -> Programs:
-    """Compiles the step and the evaluation; says so before, and how long it took."""
+    """Compiles the step and the evaluation, and prints how long that took."""
     devices = list(mesh.devices.flat)
     platform = devices[0].platform
     options = compiler_options(

@@ -1,4 +1,4 @@
-"""Log-probabilities of a run's answers under its reference, the model that it begins with: computed once, and cached.
+"""Log-probabilities of a run's answers under the reference, the model before training: computed once and cached.
 
 The run's own evaluation computes them, so that weights in host memory or files are streamed as there, before the first
 state of training is made. The cache has a file of them for each corpus, four bytes a sequence, or a token if the
@@ -55,7 +55,7 @@ OF_FROZEN = ("qlora_bnb", "qlora_fp8", "qlora_fp4")
 
 
 def with_reference(c: Config, run: Assembly, setup: Setup, start: Start) -> Start:
-    """The start with the reference's log-probabilities in its samples and batches, if the objective reads them.
+    """Adds the reference's log-probabilities to a start's samples and batches, if the objective reads them.
 
     Raises ConfigError if the cache cannot be written, or the reference is no longer there and a number is missing.
     """
@@ -67,27 +67,27 @@ def with_reference(c: Config, run: Assembly, setup: Setup, start: Start) -> Star
             f"{jax.process_count()}; set reference_free=True or grpo_beta=0, or use objective='orpo' or 'simpo'"
         )
     reference = _Reference(c, run, setup, start)
-    found = start.found
+    loaded = start.found
     last = start.total_steps * start.samples_per_step
-    rows = found.train.rows_of(c.seed, start.position, last)
+    rows = loaded.train.rows_of(c.seed, start.position, last)
     sources = [
         WithNumbers(source, REFERENCE, reference.of_samples(source, needed, [source.fingerprint, c.sequence_len]))
-        for source, needed in zip(found.train.sources, rows, strict=True)
+        for source, needed in zip(loaded.train.sources, rows, strict=True)
     ]
-    train = Mixture(sources, found.train.weights, found.train.all.name)
-    evaluated = [one._replace(batches=reference.of_batches(one)) for one in found.evaluated]
-    return start._replace(found=found._replace(train=train, evaluated=evaluated))
+    train = Mixture(sources, loaded.train.weights, loaded.train.all.name)
+    evaluated = [one._replace(batches=reference.of_batches(one)) for one in loaded.evaluated]
+    return start._replace(found=loaded._replace(train=train, evaluated=evaluated))
 
 
 class _Reference:
-    """The reference of a run, whose weights are loaded when the first number is missing in the cache."""
+    """A run's reference model; its weights are loaded when the cache lacks the first number."""
 
     def __init__(self, c: Config, run: Assembly, setup: Setup, start: Start):
         self.c = c
         assert isinstance(run.engine.objective, OfLogProbabilities), "no other one reads a reference"
-        of_tokens = run.engine.objective.reads_reference_of_tokens
-        self.width = c.sequence_len if of_tokens else 1  # numbers of a sample
-        labelling = LogProbabilitiesOfTokens(c.sequence_len) if of_tokens else OfSequences(LogProbabilities())
+        by_token = run.engine.objective.reads_reference_of_tokens
+        self.width = c.sequence_len if by_token else 1  # numbers of a sample
+        labelling = LogProbabilitiesOfTokens(c.sequence_len) if by_token else OfSequences(LogProbabilities())
         self.run = dataclasses.replace(run, engine=dataclasses.replace(run.engine, objective=labelling))
         self.batch_size = start.batch_size
         self.sharding = batch_sharding(setup.mesh, accumulated=False)
@@ -97,13 +97,13 @@ class _Reference:
         self.key |= {"model": self._name(), "adapter": _digest_of_adapter(c.lora_adapter)}
 
     def _name(self) -> str:
-        """Identifies the weights before training."""
+        """Returns a key of the weights before training."""
         if self.initial is not None:
             return fingerprint(self.initial, self.run.model)
         return f"seed {self.c.seed} of {json.dumps(self.c.model.to_dict(), sort_keys=True)}"
 
     def of_batches(self, evaluated: Evaluated) -> list[Batch]:
-        """The batches of an evaluation with the log-probability of each row."""
+        """Adds the log-probability of each row to the batches of an evaluation."""
         samples = _SamplesOfBatches(evaluated)
         numbers = self.of_samples(samples, np.arange(len(samples)), [samples.fingerprint])
         each = np.split(numbers, np.cumsum([len(batch[LABELS]) for batch in evaluated.batches])[:-1])
@@ -112,12 +112,12 @@ class _Reference:
         ]
 
     def of_samples(self, samples: "Samples | _SamplesOfBatches", needed: np.ndarray, data: list[Any]) -> np.ndarray:
-        """The log-probabilities of each sample that is needed, float32 [samples, width]; NaN, or numbers, of others.
+        """Returns log-probabilities, float32 [samples, width]: of needed samples, and of others if the cache has them.
 
-        needed: int64, ascending. data: what identifies the samples.
+        Other rows are NaN. needed: int64, ascending. data: what identifies the samples.
         """
-        of_tokens = {} if self.width == 1 else {"tokens": self.width}
-        key = json.dumps(self.key | {"data": data} | of_tokens, sort_keys=True)
+        token_key = {} if self.width == 1 else {"tokens": self.width}
+        key = json.dumps(self.key | {"data": data} | token_key, sort_keys=True)
         shape = (len(samples), self.width)
         file = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.float32"
         try:
@@ -136,7 +136,7 @@ class _Reference:
         return np.memmap(file, np.float32, "r", shape=shape)
 
     def _write(self, file: Path, samples: "Samples | _SamplesOfBatches", missing: np.ndarray, needed: int) -> None:
-        """Computes the missing numbers and writes those of each batch into the file."""
+        """Computes the missing log-probabilities, and writes them into the file batch by batch."""
         goes_on = f"; {needed - len(missing):,} more are in the cache" if len(missing) < needed else ""
         say(
             f"reference: log-probabilities of {len(missing):,} sequences of {samples.name} under the model before "
@@ -164,7 +164,7 @@ class _Reference:
 
     @functools.cached_property
     def _program(self) -> tuple[Any, Any]:
-        """(the compiled evaluation, the weights that training begins with)."""
+        """Returns (the compiled evaluation, the weights before training)."""
         c = self.c
         planned = self.run.engine.planned_batch((self.batch_size, c.sequence_len), self.sharding)
         options = compiler_options(self.run, next(iter(self.sharding.device_set)).platform)
@@ -174,7 +174,7 @@ class _Reference:
 
 
 class _SamplesOfBatches:
-    """The rows of an evaluation's batches as samples."""
+    """Presents the rows of an evaluation's batches as samples."""
 
     def __init__(self, evaluated: Evaluated):
         self.rows = [
@@ -193,11 +193,11 @@ class _SamplesOfBatches:
         return self.rows[index]
 
     def release(self) -> None:
-        """Nothing is mapped."""
+        """Does nothing: no file is mapped."""
 
 
 def _digest_of_adapter(folder: str) -> str:
-    """Identifies the files of an adapter; "": there is none."""
+    """Hashes an adapter's files; "" without an adapter."""
     files = sorted(expanded(folder).glob("adapter_*")) if folder else []
     digest = hashlib.sha256()
     for file in files:

@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from, and whether it may."""
+"""Finds the checkpoint that a run continues from, and checks that the run may continue from it."""
 
 import ast
 import hashlib
@@ -37,26 +37,26 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
                 f"resume_from_checkpoint: 'no', but {own} exists; choose another output_dir, delete it, or use 'auto'"
             )
         return None
-    found = own
+    checkpoint = own
     # A run that started from another run's checkpoint has its own by now: the same command resumes from the newest one.
     if wanted != "auto" and not (own and on_disk.read_meta(own)["config"]["resume_from_checkpoint"] == wanted):
-        found = on_disk.find(wanted)
-        if found is None:
+        checkpoint = on_disk.find(wanted)
+        if checkpoint is None:
             raise ConfigError(
                 f"resume_from_checkpoint: expected 'auto', 'no' or a checkpoint, got {wanted!r}, which holds none"
             )
-        if own and found != own:
+        if own and checkpoint != own:
             raise ConfigError(
-                f"resume_from_checkpoint: expected {own}, the newest in output_dir, got {found}; "
+                f"resume_from_checkpoint: expected {own}, the newest in output_dir, got {checkpoint}; "
                 "move the newer ones away, or choose another output_dir"
             )
-    if found is not None:
-        check_same(c, f"checkpoint {found}", on_disk.read_meta(found), identity, samples_per_step)
-    return found
+    if checkpoint is not None:
+        check_same(c, f"checkpoint {checkpoint}", on_disk.read_meta(checkpoint), identity, samples_per_step)
+    return checkpoint
 
 
 def goes_on_in_files(c: Config, output_dir: Path, progress: dict[str, Any] | None, newest: int) -> bool:
-    """Returns True if a run continues from the state that its files have complete, rather than from a checkpoint.
+    """Returns True if a run continues from the complete state in its files, and not from a checkpoint.
 
     progress: of that state, None if there is none. newest: step of the checkpoint. The state has to be newer, and this
     run's, which has the record of its step.
@@ -68,7 +68,7 @@ def goes_on_in_files(c: Config, output_dir: Path, progress: dict[str, Any] | Non
 
 
 def check_unfinished(folder: Path, output_dir: Path) -> None:
-    """Raises ConfigError if the files in a folder have the state of another run, which has no checkpoint as new."""
+    """Raises ConfigError if a folder's files have another run's state that is newer than all its checkpoints."""
     table = read_slot_table(folder)
     if table is None or (run := _run_of(table["progress"])) == output_dir.absolute():
         return
@@ -82,19 +82,21 @@ def check_unfinished(folder: Path, output_dir: Path) -> None:
 
 
 def _run_of(progress: dict[str, Any]) -> Path:
-    """The output_dir of the run whose progress this is."""
+    """Returns the output_dir of the run that wrote this progress."""
     return Path(progress["config"]["output_dir"]).expanduser().absolute()
 
 
 def _has_record(output_dir: Path, progress: dict[str, Any]) -> bool:
-    """Returns True if metrics.jsonl in a folder has the record of this step: it was not deleted, nor started anew."""
+    """Returns True if metrics.jsonl has the record of this step: the run was neither deleted nor started anew."""
     file = output_dir / METRICS_FILE
     records = read_metrics(file) if file.exists() else ()
     return any(record["log"] == "step" and record["step"] == progress["step"] for record in records)
 
 
-def check_same(c: Config, found: str, meta: dict[str, Any], identity: dict[str, str], samples_per_step: int) -> None:
-    """Says which settings differ from those of what a run continues from. found, meta: its name and its meta.
+def check_same(c: Config, source: str, meta: dict[str, Any], identity: dict[str, str], samples_per_step: int) -> None:
+    """Prints which settings differ from a checkpoint's, or those of a state in files, that a run continues from.
+
+    source, meta: name and meta of the checkpoint.
 
     Raises CheckpointError if it was written with another model, block, seed, sequence length, tokenizer or data.
     """
@@ -104,34 +106,34 @@ def check_same(c: Config, found: str, meta: dict[str, Any], identity: dict[str, 
     fixed |= {k: (meta.get(k), identity.get(k)) for k in (*identity, BLOCK) if meta.get(k) != identity.get(k)}
     if fixed:
         what = ", ".join(f"{k} is {a!r} there and {b!r} here" for k, (a, b) in fixed.items())
-        raise CheckpointError(f"{found} is of another run: {what}; use the same, or another output_dir")
+        raise CheckpointError(f"{source} is of another run: {what}; use the same, or another output_dir")
     settings = {k: v for k, v in changed.items() if k not in ("output_dir", "resume_from_checkpoint")}
     if settings:
         say("continuing with changed settings: " + ", ".join(f"{k} {a!r} -> {b!r}" for k, (a, b) in settings.items()))
-    check_batch(c, found, meta.get("samples_per_step", samples_per_step), samples_per_step, settings)
+    check_batch(c, source, meta.get("samples_per_step", samples_per_step), samples_per_step, settings)
 
 
 def block_identity(block: type) -> str:
-    """Names a caller's block in checkpoints: its name, and a hash of the source of what its classes define.
+    """Returns the identity of a caller's block for checkpoints: its name, and a hash of its classes' source.
 
     Comments, layout and docstrings are not in the hash, nor functions that a method calls. Where Python finds no source
     (code typed into an interpreter), the name is all.
     """
-    found = []
+    definitions = []
     for cls in block.__mro__[: block.__mro__.index(ARCHITECTURE.block)]:
         for name, value in sorted(vars(cls).items()):
             if inspect.isfunction(value) and value.__qualname__.startswith(cls.__qualname__):
                 try:
-                    found.append(_without_docstring(textwrap.dedent(inspect.getsource(value))))
+                    definitions.append(_without_docstring(textwrap.dedent(inspect.getsource(value))))
                 except (OSError, SyntaxError):
                     return block.__qualname__
             elif not name.startswith("_") and isinstance(value, int | float | str):
-                found.append(f"{name} = {value!r}")
-    return f"{block.__qualname__} {hashlib.sha256(chr(10).join(found).encode()).hexdigest()[:8]}"
+                definitions.append(f"{name} = {value!r}")
+    return f"{block.__qualname__} {hashlib.sha256(chr(10).join(definitions).encode()).hexdigest()[:8]}"
 
 
 def _without_docstring(source: str) -> str:
-    """The source of a function as Python writes it, without its docstring."""
+    """Returns a function's source as `ast.unparse` formats it, without the docstring."""
     tree = ast.parse(source)
     (function,) = tree.body
     if isinstance(function, ast.FunctionDef) and ast.get_docstring(function) is not None:
@@ -139,8 +141,8 @@ def _without_docstring(source: str) -> str:
     return ast.unparse(tree)
 
 
-def check_batch(c: Config, found: str, before: int, now: int, changed: dict) -> None:
-    """Say that the number of samples per step has changed since the checkpoint.
+def check_batch(c: Config, source: str, before: int, now: int, changed: dict) -> None:
+    """Prints that the number of samples per step has changed since the checkpoint.
 
     before, now: samples per step. changed: the settings that differ. Raises CheckpointError if none of them determines
     the batch size: then only the number of available devices changed, which may be a mistake.
@@ -154,7 +156,7 @@ def check_batch(c: Config, found: str, before: int, now: int, changed: dict) -> 
         per_device, rest = divmod(before, groups * c.gradient_accumulation_steps)
         keep = "" if rest else f"per_device_batch_size={per_device} keeps it so, "
         raise CheckpointError(
-            f"{found} is of a run with {before} samples a step, which with these settings would be {now} on "
+            f"{source} is of a run with {before} samples a step, which with these settings would be {now} on "
             f"the {devices} devices here; {keep}gpus={devices} goes on with {now}"
         )
     say(f"note: a step has {now} samples from here on, it had {before}")
@@ -162,12 +164,12 @@ def check_batch(c: Config, found: str, before: int, now: int, changed: dict) -> 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Returns the fields in which two nested dicts differ, as {dotted name: (old value, new value)}."""
-    found = {}
+    changed = {}
     for key in sorted(old.keys() | new.keys()):
         a = old.get(key)
         b = new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found |= differences(a, b, f"{prefix}{key}.")
+            changed |= differences(a, b, f"{prefix}{key}.")
         elif a != b:
-            found[prefix + key] = (a, b)
-    return found
+            changed[prefix + key] = (a, b)
+    return changed

@@ -1,4 +1,4 @@
-"""What a run says of itself: its size before it starts, its predicted time, and a sample of its text at the end."""
+"""Prints a run's size and predicted time before it starts, and a sample of its text at the end."""
 
 import shlex
 from pathlib import Path
@@ -43,12 +43,12 @@ PAGE = "report.html"
 
 
 def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
-    """Print the size of the model, the devices, the mesh, and the memory that the run needs."""
+    """Prints the size of the model, the devices, the mesh, and the memory that the run needs."""
     axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
     total = run.model.num_parameters
     trained = run.model.num_trained_parameters
-    of_which = f", of which {trained:,} train ({trained / total:.2%})," if trained < total else ""
-    say(f"surojax: {total / 1e6:,.1f}M parameters{of_which} on {len(devices)} x {devices[0].device_kind} ({axes})")
+    trained_share = f", of which {trained:,} train ({trained / total:.2%})," if trained < total else ""
+    say(f"surojax: {total / 1e6:,.1f}M parameters{trained_share} on {len(devices)} x {devices[0].device_kind} ({axes})")
     if c.lora and c.model.num_experts and not set(OF_MLP.values()) & set(lora(c).targets):
         say(f"note: the experts are frozen; lora_target_modules with {','.join(OF_MLP)} adapts them too")
     served = dispatch.choose("grouped_matmul", run.model.precision.implementation) == "mosaic"
@@ -69,7 +69,7 @@ def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> Non
 
 
 def budget(model: Model, tokens: int, *, is_new: bool) -> str:
-    """A line with the tokens of a run, of a new model beside 20 for each parameter, and the FLOPs of its products.
+    """Formats a run's tokens, for a new model also per parameter (20 are usual), and the FLOPs of its products.
 
     20 tokens a parameter are the optimum of compute that Hoffmann et al. found (Chinchilla, arXiv:2203.15556). FLOPs: 6
     for each token and trained parameter, 4 for each frozen one, which has no gradient; without those of attention.
@@ -82,7 +82,7 @@ def budget(model: Model, tokens: int, *, is_new: bool) -> str:
 
 
 def print_prediction(c: Config, run: Assembly, compiled, devices, disk: Claimed) -> Prediction:
-    """The predicted time of the compiled step, printed if the planner knows the GPU. It never ends a run.
+    """Predicts the compiled step's time, and prints it if the planner knows the GPU. It never ends a run.
 
     disk: what was measured of the run's files; each process has its own. A few seconds at most: a step is simulated
     about 20 times, 0.05 s each, of a model of 70B parameters 0.2 s.
@@ -97,26 +97,26 @@ def print_prediction(c: Config, run: Assembly, compiled, devices, disk: Claimed)
         say(f"note: {error}")
     try:
         if run.store.is_empty:
-            found = prediction.of_module(hlo.parse_module(compiled.as_text()), run, batch, gpu)
+            predicted = prediction.of_module(hlo.parse_module(compiled.as_text()), run, batch, gpu)
         else:
             parts = compiled.compiled_programs()
             modules = [hlo.parse_module(part.function.as_text()) for part in parts]
             disks = Disks(disk.reads, disk.writes, file_time.MEASURED_HERE)
             with_files = SimulatedStep(modules, run.mesh.shape, parts, jax.process_count(), disks)
-            found = prediction.step_prediction(with_files, run, batch, gpu)
+            predicted = prediction.step_prediction(with_files, run, batch, gpu)
     except Exception as error:  # whatever a new version of XLA writes
         say(f"note: no time is predicted: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         return Prediction(not_predicted="the compiled step cannot be read")
-    if found.predicted_step_s is None or found.predicted_range_s is None:
-        return found
-    low, high = map(prediction.milliseconds, found.predicted_range_s)
-    rate = len(devices) * (found.tokens_per_s_per_gpu or 0.0)
-    say(f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s")
-    return found
+    if predicted.predicted_step_s is None or predicted.predicted_range_s is None:
+        return predicted
+    low, high = map(prediction.milliseconds, predicted.predicted_range_s)
+    rate = len(devices) * (predicted.tokens_per_s_per_gpu or 0.0)
+    say(f"predicted: {1e3 * predicted.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s")
+    return predicted
 
 
 def write_page(output_dir: Path, need: dict[str, int], predicted: Prediction, num_devices: int) -> str:
-    """Writes the page of `surojax report` into the folder of a run, beside what was planned; a line that says where.
+    """Writes the page of `surojax report`, with the planned figures, into a run's folder; returns a line with its path.
 
     need: bytes per device. It never ends a run: what prevents the page is in the line.
     """
@@ -132,7 +132,7 @@ def write_page(output_dir: Path, need: dict[str, int], predicted: Prediction, nu
 
 
 def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
-    """Peak FLOP/s of all devices together for the products of a run, each at the peak of its dtype.
+    """Returns the peak FLOP/s of all devices together for a run's products, each at the peak of its dtype.
 
     None if the GPU is unknown.
     """
@@ -142,7 +142,7 @@ def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
 
 
 def sample_text(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: Corpus) -> str:
-    """Returns the prompt and the text that the model continues it with; control characters are escaped."""
+    """Returns the prompt and the model's continuation, with control characters escaped."""
     prompt = c.sample_prompt or tokenizer.decode(held_out.tokens[:64])
     options = {"max_tokens": c.sample_tokens, "temperature": c.sample_temperature, "seed": c.seed}
     text = complete(Trained(run.model, weights, tokenizer, None), prompt, **options)

@@ -1,4 +1,4 @@
-"""The options of a step on a GPU that it can do without: what to leave off if one of them fails, in one table.
+"""One table of a GPU step's optional features, and the flags that turn each off if it fails.
 
 `surojax doctor` checks each, an error of a step on a GPU names those that are likely at fault, and `train --safe`
 leaves off all that need no other memory. None of them has run on a GPU yet.
@@ -24,7 +24,7 @@ OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
 
 
 class Option(NamedTuple):
-    """An option of a step, and how to go without.
+    """An optional feature of a step, and how to turn it off.
 
     name: as the checks of doctor call it. does: what it is, in words. without: {field of the config: value}. pattern:
     what an error of it has in its message. in_safe: whether `train --safe` leaves it off. used: whether a config uses
@@ -54,7 +54,7 @@ def _offload(name: str, does: str, used: Callable[[Config], bool] = lambda c: Tr
 
 
 def _updates_late(c: Config) -> bool:
-    """Returns True if a config asks for updates under the next forward pass, or has them since it has files."""
+    """Returns True if updates run under the next forward pass: by overlap_update, or since state is in files."""
     return bool(c.overlap_update) or any(c[name] == "nvme" for name in BY_LAYER)
 
 
@@ -92,19 +92,19 @@ BY_NAME = {option.name: option for option in OPTIONS}
 
 
 def leave_off(names: Sequence[str]) -> str:
-    """The flags that go without these options, by their names; "" for none."""
+    """Returns the flags that turn off the options with these names; "" for none."""
     return " ".join(dict.fromkeys(" ".join(BY_NAME[name].flags for name in names).split()))
 
 
 def safe(c: Config) -> tuple[Config, str]:
-    """Returns (the config without the options of `train --safe`, the flags that say what was changed)."""
+    """Returns (the config as `train --safe` changes it, the changes as flags)."""
     options = [option for option in OPTIONS if option.in_safe and option.in_use(c)]
     changes = {field: value for option in options for field, value in differing(c, option.without).items()}
     return changed(c, changes), flags(changes)
 
 
 def advice(c: Config, message: str) -> str:
-    """What to do about an error of a step on a GPU: the option likely at fault, and how to go without.
+    """Advises on an error of a step on a GPU: names the option likely at fault, and the flags that turn it off.
 
     message: of the error. An option that the message names is more likely at fault than one that is only in use.
     """
@@ -127,7 +127,7 @@ def advice(c: Config, message: str) -> str:
 
 @contextlib.contextmanager
 def advised(c: Config, platform: str, *, compiles: bool = False) -> Iterator[None]:
-    """Adds `advice` to an error within a `with` statement: StepError for one of XLA on a GPU.
+    """Adds `advice` to errors within a `with` statement; raises XLA's errors on a GPU as StepError.
 
     compiles: other errors are the compiler's too, and get the advice as a note. Errors that another process caused are
     left as they are.
@@ -148,7 +148,7 @@ def advised(c: Config, platform: str, *, compiles: bool = False) -> Iterator[Non
 
 
 def mention_of_doctor(platform: str) -> str:
-    """A line about `surojax doctor` for the first runs on a GPU, until it has been run; else ""."""
+    """Returns a line that recommends `surojax doctor`, on a GPU on which it has not been run; else ""."""
     try:
         known = DOCTORS_REPORT.expanduser().exists()
     except RuntimeError:  # no home folder

@@ -1,4 +1,4 @@
-"""What can be known before anything is read of the data: settings, devices, memory, and what there is to start from."""
+"""Checks what can be checked before data is read: settings, devices, memory, initial weights and checkpoints."""
 
 import copy
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from surojax.training.resume import check_unfinished
 
 
 class Setup(NamedTuple):
-    """The result of `set_up`: all that is known of a run before its data is read.
+    """The result of `set_up`: a run's devices, mesh, model and sources, known before its data is read.
 
     need: bytes per device of each class. newest: checkpoint in output_dir. continues: whether the run continues from a
     checkpoint. initial: weights to start from, or, with adapters, the base; None: new ones, or those of a checkpoint.
@@ -48,18 +48,18 @@ class Setup(NamedTuple):
 
 
 def naming_rows(c: Config, rows: Iterable[Any] | None) -> Config:
-    """The config, with an entry of `datasets` for a caller's rows. Raises ConfigError if it has other data."""
+    """Adds an entry of `datasets` for a caller's rows to a config. Raises ConfigError if the config has other data."""
     if rows is None:
         return c
     if other := [name for name in ("data", "datasets") if c[name]]:
         raise ConfigError(f"{other[0]}: expected none in the config beside rows given, got some; leave one of them out")
-    found = copy.deepcopy(c)
-    found.datasets = [{"path": NAME}]
-    return found
+    completed = copy.deepcopy(c)
+    completed.datasets = [{"path": NAME}]
+    return completed
 
 
 def set_up(c: Config, brought: Brought = NOTHING, rows: Iterable[Any] | None = None) -> Setup:
-    """Checks everything that can be checked without data; writes nothing. Raises ConfigError and CheckpointError.
+    """Checks everything that can be checked without data, and writes nothing. Raises ConfigError and CheckpointError.
 
     brought: of the caller, in place of what the config says. rows: of `naming_rows`.
     """

@@ -1,4 +1,4 @@
-"""Where a run starts: its data, the checkpoint that it continues from, and how many steps are left."""
+"""Finds where a run starts: loads its data, and finds the checkpoint to continue from and the steps that remain."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from surojax.training.setup import Setup
 
 
 class Start(NamedTuple):
-    """The result of `find_start`: the data, and where in it the run begins.
+    """The result of `find_start`: the data, the checkpoint, and the first step and sample.
 
     identity: what a checkpoint must have been trained with. adapter: to start from, if any. resume: checkpoint to
     continue from, None for a new run. in_files: whether the run continues from the state that its files have complete,
@@ -93,7 +93,7 @@ def find_start(c: Config, setup: Setup) -> Start:
 
 
 def _with_labels(c: Config, train: Mixture, tokenizer: Tokenizer) -> Mixture:
-    """The samples with their labels by a teacher. Raises ConfigError if there are none."""
+    """Adds a teacher's cached labels to the samples. Raises ConfigError if there are none."""
     return with_teacher_labels(
         train,
         c.distill_path,
