@@ -1,1 +1,1 @@
-"""All rooms below put together: the parts of a run, before any array exists."""
+"""Assembles the parts of a run from a config, before any array exists."""

@@ -35,7 +35,7 @@ OVERLAP = "overlap"  # a value of xla_options, see xla_options.py
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """The parts of a run.
+    """The parts of a run: model, optimizer, plan of the state, engine, mesh and files.
 
     plan: of its training state. store: the file of the classes that are in one; an empty store if none is. files: what
     a step keeps there. xla_options: of a step on a GPU, a value of the field.
@@ -57,22 +57,22 @@ class Assembly:
 
     @property
     def layers(self) -> dict[str, int]:
-        """The number of layers of each segment; its stacks may be padded, see step/padding.py."""
+        """The number of layers in each segment, without the padding of stacks (step/padding.py)."""
         return {segment.name: segment.num_layers for segment in self.model.segments}
 
     def init_state(self, seed: int) -> TrainState:
-        """A new state, each array created in its own sharding and memory."""
+        """Makes a new random state, each array created in its planned sharding and memory tier."""
         return init_state(self.model, self.plan, self.optimizer, seed)
 
     def load_state(
         self, layer: Callable, outer: Callable, seed: int = 0, *, reads_adapters: bool = False
     ) -> TrainState:
-        """A new state with weights that are read layer by layer; see `state.load_state`."""
-        of_run = self.model, self.plan, self.optimizer
-        return load_state(*of_run, layer, outer, seed, reads_adapters=reads_adapters)
+        """Makes a state before the first step with weights read layer by layer; see `state.load_state`."""
+        run_parts = self.model, self.plan, self.optimizer
+        return load_state(*run_parts, layer, outer, seed, reads_adapters=reads_adapters)
 
     def coded(self, segment: Segment, param: Param) -> Coded | None:
-        """The planned stack of a parameter of a segment, if it rests in the base's format; else None."""
+        """The planned stack of a parameter that is stored quantised in the base's format; None for other parameters."""
         if not self.engine.table.base_format:
             return None
         planned = parts(self.plan.weights[segment.name])[0].stack
@@ -81,15 +81,15 @@ class Assembly:
         return planned if is_coded(planned) else None
 
     def train_step(self):
-        """See `step.make_train_step`."""
+        """Makes the training step, see `step.make_train_step`."""
         return step.make_train_step(self.engine, self.optimizer, self.plan, self.mesh, self.files)
 
     def gradients(self):
-        """See `step.make_gradients`."""
+        """Makes the function of loss and gradients, see `step.make_gradients`."""
         return step.make_gradients(self.engine, self.optimizer, self.plan, self.mesh)
 
     def eval_step(self):
-        """See `step.make_eval_step`."""
+        """Makes the evaluation step, see `step.make_eval_step`."""
         return step.make_eval_step(self.engine, self.plan, self.mesh)
 
 
@@ -113,7 +113,7 @@ def assemble(
     batch: tuple[int, int, int] | None = None,
     xla_options: str = OVERLAP,
 ) -> Assembly:
-    """Returns the parts of a run: its step, its evaluation, the plan of its state. No array is made.
+    """Assembles the parts of a run from a model, a placement, an optimizer and a mesh. No array is made.
 
     Raises ConfigError if the table does not fit the model or the mesh.
 
@@ -142,12 +142,12 @@ def assemble(
         )
     own = own_layers(mesh, model.num_layers)
     store = Store(table.folder, model.num_layers, own, in_memory=table.files_in_memory, slots=table.slots)
-    of_classes = layouts(model.params, table, mesh)
-    of_classes = with_device_memory(model, table, of_classes, optimizer, mesh, store)
+    class_layouts = layouts(model.params, table, mesh)
+    class_layouts = with_device_memory(model, table, class_layouts, optimizer, mesh, store)
     engine = Engine(
         model,
         table,
-        of_classes,
+        class_layouts,
         recompute_block=recompute_block,
         lmhead_chunks=lmhead_chunks,
         objective=objective or CrossEntropy(z_loss),
@@ -163,7 +163,7 @@ def assemble(
     history = None
     if precision.delayed:
         history = fp8.history_shape(model.num_layers, model.sites, precision.amax_history)
-    plan = state_plan(model, table, of_classes, optimizer, mesh, store, history=history)
+    plan = state_plan(model, table, class_layouts, optimizer, mesh, store, history=history)
     complete.reserve(plan, store)
     files = planned_files(step.make_step_parts(engine, optimizer, plan, mesh), store, batch)
     return Assembly(model, optimizer, plan, engine, mesh, store, files, xla_options)

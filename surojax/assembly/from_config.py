@@ -1,4 +1,4 @@
-"""Makes the parts of a run of a checked config: its model, optimizer, objective, and all of them assembled.
+"""Makes the parts of a run from a checked config: model, optimizer, objective, and their assembly.
 
 `train` runs the result, the planner adds up its bytes. The rooms below take what is made here, not the ConfigDict.
 """
@@ -29,7 +29,7 @@ from surojax.step.teacher_states import with_teacher_head
 
 
 class Brought(NamedTuple):
-    """Replacements, brought by a caller, of the config's optimizer, of its objective, and of the standard block.
+    """A caller's replacements for the config's optimizer and objective, and for the standard block.
 
     optimizer: a function of the learning rate that returns an elementwise transformation of optax, such as optax.lion.
     objective: what is minimised, of the labels of the data. block: a subclass of the architecture's block.
@@ -46,7 +46,7 @@ NOTHING = Brought()
 def from_config(
     c: configs.Config, mesh: Mesh, total_steps: int, *, locates_nonfinite: bool = False, brought: Brought = NOTHING
 ) -> Assembly:
-    """The parts of the run of a checked config on a mesh, with a learning rate schedule for `total_steps`.
+    """Assembles the run of a checked config on a mesh, with a learning rate schedule for `total_steps`.
 
     locates_nonfinite: see `spec.Engine`. Raises ConfigError if what the caller brought does not go with the config.
     """
@@ -55,7 +55,7 @@ def from_config(
     run_model = model(c, brought.block)
     if c.distill_hidden_size:
         run_model = with_teacher_head(run_model, c.distill_hidden_size)
-    found = assemble(
+    run = assemble(
         run_model,
         table=table,
         optimizer=_optimizer(c, total_steps, brought.optimizer),
@@ -74,8 +74,8 @@ def from_config(
         xla_options=c.xla_options,
     )
     if brought.objective:
-        check_objective(c, found.engine)
-    return found
+        check_objective(c, run.engine)
+    return run
 
 
 def updates_late(c: configs.Config) -> bool:
@@ -92,7 +92,7 @@ def updates_late(c: configs.Config) -> bool:
 
 
 def check_objective(c: configs.Config, engine: Engine) -> None:
-    """Raises ConfigError if the objective that a caller brought does not go with a config."""
+    """Raises ConfigError if a caller's objective does not go with a config."""
     if c.objective != objectives.CROSS_ENTROPY:
         raise ConfigError(
             f"objective: expected {objectives.CROSS_ENTROPY!r} with an objective of your own, got {c.objective!r}; "
@@ -113,7 +113,7 @@ def check_objective(c: configs.Config, engine: Engine) -> None:
 
 
 def _reference(c: configs.Config, objective: Objective | OfLogProbabilities, table: Placement) -> Model | None:
-    """The model without adapters, if a step of a checked config computes it beside the one with them.
+    """Makes the reference, the model without adapters, if a step of a checked config computes it too; else None.
 
     A step does not if another adapter belongs to the reference, or an outer layer is trained, or stages or programs of
     one layer compute it: then its numbers are computed before training.
@@ -122,25 +122,25 @@ def _reference(c: configs.Config, objective: Objective | OfLogProbabilities, tab
         return None
     if c.lora_adapter or c.modules_to_save or c.pp_size > 1 or table.by_layer:
         return None
-    of_type = ARCHITECTURES[c.model.model_type]
-    return of_type.build(dataclasses.replace(architecture(c), lora=None), compute(c), of_type.block)
+    entry = ARCHITECTURES[c.model.model_type]
+    return entry.build(dataclasses.replace(architecture(c), lora=None), compute(c), entry.block)
 
 
 def _router_losses(c: configs.Config) -> RouterLosses | None:
-    """The losses of the routers of a checked config; None if it has none."""
+    """Makes the routers' auxiliary losses of a checked config; None without such losses."""
     losses = RouterLosses(c.router_aux_loss_coef, c.router_z_loss_coef)
     return losses if losses != RouterLosses() else None
 
 
 def architecture(c: configs.Config) -> Any:
-    """The frozen architecture of a checked config, for example a `DecoderConfig`."""
+    """Makes the frozen architecture of a checked config, for example a `DecoderConfig`."""
     settings = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
-    found = ARCHITECTURES[settings.pop("model_type")].sizes(settings)
-    return dataclasses.replace(found, lora=lora(c)) if c.lora else found
+    sizes = ARCHITECTURES[settings.pop("model_type")].sizes(settings)
+    return dataclasses.replace(sizes, lora=lora(c)) if c.lora else sizes
 
 
 def lora(c: configs.Config) -> Lora:
-    """The adapters of a checked config."""
+    """Makes the adapters' settings of a checked config."""
     return Lora(
         rank=c.lora_rank,
         alpha=c.lora_alpha,
@@ -155,7 +155,7 @@ def lora(c: configs.Config) -> Lora:
 
 
 def compute(c: configs.Config) -> Compute:
-    """The `Compute` settings of a checked config."""
+    """Makes the `Compute` settings of a checked config."""
     return Compute(
         attention=c.attention,
         cp_method=c.cp_method,
@@ -176,22 +176,22 @@ def compute(c: configs.Config) -> Compute:
 
 
 def model(c: configs.Config, block: type | None = None) -> Model:
-    """The model of a checked config. block: of `Brought`. Raises ConfigError if that does not go with the config."""
-    of_type = ARCHITECTURES[c.model.model_type]
+    """Makes the model of a checked config. block: see `Brought`. Raises ConfigError if the block does not fit."""
+    entry = ARCHITECTURES[c.model.model_type]
     if block is None:
-        return of_type.build(architecture(c), compute(c), of_type.block)
-    if not (isinstance(block, type) and issubclass(block, of_type.block)):
-        raise ConfigError(f"block: expected a subclass of surojax.{of_type.block.__name__}, got {block!r}; derive it")
+        return entry.build(architecture(c), compute(c), entry.block)
+    if not (isinstance(block, type) and issubclass(block, entry.block)):
+        raise ConfigError(f"block: expected a subclass of surojax.{entry.block.__name__}, got {block!r}; derive it")
     if c.lora:
         raise ConfigError(
             "lora: expected False with a block of your own, for which no other program has adapters, got True; leave "
             "it out"
         )
-    return of_type.build(architecture(c), compute(c), block)
+    return entry.build(architecture(c), compute(c), block)
 
 
 def _schedule(c: configs.Config, peak: float, total_steps: int) -> Schedule:
-    """The learning rate schedule of a config with this peak."""
+    """Makes the learning rate schedule of a config, with this peak."""
     return learning_rate_schedule(
         c.lr_scheduler_type,
         peak=peak,
@@ -203,7 +203,7 @@ def _schedule(c: configs.Config, peak: float, total_steps: int) -> Schedule:
 
 
 def _optimizer(c: configs.Config, total_steps: int, make: MakeTransformation | None) -> optim.Optimizer:
-    """The optimizer of a config, or of a transformation with its learning rate and its clipping."""
+    """Makes the config's optimizer, or one from a caller's transformation, with the config's rate and clipping."""
     settings = configs.flat(c) | {"implementation": compute(c).precision.implementation}
     if make:
         for name in ("optimizer", "weight_decay", *(field.name for field in optimizers.SETTINGS)):

@@ -1,4 +1,4 @@
-"""The XLA options that a step is compiled with, and why."""
+"""Chooses the XLA options that a step is compiled with, with the reasons."""
 
 import math
 from pathlib import Path
@@ -50,7 +50,7 @@ APART: dict[str, str | bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def schedule_options(model: Model) -> dict[str, str | bool | int]:
-    """The XLA options that schedule a step of this model on a GPU."""
+    """Returns the XLA options that schedule a step of this model on a GPU."""
     has_experts = any(segment.statistics is not None for segment in model.segments)
     return SCHEDULE | (APART if model.precision.fp8 or has_experts else {})
 
@@ -58,7 +58,7 @@ def schedule_options(model: Model) -> dict[str, str | bool | int]:
 def compiler_options(
     run: Assembly, platform: str, *, memory_bytes: int | None = None, plans_with: float = 1.0, host_temporaries: int = 0
 ) -> dict[str, str | bool | int]:
-    """The XLA options to compile a run's steps with, for devices of this platform, "gpu" or "cpu".
+    """Returns the XLA options to compile a run's steps with on a platform, "gpu" or "cpu".
 
     memory_bytes: memory of a GPU that JAX can use. plans_with: the fraction of it that XLA plans with.
     host_temporaries: bytes of host memory that a step allocates. XLA's memory limit is corrected with these three,

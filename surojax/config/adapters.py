@@ -1,4 +1,4 @@
-"""Checks of the adapters' settings (models/lora.py): their names and their sizes."""
+"""Checks the adapters' settings (models/lora.py): names of matrices, ranks and sizes."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,7 +12,7 @@ FIELDS = tuple(feature.field for feature in OF_ADAPTERS)
 
 
 def check_adapters(c: Config) -> None:
-    """Raises ConfigError for a name or a size of adapters that is wrong."""
+    """Raises ConfigError for a wrong name of a matrix, or a wrong rank of adapters."""
     if not c.lora:
         return
     _check_names(c.lora_target_modules, "lora_target_modules", TARGETS, ALL_LINEAR)
@@ -23,14 +23,14 @@ def check_adapters(c: Config) -> None:
 
 
 def _targets(c: Config) -> list[str]:
-    """PEFT's names of the matrices that have adapters."""
+    """Returns PEFT's names of the matrices that have adapters."""
     if c.lora_target_modules == ALL_LINEAR:
         return list(linear_targets(experts=c.model.num_experts > 0))
     return [name.strip() for name in c.lora_target_modules.split(",")]
 
 
 def _check_of_experts(c: Config, names: Collection[str]) -> None:
-    """Raises ConfigError for adapters of experts that PEFT, which has one of gate and up together, has not."""
+    """Raises ConfigError for experts' adapters that PEFT does not have: it adapts gate and up together."""
     pair = {"gate_proj", "up_proj"}
     together = "gate_proj and up_proj together, since PEFT has one adapter of both"
     need(len(pair & set(names)) != 1, "lora_target_modules", together, c.lora_target_modules, "name the other one too")

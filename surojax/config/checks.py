@@ -1,4 +1,4 @@
-"""Checks that refuse a bad config before anything is built.
+"""Refuses a bad config before anything is built.
 
 `check` raises ConfigError with one line that says what was expected, what was found and what to change. Checks that
 depend on the devices are elsewhere: `placement.place`, `check_fit.check_fit`.
@@ -70,7 +70,10 @@ def _check_types(c: Config) -> None:
 
 
 def check_vocabulary(c: Config, size: int, name: str) -> None:
-    """Raises ConfigError if a tokenizer has more ids than the model has embedding rows. size, name: the tokenizer's."""
+    """Raises ConfigError if a tokenizer has more ids than the model has embedding rows.
+
+    size, name: of the tokenizer.
+    """
     expected = f"at least {size} (of {name})"
     _need(
         size <= c.model.vocab_size,
@@ -82,7 +85,7 @@ def check_vocabulary(c: Config, size: int, name: str) -> None:
 
 
 def check_tokenizer(c: Config, size: int, name: str) -> None:
-    """Raises ConfigError if a model should not be trained with this tokenizer. size, name: the tokenizer's."""
+    """Raises ConfigError if a model should not be trained with this tokenizer. size, name: of the tokenizer."""
     check_vocabulary(c, size, name)
     expected = f"the tokenizer of a vocabulary of {c.model.vocab_size}"
     change = "give its tokenizer.json or its model's folder, or set model.vocab_size=320 for bytes"
@@ -155,7 +158,7 @@ def _check_sizes(c: Config) -> None:
 
 
 def _check_chunks(c: Config) -> None:
-    """Checks the settings that chunks of the sequence depend on."""
+    """Checks the settings that sequence_chunks depends on."""
     n = c.sequence_chunks
     if n == 1:
         return
@@ -169,7 +172,7 @@ def _check_chunks(c: Config) -> None:
 
 
 def check_output_dir(path: str) -> Path:
-    """Returns the output folder as an absolute path, without creating it.
+    """Checks the output folder and returns its absolute path, without creating it.
 
     Raises ConfigError if the folder cannot be created or written.
     """
@@ -190,7 +193,7 @@ def check_output_dir(path: str) -> Path:
 
 
 def restored_config(values: dict, written_by: str = "the version of surojax that wrote it") -> Config:
-    """Returns the config that a checkpoint stores. Fields that are newer than the checkpoint get their defaults.
+    """Makes a config from the settings in a checkpoint. Fields that are newer than the checkpoint get their defaults.
 
     values: what the config's `to_dict` returned. written_by: the version that wrote it, for the error message.
     Raises ConfigError for a field that this version does not know or that has another type.

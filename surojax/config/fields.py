@@ -1,4 +1,4 @@
-"""The config: all fields by name, in the sections of the help, and what follows from their values.
+"""The config: all fields by name, in the sections of the help, and sizes that follow from their values.
 
 `default_config()` is locked, so a typo in a config file, a notebook or a flag is an error. `checks.check` refuses bad
 values, and `flags` reads config files and command lines. Only the commands use the ConfigDict: the code below them
@@ -36,12 +36,12 @@ type Config = Any  # an ml_collections.ConfigDict with the fields of `default_co
 
 
 def _stored(*names: str) -> tuple[DeclaredField, ...]:
-    """Fields of `Storage` that are listed under other titles."""
+    """Selects fields of `Storage` that the help lists under other titles."""
     return tuple(field for field in declared(Storage) if field.name in names)
 
 
 def _optimizer_settings() -> Iterator[DeclaredField]:
-    """The fields of all optimizers; the help of `optimizer` names them."""
+    """Yields the fields of all optimizers; the comment of `optimizer` lists the optimizers."""
     names = [f"{name} ({choice.summary})" if choice.summary else name for name, choice in OPTIMIZERS.items()]
     for field in declared(OptimizerSettings):
         yield field._replace(comment=", ".join(names)) if field.name == "optimizer" else field
@@ -83,7 +83,7 @@ def default_config() -> Config:
 
 
 def _reference(field: DeclaredField) -> Any:
-    """The default of a field, from which a ConfigDict takes its type. A field with words takes several types."""
+    """Returns a field's default, from which a ConfigDict takes the type. A field with words accepts several types."""
     if field.default is None:
         return config_dict.placeholder(bool)
     return config_dict.FieldReference(field.default, field_type=object) if field.words else field.default
@@ -107,26 +107,27 @@ def no_field(name: str) -> str:
 
 
 def head_dim(c: Config) -> int:
-    """Number of channels of an attention head."""
+    """The number of channels of an attention head."""
     return c.model.head_dim or c.model.hidden_size // c.model.num_attention_heads
 
 
 def tokens_of_piece(c: Config) -> int:
-    """Returns the tokens of each of the pieces whose pairs cp_method allgather and ring compute; 0: whole sequences."""
+    """The tokens in a piece of the sequence, for cp_method allgather and ring, which compute pairs of pieces; else
+    0."""
     return c.sequence_len // (2 * c.cp_size) if c.cp_size > 1 and c.cp_method != "ulysses" else 0
 
 
 def gpus_per_sequence(c: Config) -> int:
-    """Number of GPUs that share the same sequences: a batch is divided over groups of this size."""
+    """The number of GPUs that share the same sequences: a batch is divided over groups of this size."""
     return c.cp_size * c.tp_size * c.pp_size
 
 
 def mesh_sizes(c: Config) -> dict[str, int]:
-    """The keywords of `placement.mesh.mesh_shape`."""
+    """The keyword arguments of `placement.mesh.mesh_shape`."""
     names = "dp_replicate_size", "dp_shard_size", "ep_size", "cp_size", "tp_size", "pp_size"
     return {name: c[name] for name in names} | {"kv_heads": c.model.num_key_value_heads}
 
 
 def warmup_steps(c: Config, total_steps: int) -> int:
-    """Number of warmup steps in a run of `total_steps`."""
+    """The number of warmup steps in a run of `total_steps`."""
     return c.warmup_steps or round(c.warmup_ratio * total_steps)

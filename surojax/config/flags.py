@@ -34,7 +34,7 @@ def describe_fields() -> str:
 
 
 def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Config, argparse.Namespace]:
-    """Returns the config of a command line, and the command's own options, which the caller has added to `parser`.
+    """Parses a command line; returns the config, and the command's own options, which the caller added to `parser`.
 
     `--config FILE` names a Python file with `get_config()`, or one of `configs()`; a `model_path` without it takes
     config/finetune.py.
@@ -81,7 +81,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def configs() -> dict[str, Path]:
-    """The config files that come with surojax, by name: the files of configs/, which a wheel has in the package."""
+    """The config files that come with surojax, by name: those in configs/, which a wheel has in the package."""
     folders = (PACKAGE / "configs", PACKAGE.parent / "configs")
     folder = next((folder for folder in folders if (folder / "tiny.py").is_file()), folders[0])
     return {file.stem: file for file in sorted(folder.glob("*.py"))}
@@ -126,7 +126,7 @@ def load_config(path: str) -> Config:
 
 
 def _in_words(error: BaseException) -> str:
-    """Returns an error of a config file in one line. The messages of ml_collections list the entire config."""
+    """Describes an error of a config file in one line. The messages of ml_collections list the entire config."""
     text = " ".join(str(error).split())
     if isinstance(error, ConfigError):
         return text
@@ -144,7 +144,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
-    """Returns (the arguments that set no field, the [(field, text of its value or None)] that the others set)."""
+    """Splits arguments into (those that set no field, [(field, text of its value or None)] for those that set one)."""
     rest = []
     overrides = []
     argv = list(argv)
@@ -161,7 +161,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
 
 
 def override_all(config: Config, overrides: Iterable[tuple[str, str | None]]) -> None:
-    """Sets fields, (name, text) each, see `override`.
+    """Sets fields from pairs (name, text), see `override`.
 
     Raises ConfigError, also for a `model` field that contradicts the model at `model_path`.
     """
@@ -197,7 +197,7 @@ def override(config: Config, name: str, text: str | None) -> None:
 
 
 def _entries(name: str, text: str | None) -> tuple[dict, ...]:
-    """Returns the entries of a list like `datasets` from JSON. Raises ConfigError."""
+    """Parses the entries of a list like `datasets` from JSON. Raises ConfigError."""
     try:
         entries = json.loads(text or "")
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Checks of the mesh's sizes: they must divide model, batch and sequences evenly."""
+"""Checks that the mesh's sizes divide model, batch and sequences evenly."""
 
 import math
 
@@ -99,7 +99,7 @@ def _check_context(c: Config) -> None:
 
 
 def _check_pieces(c: Config) -> None:
-    """Raises ConfigError if the attention does not take the pairs of pieces of cp_method; "auto" always does."""
+    """Raises ConfigError if the attention implementation cannot compute cp_method's pairs of pieces."""
     tokens = tokens_of_piece(c)
     whose = f"with cp_method={c.cp_method!r} and attention={c.attention!r}"
     if c.attention == "mosaic":
@@ -114,7 +114,7 @@ def _check_pieces(c: Config) -> None:
 
 
 def _check_stages(c: Config) -> None:
-    """Raises ConfigError for layers that cannot be divided into these stages."""
+    """Raises ConfigError if the layers cannot be divided into pp_size stages."""
     check_stages(c.model.num_hidden_layers, c.pp_size)
     if c.pp_size == 1:
         return
@@ -123,7 +123,7 @@ def _check_stages(c: Config) -> None:
 
 
 def _variants(c: Config) -> tuple:
-    """The kind of each layer of a config's model."""
+    """The `Variant` of each layer of a config's model."""
     settings = c.model.to_dict() | {"head_dim": head_dim(c)}
     architecture = ARCHITECTURES[settings.pop("model_type")].sizes(settings)
     precision = Precision(c.recipe, skip_first=c.skip_quant_first_layers, skip_last=c.skip_quant_last_layers)

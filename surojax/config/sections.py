@@ -1,4 +1,4 @@
-"""The options of a run that no other room declares, by section.
+"""The config's fields that no other room declares, by section.
 
 Each is declared once, with its comment, its default, and the values that it may have. Where tensors are stored is
 declared in placement/table.py, the options of optimizers in optim/, those of objectives in step/. fields.py lists all.
@@ -251,7 +251,7 @@ class NumberSettings:
 
 @dataclasses.dataclass(frozen=True)
 class RecipeSettings:
-    """Options of recipes."""
+    """Options of the recipes of matrix products."""
 
     # recipe bf16: operands of products, bfloat16 or float32; "" = model_dtype
     matmul_dtype: str = declare("", choices=("", *FLOATS))

@@ -10,7 +10,7 @@ from surojax.errors import ConfigError
 
 
 def config_file(c: Config, description: str, *, commented: bool = False) -> str:
-    """The text of a config file that yields `c`, with this docstring. It imports no other config file.
+    """Writes the text of a config file that yields `c`, with this docstring. It imports no other config file.
 
     commented: above each field stands its help.
     """
@@ -37,7 +37,7 @@ def config_file(c: Config, description: str, *, commented: bool = False) -> str:
 
 
 def check_new(option: str, file: Path) -> None:
-    """Raises ConfigError if a config file cannot be written there, or if there is something already."""
+    """Raises ConfigError if a config file cannot be written at a path, or the path exists."""
     change = "choose another name, or delete it"
     if file.suffix != ".py":
         raise ConfigError(f"{option}: expected a name that ends with .py, got {str(file)!r}; --config takes such files")
@@ -48,5 +48,5 @@ def check_new(option: str, file: Path) -> None:
 
 
 def _literal(value: Any) -> str:
-    """A value as Python, with the quotes of this repository."""
+    """Formats a value as Python source, with double quotes."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -1,1 +1,1 @@
-"""Text files to token arrays, and token arrays to batches."""
+"""Turns text files into token arrays, and token arrays into batches."""

@@ -56,30 +56,30 @@ class Mixture:
         return fingerprint_of([self.all.fingerprint, *map(repr, self.weights)])
 
     def shares(self) -> list[float]:
-        """Returns how often an epoch has a sample of each source, on average."""
+        """Returns for each source how often an epoch repeats its samples, on average."""
         if self.weights is None:
             return [1.0] * len(self.sources)
         total = sum(self.weights)
         return [w / total * len(self) / len(x) for w, x in zip(self.weights, self.sources, strict=True)]
 
     def rows_of(self, seed: int, first: int, last: int) -> list[np.ndarray]:
-        """Returns which rows of each source the run's samples from `first` to `last` - 1 are, int64, ascending.
+        """Returns each source's rows among the run's samples `first` to `last` - 1: ascending indices, int64.
 
-        All rows of all sources if that is an epoch or more.
+        All rows of all sources if these samples are an epoch or more.
         """
         if self.weights is None and last - first >= len(self):
             return [np.arange(len(source)) for source in self.sources]
         numbered = [_Numbered(source, i) for i, source in enumerate(self.sources)]
         order = Mixture(numbered, self.weights).order(seed, None)
-        found: list[set[int]] = [set() for _ in self.sources]
+        rows_by_source: list[set[int]] = [set() for _ in self.sources]
         for i in range(first, last):
             sample = order[i]
             assert sample is not None  # only a filtered data set has gaps
-            found[int(sample["source"])].add(int(sample["row"]))
-        return [np.array(sorted(rows), np.int64) for rows in found]
+            rows_by_source[int(sample["source"])].add(int(sample["row"]))
+        return [np.array(sorted(rows), np.int64) for rows in rows_by_source]
 
     def order(self, seed: int, num_epochs: int | None) -> grain.MapDataset[Sample]:
-        """Returns sample i of the run at index i, of `num_epochs` epochs; None: without end."""
+        """Returns the run's samples in order, for `num_epochs` epochs; None: without end."""
         # grain shuffles epoch e with seed + e. With seeds 0 and 1, epoch 0 of one run would have the order of epoch 1
         # of the other, so the seed is hashed first.
         together = self.all.together
@@ -144,7 +144,7 @@ def training_batches(
 
 @dataclass(frozen=True, eq=False)
 class _Numbered(DerivedSamples):
-    """In place of each sample of a source, its number and that of the source."""
+    """Samples that hold only the number of their source and their row in the source."""
 
     source: int
 
@@ -153,17 +153,17 @@ class _Numbered(DerivedSamples):
 
 
 def _together(samples: Samples) -> grain.MapDataset:
-    """The samples as a data set, whose elements are lists of those that stay together, if there are several."""
+    """Groups samples that stay together into lists, the elements of the data set; single samples stay as they are."""
     return grain.MapDataset.source(samples) if samples.together == 1 else grain.MapDataset.source(_Together(samples))
 
 
 def _apart(dataset: grain.MapDataset, together: int) -> grain.MapDataset[Sample]:
-    """The samples of a data set of lists of so many."""
+    """Flattens a data set of lists of `together` samples to samples."""
     return dataset if together == 1 else grain.MapDataset.source(_Apart(dataset, together))
 
 
 class _Together:
-    """Lists of samples that stay together."""
+    """A data source of lists of samples that stay together."""
 
     def __init__(self, samples: Samples):
         self.samples = samples
@@ -177,7 +177,7 @@ class _Together:
 
 
 class _Apart:
-    """The samples of lists of `together`."""
+    """A data source of the samples in a data set of lists of `together` samples."""
 
     def __init__(self, dataset: grain.MapDataset, together: int):
         self.dataset = dataset
@@ -193,7 +193,7 @@ class _Apart:
 
 
 class _Part:
-    """The samples of a data set that stand at these rows of every batch of batch_size."""
+    """A data source of the samples at these rows of every batch of `batch_size`."""
 
     def __init__(self, dataset: grain.MapDataset[Sample], batch_size: int, rows: np.ndarray):
         self.dataset = dataset

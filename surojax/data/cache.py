@@ -1,4 +1,4 @@
-"""Tokenised data in files that are written once, mapped into memory, and found again by a hash of their inputs.
+"""Caches tokenised data in files: written once, identified by a hash of their inputs, mapped into memory.
 
 An entry of the cache is a folder, named by a hash of everything that its tokens depend on. It has `meta.json` and a
 folder for each part ("train", "held_out"):
@@ -79,17 +79,17 @@ class Corpus:
 
     @property
     def bounds(self) -> np.ndarray:
-        """The offsets, also of a corpus that is one example: int64 [examples + 1]."""
+        """Where each example starts and the last one ends, int64 [examples + 1], also for a corpus of one example."""
         return np.array([0, len(self.tokens)]) if self.offsets is None else self.offsets
 
     def release(self) -> None:
-        """Gives the memory of mapped pages back. What is read again comes from the system's file cache."""
+        """Frees the memory of mapped pages. They are read again from the system's file cache."""
         for mapping in self.mappings:
             mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class CacheEntry(NamedTuple):
-    """An entry of the cache. info: what its writer returned. reused: it was there before."""
+    """An entry of the cache. info: the writer's return value. reused: the entry existed before."""
 
     corpora: dict[str, Corpus]
     info: dict[str, Any]
@@ -123,7 +123,7 @@ class PartWriter:
         num_bytes: int = 0,
         numbers: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Adds tokens. trained: bool, as many; None: all are. numbers: float32, as many, by names that all calls have.
+        """Appends tokens. trained: bool [tokens]; None: all are. numbers: float32 [tokens] by name, as in all calls.
 
         ends: int [examples], how many of these tokens precede the end of each example that ends here; None: the last
         example goes on. num_bytes: length in UTF-8 of the texts that end here, if they are plain text.
@@ -144,12 +144,12 @@ class PartWriter:
 
     @property
     def num_bytes_written(self) -> int:
-        """Bytes in the files, those that are still buffered included."""
+        """Bytes in the files, including those that are still buffered."""
         size = np.dtype(self.dtype).itemsize + ("trained" in self._files) + 4 * len(self._files.keys() - DTYPES.keys())
         return self.num_tokens * size + (self.num_examples + 1) * 8
 
     def finish(self) -> dict[str, Any]:
-        """Flushes the files to the disk; returns what `_open` needs to know of this part."""
+        """Flushes the files to the disk; returns the part's entry in the meta data, which `_open` reads."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -169,7 +169,7 @@ class PartWriter:
         }
 
     def close(self) -> None:
-        """Closes the files, whether the part is complete or not."""
+        """Closes the files, even if the part is incomplete."""
         for file in self._files.values():
             with contextlib.suppress(OSError):  # the error of the write that failed is the one to raise
                 file.close()
@@ -191,7 +191,7 @@ def cached(
     name: str,
     say: Callable[[str], None] = print,
 ) -> CacheEntry:
-    """Returns the entry of `key`, which is written if the cache does not have it.
+    """Returns the cache's entry for `key`, after writing the entry if the cache lacks it.
 
     folder: of the cache; created if it does not exist. key: everything that the entry depends on, as JSON. write: fills
     a folder with parts and returns {"parts": {name: what its `finish` returned}, ...}. name: of the data, for messages.
@@ -236,7 +236,7 @@ def _write(target: Path, key: str, write: Callable[[Path], dict[str, Any]]) -> N
 
 
 def _open(target: Path, name: str) -> tuple[dict[str, Corpus], dict[str, Any]] | None:
-    """Returns the parts and the meta data of an entry; None if there is none or one of its files is not whole."""
+    """Opens an entry; returns its parts and meta data, or None if the entry is missing or a file is incomplete."""
     try:
         meta = json.loads((target / META).read_text())
         return {part: _open_part(target / part, info, name, part) for part, info in meta["parts"].items()}, meta
@@ -268,7 +268,7 @@ def _open_part(folder: Path, info: dict[str, Any], name: str, part: str) -> Corp
 
 
 class FilesDigest(NamedTuple):
-    """Identifies the content of files. digest: of their absolute paths, sizes and times of the last change."""
+    """A key of files' content. digest: of absolute paths, sizes and times of the last change."""
 
     digest: str
     count: int
@@ -276,7 +276,7 @@ class FilesDigest(NamedTuple):
 
 
 def identify(paths: list[Path]) -> FilesDigest:
-    """Identifies files, in this order, by hashed paths, sizes and times. Raises ConfigError if one cannot be read."""
+    """Hashes the paths, sizes and times of files, in this order. Raises ConfigError if one cannot be read."""
     digest = hashlib.sha256()
     num_bytes = 0
     for path in paths:
@@ -333,7 +333,7 @@ def _wait_for_lock(descriptor: int, wait: Callable[[str], None]) -> bool:
 
 
 def _is_at(descriptor: int, file: Path) -> bool:
-    """True if an open file still has its name; the lock of a file that another process removed protects nothing."""
+    """True if an open file still has its name. The lock of a file that another process removed protects nothing."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.stat())
     except FileNotFoundError:
@@ -347,7 +347,7 @@ def _close_lock(descriptor: int) -> None:
 
 
 def _remove_leftovers(root: Path, own: str) -> None:
-    """Removes temporary folders of ended processes: the lock of their entry is free, or this process's (`own`)."""
+    """Removes temporary folders of ended processes: their entry's lock is free, or held by this process (`own`)."""
     for folder in root.glob("*.tmp"):
         entry = folder.name.partition(".")[0]
         if entry == own:
@@ -372,7 +372,7 @@ def _say_waiting(say: Callable[[str], None], name: str, holder: str) -> None:
 
 @contextlib.contextmanager
 def _writable(root: Path) -> Iterator[None]:
-    """Within it, an OSError of the cache's own files becomes a ConfigError in one line."""
+    """Context manager that turns an OSError of the cache's own files into a ConfigError in one line."""
     try:
         yield
     except OSError as error:
@@ -393,7 +393,7 @@ def _writable(root: Path) -> Iterator[None]:
 
 
 class NoRoom(OSError):
-    """The disk is full. needed: how much room all of the entry takes, in words."""
+    """Raised if the disk is full. needed: the room that the whole entry takes, in words."""
 
     def __init__(self, error: OSError, needed: str):
         super().__init__(error.errno, error.strerror)

@@ -1,4 +1,4 @@
-"""Writes an entry of the cache: items are encoded in groups, in two threads, while this one reads and writes.
+"""Writes an entry of the cache: two threads encode groups of items, while this thread reads and writes.
 
 A Hugging Face tokenizer uses all cores within a group; while one group's ids become an array, the other is encoded. At
 most four groups are in memory.
@@ -29,7 +29,7 @@ _ENCODING = 2  # groups that are encoded at a time
 
 
 class ItemEncoder[T, U](Protocol):
-    """The interface of `documents.TextEncoder` and `examples.Encoder`: makes examples of items.
+    """Makes examples from items: the interface of `documents.TextEncoder` and `examples.Encoder`.
 
     is_text: items are plain text, whose bytes are counted. fingerprint: of all that tokens depend on besides items.
     """
@@ -45,16 +45,16 @@ class ItemEncoder[T, U](Protocol):
         ...
 
     def units(self, item: Item[T]) -> Iterable[Unit[U]]:
-        """Returns the parts of an item that are encoded at a time; one example follows from all of them."""
+        """Splits an item into the parts that are encoded separately; together they make one example."""
         ...
 
     def encode(self, units: list[U | BadRow], /) -> Sequence[Example | BadRow]:
-        """Returns the example of each unit, or why there is none."""
+        """Returns for each unit its example, or a `BadRow` with the reason why there is none."""
         ...
 
 
 class _Marked(NamedTuple):
-    """A unit with its item, and whether that is held out."""
+    """A unit with its item, and whether the item is held out for evaluation."""
 
     unit: Unit
     item: Item
@@ -132,7 +132,7 @@ class _Parts:
             raise NoRoom(error, self._needed()) from error
 
     def append(self, is_held_out: bool, examples: "list[tuple[_Marked, Example]]", is_text: bool) -> None:
-        """Adds encoded units to a part, all at once: a call for each would take as long as the tokenizer."""
+        """Appends encoded units to a part in one call: a call for each would take as long as the tokenizer."""
         if not examples:
             return
         ids = np.concatenate([example.ids for _, example in examples])
@@ -155,11 +155,11 @@ class _Parts:
         self.bar.update(len(ids))
 
     def finish(self) -> dict[str, Any]:
-        """Completes all files; returns the meta data of the parts."""
+        """Completes all files; returns the parts' meta data."""
         return {name: part.finish() for name, part in self.parts.items()}
 
     def _needed(self) -> str:
-        """Returns how much room the entry takes, by the share of the source that was read before the disk was full."""
+        """Estimates the entry's size in words, from the share of the source that was read before the disk was full."""
         written = sum(part.num_bytes_written for part in self.parts.values())
         share = min(self.bytes_read / self.source_bytes, 1.0) if self.source_bytes else 0.0
         return f"about {written / share / 2**20:,.1f} MiB" if share else "more room"

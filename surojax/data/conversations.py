@@ -1,4 +1,4 @@
-"""What a row's fields mean, by the type of its dataset: a text, a prompt with its completion, or a conversation.
+"""Reads a row's fields by its dataset's type: a text, a prompt with its completion, a preference or a conversation.
 
 Roles and fields may have the names of ShareGPT's format; afterwards they have those of OpenAI's, which chat templates
 read. Each function raises NotARow if a field is missing or holds something else.
@@ -41,7 +41,7 @@ class PromptCompletion(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Messages, each with a role of ROLES and a text as its content; tools: those that can be called, None if none."""
+    """Messages, each with a role of ROLES and a text as its content. tools: descriptions of callable tools, or None."""
 
     messages: list[Message]
     tools: list[Any] | None
@@ -70,7 +70,7 @@ def prompt_completion(record: Mapping[str, Any], dataset: Dataset, system_prompt
 
 
 def _reads_prompt(record: Mapping[str, Any], dataset: Dataset) -> bool:
-    """True if a row is read as prompt and completion: by the field names that the dataset sets, else by its fields."""
+    """True for a prompt and completion, False for an instruction: by the dataset's field names, else by the row's."""
     if dataset.differing(*PROMPT_FIELDS) or dataset.differing(*INSTRUCTION_FIELDS):
         return bool(dataset.differing(*PROMPT_FIELDS))
     is_whole = dataset.completion_field in record or dataset.instruction_field not in record
@@ -78,7 +78,7 @@ def _reads_prompt(record: Mapping[str, Any], dataset: Dataset) -> bool:
 
 
 def is_desirable(record: Mapping[str, Any], dataset: Dataset) -> bool:
-    """Returns the label of an unpaired row: whether its answer is one of the good ones."""
+    """Returns the label of an unpaired row: True if its answer is a good one."""
     label = record.get(dataset.label_field)
     if not isinstance(label, bool):
         got = repr(label) if dataset.label_field in record else field_names(record)
@@ -104,7 +104,7 @@ def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str
 
 
 def _of_messages(raw: list[Any], record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:
-    """Returns the conversation of a row's messages as it has them, with its tools and its system prompt."""
+    """Makes a conversation from a row's raw messages, tools and system prompt."""
     if not raw:
         raise NotARow("expected messages, got an empty list; remove the row")
     messages = [_message(message, number, dataset) for number, message in enumerate(raw, start=1)]
@@ -164,7 +164,10 @@ def preference(
 
 
 def margin(record: Mapping[str, Any], dataset: Dataset) -> float:
-    """Returns by how much the chosen answer of a preference is better; 0 if the row does not say. Raises NotARow."""
+    """Returns the margin of a preference, by how much the chosen answer is better; 0 if the row has none.
+
+    Raises NotARow.
+    """
     value = record.get(dataset.margin_field)
     if value is None:
         return 0.0
@@ -177,7 +180,7 @@ _TIE = "expected two answers of which one is better, got the same text for both;
 
 
 def _whole(prompt: Any, messages: list[Any], dataset: Dataset) -> list[Any]:
-    """Returns the messages of one answer with those of the prompt before them, unless they have it already."""
+    """Prepends the prompt's messages to an answer's messages, unless these begin with them."""
     if isinstance(prompt, list):
         return messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
     if not isinstance(prompt, str) or not prompt or not messages:
@@ -187,12 +190,12 @@ def _whole(prompt: Any, messages: list[Any], dataset: Dataset) -> list[Any]:
 
 
 def _said(role: str, content: str, dataset: Dataset) -> dict[str, str]:
-    """Returns a message by the names of fields that a dataset has for them."""
+    """Renames a message's fields from the dataset's names to `role` and `content`."""
     return {dataset.role_field or "role": role, dataset.content_field or "content": content}
 
 
 def _message(message: Any, number: int, dataset: Dataset) -> Message:
-    """Returns a message with `role` and `content`; its other fields stay, but for those that are null."""
+    """Returns a message with `role` and `content`, and its other fields that are not null."""
     if not isinstance(message, dict):
         raise NotARow(f"expected message {number} as an object, got a {type(message).__name__}; correct the row")
     role_field = dataset.role_field or ("role" if "role" in message else "from")
@@ -266,7 +269,7 @@ def _optional(record: Mapping[str, Any], field: str, what: str) -> str:
 
 
 def _filled(record: Mapping[str, Any], field: str, what: str, advice: str = "name the field in the dataset") -> str:
-    """Returns the text of a field that has to be there and not blank."""
+    """Returns the text of a required field. Raises NotARow if it is missing or blank."""
     expected = f"expected {what} in {field!r}"
     if field not in record:
         raise NotARow(f"{expected}, got {field_names(record)}; {advice}, or correct the row")

@@ -1,4 +1,4 @@
-"""The text that `data` names: files, or the standard library of this Python.
+"""Finds the text that `data` names: files, or the standard library of this Python.
 
 A hash decides which documents are held out: of its path for a file of the standard library, else of its text.
 """
@@ -55,7 +55,7 @@ def _read_stdlib(with_keys: bool = True) -> Iterator[Item[Text]]:
 
 
 def expand(source: str) -> list[Path]:
-    """Returns the files that `source` names, sorted, none of them twice."""
+    """Returns the files that `source` names, sorted and without duplicates."""
     paths: set[Path] = set()
     for item in (part.strip() for part in source.split(",")):
         if not item:

@@ -1,4 +1,4 @@
-"""What the reading of a dataset yields: rows, and rows that cannot be used."""
+"""The rows that reading a dataset yields, usable or not."""
 
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ class BadRow(NamedTuple):
 
 
 class NotARow(ValueError):
-    """A record cannot be used; the message is the reason of a `BadRow`."""
+    """Raised for a record that cannot be used; the message is the reason of a `BadRow`."""
 
 
 def half_a_pair(error: UnicodeEncodeError) -> str:
-    """Returns the reason of a row with half a surrogate pair, which UTF-8 cannot encode."""
+    """Returns the reason to reject a row with half a surrogate pair, which UTF-8 cannot encode."""
     escape = f"\\u{ord(error.object[error.start]):04x}"
     return f"expected text, got half a surrogate pair ({escape}) in it; correct or remove the row"

@@ -116,7 +116,7 @@ class Dataset:
 
 
 def parse_dataset(entry: Mapping[str, Any]) -> Dataset:
-    """Returns the Dataset of an entry of `datasets`.
+    """Makes the `Dataset` of an entry of `datasets`.
 
     Axolotl's and Surogate's names of settings are understood as well, `message_property_mappings` among them. A path
     is a string or a list of strings. Raises ConfigError for unknown settings or values.
@@ -152,7 +152,7 @@ def parse_dataset(entry: Mapping[str, Any]) -> Dataset:
 
 
 def _check_uses(dataset: Dataset, where: str) -> None:
-    """Raises ConfigError if a setting differs from its default that rows of the dataset's type do not read."""
+    """Raises ConfigError if a setting is set that rows of the dataset's type do not read."""
     for name in dataset.differing(*USES):
         if dataset.type not in USES[name]:
             raise ConfigError(
@@ -180,7 +180,7 @@ def _settings_of(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Returns the value of a setting. Raises ConfigError if it is not one that the setting takes."""
+    """Checks and returns the value of a setting. Raises ConfigError if it is not one that the setting takes."""
     if name == "path":
         return value
     if name == "samples":
@@ -201,7 +201,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def resolve(dataset: Dataset, open_set: OpenSet = open_set) -> Dataset:
-    """Returns the dataset with its type decided: by the first row that can be read, if the type is "auto".
+    """Returns the dataset with its type decided, if "auto" from the first readable row.
 
     Raises ConfigError if that row's fields fit no type, or there is none.
     """
@@ -255,7 +255,7 @@ def field_names(record: Mapping[str, Any]) -> str:
 
 
 def read_dataset(dataset: Dataset, open_set: OpenSet = open_set) -> Iterator[DataRow | BadRow]:
-    """Yields the dataset's rows: paths in the order given, the files of each sorted, none of them twice.
+    """Yields the dataset's rows: paths in the given order, each path's files sorted, no file twice.
 
     A .txt file is one row, whose field `text_field` is a `TextFile`; a .jsonl file has a row in each line that is not
     blank, a .json file the same or one list of rows, a .csv file a header and a row in each
@@ -273,12 +273,12 @@ def read_dataset(dataset: Dataset, open_set: OpenSet = open_set) -> Iterator[Dat
 
 
 def files_of(dataset: Dataset) -> list[Path]:
-    """Returns the files that the rows are read from; a set of the `datasets` library has none here."""
+    """Lists the files that the rows are read from, without those of sets of the `datasets` library."""
     return [path for _, paths in _paths(dataset) for path in paths or ()]
 
 
 def fingerprints_of_sets(dataset: Dataset, open_set: OpenSet) -> list[list[str]]:
-    """Returns [name, fingerprint of its rows] of each path that is no file; "": the name determines the rows."""
+    """Lists [name, fingerprint of its rows] for each path that is a set, not a file; "": the name determines them."""
     fingerprints = []
     for item, paths in _paths(dataset):
         if item in docstrings.SETS:
@@ -294,7 +294,7 @@ def _split_of(dataset: Dataset) -> str:
 
 
 def _paths(dataset: Dataset) -> Iterator[tuple[str, list[Path] | None]]:
-    """Yields each path of a dataset with its files, without those of an earlier path; None: it names no file."""
+    """Yields (path, its files without those of earlier paths); None for a path that names no file."""
     seen: set[Path] = set()
     for item in dataset.path:
         if item == given.NAME:

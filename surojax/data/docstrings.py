@@ -1,4 +1,4 @@
-"""Questions and answers that need no download: what the functions of this Python's standard library do.
+"""Makes questions and answers from docstrings of this Python's standard library, without a download.
 
 The answer is the first paragraph of a function's docstring. Private names, and docstrings too short to say anything,
 are left out. As preferences, the answer is preferred to that of another function.
@@ -77,5 +77,5 @@ def _private(name: str) -> bool:
 
 
 def _first_paragraph(docstring: str | None) -> str:
-    """The first paragraph on one line; "" without a docstring."""
+    """Returns a docstring's first paragraph in one line; "" without a docstring."""
     return " ".join(inspect.cleandoc(docstring or "").split("\n\n")[0].split())

@@ -1,4 +1,4 @@
-"""Documents: rows of plain text, and their tokens.
+"""Documents: reads rows of plain text, and makes tokens of them.
 
 A document of any size takes as much memory as a few of its pieces. A file is read twice: for its hash and its length,
 which also finds a byte that is no text before any token is written; then to be tokenised.
@@ -25,7 +25,7 @@ type Text = str | TextFile
 def read_documents(
     rows: Iterable[DataRow | BadRow], text_field: str, *, by_record: bool, with_keys: bool
 ) -> Iterator[Item[Text]]:
-    """Yields the text of each row, or why it has none.
+    """Yields the text of each row, or a `BadRow`.
 
     by_record: keys are hashes of all fields of a row; otherwise of its text. with_keys: False if nothing is held out.
     """
@@ -77,7 +77,7 @@ def _bad(where: str, reason: str) -> Item[Text]:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Makes documents of texts, in pieces: beginning-of-sequence if the tokenizer adds it, the text, end-of-sequence.
+    """Encodes texts as documents, in pieces: beginning-of-sequence if the tokenizer adds one, text, end-of-sequence.
 
     cuts_at_special: long texts are cut at special tokens first, where a cut changes no token; otherwise at line ends.
     """
@@ -89,14 +89,14 @@ class TextEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies all that tokens depend on besides the texts."""
+        """A key of everything that the tokens depend on, except the texts."""
         tokenizer = self.tokenizer
         bos = tokenizer.bos_id if tokenizer.adds_bos else None
         parts = [tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id, bos, texts.PIECE_CHARS, self.cuts_at_special]
         return json.dumps(parts)
 
     def split(self, item: Item[Text]) -> tuple[Item[Text], Item[Text]] | None:
-        """Returns the beginning and the end of a text; None if one of them would be empty, or it is none."""
+        """Splits a text into its beginning and its end; None if one would be empty, or if the item is a `BadRow`."""
         if isinstance(item.content, BadRow):
             return None
         first, second = texts.split(item.content)

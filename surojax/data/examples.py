@@ -1,4 +1,4 @@
-"""From rows to examples: token ids, and which of them the loss counts.
+"""Encodes rows as examples: token ids, and a mask of the tokens that the loss counts.
 
 A row becomes pieces of text, each trained or not: a prompt and its completion are two; in a conversation the answers
 are trained, and what is between them is not. An answer begins where the chat template's
@@ -127,7 +127,7 @@ class Encoder:
         """Returns None: a row cannot be split."""
 
     def units(self, item: Item[DataRow]) -> tuple[Unit[DataRow]]:
-        """Returns a row as it is."""
+        """Returns one unit, the row."""
         return (Unit(item.content, item.num_bytes, True),)
 
     def encode(self, rows: Iterable[DataRow | BadRow]) -> list[Example | BadRow]:
@@ -139,41 +139,41 @@ class Encoder:
         read = [self._read(row) for row in rows]
         if self._dataset.type == "unpaired":
             read = self._with_other_answers(rows, read)
-        contents = [(row, content) for row, of_row in zip(rows, read, strict=True) for content in of_row]
+        contents = [(row, content) for row, row_contents in zip(rows, read, strict=True) for content in row_contents]
         drafts = self._drafts([row for row, _ in contents], [content for _, content in contents])
         encoded = iter(encode_pieces([draft.pieces for draft in drafts if isinstance(draft, _Draft)], self._tokenizer))
         examples = iter(
             [self._example(draft, next(encoded)) if isinstance(draft, _Draft) else draft for draft in drafts]
         )
         is_preference = self._dataset.type == "preference"
-        found = [
-            _of_row(row, [next(examples) for _ in of_row], is_preference=is_preference)
-            for row, of_row in zip(rows, read, strict=True)
+        joined = [
+            _of_row(row, [next(examples) for _ in row_contents], is_preference=is_preference)
+            for row, row_contents in zip(rows, read, strict=True)
         ]
         with_numbers = {"unpaired": self._labelled, "preference": self._with_margin}.get(self._dataset.type)
-        return [*map(with_numbers, rows, found)] if with_numbers else found
+        return [*map(with_numbers, rows, joined)] if with_numbers else joined
 
     def _with_other_answers(self, rows: list[DataRow | BadRow], read: "list[tuple[_Content, ...]]"):
-        """Returns the content of unpaired rows, each followed by its prompt with the answer of another row.
+        """Appends to each unpaired row's content its prompt with another row's answer.
 
         The other row is half of all rows away, so that answers to one prompt, which are often neighbours, do not meet.
         """
         good = [i for i, (content,) in enumerate(read) if not isinstance(content, BadRow | NotARow)]
-        found = list(read)
+        contents = list(read)
         for k, i in enumerate(good):
             own, other = (self._prompt_completion(rows[j]) for j in (i, good[(k + len(good) // 2) % len(good)]))
-            found[i] = (*read[i], self._content(own._replace(completion=other.completion)))
-        return found
+            contents[i] = (*read[i], self._content(own._replace(completion=other.completion)))
+        return contents
 
     def _labelled(self, row: DataRow | BadRow, example: Example | BadRow) -> Example | BadRow:
-        """Returns an unpaired row's example with `DESIRABLE` of its tokens: 1, or -1 if the answer is not desirable."""
+        """Adds the array `DESIRABLE` to an unpaired row's example: 1 at all tokens, or -1 if the answer is bad."""
         if isinstance(example, BadRow) or isinstance(row, BadRow):
             return example
         sign = 1.0 if conversations.is_desirable(row.record, self._dataset) else -1.0
         return example._replace(numbers={DESIRABLE: np.full(len(example.ids), sign, np.float32)})
 
     def _with_margin(self, row: DataRow | BadRow, example: Example | BadRow) -> Example | BadRow:
-        """Returns a preference's example with `MARGIN`: a label's, since an array has numbers of labels."""
+        """Adds the array `MARGIN` to a preference's example: the margin at the first label, zeros elsewhere."""
         if isinstance(example, BadRow) or isinstance(row, BadRow):
             return example
         assert example.trained is not None, "a prompt is not trained"
@@ -182,7 +182,7 @@ class Encoder:
         return example._replace(numbers={MARGIN: margins})
 
     def _drafts(self, rows: list[DataRow | BadRow], contents: "list[_Content]") -> list[_Draft | BadRow]:
-        """Returns the drafts of the contents of rows; all conversations are rendered together."""
+        """Makes a draft, text pieces before tokenisation, of each content; all conversations are rendered together."""
         talks = {i: content for i, content in enumerate(contents) if isinstance(content, Conversation)}
         rendered: dict[int, tuple[DocumentPiece, ...] | NotARow] = {}
         if talks:
@@ -200,9 +200,9 @@ class Encoder:
         return BadRow(row.where, str(content)) if isinstance(content, NotARow) else content
 
     def _read(self, row: DataRow | BadRow) -> "tuple[_Content, ...]":
-        """Parses a row: returns a conversation to render, the draft of an instruction, or why the row has neither.
+        """Parses a row into a conversation to render, or the draft of an instruction, or the reason to reject the row.
 
-        A preference has two of them, with the chosen answer and with the rejected one.
+        A preference yields two: one with the chosen answer and one with the rejected answer.
         """
         if isinstance(row, BadRow):
             return (row,)
@@ -273,7 +273,7 @@ type _Content = Conversation | _Draft | BadRow | NotARow
 
 
 def _of_row(row: DataRow | BadRow, examples: list[Example | BadRow], *, is_preference: bool) -> Example | BadRow:
-    """Returns a row's example; of a pair both of its documents, or why one of them cannot be used."""
+    """Joins a row's documents (two of a pair) to one example; returns a `BadRow` if one document cannot be used."""
     if bad := next((example for example in examples if isinstance(example, BadRow)), None):
         return bad
     good = [example for example in examples if isinstance(example, Example)]
@@ -308,7 +308,7 @@ def _to_the_last(is_stop: np.ndarray) -> np.ndarray:
 
 
 def _bad_unicode(draft: _Draft) -> NotARow | None:
-    """Returns why a draft cannot be used if a text has half a surrogate pair, which UTF-8 cannot encode."""
+    """Returns the reason to reject a draft with half a surrogate pair, which UTF-8 cannot encode; else None."""
     for piece in draft.pieces:
         try:
             piece.text.encode("utf-8")

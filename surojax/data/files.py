@@ -73,13 +73,13 @@ def _glob(pattern: str) -> Iterator[str]:
 
 
 def stdlib_files() -> list[Path]:
-    """The source files of the interpreter's standard library, sorted; without tests and installed packages."""
+    """Lists the source files of the interpreter's standard library, sorted, without tests and installed packages."""
     files = walk(Path(sysconfig.get_paths()["stdlib"]), ".py", skip=_NOT_LIBRARY)
     return sorted(path for path in files if path.is_file())
 
 
 def unseen(paths: Iterable[Path], seen: set[Path]) -> list[Path]:
-    """Returns the paths of files that are not in `seen`, where all spellings of one are the same, and adds them."""
+    """Returns the files that are not in `seen`, whatever the spelling of their paths, and adds them to `seen`."""
     new_paths = []
     for path in paths:
         target = Path(os.path.realpath(path))  # `resolve` fails for links in a circle
@@ -90,7 +90,7 @@ def unseen(paths: Iterable[Path], seen: set[Path]) -> list[Path]:
 
 
 def decode_utf8(content: bytes, offset: int = 0) -> str:
-    """Decodes UTF-8, without the byte order mark; line ends are unchanged. `offset`: position of `content` in the file.
+    """Decodes UTF-8 without the byte order mark; line ends are unchanged. `offset`: position of `content` in the file.
 
     Raises NotText.
     """
@@ -101,7 +101,7 @@ def decode_utf8(content: bytes, offset: int = 0) -> str:
 
 
 class NotText(ValueError):
-    """Bytes are not UTF-8. The message says what was expected; line: number of the line, from 1.
+    """Raised if bytes are not UTF-8. The message says what was expected; line: number of the line, from 1.
 
     position: of the byte in `content`, which begins at byte `offset` of the file, after `lines` line ends.
     """
@@ -116,7 +116,7 @@ class NotText(ValueError):
 
 
 def unreadable(path: Path | str, error: OSError) -> ConfigError:
-    """Returns the error of a file or folder that the operating system does not let us read."""
+    """Makes the error for a file or folder that the operating system does not let us read."""
     reason = error.strerror or " ".join(str(error).split())[:200]
     return ConfigError(f"{path}: expected a readable file or folder, got '{reason}'; correct its path or permissions")
 

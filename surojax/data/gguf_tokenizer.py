@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as the `tokenizer.json` that Hugging Face's libraries read, and the other way.
+"""Converts the tokenizer of a GGUF file to a Hugging Face `tokenizer.json`, and back.
 
 GGUF stores tokens, merges and kinds of tokens, and names the rule by which text is split before the merges apply
 (`tokenizer.ggml.pre`). The rules are those of the models' own tokenizer.json; only byte-level BPE is read.
@@ -36,7 +36,7 @@ CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that text is searched for before
 
 
 def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
-    """The tokenizer of a GGUF file. Raises ConfigError if it is damaged, or of a kind that is not read."""
+    """Reads the tokenizer of a GGUF file. Raises ConfigError if it is damaged, or of a kind that is not read."""
     metadata = _metadata(Path(path))
     kind = metadata.get("tokenizer.ggml.model")
     rule = metadata.get("tokenizer.ggml.pre", "default")
@@ -53,7 +53,7 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
         raise ConfigError(f"{path}: expected tokens, their kinds and merges of two, got others; fetch the file again")
 
     def text_of(name: str) -> str:
-        """The text of a token that the metadata names, "" if it names none."""
+        """Returns the text of a special token that the metadata names; "" if there is none."""
         id_ = metadata.get(f"tokenizer.ggml.{name}_token_id")
         return tokens[id_] if id_ is not None and id_ < len(tokens) else ""
 
@@ -77,7 +77,10 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """The metadata of a GGUF file that describes its tokenizer, by key. Raises ConfigError if it cannot be read."""
+    """Reads the metadata of a GGUF file that describes its tokenizer, by key.
+
+    Raises ConfigError if it cannot be read.
+    """
     import gguf  # imported here, as `tokenizers` is: other runs neither need nor load it
 
     try:
@@ -90,7 +93,7 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def _tokenizer(tokens: list[str], kinds: list[int], merges: list[tuple], rule: str, starts_with: str) -> str:
-    """The JSON text of a tokenizer. starts_with: the special token before every text, "" if there is none."""
+    """Makes the text of a tokenizer.json. starts_with: the special token before every text, "" if there is none."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -127,7 +130,7 @@ def _of_kind(kind: int, tokens: list[str], kinds: list[int]) -> list[str]:
 
 
 def tokenizer_metadata(tokenizer: Any, files: TokenizerFiles, source: str, size: int) -> dict[str, Any]:
-    """The metadata of a GGUF file that `read_gguf_tokenizer` reads as this tokenizer.
+    """Makes the metadata from which `read_gguf_tokenizer` reads this tokenizer.
 
     tokenizer: the `HuggingFaceTokenizer` of the files. source: where they come from, for messages. size: rows of the
     model's embedding, which has so many tokens in a file.
@@ -164,7 +167,7 @@ def tokenizer_metadata(tokenizer: Any, files: TokenizerFiles, source: str, size:
 
 
 def _rule(content: dict[str, Any], source: str) -> str:
-    """The name of the rule by which a tokenizer.json splits text. Raises ConfigError if it has none."""
+    """Returns llama.cpp's name of the rule by which a tokenizer.json splits text. Raises ConfigError if it has none."""
     change = "export a folder, which llama.cpp's convert_hf_to_gguf.py may convert"
     if content["model"]["type"] != "BPE":
         raise ConfigError(
@@ -187,7 +190,7 @@ def _rule(content: dict[str, Any], source: str) -> str:
 
 
 def _splitting(content: dict[str, Any]) -> dict[str, Any]:
-    """All that decides how a tokenizer.json makes tokens of text, but its tokens and merges."""
+    """Selects the parts of a tokenizer.json that decide how text is split, except tokens and merges."""
     pre = content["pre_tokenizer"] or {}
     steps = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
     options = "dropout continuing_subword_prefix end_of_word_suffix byte_fallback ignore_merges".split()

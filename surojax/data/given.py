@@ -1,4 +1,4 @@
-"""Rows that a caller gives as a Python object, in place of files: texts, records, conversations, or token ids.
+"""Reads rows from a caller's Python object instead of files: texts, records, conversations, or token ids.
 
 They are read more than once (for their hash, to be tokenised, and again when a run is resumed), so the object has to
 give the same rows each time that it is iterated over: a list, an array, or an object whose `__iter__` starts anew.
@@ -21,7 +21,7 @@ REPEATS = "give a list, an array, or an object whose __iter__ starts anew with t
 
 
 class GivenRows:
-    """The rows of an iterable.
+    """The rows of a caller's iterable.
 
     rows: of each a str, a mapping of fields as in a file, a list of messages, or token ids: a 1-D integer array or a
     list of int. An integer array `[rows, tokens]` has a row in each row, one `[tokens]` is one row. Raises ConfigError
@@ -39,7 +39,7 @@ class GivenRows:
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Identifies all rows, as the `datasets` library does."""
+        """Hashes all rows, as the `datasets` library does."""
         digest = hashlib.sha256()
         for row in self._records():
             _add(digest, row)

@@ -1,4 +1,4 @@
-"""Items, from which examples are made, and which of them are held out for evaluation: a hash of each one decides.
+"""Items that examples are made from; a hash of each item decides whether it is held out for evaluation.
 
 The split is therefore equal on every machine and in every run, adding an example does not change the side of another
 one, and all copies of an example are on one side.
@@ -44,7 +44,7 @@ class Source(NamedTuple):
 
 
 class Unit[U](NamedTuple):
-    """A text that is encoded at a time: an item, or a piece of a long one.
+    """A text that is encoded in one call: an item, or a piece of a long item.
 
     content: for the encoder. num_bytes: as of an item. is_last: of its item.
     """
@@ -57,7 +57,7 @@ class Unit[U](NamedTuple):
 def hold_out[T](
     items: Iterable[Item[T]], fraction: float, split: Callable[[Item[T]], tuple[Item[T], Item[T]] | None]
 ) -> Iterator[tuple[Item[T], bool]]:
-    """Yields each item with True if it is held out, which it is if its key is below `fraction` * 2^64.
+    """Yields (item, whether it is held out: its key is below `fraction` * 2^64).
 
     If no item has such a key, the one with the smallest key is held out, with its copies. If there is only one item, it
     is split and its end is held out. split: returns both parts, or None: then nothing is held out.
@@ -87,12 +87,12 @@ def hold_out[T](
 
 
 def new_hash(content: bytes = b"") -> hashlib.blake2b:
-    """Returns the hash of which a key is made, begun with `content`; the caller may add more."""
+    """Starts an item's hash with `content`; the caller may add more before `item_key`."""
     return hashlib.blake2b(content, digest_size=8)
 
 
 def item_key(digest: hashlib.blake2b) -> int:
-    """Returns the key of an item, an integer, from the item's finished hash."""
+    """Converts an item's finished hash to its key, an integer below 2^64."""
     return int.from_bytes(digest.digest(), "big")
 
 
@@ -102,10 +102,10 @@ def key_of_bad(row: BadRow) -> int:
 
 
 def json_of(record: Mapping[str, Any]) -> bytes:
-    """Returns the JSON text of a record, whose hash is the record's key."""
+    """Returns the JSON text of a record, from which the record's key is hashed."""
     return json.dumps(record, sort_keys=True, default=_plain).encode("utf-8", "backslashreplace")
 
 
 def _plain(value: Any) -> Any:
-    """Returns what JSON writes for a value: the lists of an array, whose text would leave numbers out, or a text."""
+    """Converts a value for JSON: an array to lists, since its text would omit numbers, anything else to a text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

@@ -1,4 +1,4 @@
-"""The Modelfile of a GGUF file, from which `ollama create` makes a model.
+"""Makes the Modelfile of a GGUF file, from which `ollama create` makes a model.
 
 Its TEMPLATE is a program in Go, so it is there only if the model's chat template renders conversations as a template of
 ours does for which such a program is known. Without it ollama looks for a template that it knows in the GGUF file.
@@ -29,7 +29,10 @@ SYSTEM = "Zero."
 
 
 def modelfile(name: str, tokenizer: Tokenizer) -> str:
-    """The content of a Modelfile. name: of the GGUF file, in the same folder. Raises ConfigError for a bad template."""
+    """Makes the content of a Modelfile.
+
+    name: of the GGUF file, in the same folder. Raises ConfigError for a bad template.
+    """
     lines = [f"FROM ./{name}"]
     if (program := _program(tokenizer)) is not None:
         template, system = program
@@ -40,9 +43,9 @@ def modelfile(name: str, tokenizer: Tokenizer) -> str:
 
 
 def _program(tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """(name in PROGRAMS, system message of conversations that have none, "" for none) of a tokenizer's chat template.
+    """Identifies a chat template: (name in PROGRAMS, its default system message or "").
 
-    None if it has no template, or another one.
+    None if the tokenizer has no chat template, or another one.
     """
     for template in PROGRAMS if tokenizer.chat_template else ():
         theirs = _rendered("", tokenizer)
@@ -58,7 +61,7 @@ def _program(tokenizer: Tokenizer) -> tuple[str, str] | None:
 
 
 def _rendered(spec: str, tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """A conversation without and with a system message in the words of a template; None if it refuses them."""
+    """Renders a conversation without and with a system message; None if the template refuses them."""
     template = load_template(spec, tokenizer)
     assert template is not None
     try:

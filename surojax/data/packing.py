@@ -1,4 +1,4 @@
-"""Which examples share a row of `sequence_len` tokens: best fit, planned for the whole corpus from lengths alone.
+"""Packs examples into rows of `sequence_len` tokens by best fit, planned for the whole corpus from lengths alone.
 
 A streaming packer (grain's) decides while it reads: its open rows are part of the position in the data, and the rows
 depend on where it started. Here the plan is a pure function of (lengths, sequence_len). The position in the data stays
@@ -60,7 +60,7 @@ def row_pieces(offsets: np.ndarray, sequence_len: int, *, on_long: str, continue
 
 
 def _blocks(offsets: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the starts and lengths of some examples at a time."""
+    """Yields (starts, lengths) of a corpus' examples, block by block."""
     for start in range(0, len(offsets) - 1, _BLOCK):
         block = offsets[start : start + _BLOCK + 1]
         yield block[:-1], np.diff(block)
@@ -140,7 +140,7 @@ class _Rows:
         return np.concatenate(placed)
 
     def _tightest(self, length: int, count: int) -> tuple[int, np.ndarray]:
-        """Removes and returns rows with the smallest sufficient space, as many as `count` pieces need."""
+        """Removes and returns the rows with the smallest sufficient space, enough for `count` pieces."""
         i = bisect.bisect_left(self.spaces, length)
         if i == len(self.spaces):
             opened = math.ceil(count / (self.sequence_len // length))

@@ -1,4 +1,4 @@
-"""From messages to pieces of text, each trained or not.
+"""Splits messages into pieces of text that are trained or not.
 
 Where an answer begins and ends follows from rendering the conversation up to it, without and with it: it begins where
 the chat template's generation prompt ends. Some templates write an answer differently once the conversation goes on
@@ -29,7 +29,7 @@ def plain_pieces(pair: PromptCompletion, train_on: str) -> tuple[DocumentPiece, 
 def conversation_pieces(
     conversation: Conversation, template: TemplateProgram, train_on: str
 ) -> tuple[DocumentPiece, ...]:
-    """Returns the rendered conversation as pieces; the answers that `train_on` asks for, or all pieces, are trained.
+    """Splits a rendered conversation into pieces; the answers that `train_on` selects, or all pieces, are trained.
 
     What follows the last answer is left out, unless everything is trained. Raises NotARow if there is no answer, the
     template refuses the conversation or leaves out a message, or its generation prompt does not begin an answer.
@@ -76,7 +76,10 @@ def conversation_pieces(
 
 
 def in_limits(program: tuple[str, ...], train_on: str, conversation: tuple) -> dict[str, Any]:
-    """Returns {"pieces"} of a template (fields of a `TemplateProgram`) and a `Conversation`, or {"refused": why}."""
+    """Runs in the child process of `limited`: `conversation_pieces` as {"pieces"}, or {"refused": reason}.
+
+    program: fields of a template.
+    """
     try:
         return {"pieces": conversation_pieces(Conversation(*conversation), TemplateProgram(*program), train_on)}
     except NotARow as error:
@@ -100,7 +103,7 @@ def _check_shown(messages: list[Message], whole: str, template: TemplateProgram)
 
 
 def _is_shown(message: Message, whole: str) -> bool:
-    """True if a text has a message's content; for a tool's result, its words, since some templates write JSON."""
+    """True if a text has a message's content; of a tool's result only the words, since some templates write JSON."""
     parts = re.findall(r"\w+", message["content"]) if message["role"] == "tool" else [message["content"].strip()]
     return all(part in whole for part in parts)
 

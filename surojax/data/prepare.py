@@ -1,4 +1,4 @@
-"""Prepares data: from a source of text or an entry of `datasets` to corpora of mapped files.
+"""Prepares a source of text or an entry of `datasets` as corpora in mapped files.
 
 A source has an entry of the cache (`surojax.data.cache`) under the names, sizes and times of its files and all else
 that its tokens depend on; `surojax.data.cache_writer` makes those that are missing. If a part of it is held out, the
@@ -65,7 +65,7 @@ def load_corpora(
 
 
 class Prepared(NamedTuple):
-    """A dataset's corpora. held_out: None if nothing was. is_text: its examples are plain text."""
+    """A dataset's corpora. held_out: None if nothing is held out. is_text: examples are plain text."""
 
     train: Corpus
     held_out: Corpus | None
@@ -83,7 +83,7 @@ def load_dataset(
     open_set: OpenSet = open_set,
     say: Callable[[str], None] = print,
 ) -> Prepared:
-    """Reads and encodes the rows of a dataset whose type is decided, or finds them in the cache.
+    """Reads and encodes a dataset's rows, or finds them in the cache. The dataset's type is decided.
 
     vocab_size: of the tokenizer. holds_out: about 1 % of the rows (5 % of the sets made from the standard library), but
     at least one, are held out for evaluation.
@@ -107,7 +107,7 @@ def load_dataset(
 
 
 def _source(dataset: Dataset, encoder: ItemEncoder, open_set: OpenSet) -> Source:
-    """Returns the rows of a dataset as items."""
+    """Makes the `Source` of a dataset's rows."""
 
     def items(with_keys: bool) -> Iterator[Item]:
         rows = datasets.read_dataset(dataset, open_set)
@@ -138,7 +138,7 @@ def _load(
     data_cache: str,
     say: Callable[[str], None],
 ) -> CacheEntry:
-    """Returns the entry of a source, which is written if the cache does not have it, and says where it is."""
+    """Returns a source's entry in the cache, after writing it if missing, and prints its folder."""
     identity = identify(source.files)
     key = {
         **source.key,

@@ -1,4 +1,4 @@
-"""Reads rows: of one file, by its format, or of a set that the `datasets` library finds.
+"""Reads rows from a file, by its format, or from a set that the `datasets` library finds.
 
 A row that is broken on its own (a line that is no JSON, a byte that is no text) is a `BadRow`, and the next one is
 read. A file whose further rows cannot be found (a damaged Parquet file) is a ConfigError.
@@ -148,7 +148,7 @@ def _skip(text: str, place: int) -> int:
 
 
 def _read_csv(path: Path) -> Iterator[DataRow | BadRow]:
-    """Yields a row for each row under the header; a row with other than the header's number of cells is bad."""
+    """Yields the rows under the header; a row whose number of cells differs from the header's is a `BadRow`."""
     csv.field_size_limit(LONGEST)  # its own limit is shorter than a document
     # A byte that is not UTF-8 becomes a surrogate, so that only its own row is bad.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
@@ -172,7 +172,7 @@ def _read_csv(path: Path) -> Iterator[DataRow | BadRow]:
 
 
 def _short_lines(lines: TextIO, path: Path) -> Iterator[str]:
-    """Yields the lines of a file. Raises ConfigError for one that is too long."""
+    """Yields a file's lines. Raises ConfigError for a line that is too long."""
     number = 0
     while line := lines.readline(LONGEST + 1):
         number += 1
@@ -229,7 +229,7 @@ def _read_parquet(path: Path) -> Iterator[DataRow | BadRow]:
 
 
 def _records(batch: Any) -> list[dict[str, Any] | Exception]:
-    """Returns the rows of a batch, or why one is no Python object: bytes that are no text, a date in year 10^6."""
+    """Converts a batch to records; an exception in place of rows with values that Python cannot hold (year 10^6)."""
     try:
         return batch.to_pylist()
     except (ValueError, ArithmeticError) as error:

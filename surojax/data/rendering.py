@@ -1,4 +1,4 @@
-"""Renders chat templates, without limits: `templates.Template` does it in a child process that has some.
+"""Renders chat templates without limits of time and memory; `templates.Template` calls this in a limited child process.
 
 A template is a Jinja program that a model brings along, so it runs in a sandbox. A template may ask for today's date;
 here it gets the same day always, so that a run's tokens are those of every other day.
@@ -25,7 +25,7 @@ type Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class TemplateProgram:
-    """A Jinja chat template. source: where it comes from, for messages. bos, eos: texts of tokens that it may name."""
+    """A Jinja chat template. source: its origin, for messages. bos, eos: texts of tokens that the template may use."""
 
     text: str
     source: str
@@ -58,7 +58,7 @@ class TemplateProgram:
 
 
 def rendered(program: tuple[str, ...], request: tuple[list[Message], list[Any] | None, bool]) -> dict[str, str]:
-    """Returns {"text"} of a template (the fields of a `TemplateProgram`) and a conversation, or {"refused": why}."""
+    """Renders a conversation: {"text"}, or {"refused": reason}. program: fields of a `TemplateProgram`."""
     messages, tools, prompts = request
     try:
         return {"text": TemplateProgram(*program).render(messages, tools, add_generation_prompt=prompts)}
@@ -67,7 +67,7 @@ def rendered(program: tuple[str, ...], request: tuple[list[Message], list[Any] |
 
 
 def checked_template(text: str) -> dict[str, Any]:
-    """Returns {"shows_tools"} of a template, or {"refused": why, "line"} if it cannot be compiled."""
+    """Compiles a template: {"shows_tools"}, or {"refused": reason, "line"} if it cannot be compiled."""
     try:
         _compiled(text)
         return {"shows_tools": "tools" in meta.find_undeclared_variables(_environment().parse(text))}
@@ -95,7 +95,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without the escapes for HTML that Jinja's own filter adds."""
+    """Writes JSON without the escapes for HTML that Jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

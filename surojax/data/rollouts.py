@@ -1,4 +1,4 @@
-"""Rows of rollouts: a prompt with completions that a model sampled, as token ids, and how good each of them is.
+"""Reads rows of rollouts: token ids of a prompt and of sampled completions, with rewards or advantages.
 
     {"prompt_ids": [5, 6], "completion_ids": [[7, 2], [8, 9, 2]], "logprobs": [[-0.1, -0.3], [-1.2, -0.4, -0.1]],
      "rewards": [1.0, 0.0]}
@@ -39,7 +39,7 @@ class RolloutEncoder:
         return "rollouts 1"
 
     def item(self, row: DataRow | BadRow) -> Item[Example]:
-        """The example of a row, or why it has none."""
+        """Makes the example of a row, or a `BadRow` with the reason why not."""
         if isinstance(row, DataRow):
             try:
                 example = self._example(row.record)
@@ -52,15 +52,15 @@ class RolloutEncoder:
         """Returns None: a row cannot be split."""
 
     def units(self, item: Item[Example]) -> Iterable[Unit[Example]]:
-        """One, the row."""
+        """Returns one unit, the row."""
         return (Unit(item.content, item.num_bytes, True),)
 
     def encode(self, units: list[Example | BadRow]) -> list[Example | BadRow]:
-        """The examples."""
+        """Returns the examples unchanged, as `item` has encoded them."""
         return units
 
     def _example(self, record: Mapping[str, Any]) -> Example:
-        """Raises NotARow."""
+        """Makes the example of a record. Raises NotARow."""
         prompt = self._ids(record.get(PROMPT), PROMPT, record)
         completions = _lists(record, COMPLETIONS)
         logprobs = _lists(record, LOGPROBS)
@@ -81,7 +81,7 @@ class RolloutEncoder:
         return Example(np.concatenate(documents), np.concatenate(trained), ends, numbers)
 
     def _ids(self, values: Any, name: str, record: Mapping[str, Any]) -> np.ndarray:
-        """Token ids, int32 `[tokens]`. Raises NotARow."""
+        """Checks a list of token ids and returns int32 `[tokens]`. Raises NotARow."""
         if values is None:
             raise NotARow(f"expected token ids in {name!r}, got {field_names(record)}")
         ids = _array(values)
@@ -95,7 +95,7 @@ class RolloutEncoder:
 
 
 def _advantages(record: Mapping[str, Any], completions: list[Any]) -> np.ndarray:
-    """The advantage of each completion, float32. Raises NotARow."""
+    """Returns the advantage of each completion, float32, if need be from rewards. Raises NotARow."""
     given = [name for name in (REWARDS, ADVANTAGES) if record.get(name) is not None]
     if not given:
         raise NotARow(f"expected {REWARDS!r} or {ADVANTAGES!r} of the completions, got {field_names(record)}")
@@ -110,7 +110,7 @@ def _advantages(record: Mapping[str, Any], completions: list[Any]) -> np.ndarray
 
 
 def _lists(record: Mapping[str, Any], name: str) -> list[Any]:
-    """The lists that a field has, one for each completion. Raises NotARow."""
+    """Returns a field's lists, one for each completion. Raises NotARow."""
     values = record.get(name)
     if values is None:
         raise NotARow(f"expected {name!r}, a list for each completion, got {field_names(record)}")
@@ -120,7 +120,7 @@ def _lists(record: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _numbers(values: Any, name: str) -> np.ndarray:
-    """Finite numbers, float64 `[n]`. Raises NotARow."""
+    """Checks that numbers are finite and returns float64 `[n]`. Raises NotARow."""
     numbers = _array(values)
     if numbers is None or numbers.ndim != 1 or numbers.dtype.kind not in "fiu":
         raise NotARow(f"{name}: expected a list of numbers, got others")
@@ -130,14 +130,14 @@ def _numbers(values: Any, name: str) -> np.ndarray:
 
 
 def _array(values: Any) -> np.ndarray | None:
-    """The array of a list; None if it is ragged, or has numbers beyond 64 bits."""
+    """Converts a list to an array; None if the list is ragged, or has numbers beyond 64 bits."""
     try:
         return np.asarray(values)
     except (TypeError, ValueError, OverflowError):
         return None
 
 
-def _check_length(found: Any, expected: Any, name: str, units: str, of: str) -> None:
+def _check_length(values: Any, expected: Any, name: str, units: str, of: str) -> None:
     """Raises NotARow if two lengths differ."""
-    if len(found) != len(expected):
-        raise NotARow(f"{name}: expected {len(expected)} {units}, as many as {of}, got {len(found)}")
+    if len(values) != len(expected):
+        raise NotARow(f"{name}: expected {len(expected)} {units}, as many as {of}, got {len(values)}")

@@ -1,4 +1,4 @@
-"""All data of a run: what it trains on, and what it is evaluated on, from the settings of its config.
+"""Loads all data of a run, for training and evaluation, from the settings of its config.
 
 It comes from `data` (files, or the standard library) or from `datasets` (entries, each with settings of its own). It is
 evaluated on `eval_data`, or on what is held out of `data` or `datasets`, and on each of `validation_datasets`. Rows of
@@ -68,7 +68,7 @@ class Entries(NamedTuple):
     rows: GivenRows | None = None
 
     def open_set(self, name: str, subset: str, split: str) -> Iterable[Any] | GivenRows:
-        """The rows given, or a set that the `datasets` library finds."""
+        """Opens the caller's rows, or a set that the `datasets` library finds."""
         return self.rows if self.rows is not None and name == given.NAME else open_set(name, subset, split)
 
     def resolved(self, open_set: OpenSet) -> "Entries":
@@ -79,7 +79,7 @@ class Entries(NamedTuple):
         )
 
     def taken_as(self, rows: str) -> "Entries":
-        """Returns the entries of an objective of such rows; a prompt and completion are unpaired if it takes those."""
+        """Adapts entries to an objective's type of rows: "unpaired" also takes rows of prompt and completion."""
 
         def taken(dataset: Dataset) -> Dataset:
             is_taken = rows == "unpaired" and dataset.type == "instruction"
@@ -90,7 +90,7 @@ class Entries(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The batches of one evaluated set. name: of a validation dataset; "": data that is held out from training.
+    """The batches of one evaluation dataset. name: of a validation dataset; "": data held out from training.
 
     bytes_per_label: bytes of plain text for each of its labels, which makes bits per byte of nats per label:
     `loss / log(2) / bytes_per_label`; None: the examples are something else.
@@ -102,14 +102,14 @@ class Evaluated(NamedTuple):
 
 
 class Data(NamedTuple):
-    """The data of a run. held_out: the first corpus that is evaluated on; its beginning can be a prompt."""
+    """The data of a run. held_out: the first evaluation corpus, whose beginning can be a prompt."""
 
     train: Mixture
     evaluated: list[Evaluated]
     held_out: Corpus
 
     def describe(self) -> str:
-        """A line with the size of the data; with weights, how often an epoch has each source."""
+        """Formats the data's size in one line; with weights, also how often an epoch repeats each source."""
         text = f"data: {self.train.all.name}, {self.train.all.num_tokens:,} tokens for training"
         if not self.evaluated[0].name:
             text += f", {len(self.held_out.tokens):,} held out"
@@ -122,7 +122,7 @@ class Data(NamedTuple):
 
 
 def parse_entries(entries: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]]) -> Entries:
-    """Returns the entries of a config. Raises ConfigError, which names the entry, for one that is wrong."""
+    """Parses a config's entries. Raises ConfigError, which names the entry, for a wrong one."""
     with_weight = ["weight" in entry for entry in entries]
     if any(with_weight) and not all(with_weight):
         raise ConfigError(
@@ -223,7 +223,7 @@ def load_data(
 
 
 def _with_data(entries: Entries, settings: Settings, open_set: OpenSet) -> Entries:
-    """Returns the entries with one for `data`, and one named "" for `eval_data`, unless `data` is read as documents."""
+    """Adds an entry for `data`, and one named "" for `eval_data`, unless `data` is read as documents."""
     if (
         entries.datasets
         or settings.data == corpus.STDLIB
@@ -237,7 +237,7 @@ def _with_data(entries: Entries, settings: Settings, open_set: OpenSet) -> Entri
 
 
 def _rows_of(names: str, settings: Settings, open_set: OpenSet) -> Dataset | None:
-    """Returns the entry that a comma list of paths means, its type decided; None: documents of `load_corpora`."""
+    """Makes the entry of a comma list of paths, with its type decided; None: documents for `load_corpora`."""
     entry = _entry(names, settings)
     with contextlib.suppress(ConfigError):  # other kinds of files, or none
         documents = dataclasses.replace(entry, path=tuple(map(str, corpus.expand(names))))
@@ -247,7 +247,7 @@ def _rows_of(names: str, settings: Settings, open_set: OpenSet) -> Dataset | Non
 
 
 def _entry(names: str, settings: Settings) -> Dataset:
-    """Returns the entry that a comma list of paths means; a field of text that is named makes it one of text."""
+    """Makes the entry of a comma list of paths; if `text_field` is set, the entry's type is text."""
     is_named = settings.text_field != Settings(settings.sequence_len).text_field
     text_fields = {"type": "text", "text_field": settings.text_field} if is_named else {}
     try:
@@ -266,7 +266,7 @@ def _types(entries: Entries) -> set[str]:
 
 
 def _check_uses(entries: Entries, settings: Settings) -> None:
-    """Raises ConfigError for a setting that the rows do not read. entries: with their types decided."""
+    """Raises ConfigError for a setting that no row reads. entries: with types decided."""
     if _has_rows(entries):
         return
     unused = ["train_on", "chat_template", "system_prompt"]
@@ -285,7 +285,7 @@ def _check_uses(entries: Entries, settings: Settings) -> None:
 
 
 def _check_rows(entries: Entries, settings: Settings, rows: str) -> None:
-    """Raises ConfigError if the rows are not of the type that the objective takes. entries: with types decided."""
+    """Raises ConfigError if rows have another type than the objective takes. entries: with types decided."""
     types = [(dataset.name, dataset.type) for dataset in (*entries.datasets, *entries.validation.values())]
     for name, type_ in types or [(settings.data, "text")]:
         if rows and type_ != rows:
@@ -302,7 +302,7 @@ def _check_rows(entries: Entries, settings: Settings, rows: str) -> None:
 
 
 class _Loader(NamedTuple):
-    """Loads datasets whose types are decided and makes samples of them, all by the same settings."""
+    """Loads datasets and makes samples of them, all with the same settings. The datasets' types are decided."""
 
     settings: Settings
     tokenizer: Tokenizer
@@ -326,7 +326,7 @@ class _Loader(NamedTuple):
         )
 
     def encoder(self, dataset: Dataset) -> Encoder | TextEncoder | TokenEncoder | RolloutEncoder:
-        """Returns the encoder of a dataset's rows, and prints notes about its chat template."""
+        """Makes the encoder of a dataset's rows, and prints notes about its chat template."""
         if dataset.type == "text":
             return TextEncoder(self.tokenizer, cuts_at_special=True)
         if dataset.type == "tokens":
@@ -341,7 +341,7 @@ class _Loader(NamedTuple):
         return encoder
 
     def samples(self, corpus: Corpus, is_text: bool, instead: str = "") -> Windows | ExampleRows:
-        """Returns the samples of a corpus. instead: the setting that can name another one, for messages."""
+        """Makes the samples of a corpus. instead: the setting that can name another corpus, for messages."""
         s = self.settings
         return windows_or_rows(
             corpus,

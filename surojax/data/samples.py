@@ -46,7 +46,7 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
     def release(self) -> None:
-        """Gives the memory of mapped pages that were read back."""
+        """Frees the memory of mapped pages that were read."""
         ...
 
 
@@ -77,7 +77,7 @@ class Windows:
 
     @property
     def num_labels(self) -> int:
-        """Labels of text: every token but the first, and a rest that is left out."""
+        """The number of labels of text: one for each token but the first, without a rest that is left out."""
         num_labels = max(len(self.corpus.tokens) - 1, 0)
         return num_labels if self.with_rest else len(self) * self.sequence_len
 
@@ -123,7 +123,7 @@ class ExampleRows:
 
     @property
     def num_labels(self) -> int:
-        """Labels of text: every token but the first of each document."""
+        """The number of labels in rows of text: one for each token but the first of each document."""
         return self.num_tokens - self.pieces.num_examples
 
     def __len__(self) -> int:
@@ -142,8 +142,8 @@ class ExampleRows:
             first = int(self.pieces.starts[piece])
             inputs[here], labels[here] = _inputs_and_labels(self.corpus, first, length)
             for name, values in self.corpus.numbers.items():
-                of_next = values[first + 1 : first + 1 + length]
-                numbers[name][position : position + len(of_next)] = of_next
+                label_values = values[first + 1 : first + 1 + length]
+                numbers[name][position : position + len(label_values)] = label_values
                 numbers[name][here][labels[here] == IGNORED] = 0
             starts[here] = position
             if self.padding is not None:
@@ -196,7 +196,7 @@ class Concatenated:
 
 @dataclass(frozen=True, eq=False)
 class DerivedSamples:
-    """The members of `Samples` of a class that makes each sample of one of these."""
+    """Base of classes that derive each sample from a sample of `samples`; a subclass defines `__getitem__`."""
 
     samples: Samples
 
@@ -225,7 +225,7 @@ class DerivedSamples:
 
 @dataclass(frozen=True, eq=False)
 class WithNumbers(DerivedSamples):
-    """Samples with a further array `[S]`, float32: see `at_labels`.
+    """Samples with an additional float32 array `[S]`, see `at_labels`.
 
     array: its name. numbers: float32 [samples, 1], or [samples, S].
     """
@@ -240,7 +240,7 @@ class WithNumbers(DerivedSamples):
 
 
 def at_labels(labels: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Returns numbers at the positions of labels, float32 [rows, S].
+    """Places numbers at the positions of labels, float32 [rows, S].
 
     The one number of a row is at its first label, with zeros elsewhere. labels: int [rows, S]. numbers: float32
     [rows, S], or [rows, 1].
@@ -264,7 +264,7 @@ def windows_or_rows(
     instead: str = "",
     say: Callable[[str], None] = print,
 ) -> Windows | ExampleRows:
-    """Returns the samples of a corpus: windows of text that is not packed, else rows of examples.
+    """Makes the samples of a corpus: windows of text without packing, else rows of examples.
 
     is_text: the examples are plain text, so a long one continues in another row; else its end is cut off. together: so
     many examples, one after the other, belong to each other, as both answers of a preference: all are left out if one
@@ -310,7 +310,7 @@ def windows_or_rows(
 
 
 def _inputs_and_labels(corpus: Corpus, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of a piece and the label of each, int32 [length]."""
+    """Returns (tokens of a piece, their labels), int32 [length] each."""
     example = int(np.searchsorted(corpus.bounds, start, side="right"))
     end = int(corpus.bounds[example])  # of the piece's document
     tokens = corpus.tokens[start : min(start + length + 1, end)].astype(np.int32)
@@ -324,7 +324,7 @@ def _inputs_and_labels(corpus: Corpus, start: int, length: int) -> tuple[np.ndar
 def _with_labels(
     corpus: Corpus, pieces: packing.Pieces, sequence_len: int, together: int = 1, *, drops_long: bool = False
 ) -> tuple[packing.Pieces, int]:
-    """Drops pieces without a label after a cut; returns the other pieces and the number of dropped ones.
+    """Drops cut pieces without a label; returns the other pieces and the number of dropped ones.
 
     together: pieces that are dropped together. drops_long: pieces that were cut are dropped too, and not counted.
     """
@@ -350,7 +350,7 @@ def _with_labels(
 
 
 def _trained_before(corpus: Corpus, positions: np.ndarray) -> np.ndarray:
-    """Returns how many tokens before each position are trained, int64 [positions]; gives memory back as it reads.
+    """Counts the trained tokens before each position, int64 [positions]; frees mapped memory while reading.
 
     positions: int64 [positions], ascending, at most the number of tokens.
     """

@@ -17,14 +17,14 @@ from surojax.data.tokenizer import Tokenizer
 
 
 class _Section(NamedTuple):
-    """A part of a document that is tokenised on its own. ends: for each piece in it, where it ends, and its index."""
+    """A part of a document that is tokenised separately. ends: (end, index) of each piece in the section."""
 
     text: str
     ends: list[tuple[int, int]]
 
 
 def encode_pieces(documents: Sequence[tuple[DocumentPiece, ...]], tokenizer: Tokenizer) -> list[list[np.ndarray]]:
-    """Returns int32 [tokens] for each piece of each document, on all cores.
+    """Tokenises the pieces of documents on all cores: int32 [tokens] for each piece of each document.
 
     The ids of the pieces up to any seam are those of their joined text, so a prompt has the ids that sampling gives it.
     They are continued by those of the text with the next piece, if these begin with them; else a token would cross the
@@ -44,7 +44,7 @@ def encode_pieces(documents: Sequence[tuple[DocumentPiece, ...]], tokenizer: Tok
 
 
 def _sections(pieces: tuple[DocumentPiece, ...], tokenizer: Tokenizer) -> list[_Section]:
-    """Splits a document where tokens cannot cross anyway, which leaves little to encode twice."""
+    """Splits a document where no token can cross, so that little has to be encoded twice."""
     seams = list(itertools.accumulate((len(piece.text) for piece in pieces), initial=0))
     # Each piece is asked alone, since the two sides of a seam may together spell a special token, which is none then.
     cuts = {0, seams[-1]}
@@ -64,14 +64,14 @@ def _sections(pieces: tuple[DocumentPiece, ...], tokenizer: Tokenizer) -> list[_
 
 
 def _texts(section: _Section) -> list[str]:
-    """Returns the texts to encode for a section: up to each seam, or if it has none, parts that are not too long."""
+    """Returns the texts to encode for a section: up to each seam; without seams, parts of limited length."""
     if len(section.ends) == 1:
         return [piece.text for piece in texts.text_pieces(section.text)]
     return [section.text[:end] for end, _ in section.ends]
 
 
 def _chunks(section: _Section, ids_of: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Returns the ids of each piece in a section."""
+    """Returns the token ids of each piece in a section."""
     encoded = [ids_of[text] for text in _texts(section)]
     if len(section.ends) == 1:
         return [np.concatenate(encoded)]

@@ -1,4 +1,4 @@
-"""Batches for people to read: each token with its document, and with the label that the loss asks for there.
+"""Prints batches for people to read: each token with its document and its label.
 
 Legend: S sequence.
 """
@@ -17,7 +17,7 @@ _PLAIN = "\x1b[0m"
 def sample_table(
     inputs: np.ndarray, labels: np.ndarray, starts: np.ndarray | None, tokenizer: Tokenizer, color: bool
 ) -> Iterator[str]:
-    """Yields the lines of a table, for each row a heading and a line per token, as the model will see them.
+    """Yields a table's lines: for each row a heading and one line per token, as the model will see them.
 
     inputs, labels: integers [..., S], a label below 0 is ignored. starts: integers [..., S], the index at which the
     document of each token begins; None: each row is one document. color: green where the loss counts, dim elsewhere.
@@ -58,5 +58,5 @@ def _end_of_example(inputs_S: np.ndarray, labels_S: np.ndarray, _starts_S: np.nd
 
 
 def _escaped(token: int, tokenizer: Tokenizer) -> str:
-    """Returns a token's text in quotes, with escapes for what a terminal would not show as it is."""
+    """Returns a token's text in quotes, with characters that a terminal would not show escaped."""
     return repr(tokenizer.token_text(int(token)))

@@ -34,7 +34,7 @@ PAGE = "docs/distillation.md says how to make them"
 
 
 class Teacher(NamedTuple):
-    """Whose labels are in a folder.
+    """The teacher that made a folder's labels: its identity and the labels' settings.
 
     teacher: digest of the model and of the settings that its numbers depend on. name: of the model, for messages.
     tokenizer: its name with a digest. vocab_size: V of the teacher. top_k, temperature: see `step.distillation`; both
@@ -52,14 +52,14 @@ class Teacher(NamedTuple):
 
     @property
     def arrays(self) -> "tuple[LabelArray, ...]":
-        """The arrays of a label."""
+        """Dtype and width of the arrays that are a token's label."""
         if self.hidden_size:
             return (LabelArray(np.dtype(self.dtype), self.hidden_size),)
         return LabelArray(np.dtype(np.int32), self.top_k), LabelArray(np.dtype(np.float32), self.top_k + 1)
 
 
 class LabelArray(NamedTuple):
-    """An array of a label. width: numbers of a token."""
+    """One array of labels. width: numbers per token."""
 
     dtype: np.dtype
     width: int
@@ -67,7 +67,10 @@ class LabelArray(NamedTuple):
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of samples in a folder. sequence_len: S. count: number of samples. arrays: of a label."""
+    """The labels of one dataset's samples in a folder.
+
+    sequence_len: S. count: number of samples. arrays: of a label.
+    """
 
     folder: Path
     sequence_len: int
@@ -76,31 +79,31 @@ class Labels:
 
     @classmethod
     def of(cls, folder: Path, samples: Samples, sequence_len: int, teacher: Teacher) -> "Labels":
-        """Returns the labels of these samples that are, or will be, in the folder of a teacher."""
+        """Locates the labels of these samples, written or not, in a teacher's folder."""
         digest = fingerprint_of([samples.fingerprint, str(sequence_len), str(len(samples))])
         return cls(folder / digest, sequence_len, teacher.arrays, len(samples))
 
     @property
     def files(self) -> list[range]:
-        """The numbers of the samples of each file."""
+        """The range of samples in each file."""
         return [range(i, min(i + PER_FILE, self.count)) for i in range(0, self.count, PER_FILE)]
 
     @property
     def missing(self) -> list[int]:
-        """The files that are not there, or have another size."""
+        """The numbers of files that are missing, or have a wrong size."""
         return [number for number, rows in enumerate(self.files) if not self._is_there(number, len(rows))]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
-        """The arrays [S, width] of a sample: int32, or float32."""
+        """Reads the labels of a sample: arrays [S, width], int32 or float32."""
         number, row = divmod(index, PER_FILE)
         rows = len(self.files[number])
         arrays, begin = [], 0
         for dtype, width in self.arrays:
-            of_sample = self.sequence_len * width
-            offset = begin + row * of_sample * dtype.itemsize
-            x = np.fromfile(self._path(number), dtype, of_sample, offset=offset).reshape(self.sequence_len, width)
+            sample_numbers = self.sequence_len * width
+            offset = begin + row * sample_numbers * dtype.itemsize
+            x = np.fromfile(self._path(number), dtype, sample_numbers, offset=offset).reshape(self.sequence_len, width)
             arrays.append(x if dtype == np.int32 else x.astype(np.float32))
-            begin += rows * of_sample * dtype.itemsize
+            begin += rows * sample_numbers * dtype.itemsize
         return tuple(arrays)
 
     def write(self, number: int, *arrays: np.ndarray) -> None:
@@ -115,13 +118,13 @@ class Labels:
 
     def _is_there(self, number: int, rows: int) -> bool:
         path = self._path(number)
-        of_token = sum(dtype.itemsize * width for dtype, width in self.arrays)
-        return path.exists() and path.stat().st_size == rows * self.sequence_len * of_token
+        token_bytes = sum(dtype.itemsize * width for dtype, width in self.arrays)
+        return path.exists() and path.stat().st_size == rows * self.sequence_len * token_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class WithLabels(DerivedSamples):
-    """Samples with a teacher's labels. names: of their arrays."""
+    """Samples with a teacher's labels. names: of the labels' arrays."""
 
     labels: Labels
     teacher: Teacher
@@ -137,7 +140,7 @@ class WithLabels(DerivedSamples):
 
 
 def claim_folder(folder: str, teacher: Teacher) -> Path:
-    """The folder for this teacher's labels, which has its teacher.json. Raises ConfigError if it is another one's."""
+    """Returns the folder for a teacher's labels, with teacher.json. Raises ConfigError if it is another teacher's."""
     path = expanded(folder)
     if (path / TEACHER_FILE).exists():
         theirs = read_teacher(folder)
@@ -159,7 +162,7 @@ def write_head(folder: Path, head: np.ndarray) -> None:
 
 
 def read_head(folder: str) -> np.ndarray:
-    """The matrix `[V, E]` of the head of the teacher in a folder. Raises ConfigError if it is not there as a whole."""
+    """Reads the head `[V, E]` of a folder's teacher. Raises ConfigError if the file is missing or incomplete."""
     teacher = read_teacher(folder)
     path = expanded(folder) / HEAD_FILE
     shape = (teacher.vocab_size, teacher.hidden_size)
@@ -172,14 +175,14 @@ def read_head(folder: str) -> np.ndarray:
 
 
 def read_teacher(folder: str) -> Teacher:
-    """Whose labels are in a folder. Raises ConfigError if it has none."""
+    """Reads the `Teacher` of a folder's labels. Raises ConfigError if the folder has none."""
     path = expanded(folder) / TEACHER_FILE
     try:
         values = parse_json(read_bytes(path, MOST_BYTES).decode())
-        found = Teacher(**values)
-        if any(type(value) is not kind for value, kind in zip(found, Teacher.__annotations__.values(), strict=True)):
+        teacher = Teacher(**values)
+        if any(type(value) is not kind for value, kind in zip(teacher, Teacher.__annotations__.values(), strict=True)):
             raise ValueError("a value of another type")
-        return found
+        return teacher
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"distill_path: expected a folder with a teacher's labels, got {folder!r} ({error}); {PAGE}"
@@ -198,7 +201,7 @@ def with_teacher_labels(
     hidden_size: int,
     names: Sequence[str],
 ) -> Mixture:
-    """The samples with the labels in a folder. vocab_size: of the student. names: of the arrays of a label.
+    """Adds a folder's labels to samples. vocab_size: of the student. names: of the labels' arrays.
 
     Raises ConfigError if the folder has no labels of all these samples, or those of another vocabulary, tokenizer,
     size or temperature.
@@ -228,7 +231,7 @@ def with_teacher_labels(
 
 
 def _write(path: Path, parts: list[bytes]) -> None:
-    """Writes a file, which appears when it is complete and on the disk."""
+    """Writes a file atomically: it has its name only when complete and on the disk."""
     unfinished = path.with_name(f"{path.name}.tmp")
     with unfinished.open("wb") as opened:
         opened.writelines(parts)
@@ -239,7 +242,7 @@ def _write(path: Path, parts: list[bytes]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
+    """Waits until a folder's entries are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

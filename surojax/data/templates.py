@@ -1,4 +1,4 @@
-"""Chat templates: a conversation's messages to one text, as transformers renders them.
+"""Renders a conversation's messages to one text with a chat template, as transformers does.
 
 A template is a Jinja program that a model brings along: `rendering.py` runs it in a sandbox, here in a child process
 with limits of time and memory (`surojax.limited`). Four are shipped with surojax for tokenizers without one.
@@ -66,7 +66,7 @@ class Template(TemplateProgram):
     def pieces(
         self, conversations: Sequence[Conversation], train_on: str, where: Sequence[str] = ()
     ) -> list[tuple[DocumentPiece, ...] | NotARow]:
-        """Returns `pieces.conversation_pieces` of each conversation, or why there are none.
+        """Splits each conversation by `pieces.conversation_pieces`; returns `NotARow` for refused ones.
 
         where: each one's file and line, for messages. Raises ConfigError if one takes more than the limits.
         """
@@ -95,7 +95,7 @@ class Template(TemplateProgram):
 
 
 def load_template(spec: str, tokenizer: Tokenizer) -> Template | None:
-    """Returns the template that `spec` names: one of NAMES, a file, or "": the tokenizer's own, None if it has none.
+    """Loads the template `spec`: one of NAMES, a file, or "" for the tokenizer's own, None if it has none.
 
     Raises ConfigError if there is no such template, or it has a syntax error.
     """
@@ -126,7 +126,7 @@ def load_template(spec: str, tokenizer: Tokenizer) -> Template | None:
 
 
 def template_note(spec: str, tokenizer: Tokenizer) -> str:
-    """Returns one line if a named template writes control tokens that are several tokens of the tokenizer; else "".
+    """Returns a warning if the tokenizer splits a named template's control tokens into several tokens; else "".
 
     No error: a model can learn them as text, as Mistral's first did, and an answer then ends with end-of-sequence.
     """

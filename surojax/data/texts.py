@@ -1,4 +1,4 @@
-"""Texts of any size: files that are read in parts, where a text is split in two, and the pieces that are tokenised.
+"""Reads texts of any size in parts, splits a text in two, and cuts texts into pieces to tokenise.
 
 A text file is one document, however large it is. Nothing here holds more of it than a few pieces.
 """
@@ -26,7 +26,10 @@ class TextFile(NamedTuple):
 
 
 class TextPiece(NamedTuple):
-    """A part of a text that is tokenised on its own. is_first, is_last: of its text."""
+    """A part of a text that is tokenised separately.
+
+    is_first, is_last: whether the part is the text's first or last.
+    """
 
     text: str
     is_first: bool
@@ -34,7 +37,7 @@ class TextPiece(NamedTuple):
 
 
 def open_text(path: Path) -> TextFile:
-    """Returns the text of a file, without the byte order mark. Raises OSError if it cannot be read."""
+    """Opens the text of a file, without the byte order mark. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
     return TextFile(path, len(codecs.BOM_UTF8) if has_mark else 0, path.stat().st_size)
@@ -111,7 +114,7 @@ def _size(text: str) -> int:
 def text_pieces(
     text: str | TextFile, section_starts: Callable[[str], Sequence[int]] | None = None
 ) -> Iterator[TextPiece]:
-    """Yields the pieces of a text, each of at most PIECE_CHARS characters; one if it is not longer.
+    """Yields the pieces of a text, each of at most PIECE_CHARS characters.
 
     section_starts: returns where a text can be cut without changing its tokens; None: not known. A piece ends at the
     last such place, or if there is none, after the last line end, or if there is none, where it has to.
@@ -134,6 +137,6 @@ def text_pieces(
 
 
 def _end(text: str, section_starts: Callable[[str], Sequence[int]] | None) -> int:
-    """Returns the end of the first piece of a text that is longer than PIECE_CHARS."""
+    """Returns the end of the first piece, in characters, of a text longer than PIECE_CHARS."""
     places = [start for start in section_starts(text) if 0 < start <= PIECE_CHARS] if section_starts else []
     return places[-1] if places else text.rfind("\n", 0, PIECE_CHARS) + 1 or PIECE_CHARS

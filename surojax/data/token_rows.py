@@ -1,4 +1,4 @@
-"""Rows of token ids, which are documents as they are."""
+"""Reads rows of token ids; each row is a document without further encoding."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from surojax.data.items import Item, Unit, item_key, key_of_bad, new_hash
 
 @dataclass(frozen=True)
 class TokenEncoder:
-    """Makes documents of rows of token ids, as they are; see `cache_writer.ItemEncoder`."""
+    """Makes documents from rows of token ids, without changing them; see `cache_writer.ItemEncoder`."""
 
     vocab_size: int
 
@@ -24,7 +24,7 @@ class TokenEncoder:
         return "token ids"
 
     def item(self, row: DataRow | BadRow) -> Item[np.ndarray]:
-        """The ids of a row, or why it has none."""
+        """Reads the ids of a row, or returns a `BadRow`."""
         if isinstance(row, BadRow):
             return Item(row, key_of_bad(row), 0)
         try:
@@ -43,16 +43,16 @@ class TokenEncoder:
         return Item(bad, key_of_bad(bad), 0)
 
     def split(self, item: Item[np.ndarray]) -> tuple[Item[np.ndarray], Item[np.ndarray]] | None:
-        """The first 95 % of the ids and the rest."""
+        """Splits the ids into the first 95 % and the rest."""
         if isinstance(item.content, BadRow) or len(item.content) < 2:
             return None
         at = min(max(1, int(0.95 * len(item.content))), len(item.content) - 1)
         return Item(item.content[:at], 0, 0), Item(item.content[at:], 0, 0)
 
     def units(self, item: Item[np.ndarray]) -> Iterable[Unit[np.ndarray]]:
-        """One, of all ids."""
+        """Returns one unit with all ids."""
         return (Unit(item.content, 0, True),)
 
     def encode(self, units: list[np.ndarray | BadRow]) -> list[Example | BadRow]:
-        """The ids."""
+        """Returns each unit's ids as a document."""
         return [x if isinstance(x, BadRow) else Example(x, None) for x in units]

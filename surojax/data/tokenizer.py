@@ -39,11 +39,11 @@ END_OF_TURN_NAMES = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline and sampling need from a tokenizer."""
+    """The interface of a tokenizer for the data pipeline and sampling."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of embedding rows that this tokenizer needs: its largest id + 1."""
+        """The number of embedding rows that this tokenizer needs: its largest id + 1."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """The token that begins a document; None: there is none."""
+        """The token that begins a document, or None."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """The token with which other programs fill up a batch: the tokenizer's own, or `eos_id`."""
+        """The token with which other programs pad a batch: the tokenizer's own, or `eos_id`."""
         ...
 
     @property
@@ -88,7 +88,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """Identifies the mapping from text to ids; stored in checkpoints to detect another tokenizer."""
+        """A name with a digest of the mapping from text to ids; checkpoints store it to detect another tokenizer."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -100,7 +100,7 @@ class Tokenizer(Protocol):
         ...
 
     def section_starts(self, text: str) -> list[int]:
-        """Offsets at which `text` can be cut into parts whose ids, one after the other, are those of `text`."""
+        """Offsets at which `text` can be cut so that the parts' ids, concatenated, equal the ids of `text`."""
         ...
 
     def token_text(self, token: int) -> str:
@@ -138,7 +138,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def section_starts(self, text: str) -> list[int]:
-        """Returns no offsets: a text costs nothing to encode."""
+        """Returns no offsets, since a text costs nothing to encode."""
         return []
 
     def token_text(self, token: int) -> str:
@@ -219,11 +219,11 @@ class HuggingFaceTokenizer:
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def section_starts(self, text: str) -> list[int]:
-        """Offsets of the special tokens in `text`, on whose two sides it is encoded separately."""
+        """Offsets of the special tokens in `text`; text before and after them is encoded separately."""
         return [match.start() for match in self._special.finditer(text)]
 
     def token_text(self, token: int) -> str:
-        """Text of one token, special ones included; a part of a character as the tokenizer writes it."""
+        """Text of one token, also of special tokens; part of a character is written as the tokenizer writes it."""
         raw = self._tokenizer.id_to_token(token) or ""
         if "▁" in raw:
             return raw.replace("▁", " ")  # decoding a first token leaves out its space
@@ -246,7 +246,7 @@ def _find(text: str, role: str, vocabulary: dict[str, int], source: str) -> int:
 
 
 def _find_eos(text: str, stops: list[int], special: dict[str, int], vocabulary: dict[str, int], source: str) -> int:
-    """Id of `text`; if that is "", the first of `stops`; if there is none, of the first name in EOS_NAMES."""
+    """Id of the token `text`; if "", the first of `stops`, else the id of the first known name in EOS_NAMES."""
     if text:
         return _find(text, "eos", vocabulary, source)
     if stops:
@@ -262,7 +262,7 @@ def _find_eos(text: str, stops: list[int], special: dict[str, int], vocabulary: 
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Returns the tokenizer that `spec` names: "bytes", a model's folder, a lone tokenizer.json, or a GGUF file.
+    """Loads the tokenizer `spec`: "bytes", a model's folder, a lone tokenizer.json, or a GGUF file.
 
     Raises ConfigError if there is no such tokenizer or its files cannot be used.
     """

@@ -1,4 +1,4 @@
-"""The contents of a tokenizer's files, before a tokenizer is built from them."""
+"""Reads a tokenizer's files, before a tokenizer is built from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ def read_folder(folder: Path) -> TokenizerFiles:
 
 
 def _read_template(folder: Path, in_settings: Any) -> str:
-    """Returns the chat template: its own file's, else tokenizer_config.json's, as in transformers."""
+    """Reads the chat template from its own file, else from tokenizer_config.json, as transformers does."""
     if (file := folder / "chat_template.jinja").exists():
         return read_text(file)
     template = _read_json(folder / "chat_template.json").get("chat_template", in_settings)
@@ -60,13 +60,13 @@ def _read_template(folder: Path, in_settings: Any) -> str:
 
 
 def _token_text(token: Any) -> str:
-    """Text of a token as tokenizer_config.json has it: a string, an object with its content, or null."""
+    """Returns a token's text from its entry in tokenizer_config.json: a string, an object with `content`, or null."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Returns the file's object; empty if there is no such file."""
+    """Reads a file's JSON object; {} if there is no such file."""
     if not path.exists():
         return {}
     try:

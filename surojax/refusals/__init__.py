@@ -1,1 +1,1 @@
-"""The settings that do not go together: a table of pairs of features, each with its reason and what to change."""
+"""The settings that do not go together: a table of pairs of features, each with its reason and the change."""

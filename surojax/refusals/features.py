@@ -1,4 +1,4 @@
-"""The choices of a config that rows of the table name (pairs.py), most of them in several rows."""
+"""The features of a config that rows of the table (pairs.py) refer to."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def _are_sharded(s: Settings, what: str, level: int) -> bool:
 
 
 def _has_rows(s: Settings) -> bool:
-    """Returns True if there may be rows of instructions or conversations: data/run_data.py reads the files to know."""
+    """True if the data may have rows of instructions or conversations; data/run_data.py finds out from the files."""
     return bool(s["datasets"] or s["validation_datasets"] or s["data"] not in ("", "stdlib"))
 
 
@@ -49,7 +49,7 @@ def _in_nvme(s: Settings) -> list[str]:
 
 
 def _without(name: str, fields: tuple[str, ...], holds: Callable[[Settings], bool], example: Settings) -> Feature:
-    """A feature of several fields that are never the ones to be named; name: its clause."""
+    """Makes a feature of several fields that is only ever the `other` of a refusal. name: the feature's clause."""
     return Feature(name, fields, lambda s, _: holds(s), lambda _: name, "", example)
 
 

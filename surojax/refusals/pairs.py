@@ -1,4 +1,4 @@
-"""The table of refusals: a row for each pair of features that do not go together, by subject.
+"""The table of refusals: one row for each pair of features that do not go together, by subject.
 
 A new row goes here, and a new feature of it to features.py if several rows name it. Rows of one optimizer, objective or
 architecture stand where that is declared (optim/optimizers.py, step/objectives.py, models/decoder_checks.py).
@@ -85,7 +85,7 @@ from surojax.refusals.refusal import (
 
 
 def _to_shard(what: str, level: int) -> Callable[[Settings], str]:
-    """The change that shards a tensor class; zero_level does not, if the field itself is False."""
+    """Words the change that shards a tensor class; zero_level does not shard it if the field itself is False."""
 
     def change(s: Settings) -> str:
         return f"set shard_{what}=True" + (f" or zero_level={level}" if s[f"shard_{what}"] is None else "")

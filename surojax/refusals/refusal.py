@@ -1,4 +1,4 @@
-"""A feature of a config, and a refusal of two that do not go together; how a table of them is asked and printed.
+"""Features of a config, refusals of pairs of features, and functions that search and print a table of refusals.
 
 A `Feature` is a choice that a config makes, such as "pp_size > 1" or "lora=False". A `Refusal` says that one feature is
 not possible with another. `config.checks.check` refuses a config by the table (pairs.py), `placement.table.place` its
@@ -17,7 +17,7 @@ Settings = Mapping[str, Any]  # {name of a field of the config: its value}, some
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """A choice that a config makes.
+    """A choice that a config makes, for example a field that is set.
 
     name: for readers of the table. fields: that decide it; a message names the first.
     holds: (settings, defaults of the fields) -> whether the config makes this choice.
@@ -35,56 +35,56 @@ class Feature:
 
     @property
     def field(self) -> str:
-        """The field that a message names."""
+        """The first field, which messages name."""
         return self.fields[0]
 
 
 def clause_of(field: str) -> Callable[[Settings], str]:
-    """`Feature.clause` of a field: its name and value."""
+    """Makes a `Feature.clause` from a field's name and value."""
     return lambda s: f"with {field.removeprefix('model.')}={s[field]!r}"
 
 
 def is_on(field: str, **needs) -> Feature:
-    """A field that is true, or not empty."""
+    """Feature: the field is true, or not empty."""
     return Feature(
         f"{field}=True", (field,), lambda s, _: bool(s[field]), clause_of(field), "False", {**needs, field: True}
     )
 
 
 def is_off(field: str) -> Feature:
-    """A field that is false."""
+    """Feature: the field is false."""
     return Feature(f"{field}=False", (field,), lambda s, _: not s[field], clause_of(field), "True", {field: False})
 
 
 def is_above(field: str, least: int, **needs) -> Feature:
-    """A number that is larger than its least."""
+    """Feature: the field's number is above `least`."""
     example = {**needs, field: least + 1}
     return Feature(f"{field} > {least}", (field,), lambda s, _: s[field] > least, clause_of(field), str(least), example)
 
 
 def is_one_of(field: str, *values, instead: str = "", needs: Settings | None = None) -> Feature:
-    """A field that has one of these values."""
+    """Feature: the field has one of these values."""
     name = f"{field}={' or '.join(map(str, values))}" if values != ("",) else f"{field}=''"
     example = {**(needs or {}), field: values[0]}
     return Feature(name, (field,), lambda s, _: s[field] in values, clause_of(field), instead, example)
 
 
 def is_other_than(field: str, value, example, needs: Settings | None = None) -> Feature:
-    """A field that has not this value."""
+    """Feature: the field has another value than this."""
     name = f"{field} other than {value!r}"
     example = {**(needs or {}), field: example}
     return Feature(name, (field,), lambda s, _: s[field] != value, clause_of(field), repr(value), example)
 
 
 def is_set(field: str, example, needs: Settings | None = None) -> Feature:
-    """A field that has not its default."""
+    """Feature: the field differs from its default."""
     example = {**(needs or {}), field: example}
     return Feature(f"{field} set", (field,), lambda s, d: s[field] != d[field], clause_of(field), "", example)
 
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """One feature that is not possible with another.
+    """A row of the table: a feature that is not possible with another feature.
 
     reason: a clause that follows the other feature's, or "". change: what to do, in the imperative.
     when_placed: refused when state is placed, not before: `verify` and `fit` read the setting for what they try.
@@ -98,7 +98,7 @@ class Refusal:
 
     @functools.cached_property
     def fields(self) -> frozenset[str]:
-        """The fields that decide it."""
+        """The fields that both features depend on."""
         return frozenset((*self.feature.fields, *self.other.fields))
 
     def holds(self, settings: Settings, defaults: Settings) -> bool:
@@ -106,7 +106,7 @@ class Refusal:
         return self.feature.holds(settings, defaults) and self.other.holds(settings, defaults)
 
     def message(self, settings: Settings, defaults: Settings) -> str:
-        """One line: what was expected, why, what was found, and what to change."""
+        """Makes the error message: what was expected, why, what was given, and what to change."""
         field = self.feature.field
         expected = f"{self.feature.instead or repr(defaults[field])} {self.other.clause(settings)}"
         reason = f", {self.reason}" if self.reason else ""
@@ -115,12 +115,12 @@ class Refusal:
 
 
 def refuse_each(features: Iterable[Feature], other: Feature, reason: str, change: str) -> list[Refusal]:
-    """A row for each of these features."""
+    """Makes a row for each of these features, with the same other feature."""
     return [Refusal(feature, other, reason, change) for feature in features]
 
 
 def refusals_page(table: Iterable[Refusal], defaults: Settings) -> str:
-    """docs/refusals.md: what does not go together, as a table."""
+    """Makes the page docs/refusals.md, a table of the features that do not go together."""
     lines = [
         "# What does not go together",
         "",
@@ -139,14 +139,14 @@ def refusals_page(table: Iterable[Refusal], defaults: Settings) -> str:
 
 
 def about(field: str, table: Iterable[Refusal]) -> tuple[Refusal, ...]:
-    """The rows that depend on a field."""
+    """Selects the rows that depend on a field."""
     return tuple(row for row in table if field in row.fields)
 
 
 def refused(
     settings: Settings, defaults: Settings, table: Iterable[Refusal], *, placed: bool = False
 ) -> Refusal | None:
-    """Returns the first row that refuses these settings, or None; rows of fields that are not among them are skipped.
+    """Returns the first row that refuses these settings, or None; skips rows with fields that are not in `settings`.
 
     placed: whether state is placed by these settings.
     """
@@ -156,6 +156,6 @@ def refused(
 
 
 def refuse(settings: Settings, defaults: Settings, table: Iterable[Refusal], *, placed: bool = False) -> None:
-    """Raises ConfigError if two of the settings do not go together. The arguments are those of `refused`."""
+    """Raises ConfigError if two of the settings do not go together. Arguments: see `refused`."""
     if row := refused(settings, defaults, table, placed=placed):
         raise ConfigError(row.message(settings, defaults))
