@@ -41,6 +41,9 @@ from surojax.parallel.feed import from_host
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, find_devices, make_mesh
 from surojax.placement.param import OUTER
+from surojax.plan import add_disk
+from surojax.planner.gpus import GPUS
+from surojax.planner.labelling import plan_labelling
 from surojax.refusals.refusal import about, refuse
 from surojax.run.console import say
 from surojax.step import train_step
@@ -60,12 +63,7 @@ def distill(config: Config) -> Path:
     Raises ConfigError for whatever a run would refuse of settings and data, CheckpointError for a model that cannot be
     read, OSError if a disk is full.
     """
-    c = _frozen(resolved(config))
-    checks.check(c)
-    states = c.distill_hidden_size > 0
-    if states:
-        _check_states(c)
-        c.distill_hidden_size = 0  # the teacher itself learns from nobody
+    c, states = teacher(config)
     devices = find_devices(c.gpus)
     mesh = make_mesh(devices, **configs.mesh_sizes(c))
     run = from_config(c, mesh, total_steps=1)
@@ -81,29 +79,44 @@ def distill(config: Config) -> Path:
     numbers = json.dumps([fingerprint(initial, run.model), *(c[name] for name in NUMBERS)])
     about = (numbers, str(c.model_path), tokenizer.name, c.model.vocab_size)
     if states:
-        teacher = Teacher(*about, 0, 0.0, c.model.hidden_size, c.model_dtype)
-        labelling, names = Labelling(last_states), (TEACHER_STATES,)
+        source, names = Teacher(*about, 0, 0.0, c.model.hidden_size, c.model_dtype), (TEACHER_STATES,)
     else:
-        teacher = Teacher(*about, c.distill_top_k, float(c.distill_temperature))
-        labelling = Labelling(functools.partial(likely_tokens, c.distill_top_k, c.distill_temperature))
-        names = (TEACHER_IDS, TEACHER)
-    folder = claim_folder(c.distill_path, teacher)
+        source, names = Teacher(*about, c.distill_top_k, float(c.distill_temperature)), (TEACHER_IDS, TEACHER)
+    folder = claim_folder(c.distill_path, source)
     with locked(folder / "lock", "distill_path"), nvme.claim(run.store):
-        labels = [Labels.of(folder, samples, c.sequence_len, teacher) for samples in train.sources]
+        labels = [Labels.of(folder, samples, c.sequence_len, source) for samples in train.sources]
         if not any(one.missing for one in labels):
             say(f"labels: all {len(train):,} samples are labelled in {folder}")
             return folder
-        engine = dataclasses.replace(run.engine, objective=labelling)
+        engine = dataclasses.replace(run.engine, objective=labelling(c, states))
         labeller = _Labeller(dataclasses.replace(run, engine=engine), mesh, batch_size, c.sequence_len, names)
         weights = fresh_state(c, run, initial).weights
         if states:
             write_head(folder, np.asarray(jax.device_get(weights[OUTER][run.model.head])))
         for samples, one in zip(train.sources, labels, strict=True):
             labeller(weights, samples, one)
-    flags = f" --config.distill_hidden_size={teacher.hidden_size}" if states else ""
+    flags = f" --config.distill_hidden_size={source.hidden_size}" if states else ""
     flags = f"--config.objective=distill --config.distill_path={folder}{flags}"
     say(f"labels: {len(train):,} samples in {folder}; {flags}")
     return folder
+
+
+def teacher(config: Config) -> tuple[Config, bool]:
+    """Returns (the checked config of the teacher, whether labels are its last hidden states). Raises ConfigError."""
+    c = _frozen(resolved(config))
+    checks.check(c)
+    states = c.distill_hidden_size > 0
+    if states:
+        _check_states(c)
+        c.distill_hidden_size = 0  # the teacher itself learns from nobody
+    return c, states
+
+
+def labelling(c: Config, states: bool) -> Labelling:
+    """What a teacher's pass computes of each token. c, states: see `teacher`."""
+    if states:
+        return Labelling(last_states)
+    return Labelling(functools.partial(likely_tokens, c.distill_top_k, c.distill_temperature))
 
 
 def _frozen(c: Config) -> Config:
@@ -169,16 +182,27 @@ class _Labeller:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's own options: none, all is in the config."""
+    """The command's own options; all else is in the config."""
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
-    return argparse.ArgumentParser(prog="surojax distill", description=description)
+    made = argparse.ArgumentParser(prog="surojax distill", description=description)
+    group = made.add_argument_group("a plan instead")
+    text = f"label nothing: say what that takes on this GPU, from the compiled pass: {', '.join(GPUS)}"
+    group.add_argument("--plan", metavar="GPU", help=text)
+    add_disk(group)
+    return made
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and label. An error ends it with one line (`errors.ending`)."""
+    """Parse the command line and label, or plan. An error ends it with one line (`errors.ending`)."""
     try:
-        c, _ = parse_flags(argv, parser())
-        distill(c)
+        c, args = parse_flags(argv, parser())
+        if args.plan is None:
+            need(args.disk is None, "--disk", "--plan as well, which reads it", args.disk, "leave it out")
+            distill(c)
+        else:
+            jax.config.update("jax_platforms", "cpu")  # a plan needs no GPU, and should not occupy one
+            c, states = teacher(c)
+            print(plan_labelling(c, labelling(c, states), args.plan, args.disk))
     except (ValueError, CheckpointError, OSError) as error:
         raise ending("distill", error) from error
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, drawn_params, plain_model, quick_at, tokens, worst_relative
+from test_plan import FIRST, needs_compiler
 from test_preferences import PLACED
 
 from surojax import convert
@@ -23,13 +24,15 @@ from surojax.data.given import NAME, GivenRows
 from surojax.data.samples import Samples
 from surojax.data.teacher_labels import Labels, Teacher, claim_folder, read_teacher, write_head
 from surojax.data.tokenizer import load_tokenizer
-from surojax.distill import distill
+from surojax.distill import distill, labelling, main as distill_main, teacher as teacher_of
 from surojax.errors import ConfigError
 from surojax.inference.forward import hidden
 from surojax.inference.trained_model import load_trained
 from surojax.models.decoder_model import build
 from surojax.placement.layout import batch_sharding
 from surojax.placement.param import OUTER, with_part
+from surojax.planner.gpus import GPUS
+from surojax.planner.labelling import plan_labelling
 from surojax.step.distillation import NOTHING, Distillation, label
 from surojax.step.teacher_states import TEACHER_HEAD, StateDistillation, with_teacher_head
 from surojax.step.train_step import make_gradients, make_train_step
@@ -397,6 +400,34 @@ def test_labelling_that_is_killed_goes_on_to_the_same_bits(tmp_path):
     assert all((folder / file).read_bytes() == (whole / file).read_bytes() for file in files)
 
 
+@pytest.mark.full
+@needs_compiler
+def test_a_plan_of_labelling_says_what_binds(tmp_path):
+    """The bytes are those of the weights; a slow disk takes as long as its files, and a GPU as long as its products."""
+    sizes = {"model.hidden_size": 512, "model.intermediate_size": 1024, "model.num_hidden_layers": 8}
+    c = config(tmp_path, model_dtype="bfloat16", sequence_len=512, distill_weight=0.5, **sizes)
+    plans = {}
+    for name, placed in {
+        "device": {},
+        "host": {"offload_weights": True},
+        "files": {"offload_weights": "nvme", "nvme_path": str(tmp_path)},
+    }.items():
+        of_teacher, states = teacher_of(config(tmp_path, **c.to_dict() | placed))
+        plans[name] = plan_labelling(of_teacher, labelling(of_teacher, states), FIRST, "0.01/0.01")
+    layers = 2 * 8 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1024 + 2 * 512)  # bytes; attention of 2 heads and 1
+    layers += 2 * 8 * 2 * 512  # adapters of rank 1, which add nothing
+    assert plans["files"].file_bytes == layers
+    assert plans["files"].resources["the disk"] == pytest.approx(layers / 1e7)
+    assert plans["files"].seconds == pytest.approx(layers / 1e7 * 9 / 8)  # nothing hides the first layer
+    assert "the disk binds" in str(plans["files"])
+    assert plans["host"].host_bytes == layers
+    assert plans["files"].host_bytes < 0.3 * layers
+    assert plans["device"].host_bytes == 0
+    products = 2 * (layers / 2 + 320 * 512) * plans["device"].tokens / GPUS[FIRST].bf16_flops
+    assert products < plans["device"].seconds < 3 * products
+    assert plans["device"].tokens == 8 * 512 and plans["files"].tokens == 16 * 8 * 512
+
+
 def test_what_cannot_be_labelled_is_one_line(tmp_path):
     for fields, message in {
         ("distill_path", ""): "distill_path: expected a folder for labels, got ''",
@@ -406,3 +437,6 @@ def test_what_cannot_be_labelled_is_one_line(tmp_path):
         with pytest.raises(ConfigError) as error:
             distill(config(tmp_path, **dict([fields])))
         assert message in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(SystemExit) as ended:
+        distill_main(["--config", "tiny", "--disk", "7/6"])
+    assert "--disk: expected --plan as well" in str(ended.value)

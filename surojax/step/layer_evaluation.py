@@ -8,6 +8,7 @@ import jax
 
 from surojax.models.model import Variant
 from surojax.parallel import collectives
+from surojax.placement.home import HOST
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
@@ -17,7 +18,7 @@ from surojax.step.by_host import by_host
 from surojax.step.outer import OuterLayers
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState
-from surojax.step.step_parts import jitted
+from surojax.step.step_parts import Program, jitted
 from surojax.step.weights import Gather
 from surojax.step.work_weights import WorkWeights
 
@@ -77,6 +78,30 @@ class LayerEvaluation:
         """The lowered evaluation, compiled."""
         each = {kind: f.compile(compiler_options) for kind, f in self.layers.items()}
         return self._with(self.begin.compile(compiler_options), each, self.end.compile(compiler_options))
+
+    def programs(self, *batch) -> list[Program]:
+        """The programs with planned arguments, in the order in which they first run for one planned batch."""
+        outer, number = self.plan.weights[OUTER], self.plan.step
+        begin = Program(self.begin, (outer, *batch), 1)
+        jax.eval_shape(self.begin, *begin.arguments)
+        x = self.of_devices.planned("x")
+        programs = [begin]
+        for kind, function in self.layers.items():
+            files = self.weights.files[kind[0]]
+            arguments = self.weights.planned(kind[0]), number, x, *batch
+            others = outer, self.weights.arriving(kind[0])
+            programs.append(
+                Program(
+                    function,
+                    arguments,
+                    self.kinds.count(kind),
+                    others,
+                    "layers",
+                    files.round_file_bytes,
+                    put=files.planned_round(HOST),
+                )
+            )
+        return [*programs, Program(self.end, (outer, x, *batch), 1)]
 
     def _with(self, begin, layers: dict, end) -> "LayerEvaluation":
         new = copy.copy(self)
