@@ -18,10 +18,13 @@ _NEEDED += " ml_dtypes tensorboardX tqdm psutil"
 
 
 def _cannot_run() -> str:
-    """Why surojax cannot be imported here, or "". Files beside this one may have syntax newer than this Python's."""
+    """Returns the reason why surojax cannot be imported here, or "".
+
+    Files beside this one may have syntax newer than this Python's.
+    """
     if sys.version_info < (3, 12):  # noqa: UP036
-        found = ".".join(map(str, sys.version_info[:2]))
-        return f"expected Python 3.12 or newer, got {found}; .python-version selects one for pyenv and uv"
+        version = ".".join(map(str, sys.version_info[:2]))
+        return f"expected Python 3.12 or newer, got {version}; .python-version selects one for pyenv and uv"
     if sys.platform == "win32":
         return "expected Linux or macOS, got Windows, where JAX has no GPUs either; use WSL 2"
     missing = [name for name in _NEEDED.split() if importlib.util.find_spec(name) is None]

@@ -20,7 +20,7 @@ from surojax.errors import REFUSED
 
 
 class Verb(NamedTuple):
-    """A verb of the command: what it does, and command lines to start from, without `surojax VERB`."""
+    """A verb of the command. does: one line for the help. examples: command lines without `surojax VERB`."""
 
     does: str
     examples: tuple[str, ...]
@@ -113,7 +113,7 @@ VERBS = {name: verb for verbs in GROUPS.values() for name, verb in verbs.items()
 
 
 def version() -> str:
-    """The version of surojax, and those that a report of an error needs."""
+    """Formats the versions of surojax and of the packages that a bug report needs."""
     try:
         jax = importlib.metadata.version("jax")
     except importlib.metadata.PackageNotFoundError:
@@ -122,7 +122,7 @@ def version() -> str:
 
 
 def overview() -> str:
-    """The help of the command: every verb with what it does."""
+    """Makes the help of the command: every verb in one line."""
     lines = ["usage: surojax VERB ...", "", (surojax.__doc__ or "").partition("\n")[0], ""]
     for title, verbs in GROUPS.items():
         lines += [f"{title}:", *(f"  {name:<12}{verb.does}" for name, verb in verbs.items()), ""]
@@ -132,12 +132,12 @@ def overview() -> str:
 
 
 def examples(name: str) -> str:
-    """The examples of a verb, as `surojax VERB --help` ends."""
+    """Formats the examples of a verb, which end `surojax VERB --help`."""
     return "\n".join(["", "examples:", *(f"  surojax {name} {line}" for line in VERBS[name].examples)])
 
 
 def run_verb(name: str, arguments: list[str]) -> None:
-    """Runs a verb as `python -m` runs its module; after its help come examples."""
+    """Runs a verb as `python -m` runs its module, and adds examples to its help."""
     sys.argv[1:] = arguments
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     try:
@@ -149,7 +149,7 @@ def run_verb(name: str, arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Runs the verb of the command line, or lists the verbs if it has none. A wrong one exits with REFUSED."""
+    """Runs the verb of the command line, or lists the verbs if none is given. A wrong one exits with REFUSED."""
     name, *arguments = sys.argv[1:] or [""]
     if name in VERBS:
         run_verb(name, arguments)

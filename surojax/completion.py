@@ -22,23 +22,23 @@ PATHS = ("checkpoint", "questions", "include_path", "tokenizer", "json")  # opti
 
 
 def own_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of a verb's own options."""
+    """Returns the parser of a verb's own options."""
     return importlib.import_module("surojax.data.__main__" if name == "data" else f"surojax.{name}").parser()
 
 
 def options(name: str) -> argparse.ArgumentParser:
-    """The parser of a verb, without its help; with an option for each field if it takes a config."""
-    found = own_parser(name)
+    """Returns the parser of a verb without its help; if the verb takes a config, with an option for each field."""
+    with_fields = own_parser(name)
     if name in OF_CONFIG:
-        flags.add_options(found)
+        flags.add_options(with_fields)
         for field in FIELDS.values():
             choices = [str(x) for x in field.choices if str(x)] or None
-            found.add_argument(f"--config.{field.name}", choices=choices, help=field.comment)
-    return found
+            with_fields.add_argument(f"--config.{field.name}", choices=choices, help=field.comment)
+    return with_fields
 
 
 def script(shell: str) -> str:
-    """The script for a shell. Raises ConfigError if shtab is not installed."""
+    """Makes the completion script for a shell. Raises ConfigError if shtab is not installed."""
     try:
         import shtab  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -49,25 +49,25 @@ def script(shell: str) -> str:
     command.add_argument("--version", action="store_true", help="print the version")
     verbs = command.add_subparsers()
     for name, verb in VERBS.items():
-        of_verb = options(name)
-        for action in of_verb._actions:
+        verb_options = options(name)
+        for action in verb_options._actions:
             if action.metavar in FILES or action.dest in PATHS:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-        verbs.add_parser(name, parents=[of_verb], help=verb.does, add_help=False, conflict_handler="resolve")
+        verbs.add_parser(name, parents=[verb_options], help=verb.does, add_help=False, conflict_handler="resolve")
     return shtab.complete(command, shell)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    found = argparse.ArgumentParser(prog="surojax completion", description=(__doc__ or "").partition("\n")[0])
-    found.add_argument("shell", choices=SHELLS, help="the shell that is to complete")
-    found.epilog = short_exit_codes()
+    """Makes the parser of the command's options."""
+    arguments = argparse.ArgumentParser(prog="surojax completion", description=(__doc__ or "").partition("\n")[0])
+    arguments.add_argument("shell", choices=SHELLS, help="the shell that is to complete")
+    arguments.epilog = short_exit_codes()
 
-    return refusing(found)
+    return refusing(arguments)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and print the script. An error ends it with one line (`errors.ending`)."""
+    """Parses the command line and prints the script. An error ends it with one line (`errors.ending`)."""
     try:
         print(script(parser().parse_args(argv).shell))
     except ConfigError as error:

@@ -52,7 +52,7 @@ DTYPE_HELP = (
 
 
 class Opened(NamedTuple):
-    """A model that can be exported. config, files: of its folder."""
+    """A model that can be exported, with the config.json and small files of its folder."""
 
     model: Model
     tensors: Tensors
@@ -92,7 +92,7 @@ def merge(
     experts_together: bool = False,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """`convert`, with adapters merged into the model in float32, one after another; see merge.py.
+    """Writes a model as `convert` does, after merging adapters into it in float32, one after another; see merge.py.
 
     Raises ConfigError too if one of them is an adapter of another model.
     """
@@ -118,12 +118,12 @@ def merge(
 
 
 def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) -> Opened:
-    """Opens what `convert` takes; reads settings and small files, and tensors only to compare a tied head.
+    """Opens a model for `convert`; reads settings and small files, and tensors only to compare a tied head.
 
     num_labels: above 0, a language model gets a new head of so many numbers.
     """
     if not is_model(source) and (
-        opened := on_disk.read_newest(source, lambda found: _open_checkpoint(found, tokenizer))
+        opened := on_disk.read_newest(source, lambda checkpoint: _open_checkpoint(checkpoint, tokenizer))
     ):
         return opened
     if not is_model(source):
@@ -145,21 +145,23 @@ def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) 
     return Opened(model, weights, *folder_files(c))
 
 
-def _open_checkpoint(found: Path, tokenizer: str) -> Opened:
-    meta = on_disk.read_meta(found)
+def _open_checkpoint(checkpoint: Path, tokenizer: str) -> Opened:
+    meta = on_disk.read_meta(checkpoint)
     c = checks.restored_config(meta["config"], on_disk.written_by(meta))
     if c.lora:
-        raise ConfigError(f"--checkpoint: expected a checkpoint with all weights, got adapters in {found}; merge them")
-    kept = kept_in(found.parent.parent)
+        raise ConfigError(
+            f"--checkpoint: expected a checkpoint with all weights, got adapters in {checkpoint}; merge them"
+        )
+    kept = kept_in(checkpoint.parent.parent)
     c.model_path = str(kept) if (kept / CONFIG).is_file() else c.model_path
     c.tokenizer = tokenizer or (str(kept) if (kept / "tokenizer.json").is_file() else c.tokenizer)
     check_trained_with(meta, load_tokenizer(c.tokenizer))
     model = from_config.model(c)
-    return Opened(model, CheckpointTensors(found, model), *folder_files(c))
+    return Opened(model, CheckpointTensors(checkpoint, model), *folder_files(c))
 
 
 def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
-    """(config.json, the other small files) for a model with the fields and the tokenizer of a resolved config.
+    """Makes (config.json, the other small files) for a model with a resolved config's `model` fields and tokenizer.
 
     They are those of the model at `model_path`, if it says the same, else they are made. Raises ConfigError if the
     model is of no family of Hugging Face, or if the tokenizer cannot be read or has more ids than the model.
@@ -178,44 +180,44 @@ def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
             tokens = {key: said[key] for key in ("bos_token_id", "eos_token_id")}
             generation = {GENERATION: encoded({key: id_ for key, id_ in tokens.items() if id_ is not None})}
             return config_json.made(fields, said["max_position_embeddings"], tokens | padding), files | generation
-        found = run_config_json(c, read_config(source))
-        if config_json.agrees(found, fields):
-            return {**padding, **found} if labels_of(
+        source_config = run_config_json(c, read_config(source))
+        if config_json.agrees(source_config, fields):
+            return {**padding, **source_config} if labels_of(
                 read_config(source)
-            ) else found | padding, files | small_files.read_small_files(source, (GENERATION,))
+            ) else source_config | padding, files | small_files.read_small_files(source, (GENERATION,))
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} | padding
     return config_json.made(fields, c.sequence_len, tokens), files
 
 
 def tokenizer_files(spec: str) -> Files:
-    """The tokenizer's files of a model's folder, for a `tokenizer` of a config; none for bytes."""
+    """Returns the tokenizer's files for a model's folder, from the config's field `tokenizer`; none for bytes."""
     if spec == "bytes":
         return {}
     path = expanded(spec)
     if gguf.is_gguf(path):
-        found = gguf_tokenizer.read_gguf_tokenizer(path)
+        stored = gguf_tokenizer.read_gguf_tokenizer(path)
         said = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": found.bos or None,
-            "eos_token": found.eos or None,
-            "add_bos_token": found.adds_bos,
+            "bos_token": stored.bos or None,
+            "eos_token": stored.eos or None,
+            "add_bos_token": stored.adds_bos,
             "clean_up_tokenization_spaces": False,
         }
-        template = {"chat_template.jinja": found.chat_template.encode()} if found.chat_template else {}
-        said |= {"chat_template": found.chat_template} if found.chat_template else {}
-        return {"tokenizer.json": found.tokenizer.encode(), "tokenizer_config.json": encoded(said)} | template
+        template = {"chat_template.jinja": stored.chat_template.encode()} if stored.chat_template else {}
+        said |= {"chat_template": stored.chat_template} if stored.chat_template else {}
+        return {"tokenizer.json": stored.tokenizer.encode(), "tokenizer_config.json": encoded(said)} | template
     if path.is_dir() or path.name == "tokenizer.json":
         return small_files.read_small_files(path if path.is_dir() else path.parent, TOKENIZER_FILES)
     return {"tokenizer.json": path.read_bytes()}
 
 
 def check_out(path: str | Path) -> None:
-    """Raises ConfigError unless a folder, or a file if the path ends in .gguf, can be written there."""
+    """Raises ConfigError unless a folder, or a GGUF file if the path ends in .gguf, can be written at the path."""
     (gguf_export.check_gguf_path if gguf.is_gguf(Path(path)) else check_folder)(path)
 
 
 def gguf_tokenizer_of(config: dict[str, Any], files: Files, path: str | Path) -> tuple[dict[str, Any], str]:
-    """(a GGUF file's metadata of the tokenizer, its Modelfile) for a model with this config.json and other files.
+    """Makes (a GGUF file's metadata of the tokenizer, its Modelfile) from a model's config.json and other files.
 
     path: of the GGUF file. Raises ConfigError if there is no tokenizer that such a file has.
     """
@@ -237,7 +239,7 @@ def gguf_tokenizer_of(config: dict[str, Any], files: Files, path: str | Path) ->
 
 
 def check_exportable(c: Config, folder: str | Path) -> None:
-    """Raises ConfigError if the model of a resolved config cannot be exported to this folder."""
+    """Raises ConfigError if a resolved config's model cannot be exported to this folder."""
     checks.check(c)
     if c.lora:
         raise ConfigError(
@@ -252,7 +254,7 @@ def check_exportable(c: Config, folder: str | Path) -> None:
 
 
 def keep(c: Config) -> None:
-    """Keeps the small files of the model at `model_path` in the output_dir of a run; see `sources`. Raises OSError.
+    """Copies the small files of the model at `model_path` to a run's output_dir; see `sources`. Raises OSError.
 
     c: a resolved config, whose tokenizer is kept with them.
     """
@@ -265,31 +267,39 @@ def keep(c: Config) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    found = argparse.ArgumentParser(prog="surojax convert", description=(__doc__ or "").partition("\n")[0])
-    found.add_argument("--checkpoint", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder, a .gguf file")
-    found.add_argument("--out", metavar="PATH", help=OUT_HELP)
-    found.add_argument("--dtype", help=f"{DTYPE_HELP} (default {DEFAULT_DTYPE}, whatever the source has)")
-    found.add_argument("--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says")
-    found.add_argument("--experts-together", action="store_true", help=TOGETHER_HELP)
-    found.add_argument("--check", metavar="MODEL", help="compare a Hugging Face folder or .gguf file with transformers")
-    found.add_argument("--python", help="--check: an interpreter with transformers and torch (default: this one)")
-    found.epilog = short_exit_codes("--check that found a difference")
-    return refusing(found)
+    """Makes the parser of the command's options."""
+    arguments = argparse.ArgumentParser(prog="surojax convert", description=(__doc__ or "").partition("\n")[0])
+    arguments.add_argument(
+        "--checkpoint", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder, a .gguf file"
+    )
+    arguments.add_argument("--out", metavar="PATH", help=OUT_HELP)
+    arguments.add_argument("--dtype", help=f"{DTYPE_HELP} (default {DEFAULT_DTYPE}, whatever the source has)")
+    arguments.add_argument(
+        "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
+    )
+    arguments.add_argument("--experts-together", action="store_true", help=TOGETHER_HELP)
+    arguments.add_argument(
+        "--check", metavar="MODEL", help="compare a Hugging Face folder or .gguf file with transformers"
+    )
+    arguments.add_argument("--python", help="--check: an interpreter with transformers and torch (default: this one)")
+    arguments.epilog = short_exit_codes("--check that found a difference")
+    return refusing(arguments)
 
 
 def merge_parser() -> argparse.ArgumentParser:
-    """The options of `convert merge`."""
-    found = argparse.ArgumentParser(prog="surojax convert merge")
-    found.add_argument("base", metavar="BASE", help="as for --checkpoint: the model that the adapter was trained on")
-    found.add_argument("adapters", metavar="ADAPTER", nargs="+", help="a folder that PEFT or a run wrote")
-    found.add_argument("out", metavar="PATH", help=OUT_HELP)
-    found.add_argument("--dtype", default=DEFAULT_DTYPE, help=f"{DTYPE_HELP} (default {DEFAULT_DTYPE})")
-    return refusing(found)
+    """Makes the parser of the options of `convert merge`."""
+    arguments = argparse.ArgumentParser(prog="surojax convert merge")
+    arguments.add_argument(
+        "base", metavar="BASE", help="as for --checkpoint: the model that the adapter was trained on"
+    )
+    arguments.add_argument("adapters", metavar="ADAPTER", nargs="+", help="a folder that PEFT or a run wrote")
+    arguments.add_argument("out", metavar="PATH", help=OUT_HELP)
+    arguments.add_argument("--dtype", default=DEFAULT_DTYPE, help=f"{DTYPE_HELP} (default {DEFAULT_DTYPE})")
+    return refusing(arguments)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and convert. An error ends it with one line (`errors.ending`)."""
+    """Parses the command line and converts. An error ends it with one line (`errors.ending`)."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] == ["merge"]:

@@ -1,4 +1,4 @@
-"""Settings that are declared where they are used: a frozen dataclass is a section of the config.
+"""Declares fields of the config next to the code that reads them: a frozen dataclass is a section of the config.
 
     @dataclasses.dataclass(frozen=True)
     class Mesh:
@@ -27,7 +27,7 @@ SMALLEST_FLOAT = 1.1754943508222875e-38  # they take smaller ones for 0
 
 
 class Range(NamedTuple):
-    """The values that a field may have: a condition, the condition in words, and what to change."""
+    """The allowed values of a field: a condition, the condition in words, and what to change."""
 
     holds: Callable[[Any], bool]
     expected: str
@@ -44,17 +44,17 @@ NOT_EMPTY = Range(lambda v: v.strip() != "", "text that is not empty", "leave it
 
 
 def at_most(most: int, words: str = "") -> Range:
-    """Numbers up to this one. words: it in words."""
+    """Makes the `Range` of numbers up to this one. words: the number in words."""
     return Range(lambda v: v <= most, f"at most {words or f'{most:,}'}", "lower it")
 
 
 def declare(default, *ranges: Range, choices: tuple = (), words: tuple[str, ...] = ()) -> Any:
-    """A field with a default. choices: its values, if they are a list; words: that it takes besides True and False."""
+    """Declares a dataclass field. choices: the allowed values; words: texts that it accepts besides True and False."""
     return dataclasses.field(default=default, metadata={"ranges": ranges, "choices": choices, "words": words})
 
 
 class DeclaredField(NamedTuple):
-    """A field of the config. comment: its help. default: None if it is true, false or unset."""
+    """A field of the config. comment: the help text. default: None for a field that is true, false or unset."""
 
     name: str
     default: Any
@@ -65,7 +65,7 @@ class DeclaredField(NamedTuple):
 
     @property
     def kind(self) -> type:
-        """The type of its values; words are text."""
+        """The type of the field's values; words are text."""
         return bool if self.default is None else type(self.default)
 
     @property
@@ -74,7 +74,7 @@ class DeclaredField(NamedTuple):
 
     @property
     def default_text(self) -> str:
-        """The default as a config file writes it."""
+        """The default as Python source, as in a config file."""
         if self.default is None:
             return "unset"
         if isinstance(self.default, str):
@@ -84,7 +84,7 @@ class DeclaredField(NamedTuple):
         return repr(self.default)
 
     def check_type(self, value) -> None:
-        """Raises ConfigError for a value of another type, and for one that devices cannot compute with."""
+        """Raises ConfigError for a value of another type, or a number that devices cannot represent."""
         if (self.default is None and value is None) or (type(value) is str and value in self.words):
             return
         is_integer_for_float = self.kind is float and type(value) is int
@@ -110,7 +110,7 @@ class DeclaredField(NamedTuple):
         return self.kind.__name__ + "".join(f" or {word!r}" for word in self.words)
 
     def check(self, value) -> None:
-        """Raises ConfigError for a value of the right type that the field may not have."""
+        """Raises ConfigError for a value of the right type that is not allowed."""
         for within in self.ranges:
             need(within.holds(value), self.name, within.expected, value, within.change)
         if self.choices and value not in self.choices:
@@ -122,7 +122,7 @@ class DeclaredField(NamedTuple):
 
 @functools.cache
 def declared(section: type, prefix: str = "") -> tuple[DeclaredField, ...]:
-    """The fields of a section, in their order. prefix: of their names."""
+    """Lists the fields of a section, in order. prefix: prepended to their names."""
     comments = {}
     comment: list[str] = []
     for line in inspect.getsource(section).splitlines():

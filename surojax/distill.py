@@ -58,7 +58,7 @@ EVERY = 60.0  # seconds between lines
 
 
 def distill(config: Config) -> Path:
-    """Labels the training data of a config with the model at its model_path; returns the folder.
+    """Labels the training data of a config with the model at its model_path; returns the labels' folder.
 
     Raises ConfigError for whatever a run would refuse of settings and data, CheckpointError for a model that cannot be
     read, OSError if a disk is full.
@@ -120,7 +120,7 @@ def labelling(c: Config, states: bool) -> Labelling:
 
 
 def _frozen(c: Config) -> Config:
-    """Returns the config of a teacher, which is not trained: a base with new adapters, which add nothing to it."""
+    """Returns a config that freezes the teacher: a base with new adapters, whose initial product is 0."""
     need(bool(c.distill_path), "distill_path", "a folder for labels", c.distill_path, "name one")
     refuse(configs.flat(c) | {LABELLING: True}, configs.DEFAULTS, about(LABELLING, checks.REFUSALS))
     c = copy.deepcopy(c)
@@ -130,7 +130,7 @@ def _frozen(c: Config) -> Config:
 
 
 def _check_states(c: Config) -> None:
-    """Raises ConfigError if the last hidden states of this teacher cannot be labels."""
+    """Raises ConfigError if this teacher's last hidden states cannot be labels."""
     size = c.model.hidden_size
     change = f"set it to {size}, or leave it out"
     need(c.distill_hidden_size == size, "distill_hidden_size", f"the teacher's {size}", c.distill_hidden_size, change)
@@ -140,7 +140,7 @@ def _check_states(c: Config) -> None:
 
 
 class _Labeller:
-    """The compiled forward pass of a teacher. names: of the arrays of a label."""
+    """Labels samples with a teacher's compiled forward pass. names: of the labels' arrays."""
 
     def __init__(
         self, run: Assembly, mesh: jax.sharding.Mesh, batch_size: int, sequence_len: int, names: Sequence[str]
@@ -155,7 +155,7 @@ class _Labeller:
         self.step = run.eval_step().lower(run.plan.weights, *batch).compile(options)
 
     def __call__(self, weights, samples: Samples, labels: Labels) -> None:
-        """Writes the files of labels that are missing."""
+        """Writes the missing files of labels."""
         missing = labels.missing
         if len(missing) < len(labels.files):
             say(f"labels: {len(labels.files) - len(missing):,} of {len(labels.files):,} files are there; going on")
@@ -163,16 +163,16 @@ class _Labeller:
         begun = said = time.perf_counter()
         done, all_missing = 0, sum(len(labels.files[number]) for number in missing)
         for number in missing:
-            of_file = list(itertools.islice(rows, len(labels.files[number])))
-            labels.write(number, *(np.stack(arrays) for arrays in zip(*of_file, strict=True)))
-            done += len(of_file)
+            file_rows = list(itertools.islice(rows, len(labels.files[number])))
+            labels.write(number, *(np.stack(arrays) for arrays in zip(*file_rows, strict=True)))
+            done += len(file_rows)
             if time.perf_counter() > said + EVERY or number == missing[-1]:
                 said = time.perf_counter()
                 rate = done * self.tokens / (said - begun)
                 say(f"labels: {samples.name}: {done:,} of {all_missing:,} samples, {rate:,.0f} tokens/s")
 
     def _rows(self, weights, samples: Samples, indices: list[int]) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yields the label of each of these samples."""
+        """Yields the label of each sample."""
         each = [indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)]
         batches = (padded_batch(samples, numbers, self.batch_size) for numbers in each)
         on_devices = (tuple(from_host(batch[name], self.sharding) for name in self.arrays) for batch in batches)
@@ -182,7 +182,7 @@ class _Labeller:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's own options; all else is in the config."""
+    """Makes the parser of the command's own options."""
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
     made = argparse.ArgumentParser(prog="surojax distill", description=description)
     group = made.add_argument_group("a plan instead")
@@ -193,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and label, or plan. An error ends it with one line (`errors.ending`)."""
+    """Parses the command line, and labels or plans. An error ends it with one line (`errors.ending`)."""
     try:
         c, args = parse_flags(argv, parser())
         if args.plan is None:

@@ -36,7 +36,7 @@ NEEDED = ("devices", ITS_PROCESS)  # parts of installation without which no othe
 
 
 def examine(names: Sequence[str], asked: Asked) -> Iterator[Verdict]:
-    """Yields the verdicts of the checks with these names; without any device, those after the first are skipped."""
+    """Runs the checks with these names and yields their verdicts; without a device, skips all but the first."""
     without_devices = False
     for name in names:
         if without_devices:
@@ -50,13 +50,13 @@ def examine(names: Sequence[str], asked: Asked) -> Iterator[Verdict]:
 
 
 def line(verdict: Verdict) -> str:
-    """A verdict as a line of the table on the terminal, and one with what to leave off."""
+    """Formats a verdict as a line of the table, and a second line with the options to leave off."""
     text = f"{verdict.check:<14}{verdict.part:<{PART}}{WORDS[verdict.status]:<9}{verdict.said}"
     return f"{text}\n{'':<14}go without: {verdict.without}" if verdict.without else text
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """How many checks there were of each verdict, what was not checked, and what to leave off."""
+    """Summarises the verdicts: how many of each kind, what was not checked, and which options to leave off."""
     count = collections.Counter(verdict.status for verdict in verdicts)
     lines = [f"{count[OK]} ok, {count[FAILED]} failed, {count[SKIPPED]} skipped"]
     if not_checked := dict.fromkeys(f"{v.check} ({v.said})" for v in verdicts if v.status == SKIPPED):
@@ -67,7 +67,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 
 def report_markdown(verdicts: Sequence[Verdict], seconds: float) -> str:
-    """The report."""
+    """Formats the report as Markdown."""
 
     def cell(text: str) -> str:
         return text.replace("|", "\\|").replace("\n", " ")
@@ -78,19 +78,19 @@ def report_markdown(verdicts: Sequence[Verdict], seconds: float) -> str:
 
 
 def as_json(verdicts: Sequence[Verdict], seconds: float) -> str:
-    """The report as JSON: {"version", "seconds", "verdicts": [`Verdict`'s fields]}."""
+    """Formats the report as JSON: {"version", "seconds", "verdicts": [`Verdict`'s fields]}."""
     values = {"version": surojax.__version__, "seconds": round(seconds, 1)}
     return json.dumps(values | {"verdicts": [verdict._asdict() for verdict in verdicts]}, indent=1) + "\n"
 
 
 def write_report(file: Path, text: str) -> None:
-    """Writes a file whose folder may not be there yet."""
+    """Writes a file, and creates its folder if missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
 
 
 def chosen_checks(only: str | None) -> list[str]:
-    """The names of --only, in the order of `CHECKS`; None: all. Raises ConfigError."""
+    """Returns the names of checks in --only, in the order of `CHECKS`; None: all. Raises ConfigError."""
     asked = list(CHECKS) if only is None else [name.strip() for name in only.split(",")]
     if unknown := [name for name in asked if name not in CHECKS]:
         raise ConfigError(f"--only: expected names of {', '.join(CHECKS)}, got {unknown[0]!r}; correct it")
@@ -98,7 +98,7 @@ def chosen_checks(only: str | None) -> list[str]:
 
 
 def printed(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Prints each verdict as it comes, and returns all."""
+    """Prints each verdict when it arrives, and returns all verdicts."""
     all_verdicts = []
     for verdict in verdicts:
         all_verdicts.append(verdict)
@@ -107,7 +107,7 @@ def printed(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Makes the parser of the command's options."""
     options = argparse.ArgumentParser(prog="surojax doctor", description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--only", metavar="CHECK,...", help=f"of {', '.join(CHECKS)}")
     options.add_argument(
@@ -127,7 +127,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, check, print and write. Exits with 1 if a check failed; an error ends it with a line."""
+    """Parses the command line, checks, prints and writes.
+
+    Exits with 1 if a check failed; an error ends it with a line.
+    """
     try:
         args = parser().parse_args(argv)
         names = chosen_checks(args.only)

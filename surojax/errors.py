@@ -1,4 +1,4 @@
-"""The ways a run ends early on purpose; commands print them as one line and exit non-zero.
+"""Errors that end a run on purpose; commands print them as one line and exit non-zero.
 
 A message may repeat what a file or another library says: it becomes one line, without its middle if it is too long.
 """
@@ -47,7 +47,7 @@ def need(ok: bool, field: str, expected: str, got, change: str) -> None:
 
 
 def shown(value, most: int = 400) -> str:
-    """Returns a value as Python writes it, its end cut off if that has more than `most` characters."""
+    """Returns repr(value), cut after `most` characters."""
     try:
         text = repr(value)
     except ValueError:  # Python does not write integers of more than 4300 digits
@@ -63,13 +63,13 @@ class Refused(SystemExit):
 
 
 def ending(command: str, error: Exception) -> SystemExit:
-    """Returns what ends a command, such as "plan", with a line for an error: `Refused` for a ConfigError."""
+    """Makes the exception that ends a command, such as "plan", with an error's line: `Refused` for a ConfigError."""
     line = f"surojax.{command}: error: {error}"
     return Refused(line) if isinstance(error, ConfigError) else SystemExit(line)
 
 
 def refusing(parser: ArgumentParser) -> ArgumentParser:
-    """The parser, which raises ConfigError for a command line where argparse would end the process."""
+    """Makes a parser raise ConfigError where argparse would end the process, and returns the parser."""
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")
@@ -79,7 +79,7 @@ def refusing(parser: ArgumentParser) -> ArgumentParser:
 
 
 def ends_with_code(main: Callable[[], None]) -> None:
-    """Runs a command; what it refuses is printed, and ends the process with REFUSED."""
+    """Runs a command; if it raises ConfigError, prints the message and ends the process with REFUSED."""
     try:
         main()
     except Refused as error:
@@ -99,11 +99,14 @@ EXIT_CODES = {
 
 
 def short_exit_codes(*others: str) -> str:
-    """The exit codes of commands that leave nothing to go on from, for `--help`. others: what else exits with 1."""
+    """Describes the exit codes of commands that cannot be continued, for `--help`.
+
+    others: other causes of exit code 1.
+    """
     failed = ", ".join([*others, "any other error"])
     return f"Exit codes: 0, done; 1, {failed}; {REFUSED}, settings or a command line that are refused."
 
 
 def exit_codes() -> str:
-    """The exit codes of `train` and `launch` as lines for `--help`."""
+    """Describes the exit codes of `train` and `launch`, as lines for `--help`."""
     return "\n".join(["exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())])

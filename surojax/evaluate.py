@@ -45,15 +45,18 @@ class Accuracy(NamedTuple):
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """The questions of a .jsonl file. Raises ConfigError, which names file and line, if one is not as it should be."""
+    """Reads the questions of a .jsonl file.
+
+    Raises ConfigError, which names file and line, if one is not as it should be.
+    """
     try:
         lines = read_bytes(expanded(path), LARGEST).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--questions: cannot read {path} ({error}); give a .jsonl file") from None
-    found = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    questions = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not questions:
         raise ConfigError(f"--questions: expected at least one question in {path}, got none; add a line")
-    return found
+    return questions
 
 
 def _question(line: str, where: str) -> Question:
@@ -77,7 +80,7 @@ def _question(line: str, where: str) -> Question:
 
 
 def answer(trained: Trained, questions: Sequence[Question], *, batch_size: int = 8) -> Accuracy:
-    """How many of the questions a model answers right."""
+    """Computes the shares of questions that a model answers right."""
     requests: list[Request] = []
     for question in questions:
         requests += [request_of(trained.tokenizer, question.question, f" {choice}") for choice in question.choices]
@@ -99,7 +102,7 @@ def run_harness(
     include_path: str | None = None,
     **options,
 ) -> dict[str, Any]:
-    """Results of the LM Evaluation Harness by task; options of its `simple_evaluate`.
+    """Runs the LM Evaluation Harness; returns its results by task. options: of its `simple_evaluate`.
 
     tasks: names separated by commas. include_path: a folder with more task files.
 
@@ -116,28 +119,28 @@ def run_harness(
     adapted = Harness(trained, batch_size=batch_size, max_length=max_length)
     try:
         manager = TaskManager(include_path=include_path)
-        found = simple_evaluate(model=adapted, tasks=tasks.split(","), task_manager=manager, **options)
+        evaluated = simple_evaluate(model=adapted, tasks=tasks.split(","), task_manager=manager, **options)
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"--tasks: lm_eval could not run {tasks} ({error}); its command `lm_eval ls tasks` lists what it knows"
         ) from error
-    return found["results"]
+    return evaluated["results"]
 
 
 def _by_tasks(args: argparse.Namespace, trained: Trained) -> dict[str, Any]:
-    """Runs and prints the harness' tasks of a command line."""
+    """Runs the harness' tasks of a command line and prints the results."""
     options = {"limit": args.limit, "num_fewshot": args.num_fewshot, "apply_chat_template": args.chat}
     max_length = args.max_length or MAX_LENGTH
     limits = {"batch_size": args.batch_size, "max_length": max_length, "include_path": args.include_path}
-    found = run_harness(trained, args.tasks, **limits, **options)
-    for task, results in found.items():
+    by_task = run_harness(trained, args.tasks, **limits, **options)
+    for task, results in by_task.items():
         values = {name.removesuffix(",none"): value for name, value in results.items() if isinstance(value, float)}
         print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
-    return found
+    return by_task
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raises ConfigError for options that do not apply to what is measured, and for results that cannot be written."""
+    """Raises ConfigError for options that do not apply to the measurement, and for an unwritable results file."""
     for name in ("max_length", "num_fewshot", "chat", "chat_template", "include_path") if args.questions else ():
         value = getattr(args, name)
         if value not in (None, "") and value is not False:  # --num-fewshot 0 is given
@@ -151,19 +154,19 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    found = argparse.ArgumentParser(
+    """Makes the parser of the command's options."""
+    arguments = argparse.ArgumentParser(
         prog="surojax evaluate", description="Measure a model by multiple choice or by tasks of lm_eval."
     )
-    found.add_argument(
+    arguments.add_argument(
         "--checkpoint", required=True, help="a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file"
     )
-    what = found.add_mutually_exclusive_group(required=True)
+    what = arguments.add_mutually_exclusive_group(required=True)
     what.add_argument("--questions", help='.jsonl with "question", "choices" and "answer" (index of the right choice)')
     what.add_argument("--tasks", help="tasks of the LM Evaluation Harness, separated by commas (pip install lm_eval)")
-    found.add_argument("--limit", type=int, help="first questions only, of the file or of each task")
-    found.add_argument("--batch-size", type=int, default=8, help="texts computed together (default 8)")
-    harness = found.add_argument_group("with --tasks")
+    arguments.add_argument("--limit", type=int, help="first questions only, of the file or of each task")
+    arguments.add_argument("--batch-size", type=int, default=8, help="texts computed together (default 8)")
+    harness = arguments.add_argument_group("with --tasks")
     harness.add_argument("--include-path", help="--tasks: a folder with task files of your own")
     harness.add_argument("--num-fewshot", type=int, help="--tasks: examples before each question; default: its own")
     harness.add_argument("--chat", action="store_true", help="--tasks: put questions into the model's chat template")
@@ -171,15 +174,17 @@ def parser() -> argparse.ArgumentParser:
         "--chat-template", default="", help=f"--chat: {', '.join(TEMPLATES)} or a file; default: the model's own"
     )
     harness.add_argument("--max-length", type=int, help=f"--tasks: longest text, in tokens (default {MAX_LENGTH})")
-    found.add_argument("--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says")
-    found.add_argument("--json", help="file for the results")
+    arguments.add_argument(
+        "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
+    )
+    arguments.add_argument("--json", help="file for the results")
 
-    found.epilog = short_exit_codes()
-    return refusing(found)
+    arguments.epilog = short_exit_codes()
+    return refusing(arguments)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and print the results. An error ends it with one line (`errors.ending`)."""
+    """Parses the command line and prints the results. An error ends it with one line (`errors.ending`)."""
     try:
         args = parser().parse_args(argv)
         for option, value, least, most in (
@@ -193,15 +198,15 @@ def main(argv: list[str] | None = None) -> None:
         questions = read_questions(args.questions)[: args.limit] if args.questions else []
         trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
         if args.questions:
-            found = answer(trained, questions, batch_size=args.batch_size)._asdict()
+            results = answer(trained, questions, batch_size=args.batch_size)._asdict()
             print(
-                f"{args.questions}: {len(questions)} questions, right by log probability {found['plain']:.4f}, "
-                f"per byte {found['normalised']:.4f}"
+                f"{args.questions}: {len(questions)} questions, right by log probability {results['plain']:.4f}, "
+                f"per byte {results['normalised']:.4f}"
             )
         else:
-            found = _by_tasks(args, trained)
+            results = _by_tasks(args, trained)
         if args.json:
-            Path(args.json).write_text(json.dumps(found, indent=1, default=str) + "\n")
+            Path(args.json).write_text(json.dumps(results, indent=1, default=str) + "\n")
     except (ValueError, CheckpointError, OSError) as error:
         raise ending("evaluate", error) from error
 

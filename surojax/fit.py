@@ -41,7 +41,10 @@ SHOWN = 5  # rows by default
 
 
 def result_table(result: FitResult, top: int = SHOWN, given: Config | None = None) -> str:
-    """The table of a search's result, as text. given: the config that its flags change; None: the one searched for."""
+    """Formats a search's result as a table.
+
+    given: the config that the rows' flags change; None: the searched config.
+    """
     name = GPUS[result.gpu].name
     if not result.rows:
         return "\n".join(nothing_fits(result))
@@ -81,7 +84,7 @@ def result_table(result: FitResult, top: int = SHOWN, given: Config | None = Non
 
 
 def larger_steps(result: FitResult) -> list[str]:
-    """Lines that say how much faster steps of more tokens would be, if they are."""
+    """Makes lines about larger steps that would be faster, and by how much; none if they are not."""
     if not result.larger:
         return []
     best = result.rows[0]
@@ -95,7 +98,7 @@ def larger_steps(result: FitResult) -> list[str]:
 
 
 def layouts_tried(result: FitResult) -> list[str]:
-    """Lines that say how the best of each other layout compares by estimate, and why an axis was not tried."""
+    """Makes lines that compare the best estimate of each other layout, and say why an axis was not tried."""
     sampled = result.found.sampled
     lines = []
     if sampled:
@@ -106,12 +109,12 @@ def layouts_tried(result: FitResult) -> list[str]:
 
 
 def axes(layout: dict) -> str:
-    """The axes of a layout as text: "tp_size=2 pp_size=4", or "none"."""
+    """Formats the axes of a layout: "tp_size=2 pp_size=4", or "none"."""
     return " ".join(f"{axis}={layout[axis]}" for axis in AXES if layout[axis] > 1) or "none"
 
 
 def _cells(row: Trial, gpus: int, number: str) -> str:
-    """A row of the table."""
+    """Makes the cells of a row of the table."""
     rate = row.tokens / row.seconds
     predicted, estimated = map(milliseconds, (row.seconds, row.estimate.seconds))
     cells = f"  {number:>2} {rate:>9,.0f} {gpus * rate:>9,.0f} {predicted:>8} {estimated:>10}"
@@ -120,7 +123,7 @@ def _cells(row: Trial, gpus: int, number: str) -> str:
 
 
 def waits_for(row: Trial) -> str:
-    """The transfers that compute waits for most, with their part of a step; "compute" if it waits less than 5 %."""
+    """Names the transfers that compute waits for most, with their share of a step; "compute" below 5 %."""
     if row.plan is None or row.plan.predicted_step_s is None or not row.plan.exposed_s:
         return "-"
     kind, seconds = max(row.plan.exposed_s.items(), key=lambda item: item[1])
@@ -129,7 +132,7 @@ def waits_for(row: Trial) -> str:
 
 
 def nothing_fits(result: FitResult) -> list[str]:
-    """Lines that say by how much nothing fits, and what would."""
+    """Makes lines that say how much memory is missing if nothing fits, and which changes would fit."""
     limit = gib(result.limits.device)
     lines = [f"nothing fits {result.gpus} x {GPUS[result.gpu].name} with {limit} of each for the program"]
     nearest = result.nearest
@@ -152,7 +155,7 @@ def nothing_fits(result: FitResult) -> list[str]:
 
 
 def row_docstring(row: Trial, result: FitResult, base: str, file: Path) -> str:
-    """The docstring of the config file of a row."""
+    """Makes the docstring of a row's config file."""
     name = GPUS[result.gpu].name
     what = "predicted" if row.plan and row.plan.predicted_step_s else "estimated"
     device = row.need.device
@@ -171,16 +174,16 @@ def row_docstring(row: Trial, result: FitResult, base: str, file: Path) -> str:
 
 
 def words(option: str, text: str, known) -> tuple[str, ...]:
-    """The words of a comma list. Raises ConfigError for one that is not known."""
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if unknown := [word for word in found if word not in known]:
+    """Splits a comma list into words. Raises ConfigError for one that is not known."""
+    unique = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if unknown := [word for word in unique if word not in known]:
         shown = ", ".join(known) if len(known) < 10 else "fields of the config, see --help"
         raise ConfigError(f"{option}: expected {shown}, got {unknown[0]!r}; separate several by commas")
-    return found
+    return unique
 
 
 def as_json(result: FitResult) -> dict:
-    """The result for `--json`: {"rows", "given", "left_out", "remedies"}, each row with its plan."""
+    """Converts the result for `--json`: {"rows", "given", "left_out", "remedies"}, each row with its plan."""
 
     def of(row: Trial) -> dict:
         return {
@@ -202,11 +205,11 @@ def as_json(result: FitResult) -> dict:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's own options."""
+    """Makes the parser of the command's own options."""
     description = f"{(__doc__ or '').partition(chr(10))[0]} Model, data and the sequences of a step stay as they are."
     description += f"\n\n{short_exit_codes('nothing that fits')}"
-    found = argparse.ArgumentParser(prog="surojax fit", description=description)
-    machine = found.add_argument_group("the machine")
+    arguments = argparse.ArgumentParser(prog="surojax fit", description=description)
+    machine = arguments.add_argument_group("the machine")
     machine.add_argument("--gpu", metavar="NAME", help=f"the GPU to search for: {', '.join(GPUS)}")
     machine.add_argument(
         "--host-memory",
@@ -215,7 +218,7 @@ def parser() -> argparse.ArgumentParser:
         help="host memory of a machine, in GiB (2^30); unlimited if left out",
     )
     machine.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8 of most)")
-    add_cost(found)
+    add_cost(arguments)
     machine.add_argument(
         "--nvme",
         metavar="GB",
@@ -223,7 +226,7 @@ def parser() -> argparse.ArgumentParser:
         help="room for files on the drives of all machines together, in GB (10^9); none are used if left out",
     )
     add_disk(machine)
-    free = found.add_argument_group("what may change")
+    free = arguments.add_argument_group("what may change")
     free.add_argument(
         "--allow",
         metavar="WORDS",
@@ -234,7 +237,7 @@ def parser() -> argparse.ArgumentParser:
     free.add_argument(
         "--effective-batch", metavar="N", type=int, help="sequences of a step on all GPUs; the config's if left out"
     )
-    output = found.add_argument_group("what is printed and written")
+    output = arguments.add_argument_group("what is printed and written")
     output.add_argument("--out", metavar="FILE", help="the new config file to write; CONFIG_GPUSxGPU.py if left out")
     output.add_argument(
         "--top",
@@ -244,11 +247,11 @@ def parser() -> argparse.ArgumentParser:
         help=f"settings to print, {SHOWN} if left out; above {MOST_COMPILED} more are compiled",
     )
     output.add_argument("--json", metavar="FILE", help="write what was found there, as JSON")
-    return found
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, search, print, write. An error ends it with one line, "nothing fits" with 1."""
+    """Parses the command line, searches, prints and writes. An error ends it with one line, "nothing fits" with 1."""
     jax.config.update("jax_platforms", "cpu")  # the search needs no GPU, and should not occupy one
     try:
         c, args = parse_flags(argv, parser())

@@ -48,7 +48,7 @@ def typed_lines(hint: str) -> Iterator[str]:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  arrow keys and history
         print(hint, file=sys.stderr)
-    found = False
+    has_lines = False
     while True:
         try:
             line = input("> " if asks else "")
@@ -60,14 +60,14 @@ def typed_lines(hint: str) -> Iterator[str]:
             print()
             continue
         if line.strip():
-            found = True
+            has_lines = True
             yield line
-    if not (asks or found):
+    if not (asks or has_lines):
         raise ConfigError("--prompt: expected one, or lines on the standard input, got neither; give it")
 
 
 def print_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
-    """Prints tokens as they come, up to Ctrl-C on a terminal, and returns their text."""
+    """Prints tokens as they arrive, up to Ctrl-C on a terminal, and returns their text."""
     new: list[int] = []
     shown = ""
     try:
@@ -86,7 +86,10 @@ def print_stream(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
 
 
 def continue_lines(trained: Trained, *, seed: int, **options) -> None:
-    """Continues each line. options: of `sample.generate`, whose seed is one more for each line."""
+    """Prints each line with its continuation.
+
+    options: of `sample.generate`, with the seed increased by 1 for each line.
+    """
     for number, line in enumerate(typed_lines("Ctrl-C ends a text, Ctrl-D the program")):
         if number and not sys.stdin.isatty():
             print("---")
@@ -96,7 +99,7 @@ def continue_lines(trained: Trained, *, seed: int, **options) -> None:
 
 
 def converse(trained: Trained, *, system: str, seed: int, **options) -> None:
-    """Answers each line as the next message of a conversation. options: as of `continue_lines`."""
+    """Answers each line as the next message of a conversation. options: see `continue_lines`."""
     conversation = ChatHistory(trained, system, options["max_tokens"])
     number = 0
     for line in typed_lines(f"{RESET} begins anew, {QUIT} or Ctrl-D ends, Ctrl-C stops an answer"):
@@ -130,7 +133,7 @@ def converse(trained: Trained, *, system: str, seed: int, **options) -> None:
 def write_rollouts(
     trained: Trained, prompts: Iterable[str], file: Path, *, chat: bool, system: str, samples: int, seed: int, **options
 ) -> None:
-    """Writes a row for each prompt into a new file, when it is sampled: `samples` completions, and all texts.
+    """Writes a new file with one row for each prompt, as soon as sampled: `samples` completions, and all texts.
 
     options: of `sample.rollout`, whose seed is one more for each prompt. Raises ConfigError if the file exists.
     """
@@ -153,35 +156,35 @@ def write_rollouts(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    found = argparse.ArgumentParser(
+    """Makes the parser of the command's options."""
+    arguments = argparse.ArgumentParser(
         prog="surojax generate", description="Continue texts, or answer messages, with a trained model."
     )
-    found.add_argument(
+    arguments.add_argument(
         "--checkpoint",
         required=True,
         help="a checkpoint, the output_dir of a run for its newest one, a Hugging Face folder or name, or a GGUF file",
     )
-    found.add_argument(
+    arguments.add_argument(
         "--prompt",
         action="append",
         help="text to continue, or message to answer; may be given several times; empty = start a new document; left "
         "out = lines of the standard input, with --chat a conversation (/reset, /quit)",
     )
-    chat = found.add_argument_group("conversations")
+    chat = arguments.add_argument_group("conversations")
     chat.add_argument("--chat", action="store_true", help="answer: put the prompt into the model's chat template")
     chat.add_argument("--system", default="", help="--chat: the system message before the prompt")
     chat.add_argument(
         "--chat-template", default="", help=f"--chat: {', '.join(TEMPLATES)} or a file; default: the model's own"
     )
-    sampling = found.add_argument_group("sampling")
+    sampling = arguments.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=200, help="largest number of new tokens (default 200)")
     sampling.add_argument("--temperature", type=float, default=0.8, help="0 = greedy (default 0.8)")
     sampling.add_argument(
         "--top-p", type=float, default=1.0, help="sample only from the most likely tokens of this total probability"
     )
     sampling.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
-    into_file = found.add_argument_group("rollouts")
+    into_file = arguments.add_argument_group("rollouts")
     into_file.add_argument(
         "--rollouts",
         default="",
@@ -190,14 +193,16 @@ def parser() -> argparse.ArgumentParser:
         "with objective=grpo, once rewards are added",
     )
     into_file.add_argument("--samples", type=int, help=f"--rollouts: completions of a prompt (default {SAMPLES})")
-    found.add_argument("--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says")
-    found.epilog = short_exit_codes()
-    found.error = _exit_with
-    return found
+    arguments.add_argument(
+        "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
+    )
+    arguments.epilog = short_exit_codes()
+    arguments.error = _exit_with
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and print each prompt with its continuation, or each answer."""
+    """Parses the command line, and prints each prompt with its continuation, or each answer."""
     args = parser().parse_args(argv)
     try:
         check_options(args.max_tokens, args.temperature, args.top_p, args.seed)
@@ -231,8 +236,8 @@ def main(argv: list[str] | None = None) -> None:
             ids = [message_ids(trained, prompt, args.system) for prompt in prompts]
         else:
             ids = [text_ids(tokenizer, prompt) for prompt in prompts]
-        found = generate_batch(model, weights, ids, **options)
-        for number, (prompt, new) in enumerate(zip(prompts, found, strict=True)):
+        continuations = generate_batch(model, weights, ids, **options)
+        for number, (prompt, new) in enumerate(zip(prompts, continuations, strict=True)):
             if number:
                 print("---")
             print(tokenizer.decode(new) if args.chat else prompt + tokenizer.decode(new))

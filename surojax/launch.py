@@ -46,7 +46,7 @@ AT_END = {0: "all processes have finished", STOPPED: "stopped: start again to co
 
 
 def _environments(n: int, devices: int | None) -> list[dict[str, str]]:
-    """The environment of each process. Raises ConfigError."""
+    """Makes the environment variables of each process. Raises ConfigError."""
     environment = dict(os.environ)
     if devices is not None:
         others = [x for x in environment.get("XLA_FLAGS", "").split() if not x.startswith(DEVICE_COUNT)]
@@ -57,7 +57,7 @@ def _environments(n: int, devices: int | None) -> list[dict[str, str]]:
 
 
 def _visible_gpus(environment: dict[str, str], n: int) -> list[str] | None:
-    """CUDA_VISIBLE_DEVICES of each process: an equal part. None without GPUs. Raises ConfigError."""
+    """Divides the visible GPUs evenly: CUDA_VISIBLE_DEVICES of each process. None without GPUs. Raises ConfigError."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(i) for i in range(gpus_of_machine())] if visible is None else [x for x in visible.split(",") if x]
     if not gpus:
@@ -68,12 +68,15 @@ def _visible_gpus(environment: dict[str, str], n: int) -> list[str] | None:
 
 
 def fewer(n: int) -> int:
-    """The next smaller number of processes that divides n, so that a step can have the same samples."""
+    """Returns the next smaller number of processes that divides n, so that a step can keep its number of samples."""
     return max((m for m in range(1, n) if n % m == 0), default=1)
 
 
 def accumulation(command: list[str]) -> int:
-    """The gradient_accumulation_steps of `python -m surojax.train ...` or `surojax train ...`. Raises ConfigError."""
+    """Reads gradient_accumulation_steps from a command `python -m surojax.train ...` or `surojax train ...`.
+
+    Raises ConfigError.
+    """
     after = [i + 1 for i, word in enumerate(command) if word == "surojax.train"]
     after += [
         i + 2 for i, word in enumerate(command[:-1]) if Path(word).name == "surojax" and command[i + 1] == "train"
@@ -96,7 +99,7 @@ def supervise(
     elastic: bool = False,
     again: str = "",
 ) -> int:
-    """Starts n processes, again after errors, and returns the exit code.
+    """Starts n processes, restarts them after errors, and returns the exit code.
 
     devices: virtual ones of each; None: GPUs. again: the command that starts all, which the processes say at their end.
     A start whose settings are refused is not repeated, unless one before it was not: then it is an error like others.
@@ -144,7 +147,7 @@ def supervise(
 
 
 def on_ray(command: list[str], n: int, *, restarts: int, gpus: int, again: str = "") -> int:
-    """Runs n processes as workers of Ray Train's JaxTrainer, with so many GPUs each; returns the exit code.
+    """Runs n processes as workers of Ray Train's JaxTrainer, with this many GPUs each; returns the exit code.
 
     Ray chooses the hosts, and starts all workers again if one fails. Raises ConfigError if Ray is not installed.
     """
@@ -188,22 +191,24 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int, again: str =
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options, which stand before --."""
-    found = argparse.ArgumentParser(prog="surojax launch", description=(__doc__ or "").partition("\n")[0])
-    found.epilog = exit_codes()
-    found.formatter_class = argparse.RawDescriptionHelpFormatter
-    found.usage = f"%(prog)s -n N [options] -- {COMMAND}"
-    found.add_argument("-n", type=int, default=1, help="number of processes (default: %(default)s)")
-    found.add_argument("--devices-per-process", type=int, metavar="D", help="virtual CPU devices instead of GPUs")
-    found.add_argument("--restarts", type=int, default=0, metavar="R", help="starts after an error (default: 0)")
-    found.add_argument("--elastic", action="store_true", help="start again with fewer processes")
-    found.add_argument("--ray", action="store_true", help="start the processes on a Ray cluster")
-    found.add_argument("--gpus-per-process", type=int, default=0, metavar="G", help="with --ray: GPUs of each worker")
-    return found
+    """Makes the parser of the command's options, which stand before --."""
+    arguments = argparse.ArgumentParser(prog="surojax launch", description=(__doc__ or "").partition("\n")[0])
+    arguments.epilog = exit_codes()
+    arguments.formatter_class = argparse.RawDescriptionHelpFormatter
+    arguments.usage = f"%(prog)s -n N [options] -- {COMMAND}"
+    arguments.add_argument("-n", type=int, default=1, help="number of processes (default: %(default)s)")
+    arguments.add_argument("--devices-per-process", type=int, metavar="D", help="virtual CPU devices instead of GPUs")
+    arguments.add_argument("--restarts", type=int, default=0, metavar="R", help="starts after an error (default: 0)")
+    arguments.add_argument("--elastic", action="store_true", help="start again with fewer processes")
+    arguments.add_argument("--ray", action="store_true", help="start the processes on a Ray cluster")
+    arguments.add_argument(
+        "--gpus-per-process", type=int, default=0, metavar="G", help="with --ray: GPUs of each worker"
+    )
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, supervise, and exit with the code above."""
+    """Parses the command line, supervises, and exits with one of the codes above."""
     argv = sys.argv[1:] if argv is None else argv
     dashes = argv.index("--") if "--" in argv else len(argv)
     command = argv[dashes + 1 :]
@@ -217,8 +222,8 @@ def main(argv: list[str] | None = None) -> None:
              a.devices_per_process, "correct it")  # fmt: skip
         if re.fullmatch(r"python3?", command[0]):
             command[0] = sys.executable
-        found = shutil.which(command[0]) is not None
-        need(found, "command", "a program that is installed", command[0], f"correct it: {COMMAND}")
+        is_installed = shutil.which(command[0]) is not None
+        need(is_installed, "command", "a program that is installed", command[0], f"correct it: {COMMAND}")
         again = shlex.join([*LAUNCH, *argv])
         for name in ("elastic", "devices_per_process") if a.ray else ("gpus_per_process",):
             expected = f"nothing {'with' if a.ray else 'without'} --ray"

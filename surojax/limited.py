@@ -1,4 +1,4 @@
-"""Runs functions on what others wrote (chat templates, regular expressions) in a child process with limits.
+"""Runs functions on untrusted input (chat templates, regular expressions) in a child process with limits.
 
 A program of others may never end, or take all memory; within this process nothing could stop it: a limit in Jinja's
 sandbox does not see what one filter or one product allocates, and a regular expression holds the interpreter. The
@@ -28,7 +28,7 @@ _SIZE = 8  # bytes of a request's length
 
 
 class OverLimit(Exception):
-    """An item took more than the limits allow; the message says of what. index: of the item."""
+    """Raised if an item exceeds the limits of time or memory; the message says which. index: of the item."""
 
     def __init__(self, what: str, index: int):
         super().__init__(what)
@@ -58,7 +58,7 @@ def map_in_child(module: str, function: str, common: tuple, items: Sequence[Any]
 
 
 class _Gone(RuntimeError):
-    """The child was not there."""
+    """Raised if the child process has ended."""
 
 
 class _Child:
@@ -82,17 +82,17 @@ class _Child:
             to.flush()
         except OSError as error:
             raise _Gone("the child process of surojax.limited cannot be started, or ended") from error
-        found: list[Any] = []
-        while len(found) < len(items):
+        results: list[Any] = []
+        while len(results) < len(items):
             line = back.readline()
             if not line.endswith(b"\n"):
-                raise OverLimit(_in_words(self.process.wait()), len(found))
+                raise OverLimit(_in_words(self.process.wait()), len(results))
             answer = json.loads(line)
             if "over" in answer:
-                raise OverLimit(answer["over"], len(found))
+                raise OverLimit(answer["over"], len(results))
             assert "found" in answer, f"{module}.{function}: {answer}"
-            found.append(answer["found"])
-        return found
+            results.append(answer["found"])
+        return results
 
     def stop(self) -> None:
         self.process.kill()
@@ -125,7 +125,7 @@ def _stop() -> None:
 
 
 def serve_requests() -> None:
-    """Answers requests until there are no more."""
+    """Answers the parent's requests, in the child process, until there are no more."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while len(size := requests.read(_SIZE)) == _SIZE:
         seconds, memory, module, function, common, items = pickle.loads(requests.read(int.from_bytes(size, "little")))

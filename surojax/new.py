@@ -29,7 +29,10 @@ DATA = "data/*.jsonl"  # what stands for the data if none is named
 
 
 def given(model: str, gpus: int, data: str, output_dir: str) -> Config:
-    """The config to begin with. model: a name of `flags.configs`, or what `model_path` takes. Raises ConfigError."""
+    """Returns the config to begin with.
+
+    model: a name in `flags.configs`, or a value of `model_path`. Raises ConfigError.
+    """
     c = flags.load_config(model if flags.is_config_name(model) else str(flags.FINETUNE))
     if not flags.is_config_name(model):
         c.model_path = model
@@ -40,21 +43,24 @@ def given(model: str, gpus: int, data: str, output_dir: str) -> Config:
 
 
 def fastest_estimated(c: Config, gpu: str, host_memory: float) -> Candidate:
-    """The fastest settings that fit by estimate. host_memory: bytes of a machine. Raises ConfigError if none do."""
+    """Finds the settings that fit and are fastest by estimate.
+
+    host_memory: bytes of a machine. Raises ConfigError if none do.
+    """
     facts = with_nodes(gpu, None, None)
     limits = Memory(device_limit(facts), host_limit(host_memory), 0)
-    found = best(Space(checked(c, gpu), facts, limits))
-    if found is None:
+    fastest = best(Space(checked(c, gpu), facts, limits))
+    if fastest is None:
         raise ConfigError(
             f"--gpu: expected {c.gpus} x {GPUS[gpu].name} to hold it, got no settings with which they do; "
             "surojax fit says what would change it"
         )
-    return found
+    return fastest
 
 
-def config_docstring(name: str, model: str, gpu: str, gpus: int, found: Candidate) -> str:
-    """The docstring of the config."""
-    host = f" and {gib(found.need.host)} of host memory" if found.need.host else ""
+def config_docstring(name: str, model: str, gpu: str, gpus: int, fastest: Candidate) -> str:
+    """Makes the docstring of the config."""
+    host = f" and {gib(fastest.need.host)} of host memory" if fastest.need.host else ""
     return "\n".join(
         [
             f"{model} on {gpus} x {GPUS[gpu].name}.",
@@ -62,7 +68,7 @@ def config_docstring(name: str, model: str, gpu: str, gpus: int, found: Candidat
             f"    surojax plan --config {name}.py --gpu {gpu}",
             f"    surojax train --config {name}.py",
             "",
-            f"Estimated, not compiled: {gib(found.need.device)} on each GPU{host}, {found.seconds:.3g} s a step.",
+            f"Estimated, not compiled: {gib(fastest.need.device)} on each GPU{host}, {fastest.seconds:.3g} s a step.",
             f"`surojax fit --config {name}.py --gpu {gpu}` compiles the best settings.",
             "",
         ]
@@ -70,7 +76,7 @@ def config_docstring(name: str, model: str, gpu: str, gpus: int, found: Candidat
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Makes the parser of the command's options."""
     made = argparse.ArgumentParser(prog="surojax new", description=(__doc__ or "").partition("\n")[0])
     made.add_argument("name", metavar="NAME", help="the config is written to NAME.py, its run to runs/NAME")
     made.add_argument(
@@ -90,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, search and write. An error ends it with one line (`errors.ending`)."""
+    """Parses the command line, searches and writes. An error ends it with one line (`errors.ending`)."""
     jax.config.update("jax_platforms", "cpu")  # the search needs no GPU, and should not occupy one
     try:
         args = parser().parse_args(argv)
@@ -101,9 +107,9 @@ def main(argv: list[str] | None = None) -> None:
         check_new("NAME", file)
         gpu = gpu_key(args.gpu)
         c = given(args.model, args.gpus, args.data, f"runs/{args.name}")
-        found = fastest_estimated(c, gpu, args.host_memory * GiB)
-        text = config_docstring(args.name, args.model, gpu, args.gpus, found)
-        file.write_text(config_file(changed(c, found.change), text, commented=True))
+        fastest = fastest_estimated(c, gpu, args.host_memory * GiB)
+        text = config_docstring(args.name, args.model, gpu, args.gpus, fastest)
+        file.write_text(config_file(changed(c, fastest.change), text, commented=True))
         print(f"written: {file}; surojax train --config {file}")
         if args.data == DATA:
             print(f"  set data in it: {DATA!r} stands for it")

@@ -28,7 +28,10 @@ from surojax.untrusted import expanded
 
 
 def check_output(option: str, path: str) -> Path:
-    """Returns the file to write. Raises ConfigError if it cannot be written, before any work is done."""
+    """Checks the path of a file to write, and returns it.
+
+    Raises ConfigError if it cannot be written, before any work is done.
+    """
     file = expanded(path)
     problem = "a folder" if file.is_dir() else ""
     if not problem:
@@ -46,7 +49,7 @@ def check_output(option: str, path: str) -> Path:
 
 
 def add_cost(parser: argparse.ArgumentParser) -> None:
-    """Adds the options about cost, and about the host memory of a machine, that `plan` and `fit` share."""
+    """Adds the options about cost, and about a machine's host memory, that `plan` and `fit` share."""
     parser.add_argument("--tokens", metavar="N", type=float, help="say how many hours so many tokens take: 1e9")
     parser.add_argument("--price", metavar="MONEY", type=float, help="of a GPU hour: say what --tokens cost")
     parser.add_argument(
@@ -58,7 +61,7 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
 
 
 def add_disk(machine: argparse._ArgumentGroup) -> None:
-    """Adds the option that says how fast the disks of a machine are."""
+    """Adds the option for the speed of a machine's disks."""
     machine.add_argument(
         "--disk",
         metavar="READ/WRITE",
@@ -67,7 +70,7 @@ def add_disk(machine: argparse._ArgumentGroup) -> None:
 
 
 def check_cost(args: argparse.Namespace) -> None:
-    """Raises ConfigError for values of `add_cost`'s options that make no sense."""
+    """Raises ConfigError for invalid values of `add_cost`'s options."""
     for option, value in (
         ("--tokens", args.tokens),
         ("--price", args.price),
@@ -80,32 +83,32 @@ def check_cost(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's own options."""
+    """Makes the parser of the command's own options."""
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
-    found = argparse.ArgumentParser(prog="surojax plan", description=description)
-    machine = found.add_argument_group("the machine")
+    arguments = argparse.ArgumentParser(prog="surojax plan", description=description)
+    machine = arguments.add_argument_group("the machine")
     machine.add_argument("--gpu", metavar="NAME", help=f"the GPU to plan for: {', '.join(GPUS)}")
     machine.add_argument("--host-memory", metavar="GIB", type=float, help="host memory of a machine, to check as well")
     machine.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8 of most)")
     add_disk(machine)
-    output = found.add_argument_group("what is written")
+    output = arguments.add_argument_group("what is written")
     output.add_argument("--json", metavar="FILE", help="write the plan there, as JSON")
     output.add_argument("--html", metavar="FILE", help="write the plan there, as a page to open in a browser")
     output.add_argument(
         "--trace", metavar="FILE", help="write a trace of the simulated step there, for ui.perfetto.dev"
     )
-    add_cost(found)
-    return found
+    add_cost(arguments)
+    return arguments
 
 
 def html(p: Plan, trace: Path, argv: list[str]) -> str:
-    """The plan as a page. trace: the file of its time line, which is not there if no time is predicted."""
+    """Makes the plan's HTML page. trace: the file of its time line, which is missing if no time is predicted."""
     events = json.loads(trace.read_text()) if trace.exists() and not p.not_predicted else None
     return page(p, shlex.join(["surojax", "plan", *argv]), events)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, plan, and print the plan. An error ends it with one line (`errors.ending`)."""
+    """Parses the command line, plans, and prints the plan. An error ends it with one line (`errors.ending`)."""
     jax.config.update("jax_platforms", "cpu")  # the plan needs no GPU, and should not occupy one
     try:
         c, args = parse_flags(argv, parser())
@@ -121,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"compiling the step for {args.gpu}, which takes a minute or two", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
             trace = files.get("trace", Path(folder) / "trace.json")
-            found = plan(
+            planned = plan(
                 c,
                 args.gpu,
                 host_memory=args.host_memory,
@@ -130,17 +133,17 @@ def main(argv: list[str] | None = None) -> None:
                 trace=str(trace) if {"trace", "html"} & files.keys() else None,
                 disk=args.disk,
             )
-            if "trace" in files and found.not_predicted:
+            if "trace" in files and planned.not_predicted:
                 raise ConfigError(
-                    f"--trace: expected a step whose time is predicted, got {found.not_predicted}; leave it out"
+                    f"--trace: expected a step whose time is predicted, got {planned.not_predicted}; leave it out"
                 )
-            texts = {"json": lambda: json.dumps(dataclasses.asdict(found), indent=2) + "\n"}
-            texts["html"] = lambda: html(found, trace, sys.argv[1:] if argv is None else argv)
-            print(plan_table(found))
-            if args.tokens is not None and found.tokens_per_s_per_gpu and found.predicted_range_s:
-                tokens = found.gpus * found.tokens_per_s_per_gpu * (found.predicted_step_s or math.nan)
-                steps = (found.predicted_step_s, *found.predicted_range_s)
-                print(cost(args.tokens, args.price, found.gpus, [s / tokens for s in steps if s is not None]))
+            texts = {"json": lambda: json.dumps(dataclasses.asdict(planned), indent=2) + "\n"}
+            texts["html"] = lambda: html(planned, trace, sys.argv[1:] if argv is None else argv)
+            print(plan_table(planned))
+            if args.tokens is not None and planned.tokens_per_s_per_gpu and planned.predicted_range_s:
+                tokens = planned.gpus * planned.tokens_per_s_per_gpu * (planned.predicted_step_s or math.nan)
+                steps = (planned.predicted_step_s, *planned.predicted_range_s)
+                print(cost(args.tokens, args.price, planned.gpus, [s / tokens for s in steps if s is not None]))
             elif args.tokens is not None:
                 print("no cost is said: no time is predicted")
             for option in files.keys() & texts.keys():

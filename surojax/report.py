@@ -14,27 +14,27 @@ from surojax.plan import check_output
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    found = argparse.ArgumentParser(prog="surojax report", description=(__doc__ or "").partition("\n")[0])
-    found.add_argument("runs", metavar="RUN", nargs="+", help="the folder of a run, or its metrics.jsonl")
-    found.add_argument("--plan", metavar="FILE", help="a plan to compare with, which surojax plan --json wrote")
-    found.add_argument("--html", metavar="FILE", help="write curves there, as a page to open in a browser")
-    found.epilog = short_exit_codes()
+    """Makes the parser of the command's options."""
+    arguments = argparse.ArgumentParser(prog="surojax report", description=(__doc__ or "").partition("\n")[0])
+    arguments.add_argument("runs", metavar="RUN", nargs="+", help="the folder of a run, or its metrics.jsonl")
+    arguments.add_argument("--plan", metavar="FILE", help="a plan to compare with, which surojax plan --json wrote")
+    arguments.add_argument("--html", metavar="FILE", help="write curves there, as a page to open in a browser")
+    arguments.epilog = short_exit_codes()
 
-    return refusing(found)
+    return refusing(arguments)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, read and print. An error ends it with one line (`errors.ending`)."""
+    """Parses the command line, reads and prints. An error ends it with one line (`errors.ending`)."""
     try:
         args = parser().parse_args(argv)
         file = check_output("--html", args.html) if args.html is not None else None
-        found = [runs.read_run(name) for name in args.runs]
+        run_records = [runs.read_run(name) for name in args.runs]
         plan = runs.read_plan(args.plan) if args.plan is not None else None
-        print(runs.table_text(found, plan))
+        print(runs.table_text(run_records, plan))
         if file:
             command = shlex.join(["surojax", "report", *(sys.argv[1:] if argv is None else argv)])
-            file.write_text(runs.page(found, plan, command), encoding="utf-8")
+            file.write_text(runs.page(run_records, plan, command), encoding="utf-8")
             print(f"written: {file}")
     except (ConfigError, OSError) as error:
         raise ending("report", error) from error

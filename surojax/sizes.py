@@ -1,4 +1,4 @@
-"""Arithmetic of sizes, and how large they may be."""
+"""Arithmetic of sizes, and their upper limits."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ MOST_GPUS = 2**17
 
 
 def check_largest(values: Mapping[str, Any], before: str) -> None:
-    """Raises ConfigError for a size of a model that no model has. before: the names, in the message."""
+    """Raises ConfigError for a model's size above any model's. before: text before the name in the message."""
     for name, most in LARGEST.items():
         value = values.get(name)
         if isinstance(value, int | float):
@@ -31,18 +31,18 @@ def check_largest(values: Mapping[str, Any], before: str) -> None:
 
 
 def largest_divisor(n: int, at_most: int) -> int:
-    """The largest divisor of n that is no larger than `at_most`."""
+    """Returns the largest divisor of n that is <= at_most."""
     return next(d for d in range(min(n, at_most), 0, -1) if n % d == 0)
 
 
 def divisor(n: int, at_least: int) -> int:
-    """The smallest divisor of n that is so large at least."""
+    """Returns the smallest divisor of n that is >= at_least."""
     pairs = ((i, n // i) for i in range(1, math.isqrt(n) + 1) if n % i == 0)
     return min(d for pair in pairs for d in pair if d >= at_least)
 
 
 def row_parts(rows: int, size: int, largest: int) -> int:
-    """The smallest number of equal groups of rows of a table that have at most `largest` elements each.
+    """Returns the smallest number of equal groups of a table's rows with at most `largest` elements each.
 
     rows, size: of the table, or of a shard of it.
     """

@@ -35,7 +35,7 @@ SECURITY = {  # pages hold their own styles and scripts, and ask nobody else
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Answers the questions of the page at `address`. runs: folders of runs to watch. port: 0 takes a free one."""
+    """The local web server of the page at `address`. runs: folders of runs to watch. port: 0 takes a free port."""
 
     daemon_threads = True
 
@@ -49,26 +49,29 @@ class Server(http.server.ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The address of the page."""
+        """The page's URL, with the token."""
         return f"http://{HERE}:{self.server_port}/{self.token}/"
 
     # Each takes the query of an address and returns (media type, text). Raises ConfigError.
 
     def page(self, query: dict[str, str]) -> tuple[str, str]:
-        """The page itself."""
+        """Returns the page's HTML."""
         return "text/html", studio_page.page(self.runs)
 
     def estimate(self, query: dict[str, str]) -> tuple[str, str]:
-        """See `studio.estimate`."""
+        """Estimates memory and time, see `studio.estimate`."""
         return "application/json", json.dumps(studio_page.answer_estimate(studio_page.question(query)))
 
     def fit(self, query: dict[str, str]) -> tuple[str, str]:
-        """See `studio.fitting`."""
+        """Finds the fastest settings that fit, see `studio.fitting`."""
         with self.compiling:
             return "application/json", json.dumps(studio_page.fitting(studio_page.question(query)))
 
     def plan(self, query: dict[str, str]) -> tuple[str, str]:
-        """See `studio.compiled`. If others are asked for before it begins, only the last one is compiled."""
+        """Plans by compiling, see `studio.compiled`.
+
+        If others are asked for before it begins, only the last one is compiled.
+        """
         mine = self.newest = object()
         with self.compiling:
             if mine is not self.newest:
@@ -76,7 +79,7 @@ class Server(http.server.ThreadingHTTPServer):
             return "text/html", studio_page.compiled_page(studio_page.question(query))
 
     def run(self, query: dict[str, str]) -> tuple[str, str]:
-        """The page of a run of `runs`, by its number."""
+        """Returns the page of a run, by its number in `runs`."""
         number = query.get("number", "")
         if number not in map(str, range(len(self.runs))):
             raise ConfigError(f"run: expected the number of one of {len(self.runs)} runs, got {number!r}")
@@ -85,12 +88,12 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """A request to the server."""
+    """Handles a request to the server."""
 
     server: Server
 
     def do_GET(self) -> None:
-        """Answers a question; 404 for who does not know the token. A line of plain text says why there is no answer."""
+        """Answers a request; 404 for requests without the token. A line of plain text says why there is no answer."""
         path, _, query = self.path.partition("?")
         _, token, *rest = [*path.split("/"), ""]
         name = "/".join(rest).strip("/")
@@ -123,22 +126,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the page says what goes wrong."""
+        """Logs nothing, since the page shows errors."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    found = argparse.ArgumentParser(prog="surojax studio", description=(__doc__ or "").partition("\n")[0])
-    found.add_argument("runs", metavar="RUN", nargs="*", help="folders of runs, whose curves are shown as they grow")
-    found.add_argument("--port", metavar="N", type=int, default=0, help="of 127.0.0.1; a free one if left out")
-    found.add_argument("--no-browser", action="store_true", help="only print the address")
-    found.epilog = short_exit_codes()
+    """Makes the parser of the command's options."""
+    arguments = argparse.ArgumentParser(prog="surojax studio", description=(__doc__ or "").partition("\n")[0])
+    arguments.add_argument(
+        "runs", metavar="RUN", nargs="*", help="folders of runs, whose curves are shown as they grow"
+    )
+    arguments.add_argument("--port", metavar="N", type=int, default=0, help="of 127.0.0.1; a free one if left out")
+    arguments.add_argument("--no-browser", action="store_true", help="only print the address")
+    arguments.epilog = short_exit_codes()
 
-    return refusing(found)
+    return refusing(arguments)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and serve until Ctrl-C. An error ends it with one line (`errors.ending`)."""
+    """Parses the command line and serves until Ctrl-C. An error ends it with one line (`errors.ending`)."""
     jax.config.update("jax_platforms", "cpu")  # planning needs no GPU, and should not occupy one
     aot.silence()
     try:

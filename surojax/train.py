@@ -241,12 +241,12 @@ def train(
 
 
 def guarded(callbacks: Sequence[Callback]) -> Sequence[Callback]:
-    """The callbacks, and a `Guard` if there is none among them."""
+    """Returns the callbacks, with a `Guard` added if they have none."""
     return callbacks if any(isinstance(callback, Guard) for callback in callbacks) else (*callbacks, Guard())
 
 
 def nothing_left(c: Config, run: Assembly, setup: Setup, start: Start, patience: EarlyStopping) -> Result:
-    """The result of a run whose checkpoint is at its last step already, or whose evaluations did not improve."""
+    """Makes the result of a run that has no steps left, or whose evaluations had stopped improving."""
     assert start.resume
     reached = f"{start.resume} is at step {start.first_step} of {start.total_steps}"
     is_at_end = start.first_step >= start.total_steps
@@ -259,7 +259,7 @@ def nothing_left(c: Config, run: Assembly, setup: Setup, start: Start, patience:
 
 
 def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextlib.ExitStack) -> None:
-    """Creates and locks the output_dir until the end, and keeps the files there that an export needs.
+    """Creates the output_dir, locks it until the end, and copies there the files that an export needs.
 
     Raises ConfigError if another run uses it, CheckpointError if one has used it since `set_up`.
     """
@@ -275,27 +275,29 @@ def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextli
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's own options."""
+    """Makes the parser of the command's own options."""
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{exit_codes()}"
-    found = argparse.ArgumentParser(prog="surojax train", description=description)
-    found.add_argument(
+    arguments = argparse.ArgumentParser(prog="surojax train", description=description)
+    arguments.add_argument(
         "--export",
         metavar="PATH",
         help="write the trained model there in bfloat16: a Hugging Face folder, or a file that ends in .gguf",
     )
-    found.add_argument(
+    arguments.add_argument(
         "--safe",
         action="store_true",
         help="leave off what may fail on a GPU: attention=xla, kernels=xla, xla_options=default, no copy engines",
     )
-    found.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
-    found.add_argument("--quiet", action="store_true", help="print no steps and evaluations, as --config.quiet does")
-    hosts.add_flags(found)
-    return found
+    arguments.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
+    arguments.add_argument(
+        "--quiet", action="store_true", help="print no steps and evaluations, as --config.quiet does"
+    )
+    hosts.add_flags(arguments)
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, connect to the other processes if there are any, and run.
+    """Parses the command line, connects to the other processes if there are any, and runs.
 
     An error exits with one line: settings that are refused with REFUSED, others with 1. A run that was asked to stop
     exits with STOPPED.
@@ -306,12 +308,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def aborted(again: list[str]) -> str:
-    """The line that a run ends with which Ctrl-C has aborted. again: the command that started it."""
+    """Makes the last line of a run that Ctrl-C has aborted. again: the command that started the run."""
     return f"surojax.train: aborted; continue with: {shlex.join(again)}"
 
 
 def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: EarlyStop) -> None:
-    """Connects to the other processes if there are any, and runs; errors exit as `main` says."""
+    """Connects to the other processes if there are any, and runs; exits after errors as `main` describes."""
     watch = None
     try:
         c, args = parse_flags(argv, parser)
@@ -340,7 +342,10 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
 
 
 def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
-    """Train, export, and print how to continue; errors exit as `main` says. again: the command that started this."""
+    """Trains, exports, and prints how to continue; exits after errors as `main` describes.
+
+    again: this run's command.
+    """
     if args.safe:
         c, changes = safe(c)
         expect_no_cuda_without_driver()  # the line below is JAX's first use
@@ -379,13 +384,13 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
 
 
 def going_on(command: list[str], c: Config, step: int) -> list[str]:
-    """The command of a run that has finished at this step, for one that trains as long again."""
+    """Changes the command of a run that finished at this step so that it trains for as many steps again."""
     name = "max_steps" if c.max_steps else "num_epochs"
     return [*without_field(command, name), f"--config.{name}={2 * (step if c.max_steps else c.num_epochs)}"]
 
 
 def without_field(command: list[str], name: str) -> list[str]:
-    """The words of a command line less those that set this field, as --config.NAME=VALUE or --config.NAME VALUE."""
+    """Removes the words that set a field, --config.NAME=VALUE or --config.NAME VALUE, from a command line."""
     flag = f"--config.{name}"
     values = [i + 1 for i, word in enumerate(command) if word == flag]
     return [word for i, word in enumerate(command) if i not in values and word.partition("=")[0] != flag]

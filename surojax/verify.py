@@ -94,21 +94,21 @@ def listing() -> str:
 
 
 def line_of_mutant(outcome: mutants.Outcome) -> str:
-    """Returns one line of the table of mutants: the row, where it was found, and what was taken out."""
+    """Returns one line of the table of mutants: the row, how the mutant was found, and the removed collective."""
     row = f"{outcome.mutant.setting.name:<{WIDTH}}{outcome.found:<11}{outcome.seconds:>6.1f} s"
     return f"{row}  {outcome.mutant.removed}\n  {outcome.why}"
 
 
-def summary_of_mutants(found: list[mutants.Outcome]) -> str:
-    """Returns how many mutants there are, and how many were found at trace, by parity and not at all."""
-    count = collections.Counter(outcome.found for outcome in found)
-    rows = len({outcome.mutant.setting.name for outcome in found})
+def summary_of_mutants(outcomes: list[mutants.Outcome]) -> str:
+    """Counts the mutants, and those found at trace time, by parity, and not at all, in a line."""
+    count = collections.Counter(outcome.found for outcome in outcomes)
+    rows = len({outcome.mutant.setting.name for outcome in outcomes})
     kinds = ", ".join(f"{count[kind]} {kind}" for kind in (mutants.AT_TRACE, mutants.BY_PARITY, mutants.NOT_FOUND))
-    return f"{len(found)} mutants of {rows} rows: {kinds}"
+    return f"{len(outcomes)} mutants of {rows} rows: {kinds}"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of this command's own flags."""
+    """Makes the parser of this command's own flags."""
     codes = short_exit_codes("a row that failed", "none that passed")
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{codes}"
     made = argparse.ArgumentParser(prog="surojax verify", description=description)
@@ -122,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def refusals(refused: dict[str, str]) -> str:
-    """Returns what is said at the start of rows that the model's sizes do not allow; refused: why, by name."""
+    """Makes the note about rows that the model's sizes do not allow. refused: reasons by the rows' names."""
     name, why = next(iter(refused.items()))
     which = f"{name} is skipped" if len(refused) == 1 else f"{len(refused)} rows are skipped, such as {name}"
     return f"{which}, because of the model's sizes: {why}; --config {ALL_ROWS} has sizes that every row can use"
@@ -140,19 +140,19 @@ def print_rows(c: Config, steps: int, only: list[str] | None) -> bool:
 
 def print_mutants(c: Config, steps: int, only: list[str] | None) -> bool:
     """Prints the table of mutants; returns whether there are any and all were found."""
-    found = mutants.verify_mutants(
+    outcomes = mutants.verify_mutants(
         c,
         steps=steps,
         only=only,
         report=lambda outcome: print(line_of_mutant(outcome), flush=True),
         skipped=lambda s, why: print(f"{s.name:<{WIDTH}}skipped: {why}", flush=True),
     )
-    print(summary_of_mutants(found))
-    return bool(found) and all(outcome.found != mutants.NOT_FOUND for outcome in found)
+    print(summary_of_mutants(outcomes))
+    return bool(outcomes) and all(outcome.found != mutants.NOT_FOUND for outcome in outcomes)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, verify, and print the table. Exits with 1 if a row fails; an error ends it with a line.
+    """Parses the command line, verifies, and prints the table. Exits with 1 if a row fails; errors end it with a line.
 
     With --mutants, exits with 1 if a mutant is not found.
     """

@@ -1,1 +1,1 @@
-"""Many processes: who they are, how they meet, and how they end together."""
+"""Runs of many processes: how each finds its place, how all connect, and how they end together."""

@@ -1,4 +1,4 @@
-"""SIGTERM while a command's imports take their seconds: it ends with the code of a run that was asked to stop.
+"""Handles SIGTERM while a command's imports run: the process ends with the exit code of a run asked to stop.
 
 Imported before JAX by the commands that end so later as well; it changes nothing in other programs that import them.
 """

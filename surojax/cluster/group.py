@@ -1,4 +1,4 @@
-"""The processes of one start of `surojax.launch` on this machine, whose lives are bound to the supervisor's.
+"""The processes that one start of `surojax.launch` runs on this machine; they end if the supervisor ends.
 
 A process that ends with an error ends the others. If one gives no more signs of life (supervised.py), all are asked to
 end, and killed after GRACE_S. They do not outlive the supervisor: on Linux the kernel kills them then (prctl(2),
@@ -46,14 +46,17 @@ except OSError as error:
 
 
 class Ended(NamedTuple):
-    """The first process of a group that ended with an error, or the whole group. reason: a line; "" without error."""
+    """How a group of processes ended.
+
+    code: exit code of the first that failed, else of the group. reason: a line; "" without error.
+    """
 
     code: int
     reason: str
 
 
 def start_command(command: list[str], message: dict[str, str], **options) -> tuple[subprocess.Popen, socket.socket]:
-    """Starts a command that dies with this process, and returns it with our end of its socket.
+    """Starts a command that is killed if this process ends; returns the process and our end of its socket.
 
     message: what `Supervised` reads. options: of `subprocess.Popen`.
     """
@@ -70,12 +73,12 @@ def start_command(command: list[str], message: dict[str, str], **options) -> tup
 
 
 def new_key() -> dict[str, str]:
-    """A new run's id and secret, for the message of `start_command`."""
+    """Makes a new run's id and secret, for the message of `start_command`."""
     return {"run": secrets.token_hex(4), "secret": secrets.token_hex(16)}
 
 
 class ProcessGroup:
-    """The processes of one start. Context manager that leaves none behind.
+    """The processes of one start; a context manager that leaves none running.
 
     command: of each process, to which the flags of its place are added. environments: of each. again: the command that
     starts them all.
@@ -133,7 +136,7 @@ class ProcessGroup:
         self.killing = True
 
     def wait(self) -> Ended:
-        """Waits until all have ended, or one has with an error, or hangs; then ends the others."""
+        """Waits until all processes have ended, or one fails or hangs; then ends the others."""
         saved_by = stopped_since = None
         while True:
             codes = [self._code(process) for process in self.processes]
@@ -162,14 +165,14 @@ class ProcessGroup:
             time.sleep(POLL_S)
 
     def _send(self, number: int) -> None:
-        """Sends a signal to all that run."""
+        """Sends a signal to all running processes."""
         for process in self.processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)
 
     def _code(self, process: subprocess.Popen) -> int | None:
-        """The exit code of a process. One that `stop` reached before it could receive signals had nothing to save."""
+        """The exit code of a process, None while it runs; STOPPED if `stop` ended it, with nothing to save."""
         code = process.poll()
         return STOPPED if self.stopping and code == -signal.SIGTERM else code
 
@@ -182,7 +185,7 @@ class ProcessGroup:
                     self.heard[i] = now
 
     def _hang(self, silent: list[int]) -> Ended:
-        """Ends all processes because some send no heartbeat."""
+        """Ends all processes after some have sent no heartbeat."""
         state = "stopped" if all(_is_stopped(self.processes[i].pid) for i in silent) else "hanging"
         who = ", ".join(f"{i} (process {self.processes[i].pid})" for i in silent)
         self._send(signal.SIGTERM)
@@ -190,13 +193,13 @@ class ProcessGroup:
         return Ended(1, f"no answer from process {who}: {state}, killed")
 
     def _grace(self) -> None:
-        """Waits until the processes that still run have ended, for GRACE_S at most."""
+        """Waits for running processes to end, GRACE_S at most."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(p.poll() is None for p in self.processes):
             time.sleep(POLL_S)
 
     def _failed(self, i: int, codes: list[int | None]) -> Ended:
-        """Names the process that is the reason, and ends the others."""
+        """Names the process that failed first, and ends the others."""
         stopped = [k for k, code in enumerate(codes) if code is None and _is_stopped(self.processes[k].pid)]
         reason = f"process {i} was the first to end ({exit_code_in_words(codes[i])})"
         if stopped:  # it ended because that one did not answer
@@ -207,12 +210,12 @@ class ProcessGroup:
 
 
 def print_as_supervisor(text: str) -> None:
-    """Prints a line of the supervisor."""
+    """Prints a line as the supervisor."""
     print(f"surojax.launch: {text}", flush=True)
 
 
 def _copy_lines(process: subprocess.Popen, i: int) -> None:
-    """Prints the lines of a process with its number in front."""
+    """Prints a process' lines, prefixed with its number."""
     assert process.stdout
     for line in process.stdout:
         if not NOISE.match(line):
@@ -227,7 +230,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def exit_code_in_words(code: int | None) -> str:
-    """An exit code in words."""
+    """Describes an exit code in words."""
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
@@ -235,6 +238,6 @@ def exit_code_in_words(code: int | None) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine that nobody listens on."""
+    """Returns a port of this machine on which nothing listens."""
     with socket.create_server((host, 0)) as server:
         return server.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Many processes: what started them, who they are, and how they become one run.
+"""Detects a run's launcher and each process' place, and connects the processes to one run.
 
 `detect` is a pure function from flags and environment variables to a `Hosts`. The order is: the flags `--coordinator`,
 `--num_processes` and `--process_id`; the variables of Kubeflow, MaxText, SkyPilot and torchrun; those of Open MPI and
@@ -186,7 +186,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def detect_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> Hosts | None:
-    """`detect` with the options of `add_flags`. Raises ConfigError."""
+    """Calls `detect` with the parsed options of `add_flags`. Raises ConfigError."""
     expected = f"1 to {MAX_HEARTBEAT_S:g} seconds"
     fits = 1 <= args.heartbeat <= MAX_HEARTBEAT_S
     need(fits, "--heartbeat", expected, args.heartbeat, f"{HEARTBEAT_S:g} is usual")
@@ -219,7 +219,7 @@ def _where(hosts: Hosts) -> str:
 
 
 def _check_alone(environment: Mapping[str, str], coordinator, num_processes, process_id) -> None:
-    """Raises ConfigError if flags or variables say that there are other processes, but not who this one is."""
+    """Raises ConfigError if flags or variables name several processes, but not this process' number."""
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     if some := [name for name, value in given.items() if value is not None]:
         raise ConfigError(f"{some[0]}: expected all of {FLAGS}, got only {', '.join(some)}; give the others too")
@@ -237,7 +237,7 @@ def _check_alone(environment: Mapping[str, str], coordinator, num_processes, pro
 
 
 def _read(launcher: Variables, environment: Mapping[str, str], coordinator, num_processes, process_id) -> Hosts:
-    """The place that a launcher's variables give; flags replace them. Raises ConfigError."""
+    """Reads this process' place from a launcher's variables; flags take precedence. Raises ConfigError."""
 
     def text(names: tuple[str, ...]) -> str | None:
         return next((environment[name] for name in names if environment.get(name)), None)
@@ -272,7 +272,7 @@ def _read(launcher: Variables, environment: Mapping[str, str], coordinator, num_
 
 
 def _address(launcher: Variables, text: str, environment: Mapping[str, str]) -> str:
-    """The coordinator's "host:port" from the variable of a launcher."""
+    """Reads the coordinator's "host:port" from a launcher's variable."""
     port = next((environment[name] for name in launcher.port if environment.get(name)), None)
     match launcher.launcher:
         case "SkyPilot":
@@ -296,19 +296,19 @@ def _address(launcher: Variables, text: str, environment: Mapping[str, str]) -> 
 
 
 def _port_of_job(job: str, divisor: int) -> str:
-    """A port among the upper 4096, by the job, so that two jobs on a machine have different ones."""
+    """Chooses a port among the upper 4096 from the job's id, so that two jobs on a machine have different ports."""
     return str(2**16 - 2**12 + (int(job) // divisor if job.isdecimal() else 0) % 2**12)
 
 
 def _first_node(nodes: str) -> str:
-    """The first host of Slurm's list: "node[003-005,9],gpu1" -> "node003"."""
+    """Returns the first host of Slurm's list: "node[003-005,9],gpu1" -> "node003"."""
     match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?([^,\[\]]*)", nodes)
     assert match, nodes
     return match[1] + (match[2] or "")
 
 
 def _slurm_tasks_here(tasks: str, environment: Mapping[str, str]) -> int | None:
-    """The number of tasks on this node, from "8(x2),4": two nodes with 8 and one with 4."""
+    """Returns the number of tasks on this node, from "8(x2),4": two nodes with 8 and one with 4."""
     tasks_of_nodes = []
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -329,7 +329,7 @@ def _with_port(address: str, source: str) -> str:
 
 
 def local_gpus(hosts: Hosts, environment: Mapping[str, str], machine_gpus: int) -> list[int] | None:
-    """The indices of the GPUs that this process uses; None: all that it sees.
+    """The indices of the GPUs that this process uses; None: all visible GPUs.
 
     Processes that share a machine divide its `machine_gpus`, unless their launcher gave each its own
     (CUDA_VISIBLE_DEVICES of one, as with Slurm's --gpus-per-task=1). Raises ConfigError if they do not divide evenly.
@@ -345,7 +345,7 @@ def local_gpus(hosts: Hosts, environment: Mapping[str, str], machine_gpus: int) 
 
 
 def gpus_of_machine() -> int:
-    """The number of NVIDIA GPUs that the driver shows."""
+    """The number of NVIDIA GPUs that the driver reports."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
@@ -413,7 +413,7 @@ def connect(
 
 
 def _disable_compilation_cache(say: Callable[[str], None]) -> None:
-    """Compiles in every process of a run on CPUs, whether or not there is a cache of compiled programs.
+    """Disables the cache of compiled programs for several processes on CPUs, so that all of them compile.
 
     JAX's key of a program has the process's own topology there, and process 0 alone writes. So process 0 would run what
     it loads and the others what they compile. The two may order collectives differently; gloo matches them by order.
@@ -424,7 +424,7 @@ def _disable_compilation_cache(say: Callable[[str], None]) -> None:
 
 
 def processes_here() -> int:
-    """The number of this run's processes on this machine; every process has to call it."""
+    """Counts this run's processes on this machine; every process has to call this."""
     if jax.process_count() == 1:
         return 1
     name = np.uint32(zlib.crc32(socket.gethostname().encode()))

@@ -1,4 +1,4 @@
-"""All processes of a run meet at the coordinator's port, before JAX uses it.
+"""Lets all processes of a run meet at the coordinator's port, before JAX uses the port.
 
 `jax.distributed.initialize` ends a process with a stack trace if another one is missing or has the same id, and does
 not say which. So process 0 first listens on that port itself: each other process sends its id, how many processes it
@@ -37,7 +37,7 @@ OTHER_RUN = "a process of another run, or with another secret"
 
 
 class Key(NamedTuple):
-    """The id and the secret by which the processes of one run know each other."""
+    """The id and the secret by which the processes of one run recognise each other."""
 
     run: str = ""  # tells runs apart; no secret
     secret: bytes = b""
@@ -47,7 +47,7 @@ ANY_RUN = Key()
 
 
 class Met(NamedTuple):
-    """The result of `meet`."""
+    """The result of `meet`: names of all hosts, and process 0's address."""
 
     names: list[str]  # the host name of each process
     coordinator: str  # "host:port" of process 0
@@ -55,7 +55,7 @@ class Met(NamedTuple):
 
 
 def never() -> bool:
-    """False: nobody asks this process to stop."""
+    """Returns False, as the default that nobody asks this process to stop."""
     return False
 
 
@@ -89,7 +89,7 @@ def meet(
 
 
 def is_open(listens: str) -> bool:
-    """True if `Met.listens` is all addresses of the machine."""
+    """True if `Met.listens` stands for all addresses of the machine."""
     return listens.startswith(("[::]:", "0.0.0.0:"))
 
 
@@ -97,7 +97,7 @@ def is_open(listens: str) -> bool:
 
 
 def _addresses(host: str) -> list[str]:
-    """The addresses to listen on, the best one first; "" is all.
+    """Lists the addresses to listen on, best first; "" means all of the machine.
 
     A machine's own name may lead to 127.0.0.1 on itself alone, which the others could not reach; and an address may be
     that of a gateway. Then it is all addresses.
@@ -113,7 +113,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _listen(addresses: list[str], port: int) -> socket.socket:
-    """The listening socket, on the first of the addresses that is this machine's. Raises ConfigError."""
+    """Opens a listening socket on the first address that belongs to this machine. Raises ConfigError."""
     reason = ""
     for address in addresses:
         every = address in ("", "::", "0.0.0.0")
@@ -136,7 +136,7 @@ def _listen(addresses: list[str], port: int) -> socket.socket:
 
 
 class _Guest:
-    """A connection to process 0. id: of the process, once it has said hello."""
+    """A process' connection to process 0. id: of the process, known after its hello."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
@@ -148,7 +148,7 @@ class _Guest:
 
 
 class _Gathering:
-    """Process 0 collects the others and answers them all."""
+    """Process 0's side of the meeting: collects the other processes' messages and answers them."""
 
     def __init__(self, server: socket.socket, num_processes: int, key: Key, asked: Callable[[], bool]):
         self.server = server
@@ -162,7 +162,7 @@ class _Gathering:
         self.selector.register(server, selectors.EVENT_READ)
 
     def names_of_all(self, deadline: float) -> list[str]:
-        """Waits for all processes, answers them, and returns their hosts' names. Raises ConfigError."""
+        """Waits for all processes, answers them, and returns the names of their hosts. Raises ConfigError."""
         try:
             problem = self._collect(deadline)
             hosts = [self.names.get(i, "") for i in range(self.num_processes)] if not problem else []
@@ -176,7 +176,7 @@ class _Gathering:
         return hosts
 
     def _collect(self, deadline: float) -> str:
-        """Reads the other processes' messages until all are there; returns an error, "" without one."""
+        """Reads the other processes' messages until all have arrived; returns an error, or ""."""
         while len(self.names) < self.num_processes:
             if self.asked():
                 return _stopped(0, self.num_processes)
@@ -242,7 +242,7 @@ class _Gathering:
         return problem
 
     def _problem(self, process_id: int, of: int, host: str) -> str:
-        """The fault of a process that says hello; "" if there is none."""
+        """Checks a process' hello; returns what is wrong with it, or ""."""
         if of != self.num_processes:
             return (
                 f"processes: expected {self.num_processes}, as process 0 says, got {of} from process {process_id} on "
@@ -270,7 +270,7 @@ class _Gathering:
         connection.close()
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        """Sends the answer to all that said hello, and waits until they have closed, so that the port is free."""
+        """Sends the answer to all connected processes, and waits until they have closed, so that the port is free."""
         until = time.monotonic() + CLOSE_S
         for guest in [guest for guest in self.guests.values() if guest.id is not None]:
             with contextlib.suppress(OSError):
@@ -280,7 +280,7 @@ class _Gathering:
 
 
 def _missing(missing: list[int], num_processes: int) -> str:
-    """The error for processes that did not come."""
+    """Makes the error about processes that did not arrive."""
     shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
     return (
         f"processes: expected {num_processes}, got {num_processes - len(missing)}; process {shown} did not come: see "
@@ -289,7 +289,7 @@ def _missing(missing: list[int], num_processes: int) -> str:
 
 
 def _stopped(process_id: int, num_processes: int) -> str:
-    """The error of a process that leaves because it is asked to."""
+    """Makes the error of a process that leaves since it was asked to stop."""
     return f"processes: expected {num_processes} to connect, got SIGTERM in process {process_id} before; start again"
 
 
@@ -299,7 +299,7 @@ def _stopped(process_id: int, num_processes: int) -> str:
 def _join(
     host: str, port: int, hello: dict[str, Any], key: Key, deadline: float, asked: Callable[[], bool]
 ) -> list[str]:
-    """Says hello to process 0 and returns what it answers."""
+    """Sends hello to process 0 and returns the answer."""
     reason = "no answer"
     while time.monotonic() < deadline:
         if asked():
@@ -351,13 +351,13 @@ def _proof(role: str, nonce: str, body: str, key: Key) -> str:
 
 
 def _sealed(message: dict[str, Any], role: str, nonce: str, key: Key) -> dict[str, Any]:
-    """The message with its run and the proof that its sender knows the secret. nonce: the receiver's."""
+    """Signs a message: adds the run's id and an authentication code made with the secret. nonce: of the receiver."""
     body = json.dumps(message)
     return {"run": key.run, "body": body, "proof": _proof(role, nonce, body, key)}
 
 
 def _opened(data: bytes, role: str, nonce: str, key: Key) -> tuple[str, str, bool]:
-    """(body, run, whether its sender knows the secret) of a line that `_sealed` made.
+    """Reads a line of `_sealed`: (body, run's id, whether the authentication code is right).
 
     Raises what NO_MESSAGE names if it is another thing.
     """
@@ -368,7 +368,7 @@ def _opened(data: bytes, role: str, nonce: str, key: Key) -> tuple[str, str, boo
 
 
 def _receive(connection: socket.socket, limit: int, until: float) -> bytes:
-    """A line of at most `limit` bytes, before the time `until`. Raises OSError or ValueError."""
+    """Receives a line of at most `limit` bytes, before the time `until`. Raises OSError or ValueError."""
     data = b""
     while not data.endswith(b"\n"):
         connection.settimeout(max(until - time.monotonic(), 0.001))

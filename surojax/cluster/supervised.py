@@ -1,4 +1,4 @@
-"""A process that `surojax.launch` started, and the socket to its supervisor.
+"""The socket of a process that `surojax.launch` started to its supervisor.
 
 The supervisor sends one line: what the processes of the run have in common, and the command that starts them all. The
 process sends its heartbeat limit in seconds every second, so that the supervisor notices if processes hang, even if all
@@ -23,7 +23,7 @@ WAIT_S = 10.0
 
 
 class Supervised:
-    """This process's end of the socket. key: of the run; command: what starts all processes of it."""
+    """This process' end of the socket. key: of the run. command: the command that starts all of the run's processes."""
 
     def __init__(self, descriptor: int, heartbeat_s: float):
         """Reads the supervisor's message. Raises ConfigError if there is no supervisor."""

@@ -1,4 +1,4 @@
-"""Several processes end together, and the one that is the reason is named.
+"""Ends several processes together after one fails, and names the one that failed.
 
 A process that dies leaves the others in a collective. Over TCP they notice at once; NCCL waits. A stopped process is
 noticed by nobody. So a thread of each process tells the coordinator every second that it lives, and reads what the
@@ -36,7 +36,7 @@ OF_A_PEER = re.compile(r"\bgloo\b|\bnccl|connection (closed|reset)|CoordinationS
 
 
 class Watch:
-    """The threads of one process that watch the others. names: the host of each process."""
+    """Threads with which a process watches the others. names: host of each process."""
 
     def __init__(self, names: list[str], process_id: int, heartbeat_s: float):
         self.names = names
@@ -83,17 +83,17 @@ class Watch:
         return f"{self.name(i)} has not answered for {self.heartbeat_s:g} s: it hangs, or its host or link is down"
 
     def name(self, i: int) -> str:
-        """The number and host of a process, as text for messages."""
+        """Formats a process' number and host for messages."""
         return f"process {i} ({self.names[i]})"
 
     def _leave(self, text: str, code: int = 1) -> None:
-        """Ends this process, wherever its main thread is."""
+        """Ends this process immediately, whatever its main thread does."""
         if not self._ended.is_set():
             self._ended.set()
             _exit(f"surojax: error: {text}", code)
 
     def fail(self, message: str, code: int) -> None:
-        """Tells the others why this process ends, and with which exit code."""
+        """Tells the other processes the reason and exit code with which this process ends."""
         self._ended.set()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.client.key_value_set(f"{FOLDER}failed/{self.process_id}", f"{code} {message}")
@@ -110,7 +110,9 @@ class Watch:
 
 @contextlib.contextmanager
 def failing_together(watch: Watch | None) -> Iterator[None]:
-    """Ends this process at once if the body fails, and tells the others why. Does nothing without a watch.
+    """Context manager that, after an error, tells the other processes the reason and ends this process at once.
+
+    Does nothing without a watch.
 
     An exit with code 0 or STOPPED is none of one process alone. Python's own end would wait for the other processes,
     which wait for this one.
@@ -136,7 +138,7 @@ def failing_together(watch: Watch | None) -> Iterator[None]:
 
 
 def _leave_with(watch: Watch, message: str, code: int) -> None:
-    """Ends this process because of an error: its own, or the error of a collective that another process has left."""
+    """Ends this process after an error: its own, or that a collective failed since another process has left."""
     if OF_A_PEER.search(message):
         time.sleep(3 * PERIOD_S)  # if the other process said why it ended, the watch says that and ends this one
         _exit(f"surojax: error: the connection to another process is lost ({message})", code)
@@ -145,7 +147,7 @@ def _leave_with(watch: Watch, message: str, code: int) -> None:
 
 
 def leave(text: str) -> NoReturn:
-    """Exits with a line, at once if JAX has connected processes: Python's own end would wait for the others."""
+    """Prints a line and exits; at once if JAX has connected processes, for which Python's clean-up would wait."""
     if jax.distributed.is_initialized():
         _exit(text)
     sys.exit(text)

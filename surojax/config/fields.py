@@ -112,8 +112,7 @@ def head_dim(c: Config) -> int:
 
 
 def tokens_of_piece(c: Config) -> int:
-    """The tokens in a piece of the sequence, for cp_method allgather and ring, which compute pairs of pieces; else
-    0."""
+    """The tokens in one of a device's two pieces of the sequence with cp_method allgather or ring; else 0."""
     return c.sequence_len // (2 * c.cp_size) if c.cp_size > 1 and c.cp_method != "ulysses" else 0
 
 

@@ -1,1 +1,1 @@
-"""What this machine does: checks that need its GPU, disk and memory, each with a verdict."""
+"""Checks of this machine's GPU, disk and memory, each with a verdict."""

@@ -1,4 +1,4 @@
-"""The checks by name, each in a process of its own: XLA and drivers may end a process, or never answer.
+"""Runs each check in a process of its own, since XLA and drivers may end a process or never return.
 
 The process writes a line of JSON for each verdict as soon as it is known. What it did not come to, because it ended or
 its time did, is a verdict too.
@@ -28,7 +28,7 @@ LAST = 300  # characters of what a process said before it ended
 
 
 class Check(NamedTuple):
-    """A check. run: yields its verdicts. seconds: after which it is ended. options: see `verdict.failed`."""
+    """A check. run: yields verdicts. seconds: limit of its time. options: see `verdict.failed`."""
 
     run: Callable[[Asked], Iterator[Verdict]]
     seconds: float
@@ -51,7 +51,7 @@ assert {name for check in CHECKS.values() for name in check.options} <= BY_NAME.
 
 
 def in_process(name: str, asked: Asked) -> Iterator[Verdict]:
-    """Yields the verdicts of a check, which runs in a process of its own with a limit of time."""
+    """Runs a check in a process of its own with a limit of time, and yields its verdicts."""
     check = CHECKS[name]
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_check; run_check(*sys.argv[1:])"
     environment = dict(os.environ)
@@ -78,7 +78,7 @@ def in_process(name: str, asked: Asked) -> Iterator[Verdict]:
 
 
 def how_it_ended(code: int) -> str:
-    """How a process ended, by its exit code; "" if that is 0."""
+    """Describes how a process ended from its exit code; "" for 0."""
     if code >= 0:
         return f"exit code {code}" if code else ""
     names = {number.value: number.name for number in signal.Signals}
@@ -100,7 +100,7 @@ def run_check(name: str, verdicts: str, asked: str) -> None:
 
 
 def check_verdicts(name: str, asked: Asked) -> Iterator[Verdict]:
-    """Yields the verdicts of a check; an error that it does not expect is one."""
+    """Yields the verdicts of a check; turns an unexpected error into a failed verdict."""
     try:
         yield from CHECKS[name].run(asked)
     except Exception as error:

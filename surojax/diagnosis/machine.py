@@ -1,4 +1,4 @@
-"""Checks of a machine: what is installed, its memory and disk, and its rates beside those that the planner assumes."""
+"""Checks a machine's installation, memory and disk, and compares its rates with the planner's."""
 
 import importlib.metadata
 import os
@@ -43,7 +43,7 @@ UNLIMITED = 2**63 - 1
 
 
 def installation(asked: Asked) -> Iterator[Verdict]:
-    """Versions, devices and their memory, and whether the planner knows them."""
+    """Reports versions, devices and their memory, and whether the planner knows the GPU."""
     check = "installation"
     yield from attempt(check, "versions", lambda: ok(check, "versions", versions()))
     devices: list = []
@@ -71,7 +71,7 @@ def installation(asked: Asked) -> Iterator[Verdict]:
 
 
 def versions() -> str:
-    """Versions of Python, the packages that count, the system and NVIDIA's driver."""
+    """Lists the versions of Python, the packages that matter, the system and NVIDIA's driver."""
     installed = []
     for name in PACKAGES:
         try:
@@ -82,7 +82,7 @@ def versions() -> str:
 
 
 def driver() -> str:
-    """The version of NVIDIA's driver and what it says of the GPUs; in words if there is none."""
+    """Returns NVIDIA's driver version, GPUs and memory in a line; a note in words without a driver."""
     if not (command := shutil.which("nvidia-smi")):
         return "no nvidia-smi"
     query = [command, "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
@@ -92,7 +92,7 @@ def driver() -> str:
 
 
 def known_to_planner(device) -> Verdict:
-    """Whether gpus.csv has this kind of GPU, and its memory as this one has it."""
+    """Checks that gpus.csv has this kind of GPU."""
     check, part = "installation", "planner"
     if device.platform == "cpu":
         return skipped(check, part, "no GPU to look up in surojax/planner/gpus.csv")
@@ -107,7 +107,7 @@ def known_to_planner(device) -> Verdict:
 
 
 def host_memory(asked: Asked) -> Iterator[Verdict]:
-    """Free host memory, limits on it, and whether pinned memory can be had."""
+    """Reports free host memory and its limits, and checks that pinned memory can be allocated."""
     check = "host_memory"
 
     def limits() -> Verdict:
@@ -129,7 +129,7 @@ def host_memory(asked: Asked) -> Iterator[Verdict]:
 
 
 def process_limits() -> list[str]:
-    """The limits on the memory of this process, in words."""
+    """Describes the limits on this process' memory in words."""
     limits = []
     try:
         import resource
@@ -147,7 +147,7 @@ def process_limits() -> list[str]:
 
 
 def disk(asked: Asked) -> Iterator[Verdict]:
-    """How fast a folder's disk is written and read; it fails if that is no NVMe disk's, and one was named."""
+    """Measures a folder's disk; fails if the rates are below an NVMe disk's and the folder was named by the user."""
     check = "disk"
     folder = asked.nvme_path or "."
 
@@ -164,7 +164,7 @@ def disk(asked: Asked) -> Iterator[Verdict]:
 
 
 def disk_rates(folder: Path, size: int) -> tuple[float, float]:
-    """(bytes/s written, bytes/s read) of a new file with so many bytes, which is removed.
+    """Measures (bytes/s written, bytes/s read) with a new file of this size, which is removed.
 
     Where the system cannot go past its page cache (macOS), what is read comes from there.
     """
@@ -181,7 +181,7 @@ def disk_rates(folder: Path, size: int) -> tuple[float, float]:
 
 
 def rates(asked: Asked) -> Iterator[Verdict]:
-    """Rates of the host link, device memory and matrix products beside the planner's; those seen are written for it."""
+    """Compares rates of host link, device memory and matrix products with the planner's, and records them."""
     check = "rates"
     device = find_devices(0)[0]
     gpu = find_gpu(device.device_kind)
@@ -200,7 +200,7 @@ def rates(asked: Asked) -> Iterator[Verdict]:
 
 
 def host_link(device, gpu: Gpu, measured: dict[str, float]) -> Verdict:
-    """The rate of the host link in either direction; the planner's is the mean of both, as many bytes go each way."""
+    """Measures the host link in both directions; the planner assumes their mean, since as many bytes go each way."""
     to_host, to_device = (size_per_s(device, home, COPIED_BYTES) for home in (HOST, DEVICE))
     mean = 2 / (1 / to_host + 1 / to_device)
     said = f"to the GPU {to_device / GB:.1f}, from it {to_host / GB:.1f} GB/s"
@@ -208,14 +208,14 @@ def host_link(device, gpu: Gpu, measured: dict[str, float]) -> Verdict:
 
 
 def device_memory(gpu: Gpu, measured: dict[str, float]) -> Verdict:
-    """The rate at which device memory is read and written by a large copy."""
+    """Measures the rate at which a large copy reads and writes device memory."""
     seconds = bench.call_seconds({"copy": bench.copier()}, TURNS)["copy"]
     rate = 2 * bench.COPY_BYTES / seconds
     return beside("device memory", gpu, "memory", rate, gpu.memory_bandwidth, f"{rate / GB:,.0f} GB/s", measured)
 
 
 def matrix_products(gpu: Gpu, measured: dict[str, float]) -> Verdict:
-    """The rate of a product of large matrices in bfloat16."""
+    """Measures the FLOP/s of a product of large bfloat16 matrices."""
     seconds = product_seconds(PRODUCT)
     known = gpu.rates
     planned = costs.product_time(gpu, PRODUCT, PRODUCT, PRODUCT)
@@ -234,7 +234,7 @@ def beside(
     measured: dict[str, float],
     options: tuple[str, ...] = (),
 ) -> Verdict:
-    """The verdict on a rate beside the planner's; it fails below the slow end of that. measured: gets the fraction.
+    """Compares a measured rate with the planner's; fails below its slow bound. measured: receives the fraction.
 
     name: a field of `Rates`, a fraction of the peak. said: what was measured, in words. options: see `failed`.
     """
@@ -249,7 +249,7 @@ def beside(
 
 
 def size_per_s(device, to: Home, size: int) -> float:
-    """Bytes/s of copies of so many bytes to a memory of a device, from its other one: device or pinned host memory."""
+    """Measures copies of `size` bytes to device memory from pinned host memory, or the other way, in bytes/s."""
     kinds = {home: jax.sharding.SingleDeviceSharding(device, memory_kind=home.memory_kind) for home in (DEVICE, HOST)}
     source = kinds[HOST if to == DEVICE else DEVICE]
     x = jax.device_put(np.zeros(size // 4, np.float32), source)
@@ -258,13 +258,13 @@ def size_per_s(device, to: Home, size: int) -> float:
 
 
 def product_seconds(n: int) -> float:
-    """Seconds of a product of two matrices `[n, n]` in bfloat16."""
+    """Measures the seconds of a product of two bfloat16 matrices `[n, n]`."""
     a, b = (jnp.full((n, n), value, jnp.bfloat16) for value in (0.5, 0.25))
     return bench.call_seconds({"product": repeated(jax.jit(jnp.matmul), a, b)}, TURNS)["product"]
 
 
 def repeated(f: Callable, *arguments: jax.Array) -> Callable[[int], None]:
-    """A function of n that makes n calls and awaits them, as `bench.call_seconds` takes it."""
+    """Makes a function that calls f n times and awaits the results, as `bench.call_seconds` requires."""
 
     def calls(n: int) -> None:
         results = None

@@ -1,4 +1,4 @@
-"""Checks that compute on a machine's GPU: kernels, a step against the CPU, offloads, transfers and times of steps.
+"""Checks a machine's GPU by computing: kernels, a step against the CPU, offloads, host transfers, times of steps.
 
 All train one small model, as `surojax verify` does: its rows of settings, its bounds and its batches. On a machine
 without a GPU the first of 8 virtual CPU devices stands for it, and what only a GPU has is skipped.
@@ -66,7 +66,7 @@ NO_GPU = "no GPU"
 
 
 def small_config(asked: Asked, device) -> Config:
-    """The small model, for a device."""
+    """Makes the config of the checks' small model, for a device."""
     c = default_config()
     c.model.update(SIZES)
     c.update({"gpus": 1, "sequence_len": 128, "per_device_batch_size": 8, "learning_rate": 1e-3})
@@ -80,7 +80,7 @@ def small_config(asked: Asked, device) -> Config:
 
 
 def kernels(asked: Asked) -> Iterator[Verdict]:
-    """Every kernel against its reference compiled by XLA, at a small size."""
+    """Compares every kernel with its reference compiled by XLA, at a small size."""
     if dispatch.automatic(find_devices(0)[0]) != "mosaic":
         major, minor = dispatch.OLDEST
         yield skipped("kernels", "all", f"our Pallas kernels are for NVIDIA GPUs from sm_{major}{minor} on")
@@ -90,7 +90,7 @@ def kernels(asked: Asked) -> Iterator[Verdict]:
 
 
 def kernel(op: str, implementation: str = "mosaic", sizes: shapes.Sizes = KERNEL_SIZES) -> Verdict:
-    """The verdict on an op: all of its cases with an implementation beside XLA's."""
+    """Compares an implementation of an op with XLA's in all of the op's cases."""
     cases = bench.OPS[op].cases(sizes, KERNEL_TOKENS)
     differences = []
     for case in cases:
@@ -108,7 +108,7 @@ def kernel(op: str, implementation: str = "mosaic", sizes: shapes.Sizes = KERNEL
 
 
 def step(asked: Asked) -> Iterator[Verdict]:
-    """A step on the GPU against the same on the CPU: without the options that can be left off, and with each."""
+    """Compares a step on the GPU with the same step on the CPU: without optional features, and with each of them."""
     device = find_devices(0)[0]
     c = small_config(asked, device)
     steps = AgainstCpu(safe(c)[0], device)
@@ -122,7 +122,7 @@ def step(asked: Asked) -> Iterator[Verdict]:
 
 
 class AgainstCpu:
-    """Steps on a device against those of a config on the CPU, whose curves are kept."""
+    """Compares steps on a device with steps on the CPU, whose results are cached."""
 
     def __init__(self, reference: Config, device):
         self.reference = reference
@@ -132,13 +132,16 @@ class AgainstCpu:
         self.cpu = jax.devices("cpu")[-1]  # without a GPU another virtual device
 
     def curve(self, c: Config, row: str, device) -> list[tuple[float, float]]:
-        """(loss, gradient norm) of a step of a row of `verification.settings` on a device."""
+        """Runs a step of a row of `verification.settings` on a device: [(loss, gradient norm)]."""
         with verifier.Curves(c, 1, [device]) as curves:
             curves.first = self.first
             return curves.of(curves.table[row])
 
     def verdict(self, part: str, row: str, changes: dict[str, Any], options: tuple[str, ...] = ()) -> Verdict:
-        """The verdict on a row with these changes of the config, on the device; options: see `failed`."""
+        """Compares a row with these changes of the config on the device with the row on the CPU.
+
+        options: see `failed`.
+        """
         if row not in self.expected:
             self.expected[row] = self.curve(self.reference, row, self.cpu)
         actual = self.curve(changed(self.reference, changes), row, self.device)
@@ -153,17 +156,17 @@ class AgainstCpu:
 
 
 def offloads(asked: Asked) -> Iterator[Verdict]:
-    """Training with weights, gradients, residuals and state elsewhere, to the bit as without."""
+    """Checks that training with offloaded weights, gradients, residuals and state equals plain training to the bit."""
     yield from claims("offloads", asked, ROWS_OF_OFFLOADS, find_devices(0)[:1])
 
 
 def several(asked: Asked) -> Iterator[Verdict]:
-    """Training over several GPUs, or virtual devices, as on one up to the order of sums."""
+    """Checks that training on several GPUs, or virtual devices, equals training on one up to the order of sums."""
     yield from claims("several", asked, SEVERAL, find_devices(0))
 
 
 def claims(check: str, asked: Asked, names: Sequence[str], devices: Sequence) -> Iterator[Verdict]:
-    """Yields the verdicts of rows of `surojax verify`: each claims that a setting changes nothing."""
+    """Yields verdicts on rows of `surojax verify`, each a claim that a setting does not change results."""
     with verifier.Curves(small_config(asked, devices[0]), STEPS, devices) as curves:
         rows = [curves.table[name] for name in names]
         curves.plan(rows)
@@ -172,7 +175,7 @@ def claims(check: str, asked: Asked, names: Sequence[str], devices: Sequence) ->
 
 
 def row_verdict(check: str, curves: verifier.Curves, setting: Setting) -> Verdict:
-    """The verdict of one row."""
+    """Verifies one row, and makes its verdict."""
     row = verifier.judge_row(curves, setting)
     if row.status == "skipped":
         return skipped(check, setting.name, row.why)
@@ -193,7 +196,7 @@ def options_of(setting: Setting) -> tuple[str, ...]:
 
 
 def copies(asked: Asked) -> Iterator[Verdict]:
-    """Who does the host transfers of a step with every offload: copy engines, or kernels that take multiprocessors."""
+    """Checks that copy engines make the host transfers of steps with offloads, and not kernels on multiprocessors."""
     device = find_devices(0)[0]
     for name in COPYING:
         if device.platform != "gpu":
@@ -205,14 +208,14 @@ def copies(asked: Asked) -> Iterator[Verdict]:
 
 
 def copied_by(curves: verifier.Curves, setting: Setting, options: tuple[str, ...]) -> Verdict:
-    """The verdict on the host transfers of a row's program."""
+    """Compiles a row's step and judges its host transfers."""
     with curves.built(setting) as row:
         transfers = costs.host_transfers(hlo.parse_module(compiled_step(row, lowered(row)).as_text()))
     return on_transfers(setting.name, transfers, options)
 
 
 def on_transfers(part: str, transfers: dict[str, int], options: tuple[str, ...]) -> Verdict:
-    """The verdict on host transfers in a program's loops, as `costs.host_transfers` counts them."""
+    """Judges a program's host transfers, given their numbers in loops by `costs.host_transfers`."""
     said = f"{transfers['copy_engine']} by copy engines, {transfers['kernel']} by kernels"
     if not sum(transfers.values()):
         return failed("copies", part, "no host transfers in the loops of a step that has offloads", options)
@@ -220,7 +223,7 @@ def on_transfers(part: str, transfers: dict[str, int], options: tuple[str, ...])
 
 
 def step_times(asked: Asked) -> Iterator[Verdict]:
-    """Measured beside predicted time of a step. It never fails: the model is small, so most of it is launches."""
+    """Compares measured and predicted time of a step. It never fails: the model is small, so most of it is launches."""
     device = find_devices(0)[0]
     with verifier.Curves(small_config(asked, device), 1, [device]) as curves:
         for name in ("plain", "offload_all"):
@@ -228,7 +231,7 @@ def step_times(asked: Asked) -> Iterator[Verdict]:
 
 
 def timed(curves: verifier.Curves, setting: Setting, steps: int = TIMED_STEPS) -> Verdict:
-    """The verdict on the time of a row's step, the median of so many."""
+    """Measures a row's step, the median of `steps` runs, and compares it with the predicted time."""
     with curves.built(setting) as row:
         step = compiled_step(row, lowered(row))
         tokens = [x.reshape(row.shape) for x in curves.batches[0][: len(row.run.engine.batch_arrays)]]

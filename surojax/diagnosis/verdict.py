@@ -1,4 +1,4 @@
-"""The verdict of a check: what `surojax doctor` prints and writes, a line each."""
+"""Verdicts of checks, which `surojax doctor` prints and writes, one line each."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 
 
 class Verdict(NamedTuple):
-    """What became of a part of a check.
+    """The result of one part of a check.
 
     status: OK, FAILED or SKIPPED, which shows nothing. said: what was seen, or the reason. without: the flags that
     leave off what failed; "" if there is none.
@@ -24,33 +24,33 @@ class Verdict(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What the command was asked for. nvme_path: the folder whose disk is measured. rates_file: as the config's."""
+    """The command's arguments. nvme_path: the folder whose disk is measured. rates_file: as the config's field."""
 
     nvme_path: str
     rates_file: str
 
 
 def ok(check: str, part: str, said: str) -> Verdict:
-    """The verdict on something that is as it should be."""
+    """Makes the verdict on a part that is as it should be."""
     return Verdict(check, part, OK, said)
 
 
 def failed(check: str, part: str, said: str, options: tuple[str, ...] = ()) -> Verdict:
-    """The verdict on something that is not; options: of `training.safe.OPTIONS`, to be left off."""
+    """Makes the verdict on a part that failed. options: names in `training.safe.OPTIONS` to leave off."""
     return Verdict(check, part, FAILED, said, leave_off(options))
 
 
 def skipped(check: str, part: str, said: str) -> Verdict:
-    """The verdict on something that could not be checked; said: why."""
+    """Makes the verdict on a part that could not be checked. said: the reason."""
     return Verdict(check, part, SKIPPED, said)
 
 
 def attempt(
     check: str, part: str, judge: Callable[..., Verdict], *arguments: Any, options: tuple[str, ...] = ()
 ) -> Iterator[Verdict]:
-    """Yields judge(*arguments), or the verdict that follows from what it raises: of a ConfigError, that it is skipped.
+    """Yields judge(*arguments); after a ConfigError the verdict `skipped`, after another error `failed`.
 
-    options: what to leave off if it fails, see `failed`.
+    options: see `failed`.
     """
     try:
         yield judge(*arguments)
@@ -61,5 +61,5 @@ def attempt(
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error as a line of a table: its type and the beginning of its message."""
+    """Formats an error as a line of a table: its type and the beginning of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]

@@ -1,1 +1,1 @@
-"""A trained model in use: forward passes, sampling with a cache, scores of given texts."""
+"""Uses a trained model: forward passes, sampling with a key/value cache, scores of given texts."""

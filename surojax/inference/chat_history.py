@@ -1,4 +1,4 @@
-"""A conversation with a model: the turns so far, cut from the front where they would exceed the model's length."""
+"""A conversation with a model: its turns, without the oldest if all would exceed the model's context length."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class ChatHistory:
         self.left_out = 0
 
     def ask(self, message: str) -> np.ndarray:
-        """Adds a message, cuts the oldest turns until it fits, and returns the ids that its answer continues.
+        """Adds a message, drops the oldest turns until the conversation fits, and returns its token ids.
 
         Raises ConfigError, and leaves the conversation as it was, if the message does not fit alone, or if the model
         has no chat template.

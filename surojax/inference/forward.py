@@ -1,4 +1,4 @@
-"""Forward passes without gradients: of new positions after cached ones, and of whole sequences.
+"""Forward passes without gradients: for new positions after cached ones, and for whole sequences.
 
 Shape suffixes: B batch, S new positions, T cached positions, L layers, K key/value heads, h head dimension,
 V vocabulary, D hidden size.
@@ -23,7 +23,7 @@ from surojax.step.weights import runs_of
 
 
 def each_layer(segment: Segment, stacks, dtype, layer: Callable, carry):
-    """The final carry of carry = layer(l, weights of layer l, Variant of layer l, carry) over all layers of a segment.
+    """Computes carry = layer(l, weights of layer l, Variant of layer l, carry) for all layers of a segment.
 
     stacks: the segment's weights in any memory, quantised or not; `layer` gets them dequantised, in `dtype`.
     """
@@ -40,7 +40,7 @@ def each_layer(segment: Segment, stacks, dtype, layer: Callable, carry):
 
 
 def empty_cache(model: Model, batch: int, length: int, dtype) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Zeros for the keys and values of `length` positions: by segment, two arrays `[L, B, T, K, h]`."""
+    """Makes a key/value cache of zeros for `length` positions: two arrays `[L, B, T, K, h]` for each segment."""
 
     def zeros(segment: Segment) -> jax.Array:
         heads = segment.heads
@@ -76,7 +76,7 @@ def free_bytes(device: Any) -> int:
 
 
 def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax.Array | int, first_B=None):
-    """(float32 logits `[B, V]` of the last of S new positions, the cache with all S new positions).
+    """Returns (float32 logits `[B, V]` of the last of S new positions, the cache with all S new positions).
 
     start: number of positions that are already in the cache. first_B: where the texts of the rows begin, see `Cache`.
     """
@@ -97,7 +97,7 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
 
 def hidden(model: Model, weights, tokens_BS: jax.Array) -> jax.Array:
-    """The last block's output `[B, S, D]` for whole sequences; the final norm is not applied."""
+    """Computes the last block's output `[B, S, D]` for whole sequences, without the final norm."""
     x_BSD = embed(model, weights[OUTER]["embed"], tokens_BS)
     for segment in model.segments:
 

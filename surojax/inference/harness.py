@@ -1,4 +1,4 @@
-"""The model interface of the LM Evaluation Harness (EleutherAI, package lm_eval): its tasks run on a model of ours.
+"""Implements the model interface of the LM Evaluation Harness (EleutherAI, package lm_eval) for our models.
 
 Import this module only where lm_eval is installed. The harness encodes pairs of context and continuation as it does for
 every causal model; scores and samples are those of `score` and `sample`.
@@ -20,7 +20,7 @@ from surojax.inference.trained_model import Trained
 
 
 class Harness(TemplateLM):
-    """A model as the harness calls it.
+    """A model with the interface that the harness calls.
 
     batch_size: texts computed together. max_length: tokens of a text; of a longer one the end is used.
     """
@@ -38,7 +38,7 @@ class Harness(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The first token of a text without context."""
+        """The token that precedes a text without context."""
         return self.tokens.eos_id if self.tokens.bos_id is None else self.tokens.bos_id
 
     @property
@@ -46,7 +46,7 @@ class Harness(TemplateLM):
         return self.tokens.name.replace(":", "-")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Ids of a text, after the tokenizer's first token if it has one and the text does not begin with it."""
+        """Encodes a text, with one beginning-of-sequence token first if the tokenizer adds it."""
         ids = self.tokens.encode(string).tolist()
         bos = self.tokens.bos_id
         if bos is None or not self.tokens.adds_bos or add_special_tokens is False or ids[:1] == [bos]:
@@ -74,7 +74,7 @@ class Harness(TemplateLM):
         return [(result.logprob, result.is_greedy) for result in scores]
 
     def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
-        """Log probability of whole texts, each token after as much context as fits."""
+        """Computes the log probability of whole texts, each token after as much context as fits."""
         logprobs = []
         for request in tqdm(requests, disable=disable_tqdm):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -84,7 +84,7 @@ class Harness(TemplateLM):
         return logprobs
 
     def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
-        """Continuations of texts up to the first of their stop strings; greedy unless a task samples."""
+        """Samples continuations of texts up to their first stop string; greedy unless a task sets a temperature."""
         prepared = [(number, *self._prepared(request.args)) for number, request in enumerate(requests)]
         # Texts of similar lengths together, and only those with the same options and stop strings.
         prepared.sort(key=lambda entry: (repr(entry[2:]), len(entry[1])))
@@ -100,7 +100,10 @@ class Harness(TemplateLM):
         return [texts[number] for number in range(len(texts))]
 
     def _prepared(self, args: tuple) -> tuple[np.ndarray, dict[str, Any], tuple[str, ...]]:
-        """(prompt, options of sampling, stop strings) of a request. Raises ConfigError if no token of it is left."""
+        """Splits a request into (prompt, options of sampling, stop strings).
+
+        Raises ConfigError if no token of it is left.
+        """
         text, arguments = args
         until = arguments.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
@@ -116,7 +119,7 @@ class Harness(TemplateLM):
         return ids, options, tuple(stop for stop in until if stop)
 
     def _sampled(self, batch: Sequence[tuple], options: dict[str, Any]) -> list[str]:
-        """Samples continuations of prepared requests that have the same options and stop strings."""
+        """Samples continuations for prepared requests with equal options and stop strings."""
         prompts = [prompt for _, prompt, _, _ in batch]
         until = batch[0][3]
 

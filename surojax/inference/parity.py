@@ -1,4 +1,4 @@
-"""Our logits against those of transformers, for the same files: `surojax convert --check FOLDER`.
+"""Compares our logits with transformers' for the same files: `surojax convert --check FOLDER`.
 
 transformers and torch run in a process of their own, of this interpreter or of another one, which gets a script through
 its standard input. They are never imported here.
@@ -66,7 +66,7 @@ numpy.savez(sys.argv[2], **found)
 
 
 class ComparedText(NamedTuple):
-    """One text: its tokens, the losses in nats per token, the largest difference of logits and the largest logit."""
+    """One compared text: tokens, both losses in nats per token, the largest difference of logits, the largest logit."""
 
     text: str
     tokens: int
@@ -78,20 +78,20 @@ class ComparedText(NamedTuple):
 
 
 class ParityReport(NamedTuple):
-    """The result of `compare_with_transformers`. versions: of what was compared with."""
+    """The result of `compare_with_transformers`. versions: of transformers and torch."""
 
     versions: str
     rows: list[ComparedText]
 
     @property
     def worst(self) -> float:
-        """The largest difference of logits, relative to the largest logit."""
+        """The largest difference of logits in any text, relative to the largest logit."""
         difference = np.max([row.difference for row in self.rows])  # NaN if one is NaN, unlike max()
         return float(difference / np.max([row.largest for row in self.rows]))
 
     @property
     def passed(self) -> bool:
-        """Whether the logits are within LIMIT and all texts have the same tokens."""
+        """True if all logits agree within LIMIT and all texts have the same tokens."""
         return self.worst <= LIMIT and all(row.same_ids for row in self.rows)
 
 
@@ -134,7 +134,7 @@ def compare_with_transformers(source: str | Path, python: str = sys.executable) 
 
 
 def _logits(model: Model, weights: dict, ids: list[np.ndarray]) -> list[np.ndarray]:
-    """Logits `[S, V]` of the last TOKENS positions of each text."""
+    """Computes the logits `[S, V]` of the last TOKENS positions of each text."""
 
     @jax.jit
     def logits(weights, ids_1S):
@@ -145,7 +145,7 @@ def _logits(model: Model, weights: dict, ids: list[np.ndarray]) -> list[np.ndarr
 
 
 def _loss(logits_SV: np.ndarray, ids: np.ndarray) -> float:
-    """Mean cross-entropy in nats of all tokens but the first."""
+    """Returns the mean cross-entropy in nats of all tokens but the first."""
     logits_SV = logits_SV[:-1].astype(np.float64)
     top_S1 = logits_SV.max(axis=1, keepdims=True)
     total_S = top_S1[:, 0] + np.log(np.exp(logits_SV - top_S1).sum(axis=1))
@@ -153,7 +153,10 @@ def _loss(logits_SV: np.ndarray, ids: np.ndarray) -> float:
 
 
 def _theirs(path: Path, texts: list[str], ids: list[list[int]], python: str) -> dict[str, np.ndarray]:
-    """Token ids, losses and logits by transformers (script THEIRS). Raises ConfigError if the script cannot run."""
+    """Computes token ids, losses and logits with transformers, by the script THEIRS.
+
+    Raises ConfigError if the script cannot run.
+    """
     folder, file = (path.parent, path.name) if gguf.is_gguf(path) else (path, "")
     request = {"folder": str(folder.absolute()), "file": file, "texts": texts, "ids": ids, "compared": TOKENS}
     with tempfile.TemporaryDirectory() as temporary:
@@ -176,7 +179,7 @@ def _theirs(path: Path, texts: list[str], ids: list[list[int]], python: str) -> 
 
 
 def comparison_table(report: ParityReport) -> str:
-    """The report as lines of text."""
+    """Formats the report as lines of text."""
     lines = [
         f"compared with {report.versions}, in float32",
         f"{'text':40} {'tokens':>6} {'loss':>10} {'theirs':>10} {'logits differ':>14}",

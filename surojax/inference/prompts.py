@@ -1,4 +1,4 @@
-"""From texts and messages to texts: what a model continues, and what it answers."""
+"""Continues texts and answers messages with a model: texts in, texts out."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from surojax.inference.trained_model import Trained
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """The ids of a text to continue; an empty one starts a document."""
+    """Encodes a text to continue; an empty text starts a document."""
     ids = tokenizer.encode(text)
     if tokenizer.bos_id is not None and tokenizer.adds_bos and ids[:1].tolist() != [tokenizer.bos_id]:
         return np.concatenate([[tokenizer.bos_id], ids])
@@ -20,7 +20,7 @@ def text_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def message_ids(trained: Trained, message: str, system: str = "") -> np.ndarray:
-    """The ids of a conversation up to where the answer to a message begins. system: before it; "": none.
+    """Encodes a conversation of one message, up to where its answer begins. system: system message; "": none.
 
     Raises ConfigError if the model has no chat template.
     """
@@ -29,7 +29,7 @@ def message_ids(trained: Trained, message: str, system: str = "") -> np.ndarray:
 
 
 def conversation_ids(trained: Trained, messages: list[dict[str, Any]]) -> np.ndarray:
-    """The ids of messages, each with a `role` and its `content`, up to where the next answer begins.
+    """Encodes messages, each with a `role` and its `content`, up to where the next answer begins.
 
     Raises ConfigError if the model has no chat template.
     """
@@ -42,12 +42,15 @@ def conversation_ids(trained: Trained, messages: list[dict[str, Any]]) -> np.nda
 
 
 def complete(trained: Trained, text: str, **options) -> str:
-    """The text that continues a text; options of `sample.stream`."""
+    """Returns a text's continuation. options: of `sample.stream`."""
     return _sampled(trained, text_ids(trained.tokenizer, text), **options)
 
 
 def answer_message(trained: Trained, message: str, system: str = "", **options) -> str:
-    """The answer to a message; options of `sample.stream`. Raises ConfigError if the model has no chat template."""
+    """Returns the answer to a message.
+
+    options: of `sample.stream`. Raises ConfigError if the model has no chat template.
+    """
     return _sampled(trained, message_ids(trained, message, system), **options)
 
 

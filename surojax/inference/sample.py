@@ -1,4 +1,4 @@
-"""Sampling: continues prompts token by token, with a key/value cache.
+"""Samples from a model: continues prompts token by token, with a key/value cache.
 
 Shape suffixes: B batch, S new positions, V vocabulary.
 """
@@ -38,7 +38,7 @@ def pick(logits_BV: jax.Array, key: jax.Array, temperature: float, top_p: float)
 
 @functools.cache
 def _compiled(model: Model, vocab_size: int, temperature: float, top_p: float):
-    """The jitted function that adds tokens to the cache and picks the next one of each row.
+    """Compiles the function that adds tokens to the cache and picks each row's next token.
 
     It returns these, their log-probabilities, and the cache. Temperature and top_p do not change log-probabilities.
     """
@@ -56,7 +56,7 @@ def _compiled(model: Model, vocab_size: int, temperature: float, top_p: float):
 
 
 def stream(model: Model, weights: dict, prompts: Sequence[np.ndarray], **options) -> Iterator[np.ndarray]:
-    """Yields the next token of every prompt, int32 `[B]`, as `with_logprobs`, whose options these are."""
+    """Yields the next token of every prompt, int32 `[B]`. Options: see `with_logprobs`."""
     for next_B, _ in with_logprobs(model, weights, prompts, **options):
         yield np.asarray(next_B)
 
@@ -113,7 +113,7 @@ def with_logprobs(
 def rollout(
     model: Model, weights: dict, prompt: np.ndarray, samples: int, *, stop_ids: Collection[int] = (), **options
 ) -> dict[str, list]:
-    """A row of rollouts, see `data.rollouts`, without rewards: completions of a prompt, with the token that ends each.
+    """Samples a row of rollouts, see `data.rollouts`, without rewards: completions of a prompt, with their end tokens.
 
     options: of `with_logprobs`.
     """
@@ -135,7 +135,7 @@ def rollout(
 def generate(
     model: Model, weights: dict, prompt: np.ndarray, *, stop_ids: Collection[int] = (), **options
 ) -> Iterator[int]:
-    """Yields the token ids that continue one prompt, until one of `stop_ids` or `max_tokens`; options of `stream`."""
+    """Yields the token ids that continue one prompt, until one of `stop_ids` or `max_tokens`. options: of `stream`."""
     for (token,) in stream(model, weights, [prompt], **options):
         if int(token) in stop_ids:
             return
@@ -155,7 +155,7 @@ def generate_batch(
     ended: Callable[[Sequence[int]], bool] = never_ends,
     **options,
 ) -> list[list[int]]:
-    """The token ids that continue each prompt, as `generate`, all prompts at once.
+    """Returns each prompt's continuation, as `generate` yields it, for all prompts in one batch.
 
     ended: whether a continuation, which then is not extended, has all that is wanted, such as a stop string.
     """

@@ -1,4 +1,4 @@
-"""Scores of given texts: how likely a continuation is after its context.
+"""Scores given texts: the log probability of a continuation after its context.
 
 Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, T tokens of all rows with padding,
 C slices, N tokens of a slice.
@@ -36,7 +36,7 @@ class Score(NamedTuple):
 
 
 def request_of(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
-    """The `Request` to score one text after another. Spaces at the end of the context are the continuation's.
+    """Makes the `Request` to score one text after another. Spaces at the end of the context are the continuation's.
 
     The ids are those of the whole text if these begin with the context's ids, else those of each part: no token is
     merged across the seam. An empty context is the token that a text begins with.
@@ -55,7 +55,7 @@ def request_of(tokenizer: Tokenizer, context: str, continuation: str) -> Request
 def score(
     model: Model, weights: dict, requests: Sequence[Request], *, batch_size: int = 8, multiple_of: int = 64
 ) -> list[Score]:
-    """The `Score` of each request, in order.
+    """Computes the `Score` of each request, in order.
 
     Requests of similar lengths are computed together, `batch_size` at a time, padded to a multiple of `multiple_of`
     tokens. weights: work weights by section. Blocks are computed in the dtype of the weights, without a recipe, with
@@ -83,7 +83,7 @@ def score(
 
 
 def _padded(requests: Sequence[Request], rows: int, multiple_of: int) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, targets), int32 `[rows, S]`; targets are `_IGNORED` but for the continuations."""
+    """Pads requests to (inputs, targets), int32 `[rows, S]`; targets outside of continuations are `_IGNORED`."""
     longest = max(request.context.size + request.continuation.size - 1 for request in requests)
     S = -(-longest // multiple_of) * multiple_of
     inputs_BS = np.zeros((rows, S), np.int32)
@@ -97,7 +97,7 @@ def _padded(requests: Sequence[Request], rows: int, multiple_of: int) -> tuple[n
 
 @functools.cache
 def _scorer(model: Model):
-    """The jitted function (weights, inputs, targets) -> (summed log probabilities, whether all targets are likeliest).
+    """Compiles (weights, inputs, targets) -> (summed log probabilities, whether all targets have the largest logit).
 
     Both have a value per row `[B]`.
     """

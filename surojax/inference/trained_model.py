@@ -26,7 +26,7 @@ from surojax.run.restore import restore_weights
 
 
 class Trained(NamedTuple):
-    """A model in use.
+    """A model with weights, tokenizer and chat template, ready for inference.
 
     weights: work weights by section. template: of conversations; None: there is none. length: tokens of the longest
     text that it was made for; None: unknown.
@@ -93,7 +93,7 @@ def _of_checkpoint(checkpoint: Path, tokenizer: str, chat_template: str, shardin
 
 
 def base_of(c: Config, meta: dict[str, Any], model: Model, sharding: jax.sharding.Sharding) -> dict:
-    """The work weights of the base that a checkpoint's adapters were trained on, from the source its config names.
+    """Reads the work weights of the base under a checkpoint's adapters, from the source that its config names.
 
     Raises CheckpointError if that source now holds another base.
     """
@@ -107,7 +107,7 @@ def base_of(c: Config, meta: dict[str, Any], model: Model, sharding: jax.shardin
 
 
 def drawn_base(c: Config, model: Model) -> dict:
-    """The work weights of a base that was drawn from the seed, dequantised if the run has them in a base format."""
+    """Draws the work weights of a random base again from the seed, dequantised if the run quantises its base."""
     name = base_formats.chosen_format(c)
 
     def plain(x: jax.Array, planned, param: Param) -> jax.Array:
@@ -125,7 +125,7 @@ def drawn_base(c: Config, model: Model) -> dict:
 
 
 def check_trained_with(meta: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if a checkpoint was trained with another tokenizer, or with a caller's block."""
+    """Raises ConfigError if a checkpoint was trained with another tokenizer or with a caller's block."""
     if block := meta.get(on_disk.BLOCK):
         raise ConfigError(
             f"block: expected the standard one, got a checkpoint of {block}, which only train(block=...) and "

@@ -1,4 +1,4 @@
-"""A plan as a page: memory by tensor class, one step on a time line, what would change it, and the command.
+"""Makes a plan's page: memory by tensor class, one step on a time line, possible changes, and the command.
 
 All numbers are fields of the `Plan`; those of the time line are events of `prediction.trace`.
 """
@@ -31,7 +31,7 @@ KINDS = {  # of events, in the order of their colours
 
 
 def page(p: Plan, command: str, trace: dict[str, Any] | None = None) -> str:
-    """The page of a plan, as HTML. command: what made the plan. trace: the step, see `prediction.trace`."""
+    """Makes the HTML page of a plan. command: the command that made the plan. trace: see `prediction.trace`."""
     events = timeline(trace) if trace else None
     source = "estimated from shapes, nothing was compiled" if p.estimate else "of the compiled step"
     return fill(
@@ -55,18 +55,18 @@ def page(p: Plan, command: str, trace: dict[str, Any] | None = None) -> str:
 
 
 def facts(p: Plan) -> list[tuple[str, str, str]]:
-    """(name, value, note) of what is read first."""
-    found = [("device memory", gib(p.device_bytes), f"of {gib(p.device_limit_bytes)} on each GPU")]
+    """Makes the page's key figures: (name, value, note) each."""
+    figures = [("device memory", gib(p.device_bytes), f"of {gib(p.device_limit_bytes)} on each GPU")]
     gpus = f"of a machine, {p.gpus_per_node} GPU{'s'[: p.gpus_per_node != 1]}"
-    found.append(("host memory", gib(p.gpus_per_node * p.host_bytes), gpus))
+    figures.append(("host memory", gib(p.gpus_per_node * p.host_bytes), gpus))
     if p.nvme_bytes:
-        found.append(("files", gib(p.nvme_bytes), "per GPU"))
+        figures.append(("files", gib(p.nvme_bytes), "per GPU"))
     if p.predicted_step_s is None or p.predicted_range_s is None:
-        return [*found, ("a step takes at least", f"{1e3 * p.step_time_bound_s:,.1f} ms", f"bound by {p.bound_by}")]
+        return [*figures, ("a step takes at least", f"{1e3 * p.step_time_bound_s:,.1f} ms", f"bound by {p.bound_by}")]
     low, high = map(milliseconds, p.predicted_range_s)
     rate = p.tokens_per_s_per_gpu or 0.0
     return [
-        *found,
+        *figures,
         ("a step, predicted", f"{milliseconds(p.predicted_step_s)} ms", f"{low} to {high} ms"),
         ("tokens/s, predicted", f"{p.gpus * rate:,.0f}", f"{rate:,.0f} per GPU"),
         ("MFU, predicted", f"{p.mfu:.1%}", "model FLOPs of the peak"),
@@ -74,22 +74,22 @@ def facts(p: Plan) -> list[tuple[str, str, str]]:
 
 
 def memory_table(p: Plan) -> dict[str, Any]:
-    """The table of memory as the template takes it: its unit, its columns, and its rows."""
-    found = memory_rows(p)
-    unit, size = memory_unit(max(found["total"]))
+    """Makes the template's table of memory: unit, columns and rows."""
+    by_name = memory_rows(p)
+    unit, size = memory_unit(max(by_name["total"]))
     rows = [
         {
             "name": name,
             "colour": None if name == "total" else number % COLOURS,
             "cells": [{"bytes": n, "text": f"{n / size:,.2f}" if n else "-"} for n in sizes],
         }
-        for number, (name, sizes) in enumerate(found.items())
+        for number, (name, sizes) in enumerate(by_name.items())
     ]
     return {"unit": unit, "homes": [home.name for home in HOMES], "rows": rows}
 
 
 def tier(p: Plan, home: str) -> dict[str, Any]:
-    """The bar of a memory as the template takes it: its parts in percent of the bar, and where the limit is."""
+    """Makes the template's bar of a memory tier: parts in percent of the bar, and the position of the limit."""
     column = [x.name for x in HOMES].index(home)
     sizes = {name: row[column] for name, row in memory_rows(p).items()}
     total = sizes.pop("total")
@@ -111,7 +111,7 @@ def tier(p: Plan, home: str) -> dict[str, Any]:
 
 
 def timeline(trace: dict[str, Any]) -> dict[str, list]:
-    """A trace as timeline.js takes it, times in microseconds: names stand once, events have their positions."""
+    """Converts a trace for timeline.js, times in microseconds: each name once, events refer to names by position."""
     threads = [x for x in trace["traceEvents"] if x["name"] == "thread_name"]
     rows = {x["tid"]: x["args"]["name"] for x in threads}
     events = [x for x in trace["traceEvents"] if x["ph"] == "X"]

@@ -1,4 +1,4 @@
-"""Runs beside each other, and beside a plan: a table, and a page with curves of loss, norm, tokens/s and memory.
+"""Compares runs with each other and with a plan: a table, and a page of curves (loss, norm, tokens/s, memory).
 
 All numbers are those of the runs' `metrics.jsonl`. A value that was not finite is null there, and a gap in its curve.
 """
@@ -24,23 +24,23 @@ HEAD = ("run", "steps", "tokens", "first loss", "last loss", "evaluated", "last 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecords:
-    """A run: its name, and the records of its steps and evaluations, see `run.metrics.MetricsLog`."""
+    """A run's name, and the records of its steps and evaluations, see `run.metrics.MetricsLog`."""
 
     name: str
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
 
     def curve(self, key: str, unit: float = 1.0) -> Curve:
-        """(step, value) of each step that has the key. unit: what the values are divided by."""
+        """Returns (step, value) of each step that has the key. unit: divisor of the values."""
         return curve(self.steps, key, unit)
 
     def speeds(self) -> Curve:
-        """(step, tokens/s), without the first step if there are others: it compiles."""
-        found = self.curve("tokens_per_second")
-        return found[1:] or found
+        """Returns (step, tokens/s) of each step but the first, which compiles, unless it is the only one."""
+        points = self.curve("tokens_per_second")
+        return points[1:] or points
 
     def row(self) -> list[str]:
-        """The cells of `HEAD`. tokens/s: the median."""
+        """Makes the run's row under `HEAD`. tokens/s: the median."""
         losses, norms = ([y for _, y in self.curve(key)] for key in ("loss", "norm"))
         peaks = [y for _, y in self.curve("peak_memory_bytes") if y is not None]
         speeds = [y for _, y in self.speeds() if y is not None]
@@ -61,39 +61,39 @@ class RunRecords:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The figures of a plan that a run is held against. tokens_per_s: of all GPUs; None if no time is predicted."""
+    """The figures of a plan that runs are compared with. tokens_per_s: of all GPUs; None if no time is predicted."""
 
     name: str
     device_bytes: int
     tokens_per_s: float | None
 
     def row(self) -> list[str]:
-        """The cells of `HEAD`."""
+        """Makes the plan's row under `HEAD`."""
         speed = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
         return [self.name, *["-"] * 6, speed, f"{self.device_bytes / GiB:.2f}"]
 
 
 def number(value: Any) -> float | None:
-    """A value of a record if it is a finite number, else None."""
+    """Returns a record's value if it is a finite number, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < 1e300 else None
 
 
 def curve(records: Sequence[dict[str, Any]], key: str, unit: float = 1.0) -> Curve:
-    """(step, value / unit) of each record that has the key; None for what was not finite."""
-    found = ((record["step"], number(record[key])) for record in records if key in record)
-    return [(step, None if y is None else y / unit) for step, y in found]
+    """Returns (step, value / unit) of each record that has the key; None for values that are not finite."""
+    numbers = ((record["step"], number(record[key])) for record in records if key in record)
+    return [(step, None if y is None else y / unit) for step, y in numbers]
 
 
 def cell(values: Sequence[float | None], form: str, unit: float = 1.0) -> str:
-    """The first value as text; "-" if there is none, "not finite" if it was that."""
+    """Formats the first value; "-" without values, "not finite" for None."""
     if not values:
         return "-"
     return "not finite" if values[0] is None else form.format(values[0] / unit)
 
 
 def read_run(name: str) -> RunRecords:
-    """Reads a run. name: its folder, or its metrics.jsonl. Raises ConfigError if no step is in it."""
+    """Reads a run. name: its folder or its metrics.jsonl. Raises ConfigError if the file has no step."""
     path = expanded(name)
     file = path / METRICS_FILE if path.is_dir() else path
     try:
@@ -109,13 +109,13 @@ def read_run(name: str) -> RunRecords:
 
 
 def read_plan(name: str) -> Planned:
-    """Reads what `surojax plan --json` wrote. Raises ConfigError if it is something else."""
+    """Reads a file of `surojax plan --json`. Raises ConfigError for other files."""
     try:
-        found = read_json(expanded(name))
-        speed = found["tokens_per_s_per_gpu"]
-        gpus = int(found["gpus"])
+        plan = read_json(expanded(name))
+        speed = plan["tokens_per_s_per_gpu"]
+        gpus = int(plan["gpus"])
         return Planned(
-            f"plan, {gpus} x {found['gpu']}", int(found["device_bytes"]), None if speed is None else gpus * float(speed)
+            f"plan, {gpus} x {plan['gpu']}", int(plan["device_bytes"]), None if speed is None else gpus * float(speed)
         )
     except OSError as error:
         problem = error.strerror or str(error)
@@ -125,12 +125,12 @@ def read_plan(name: str) -> Planned:
 
 
 def rows(runs: Sequence[RunRecords], plan: Planned | None) -> list[list[str]]:
-    """A table of runs and plan, with its head."""
+    """Makes the table of runs and plan, with its head."""
     return [list(HEAD), *(run.row() for run in runs), *([plan.row()] if plan else [])]
 
 
 def table_text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
-    """The table as text."""
+    """Formats the table as text."""
     table = rows(runs, plan)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
@@ -140,7 +140,7 @@ def table_text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
 
 
 def page(runs: Sequence[RunRecords], plan: Planned | None, command: str) -> str:
-    """The page of runs, as HTML. command: what made it."""
+    """Makes the HTML page of runs. command: the command that made the page."""
     speed = plan.tokens_per_s if plan else None
     return fill(
         "runs.html.jinja",
@@ -169,22 +169,22 @@ def page(runs: Sequence[RunRecords], plan: Planned | None, command: str) -> str:
 def chart(
     title: str, curves: Mapping[str, Curve], dashed: Mapping[str, Curve] | None = None, plan: float | None = None
 ) -> dict[str, Any]:
-    """A chart as the template takes it: its curves as paths in a box of 1000 x 1000, and its ticks in percent.
+    """Makes the template's chart: curves as paths in a box of 1000 x 1000, and ticks in percent.
 
-    plan: a value that is drawn as a dashed line, in the colour after those of `curves`.
+    plan: a value to draw as a dashed line, in the colour after the last curve's.
     """
     both = {**curves, **(dashed or {})}
-    found = {name: points for name, points in both.items() if any(y is not None for _, y in points)}
-    if not found:
+    drawn = {name: points for name, points in both.items() if any(y is not None for _, y in points)}
+    if not drawn:
         return {"title": title, "curves": []}
-    steps = [step for points in found.values() for step, _ in points]
+    steps = [step for points in drawn.values() for step, _ in points]
     left, right = min(steps), max(max(steps), min(steps) + 1)
     colours = {name: number % COLOURS for number, name in enumerate(curves)}
     colours |= {name: (len(curves) + 1 + number) % COLOURS for number, name in enumerate(dashed or {})}
     if plan is not None:
-        found["plan"] = [(left, plan), (right, plan)]
+        drawn["plan"] = [(left, plan), (right, plan)]
         colours["plan"] = len(curves) % COLOURS
-    values = [y for points in found.values() for _, y in points if y is not None]
+    values = [y for points in drawn.values() for _, y in points if y is not None]
     margin = 0.05 * (max(values) - min(values)) or 0.05 * abs(max(values)) or 1.0
     low, high = min(values) - margin, max(values) + margin
     return {
@@ -196,7 +196,7 @@ def chart(
                 "dashed": name not in curves,
                 "path": path(thinned(points), left, right, low, high),
             }
-            for name, points in found.items()
+            for name, points in drawn.items()
         ],
         "x": ticks(left, right),
         "y": ticks(low, high),
@@ -204,7 +204,7 @@ def chart(
 
 
 def thinned(points: Curve) -> Curve:
-    """At most about `POINTS` of the points: the least and the largest of each group, and one of those not finite."""
+    """Reduces a curve to about `POINTS` points: each group's smallest and largest, and one that is not finite."""
     if len(points) <= POINTS:
         return points
     kept = []
@@ -215,7 +215,7 @@ def thinned(points: Curve) -> Curve:
 
 
 def path(points: Curve, left: float, right: float, low: float, high: float) -> str:
-    """The points as an SVG path, with a gap for each None."""
+    """Converts points to an SVG path, with a gap for each None."""
     words = []
     pen = "M"
     for step, y in points:
@@ -229,7 +229,7 @@ def path(points: Curve, left: float, right: float, low: float, high: float) -> s
 
 
 def ticks(low: float, high: float) -> list[dict[str, Any]]:
-    """Round numbers between two others, as text and in percent of the way."""
+    """Chooses round numbers between low and high, as text and in percent of the distance."""
     unit = 10.0 ** math.floor(math.log10((high - low) / 2))
     step = next(n * unit for n in (5, 2, 1) if (high - low) / (n * unit) >= 2)
     digits = max(0, -math.floor(math.log10(step)))

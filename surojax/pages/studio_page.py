@@ -1,4 +1,4 @@
-"""The page of `surojax studio`, and its answers: an estimate, settings that fit, and the page of a compiled plan.
+"""Makes the page of `surojax studio` and answers its queries: estimates, settings that fit, compiled plans.
 
 A question is the query of an address: a model, a machine, and settings. The planner answers it as it answers `plan` and
 `fit`. An answer is a dict that becomes JSON, or a page.
@@ -38,7 +38,7 @@ SHOWN = 5  # settings that fit
 
 @dataclasses.dataclass(frozen=True)
 class StudioQuery:
-    """A model, a machine and settings. config: with the machine and the settings. given: without the settings.
+    """A query for a model, a machine and settings. config: with machine and settings. given: without the settings.
 
     model: what `--config` takes, or `--config.model_path`. host: GiB of a machine's memory, and files: GB on its
     drives; None: as much as needed, and none. disk: see `file_time.disks`.
@@ -54,18 +54,18 @@ class StudioQuery:
 
     @property
     def disks(self) -> Disks:
-        """The disks of a machine."""
+        """The machine's disks."""
         return disks(self.disk)
 
     def space(self) -> Space:
-        """The checked config, with the GPUs, memory and disks that there are. Raises ConfigError."""
+        """Makes the search space: the checked config with the machine's GPUs, memory and disks. Raises ConfigError."""
         c = checked(self.config, self.gpu)
         facts = seen.corrected(with_nodes(self.gpu, None, None), c.rates_file)
         host = math.inf if self.host is None else host_limit(self.host * GiB)
         return Space(c, facts, Memory(device_limit(facts), host, (self.files or 0.0) * GB), disks=self.disks)
 
     def command(self, verb: str) -> str:
-        """The command line of a verb with this config."""
+        """Formats the command line of a verb with this config."""
         model = ["--config", self.model] if flags.is_config_name(self.model) else [f"--config.model_path={self.model}"]
         start = flags.load_config(self.model if flags.is_config_name(self.model) else str(flags.FINETUNE))
         change = {name: value for name, value in differing(start, flat(self.config)).items() if name != "model_path"}
@@ -80,7 +80,7 @@ class StudioQuery:
 
 
 def question(query: Mapping[str, str]) -> StudioQuery:
-    """The question of an address's query. Raises ConfigError for what cannot be read, or is no field."""
+    """Parses the query of a URL. Raises ConfigError for invalid values, and for unknown fields."""
     model = query.get("model", "").strip()
     need(bool(model), "model", "a name of configs/, or a Hugging Face folder or name", model, "choose one")
     gpu = gpu_key(query.get("gpu", ""))
@@ -100,30 +100,30 @@ def question(query: Mapping[str, str]) -> StudioQuery:
 
 
 def number(query: Mapping[str, str], name: str) -> float | None:
-    """A number above 0 of a query; None if it was left empty. Raises ConfigError."""
+    """Parses a query's number, above 0; None if left empty. Raises ConfigError."""
     text = query.get(name, "").strip()
     if not text:
         return None
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 < found < 1e9:
+        value = math.nan
+    if not 0 < value < 1e9:
         raise ConfigError(f"{name}: expected a number, more than 0, got {text!r}; correct it, or leave it empty")
-    return found
+    return value
 
 
 def whole(query: Mapping[str, str], name: str) -> int | None:
-    """A whole number above 0 of a query; None if it was left empty. Raises ConfigError."""
-    found = number(query, name)
-    if found is None:
+    """Parses a query's whole number, above 0; None if left empty. Raises ConfigError."""
+    value = number(query, name)
+    if value is None:
         return None
-    need(found.is_integer(), name, "a whole number", f"{found:g}", "correct it, or leave it empty")
-    return int(found)
+    need(value.is_integer(), name, "a whole number", f"{value:g}", "correct it, or leave it empty")
+    return int(value)
 
 
 def parsed_settings(text: str) -> list[tuple[str, str]]:
-    """(field, value) of settings with spaces between them, each as `zero_level=3` or as a flag. Raises ConfigError."""
+    """Parses settings separated by spaces, as `zero_level=3` or as flags: [(field, value)]. Raises ConfigError."""
     try:
         words = [word.removeprefix("--config.") for word in shlex.split(text)]
     except ValueError as error:
@@ -133,7 +133,7 @@ def parsed_settings(text: str) -> list[tuple[str, str]]:
 
 
 def answer_estimate(asked: StudioQuery) -> dict[str, Any]:
-    """Estimated memory and time of a step with these settings, and the commands. Raises ConfigError."""
+    """Answers a query with the step's estimated memory and time, and the commands. Raises ConfigError."""
     space = asked.space()
     x = space.estimated(space.config)
     limits = space.limits
@@ -151,31 +151,33 @@ def answer_estimate(asked: StudioQuery) -> dict[str, Any]:
 
 
 def facts(x: Candidate, limits: Memory) -> list[dict[str, Any]]:
-    """The figures of a candidate that are read first; "value" as text, "exact" in bytes or seconds."""
+    """Makes a candidate's key figures; "value" as text, "exact" in bytes or seconds."""
 
     def memory(name: str, size: float, limit: float) -> dict[str, Any]:
         return {"name": name, "value": gib(size), "exact": size, "note": f"of {gib(limit)}" if limit < math.inf else ""}
 
-    found = [
+    figures = [
         memory("memory of each GPU", x.need.device, limits.device),
         memory("host memory of a machine", x.need.host, limits.host),
     ]
     if x.need.files or limits.files:
-        found.append(memory("files", x.need.files, limits.files))
-    found.append({"name": "a step", "value": f"{milliseconds(x.seconds)} ms", "exact": x.seconds, "note": "estimated"})
+        figures.append(memory("files", x.need.files, limits.files))
+    figures.append(
+        {"name": "a step", "value": f"{milliseconds(x.seconds)} ms", "exact": x.seconds, "note": "estimated"}
+    )
     rate = tokens(x.config) / x.seconds
     note = f"{rate / x.config.gpus:,.0f} per GPU"
-    return [*found, {"name": "tokens/s", "value": f"{rate:,.0f}", "exact": rate, "note": note}]
+    return [*figures, {"name": "tokens/s", "value": f"{rate:,.0f}", "exact": rate, "note": note}]
 
 
 def tokens(c: Config) -> int:
-    """Tokens of a step on all GPUs."""
+    """Returns the tokens of a step on all GPUs."""
     groups = c.gpus // gpus_per_sequence(c)
     return groups * c.per_device_batch_size * c.gradient_accumulation_steps * c.sequence_len
 
 
 def fitting(asked: StudioQuery) -> dict[str, Any]:
-    """The fastest settings that fit by estimate, as texts for the form; if none do, what would help.
+    """Finds the fastest settings that fit by estimate, as texts for the form; if none fit, changes that would help.
 
     Raises ConfigError.
     """
@@ -190,7 +192,7 @@ def fitting(asked: StudioQuery) -> dict[str, Any]:
 
 
 def compiled_page(asked: StudioQuery) -> str:
-    """The page of the plan of these settings, compiled if there is a compiler. Raises ConfigError."""
+    """Makes the page of a query's plan, compiled if there is a compiler. Raises ConfigError."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         p = plan(asked.config, asked.gpu, host_memory=asked.host, disk=asked.disk, trace=str(trace), advise=False)
@@ -199,7 +201,7 @@ def compiled_page(asked: StudioQuery) -> str:
 
 
 def page(runs: Sequence[str]) -> str:
-    """The page itself. runs: folders of runs to watch."""
+    """Makes the HTML page of the studio. runs: folders of runs to watch."""
     return fill(
         "studio.html.jinja",
         title="surojax studio",

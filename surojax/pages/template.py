@@ -1,4 +1,4 @@
-"""Fills the templates of this folder. Styles and scripts are inside of the page, and data are escaped."""
+"""Renders the templates of this folder. Styles and scripts are inside of the page, and data are escaped."""
 
 import json
 from typing import Any
@@ -9,14 +9,14 @@ COLOURS = 10  # of style.css: --c0 to --c9
 
 
 def fill(name: str, **values: Any) -> str:
-    """The page of a template of this folder. values: by their names in the template; text in them is escaped."""
+    """Renders a template of this folder. values: by their names in the template; text in them is escaped."""
     loader = jinja2.PackageLoader("surojax.pages", ".")
-    found = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return found.get_template(name).render(values)
+    return environment.get_template(name).render(values)
 
 
 def script_data(value: Any) -> str:
-    """A value as JSON that can stand in a script element."""
+    """Encodes a value as JSON that can stand in a script element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Bounds on the differences of losses and gradient norms between a row and its reference, with reasons."""
+"""Bounds on the differences in losses and gradient norms between a row and its reference, with reasons."""
 
 import math
 from typing import NamedTuple
@@ -67,7 +67,7 @@ def expected_bounds(c: Config) -> dict[str, Bound]:
 
 
 def _quantised_again(recipe: str, amplified: str) -> Bound:
-    """Returns the bound of rows that change the order of sums, with a recipe that rounds to 8 or 4 bits.
+    """Returns the bound for rows that change the order of sums, with a recipe that rounds to 8 or 4 bits.
 
     Another order of a sum changes its last bit, and rounding to 8 or 4 bits may then give the neighbouring number. This
     happens to few numbers in the first step. From then on the weights differ, and it happens to more in every step.

@@ -1,9 +1,10 @@
-"""Mutants: rows of the table without one of their collectives. Each must fail, or the row does not test it.
+"""Tests the verification by mutants: rows of the table without one of their collectives.
 
-A row that passes says that its program is right; its mutants say whether the row would notice if it were not. A
-collective is a line of the source that communicates over some mesh axes (removal.py), in whatever loop it runs. It is
-taken out of the first row that has it. It is found if the program cannot be traced (`check_vma=True` refuses a value
-that differs between devices where it must not), or if losses and gradient norms are too far from the row's reference.
+Each mutant must fail, or the row does not test the collective. A row that passes says that its program is right; its
+mutants say whether the row would notice if it were not. A collective is a line of the source that communicates over
+some mesh axes (removal.py), in whatever loop it runs. It is taken out of the first row that has it. It is found if the
+program cannot be traced (`check_vma=True` refuses a value that differs between devices where it must not), or if losses
+and gradient norms are too far from the row's reference.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ class Mutant(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Where a mutant was found, and by what."""
+    """How a mutant was found: at trace time or by parity, with the reason, or not at all."""
 
     mutant: Mutant
     found: str  # AT_TRACE, BY_PARITY or NOT_FOUND
@@ -45,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 def collectives_of(row: Built):
-    """Returns (a row's step, lowered; its collectives in the order of the trace)."""
+    """Lowers a row's step; returns it with its collectives in the order of the trace."""
     collectives: dict[Collective, None] = {}
 
     def keep(collective: Collective) -> bool:
@@ -58,7 +59,7 @@ def collectives_of(row: Built):
 
 
 def outcome(curves: Curves, mutant: Mutant, row: Built) -> Outcome:
-    """Traces a mutant of a row, and trains it if it can be traced, until it is too far."""
+    """Traces a mutant of a row, and, if that succeeds, trains it until it differs too much from the row."""
     started = time.perf_counter()
 
     def result(noticed: str, why: str) -> Outcome:
@@ -102,7 +103,7 @@ def verify_mutants(
     report: Callable[[Outcome], None] = lambda outcome: None,
     skipped: Callable[[Setting, str], None] = lambda setting, why: None,
 ) -> list[Outcome]:
-    """Takes out every collective of the rows, one at a time, and returns the `Outcome` of each.
+    """Removes each collective of the rows, one at a time, and returns the outcomes.
 
     steps: at most; a mutant's training ends with the first step that is too far. only, devices: as for `verify`.
     report: called with each outcome as soon as it is known. skipped: called with each row that cannot run here, and

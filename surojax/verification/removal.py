@@ -1,4 +1,4 @@
-"""Takes collectives out of a program while it is traced: each device then computes with its own values only.
+"""Removes collectives from a program while it is traced: each device then computes with its own values only.
 
 A program is traced by Python code that binds JAX's primitives. Within `watching`, every collective that is bound is
 shown to a function, which says whether it is left out (not those that are traced for their shapes only). In its place
@@ -39,7 +39,7 @@ AGAIN = ("eval_jaxpr", "backward_pass")
 
 
 class Collective(NamedTuple):
-    """A collective of a program, as its source has it.
+    """A collective of a program, identified by its source lines.
 
     lines: "file:line function" of the line that binds it, and of its callers: the first two outside of parallel/.
     reverse: reverse mode has made it.
@@ -57,7 +57,7 @@ class Collective(NamedTuple):
 
 @contextlib.contextmanager
 def watching(left_out: Callable[[Collective], bool]) -> Iterator[None]:
-    """Calls a predicate with every collective traced in this context, and leaves out those for which it is true.
+    """Calls a predicate with every collective traced in this context, and removes those for which it returns True.
 
     What JAX has traced before is traced again: its caches are empty at the beginning and the end.
     """
@@ -88,7 +88,7 @@ def watching(left_out: Callable[[Collective], bool]) -> Iterator[None]:
 
 
 class _Frame(NamedTuple):
-    """A call in progress."""
+    """A frame of the call stack."""
 
     file: str
     line: int
@@ -105,7 +105,7 @@ def _asked_for(stack: list[_Frame]) -> tuple[tuple[str, ...], bool]:
 
 
 def _stack() -> list[_Frame]:
-    """Returns the calls in progress, the innermost first."""
+    """Returns the frames of the call stack, innermost first."""
     frame = sys._getframe(1)
     stack = []
     while frame is not None:
@@ -115,12 +115,12 @@ def _stack() -> list[_Frame]:
 
 
 def _is_ours(frame: _Frame) -> bool:
-    """Returns whether a call is of this project, and not of this file."""
+    """Returns True if a frame is in this project, and not in this file."""
     return frame.file.startswith(PACKAGES) and frame.file != __file__
 
 
 def _lines(calls: list[_Frame]) -> tuple[str, ...]:
-    """Returns `Collective.lines` from the calls of this project, the innermost first."""
+    """Returns `Collective.lines` from the frames of this project, innermost first."""
     outside = [call for call in calls[1:] if "/parallel/" not in call.file][:2]
     return tuple(
         f"{c.file.removeprefix(f'{SOURCE}/').removeprefix('surojax/')}:{c.line} {c.function.rpartition('<locals>.')[2]}"

@@ -1,4 +1,4 @@
-"""Verifies the rows of the table: trains each, and compares its losses and gradient norms with its reference's."""
+"""Verifies the rows of the table: trains each row and its reference, and compares losses and gradient norms."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ MOST_COMPILERS = 8  # more than tracing, which is one thread's, keeps busy
 
 
 class VerifiedSetting(NamedTuple):
-    """The result of a row."""
+    """The result of verifying a row."""
 
     setting: Setting
     status: str  # "pass", "FAIL" or "skipped"
@@ -73,15 +73,15 @@ class Curves:
         return self.microbatches * s.split
 
     def built(self, s: Setting) -> contextlib.AbstractContextManager[Built]:
-        """Returns the context `training.build_row` of a row."""
+        """Returns the context manager `training.build_row` of a row."""
         return build_row(self.config, s, self.batches, self.microbatches_of(s), self.devices)
 
     def keep(self, s: Setting, curve: Curve) -> None:
-        """Keeps the curve of a row that was trained elsewhere."""
+        """Stores the curve of a row that was trained elsewhere."""
         self._found[s.name] = curve
 
     def plan(self, rows: Sequence[Setting]) -> None:
-        """Says in which order the curves of rows will be asked for, each with its reference."""
+        """Announces the order in which rows' curves, each with its reference's, will be requested."""
         self._planned.extend(x for s in rows for x in (s, self.table[s.like]))
 
     def _start(self, s: Setting) -> None:
@@ -119,7 +119,7 @@ class Curves:
 def refused_sizes(
     config: Config, *, steps: int = 1, only: Sequence[str] | None = None, devices: Sequence | None = None
 ) -> dict[str, str]:
-    """Returns {name of a row that the config's sizes do not allow, but `SIZES` do: why}, before anything is compiled.
+    """Returns {row that the config's sizes do not allow, but `SIZES` do: reason}, before anything is compiled.
 
     steps, only, devices: as for `verify`. Raises ConfigError, as it does.
     """
@@ -173,7 +173,7 @@ def verify(
 
 
 def judge_row(curves: Curves, s: Setting) -> VerifiedSetting:
-    """Trains a row and its reference, unless that was done, and compares them; a row that cannot run is skipped.
+    """Trains a row and its reference, unless already trained, and compares them; a row that cannot run is skipped.
 
     Raises ConfigError if the config's own row cannot run.
     """

@@ -1,4 +1,4 @@
-"""The table of settings that are verified: which fields each row changes, and which row it is compared with."""
+"""The table of settings that are verified: the fields that each row changes, and its reference row."""
 
 import difflib
 import fnmatch
@@ -12,7 +12,7 @@ from surojax.refusals.features import RECOMPUTE_PARTS
 
 
 class Setting(NamedTuple):
-    """A row of the table: a setting, and the row that it is compared with."""
+    """A row of the table: a setting, and its reference row."""
 
     name: str
     changes: dict[str, Any]  # {field of the config: value}

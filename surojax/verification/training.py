@@ -1,4 +1,4 @@
-"""Trains the model of a config under the settings of a row, on batches that all rows share."""
+"""Trains a config's model under a row's settings, on batches that all rows share."""
 
 import contextlib
 import math
@@ -81,7 +81,7 @@ def config_of_row(c: Config, s: Setting, steps: int, sequences: int, microbatche
 
 @contextlib.contextmanager
 def build_row(c: Config, s: Setting, batches: list[Batch], microbatches: int, devices: Sequence) -> Iterator[Built]:
-    """Yields a row that is ready to be traced; its files, if it has any, are there until the end of the context.
+    """Yields a row that is ready to be traced; files of the row exist until the end of the context.
 
     Raises ConfigError if the row cannot run here.
     """
@@ -109,7 +109,7 @@ def lowered(row: Built):
 
 
 def compiled_step(row: Built, step):
-    """Returns a lowered step of a row, compiled."""
+    """Compiles a row's lowered step."""
     return step.compile(compiler_options(row.run, row.devices[0].platform))
 
 
@@ -124,7 +124,7 @@ def training_curve(row: Built, step, state: TrainState, batches: list[Batch]) ->
 
 
 class FirstStates:
-    """First states of rows: drawn once, and copied for every other row that has the same arrays, wherever they rest.
+    """First states of rows: drawn once, and copied for rows with the same arrays in any memory or sharding.
 
     Drawing takes as long to compile as a step. tests/test_bits.py has that a placement draws the same numbers.
     """
