@@ -49,9 +49,9 @@ from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
 from surojax.verification import mutants
+from surojax.verification.batches import make_batches
 from surojax.verification.rows import VerifiedSetting, refused_sizes, verify
 from surojax.verification.settings import SETTINGS, Setting
-from surojax.verification.training import make_batches
 
 STEPS = 5
 ALL_ROWS = "configs/verify.py"  # a config with sizes that every row can use
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
         devices = find_devices(0)
         batches, microbatches = make_batches(c, len(devices), 1)
         kind = devices[0].device_kind
-        size = f"{len(batches[0][0])} sequences of {c.sequence_len} random tokens in {microbatches} microbatches"
+        size = f"{len(batches[0]['inputs'])} sequences of {c.sequence_len} random tokens in {microbatches} microbatches"
         numbers = f"{c.model_dtype}, recipe {c.recipe}"
         print(f"verify: {steps} steps of {size}, {numbers}, on up to {len(devices)} x {kind}")
         passed = print_mutants(c, steps, only) if args.mutants else print_rows(c, steps, only)

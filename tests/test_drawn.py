@@ -9,26 +9,34 @@ from typing import Any
 
 import drawn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import AS_USERS_DO, drawn_params, made_once, plain_loss, tokens, vectors_drawn, worst_relative
+from flax import nnx
+from small import AS_USERS_DO, drawn_params, made_once, tokens, vectors_drawn, worst_relative
 
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import architecture, from_config
 from surojax.assembly.xla_options import compiler_options
-from surojax.config.fields import mesh_sizes
+from surojax.config.fields import flat, mesh_sizes
+from surojax.models.decoder import Decoder
 from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.mesh import make_mesh
+from surojax.step.distillation import Distillation
+from surojax.step.objective import OfLogProbabilities
+from surojax.step.objectives import build_objective
+from surojax.step.rewards import Reward
 from surojax.step.train_step import passes
+from surojax.verification.batches import drawn_targets, make_batches
 from surojax.verification.bounds import Curve
 from surojax.verification.settings import RESET, Setting
-from surojax.verification.training import build_row, lowered, make_batches, training_curve
+from surojax.verification.training import build_row, lowered, training_curve
 
 # The same sums in another order: float32 rounds each by 6e-8. Measured: at most 3e-6 of a tensor's largest gradient.
 ORDER_OF_SUMS = 1e-5
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
 ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
-A, B, S = 2, 8, 24
+A, B, S = 2, 16, 24  # two sequences on each of 8 devices
 
 SIZES: dict[str, Any] = {
     "model.vocab_size": 64,
@@ -41,6 +49,7 @@ SIZES: dict[str, Any] = {
     "model_dtype": "float32",
     "attention": "xla",
     "sequence_len": S,
+    "per_device_batch_size": 2,
     "gradient_accumulation_steps": A,
     "gpus": 1,
 }
@@ -130,6 +139,17 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     "nothing": {"recompute_block": False},
     "parts": PARTS | {"recompute_block": False},
 }
+# Of each kind of arrays and sums one: of tokens, pairs, means of tokens, other devices' sequences, tokens with numbers.
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "cross_entropy": {},
+    "dpo": {"objective": "dpo"},
+    "orpo": {"objective": "orpo"},
+    "kto": {"objective": "kto", "undesirable_weight": 0.5},
+    "grpo": {"objective": "grpo", "grpo_beta": 0.2, "grpo_loss_type": "grpo"},
+    "reward": {"objective": "reward", "model.num_labels": 1, "center_rewards_coefficient": 0.1},
+    "distill": {"objective": "distill", "distill_top_k": 4, "distill_temperature": 2.0},
+}
+OF_REFERENCE = ("dpo", "kto", "grpo")
 PLAIN: drawn.Choices = {
     "model": MODELS,
     "documents": {"whole": {}, "packed": {"sample_packing": True}},
@@ -140,6 +160,7 @@ PLAIN: drawn.Choices = {
     "chunks": {"1": {}, "2": {"sequence_chunks": 2}},
     "fetch": {"1": {}, "2": {"microbatches_per_fetch": 2}},
     "head": {"1": {}, "4": {"lmhead_chunks": 4}},
+    "objective": OBJECTIVES,
 }
 QUICK, FULL = 4, 26  # rows of `pytest`, and of `pytest --all`
 
@@ -150,27 +171,71 @@ def rows_of_plain(seed: int) -> list[drawn.Row]:
 
 
 @functools.cache
-def batch(packed: bool) -> tuple[np.ndarray, ...]:
-    """(inputs, labels) and with documents their starts, int32 `[A, B, S]`.
+def batch(row_objective: str, packed: bool) -> dict[str, np.ndarray]:
+    """The arrays of a step by name, `[A, B, S]`: inputs, what the objective reads, and with documents their starts.
 
     Documents end at, before and after the edges of the parts that devices and chunks have of a sequence. The second
     half of a packed row has no label, so that devices with that part count none.
     """
     inputs, labels = tokens(A, B, S)
-    if not packed:
-        return inputs, labels
-    firsts = [(0, 6, 12, 18), (0, 5, 11, 17), (0, 7, 13, 19), (0, 1, 23), (0,), (0, 10), (0, 22), (0, 3, 9, 21)]
-    starts = [[max(x for x in row if x <= s) for s in range(S)] for row in firsts]
-    labels = np.where(np.arange(S) < 12, labels, np.int32(-1))
-    return inputs, labels, np.broadcast_to(np.int32(starts), inputs.shape)
+    starts = {}
+    if packed:
+        firsts = [(0, 6, 12, 18), (0, 5, 11, 17), (0, 7, 13, 19), (0, 1, 23), (0,), (0, 10), (0, 22), (0, 3, 9, 21)]
+        of_rows = [[max(x for x in row if x <= s) for s in range(S)] for row in firsts * (B // len(firsts))]
+        labels = np.where(np.arange(S) < 12, labels, np.int32(-1))
+        starts = {"starts": np.broadcast_to(np.array(of_rows, np.int32), inputs.shape)}
+    rng = np.random.default_rng(1)
+    targets = drawn_targets(objective_of(row_objective), labels, SIZES["model.vocab_size"], rng)
+    return {"inputs": inputs, **targets, **starts}
+
+
+def objective_of(row_objective: str):
+    """The objective of this choice."""
+    return build_objective(flat(drawn.config_of(OBJECTIVES[row_objective])))
 
 
 @functools.cache
-def reference(model: str, packed: bool):
+def reference(model: str, row_objective: str, packed: bool):
     """(loss, gradients) of the plain model."""
-    config = architecture(drawn.config_of(SIZES | MODELS[model]))
-    f = jax.jit(jax.value_and_grad(plain_loss(config)))
-    return jax.device_get(f(drawn_params(config, 0), *batch(packed)))
+    config = architecture(drawn.config_of(SIZES | MODELS[model] | OBJECTIVES[row_objective]))
+    arrays = {name: jnp.asarray(x) for name, x in batch(row_objective, packed).items()}
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    objective = objective_of(row_objective)
+
+    def loss(params):
+        rows = (A * B, S)
+        starts = arrays["starts"].reshape(rows) if packed else None
+        logits = nnx.merge(graph, params)(arrays["inputs"].reshape(rows), starts).reshape(A, B, S, -1)
+        return of_logits(objective, logits, arrays)
+
+    return jax.device_get(jax.jit(jax.value_and_grad(loss))(drawn_params(config, 0)))
+
+
+def of_logits(objective, logits: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
+    """The loss of a step from the logits of all its tokens; of answers microbatch by microbatch."""
+    if isinstance(objective, Distillation):
+        each = functools.partial(distilled, objective)
+        of_tokens = jnp.vectorize(each, signature="(v),(),(k),(c)->()")(
+            logits, arrays["labels"], arrays["teacher_ids"], arrays["teacher"]
+        )
+        return jnp.sum(jnp.where(arrays["labels"] >= 0, of_tokens, 0.0)) / objective.count(arrays)
+    nats = jax.nn.log_softmax(logits)
+    of_labels = jnp.take_along_axis(nats, jnp.maximum(arrays["labels"], 0)[..., None], axis=-1)[..., 0]
+    logprob = jnp.where(arrays["labels"] >= 0, of_labels, 0.0)
+    if not isinstance(objective, OfLogProbabilities):
+        return -jnp.sum(logprob) / objective.count(arrays)
+    of_tokens = logits[..., 0] if isinstance(objective, Reward) else logprob
+    sums = [objective.sums(of_tokens[a], {name: x[a] for name, x in arrays.items()})["loss"] for a in range(A)]
+    return sum(sums, start=jnp.float32(0)) / objective.count(arrays)
+
+
+def distilled(objective: Distillation, logits, label, ids, of_teacher) -> jax.Array:
+    """The loss of one token: the teacher's tokens, and all others added up to one more."""
+    s = jax.nn.softmax(logits / objective.temperature)
+    s = jnp.append(s[ids], 1.0 - jnp.sum(s[ids]))
+    kl = jnp.sum(jnp.exp(of_teacher) * (of_teacher - jnp.log(s)))
+    nats = -jax.nn.log_softmax(logits)[label]
+    return (1 - objective.weight) * nats + objective.weight * objective.temperature**2 * kl
 
 
 def without_padding(sections: dict, layers: int) -> dict:
@@ -197,20 +262,21 @@ def test_gradients_are_those_of_the_plain_model(number, pytestconfig):
     c = drawn.config_of(SIZES | drawn.fields_of(PLAIN, row))
     mesh = make_mesh(jax.devices()[: c.gpus], **mesh_sizes(c))
     run = from_config(c, mesh, total_steps=20)
-    weights = made_once(run.plan, functools.partial(drawn_state, run), row["model"]).weights
+    arrays = batch(row["objective"], c.sample_packing)
+    weights = made_once(run.plan, functools.partial(drawn_state, run), row["model"], c.model.num_labels).weights
     gradients = jax.shard_map(
         lambda w, *arrays: passes(mesh).loss_and_gradients(run.engine, w, *arrays)[:3],
         mesh=mesh,
         in_specs=(
             jax.tree.map(lambda x: x.sharding.spec, run.plan.weights),
-            *(batch_sharding(mesh).spec,) * (2 + c.sample_packing),
+            *(batch_sharding(mesh).spec,) * len(run.engine.batch_arrays),
         ),
         out_specs=(jax.P(), specs(run.engine.layouts.master), jax.P()),
     )
-    means, grads, norm = jax.device_get(
-        jax.jit(gradients)(weights, *jax.device_put(batch(c.sample_packing), batch_sharding(mesh)))
-    )
-    expected_loss, expected = reference(row["model"], c.sample_packing)
+    on_devices = jax.device_put([arrays[name] for name in run.engine.batch_arrays], batch_sharding(mesh))
+    compiled = jax.jit(gradients, compiler_options=compiler_options(run, "cpu"))
+    means, grads, norm = jax.device_get(compiled(weights, *on_devices))
+    expected_loss, expected = reference(row["model"], row["objective"], c.sample_packing)
     assert float(means["loss"]) == pytest.approx(float(expected_loss), rel=ORDER_OF_SUMS)
     assert worst_relative(without_padding(grads, c.model.num_hidden_layers), expected) < ORDER_OF_SUMS
     squares = sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(expected))
@@ -237,6 +303,7 @@ NUMBERS: dict[str, dict[str, dict[str, Any]]] = {
     "model": {name: MODELS[name] for name in ("llama", "smollm", "ministral")}
     | {"windows": WINDOWS, "olmoe": MODELS["olmoe"] | OF_EXPERTS, "gpt_oss": MODELS["gpt_oss"] | OF_EXPERTS},
     "documents": PLAIN["documents"],
+    "objective": OBJECTIVES,
     "mesh": MESHES,
     "sharded": SHARDED,
     "recomputed": RECOMPUTED,
@@ -282,7 +349,7 @@ def trained(fields: dict[str, Any], levels: dict[str, Any]) -> Curve:
     """(loss, gradient norm) of three steps, with these levels of the compiler; files are in a folder made for them."""
     c = drawn.config_of(fields | {"nvme_path": ""})
     batches, microbatches = make_batches(c, 8, steps=3)
-    setting = Setting("drawn", {name: c[name] for name in RESET}, c.gpus)
+    setting = Setting("drawn", {name: c[name] for name in (*RESET, "precompute_ref_log_probs")}, c.gpus)
     with build_row(c, setting, batches, microbatches, jax.devices()) as row:
         step = lowered(row).compile(compiler_options(row.run, "cpu") | levels)
         return list(training_curve(row, step, row.run.init_state(0), batches))
@@ -295,6 +362,8 @@ def test_memory_costs_no_bit(number, pytestconfig):
     print(row)
     fields = WIDE | drawn.fields_of(BITS, row)
     plain = WIDE | drawn.fields_of(BITS, {part: choice for part, choice in row.items() if part in NUMBERS})
+    if "nvme" in fields.values() and row["objective"] in OF_REFERENCE:  # programs of one layer compute none
+        fields["precompute_ref_log_probs"] = plain["precompute_ref_log_probs"] = True
     # At the tests' levels XLA may contract a product and a sum in one of two programs; those of users then decide.
     if trained(fields, {}) != trained(plain, {}):
         assert trained(fields, AS_USERS_DO) == trained(plain, AS_USERS_DO)

@@ -19,7 +19,9 @@ from surojax.numerics.recipes import RECIPES
 from surojax.placement import table as placement
 from surojax.placement.mesh import abstract_mesh, data_parallel
 from surojax.refusals.features import RECOMPUTE_PARTS
+from surojax.step.objectives import OBJECTIVES
 from surojax.verification import bounds as bounds_of, rows as rows_of, settings as settings_of, training
+from surojax.verification.batches import make_batches
 from surojax.verification.bounds import judge
 from surojax.verification.rows import verify
 from surojax.verification.settings import OFFLOADS, OWN, SETTINGS
@@ -98,6 +100,17 @@ def test_other_orders_of_sums_are_within_the_bound():
     assert row.status == "pass" and 0 < row.grad_norm < 1e-5, row  # measured: 7e-7
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("objective", ["dpo", "reward", "distill"])
+def test_rows_of_another_objective_read_its_arrays(objective):
+    """Pairs of answers with a reference's numbers in the batch, also with adapters; scores; a teacher's labels."""
+    c = small_config(objective=objective, per_device_batch_size=OBJECTIVES[objective].together)
+    c.model.num_labels = OBJECTIVES[objective].num_labels
+    rows = verify(c, steps=2, only=["offload_all", "zero_level=3@4", "lora"])
+    assert [row.status for row in rows] == ["pass"] * 3, rows
+    assert rows[0].loss == 0 and 0 < rows[1].grad_norm < 1e-4, rows
+
+
 def test_a_setting_that_changes_the_result_fails(tmp_path, monkeypatch, capsys):
     """Offloading that makes each update a ten thousandth larger: the table says so, and the exit code is 1."""
 
@@ -170,7 +183,7 @@ def test_every_row_compares_two_different_things():
     """Each row draws what its reference does not, exists, and comes to the same sequences a step; configs/verify.py has
     sizes that all of them can use."""
     c = flags.load_config(verifier.ALL_ROWS)
-    batches, microbatches = training.make_batches(c, 8, 1)
+    batches, microbatches = make_batches(c, 8, 1)
     table = {s.name: s for s in SETTINGS}
     assert len(table) == len(SETTINGS)
 
@@ -178,11 +191,11 @@ def test_every_row_compares_two_different_things():
     def drawn(name: str):
         s = table[name]
         changes = s.changes | ({"nvme_path": "folder"} if "nvme" in s.changes.values() else {})
-        row = config_of_row(c, s._replace(changes=changes), 1, len(batches[0][0]), microbatches * s.split)
+        row = config_of_row(c, s._replace(changes=changes), 1, len(batches[0]["inputs"]), microbatches * s.split)
         mesh = abstract_mesh(s.devices, **configs.mesh_sizes(row))
         shape = tuple(mesh.shape.items())
         per_step = row.per_device_batch_size * row.gradient_accumulation_steps * data_parallel(mesh)
-        assert per_step == len(batches[0][0])
+        assert per_step == len(batches[0]["inputs"])
         engine = from_config(row, mesh, 1).engine
         recompute = [row[name] for name in RECOMPUTE_PARTS]
         compute = engine.model.compute
@@ -275,7 +288,7 @@ def test_the_configs_own_settings_are_a_row():
     c = small_config(gpus=3, offload_residual=True, gradient_accumulation_steps=4, per_device_batch_size=2)
     own = settings_of.rows_of_config(c, 8)[-1]
     assert own.name == OWN and own.changes == {"offload_residual": True} and own.devices == 3
-    assert len(training.make_batches(c, 8, 1)[0][0][0]) == 96  # 24 a step, for 3 devices and for 8, 4 microbatches
+    assert len(make_batches(c, 8, 1)[0][0]["inputs"]) == 96  # 24 a step, for 3 devices and for 8, 4 microbatches
     assert not config_of_row(c, SETTINGS[0], 5, 96, 4).offload_residual
     assert settings_of.rows_of_config(small_config(), 8) == list(SETTINGS)
 

@@ -15,7 +15,6 @@ from pallas_kernels import bench, dispatch, shapes
 from surojax.config import Config
 from surojax.config.fields import default_config
 from surojax.diagnosis.verdict import Asked, Verdict, attempt, failed, ok, skipped
-from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import find_devices
 from surojax.planner import costs, hlo, prediction
 from surojax.planner.changes import changed
@@ -26,7 +25,7 @@ from surojax.training.safe import OPTIONS, safe
 from surojax.verification import rows as verifier
 from surojax.verification.bounds import expected_bounds, judge
 from surojax.verification.settings import OFFLOADS, Setting
-from surojax.verification.training import FirstStates, compiled_step, lowered
+from surojax.verification.training import FirstStates, compiled_step, lowered, on_devices
 
 # Heads and widths that flash attention and every kernel serve, and layers for every row of offloads.
 SIZES = {
@@ -234,8 +233,7 @@ def timed(curves: verifier.Curves, setting: Setting, steps: int = TIMED_STEPS) -
     """Measures a row's step, the median of `steps` runs, and compares it with the predicted time."""
     with curves.built(setting) as row:
         step = compiled_step(row, lowered(row))
-        tokens = [x.reshape(row.shape) for x in curves.batches[0][: len(row.run.engine.batch_arrays)]]
-        batch = jax.device_put(tokens, batch_sharding(row.mesh))
+        batch = on_devices(row, curves.batches[0])
         state = curves.first.of(row)
         durations = []
         for _ in range(steps):

@@ -1,14 +1,12 @@
 """Trains a config's model under a row's settings, on batches that all rows share."""
 
 import contextlib
-import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import from_config
@@ -21,11 +19,12 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.placement.table import Mesh
 from surojax.planner.check_fit import check_fit
+from surojax.step import objectives
+from surojax.step.objective import REFERENCE
 from surojax.step.state import TrainState
+from surojax.verification.batches import Batch
 from surojax.verification.bounds import Curve
 from surojax.verification.settings import RESET, Setting
-
-type Batch = tuple[np.ndarray, ...]  # (inputs, labels, starts) of a step, int32 `[B, S]`
 
 
 class Built(NamedTuple):
@@ -41,38 +40,18 @@ class Built(NamedTuple):
     seed: int
 
 
-def make_batches(c: Config, devices: int, steps: int) -> tuple[list[Batch], int]:
-    """Returns ([(inputs, labels, starts) of each step, int32 `[B, S]`], number of microbatches), used by every row.
-
-    B is the config's sequences per step, rounded up so that each microbatch divides evenly over 8 devices, over the
-    config's own groups of GPUs with the same sequences, and on one device into two.
-    """
-    own_groups = max(1, (c.gpus or devices) // configs.gpus_per_sequence(c))
-    microbatches = max(2, c.gradient_accumulation_steps)
-    multiple = math.lcm(8, own_groups) * microbatches
-    sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_groups // multiple) * multiple
-    rng = np.random.default_rng(c.seed)
-    document_rng = np.random.default_rng((c.seed, 1))
-    shape = (sequences, c.sequence_len)
-
-    def batch():
-        # Some tokens are frequent. The model learns their frequencies in the first steps, so every update shows.
-        inputs = (c.model.vocab_size * rng.random(shape) ** 3).astype(np.int32)
-        labels = np.where(rng.random(shape) < 0.05, np.int32(-1), np.roll(inputs, -1, axis=-1))
-        begins = np.where(document_rng.random(shape) < 1 / 16, np.arange(c.sequence_len, dtype=np.int32), 0)
-        return inputs, labels, np.maximum.accumulate(begins, axis=1, dtype=np.int32)
-
-    return [batch() for _ in range(steps)], microbatches
-
-
 def config_of_row(c: Config, s: Setting, steps: int, sequences: int, microbatches: int) -> Config:
-    """Returns the config of a row. Raises ConfigError if its fields contradict each other."""
+    """Returns the config of a row. Raises ConfigError if its fields contradict each other.
+
+    A reference's numbers are in the batch, unless the row says otherwise: not all rows can compute them in a step.
+    """
     new = checks.restored_config(c.to_dict())
     defaults = default_config()
     new.update({name: defaults[name] for name in RESET})
     new.update({"lr_scheduler_type": "cosine", "warmup_steps": 0, "warmup_ratio": 0.0, "cooldown_steps": 0})
     new.update({"max_steps": steps, "num_epochs": 1, "gpus": s.devices})
     new.gradient_accumulation_steps = microbatches
+    new.precompute_ref_log_probs = REFERENCE in objectives.build_objective(configs.flat(new)).targets
     new.update_from_flattened_dict(s.changes)
     new.per_device_batch_size = sequences * configs.gpus_per_sequence(new) // (microbatches * s.devices)
     checks.check(new)
@@ -87,7 +66,7 @@ def build_row(c: Config, s: Setting, batches: list[Batch], microbatches: int, de
     """
     if s.devices > len(devices):
         raise ConfigError(f"needs {s.devices} devices, there {'is' if len(devices) == 1 else 'are'} {len(devices)}")
-    sequences = batches[0][0].shape[0]
+    sequences = len(batches[0]["inputs"])
     devices = devices[: s.devices]
     with contextlib.ExitStack() as until_end:
         if "nvme" in s.changes.values():  # in a folder of its own: another run may be using nvme_path
@@ -104,8 +83,16 @@ def build_row(c: Config, s: Setting, batches: list[Batch], microbatches: int, de
 
 def lowered(row: Built):
     """Traces and lowers a row's step."""
-    tokens = jax.ShapeDtypeStruct(row.shape, np.int32, sharding=batch_sharding(row.mesh))
-    return row.run.train_step().lower(row.run.plan, *(tokens for _ in row.run.engine.batch_arrays))
+    planned = row.run.engine.planned_batch(row.shape, batch_sharding(row.mesh))
+    return row.run.train_step().lower(row.run.plan, *planned)
+
+
+def on_devices(row: Built, batch: Batch) -> list[jax.Array]:
+    """Puts the arrays of a batch that a row's step reads on its devices, in the step's order."""
+    microbatches, sequences, _ = row.shape
+    arrays = [batch[name] for name in row.run.engine.batch_arrays]
+    each = [x.reshape(microbatches, sequences, *x.shape[1:]) for x in arrays]
+    return jax.block_until_ready(jax.device_put(each, batch_sharding(row.mesh)))
 
 
 def compiled_step(row: Built, step):
@@ -115,11 +102,9 @@ def compiled_step(row: Built, step):
 
 def training_curve(row: Built, step, state: TrainState, batches: list[Batch]) -> Iterator[tuple[float, float]]:
     """Trains with a compiled step; yields the loss and the gradient norm of each step. The first state is consumed."""
-    sharding = batch_sharding(row.mesh)
     for batch in batches:
         # One step at a time: programs with collectives in flight can block each other on virtual CPU devices.
-        used = [x.reshape(row.shape) for x in batch[: len(row.run.engine.batch_arrays)]]
-        state, metrics = jax.block_until_ready(step(state, *jax.block_until_ready(jax.device_put(used, sharding))))
+        state, metrics = jax.block_until_ready(step(state, *on_devices(row, batch)))
         yield float(metrics["loss"]), float(metrics["grad_norm"])
 
 
