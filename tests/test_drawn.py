@@ -178,15 +178,15 @@ def batch(row_objective: str, packed: bool) -> dict[str, np.ndarray]:
     half of a packed row has no label, so that devices with that part count none.
     """
     inputs, labels = tokens(A, B, S)
-    starts = {}
-    if packed:
+    starts = np.zeros_like(inputs)
+    if packed:  # both sequences of a pair have the same starts
         firsts = [(0, 6, 12, 18), (0, 5, 11, 17), (0, 7, 13, 19), (0, 1, 23), (0,), (0, 10), (0, 22), (0, 3, 9, 21)]
-        of_rows = [[max(x for x in row if x <= s) for s in range(S)] for row in firsts * (B // len(firsts))]
+        of_rows = [[max(x for x in row if x <= s) for s in range(S)] for row in firsts for _ in range(B // len(firsts))]
         labels = np.where(np.arange(S) < 12, labels, np.int32(-1))
-        starts = {"starts": np.broadcast_to(np.array(of_rows, np.int32), inputs.shape)}
+        starts = np.broadcast_to(np.array(of_rows, np.int32), inputs.shape)
     rng = np.random.default_rng(1)
-    targets = drawn_targets(objective_of(row_objective), labels, SIZES["model.vocab_size"], rng)
-    return {"inputs": inputs, **targets, **starts}
+    targets = drawn_targets(objective_of(row_objective), labels, starts, SIZES["model.vocab_size"], rng)
+    return {"inputs": inputs, **targets} | ({"starts": starts} if packed else {})
 
 
 def objective_of(row_objective: str):

@@ -291,6 +291,29 @@ def test_accumulation_padding_and_prompts_change_nothing():
         assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
 
 
+@pytest.mark.parametrize("name", quick_at([("dpo",), ("kto",), ("orpo",)], 0))
+def test_several_pairs_in_a_row_are_those_in_rows_of_their_own(name):
+    """Two of them, at the same positions of the chosen answers' row and of the rejected ones'; one has no label."""
+    of_run = objective(name)
+    whole = batch()
+    whole[1][0, 2:4] = -1
+    whole[2] -= np.float32(5) * (whole[1] >= 0)  # so that the divergence of kto is not 0
+    loss, grads = found(of_run, whole)
+    starts = np.broadcast_to(np.repeat(np.int32([0, S]), S), (A, B // 2, 2 * S))
+    rows = [joined(x) for x in arrays(of_run, whole)]
+    small = Small(1, packed=True)
+    gradients = make_gradients(with_objective(small, of_run), small.optimizer, small.plan, small.mesh)
+    state = small.state
+    other, other_grads = gradients(state.weights, state.history, state.step, *small.put([*rows, starts]))
+    assert float(other) == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(jax.device_get(other_grads), grads) < ORDER_OF_SUMS
+
+
+def joined(x: np.ndarray) -> np.ndarray:
+    """Rows `[A, B / 2, 2 S]` with two sequences each: of two pairs, both chosen answers, then both rejected ones."""
+    return x.reshape(A, B // 4, 2, 2, S).swapaxes(2, 3).reshape(A, B // 2, 2 * S)
+
+
 @pytest.mark.full
 def test_accumulation_over_uneven_numbers_of_pairs_is_one_batch():
     """Four pairs in a microbatch and two in the next, which is filled up, as six in one: a mean over pairs."""

@@ -57,7 +57,6 @@ def test_the_plan_is_best_fit_decreasing(name, lengths, sequence_len):
     assert all(row == sorted(row) and row for row in rows)
     free = [sequence_len - int(lengths[row].sum()) for row in rows]
     assert sorted(free) == free_spaces_one_by_one(lengths, sequence_len) and min(free) >= 0
-    assert plan.padding == pytest.approx(sum(free) / (len(rows) * sequence_len))
     again = packing.best_fit(lengths.copy(), sequence_len)
     np.testing.assert_array_equal(plan.members, again.members)
     np.testing.assert_array_equal(plan.bounds, again.bounds)
@@ -77,7 +76,7 @@ def test_the_plan_of_a_million_examples_takes_seconds():
     lengths = lengths_like_text(1_000_000, 2048)
     started = time.process_time()
     plan = packing.best_fit(lengths, 2048)
-    assert time.process_time() - started < 10 and plan.padding < 0.01
+    assert time.process_time() - started < 10 and lengths.sum() > 0.99 * len(plan) * 2048
 
 
 def test_the_plan_is_the_same_in_blocks_of_any_size(monkeypatch):

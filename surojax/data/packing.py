@@ -79,12 +79,11 @@ def _counts(lengths: np.ndarray, sequence_len: int, on_long: str, continues: boo
 class PackingPlan:
     """Rows of pieces. Row r holds the pieces `members[bounds[r] : bounds[r + 1]]`, in the order of the corpus.
 
-    members: int32 [pieces]. bounds: int32 [rows + 1]. padding: share of positions that no piece fills.
+    members: int32 [pieces]. bounds: int32 [rows + 1].
     """
 
     members: np.ndarray
     bounds: np.ndarray
-    padding: float
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -95,8 +94,8 @@ class PackingPlan:
 
 
 def one_per_row(lengths: np.ndarray, sequence_len: int) -> PackingPlan:
-    """Returns the plan in which each piece has a row to itself."""
-    return _plan(np.arange(len(lengths), dtype=np.int32), len(lengths), lengths, sequence_len)
+    """Returns the plan in which each piece has a row to itself. Arguments as of `best_fit`."""
+    return _plan(np.arange(len(lengths), dtype=np.int32), len(lengths))
 
 
 def best_fit(lengths: np.ndarray, sequence_len: int) -> PackingPlan:
@@ -110,7 +109,7 @@ def best_fit(lengths: np.ndarray, sequence_len: int) -> PackingPlan:
         placed = by_length[ends[length] - counts[length] : ends[length]]
         row_of[placed] = rows.place(length, len(placed))
     del by_length, placed
-    return _plan(row_of, rows.num_rows, lengths, sequence_len)
+    return _plan(row_of, rows.num_rows)
 
 
 class _Rows:
@@ -161,13 +160,11 @@ class _Rows:
         self.rows[space].append(rows)
 
 
-def _plan(row_of: np.ndarray, num_rows: int, lengths: np.ndarray, sequence_len: int) -> PackingPlan:
+def _plan(row_of: np.ndarray, num_rows: int) -> PackingPlan:
     """Returns the plan with piece i in row row_of[i]; rows are numbered from 0 without gaps."""
     counts = _count(row_of, num_rows)
     bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    size = num_rows * sequence_len
-    padding = 1 - int(lengths.sum(dtype=np.int64)) / size if size else 0.0
-    return PackingPlan(_stable_order(row_of, counts), bounds, padding)
+    return PackingPlan(_stable_order(row_of, counts), bounds)
 
 
 def _count(keys: np.ndarray, num_keys: int) -> np.ndarray:

@@ -2,9 +2,12 @@
 
 A sample is a dict of int32 arrays [S]: "inputs"; "labels", the next token or IGNORED; and in packed rows "starts", for
 each position the index in its row at which its document starts. A label is the next token of the same document if that
-token is a target of the loss. A corpus with further numbers has float32 arrays [S] of those of the labels. Rows of
+token is a target of the loss. A corpus with further numbers has float32 arrays [S] of those of the labels. Documents of
 which the last token is scored have "scored", 1 there and 0 elsewhere. The rest of a row is padding: input 0, label
 IGNORED, numbers 0, a document of its own.
+
+Documents that belong to each other, as both answers of a preference, are in samples next to each other; in packed rows
+at the same position in each of them, where the shorter one is followed by padding up to the end of the longer one.
 """
 
 import hashlib
@@ -100,6 +103,7 @@ class Windows:
 class ExampleRows:
     """Rows of whole examples, by a plan. packed: samples have "starts". together: see `Samples`.
 
+    plan: of pieces, or of groups of so many pieces as belong together: a row of the plan is as many samples.
     padding: samples have "scored", at the last token of a document that is not this one, as transformers' models for
     sequence classification find it; None: they have not.
     """
@@ -127,16 +131,19 @@ class ExampleRows:
         return self.num_tokens - self.pieces.num_examples
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(self.plan) * self.together
 
     def __getitem__(self, index: int) -> Sample:
+        row, member = divmod(index, self.together)
         inputs = np.zeros(self.sequence_len, np.int32)
         labels = np.full(self.sequence_len, IGNORED, np.int32)
         starts = np.empty(self.sequence_len, np.int32)
         scored = np.zeros(self.sequence_len, np.int32)
         numbers = {name: np.zeros(self.sequence_len, np.float32) for name in self.corpus.numbers}
         position = 0
-        for piece in self.plan.row(index).tolist():
+        for group in self.plan.row(row).tolist():
+            first_piece = group * self.together
+            piece = first_piece + member
             length = int(self.pieces.lengths[piece])
             here = slice(position, position + length)
             first = int(self.pieces.starts[piece])
@@ -149,7 +156,9 @@ class ExampleRows:
             if self.padding is not None:
                 others = np.flatnonzero(inputs[here] != self.padding)
                 scored[position + (others[-1] if len(others) else 0)] = 1
-            position += length
+            end = position + int(self.pieces.lengths[first_piece : first_piece + self.together].max())
+            starts[position + length : end] = position + length
+            position = end
         starts[position:] = position
         sample = {"inputs": inputs, "labels": labels} | numbers
         sample |= {} if self.padding is None else {"scored": scored}
@@ -298,11 +307,13 @@ def windows_or_rows(
             f"{corpus.num_examples:,}; {', or '.join(advice)}"
         )
     arrange = packing.best_fit if packed else packing.one_per_row
-    plan = arrange(pieces.lengths, sequence_len)
+    plan = arrange(pieces.lengths.reshape(-1, together).max(1), sequence_len)
+    num_rows = len(plan) * together
+    share_of_padding = 1 - int(pieces.lengths.sum(dtype=np.int64)) / (num_rows * sequence_len)
     noun = "pieces of examples" if pieces.num_long and on_long == "cut" and is_text else "examples"
     say(
-        f"data: {corpus.name}: {len(pieces.starts):,} {noun} in {len(plan):,} rows of {sequence_len} tokens, "
-        f"{plan.padding:.1%} padding"
+        f"data: {corpus.name}: {len(pieces.starts):,} {noun} in {num_rows:,} rows of {sequence_len} tokens, "
+        f"{share_of_padding:.1%} padding"
     )
     settings = (f"packed={packed}", f"on_long={on_long if pieces.num_long else None}")
     fingerprint = fingerprint_of((corpus.fingerprint, *settings, *(["pairs"] if together > 1 else [])))

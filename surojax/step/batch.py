@@ -18,7 +18,7 @@ from surojax.parallel import collectives
 from surojax.parallel.context import of_each_chunk, own_tokens
 from surojax.parallel.tensor import own_part
 from surojax.placement.mesh import BATCH, TOKENS
-from surojax.step.objective import Objective, OfLogProbabilities
+from surojax.step.objective import STARTS, Objective, OfLogProbabilities
 from surojax.step.spec import Engine
 
 
@@ -69,8 +69,9 @@ class Batch(NamedTuple):
 
     @property
     def targets(self) -> list[str]:
-        """The names of the objective's arrays that the batch has."""
-        return [name for name in self.objective.targets if name in self.arrays]
+        """The names of the arrays that the batch has for its objective: of answers, also where each of them starts."""
+        of_answers = (STARTS,) if isinstance(self.objective, OfLogProbabilities) else ()
+        return [name for name in (*self.objective.targets, *of_answers) if name in self.arrays]
 
     def terms(self) -> jax.Array:
         """The number of terms of the objective, on all devices together; int32 []."""
@@ -89,7 +90,7 @@ class Batch(NamedTuple):
     def on_device(self, recipe_inputs: Callable) -> Microbatch:
         """The tokens of one microbatch whose activations are on this device."""
         targets = {name: self._own(name) for name in self.targets}
-        starts = self.arrays.get("starts")
+        starts = self.arrays.get(STARTS)
         return Microbatch(self._own("inputs"), targets, starts, lambda: self.objective.counted(targets), recipe_inputs)
 
     def _own(self, name: str) -> jax.Array:

@@ -33,7 +33,9 @@ from surojax.step.objective import (
     OfLogProbabilities,
     Sums,
     Targets,
-    sum_of_sequence,
+    at_tokens,
+    num_groups,
+    of_sequences,
 )
 
 LARGEST_LOGRATIO = 20.0  # beyond it, ratios are constant, so that they are finite
@@ -82,20 +84,22 @@ class Grpo(OfLogProbabilities):
     def count(self, targets: Targets) -> jax.Array:
         """See `Objective`: tokens with dapo, else completions."""
         counted = self.counted(targets)
-        terms = counted if self.settings.grpo_loss_type == "dapo" else jnp.any(counted, axis=-1)
-        return jnp.sum(terms, dtype=jnp.int32)
+        if self.settings.grpo_loss_type == "dapo":
+            return jnp.sum(counted, dtype=jnp.int32)
+        return num_groups(counted, targets, 1)
 
     def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
         """See `OfLogProbabilities`."""
         s = self.settings
         targets = varying(targets, AXES)
         counted_BS = self.counted(targets)
-        tokens_B1 = jnp.maximum(sum_of_sequence(counted_BS.astype(jnp.float32)), 1.0)[:, None]
+        # Numbers of a token's whole completion, at each token, or once for a row: [B, S] or [B, 1].
+        tokens = at_tokens(jnp.maximum(of_sequences(counted_BS.astype(jnp.float32), targets), 1.0), targets)
         advantage_BS = targets[ADVANTAGE]
         logratio_BS = jnp.where(counted_BS, logprob_BS - targets[SAMPLED], 0.0)
         if s.importance_sampling_level == "sequence":
-            mean_B1 = sum_of_sequence(logratio_BS)[:, None] / tokens_B1
-            logratio_BS = jnp.broadcast_to(mean_B1, logratio_BS.shape)
+            mean = at_tokens(of_sequences(logratio_BS, targets), targets) / tokens
+            logratio_BS = jnp.broadcast_to(mean, logratio_BS.shape)
         ratio_BS = _exp(logratio_BS)
         least, most = 1 - s.epsilon, 1 + (s.epsilon_high or s.epsilon)
         low_BS = (ratio_BS < least) & (advantage_BS < 0)
@@ -108,7 +112,8 @@ class Grpo(OfLogProbabilities):
             kl_BS = _exp(d_BS) - d_BS - 1
             losses_BS += s.grpo_beta * kl_BS
             numbers.append(kl_BS)
-        tokens = 1.0 if s.grpo_loss_type == "dapo" else tokens_B1
+        if s.grpo_loss_type == "dapo":
+            tokens = 1.0
         divisor = s.max_completion_length if s.grpo_loss_type == "dr_grpo" else tokens
         terms = [losses_BS / divisor, *(x_BS / tokens for x_BS in numbers)]
         sums = (jnp.sum(jnp.where(counted_BS, x_BS, 0.0)) for x_BS in terms)

@@ -7,9 +7,13 @@ sums over sequences: a first sweep over the slices computes them, and its gradie
 the cross-entropy, whose gradients a second sweep computes. Another head has another number of each token in place of
 the log-probability (rewards.py). objectives.py has those that a config can name.
 
+A sequence of such a loss is a row of a batch, or with `STARTS` one of the documents of a packed row. What is of
+sequences has the shape `[B, n]`: n = 1, or n = S, where a document's number is at its first position and all others
+are 0. Groups of sequences (both answers of a pair) are in rows next to each other, at the same positions.
+
 The head's matrix is replicated, or its rows are sharded over mesh axes, see outer.py. Shape suffixes: N tokens of a
 slice on this device, M tokens of a slice on all devices of the vocabulary's axes, D hidden size, V vocabulary, v rows
-of the vocabulary on one device.
+of the vocabulary on one device, B rows, n sequences of a row, S positions of whole rows, s of this device's part.
 """
 
 import abc
@@ -42,6 +46,7 @@ DESIRABLE = "desirable"  # of an answer that is rated alone: above 0 a good one,
 SAMPLED = "sampled"  # log-probability of a label by the model that sampled it
 ADVANTAGE = "advantage"  # of a label: by how much its completion is better than others of its prompt
 SCORED = "scored"  # 1 at the last token of a sequence, 0 elsewhere
+STARTS = "starts"  # position in its row at which each token's document starts, in packed rows; of no objective's names
 MARGIN = "margin"  # by how much the chosen answer of a pair is better, at one of its labels
 # Arrays of a batch that are float32; all others are int32.
 FLOATS = (REFERENCE, TEACHER, TEACHER_STATES, DESIRABLE, SAMPLED, ADVANTAGE, MARGIN)
@@ -201,11 +206,11 @@ class LossOfLogits:
 
 
 class Sequences(NamedTuple):
-    """The sequences of a microbatch that are on this device, `[B]` each, float32.
+    """The sequences of a microbatch that are on this device, `[B, n]` each, float32.
 
-    logprob: the sum over all labels of a sequence. tokens: the number of its labels; 0 of one that only fills up a
-    batch. reference: as logprob, by another model; None if the objective reads none. desirable: likewise, the sum of
-    `DESIRABLE`.
+    logprob: the sum over all labels of a sequence. tokens: the number of its labels; 0 of what is none, or only fills
+    up a batch. reference: as logprob, by another model; None if the objective reads none. desirable: likewise, the sum
+    of `DESIRABLE`.
     """
 
     logprob: jax.Array
@@ -217,8 +222,9 @@ class Sequences(NamedTuple):
 class SequenceLoss(Protocol):
     """A loss of sequences: a frozen dataclass, equal to another one that computes the same.
 
-    per_term: sequences of a term, which are next to each other in a microbatch: 2 of a pair. metrics: the names of what
-    it reports besides the loss. reads: the arrays of a batch besides its labels, which are members of `Sequences`.
+    per_term: sequences of a term, in as many rows of a microbatch next to each other: 2 of a pair. metrics: the names
+    of what it reports besides the loss. reads: the arrays of a batch besides its labels, which are members of
+    `Sequences`.
     """
 
     @property
@@ -309,7 +315,7 @@ class OfSequences(OfLogProbabilities):
 
     def count(self, targets: Targets) -> jax.Array:
         """See `Objective`: groups, without those that only fill up a batch."""
-        return num_groups(self.counted(targets), self.loss.per_term)
+        return num_groups(self.counted(targets), targets, self.loss.per_term)
 
     def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
         """See `OfLogProbabilities`."""
@@ -319,12 +325,15 @@ class OfSequences(OfLogProbabilities):
         """Computes the `Sequences` of a microbatch: sums over tokens, reduced over devices that share a sequence."""
         rows: dict[str, Any] = {"logprob": logprob_BS, "tokens": self.counted(targets).astype(jnp.float32)}
         rows |= {name: targets[name] for name in self.loss.reads}
-        return Sequences(**jax.tree.map(sum_of_sequence, rows))
+        return Sequences(**{name: of_sequences(x_BS, targets) for name, x_BS in rows.items()})
 
 
 @dataclasses.dataclass(frozen=True)
 class LogProbabilities:
-    """A `SequenceLoss` that reports each sequence's log-probability, for evaluations: `ROWS`, `[B]` of all devices."""
+    """A `SequenceLoss` that reports each row's log-probability, for evaluations: `ROWS`, `[B]` of all devices.
+
+    A row is one sequence.
+    """
 
     ROWS: ClassVar[str] = "rows"
     per_term: int = 1
@@ -334,7 +343,7 @@ class LogProbabilities:
     def __call__(self, sequences: Sequences) -> Sums:
         """See `SequenceLoss`. A device has zeros for the sequences of others, so that the sum over devices has all."""
         number, devices = device_number(*BATCH)
-        device_logprob_B = sequences.logprob
+        device_logprob_B = sequences.logprob[:, 0]
         rows = jnp.zeros(devices * device_logprob_B.size, jnp.float32)
         rows = jax.lax.dynamic_update_slice_in_dim(
             varying(rows, BATCH), device_logprob_B, number * device_logprob_B.size, 0
@@ -380,15 +389,40 @@ class ObjectiveChoice(NamedTuple):
     num_labels: int = 0
 
 
-def num_groups(counted_BS: jax.Array, per_term: int) -> jax.Array:
-    """The number of groups of so many sequences `[..., B, S]` in which a token counts, int32 []."""
-    counts_B = jnp.any(counted_BS, axis=-1).reshape(-1, per_term)
-    return jnp.sum(jnp.any(counts_B, axis=-1), dtype=jnp.int32)
+def num_groups(counted_BS: jax.Array, targets: Targets, per_term: int) -> jax.Array:
+    """The number of groups of so many sequences in which a token counts, int32 [].
+
+    counted_BS: of whole rows `[..., B, S]`, as all of the targets.
+    """
+    counts = _sums_of_rows(counted_BS.astype(jnp.int32), targets.get(STARTS))
+    groups = jnp.any(counts.reshape(-1, per_term, counts.shape[-1]), axis=1)
+    return jnp.sum(groups, dtype=jnp.int32)
 
 
-def sum_of_sequence(x_BS: jax.Array) -> jax.Array:
-    """Sums `[B]` over each sequence's tokens, equal on all devices that share the sequence."""
-    return add_up(varying(jnp.sum(x_BS, -1), AXES), *ONE_SEQUENCE)
+def of_sequences(x_Bs: jax.Array, targets: Targets) -> jax.Array:
+    """Sums `[B, n]` over each sequence's tokens, equal on all devices that share a row.
+
+    targets: of the same tokens.
+    """
+    starts_Bs = targets.get(STARTS)
+    device_sums_Bn = _sums_of_rows(x_Bs, starts_Bs, device_number(*ONE_SEQUENCE)[1])
+    return add_up(varying(device_sums_Bn, AXES), *ONE_SEQUENCE)
+
+
+def at_tokens(x_Bn: jax.Array, targets: Targets) -> jax.Array:
+    """The number of each token's sequence `[B, s]`, or `[B, 1]` if that is the row, of numbers of sequences."""
+    return jnp.take_along_axis(x_Bn, targets[STARTS], axis=-1) if STARTS in targets else x_Bn
+
+
+def _sums_of_rows(x: jax.Array, starts: jax.Array | None, devices: int = 1) -> jax.Array:
+    """Sums `[..., n]` over the sequences of rows `[..., s]`. devices: that have parts of a row, each of this length."""
+    if starts is None:
+        return jnp.sum(x, axis=-1, keepdims=True)
+    rows = x.reshape(-1, x.shape[-1])
+    zeros = jnp.zeros((len(rows), devices * x.shape[-1]), x.dtype)
+    row_numbers = jnp.arange(len(rows))[:, None]
+    sums = zeros.at[row_numbers, starts.reshape(rows.shape)].add(rows)
+    return sums.reshape(*x.shape[:-1], -1)
 
 
 def once(sums: Sums) -> Sums:

@@ -145,7 +145,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "which needs no reference",
         "leave it out",
     ),
-    Refusal(of_pairs(), is_on("sample_packing"), "which is not built for whole answers", "leave sample_packing out"),
     *(
         Refusal(
             is_set(name, 0.01, EXPERTS),

@@ -8,7 +8,8 @@ token. With r and r' = the rewards of the chosen and of the rejected answer, the
 as in TRL. margin is the row's, by how much better the chosen answer is; 0 if rows have none. The second term keeps
 rewards near 0 (Eisenstein et al. 2023, arXiv:2312.09244), since the first one knows their difference alone.
 
-Shape suffixes: N tokens of a slice on this device, D hidden size, B sequences, P pairs, S sequence.
+Shape suffixes: N tokens of a slice on this device, D hidden size, B rows, P pairs of rows, n sequences of a row, S
+positions.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ from surojax.step.objective import (
     Sums,
     Targets,
     num_groups,
+    of_sequences,
     once,
-    sum_of_sequence,
 )
 from surojax.step.preferences import METRICS, pair_sums
 
@@ -77,17 +78,17 @@ class Reward(OfLogProbabilities):
 
     def count(self, targets: Targets) -> jax.Array:
         """See `Objective`: pairs, without those that only fill up a batch."""
-        return num_groups(self.counted(targets), 2)
+        return num_groups(self.counted(targets), targets, 2)
 
     def sums(self, score_BS: jax.Array, targets: Targets) -> Sums:
         """See `OfLogProbabilities`, of scores in place of log-probabilities."""
-        reward_B = sum_of_sequence(jnp.where(targets[SCORED] > 0, score_BS, 0.0))
-        margin_B = sum_of_sequence(targets[MARGIN])
-        tokens_B = sum_of_sequence(self.counted(targets).astype(jnp.float32))
-        chosen_P, rejected_P = reward_B[::2], reward_B[1::2]
-        losses_P = -jax.nn.log_sigmoid(chosen_P - rejected_P - margin_B[::2])
-        losses_P += self.settings.center_rewards_coefficient * (chosen_P + rejected_P) ** 2
-        return once(pair_sums(losses_P, chosen_P, rejected_P, tokens_B.reshape(-1, 2).sum(-1) > 0))
+        reward_Bn = of_sequences(jnp.where(targets[SCORED] > 0, score_BS, 0.0), targets)
+        margin_Bn = of_sequences(targets[MARGIN], targets)
+        tokens_Bn = of_sequences(self.counted(targets).astype(jnp.float32), targets)
+        chosen_Pn, rejected_Pn = reward_Bn[::2], reward_Bn[1::2]
+        losses_Pn = -jax.nn.log_sigmoid(chosen_Pn - rejected_Pn - margin_Bn[::2])
+        losses_Pn += self.settings.center_rewards_coefficient * (chosen_Pn + rejected_Pn) ** 2
+        return once(pair_sums(losses_Pn, chosen_Pn, rejected_Pn, (tokens_Bn[::2] > 0) | (tokens_Bn[1::2] > 0)))
 
 
 def _make(values: dict[str, Any]) -> Reward:

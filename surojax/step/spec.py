@@ -10,7 +10,7 @@ from surojax.models.model import Model
 from surojax.placement.layout import Layouts
 from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
-from surojax.step.objective import FLOATS, REFERENCE, CrossEntropy, Objective, OfLogProbabilities, WithWidths
+from surojax.step.objective import FLOATS, REFERENCE, STARTS, CrossEntropy, Objective, OfLogProbabilities, WithWidths
 
 CROSS_ENTROPY = CrossEntropy()
 
@@ -64,7 +64,7 @@ class Engine:
     def batch_arrays(self) -> tuple[str, ...]:
         """The names of a batch's arrays `[A, B, S]`, in the order in which a step takes them."""
         targets = [name for name in self.objective.targets if name != REFERENCE or self.reference is None]
-        return ("inputs", *targets, *(("starts",) if self.packed else ()))
+        return ("inputs", *targets, *((STARTS,) if self.packed else ()))
 
     def planned_batch(self, shape: tuple[int, ...], sharding: jax.NamedSharding | None) -> list[jax.ShapeDtypeStruct]:
         """The plan of a batch's arrays: int32, or float32 if `objective.FLOATS` names them. shape: without widths."""

@@ -38,6 +38,7 @@ from surojax.step import train_step
 from surojax.step.objective import (
     LABELS,
     REFERENCE,
+    STARTS,
     LogProbabilities,
     LogProbabilitiesOfTokens,
     OfLogProbabilities,
@@ -85,7 +86,7 @@ class _Reference:
     def __init__(self, c: Config, run: Assembly, setup: Setup, start: Start):
         self.c = c
         assert isinstance(run.engine.objective, OfLogProbabilities), "no other one reads a reference"
-        by_token = run.engine.objective.reads_reference_of_tokens
+        by_token = run.engine.objective.reads_reference_of_tokens or run.engine.packed
         self.width = c.sequence_len if by_token else 1  # numbers of a sample
         labelling = LogProbabilitiesOfTokens(c.sequence_len) if by_token else OfSequences(LogProbabilities())
         self.run = dataclasses.replace(run, engine=dataclasses.replace(run.engine, objective=labelling))
@@ -183,7 +184,8 @@ class _SamplesOfBatches:
         self.name = evaluated.name or "held-out rows"
         digest = hashlib.sha256()
         for row in self.rows:
-            digest.update(row["inputs"].tobytes() + row[LABELS].tobytes())
+            for name in ("inputs", LABELS, *((STARTS,) if STARTS in row else ())):
+                digest.update(row[name].tobytes())
         self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:

@@ -37,7 +37,8 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[Batch], int]
     """
     own_groups = max(1, (c.gpus or devices) // configs.gpus_per_sequence(c))
     microbatches = max(2, c.gradient_accumulation_steps)
-    multiple = math.lcm(8, own_groups) * OBJECTIVES[c.objective].together * microbatches
+    together = OBJECTIVES[c.objective].together
+    multiple = math.lcm(8, own_groups) * together * microbatches
     sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_groups // multiple) * multiple
     rng = np.random.default_rng(c.seed)
     document_rng = np.random.default_rng((c.seed, 1))
@@ -49,29 +50,45 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[Batch], int]
         # Some tokens are frequent. The model learns their frequencies in the first steps, so every update shows.
         inputs = (c.model.vocab_size * rng.random(shape) ** 3).astype(np.int32)
         labels = np.where(rng.random(shape) < 0.05, np.int32(-1), np.roll(inputs, -1, axis=-1))
-        begins = np.where(document_rng.random(shape) < 1 / 16, np.arange(c.sequence_len, dtype=np.int32), 0)
+        begins_here = document_rng.random((sequences // together, c.sequence_len)).repeat(together, axis=0) < 1 / 16
+        begins = np.where(begins_here, np.arange(c.sequence_len, dtype=np.int32), 0)
         starts = np.maximum.accumulate(begins, axis=1, dtype=np.int32)
-        targets = drawn_targets(objective, labels, c.model.vocab_size, target_rng)
+        targets = drawn_targets(objective, labels, starts, c.model.vocab_size, target_rng)
         return {"inputs": inputs, **targets, "starts": starts}
 
     return [batch() for _ in range(steps)], microbatches
 
 
 def drawn_targets(
-    objective: Objective | OfLogProbabilities, labels: np.ndarray, vocab_size: int, rng: np.random.Generator
+    objective: Objective | OfLogProbabilities,
+    labels: np.ndarray,
+    starts: np.ndarray,
+    vocab_size: int,
+    rng: np.random.Generator,
 ) -> Batch:
-    """Returns the objective's arrays of sequences with these labels `[..., S]`, drawn but for the labels."""
+    """Returns the objective's arrays of documents with these labels and starts `[..., S]`, drawn but for the labels.
+
+    A row of which the starts are not read has the numbers of several documents.
+    """
     is_label = labels >= 0
-    is_first = is_label & (np.cumsum(is_label, axis=-1) == 1)
-    is_last = is_label & (np.cumsum(is_label, axis=-1) == is_label.sum(-1, keepdims=True))
     nats = math.log(vocab_size)
-    rows = (*labels.shape[:-1], 1)
 
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32)
 
     def at(where: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         return np.where(where, numbers, 0).astype(np.float32)
+
+    def of_documents() -> np.ndarray:
+        return np.take_along_axis(normal(*labels.shape), starts, axis=-1)
+
+    def at_label(number: int) -> np.ndarray:
+        """Whether a token is the first (0) or the last (-1) of the labels of its document."""
+        places = np.flatnonzero(is_label)[:: 1 + 2 * number]
+        documents = places // labels.shape[-1] * labels.shape[-1] + starts.reshape(-1)[places]
+        chosen = np.zeros(labels.size, bool)
+        chosen[places[np.unique(documents, return_index=True)[1]]] = True
+        return chosen.reshape(labels.shape)
 
     def of_teacher(name: str) -> np.ndarray:
         assert isinstance(objective, WithWidths)
@@ -91,13 +108,13 @@ def drawn_targets(
         if name == SAMPLED:
             return at(is_label, 0.3 * normal(*labels.shape) - nats)
         if name == ADVANTAGE:
-            return at(is_label, normal(*rows))
+            return at(is_label, of_documents())
         if name == DESIRABLE:
-            return at(is_label, np.sign(normal(*rows)))
+            return at(is_label, np.sign(of_documents()))
         if name == MARGIN:
-            return at(is_first, 0.5 * normal(*rows))
+            return at(at_label(0), 0.5 * of_documents())
         if name == SCORED:
-            return is_last.astype(np.int32)
+            return at_label(-1).astype(np.int32)
         assert name in (TEACHER, TEACHER_IDS), f"{name} of an objective is not drawn"
         return of_teacher(name)
 
