@@ -140,6 +140,22 @@ def test_loss_and_gradients_are_the_textbooks(loss_type, level):
     assert worst_relative(grads, expected_grads) < ORDER_OF_SUMS
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("loss_type, level", KINDS)
+def test_several_completions_in_a_row_are_those_in_rows_of_their_own(loss_type, level):
+    of_run = Grpo(settings(loss_type, level))
+    loss, grads = results(of_run)
+    small = Small(1, packed=True)
+    engine = engine_of(small, of_run)
+    rows = {name: x.reshape(A, B // 2, 2 * S) for name, x in batch().items()}
+    rows["starts"] = np.broadcast_to(np.repeat(np.int32([0, S]), S), rows["inputs"].shape)
+    gradients = make_gradients(engine, small.optimizer, small.plan, small.mesh)
+    arrays = small.put([rows[name] for name in engine.batch_arrays])
+    other, other_grads = gradients(small.state.weights, small.state.history, small.state.step, *arrays)
+    assert float(other) == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(jax.device_get(other_grads), grads) < ORDER_OF_SUMS
+
+
 PLACED = [  # (devices, placement)
     (4, {"zero_level": 3, "offload_weights": True, "offload_grads": True, "shard_outer": True, "lmhead_chunks": 2}),
     (4, {"cp_size": 2, "microbatches_per_fetch": 2}),
@@ -293,10 +309,11 @@ def test_grpo_learns_what_is_rewarded_and_goes_on_after_a_kill_to_the_same_bits(
 
 
 @pytest.mark.full
-def test_a_reference_in_the_step_is_the_cached_one(tmp_path, capsys):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_reference_in_the_step_is_the_cached_one(packed, tmp_path, capsys):
     """Adapters: the same layer without them, in each step, or computed before, of sequences that are on two devices."""
     found = {}
-    mesh = {"gpus": 4, "cp_size": 2, "per_device_batch_size": 4}
+    mesh = {"gpus": 4, "cp_size": 2, "per_device_batch_size": 4, "sample_packing": packed}
     for name, fields in (("step", {}), ("cache", {"precompute_ref_log_probs": True})):
         fields |= {"lora": True, "max_steps": 3, "eval_steps": 0, "grpo_beta": 0.5, "learning_rate": 0.1}
         result = train(config(tmp_path / name, **fields, **mesh), data=rollouts())
@@ -314,7 +331,6 @@ def test_a_reference_in_the_step_is_the_cached_one(tmp_path, capsys):
         ({}, [{"prompt": "a", "completion": "b"}] * 2, "expected rows of type rollout (prompt_ids, completion_ids"),
         ({"beta": 0.2}, [ROW], "beta: expected 0.1 with objective='grpo'"),
         ({"precompute_ref_log_probs": True}, [ROW], "expected False with grpo_beta=0.0, which needs no reference"),
-        ({"sample_packing": True}, [ROW], "objective: expected 'cross_entropy' with sample_packing=True"),
         ({"chat_template": "chatml"}, [ROW], "chat_template: expected '' without rows of instructions"),
         ({}, [ROW, ROW | {"logprobs": [[-1.0]]}], "the rows given, row 2: logprobs: expected 3 lists, as many as"),
     ],

@@ -151,8 +151,26 @@ def corpus_of(lengths: list[tuple[int, int]]):
     return Corpus(tokens, 0, "fingerprint", "pairs", offsets, trained)
 
 
-def samples_of(lengths, **options):
-    return windows_or_rows(corpus_of(lengths), 8, packed=False, is_text=False, together=2, say=print, **options)
+def samples_of(lengths, *, packed=False, **options):
+    return windows_or_rows(corpus_of(lengths), 8, packed=packed, is_text=False, together=2, say=print, **options)
+
+
+def test_packed_answers_of_a_pair_are_at_the_same_positions(capsys):
+    """A shorter answer has padding behind it, a document of its own; the two rows stay next to each other."""
+    samples = samples_of([(3, 4), (8, 2), (4, 3), (1, 5)], packed=True)
+    assert "8 examples in 6 rows of 8 tokens, 37.5% padding" in capsys.readouterr().out
+    rows = [(samples[i]["inputs"].tolist(), samples[i]["starts"].tolist()) for i in range(len(samples))]
+    assert rows == [
+        ([7, 8, 9, 10, 11, 12, 13, 14], [0] * 8),
+        ([15, 16, 0, 0, 0, 0, 0, 0], [0, 0, 2, 2, 2, 2, 2, 2]),
+        ([24, 0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 5, 5, 5]),
+        ([25, 26, 27, 28, 29, 0, 0, 0], [0] * 5 + [5] * 3),
+        ([0, 1, 2, 0, 17, 18, 19, 20], [0, 0, 0, 3, 4, 4, 4, 4]),
+        ([3, 4, 5, 6, 21, 22, 23, 0], [0, 0, 0, 0, 4, 4, 4, 7]),
+    ]
+    batch = next(training_batches(samples, batch_size=4, accumulation=1, seed=0, prefetch=0))
+    firsts = batch["inputs"][0, :, 0].tolist()
+    assert all(pair in ([0, 3], [7, 15], [24, 25]) for pair in (firsts[:2], firsts[2:]))
 
 
 def test_a_batch_has_both_answers_next_to_each_other():
@@ -265,7 +283,10 @@ def test_objectives_without_a_reference_need_no_labelling(objective, tmp_path, c
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fields, below", [({}, 0.45), ({"lora": True, "learning_rate": 5e-2}, 0.49)])
+@pytest.mark.parametrize(
+    "fields, below",
+    [({}, 0.45), ({"sample_packing": True}, 0.45), ({"lora": True, "learning_rate": 5e-2}, 0.49)],
+)
 def test_kto_learns(fields, below, tmp_path):
     """Its first loss is 1/2, without a divergence; rows are a file's, whose type the objective decides.
 
@@ -287,7 +308,6 @@ def test_kto_learns(fields, below, tmp_path):
         ({"objective": "cross_entropy"}, ROWS, "expected an objective for rows of type preference"),
         ({"per_device_batch_size": 3}, ROWS, "per_device_batch_size: expected an even number with objective='dpo'"),
         ({"z_loss": 1e-4}, ROWS, "z_loss: expected 0.0 with objective='dpo'"),
-        ({"sample_packing": True}, ROWS, "objective: expected 'cross_entropy' with sample_packing=True"),
         ({"simpo_gamma": 1.0}, ROWS, "simpo_gamma: expected 0.5 with objective='dpo'"),
         ({}, [TEXT, TEXT | {"rejected": "4"}], "the rows given, row 2: expected two answers of which one is better"),
     ],
@@ -299,11 +319,13 @@ def test_what_cannot_be_trained_is_one_line(fields, rows, message, tmp_path):
 
 
 @pytest.mark.full
-def test_dpo_with_adapters_computes_its_reference_in_each_step(tmp_path, capsys):
+@pytest.mark.parametrize("packed", [False, True])
+def test_dpo_with_adapters_computes_its_reference_in_each_step(packed, tmp_path, capsys):
     """Nothing is computed before training, and the first loss is log 2; so it is with a reference from the cache."""
     found = {}
     for name, fields in (("step", {}), ("cache", {"precompute_ref_log_probs": True})):
-        result = train(config(tmp_path / name, lora=True, max_steps=3, eval_steps=0, **fields), data=ROWS)
+        fields |= {"lora": True, "max_steps": 3, "eval_steps": 0, "sample_packing": packed}
+        result = train(config(tmp_path / name, **fields), data=ROWS)
         found[name] = [(x["loss"], x["rewards/margins"]) for x in result.history]
         assert ("reference:" in capsys.readouterr().out) == (name == "cache")
     assert found["step"][0][0] == pytest.approx(np.log(2), abs=1e-5)

@@ -151,6 +151,17 @@ def reported(devices: int = 1, *, config=SCORER, **options) -> dict[str, float]:
 
 
 @pytest.mark.full
+def test_several_pairs_in_a_row_are_those_in_rows_of_their_own():
+    """Two of them, at the same positions of the chosen answers' row and of the rejected ones'."""
+    loss, grads = found(batch())
+    rows = [x.reshape(A, B // 4, 2, 2, S).swapaxes(2, 3).reshape(A, B // 2, 2 * S) for x in batch()]
+    starts = np.broadcast_to(np.repeat(np.int32([0, S]), S), rows[0].shape)
+    other, other_grads = found([*rows, starts], packed=True)
+    assert other == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
+
+
+@pytest.mark.full
 def test_accumulation_over_uneven_pairs_is_one_batch_and_padding_changes_nothing():
     """Four pairs and two in the next microbatch, which is filled up, as six in one row, with longer rows."""
     whole = batch()
