@@ -127,11 +127,16 @@ def arrays(of_run: OfSequences, whole: list[np.ndarray]) -> list[np.ndarray]:
 
 def found(of_run: OfSequences, whole: list[np.ndarray], devices: int = 1, **options):
     """(loss, gradients) of the engine."""
+    return of_arrays(of_run, arrays(of_run, whole), devices, **options)
+
+
+def of_arrays(of_run: OfSequences, given: list[np.ndarray], devices: int = 1, **options):
+    """(loss, gradients) of the engine for all arrays of a batch."""
     small = Small(devices, **options)
     engine = with_objective(small, of_run)
     gradients = make_gradients(engine, small.optimizer, small.plan, small.mesh)
     state = small.state
-    loss, grads = gradients(state.weights, state.history, state.step, *small.put(arrays(of_run, whole)))
+    loss, grads = gradients(state.weights, state.history, state.step, *small.put(given))
     return float(loss), jax.device_get(grads)
 
 
@@ -301,7 +306,7 @@ def test_several_pairs_in_a_row_are_those_in_rows_of_their_own(name):
     loss, grads = found(of_run, whole)
     starts = np.broadcast_to(np.repeat(np.int32([0, S]), S), (A, B // 2, 2 * S))
     rows = [joined(x) for x in arrays(of_run, whole)]
-    other, other_grads = found(of_run, [*rows, starts], packed=True)
+    other, other_grads = of_arrays(of_run, [*rows, starts], packed=True)
     assert other == pytest.approx(loss, rel=ORDER_OF_SUMS)
     assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
 

@@ -19,6 +19,7 @@ from surojax.step.objective import (
     SCORED,
     TEACHER,
     TEACHER_IDS,
+    TEACHER_STATES,
     Objective,
     OfLogProbabilities,
     WithWidths,
@@ -98,6 +99,8 @@ def drawn_targets(
             first = rng.integers(vocab_size, size=(*labels.shape, 1))
             return ((first + step * np.arange(width)) % vocab_size).astype(np.int32)
         logits = normal(*labels.shape, width)
+        if name == TEACHER_STATES:
+            return logits
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
     def drawn(name: str) -> np.ndarray:
@@ -115,7 +118,7 @@ def drawn_targets(
             return at(at_label(0), 0.5 * of_documents())
         if name == SCORED:
             return at_label(-1).astype(np.int32)
-        assert name in (TEACHER, TEACHER_IDS), f"{name} of an objective is not drawn"
+        assert name in (TEACHER, TEACHER_IDS, TEACHER_STATES), f"{name} of an objective is not drawn"
         return of_teacher(name)
 
     return {name: drawn(name) for name in objective.targets}
