@@ -9,13 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from small import CONFIG, Small, needs, normal, quick_at, tokens, worst_relative
 from test_engine import engine_gradients
 from test_experts import ALL, BOTH, ORDER_OF_SUMS, dense, two_products
+from test_tensor_parallel_recipes import FLAT, first_steps, in_recipe, on_one_device
 
+from pallas_kernels import nvfp4_format
+from surojax.models import experts
 from surojax.models.grouped import blocks_in_piece, blocks_of, sum_of_experts
+from surojax.models.linear_fp8 import InFloat8
+from surojax.models.model import Compute
+from surojax.models.operations import Operations
+from surojax.numerics.recipes import Precision
 from surojax.parallel import expert_dispatch
-from surojax.placement.mesh import data_parallel, make_mesh
+from surojax.parallel.collectives import device_number
+from surojax.placement.mesh import BATCH, CONTEXT, TOKENS, data_parallel, make_mesh
 from surojax.planner import hlo, stages, step_collectives, traffic
 from surojax.run import on_disk
 from surojax.run.checkpoint import Checkpoints
@@ -108,6 +117,85 @@ def test_loss_and_gradients_are_those_of_one_device(placed):
     wanted_loss, wanted = engine_gradients(Small(config=config, **losses), batch)
     assert loss == pytest.approx(wanted_loss, rel=ORDER_OF_SUMS)
     assert worst_relative(grads, wanted) < ORDER_OF_SUMS
+
+
+SENT = [  # (recipe, axes of 4 devices, sequences' parts whose rows are rounded apart): nvfp4 has no powers of two
+    ("fp8_current", {"ep_size": 2}, 1),
+    ("mxfp8", {"ep_size": 2}, 1),
+    ("nvfp4", {"ep_size": 4}, 1),
+    ("nvfp4", {"ep_size": 2, "cp_size": 2}, 2),
+]
+
+
+@needs(4)
+@pytest.mark.parametrize("recipe, sizes, apart", quick_at(SENT, 2))
+def test_scales_are_of_the_rows_of_one_expert(recipe, sizes, apart, monkeypatch):
+    """Wherever its rows come from: results and gradients are those of one device, which has all tokens.
+
+    Matrices of every second expert are 2^40 times smaller than the others', and so are gradients behind them: rounded
+    with another expert's scale they would be zeros. Random numbers, which differ between devices, are all the same.
+    """
+    monkeypatch.setattr(nvfp4_format.plain, "random_bits", lambda seed, index: jnp.uint32(0x80008000) | index & 0)
+    config = dataclasses.replace(EIGHT, hidden_size=64, moe_intermediate_size=32)
+    graph, w = nnx.split(experts.Experts(config, rngs=nnx.Rngs(0)))
+    w = {name: x for name, x in nnx.to_pure_dict(w).items() if name.startswith("w_")}
+    w["w_down"] = w["w_down"] * jnp.exp2(-40.0 * (jnp.arange(8) % 2))[:, None, None]
+    x, dy, weights = normal(0, (8, 16, 64)), normal(1, (8, 16, 64)), jnp.abs(normal(2, (8, 16, 3)))
+    rng = np.random.default_rng(0)
+    chosen = np.stack([rng.permutation([0, 1, 2, 3, 4, 5, 7])[:3] for _ in range(128)])
+    inputs = x, jnp.asarray(chosen.reshape(8, 16, 3), jnp.int32), weights, dy
+
+    def results(w, x, chosen, weights, dy):
+        seed = jnp.uint32(3) + jnp.asarray(device_number(*TOKENS)[0], jnp.uint32)
+        in_float8 = InFloat8({}) if recipe == "fp8_current" else None
+        ops = Operations(Compute(precision=Precision(recipe)), seed=seed, in_float8=in_float8)
+
+        def mixed(w, x, weights):
+            return nnx.merge(graph, w | {"router": jnp.zeros((8, 64))}).mix(x, chosen, weights, ops)
+
+        y, vjp = jax.vjp(mixed, w, x, weights)
+        return y, *vjp(dy)
+
+    def on_one_device(w, *inputs):
+        parts = zip(*(jnp.split(array, apart, axis=1) for array in inputs), strict=True)
+        y, dw, dx, d_weights = zip(*(results(w, *part) for part in parts), strict=True)
+        return *(jnp.concatenate(each, axis=1) for each in (y, dx, d_weights)), jax.tree.map(lambda *d: sum(d), *dw)
+
+    def on_devices(w, *inputs):
+        y, dw, dx, d_weights = results(w, *inputs)
+        return y, dx, d_weights, dw
+
+    mesh = make_mesh(jax.devices()[:4], **sizes)
+    batch, sequence = (tuple(axis for axis in axes if axis in mesh.shape) for axes in (BATCH, (CONTEXT,)))
+    specs = jax.P("ep"), *[jax.P(batch, sequence)] * 4
+    sharded = jax.shard_map(on_devices, mesh=mesh, in_specs=specs, out_specs=(*specs[1:4], specs[0]))
+    found, expected = (jax.device_get(jax.jit(f)(w, *inputs)) for f in (sharded, on_one_device))
+    of_experts = lambda r: (*r[:3], {name: list(dw) for name, dw in r[3].items()})
+    assert worst_relative(of_experts(found), of_experts(expected)) < ORDER_OF_SUMS
+
+
+RECIPES = [
+    ("fp8_hybrid", {"ep_size": 2, "recompute_block": False}),
+    ("fp8_current", {"ep_size": 2, "tp_size": 2}),
+    ("mxfp8", {"ep_size": 4}),
+]
+
+
+@needs(4)
+@pytest.mark.parametrize("recipe, placed", RECIPES)
+@pytest.mark.full
+def test_recipes_equal_one_device(recipe, placed):
+    """In some of six batches no number lies at a border of 8 bits, as in tests/test_tensor_parallel_recipes.py.
+
+    nvfp4's scales are of the tokens that a device has, in the attention: `test_scales_are_of_the_rows_of_one_expert`.
+    """
+    config = dataclasses.replace(FLAT, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64)
+    small = Small(4, config=config, compute=in_recipe(recipe), zero_level=3, **placed)
+    pairs = list(zip(first_steps(small), on_one_device(config, recipe), strict=True))
+    errors = [worst_relative(found.grads, expected.grads) for found, expected in pairs]
+    assert min(errors) < ORDER_OF_SUMS and max(errors) < 0.1, errors
+    for found, expected in pairs:
+        assert found.loss == pytest.approx(expected.loss, rel=ORDER_OF_SUMS)
 
 
 def test_experts_rest_where_they_compute():

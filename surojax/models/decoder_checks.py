@@ -190,7 +190,6 @@ REFUSALS = (
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
     Refusal(dense_first, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
     Refusal(dense_first, in_files, "whose files have records of equal size", "set that to true or false"),
-    Refusal(is_set("recipe", "mxfp8"), tokens_sent, "for which it is not built yet", "set ep_size=1, or recipe='bf16'"),
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),
     Refusal(whole_norm, is_on("model.norm_plus_one"), "with which it is not built", "leave one of them out"),

@@ -53,13 +53,15 @@ def _times_in_backward(dtype, gradient_dtype, frozen, saved, dy_BSo):
 times_in.defvjp(_times_in_forward, _times_in_backward)
 
 
-def recipe_product(precision: Precision, seed: jax.Array | None, frozen: bool = False) -> Callable:
+def recipe_product(
+    precision: Precision, seed: jax.Array | None, frozen: bool = False, *, of_one_expert: bool = False
+) -> Callable:
     """Makes the function (x, w, number, axes) -> x w^T that multiplies in a recipe's number formats.
 
     number: of the product among those of a block. axes: the logical axes of w, which say what several devices have
     parts of.
     seed: uint32 [], of this block's random numbers (nvfp4), which differ from product to product; None if there is no
-    backward pass. frozen: w has no gradient.
+    backward pass. frozen: w has no gradient. of_one_expert: see `operand_parts`.
     """
     how: Any = {"frozen": frozen, "emulate": precision.emulate, "implementation": precision.implementation}
     if precision.recipe == "mxfp8":
@@ -68,7 +70,8 @@ def recipe_product(precision: Precision, seed: jax.Array | None, frozen: bool = 
         seed = jnp.uint32(0) if seed is None else seed
 
         def in_nvfp4(x, w, number, axes):
-            y = nvfp4_linear(x, w, seed, salt=number, parts=operand_parts(w.shape, axes), **how)
+            parts = operand_parts(w.shape, axes, of_one_expert=of_one_expert)
+            y = nvfp4_linear(x, w, seed, salt=number, parts=parts, **how)
             return summed_before_rounding(y, axes)
 
         return in_nvfp4

@@ -129,12 +129,11 @@ class Operations:
         served = not grouped.why_by_loop(*kind, adapted=adapted)
         return served and dispatch.choose("grouped_matmul", precision.implementation) == "mosaic"
 
-    @functools.cached_property
-    def _product(self) -> Callable:
+    def _product(self, *operands, of_one_expert: bool = False, **product) -> jax.Array:
         precision = self.compute.precision
         if not self.variant.recipe_enabled:
             precision = dataclasses.replace(precision, recipe="bf16")
-        return recipe_product(precision, self.seed, self.frozen)
+        return recipe_product(precision, self.seed, self.frozen, of_one_expert=of_one_expert)(*operands, **product)
 
     def _seed_of(self, number: jax.Array | int) -> jax.Array | None:
         """The seed of a product's random numbers; None if there are none."""
@@ -145,7 +144,7 @@ class Operations:
         if self.in_float8 is not None:
             return linear_fp8.product_with_expert(x, w_oi, frozen=self.frozen, **self.kernel_options)
         axes = weight.get_metadata("out_sharding")[-2:]
-        return self._product(x, w_oi, number=weight.get_metadata("product"), axes=axes)
+        return self._product(x, w_oi, number=weight.get_metadata("product"), axes=axes, of_one_expert=True)
 
     def of_block(self, number: jax.Array) -> "Operations":
         """Returns these operations with random numbers of their own for block `number` of the experts' rows."""

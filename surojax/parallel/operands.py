@@ -24,13 +24,14 @@ from surojax.placement.layout import MESH_AXES
 from surojax.placement.mesh import CONTEXT, TENSOR
 
 
-def operand_parts(shape: tuple[int, ...], axes: tuple[str, ...]) -> Parts:
+def operand_parts(shape: tuple[int, ...], axes: tuple[str, ...], *, of_one_expert: bool = False) -> Parts:
     """This device's shards of a product's inputs, matrix and outputs.
 
-    shape: `[out, in]` of this device's part of the matrix. axes: its logical axes.
+    shape: `[out, in]` of this device's part of the matrix. axes: its logical axes. of_one_expert: the inputs are rows
+    of one expert, and other devices of `cp` have rows of another one meanwhile, or none.
     """
     outputs, inputs = (active(*MESH_AXES[axis]) for axis in axes)
-    tokens = active(CONTEXT)
+    tokens = () if of_one_expert else active(CONTEXT)
     rows, columns = shape
     return Parts(
         inputs=_part(tokens, inputs, columns),
