@@ -186,10 +186,10 @@ def run(*args, **placed) -> list[tuple[float, float]]:
 
 @pytest.mark.full
 def test_the_first_step_clips_no_gradient():
-    """Its scales are guesses. Norms beside those of scales from each tensor (measured: at most 0.8 %), where a guess
-    that clips the largest numbers takes 3 % away."""
-    norms, expected = ([x[1] for x in run(name)] for name in ("fp8_hybrid", "fp8_current"))
-    np.testing.assert_allclose(norms, expected, rtol=0.01)
+    """Its scales are guesses. The norm beside the one with scales of each tensor (0.3 % less), where a guess that clips
+    the largest numbers takes 3 % away. Later steps have other weights, and differ by up to 1.3 %, by the processor."""
+    norm, expected = (run(name)[0][1] for name in ("fp8_hybrid", "fp8_current"))
+    assert norm == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_hybrid", "nvfp4"])
