@@ -154,9 +154,11 @@ mlp_adapters = Feature(
 )
 several_groups = Feature(
     "microbatches_per_fetch other than gradient_accumulation_steps",
-    ("microbatches_per_fetch", "gradient_accumulation_steps", *BY_LAYER),
+    ("microbatches_per_fetch", "gradient_accumulation_steps", "pp_size", *BY_LAYER),
     lambda s, _: (
-        s["microbatches_per_fetch"] != s["gradient_accumulation_steps"] and all(s[name] != "nvme" for name in BY_LAYER)
+        s["microbatches_per_fetch"] != s["gradient_accumulation_steps"]
+        and s["pp_size"] == 1
+        and all(s[name] != "nvme" for name in BY_LAYER)
     ),
     lambda s: f"with microbatches_per_fetch={s['microbatches_per_fetch']}",
     "gradient_accumulation_steps",
@@ -176,7 +178,12 @@ OF_ROPE = dict.fromkeys(name for names in ROPE_USES.values() for name in names)
 REFUSALS = (
     *map(_unused_of_rope, OF_ROPE),
     *refuse_each(OF_EXPERTS, no_experts, "which does not use it", "leave it out, or set model.num_experts"),
-    *refuse_each(router_losses, stages, "for which it is not built yet", "leave it out, or set pp_size=1"),
+    *refuse_each(
+        router_losses,
+        is_set("pp_schedule", "1f1b", {"pp_size": 2}),
+        "which goes backward before it has seen all tokens of a step",
+        "leave it out, or set pp_schedule='gpipe'",
+    ),
     *(
         Refusal(several_groups, loss, "which is of all tokens of a step", "set it to gradient_accumulation_steps")
         for loss in router_losses

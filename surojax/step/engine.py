@@ -297,9 +297,13 @@ def no_statistics(model: Model) -> dict[str, Any]:
 
 def auxiliary_loss(engine: Engine, statistics: dict[str, Any], batch: Batch) -> tuple[jax.Array, dict[str, Any]]:
     """Returns (the auxiliary loss of a step, its gradients). statistics: sums over this device's tokens, by segment."""
+    return loss_of_statistics(engine, collectives.add_up(statistics, *AXES), batch)
+
+
+def loss_of_statistics(engine: Engine, statistics: dict[str, Any], batch: Batch) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns (the auxiliary loss of a step, its gradients). statistics: sums over all tokens, by segment."""
     assert engine.auxiliary is not None
-    summed = collectives.add_up(statistics, *AXES)
-    return jax.value_and_grad(engine.auxiliary)(summed, batch.terms().astype(jnp.float32))
+    return jax.value_and_grad(engine.auxiliary)(statistics, batch.terms().astype(jnp.float32))
 
 
 def loss_and_gradients(

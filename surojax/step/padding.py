@@ -3,8 +3,8 @@
 A stack of layers is divided evenly over the stages of `pp`, so it has as many entries as all stages have room for
 (parallel/schedule.py). Entries beyond the last layer hold zeros, in weights, master weights and moments. The last stage
 computes their blocks too, in the time in which the other stages compute a layer, and for each of them keeps x and its
-gradient as they were. Their own gradients are zeros, because the block is given zeros to differentiate, so neither the
-norm of all gradients nor an update sees them, and zeros they remain.
+gradient as they were; their routers count nothing. Their own gradients are zeros, because the block is given zeros to
+differentiate, so neither the norm of all gradients nor an update sees them, and zeros they remain.
 """
 
 import dataclasses
@@ -43,11 +43,14 @@ def padded(segment: Segment, *, idles: bool = False) -> Segment:
 
     def block_forward(w, x_BSD, inputs: Inputs, variant, starts=None, *routing):
         (y_BSD, routed), saved = segment.block_forward(w, x_BSD, inputs.of_layer, variant, starts, *routing)
+        if routed is not None:
+            nothing = jax.tree.map(jnp.zeros_like, routed.statistics)
+            routed = routed._replace(statistics=kept_if(inputs.computes, routed.statistics, nothing))
         return (kept_if(inputs.computes, y_BSD, x_BSD), routed), saved
 
     def block_backward(w, saved, d_result, inputs: Inputs, variant, starts=None, *routing):
-        dy_BSD, d_statistics = d_result
-        d_outputs = kept_if(inputs.computes, dy_BSD, jnp.zeros_like(dy_BSD)), d_statistics
+        dy_BSD, _ = d_result
+        d_outputs = kept_if(inputs.computes, d_result, jax.tree.map(jnp.zeros_like, d_result))
         dw, dx_BSD, observed = segment.block_backward(w, saved, d_outputs, inputs.of_layer, variant, starts, *routing)
         if idles:
             dw, observed = kept_if(inputs.computes, (dw, observed), jax.tree.map(jnp.zeros_like, (dw, observed)))

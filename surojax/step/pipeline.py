@@ -1,6 +1,7 @@
 """Forward and backward under pipeline parallelism: every stage runs the engine on its own layers, tick by tick.
 
     for each tick of the schedule:            what all stages do together     what each stage does by itself
+        if none went backward before:         gradients of what routers count
         if a microbatch enters stage 0:       embed it
         if this stage has one forward:                                        blocks.forward of its layers
         if one leaves the last stage:         head and loss
@@ -22,15 +23,20 @@ fetched for each microbatch. Each pass ends by prefetching one layer more than i
 either way. Gradients that are local to a device until the last microbatch are summed over devices after the last tick:
 which tick is a stage's last is known only when the program runs.
 
+What routers count is added up over microbatches. A loss of these sums is of all tokens of a step, so that its gradients
+need a schedule which goes backward when all microbatches have gone forward (gpipe).
+
 Arrays are one device's part. Shape suffixes: A microbatches, B local batch, S sequence (of the stages: this device's
 part of it, if it is tensor parallel), D hidden size.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from surojax.memory.host import allocate, exchange_in_halves, read, write_layer
 from surojax.models.model import Model, Segment
@@ -42,7 +48,7 @@ from surojax.parallel.stage_collectives import collect, own_part, spread
 from surojax.placement.mesh import AXES
 from surojax.step.batch import Batch, Group, Microbatch, recipe_inputs_of
 from surojax.step.blocks import Backward, Blocks, residuals_of
-from surojax.step.engine import Gradients, means_of, no_sums
+from surojax.step.engine import Gradients, loss_of_statistics, means_of, no_statistics, no_sums
 from surojax.step.gradients import GRADS, Accumulators, add, finish, leaves_sums_local, outer_sums
 from surojax.step.objective import Sums
 from surojax.step.outer import OuterLayers
@@ -58,8 +64,9 @@ class TickCarry(NamedTuple):
 
     x_BSD, dx_BSD: received from the stage before, and from the stage after. from_head: gradients of the last stage's
     results, this stage's part of them `[slots, B, s, D]`. saved: residuals of the microbatches in flight, stacks. sums:
-    of the objective so far, on this device. observed: largest magnitudes so far in this stage's layers, for delayed
-    scales. finite: see `metrics`.
+    of the objective so far, on this device. statistics: of this stage's layers so far, `[layers, ...]`; d_statistics:
+    their gradients, None without a loss of them. observed: largest magnitudes so far in this stage's layers, for
+    delayed scales. finite: see `metrics`.
     """
 
     x_BSD: jax.Array
@@ -68,6 +75,8 @@ class TickCarry(NamedTuple):
     saved: list[jax.Array]
     grads: Accumulators
     sums: Sums
+    statistics: dict[str, Any]
+    d_statistics: dict[str, Any] | None
     observed: jax.Array | None
     finite: Finite | None
 
@@ -85,6 +94,7 @@ class PipelineStage:
         self.engine = engine
         self.schedule = schedule
         self.scale = batch.scale()
+        self.auxiliary_loss = functools.partial(loss_of_statistics, engine, batch=batch)
         self.of_model = recipe_inputs_of(model, history, step, batch.microbatches, self.scale)
         self.batch = batch._replace(arrays=varying(batch.arrays, AXES))
         self.number, self.stages = stage_collectives.stage()
@@ -114,8 +124,19 @@ class PipelineStage:
         d_outer = outer_sums(engine, self.outer.weights)
         grads = Accumulators({self.segment.name: zeros_in_host_memory(self.segment, sums)}, d_outer)
         observed = None if history is None else new_observed(history[: self.segment.num_layers])
-        sums = no_sums(engine)
-        return TickCarry(x_BSD, x_BSD, from_head, saved, grads, sums, varying(observed, AXES), all_finite(engine))
+        statistics = no_statistics(engine.model)
+        return TickCarry(
+            x_BSD,
+            x_BSD,
+            from_head,
+            saved,
+            grads,
+            no_sums(engine),
+            statistics,
+            statistics if engine.auxiliary else None,
+            varying(observed, AXES),
+            all_finite(engine),
+        )
 
     def microbatch(self, a: jax.Array | int, computes: jax.Array | bool = True) -> Microbatch:
         """Microbatch a. computes: see `StageLayers.when_any`."""
@@ -147,6 +168,9 @@ class PipelineStage:
         carry = when_any(forwards[0], self.embed, carry)
         carry = self.layers.when_any(forwards, self.forward, carry)
         carry = when_any(forwards[-1], self.head, carry)
+        if self.engine.auxiliary:
+            first = np.flatnonzero((self.schedule.backward != NONE).any(axis=1))[0]
+            carry = when_any(jnp.where(t == first, 0, NONE), self.auxiliary, carry)
         carry = when_any(backwards[-1], self.from_head, carry)
         carry = self.layers.when_any(backwards, self.backward, carry)
         carry = when_any(backwards[0], self.push_embed, carry)
@@ -168,10 +192,15 @@ class PipelineStage:
             "weights": self.layers.early(pattern),
             "residuals": self.residuals.before_forward([carry.saved]),
         }
+        statistics = no_statistics(self.engine.model)
+        if statistics:
+            moving["statistics"] = Flight(statistics[self.segment.name])
         xs_BSD, moving = blocks.forward([carry.x_BSD], group, moving, entry)
+        if statistics:
+            statistics = {self.segment.name: moving["statistics"].stack}
         (saved,) = Stream(blocks.forward_lanes.lane("residuals"), entry).end(moving["residuals"], self.last)
         finite = self.if_computed(computes, and_activations(carry.finite, xs_BSD), carry.finite)
-        return carry._replace(x_BSD=xs_BSD[0], saved=saved, finite=finite)
+        return carry._replace(x_BSD=xs_BSD[0], saved=saved, statistics=add(carry.statistics, statistics), finite=finite)
 
     def head(self, a, carry: TickCarry) -> TickCarry:
         """All stages: head and loss of the last stage's x."""
@@ -182,6 +211,13 @@ class PipelineStage:
         return carry._replace(
             from_head=from_head, grads=carry.grads._replace(outer=d_outer), sums=add(carry.sums, more)
         )
+
+    def auxiliary(self, _, carry: TickCarry) -> TickCarry:
+        """All stages: the gradients of the statistics of all microbatches."""
+        statistics = of_all_stages(self.model, carry.statistics)
+        _, gradients = self.auxiliary_loss(statistics)
+        own = jax.tree.map(functools.partial(own_layers, self.engine), varying(gradients, AXES))
+        return carry._replace(d_statistics=own)
 
     def from_head(self, a, carry: TickCarry) -> TickCarry:
         """All stages: the gradient of the last stage's x, which becomes dx of the last stage."""
@@ -199,6 +235,8 @@ class PipelineStage:
             "residuals": Stream(blocks.backward_lanes.lane("residuals"), entry).begin([carry.saved], self.last),
             "grads": begin_backward(self.segment, carry.grads.layers[name]),
         }
+        if carry.d_statistics:
+            moving["statistics"] = Flight(carry.d_statistics[name])
         before = Backward([carry.dx_BSD], collectives.no_squares(), carry.observed)
         done, moving = blocks.backward(before, group, moving, entry)
         grads = carry.grads._replace(layers={name: moving["grads"]})
@@ -280,18 +318,37 @@ def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, history=N
     grads, norm = finish(engine, {stage.segment.name: stage.sums}, grads, squares)
     means = means_of(done.sums, stage.scale)
     history = extended(history, largest_of_stages(model, done.observed))
-    return Gradients(means, grads, norm, history, statistics={}, finite=done.finite)
+    statistics = of_all_stages(model, done.statistics)
+    auxiliary = stage.auxiliary_loss(statistics)[0] if engine.auxiliary else None
+    return Gradients(means, grads, norm, history, statistics, auxiliary, finite=done.finite)
 
 
 def largest_of_stages(model: Model, observed: jax.Array | None) -> jax.Array | None:
     """All-gathers the largest magnitudes of each stage's layers to `[layers, sites]` on all devices."""
     if observed is None:
         return None
+    return collectives.largest_of_devices(among_all_stages(model, observed))[: model.num_layers]
+
+
+def of_all_stages(model: Model, statistics: dict[str, Any]) -> dict[str, Any]:
+    """Sums what routers counted over the devices that have a layer, `[layers, ...]` of all stages on all devices."""
+    everywhere = collectives.add_up(jax.tree.map(functools.partial(among_all_stages, model), statistics), *AXES)
+    return jax.tree.map(lambda x: x[: model.num_layers], everywhere)
+
+
+def among_all_stages(model: Model, own: jax.Array) -> jax.Array:
+    """This stage's entries `[layers of a stage, ...]` among those of all stages, which are zeros."""
     entries = stacked_layers(model.num_layers, stage_collectives.stage()[1])
-    all_layers = varying(jnp.zeros((entries, observed.shape[1]), observed.dtype), AXES)
-    start = collectives.first_layer(len(observed))
-    all_layers = jax.lax.dynamic_update_slice_in_dim(all_layers, observed, start, 0)
-    return collectives.largest_of_devices(all_layers)[: model.num_layers]
+    zeros = varying(jnp.zeros((entries, *own.shape[1:]), own.dtype), AXES)
+    return jax.lax.dynamic_update_slice_in_dim(zeros, own, collectives.first_layer(len(own)), 0)
+
+
+def own_layers(engine: Engine, all_layers: jax.Array) -> jax.Array:
+    """This stage's entries of an array `[layers, ...]` of the model, then zeros. engine: of one stage."""
+    layers = engine.model.num_layers
+    padding = stacked_layers(len(all_layers), stage_collectives.stage()[1]) - len(all_layers)
+    entries = jnp.pad(all_layers, ((0, padding), *[(0, 0)] * (all_layers.ndim - 1)))
+    return jax.lax.dynamic_slice_in_dim(entries, collectives.first_layer(layers), layers, 0)
 
 
 def evaluate(engine: Engine, weights, *batch_BS: jax.Array):

@@ -43,8 +43,8 @@ def in_lockstep(model: Model) -> bool:
 def of_stage(model: Model, stages: int) -> Model:
     """The model that one stage computes, without embedding and head: as many layers, of the kinds of the first stage.
 
-    What its routers count is left out. Raises ConfigError if a stage would have no layer, if blocks have other
-    parameters in some layers, or if stages that compute in lockstep have layers of other kinds.
+    Raises ConfigError if a stage would have no layer, if blocks have other parameters in some layers, or if stages that
+    compute in lockstep have layers of other kinds.
     """
     check_stages(model.num_layers, stages)
     segment, *others = model.segments
@@ -57,7 +57,7 @@ def of_stage(model: Model, stages: int) -> Model:
     if in_lockstep(model):
         check_lockstep(segment.variants, stages)
     pattern = patterns_of_stages(segment.variants, stages).patterns[0]
-    segment = dataclasses.replace(segment, variants=pattern, statistics=None)
+    segment = dataclasses.replace(segment, variants=pattern)
     if _takes_inputs(model, stages):
         segment = padded(segment, idles=in_lockstep(model))
     return dataclasses.replace(model, segments=(segment,))

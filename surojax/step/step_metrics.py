@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.parallel.collectives import varying
-from surojax.placement.mesh import AXES, pipeline_stages
+from surojax.placement.mesh import AXES
 from surojax.placement.table import Mesh
 from surojax.step.spec import Engine
 
@@ -67,7 +67,7 @@ def plan_metrics(engine: Engine, mesh: Mesh) -> dict[str, Any]:
     if engine.auxiliary:
         planned["auxiliary_loss"] = scalar
     statistics = {s.name: s for s in engine.model.segments if s.statistics is not None}
-    if statistics and pipeline_stages(mesh) == 1:
+    if statistics:
         planned["statistics"] = {
             name: jax.tree.map(
                 lambda x, s=s: jax.ShapeDtypeStruct((s.num_layers, *x.shape), x.dtype, sharding=everywhere),
