@@ -49,7 +49,7 @@ from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
 from surojax.verification import mutants
-from surojax.verification.batches import make_batches
+from surojax.verification.row_batches import make_batches
 from surojax.verification.rows import VerifiedSetting, refused_sizes, verify
 from surojax.verification.settings import SETTINGS, Setting
 

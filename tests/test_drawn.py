@@ -27,8 +27,8 @@ from surojax.step.objective import OfLogProbabilities
 from surojax.step.objectives import build_objective
 from surojax.step.rewards import Reward
 from surojax.step.train_step import passes
-from surojax.verification.batches import drawn_targets, make_batches
 from surojax.verification.bounds import Curve
+from surojax.verification.row_batches import drawn_targets, make_batches
 from surojax.verification.settings import RESET, Setting
 from surojax.verification.training import build_row, lowered, training_curve
 

@@ -21,8 +21,8 @@ from surojax.placement.mesh import abstract_mesh, data_parallel
 from surojax.refusals.features import RECOMPUTE_PARTS
 from surojax.step.objectives import OBJECTIVES
 from surojax.verification import bounds as bounds_of, rows as rows_of, settings as settings_of, training
-from surojax.verification.batches import make_batches
 from surojax.verification.bounds import judge
+from surojax.verification.row_batches import make_batches
 from surojax.verification.rows import verify
 from surojax.verification.settings import OFFLOADS, OWN, SETTINGS
 from surojax.verification.training import config_of_row

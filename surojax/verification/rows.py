@@ -13,8 +13,8 @@ from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.memory.layer_file import folders
 from surojax.placement.mesh import find_devices
-from surojax.verification.batches import make_batches
 from surojax.verification.bounds import Bound, Curve, expected_bounds, judge
+from surojax.verification.row_batches import make_batches
 from surojax.verification.settings import OWN, SEQUENCE_LEN, SIZES, Setting, chosen_rows, rows_of_config
 from surojax.verification.training import Built, FirstStates, Started, build_row
 

@@ -22,8 +22,8 @@ from surojax.planner.check_fit import check_fit
 from surojax.step import objectives
 from surojax.step.objective import REFERENCE
 from surojax.step.state import TrainState
-from surojax.verification.batches import Batch
 from surojax.verification.bounds import Curve
+from surojax.verification.row_batches import Batch
 from surojax.verification.settings import RESET, Setting
 
 
