@@ -216,7 +216,7 @@ class PipelineStage:
         """All stages: the gradients of the statistics of all microbatches."""
         statistics = of_all_stages(self.model, carry.statistics)
         _, gradients = self.auxiliary_loss(statistics)
-        own = jax.tree.map(functools.partial(own_layers, self.engine), varying(gradients, AXES))
+        own = jax.tree.map(functools.partial(stage_entries, self.engine), varying(gradients, AXES))
         return carry._replace(d_statistics=own)
 
     def from_head(self, a, carry: TickCarry) -> TickCarry:
@@ -343,7 +343,7 @@ def among_all_stages(model: Model, own: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(zeros, own, collectives.first_layer(len(own)), 0)
 
 
-def own_layers(engine: Engine, all_layers: jax.Array) -> jax.Array:
+def stage_entries(engine: Engine, all_layers: jax.Array) -> jax.Array:
     """This stage's entries of an array `[layers, ...]` of the model, then zeros. engine: of one stage."""
     layers = engine.model.num_layers
     padding = stacked_layers(len(all_layers), stage_collectives.stage()[1]) - len(all_layers)
