@@ -499,13 +499,13 @@ def test_tokens_are_sent_to_experts_where_a_fetch_has_few(sequences, sent):
 
 
 def test_sizes_of_groups_that_share_experts():
-    """They divide shards and experts and stay within a machine; a recipe that refuses `ep_size` leaves 1."""
+    """They divide shards and experts and stay within a machine; a setting that refuses `ep_size` leaves 1."""
     c = checked(config(**SMALL | WIDE), "h100")
     one = choices.mesh_change(c, 1, 1, 1)
     assert choices.expert_groups(c, GPUS["h100"], one, 8) == [1, 2, 4, 8]
     assert choices.expert_groups(c, GPUS["h100"], choices.mesh_change(c, 2, 1, 1), 12) == [1, 2, 4]
-    in_recipe = changed(c, {"recipe": "mxfp8"})
-    assert choices.expert_groups(in_recipe, GPUS["h100"], one, 8) == [1]
+    by_copies = changed(c, {"memcpy_send_recv": True})
+    assert choices.expert_groups(by_copies, GPUS["h100"], one, 8) == [1]
     assert choices.expert_groups(config(**SMALL), GPUS["h100"], one, 8) == [1]
     sizes = {mesh["ep_size"] for mesh in choices.meshes(c, GPUS["h100"], one, ())}
     assert sizes == {1, 2, 4, 8}
