@@ -113,7 +113,7 @@ def teacher(config: Config) -> tuple[Config, bool]:
 
 
 def labelling(c: Config, states: bool) -> Labelling:
-    """What a teacher's pass computes of each token. c, states: see `teacher`."""
+    """Makes the `Labelling` that a teacher's forward pass computes. c, states: see `teacher`."""
     if states:
         return Labelling(last_states)
     return Labelling(functools.partial(likely_tokens, c.distill_top_k, c.distill_temperature))
@@ -202,6 +202,8 @@ def main(argv: list[str] | None = None) -> None:
         else:
             jax.config.update("jax_platforms", "cpu")  # a plan needs no GPU, and should not occupy one
             c, states = teacher(c)
+            in_files = args.disk is None or c.offload_weights == "nvme"
+            need(in_files, "--disk", "offload_weights=nvme as well, whose files it holds", args.disk, "leave it out")
             print(plan_labelling(c, labelling(c, states), args.plan, args.disk))
     except (ValueError, CheckpointError, OSError) as error:
         raise ending("distill", error) from error

@@ -203,6 +203,8 @@ def test_labels_are_the_likeliest_tokens_and_the_rest():
 
 # -- Runs -------------------------------------------------------------------------------------------------------------
 
+EXPERTS = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "model.norm_topk_prob": True}
+SENT_TO_EXPERTS = EXPERTS | {"gpus": 4, "ep_size": 2, "zero_level": 3}
 ROWS = [f"{i} and {i} are {i + i}, and once more {i + i + i}." for i in range(60)]
 
 
@@ -363,10 +365,9 @@ def test_labels_of_a_model_are_of_its_logits_and_a_run_learns_from_them(tmp_path
 @pytest.mark.full
 def test_labels_by_several_gpus_are_those_of_one(tmp_path):
     """Of data-parallel ones, and of those that share a teacher's experts: each sample has its own labels."""
-    experts = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "model.norm_topk_prob": True}
-    alone = distill(teacher_config(tmp_path, **experts))
-    for name, placed in {"data": {"gpus": 4}, "experts": {"gpus": 4, "ep_size": 2, "zero_level": 3}}.items():
-        other = distill(teacher_config(tmp_path, distill_path=str(tmp_path / name), **experts, **placed))
+    alone = distill(teacher_config(tmp_path, **EXPERTS))
+    for name, placed in {"data": EXPERTS | {"gpus": 4}, "experts": SENT_TO_EXPERTS}.items():
+        other = distill(teacher_config(tmp_path, distill_path=str(tmp_path / name), **placed))
         files = sorted(file.relative_to(alone) for file in alone.glob("*/0*"))
         assert files == sorted(file.relative_to(other) for file in other.glob("*/0*")) and files
         for file in files:
@@ -411,6 +412,7 @@ def test_a_plan_of_labelling_says_what_binds(tmp_path):
         "device": {},
         "host": {"offload_weights": True},
         "files": {"offload_weights": "nvme", "nvme_path": str(tmp_path)},
+        "tokens are sent to experts": SENT_TO_EXPERTS,
     }.items():
         of_teacher, states = teacher_of(config(tmp_path, **c.to_dict() | placed))
         plans[name] = plan_labelling(of_teacher, labelling(of_teacher, states), FIRST, "0.01/0.01")
@@ -425,6 +427,7 @@ def test_a_plan_of_labelling_says_what_binds(tmp_path):
     assert plans["device"].host_bytes == 0
     products = 2 * (layers / 2 + 320 * 512) * plans["device"].tokens / GPUS[FIRST].bf16_flops
     assert products < plans["device"].seconds < 3 * products
+    assert plans["tokens are sent to experts"].tokens == 4 * plans["device"].tokens
     assert plans["device"].tokens == 8 * 512 and plans["files"].tokens == 16 * 8 * 512
 
 
@@ -440,3 +443,8 @@ def test_what_cannot_be_labelled_is_one_line(tmp_path):
     with pytest.raises(SystemExit) as ended:
         distill_main(["--config", "tiny", "--disk", "7/6"])
     assert "--disk: expected --plan as well" in str(ended.value)
+    with pytest.raises(SystemExit) as ended:
+        distill_main(
+            ["--config", "tiny", "--config.distill_path=x", "--config.gpus=1", "--plan", FIRST, "--disk", "7/6"]
+        )
+    assert "--disk: expected offload_weights=nvme as well" in str(ended.value)

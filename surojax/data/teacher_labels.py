@@ -132,6 +132,7 @@ class WithLabels(DerivedSamples):
 
     @property
     def fingerprint(self) -> str:
+        # A temperature is a float and a hidden size an int, so that labels of both kinds differ.
         which = self.teacher.hidden_size or self.teacher.temperature
         return fingerprint_of([self.samples.fingerprint, self.teacher.teacher, repr(which)])
 

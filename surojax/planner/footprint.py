@@ -273,11 +273,11 @@ def _head(run: Assembly, batch: BatchShape, platform: str) -> int:
     tokens = batch.tokens // run.engine.lmhead_chunks
     logits = number * tokens * model.head_rows // (devices_per_sequence(run.mesh) * stages)
     capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
-    of_teacher = logits * 4 // number if TEACHER_HEAD in model.outer_params else 0  # in float32
+    teacher_logits = logits * 4 // number if TEACHER_HEAD in model.outer_params else 0  # in float32
     divided = shards(run.mesh) if run.engine.table.outer.sharded else 1
     words = model.head_rows // (tensor_parallel(run.mesh) * stages) // divided
     gradient = number * words * model.hidden_size * model.outer_params[model.head].trainable
-    return of_teacher + capped + logits + max(logits, gradient)
+    return teacher_logits + capped + logits + max(logits, gradient)
 
 
 def _embedding(run: Assembly, segments: list[SegmentBytes], x_bytes: int) -> int:

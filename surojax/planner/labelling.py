@@ -19,12 +19,13 @@ from surojax.errors import ConfigError
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, make_mesh
-from surojax.planner import aot, file_time, hlo, run_plan
+from surojax.planner import aot, file_time, hlo, run_plan, stages
 from surojax.planner.amounts import gib
 from surojax.planner.costs import HOST_IN, ProgramOnGpu
 from surojax.planner.gpus import GB, GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.layer_sizes import size
 from surojax.planner.timeline import simulate
+from surojax.planner.traffic import BatchShape
 from surojax.step.distillation import Labelling
 from surojax.step.layer_evaluation import LayerEvaluation
 from surojax.step.state_plan import bytes_per_device
@@ -34,10 +35,10 @@ from surojax.step.train_step import BATCHES_IN_FLIGHT, make_eval_step
 
 @dataclasses.dataclass(frozen=True)
 class LabellingPlan:
-    """What labelling takes.
+    """Memory and predicted time of labelling.
 
-    device_bytes, host_bytes: of a GPU. file_bytes: of all weights in files. tokens: that `seconds` are of, on all GPUs.
-    resources: seconds of these, alone, in which a GPU, a link or a disk is busy.
+    device_bytes, host_bytes: of a GPU. file_bytes: of all weights in files. tokens: of all GPUs in `seconds`.
+    resources: busy seconds of a GPU, its host link and the disks, by name.
     """
 
     gpus: int
@@ -67,7 +68,7 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
 
     Raises ConfigError as `run_plan.plan` does, and if no compiler for GPUs is installed.
     """
-    gpu = gpu_key(gpu)
+    gpu, disks = gpu_key(gpu), file_time.disks(disk)
     c = run_plan.checked(config, gpu)
     if not aot.available():
         raise ConfigError(f"--plan: expected a compiler for GPUs, got none; {aot.EXTRA}")
@@ -83,12 +84,14 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
     programs = step.programs(*arrays) if in_files else [Program(step, (run.plan.weights, *arrays), 1)]
     options = compiler_options(run, "gpu", memory_bytes=facts.memory_bytes, plans_with=aot.PLANS_WITH)
     compiled = [aot.compile_for(part.function, part.arguments, mesh, options) for part in programs]
-    timelines = [simulate(ProgramOnGpu(hlo.parse_module(x.text), facts, mesh.shape)) for x in compiled]
+    shape = BatchShape(c.per_device_batch_size, c.sequence_len, 1)
+    modules = [stages.with_rounds(hlo.parse_module(x.text), run, shape) for x in compiled]
+    timelines = [simulate(ProgramOnGpu(module, facts, mesh.shape)) for module in modules]
     batches = BATCHES_IN_FLIGHT if in_files else 1
-    of_other_batches = (batches - 1) * max(x.output_bytes + bytes_per_device(arrays) for x in compiled)
+    other_batches = (batches - 1) * max(x.output_bytes + bytes_per_device(arrays) for x in compiled)
     kernels = batches * sum(part.times * x.seconds for part, x in zip(programs, timelines, strict=True))
     if in_files:
-        seconds, resources = _by_layer(programs, kernels, facts, c.gpus, file_time.disks(disk))
+        seconds, resources = _by_layer(programs, kernels, facts, c.gpus, disks)
     else:
         copies = timelines[0].busy.get(HOST_IN, 0.0)
         waited = sum(s for (_, kind), s in timelines[0].exposed.items() if kind == HOST_IN)
@@ -99,7 +102,7 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
         gpus=c.gpus,
         gpu=gpu,
         parameters=_parameters(run),
-        device_bytes=device + of_other_batches,
+        device_bytes=device + other_batches,
         host_bytes=max(x.host_bytes + bytes_per_device(part.others, HOST) for x, part in pairs),
         file_bytes=sum(part.times * part.read for part in programs),
         tokens=batches * sequences * c.sequence_len,
@@ -111,7 +114,7 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
 def _by_layer(
     programs: list[Program], kernels: float, gpu: Gpu, gpus: int, disks: file_time.Disks
 ) -> tuple[float, dict[str, float]]:
-    """(seconds of several batches whose programs take `kernels`, seconds of each resource)."""
+    """Returns (seconds of several batches, busy seconds by resource). kernels: seconds of the batches' programs."""
     read = sum(part.times * part.read for part in programs)
     put = sum(part.times * size(part.put) for part in programs) / gpus
     resources = {
@@ -124,7 +127,7 @@ def _by_layer(
 
 
 def _parameters(run: Assembly) -> int:
-    """The number of a teacher's parameters, without those of the adapters that stand for a training that is not."""
+    """Counts a teacher's parameters, without the adapters of `distill`, which add nothing."""
     return run.model.num_parameters - sum(
         segment.num_layers * math.prod(p.shape)
         for segment in run.model.segments

@@ -37,6 +37,7 @@ from surojax.step.objective import (
     CrossEntropy,
     Sums,
     Targets,
+    final_gradients,
     final_norm,
     gather_slice,
     head_gradients,
@@ -105,10 +106,7 @@ class Distillation:
         student = _Student.of(logits_Mv, tokens, axes, self.temperature)
         d_logits_Mv = capped_vjp((self._d_logits(student, tokens) * scale).astype(table_vD.dtype))
         d_table, dy_MD = head_gradients(model, trained, d_logits_Mv, y_MD, table_vD, None)
-        dy_ND = jax.lax.psum_scatter(dy_MD, axes, scatter_dimension=0, tiled=True) if axes else dy_MD
-        d_others, dx_ND = final_vjp(dy_ND)
-        grads = d_others | d_table
-        return self._loss(student, tokens), {name: grads[name] for name in trained}, dx_ND
+        return self._loss(student, tokens), *final_gradients(final_vjp, d_table, dy_MD, trained, axes)
 
     def loss(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
         """See `Objective`."""

@@ -150,9 +150,7 @@ class CrossEntropy:
             logits_NV, labels_N, scale, z_loss=self.z_loss, in_place=True, implementation=model.precision.implementation
         )
         d_table, dy_ND = head_gradients(model, trained, capped_vjp(out.d_logits), y_ND, table_VD, weights_N)
-        d_others, dx_ND = final_vjp(dy_ND)
-        grads = d_others | d_table
-        return -jnp.sum(out.logprob), {name: grads[name] for name in trained}, dx_ND
+        return -jnp.sum(out.logprob), *final_gradients(final_vjp, d_table, dy_ND, trained, ())
 
     def _sharded(self, model: Model, used: dict, trained: Sequence[str], x_ND, labels_N, weights_N, scale, axes: Axes):
         y_ND, final_vjp, table_vD = final_norm(model, used, x_ND)
@@ -162,10 +160,7 @@ class CrossEntropy:
         d_logits_Mv = capped_vjp((d_logits_Mv * scale).astype(table_vD.dtype))
         weights_M = None if weights_N is None else jax.lax.all_gather(weights_N, axes, axis=0, tiled=True)
         d_table, dy_MD = head_gradients(model, trained, d_logits_Mv, y_MD, table_vD, weights_M)
-        dy_ND = jax.lax.psum_scatter(dy_MD, axes, scatter_dimension=0, tiled=True)
-        d_others, dx_ND = final_vjp(dy_ND)
-        grads = d_others | d_table
-        return value, {name: grads[name] for name in trained}, dx_ND
+        return value, *final_gradients(final_vjp, d_table, dy_MD, trained, axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -461,6 +456,19 @@ def head_gradients(
     if model.head in trained:
         d_table[model.head] = jax.lax.dot_general(d_logits_Mv, weighted(y_MD), (((0,), (0,)), ((), ())))
     return d_table, weighted(d_logits_Mv @ table_vD)
+
+
+def final_gradients(
+    final_vjp: Callable, d_table: dict, dy_MD: jax.Array, trained: Sequence[str], axes: Axes
+) -> tuple[dict, jax.Array]:
+    """Returns (gradients of the parameters `trained`, gradient of x `[N, D]`), through the final norm.
+
+    final_vjp: of `final_norm`. d_table, dy_MD: of `head_gradients`; y has the tokens of all devices of these axes.
+    """
+    dy_ND = jax.lax.psum_scatter(dy_MD, axes, scatter_dimension=0, tiled=True) if axes else dy_MD
+    d_others, dx_ND = final_vjp(dy_ND)
+    grads = d_others | d_table
+    return {name: grads[name] for name in trained}, dx_ND
 
 
 def gather_slice(axes: Axes, y_ND, labels_N):

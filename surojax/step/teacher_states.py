@@ -1,9 +1,10 @@
 """Distillation from a teacher's last hidden states: the divergence of the whole distributions of the next token.
 
-A label of a token is what the teacher's head would multiply. The step has that head's matrix `[V, E]` beside the
-student's outer layers, sharded as their heads are and not trained, and computes both logits of a slice of tokens. So a
-label takes E numbers, whatever the vocabulary. `Distillation` says what the loss is; here each token of the vocabulary
-is a class of its own, and the temperature need not be known when labels are made.
+A token's label is the teacher's last hidden state, after the final norm. The step has the matrix `[V, E]` of the
+teacher's head beside the student's outer layers: sharded over the vocabulary as the student's head, and not trained. It
+computes the logits of both models for a slice of tokens. So a label takes E numbers, whatever the vocabulary, and the
+temperature need not be known when labels are made. The loss is that of `Distillation`, with a class for each token of
+the vocabulary.
 
 Shape suffixes as in `objective.py`; E channels of the teacher.
 """
@@ -26,6 +27,7 @@ from surojax.step.objective import (
     Axes,
     ObjectiveChoice,
     Targets,
+    final_gradients,
     final_norm,
     gather_slice,
     head_gradients,
@@ -36,7 +38,7 @@ TEACHER_HEAD = "teacher_head"  # the name of the matrix among the outer paramete
 
 
 def with_teacher_head(model: Model, channels: int) -> Model:
-    """The model, whose outer layers have a teacher's head `[V, channels]` too; a new state has zeros there."""
+    """Returns the model with a teacher's head `[V, channels]`, frozen, among its outer parameters; zeros at first."""
     shape = (model.vocab_size, channels)
     param = Param(TEACHER_HEAD, shape, (VOCABULARY, "embed"), Kind.TABLE, trainable=False, adapter=True)
     return dataclasses.replace(
@@ -64,17 +66,14 @@ class StateDistillation(Distillation):
         self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
     ) -> tuple[jax.Array, dict, jax.Array]:
         """See `Objective`."""
-        of_student = {name: w for name, w in used.items() if name != TEACHER_HEAD}
-        y_ND, final_vjp, table_vD = final_norm(model, of_student, x_ND)
+        student_weights = {name: w for name, w in used.items() if name != TEACHER_HEAD}
+        y_ND, final_vjp, table_vD = final_norm(model, student_weights, x_ND)
         teacher, y_MD = _TeacherSlice.gathered(y_ND, used[TEACHER_HEAD], targets, axes)
         logits_Mv, capped_vjp = head_logits(model, y_MD, table_vD)
         both = _Both.of(self, logits_Mv, teacher, axes)
         d_logits_Mv = capped_vjp((both.d_logits(self, teacher) * scale).astype(table_vD.dtype))
         d_table, dy_MD = head_gradients(model, trained, d_logits_Mv, y_MD, table_vD, None)
-        dy_ND = jax.lax.psum_scatter(dy_MD, axes, scatter_dimension=0, tiled=True) if axes else dy_MD
-        d_others, dx_ND = final_vjp(dy_ND)
-        grads = d_others | d_table
-        return both.loss(self, teacher), {name: grads[name] for name in trained}, dx_ND
+        return both.loss(self, teacher), *final_gradients(final_vjp, d_table, dy_MD, trained, axes)
 
     def loss(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
         """See `Objective`."""
@@ -110,9 +109,9 @@ class _TeacherSlice(NamedTuple):
 class _Both(NamedTuple):
     """The student's distributions of a slice of tokens beside the teacher's, float32.
 
-    logp, logs: log-probabilities of this device's part of the vocabulary at the temperature, the teacher's and the
-    student's, `[M, v]`. divergence: of whole distributions `[M]`. probs: the student's without the temperature.
-    is_label: which of them are those of labels. cross_entropy: `[M]`.
+    logp, logs: log-probabilities of teacher and student at the temperature, of this device's part of the vocabulary,
+    `[M, v]`. divergence: of whole distributions `[M]`. probs: the student's probabilities without the temperature
+    `[M, v]`. is_label: whether a column is the token's label `[M, v]`. cross_entropy: of the student, in nats `[M]`.
     """
 
     logp: jax.Array
@@ -124,7 +123,7 @@ class _Both(NamedTuple):
 
     @classmethod
     def of(cls, objective: StateDistillation, logits_Mv: jax.Array, teacher: _TeacherSlice, axes: Axes) -> "_Both":
-        """Computes them from both logits."""
+        """Computes the distributions from the logits of student and teacher."""
         z_Mv = logits_Mv.astype(jnp.float32)
         logp_Mv, logs_Mv = (_log_softmax(x / objective.temperature, axes) for x in (teacher.logits, z_Mv))
         a_Mv, b_Mv = (logp_Mv, logs_Mv) if objective.kl == "forward" else (logs_Mv, logp_Mv)

@@ -84,7 +84,7 @@ def drawn_targets(
         return np.take_along_axis(normal(*labels.shape), starts, axis=-1)
 
     def at_label(number: int) -> np.ndarray:
-        """Whether a token is the first (0) or the last (-1) of the labels of its document."""
+        """Marks the first (0) or the last (-1) label of each document."""
         places = np.flatnonzero(is_label)[:: 1 + 2 * number]
         documents = places // labels.shape[-1] * labels.shape[-1] + starts.reshape(-1)[places]
         chosen = np.zeros(labels.size, bool)
