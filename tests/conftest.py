@@ -54,6 +54,8 @@ def pytest_configure(config):
     import jax
 
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    if config.option.markexpr != "gpu":
+        keep_programs_of_several_devices_in_memory()
 
 
 def share_compiled_programs():
@@ -69,6 +71,38 @@ def share_compiled_programs():
         # The smallest program takes 25 ms to compile, 5 ms to read and 1 ms to write.
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+
+
+def keep_programs_of_several_devices_in_memory():
+    """Let no test read a program of several devices from the shared folder, but share it within a process.
+
+    surojax.placement.mesh.disable_compilation_cache, for which this stands in, says what is wrong with those.
+    """
+    from jax._src import compilation_cache
+
+    from surojax.placement import mesh
+
+    mesh.disable_compilation_cache = lambda: None
+    read, write = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
+    compiled = {}
+
+    def get(key, options, backend, devices, *callbacks):
+        if len(devices) == 1:
+            return read(key, options, backend, devices, *callbacks)
+        return compiled.get(key, (None, None))
+
+    def put(key, name, executable, backend, seconds):
+        if len(executable.local_devices()) == 1:
+            write(key, name, executable, backend, seconds)
+        else:
+            compiled[key] = executable, seconds
+            if len(compiled) > PROGRAMS_KEPT:
+                del compiled[next(iter(compiled))]
+
+    compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time = get, put
+
+
+PROGRAMS_KEPT = 200  # of several devices, by a process
 
 
 def keep_out_of_home():

@@ -417,11 +417,3 @@ def test_what_the_processes_of_a_run_have_in_common(tmp_path):
         key_of(flags, {}, str(file))
     with pytest.raises(ConfigError, match=r"^--secret_file: expected a file to read, got: .*No such file"):
         key_of(flags, {}, str(tmp_path / "none"))
-
-
-def test_several_processes_on_cpus_compile_without_the_cache(monkeypatch):
-    """JAX's option decides whether it is read; what is said names the reason."""
-    changed, said = {}, []
-    monkeypatch.setattr(jax.config, "update", lambda name, value: changed.update({name: value}))
-    hosts_module._disable_compilation_cache(said.append)
-    assert changed == {"jax_enable_compilation_cache": False} and said[0].startswith("compilation cache: not used")

@@ -2,6 +2,10 @@
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import chex
@@ -134,6 +138,31 @@ def test_parameters_are_declared():
     shapes = jax.eval_shape(lambda: model.init(0))
     assert jax.tree.map(lambda x: x.shape, model.abstract_params()) == jax.tree.map(lambda x: x.shape, shapes)
     assert model.num_parameters == sum(x.size for x in jax.tree.leaves(shapes))
+
+
+def test_several_cpu_devices_compile_without_the_cache(tmp_path):
+    """The folder keeps programs of a run on one device, and none of a run on two."""
+    source = """
+        import os, jax, jax.numpy as jnp, numpy as np
+        from surojax.placement.mesh import find_devices, make_mesh
+
+        def compiled(x, count):
+            sharding = jax.NamedSharding(make_mesh(jax.devices()[:count], dp_shard_size=count), jax.P("dp_shard"))
+            jax.jit(jnp.sum).lower(jax.ShapeDtypeStruct((x,), np.float32, sharding=sharding)).compile()
+            return len(os.listdir(os.environ["JAX_COMPILATION_CACHE_DIR"]))
+
+        find_devices(1)
+        kept = compiled(2, 1)
+        assert kept
+        find_devices(2)
+        assert compiled(4, 2) == kept
+    """
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "always"}
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)], env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "compilation cache: not used with several CPU devices" in ended.stderr
 
 
 def test_meshes():

@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from surojax.cluster import rendezvous
 from surojax.cluster.rendezvous import ANY_RUN, Key
 from surojax.errors import ConfigError, need
+from surojax.placement.mesh import disable_compilation_cache
 
 PORT = 8476  # of the coordinator, if nothing names another one
 HEARTBEAT_S = 30.0
@@ -392,7 +393,7 @@ def connect(
         )
         devices = jax.devices()
         if devices[0].platform == "cpu" and hosts.num_processes > 1:
-            _disable_compilation_cache(say)
+            disable_compilation_cache()  # before the program that waits for all
         counts = Counter(device.process_index for device in devices)
         if len(set(counts.values())) == 1:
             multihost_utils.sync_global_devices("surojax: all processes are here")
@@ -410,17 +411,6 @@ def connect(
         f"{', which listens on all addresses' if rendezvous.is_open(listens) else ''}"
     )
     return names
-
-
-def _disable_compilation_cache(say: Callable[[str], None]) -> None:
-    """Disables the cache of compiled programs for several processes on CPUs, so that all of them compile.
-
-    JAX's key of a program has the process's own topology there, and process 0 alone writes. So process 0 would run what
-    it loads and the others what they compile. The two may order collectives differently; gloo matches them by order.
-    """
-    if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_enable_compilation_cache", False)
-        say("compilation cache: not used, since several processes on CPUs would order their collectives differently")
 
 
 def processes_here() -> int:

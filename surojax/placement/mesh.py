@@ -19,11 +19,13 @@ The mesh always has the two data axes. Another axis with one device is not in it
 
 import logging
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from surojax.errors import ConfigError
 
@@ -62,7 +64,22 @@ def find_devices(gpus: int) -> list:
         raise ConfigError(
             f"gpus: expected at most {len(devices)} ({kind}), got {gpus}; lower it or use 0 for all{hint}"
         )
-    return devices[: gpus or len(devices)]
+    chosen = devices[: gpus or len(devices)]
+    if len(chosen) > 1 and chosen[0].platform == "cpu":
+        disable_compilation_cache()
+    return chosen
+
+
+def disable_compilation_cache() -> None:
+    """Disables JAX's cache of compiled programs, if there is one, for several CPU devices, and warns.
+
+    XLA:CPU (jaxlib 0.12) forgets the order of a program's collectives when the program is written. Of one that is read
+    two collectives can meet, which aborts the run or, seldom, computes something else.
+    """
+    if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX asks once whether there is one
+        warnings.warn("compilation cache: not used with several CPU devices, whose programs it breaks", stacklevel=2)
 
 
 def own_device(devices: Sequence):
