@@ -158,6 +158,7 @@ def test_the_fixture_is_read_as_bitsandbytes_reads_it(tmp_path):
     np.testing.assert_array_equal(weights.read("crossing.weight"), dequantised(reference("crossing")))
 
 
+@pytest.mark.full
 def test_experts_are_read_as_they_are_stored(tmp_path):
     """Each expert's codes and scales, in a run, and its numbers where a trained model is sampled from or merged."""
     of_experts = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

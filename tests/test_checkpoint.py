@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from small import CONFIG, normal
+from small import CONFIG, normal, quick_at
 
 from surojax.assembly.assemble import assemble
 from surojax.config.checks import restored_config
@@ -97,7 +97,7 @@ OFFLOADED: dict[str, Any] = {"offload_master": True, "offload_optimizer": True, 
 
 @pytest.mark.parametrize(
     "placed",
-    [{"zero_level": 1}, {"zero_level": 2}, {"zero_level": 3}, {"zero_level": 3, **OFFLOADED}],
+    quick_at([({"zero_level": 1},), ({"zero_level": 2},), ({"zero_level": 3},), ({"zero_level": 3, **OFFLOADED},)], 3),
     ids=["1", "2", "3", "3 offloaded"],
 )
 def test_a_state_moves_from_one_device_to_eight_and_back(tmp_path, placed):

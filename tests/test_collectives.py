@@ -216,7 +216,7 @@ def by_hand(small: Small, kind: str) -> dict:
     return small.state.weights | {"blocks": make(blocks)}
 
 
-@pytest.mark.parametrize("kind, devices, recompute_block", quick_at([("fp8", 4, True), ("int8", 5, False)], 0))
+@pytest.mark.parametrize("kind, devices, recompute_block", quick_at([("fp8", 4, True), ("int8", 5, False)]))
 def test_layers_compute_with_the_quantised_weights(kind, devices, recompute_block):
     """To the bit what a run computes whose weights were quantised by hand. 5 devices cut w_down along its rows."""
     batch = tokens(2, 2 * devices, 24)

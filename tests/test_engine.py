@@ -99,6 +99,7 @@ def test_equals_grad_of_the_plain_model(config, devices, placed, recompute_block
     assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
 
 
+@pytest.mark.full
 def test_uneven_devices_keep_leaves_whole():
     """Three devices divide none of the matrices: they are kept whole, named, and the result is the same."""
     (inputs, labels), _, _ = reference(CONFIG)

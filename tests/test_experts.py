@@ -156,7 +156,7 @@ def without_ties(name: str, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "case, files", quick_at(FILES, FILES.index(("gpt_oss", "together")), FILES.index(("mixtral", "apart")))
+    "case, files", quick_at(FILES, FILES.index(("olmoe", "together")), FILES.index(("mixtral", "apart")))
 )
 def test_equals_transformers(tmp_path, case, files):
     """Logits, loss, all gradients, the routers' losses and their gradients, through the engine."""
@@ -329,6 +329,7 @@ def test_losses_of_routers_are_of_a_whole_step(devices, placed):
     assert worst_relative(without_padding(found_grads, SEVEN), grads) < ORDER_OF_SUMS
 
 
+@pytest.mark.full
 @needs(4)
 def test_statistics_are_sums_over_tokens_that_count():
     """Not doubled by recomputation; the same whatever the microbatches and devices; none of them in an evaluation."""
@@ -816,6 +817,7 @@ def remade(monkeypatch):
     return make
 
 
+@pytest.mark.full
 def test_the_source_as_it_is_makes_no_mistake(remade):
     """Else each of the next tests would pass."""
     params = reference_params(REFERENCE_NOTICES)
@@ -905,6 +907,7 @@ def test_a_model_with_experts_learns_more_than_one_without(tmp_path):
     assert scores["tiny_moe"] < scores["tiny"] - 0.1
 
 
+@pytest.mark.full
 def test_a_run_with_experts_goes_on_to_the_bit(tmp_path):
     """Trained, evaluated, saved, stopped and resumed, sampled from, and converted."""
     c = flags.load_config(str(Path(__file__).parent.parent / "configs" / "tiny_moe.py"))

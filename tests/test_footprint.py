@@ -223,6 +223,7 @@ def proposed(c, limits: Memory, gpu: str = "rtx4090") -> list[remedies.Proposal]
     return found
 
 
+@pytest.mark.full
 def test_the_fewest_gpus_are_advised():
     """70B on cards of 16 GB: two with all in host memory; and with more GPUs outer layers can be cut by words."""
     c = apply(
@@ -246,6 +247,7 @@ def test_what_is_not_needed_is_not_advised():
     assert all(home and not any(home.values()) for home in homes)
 
 
+@pytest.mark.full
 def test_each_limit_is_lifted_by_itself():
     """Files, more GPUs, more host memory, each with what it then needs; nothing beyond the other limits."""
     c = apply(flags.load_config(str(CONFIGS / "llama7b.py")), "gpus=1")
@@ -261,12 +263,14 @@ def test_each_limit_is_lifted_by_itself():
     assert all(found[name].change.keys() & {"optimizer", "master_dtype", "recipe"} for name in other)
 
 
+@pytest.mark.full
 def test_nothing_is_advised_if_nothing_helps(monkeypatch):
     monkeypatch.setattr(remedies, "MORE_GPUS", (2,))
     c = apply(flags.load_config(str(CONFIGS / "llama7b.py")), "gpus=1")
     assert proposed(c, Memory(GiB // 16, GiB)) == []
 
 
+@pytest.mark.full
 def test_advice_of_long_sequences_and_of_stages():
     """Chunks of the sequence, and a schedule with fewer microbatches in flight, are among what is tried."""
     long = apply(flags.load_config(str(CONFIGS / "llama8b_long.py")), "gpus=1 sequence_chunks=1")
@@ -283,6 +287,7 @@ def test_replicas_of_sequences_that_are_divided_have_shards():
     checks.check(small(gpus=4, dp_replicate_size=2, cp_size=2, zero_level=3))
 
 
+@pytest.mark.full
 def test_too_little_host_memory_is_refused_with_what_would_fit(host):
     c = flags.load_config(str(CONFIGS / "llama7b.py"))
     for name in ("residual", "optimizer", "master", "grads", "weights"):

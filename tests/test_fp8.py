@@ -110,8 +110,11 @@ PARTS = Recompute(norm=True, swiglu=True, ffn=True, att=True)
 
 
 @pytest.mark.parametrize("options, variant, recompute", [
-    ({}, Variant(), Recompute()), ({}, Variant(window=5), Recompute()), ({}, Variant(rotary="none"), Recompute()),
-    ({"lora": DROPPED}, Variant(), PARTS), (GEMMA, Variant(), Recompute(swiglu=True)),
+    pytest.param({}, Variant(), Recompute(), marks=pytest.mark.full),
+    ({}, Variant(window=5), Recompute()),
+    pytest.param({}, Variant(rotary="none"), Recompute(), marks=pytest.mark.full),
+    pytest.param({"lora": DROPPED}, Variant(), PARTS, marks=pytest.mark.full),
+    (GEMMA, Variant(), Recompute(swiglu=True)),
     pytest.param(OTHERS, Variant(), PARTS, marks=pytest.mark.full),
     pytest.param(GEMMA, Variant(), PARTS, marks=pytest.mark.full),
     pytest.param({"lora": ADAPTERS}, Variant(), Recompute(), marks=pytest.mark.full),

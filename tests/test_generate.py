@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, drawn_params, normal, plain_logits, quick_at, tokens
+from small import CONFIG, drawn_params, normal, plain_logits, tokens
 from test_engine import GEMMA, MINISTRAL, SMOLLM
 
 from surojax import ConfigError, generate
@@ -76,7 +76,8 @@ def test_sampling_follows_seed_and_stops_at_eos():
     assert run(0, stop_ids=[run(0)[2]]) == run(0)[:2]
 
 
-@pytest.mark.parametrize("config", quick_at([(MISTRAL,), (CONFIGS["gemma"],)], 0))
+@pytest.mark.full
+@pytest.mark.parametrize("config", [MISTRAL, CONFIGS["gemma"]])
 def test_a_batch_is_its_prompts_alone(config):
     """Prompts of several lengths, padded on the left: greedily the same tokens, each up to its own end."""
     params = jax.tree.map(lambda w: 3 * w, drawn_params(config, 1))
@@ -138,6 +139,7 @@ def test_complete_starts_a_document_for_an_empty_prompt():
     assert isinstance(text, str)
 
 
+@pytest.mark.full
 def test_rollouts_have_the_log_probabilities_of_training_and_are_rows(tmp_path):
     """At temperature 1 and of the whole vocabulary, whatever they are sampled at; the token that ends is among them."""
     config = dataclasses.replace(CONFIG, vocab_size=320)

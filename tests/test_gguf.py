@@ -305,6 +305,7 @@ def test_tokenizers_that_are_not_read_are_refused(tmp_path, changes, message):
         gguf_tokenizer.read_gguf_tokenizer(path)
 
 
+@pytest.mark.full
 def test_a_run_starts_from_a_file_and_is_exported(tmp_path):
     """The file alone gives weights and tokenizer; the run keeps both kinds of small files, and needs it no more."""
     path = write_file(tmp_path / "x.gguf", "llama")

@@ -99,6 +99,7 @@ def test_a_plan_without_a_predicted_step(estimated):
     assert "surojax plan --config tiny --gpu rtx4090" in page.text and not page.scripts
 
 
+@pytest.mark.full
 def test_a_plan_that_does_not_fit(estimated):
     page, found = estimated("--host-memory", "0.001", "--tokens=9")
     check_memory(page, found)

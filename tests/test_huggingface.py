@@ -555,6 +555,7 @@ def save_tokenizer(path: Path, words: int = 62) -> None:
     tokenizer.save(str(path))
 
 
+@pytest.mark.full
 def test_a_run_starts_from_the_model(tmp_path, capsys):
     """With a rate of nearly 0 the weights after a step are the model's; its tokenizer is used; and it resumes."""
     folder = write(tmp_path / "model", "qwen2")

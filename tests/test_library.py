@@ -358,6 +358,7 @@ class Doubled(SideBySide):
         return x_BSD + self.factor * (y_BSD - x_BSD), cache, routed
 
 
+@pytest.mark.full
 def test_a_block_is_trained_and_continued_with_itself_alone(tmp_path):
     """It samples at its end. Nothing else opens its checkpoints; another block does not continue it."""
     c = config(tmp_path, sample_tokens=4, max_steps=6)

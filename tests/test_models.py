@@ -296,6 +296,7 @@ def test_a_block_of_ones_own_equals_reverse_mode():
     assert abs(float(plain_loss(CONFIG)(params, *batch)) - float(expected[0])) > 1e-5  # rounding is 5e-7
 
 
+@pytest.mark.full
 def test_a_block_of_ones_own_in_float8():
     """Within float8's error of recipe bf16, of which the standard block of the same parameters is its own size away."""
 

@@ -164,6 +164,7 @@ def test_offloaded_gradients_under_other_meshes(replicate, level):
         assert ours[:3] == Small(devices, replicate=replicate, zero_level=level).train(BATCHES[:3])
 
 
+@pytest.mark.full
 def test_offloaded_gradients_are_summed_over_replicas_once():
     """HSDP: one loop over layers, that of the norm, has the sum over dp_replicate; the update reads what it wrote."""
     small = Small(8, replicate=2, zero_level=3, **ALL)
@@ -245,6 +246,7 @@ def test_new_stacks_have_the_types_that_are_asked_for():
     jax.tree.map(lambda x, y: chex.assert_equal((x.shape, x.dtype), (y.shape, y.dtype)), stacks(), wanted)
 
 
+@pytest.mark.full
 def test_arrays_rest_where_the_table_says():
     small = Small(4, zero_level=3, **ALL)
     small.train(BATCHES[:1])

@@ -73,7 +73,7 @@ def test_new_weights_do_not_depend_on_the_placement(devices, placed):
         jax.tree.map(functools.partial(np.testing.assert_array_max_ulp, maxulp=1), params, plain)
 
 
-@pytest.mark.parametrize("optimizer", quick_at([(adamw8bit,), (muon.normuon,)], 0))
+@pytest.mark.parametrize("optimizer", quick_at([(adamw8bit,), (muon.normuon,)]))
 def test_nor_do_those_of_other_optimizers_and_recipes(optimizer):
     """bfloat16 masters, 8-bit codes, momentum, and a history, in host memory and on other devices."""
     recipe = Compute(precision=Precision(recipe="fp8_hybrid"))

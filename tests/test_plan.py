@@ -823,6 +823,7 @@ def test_recomputed_products_count_in_the_numbers_of_the_recipe():
     }
 
 
+@pytest.mark.full
 def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     monkeypatch.setattr(aot, "available", lambda: False)
     p = planner.plan(config(gpus=1), "rtx4090", host_memory=64)

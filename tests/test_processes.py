@@ -609,6 +609,7 @@ def watched(monkeypatch, disturb) -> str:
     return said[0] if found else ""
 
 
+@pytest.mark.full
 def test_the_watch_names_who_is_silent_or_failed(monkeypatch):
     silent = watched(monkeypatch, lambda c: c.values.update({"stopped/2": ""}))
     assert silent.startswith("surojax: error: process 2 (c) has not answered for 1.5 s: it hangs")

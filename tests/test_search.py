@@ -139,6 +139,7 @@ def test_what_is_kept_is_not_changed(kept):
     assert found and all(x.config[name] == c[name] for x in found for name in keep)
 
 
+@pytest.mark.full
 def test_files_are_for_what_does_not_fit_otherwise():
     """Nothing in files while host memory is enough; then the fewest bytes that do, within the room for files."""
     c = checked(config(**SMALL), GPU)
@@ -391,6 +392,7 @@ def test_device_memory_that_is_left_keeps_a_part_of_the_state():
     assert search.search(given).candidates[0].config.device_memory == 0
 
 
+@pytest.mark.full
 def test_every_class_goes_to_files_where_host_memory_holds_none(tmp_path):
     """What is said of them is what an estimate of their config says, also with slow disks."""
     c = checked(config(**SMALL | {"model.num_hidden_layers": 32, "nvme_path": str(tmp_path)}), GPU)
@@ -829,6 +831,7 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
     ).device_bytes > candidate.device_limit(card)
 
 
+@pytest.mark.full
 def test_host_memory_has_a_reserve_and_the_least_is_asked_for(monkeypatch):
     """Not more than nine tenths are pinned; if that is too little, no placement that fits the GPU needs less."""
     monkeypatch.setattr(aot, "available", lambda: False)

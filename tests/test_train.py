@@ -787,6 +787,7 @@ def test_warmup_longer_than_the_data_lasts(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, capsys, monkeypatch):
     """Predicted beside measured tokens/s, and one line where the compiled step cannot be read."""
     short = changed(config, max_steps=2, save_steps=0, eval_steps=0, sample_tokens=0)
@@ -808,9 +809,7 @@ def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, c
     assert "seen: the compiled step cannot be read, 2 steps" in said
 
 
-@pytest.mark.parametrize(
-    "classes", small.quick_at([(("optimizer", "master"),), (("weights", "grads", "residual"),)], 1)
-)
+@pytest.mark.parametrize("classes", small.quick_at([(("optimizer", "master"),), (("weights", "grads", "residual"),)]))
 def test_a_step_with_files_is_predicted_by_what_its_disks_did(config, tmp_path, capsys, monkeypatch, classes):
     """From the programs that were compiled, at the measured rates: twice as long with disks of a hundredth."""
     (tmp_path / "files").mkdir()

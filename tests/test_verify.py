@@ -111,6 +111,7 @@ def test_rows_of_another_objective_read_its_arrays(objective):
     assert rows[0].loss == 0 and 0 < rows[1].grad_norm < 1e-4, rows
 
 
+@pytest.mark.full
 def test_a_setting_that_changes_the_result_fails(tmp_path, monkeypatch, capsys):
     """Offloading that makes each update a ten thousandth larger: the table says so, and the exit code is 1."""
 
