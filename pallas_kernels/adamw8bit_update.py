@@ -170,7 +170,7 @@ def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> Upd
     root = jnp.sqrt(v)
     m_scale = fp8_format.absmax(m, axis=-1)
     v_scale = fp8_format.absmax(root, axis=-1)
-    m_code, v_code = _rounded(m, root, (m_scale[..., None], v_scale[..., None]), in_blocks(bits))
+    m_code, v_code = _moment_codes(m, root, (m_scale[..., None], v_scale[..., None]), in_blocks(bits))
     kept = jax.lax.optimization_barrier(1 - h[0] * h[4])  # so that it is rounded alike in every program
     new = stepped(in_blocks(p).astype(f32), m, root, h, kept).reshape(p.shape)
     new = round_with(new, bits) if p.dtype == jnp.bfloat16 else new
@@ -178,8 +178,8 @@ def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> Upd
     return UpdateResult(new, as_stored(m_code, jnp.int8), m_scale, as_stored(v_code, jnp.uint8), v_scale, work)
 
 
-def _rounded(m, root, scales, bits) -> tuple[jax.Array, jax.Array]:
-    """(codes of m, codes of root = sqrt(v)), float32. scales: (of m, of root)."""
+def _moment_codes(m, root, scales, bits) -> tuple[jax.Array, jax.Array]:
+    """Rounds moments to codes 0.0 to their top, float32: (of m, of root = sqrt(v)). scales: of m and of root."""
     m_fraction, v_fraction = fractions(bits)
     m_code = encode(jnp.abs(m), scales[0], M_TOP, m_fraction)
     v_code = encode(root, scales[1], V_TOP, v_fraction)
@@ -211,7 +211,7 @@ def _body(n: int, per_layer: int, in_place: bool, work: bool):
         root = jnp.sqrt(v)
         scales = jnp.max(jnp.abs(m)), jnp.max(root)
         ms_out[i], vs_out[i] = scales
-        m_code, v_code = _rounded(m, root, scales, bits)
+        m_code, v_code = _moment_codes(m, root, scales, bits)
         m_out[i], v_out[i] = m_code.astype(jnp.int8), v_code.astype(jnp.uint8)
         new = stepped(p_ref[i].astype(f32), m, root, h, 1 - h[0] * h[4])
         new = round_with(new, bits) if p_out.dtype == jnp.bfloat16 else new

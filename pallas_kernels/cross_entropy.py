@@ -85,14 +85,14 @@ def _exp(x):
     return jnp.exp2(x * LOG2E)
 
 
-def _online(xs, carry):
+def _add_numbers(xs, carry):
     """Adds vectors xs to the carry: (maximum, sum of exp(x - maximum)) for every position of a vector."""
     top, total = carry
     new = functools.reduce(jnp.maximum, xs, top)
     return new, functools.reduce(lambda total, x: total + _exp(x - new), xs, total * _exp(top - new))
 
 
-def _both(a, b):
+def _merge(a, b):
     """Merges two pairs (maximum, sum of exp(x - maximum)) into the pair of both sets of numbers."""
     top = jnp.maximum(a[0], b[0])
     return top, a[1] * _exp(a[0] - top) + b[1] * _exp(b[0] - top)
@@ -105,7 +105,7 @@ def _logsumexp(row: ProgramRow, edges, tops, sums, barrier):
         return tuple(plgpu.layout_cast(jnp.full((n,), v, f32), layout) for v in (LOWEST, 0.0))
 
     def add_parts(parts, carry):
-        return _online([row.load(part) for part in parts], carry)
+        return _add_numbers([row.load(part) for part in parts], carry)
 
     pairs = []  # (maxima, sums) of vectors
     if row.c.rounds:
@@ -113,15 +113,15 @@ def _logsumexp(row: ProgramRow, edges, tops, sums, barrier):
         pairs.append(row.over_rounds(add_parts, empty(*like)))
     if edges:
         (_, *like), *_ = edges[0]
-        pairs.append(_online([jnp.where(mine, x, LOWEST) for _, x, mine in edges], empty(*like)))
+        pairs.append(_add_numbers([jnp.where(mine, x, LOWEST) for _, x, mine in edges], empty(*like)))
     group_sums = []  # (maximum, sum) of numbers
     for top, total in pairs:
         most = jnp.max(top)
         group_sums.append((most, jnp.sum(total * _exp(top - most))))
-    tops[row.group], sums[row.group] = functools.reduce(_both, group_sums)
+    tops[row.group], sums[row.group] = functools.reduce(_merge, group_sums)
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
-    top, total = functools.reduce(_both, [(tops[g], sums[g]) for g in range(row.c.groups)])
+    top, total = functools.reduce(_merge, [(tops[g], sums[g]) for g in range(row.c.groups)])
     return top + jnp.log(total)
 
 

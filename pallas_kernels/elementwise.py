@@ -44,7 +44,7 @@ def run(
     """
     shape = arrays[0].shape
     n = arrays[0].size
-    chunk, vector = _cut(n, max(jnp.dtype(x.dtype).itemsize for x in arrays), 4 if len(arrays) == 1 else 2)
+    chunk, vector = _chunk_and_load(n, max(jnp.dtype(x.dtype).itemsize for x in arrays), 4 if len(arrays) == 1 else 2)
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vector)
 
     def kernel(*refs):
@@ -73,7 +73,7 @@ def run(
     return [y.reshape(shape) for y in results], [fp8_format.from_ordered(jnp.max(top)) for top in tops]
 
 
-def _cut(n: int, itemsize: int, loads: int) -> tuple[int, int]:
+def _chunk_and_load(n: int, itemsize: int, loads: int) -> tuple[int, int]:
     """(numbers per chunk, numbers per load of a thread): 16 bytes per load if n can be divided so."""
     vector = 16 // itemsize
     chunk = vector * loads * dispatch.LANES

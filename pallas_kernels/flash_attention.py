@@ -128,7 +128,7 @@ def reference(q, k, v, starts, rule: ScoreSettings, sinks=None) -> jax.Array:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _over(vector, like, axis: int) -> jax.Array:
+def _spread(vector, like, axis: int) -> jax.Array:
     """A vector repeated to the shape of a tile, whose dimension `axis` it has."""
     return jax.lax.broadcast_in_dim(vector, like.shape, (axis,))
 
@@ -178,13 +178,13 @@ def _forward_mosaic(q, k, v, first, call: Call) -> tuple[jax.Array, jax.Array]:
             o, top, total = carry
             columns = pl.ds(j * COLUMNS, COLUMNS)
             s = products.plus(products.filled(0, ROWS, COLUMNS), q, products.columns(k_ref, (b, columns, shared)))
-            seen = (key + j * COLUMNS <= query) & (key + j * COLUMNS >= _over(first, s, 0))
+            seen = (key + j * COLUMNS <= query) & (key + j * COLUMNS >= _spread(first, s, 0))
             s = jnp.where(seen, rule.score(s), HIDDEN)
             new = jnp.maximum(top, jnp.max(s, axis=1))
             shrunk = jnp.exp(top - new)
-            p = jnp.where(seen, jnp.exp(s - _over(new, s, 0)), 0.0)
+            p = jnp.where(seen, jnp.exp(s - _spread(new, s, 0)), 0.0)
             vT = products.columns(vT_ref, (b, shared, slice(None), columns))
-            o = products.plus(o * _over(shrunk, o, 0), products.operand(p), vT)
+            o = products.plus(o * _spread(shrunk, o, 0), products.operand(p), vT)
             return o, new, total * shrunk + jnp.sum(p, axis=1)
 
         start = first_ref[b, tile * ROWS] // COLUMNS
@@ -192,7 +192,7 @@ def _forward_mosaic(q, k, v, first, call: Call) -> tuple[jax.Array, jax.Array]:
         carry = products.filled(0, ROWS, h), products.filled(HIDDEN, ROWS), products.filled(0, ROWS)
         o, top, total = jax.lax.fori_loop(start, stop, step, carry)
         total = jnp.where(total > 0, total, 1.0)
-        tiles.store(o_ref, (b, rows, head), (o / _over(total, o, 0)).astype(o_ref.dtype))
+        tiles.store(o_ref, (b, rows, head), (o / _spread(total, o, 0)).astype(o_ref.dtype))
         tiles.store(lse_ref, (b, head, rows), top + jnp.log(total))
 
     out = jax.ShapeDtypeStruct(q.shape, dtype or q.dtype), jax.ShapeDtypeStruct((B, H, S), f32)
@@ -221,10 +221,10 @@ def _queries_mosaic(q, k, v, first, lse, delta, do, call: Call) -> jax.Array:
             zero = products.filled(0, ROWS, COLUMNS)
             s = products.plus(zero, q, products.columns(k_ref, (b, columns, shared)))
             dp = products.plus(zero, do, products.columns(v_ref, (b, columns, shared)))
-            seen = (key + j * COLUMNS <= query) & (key + j * COLUMNS >= _over(first, s, 0))
+            seen = (key + j * COLUMNS <= query) & (key + j * COLUMNS >= _spread(first, s, 0))
             s = rule.score(s)
-            p = jnp.where(seen, jnp.exp(s - _over(lse, s, 0)), 0.0)
-            ds = p * (dp - _over(delta, dp, 0)) * rule.slope(s)
+            p = jnp.where(seen, jnp.exp(s - _spread(lse, s, 0)), 0.0)
+            ds = p * (dp - _spread(delta, dp, 0)) * rule.slope(s)
             kT = products.columns(kT_ref, (b, shared, slice(None), columns))
             return products.plus(dq, products.operand(ds), kT)
 
@@ -266,10 +266,10 @@ def _keys_mosaic(q, k, v, first, lse, delta, do, call: Call) -> tuple[jax.Array,
             dp = products.plus(zero, v, products.columns(do_ref, (b, columns, head)))
             first = products.vector(first_ref, (b, columns), 1)
             lse, delta = (products.vector(ref, (b, head, columns), 1) for ref in (lse_ref, delta_ref))
-            seen = (key <= query + j * COLUMNS) & (key >= _over(first, s, 1))
+            seen = (key <= query + j * COLUMNS) & (key >= _spread(first, s, 1))
             s = rule.score(s)
-            p = jnp.where(seen, jnp.exp(s - _over(lse, s, 1)), 0.0)
-            ds = p * (dp - _over(delta, dp, 1)) * rule.slope(s)
+            p = jnp.where(seen, jnp.exp(s - _spread(lse, s, 1)), 0.0)
+            ds = p * (dp - _spread(delta, dp, 1)) * rule.slope(s)
             dv = products.plus(dv, products.operand(p), products.columns(doT_ref, (b, head, slice(None), columns)))
             dk = products.plus(dk, products.operand(ds), products.columns(qT_ref, (b, head, slice(None), columns)))
             return dk, dv
@@ -292,16 +292,16 @@ def _transposed(x_BSHh: jax.Array) -> jax.Array:
 # --- sinks ------------------------------------------------------------------------------------------------------------
 
 
-def with_sinks(
+def add_sinks(
     o: Float[Array, "B S H h"], lse: Float[Array, "B H S"], sinks: Float[Array, " H"]
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
-    """(o, lse) of a softmax whose denominator also has the head's sink, from those of one without."""
+    """Adds each head's sink to the denominator of a softmax: returns (o, lse) with sinks from o and lse without."""
     total = jnp.logaddexp(lse, sinks.astype(f32)[None, :, None])
     kept = jnp.exp(lse - total).transpose(0, 2, 1)[..., None]
     return (o.astype(f32) * kept).astype(o.dtype), total
 
 
-def sink_gradients(sinks: Float[Array, " H"], lse: Float[Array, "B H S"], delta: Float[Array, "B H S"]):
+def gradient_of_sinks(sinks: Float[Array, " H"], lse: Float[Array, "B H S"], delta: Float[Array, "B H S"]):
     """The gradient of the sinks `[H]`. lse: with the sinks. delta: sum(do * o) with these o."""
     share = jnp.exp(sinks.astype(f32)[None, :, None] - lse)
     return -jnp.sum(share * delta, axis=(0, 2)).astype(sinks.dtype)
@@ -363,7 +363,7 @@ def _attention_fwd(q, k, v, starts, sinks, rule: ScoreSettings, interpret: bool)
     o, lse = _forward_mosaic(*_whole_tiles(q, k, v, starts, rule.window), Call(k.shape[1] - S, rule, interpret))
     o, lse = o[:, :S], lse[:, :, :S]
     if sinks is not None:
-        o, lse = with_sinks(o, lse, sinks)
+        o, lse = add_sinks(o, lse, sinks)
     return o, Saved(q, k, v, starts, sinks, o, lse)
 
 
@@ -371,7 +371,7 @@ def _attention_bwd(rule: ScoreSettings, interpret: bool, saved: Saved, do):
     S = do.shape[1]
     T = saved.k.shape[1]
     delta = jnp.einsum("bshc,bshc->bhs", saved.o, do, preferred_element_type=f32)
-    d_sinks = None if saved.sinks is None else sink_gradients(saved.sinks, saved.lse, delta)
+    d_sinks = None if saved.sinks is None else gradient_of_sinks(saved.sinks, saved.lse, delta)
     operands = _whole_tiles(saved.q, saved.k, saved.v, saved.starts, rule.window)
     extra = operands[0].shape[1] - S
     lse, delta = (_padded(x, 2, extra) for x in (saved.lse, delta))

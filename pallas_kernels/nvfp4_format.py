@@ -52,9 +52,9 @@ class NVFP4(NamedTuple):
 
 
 class OperandPart(NamedTuple):
-    """The part that x is of a matrix, if several devices have one each: it is rounded as it is in the matrix.
+    """Says which part of a matrix an array is, so that it is rounded as the whole matrix would be.
 
-    Parts begin at multiples of 16, so that no block lies in two of them.
+    Each of several devices has a part, which begins at a multiple of 16: no block lies in two parts.
     """
 
     largest: Callable = lambda absmax: absmax  # largest magnitudes of parts, float32 [...] -> those of matrices

@@ -69,7 +69,7 @@ def _byte(pair, inverse, dither):
     return (first | (second << u32(4))).astype(u8)
 
 
-def _top(*numbers):
+def _largest_magnitudes(*numbers):
     """The elementwise maximum of the magnitudes of arrays, `fp8.ordered`."""
     tops = [fp8_format.ordered(x) for x in numbers]
     while len(tops) > 1:
@@ -116,7 +116,7 @@ def _rows_mosaic(x, seed, part: OperandPart, op: str, interpret: bool) -> NVFP4:
             block = iota(0) + start.astype(u32)
             block = block + block // u32(row_blocks) * u32(others) if others else block
             dither = form.dithers(seed, block * u32(WORDS) + iota(1) + (first >> u32(1)))
-        scale = form.block_scales(jnp.max(_top(*pair), axis=1), factor, bool(seed_and_first))
+        scale = form.block_scales(jnp.max(_largest_magnitudes(*pair), axis=1), factor, bool(seed_and_first))
         inverse = jax.lax.broadcast_in_dim(form.inverses(scale, reciprocal), shape, (0,))
         tiles.store(values_ref, at, _byte(pair, inverse, dither))
         tiles.store(scales_ref, at, _stored(scale))
@@ -159,9 +159,9 @@ def _absmax_mosaic(x, rotation, plain_too: bool, op: str, interpret: bool) -> li
         across = pl.ds(j * width, width)
         signs = signs_ref[0]
         loaded = [_load(x_ref, (down, r, across), layout, dtype) for r in range(BLOCK)]
-        tops = [_top(*(number for pair in loaded for number in pair))] if plain_too else []
+        tops = [_largest_magnitudes(*(number for pair in loaded for number in pair))] if plain_too else []
         rotated = [form.hadamard([form.signed(pair[p], signs, r) for r, pair in enumerate(loaded)]) for p in (0, 1)]
-        for ref, top in zip(refs, [*tops, _top(*rotated[0], *rotated[1])], strict=True):
+        for ref, top in zip(refs, [*tops, _largest_magnitudes(*rotated[0], *rotated[1])], strict=True):
             ref[i, j] = jnp.max(top)
 
     out = [jax.ShapeDtypeStruct(grid, i32)] * (1 + plain_too)
@@ -197,7 +197,7 @@ def _columns_mosaic(x, rotation, columns, rows, part: OperandPart, op: str, inte
         if rows:
             factor, reciprocal, seed = row_and_column_scalars[:3]
             for r, pair in enumerate(loaded):
-                scale = form.block_scales(jnp.max(_top(*pair), axis=2), factor, seeded[0])
+                scale = form.block_scales(jnp.max(_largest_magnitudes(*pair), axis=2), factor, seeded[0])
                 inverse = _repeated(form.inverses(scale, reciprocal), shape, layout)
                 index = (block * u32(BLOCK) + u32(r)) * u32(n // 2) + (first >> u32(1)) + word
                 dither = form.dithers(seed, index) if seeded[0] else (None, None)
@@ -206,7 +206,7 @@ def _columns_mosaic(x, rotation, columns, rows, part: OperandPart, op: str, inte
         factor, reciprocal, seed = row_and_column_scalars[-3:]
         for p in (0, 1):
             numbers = form.hadamard([form.signed(pair[p], signs, r) for r, pair in enumerate(loaded)])
-            scale = form.block_scales(_top(*numbers), factor, seeded[-1])
+            scale = form.block_scales(_largest_magnitudes(*numbers), factor, seeded[-1])
             inverse = form.inverses(scale, reciprocal)
             dither = [None] * BLOCK
             if seeded[-1]:
@@ -229,7 +229,7 @@ def _weights_mosaic(w, transposed: bool, part: OperandPart, op: str, interpret: 
         down, across = _tile_of()
         loaded = [_load(w_ref, (down, r, across, slice(None)), layout, dtype) for r in range(BLOCK)]
         shape = loaded[0][0].shape
-        top = jnp.max(_top(*(number for pair in loaded for number in pair)), axis=2)
+        top = jnp.max(_largest_magnitudes(*(number for pair in loaded for number in pair)), axis=2)
         scale = form.block_scales(top, factor_ref[0], False)
         inverse = _repeated(form.inverses(scale, reciprocal_ref[0]), shape, layout)
         if transposed:

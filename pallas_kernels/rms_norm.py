@@ -60,7 +60,7 @@ class RmsNormGrads(NamedTuple):
 def _forward_xla(x, scale, residual, out_scale, eps: float, out_dtype) -> Normed:
     total = x if residual is None else (x.astype(f32) + residual.astype(f32)).astype(x.dtype)
     t = total.astype(f32)
-    y = t * jax.lax.rsqrt(jnp.mean(t * t, axis=-1, keepdims=True) + eps) * _last(scale, t)
+    y = t * jax.lax.rsqrt(jnp.mean(t * t, axis=-1, keepdims=True) + eps) * _per_column(scale, t)
     if out_scale is None:
         y = y.astype(x.dtype)
         return Normed(y, fp8_format.absmax(y), total)
@@ -71,7 +71,7 @@ def _backward_xla(dy, total, scale, d_total, eps: float) -> RmsNormGrads:
     t, dy = total.astype(f32), dy.astype(f32)
     r = jax.lax.rsqrt(jnp.mean(t * t, axis=-1, keepdims=True) + eps)
     n = t * r
-    g = dy * _last(scale, t)
+    g = dy * _per_column(scale, t)
     dx = r * (g - n * jnp.mean(g * n, axis=-1, keepdims=True))
     if d_total is not None:
         dx = dx + d_total.astype(f32)
@@ -79,7 +79,7 @@ def _backward_xla(dy, total, scale, d_total, eps: float) -> RmsNormGrads:
     return RmsNormGrads(dx, jnp.sum(dy * n, axis=tuple(range(n.ndim - 1))), fp8_format.absmax(dx))
 
 
-def _last(scale, like):
+def _per_column(scale, like):
     """scale `[D]` as float32 `[1, ..., 1, D]`, with the rank of `like`."""
     return jnp.expand_dims(scale.astype(f32), tuple(range(like.ndim - 1)))
 
@@ -109,7 +109,7 @@ def _forward_mosaic(
             tiles.store(total_ref[0], at, total)
         t = total.astype(f32)
         scale = plgpu.load(scale_ref, layout=tile.layout.reduce(0), optimized=False).astype(f32)
-        y = t * _across(_rms_inverse(t, eps), t) * _down(scale, t)
+        y = t * _along_columns(_rms_inverse(t, eps), t) * _along_rows(scale, t)
         stored = y.astype(x.dtype) if inverse_ref is None else fp8_format.encode(y, inverse_ref[0], out_dtype)
         tiles.store(y_ref, at, stored)
         absmax = jnp.max(jnp.abs(y if inverse_ref is not None else stored.astype(f32)), axis=1)
@@ -171,9 +171,9 @@ def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.RowTile,
             loaded = load_tile(jnp.minimum(i + 1, steps - 1)) if prefetch else ()
             scale = plgpu.load(scale_ref, layout=tile.layout.reduce(0), optimized=False).astype(f32)
             r = _rms_inverse(t, eps)
-            n = t * _across(r, t)
-            g = dy * _down(scale, t)
-            dx = _across(r, t) * (g - n * _across(jnp.sum(g * n, axis=1) / width, t))
+            n = t * _along_columns(r, t)
+            g = dy * _along_rows(scale, t)
+            dx = _along_columns(r, t) * (g - n * _along_columns(jnp.sum(g * n, axis=1) / width, t))
             dx = (dx + d_total[0] if d_total else dx).astype(total.dtype)
             start, rows = start_and_rows(i)
             tiles.store(dx_ref, rows, dx)
@@ -214,12 +214,12 @@ def _rms_inverse(t, eps: float):
     return jax.lax.rsqrt(jnp.sum(t * t, axis=1) / t.shape[1] + eps)
 
 
-def _across(row_values, like):
+def _along_columns(row_values, like):
     """Values of rows, broadcast along the columns of `like`."""
     return jax.lax.broadcast_in_dim(row_values, like.shape, (0,))
 
 
-def _down(column_values, like):
+def _along_rows(column_values, like):
     """Values of columns, broadcast along the rows of `like`."""
     return jax.lax.broadcast_in_dim(column_values, like.shape, (1,))
 
@@ -262,7 +262,7 @@ def forward(
             "float32 []",
             fp8_format.dtype_and_shape(out_scale),
         )
-    tile = _cut("rms_norm.forward", implementation, x, added=False)
+    tile = _tiles_or_none("rms_norm.forward", implementation, x, added=False)
     if tile:
         return _forward_mosaic(x, scale, residual, out_scale, eps, out_dtype, tile, interpret)
     return _forward_xla(x, scale, residual, out_scale, eps, out_dtype)
@@ -280,7 +280,7 @@ def backward(
 ) -> RmsNormGrads:
     """Gradients from the gradient dy of y. d_total: gradient of total, added to dx; None: 0."""
     _check("rms_norm.backward", total, scale, dy=dy, d_total=d_total)
-    tile = _cut("rms_norm.backward", implementation, total, added=True)
+    tile = _tiles_or_none("rms_norm.backward", implementation, total, added=True)
     if tile:
         return _backward_mosaic(dy, total, scale, d_total, eps, tile, interpret)
     return _backward_xla(dy, total, scale, d_total, eps)
@@ -346,8 +346,8 @@ def _added_bwd(eps, implementation, interpret, saved, cotangents):
 _added.defvjp(_added_fwd, _added_bwd)
 
 
-def _cut(op: str, implementation: Implementation, x, added: bool) -> tiles.RowTile | None:
-    """The tiles of the kernel, None if the reference runs. added: see `tiles.row_tiles`."""
+def _tiles_or_none(op: str, implementation: Implementation, x, added: bool) -> tiles.RowTile | None:
+    """Returns the tiles of the kernel, or None if the reference runs. added: see `tiles.row_tiles`."""
     if dispatch.choose(op, implementation) == "xla":
         return None
     return tiles.try_cut(implementation, tiles.row_tiles, op, x.size // x.shape[-1], x.shape[-1], x.dtype, added)

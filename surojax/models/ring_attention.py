@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.flash_attention import ScoreSettings, sink_gradients, with_sinks
+from pallas_kernels.flash_attention import ScoreSettings, add_sinks, gradient_of_sinks
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, merged_pairs, pair_gradients
 from surojax.parallel import context
@@ -167,7 +167,7 @@ def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, how: RingOptions):
     y_BsHh = jnp.concatenate([y_early.y_BtKGh, y_late.y_BtKGh], axis=1).reshape(q_BsHh.shape)
     lse_BKGs = jnp.concatenate([y_early.lse_BKGt, y_late.lse_BKGt], axis=-1)
     if sinks_H is not None:
-        y_BsHh, lse_BHs = with_sinks(y_BsHh, _of_heads(lse_BKGs), sinks_H)
+        y_BsHh, lse_BHs = add_sinks(y_BsHh, _of_heads(lse_BKGs), sinks_H)
         lse_BKGs = lse_BHs.reshape(lse_BKGs.shape)
     y_BsHh = y_BsHh.astype(q_BsHh.dtype)
     return y_BsHh, (q_BsHh, k_BsKh, v_BsKh, starts_BS, sinks_H, y_BsHh, lse_BKGs)
@@ -188,7 +188,7 @@ def _backward(how: RingOptions, saved, dy_BsHh):
     grouped = (B, s, K, -1, h)
     delta_BsKG = jnp.sum(y_BsHh.astype(f32) * dy_BsHh.astype(f32), axis=-1).reshape(B, s, K, -1)
     delta_BKGs = jnp.moveaxis(delta_BsKG, 1, 3)
-    d_sinks = None if sinks_H is None else sink_gradients(sinks_H, _of_heads(lse_BKGs), _of_heads(delta_BKGs))
+    d_sinks = None if sinks_H is None else gradient_of_sinks(sinks_H, _of_heads(lse_BKGs), _of_heads(delta_BKGs))
     arrays = dy_BsHh.reshape(grouped), y_BsHh.reshape(grouped), lse_BKGs, delta_BKGs
     halves = zip(*(_halves(x, axis) for x, axis in zip(arrays, (1, 1, 3, 3), strict=True)), strict=True)
     early_slopes, late_slopes = (Slopes(*half) for half in halves)
