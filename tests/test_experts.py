@@ -419,6 +419,17 @@ def test_recomputation_takes_the_experts_that_were_chosen(chunks):
     assert touched.tolist() == [False, True, True, False, True, False, False]
 
 
+@pytest.mark.parametrize("fields", [{}, {"norm_topk_prob": True, "expert_bias": True}])
+def test_a_router_saves_nothing_for_each_choice_and_expert(fields):
+    """Without recomputation: of 3 choices of 7 experts, and of biases that are summed by choices."""
+    (segment,) = decoder_model.build(dataclasses.replace(SEVEN, **fields)).segments
+    layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), segment.params)
+    x = jax.ShapeDtypeStruct((2, 8, 32), jnp.float32)
+    _, saved = jax.eval_shape(lambda w, x: segment.block_forward(w, x, None, segment.variants[0]), layer, x)
+    shapes = {saved.shape for saved in jax.tree.leaves(saved)}
+    assert (2, 8, 7) in shapes and not any(shape[-2:] == (3, 7) for shape in shapes)
+
+
 @pytest.mark.full
 @needs(4)
 def test_placements_change_no_bit():

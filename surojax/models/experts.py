@@ -48,7 +48,7 @@ from surojax.models.linear_fp8 import whole_input
 from surojax.models.lora import low_rank
 from surojax.models.model import ROUTES, Routed, Routing, Segment
 from surojax.models.operations import Operations, gated
-from surojax.models.recompute import DECIDED, recomputed
+from surojax.models.recompute import DECIDED, recomputed, save_inputs_only
 from surojax.models.router_losses import RouterStatistics
 from surojax.parallel import expert_dispatch
 from surojax.parallel.collectives import device_number
@@ -133,9 +133,7 @@ class Experts(nnx.Module):
             _, chosen_BSk = jax.lax.top_k(jax.lax.stop_gradient(ranked_BSE), c.num_experts_per_tok)
             chosen_BSk = chosen_BSk.astype(smallest_dtype(c.num_experts))
         chosen_BSk = checkpoint_name(chosen_BSk, DECIDED)
-        # Not a gather, whose gradient would be added into place row by row.
-        is_chosen_BSkE = jax.nn.one_hot(chosen_BSk, c.num_experts, dtype=bool)
-        weights_BSk = jnp.sum(jnp.where(is_chosen_BSkE, score_BSE[..., None, :], 0), axis=-1)
+        weights_BSk = scores_of_chosen(score_BSE, chosen_BSk)
         if c.norm_topk_prob:
             least = 1e-20 if c.scoring_func == SIGMOID else 0.0  # of a sum that may be 0
             weights_BSk = weights_BSk / (jnp.sum(weights_BSk, axis=-1, keepdims=True) + least)
@@ -144,7 +142,7 @@ class Experts(nnx.Module):
         counted_BS1 = jnp.float32(1) if routing.counted is None else routing.counted.astype(jnp.float32)[..., None]
         squared_BS1 = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1, keepdims=True))
         statistics = RouterStatistics(
-            chosen_E=jnp.sum(counted_BS1 * jnp.sum(is_chosen_BSkE, axis=2, dtype=jnp.float32), axis=(0, 1)),
+            chosen_E=jnp.sum(counted_BS1 * times_chosen(chosen_BSk, c.num_experts), axis=(0, 1)),
             probability_E=jnp.sum(counted_BS1 * probability_BSE, axis=(0, 1)),
             squared_logsumexp=jnp.sum(counted_BS1 * squared_BS1),
         )
@@ -252,6 +250,22 @@ class Experts(nnx.Module):
         return product((h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype), "w_down")
 
 
+@save_inputs_only
+def scores_of_chosen(score_BSE: jax.Array, chosen_BSk: jax.Array) -> jax.Array:
+    """Returns the chosen experts' scores `[B, S, k]`: sums with one score each, for which nothing of k x E is saved.
+
+    Not a gather, whose gradient would be added into place row by row.
+    """
+    is_chosen_BSkE = jax.nn.one_hot(chosen_BSk, score_BSE.shape[-1], dtype=bool)
+    return jnp.sum(jnp.where(is_chosen_BSkE, score_BSE[..., None, :], 0), axis=-1)
+
+
+def times_chosen(chosen_BSk: jax.Array, experts: int) -> jax.Array:
+    """Counts how often each token chose each expert, float32 `[B, S, E]` of 0 and 1."""
+    return jnp.sum(jax.nn.one_hot(chosen_BSk, experts, dtype=bool), axis=2, dtype=jnp.float32)
+
+
+@save_inputs_only
 def mixed_biases(b_ED: jax.Array, chosen_BSk: jax.Array, weights_BSk: jax.Array) -> jax.Array:
     """Sums the chosen experts' output biases times the choices' weights, float32 `[B, S, D]`.
 
