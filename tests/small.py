@@ -56,6 +56,15 @@ def quick_at(cases: Sequence, *positions: int) -> list:
     return [pytest.param(*case, marks=marks(i)) for i, case in enumerate(cases)]
 
 
+def paired(*choices: Sequence) -> list[tuple]:
+    """As many cases as the longest list has choices, each with one choice of every list in turn: no cross product.
+
+    Lists of as many choices would always meet in the same pairs, which a rotation of one does not change; so use it
+    where choices act by themselves.
+    """
+    return [tuple(of_one[i % len(of_one)] for of_one in choices) for i in range(max(map(len, choices)))]
+
+
 def needs(devices: int):
     """Marks a test that makes a mesh of so many devices: virtual CPU devices are always enough."""
     return pytest.mark.skipif(jax.device_count() < devices, reason=f"needs {devices} devices")

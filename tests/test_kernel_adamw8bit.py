@@ -147,6 +147,7 @@ def test_bfloat16_is_rounded_without_bias():
     np.testing.assert_allclose(float(jnp.mean(1 - found)), 200 * lr, rtol=0.02)
 
 
+@pytest.mark.full
 def test_shards_draw_what_the_whole_draws():
     """Rows in two halves, the second starting where the first ends: the same bits, in bfloat16 and in the codes."""
     p, g = normal(4, 512).astype(jnp.bfloat16), normal(4, 512, key=1)
@@ -248,6 +249,7 @@ def test_odd_blocks_are_left_to_xla_unless_the_kernel_is_asked_for():
         op.adamw8bit(**a, implementation="mosaic")
 
 
+@pytest.mark.full
 def test_a_stack_is_updated_as_its_matrices_are():
     """To the bit, with the seed of each; the kernel is held against this above."""
     p, g = normal(3, 2, 384), normal(3, 2, 384, key=1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from small import KERNEL, REFERENCE, normal, quick_at
+from small import KERNEL, REFERENCE, normal, paired, quick_at
 
 from pallas_kernels import cross_entropy as ce, long_rows
 from pallas_kernels.shapes import MODELS
@@ -51,16 +51,18 @@ def both(logits, labels, weight=0.5, **how):
     return kernel(logits, labels, f32(weight)), call(logits, labels, f32(weight), implementation="xla")
 
 
+ODD_SIZES = [(8, 1003), (3, 1003), (5, 97), (8, 2049), (4, 16387), (3, 4224), (4, 257), (2, 1)]  # rows, words
+
+
 @pytest.mark.parametrize("V", quick_at([(V,) for V in VOCABULARIES], 0))
 def test_real_vocabularies(V):
     assert_equal(*both(*example(2, V), in_place=V in VOCABULARIES[::2]))
 
 
-@pytest.mark.parametrize("dtype", [bf16, f32])
-@pytest.mark.parametrize("N, V", [(8, 1003), (3, 1003), (5, 97), (8, 2049), (4, 16387), (3, 4224), (4, 257), (2, 1)])
-def test_odd_sizes(N, V, dtype):
+@pytest.mark.parametrize("size, dtype", paired(ODD_SIZES, (bf16, bf16, f32)))
+def test_odd_sizes(size, dtype):
     """Rows that begin at any word: all are read from and written to their own place."""
-    assert_equal(*both(*example(N, V, dtype), in_place=dtype is bf16, z_loss=1e-2))
+    assert_equal(*both(*example(*size, dtype), in_place=dtype is bf16, z_loss=1e-2))
 
 
 @pytest.mark.parametrize("V", [16387, 16384 + 4096])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import KERNEL, REFERENCE
+from small import KERNEL, REFERENCE, paired
 
 from pallas_kernels import dispatch, fp8_format, mx
 from pallas_kernels.shapes import MODELS
@@ -63,8 +63,9 @@ def no_instructions(monkeypatch):
 # --- kernels and references -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(32, 32), (3, 5, 1024), (96, 352), (8, MODELS["llama7b"].hidden)])
+@pytest.mark.parametrize(
+    "shape, dtype", paired([(32, 32), (3, 5, 1024), (96, 352), (8, MODELS["llama7b"].hidden)], FLOATS)
+)
 def test_rows(shape, dtype):
     x = normal(shape, dtype)
     ours = run(mx.quantize, x, KERNEL)
@@ -72,8 +73,7 @@ def test_rows(shape, dtype):
     same_bits([y.reshape(-1, y.shape[-1]) for y in ours], list(quantised(x.reshape(-1, shape[-1]))))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(128, 64), (256, 192), (128, MODELS["gpt2"].hidden)])
+@pytest.mark.parametrize("shape, dtype", paired([(128, MODELS["gpt2"].hidden), (128, 64), (256, 192)], FLOATS))
 def test_columns_and_both(shape, dtype):
     x = normal(shape, dtype)
     both, columns = run(mx.quantize_both, x, KERNEL), run(mx.quantize_transposed, x, KERNEL)

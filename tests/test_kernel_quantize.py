@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import KERNEL, REFERENCE
+from small import KERNEL, REFERENCE, paired
 
 from pallas_kernels import dispatch, fp8_format, quantize as q
 from pallas_kernels.shapes import MODELS
@@ -99,8 +99,7 @@ def test_fp8_values(dtype):
 # --- per tensor -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [bf16, f32])
-@pytest.mark.parametrize("shape", [(3, 768), (2, 3584), (2, 5, 128), (384,)])
+@pytest.mark.parametrize("shape, dtype", paired([(3, 768), (2, 3584), (2, 5, 128), (384,)], [bf16, f32]))
 def test_absmax_and_cast(shape, dtype):
     x, scale = normal(shape, dtype), f32(0.3)
     same_bits(*pair(q.absmax, finite(shape, dtype)))
@@ -128,8 +127,7 @@ def test_cast_clips_and_keeps_nan():
         np.testing.assert_array_equal(y, [np.nan, top, -top, top, 4, 0])
 
 
-@pytest.mark.parametrize("dtype", [bf16, f32])
-@pytest.mark.parametrize("shape", [(128, 768), (64, 64), (192, 320), (2, 64, 128)])
+@pytest.mark.parametrize("shape, dtype", paired([(128, 768), (64, 64), (192, 320), (2, 64, 128)], [bf16, f32]))
 def test_cast_transpose(shape, dtype):
     x, scale = finite(shape, dtype), f32(0.01)
     for target in fp8_format.FP8:
@@ -140,8 +138,10 @@ def test_cast_transpose(shape, dtype):
         same_bits(ours.absmax, jax.jit(q.absmax)(x))
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2, jnp.dtype(jnp.int8)])
-@pytest.mark.parametrize("shape", [(128, 128), (64, 192), (320, 64), (128, MODELS["llama1b"].hidden)])
+@pytest.mark.parametrize(
+    "shape, dtype",
+    paired([(128, 128), (64, 192), (320, 64), (128, MODELS["llama1b"].hidden)], [E4M3, E5M2, jnp.dtype(jnp.int8)]),
+)
 def test_transpose(shape, dtype):
     bits = jax.random.bits(jax.random.key(1), shape, jnp.uint8)
     x8 = jax.lax.bitcast_convert_type(bits, dtype)
@@ -162,8 +162,7 @@ def test_without_instructions(no_instructions, dtype):
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, E4M3, E5M2])
-@pytest.mark.parametrize("shape", [(8, 128), (2, 4, 768), (3, 2048)])
+@pytest.mark.parametrize("shape, dtype", paired([(8, 128), (2, 4, 768), (3, 2048)], [jnp.int8, E4M3, E5M2]))
 def test_blocks(shape, dtype):
     """Special numbers, zeros and the smallest numbers included."""
     x = normal(shape, bf16).at[-1].set(0).at[..., -1, :64].set(1e-38) if len(shape) < 3 else finite(shape)

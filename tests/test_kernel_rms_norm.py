@@ -64,8 +64,7 @@ def test_backward(shape, dtype):
     assert got.absmax.dtype == f32 and got.absmax == jnp.max(jnp.abs(got.dx)).astype(f32)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
-@pytest.mark.parametrize("instructions", [True, False])
+@pytest.mark.parametrize("dtype, instructions", [(jnp.float8_e4m3fn, True), (jnp.float8_e5m2, False)])
 def test_fp8_is_exact_where_sums_are(dtype, instructions, monkeypatch):
     """Integers whose mean square is 4: sums do not round in any order, nor does the reciprocal root, whose last bit
     depends on the instruction that a processor has for it. So every bit must agree."""
@@ -86,8 +85,7 @@ def test_fp8_is_exact_where_sums_are(dtype, instructions, monkeypatch):
     assert cut == largest if dtype == jnp.float8_e4m3fn else cut < largest
 
 
-@pytest.mark.parametrize("how", [KERNEL, REFERENCE])
-@pytest.mark.parametrize("shape", [(2, 256), (16, 768)])
+@pytest.mark.parametrize("shape, how", [((2, 256), KERNEL), ((16, 768), REFERENCE)])
 def test_nan_is_not_lost(shape, how):
     """jnp.max does, on CPUs, from 4096 numbers on."""
     x, residual, dy, _, scale = data(shape, f32)
@@ -98,8 +96,7 @@ def test_nan_is_not_lost(shape, how):
     assert jnp.isnan(op.backward(dy, x, scale, eps=EPS, **how).absmax)
 
 
-@pytest.mark.parametrize("how", [KERNEL, REFERENCE])
-@pytest.mark.parametrize("shape", [(33, 80), (2, 3, 256)])
+@pytest.mark.parametrize("shape, how", [((33, 80), REFERENCE), ((2, 3, 256), KERNEL)])
 def test_gradients_are_those_of_autodiff(how, shape):
     x, residual, a, b, scale = data(shape, f32)
 
