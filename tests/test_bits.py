@@ -22,15 +22,15 @@ CASES = {
     # in float32 recomputed activations are those that are saved.
     "adamw": (
         ("model_dtype=float32",),
-        "offload_saved,resident_layers@4,nvme@4,overlap_update@4,device_memory,device_memory@4",
+        "offload_saved,nvme@4,overlap_update@4,device_memory@4",
     ),
     # A softmax divides by the same sum forward and backward; the norm of adapters is a sum over small arrays.
-    "saved": (("model_dtype=float32",), "tp_saved@2,pp_saved@2,lora_offload_all"),
+    "saved": (("model_dtype=float32",), "tp_saved@2,lora_offload_all"),
     "adamw8bit": (
         ("optimizer=adamw8bit", "model_dtype=bfloat16", "master_dtype=bfloat16"),
         "offload_grouped@4",
     ),
-    "lion": (("optimizer=lion", "model_dtype=float32"), "nvme@4,overlap_update@4"),
+    "lion": (("optimizer=lion", "model_dtype=float32"), "nvme@4"),
     "fp8_hybrid": (("recipe=fp8_hybrid", "model_dtype=bfloat16"), "resident_layers@4"),
 }
 

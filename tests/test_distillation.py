@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, drawn_params, plain_model, quick_at, tokens, worst_relative
 from test_plan import FIRST, needs_compiler
-from test_preferences import PLACED
 
 from surojax import convert
 from surojax.config.fields import DEFAULTS, default_config
@@ -143,16 +142,18 @@ def test_divergence_and_gradient_are_those_of_torch(kl):
     np.testing.assert_allclose(objective.loss(Head(), outer, logits, targets, ()), case["loss"], rtol=1e-5)  # pyright: ignore
 
 
-@pytest.mark.parametrize("devices, options", quick_at(PLACED, 1))
-def test_gradients_on_every_mesh_are_those_of_one_device(devices, options):
-    """Also with the vocabulary, and so the tokens of a label, divided over devices."""
-    for name in ("forward-8", "reverse-8", "states-reverse"):
-        objective = SETTINGS[name]
-        loss, grads = found(objective, batch(objective))
-        other, other_grads = found(objective, batch(objective), devices, **options)
-        other_grads = jax.tree.map(lambda x, y: x[: len(y)], other_grads, grads)  # uneven stages are padded
-        assert other == pytest.approx(loss, rel=ORDER_OF_SUMS)
-        assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name, axis", [("reverse-8", "tp_size"), ("states-reverse", "tp_size"), ("states-reverse", "pp_size")]
+)
+def test_a_divided_vocabulary_changes_no_gradient(name, axis):
+    """Nor the loss, where the tokens of a label, or the teacher's head, are on two devices."""
+    objective = SETTINGS[name]
+    loss, grads = found(objective, batch(objective))
+    other, other_grads = found(objective, batch(objective), 2, **{axis: 2})
+    other_grads = jax.tree.map(lambda x, y: x[: len(y)], other_grads, grads)  # uneven stages are padded
+    assert other == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
 
 
 def test_no_array_of_a_step_has_a_number_for_each_token_and_word():

@@ -113,7 +113,10 @@ MESHES: dict[str, dict[str, Any]] = {
     "ulysses2-dp2": {"gpus": 4, "cp_size": 2, "cp_method": "ulysses"},
     "allgather2-dp2": {"gpus": 4, "cp_size": 2, "cp_method": "allgather"},
     "ring2-tp2-dp2": {"gpus": 8, "cp_size": 2, "cp_method": "ring", "tp_size": 2},
+    "ring4-tp2": {"gpus": 8, "cp_size": 4, "cp_method": "ring", "tp_size": 2},
     "pp2-dp2": {"gpus": 4, "pp_size": 2},
+    "pp4-dp2": {"gpus": 8, "pp_size": 4},
+    "1f1b2-dp2x2": {"gpus": 8, "pp_size": 2, "pp_schedule": "1f1b", "dp_replicate_size": 2},
     "1f1b2-tp2-dp2": {"gpus": 8, "pp_size": 2, "pp_schedule": "1f1b", "tp_size": 2},
     "1f1b2-ring2": {"gpus": 4, "pp_size": 2, "pp_schedule": "1f1b", "cp_size": 2, "cp_method": "ring"},
     "ep2-dp2": {"gpus": 4, "ep_size": 2},
@@ -157,12 +160,12 @@ PLAIN: drawn.Choices = {
     "sharded": SHARDED,
     "homes": HOMES,
     "recomputed": RECOMPUTED,
-    "chunks": {"1": {}, "2": {"sequence_chunks": 2}},
+    "chunks": {"1": {}, "2": {"sequence_chunks": 2}, "4": {"sequence_chunks": 4}},
     "fetch": {"1": {}, "2": {"microbatches_per_fetch": 2}},
     "head": {"1": {}, "4": {"lmhead_chunks": 4}},
     "objective": OBJECTIVES,
 }
-QUICK, FULL = 4, 26  # rows of `pytest`, and of `pytest --all`
+QUICK, FULL = 4, 28  # rows of `pytest`, and of `pytest --all`
 
 
 @functools.cache
@@ -337,7 +340,7 @@ MEMORY: dict[str, dict[str, dict[str, Any]]] = {
     "update": {"now": {"overlap_update": False}, "late": {"overlap_update": True}},
 }
 BITS: drawn.Choices = NUMBERS | MEMORY
-BITS_ROWS = 12
+BITS_ROWS = 7
 
 
 @functools.cache

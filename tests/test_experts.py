@@ -37,7 +37,7 @@ from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, stack
 from surojax.models import decoder, decoder_config, decoder_model, experts, grouped, operations, router_losses
 from surojax.models.grouped import blocks_of, number_of_blocks, rows_of_block, sum_of_experts
 from surojax.models.linear_fp8 import InFloat8
-from surojax.models.model import Compute, Recompute
+from surojax.models.model import Compute
 from surojax.models.operations import Operations
 from surojax.models.router_losses import RouterLosses, RouterStatistics
 from surojax.numerics import base_formats
@@ -305,14 +305,11 @@ def reference_losses(config, params, inputs, labels):
     quick_at(
         [
             (4, {"zero_level": 3, **ALL}),
-            (1, {"recompute_block": False, "compute": Compute(recompute=Recompute(True, True, True, True))}),
-            (2, {"cp_size": 2, "compute": Compute(cp_method="ring")}),
             (4, {"tp_size": 2, "zero_level": 3, "compute": Compute(sequence_chunks=2)}),
             (1, {"packed": True}),
-            (4, {"pp_size": 2, "tp_size": 2}),
             (4, {"pp_size": 2, "cp_size": 2, "compute": Compute(cp_method="ring"), "recompute_block": False}),
         ],
-        3,
+        2,
     ),
 )
 def test_losses_of_routers_are_of_a_whole_step(devices, placed):
@@ -428,17 +425,6 @@ def test_a_router_saves_nothing_for_each_choice_and_expert(fields):
     _, saved = jax.eval_shape(lambda w, x: segment.block_forward(w, x, None, segment.variants[0]), layer, x)
     shapes = {saved.shape for saved in jax.tree.leaves(saved)}
     assert (2, 8, 7) in shapes and not any(shape[-2:] == (3, 7) for shape in shapes)
-
-
-@pytest.mark.full
-@needs(4)
-def test_placements_change_no_bit():
-    batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
-    expected = Small(config=SEVEN).train(batches)
-    assert expected[-1][0] < expected[0][0]
-    assert Small(config=SEVEN, **ALL).train(batches) == expected
-    four = dict(zero_level=3, config=SEVEN)
-    assert Small(4, **four, **ALL).train(batches) == Small(4, **four).train(batches)
 
 
 @pytest.mark.full

@@ -76,23 +76,16 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
     quick_at(
         [
             (1, {}, {"offload_grads": "nvme"}),
-            (1, {}, LATE | WEIGHTS | STEP | STATE | {"files_in_memory": SOME_GIB}),
-            (1, {}, LATE | WEIGHTS | STEP | STATE | {"files_in_memory": 1, "device_memory": 1}),
-            (1, {"resident_layers": 1}, LATE | WEIGHTS | STATE),
             (
                 4,
                 {"zero_level": 3, "tp_size": 2},
                 LATE | WEIGHTS | {"offload_optimizer": "nvme", "device_memory": SOME_GIB},
             ),
-            (4, {"optimizer": adamw8bit, "zero_level": 2, "replicate": 2}, LATE | STEP | STATE),
             (4, FROZEN_BASE | {"qlora_fp4": True, "zero_level": 3}, WEIGHTS),
-            (1, {"lmhead_chunks": 2, "z_loss": 1e-3, "locates_nonfinite": True}, STEP),
             (1, {"config": dataclasses.replace(TABLES, tie_word_embeddings=True)}, STEP | STATE),
             (1, {"optimizer": muon.normuon}, STEP | STATE),
             (2, {"optimizer": adamw8bit, "zero_level": 3, "shard_outer": True}, STEP | STATE),
-            (4, {"zero_level": 3}, STEP | STATE | {"device_memory": SOME_GIB}),
             (4, {"zero_level": 3, "cp_size": 2, "packed": True}, STEP | STATE),
-            (4, {"zero_level": 3, "use_all_to_all_reduce": True}, STEP),
         ],
         0,
     ),

@@ -226,7 +226,6 @@ PLACED = [
     (DORA, 4, {"zero_level": 3, **OFFLOADS}),
     (DORA, 4, {"tp_size": 4}),
     (DORA_OF_THREE, 2, {"pp_size": 2}),  # one of the four layers in the stacks is padding
-    (DORA, 1, {"compute": Compute(sequence_chunks=2)}),
 ]
 
 

@@ -56,7 +56,7 @@ def test_resident_layers_change_no_bit(devices, resident, recompute_block):
     assert small.train(BATCHES) == plain(devices, recompute_block)
 
 
-PLACED = [(1, 0.3, True), (1, 0.1, False), (4, 0.3, False), (4, 0.6, True), (1, 2.0, True)]
+PLACED = [(1, 0.3, True), (4, 0.6, True)]
 
 
 @pytest.mark.parametrize("devices, part, overlaps", quick_at(PLACED, 0))

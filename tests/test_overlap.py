@@ -15,14 +15,12 @@ from surojax import ConfigError, default_config
 from surojax.config import checks
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
-from surojax.optim.adamw8bit import adamw8bit
 from surojax.step import engine, stream
 from surojax.step.overlap import Pending
 from surojax.step.train_step import up_to_date
 
 STATE = dict.fromkeys(("offload_master", "offload_optimizer", "offload_grads"), True)
 ALL = STATE | {"offload_weights": True, "offload_residual": True}
-BF16 = {"model_dtype": "bfloat16", "master_dtype": "bfloat16"}
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
 
 
@@ -30,14 +28,12 @@ def recipe(name: str, **settings) -> dict:
     return {"config": WIDE, "compute": Compute(precision=Precision(recipe=name, **settings))}
 
 
-# Where state rests and what numbers it has; every kind of fetch; loops of one layer, of pairs, and over two kinds.
+# Where state rests and what numbers it has; and loops of one layer and over two kinds.
 CASES = {
     "all": ALL | {"microbatches_per_fetch": 2},
-    "pairs": ALL | {"config": dataclasses.replace(CONFIG, num_hidden_layers=6)},
     "alternating": ALL
     | {"config": dataclasses.replace(CONFIG, sliding_window=4, sliding_window_pattern=2, num_hidden_layers=5)}
     | {"devices": 2, "zero_level": 3, "resident_layers": 1},
-    "adamw8bit": ALL | BF16 | {"devices": 2, "zero_level": 3, "optimizer": adamw8bit},
     "fp8_quants": recipe("fp8_hybrid")
     | ALL
     | {"devices": 2, "zero_level": 3, "persistent_quants": True, "offload_quants": True, "model_dtype": "bfloat16"},

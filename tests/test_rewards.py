@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, drawn_params, plain_model, quick_at, worst_relative
+from small import CONFIG, Small, drawn_params, plain_model, worst_relative
 
 from surojax import ConfigError, convert, default_config
 from surojax.assembly import from_config
@@ -32,7 +32,7 @@ from surojax.inference.parity import compare_with_transformers
 from surojax.inference.trained_model import load_trained
 from surojax.models import decoder_model
 from surojax.models.lora import Lora, saved_names, target_names
-from surojax.models.model import Compute, Model
+from surojax.models.model import Model
 from surojax.planner import hlo, step_collectives, traffic
 from surojax.step.objectives import OBJECTIVES
 from surojax.step.rewards import REWARD, Reward, RewardSettings
@@ -96,22 +96,17 @@ def test_loss_and_gradients_are_the_textbooks():
     assert np.abs(grads["outer"]["score"]).max() > 0 and "head" not in grads["outer"]
 
 
-PLACED = [  # (devices, placement)
-    (4, {"zero_level": 3, "offload_weights": True, "offload_grads": True, "offload_optimizer": True}),
-    (4, {"zero_level": 3, "shard_outer": True, "lmhead_chunks": 2}),
+PLACED = [  # (devices, placement); tests/test_drawn.py has others
     (4, {"cp_size": 2, "zero_level": 2}),
-    (2, {"tp_size": 2}),
     (2, {"pp_size": 2}),
-    (4, {"zero_level": 1, "replicate": 2, "recompute_block": False, "offload_residual": True}),
-    (1, {"microbatches_per_fetch": 2, "lmhead_chunks": 4}),
-    (1, {"compute": Compute(sequence_chunks=2)}),
     (2, {"tp_size": 2, "config": ADAPTED}),
     (4, {"zero_level": 3, "offload_weights": True, "config": ADAPTED}),
 ]
 
 
-@pytest.mark.parametrize("devices, options", quick_at(PLACED))
-def test_a_step_on_every_mesh_is_that_of_one_device(devices, options):
+@pytest.mark.full
+@pytest.mark.parametrize("devices, options", PLACED)
+def test_what_several_devices_report_is_that_of_one(devices, options):
     """Loss, gradients, and all that is reported. With adapters, the head is trained beside them."""
     config = options.get("config", SCORER)
     loss, grads = found(batch(), config=config)
