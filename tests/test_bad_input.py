@@ -339,6 +339,7 @@ def test_more_memory_than_there_is(refused, monkeypatch):
     assert "--config.gpus=4 --config.zero_level=3 needs 22.0 GiB on each" in line
 
 
+@pytest.mark.full
 def test_a_model_of_14b_is_told_of_adapters_before_its_weights_are_opened(refused, monkeypatch, tmp_path):
     (tmp_path / "14b").mkdir()
     (tmp_path / "14b/config.json").write_text(json.dumps(MODELS["Qwen2.5-14B"]))

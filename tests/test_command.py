@@ -129,6 +129,7 @@ def test_a_config_by_its_name(tmp_path, monkeypatch):
 # -- A new config ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_new_config(tmp_path, monkeypatch, capsys):
     """It loads, fits by estimate, has what its model's config has but for placement, and a comment above each field."""
     monkeypatch.chdir(tmp_path)

@@ -122,7 +122,7 @@ def of_one_microbatch():
     return (inputs, labels), engine_gradients(Small(), (inputs, labels))
 
 
-@pytest.mark.parametrize("devices, accumulation", quick_at([(4, 4)], 0))
+@pytest.mark.parametrize("devices, accumulation", quick_at([(4, 4)]))
 def test_accumulation_does_not_change_the_result(devices, accumulation):
     """The same 16 sequences as one microbatch or four."""
     whole, expected = of_one_microbatch()

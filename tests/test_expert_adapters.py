@@ -56,7 +56,7 @@ def close(found: np.ndarray, case: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], CASES.index("experts_apart")))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES]))
 def test_logits_are_those_of_peft(tmp_path, case):
     """With adapters beside the experts, which a run reads from PEFT's files, and merged into them."""
     base = base_of(tmp_path, case, each=case == "experts")

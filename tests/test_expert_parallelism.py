@@ -104,8 +104,7 @@ def test_parts_of_the_experts_compute_what_all_of_them_do():
             ({"ep_size": 4, "zero_level": 1, "recompute_block": False},),
             ({"ep_size": 4, "zero_level": 3, **ALL},),
             ({"ep_size": 2, "zero_level": 2, "replicate": 2},),
-        ],
-        0,
+        ]
     ),
 )
 def test_loss_and_gradients_are_those_of_one_device(placed):
@@ -128,7 +127,7 @@ SENT = [  # (recipe, axes of 4 devices, sequences' parts whose rows are rounded 
 
 
 @needs(4)
-@pytest.mark.parametrize("recipe, sizes, apart", quick_at(SENT, 0))
+@pytest.mark.parametrize("recipe, sizes, apart", quick_at(SENT))
 def test_scales_are_of_the_rows_of_one_expert(recipe, sizes, apart, monkeypatch):
     """Wherever its rows come from: results and gradients are those of one device, which has all tokens.
 

@@ -522,6 +522,7 @@ def result_fields(tmp_path: Path) -> dict:
     return fields(tmp_path / "elsewhere")
 
 
+@pytest.mark.full
 def test_the_command_trains_and_exports(tmp_path, capsys, monkeypatch):
     """A model without a source: config.json is made; the folder is refused before training starts."""
     (tmp_path / "config.py").write_text(

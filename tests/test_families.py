@@ -58,8 +58,7 @@ def test_kernels_compute_the_same_block(config):
             (GEMMA, {"zero_level": 3, "lmhead_chunks": 2}),
             (dataclasses.replace(GEMMA, tie_word_embeddings=False), {"shard_outer": True}),
             (SMOLLM, {"zero_level": 3}),
-        ],
-        1,
+        ]
     ),
     ids=["gemma", "gemma-shard_outer", "smollm"],
 )

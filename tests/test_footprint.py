@@ -235,6 +235,7 @@ def test_the_fewest_gpus_are_advised():
         assert found.candidate.config.gradient_accumulation_steps == 1  # the same two sequences a step
 
 
+@pytest.mark.full
 def test_what_is_not_needed_is_not_advised():
     """Settings that change numbers, where what does not is enough; and tensors in host memory that have room."""
     c = apply(flags.load_config(str(CONFIGS / "llama7b.py")), "opt_m_dtype=float32 opt_v_dtype=float32 gpus=1")

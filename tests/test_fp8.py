@@ -65,8 +65,9 @@ def relative(found, expected) -> float:
     return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("extras", quick_at([(False,), (True,)], 0), ids=("llama", "bias_and_qk_norm"))
+@pytest.mark.parametrize("extras", [False, True], ids=("llama", "bias_and_qk_norm"))
 def test_a_block_against_recipe_bf16(recipe, extras):
     base = dataclasses.replace(WIDE, num_hidden_layers=1, attention_bias=extras, qk_norm=extras)
     w = jax.tree.map(lambda x: x[0], drawn_params(base, 0)["blocks"])

@@ -41,7 +41,7 @@ CONFIGS = {
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(c, id=name, marks=[pytest.mark.full] * (name in ("windows", "mistral", "smollm")))
+        pytest.param(c, id=name, marks=[pytest.mark.full] * (name in ("windows", "mistral", "smollm", "gemma")))
         for name, c in CONFIGS.items()
     ],
 )

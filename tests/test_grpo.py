@@ -132,7 +132,7 @@ def by_hand(s: GrpoSettings):
 KINDS = [("grpo", "sequence"), ("dapo", "token"), ("dr_grpo", "token")]
 
 
-@pytest.mark.parametrize("loss_type, level", quick_at(KINDS, 0))
+@pytest.mark.parametrize("loss_type, level", quick_at(KINDS))
 def test_loss_and_gradients_are_the_textbooks(loss_type, level):
     s = settings(loss_type, level)
     loss, grads = results(Grpo(s))

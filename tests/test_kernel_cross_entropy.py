@@ -54,7 +54,7 @@ def both(logits, labels, weight=0.5, **how):
 ODD_SIZES = [(8, 1003), (3, 1003), (5, 97), (8, 2049), (4, 16387), (3, 4224), (4, 257), (2, 1)]  # rows, words
 
 
-@pytest.mark.parametrize("V", quick_at([(V,) for V in VOCABULARIES], 0))
+@pytest.mark.parametrize("V", quick_at([(V,) for V in VOCABULARIES]))
 def test_real_vocabularies(V):
     assert_equal(*both(*example(2, V), in_place=V in VOCABULARIES[::2]))
 

@@ -76,7 +76,7 @@ def test_sizes_that_the_kernels_take():
         grouped_matmul(x, w, jnp.zeros(2, jnp.int32))
 
 
-@pytest.mark.parametrize("biases", quick_at([(False,), (True,)], 1))
+@pytest.mark.parametrize("biases", quick_at([(False,), (True,)]))
 def test_experts_by_the_kernel(monkeypatch, biases):
     """The layer's result and all gradients are as near to float32's as the scan's; an unused expert has zeros."""
     monkeypatch.setattr(experts, "recomputed", lambda f: f)  # which cannot compute again what Pallas interprets

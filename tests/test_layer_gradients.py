@@ -103,8 +103,7 @@ def test_what_a_layer_leaves_rests_in_files_and_changes_no_bit(tmp_path, devices
         [
             (1, {"resident_layers": 1}),
             (4, {"zero_level": 3, "cp_size": 2}),
-        ],
-        0,
+        ]
     ),
 )
 def test_evaluation_reads_weights_from_files(tmp_path, devices, placed):

@@ -184,6 +184,7 @@ def test_rows_are_trained_on_as_those_of_a_file(tmp_path):
     assert of_file == given == records
 
 
+@pytest.mark.full
 def test_token_ids_are_trained_on(tmp_path):
     ids = np.random.default_rng(0).integers(0, 256, (40, 50))
     result = train(config(tmp_path), data=ids)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from layouts import check_checkpoint_moves
-from small import CONFIG, Small, needs, new_moments, tokens
+from small import CONFIG, Small, needs, new_moments, quick_at, tokens
 from test_optim import by_layers, tree
 
 from surojax.config import checks
@@ -20,7 +20,7 @@ BATCHES = [tokens(2, 4, 16, seed=seed) for seed in range(3)]
 OFFLOADED = {"offload_master": True, "offload_optimizer": True, "offload_weights": True, "offload_grads": True}
 
 
-@pytest.mark.parametrize("m_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("m_dtype", quick_at([("float32",), ("bfloat16",)], 1))
 def test_it_is_optax_lion(m_dtype):
     """Ten steps of optax's clip and lion on the whole tree, with the config's settings.
 

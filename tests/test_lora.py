@@ -90,7 +90,7 @@ def with_values(small: Small, params: dict):
 
 
 @pytest.mark.parametrize(("case", "devices", "placed"), [
-    *quick_at([(case, 1, {}) for case in CASES], 0),
+    *quick_at([(case, 1, {}) for case in CASES]),
     *quick_at([("dora", 4, {"zero_level": 3, "tp_size": 2}), ("saved", 2, {"zero_level": 3, "shard_outer": True})]),
 ])  # fmt: skip
 @needs(4)
@@ -192,6 +192,7 @@ def test_only_what_is_trained_has_state():
     assert len(jax.tree.leaves(plan.master)) == 2 * len(ALL)
 
 
+@pytest.mark.full
 def test_adapters_that_are_new_change_no_bit():
     batch = tokens(2, 4, 16)
     curves = [Small(config=config).run for config in (CONFIG, ADAPTED)]

@@ -134,7 +134,7 @@ def test_a_softmax_divides_sums_only():
     assert set(divided) == {"2x4x9x1"}
 
 
-@pytest.mark.parametrize("config", quick_at([(config,) for config in WINDOWS], 1), ids=["mistral", "gemma"])
+@pytest.mark.parametrize("config", quick_at([(config,) for config in WINDOWS]), ids=["mistral", "gemma"])
 def test_training_sees_the_window(config):
     """The loss does not change with a token that all windows have left behind, as it does in a model without."""
     params = drawn_params(dataclasses.replace(config, sliding_window_pattern=0), 0)
@@ -412,8 +412,7 @@ def toy_loss(params, inputs_ABS, labels_ABS):
             (1, {}),
             (8, {"zero_level": 2, "replicate": 2, **ALL}),
             (4, {"zero_level": 3, "offload_weights": True, "resident_layers": 9}),
-        ],
-        0,
+        ]
     ),
 )
 def test_segments_with_auxiliary_losses_equal_reverse_mode(devices, placed):
@@ -442,7 +441,7 @@ def test_segments_train_alike_under_every_placement(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "devices, placed", quick_at([(1, {"offload_weights": True}), (4, {"zero_level": 3, "offload_weights": "nvme"})], 0)
+    "devices, placed", quick_at([(1, {"offload_weights": True}), (4, {"zero_level": 3, "offload_weights": "nvme"})])
 )
 def test_programs_of_one_layer_have_auxiliary_losses(tmp_path, devices, placed):
     """The wide layers alone, whose residuals rest in files: losses and norms of the step that is one program."""

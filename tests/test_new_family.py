@@ -115,6 +115,7 @@ def config_of_run(tmp_path: Path, **changes):
     return c
 
 
+@pytest.mark.full
 def test_it_goes_in_trains_and_comes_out(tmp_path):
     theirs = folder_of_nova(tmp_path / "model")
     assert {"decoder.layer.3.attention.q.norm.weight", "head.weight", "embeddings.weight"} <= theirs.keys()

@@ -86,8 +86,7 @@ def folder_of(small: Small) -> Path:
         [
             (1, {}, {"offload_optimizer": "nvme"}),
             (4, {"zero_level": 3}, BOTH | REST | {"resident_layers": 1}),
-        ],
-        0,
+        ]
     ),
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x),
 )
@@ -192,6 +191,7 @@ def test_gradients_that_are_summed_over_groups_late(tmp_path):
     assert Small(4, nvme_path=str(tmp_path), **BOTH, **placed).train(BATCHES) == expected
 
 
+@pytest.mark.full
 def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, monkeypatch):
     """Counted from the begin of a layer's read to the end of its write, which waits here for the next read to begin."""
     small.train(BATCHES[:1])
@@ -630,6 +630,7 @@ def test_stripes_of_a_file():
     assert alone.spans(stripe - 4, 10) == [(0, 10)] and alone.spans(5, stripe + 1) == [(0, stripe), (stripe, 1)]
 
 
+@pytest.mark.full
 def test_a_file_over_two_folders_holds_the_same(tmp_path, monkeypatch):
     """Stripes of a page, so that every array is in both: the same training, and both files have half of the bytes."""
     monkeypatch.setattr(striped, "STRIPE", ALIGN)

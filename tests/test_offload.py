@@ -59,7 +59,7 @@ def test_resident_layers_change_no_bit(devices, resident, recompute_block):
 PLACED = [(1, 0.3, True), (4, 0.6, True)]
 
 
-@pytest.mark.parametrize("devices, part, overlaps", quick_at(PLACED, 0))
+@pytest.mark.parametrize("devices, part, overlaps", quick_at(PLACED))
 def test_a_budget_of_device_memory_keeps_tensors_there_and_changes_no_bit(devices, part, overlaps):
     """A part of master weights and moments, or more than there is; gradients are kept with the update apart or not."""
     sharding = {"zero_level": 3 if devices > 1 else 1}

@@ -389,7 +389,7 @@ def kinds(rows: list[Transfer], *names: str) -> list[Transfer]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("changes", quick_at([({"gpus": 1},), ({"gpus": 4} | SHARDED,)], 0), ids=["1", "4"])
+@pytest.mark.parametrize("changes", quick_at([({"gpus": 1},), ({"gpus": 4} | SHARDED,)]), ids=["1", "4"])
 def test_transfers_overlap_computation(planned, changes):
     """What comes and goes in the layer loops does so while matrix products run, in the order of the compiled program.
 

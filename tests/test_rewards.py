@@ -88,6 +88,7 @@ def by_hand(whole: list[np.ndarray]):
     return float(value), jax.device_get(grads)
 
 
+@pytest.mark.full
 def test_loss_and_gradients_are_the_textbooks():
     loss, grads = found(batch())
     expected, expected_grads = by_hand(batch())

@@ -673,6 +673,7 @@ def test_what_is_wrong_is_said_in_one_line(options, said, tmp_path, monkeypatch)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["there.py"]
 
 
+@pytest.mark.full
 def test_the_command_without_a_compiler(tmp_path, monkeypatch, capsys):
     """By estimate only, and says so; the file that it writes is the first row, and `train` would take it."""
     monkeypatch.setattr(aot, "available", lambda: False)
@@ -793,6 +794,7 @@ def test_what_the_compiler_refuses_is_no_row(monkeypatch):
     assert "the settings as given fit by estimate only" in command.result_table(result)
 
 
+@pytest.mark.full
 def test_settings_that_cannot_run_do_not_end_the_search(monkeypatch):
     """As configs/llama8b_long.py on two GPUs, whose gradients are offloaded but not sharded."""
     monkeypatch.setattr(aot, "available", lambda: False)

@@ -72,6 +72,7 @@ def killed_after(whole: Path, step: int, folder: Path) -> None:
             shutil.rmtree(path)
 
 
+@pytest.mark.full
 def test_each_set_is_evaluated_under_its_name(whole):
     evals = [r for r in records(whole) if r["log"] == "eval"]
     assert [(r["step"], r["name"]) for r in evals] == [(3, "new"), (3, "sums"), (6, "new"), (6, "sums")]

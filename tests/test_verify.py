@@ -63,7 +63,7 @@ FOUR = [f"{name}@4" for name in (*OFFLOADS, "offload_all")]
 
 @pytest.mark.parametrize(
     "only",
-    quick_at([(["offload_all"],), (FOUR,)], 0),
+    quick_at([(["offload_all"],), (FOUR,)]),
     ids=["all-1", "4"],
 )
 def test_offloading_changes_no_bit(only):
@@ -180,6 +180,7 @@ def test_every_axis_has_a_row_with_every_kind_of_placement():
     assert {frozenset(two) for two in itertools.combinations(AXES, 2)} <= found["offloads"]
 
 
+@pytest.mark.full
 def test_every_row_compares_two_different_things():
     """Each row draws what its reference does not, exists, and comes to the same sequences a step; configs/verify.py has
     sizes that all of them can use."""
@@ -255,6 +256,7 @@ def test_bounds_of_a_recipe(recipe):
     assert ("random numbers" in bounds["order"].reason) == (recipe == "nvfp4")
 
 
+@pytest.mark.full
 def test_what_cannot_run_here_is_skipped_not_passed():
     rows = verify(small_config(), steps=1, only=["hsdp_cp_2x2x2", "memcpy_all_gather@4"], devices=jax.devices()[:4])
     assert [row.status for row in rows] == ["skipped"] * 2
