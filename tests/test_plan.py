@@ -7,6 +7,7 @@ of configs/*.py at their real sizes: compiling takes as long for a small model.
 import dataclasses
 import fcntl
 import hashlib
+import importlib.metadata
 import io
 import json
 import math
@@ -15,6 +16,7 @@ import re
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -492,6 +494,34 @@ def compiled_step(gpus: int, **changes) -> str:
     return aot.compile_for(program.function, program.arguments, mesh, compiler_options(run, "gpu")).text
 
 
+def results(text: str) -> dict[hlo.Array, str]:
+    """An instruction of a compiled step for each size of array that one makes, fused ones and loops left out."""
+    module = hlo.parse_module(text)
+    fused = {
+        name for c in module.values() for i in c.values() if i.opcode == "fusion" for name in hlo.called(i, "calls")
+    }
+    passed_on = ("parameter", "get-tuple-element", "tuple", "while", "bitcast", "opt-barrier", "conditional", "call")
+    made = [i for name, c in module.items() if name not in fused for i in c.values() if i.opcode not in passed_on]
+    return {array: i.name for i in made for array in hlo.arrays(i.shape)}
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("offloads", [False, True])
+def test_no_temporary_is_larger_than_the_experts_of_two_layers(offloads):
+    """Of six layers; state, which is as large as all, is changed in place."""
+    sizes = {"num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "num_hidden_layers": 6}
+    fields: dict[str, Any] = {f"model.{name}": size for name, size in sizes.items()}
+    text = compiled_step(1, **fields, **dict.fromkeys(ALL, offloads))
+    c = config(gpus=1, **BLOCKS)
+    of_a_layer = 64 * 3 * c.model.hidden_size * 128 * 2  # bfloat16
+    state = {
+        array for i in hlo.parse_module(text)[""].values() if i.opcode == "parameter" for array in hlo.arrays(i.shape)
+    }
+    largest, name = max((array.bytes, name) for array, name in results(text).items() if array not in state)
+    assert of_a_layer / 6 < largest < 2 * of_a_layer, (name, largest, of_a_layer)
+
+
 ALTERNATING = {"model.num_hidden_layers": 6, "model.sliding_window": 32, "model.sliding_window_pattern": 2}
 
 
@@ -702,8 +732,25 @@ def test_without_the_compiler_there_is_an_estimate(tmp_path, monkeypatch, capsys
     assert found["estimate"] and found["gpus"] == 4 and found["predicted_step_s"] is None
     assert "no time is predicted: an estimate" in out
     assert "nothing was compiled" in refused([*argv, "--trace", str(tmp_path / "trace.json")])
+    in_files = ["--config.offload_optimizer=nvme", "--trace", str(tmp_path / "trace.json")]
+    assert "--trace: expected a step that is one program, got offload_optimizer='nvme'" in refused([*argv, *in_files])
     assert found["h2d_bytes"] == found["d2h_bytes"] == found["classes"]["master"]["host"] > 0
     assert all(x["bytes"] == x["textbook_bytes"] for x in found["collectives"])
+
+
+def test_programs_are_compiled_for_the_cudnn_that_is_installed(monkeypatch):
+    """XLA's description of a GPU has its version: of CUDA 13's wheel or, without it, of CUDA 12's."""
+    versions = {"nvidia-cudnn-cu13": "9.28.1.5", "nvidia-cudnn-cu12": "9.11.0.98"}
+
+    def version(wheel: str) -> str:
+        if wheel not in versions:
+            raise importlib.metadata.PackageNotFoundError(wheel)
+        return versions[wheel]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert "dnn_version_info { major: 9 minor: 28 patch: 1 }" in " ".join(aot.target_config(GPUS["h100"]).split())
+    del versions["nvidia-cudnn-cu13"]
+    assert aot.cudnn_version() == "9.11.0"
 
 
 def test_units_follow_the_largest_number(monkeypatch):
