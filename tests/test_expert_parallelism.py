@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from small import CONFIG, Small, needs, normal, quick_at, tokens, worst_relative
-from test_engine import engine_gradients
-from test_experts import ALL, BOTH, ORDER_OF_SUMS, dense, two_products
+from test_engine import ORDER_OF_SUMS, engine_gradients
+from test_experts import ALL, BOTH, dense, two_products
 from test_tensor_parallel_recipes import FLAT, first_steps, in_recipe, on_one_device
 
 from pallas_kernels import nvfp4_format
