@@ -111,7 +111,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "tp4": {"gpus": 4, "tp_size": 4},
     "dp2-tp2": {"gpus": 4, "tp_size": 2},
     "ulysses2-dp2": {"gpus": 4, "cp_size": 2, "cp_method": "ulysses"},
-    "allgather2-dp2": {"gpus": 4, "cp_size": 2, "cp_method": "allgather"},
+    "allgather4-dp2": {"gpus": 8, "cp_size": 4, "cp_method": "allgather"},
     "ring2-tp2-dp2": {"gpus": 8, "cp_size": 2, "cp_method": "ring", "tp_size": 2},
     "ring4-tp2": {"gpus": 8, "cp_size": 4, "cp_method": "ring", "tp_size": 2},
     "pp2-dp2": {"gpus": 4, "pp_size": 2},
