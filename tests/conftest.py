@@ -102,7 +102,7 @@ def keep_programs_of_several_devices_in_memory():
     compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time = get, put
 
 
-PROGRAMS_KEPT = 200  # of several devices, by a process
+PROGRAMS_KEPT = 20  # of several devices, by a process; each has some 200 memory maps, of which Linux allows 65,530
 
 
 def keep_out_of_home():
