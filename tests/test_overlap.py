@@ -28,9 +28,10 @@ def recipe(name: str, **settings) -> dict:
     return {"config": WIDE, "compute": Compute(precision=Precision(recipe=name, **settings))}
 
 
-# Where state rests and what numbers it has; and loops of one layer and over two kinds.
+# Where state rests and what numbers it has; and loops of one layer, of pairs, and over two kinds.
 CASES = {
     "all": ALL | {"microbatches_per_fetch": 2},
+    "pairs": ALL | {"config": dataclasses.replace(CONFIG, num_hidden_layers=6)},
     "alternating": ALL
     | {"config": dataclasses.replace(CONFIG, sliding_window=4, sliding_window_pattern=2, num_hidden_layers=5)}
     | {"devices": 2, "zero_level": 3, "resident_layers": 1},
