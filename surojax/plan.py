@@ -122,8 +122,8 @@ def main(argv: list[str] | None = None) -> None:
         check_cost(args)
         if args.trace is not None and (in_files := [name for name in OFFLOADS.values() if c[name] == "nvme"]):
             raise ConfigError(
-                f"--trace: expected a step that is one program, got {in_files[0]}='nvme', with which it is several; leave "
-                "it out, or set that to True"
+                f"--trace: expected a step that is one program, got {in_files[0]}='nvme', with which it is several; "
+                "leave it out, or set that to True"
             )
         disks(args.disk)
         if sys.stderr.isatty():
