@@ -16,6 +16,7 @@ import site
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -84,25 +85,39 @@ def keep_programs_of_several_devices_in_memory():
 
     mesh.disable_compilation_cache = lambda: None
     read, write = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
-    compiled = {}
 
     def get(key, options, backend, devices, *callbacks):
         if len(devices) == 1:
             return read(key, options, backend, devices, *callbacks)
-        return compiled.get(key, (None, None))
+        return _COMPILED.get(key, (None, None))
 
     def put(key, name, executable, backend, seconds):
         if len(executable.local_devices()) == 1:
             write(key, name, executable, backend, seconds)
         else:
-            compiled[key] = executable, seconds
-            if len(compiled) > PROGRAMS_KEPT:
-                del compiled[next(iter(compiled))]
+            _COMPILED[key] = executable, seconds
+            if len(_COMPILED) > PROGRAMS_KEPT:
+                del _COMPILED[next(iter(_COMPILED))]
 
     compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time = get, put
 
 
-PROGRAMS_KEPT = 20  # of several devices, by a process; each has some 200 memory maps, of which Linux allows 65,530
+_COMPILED = {}
+PROGRAMS_KEPT = 20  # of several devices, by a process
+MAPS = 30_000  # a program has some 200 memory maps, and a process that reaches Linux's 65,530 aborts
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """After the tests of a module: lets go of all programs if this process has too many memory maps."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
+        import jax
+
+        _COMPILED.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 def keep_out_of_home():
