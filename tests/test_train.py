@@ -376,10 +376,12 @@ def test_ctrl_c_twice_at_once_is_one(config, tmp_path, capsys, monkeypatch):
 
 
 SLOW = """
+import signal
 import sys
 import jax, jax.numpy as jnp
 from surojax.run import stop
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in the background of a shell do not have
 jax.config.update("jax_cpu_enable_async_dispatch", sys.argv[2] == "waits")
 stop.GRACE_S = 0.3
 slow = jax.jit(lambda x: jax.lax.fori_loop(0, 10**9, lambda _, x: jnp.cos(x) @ x, x))
