@@ -4,11 +4,14 @@
 trainers made without an error, each made here in our source, with the test that notices.
 """
 
+import builtins
 import dataclasses
+import dis
 import inspect
 import json
 import re
 import tempfile
+import types
 from pathlib import Path
 
 import chex
@@ -790,6 +793,12 @@ MISTAKES = {
 }
 
 
+def global_names(code: types.CodeType) -> set[str]:
+    """Returns the names that a module's code and its functions read from the module."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    return names.union(*(global_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
 @pytest.fixture
 def remade(monkeypatch):
     """(module, old, new): replaces text of a module's source, and what was made of it everywhere."""
@@ -798,7 +807,10 @@ def remade(monkeypatch):
         source = Path(module.__file__).read_text()
         assert source.count(old) == 1
         namespace = {"__name__": module.__name__, "__file__": module.__file__}
-        exec(compile(source.replace(old, new), module.__file__, "exec"), namespace)
+        code = compile(source.replace(old, new), module.__file__, "exec")
+        exec(code, namespace)
+        unknown = global_names(code) - namespace.keys() - vars(builtins).keys()
+        assert not unknown, f"{new!r} has names that {module.__name__} lacks: {unknown}"
         if module is grouped:
             for name in ("blocks_of", "sum_of_experts"):
                 monkeypatch.setattr(experts, name, namespace[name])
@@ -810,6 +822,12 @@ def remade(monkeypatch):
             monkeypatch.setattr(experts.Experts, name, getattr(namespace["Experts"], name))
 
     return make
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_can_be_made(remade, mistake):
+    """Here, since whether it is noticed is asked among the full tests, which take turns."""
+    remade(*MISTAKES[mistake])
 
 
 @pytest.mark.full

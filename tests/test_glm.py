@@ -125,11 +125,16 @@ def test_equals_transformers(tmp_path, case):
 
 
 MISTAKES = {
-    "the bias weighs, too": ("jnp.where(is_chosen_BSkE, score_BSE[", "jnp.where(is_chosen_BSkE, ranked_BSE["),
+    "the bias weighs, too": ("scores_of_chosen(score_BSE, chosen_BSk)", "scores_of_chosen(ranked_BSE, chosen_BSk)"),
     "nobody adds the bias": ("ranked_BSE = score_BSE + ", "ranked_BSE = score_BSE + 0 * "),
     "weights are not scaled": ("if c.routed_scaling_factor != 1:", "if False:"),
     "a softmax of the logits": ("score_BSE = jax.nn.sigmoid(logits_BSE)", "score_BSE = jax.nn.softmax(logits_BSE)"),
 }
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_can_be_made(remade, mistake):  # noqa: F811
+    remade(experts, *MISTAKES[mistake])
 
 
 @pytest.mark.full
