@@ -2,8 +2,8 @@
 
     python benchmarks/any_size.py [--layers 54] [--hidden 1536] [--steps 5] [--folder FOLDER]
 
-The default has 1.53B parameters with float32 AdamW: 28 GiB of files, and 24 GB more for the checkpoint at the end. Every
-class is in files, and updates are under the next forward pass. What is run, one after the other:
+The default has 1.53B parameters with float32 AdamW: 28 GiB of files, and 18 GB more for the checkpoint at the end.
+Every class is in files, and updates are under the next forward pass. What is run, one after the other:
 
 * **Products.** The same model with few layers, and with twice as many, all in memory; the difference is the time of the
   layers between, from which follows the time of all.
@@ -11,7 +11,7 @@ class is in files, and updates are under the next forward pass. What is run, one
 * **All layers in files**, with 128 tokens a step, of which the disk takes longest, and with 512, of which products do:
   seconds a step, beside the larger of products and disk. The disk's are the bytes that the process has moved, by the
   kernel's count, at the rates of a file in the same folder that is read and written as a step does, before and after.
-  The largest resident memory of the process and its children, all of them together, is sampled ten times a second.
+  The largest resident memory of the process and its children together is sampled ten times a second.
 * **Killed twice** with SIGKILL, with two slots of the state, within one of the first steps and one of the last: the
   same records.
 
@@ -48,7 +48,7 @@ GB, GIB = 1e9, 2**30
 LIMIT = 1.15  # of what products or the disk take
 FEW = 4  # layers that are in memory
 FILE_BYTES = 2 * GIB  # that are written and read to know the disk
-CASES = {"disk": 1, "products": 4}  # what is expected to take longest -> rows of 128 tokens
+ROWS = (1, 4)  # of 128 tokens: the disk takes longest, or products do
 
 
 def get_config() -> Config:
@@ -110,7 +110,7 @@ def family(process: psutil.Process) -> Iterator[psutil.Process]:
 
 
 class Watch(threading.Thread):
-    """Samples a process: the largest resident memory with its children, and its bytes on disks as steps are recorded."""
+    """Samples a process: its resident memory with its children at most, and its bytes on disks by recorded step."""
 
     def __init__(self, pid: int, folder: Path):
         super().__init__(daemon=True)
@@ -189,7 +189,7 @@ def rates(folder: Path) -> Rates:
     store = Store(folder, 1)
     store.reserve(FILE_BYTES, "master")
     data = np.frombuffer(np.random.default_rng(0).bytes(CHUNK), np.uint8)
-    raw = store._buffers.take(CHUNK)  # noqa: SLF001  aligned, as a step's are
+    raw = store._buffers.take(CHUNK)  # aligned, as a step's are
 
     def timed(move: Any, end: Any) -> tuple[float, float]:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -240,7 +240,7 @@ def main() -> None:
         base = interpreter()
         print(f"{a.layers} layers of {a.hidden}; an idle process has {base / GIB:.2f} GiB resident", flush=True)
         whole: list[dict[str, Any]] = []
-        for case, rows in CASES.items():
+        for rows in ROWS:
             few, twice = (run(folder / "memory", fields(n, rows)) for n in (FEW, 2 * FEW))
             of_layer = (twice.seconds - few.seconds) / FEW
             products = few.seconds + (a.layers - FEW) * of_layer
@@ -261,7 +261,7 @@ def main() -> None:
                 flush=True,
             )
         slots = in_files(disk, nvme_slots=2)
-        records = killed(folder / "killed", fields(a.layers, CASES["disk"], **slots), (1, a.steps - 2), a.steps)
+        records = killed(folder / "killed", fields(a.layers, ROWS[0], **slots), (1, a.steps - 2), a.steps)
         same = records == [r for r in whole if r["log"] == "step"][: a.steps]
         print(f"killed twice: {'the same records' if same else 'OTHER RECORDS'}")
     sys.exit(not (well and same))

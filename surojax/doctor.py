@@ -113,6 +113,14 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--nvme-path", metavar="DIR", default="", help="folder whose disk is to hold state in files: it has to be fast"
     )
+    options.add_argument(
+        "--sustained",
+        metavar="SECONDS",
+        type=float,
+        default=0.0,
+        help="write half of that disk's free space, over and over for so long, 60 or more: what a drive does once its "
+        "cache is full. plan and fit read its rates with --disk DIR. This wears it: a fast one by some 5 GB a second",
+    )
     options.add_argument("--output", metavar="FILE", default="doctor.md", help="the report (doctor.md)")
     options.add_argument("--json", metavar="FILE", help="write the report there as JSON as well")
     options.add_argument(
@@ -137,11 +145,15 @@ def main(argv: list[str] | None = None) -> None:
         folder = str(expanded(args.nvme_path)) if args.nvme_path else ""
         change = "create it, or choose another"
         need(not folder or Path(folder).is_dir(), "--nvme-path", "a folder", args.nvme_path, change)
+        need(0 <= args.sustained < 3600, "--sustained", "seconds below 3600", args.sustained, "60 is usual")
+        need(
+            not args.sustained or bool(folder), "--sustained", "--nvme-path as well", args.sustained, "name the folder"
+        )
         output = check_output("--output", args.output)
         as_data = check_output("--json", args.json) if args.json is not None else None
         started = time.perf_counter()
         print(f"{'check':<14}{'of what':<{PART}}verdict", flush=True)
-        verdicts = printed(examine(names, Asked(folder, args.rates_file)))
+        verdicts = printed(examine(names, Asked(folder, args.rates_file, args.sustained)))
         seconds = time.perf_counter() - started
         print(summary(verdicts))
         write_report(output, report_markdown(verdicts, seconds))

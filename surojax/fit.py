@@ -28,8 +28,9 @@ from surojax.planner import aot, footprint
 from surojax.planner.amounts import GiB, gib
 from surojax.planner.changes import differing, flags, wrapped
 from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
+from surojax.planner.disks import wear
+from surojax.planner.drives import disks
 from surojax.planner.fastest import MOST_COMPILED, FitResult, Trial, fastest
-from surojax.planner.file_time import disks, wear
 from surojax.planner.gpus import GPUS, gpu_key
 from surojax.planner.plan_text import cost, range_lines
 from surojax.planner.prediction import milliseconds
@@ -79,7 +80,7 @@ def result_table(result: FitResult, top: int = SHOWN, given: Config | None = Non
     best = result.rows[0]
     if best.estimate.need.files:
         lines += ["", f"nothing fits without files; disks: {result.disks}"]
-        lines += [wear(best.plan.gpus_per_node * best.plan.nvme_write_bytes)] if best.plan else []
+        lines += [wear(best.plan.gpus_per_node * best.plan.nvme_write_bytes, best.plan.drive_tbw)] if best.plan else []
     return "\n".join(lines)
 
 
@@ -259,7 +260,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
         args.gpu = gpu_key(args.gpu)
         check_cost(args)
-        disks(args.disk)
+        disks(args.disk, c.rates_file)
         for option, value in (("--host-memory", args.host_memory), ("--nvme", args.nvme), ("--top", args.top)):
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{option}: expected more than 0, got {value}; leave it out")

@@ -21,7 +21,7 @@ from surojax.config.flags import parse_flags
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.pages.plan_page import page
 from surojax.planner.choices import OFFLOADS
-from surojax.planner.file_time import disks
+from surojax.planner.drives import DRIVES, disks
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan_text import cost, plan_table
 from surojax.planner.run_plan import Plan, plan
@@ -65,8 +65,10 @@ def add_disk(machine: argparse._ArgumentGroup) -> None:
     """Adds the option for the speed of a machine's disks."""
     machine.add_argument(
         "--disk",
-        metavar="READ/WRITE",
-        help="GB/s of the disk that holds files (offload_*=nvme), as 7.4/6.9, or 2x7.4/6.9 of two; assumed if left out",
+        metavar="DISK",
+        help="that holds files (offload_*=nvme): GB/s read and written, as 7.4/6.9, or 2x7.4/6.9 of two; a drive, as "
+        f"{next(iter(DRIVES))}, or with :2 for two, of {', '.join(DRIVES)}; or a folder that surojax doctor has "
+        "measured; assumed if left out",
     )
 
 
@@ -125,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"--trace: expected a step that is one program, got {in_files[0]}='nvme', with which it is several; "
                 "leave it out, or set that to True"
             )
-        disks(args.disk)
+        disks(args.disk, c.rates_file)
         if sys.stderr.isatty():
             print(f"compiling the step for {args.gpu}, which takes a minute or two", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:

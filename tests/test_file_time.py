@@ -11,8 +11,10 @@ from small import quick_at
 
 from surojax.config import flags
 from surojax.errors import ConfigError
-from surojax.planner import file_time, footprint, traffic
-from surojax.planner.file_time import Disks, SimulatedStep
+from surojax.planner import file_time, footprint, seen, traffic
+from surojax.planner.disks import SAID, Disks, wear
+from surojax.planner.drives import DRIVES, disks
+from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import GPUS
 from surojax.planner.rates import DISKS
 from surojax.planner.timeline import Timeline
@@ -71,18 +73,35 @@ def test_machines_share_the_bytes_and_gpus_those_that_the_host_puts():
     assert of_link.seconds == pytest.approx(20) and of_link.exposed["forward", "host in"] == pytest.approx(10 + 1)
 
 
-def test_the_option():
-    assert file_time.disks("7.4/6.9") == Disks(7.4e9, 6.9e9, file_time.SAID)
-    assert file_time.disks("2x7/6") == Disks(14e9, 12e9, file_time.SAID)
-    assert "assumed" in str(file_time.disks(None)) and "as given" in str(file_time.disks("7/6"))
-    for wrong in ("", "7", "7/0", "-7/6", "0x7/6", "7/6x2", "nan/6", "7/99999", "7/6 "):
+def test_the_option(tmp_path):
+    assert disks("7.4/6.9") == Disks(7.4e9, 6.9e9, SAID, 1200, "as given")
+    assert disks("2x7/6") == Disks(14e9, 12e9, SAID, 2400, "as given")
+    assert "assumed" in str(disks(None)) and "as given" in str(disks("7/6"))
+    for wrong in ("", "7", "7/0", "-7/6", "0x7/6", "7/6x2", "nan/6", "7/99999", "7/6 ", "sn850", "sn850x:0", "t500:"):
         with pytest.raises(ConfigError, match=r"^--disk: expected GB/s read and written, .*" + re.escape(repr(wrong))):
-            file_time.disks(wrong)
+            disks(wrong)
 
 
-def test_the_endurance_of_a_drive():
-    assert file_time.wear(1.2e12).startswith("1,200.0 GB written to files a step: 1,200 TB")
-    assert file_time.wear(1.2e12).endswith("after 1,000 steps") and "nothing" in file_time.wear(0)
+def test_drives_by_name_and_folders_that_were_measured(tmp_path):
+    for name, drive in DRIVES.items():
+        two = disks(f"{name}:2")
+        assert (two.read, two.write, two.tbw) == (2e9 * drive.read, 2e9 * drive.write, 2 * drive.tbw)
+        assert disks(name).read == two.read / 2 and name in str(two)
+    rates = str(tmp_path / "rates.json")
+    one, other = str(tmp_path / "a"), str(tmp_path / "b")
+    assert f"--disk {one}" in seen.record_disk(rates, one, seen.DiskRates(3e9, 2e9))
+    with pytest.raises(ConfigError, match=f"^--disk: expected a folder that was measured, got '{other}'"):
+        disks(f"{one},{other}", rates)
+    seen.record_disk(rates, other, seen.DiskRates(1e9, 0.5e9))
+    both = disks(f"{one},{other}", rates)
+    assert (both.read, both.write, both.tbw) == (4e9, 2.5e9, 2400)
+    seen.record_disk(rates, other, seen.DiskRates(2e9, 1e9))  # the newest counts
+    assert disks(other, rates).read == 2e9 and seen.corrected(GPU, rates) == GPU
+
+
+def test_the_endurance_of_drives():
+    assert wear(1.2e12, 2400).startswith("1,200.0 GB written to files a step: the 2,400 TB ")
+    assert wear(1.2e12, 2400).endswith("after 2,000 steps") and "nothing" in wear(0, 1200)
 
 
 FP32 = {"opt_m_dtype": "float32", "opt_v_dtype": "float32"}

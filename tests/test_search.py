@@ -37,7 +37,7 @@ from surojax.planner import (
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.changes import changed, differing, flags as flags_of
 from surojax.planner.costs import product_time
-from surojax.planner.file_time import Disks
+from surojax.planner.disks import Disks
 from surojax.planner.gpus import GPUS
 from surojax.planner.products import Seconds
 from surojax.planner.roofline import StorageTiers

@@ -21,7 +21,7 @@ from surojax.config.fields import flat
 from surojax.errors import Refused
 from surojax.pages import studio_page
 from surojax.planner import aot, candidate
-from surojax.planner.file_time import disks
+from surojax.planner.drives import disks
 from surojax.planner.gpus import with_nodes
 from surojax.planner.run_plan import checked, plan
 

@@ -53,6 +53,7 @@ assert {name for check in CHECKS.values() for name in check.options} <= BY_NAME.
 def in_process(name: str, asked: Asked) -> Iterator[Verdict]:
     """Runs a check in a process of its own with a limit of time, and yields its verdicts."""
     check = CHECKS[name]
+    seconds = check.seconds + asked.sustained_s
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_check; run_check(*sys.argv[1:])"
     environment = dict(os.environ)
     if (platforms := environment.get("JAX_PLATFORMS")) and "cpu" not in platforms.split(","):
@@ -64,9 +65,9 @@ def in_process(name: str, asked: Asked) -> Iterator[Verdict]:
             command = [sys.executable, "-c", code, name, str(verdicts), json.dumps(asked)]
             process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment)
             try:
-                ended = how_it_ended(process.wait(check.seconds))
+                ended = how_it_ended(process.wait(seconds))
             except subprocess.TimeoutExpired:
-                ended = f"no end within {check.seconds:g} s"
+                ended = f"no end within {seconds:g} s"
             finally:
                 process.kill()
                 process.wait()

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -152,10 +153,14 @@ def disk(asked: Asked) -> Iterator[Verdict]:
     folder = asked.nvme_path or "."
 
     def rates() -> Verdict:
-        written, read = disk_rates(Path(folder), DISK_BYTES)
-        said = f"written at {written / MiB:,.0f} MiB/s, read at {read / MiB:,.0f} MiB/s"
+        written, read = disk_rates(Path(folder), DISK_BYTES, asked.sustained_s)
+        for_long = f" for {asked.sustained_s:g} s" * bool(asked.sustained_s)
+        said = f"written at {written / MiB:,.0f} MiB/s{for_long}, read at {read / MiB:,.0f} MiB/s"
         slow = min(written, read) < nvme.SLOW_MIB_S * MiB
-        said += f"; state in files wants {nvme.SLOW_MIB_S} and more, which the planner takes no time for"
+        said += f"; state in files wants {nvme.SLOW_MIB_S} and more"
+        if asked.sustained_s:
+            rates = seen.DiskRates(read, written)
+            said += f" ({seen.record_disk(asked.rates_file, str(Path(folder).absolute()), rates)})"
         if slow and asked.nvme_path:
             return failed(check, folder, said, ("offload_optimizer", "offload_master"))
         return ok(check, folder, said + (" (--nvme-path FOLDER measures another disk)" if not asked.nvme_path else ""))
@@ -163,18 +168,40 @@ def disk(asked: Asked) -> Iterator[Verdict]:
     yield from attempt(check, folder, rates, options=("offload_optimizer", "offload_master"))
 
 
-def disk_rates(folder: Path, size: int) -> tuple[float, float]:
+def disk_rates(folder: Path, size: int, sustained_s: float = 0.0) -> tuple[float, float]:
     """Measures (bytes/s written, bytes/s read) with a new file of this size, which is removed.
 
+    sustained_s: seconds for which a larger one, of half the free space, is written over and over; the rate is that of
+    the second half of them, when a drive's cache is full. 0: not at all.
     Where the system cannot go past its page cache (macOS), what is read comes from there.
     """
+    if sustained_s:
+        size = max(size, shutil.disk_usage(folder).free // 2)
     with tempfile.TemporaryDirectory(prefix="doctor", dir=folder) as inside:
         store = Store(inside, 1)
         store.reserve(size, "master")
         try:
-            return nvme.write_rate(store), nvme.read_rate(store)
+            written = sustained_rate(store, sustained_s) if sustained_s else nvme.write_rate(store)
+            return written, nvme.read_rate(store)
         finally:
             store.close()
+
+
+def sustained_rate(store: Store, seconds: float) -> float:
+    """Writes a store's file over and over for so long; returns bytes/s of the second half of the time."""
+    data = np.frombuffer(np.random.default_rng(0).bytes(nvme.CHUNK), np.uint8)
+    last = max(1, store.bytes // len(data)) - 1  # the number of the last chunk of the file
+    data = data[: store.bytes]
+    start = half = time.perf_counter()
+    counted = number = 0
+    while (now := time.perf_counter()) < start + seconds or not counted:
+        if half == start and now >= start + seconds / 2:
+            half, counted = now, 0
+        store.write_file(data, number * len(data))
+        number = number + 1 if number < last else 0
+        counted += len(data)
+    store.file.sync()
+    return counted / (time.perf_counter() - half)
 
 
 # -- Rates ------------------------------------------------------------------------------------------------------------

@@ -24,10 +24,14 @@ class Verdict(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The command's arguments. nvme_path: the folder whose disk is measured. rates_file: as the config's field."""
+    """The command's arguments. nvme_path: the folder whose disk is measured. rates_file: as the config's field.
+
+    sustained_s: seconds for which that disk is written before its rates count.
+    """
 
     nvme_path: str
     rates_file: str
+    sustained_s: float = 0.0
 
 
 def ok(check: str, part: str, said: str) -> Verdict:

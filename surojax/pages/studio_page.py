@@ -25,7 +25,8 @@ from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, device_limit, host_limit
 from surojax.planner.changes import changed, differing, flags as as_flags
 from surojax.planner.choices import with_batch
-from surojax.planner.file_time import Disks, disks
+from surojax.planner.disks import Disks
+from surojax.planner.drives import disks
 from surojax.planner.gpus import GB, GPUS, gpu_key, with_nodes
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING, with_limits_lifted
@@ -41,7 +42,7 @@ class StudioQuery:
     """A query for a model, a machine and settings. config: with machine and settings. given: without the settings.
 
     model: what `--config` takes, or `--config.model_path`. host: GiB of a machine's memory, and files: GB on its
-    drives; None: as much as needed, and none. disk: see `file_time.disks`.
+    drives; None: as much as needed, and none. disk: see `drives.disks`.
     """
 
     model: str
@@ -55,7 +56,7 @@ class StudioQuery:
     @property
     def disks(self) -> Disks:
         """The machine's disks."""
-        return disks(self.disk)
+        return disks(self.disk, self.config.rates_file)
 
     def space(self) -> Space:
         """Makes the search space: the checked config with the machine's GPUs, memory and disks. Raises ConfigError."""
@@ -95,7 +96,7 @@ def question(query: Mapping[str, str]) -> StudioQuery:
     config = copy.deepcopy(given)
     flags.override_all(config, parsed_settings(query.get("settings", "")))
     disk = query.get("disk", "").strip() or None
-    disks(disk)
+    disks(disk, config.rates_file)
     return StudioQuery(model, gpu, given, config, number(query, "host"), number(query, "files"), disk)
 
 

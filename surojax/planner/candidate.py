@@ -8,7 +8,7 @@ from surojax.placement.home import DEVICE, HOST
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
 from surojax.planner.changes import Change
-from surojax.planner.file_time import ASSUMED_DISKS, Disks
+from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import HOST_POOL, POOL, Rows, assembly, by_class, memory
 from surojax.planner.gpus import Gpu
 from surojax.planner.layer_sizes import accumulators

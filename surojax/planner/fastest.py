@@ -17,7 +17,8 @@ from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, device_limit, host_limit
 from surojax.planner.changes import Change, changed, differing, flags
 from surojax.planner.choices import NUMBERS
-from surojax.planner.file_time import Disks, disks
+from surojax.planner.disks import Disks
+from surojax.planner.drives import disks
 from surojax.planner.gpus import GB, gpu_key, with_nodes
 from surojax.planner.run_plan import Plan, checked, plan
 from surojax.planner.search import Found, Space, best, kind, search
@@ -110,7 +111,7 @@ def fastest(
     gpu: what `gpus.gpu_key` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
     in a machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`. nvme: room
     for files in GB, on the drives of all machines together; None: no files. disk: the disks of a machine, as
-    `file_time.disks` takes them; None: assumed. allow: words of `choices.NUMBERS`. keep: fields that are not changed.
+    `drives.disks` takes them; None: assumed. allow: words of `choices.NUMBERS`. keep: fields that are not changed.
     most: settings that are compiled. say: told what goes on.
 
     Raises ConfigError for what `train` refuses, and for an unknown GPU.
@@ -128,7 +129,7 @@ def fastest(
             raise ConfigError(f"--allow {word}: {error}") from error
     host = math.inf if host_memory is None else host_limit(host_memory * GiB)
     limits = Memory(device_limit(facts), host, (nvme or 0.0) * 1e9)
-    space = Space(c, facts, limits, tuple(allow), tuple(keep), disks=disks(disk))
+    space = Space(c, facts, limits, tuple(allow), tuple(keep), disks=disks(disk, c.rates_file))
     found = search(space)
     if not found.families:
         raise ConfigError(f"--keep: expected fields that leave settings to try, got {', '.join(keep)}; keep fewer")

@@ -3,8 +3,7 @@
 A pass over layers takes as long as its programs, as its files, or as what the host puts on the device for it, whichever
 takes longest: those of a layer overlap with those of the layers beside it. Nothing hides the first layer that a pass
 reads, but for the update's, which comes while gradients are computed, and the last one that it writes. The update of
-embedding and head is a pass over their pieces. A disk does one direction at a time: reading and writing at once takes
-as long as one after the other (docs/LOG.md, 2026-11-24).
+embedding and head is a pass over their pieces.
 
 Not modelled: the CPU time of file access, checkpoints that are written meanwhile, and programs that are not of a layer
 while files are read.
@@ -13,74 +12,19 @@ while files are read.
 import collections
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 
-from surojax.errors import ConfigError
 from surojax.planner import costs
 from surojax.planner.costs import HOST_IN, ProgramOnGpu
-from surojax.planner.gpus import GB, Gpu
+from surojax.planner.disks import ASSUMED_DISKS, Disks
+from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
 from surojax.planner.layer_sizes import size
-from surojax.planner.rates import ASSUMED, DISKS, HERE, SHEET, Span
+from surojax.planner.rates import DISKS
 from surojax.planner.timeline import Timeline, simulate
 from surojax.step.step_parts import Program
 
 UPDATE = "update"  # the pass whose first layer is read before it begins
-TB = 1e12
-DRIVE_TBW = 1200  # TB that the makers of 2 TB consumer drives warrant (Samsung 990 PRO, 980 PRO)
-# Disks that nobody said: at the fast end of a PCIe 4.0 drive, at the slow end what consumer drives write once their
-# cache is full (techpowerup.com's reviews of write intensive usage: 0.5 to 2 GB/s).
-UNKNOWN = Span(0.25, 1.1, ASSUMED)
-SAID = Span(0.8, 1.05, SHEET)
-MEASURED_HERE = Span(0.25, 1.05, HERE)  # at the start of a run; the slow end is that of a full cache, as above
-FORM = re.compile(r"(?:(\d{1,4})x)?(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", re.ASCII)
-
-
-@dataclasses.dataclass(frozen=True)
-class Disks:
-    """The disks of a machine that hold the files of a run, together.
-
-    read, write: B/s, one direction at a time. span: how far they are known.
-    """
-
-    read: float = 7e9
-    write: float = 6e9
-    span: Span = UNKNOWN
-
-    def seconds(self, read: float, written: float, end: float = 1.0) -> float:
-        """Seconds that so many bytes take. end: a multiple of the rates."""
-        return (read / self.read + written / self.write) / end
-
-    def shared_by(self, gpus: int) -> "Disks":
-        """The share of each of so many GPUs in these disks."""
-        return dataclasses.replace(self, read=self.read / gpus, write=self.write / gpus)
-
-    def __str__(self) -> str:
-        source = "assumed; --disk says what there is" if self.span is UNKNOWN else "as given"
-        return f"{self.read / GB:g} GB/s read, {self.write / GB:g} written ({source})"
-
-
-ASSUMED_DISKS = Disks()
-
-
-def disks(text: str | None) -> Disks:
-    """What `--disk` says: "7.4/6.9", GB/s read and written, or "2x7.4/6.9". Raises ConfigError for anything else."""
-    if text is None:
-        return ASSUMED_DISKS
-    match = FORM.fullmatch(text)
-    number, read, write = (float(x or 1) for x in match.groups()) if match else (0.0, 0.0, 0.0)
-    if not 0 < min(number, read, write) <= max(read, write) < 1e4:
-        raise ConfigError(f"--disk: expected GB/s read and written, as 7.4/6.9 or 2x7.4/6.9, got {text!r}; correct it")
-    return Disks(number * read * GB, number * write * GB, SAID)
-
-
-def wear(written: float) -> str:
-    """A line about what so many bytes written a step and machine do to a drive."""
-    if not written:
-        return "nothing is written to files"
-    after = f"{DRIVE_TBW:,} TB, which a 2 TB consumer drive is made for, after {DRIVE_TBW * TB / written:,.0f} steps"
-    return f"{written / GB:,.1f} GB written to files a step: {after}"
 
 
 def moved(parts: Sequence[Program]) -> tuple[int, int]:

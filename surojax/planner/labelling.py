@@ -19,9 +19,11 @@ from surojax.errors import ConfigError
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, make_mesh
-from surojax.planner import aot, file_time, hlo, run_plan, stages
+from surojax.planner import aot, hlo, run_plan, stages
 from surojax.planner.amounts import gib
 from surojax.planner.costs import HOST_IN, ProgramOnGpu
+from surojax.planner.disks import Disks
+from surojax.planner.drives import disks
 from surojax.planner.gpus import GB, GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.layer_sizes import size
 from surojax.planner.timeline import simulate
@@ -68,7 +70,7 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
 
     Raises ConfigError as `run_plan.plan` does, and if no compiler for GPUs is installed.
     """
-    gpu, disks = gpu_key(gpu), file_time.disks(disk)
+    gpu, on_disks = gpu_key(gpu), disks(disk, config.rates_file)
     c = run_plan.checked(config, gpu)
     if not aot.available():
         raise ConfigError(f"--plan: expected a compiler for GPUs, got none; {aot.EXTRA}")
@@ -91,7 +93,7 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
     other_batches = (batches - 1) * max(x.output_bytes + bytes_per_device(arrays) for x in compiled)
     kernels = batches * sum(part.times * x.seconds for part, x in zip(programs, timelines, strict=True))
     if in_files:
-        seconds, resources = _by_layer(programs, kernels, facts, c.gpus, disks)
+        seconds, resources = _by_layer(programs, kernels, facts, c.gpus, on_disks)
     else:
         copies = timelines[0].busy.get(HOST_IN, 0.0)
         waited = sum(s for (_, kind), s in timelines[0].exposed.items() if kind == HOST_IN)
@@ -112,7 +114,7 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
 
 
 def _by_layer(
-    programs: list[Program], kernels: float, gpu: Gpu, gpus: int, disks: file_time.Disks
+    programs: list[Program], kernels: float, gpu: Gpu, gpus: int, disks: Disks
 ) -> tuple[float, dict[str, float]]:
     """Returns (seconds of several batches, busy seconds by resource). kernels: seconds of the batches' programs."""
     read = sum(part.times * part.read for part in programs)

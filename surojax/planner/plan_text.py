@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from surojax.placement.home import HOMES
 from surojax.planner import aot
 from surojax.planner.amounts import gib, memory_unit
-from surojax.planner.file_time import wear
+from surojax.planner.disks import wear
 from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import milliseconds
@@ -67,7 +67,7 @@ def plan_table(p: Plan) -> str:
     parts = ", ".join(f"{RESOURCES[resource]} {t / unit:.3f}" for resource, t in p.times_s.items())
     bound = f"{p.step_time_bound_s / unit:.3f} {name}, bound by {RESOURCES[p.bound_by]}"
     if p.disks:
-        lines += ["", f"disks: {p.disks}", wear(p.gpus_per_node * p.nvme_write_bytes)]
+        lines += ["", f"disks: {p.disks}", wear(p.gpus_per_node * p.nvme_write_bytes, p.drive_tbw)]
     return "\n".join([*lines, *prediction_lines(p), "", f"a step takes at least {bound} ({parts})", *verdict(p)])
 
 

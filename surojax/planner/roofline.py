@@ -39,7 +39,8 @@ from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Kind
 from surojax.placement.table import BY_LAYER, TO_DEVICE, kept_in_memory
 from surojax.planner import layer_sizes, links, products, step_collectives, traffic
-from surojax.planner.file_time import ASSUMED_DISKS, UPDATE, Disks
+from surojax.planner.disks import ASSUMED_DISKS, Disks
+from surojax.planner.file_time import UPDATE
 from surojax.planner.footprint import Rows
 from surojax.planner.gpus import Gpu, Rates
 from surojax.planner.layer_sizes import itemsize

@@ -50,6 +50,7 @@ from surojax.planner import (
 )
 from surojax.planner.amounts import GiB, Memory
 from surojax.planner.changes import changed
+from surojax.planner.drives import disks
 from surojax.planner.gpus import GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
@@ -88,6 +89,7 @@ class Plan(Prediction):
     nvme_read_bytes: int
     nvme_write_bytes: int
     disks: str  # of a machine, that hold files; "" without files
+    drive_tbw: float = 0.0  # TB that these disks are made for, together
     bubble: float  # fraction of a step in which a stage of `pp` idles, see `stages.bubble`; 0 without stages
     overlap: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # `hlo.Transfer`s in loops
     # {"count", "bytes", "largest"}: operations that XLA recomputes to save memory
@@ -116,7 +118,7 @@ def plan(
     gpu: what `gpus.gpu_key` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
     machine's host memory moves, both ways; None: see `Gpu.host_memory`. trace: a file for a trace of the simulated step
     (`prediction.trace`), written if its time is predicted. disk: the disks of a machine that hold files, as
-    `file_time.disks` takes them; None: assumed.
+    `drives.disks` takes them; None: assumed.
     advise: look for `changes` if it does not fit.
 
     A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
@@ -156,6 +158,7 @@ def plan(
     host_limit = None if host_memory is None else int(host_memory * GiB)
     in_table = {name: row for name, row in rows.items() if hasattr(run.engine.table, name)}
     in_files = sum(row["nvme"] for row in in_table.values())
+    on_disks = disks(disk, c.rates_file)
     device_limit = int(footprint.POOL * facts.memory_bytes)
     limit = Memory(device_limit, math.inf if host_limit is None else host_limit)
     need = Memory(measured["device_bytes"], facts.in_a_machine(n) * measured["host_bytes"])
@@ -177,7 +180,8 @@ def plan(
         collectives=collectives,
         bubble=stages.bubble(run, batch.microbatches),
         nvme_bytes=in_files,
-        disks=str(file_time.disks(disk)) if in_files else "",
+        disks=str(on_disks) if in_files else "",
+        drive_tbw=on_disks.tbw if in_files else 0.0,
         step_time_bound_s=times[bound_by],
         bound_by=bound_by,
         times_s=times,
@@ -258,7 +262,7 @@ def _compiled(
     if run.engine.table.in_files:
         machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
         with_files = file_time.SimulatedStep(
-            [module for module, _ in modules], run.mesh.shape, parts, machines, file_time.disks(disk)
+            [module for module, _ in modules], run.mesh.shape, parts, machines, disks(disk, c.rates_file)
         )
         predicted = prediction.step_prediction(with_files, run, batch, gpu)
     else:

@@ -36,7 +36,7 @@ from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
 from surojax.planner.candidate import Candidate, estimated, kept_of_gpu, kept_on_device, needed
 from surojax.planner.changes import Change, changed, differing
-from surojax.planner.file_time import ASSUMED_DISKS, Disks
+from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import Rows, assembly, by_class
 from surojax.planner.gpus import Gpu
 from surojax.planner.roofline import StorageTiers

@@ -1,12 +1,13 @@
-"""What was measured on GPUs here: a file that `train` and `doctor` write and `plan` and `fit` read (`rates_file`).
+"""What was measured on GPUs and disks here: the file that `train` and `doctor` write and `plan` and `fit` read.
 
-The file is JSON: {"version": 1, "entries": [...]}, the newest entry last. Each entry has
+The file is `rates_file`, JSON: {"version": 1, "entries": [...]}, the newest entry last. Each entry has
 
 * "device_kind": as jax reports it; "gpus": how many there were; "date": YYYY-MM-DD; "versions": {package: version}.
 * "rate": "step", or a field of `rates.Rates`. "value": of a step, measured / predicted seconds; of another rate, what
   replaces it, in `Rates`' units.
 * of a step: "settings", `settings_key` of the run, "measured_s", "predicted_s", and "replaced": the other rates that
   the prediction had from the file. It corrects predictions with the same ones only.
+* of a disk: "rate" is one of `DISK_RATES`, "value" in GB/s, and "device_kind" the absolute path of a folder on it.
 
 A step that was measured with the same settings corrects their prediction by its own value. Other settings are corrected
 by the median of the values of that kind of GPU, one for each settings. The factor is part of the rates
@@ -24,12 +25,12 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
 from surojax.optim.optimizers import SETTINGS as OPTIMIZER_SETTINGS
-from surojax.planner.gpus import Gpu, find_gpu
+from surojax.planner.gpus import GB, Gpu, find_gpu
 from surojax.planner.prediction import Prediction
 from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
 from surojax.step.objectives import SETTINGS as OBJECTIVE_SETTINGS
@@ -37,6 +38,7 @@ from surojax.untrusted import expanded
 
 VERSION = 1
 STEP = "step"
+DISK_RATES = ("disk_read", "disk_write")
 MOST_BYTES = 2**20
 MOST_ENTRIES = 500
 LEAST_STEPS = 5  # measured ones, after the first, whose median is written
@@ -143,6 +145,32 @@ def record_rate(path: str, device_kind: str, rate: str, value: float) -> str:
     return _add(path, entry, ("device_kind", "rate")) or f"written: {value:.2f}; plan and fit read {path}"
 
 
+class DiskRates(NamedTuple):
+    """Bytes/s that a disk reads, and that it writes for long."""
+
+    read: float
+    write: float
+
+
+def record_disk(path: str, folder: str, rates: DiskRates) -> str:
+    """Adds the rates of a folder's disk to the file; returns a line that says so. folder: an absolute path.
+
+    path: "" writes nothing. See `of_run` for errors.
+    """
+    if not path:
+        return ""
+    for rate, value in zip(DISK_RATES, rates, strict=True):
+        if note := _add(path, _entry(folder, 0, rate, value / GB), ("device_kind", "rate")):
+            return note
+    return f"written; plan and fit read {path} with --disk {folder}"
+
+
+def disk_rates(path: str, folder: str) -> DiskRates | None:
+    """The rates of a folder's disk in the file; None if it has none. Raises ConfigError for bad content."""
+    by_rate = {x["rate"]: x["value"] * GB for x in _read(path) if x["device_kind"] == folder}
+    return DiskRates(*(by_rate[rate] for rate in DISK_RATES)) if by_rate.keys() >= set(DISK_RATES) else None
+
+
 def _entry(device_kind: str, gpus: int, rate: str, value: float) -> dict[str, Any]:
     """What all entries have."""
     return {
@@ -216,6 +244,8 @@ def _is_entry(entry: Any) -> bool:
         names = entry.get("replaced")
         known = isinstance(names, list) and all(isinstance(name, str) for name in names)
         return known and 0.01 < entry["value"] < 100
+    if entry["rate"] in DISK_RATES:
+        return 0 < entry["value"] < 1e3
     return entry["rate"] in RATES and 0 < entry["value"] < (1 if entry["rate"] in LATENCIES else 10)
 
 

@@ -24,7 +24,6 @@ from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
 from surojax.planner import (
     expert_lines,
-    file_time,
     gpus,
     hlo,
     plan_text as planned,
@@ -34,7 +33,8 @@ from surojax.planner import (
     traffic,
 )
 from surojax.planner.amounts import summed
-from surojax.planner.file_time import Disks, SimulatedStep
+from surojax.planner.disks import MEASURED_HERE, Disks
+from surojax.planner.file_time import SimulatedStep
 from surojax.planner.footprint import estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
@@ -101,7 +101,7 @@ def print_prediction(c: Config, run: Assembly, compiled, devices, disk: Claimed)
         else:
             parts = compiled.compiled_programs()
             modules = [hlo.parse_module(part.function.as_text()) for part in parts]
-            disks = Disks(disk.reads, disk.writes, file_time.MEASURED_HERE)
+            disks = Disks(disk.reads, disk.writes, MEASURED_HERE)
             with_files = SimulatedStep(modules, run.mesh.shape, parts, jax.process_count(), disks)
             predicted = prediction.step_prediction(with_files, run, batch, gpu)
     except Exception as error:  # whatever a new version of XLA writes
