@@ -285,7 +285,7 @@ def test_a_slow_disk_fails_if_it_was_named(monkeypatch, tmp_path):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**22}))
     sustained = next(iter(machine.disk(Asked(str(tmp_path), rates, 0.05))))
     assert "for 0.05 s, read at" in sustained.said and rates in sustained.said
-    measured = seen.disk_rates(rates, str(tmp_path))
+    measured = seen.rates_of_disk(rates, str(tmp_path))
     assert measured and min(measured) > 0 and [x.name for x in tmp_path.iterdir()] == ["rates.json"]
     monkeypatch.setattr(machine, "disk_rates", lambda folder, size, sustained_s: (1e7, 1e9))
     assert judged("").status == OK

@@ -68,7 +68,7 @@ def _measured(text: str, rates_file: str) -> Disks:
     read = write = 0.0
     for folder in text.split(","):
         path = str(Path(expanded(folder.strip())).absolute())
-        rates = seen.disk_rates(rates_file, path)
+        rates = seen.rates_of_disk(rates_file, path)
         if rates is None:
             raise ConfigError(
                 f"--disk: expected a folder that was measured, got {folder!r}, of which {rates_file or 'no file'} says "

@@ -165,7 +165,7 @@ def record_disk(path: str, folder: str, rates: DiskRates) -> str:
     return f"written; plan and fit read {path} with --disk {folder}"
 
 
-def disk_rates(path: str, folder: str) -> DiskRates | None:
+def rates_of_disk(path: str, folder: str) -> DiskRates | None:
     """The rates of a folder's disk in the file; None if it has none. Raises ConfigError for bad content."""
     by_rate = {x["rate"]: x["value"] * GB for x in _read(path) if x["device_kind"] == folder}
     return DiskRates(*(by_rate[rate] for rate in DISK_RATES)) if by_rate.keys() >= set(DISK_RATES) else None
