@@ -191,6 +191,7 @@ def train(
             log_steps=c.log_steps,
             quiet=c.quiet,
             peak_memory=functools.partial(peak_bytes, own_device(devices)),
+            disk_busy_s=None if programs.store.is_empty else lambda: programs.store.busy_s,
             flops_per_token=sum(products.token_flops(run, c.sequence_len).values()),
             peak_flops=peak_flops(devices, run, c.sequence_len),
             layers_with_experts=run.model.layers_with_experts,

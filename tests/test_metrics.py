@@ -201,6 +201,17 @@ def test_records(tmp_path, monkeypatch):
     assert second == f'{{"log":"eval","step":1,{scores},"duration_ms":250.0,"time":1750000000.0,"tokens":1500}}'
 
 
+def test_how_long_the_disks_of_a_step_were_busy(tmp_path):
+    """Of each step by itself, on the console beside its duration."""
+    console = io.StringIO()
+    seconds = iter([0.5, 0.75, 3.0])
+    with open_log(tmp_path, console=console, disk_busy_s=lambda: next(seconds)) as log:
+        log_steps(log, 1, 3)
+    assert [x["disk_busy_ms"] for x in read_metrics(tmp_path / "metrics.jsonl")] == [500.0, 250.0, 2250.0]
+    for line, share in zip(console.getvalue().splitlines(), ("100%", "50%", "100%"), strict=True):
+        assert f"disk busy {share}  " in line  # of a step of half a second
+
+
 def test_float32_losses_come_back_bit_for_bit(tmp_path):
     losses = np.random.default_rng(0).lognormal(size=100).astype(np.float32)
     with open_log(tmp_path, total_steps=100) as log:

@@ -33,7 +33,7 @@ from surojax.memory import layer_file, nvme, striped
 from surojax.memory.aligned import ALIGN, Buffers
 from surojax.memory.in_file import InFile, InFiles, only_layer, own_layers
 from surojax.memory.layer_file import NvmeError, Store
-from surojax.memory.striped import StripedFile
+from surojax.memory.striped import Busy, StripedFile
 from surojax.models.decoder_config import DecoderConfig
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST, NVME
@@ -192,6 +192,22 @@ def test_gradients_that_are_summed_over_groups_late(tmp_path):
 
 
 @pytest.mark.full
+def test_how_long_files_were_busy():
+    """Counted once where threads overlap, and up to now while one is at it."""
+    busy = Busy()
+    assert busy.seconds == 0.0
+    with busy:
+        time.sleep(0.02)
+        with busy:
+            pass
+        until_now = busy.seconds
+        assert until_now >= 0.02
+    ended = busy.seconds
+    assert ended >= until_now
+    time.sleep(0.01)
+    assert busy.seconds == ended
+
+
 def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, monkeypatch):
     """Counted from the begin of a layer's read to the end of its write, which waits here for the next read to begin."""
     small.train(BATCHES[:1])
@@ -681,8 +697,8 @@ def test_a_buffer_is_used_again_when_its_last_view_is_gone():
 
 
 def test_a_file_system_that_refuses_direct_access(tmp_path, monkeypatch):
-    """As tmpfs does: the file is read and written through the page cache, and the line about the disk says so."""
-    plain = os.open
+    """As tmpfs does: the file goes through the page cache and does not stay there; the line about the disk says so."""
+    plain, pages = os.open, []
 
     def refusing(path, flags, *mode):
         if flags & os.O_DIRECT:
@@ -690,11 +706,16 @@ def test_a_file_system_that_refuses_direct_access(tmp_path, monkeypatch):
         return plain(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, what: pages.append((at, size)))
     small = Small(nvme_path=str(tmp_path), **BOTH)
     with nvme.claim(small.run.store) as claimed:
         assert "refuses direct access" in claimed.line
+        pages.clear()
         small.train(BATCHES[:1])
+        small.run.store.settle()
+    assert (0, 0) in pages and len(pages) > 2 * CONFIG.num_hidden_layers  # all that was written, and each piece read
     monkeypatch.undo()
+    monkeypatch.setattr(os, "posix_fadvise", None)
     direct = Small(nvme_path=str(tmp_path), **BOTH)
     with nvme.claim(direct.run.store) as claimed:
         assert direct.run.store.file.is_direct and "refuses" not in claimed.line

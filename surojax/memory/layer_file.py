@@ -176,6 +176,11 @@ class Store:
         self._end = offset
 
     @property
+    def busy_s(self) -> float:
+        """Seconds in which the file was read or written, or both, until now."""
+        return self._file.busy.seconds
+
+    @property
     def _all(self) -> list[Place]:
         """Room for whatever there is."""
         return [*self._places, *self._pieces, *self._others]

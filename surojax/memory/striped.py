@@ -2,10 +2,40 @@
 
 import errno
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 STRIPE = 16 << 20  # bytes, and the most that one request reads or writes
+
+
+class Busy:
+    """Measures for how long at least one of several threads was within its `with` statements."""
+
+    def __init__(self) -> None:
+        self._ended_s = 0.0
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._threads:
+                self._since = time.perf_counter()
+            self._threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads:
+                self._ended_s += time.perf_counter() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until now."""
+        with self._lock:
+            return self._ended_s + (time.perf_counter() - self._since if self._threads else 0.0)
 
 
 class StripedFile:
@@ -14,12 +44,14 @@ class StripedFile:
     Stripe i of the whole, of `STRIPE` bytes, is in file i modulo their number, behind those with lower numbers. One
     file is the whole itself.
 
-    is_direct: whether all are read and written past the page cache; known once they are open.
+    is_direct: whether all are read and written past the page cache; known once they are open. busy: how long they have
+    been read or written.
     """
 
     def __init__(self, paths: Sequence[Path]):
         self.paths = list(paths)
         self.is_direct = False
+        self.busy = Busy()
         self._fds: list[int] = []
 
     def sizes(self, size: int) -> list[int]:
@@ -75,11 +107,18 @@ class StripedFile:
 
     def read(self, view: memoryview, at: int) -> None:
         """Reads the bytes at this offset of the whole file, one of `spans`, into a view. Raises OSError."""
-        self._all(view, at, lambda fd, view, at: os.preadv(fd, [view], at))
+        with self.busy:
+            self._all(view, at, self._read)
+
+    def _read(self, fd: int, view: memoryview, at: int) -> int:
+        n = os.preadv(fd, [view], at)
+        self._leave_cache(fd, at, n)
+        return n
 
     def write(self, view: memoryview, at: int) -> None:
         """Writes a view at this offset of the whole file, one of `spans`. Raises OSError."""
-        self._all(view, at, os.pwrite)
+        with self.busy:
+            self._all(view, at, os.pwrite)
 
     def _all(self, view: memoryview, at: int, some: Callable[[int, memoryview, int], int]) -> None:
         """Calls some(descriptor, rest of the view, offset in the file), which returns how much it did, until all is."""
@@ -101,6 +140,13 @@ class StripedFile:
         """Waits until the disks keep what was written. Raises OSError."""
         for fd in self._fds:
             os.fdatasync(fd)
+            self._leave_cache(fd, 0, 0)
+
+    def _leave_cache(self, fd: int, at: int, size: int) -> None:
+        """Takes bytes out of the page cache, where a file that is not direct would push out all else; size 0: to its
+        end."""
+        if not self.is_direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Closes the files."""

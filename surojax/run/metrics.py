@@ -45,7 +45,7 @@ EMPTY: Mapping[str, float] = MappingProxyType({})
 STATUS_S = 0.1  # the status of a terminal is rewritten no more often
 ACCURACY = "rewards/accuracies"  # of pairs, the share whose chosen answer has the larger reward
 # The keys of a record that differ between two runs of the same numbers.
-TIMINGS = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu", "time", "peak_memory_bytes")
+TIMINGS = ("tokens_per_second", "duration_ms", "data_wait_ms", "disk_busy_ms", "mfu", "time", "peak_memory_bytes")
 
 
 class MetricsLog:
@@ -65,6 +65,7 @@ class MetricsLog:
         line is also printed for the first step, the last one, and after SILENT_S without one.
       quiet: nothing of steps and evaluations is printed.
       peak_memory: returns the most bytes of a device's memory that were in use so far, or None if unknown.
+      disk_busy_s: returns the seconds so far in which files of the state were read or written; None: there are none.
       console: for the lines and the status.
       layers_with_experts: their numbers in the model, in the order of `Usage`; None: all layers have some.
       report: called with a step and its finite numbers by name, such as "train/loss"; see `trackers.Trackers.log`.
@@ -87,6 +88,7 @@ class MetricsLog:
         log_steps: int = 1,
         quiet: bool = False,
         peak_memory: Callable[[], int | None] = lambda: None,
+        disk_busy_s: Callable[[], float] | None = None,
         console: Console = CONSOLE,
         layers_with_experts: Sequence[int] | None = None,
         report: Callable[[int, dict[str, float]], None] = lambda step, values: None,
@@ -101,6 +103,8 @@ class MetricsLog:
         self._log_steps = log_steps
         self._quiet = quiet
         self._peak_memory = peak_memory
+        self._disk_busy_s = disk_busy_s
+        self._disk_was_busy_s = 0.0  # until the last record
         self._console = console
         self._layers_with_experts = layers_with_experts
         self._report = report
@@ -153,8 +157,11 @@ class MetricsLog:
 
         {"log":"step","step","loss","norm","lr","tokens_per_second","duration_ms","data_wait_ms","mfu" (a fraction),
         "time" (seconds since 1970),"tokens" (seen so far, with padding),"peak_memory_bytes" (of a device)}, of which
-        "mfu" and the last are there if known. With experts also "largest_expert_share" (of each layer with experts, see
-        `Usage`), every `log_steps` steps "expert_tokens" (of each such layer and expert), and "auxiliary_loss".
+        "mfu" and the last are there if known. With state in files also "disk_busy_ms", since the last record: as much
+        as the step took if it waits for its disks. With experts also "largest_expert_share" (of each layer with
+        experts, see `Usage`), every `log_steps` steps "expert_tokens" (of each such layer and expert), and
+        "auxiliary_loss".
+
         data_wait_s: the host waited so long for the batch, while the device may have been busy. Floats are written with
         all digits, so a float32 is read back bit-exactly. A value that is not finite is written as null, since JSON has
         no NaN.
@@ -164,6 +171,10 @@ class MetricsLog:
         record = {"log": "step", "step": step, "loss": loss, "norm": grad_norm, "lr": lr, **others}
         record |= {"tokens_per_second": tokens_per_second, "duration_ms": duration_s * 1e3}
         record["data_wait_ms"] = data_wait_s * 1e3
+        if self._disk_busy_s is not None:
+            busy_s = self._disk_busy_s()
+            record["disk_busy_ms"] = (busy_s - self._disk_was_busy_s) * 1e3
+            self._disk_was_busy_s = busy_s
         if auxiliary_loss is not None:
             record["auxiliary_loss"] = auxiliary_loss
         if usage is not None:
@@ -215,6 +226,8 @@ class MetricsLog:
         step_of += f"  accuracy {record[ACCURACY]:.3f}" if ACCURACY in record else ""
         rate = f"{record['tokens_per_second']:,.0f} tok/s"
         memory = f"  {record['peak_memory_bytes'] / 2**30:.1f} GiB" if "peak_memory_bytes" in record else ""
+        if "disk_busy_ms" in record:
+            memory += f"  disk busy {min(1.0, record['disk_busy_ms'] / record['duration_ms']):.0%}"
         if self._console.is_terminal:
             if last or now - self._said >= STATUS_S:
                 self._said = now
