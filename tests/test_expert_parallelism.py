@@ -22,6 +22,8 @@ from surojax.models.linear_fp8 import InFloat8
 from surojax.models.model import Compute
 from surojax.models.operations import Operations
 from surojax.numerics.recipes import Precision
+from surojax.optim.adamw8bit import adamw8bit
+from surojax.optim.normuon import normuon
 from surojax.parallel import expert_dispatch
 from surojax.parallel.collectives import device_number
 from surojax.placement.mesh import BATCH, CONTEXT, TOKENS, data_parallel, make_mesh
@@ -195,6 +197,25 @@ def test_recipes_equal_one_device(recipe, placed):
     assert min(errors) < ORDER_OF_SUMS and max(errors) < 0.1, errors
     for found, expected in pairs:
         assert found.loss == pytest.approx(expected.loss, rel=ORDER_OF_SUMS)
+
+
+@needs(4)
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer, error, apart", [(normuon, 1e-4, 0.0), (adamw8bit, 3e-3, 0.02)])
+def test_optimizers_update_experts_as_one_device_does(optimizer, error, apart):
+    """A matrix that NorMuon makes orthogonal, and a block of 8-bit moments, is of one expert, wherever that is.
+
+    apart: the share of a tensor's numbers that may differ at all, by up to `error` of the largest: gradients differ by
+    the order of their sums, so some moments at a border between two of 8 bits do.
+    """
+    expected = Small(config=EIGHT, optimizer=optimizer)
+    batches = [tokens(2, 8, 16, seed=seed) for seed in range(3)]
+    expected.train(batches)
+    small = Small(4, config=EIGHT, optimizer=optimizer, ep_size=2, zero_level=3)
+    small.train(batches)
+    for ours, theirs in zip(*(jax.tree.leaves(jax.device_get(x.state.master)) for x in (small, expected)), strict=True):
+        relative = np.abs(ours - theirs) / np.abs(theirs).max()
+        assert relative.max() < error and np.mean(relative > 1e-4) <= apart
 
 
 def test_experts_rest_where_they_compute():
