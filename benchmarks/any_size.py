@@ -187,7 +187,7 @@ def rates(folder: Path) -> Rates:
     """Measures the disk of a folder with a file that is written and read as those of a run."""
     folder.mkdir(exist_ok=True)
     store = Store(folder, 1)
-    store.reserve(FILE_BYTES, "master")
+    store.places.reserve(FILE_BYTES, "master")
     data = np.frombuffer(np.random.default_rng(0).bytes(CHUNK), np.uint8)
     raw = store._buffers.take(CHUNK)  # aligned, as a step's are
 
@@ -234,7 +234,7 @@ def main() -> None:
     well = True
     with tempfile.TemporaryDirectory() as temporary:
         folder = a.folder or Path(temporary)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
+        os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
         disk = folder / "disk"
         disk.mkdir(parents=True)
         base = interpreter()

@@ -20,7 +20,6 @@ import jax
 from surojax.config.flags import parse_flags
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.pages.plan_page import page
-from surojax.planner.choices import OFFLOADS
 from surojax.planner.drives import DRIVES, disks
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan_text import cost, plan_table
@@ -122,11 +121,6 @@ def main(argv: list[str] | None = None) -> None:
         if args.host_memory is not None and not 0 < args.host_memory < float("inf"):
             raise ConfigError(f"--host-memory: expected GiB, more than 0, got {args.host_memory}; leave it out")
         check_cost(args)
-        if args.trace is not None and (in_files := [name for name in OFFLOADS.values() if c[name] == "nvme"]):
-            raise ConfigError(
-                f"--trace: expected a step that is one program, got {in_files[0]}='nvme', with which it is several; "
-                "leave it out, or set that to True"
-            )
         disks(args.disk, c.rates_file)
         if sys.stderr.isatty():
             print(f"compiling the step for {args.gpu}, which takes a minute or two", file=sys.stderr)

@@ -1,5 +1,6 @@
 """The predicted time of a step with files: of programs that overlap with what their layers read and write."""
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -12,18 +13,20 @@ from small import quick_at
 from surojax.config import flags
 from surojax.errors import ConfigError
 from surojax.planner import file_time, footprint, seen, traffic
+from surojax.planner.costs import MAIN
 from surojax.planner.disks import SAID, Disks, wear
 from surojax.planner.drives import DRIVES, disks
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import GPUS
 from surojax.planner.rates import DISKS
-from surojax.planner.timeline import Timeline
+from surojax.planner.timeline import WAITS, Timeline, TimelineEvent
 from surojax.planner.traffic import batch_of
 from surojax.step.step_parts import Program
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GPU = GPUS["rtx4090"]
 GIGABYTE = 10**9
+PRODUCT = TimelineEvent("product", "product", MAIN, "layer", 0.0, 0.9, 0.0)
 ONE = Disks(read=1e9, write=0.5e9)
 
 
@@ -31,7 +34,7 @@ ONE = Disks(read=1e9, write=0.5e9)
 def a_second_each(monkeypatch):
     """Every program takes a second."""
     monkeypatch.setattr(
-        file_time, "simulate", lambda _: Timeline(1.0, {"product": 0.9}, {("loop", "host in"): 0.1}, [])
+        file_time, "simulate", lambda _, events: Timeline(1.0, {"product": 0.9}, {("loop", "host in"): 0.1}, [PRODUCT])
     )
 
 
@@ -71,6 +74,29 @@ def test_machines_share_the_bytes_and_gpus_those_that_the_host_puts():
     slow = jax.ShapeDtypeStruct((1, int(8 * link)), jnp.int8)
     of_link = seconds(layers("forward", put=slow), gpus=4)
     assert of_link.seconds == pytest.approx(20) and of_link.exposed["forward", "host in"] == pytest.approx(10 + 1)
+
+
+@pytest.mark.usefixtures("a_second_each")
+@pytest.mark.parametrize("disks", [ONE, Disks(read=1e10, write=1e10)])
+def test_the_events_of_a_step_with_files(disks):
+    """They take as long as the step, the disk does one thing at a time, and what waits is what is exposed."""
+    turns = layers("forward", read=GIGABYTE, written=GIGABYTE // 2)
+    parts = Program(None, (), 1), turns, turns, layers("backward", read=GIGABYTE), layers("update", GIGABYTE, GIGABYTE)
+    step = SimulatedStep([{}] * len(parts), {"dp_shard": 1}, parts, 1, disks)
+    found = step.timeline(GPU, with_events=True)
+    without = step.timeline(GPU)
+    assert not without.events and (without.seconds, without.exposed) == (found.seconds, found.exposed)
+    by_row = {row: [x for x in found.events if x.stream == row] for row in (MAIN, WAITS, DISKS)}
+    on_disk = sorted(by_row[DISKS], key=lambda x: x.begin)
+    assert all(before.end <= after.begin + 1e-9 for before, after in itertools.pairwise(on_disk))
+    assert max(x.end for x in found.events) == pytest.approx(found.seconds)
+    early = disks.seconds(GIGABYTE, 0)  # the update's first layer is read while gradients are computed
+    assert sum(x.end - x.begin for x in on_disk) == pytest.approx(found.busy[DISKS] - early)
+    waits = sum(x.end - x.begin for x in by_row[WAITS])
+    ends = 2 * disks.seconds(GIGABYTE, GIGABYTE // 2) - disks.seconds(0, GIGABYTE // 2) + disks.seconds(0, GIGABYTE)
+    assert waits + ends == pytest.approx(sum(s for (_, kind), s in found.exposed.items() if kind == DISKS))
+    assert len([x for x in by_row[MAIN] if x.name == "product"]) == len(parts)  # drawn once of each program
+    assert len(by_row[MAIN]) == 1 + sum(part.times for part in parts[1:])
 
 
 def test_the_option(tmp_path):

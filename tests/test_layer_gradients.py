@@ -130,7 +130,11 @@ def test_room_is_reserved_for_every_class(tmp_path):
     assert stored["grads"] == stored["master"] - tables > 0 and stored["moments"] == 2 * stored["master"]
     assert stored["residuals"] == CONFIG.num_hidden_layers * A * B * S * CONFIG.hidden_size * 4
     arrays = len(jax.tree.leaves((run.files, run.plan.master, run.plan.moments)))
-    assert sum(stored.values()) <= run.store.bytes < sum(stored.values()) + CONFIG.num_hidden_layers * arrays * ALIGN
+    assert (
+        sum(stored.values())
+        <= run.store.places.bytes
+        < sum(stored.values()) + CONFIG.num_hidden_layers * arrays * ALIGN
+    )
     assert not run.store.path.exists()
 
 
@@ -143,14 +147,14 @@ def test_files_that_are_kept_in_memory_are_smaller(tmp_path, gib):
     )
     in_files = {name: row[NVME.name] for name, row in rows.items() if name in TO_FILES}
     stored = dict.fromkeys(TO_FILES, 0)
-    for place in run.store._all:
+    for place in run.store.places.all:
         stored[place.row] += len(place.records) * place.in_file
-    arrays = sum(len(place.records) for place in run.store._all)
+    arrays = sum(len(place.records) for place in run.store.places.all)
     assert all(abs(in_files[row] - stored[row]) <= arrays * ALIGN for row in TO_FILES)
-    assert sum(stored.values()) <= run.store.bytes < sum(stored.values()) + arrays * ALIGN
-    assert run.store.kept <= gib * 2**30 < run.store.kept + arrays * ALIGN or gib == 1
+    assert sum(stored.values()) <= run.store.places.bytes < sum(stored.values()) + arrays * ALIGN
+    assert run.store.places.kept <= gib * 2**30 < run.store.places.kept + arrays * ALIGN or gib == 1
     assert [stored[row] > 0 for row in TO_FILES] == sorted((stored[row] > 0 for row in TO_FILES), reverse=True)
-    assert (run.store.bytes == 0) == (gib == 1)
+    assert (run.store.places.bytes == 0) == (gib == 1)
 
 
 def with_all_microbatches(engine):

@@ -119,7 +119,7 @@ def test_stages_update_their_layers_in_files_together(tmp_path, layers, devices,
     for each in (small, in_host):
         each.compile_as_users_do(BATCHES[0])
     assert small.train(BATCHES[:5]) == in_host.train(BATCHES[:5])
-    assert len(small.run.store.records) == layers
+    assert len(small.run.store.places.records) == layers
     for ours, theirs in zip(jax.tree.leaves(small.state.moments), jax.tree.leaves(in_host.state.moments), strict=True):
         np.testing.assert_array_equal(stored(ours), theirs)
 
@@ -252,7 +252,7 @@ def test_the_memory_that_is_counted(tmp_path):
     assert size((plan.master["blocks"], plan.moments["blocks"]), HOST) == 0
     assert size((plan.master["outer"], plan.moments["outer"]), HOST) == 3 * 4 * CONFIG.hidden_size // 4
     files = InFiles((plan.master, plan.moments)).stacks
-    assert state <= small.run.store.bytes <= state + ALIGN * sum(file.layers for file in files)
+    assert state <= small.run.store.places.bytes <= state + ALIGN * sum(file.layers for file in files)
 
     c = small_config(tmp_path)
     run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=9)
@@ -270,7 +270,7 @@ def test_the_memory_that_is_counted(tmp_path):
     assert of_layers(stages.plan) == of_layers(run.plan) * 2 // 3  # two of three layers; the other stage has the third
     host = footprint.estimate_host(stages, BatchShape(1, 32, 2))
     assert host["layers from files"] == footprint.NVME_LAYERS * in_flight
-    assert stages.store.record == run.store.record
+    assert stages.store.places.record == run.store.places.record
     assert "layers from files" not in footprint.estimate_host(
         from_config(default_config(), run.mesh, total_steps=9), BatchShape(1, 32, 2)
     )
@@ -462,7 +462,7 @@ def test_folders_that_will_not_do(tmp_path, monkeypatch):
         match=r"nvme_path: needs [1-9][\d.]* [KM]iB in .*, where 9\.77 KiB are free; free some.*some in host",
     ):
         nvme.check_folders(store(tmp_path))
-    (tmp_path / layer_file.FILE).write_bytes(bytes(store(tmp_path).bytes))
+    (tmp_path / layer_file.FILE).write_bytes(bytes(store(tmp_path).places.bytes))
     os.sync()
     nvme.check_folders(store(tmp_path))  # the room that an earlier run took counts
 
@@ -479,10 +479,10 @@ def test_room_is_taken_before_the_first_step(tmp_path, monkeypatch):
         nvme.claim(store(tmp_path)).__enter__()
     with nvme.claim(one := store(tmp_path)) as claimed:
         assert min(claimed.reads, claimed.writes) > 0 and claimed.line.startswith(
-            f"nvme: {layer_file.readable_bytes(one.bytes)} in {tmp_path}, read at "
+            f"nvme: {layer_file.readable_bytes(one.places.bytes)} in {tmp_path}, read at "
         )
         file = os.stat(tmp_path / layer_file.FILE)
-        assert file.st_size == one.bytes and file.st_blocks * 512 >= one.bytes
+        assert file.st_size == one.places.bytes and file.st_blocks * 512 >= one.places.bytes
 
 
 def test_what_is_kept_in_memory(tmp_path, monkeypatch):
@@ -493,20 +493,21 @@ def test_what_is_kept_in_memory(tmp_path, monkeypatch):
         c.files_in_memory = gib
         return from_config(c, make_mesh(jax.devices()[:1]), total_steps=9).store
 
-    whole = store(tmp_path).bytes
+    whole = store(tmp_path).places.bytes
     some, everything = keeping(whole / 4 / 2**30), keeping(1)
     with nvme.claim(some) as claimed:
         assert (
-            f"{layer_file.readable_bytes(some.bytes)} in {tmp_path}, {layer_file.readable_bytes(some.kept)} kept"
-            in claimed.line
+            f"{layer_file.readable_bytes(some.places.bytes)} in {tmp_path}, "
+            f"{layer_file.readable_bytes(some.places.kept)} kept" in claimed.line
         )
-        assert os.stat(tmp_path / layer_file.FILE).st_size == some.bytes < whole - 0.2 * whole
+        assert os.stat(tmp_path / layer_file.FILE).st_size == some.places.bytes < whole - 0.2 * whole
     with nvme.claim(everything) as claimed:
         assert (
-            claimed.line == f"nvme: nothing in files, {layer_file.readable_bytes(everything.kept)} kept in host memory"
+            claimed.line
+            == f"nvme: nothing in files, {layer_file.readable_bytes(everything.places.kept)} kept in host memory"
         )
-        assert claimed.reads == claimed.writes == math.inf and everything.bytes == 0
-    monkeypatch.setattr(nvme.psutil, "virtual_memory", lambda: SimpleNamespace(available=everything.kept - 1))
+        assert claimed.reads == claimed.writes == math.inf and everything.places.bytes == 0
+    monkeypatch.setattr(nvme.psutil, "virtual_memory", lambda: SimpleNamespace(available=everything.places.kept - 1))
     with pytest.raises(ConfigError, match=r"^files_in_memory: expected at most .* free, .*iB, got .*iB kept; lower it"):
         nvme.check_folders(everything)
 
@@ -515,7 +516,7 @@ def test_what_is_kept_in_memory(tmp_path, monkeypatch):
 def test_ten_thousand_arrays_take_no_memory_and_no_descriptors(tmp_path):
     """400 layers of 25 arrays: the file is there in seconds, and a step more changes neither memory nor descriptors."""
     store = Store(tmp_path, 400)
-    places = [store.reserve(ALIGN, "moments") for _ in range(25)]
+    places = [store.places.reserve(ALIGN, "moments") for _ in range(25)]
     process = psutil.Process()
     started = time.perf_counter()
     assert not store.file.paths[1:] and time.perf_counter() - started < 10
@@ -557,11 +558,13 @@ def test_one_run_at_a_time(tmp_path):
 def test_slow_disks(tmp_path):
     one = store(tmp_path)
     both = functools.partial(nvme.describe_disk_time, one)
-    assert both(one.bytes / 0.25, one.bytes / 0.25).startswith("nvme: ")  # half a second, at however few bytes/s
-    assert both(one.bytes / 15, one.bytes / 5).startswith("warning: slow disk, nvme: ")
-    assert both(one.bytes / 15, one.bytes / 5).count("20.0 s of reads and writes a step") == 1
+    assert both(one.places.bytes / 0.25, one.places.bytes / 0.25).startswith(
+        "nvme: "
+    )  # half a second, at however few bytes/s
+    assert both(one.places.bytes / 15, one.places.bytes / 5).startswith("warning: slow disk, nvme: ")
+    assert both(one.places.bytes / 15, one.places.bytes / 5).count("20.0 s of reads and writes a step") == 1
     with pytest.raises(ConfigError, match=r"expected a disk that is fast enough, got .* 2\.0 hours a step; choose"):
-        both(one.bytes / 3600, one.bytes / 3600)
+        both(one.places.bytes / 3600, one.places.bytes / 3600)
 
 
 def test_train_says_it_in_one_line_before_anything_is_written(tmp_path, monkeypatch):
@@ -660,7 +663,7 @@ def test_a_file_over_two_folders_holds_the_same(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=r"two is used by another run"), nvme.claim(store(two[1])):
             pass
     sizes = [(folder / layer_file.FILE).stat().st_size for folder in two]
-    assert sum(sizes) == runs[0].run.store.bytes and abs(sizes[0] - sizes[1]) <= ALIGN
+    assert sum(sizes) == runs[0].run.store.places.bytes and abs(sizes[0] - sizes[1]) <= ALIGN
     os.truncate(two[1] / layer_file.FILE, 0)
     with pytest.raises(NvmeError, match=r"could not read .*/two/layers.bin \(it is shorter than it was made"):
         runs[0].train(BATCHES[3:4])
@@ -676,9 +679,11 @@ def test_several_folders_that_will_not_do(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=f"nvme_path: {message}"):
             nvme.check_folders(store(given))
     both = store(f"{tmp_path}/one,{tmp_path}")
-    free = shutil.disk_usage(tmp_path)._replace(free=both.bytes - 1)  # of one disk, of which each takes a part
+    free = shutil.disk_usage(tmp_path)._replace(free=both.places.bytes - 1)  # of one disk, of which each takes a part
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    with pytest.raises(ConfigError, match=f"nvme_path: needs {layer_file.readable_bytes(both.bytes)} in .* are free"):
+    with pytest.raises(
+        ConfigError, match=f"nvme_path: needs {layer_file.readable_bytes(both.places.bytes)} in .* are free"
+    ):
         nvme.check_folders(both)
 
 
@@ -764,7 +769,7 @@ def test_a_process_stores_the_parts_that_its_devices_hold(tmp_path, monkeypatch,
     layer = np.random.default_rng(0).standard_normal((8, 5), np.float32)
     file.write(1, file.stored_of(1, layer))
     np.testing.assert_array_equal(file.read(1).reshape(4, 5), layer[stored])
-    assert store.path.stat().st_size == store.bytes == 3 * 4096
+    assert store.path.stat().st_size == store.places.bytes == 3 * 4096
     store.close()
 
 
@@ -812,7 +817,7 @@ def test_a_process_stores_the_layers_of_its_stages(tmp_path, monkeypatch):
     np.testing.assert_array_equal(file.read(4).reshape(4, 5), layer)
     with pytest.raises(IndexError, match=r"layer: expected one of \[3, 4\], got 0"):
         file.read(0)
-    assert store.path.stat().st_size == store.bytes == 2 * 4096
+    assert store.path.stat().st_size == store.places.bytes == 2 * 4096
     store.close()
 
 
@@ -820,9 +825,9 @@ def test_a_closed_store_reads_on_but_never_shortens_what_another_run_made(small)
     store, file = small.run.store, small.plan.master["blocks"]["mlp"]["w_up"]
     before = file.read(2)
     store.close()
-    os.truncate(store.path, store.bytes + 8192)
+    os.truncate(store.path, store.places.bytes + 8192)
     np.testing.assert_array_equal(file.read(2), before)
-    assert store.path.stat().st_size == store.bytes + 8192
+    assert store.path.stat().st_size == store.places.bytes + 8192
 
 
 # ----------------------------------------------------------------- killed

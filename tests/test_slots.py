@@ -34,9 +34,9 @@ SIZE = 10_000  # bytes of an array of a layer, no multiple of a page
 def opened(folder: Path) -> Store:
     """A store of two layers with an array that has slots, one that has none, and one of no layer."""
     store = Store(folder, 2, slots=2, in_memory=10**6)
-    store.reserve(SIZE, "master")
-    store.reserve(SIZE, "grads")
-    store.reserve_others([300])
+    store.places.reserve(SIZE, "master")
+    store.places.reserve(SIZE, "grads")
+    store.places.reserve_others([300])
     return store
 
 
@@ -48,7 +48,7 @@ def update(store: Store, step: int, layers: int = 2) -> None:
     """Writes the state of a step, or what a kill leaves: that of its first layers."""
     store.begin_update(step)
     for l in range(layers):
-        for place in store._places:
+        for place in store.places.of_layers:
             store.write(l, place, array(10 * step + l))
     if layers == 2:
         store.end_update(step, lambda: [array(step, 300)])
@@ -57,7 +57,7 @@ def update(store: Store, step: int, layers: int = 2) -> None:
 def test_a_kill_leaves_the_state_of_the_last_complete_step(tmp_path):
     """Killed at every moment of a step; all it writes is what the table does not name."""
     store = opened(tmp_path)
-    master, grads = store._places
+    master, grads = store.places.of_layers
     assert (master.slots, master.kept) == (2, 0) and (grads.slots, grads.kept) == (1, SIZE)
     assert store.kept_progress() is None
     update(store, 1)
@@ -130,7 +130,7 @@ def test_damage_is_found_before_a_run_goes_on(tmp_path, what):
     update(store, 1)
     store.reported({"step": 1})
     store.close()
-    at = SIZE // 2 if what == "master" else store._others[0].offset + 7
+    at = SIZE // 2 if what == "master" else store.places.others[0].offset + 7
     with (tmp_path / layer_file.FILE).open("r+b") as file:
         file.seek(at)
         byte = file.read(1)
@@ -160,7 +160,7 @@ def test_files_of_another_layout_or_a_damaged_table_are_none(tmp_path):
     store.reported({"step": 1})
     store.close()
     other = Store(tmp_path, 2, slots=2)
-    other.reserve(SIZE + 1, "master")
+    other.places.reserve(SIZE + 1, "master")
     assert other.kept_progress() is None and opened(tmp_path).kept_progress() == {"step": 1}
     with nvme.claim(opened(tmp_path), goes_on=True) as claimed:  # measuring the disk changes nothing of it
         assert "two slots of the state" in claimed.line
@@ -237,8 +237,8 @@ def test_what_is_planned_is_what_files_take(tmp_path):
     run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=9)
     rows = footprint.by_class(run, BatchShape(1, 32, 2), "gpu")
     planned = sum(row[NVME.name] for row in rows.values())
-    assert planned <= run.store._end < 1.01 * planned
-    assert run.store.written < 0.51 * run.store._end and run.store.bytes <= 2 * run.store._end
+    assert planned <= run.store.places.end < 1.01 * planned
+    assert run.store.places.written < 0.51 * run.store.places.end and run.store.places.bytes <= 2 * run.store.places.end
 
 
 @pytest.mark.full

@@ -257,7 +257,7 @@ def test_a_trace_has_the_events_in_order(tmp_path):
     """Every work and wait of the step, with the loop it is in; all of a loop's iterations are there."""
     module = program(body=(READ, END, f"  %y {Y}"), trips=12)
     file = tmp_path / "trace.json"
-    prediction.write_trace(file, module, GPU, MESH, "one GPU")
+    prediction.write_trace(file, SimulatedStep([module], MESH).timeline(GPU, with_events=True), "one GPU")
     events = [x for x in json.loads(file.read_text())["traceEvents"] if x["ph"] == "X"]
     assert len(events) == 12 * 3 and [x["ts"] for x in events] == sorted(x["ts"] for x in events)
     assert all(x["dur"] == pytest.approx(1e6) and x["args"]["loop"] == "backward" for x in events)

@@ -179,7 +179,7 @@ def disk_rates(folder: Path, size: int, sustained_s: float = 0.0) -> tuple[float
         size = max(size, shutil.disk_usage(folder).free // 2)
     with tempfile.TemporaryDirectory(prefix="doctor", dir=folder) as inside:
         store = Store(inside, 1)
-        store.reserve(size, "master")
+        store.places.reserve(size, "master")
         try:
             written = sustained_rate(store, sustained_s) if sustained_s else nvme.write_rate(store)
             return written, nvme.read_rate(store)
@@ -190,8 +190,8 @@ def disk_rates(folder: Path, size: int, sustained_s: float = 0.0) -> tuple[float
 def sustained_rate(store: Store, seconds: float) -> float:
     """Writes a store's file over and over for so long; returns bytes/s of the second half of the time."""
     data = np.frombuffer(np.random.default_rng(0).bytes(nvme.CHUNK), np.uint8)
-    last = max(1, store.bytes // len(data)) - 1  # the number of the last chunk of the file
-    data = data[: store.bytes]
+    last = max(1, store.places.bytes // len(data)) - 1  # the number of the last chunk of the file
+    data = data[: store.places.bytes]
     start = half = time.perf_counter()
     counted = number = 0
     while (now := time.perf_counter()) < start + seconds or not counted:

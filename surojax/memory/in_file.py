@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.memory.host import move
-from surojax.memory.layer_file import Place, Store
+from surojax.memory.layer_file import Store
+from surojax.memory.places import Place
 from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.mesh import PIPELINE, pipeline_stages
@@ -61,7 +62,7 @@ class InFile:
 
     def _reserved(self, row: str) -> Place:
         """Room for the stack in its store."""
-        return self.store.reserve(self.layer_bytes, row)
+        return self.store.places.reserve(self.layer_bytes, row)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -263,7 +264,7 @@ class TableInFile(InFile):
         super().__init__(store, row, (n, shape[0] // n, *shape[1:]), dtype, of_pieces)
 
     def _reserved(self, row: str) -> Place:
-        return self.store.reserve(self.layer_bytes, row, pieces=self.layers)
+        return self.store.places.reserve(self.layer_bytes, row, pieces=self.layers)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -8,9 +8,8 @@
 
 In several folders layers.bin is striped over all of them (striped.py), and layers.json is in the first one.
 Reads and writes are split into pieces for several threads, since a disk needs several requests in flight to be fast.
-A store may keep some bytes in host memory: the first ones of each array, of as many arrays as there is memory for, and
-of all layers alike, so that the disks have as much to do in each layer of a pass.
-Several processes have a folder <nvme_path>/process-<i> each. What is in a record: memory/in_file.py.
+Several processes have a folder <nvme_path>/process-<i> each. Where what is in the file, and what of it stays in host
+memory: places.py. What is in a record: in_file.py.
 
 **With one slot the file is never trusted at start.** It is updated in place, so a run that is killed within an update
 leaves a mixture of two steps. The next start rewrites all of it, from the last checkpoint or from the seed; layers.json
@@ -24,7 +23,6 @@ what was written after each update, while the next gradients are computed.
 """
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import itertools
@@ -40,10 +38,10 @@ import jax
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.memory.aligned import ALIGN, Buffers, aligned
+from surojax.memory.aligned import Buffers, aligned
+from surojax.memory.places import Place, Places
 from surojax.memory.slots import TABLE, Content, Slots, checksum, read_slot_table
 from surojax.memory.striped import StripedFile
-from surojax.placement.table import IN_SLOTS, TO_FILES
 from surojax.untrusted import expanded
 
 FIRST = Content(0, 0)  # where a piece is that was never written
@@ -51,49 +49,11 @@ FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
 THREADS = 8  # requests in flight, in each direction and for each folder
 ARRAYS = 4  # of a layer, that are read or written at a time
 KEPT = ", or from the last step that is complete in the file"
-MEASURED = 256 << 20  # bytes after which the rate of a disk is known
 MAKE_ROOM = (
     "free some, choose another folder, or keep some in host memory (files_in_memory=GIB, or offload_master=True in "
     "place of 'nvme'); what is stored in 16 bits takes half, but that is another training (opt_m_dtype, "
     "opt_v_dtype, and last master_dtype)"
 )
-
-
-@dataclasses.dataclass(eq=False)
-class Place:
-    """The room that a store reserves for one array of each layer, or of each piece of a table.
-
-    row: of the placement table. size: bytes. name: among the arrays of a layer or piece. records: the index of each
-    layer or piece of which the file has room. slots: 2 if a kill must not take it. kept: the number of leading bytes
-    that are in host memory. offset: position in the file of the other bytes of index 0. stride: from there to the next
-    index. memory: the kept bytes of each layer or piece.
-    """
-
-    row: str
-    size: int
-    name: str
-    records: dict[int, int]
-    slots: int = 1
-    kept: int = 0
-    offset: int = 0
-    stride: int = 0
-    memory: dict[int, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
-
-    @property
-    def in_file(self) -> int:
-        """Bytes of a layer that are in the file."""
-        return self.size - self.kept
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a record from one slot to the next."""
-        return aligned(self.in_file)
-
-    def begin(self, l: int) -> int:
-        """Offset in the file of layer or piece l, of its first slot. Raises IndexError."""
-        if l not in self.records:
-            raise IndexError(f"layer: expected one of {list(self.records)}, got {l}")
-        return self.offset + self.records[l] * self.stride
 
 
 class NvmeError(OSError):
@@ -103,8 +63,8 @@ class NvmeError(OSError):
 class Store:
     """The file of a run's layers; no file if nothing is stored. The first use opens it; it stays open until `close`.
 
-    folders: the folders that the file is striped over; folder: the first folder, which has the marker. records: number
-    of a layer -> number of its record in the file. record: bytes of a record.
+    folders: the folders that the file is striped over; folder: the first folder, which has the marker. places: where
+    what is in it.
     """
 
     def __init__(
@@ -122,15 +82,9 @@ class Store:
         self.folders = [given / own for given in folders(folder)]
         self.folder = self.folders[0]
         self.num_layers = num_layers
-        self.records = {l: i for i, l in enumerate(range(num_layers) if layers is None else layers)}
         self.path = self.folder / FILE
-        self.record = 0
         self.slots = Slots(self.folder) if slots == 2 else None
-        self._in_memory = in_memory
-        self._places: list[Place] = []  # of layers
-        self._pieces: list[Place] = []  # of tables
-        self._others: list[Place] = []
-        self._end = 0  # bytes of the file that are for arrays
+        self.places = Places(range(num_layers) if layers is None else layers, in_memory=in_memory, slots=slots)
         self._file = StripedFile([folder / FILE for folder in self.folders])
         self._opening = threading.Lock()
         self._buffers = Buffers()
@@ -138,42 +92,10 @@ class Store:
         self._synced: Future | None = None
         self._copied: list[Future] = []
 
-    def reserve(self, size: int, row: str, pieces: int = 0) -> Place:
-        """Reserves `size` bytes of each layer for an array of this row, before anything is written.
-
-        pieces: of a table, for each of which the bytes are; 0: they are for each layer.
-        """
-        places = self._pieces if pieces else self._places
-        records = {k: k for k in range(pieces)} if pieces else self.records
-        name = f"{'table-' * bool(pieces)}{len(places)}"
-        places.append(Place(row, size, name, records, 2 if self.slots and row in IN_SLOTS else 1))
-        self._arrange()
-        return places[-1]
-
-    def reserve_others(self, sizes: Iterable[int]) -> None:
-        """Reserves two slots of so many bytes each for arrays that are in memory, behind all others."""
-        self._others = [Place("outer", size, f"other-{i}", {0: 0}, 2) for i, size in enumerate(sizes)]
-        self._arrange()
-
-    def _arrange(self) -> None:
-        """Decides what is kept in memory, and where in the file everything else is."""
-        left = self._in_memory
-        of_state = [*self._places, *self._pieces]
-        for place in sorted(of_state, key=lambda place: TO_FILES.index(place.row), reverse=True):
-            wanted = place.size if place.slots == 1 else 0
-            of_each = left // max(1, len(place.records))
-            place.kept = wanted if wanted <= of_each else of_each // ALIGN * ALIGN
-            left -= place.kept * len(place.records)
-        self.record = sum(place.slots * place.slot_bytes for place in self._places)
-        offset = 0
-        for place in self._places:
-            place.offset, place.stride = offset, self.record
-            offset += place.slots * place.slot_bytes
-        offset = len(self.records) * self.record
-        for place in (*self._pieces, *self._others):
-            place.offset, place.stride = offset, place.slots * place.slot_bytes
-            offset += len(place.records) * place.stride
-        self._end = offset
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is stored in it: there is no file then."""
+        return self.places.is_empty
 
     @property
     def busy_s(self) -> float:
@@ -181,39 +103,9 @@ class Store:
         return self._file.busy.seconds
 
     @property
-    def _all(self) -> list[Place]:
-        """Room for whatever there is."""
-        return [*self._places, *self._pieces, *self._others]
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is stored in it: there is no file then."""
-        return not self._places and not self._pieces
-
-    @property
-    def kept(self) -> int:
-        """Bytes that are kept in host memory."""
-        return sum(len(place.records) * place.kept for place in self._all)
-
-    @property
-    def bytes(self) -> int:
-        """Size of the file. With two slots its end is for measuring the disk, which must not change the others."""
-        return self._end + (min(MEASURED, self._end) if self.slots else 0)
-
-    @property
-    def written(self) -> int:
-        """Bytes of the file that a step replaces: of one slot."""
-        return self._end - sum(len(place.records) * place.slot_bytes for place in self._all if place.slots == 2)
-
-    @property
-    def unused(self) -> tuple[int, int]:
-        """(offset, bytes) of a part of the file that may be overwritten before a state is in it."""
-        return (self._end, self.bytes - self._end) if self.slots else (0, self.bytes)
-
-    @property
     def sizes(self) -> list[int]:
         """Bytes of the file in each of the folders."""
-        return self._file.sizes(self.bytes)
+        return self._file.sizes(self.places.bytes)
 
     @functools.cached_property
     def _pools(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
@@ -237,7 +129,7 @@ class Store:
     def _open(self) -> None:
         takes_room = not self._made  # opened again after `close`: another run may use the file by now
         try:
-            self._file.open(self.bytes, takes_room=takes_room)
+            self._file.open(self.places.bytes, takes_room=takes_room)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise ConfigError(
@@ -245,7 +137,7 @@ class Store:
                 ) from error
             folder = Path(error.filename).parent
             raise ConfigError(
-                f"nvme_path: expected room for {readable_bytes(self.bytes)} in {folder}, "
+                f"nvme_path: expected room for {readable_bytes(self.places.bytes)} in {folder}, "
                 f"got: {error.strerror}; {MAKE_ROOM}"
             ) from error
         self._made = True
@@ -363,7 +255,7 @@ class Store:
             return
         table = None
         if self.slots:
-            for place, array in zip(self._others, others(), strict=True):
+            for place, array in zip(self.places.others, others(), strict=True):
                 raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                 self._write_slot(place.name, place, place.offset, raw)
             table = self.slots.completed(step)
@@ -392,8 +284,7 @@ class Store:
     @property
     def layout(self) -> list:
         """Sizes and places of all arrays: a file with an equal layout can be read as this one."""
-        places = [[place.row, place.size, place.slots, place.kept, len(place.records)] for place in self._all]
-        return [len(self.folders), list(self.records), places]
+        return [len(self.folders), *self.places.layout]
 
     def kept_progress(self) -> dict[str, Any] | None:
         """The progress of the run whose state the file has complete, as two slots keep it; None if it has none."""
@@ -422,12 +313,12 @@ class Store:
                 )
             return raw[: place.size]
 
-        places = [place for place in (*self._places, *self._pieces) if place.slots == 2]
+        places = [place for place in (*self.places.of_layers, *self.places.of_pieces) if place.slots == 2]
         pieces = ((f"{l}/{place.name}", place, place.begin(l)) for place in places for l in place.records)
         threads = self.of_arrays[0]
         for some in itertools.batched(pieces, ARRAYS):
             list(threads.map(check, some))
-        return [check((place.name, place, place.offset)) for place in self._others]
+        return [check((place.name, place, place.offset)) for place in self.places.others]
 
     def forget(self) -> None:
         """Removes the table: the file is about to be overwritten. Raises NvmeError."""

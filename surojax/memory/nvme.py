@@ -18,8 +18,9 @@ from jax.experimental import multihost_utils
 from surojax.cluster.hosts import processes_here
 from surojax.errors import ConfigError
 from surojax.memory.aligned import Buffers
-from surojax.memory.layer_file import FILE, LOCK, MAKE_ROOM, MEASURED, Store, readable_bytes
+from surojax.memory.layer_file import FILE, LOCK, MAKE_ROOM, Store, readable_bytes
 from surojax.memory.lock import locked
+from surojax.memory.places import MEASURED
 from surojax.memory.striped import STRIPE
 
 SLOW_MIB_S = 500  # slower disks are reported as slow; SATA disks reach this, NVMe disks 1,000 and more
@@ -40,11 +41,11 @@ def check_folders(store: Store) -> None:
     several = jax.process_count() > 1
     sharing = processes_here()
     available = psutil.virtual_memory().available
-    if store.kept * sharing > available:
+    if store.places.kept * sharing > available:
         per_process = f" by each of {sharing} processes" if sharing > 1 else ""
         raise ConfigError(
             f"files_in_memory: expected at most what this machine has free, {readable_bytes(available)}, got "
-            f"{readable_bytes(store.kept)} kept{per_process}; lower it, more is in files then"
+            f"{readable_bytes(store.places.kept)} kept{per_process}; lower it, more is in files then"
         )
     change = "choose a folder on an NVMe disk"
     free: dict[int, int] = {}  # by the number of a disk
@@ -110,7 +111,7 @@ def claim(store: Store, *, goes_on: bool = False) -> Iterator[Claimed]:
         until_end.enter_context(contextlib.closing(store))
         if not goes_on:
             store.forget()
-        if store.bytes:
+        if store.places.bytes:
             writes, reads = write_rate(store), read_rate(store)
         else:
             writes = reads = math.inf
@@ -122,19 +123,20 @@ def describe_disk_time(store: Store, writes: float, reads: float) -> str:
 
     Each class is read and written once a step, but for weights: they are read twice, and not written if frozen.
     """
-    kept = f", {readable_bytes(store.kept)} kept in host memory" if store.kept else ""
-    if not store.bytes:
+    places = store.places
+    kept = f", {readable_bytes(places.kept)} kept in host memory" if places.kept else ""
+    if not places.bytes:
         return f"nvme: nothing in files{kept}"
-    seconds = store.written / writes + store.written / reads
+    seconds = places.written / writes + places.written / reads
     rates = f"read at {reads / MiB:,.0f} MiB/s, written at {writes / MiB:,.0f}"
     folders = ", ".join(map(str, store.folders))
-    text = f"nvme: {readable_bytes(store.bytes)} in {folders}{kept}, {rates}"
+    text = f"nvme: {readable_bytes(places.bytes)} in {folders}{kept}, {rates}"
     if store.slots:
         text += ", two slots of the state"
     if seconds > UNUSABLE_S:
         raise ConfigError(
             f"nvme_path: expected a disk that is fast enough, got one {rates} in {folders}, where a step reads "
-            f"and writes {readable_bytes(store.written)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
+            f"and writes {readable_bytes(places.written)} each: {seconds / 3600:,.1f} hours a step; choose another disk"
         )
     text += f": {seconds:,.1f} s of reads and writes a step"
     if not store.file.is_direct:
@@ -145,7 +147,7 @@ def describe_disk_time(store: Store, writes: float, reads: float) -> str:
 
 def write_rate(store: Store) -> float:
     """Bytes per second written to the disk as a step writes, measured where the file is unused. Raises NvmeError."""
-    data = np.frombuffer(np.random.default_rng(0).bytes(min(CHUNK, store.unused[1])), np.uint8)
+    data = np.frombuffer(np.random.default_rng(0).bytes(min(CHUNK, store.places.unused[1])), np.uint8)
 
     def write(at: int, size: int) -> None:
         store.write_file(data[:size], at)
@@ -165,7 +167,7 @@ def read_rate(store: Store) -> float:
 
 def _rate(store: Store, moves: Callable[[int, int], object], end: Callable[[], None] = lambda: None) -> float:
     """Measures bytes per second of moves(offset, bytes) over an unused part of the file, and of `end`."""
-    begin, unused = store.unused
+    begin, unused = store.places.unused
     done = 0
     start = time.perf_counter()
     while done < min(MEASURED, unused) and time.perf_counter() - start < MEASURED_S:

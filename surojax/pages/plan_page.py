@@ -14,7 +14,7 @@ from surojax.planner.costs import ATTENTION, DEVICE_COPY, GATHER, HOST_IN, HOST_
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan_text import exposed_rows, memory_rows, plan_table, time_lines, verdict
 from surojax.planner.prediction import milliseconds
-from surojax.planner.rates import WORDS
+from surojax.planner.rates import DISKS, WORDS
 from surojax.planner.run_plan import Plan
 from surojax.planner.timeline import WAITS
 
@@ -27,6 +27,7 @@ KINDS = {  # of events, in the order of their colours
     HOST_OUT: "device to host",
     PASS: "passes over device memory",
     DEVICE_COPY: "copies on the device",
+    DISKS: "files",
 }
 
 

@@ -13,15 +13,16 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from surojax.planner import costs
-from surojax.planner.costs import HOST_IN, ProgramOnGpu
+from surojax.planner.costs import HOST_IN, MAIN, ProgramOnGpu
 from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
 from surojax.planner.layer_sizes import size
 from surojax.planner.rates import DISKS
-from surojax.planner.timeline import Timeline, simulate
+from surojax.planner.timeline import WAITS, Timeline, TimelineEvent, simulate
 from surojax.step.step_parts import Program
 
 UPDATE = "update"  # the pass whose first layer is read before it begins
@@ -30,6 +31,28 @@ UPDATE = "update"  # the pass whose first layer is read before it begins
 def moved(parts: Sequence[Program]) -> tuple[int, int]:
     """(bytes read from files, bytes written to files) of a step, of all machines together."""
     return sum(part.times * part.read for part in parts), sum(part.times * part.written for part in parts)
+
+
+class Pass(NamedTuple):
+    """A pass over layers, in seconds.
+
+    parts: its programs and their timelines. programs, on_disk, put: what these take, what their files take, and what
+    the host puts on the device for them. first, last: of the first layer's read and the last one's write, which nothing
+    hides.
+    """
+
+    name: str
+    parts: list[tuple[Program, Timeline]]
+    programs: float
+    on_disk: float
+    put: float
+    first: float
+    last: float
+
+    @property
+    def longest(self) -> float:
+        """Seconds of what takes longest."""
+        return max(self.programs, self.on_disk, self.put)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,39 +77,114 @@ class SimulatedStep:
             transfers.update(costs.host_transfers(module))
         return dict(transfers)
 
-    def timeline(self, gpu: Gpu, *, copies_only: bool = False, end: float = 1.0) -> Timeline:
+    def timeline(self, gpu: Gpu, *, copies_only: bool = False, end: float = 1.0, with_events: bool = False) -> Timeline:
         """The step on this GPU. copies_only: as if copy engines did all host transfers. end: a multiple of the disks'
-        rates."""
-        simulated = [simulate(ProgramOnGpu(x, gpu, self.mesh_shape, copies_only)) for x in self.modules]
+        rates. with_events: see `simulate`, and `_events` for files."""
+        programs = [ProgramOnGpu(x, gpu, self.mesh_shape, copies_only) for x in self.modules]
+        simulated = [simulate(program, events=with_events) for program in programs]
         if not self.parts:
             return simulated[0]
         busy = collections.defaultdict[str, float](float)
         exposed = collections.defaultdict[tuple[str, str], float](float)
-        seconds = 0.0
-        link = gpu.pcie_bandwidth * gpu.rates.host
-        gpus = math.prod(self.mesh_shape.values())
-        for name in dict.fromkeys(part.name for part in self.parts):
-            label = name or "outside loops"
-            programs = on_disk = put = ends = 0.0
-            for part, of_program in zip(self.parts, simulated, strict=True):
-                if part.name != name:
-                    continue
-                read, written = part.read / self.machines, part.written / self.machines
-                of_layer = self.disks.seconds(read, written, end)
-                programs += part.times * of_program.seconds
-                on_disk += part.times * of_layer
-                put += part.times * size(part.put) / gpus / link
-                ends = max(ends, self.disks.seconds(0.0, written, end) if name == UPDATE else of_layer)
+        passes = self._passes(simulated, gpu, end)
+        for each in passes.values():
+            label = each.name or "outside loops"
+            for part, of_program in each.parts:
                 for kind, s in of_program.busy.items():
                     busy[kind] += part.times * s
                 for (_, kind), s in of_program.exposed.items():
                     exposed[label, kind] += part.times * s
-            longest = max(programs, on_disk, put)
-            exposed[label, DISKS if on_disk >= put else HOST_IN] += longest - programs
-            exposed[label, DISKS] += ends
-            busy[DISKS] += on_disk
-            seconds += longest + ends
-        return Timeline(seconds, dict(busy), dict(exposed), [])
+            exposed[label, DISKS if each.on_disk >= each.put else HOST_IN] += each.longest - each.programs
+            exposed[label, DISKS] += each.first + each.last
+            busy[DISKS] += each.on_disk
+        seconds = sum(each.longest + each.first + each.last for each in passes.values())
+        events = self._events(passes) if with_events else []
+        return Timeline(seconds, dict(busy), dict(exposed), events)
+
+    def _passes(self, simulated: Sequence[Timeline], gpu: Gpu, end: float) -> dict[str, Pass]:
+        """The passes of a step with files, by name. Programs that are of no layer are one without a name."""
+        link = gpu.pcie_bandwidth * gpu.rates.host
+        gpus = math.prod(self.mesh_shape.values())
+        passes = {}
+        for name in dict.fromkeys(part.name for part in self.parts):
+            parts = [pair for pair in zip(self.parts, simulated, strict=True) if pair[0].name == name]
+            reads = [self._seconds(part.read, 0.0, end) for part, _ in parts]
+            writes = [self._seconds(0.0, part.written, end) for part, _ in parts]
+            at_ends = [0.0 if name == UPDATE else read + write for read, write in zip(reads, writes, strict=True)]
+            number = at_ends.index(max(at_ends))
+            passes[name] = Pass(
+                name,
+                parts,
+                programs=sum(part.times * of_program.seconds for part, of_program in parts),
+                on_disk=sum(
+                    part.times * (read + write) for (part, _), read, write in zip(parts, reads, writes, strict=True)
+                ),
+                put=sum(part.times * size(part.put) for part, _ in parts) / gpus / link,
+                first=0.0 if name == UPDATE else reads[number],
+                last=max(writes) if name == UPDATE else writes[number],
+            )
+        return passes
+
+    def _seconds(self, read: float, written: float, end: float = 1.0) -> float:
+        """Seconds that a machine's disks take for its share of these bytes."""
+        return self.disks.seconds(read / self.machines, written / self.machines, end)
+
+    def _events(self, passes: Mapping[str, Pass]) -> list[TimelineEvent]:
+        """The events of a step with files, such that each pass takes as long as `timeline` says.
+
+        Of each program those of its first layer are drawn, and the other layers as one event each.
+        """
+        events: list[TimelineEvent] = []
+        now = 0.0
+        drawn = set()
+        for part, of_program in (pair for each in passes.values() for pair in each.parts):
+            if not part.name:
+                events += of_program.since(now)
+                now += part.times * of_program.seconds
+            elif part.name not in drawn:
+                drawn.add(part.name)
+                now = self._draw(passes[part.name], now, events)
+        return events
+
+    def _draw(self, each: Pass, now: float, events: list[TimelineEvent]) -> float:
+        """Adds the events of a pass that begins at `now`; returns its end."""
+        # Programs of one pass take turns: an update and the forward pass behind it, or layers of two kinds.
+        turns = sorted((k / part.times, i, k) for i, (part, _) in enumerate(each.parts) for k in range(part.times))
+
+        free = now  # when the disks have done what they were asked for
+
+        def file(what: str, turn: int, moved: float, begin: float) -> None:
+            nonlocal free
+            seconds = self._seconds(moved, 0.0) if what == "read" else self._seconds(0.0, moved)
+            if seconds:
+                begin = max(begin, free)
+                free = begin + seconds
+                name = f"{what} for program {turn + 1} of {len(turns)}"
+                events.append(TimelineEvent(name, DISKS, DISKS, each.name, begin, free, moved))
+
+        stretched = each.longest / each.programs if each.programs else 1.0
+        if each.first:
+            file("read", 0, max(part.read for part, _ in each.parts), now)
+        now += each.first
+        for turn, (_, i, k) in enumerate(turns):
+            of_program = each.parts[i][1]
+            end, following = now + of_program.seconds, now + of_program.seconds * stretched
+            if k:
+                name = f"program {turn + 1} of {len(turns)}, as an earlier one"
+                events.append(TimelineEvent(name, "not simulated", MAIN, each.name, now, end, 0.0))
+            else:
+                events += of_program.since(now)
+            if turn + 1 < len(turns):
+                file("read", turn + 1, each.parts[turns[turn + 1][1]][0].read, now)
+            if turn:
+                file("write", turn - 1, each.parts[turns[turn - 1][1]][0].written, now)
+            if following > end:
+                kind = DISKS if each.on_disk >= each.put else HOST_IN
+                events.append(TimelineEvent(f"wait for {kind}", kind, WAITS, each.name, end, following, 0.0))
+            now = following
+        if each.last:
+            file("write", len(turns) - 1, max(part.written for part, _ in each.parts), now)
+        return now + each.last
 
     def at_disk_ends(self, gpu: Gpu) -> dict[str, list[float]]:
         """Seconds with the disks at their ends, as `prediction.at_ends` returns them; empty without files."""

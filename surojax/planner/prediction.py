@@ -17,13 +17,13 @@ from pathlib import Path
 from surojax.assembly.assemble import Assembly
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
 from surojax.planner import products, traffic
-from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS, ProgramOnGpu
+from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
 from surojax.planner.rates import CALIBRATED, DISKS, TOGETHER, WORDS
 from surojax.planner.stages import with_rounds
-from surojax.planner.timeline import WAITS, Timeline, simulate
+from surojax.planner.timeline import WAITS, Timeline
 
 AGAIN = 0.03  # relative, of a step that was measured with the same settings: clocks, temperature, other machines
 # Kinds of work without which a rate changes nothing.
@@ -177,15 +177,14 @@ def comparison(predicted: Prediction, durations_s: Sequence[float], tokens: int)
     )
 
 
-def write_trace(file: Path, module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], title: str) -> None:
-    """Writes a trace of a simulated step, for https://ui.perfetto.dev or chrome://tracing: see `trace`."""
-    found = simulate(ProgramOnGpu(module, gpu, mesh_shape), events=True)
-    file.write_text(json.dumps(trace(found, title)) + "\n")
+def write_trace(file: Path, timeline: Timeline, title: str) -> None:
+    """Writes a timeline with its events, for https://ui.perfetto.dev or chrome://tracing: see `trace`."""
+    file.write_text(json.dumps(trace(timeline, title)) + "\n")
 
 
 def trace(timeline: Timeline, title: str) -> dict:
     """The events of a timeline in Chrome's trace format, in order of their beginning; a row for each stream."""
-    rows = (MAIN, WAITS, *(stream for stream in STREAMS if stream != MAIN))
+    rows = (MAIN, WAITS, *(stream for stream in STREAMS if stream != MAIN), DISKS)
     names = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"{title}, simulated"}}]
     for number, row in enumerate(rows):
         names.append({"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": row}})

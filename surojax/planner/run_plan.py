@@ -261,15 +261,14 @@ def _compiled(
 
     if run.engine.table.in_files:
         machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
-        with_files = file_time.SimulatedStep(
-            [module for module, _ in modules], run.mesh.shape, parts, machines, disks(disk, c.rates_file)
-        )
-        predicted = prediction.step_prediction(with_files, run, batch, gpu)
+        in_order = [module for module, _ in modules]
+        simulated = file_time.SimulatedStep(in_order, run.mesh.shape, parts, machines, disks(disk, c.rates_file))
     else:
-        predicted = prediction.of_module(parsed[0], run, batch, gpu)
-        if trace is not None and not predicted.not_predicted:
-            in_lockstep = stages.with_rounds(parsed[0], run, batch, lockstep=True)
-            prediction.write_trace(Path(trace), in_lockstep, gpu, run.mesh.shape, f"{c.gpus} x {gpu.name}")
+        in_lockstep = stages.with_rounds(parsed[0], run, batch, lockstep=True)
+        simulated = file_time.SimulatedStep([in_lockstep], run.mesh.shape)
+    predicted = prediction.step_prediction(simulated, run, batch, gpu)
+    if trace is not None and not predicted.not_predicted:
+        prediction.write_trace(Path(trace), simulated.timeline(gpu, with_events=True), f"{c.gpus} x {gpu.name}")
     read, written = file_time.moved(parts)
     copies = hlo.host_copies(modules)
     copies["h2d_bytes"] += sum(part.times * bytes_per_device(part.put, HOST) for part in parts)
@@ -278,7 +277,7 @@ def _compiled(
         "estimate": False,
         "device_bytes": most("device_bytes", DEVICE),
         "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x in compiled),
-        "host_bytes": most("host_bytes", HOST) + run.store.kept // run.mesh.size,
+        "host_bytes": most("host_bytes", HOST) + run.store.places.kept // run.mesh.size,
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x in compiled),
         "collectives": hlo.collectives(modules, mesh.shape),
         **copies,

@@ -59,6 +59,10 @@ class Timeline:
     exposed: dict[tuple[str, str], float]  # by (label of the loop, kind of transfer)
     events: list[TimelineEvent]  # empty if not asked for
 
+    def since(self, begin: float) -> list[TimelineEvent]:
+        """The events of the program if it begins at this second."""
+        return [event._replace(begin=begin + event.begin, end=begin + event.end) for event in self.events]
+
 
 def simulate(p: ProgramOnGpu, *, most: int = MOST, events: bool = False) -> Timeline:
     """Simulates a program.

@@ -32,7 +32,7 @@ def reserve(plan: TrainState, store: Store) -> None:
     for x in in_memory(plan):
         shard = math.prod(x.sharding.shard_shape(x.shape))
         sizes += [shard * x.dtype.itemsize] * (x.size // shard)
-    store.reserve_others(sizes)
+    store.places.reserve_others(sizes)
 
 
 def reserved_shards(state: TrainState) -> list[np.ndarray]:
