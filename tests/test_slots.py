@@ -73,9 +73,9 @@ def test_a_kill_leaves_the_state_of_the_last_complete_step(tmp_path):
             (other,) = after.load()
             np.testing.assert_array_equal(other, array(step - 1, 300))
             for l in range(2):
-                stored = after.read(l, after._places[0], (SIZE,), np.dtype(np.uint8))
+                stored = after.read(l, after.places.of_layers[0], (SIZE,), np.dtype(np.uint8))
                 np.testing.assert_array_equal(stored, array(10 * (step - 1) + l))
-            after.write(0, after._places[0], array(0))
+            after.write(0, after.places.of_layers[0], array(0))
             after.close()
         update(store, step)
         store.reported({"step": step})

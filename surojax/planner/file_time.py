@@ -33,7 +33,7 @@ def moved(parts: Sequence[Program]) -> tuple[int, int]:
     return sum(part.times * part.read for part in parts), sum(part.times * part.written for part in parts)
 
 
-class Pass(NamedTuple):
+class SimulatedPass(NamedTuple):
     """A pass over layers, in seconds.
 
     parts: its programs and their timelines. programs, on_disk, put: what these take, what their files take, and what
@@ -101,7 +101,7 @@ class SimulatedStep:
         events = self._events(passes) if with_events else []
         return Timeline(seconds, dict(busy), dict(exposed), events)
 
-    def _passes(self, simulated: Sequence[Timeline], gpu: Gpu, end: float) -> dict[str, Pass]:
+    def _passes(self, simulated: Sequence[Timeline], gpu: Gpu, end: float) -> dict[str, SimulatedPass]:
         """The passes of a step with files, by name. Programs that are of no layer are one without a name."""
         link = gpu.pcie_bandwidth * gpu.rates.host
         gpus = math.prod(self.mesh_shape.values())
@@ -112,7 +112,7 @@ class SimulatedStep:
             writes = [self._seconds(0.0, part.written, end) for part, _ in parts]
             at_ends = [0.0 if name == UPDATE else read + write for read, write in zip(reads, writes, strict=True)]
             number = at_ends.index(max(at_ends))
-            passes[name] = Pass(
+            passes[name] = SimulatedPass(
                 name,
                 parts,
                 programs=sum(part.times * of_program.seconds for part, of_program in parts),
@@ -129,7 +129,7 @@ class SimulatedStep:
         """Seconds that a machine's disks take for its share of these bytes."""
         return self.disks.seconds(read / self.machines, written / self.machines, end)
 
-    def _events(self, passes: Mapping[str, Pass]) -> list[TimelineEvent]:
+    def _events(self, passes: Mapping[str, SimulatedPass]) -> list[TimelineEvent]:
         """The events of a step with files, such that each pass takes as long as `timeline` says.
 
         Of each program those of its first layer are drawn, and the other layers as one event each.
@@ -146,7 +146,7 @@ class SimulatedStep:
                 now = self._draw(passes[part.name], now, events)
         return events
 
-    def _draw(self, each: Pass, now: float, events: list[TimelineEvent]) -> float:
+    def _draw(self, each: SimulatedPass, now: float, events: list[TimelineEvent]) -> float:
         """Adds the events of a pass that begins at `now`; returns its end."""
         # Programs of one pass take turns: an update and the forward pass behind it, or layers of two kinds.
         turns = sorted((k / part.times, i, k) for i, (part, _) in enumerate(each.parts) for k in range(part.times))
