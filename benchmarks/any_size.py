@@ -8,10 +8,11 @@ Every class is in files, and updates are under the next forward pass. What is ru
 * **Products.** The same model with few layers, and with twice as many, all in memory; the difference is the time of the
   layers between, from which follows the time of all.
 * **The same bits**: the smaller of these with every class in files has the same records.
-* **All layers in files**, with 128 tokens a step, of which the disk takes longest, and with 512, of which products do:
-  seconds a step, beside the larger of products and disk. The disk's are the bytes that the process has moved, by the
-  kernel's count, at the rates of a file in the same folder that is read and written as a step does, before and after.
-  The largest resident memory of the process and its children together is sampled ten times a second.
+* **All layers in files**, with 128 tokens a step and with 512: seconds a step, beside the larger of products and disk,
+  which is the limit. Products take longest with more tokens than that only if the disk is fast. The disk's seconds are
+  the bytes that the process has moved, by the kernel's count, at the rates of a file in the same folder, which is read
+  and written before and after, as a step does. The resident memory of the process and its children together is sampled
+  ten times a second; its maximum is reported.
 * **Killed twice** with SIGKILL, with two slots of the state, within one of the first steps and one of the last: the
   same records.
 
@@ -39,6 +40,7 @@ import psutil
 
 from surojax import read_metrics
 from surojax.config.fields import Config, default_config
+from surojax.memory.aligned import Buffers
 from surojax.memory.layer_file import Store
 from surojax.memory.nvme import CHUNK
 from surojax.run.metrics import METRICS_FILE, TIMINGS
@@ -48,7 +50,7 @@ GB, GIB = 1e9, 2**30
 LIMIT = 1.15  # of what products or the disk take
 FEW = 4  # layers that are in memory
 FILE_BYTES = 2 * GIB  # that are written and read to know the disk
-ROWS = (1, 4)  # of 128 tokens: the disk takes longest, or products do
+ROWS = (1, 4)  # of 128 tokens, in a step
 
 
 def get_config() -> Config:
@@ -189,7 +191,7 @@ def rates(folder: Path) -> Rates:
     store = Store(folder, 1)
     store.places.reserve(FILE_BYTES, "master")
     data = np.frombuffer(np.random.default_rng(0).bytes(CHUNK), np.uint8)
-    raw = store._buffers.take(CHUNK)  # aligned, as a step's are
+    raw = Buffers().take(CHUNK)
 
     def timed(move: Any, end: Any) -> tuple[float, float]:
         wall, cpu = time.perf_counter(), time.process_time()

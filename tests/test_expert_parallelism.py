@@ -205,8 +205,9 @@ def test_recipes_equal_one_device(recipe, placed):
 def test_optimizers_update_experts_as_one_device_does(optimizer, error, apart):
     """A matrix that NorMuon makes orthogonal, and a block of 8-bit moments, is of one expert, wherever that is.
 
-    apart: the share of a tensor's numbers that may differ at all, by up to `error` of the largest: gradients differ by
-    the order of their sums, so some moments at a border between two of 8 bits do.
+    error: the largest difference, relative to the largest weight of a tensor. apart: the share of its weights that may
+    differ by more than 1e-4 of that: gradients are sums in another order, so that some moments are rounded to another
+    number of 8 bits.
     """
     expected = Small(config=EIGHT, optimizer=optimizer)
     batches = [tokens(2, 8, 16, seed=seed) for seed in range(3)]

@@ -121,6 +121,8 @@ def test_drives_by_name_and_folders_that_were_measured(tmp_path):
     seen.record_disk(rates, other, seen.DiskRates(1e9, 0.5e9))
     both = disks(f"{one},{other}", rates)
     assert (both.read, both.write, both.tbw) == (4e9, 2.5e9, 2400)
+    for bad in (0.0, 1e12, float("nan")):
+        assert "is not written" in seen.record_disk(rates, other, seen.DiskRates(bad, 1e9))
     seen.record_disk(rates, other, seen.DiskRates(2e9, 1e9))  # the newest counts
     assert disks(other, rates).read == 2e9 and seen.corrected(GPU, rates) == GPU
 

@@ -558,9 +558,8 @@ def test_one_run_at_a_time(tmp_path):
 def test_slow_disks(tmp_path):
     one = store(tmp_path)
     both = functools.partial(nvme.describe_disk_time, one)
-    assert both(one.places.bytes / 0.25, one.places.bytes / 0.25).startswith(
-        "nvme: "
-    )  # half a second, at however few bytes/s
+    in_half_a_second = 4 * one.places.bytes  # bytes/s, however few these are
+    assert both(in_half_a_second, in_half_a_second).startswith("nvme: ")
     assert both(one.places.bytes / 15, one.places.bytes / 5).startswith("warning: slow disk, nvme: ")
     assert both(one.places.bytes / 15, one.places.bytes / 5).count("20.0 s of reads and writes a step") == 1
     with pytest.raises(ConfigError, match=r"expected a disk that is fast enough, got .* 2\.0 hours a step; choose"):

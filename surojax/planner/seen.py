@@ -159,8 +159,11 @@ def record_disk(path: str, folder: str, rates: DiskRates) -> str:
     """
     if not path:
         return ""
-    for rate, value in zip(DISK_RATES, rates, strict=True):
-        if note := _add(path, _entry(folder, 0, rate, value / GB), ("device_kind", "rate")):
+    entries = [_entry(folder, 0, rate, value / GB) for rate, value in zip(DISK_RATES, rates, strict=True)]
+    if not all(map(_is_entry, entries)):  # which would make the file unreadable
+        return "note: what was measured is not written: no disk has such rates"
+    for entry in entries:
+        if note := _add(path, entry, ("device_kind", "rate")):
             return note
     return f"written; plan and fit read {path} with --disk {folder}"
 

@@ -225,13 +225,13 @@ class MetricsLog:
         step_of = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}  loss {record['loss']:.4f}"
         step_of += f"  accuracy {record[ACCURACY]:.3f}" if ACCURACY in record else ""
         rate = f"{record['tokens_per_second']:,.0f} tok/s"
-        memory = f"  {record['peak_memory_bytes'] / 2**30:.1f} GiB" if "peak_memory_bytes" in record else ""
+        use = f"  {record['peak_memory_bytes'] / 2**30:.1f} GiB" if "peak_memory_bytes" in record else ""
         if "disk_busy_ms" in record:
-            memory += f"  disk busy {min(1.0, record['disk_busy_ms'] / record['duration_ms']):.0%}"
+            use += f"  disk busy {min(1.0, record['disk_busy_ms'] / record['duration_ms']):.0%}"
         if self._console.is_terminal:
             if last or now - self._said >= STATUS_S:
                 self._said = now
-                self._console.status(f"{step_of}  {rate}{memory}  {eta} left")
+                self._console.status(f"{step_of}  {rate}{use}  {eta} left")
             return
         first = step == self._first_step + 1
         if first or last or step % self._log_steps == 0 or now - self._said >= SILENT_S:
@@ -239,7 +239,7 @@ class MetricsLog:
             mfu = f"  mfu {record['mfu']:5.1%}" if "mfu" in record else ""
             self._console.line(
                 f"{step_of}  norm {record['norm']:.3f}  lr {record['lr']:.2e}  {rate}  "
-                f"{record['duration_ms']:,.1f} ms{mfu}{memory}  eta {eta}"
+                f"{record['duration_ms']:,.1f} ms{mfu}{use}  eta {eta}"
             )
 
     def eval(
