@@ -227,7 +227,7 @@ def test_a_disk_that_fails_ends_the_step(tmp_path, monkeypatch):
     """In the middle of either pass, in a thread that writes: the error is raised, and nothing waits for ever."""
     small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | STEP))
     plain = Store.write
-    for stacks in (small.run.files.residuals, small.run.files.grads):
+    for stacks in (small.run.files.residuals["blocks"], small.run.files.grads["blocks"]):
         lost = 1, jax.tree.leaves(stacks)[0].place
 
         def write(store, l, place, array, lost=lost):

@@ -57,6 +57,7 @@ from surojax.placement.mesh import abstract_mesh
 from surojax.placement.param import OUTER, Kind
 from surojax.planner import products
 from surojax.step.weights import quantise_with_one_scale
+from surojax.verification.settings import NVME_ALL
 
 # --- sliding windows --------------------------------------------------------------------------------------------------
 
@@ -436,22 +437,26 @@ def test_segments_train_alike_under_every_placement(tmp_path):
     losses = Small(model=toy()).train(batches)
     assert Small(model=toy(), microbatches_per_fetch=2, **ALL).train(batches) == losses
     assert losses[0][0] > losses[-1][0]
-    with pytest.raises(ConfigError, match=r"several segments of layers \(narrow, wide\), got 'nvme'"):
-        Small(model=toy(), offload_optimizer="nvme", nvme_path=str(tmp_path))
+    for number, placed in enumerate(({"overlap_update": True}, {"overlap_update": False}, {"nvme_slots": 2})):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        in_files = Small(model=toy(), batch=(2, 8, 16), nvme_path=str(folder), **NVME_ALL, **placed)
+        assert in_files.train(batches) == losses
+    state = Small(model=toy(), nvme_path=str(tmp_path), offload_optimizer="nvme", offload_master="nvme")
+    assert state.train(batches) == losses
 
 
 @pytest.mark.parametrize(
     "devices, placed", quick_at([(1, {"offload_weights": True}), (4, {"zero_level": 3, "offload_weights": "nvme"})])
 )
 def test_programs_of_one_layer_have_auxiliary_losses(tmp_path, devices, placed):
-    """The wide layers alone, whose residuals rest in files: losses and norms of the step that is one program."""
-    wide = dataclasses.replace(toy(), segments=(dataclasses.replace(toy().segments[1], start=0),))
+    """Of both segments, whose residuals rest in files: losses and norms of the step that is one program."""
     of_steps = [tokens(3, 8, 16, seed=i) for i in range(2)]
     in_memory = Small(
-        devices, model=wide, auxiliary=auxiliary, microbatches_per_fetch=3, **placed | {"offload_weights": True}
+        devices, model=toy(), auxiliary=auxiliary, microbatches_per_fetch=3, **placed | {"offload_weights": True}
     )
     rest: dict = {"offload_residual": "nvme", "nvme_path": str(tmp_path), "batch": (3, 8, 16)}
-    in_files = Small(devices, model=wide, auxiliary=auxiliary, **rest, **placed)
+    in_files = Small(devices, model=toy(), auxiliary=auxiliary, **rest, **placed)
     assert in_files.train(of_steps) == in_memory.train(of_steps)
 
 

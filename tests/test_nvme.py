@@ -119,7 +119,7 @@ def test_stages_update_their_layers_in_files_together(tmp_path, layers, devices,
     for each in (small, in_host):
         each.compile_as_users_do(BATCHES[0])
     assert small.train(BATCHES[:5]) == in_host.train(BATCHES[:5])
-    assert len(small.run.store.places.records) == layers
+    assert len(small.run.store.places.layers) == layers
     for ours, theirs in zip(jax.tree.leaves(small.state.moments), jax.tree.leaves(in_host.state.moments), strict=True):
         np.testing.assert_array_equal(stored(ours), theirs)
 
@@ -214,15 +214,16 @@ def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, mon
     L, lock, held, order = CONFIG.num_hidden_layers, threading.Lock(), [0], []
     begun, plain_read, plain_write = [threading.Event() for _ in range(L)], UpdatingRounds.read, UpdatingRounds.write
 
-    def read(step, l):
+    def read(step, number):
         with lock:
             held.append(held[-1] + 1)
-        begun[l].set()
-        return plain_read(step, l)
+        begun[number.l].set()
+        return plain_read(step, number)
 
-    def write(step, l, layer):
+    def write(step, number, layer):
+        l = number.l
         assert l + 1 == L or begun[l + 1].wait(60), "the next layer is read only after this one is written"
-        plain_write(step, l, layer)
+        plain_write(step, number, layer)
         order.append(l)
         with lock:
             held.append(held[-1] - 1)
@@ -270,7 +271,7 @@ def test_the_memory_that_is_counted(tmp_path):
     assert of_layers(stages.plan) == of_layers(run.plan) * 2 // 3  # two of three layers; the other stage has the third
     host = footprint.estimate_host(stages, BatchShape(1, 32, 2))
     assert host["layers from files"] == footprint.NVME_LAYERS * in_flight
-    assert stages.store.places.record == run.store.places.record
+    assert stages.store.places.record_bytes == run.store.places.record_bytes
     assert "layers from files" not in footprint.estimate_host(
         from_config(default_config(), run.mesh, total_steps=9), BatchShape(1, 32, 2)
     )

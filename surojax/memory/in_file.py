@@ -38,17 +38,21 @@ type Index = tuple[slice | int, ...]
 class InFile:
     """A stack `[L, ...]` in a file, in place of an array in the plan and in the state.
 
-    shape, dtype: of the stack. Its last entries are padding if stages of `pp` are not all full (step/padding.py); no
-    file has them, and they are read as zeros. sharding: the one that the stack would have on the devices; a layer there
-    has it without the layer axis. entries: of each stage. parts: for each stage, where this process's parts
-    `[parts, ...]` are in a layer, which are what its file stores; None with one process, which stores whole layers. The
-    file can be read as long as no other run uses the folder. place: the room for it in the store, which may keep a part
-    in host memory; row: of the placement table.
+    shape, dtype: of the stack. segment: the numbers of its layers in the model. Its last entries are padding if stages
+    of `pp` are not all full (step/padding.py); no file has them, and they are read as zeros. sharding: the one that the
+    stack would have on the devices; a layer there has it without the layer axis. entries: of each stage. parts: for
+    each stage, where this process's parts `[parts, ...]` are in a layer, which are what its file stores; None with one
+    process, which stores whole layers. The file can be read as long as no other run uses the folder. place: the room
+    for it in the store, which may keep a part in host memory; row: of the placement table.
     """
 
-    def __init__(self, store: Store, row: str, shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding):
+    def __init__(
+        self, store: Store, row: str, shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding, first: int = 0
+    ):
+        """first: number of the stack's first layer in the model."""
         self.store = store
         self.stack_shape = shape
+        self.segment = range(first, min(first + shape[0], store.num_layers))
         self.dtype = np.dtype(dtype)
         self.sharding = sharding
         self.spec = jax.P(*sharding.spec[1:])  # of a layer
@@ -62,7 +66,7 @@ class InFile:
 
     def _reserved(self, row: str) -> Place:
         """Room for the stack in its store."""
-        return self.store.places.reserve(self.layer_bytes, row)
+        return self.store.places.reserve(self.layer_bytes, row, self.segment)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,7 +81,7 @@ class InFile:
     @property
     def layers(self) -> int:
         """The number of entries of the stack that are no padding."""
-        return self.store.num_layers
+        return len(self.segment)
 
     @property
     def ndim(self) -> int:
@@ -262,9 +266,10 @@ class TableInFile(InFile):
         self.rows = shape[0] // self.row_shards // n  # of a piece, in each shard
         of_pieces = jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec))
         super().__init__(store, row, (n, shape[0] // n, *shape[1:]), dtype, of_pieces)
+        self.segment = range(n)
 
     def _reserved(self, row: str) -> Place:
-        return self.store.places.reserve(self.layer_bytes, row, pieces=self.layers)
+        return self.store.places.reserve_pieces(self.layer_bytes, row, self.layers)
 
     @property
     def shape(self) -> tuple[int, ...]:

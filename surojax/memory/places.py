@@ -2,10 +2,11 @@
 
     record of layer 0: array 0, array 1, ...    record of layer 1: ...    pieces of table 0: ...    others
 
-All arrays of a layer are one record, so that a layer is read as a whole. A piece of a table is handled as a layer is
-(in_file.py). Some bytes may stay in host memory: the first ones of each array, of as many arrays as there is memory
-for, and of all layers alike, so that the disks have as much to do in each layer of a pass. Rows of the placement table
-that a kill must not take (`IN_SLOTS`) have twice the room with two slots, and none in host memory.
+All arrays of a layer are one record, so that a layer is read as a whole; layers of one segment of the model have
+records of equal size. A piece of a table is handled as a layer is (in_file.py). Some bytes may stay in host memory: the
+first ones of each array, of as many arrays as there is memory for, and of all layers alike, so that the disks have as
+much to do in each layer of a pass. Rows of the placement table that a kill must not take (`IN_SLOTS`) have twice the
+room with two slots, and none in host memory.
 """
 
 import dataclasses
@@ -23,16 +24,17 @@ MEASURED = 256 << 20  # bytes after which the rate of a disk is known
 class Place:
     """The room for one array of each layer, or of each piece of a table.
 
-    row: of the placement table. size: bytes. name: among the arrays of a layer or piece. records: the index of each
-    layer or piece of which the file has room. slots: 2 if a kill must not take it. kept: the number of leading bytes
-    that are in host memory. offset: position in the file of the other bytes of index 0. stride: from there to the next
-    index. memory: the kept bytes of each layer or piece.
+    row: of the placement table. size: bytes. name: among all arrays of layers, or all of pieces. records: the index of
+    each layer of a segment, or piece, of which the file has room. first: number of the segment's first layer. slots: 2
+    if a kill must not take it. kept: the number of leading bytes that are in host memory. offset: position in the file
+    of the other bytes of index 0. stride: from there to the next index. memory: the kept bytes of each layer or piece.
     """
 
     row: str
     size: int
     name: str
     records: dict[int, int]
+    first: int = 0
     slots: int = 1
     kept: int = 0
     offset: int = 0
@@ -60,14 +62,14 @@ class Places:
     """The places of all arrays of a store.
 
     of_layers: of arrays of each layer; of_pieces: of each piece of a table; others: of arrays that are in memory, kept
-    in the file for a start after a kill. records: number of a layer -> number of its record in the file. record: bytes
-    of a record.
+    in the file for a start after a kill. layers: numbers of those that have a record. record_bytes: of a layer of each
+    segment, by the number of its first layer.
     """
 
     def __init__(self, layers: Iterable[int], *, in_memory: int, slots: int):
         """layers: those that have a record. in_memory: bytes that stay in host memory. slots: of rows in slots."""
-        self.records = {l: i for i, l in enumerate(layers)}
-        self.record = 0
+        self.layers = list(layers)
+        self.record_bytes: dict[int, int] = {}
         self.of_layers: list[Place] = []
         self.of_pieces: list[Place] = []
         self.others: list[Place] = []
@@ -75,21 +77,32 @@ class Places:
         self._in_memory = in_memory
         self._slots = slots
 
-    def reserve(self, size: int, row: str, pieces: int = 0) -> Place:
+    def reserve(self, size: int, row: str, segment: range | None = None) -> Place:
         """Reserves `size` bytes of each layer for an array of this row, before anything is written.
 
-        pieces: of a table, for each of which the bytes are; 0: they are for each layer.
+        segment: the numbers of the layers that have the array; None: all have it.
         """
-        places = self.of_pieces if pieces else self.of_layers
-        records = {k: k for k in range(pieces)} if pieces else self.records
-        name = f"{'table-' * bool(pieces)}{len(places)}"
-        places.append(Place(row, size, name, records, self._slots if row in IN_SLOTS else 1))
+        own = [l for l in self.layers if segment is None or l in segment]
+        first = segment.start if segment else 0
+        self.of_layers.append(
+            self._place(size, row, f"{len(self.of_layers)}", {l - first: i for i, l in enumerate(own)}, first)
+        )
         self._arrange()
-        return places[-1]
+        return self.of_layers[-1]
+
+    def reserve_pieces(self, size: int, row: str, pieces: int) -> Place:
+        """Reserves `size` bytes for each of so many pieces of a table."""
+        name = f"table-{len(self.of_pieces)}"
+        self.of_pieces.append(self._place(size, row, name, {k: k for k in range(pieces)}))
+        self._arrange()
+        return self.of_pieces[-1]
+
+    def _place(self, size: int, row: str, name: str, records: dict[int, int], first: int = 0) -> Place:
+        return Place(row, size, name, records, first, self._slots if row in IN_SLOTS else 1)
 
     def reserve_others(self, sizes: Iterable[int]) -> None:
         """Reserves two slots of so many bytes each for arrays that are in memory, behind all others."""
-        self.others = [Place("outer", size, f"other-{i}", {0: 0}, 2) for i, size in enumerate(sizes)]
+        self.others = [Place("outer", size, f"other-{i}", {0: 0}, slots=2) for i, size in enumerate(sizes)]
         self._arrange()
 
     def _arrange(self) -> None:
@@ -101,12 +114,15 @@ class Places:
             of_each = left // max(1, len(place.records))
             place.kept = wanted if wanted <= of_each else of_each // ALIGN * ALIGN
             left -= place.kept * len(place.records)
-        self.record = sum(place.slots * place.slot_bytes for place in self.of_layers)
         offset = 0
-        for place in self.of_layers:
-            place.offset, place.stride = offset, self.record
-            offset += place.slots * place.slot_bytes
-        offset = len(self.records) * self.record
+        for first in dict.fromkeys(place.first for place in self.of_layers):
+            places = [place for place in self.of_layers if place.first == first]
+            stride = self.record_bytes[first] = sum(place.slots * place.slot_bytes for place in places)
+            begin = offset
+            for place in places:
+                place.offset, place.stride = begin, stride
+                begin += place.slots * place.slot_bytes
+            offset += len(places[0].records) * stride
         for place in (*self.of_pieces, *self.others):
             place.offset, place.stride = offset, place.slots * place.slot_bytes
             offset += len(place.records) * place.stride
@@ -146,4 +162,4 @@ class Places:
     def layout(self) -> list:
         """Sizes and places of all arrays."""
         places = [[place.row, place.size, place.slots, place.kept, len(place.records)] for place in self.all]
-        return [list(self.records), places]
+        return [self.layers, places]

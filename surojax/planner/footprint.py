@@ -133,12 +133,16 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
         "residuals": _in(table.residuals.home, residuals),
         "working space": _in(DEVICE, space),
     }
-    step_file_bytes = sum(rows[name][NVME.name] for name in ("grads", "residuals"))
-    state = plan.master, plan.moments
-    tables = bytes_per_device([tree[OUTER] for tree in state], NVME)
-    in_flight = NVME_LAYERS * (bytes_per_device(plan, NVME) - tables) + LAYERS_IN_FLIGHT * step_file_bytes
-    tables_in_flight = NVME_LAYERS * tables // layer_sizes.pieces_of_tables(run)
-    rows["layers from files"] = _in(HOST, max(in_flight // layer_sizes.layers_of(run), tables_in_flight))
+    tables = bytes_per_device((plan.master[OUTER], plan.moments[OUTER]), NVME)
+    in_flight = [NVME_LAYERS * tables // layer_sizes.pieces_of_tables(run)]
+    for segment, sizes in zip(model.segments, segments, strict=True):
+        state = bytes_per_device([tree[segment.name] for tree in (plan.weights, plan.master, plan.moments)], NVME)
+        grads = sum(stored for home, stored in layer_sizes.accumulators(run, segment) if home.in_file)
+        share = sizes.activations / sum(x.activations for x in segments)
+        of_step = grads + round(share * rows["residuals"][NVME.name])
+        of_layers = NVME_LAYERS * state + LAYERS_IN_FLIGHT * of_step
+        in_flight.append(of_layers // layer_sizes.layers_of(run, segment))
+    rows["layers from files"] = _in(HOST, max(in_flight))
     in_slots = IN_SLOTS if table.slots > 1 else ()
     stored = {name: rows[name][NVME.name] for name in TO_FILES if name not in in_slots}
     for name, kept in kept_in_memory(table.files_in_memory / run.mesh.size, stored).items():

@@ -10,6 +10,7 @@ written from files only. `meta` then says how many `layers` each segment has. An
 zeros itself if it has to; zeros add nothing to a checksum.
 """
 
+import collections
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,8 +113,11 @@ def _load(path: Path, items: dict, meta: dict[str, Any], layers: dict[str, int])
             arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
         names = jax.tree_util.tree_map_with_path(lambda keys, _: name_of(keys), plan)
         named = list(zip(in_files.files(names), files, strict=True))
-        for kind in (InFile, TableInFile):  # as many layers as pieces are read together
-            _load_files(path / name, [(x, file) for x, file in named if type(file) is kind])
+        together = collections.defaultdict(list)  # stacks of a segment's layers, and tables of equally many pieces
+        for stack_name, file in named:
+            together[type(file), file.segment].append((stack_name, file))
+        for stacks in together.values():
+            _load_files(path / name, stacks)
         loaded[name] = in_files.joined(in_files.in_memory(arrays), files)
     return loaded
 

@@ -6,7 +6,7 @@ A program's results are arrays of the whole mesh. A value that differs from devi
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.manual_axes import varying_axes
 from surojax.memory.host import put
 from surojax.memory.in_file import InFiles
+from surojax.models.model import Variant
 from surojax.parallel import collectives
 from surojax.parallel.collectives import varying
 from surojax.placement.home import DEVICE, Home
@@ -66,6 +67,21 @@ class OfDevices:
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self.number, *x.shape), x.dtype, sharding=sharding), self._left[name]
         )
+
+
+class SegmentLayer(NamedTuple):
+    """Layer l of a segment, or of its part in every stage of `pp`. segment: its name."""
+
+    segment: str
+    l: int
+
+
+class Kind(NamedTuple):
+    """What layers with the same program have in common. segment: its name. part: number of the part of its weights."""
+
+    segment: str
+    part: int
+    variant: Variant
 
 
 class Resting:

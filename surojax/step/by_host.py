@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def by_host(
-    layers: Sequence[int],
-    read: Callable[[int], Any],
-    compute: Callable[[int, Any], Any],
-    write: Callable[[int, Any], None] = lambda l, result: None,
+def by_host[Layer](
+    layers: Sequence[Layer],
+    read: Callable[[Layer], Any],
+    compute: Callable[[Layer, Any], Any],
+    write: Callable[[Layer, Any], None] = lambda l, result: None,
 ) -> None:
-    """Calls write(l, compute(l, read(l))) for one layer after another.
+    """Calls write(l, compute(l, read(l))) for one layer l after another: a number, or a `SegmentLayer`.
 
     While layer l computes, a thread reads the next one and another writes the one before; so four layers are in host
     memory: a prefetched one, the current one before and after, and one that is being written. Errors of read

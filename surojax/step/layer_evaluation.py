@@ -6,14 +6,13 @@ from typing import Any
 
 import jax
 
-from surojax.models.model import Variant
 from surojax.parallel import collectives
 from surojax.placement.home import HOST
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
 from surojax.step.batch import Batch
-from surojax.step.between import OfDevices
+from surojax.step.between import Kind, OfDevices, SegmentLayer
 from surojax.step.by_host import by_host
 from surojax.step.outer import OuterLayers
 from surojax.step.spec import Engine
@@ -26,8 +25,8 @@ from surojax.step.work_weights import WorkWeights
 class LayerEvaluation:
     """The step of `train_step.make_eval_step`; it is lowered, compiled and called in the same way.
 
-    begin: (outer weights, *batch) -> activations. layers: for each part of the weights and variant of a layer, (layer's
-    weights as `WorkWeights.planned`, number of the layer, activations, *batch) -> activations. end: (outer weights,
+    begin: (outer weights, *batch) -> activations. layers: for each `Kind` of a layer, (layer's weights as
+    `WorkWeights.planned`, number of the layer in its segment, activations, *batch) -> activations. end: (outer weights,
     activations, *batch) -> (the objective's sums, number of its terms).
     """
 
@@ -35,13 +34,16 @@ class LayerEvaluation:
         self.engine = engine
         self.plan = plan
         self.mesh = mesh
-        (self.segment,) = engine.model.segments  # `state_plan` refuses several
-        self.gather = Gather.of(engine, self.segment)
-        self.weights = WorkWeights(plan.weights[self.segment.name])
-        self.kinds = list(zip(self.weights.part_of, self.segment.variants, strict=True))
+        self.segments = {segment.name: segment for segment in engine.model.segments}
+        self.weights = {name: WorkWeights(plan.weights[name]) for name in self.segments}
+        self.kinds = {
+            SegmentLayer(name, l): Kind(name, *kind)
+            for name, segment in self.segments.items()
+            for l, kind in enumerate(zip(self.weights[name].part_of, segment.variants, strict=True))
+        }
         self.of_devices = OfDevices(plan.step.sharding.mesh)
         self.begin: Any = self._begin()
-        self.layers: dict[Any, Any] = {kind: self._layer(*kind) for kind in self.kinds}
+        self.layers: dict[Kind, Any] = {kind: self._layer(kind) for kind in dict.fromkeys(self.kinds.values())}
         self.end: Any = self._end()
 
     def __call__(self, weights, *batch):
@@ -50,7 +52,7 @@ class LayerEvaluation:
 
     def each(self, weights, batches: Sequence[tuple]) -> list[tuple]:
         """What a call returns, for each of several batches. Their layers are read once. Raises NvmeError."""
-        stacks = self.weights.in_memory(weights[self.segment.name])
+        stacks = {name: x.in_memory(weights[name]) for name, x in self.weights.items()}
 
         def done(results):
             if jax.default_backend() == "cpu" and self.mesh.size > 1:
@@ -59,19 +61,20 @@ class LayerEvaluation:
 
         xs = [done(self.begin(weights[OUTER], *batch)) for batch in batches]
 
-        def layer(l: int, arrived) -> None:
-            kind = self.kinds[l]
+        def compute(layer: SegmentLayer, arrived) -> None:
+            kind = self.kinds[layer]
             for i, batch in enumerate(batches):
-                xs[i] = done(self.layers[kind]((stacks[kind[0]], arrived), l, xs[i], *batch))
+                work = stacks[kind.segment][kind.part], arrived
+                xs[i] = done(self.layers[kind](work, layer.l, xs[i], *batch))
 
-        by_host(range(len(self.kinds)), self.weights.read, layer)
+        by_host(list(self.kinds), lambda layer: self.weights[layer.segment].read(layer.l), compute)
         return [done(self.end(weights[OUTER], x, *batch)) for x, batch in zip(xs, batches, strict=True)]
 
     def lower(self, weights, *batch) -> "LayerEvaluation":
         """The evaluation with all programs lowered. weights: planned, those that it was made from."""
         begin = self.begin.lower(weights[OUTER], *batch)
         x = self.of_devices.planned("x")
-        each = {kind: f.lower(self.weights.planned(kind[0]), 0, x, *batch) for kind, f in self.layers.items()}
+        each = {kind: f.lower(self._planned(kind), 0, x, *batch) for kind, f in self.layers.items()}
         return self._with(begin, each, self.end.lower(weights[OUTER], x, *batch))
 
     def compile(self, compiler_options=None) -> "LayerEvaluation":
@@ -87,14 +90,15 @@ class LayerEvaluation:
         x = self.of_devices.planned("x")
         programs = [begin]
         for kind, function in self.layers.items():
-            files = self.weights.files[kind[0]]
-            arguments = self.weights.planned(kind[0]), number, x, *batch
-            others = outer, self.weights.arriving(kind[0])
+            weights = self.weights[kind.segment]
+            files = weights.files[kind.part]
+            arguments = self._planned(kind), number, x, *batch
+            others = outer, weights.arriving(kind.part)
             programs.append(
                 Program(
                     function,
                     arguments,
-                    self.kinds.count(kind),
+                    list(self.kinds.values()).count(kind),
                     others,
                     "layers",
                     files.round_file_bytes,
@@ -115,16 +119,23 @@ class LayerEvaluation:
 
         return self._program(per_device, (self.plan.weights[OUTER],), self.of_devices.any_of())
 
-    def _layer(self, part: int, variant: Variant):
+    def _planned(self, kind: Kind) -> tuple:
+        """The plan of the weights of a layer of this kind."""
+        return self.weights[kind.segment].planned(kind.part)
+
+    def _layer(self, kind: Kind):
+        segment = self.segments[kind.segment]
+        weights, gather = self.weights[kind.segment], Gather.of(self.engine, segment)
+
         def per_device(work, l, x, *batch_BS):
             each = Batch.of(self.engine, batch_BS).on_device(lambda l: None)
-            w = self.gather.of_layer(self.weights.layer(part, work, l), variant)
+            w = gather.of_layer(weights.layer(kind.part, work, l), kind.variant)
             x_BSD = self.of_devices.enter("x", x)
-            x_BSD, _ = self.segment.block(w, x_BSD, None, variant, each.starts_BS)
+            x_BSD, _ = segment.block(w, x_BSD, None, kind.variant, each.starts_BS)
             return self.of_devices.leave("x", x_BSD)
 
         x = self.of_devices.any_of()
-        return self._program(per_device, (self.weights.planned(part), self.plan.step, x), x)
+        return self._program(per_device, (self._planned(kind), self.plan.step, x), x)
 
     def _end(self):
         def per_device(outer, x, *batch_BS):

@@ -19,8 +19,9 @@ Shape suffixes: A microbatches, B local batch, S sequence (or its part, see oute
 
 import copy
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from surojax.memory.host import put
 from surojax.memory.in_file import InFile
 from surojax.memory.layer_file import Store
-from surojax.models.model import Variant
+from surojax.models.model import Segment, Variant
 from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, add_up, varying
@@ -37,7 +38,7 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER, part_of
 from surojax.step.batch import Batch, recipe_inputs_of
-from surojax.step.between import OfDevices, Resting, in_round, in_rounds, of_round
+from surojax.step.between import Kind, OfDevices, Resting, SegmentLayer, in_round, in_rounds, of_round
 from surojax.step.blocks import plus_statistics
 from surojax.step.by_host import by_host
 from surojax.step.engine import Gradients, auxiliary_loss, means_of, no_statistics, no_sums
@@ -72,16 +73,35 @@ class Sent(NamedTuple):
 
 
 class StacksInFiles(NamedTuple):
-    """Stacks of a step's layers that rest in files: `InFile`s. None: they rest in memory.
+    """Stacks of a step's layers that rest in files, by segment: `InFile`s. What is of no segment rests in memory.
 
     grads: sharded as master weights `[L, ...]`. residuals: `[L, devices, A, ...]`, of what each device saves.
     """
 
-    grads: Any = None
-    residuals: list[InFile] | None = None
+    grads: Mapping[str, Any] = MappingProxyType({})
+    residuals: Mapping[str, list[InFile]] = MappingProxyType({})
 
 
 NO_FILES = StacksInFiles()
+
+
+class SegmentFiles:
+    """A segment, and where its layers rest between programs.
+
+    segment: with blocks as the step runs them. kinds: of its layers.
+    """
+
+    def __init__(self, step: StepParts, segment: Segment, files: StacksInFiles):
+        self.segment = recomputing_segment(segment) if step.engine.recompute_block else segment
+        self.gather = Gather.of(step.engine, segment)
+        self.weights = WorkWeights(step.plan.weights[segment.name])
+        self.grads = Resting(files.grads.get(segment.name))
+        self.residuals = Resting(files.residuals.get(segment.name))
+        self.kinds = [Kind(segment.name, *x) for x in zip(self.weights.part_of, segment.variants, strict=True)]
+
+    def index(self, number: Any) -> Any:
+        """The index in the segment of the layer with this number in the model."""
+        return number - self.segment.start if self.segment.start else number
 
 
 class LayerGradients:
@@ -90,49 +110,48 @@ class LayerGradients:
     def __init__(self, step: StepParts, files: StacksInFiles):
         self.step = step
         engine = self.engine = step.engine
-        (segment,) = engine.model.segments  # `state_plan` refuses several
-        self.segment = recomputing_segment(segment) if engine.recompute_block else segment
-        self.gather = Gather.of(engine, segment)
-        self.saved_as: dict[Variant, Any] = {}  # structure of what a block saves
-        self.grads, self.residuals = Resting(files.grads), Resting(files.residuals)
+        self.segments = {segment.name: SegmentFiles(step, segment, files) for segment in engine.model.segments}
+        self.order = [SegmentLayer(name, l) for name, x in self.segments.items() for l in range(len(x.kinds))]
+        self.saved_as: dict[tuple[str, Variant], Any] = {}  # structure of what a block saves
         self.of_devices = OfDevices(step.plan.step.sharding.mesh)
-        self.weights = WorkWeights(step.plan.weights[segment.name])
-        # Layers of one part of the weights and of one variant have a program.
-        self.kinds = list(zip(self.weights.part_of, segment.variants, strict=True))
-        gradients = jax.tree.leaves(self.planned_grads())
+        self.kinds = [kind for x in self.segments.values() for kind in x.kinds]
+        gradients = jax.tree.leaves([self.planned_grads(name) for name in self.segments])
         self.largest = max(math.prod(x.sharding.shard_shape(x.shape)) for x in gradients)
         self.update_inputs = {"grads": (), "scalars": step.planned_scalars(), "l": step.plan.step}
         self.of_tables = planned_gradients(step)
         self.begin: Any = self._begin()
         kinds = dict.fromkeys(self.kinds)
-        self.forward: dict[Any, Any] = {kind: self._forward(*kind) for kind in kinds}
+        self.forward: dict[Kind, Any] = {kind: self._forward(kind) for kind in kinds}
         self.head: Any = self._head()
-        self.backward: dict[Any, Any] = {kind: self._backward(*kind) for kind in kinds}
+        self.backward: dict[Kind, Any] = {kind: self._backward(kind) for kind in kinds}
         self.finish: Any = self._finish()
 
     def __call__(self, outer: TensorState, step, history, weights, *batch):
         """(outer state, step, history, metrics, update_inputs, of_tables) after a step's gradients, see
         `file_step.FileStep`.
 
-        outer, step, history: donated. weights: of the segment; or its layers, which the forward pass then updates.
-        Raises NvmeError.
+        outer, step, history: donated. weights: by segment; or the layers, which the forward pass then updates. Raises
+        NvmeError.
         """
-        late = weights if isinstance(weights, UpdatingRounds) else None
-        stacks = late.work if late else self.weights.in_memory(weights)
+        segments = self.segments
+        if isinstance(weights, UpdatingRounds):
+            late, stacks = weights, weights.work
+        else:
+            late, stacks = None, {name: x.weights.in_memory(weights[name]) for name, x in segments.items()}
         moving, sent = self.begin(outer.weights, step, history, *batch)
 
-        def forward(l: int, w):
+        def forward(layer: SegmentLayer, w):
             nonlocal moving, sent
-            kind = self.kinds[l]
-            arguments = (stacks[kind[0]], w), moving, sent, step, history, *batch
+            kind = segments[layer.segment].kinds[layer.l]
+            arguments = (stacks[kind.segment][kind.part], w), moving, sent, step, history, *batch
             moving, sent, saved = done(self.forward[kind](*arguments))
             return saved
 
-        def backward(l: int, arrived):
+        def backward(layer: SegmentLayer, arrived):
             nonlocal moving, sent
-            kind = self.kinds[l]
+            kind = segments[layer.segment].kinds[layer.l]
             w, saved = arrived
-            arguments = (stacks[kind[0]], w), saved, moving, sent, step, history, *batch
+            arguments = (stacks[kind.segment][kind.part], w), saved, moving, sent, step, history, *batch
             moving, sent, grads = done(self.backward[kind](*arguments))
             return grads
 
@@ -141,32 +160,43 @@ class LayerGradients:
                 jax.block_until_ready(results)  # several programs with collectives in flight can block each other
             return results
 
-        def update_and_forward(l: int, arrived):
+        def update_and_forward(layer: SegmentLayer, arrived):
             assert late
-            to_files = late.update(l, arrived)
-            return to_files, forward(l, self.weights.on_device(l, to_files.weights))
+            to_files = late.update(layer, arrived)
+            return to_files, forward(layer, segments[layer.segment].weights.on_device(layer.l, to_files.weights))
 
-        def write(l: int, left) -> None:
+        def read_weights(layer: SegmentLayer):
+            return segments[layer.segment].weights.read(layer.l)
+
+        def read_saved(layer: SegmentLayer):
+            return read_weights(layer), segments[layer.segment].residuals.read(layer.l)
+
+        def write_saved(layer: SegmentLayer, saved) -> None:
+            segments[layer.segment].residuals.write(layer.l, saved)
+
+        def write(layer: SegmentLayer, left) -> None:
             assert late
             to_files, saved = left
-            late.write(l, to_files)
-            self.residuals.write(l, saved)
+            late.write(layer, to_files)
+            write_saved(layer, saved)
 
-        layers = range(len(self.kinds))
+        def write_grads(layer: SegmentLayer, grads) -> None:
+            segments[layer.segment].grads.write(layer.l, grads)
+
         if late:
             late.over_all(update_and_forward, write)
         else:
-            by_host(layers, self.weights.read, forward, self.residuals.write)
+            by_host(self.order, read_weights, forward, write_saved)
         moving, sent, summed = done(self.head(outer.weights, moving, sent, *batch))
-        by_host(layers[::-1], lambda l: (self.weights.read(l), self.residuals.read(l)), backward, self.grads.write)
+        by_host(self.order[::-1], read_saved, backward, write_grads)
         return done(self.finish(outer, step, history, moving, sent, summed, *batch))
 
-    def read(self, l: int):
-        """The gradients of layer l for its update, a round of each stack; read once. Raises NvmeError."""
-        return self.grads.read(l)
+    def read(self, layer: SegmentLayer):
+        """The gradients of a layer for its update, a round of each stack; read once. Raises NvmeError."""
+        return self.segments[layer.segment].grads.read(layer.l)
 
     @staticmethod
-    def of_layer(update_inputs, layer, l):
+    def of_layer(segment: str, update_inputs, layer, l):
         """The gradients of a layer in device memory, from what `read` has returned. Inside `jit`."""
         return of_round(layer)
 
@@ -174,59 +204,77 @@ class LayerGradients:
 
     def programs(self, outer: TensorState, step, history, weights, *batch) -> list[Program]:
         """The programs with planned arguments, in the order in which they first run. See `__call__`."""
-        work = [self.weights.planned(number) for number in range(len(self.weights.parts))]
-        arriving = max((self.weights.arriving(number) for number in range(len(work))), key=bytes_per_device)
-        fetched = [files.planned_round(HOST) for files in self.weights.files]
-        weight_file_bytes = [files.round_file_bytes for files in self.weights.files]
+        work = {kind: self.segments[kind.segment].weights.planned(kind.part) for kind in self.forward}
+        files = {kind: self.segments[kind.segment].weights.files[kind.part] for kind in self.forward}
+        fetched = {kind: of_kind.planned_round(HOST) for kind, of_kind in files.items()}
+        every = [(x.weights, number) for x in self.segments.values() for number in range(len(x.weights.parts))]
+        arriving = max((weights.arriving(number) for weights, number in every), key=bytes_per_device)
         step_inputs = (step, history, *batch)
-        grads = self.others_of_update()
         programs = [Program(self.begin, (outer.weights, *step_inputs), 1)]
         jax.eval_shape(self.begin, *programs[0].arguments)
         moving, sent = self.of_devices.planned("moving"), self.of_devices.planned("sent")
         forward, backward = [], []
         for kind in self.forward:
-            arguments = (work[kind[0]], moving, sent, *step_inputs)
+            arguments = (work[kind], moving, sent, *step_inputs)
             jax.eval_shape(self.forward[kind], *arguments)
             program = Program(self.forward[kind], arguments, self.kinds.count(kind), (), "forward")
-            forward.append(program._replace(read=weight_file_bytes[kind[0]], put=fetched[kind[0]]))
-        saved = self.planned_saved()
-        residual_file_bytes = self.residuals.files.round_file_bytes
-        kept = [saved] * (LAYERS_IN_FLIGHT if self.residuals.in_files else len(self.kinds))
-        head = Program(self.head, (outer.weights, moving, sent, *batch), 1, kept)
+            forward.append(program._replace(read=files[kind].round_file_bytes, put=fetched[kind]))
+        head = Program(self.head, (outer.weights, moving, sent, *batch), 1, self._resting("residuals"))
         jax.eval_shape(self.head, *head.arguments)
         summed = self.of_devices.planned("summed")
-        forward = [x._replace(others=(kept[1:], arriving), written=residual_file_bytes) for x in forward]
+        saved_bytes = {name: x.residuals.files.round_file_bytes for name, x in self.segments.items()}
+        for i, kind in enumerate(self.forward):
+            others = self._resting("residuals", kind.segment), arriving
+            forward[i] = forward[i]._replace(others=others, written=saved_bytes[kind.segment])
         for kind in self.backward:
-            arguments = (work[kind[0]], saved, moving, sent, *step_inputs)
-            others = kept[1:], grads, arriving
-            read, written = weight_file_bytes[kind[0]] + residual_file_bytes, self.grads.files.round_file_bytes
-            program = Program(self.backward[kind], arguments, self.kinds.count(kind), others, "backward", read, written)
-            backward.append(program._replace(put=fetched[kind[0]]))
+            name = kind.segment
+            arguments = (work[kind], self.planned_saved(name), moving, sent, *step_inputs)
+            others = self._resting("residuals", name), self.others_of_update(name), arriving
+            read = files[kind].round_file_bytes + saved_bytes[name]
+            numbers = self.kinds.count(kind), others, "backward", read, self.file_bytes(name)
+            backward.append(Program(self.backward[kind], arguments, *numbers, put=fetched[kind]))
+        grads = self._resting("grads", self.order[0].segment)
         end = Program(self.finish, (outer, step, history, moving, sent, summed, *batch), 1, grads)
         return [*programs, *forward, head, *backward, end]
 
-    def planned_saved(self) -> list[jax.ShapeDtypeStruct]:
+    def planned_saved(self, segment: str) -> list[jax.ShapeDtypeStruct]:
         """The plan of a layer's residuals, a round of each array; known once `forward` is traced."""
-        return jax.tree.map(in_round, self.of_devices.planned("saved", self.memory_of("residuals")))
+        return jax.tree.map(in_round, self.of_devices.planned(f"saved {segment}", self.memory_of("residuals")))
 
     def memory_of(self, row: str) -> Home:
         """The memory in which a program leaves what belongs to this row: host memory, if it goes on to a file."""
         home = getattr(self.engine.table, row).home
         return HOST if home.in_file else home
 
-    def planned_grads(self):
+    def planned_grads(self, segment: str):
         """The plan of a layer's gradients, a round of each stack."""
-        stacks = self.step.planned_gradients(self.segment.name)
+        stacks = self.step.planned_gradients(segment)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), stacks)
 
-    @property
-    def file_bytes(self) -> int:
+    def file_bytes(self, segment: str) -> int:
         """Bytes of a layer's gradients that are in files."""
-        return self.grads.files.round_file_bytes
+        return self.segments[segment].grads.files.round_file_bytes
 
-    def others_of_update(self) -> list:
+    def others_of_update(self, segment: str) -> list:
         """The gradients of other layers that are in memory while a layer is updated: planned arrays."""
-        return [self.planned_grads()] * ((LAYERS_IN_FLIGHT if self.grads.in_files else len(self.kinds)) - 1)
+        return self._resting("grads", segment)
+
+    def in_memory(self) -> list:
+        """The plan of all layers' gradients that are in memory."""
+        return self._resting("grads")
+
+    def _resting(self, row: Literal["grads", "residuals"], segment: str = "") -> list:
+        """The plans of what layers have of a row that is in memory. segment: of a layer to leave out; "": of none.
+
+        Of what is in files, some of the largest.
+        """
+        plans = {
+            name: {"grads": self.planned_grads, "residuals": self.planned_saved}[row](name) for name in self.segments
+        }
+        if getattr(self.engine.table, row).home.in_file:
+            largest = max(plans.values(), key=lambda plan: bytes_per_device(plan, HOST))
+            return [largest] * (LAYERS_IN_FLIGHT - bool(segment))
+        return [plans[name] for name, x in self.segments.items() for _ in range(len(x.kinds) - (name == segment))]
 
     # -- Programs ----------------------------------------------------------------------------------------------------
 
@@ -258,38 +306,41 @@ class LayerGradients:
         any_of = self.of_devices.any_of
         return self.step.program(per_device, (plan.weights[OUTER], plan.step, plan.history), (any_of(), any_of()))
 
-    def _forward(self, part: int, variant: Variant):
+    def _forward(self, kind: Kind):
         """The program of the forward pass of one layer."""
-        block = self.segment.block_forward
+        name, part, variant = kind
+        layers = self.segments[name]
+        segment = layers.segment
+        block = segment.block_forward
 
         def per_device(work, moving, sent, step, history, *arrays):
             batch, recipe_inputs, _ = self.batch(arrays, history, step)
             xs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
-            w = self.gather.of_layer(self.weights.layer(part, work, sent.l), variant)
+            l = layers.index(sent.l)
+            w = layers.gather.of_layer(layers.weights.layer(part, work, l), variant)
 
             def microbatch(statistics, each):
                 a, x_BSD = each
                 inputs = batch.microbatch(a, recipe_inputs)
                 numbers = inputs.recipe_inputs(sent.l)
-                (x_BSD, routed), saved = block(w, x_BSD, numbers, variant, *inputs.of_tokens(self.segment))
-                self.saved_as[variant] = jax.tree.structure(saved)
-                if statistics:
+                (x_BSD, routed), saved = block(w, x_BSD, numbers, variant, *inputs.of_tokens(segment))
+                self.saved_as[name, variant] = jax.tree.structure(saved)
+                if name in statistics:
                     new = plus_statistics(None, routed)
-                    layer_statistics = jax.tree.map(
-                        lambda x, new: x.at[sent.l].add(new), statistics[self.segment.name], new
-                    )
-                    statistics = {self.segment.name: layer_statistics}
+                    statistics = statistics | {
+                        name: jax.tree.map(lambda x, new: x.at[l].add(new), statistics[name], new)
+                    }
                 return statistics, (x_BSD, Residuals.arrays(saved))
 
             rows = (jnp.arange(batch.microbatches), xs_ABSD)
             statistics, (xs_ABSD, saved) = jax.lax.scan(microbatch, sent.statistics, rows)
             sent = sent._replace(l=sent.l + 1, statistics=statistics)
-            kept = put(in_rounds(self.of_devices.leave("saved", saved)), self.memory_of("residuals"))
+            kept = put(in_rounds(self.of_devices.leave(f"saved {name}", saved)), self.memory_of("residuals"))
             return self.of_devices.leave("moving", xs_ABSD), self.of_devices.leave("sent", sent), kept
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
-        arguments = (self.weights.planned(part), any_of(), any_of(), plan.step, plan.history)
+        arguments = (layers.weights.planned(part), any_of(), any_of(), plan.step, plan.history)
         results = (any_of(), any_of(), in_round(any_of(self.memory_of("residuals"))))
         return self.step.program(per_device, arguments, results, donated=(1, 2))
 
@@ -322,27 +373,31 @@ class LayerGradients:
         arguments = (self.step.plan.weights[OUTER], any_of(), any_of())
         return self.step.program(per_device, arguments, (any_of(),) * 3, donated=(1, 2))
 
-    def _backward(self, part: int, variant: Variant):
+    def _backward(self, kind: Kind):
         """The program of the backward pass of one layer."""
-        block = self.segment.block_backward
+        name, part, variant = kind
+        layers = self.segments[name]
+        segment = layers.segment
+        block = segment.block_backward
 
         def per_device(work, kept, moving, sent, step, history, *arrays):
             batch, recipe_inputs, _ = self.batch(arrays, history, step)
             dxs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
-            saved = self.of_devices.enter("saved", of_round(kept))
-            w = self.gather.of_layer(self.weights.layer(part, work, sent.l), variant)
-            accumulator = Sums(self.engine, self.segment)
+            saved = self.of_devices.enter(f"saved {name}", of_round(kept))
+            l = layers.index(sent.l)
+            w = layers.gather.of_layer(layers.weights.layer(part, work, l), variant)
+            accumulator = Sums(self.engine, segment)
             d_statistics = None
-            if self.engine.auxiliary:
-                d_statistics = jax.tree.map(lambda x: x[sent.l], sent.statistics[self.segment.name])
+            if self.engine.auxiliary and name in sent.statistics:
+                d_statistics = jax.tree.map(lambda x: x[l], sent.statistics[name])
 
             def microbatch(carry, each):
                 sums, observed = carry
                 a, arrays, dx_BSD = each
                 inputs = batch.microbatch(a, recipe_inputs)
-                block_residuals = self.saved_as[variant].unflatten(arrays)
+                block_residuals = self.saved_as[name, variant].unflatten(arrays)
                 d_result, numbers = (dx_BSD, d_statistics), inputs.recipe_inputs(sent.l)
-                token_inputs = inputs.of_tokens(self.segment)
+                token_inputs = inputs.of_tokens(segment)
                 dw, dx_BSD, seen = block(w, block_residuals, d_result, numbers, variant, *token_inputs)
                 observed = jax.tree.map(lambda old, new: old.at[sent.l].max(new), observed, seen)
                 return (accumulator.accumulated(sums, dw), observed), dx_BSD
@@ -357,8 +412,8 @@ class LayerGradients:
         plan = self.step.plan
         any_of = self.of_devices.any_of
         kept = in_round(any_of(self.memory_of("residuals")))
-        arguments = (self.weights.planned(part), kept, any_of(), any_of(), plan.step, plan.history)
-        return self.step.program(per_device, arguments, (any_of(), any_of(), self.planned_grads()), donated=(2, 3))
+        arguments = (layers.weights.planned(part), kept, any_of(), any_of(), plan.step, plan.history)
+        return self.step.program(per_device, arguments, (any_of(), any_of(), self.planned_grads(name)), donated=(2, 3))
 
     def _finish(self):
         update = self.step.update
@@ -426,24 +481,25 @@ def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | N
     if not table.by_layer:
         return NO_FILES
     gradients = LayerGradients(step, NO_FILES)
-    layers = gradients.segment.num_layers
 
-    def stacks(row: str, planned):
-        """Stacks in files of these rounds of a layer."""
+    def stacks(row: str, planned: Callable[[str], Any]) -> dict[str, Any]:
+        """By segment, stacks in files of the rounds of a layer that are planned for it."""
 
-        def stack(x: jax.ShapeDtypeStruct) -> InFile:
-            sharding = jax.NamedSharding(x.sharding.mesh, x.sharding.spec)
-            return InFile(store, row, (layers, *x.shape[1:]), x.dtype, sharding)
+        def of_segment(segment: Segment):
+            def stack(x: jax.ShapeDtypeStruct) -> InFile:
+                sharding = jax.NamedSharding(x.sharding.mesh, x.sharding.spec)
+                return InFile(store, row, (segment.num_layers, *x.shape[1:]), x.dtype, sharding, segment.start)
 
-        return jax.tree.map(stack, planned)
+            return jax.tree.map(stack, planned(segment.name))
 
-    grads = stacks("grads", gradients.planned_grads()) if table.grads.home.in_file else None
-    residuals = None
+        return {segment.name: of_segment(segment) for segment in step.engine.model.segments}
+
+    grads = stacks("grads", gradients.planned_grads) if table.grads.home.in_file else {}
+    residuals = {}
     if table.residuals.home.in_file:
         assert batch is not None, "residuals in files are planned for a batch"
         plan = step.plan
         arrays = step.engine.planned_batch(batch, batch_sharding(plan.step.sharding.mesh))
-        name = gradients.segment.name
-        gradients.programs(without_tables(section(plan, OUTER)), plan.step, plan.history, plan.weights[name], *arrays)
-        residuals = stacks("residuals", gradients.planned_saved())
+        gradients.programs(without_tables(section(plan, OUTER)), plan.step, plan.history, plan.weights, *arrays)
+        residuals = stacks("residuals", gradients.planned_saved)
     return StacksInFiles(grads, residuals)

@@ -44,10 +44,9 @@ def state_plan(
     Stacks of layers whose home is nvme are `InFile`s of the store. The work weights of a segment are `host.Split`s if
     some of its layers stay on the device: of each stage as many. Stacks have padding if stages are not all full
     (step/padding.py). history: its shape, see `fp8.history_shape`; None if there is none. Raises ConfigError if
-    `resident_layers` leaves no layer to stream, or if a model of several segments has a home of nvme.
+    `resident_layers` leaves no layer to stream.
     """
     check_resident(table, model, mesh)
-    check_files(table, model)
     planner = StatePlanner(model, table, layouts, optimizer, mesh, store)
     # Stacks in a file are stored in each layer's record in the order in which they are made here.
     weights = {}
@@ -108,16 +107,6 @@ def check_resident(table: Placement, model: Model, mesh: Mesh) -> None:
         )
 
 
-def check_files(table: Placement, model: Model) -> None:
-    """Raises ConfigError if state in a file is of a model of several segments."""
-    if table.in_files and len(model.segments) > 1:
-        names = ", ".join(segment.name for segment in model.segments)
-        raise ConfigError(
-            f"offload_optimizer, offload_master, offload_weights: expected true or false for a model of several "
-            f"segments of layers ({names}), got 'nvme', whose file has records of equal size; set them to true"
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class StatePlanner:
     """Plans the arrays of each section of a state: the outer layers, and the stacks of each segment's layers."""
@@ -134,20 +123,21 @@ class StatePlanner:
         sharding = jax.NamedSharding(self.mesh, spec, memory_kind=home.memory_kind)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def stack(self, layers: int, row: str, shape, dtype, layout: Layout):
-        """A planned stack of this many layers of a row of the placement table, each of this shape and layout."""
-        return self.in_home(row, (layers, *shape), dtype, stacked(layout), layout.home)
+    def stack(self, layers: range, row: str, shape, dtype, layout: Layout):
+        """A planned stack of these layers of a row of the placement table, each of this shape and layout."""
+        return self.in_home(layers, row, shape, dtype, stacked(layout), layout.home)
 
-    def in_home(self, row: str, shape, dtype, spec: jax.P, home: Home):
-        """A planned stack `[L, ...]` in this memory, or in the file."""
+    def in_home(self, layers: range, row: str, layer_shape, dtype, spec: jax.P, home: Home):
+        """A planned stack of these layers in this memory, or in the file. layers: their numbers in the model."""
+        shape = (len(layers), *layer_shape)
         if home.in_file:
-            return InFile(self.store, row, shape, dtype, jax.NamedSharding(self.mesh, spec))
+            return InFile(self.store, row, shape, dtype, jax.NamedSharding(self.mesh, spec), layers.start)
         return self.array(shape, dtype, spec, home)
 
-    def coded_stack(self, layers: int, param: Param, layout: Layout) -> base_formats.Coded:
-        """A planned stack of this many layers of a matrix in the base's format."""
+    def coded_stack(self, layers: range, param: Param, layout: Layout) -> base_formats.Coded:
+        """A planned stack of these layers of a matrix in the base's format."""
         spec = stacked(layout)
-        shape = (layers, *param.shape)
+        shape = (len(layers), *param.shape)
         shard = jax.NamedSharding(self.mesh, spec).shard_shape(shape)
         divided = (shape[-2] // shard[-2], shape[-1] // shard[-1])
         base = base_formats.FORMATS[self.table.base_format]
@@ -158,7 +148,7 @@ class StatePlanner:
             )
         return base_formats.map_arrays(
             base.planned(shape, divided),
-            lambda x: self.in_home("weights", x.shape, x.dtype, spec, layout.home),
+            lambda x: self.in_home(layers, "weights", x.shape[1:], x.dtype, spec, layout.home),
             lambda x: self.array(x.shape, x.dtype, jax.P(*spec[:1], *layout.computed[: x.ndim - 1]), DEVICE),
         )
 
@@ -179,11 +169,11 @@ class StatePlanner:
         """Plans a segment's work weights for all stages: resident layers and streamed layers."""
         table = self.table
         stages = pipeline_stages(self.mesh)
-        layers = stacked_layers(segment.num_layers, stages)
-        resident = stages * min(max(table.weights.resident - segment.start, 0), layers // stages)
+        entries = self._entries(segment)
+        resident = stages * min(max(table.weights.resident - segment.start, 0), len(entries) // stages)
 
-        def of_layers(layers: int, home: Home | None):
-            """Stacks of this many layers in this memory; None: in the memory that each layout names."""
+        def of_layers(layers: range, home: Home | None):
+            """Stacks of these layers in this memory; None: in the memory that each layout names."""
 
             def one(param: Param, layout: Layout):
                 layout = layout if home is None else dataclasses.replace(layout, home=home)
@@ -193,26 +183,29 @@ class StatePlanner:
 
             return jax.tree.map(one, segment.params, self.layouts.weights[segment.name])
 
-        split = [of_layers(resident, DEVICE)] if resident else []
-        streamed = layers - resident
-        work = join_parts(split + [of_layers(streamed, None)] * bool(streamed))
+        first = range(segment.start, segment.start + resident)
+        rest = range(first.stop, entries.stop)
+        work = join_parts([of_layers(part, home) for part, home in ((first, DEVICE), (rest, None)) if part])
         if table.persistent_quants:
             work = jax.tree.map(self.quants, segment.params, self.layouts.quants[segment.name], work)
         return work
 
     def layers_state(self, segment: Segment):
         """Plans (master weights, moments) of a segment's trained parameters."""
-        layers = stacked_layers(segment.num_layers, pipeline_stages(self.mesh))
-        return self._state(functools.partial(self.stack, layers), segment.name)
+        return self._state(functools.partial(self.stack, self._entries(segment)), segment.name)
 
     def accumulators(self, segment: Segment):
         """Plans the gradient accumulators of a segment's trained parameters."""
-        layers = stacked_layers(segment.num_layers, pipeline_stages(self.mesh))
+        layers = self._entries(segment)
 
         def one(param: Param, layout: Layout):
             return self.stack(layers, "grads", param.shape, self.table.grads.dtype, layout)
 
         return jax.tree.map(one, segment.trained_params, self.layouts.grads[segment.name])
+
+    def _entries(self, segment: Segment) -> range:
+        """The numbers of a segment's layers in the model, and behind them of padding."""
+        return range(segment.start, segment.start + stacked_layers(segment.num_layers, pipeline_stages(self.mesh)))
 
     def _outer_array(self, row: str, shape, dtype, layout: Layout):
         """A planned array of the outer layers, in the memory of its layout whatever its row, or in the file."""

@@ -1,0 +1,146 @@
+"""The update of one layer of a segment with state in files: a program, which the host runs for one after another."""
+
+import copy
+from typing import Any, Protocol
+
+import jax
+
+from surojax.memory.host import put, read, write_layer
+from surojax.memory.in_file import InFiles
+from surojax.models.model import Segment
+from surojax.numerics.rounding import materialised
+from surojax.optim.optimizer import UpdateContext
+from surojax.parallel import collectives
+from surojax.parallel.schedule import layers_of_stage
+from surojax.placement.home import DEVICE, HOST
+from surojax.placement.mesh import pipeline_stages
+from surojax.placement.param import part_of
+from surojax.step.between import in_rounds
+from surojax.step.state import TensorState, section
+from surojax.step.state_plan import bytes_per_device
+from surojax.step.step_parts import Program, StepParts
+from surojax.step.update import as_trees
+from surojax.step.work_weights import WorkWeights
+
+
+class GradientsOfLayers(Protocol):
+    """What an update reads: gradients that rest in memory, in `update_inputs`, or that `read` brings.
+
+    segment: the name of one. file_bytes: of the gradients of a layer that are in files. planned_grads: the plan of what
+    `read` returns. others_of_update: planned gradients of other layers that are in memory and no arguments of the
+    update.
+    """
+
+    update_inputs: dict[str, Any]
+
+    def of_layer(self, segment: str, update_inputs: Any, layer: Any, l: Any) -> Any:
+        """The gradients of layer l of a segment, in device memory. layer: what `read` returned. Inside `jit`."""
+        ...
+
+    def planned_grads(self, segment: str) -> Any: ...
+    def file_bytes(self, segment: str) -> int: ...
+    def others_of_update(self, segment: str) -> Any: ...
+
+
+class SegmentUpdate:
+    """The update of a segment's layers, those of all stages of `pp` at the same place in theirs together, in a round.
+
+    state: of (master weights, moments). weights: those that are trained. programs: one for each of their parts: (work
+    weights, stacks, layer, gradients, update_inputs) -> (work weights, stacks, (layer, work weights for files), l + 1).
+    It runs `Tensor.updated` on layer l of every stage. `stacks` are the master weights and moments in memory, updated
+    in place, as work weights in memory are; `layer` are those of the round from the file, arrays `[stages, ...]`, which
+    are written back; gradients: those of the layer that are not in update_inputs, see `FileStep`.
+
+    A program of one layer copies it to and from the device, so that these copies do not overlap with the next layer's
+    products. What `device_memory` has room for is put on the device a layer early instead: `early` of `arriving`.
+    """
+
+    def __init__(self, step: StepParts, gradients: GradientsOfLayers, segment: Segment):
+        self.step = step
+        self.gradients = gradients
+        self.name = segment.name
+        self.planned = section(step.plan, segment.name)
+        weights, *state = self.planned
+        stages = pipeline_stages(step.mesh)
+        self.rounds = layers_of_stage(segment.num_layers, stages)
+        self.state = InFiles(tuple(state))
+        self.weights = WorkWeights(part_of(weights, self.planned.master), stages)
+        read = self.state.planned_round(HOST), gradients.planned_grads(segment.name)
+        self.arriving, self.early = on_their_way(read, step.engine.table.device_memory)
+        self.programs: list[Any] = [self._program(number) for number in range(len(self.weights.parts))]
+
+    def planned_programs(self, name: str) -> list[Program]:
+        """The programs with planned arguments. name: of the pass that they belong to."""
+        arriving = self.state.planned_round(HOST)
+        programs = []
+        for number, function in enumerate(self.programs):
+            others = arriving, self.early, self.leaving(number), self.gradients.others_of_update(self.name)
+            read = self.state.round_file_bytes + self.gradients.file_bytes(self.name)
+            written = self.state.round_file_bytes + self.weights.files[number].round_file_bytes
+            times = len(self.weights.layers[number])
+            programs.append(Program(function, self.arguments(number), times, others, name, read, written, self.early))
+        return programs
+
+    def leaving(self, number: int) -> tuple:
+        """Plans what is on its way to files behind a layer of this part."""
+        return self.state.planned_round(HOST), self.weights.files[number].planned_round(HOST)
+
+    def lowered(self) -> "SegmentUpdate":
+        """A copy with the programs lowered."""
+        return self._with([x.lower(*self.arguments(number)) for number, x in enumerate(self.programs)])
+
+    def compiled(self, compiler_options=None) -> "SegmentUpdate":
+        """A copy with the lowered programs compiled."""
+        return self._with([x.compile(compiler_options) for x in self.programs])
+
+    def _with(self, programs: list) -> "SegmentUpdate":
+        new = copy.copy(self)
+        new.programs = programs
+        return new
+
+    def arguments(self, number: int) -> tuple:
+        """The planned arguments of the program of this part: `jax.ShapeDtypeStruct`s."""
+        work, _ = self.weights.planned(number)
+        stacks = self.state.in_memory(tuple(self.planned[1:]))
+        return work, stacks, *self.arriving, self.gradients.update_inputs
+
+    def _program(self, number: int):
+        """The jitted program for the layers of this part of the work weights."""
+
+        def per_device(work, stacks, layer, gradients, update_inputs):
+            l = update_inputs["l"]
+            old = self.state.joined(read(stacks, l), [x[0] for x in put(layer, DEVICE)])
+            grads = self.gradients.of_layer(self.name, update_inputs, gradients, l)
+            # The barrier ends the reads before the writes begin, as in `update.sweep_part`.
+            (master, moments), grads = materialised((old, grads))
+            state = TensorState(self.weights.like(number, work), master, moments)
+            done = []
+            context = UpdateContext(update_inputs["scalars"], collectives.first_layer(self.rounds) + l)
+            for tensor in self.step.update.tensors(self.name, state, grads):
+                done.append(tensor.updated(tensor.state.master, tensor.state.moments, tensor.grad, context))
+            weights, *new = materialised(tuple(as_trees(done, state)))
+            stacks = write_layer(stacks, self.state.in_memory(tuple(new)), l)
+            work, weight_rounds = self.weights.replaced(number, work, weights, l)
+            return work, stacks, put((in_rounds(self.state.files(tuple(new))), weight_rounds), HOST), l + 1
+
+        work, stacks, layer, *_ = arguments = self.arguments(number)
+        to_files = layer, self.weights.files[number].planned_round(HOST)
+        results = work, stacks, to_files, self.step.plan.step
+        return self.step.program(per_device, arguments, results, batch=False, donated=(0, 1))
+
+
+def on_their_way(planned, device_memory: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    """Chooses the arrays of a layer that are copied to the device before the program of its update.
+
+    They are the largest of those in host memory, of device_memory bytes on each device at most. planned: a tree of
+    arrays. Returns (the tree with these arrays on the device, these arrays).
+    """
+    arrays, structure = jax.tree.flatten(planned)
+    early = []
+    for i in sorted(range(len(arrays)), key=lambda i: -bytes_per_device(arrays[i], HOST)):
+        if 0 < (size := bytes_per_device(arrays[i], HOST)) <= device_memory:
+            device_memory -= size
+            sharding = arrays[i].sharding.with_memory_kind(DEVICE.memory_kind)
+            arrays[i] = jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype, sharding=sharding)
+            early.append(arrays[i])
+    return structure.unflatten(arrays), early
