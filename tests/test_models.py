@@ -56,6 +56,8 @@ from surojax.parallel.collectives import varying
 from surojax.placement.mesh import abstract_mesh
 from surojax.placement.param import OUTER, Kind
 from surojax.planner import products
+from surojax.run.checkpoint import Checkpoints
+from surojax.run.restore import restore
 from surojax.step.weights import quantise_with_one_scale
 from surojax.verification.settings import NVME_ALL
 
@@ -444,6 +446,13 @@ def test_segments_train_alike_under_every_placement(tmp_path):
         assert in_files.train(batches) == losses
     state = Small(model=toy(), nvme_path=str(tmp_path), offload_optimizer="nvme", offload_master="nvme")
     assert state.train(batches) == losses
+    in_memory = Small(model=toy())
+    in_memory.train(batches[:1])
+    with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
+        checkpoints.save(in_memory.state, {"step": 1})
+        checkpoints.wait()
+        state.state = restore(checkpoints.last, state.plan)
+    assert state.train(batches[1:]) == losses[1:]
 
 
 @pytest.mark.parametrize(

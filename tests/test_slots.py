@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from small import TABLES, Small, quick_at, tokens
+from test_models import toy
 from test_nvme import ARRAYS, BOTH, END, FULL, KILLED, assert_same, records, runs
 
 from surojax import default_config
@@ -203,6 +204,7 @@ def test_whose_state_it_is(tmp_path):
             (1, BOTH),
             (2, {"pp_size": 2} | BOTH),
             (1, ALL | {"overlap_update": True}),
+            (1, ALL | {"model": toy()}),
         ],
         0,
     ),
@@ -220,7 +222,9 @@ def test_the_state_that_files_keep_is_that_of_the_step(tmp_path, devices, placed
     again = Small(devices, config=TABLES, nvme_path=str(tmp_path), nvme_slots=2, batch=BATCHES[0][0].shape, **placed)
     assert again.run.store.kept_progress() == {"step": 2}
     state = complete_state(again.run.store, again.plan, 2)
-    plain = Small(devices, config=TABLES, **{k: v for k, v in placed.items() if k in ("zero_level", "pp_size")})
+    plain = Small(
+        devices, config=TABLES, **{k: v for k, v in placed.items() if k in ("zero_level", "pp_size", "model")}
+    )
     plain.train(BATCHES[:2])
     assert_same(state._replace(weights=()), plain.state._replace(weights=()))
     again.state = state
