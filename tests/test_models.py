@@ -451,6 +451,7 @@ def test_segments_train_alike_under_every_placement(tmp_path):
     with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
         checkpoints.save(in_memory.state, {"step": 1})
         checkpoints.wait()
+        assert checkpoints.last
         state.state = restore(checkpoints.last, state.plan)
     assert state.train(batches[1:]) == losses[1:]
 
