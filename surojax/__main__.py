@@ -10,8 +10,10 @@ Imports neither JAX nor the verb's module before it knows the verb.
 
 import difflib
 import importlib.metadata
+import os
 import platform
 import runpy
+import signal
 import sys
 from typing import NamedTuple
 
@@ -149,8 +151,20 @@ def run_verb(name: str, arguments: list[str]) -> None:
 
 
 def main() -> None:
+    """Runs the command, which ends without a word if whoever reads its output has ended, as `head` does."""
+    try:
+        run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def run() -> None:
     """Runs the verb of the command line, or lists the verbs if none is given. A wrong one exits with REFUSED."""
     name, *arguments = sys.argv[1:] or [""]
+    if name == "help" and arguments[:1] and arguments[0] in VERBS:
+        name, arguments = arguments[0], ["--help"]
     if name in VERBS:
         run_verb(name, arguments)
     elif name in ("", "-h", "--help", "help"):

@@ -35,7 +35,7 @@ LENGTHS = 64  # prompts of a conversation are padded to a multiple: a program is
 
 
 def _exit_with(message: str) -> NoReturn:
-    raise Refused(f"surojax.generate: error: {message}; see -h")
+    raise Refused(f"surojax.generate: error: {message}; see --help")
 
 
 def typed_lines(hint: str) -> Iterator[str]:

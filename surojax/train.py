@@ -372,7 +372,8 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
         source = [*typed("convert"), *(adapter if c.lora else ["--checkpoint", str(c.output_dir), "--out"])]
         say(f"export: {shlex.join(source)} FOLDER")
     else:
-        say(f"sample: {shlex.join([*typed('generate'), '--checkpoint', str(c.output_dir)])} --prompt TEXT")
+        chat = ["--chat"] * bool(c.chat_template)
+        say(f"sample: {shlex.join([*typed('generate'), '--checkpoint', str(c.output_dir), *chat])} --prompt TEXT")
     elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
     longer = again
     if result.finished and result.stopped_by:

@@ -1,9 +1,11 @@
 """The command `surojax VERB`, configs by name, shell completion, and what a wheel holds."""
 
 import importlib.util
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -44,6 +46,23 @@ def test_the_overview_has_every_verb(monkeypatch, capsys):
     for words in ([], ["--help"]):
         code, out, err = said(monkeypatch, capsys, *words)
         assert not code and not err and all(f"  {name} " in out for name in command.VERBS)
+
+
+def test_help_with_a_verb_is_the_help_of_the_verb(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(command, "run_verb", lambda *what: ran.append(what))
+    for words in (["help", "train"], ["train", "--help"]):
+        said(monkeypatch, capsys, *words)
+    assert ran == 2 * [("train", ["--help"])]
+
+
+def test_a_reader_that_has_ended_is_no_error():
+    """As in `surojax --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([sys.executable, "-m", "surojax", "--help"], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 @pytest.mark.parametrize(

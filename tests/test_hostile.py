@@ -395,12 +395,16 @@ def test_rows_of_a_data_set():
 
 
 def test_what_is_sampled():
-    for options in ((10**12, 1.0, 1.0, 0), (-1, 1.0, 1.0, 0), (1, float("nan"), 1.0, 0)):
-        with pytest.raises(ValueError, match="expected max_tokens from 0 to 16,777,216"):
+    for options, message in (
+        ((10**12, 1.0, 1.0), "max_tokens: expected a whole number from 0 to 16,777,216, got 1000000000000"),
+        ((-1, 1.0, 1.0), "max_tokens: expected a whole number from 0 to 16,777,216, got -1"),
+        ((1, float("nan"), 1.0), "temperature: expected a number, 0 or more, got nan"),
+        ((1, -1.0, 1.0), "temperature: expected a number, 0 or more, got -1.0"),
+        ((1, 1.0, 0.0), "top_p: expected a number above 0, 1 at most, got 0.0"),
+        *(((1, 1.0, 1.0, seed), r"seed: expected a whole number from 0 to 2\^31 - 1") for seed in (2**31, 10**30, -1)),
+    ):
+        with pytest.raises(ConfigError, match=message):
             check_options(*options)
-    for seed in (2**31, 10**30, -1):
-        with pytest.raises(ValueError, match=r"seed: expected a whole number from 0 to 2\^31 - 1, got"):
-            check_options(1, 1.0, 1.0, seed)
 
 
 def test_texts_that_do_not_fit_memory():

@@ -236,7 +236,8 @@ def test_the_site_is_built(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "default_config" in (tmp_path / "api/index.html").read_text()
+    names = (tmp_path / "api/index.html").read_text()
+    assert all(f'id="surojax.{name}"' in names for name in ("config.default_config", "run.callbacks.EarlyStopping.see"))
     for page in tmp_path.rglob("index.html"):  # lists, tables and code are those, not text
         article = re.search(r"<article.*?</article>", page.read_text(), re.DOTALL)
         text = re.sub(r"<pre.*?</pre>|<code.*?</code>|<[^>]+>", "", article[0] if article else "", flags=re.DOTALL)

@@ -38,7 +38,7 @@ def test_messages_are_written_by_the_template():
     assert bytes(message_ids(trained(), "Hi").tolist()).decode() == asked
     with_system = turn.format("system", "Be brief.") + asked
     assert bytes(message_ids(trained(), "Hi", "Be brief.").tolist()).decode() == with_system
-    with pytest.raises(ConfigError, match="expected a chat template, which the model does not have"):
+    with pytest.raises(ConfigError, match="chat_template: expected one, since the model has none of its own"):
         message_ids(trained()._replace(template=None), "Hi")
 
 

@@ -48,13 +48,14 @@ def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tupl
     if unknown:
         field = unknown[0].strip("-").partition("=")[0].replace("-", "_")
         meant = f"did you mean --config.{field}?" if field in DEFAULTS else "see --help"
-        meant = f"did you mean --config {unknown[0]}?" if unknown[0].endswith(".py") else meant
+        is_config = unknown[0].endswith(".py") or unknown[0] in configs()
+        meant = f"did you mean --config {unknown[0]}?" if is_config else meant
         raise ConfigError(f"unknown option {unknown[0]!r}: fields are set with --config.FIELD=VALUE; {meant}")
     if not args.config and "model_path" in dict(overrides):
         args.config = str(FINETUNE)
     if not args.config:
         raise ConfigError(
-            "no config given: pass --config FILE, for example --config configs/tiny.py, or --config.model_path=MODEL "
+            "no config given: pass --config NAME or FILE, for example --config tiny, or --config.model_path=MODEL "
             "to fine-tune a model; see --help"
         )
     config = load_config(args.config)

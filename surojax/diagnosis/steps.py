@@ -51,6 +51,10 @@ ROWS_OF_OFFLOADS = (
     "resident_layers",
     "offload_optimizer=nvme",
     "offload_master=nvme",
+    "offload_grads=nvme",
+    "offload_residual=nvme",
+    "offload_weights=nvme",
+    "nvme_slots",
 )
 # Parts of the check of a step: name, row of `surojax verify`, and the options of `training.safe` that it turns on.
 TURNED_ON: tuple[tuple[str, str, dict[str, Any]], ...] = (

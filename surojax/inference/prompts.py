@@ -35,8 +35,8 @@ def conversation_ids(trained: Trained, messages: list[dict[str, Any]]) -> np.nda
     """
     if trained.template is None:
         raise ConfigError(
-            "expected a chat template, which the model does not have; give chat_template: "
-            f"{', '.join(TEMPLATES)} or a file"
+            "chat_template: expected one, since the model has none of its own, got none; give "
+            f"{', '.join(TEMPLATES)} or a Jinja file"
         )
     return trained.tokenizer.encode(trained.template.render(messages, add_generation_prompt=True))
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax.errors import shown
+from surojax.errors import ConfigError, shown
 from surojax.inference.forward import cached_logits, check_cache_room, empty_cache
 from surojax.models.model import Model
 from surojax.placement.param import OUTER
@@ -174,11 +174,12 @@ def generate_batch(
 
 
 def check_options(max_tokens: int, temperature: float, top_p: float, seed: int = 0) -> None:
-    """Raises ValueError if an option is out of range."""
-    if not (0 <= max_tokens <= MOST_TOKENS and 0 <= temperature < float("inf") and 0 < top_p <= 1):
-        raise ValueError(
-            f"expected max_tokens from 0 to {MOST_TOKENS:,}, temperature >= 0 and 0 < top_p <= 1, "
-            f"got {max_tokens}, {temperature} and {top_p}"
-        )
-    if not 0 <= seed < 2**31:
-        raise ValueError(f"seed: expected a whole number from 0 to 2^31 - 1, got {shown(seed, 40)}; lower it")
+    """Raises ConfigError if an option is out of range."""
+    for name, is_in_range, expected, got in (
+        ("max_tokens", 0 <= max_tokens <= MOST_TOKENS, f"a whole number from 0 to {MOST_TOKENS:,}", max_tokens),
+        ("temperature", 0 <= temperature < float("inf"), "a number, 0 or more", temperature),
+        ("top_p", 0 < top_p <= 1, "a number above 0, 1 at most", top_p),
+        ("seed", 0 <= seed < 2**31, "a whole number from 0 to 2^31 - 1", seed),
+    ):
+        if not is_in_range:
+            raise ConfigError(f"{name}: expected {expected}, got {shown(got, 40)}; correct it")
