@@ -14,6 +14,7 @@ from surojax.__main__ import VERBS
 from surojax.config import flags
 from surojax.config.fields import FIELDS
 from surojax.errors import ConfigError, ending, ends_with_code, refusing, short_exit_codes
+from surojax.planner.gpus import GPUS
 
 SHELLS = ("bash", "zsh", "fish")
 OF_CONFIG = ("train", "distill", "plan", "fit", "verify", "data")  # verbs with --config and fields
@@ -29,6 +30,9 @@ def own_parser(name: str) -> argparse.ArgumentParser:
 def options(name: str) -> argparse.ArgumentParser:
     """Returns the parser of a verb without its help; if the verb takes a config, with an option for each field."""
     with_fields = own_parser(name)
+    for action in with_fields._actions:
+        if {"--gpu", "--plan"} & set(action.option_strings):
+            action.choices = tuple(GPUS)
     if name in OF_CONFIG:
         flags.add_options(with_fields)
         for field in FIELDS.values():

@@ -268,7 +268,8 @@ def keep(c: Config) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the command's options."""
-    arguments = argparse.ArgumentParser(prog="surojax convert", description=(__doc__ or "").partition("\n")[0])
+    text = f"{(__doc__ or '').partition(chr(10))[0]} `surojax convert merge --help`: merges adapters into a model."
+    arguments = argparse.ArgumentParser(prog="surojax convert", description=text)
     arguments.add_argument(
         "--checkpoint", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder, a .gguf file"
     )

@@ -214,7 +214,8 @@ def main(argv: list[str] | None = None) -> None:
     command = argv[dashes + 1 :]
     a = parser().parse_args(argv[:dashes])
     try:
-        need(bool(command), "command", f"one after --, like {COMMAND}", None, "write it after --")
+        if not command:
+            raise ConfigError(f"expected -- and a command behind the options, like -- {COMMAND}, got none; write it")
         need(1 <= a.n <= MAX_PROCESSES, "-n", f"1 to {MAX_PROCESSES:,}", a.n, "correct it")
         need(a.restarts >= 0, "--restarts", "0 or more", a.restarts, "correct it")
         need(not a.elastic or a.restarts > 0, "--restarts", "1 or more with --elastic", a.restarts, "set it")

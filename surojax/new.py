@@ -25,7 +25,8 @@ from surojax.planner.run_plan import checked
 from surojax.planner.search import Space, best
 from surojax.sizes import MOST_GPUS
 
-DATA = "data/*.jsonl"  # what stands for the data if none is named
+DATA = "data/*.jsonl"  # what stands for the data if none is named,
+EXAMPLE = "stdlib"  # but for a config that reads Python's own source
 
 
 def given(model: str, gpus: int, data: str, output_dir: str) -> Config:
@@ -37,6 +38,8 @@ def given(model: str, gpus: int, data: str, output_dir: str) -> Config:
     if not flags.is_config_name(model):
         c.model_path = model
     c.gpus = gpus
+    if not data:
+        data = DATA if c.model_path or c.data != EXAMPLE else EXAMPLE
     c.data = data
     c.output_dir = output_dir
     return c
@@ -86,7 +89,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--gpu", metavar="NAME", required=True, help="the GPU, as `surojax plan` takes it: rtx4090, H100")
     made.add_argument("--gpus", metavar="N", type=int, default=1, help="number of GPUs (default: 1)")
-    made.add_argument("--data", metavar="FILES", default=DATA, help="text, instructions or conversations")
+    made.add_argument(
+        "--data",
+        metavar="FILES",
+        default="",
+        help="text, instructions or conversations; left out: the config has what stands for it",
+    )
     made.add_argument(
         "--host-memory", metavar="GIB", type=float, default=math.inf, help="of a machine; unlimited if left out"
     )
@@ -111,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
         text = config_docstring(args.name, args.model, gpu, args.gpus, fastest)
         file.write_text(config_file(changed(c, fastest.change), text, commented=True))
         print(f"written: {file}; surojax train --config {file}")
-        if args.data == DATA:
+        if c.data == DATA:
             print(f"  set data in it: {DATA!r} stands for it")
         if c.tokenizer == "bytes" and not c.model_path:
             print("  add c.tokenizer to it, unless the model is to read bytes")

@@ -152,6 +152,8 @@ def test_a_config_by_its_name(tmp_path, monkeypatch):
 def test_a_new_config(tmp_path, monkeypatch, capsys):
     """It loads, fits by estimate, has what its model's config has but for placement, and a comment above each field."""
     monkeypatch.chdir(tmp_path)
+    data = {model: new.given(model, 1, "", "runs/x").data for model in ("tiny", "llama7b", "a/b")}
+    assert data == {"tiny": new.EXAMPLE, "llama7b": new.DATA, "a/b": new.DATA}
     new.main(["mine", "--model", "llama125m", "--gpu", "4060", "--data", "a.txt"])
     assert capsys.readouterr().out.startswith("written: mine.py; surojax train --config mine.py\n  add c.tokenizer")
     c = flags.load_config("mine.py")
@@ -204,6 +206,7 @@ def test_completion_of_verbs_options_and_fields(tmp_path):
     assert completed(script, "surojax", "convert", "--ch") == ["--checkpoint", "--check"]
     assert completed(script, "surojax", "train", "--config.offload_op") == ["--config.offload_optimizer"]
     assert "nvfp4" in completed(script, "surojax", "plan", "--config.recipe", "")
+    assert completed(script, "surojax", "fit", "--gpu", "rtx409") == ["rtx4090"]
     for shell in set(completion.SHELLS) - {"bash"}:
         assert "config.offload_optimizer" in completion.script(shell)
 

@@ -331,7 +331,7 @@ def test_with_fewer_processes_a_step_has_the_same_samples(tmp_path, capfd):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ([], "command: expected one after --"),
+        ([], "expected -- and a command behind the options, like -- python -m surojax.train .*, got none; write it"),
         (["-n", "0", "--", "x"], "-n: expected 1 to 1,024, got 0"),
         (["--elastic", "--", "x"], "--restarts: expected 1 or more with --elastic, got 0"),
         (["--devices-per-process", "0", "--", "x"], "--devices-per-process: expected at least 1, got 0"),
