@@ -238,8 +238,9 @@ def finish(engine: Engine, sums_of: dict[str, Sums], grads: Accumulators, square
     """
     outer = {name: sum_outer(engine, name, grad) for name, grad in grads.outer.items()}
     done: dict[str, Any] = {OUTER: outer} | {name: sums_of[name].shards(sums) for name, sums in grads.layers.items()}
-    for name in reversed(grads.layers):
-        if sums_of[name].in_place:
+    # In the order of the backward pass: a dict that was the carry of a loop is in alphabetical order.
+    for name in [segment.name for segment in reversed(engine.model.segments)]:
+        if name in sums_of and sums_of[name].in_place:
             squares = sums_of[name].squares_in_place(squares, done[name])
     squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master[OUTER]))
     return done, collectives.norm(squares)
