@@ -3,8 +3,10 @@
 That transformers loads the exports with equal logits is recorded by fixtures/check_exports.py.
 """
 
+import collections
 import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +24,7 @@ import safetensors
 import safetensors.numpy
 from small import quick_at
 from test_huggingface import CASES, before_5, config, hf_config, save_tokenizer, stored, write
+from test_rewards import Drawn
 
 from surojax import CheckpointError, ConfigError, convert, default_config, generate, train
 from surojax.assembly.from_config import from_config
@@ -29,7 +32,8 @@ from surojax.exchange import compressed, config_json, export as exporting, sourc
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.model_tensors import INDEX, SINGLE, Weights, readers
 from surojax.exchange.shards import Shard, StoredTensor, write_shard
-from surojax.families.family import BY_EXPERT
+from surojax.families.family import BY_EXPERT, ExpertFiles
+from surojax.families.registry import FAMILIES
 from surojax.inference import parity
 from surojax.inference.trained_model import load_trained
 from surojax.numerics import base_formats
@@ -171,6 +175,7 @@ def test_a_damaged_scale_of_nvfp4_is_refused(tmp_path):
             convert.convert(folder, tmp_path / "again")
 
 
+FUSED = ExpertFiles(only=True)
 NARROW = {"gate": (40, 32), "up": (40, 32), "down": (32, 40)}
 
 
@@ -194,8 +199,94 @@ def test_what_cannot_be_in_fp8_or_nvfp4_is_refused(tmp_path):
         assert not (tmp_path / "out").exists()
     with_experts = default_config()
     with_experts.model.update({"num_experts": 4, "num_experts_per_tok": 2})
-    with pytest.raises(ConfigError, match="--dtype: expected a model without experts for fp8"):
-        compressed.check_matrices("fp8", from_config(with_experts, make_mesh(jax.devices()[:1]), 1).model, BY_EXPERT)
+    model = from_config(with_experts, make_mesh(jax.devices()[:1]), 1).model
+    for files, together, change in ((BY_EXPERT, True, "leave --experts-together out"), (FUSED, False, "use bfloat16")):
+        message = f"--dtype: expected a tensor for each expert for fp8, got one for all experts of a layer; {change}"
+        with pytest.raises(ConfigError, match=message):
+            compressed.check_matrices("fp8", model, files, together=together)
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+OF_GLM = {
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 1.5,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+TOGETHER = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "gate_proj": "up",
+    "up_proj": "up",
+    "w1": "up",
+    "w3": "up",
+}
+
+
+def scaled_with(name: str) -> tuple[str, str]:
+    """What matrices with one global scale have in common: the module that they are in, such as one expert."""
+    module, _, last = name.removesuffix(".weight").rpartition(".")
+    return module, TOGETHER.get(last, last)
+
+
+@pytest.mark.parametrize(
+    "dtype, family, changes, router",
+    quick_at(
+        [
+            ("nvfp4", "glm4_moe", OF_GLM, r"mlp\.gate"),
+            ("fp8", "glm4_moe", OF_GLM, r"mlp\.gate"),
+            ("nvfp4", "mixtral", {}, r"block_sparse_moe\.gate"),
+        ],
+        0,
+    ),
+)
+def test_each_expert_has_scales_of_its_own_in_fp8_and_nvfp4(tmp_path, dtype, family, changes, router):
+    """And routers are in bfloat16, which config.json says; what was written is read again."""
+    c = default_config()
+    c.model.update(SMALL | changes)
+    model = from_config(c, make_mesh(jax.devices()[:1]), 1).model
+    said = config_json.made(c.model.to_dict(), 64, {}, {family: FAMILIES[family]})
+    folder = exporting.export(Drawn(model), model, said, {}, tmp_path / "in", dtype="float32")
+    source, out = tensors_in(folder), convert.convert(folder, tmp_path / "out", dtype=dtype)
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert ignored == ["lm_head", f"re:.*{router}$"]
+    largest = collections.defaultdict(float)
+    for name, x in source.items():
+        largest[scaled_with(name)] = max(largest[scaled_with(name)], np.abs(x).max())
+    shard = Shard(out / SINGLE)
+    parts = compressed.FORMATS[dtype].planned((16, 16))
+    of_experts = 0
+    for name, x in source.items():
+        stem = name.removesuffix("weight")
+        if (
+            x.ndim != 2
+            or re.search(f"{router}.weight$", name)
+            or name in ("model.embed_tokens.weight", "lm_head.weight")
+        ):
+            assert shard.read(name).dtype == ml_dtypes.bfloat16 or "bias" in name
+            continue
+        expected = compressed.compressed_matrix(dtype, x, largest[scaled_with(name)])
+        chex.assert_trees_all_equal([shard.read(stem + part) for part in parts], expected)
+        source[name] = compressed.dequantised(dtype, expected)
+        of_experts += ".experts." in name
+    assert of_experts == (3 * 3 * (2 - changes.get("first_k_dense_replace", 0)))
+    again = tensors_in(convert.convert(out, tmp_path / "again", dtype="float32"))
+    for name, x in source.items():
+        halved = x if ".experts." in name or "_proj" in name else x.astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(again[name], halved)
 
 
 def test_files_are_as_large_as_asked_for(tmp_path):

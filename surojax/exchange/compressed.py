@@ -12,7 +12,8 @@ The first two are compressed-tensors' formats, which vLLM reads:
 computed, in groups of 128, and NVFP4A16, whose activations stay in 16 bits. Neither asks for calibration. Embedding,
 head, norms and biases stay in bfloat16. Numbers are those of numerics/block_fp8.py and nvfp4.py, which bases of QLoRA
 rest in. vLLM multiplies with queries, keys and values as one matrix, and with gate and up, which has one global scale:
-`SHARING` have the scale of the largest number of all of them.
+`SHARING` have the scale of the largest number of all of them. Each expert's matrices are stored, and share a scale, by
+themselves; routers stay in bfloat16, which `ignore` says by the end of their names.
 
 "mxfp4" is of gpt-oss alone, whose experts OpenAI publishes so (stored_mxfp4.py); all else stays in bfloat16.
 """
@@ -40,7 +41,11 @@ OTHERS = "bfloat16"  # dtype of all other tensors
 METHOD = "compressed-tensors"
 FP8_SCALES = "_scale"  # appended to the name of a matrix
 PACKED, SCALES, GLOBAL_SCALE = "_packed", "_scale", "_global_scale"  # of NVFP4; no tensor has the matrix' own name
-SHARING = (("attention.wq", "attention.wk", "attention.wv"), ("mlp.w_gate", "mlp.w_up"))  # one global scale
+SHARING = (  # one global scale, in each expert
+    ("attention.wq", "attention.wk", "attention.wv"),
+    ("mlp.w_gate", "mlp.w_up"),
+    ("mlp.shared.w_gate", "mlp.shared.w_up"),
+)
 
 
 class CompressedFormat(NamedTuple):
@@ -123,6 +128,14 @@ FORMATS = {
 }
 
 
+def config_of(dtype: str, router: str | None) -> dict[str, Any]:
+    """Returns the `quantization_config` of a format. router: a pattern of the names of routers; None: there is none."""
+    config = FORMATS[dtype].config
+    if router is None or FORMATS[dtype].of_experts:
+        return config
+    return config | {"ignore": [*config["ignore"], f"re:.*{router}$"]}
+
+
 def fp8_block(entry: dict[str, Any]) -> tuple[int, int] | None:
     """Reads a `quantization_config`: (rows, columns) of the blocks with one scale for FP8; None for NVFP4.
 
@@ -180,13 +193,19 @@ def matrices(dtype: str, segment: Segment) -> list[Param]:
     return [param for param in params if EXPERTS in param.axes or not FORMATS[dtype].of_experts]
 
 
-def check_matrices(dtype: str, model: Model, files: ExpertFiles) -> None:
-    """Raises ConfigError if a model's matrices cannot be stored in this format. files: the layout of experts."""
+def check_matrices(dtype: str, model: Model, files: ExpertFiles, *, together: bool = False) -> None:
+    """Raises ConfigError if a model's matrices cannot be stored in this format.
+
+    files: the layout of experts. together: all experts of a layer are asked for in one tensor.
+    """
     if FORMATS[dtype].of_experts:
         if not (files.only and files.transposed):
             raise ConfigError(f"--dtype: expected a model of gpt-oss for {dtype}, got another one; use bfloat16")
-    elif any(segment.statistics is not None for segment in model.segments):
-        raise ConfigError(f"--dtype: expected a model without experts for {dtype}, got one with; use bfloat16")
+    elif (together or files.only) and any(segment.statistics is not None for segment in model.segments):
+        change = "leave --experts-together out" if together and not files.only else "use bfloat16"
+        raise ConfigError(
+            f"--dtype: expected a tensor for each expert for {dtype}, got one for all experts of a layer; {change}"
+        )
     block = FORMATS[dtype].block
     for segment in model.segments:
         for param in matrices(dtype, segment):

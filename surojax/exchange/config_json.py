@@ -4,6 +4,7 @@
 as the fields that the model was trained with, or is refused.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.exchange import compressed
 from surojax.exchange.huggingface import labels_of, model_fields
-from surojax.families.family import ModelFamily
+from surojax.families.family import LAYER, ModelFamily
 from surojax.families.registry import FAMILIES
 
 COPIED = (
@@ -30,7 +31,8 @@ def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
     config.setdefault("architectures", [family.transformers_class])
     quantised = compressed.FORMATS.get(dtype)
     others = compressed.OTHERS if quantised else dtype
-    said = {"quantization_config": quantised.config} if quantised else {}
+    router = family.tensors.get("mlp.router", "").removesuffix(".weight").removeprefix(LAYER) or None
+    said = {"quantization_config": compressed.config_of(dtype, router and re.escape(router))} if quantised else {}
     return family.both_ropes(config) | {"dtype": others, "torch_dtype": others} | said
 
 

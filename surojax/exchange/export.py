@@ -130,7 +130,7 @@ def export(
     naming = naming_of(config)
     pieces = _pieces(model, naming, together=experts_together)
     if dtype in compressed.FORMATS:
-        compressed.check_matrices(dtype, model, naming.expert_files)
+        compressed.check_matrices(dtype, model, naming.expert_files, together=experts_together)
         pieces = _with_shared_scales(pieces, model, dtype)
     planned = {name: _planned(name, piece, dtype) for name, piece in pieces.items()}
     parts = _parts(planned, shard_bytes)
@@ -242,7 +242,7 @@ def _planned(name: str, piece: _Piece, dtype: str) -> dict[str, StoredTensor]:
 
 def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str) -> Iterator[np.ndarray]:
     """Yields the pieces' tensors in this dtype. Raises ConfigError if a number is too large for the dtype."""
-    largest: dict[tuple[str, ...], float] = {}  # magnitudes in matrices that share a scale
+    largest: dict[tuple[str, ...], np.ndarray] = {}  # magnitudes in matrices that share a scale, of each expert
     names, read = (), []
     for piece in pieces:
         name = piece.names[0]
@@ -262,8 +262,10 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
             yield tensor
             continue
         if piece.sharing not in largest:
-            largest[piece.sharing] = max(float(np.max(np.abs(tensors.read(other)))) for other in piece.sharing)
-        yield from compressed.compressed_matrix(dtype, tensor, largest[piece.sharing])
+            magnitudes = [np.abs(tensors.read(other)).max((-2, -1)) for other in piece.sharing]
+            largest[piece.sharing] = np.max(magnitudes, axis=0)
+        most = largest[piece.sharing][() if piece.expert is None else piece.expert]
+        yield from compressed.compressed_matrix(dtype, tensor, float(most))
 
 
 def _of_experts(tensors: Tensors, piece: _Piece, files: ExpertFiles, dtype: str) -> Iterable[np.ndarray]:
