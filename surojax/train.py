@@ -46,6 +46,8 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import expect_no_cuda_without_driver, own_device
 from surojax.planner import prediction, products, seen
 from surojax.planner.check_fit import compare, peak_bytes
+from surojax.planner.footprint import by_class
+from surojax.planner.traffic import batch_of
 from surojax.run import on_disk, trackers
 from surojax.run.callbacks import Callback, Callbacks, EarlyStopping
 from surojax.run.checkpoint import Checkpoints
@@ -234,7 +236,8 @@ def train(
             say(comparison)
         if is_first():
             say(evaluation_summary(setup.output_dir))
-            say(write_page(setup.output_dir, setup.need, predicted, len(devices)))
+            classes = by_class(run, batch_of(c), own_device(devices).platform)
+            say(write_page(setup.output_dir, setup.need, classes, predicted, len(devices)))
         say(f"checkpoint: {checkpoints.last}")
         if c.lora:
             say(f"adapter: {write_adapter(c, run, done.state.master, start.identity.get('base', ''))}")

@@ -757,17 +757,19 @@ def test_a_run_ends_with_its_page(whole, tmp_path):
     text = (whole / "report.html").read_text()
     last = [x for x in read_metrics(whole / "metrics.jsonl") if x["log"] == "step"][-1]
     assert f"surojax report {whole}" in text and f"{last['loss']:.4f}" in text and ">plan<" in text
+    assert "Memory, estimated" in text and ">moments<" in text and ">total<" in text
     need = {"weights": 3 << 30}
-    line = training_report.write_page(tmp_path, need, Prediction(), 1)
+    classes = {"weights": {"device": 3 << 30, "host": 1 << 29, "nvme": 0}}
+    line = training_report.write_page(tmp_path, need, classes, Prediction(), 1)
     assert line.startswith(
         "note: no report.html of the run: RUN: expected the folder of a run, with metrics.jsonl, got"
     )
     shutil.copy(whole / "metrics.jsonl", tmp_path)
-    assert training_report.write_page(tmp_path, need, Prediction(tokens_per_s_per_gpu=400.0), 8) == (
+    assert training_report.write_page(tmp_path, need, classes, Prediction(tokens_per_s_per_gpu=400.0), 8) == (
         f"curves: {tmp_path}/report.html"
     )
     text = (tmp_path / "report.html").read_text()
-    assert ">3,200<" in text and ">3.00<" in text
+    assert ">3,200<" in text and ">3.00<" in text and "<td>3.00</td><td>0.50</td><td>-</td>" in text
 
 
 def test_the_budget_of_a_run():

@@ -8,12 +8,14 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import surojax
 from surojax.errors import ConfigError, need, shown
 from surojax.pages.template import COLOURS, fill
-from surojax.planner.amounts import GiB
+from surojax.placement.home import HOMES
+from surojax.planner.amounts import GiB, memory_unit
 from surojax.run.metrics import METRICS_FILE, read_metrics
 from surojax.untrusted import check_file, expanded, read_json
 
@@ -139,8 +141,24 @@ def table_text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
     )
 
 
-def page(runs: Sequence[RunRecords], plan: Planned | None, command: str) -> str:
-    """Makes the HTML page of runs. command: the command that made the page."""
+def memory_rows(classes: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
+    """Makes the table of estimated memory, with its head. classes: see `footprint.by_class`; {}: there is no table."""
+    if not classes:
+        return []
+    sizes = {name: [of_class[home.name] for home in HOMES] for name, of_class in classes.items()}
+    totals = [sum(column) for column in zip(*sizes.values(), strict=True)]
+    unit, size = memory_unit(max(totals))
+    cells = {name: [f"{n / size:,.2f}" if n else "-" for n in row] for name, row in (sizes | {"total": totals}).items()}
+    return [[f"{unit} per GPU", *(home.name for home in HOMES)], *([name, *row] for name, row in cells.items())]
+
+
+def page(
+    runs: Sequence[RunRecords],
+    plan: Planned | None,
+    command: str,
+    classes: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+) -> str:
+    """Makes the HTML page of runs. command: the command that made the page. classes: see `memory_rows`."""
     speed = plan.tokens_per_s if plan else None
     return fill(
         "runs.html.jinja",
@@ -148,6 +166,7 @@ def page(runs: Sequence[RunRecords], plan: Planned | None, command: str) -> str:
         command=command,
         version=surojax.__version__,
         table=rows(runs, plan),
+        memory=memory_rows(classes),
         colours=[number % COLOURS for number in range(len(runs) + 1)],
         charts=[
             chart(

@@ -35,7 +35,7 @@ from surojax.planner import (
 from surojax.planner.amounts import summed
 from surojax.planner.disks import MEASURED_HERE, Disks
 from surojax.planner.file_time import SimulatedStep
-from surojax.planner.footprint import estimate_host
+from surojax.planner.footprint import Rows, estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
 
@@ -115,16 +115,18 @@ def print_prediction(c: Config, run: Assembly, compiled, devices, disk: Claimed)
     return predicted
 
 
-def write_page(output_dir: Path, need: dict[str, int], predicted: Prediction, num_devices: int) -> str:
+def write_page(output_dir: Path, need: dict[str, int], classes: Rows, predicted: Prediction, num_devices: int) -> str:
     """Writes the page of `surojax report`, with the planned figures, into a run's folder; returns a line with its path.
 
-    need: bytes per device. It never ends a run: what prevents the page is in the line.
+    need: bytes per device. classes: of each memory, see `footprint.by_class`. It never ends a run: what prevents the
+    page is in the line.
     """
     rate = predicted.tokens_per_s_per_gpu
     plan = runs.Planned("plan", sum(need.values()), None if rate is None else num_devices * rate)
+    command = shlex.join(["surojax", "report", str(output_dir)])
     file = output_dir / PAGE
     try:
-        text = runs.page([runs.read_run(str(output_dir))], plan, shlex.join(["surojax", "report", str(output_dir)]))
+        text = runs.page([runs.read_run(str(output_dir))], plan, command, classes)
         file.write_text(text, encoding="utf-8")
     except (ConfigError, OSError) as error:
         return f"note: no {PAGE} of the run: {error}"
