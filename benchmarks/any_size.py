@@ -265,8 +265,8 @@ def main() -> None:
                 f"{rows * 128} tokens: {full.seconds:.1f} s a step; products {products:.1f} s, disk {on_disk:.1f} s "
                 f"({full.moved[0] / GB:.1f} GB read at {rate.read / GB:.2f} GB/s, {full.moved[1] / GB:.1f} written at "
                 f"{rate.write / GB:.2f}; {rate.read_cpu:.2f} and {rate.write_cpu:.2f} CPU-s/GB, {cpu:.3f} of both): "
-                f"{share:.2f} of the limit, {(full.resident - base) / GIB:.2f} GiB resident beyond an idle process; {FEW} layers in "
-                f"memory and in files: {'the same records' if same else 'OTHER RECORDS'}",
+                f"{share:.2f} of the limit, {(full.resident - base) / GIB:.2f} GiB resident beyond an idle process; "
+                f"{FEW} layers in memory and in files: {'the same records' if same else 'OTHER RECORDS'}",
                 flush=True,
             )
         slots = in_files(disk, nvme_slots=2)
