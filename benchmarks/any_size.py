@@ -67,6 +67,7 @@ def get_config() -> Config:
     c.learning_rate = 1e-4
     c.warmup_steps = 0
     c.eval_steps = 0
+    c.eval_batches = 1
     c.save_steps = 0
     c.sample_tokens = 0
     c.log_steps = 1
