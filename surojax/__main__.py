@@ -153,14 +153,14 @@ def run_verb(name: str, arguments: list[str]) -> None:
 def main() -> None:
     """Runs the command, which ends without a word if whoever reads its output has ended, as `head` does."""
     try:
-        run()
+        run_arguments()
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
         sys.exit(128 + signal.SIGPIPE)
 
 
-def run() -> None:
+def run_arguments() -> None:
     """Runs the verb of the command line, or lists the verbs if none is given. A wrong one exits with REFUSED."""
     name, *arguments = sys.argv[1:] or [""]
     if name == "help" and arguments[:1] and arguments[0] in VERBS:

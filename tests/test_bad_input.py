@@ -230,7 +230,7 @@ def test_flags(refused, arguments, said):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ([], "no config given: pass --config FILE, for example --config configs/tiny.py"),
+        ([], "no config given: pass --config NAME or FILE, for example --config tiny"),
         (["--config"], "expected one argument"),
         (["--config", "nowhere/tiny.py"], "got 'nowhere/tiny.py' (nothing there); see configs/"),
         (["--config", TINY.replace("tiny", "tinny")], f"did you mean {TINY}?"),

@@ -118,7 +118,9 @@ def test_a_model_alone_is_fine_tuned(tmp_path, monkeypatch):
     expected = flags.load_config(str(next(p for p in CONFIGS if p.stem == "finetune")))
     expected.model_path, expected.lora = "X", True
     assert c == expected and Path(args.config).stem == "finetune"
-    with pytest.raises(ConfigError, match=r"^no config given: pass --config FILE, .* or --config.model_path=MODEL"):
+    with pytest.raises(
+        ConfigError, match=r"^no config given: pass --config NAME or FILE, .* or --config.model_path=MODEL"
+    ):
         flags.parse_flags(["--config.lora"], argparse.ArgumentParser())
 
 

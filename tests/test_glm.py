@@ -217,10 +217,6 @@ SIGMOID = FOUR | {"model.scoring_func": "sigmoid"}
         (SIGMOID | {"router_z_loss_coef": 0.1}, r"^router_z_loss_coef: expected 0\.0 with scoring_func='sigmoid'"),
         (SIGMOID | {"master_dtype": "bfloat16"}, r"^master_dtype: expected 'float32' with scoring_func='sigmoid'"),
         (DENSE | {"pp_size": 2, "gpus": 2}, r"^model\.first_k_dense_replace: expected 0 with pp_size=2"),
-        (
-            DENSE | {"offload_optimizer": "nvme", "nvme_path": "x"},
-            r"^model\.first_k_dense_replace: expected 0 with offload_optimizer='nvme', whose files have records",
-        ),
         (DENSE | {"lora": True}, r"^lora_target_modules: expected names among k_proj, o_proj, q_proj, v_proj with f"),
         (
             FOUR | {"lora": True, "model.n_shared_experts": 1, "lora_target_modules": "up_proj"},

@@ -54,7 +54,6 @@ ROWS_OF_OFFLOADS = (
     "offload_grads=nvme",
     "offload_residual=nvme",
     "offload_weights=nvme",
-    "nvme_slots",
 )
 # Parts of the check of a step: name, row of `surojax verify`, and the options of `training.safe` that it turns on.
 TURNED_ON: tuple[tuple[str, str, dict[str, Any]], ...] = (

@@ -141,7 +141,7 @@ def table_text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
     )
 
 
-def memory_rows(classes: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
+def estimate_cells(classes: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
     """Makes the table of estimated memory, with its head. classes: see `footprint.by_class`; {}: there is no table."""
     if not classes:
         return []
@@ -158,7 +158,7 @@ def page(
     command: str,
     classes: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
 ) -> str:
-    """Makes the HTML page of runs. command: the command that made the page. classes: see `memory_rows`."""
+    """Makes the HTML page of runs. command: the command that made the page. classes: see `estimate_cells`."""
     speed = plan.tokens_per_s if plan else None
     return fill(
         "runs.html.jinja",
@@ -166,7 +166,7 @@ def page(
         command=command,
         version=surojax.__version__,
         table=rows(runs, plan),
-        memory=memory_rows(classes),
+        memory=estimate_cells(classes),
         colours=[number % COLOURS for number in range(len(runs) + 1)],
         charts=[
             chart(

@@ -76,7 +76,7 @@ class SegmentLayer(NamedTuple):
     l: int
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """What layers with the same program have in common. segment: its name. part: number of the part of its weights."""
 
     segment: str

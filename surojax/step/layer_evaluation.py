@@ -12,7 +12,7 @@ from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
 from surojax.step.batch import Batch
-from surojax.step.between import Kind, OfDevices, SegmentLayer
+from surojax.step.between import LayerKind, OfDevices, SegmentLayer
 from surojax.step.by_host import by_host
 from surojax.step.outer import OuterLayers
 from surojax.step.spec import Engine
@@ -25,7 +25,7 @@ from surojax.step.work_weights import WorkWeights
 class LayerEvaluation:
     """The step of `train_step.make_eval_step`; it is lowered, compiled and called in the same way.
 
-    begin: (outer weights, *batch) -> activations. layers: for each `Kind` of a layer, (layer's weights as
+    begin: (outer weights, *batch) -> activations. layers: for each `LayerKind` of a layer, (layer's weights as
     `WorkWeights.planned`, number of the layer in its segment, activations, *batch) -> activations. end: (outer weights,
     activations, *batch) -> (the objective's sums, number of its terms).
     """
@@ -37,13 +37,13 @@ class LayerEvaluation:
         self.segments = {segment.name: segment for segment in engine.model.segments}
         self.weights = {name: WorkWeights(plan.weights[name]) for name in self.segments}
         self.kinds = {
-            SegmentLayer(name, l): Kind(name, *kind)
+            SegmentLayer(name, l): LayerKind(name, *kind)
             for name, segment in self.segments.items()
             for l, kind in enumerate(zip(self.weights[name].part_of, segment.variants, strict=True))
         }
         self.of_devices = OfDevices(plan.step.sharding.mesh)
         self.begin: Any = self._begin()
-        self.layers: dict[Kind, Any] = {kind: self._layer(kind) for kind in dict.fromkeys(self.kinds.values())}
+        self.layers: dict[LayerKind, Any] = {kind: self._layer(kind) for kind in dict.fromkeys(self.kinds.values())}
         self.end: Any = self._end()
 
     def __call__(self, weights, *batch):
@@ -119,11 +119,11 @@ class LayerEvaluation:
 
         return self._program(per_device, (self.plan.weights[OUTER],), self.of_devices.any_of())
 
-    def _planned(self, kind: Kind) -> tuple:
+    def _planned(self, kind: LayerKind) -> tuple:
         """The plan of the weights of a layer of this kind."""
         return self.weights[kind.segment].planned(kind.part)
 
-    def _layer(self, kind: Kind):
+    def _layer(self, kind: LayerKind):
         segment = self.segments[kind.segment]
         weights, gather = self.weights[kind.segment], Gather.of(self.engine, segment)
 

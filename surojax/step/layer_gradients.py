@@ -38,7 +38,7 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER, part_of
 from surojax.step.batch import Batch, recipe_inputs_of
-from surojax.step.between import Kind, OfDevices, Resting, SegmentLayer, in_round, in_rounds, of_round
+from surojax.step.between import LayerKind, OfDevices, Resting, SegmentLayer, in_round, in_rounds, of_round
 from surojax.step.blocks import plus_statistics
 from surojax.step.by_host import by_host
 from surojax.step.engine import Gradients, auxiliary_loss, means_of, no_statistics, no_sums
@@ -97,7 +97,7 @@ class SegmentFiles:
         self.weights = WorkWeights(step.plan.weights[segment.name])
         self.grads = Resting(files.grads.get(segment.name))
         self.residuals = Resting(files.residuals.get(segment.name))
-        self.kinds = [Kind(segment.name, *x) for x in zip(self.weights.part_of, segment.variants, strict=True)]
+        self.kinds = [LayerKind(segment.name, *x) for x in zip(self.weights.part_of, segment.variants, strict=True)]
 
     def index(self, number: Any) -> Any:
         """The index in the segment of the layer with this number in the model."""
@@ -121,9 +121,9 @@ class LayerGradients:
         self.of_tables = planned_gradients(step)
         self.begin: Any = self._begin()
         kinds = dict.fromkeys(self.kinds)
-        self.forward: dict[Kind, Any] = {kind: self._forward(kind) for kind in kinds}
+        self.forward: dict[LayerKind, Any] = {kind: self._forward(kind) for kind in kinds}
         self.head: Any = self._head()
-        self.backward: dict[Kind, Any] = {kind: self._backward(kind) for kind in kinds}
+        self.backward: dict[LayerKind, Any] = {kind: self._backward(kind) for kind in kinds}
         self.finish: Any = self._finish()
 
     def __call__(self, outer: TensorState, step, history, weights, *batch):
@@ -306,7 +306,7 @@ class LayerGradients:
         any_of = self.of_devices.any_of
         return self.step.program(per_device, (plan.weights[OUTER], plan.step, plan.history), (any_of(), any_of()))
 
-    def _forward(self, kind: Kind):
+    def _forward(self, kind: LayerKind):
         """The program of the forward pass of one layer."""
         name, part, variant = kind
         layers = self.segments[name]
@@ -373,7 +373,7 @@ class LayerGradients:
         arguments = (self.step.plan.weights[OUTER], any_of(), any_of())
         return self.step.program(per_device, arguments, (any_of(),) * 3, donated=(1, 2))
 
-    def _backward(self, kind: Kind):
+    def _backward(self, kind: LayerKind):
         """The program of the backward pass of one layer."""
         name, part, variant = kind
         layers = self.segments[name]
