@@ -5,8 +5,8 @@
 The default has 1.52B parameters with float32 AdamW: 28 GiB of files, and 18 GB more for the checkpoint at the end.
 Every class is in files, and updates are under the next forward pass. What is run, one after the other:
 
-* **Products.** The same model with few layers, and with twice as many, all in memory; the difference is the time of the
-  layers between, from which follows the time of all.
+* **Products.** The same model with few layers, and with twice as many, all in memory, before and after the run with all
+  layers; the difference is the time of the layers between, from which follows the time of all.
 * **The same bits**: the smaller of these with every class in files has the same records.
 * **All layers in files**, with 128 tokens a step, where the disk takes longest, and with 3,072, where products do:
   seconds a step, beside the larger of the two, which is the limit. Between these each binds in one pass: four fifths of
@@ -250,23 +250,30 @@ def main() -> None:
         print(f"{a.layers} layers of {a.hidden}; an idle process has {base / GIB:.2f} GiB resident", flush=True)
         whole: list[dict[str, Any]] = []
         for rows in a.rows:
-            few, twice = (run(folder / "memory", fields(n, rows)) for n in (FEW, 2 * FEW))
-            of_layer = (twice.seconds - few.seconds) / FEW
-            products = few.seconds + (a.layers - FEW) * of_layer
+
+            def in_memory(rows: int = rows) -> tuple[Run, float]:
+                """A run of few layers, and the seconds of all layers' products."""
+                few, twice = (run(folder / "memory", fields(n, rows)) for n in (FEW, 2 * FEW))
+                return few, few.seconds + (a.layers - FEW) * (twice.seconds - few.seconds) / FEW
+
+            few, before = in_memory()
             same = run(folder / "files", fields(FEW, rows, **in_files(disk))).records == few.records
-            before = rates(folder / "rates")
+            rates_before = rates(folder / "rates")
             full = run(folder / "files", fields(a.layers, rows, **in_files(disk)))
-            rate = mean([before, rates(folder / "rates")])
+            rate = mean([rates_before, rates(folder / "rates")])
+            after = in_memory()[1]
+            products = (before + after) / 2
             on_disk = rate.seconds(full.moved)
             share = full.seconds / max(products, on_disk)
             cpu = rate.cpu_seconds(full.moved)
             well = well and same and share <= LIMIT and cpu <= CPU_LIMIT
             whole = whole or full.records
             print(
-                f"{rows * 128} tokens: {full.seconds:.1f} s a step; products {products:.1f} s, disk {on_disk:.1f} s "
-                f"({full.moved[0] / GB:.1f} GB read at {rate.read / GB:.2f} GB/s, {full.moved[1] / GB:.1f} written at "
-                f"{rate.write / GB:.2f}; {rate.read_cpu:.2f} and {rate.write_cpu:.2f} CPU-s/GB, {cpu:.3f} of both): "
-                f"{share:.2f} of the limit, {(full.resident - base) / GIB:.2f} GiB resident beyond an idle process; "
+                f"{rows * 128} tokens: {full.seconds:.1f} s a step; products {products:.1f} s ({before:.1f} before, "
+                f"{after:.1f} after), disk {on_disk:.1f} s ({full.moved[0] / GB:.1f} GB read at {rate.read / GB:.2f} "
+                f"GB/s, {full.moved[1] / GB:.1f} written at {rate.write / GB:.2f}; {rate.read_cpu:.2f} and "
+                f"{rate.write_cpu:.2f} CPU-s/GB, {cpu:.3f} of both): {share:.2f} of the limit, "
+                f"{(full.resident - base) / GIB:.2f} GiB resident beyond an idle process; "
                 f"{FEW} layers in memory and in files: {'the same records' if same else 'OTHER RECORDS'}",
                 flush=True,
             )
