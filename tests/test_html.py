@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -186,6 +187,19 @@ def test_runs_beside_each_other_and_a_plan(tmp_path, capsys, monkeypatch):
     assert "a<b>& 4 256 5.0000 2.5000 1.2500 1.500 300 3.00" in page.text and "plan, 2 x h100" in page.text
     assert "surojax report 'a<b>&' second/metrics.jsonl --plan plan.json" in page.text
     assert re.search(r' d="M0\.0 [\d.]+h\.1M666\.7 [\d.]+h\.1L1000\.0 ', text)  # a gap where the loss was not finite
+
+
+def test_runs_are_drawn_as_a_picture(tmp_path, capsys, monkeypatch):
+    """With a loss that is not finite, and without records of memory."""
+    run, picture = write_run(tmp_path / "run", [5.0, None, 3.0]), tmp_path / "report.png"
+    report.main([run, "--png", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG") and f"written: {picture}" in capsys.readouterr().out
+    charts = {chart.title: chart for chart in runs.charts_of([runs.read_run(run)], runs.Planned("plan", 3 << 30, 8.0))}
+    assert charts["Loss, in nats per token"].curves == {run: [(1, 5.0), (2, None), (3, 3.0)]}
+    assert charts["Tokens/s"].plan == 8.0 and charts["Peak memory of a device, GiB"].plan == 3.0
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match=r"pip install 'surojax\[png\]'"):
+        report.main([run, "--png", str(picture)])
 
 
 def test_a_long_run_keeps_its_extremes():

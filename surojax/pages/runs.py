@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import surojax
 from surojax.errors import ConfigError, need, shown
@@ -152,6 +152,33 @@ def estimate_cells(classes: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
     return [[f"{unit} per GPU", *(home.name for home in HOMES)], *([name, *row] for name, row in cells.items())]
 
 
+class ChartCurves(NamedTuple):
+    """What a chart shows: curves by name, others that are dashed, and a planned value."""
+
+    title: str
+    curves: Mapping[str, Curve]
+    dashed: Mapping[str, Curve] = MappingProxyType({})
+    plan: float | None = None
+
+
+def charts_of(runs: Sequence[RunRecords], plan: Planned | None) -> list[ChartCurves]:
+    """Selects what the charts of runs show."""
+    return [
+        ChartCurves(
+            "Loss, in nats per token",
+            {run.name: run.curve("loss") for run in runs},
+            {f"{run.name}, evaluated": curve(run.evaluations, "loss") for run in runs},
+        ),
+        ChartCurves("Norm of the gradient", {run.name: run.curve("norm") for run in runs}),
+        ChartCurves("Tokens/s", {run.name: run.speeds() for run in runs}, plan=plan and plan.tokens_per_s),
+        ChartCurves(
+            "Peak memory of a device, GiB",
+            {run.name: run.curve("peak_memory_bytes", GiB) for run in runs},
+            plan=plan and plan.device_bytes / GiB,
+        ),
+    ]
+
+
 def page(
     runs: Sequence[RunRecords],
     plan: Planned | None,
@@ -159,7 +186,6 @@ def page(
     classes: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
 ) -> str:
     """Makes the HTML page of runs. command: the command that made the page. classes: see `estimate_cells`."""
-    speed = plan.tokens_per_s if plan else None
     return fill(
         "runs.html.jinja",
         title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
@@ -168,20 +194,7 @@ def page(
         table=rows(runs, plan),
         memory=estimate_cells(classes),
         colours=[number % COLOURS for number in range(len(runs) + 1)],
-        charts=[
-            chart(
-                "Loss, in nats per token",
-                {run.name: run.curve("loss") for run in runs},
-                {f"{run.name}, evaluated": curve(run.evaluations, "loss") for run in runs},
-            ),
-            chart("Norm of the gradient", {run.name: run.curve("norm") for run in runs}),
-            chart("Tokens/s", {run.name: run.speeds() for run in runs}, plan=speed),
-            chart(
-                "Peak memory of a device, GiB",
-                {run.name: run.curve("peak_memory_bytes", GiB) for run in runs},
-                plan=plan and plan.device_bytes / GiB,
-            ),
-        ],
+        charts=[chart(*of) for of in charts_of(runs, plan)],
     )
 
 
