@@ -24,7 +24,7 @@ MEASURED = 256 << 20  # bytes after which the rate of a disk is known
 class Place:
     """The room for one array of each layer, or of each piece of a table.
 
-    row: of the placement table. size: bytes. name: among all arrays of layers, or all of pieces. records: the index of
+    row: of the placement table. size: bytes. name: unique among arrays of layers, or of pieces. records: the index of
     each layer of a segment, or piece, of which the file has room. first: number of the segment's first layer. slots: 2
     if a kill must not take it. kept: the number of leading bytes that are in host memory. offset: position in the file
     of the other bytes of index 0. stride: from there to the next index. memory: the kept bytes of each layer or piece.

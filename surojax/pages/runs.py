@@ -153,7 +153,7 @@ def estimate_cells(classes: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
 
 
 class ChartCurves(NamedTuple):
-    """What a chart shows: curves by name, others that are dashed, and a planned value."""
+    """The curves of a chart by name, others that are dashed, and a planned value to draw as a line; None: no plan."""
 
     title: str
     curves: Mapping[str, Curve]

@@ -77,7 +77,10 @@ class SegmentLayer(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """What layers with the same program have in common. segment: its name. part: number of the part of its weights."""
+    """The kind of a layer: layers of one kind share a program.
+
+    segment: its name. part: the number of the part of its work weights that the layer is in.
+    """
 
     segment: str
     part: int

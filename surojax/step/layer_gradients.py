@@ -73,7 +73,7 @@ class Sent(NamedTuple):
 
 
 class StacksInFiles(NamedTuple):
-    """Stacks of a step's layers that rest in files, by segment: `InFile`s. What is of no segment rests in memory.
+    """Stacks of a step's layers that rest in files, by segment: `InFile`s. A missing segment's rest in memory.
 
     grads: sharded as master weights `[L, ...]`. residuals: `[L, devices, A, ...]`, of what each device saves.
     """
@@ -264,9 +264,10 @@ class LayerGradients:
         return self._resting("grads")
 
     def _resting(self, row: Literal["grads", "residuals"], segment: str = "") -> list:
-        """The plans of what layers have of a row that is in memory. segment: of a layer to leave out; "": of none.
+        """The plans of the layers' arrays of a row that are in memory, layer by layer.
 
-        Of what is in files, some of the largest.
+        segment: of the layer whose arrays are left out; "": none are. Of a row in files, as many layers as are in
+        flight, each as large as the largest.
         """
         plans = {
             name: {"grads": self.planned_grads, "residuals": self.planned_saved}[row](name) for name in self.segments

@@ -24,11 +24,11 @@ from surojax.step.work_weights import WorkWeights
 
 
 class GradientsOfLayers(Protocol):
-    """What an update reads: gradients that rest in memory, in `update_inputs`, or that `read` brings.
+    """The gradients that an update reads: `WholeGradients` in `update_inputs`, or `LayerGradients` layer by layer.
 
-    segment: the name of one. file_bytes: of the gradients of a layer that are in files. planned_grads: the plan of what
-    `read` returns. others_of_update: planned gradients of other layers that are in memory and no arguments of the
-    update.
+    segment: a segment's name. planned_grads: the plan of a layer's gradients as the update's argument; () if they are
+    in update_inputs. file_bytes: bytes of a layer's gradients that are in files. others_of_update: the plans of other
+    layers' gradients that are in memory, but are no arguments of the update.
     """
 
     update_inputs: dict[str, Any]
