@@ -66,7 +66,15 @@ from surojax.training.initial_state import ADAPTER, first_state, restored, write
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
 from surojax.training.reference import with_reference
-from surojax.training.run_summary import budget, describe_run, peak_flops, print_prediction, sample_text, write_page
+from surojax.training.run_summary import (
+    TRACE,
+    budget,
+    describe_run,
+    peak_flops,
+    print_prediction,
+    sample_text,
+    write_page,
+)
 from surojax.training.safe import advised, mention_of_doctor, safe
 from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
@@ -177,7 +185,8 @@ def train(
         until_end.enter_context(advised(c, devices[0].platform))
         with advised(c, devices[0].platform, compiles=True):
             programs = compile_programs(c, run, setup.mesh, start.found.evaluated, feed)
-        predicted = print_prediction(c, run, programs.train_step, devices, disk)
+        trace = setup.output_dir / TRACE if is_first() else None
+        predicted = print_prediction(c, run, programs.train_step, devices, disk, trace)
 
         # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
         states = [first_state(c, run, start, setup.initial)]
@@ -228,16 +237,17 @@ def train(
             say(sample_text(c, run, done.state.weights, start.tokenizer, start.found.held_out))
         say(f"{done.step - start.first_step} steps in {time.perf_counter() - started:.0f} s")
         durations = [record["duration_ms"] / 1e3 for record in done.history if record["log"] == "step"]
-        if compared := prediction.comparison(predicted, durations, tokens_per_step):
-            say(compared)
+        if speed := prediction.comparison(predicted, durations, tokens_per_step):
+            say(speed)
         if is_first() and (written := seen.of_run(c, devices, predicted, durations)):
             say(written)
-        if comparison := compare(setup.need, programs.train_step, own_device(devices)):
-            say(comparison)
+        if memory := compare(setup.need, programs.train_step, own_device(devices)):
+            say(memory)
         if is_first():
             say(evaluation_summary(setup.output_dir))
             classes = by_class(run, batch_of(c), own_device(devices).platform)
-            say(write_page(setup.output_dir, setup.need, classes, predicted, len(devices)))
+            measured = list(filter(None, (speed, memory)))
+            say(write_page(setup.output_dir, setup.need, classes, predicted, len(devices), measured))
         say(f"checkpoint: {checkpoints.last}")
         if c.lora:
             say(f"adapter: {write_adapter(c, run, done.state.master, start.identity.get('base', ''))}")

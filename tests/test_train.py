@@ -757,7 +757,12 @@ def test_a_run_ends_with_its_page(whole, tmp_path):
     text = (whole / "report.html").read_text()
     last = [x for x in read_metrics(whole / "metrics.jsonl") if x["log"] == "step"][-1]
     assert f"surojax report {whole}" in text and f"{last['loss']:.4f}" in text and ">plan<" in text
-    assert "Memory, estimated" in text and ">moments<" in text and ">total<" in text
+    assert (
+        "and files, estimated" in text
+        and "no time is predicted: cpu is no GPU of" in text
+        and ">moments<" in text
+        and ">total<" in text
+    )
     need = {"weights": 3 << 30}
     classes = {"weights": {"device": 3 << 30, "host": 1 << 29, "nvme": 0}}
     line = training_report.write_page(tmp_path, need, classes, Prediction(), 1)
@@ -769,7 +774,7 @@ def test_a_run_ends_with_its_page(whole, tmp_path):
         f"curves: {tmp_path}/report.html"
     )
     text = (tmp_path / "report.html").read_text()
-    assert ">3,200<" in text and ">3.00<" in text and "<td>3.00</td><td>0.50</td><td>-</td>" in text
+    assert ">3,200<" in text and ">3.00<" in text and all(f'data-bytes="{n}">' in text for n in (3 << 30, 1 << 29, 0))
 
 
 def test_the_budget_of_a_run():
@@ -797,7 +802,7 @@ def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, c
     short = changed(config, max_steps=2, save_steps=0, eval_steps=0, sample_tokens=0)
     predicted = Prediction(0.5, [0.4, 0.6], uncorrected_s=0.5, tokens_per_s_per_gpu=512.0)
     monkeypatch.setattr(seen, "LEAST_STEPS", 1)
-    monkeypatch.setattr(prediction, "of_module", lambda module, run, batch, gpu: predicted)
+    monkeypatch.setattr(prediction, "step_prediction", lambda step, run, batch, gpu: predicted)
     monkeypatch.setattr(gpus, "find_gpu", lambda kind: GPUS["rtx4090"])
     short.rates_file = str(tmp_path / "rates.json")
     assert train(short).finished
@@ -806,11 +811,18 @@ def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, c
     said = capsys.readouterr().out
     assert "predicted: 500.0 ms a step (400 to 600), 512 tok/s" in said
     assert re.search(r"tok/s: measured [\d,]+, predicted 512 \(427 to 640\), measured / predicted [\d.]+", said)
-    monkeypatch.setattr(prediction, "of_module", lambda *_: {}["a text of XLA"])
-    assert train(changed(short, output_dir=str(tmp_path / "again"))).finished
+    page = (tmp_path / "run" / "report.html").read_text()
+    events = re.search(r'id="events">(.*?)</script>', page)
+    assert events and json.loads(events[1])["events"] and "measured / predicted" in page
+    assert "dot" in (trace := tmp_path / "run" / "trace.json").read_text()
+    assert train(changed(short, max_steps=3)).finished
+    monkeypatch.setattr(prediction, "step_prediction", lambda *_: {}["a text of XLA"])
+    capsys.readouterr()
+    assert train(changed(short, max_steps=4)).finished and not trace.exists()  # that of the run before
+    assert 'id="events"' not in (tmp_path / "run" / "report.html").read_text()
     said = capsys.readouterr().out
     assert "note: no time is predicted: KeyError: 'a text of XLA'" in said and "tok/s: measured" not in said
-    assert "seen: the compiled step cannot be read, 2 steps" in said
+    assert "seen: the compiled step cannot be read, 1 steps" in said
 
 
 @pytest.mark.parametrize("classes", small.quick_at([(("optimizer", "master"),), (("weights", "grads", "residual"),)]))

@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 
 import surojax
 from surojax.errors import ConfigError, need, shown
+from surojax.pages.step_view import memory_values, step_values
 from surojax.pages.template import COLOURS, fill
 from surojax.placement.home import HOMES
-from surojax.planner.amounts import GiB, memory_unit
+from surojax.planner.amounts import GiB
+from surojax.planner.footprint import Rows
+from surojax.planner.prediction import Prediction
 from surojax.run.metrics import METRICS_FILE, read_metrics
 from surojax.untrusted import check_file, expanded, read_json
 
@@ -73,6 +76,27 @@ class Planned:
         """Makes the plan's row under `HEAD`."""
         speed = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
         return [self.name, *["-"] * 6, speed, f"{self.device_bytes / GiB:.2f}"]
+
+
+class TrainedStep(NamedTuple):
+    """What a run knows of its step when it ends.
+
+    classes: estimated bytes, see `footprint.by_class`. lines: what was measured beside what was predicted. trace: the
+    simulated step, see `prediction.trace`; None if the planner does not know the device.
+    """
+
+    classes: Rows
+    predicted: Prediction
+    lines: Sequence[str]
+    trace: Mapping[str, Any] | None
+
+    def values(self) -> dict[str, Any]:
+        """Makes the values of the templates of memory and step."""
+        sizes = {name: [of_class[home.name] for home in HOMES] for name, of_class in self.classes.items()}
+        totals = [sum(column) for column in zip(*sizes.values(), strict=True)]
+        reason = self.predicted.not_predicted
+        lines = [*self.lines, *([f"no time is predicted: {reason}"] if reason else [])]
+        return memory_values(sizes | {"total": totals}, {}) | step_values(self.predicted, lines, self.trace)
 
 
 def number(value: Any) -> float | None:
@@ -141,17 +165,6 @@ def table_text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
     )
 
 
-def estimate_cells(classes: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
-    """Makes the table of estimated memory, with its head. classes: see `footprint.by_class`; {}: there is no table."""
-    if not classes:
-        return []
-    sizes = {name: [of_class[home.name] for home in HOMES] for name, of_class in classes.items()}
-    totals = [sum(column) for column in zip(*sizes.values(), strict=True)]
-    unit, size = memory_unit(max(totals))
-    cells = {name: [f"{n / size:,.2f}" if n else "-" for n in row] for name, row in (sizes | {"total": totals}).items()}
-    return [[f"{unit} per GPU", *(home.name for home in HOMES)], *([name, *row] for name, row in cells.items())]
-
-
 class ChartCurves(NamedTuple):
     """The curves of a chart by name, others that are dashed, and a planned value to draw as a line; None: no plan."""
 
@@ -183,18 +196,19 @@ def page(
     runs: Sequence[RunRecords],
     plan: Planned | None,
     command: str,
-    classes: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+    step: TrainedStep | None = None,
 ) -> str:
-    """Makes the HTML page of runs. command: the command that made the page. classes: see `estimate_cells`."""
+    """Makes the HTML page of runs. command: the command that made the page. step: of a run that has just ended."""
     return fill(
         "runs.html.jinja",
         title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
         command=command,
         version=surojax.__version__,
         table=rows(runs, plan),
-        memory=estimate_cells(classes),
         colours=[number % COLOURS for number in range(len(runs) + 1)],
         charts=[chart(*of) for of in charts_of(runs, plan)],
+        has_step=step is not None,
+        **(step.values() if step else {}),
     )
 
 

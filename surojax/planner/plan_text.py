@@ -8,7 +8,7 @@ from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.disks import wear
 from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING
 from surojax.planner.gpus import GPUS
-from surojax.planner.prediction import milliseconds
+from surojax.planner.prediction import Prediction, milliseconds
 from surojax.planner.run_plan import Plan
 
 RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
@@ -134,8 +134,8 @@ def time_lines(p: Plan) -> list[str]:
     return lines + [f"{line}; the predicted time is an estimate, of stages that go in lockstep" for line in idle]
 
 
-def exposed_rows(p: Plan) -> dict[str, list[str]]:
-    """Exposed milliseconds as text, by loop and then in total, for each kind of `Plan.exposed_s`."""
+def exposed_rows(p: Prediction) -> dict[str, list[str]]:
+    """Exposed milliseconds as text, by loop and then in total, for each kind of `exposed_s`."""
     rows = p.exposed_by_loop_s | {"total": p.exposed_s}
     return {loop: [f"{1e3 * row.get(kind, 0.0):,.1f}" for kind in p.exposed_s] for loop, row in rows.items()}
 

@@ -146,9 +146,13 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
 
 
 def of_module(module: Module, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
-    """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.with_rounds`."""
-    module = with_rounds(module, run, batch, lockstep=True)
-    return step_prediction(SimulatedStep([module], run.mesh.shape), run, batch, gpu)
+    """The `Prediction` of a step from its parsed program."""
+    return step_prediction(of_one_program(module, run, batch), run, batch, gpu)
+
+
+def of_one_program(module: Module, run: Assembly, batch: traffic.BatchShape) -> SimulatedStep:
+    """The simulated step of one parsed program; with stages an estimate, see `stages.with_rounds`."""
+    return SimulatedStep([with_rounds(module, run, batch, lockstep=True)], run.mesh.shape)
 
 
 def step_prediction(step: SimulatedStep, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:

@@ -264,8 +264,7 @@ def _compiled(
         in_order = [module for module, _ in modules]
         simulated = file_time.SimulatedStep(in_order, run.mesh.shape, parts, machines, disks(disk, c.rates_file))
     else:
-        in_lockstep = stages.with_rounds(parsed[0], run, batch, lockstep=True)
-        simulated = file_time.SimulatedStep([in_lockstep], run.mesh.shape)
+        simulated = prediction.of_one_program(parsed[0], run, batch)
     predicted = prediction.step_prediction(simulated, run, batch, gpu)
     if trace is not None and not predicted.not_predicted:
         prediction.write_trace(Path(trace), simulated.timeline(gpu, with_events=True), f"{c.gpus} x {gpu.name}")

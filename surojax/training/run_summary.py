@@ -1,6 +1,8 @@
 """Prints a run's size and predicted time before it starts, and a sample of its text at the end."""
 
+import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -39,7 +41,7 @@ from surojax.planner.footprint import Rows, estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
 
-PAGE = "report.html"
+PAGE, TRACE = "report.html", "trace.json"
 
 
 def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
@@ -81,15 +83,20 @@ def budget(model: Model, tokens: int, *, is_new: bool) -> str:
     return f"budget: {tokens:,} tokens{beside}; {(6.0 * trained + 4.0 * frozen) * tokens:.2e} FLOPs ({formula})"
 
 
-def print_prediction(c: Config, run: Assembly, compiled, devices, disk: Claimed) -> Prediction:
+def print_prediction(
+    c: Config, run: Assembly, compiled, devices, disk: Claimed, trace: Path | None = None
+) -> Prediction:
     """Predicts the compiled step's time, and prints it if the planner knows the GPU. It never ends a run.
 
-    disk: what was measured of the run's files; each process has its own. A few seconds at most: a step is simulated
-    about 20 times, 0.05 s each, of a model of 70B parameters 0.2 s.
+    disk: what was measured of the run's files; each process has its own. trace: a file for the simulated step
+    (`prediction.trace`); an older one is deleted. A few seconds at most: a step is simulated about 20 times, 0.05 s
+    each, of a model of 70B parameters 0.2 s.
     """
+    if trace:
+        trace.unlink(missing_ok=True)
     gpu = gpus.find_gpu(devices[0].device_kind)
     if gpu is None:
-        return Prediction(not_predicted="a GPU that is not in surojax/planner/gpus.csv")
+        return Prediction(not_predicted=f"{devices[0].device_kind} is no GPU of surojax/planner/gpus.csv")
     batch = traffic.batch_of(c)
     try:
         gpu = seen.corrected(gpu, c.rates_file, seen.settings_key(c, len(devices)))
@@ -97,13 +104,15 @@ def print_prediction(c: Config, run: Assembly, compiled, devices, disk: Claimed)
         say(f"note: {error}")
     try:
         if run.store.is_empty:
-            predicted = prediction.of_module(hlo.parse_module(compiled.as_text()), run, batch, gpu)
+            simulated = prediction.of_one_program(hlo.parse_module(compiled.as_text()), run, batch)
         else:
             parts = compiled.compiled_programs()
             modules = [hlo.parse_module(part.function.as_text()) for part in parts]
             disks = Disks(disk.reads, disk.writes, MEASURED_HERE)
-            with_files = SimulatedStep(modules, run.mesh.shape, parts, jax.process_count(), disks)
-            predicted = prediction.step_prediction(with_files, run, batch, gpu)
+            simulated = SimulatedStep(modules, run.mesh.shape, parts, jax.process_count(), disks)
+        predicted = prediction.step_prediction(simulated, run, batch, gpu)
+        if trace and not predicted.not_predicted:
+            prediction.write_trace(trace, simulated.timeline(gpu, with_events=True), f"{len(devices)} x {gpu.name}")
     except Exception as error:  # whatever a new version of XLA writes
         say(f"note: no time is predicted: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         return Prediction(not_predicted="the compiled step cannot be read")
@@ -115,18 +124,29 @@ def print_prediction(c: Config, run: Assembly, compiled, devices, disk: Claimed)
     return predicted
 
 
-def write_page(output_dir: Path, need: dict[str, int], classes: Rows, predicted: Prediction, num_devices: int) -> str:
-    """Writes the page of `surojax report`, with the planned figures, into a run's folder; returns a line with its path.
+def write_page(
+    output_dir: Path,
+    need: dict[str, int],
+    classes: Rows,
+    predicted: Prediction,
+    num_devices: int,
+    lines: Sequence[str] = (),
+) -> str:
+    """Writes the page of `surojax report`, with the planned step, into a run's folder; returns a line with its path.
 
-    need: bytes per device. classes: of each memory, see `footprint.by_class`. It never ends a run: what prevents the
-    page is in the line.
+    need: bytes per device. classes: of each memory, see `footprint.by_class`. lines: what was measured beside what was
+    predicted. The time line is that of the file `TRACE` there, if the run has one. It never ends a run: what prevents
+    the page is in the line.
     """
     rate = predicted.tokens_per_s_per_gpu
     plan = runs.Planned("plan", sum(need.values()), None if rate is None else num_devices * rate)
     command = shlex.join(["surojax", "report", str(output_dir)])
     file = output_dir / PAGE
+    trace = output_dir / TRACE
     try:
-        text = runs.page([runs.read_run(str(output_dir))], plan, command, classes)
+        events = json.loads(trace.read_text()) if trace.exists() else None
+        step = runs.TrainedStep(classes, predicted, lines, events)
+        text = runs.page([runs.read_run(str(output_dir))], plan, command, step)
         file.write_text(text, encoding="utf-8")
     except (ConfigError, OSError) as error:
         return f"note: no {PAGE} of the run: {error}"
