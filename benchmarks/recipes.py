@@ -17,7 +17,6 @@ On a CPU the 8-bit and 4-bit products are emulated: results are those of a GPU, 
 """
 
 import argparse
-import itertools
 import json
 import math
 import statistics
@@ -218,8 +217,9 @@ def main(argv: list[str] | None = None) -> None:
         folder = check_output_dir(shared.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         seeds = args.seeds or [shared.seed]
-        for seed, name in itertools.product(seeds, args.only):
-            result_of(name, seed, shared)
+        for seed in seeds:
+            for name in args.only:
+                result_of(name, seed, shared)
         results: dict[str, dict[int, Result]] = {}
         for name in SETTINGS:
             finished = [seed for seed in seeds if file_of(name, seed, shared).exists()]

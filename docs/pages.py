@@ -1,4 +1,5 @@
-"""Writes what is made from declarations: docs/fields.md, docs/commands.md, docs/refusals.md, addresses in notebooks.
+"""Writes what is made from declarations: docs/fields.md, docs/commands.md, docs/refusals.md, addresses in notebooks,
+and the types of the config's fields for editors, surojax/config/typed.pyi.
 
     python docs/pages.py
 
@@ -7,19 +8,36 @@ tests/test_pages.py compares them with what this would write.
 
 import argparse
 import re
+import textwrap
 import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from surojax.__main__ import GROUPS, VERBS
 from surojax.completion import OF_CONFIG, own_parser
 from surojax.config import checks
-from surojax.config.fields import DEFAULTS, SECTIONS
+from surojax.config.fields import DEFAULTS, FIELDS, SECTIONS
 from surojax.convert import merge_parser
 from surojax.declared import DeclaredField
 from surojax.errors import EXIT_CODES
 from surojax.refusals.refusal import refusals_page
 
 FOLDER = Path(__file__).parent
+TYPED = FOLDER.parent / "surojax" / "config" / "typed.pyi"
+TYPED_HEAD = '''"""The config as editors see it, by `python docs/pages.py`. When it runs it is a ConfigDict."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from ml_collections import ConfigDict
+
+class Section(ConfigDict):
+    def __getitem__(self, key: str) -> Any: ...
+    def get(self, key: str, default: Any = None) -> Any: ...
+    def items(self, preserve_field_references: bool = False) -> Iterable[tuple[str, Any]]: ...
+    def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]: ...
+    def update(self, *other: Mapping[str, Any] | ConfigDict, **kwargs: Any) -> None: ...
+'''
 MADE = "It is made by `python docs/pages.py`; a test compares it with the program."
 
 
@@ -99,10 +117,42 @@ def notebooks() -> dict[Path, str]:
     return {path: address.sub(rf"\g<1>{repository}", path.read_text()) for path in paths}
 
 
+def literal(choices: Iterable[str | int]) -> str:
+    """The type of these values as source."""
+    return f"Literal[{', '.join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)}]"
+
+
+def type_of(field: DeclaredField) -> str:
+    """The type of a field's values as source: of a field with choices these, which an editor completes."""
+    if field.choices:
+        return literal(field.choices)
+    if field.kind is tuple:
+        return "Sequence[dict[str, Any]]"
+    words = [literal(field.words)] if field.words else []
+    return " | ".join([field.kind.__name__, *words, *(["None"] if field.default is None else [])])
+
+
+def typed_class(name: str, fields: dict[str, DeclaredField]) -> Iterator[str]:
+    """The lines of a class with these fields, each with its help as a docstring, which an editor shows."""
+    yield from ("", f"class {name}(Section):")
+    for attribute, field in fields.items():
+        yield f"    {attribute}: {type_of(field)}"
+        yield from textwrap.wrap(f'r"""{field.comment}."""', 116, initial_indent="    ", subsequent_indent="    ")
+
+
+def typed() -> str:
+    """The classes of the config for editors and type checkers."""
+    model, others = {}, {}
+    for name, field in FIELDS.items():
+        (model if name.startswith("model.") else others)[name.removeprefix("model.")] = field
+    lines = [*typed_class("ModelFields", model), *typed_class("Config", others), "    model: ModelFields"]
+    return TYPED_HEAD + "\n".join([*lines, ""])
+
+
 def pages() -> dict[Path, str]:
-    """The text of each page, and of each notebook, by its path."""
+    """The text of each page and notebook, and of the types of fields, by its path."""
     texts = {"fields.md": fields(), "commands.md": commands(), "refusals.md": refusals_page(checks.REFUSALS, DEFAULTS)}
-    return {FOLDER / name: text for name, text in texts.items()} | notebooks()
+    return {FOLDER / name: text for name, text in texts.items()} | notebooks() | {TYPED: typed()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prints a script that completes verbs, options and fields of the command `surojax` in a shell.
+"""Prints a script that completes verbs, options, fields and names of configs of the command `surojax` in a shell.
 
     surojax completion bash > ~/.local/share/bash-completion/completions/surojax
     surojax completion zsh > "${fpath[1]}/_surojax"
@@ -9,6 +9,8 @@ The script is static: it starts no Python at a TAB. shtab, of the extra `complet
 
 import argparse
 import importlib
+from collections.abc import Iterable
+from typing import Any
 
 from surojax.__main__ import VERBS
 from surojax.config import flags
@@ -41,6 +43,17 @@ def options(name: str) -> argparse.ArgumentParser:
     return with_fields
 
 
+def names_or_files(names: Iterable[str]) -> dict[str, Any]:
+    """Returns the completion of a name of a config, or a file, in the form that shtab takes."""
+    function, words = "_surojax_configs", " ".join(names)
+    preamble = {
+        "bash": f'{function}() {{ compgen -W "{words}" -- "$1"; compgen -f -- "$1"; }}',
+        "zsh": f"{function}() {{ compadd {words}; _files }}",
+        "fish": f"function {function}; printf '%s\\n' {words}; __fish_complete_path (commandline -ct); end",
+    }
+    return {"bash": function, "zsh": function, "fish": f"({function})", "preamble": preamble}
+
+
 def script(shell: str) -> str:
     """Makes the completion script for a shell. Raises ConfigError if shtab is not installed."""
     try:
@@ -57,6 +70,8 @@ def script(shell: str) -> str:
         for action in verb_options._actions:
             if action.metavar in FILES or action.dest in PATHS:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
+            if action.dest == "config":
+                action.complete = names_or_files(flags.configs())  # type: ignore[attr-defined]
         verbs.add_parser(name, parents=[verb_options], help=verb.does, add_help=False, conflict_handler="resolve")
     return shtab.complete(command, shell)
 

@@ -207,8 +207,11 @@ def test_completion_of_verbs_options_and_fields(tmp_path):
     assert completed(script, "surojax", "train", "--config.offload_op") == ["--config.offload_optimizer"]
     assert "nvfp4" in completed(script, "surojax", "plan", "--config.recipe", "")
     assert completed(script, "surojax", "fit", "--gpu", "rtx409") == ["rtx4090"]
+    assert completed(script, "surojax", "train", "--config", "smollm2_do") == ["smollm2_docstrings"]
+    (tmp_path / "mine.py").touch()
+    assert completed(script, "surojax", "plan", "--config", f"{tmp_path}/m") == [f"{tmp_path}/mine.py"]
     for shell in set(completion.SHELLS) - {"bash"}:
-        assert "config.offload_optimizer" in completion.script(shell)
+        assert all(word in completion.script(shell) for word in ("config.offload_optimizer", "smollm2_docstrings"))
 
 
 def test_completion_without_its_package_says_what_to_install(monkeypatch):
@@ -238,7 +241,12 @@ def test_the_wheel_has_the_command_the_configs_and_its_metadata(tmp_path):
         archive.extractall(tmp_path / "installed")
     installed = {str(file.relative_to(tmp_path / "installed")) for file in (tmp_path / "installed").rglob("*")}
     assert {f"surojax/configs/{file.name}" for file in (ROOT / "configs").glob("*.py")} <= installed
-    assert {"surojax/py.typed", "pallas_kernels/py.typed", "surojax/data/templates/chatml.jinja"} <= installed
+    assert {
+        "surojax/py.typed",
+        "surojax/config/typed.pyi",
+        "pallas_kernels/py.typed",
+        "surojax/data/templates/chatml.jinja",
+    } <= installed
     folder = tmp_path / "installed" / f"surojax-{surojax.__version__}.dist-info"
     assert (folder / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     assert "surojax = surojax.__main__:main" in (folder / "entry_points.txt").read_text()

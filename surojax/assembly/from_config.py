@@ -134,7 +134,7 @@ def _router_losses(c: configs.Config) -> RouterLosses | None:
 
 def architecture(c: configs.Config) -> Any:
     """Makes the frozen architecture of a checked config, for example a `DecoderConfig`."""
-    settings = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
+    settings: dict[str, Any] = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
     sizes = ARCHITECTURES[settings.pop("model_type")].sizes(settings)
     return dataclasses.replace(sizes, lora=lora(c)) if c.lora else sizes
 

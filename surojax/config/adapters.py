@@ -1,7 +1,6 @@
 """Checks the adapters' settings (models/lora.py): names of matrices, ranks and sizes."""
 
 from collections.abc import Collection
-from typing import Any
 
 from surojax.config.fields import Config, head_dim
 from surojax.errors import need
@@ -49,11 +48,11 @@ def _check_names(value: str, field: str, known: Collection[str], alone: str) -> 
 
 
 def _check_rank(c: Config) -> None:
-    m: Any = c.model
+    m = c.model
     width = m.moe_intermediate_size if m.num_experts and m.moe_intermediate_size else m.intermediate_size
     heads = m.num_attention_heads * head_dim(c)
     key_rows = m.num_key_value_heads * head_dim(c)
-    smallest = {
+    smallest: dict[str, int] = {
         "q_proj": min(m.hidden_size, heads),
         "k_proj": min(m.hidden_size, key_rows),
         "v_proj": min(m.hidden_size, key_rows),

@@ -45,7 +45,7 @@ def check(c: Config) -> None:
     """Checks everything that follows from the config alone. Raises ConfigError for the first field that is wrong."""
     _check_types(c)
     values = flat(c)
-    check_largest(c.model, "model.")
+    check_largest(c.model.to_dict(), "model.")
     for name, field in FIELDS.items():
         field.check(values[name])
     refuse(values, DEFAULTS, REFUSALS)

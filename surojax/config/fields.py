@@ -7,7 +7,7 @@ takes a `Model` (`from_config.model`), a `Placement` and keywords.
 
 import difflib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_collections
 from ml_collections import config_dict
@@ -32,7 +32,10 @@ from surojax.optim.optimizers import OPTIMIZERS
 from surojax.placement.table import Storage
 from surojax.step.objectives import SETTINGS as OBJECTIVE_SETTINGS
 
-type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
+if TYPE_CHECKING:
+    from surojax.config.typed import Config as Config  # pyright: ignore[reportMissingModuleSource]: written by docs/pages.py
+else:
+    Config = ml_collections.ConfigDict
 
 
 def _stored(*names: str) -> tuple[DeclaredField, ...]:
@@ -74,7 +77,7 @@ DEFAULTS: dict[str, Any] = {name: field.default for name, field in FIELDS.items(
 
 def default_config() -> Config:
     """Returns a config of all fields with their defaults; setting a field that does not exist is an error."""
-    c = ml_collections.ConfigDict()
+    c: Any = ml_collections.ConfigDict()
     c.model = ml_collections.ConfigDict()
     for name, field in FIELDS.items():
         section = c.model if name.startswith("model.") else c

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import ml_collections
 
@@ -123,7 +123,7 @@ def load_config(path: str) -> Config:
         frames = reversed(traceback.extract_tb(error.__traceback__))
         line = next((f.lineno for f in frames if f.filename == path), getattr(error, "lineno", None))
         raise ConfigError(f"{path}{f':{line}' if line else ''}: {_in_words(error)}") from error
-    return config
+    return cast(Config, config)
 
 
 def _in_words(error: BaseException) -> str:

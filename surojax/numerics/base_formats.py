@@ -6,13 +6,16 @@ row and column of the matrix, so that whatever shards, copies or gathers a matri
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from surojax.errors import ConfigError
 from surojax.numerics import block_fp8, mxfp4, nf4, nvfp4
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsGetItem
 
 Coded = nf4.Nf4 | block_fp8.BlockFp8 | nvfp4.Nvfp4 | mxfp4.Mxfp4
 
@@ -61,7 +64,7 @@ FORMATS = {
 _OF_TYPE = {known.arrays: known for known in FORMATS.values()}
 
 
-def chosen_format(settings: Mapping[str, Any]) -> str:
+def chosen_format(settings: "SupportsGetItem[str, Any]") -> str:
     """The format that these fields of the config choose; "": none. Raises ConfigError if they choose several."""
     names = [name for name, candidate in FORMATS.items() if settings[candidate.setting]]
     if len(names) > 1:

@@ -208,7 +208,7 @@ def checked(config: Config, gpu: str) -> Config:
     mesh_shape(config.gpus, **configs.mesh_sizes(config))
     c = changed(config)
     if not configs.tokens_of_piece(c):  # else the compiled program chooses for each layer, by its window
-        c.attention = _attention(c)
+        c.update(attention=_attention(c))
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
     c.overlap_update = updates_late(c)
