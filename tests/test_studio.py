@@ -91,6 +91,18 @@ def test_an_estimate_is_that_of_the_planner(serve):
     assert sum(phase["seconds"] for phase in found["phases"]) == pytest.approx(expected.seconds)
 
 
+def test_the_sequences_of_a_step_stay_with_settings_of_microbatches(serve):
+    """A smaller microbatch means more of them; settings that name both have the last word."""
+    server, asked = serve(), TINY | {"gpus": "2", "sequences": "16"}
+
+    def batch(settings: str) -> str:
+        return json.loads(get(server, "estimate", asked | {"settings": settings})[2])["train"]
+
+    assert "--config.gradient_accumulation_steps=4 --config.per_device_batch_size=2" in batch("per_device_batch_size=2")
+    both = batch("per_device_batch_size=2 gradient_accumulation_steps=3")
+    assert "--config.gradient_accumulation_steps=3" in both
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -12,7 +12,7 @@ from surojax.pages.template import fill
 from surojax.planner.amounts import gib
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan_text import memory_rows, plan_table, time_lines, verdict
-from surojax.planner.prediction import milliseconds
+from surojax.planner.prediction import duration
 from surojax.planner.run_plan import Plan
 
 
@@ -43,12 +43,12 @@ def facts(p: Plan) -> list[tuple[str, str, str]]:
     if p.nvme_bytes:
         figures.append(("files", gib(p.nvme_bytes), "per GPU"))
     if p.predicted_step_s is None or p.predicted_range_s is None:
-        return [*figures, ("a step takes at least", f"{1e3 * p.step_time_bound_s:,.1f} ms", f"bound by {p.bound_by}")]
-    low, high = map(milliseconds, p.predicted_range_s)
+        return [*figures, ("a step takes at least", duration(p.step_time_bound_s), f"bound by {p.bound_by}")]
+    low, high = map(duration, p.predicted_range_s)
     rate = p.tokens_per_s_per_gpu or 0.0
     return [
         *figures,
-        ("a step, predicted", f"{milliseconds(p.predicted_step_s)} ms", f"{low} to {high} ms"),
+        ("a step, predicted", duration(p.predicted_step_s), f"{low} to {high}"),
         ("tokens/s, predicted", f"{p.gpus * rate:,.0f}", f"{rate:,.0f} per GPU"),
         ("MFU, predicted", f"{p.mfu:.1%}", "model FLOPs of the peak"),
     ]

@@ -60,8 +60,8 @@ async function estimate() {
   estimated = found.said;
   say(found.said, found.fits ? "good" : "bad");
   show(found.facts);
-  const phases = found.phases.map((phase) => `${phase.name} ${(1e3 * phase.seconds).toLocaleString("en", { maximumSignificantDigits: 3 })}`);
-  document.getElementById("phases").textContent = `milliseconds by phase, estimated: ${phases.join(", ")}`;
+  const phases = found.phases.map((phase) => `${phase.name} ${phase.seconds.toLocaleString("en", { maximumSignificantDigits: 3 })}`);
+  document.getElementById("phases").textContent = `seconds by phase, estimated: ${phases.join(", ")}`;
   document.getElementById("commands").textContent = `${found.train}\n${found.plan}`;
   document.getElementById("compile").disabled = !found.compiles;
   if (found.fits && found.compiles) timer = setTimeout(compile, REST_MS);

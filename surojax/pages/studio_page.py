@@ -28,7 +28,7 @@ from surojax.planner.choices import with_batch
 from surojax.planner.disks import Disks
 from surojax.planner.drives import disks
 from surojax.planner.gpus import GB, GPUS, gpu_key, with_nodes
-from surojax.planner.prediction import milliseconds
+from surojax.planner.prediction import duration
 from surojax.planner.remedies import NOTHING, with_limits_lifted
 from surojax.planner.run_plan import checked, plan
 from surojax.planner.search import Space, search
@@ -92,9 +92,13 @@ def question(query: Mapping[str, str]) -> StudioQuery:
     given.gpus = whole(query, "gpus") or 1
     need(given.gpus <= MOST_GPUS, "gpus", f"at most {MOST_GPUS:,}", given.gpus, "correct it")
     given.sequence_len = whole(query, "sequence_len") or given.sequence_len
-    given = with_batch(given, whole(query, "sequences"))
+    sequences = whole(query, "sequences")
+    settings = parsed_settings(query.get("settings", ""))
     config = copy.deepcopy(given)
-    flags.override_all(config, parsed_settings(query.get("settings", "")))
+    flags.override_all(config, settings)
+    if "gradient_accumulation_steps" not in dict(settings):  # else the settings say how many sequences a step has
+        config = with_batch(config, sequences)
+    given = with_batch(given, sequences)
     disk = query.get("disk", "").strip() or None
     disks(disk, config.rates_file)
     return StudioQuery(model, gpu, given, config, number(query, "host"), number(query, "files"), disk)
@@ -163,9 +167,7 @@ def facts(x: Candidate, limits: Memory) -> list[dict[str, Any]]:
     ]
     if x.need.files or limits.files:
         figures.append(memory("files", x.need.files, limits.files))
-    figures.append(
-        {"name": "a step", "value": f"{milliseconds(x.seconds)} ms", "exact": x.seconds, "note": "estimated"}
-    )
+    figures.append({"name": "a step", "value": duration(x.seconds), "exact": x.seconds, "note": "estimated"})
     rate = tokens(x.config) / x.seconds
     note = f"{rate / x.config.gpus:,.0f} per GPU"
     return [*figures, {"name": "tokens/s", "value": f"{rate:,.0f}", "exact": rate, "note": note}]

@@ -129,6 +129,11 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1}f}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds as text, in milliseconds below 10 s."""
+    return f"{milliseconds(seconds)} ms" if seconds < 10 else f"{seconds:,.1f} s"
+
+
 def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
     """Names the rate that widens the range most, with the times at its ends; "" if there is no range."""
     if gpu.seen.same or not ends:
