@@ -306,7 +306,7 @@ def test_a_run_begins_with_the_adapter_that_another_wrote(tmp_path):
     folder = peft.save_adapter(found, run.model, tmp_path / "adapter")
     again = peft.read_adapter(folder, run.model)
     peft.check_continues(again, lora(c), "", str(folder))
-    loaded = run.load_state(*peft.with_adapter(*read, again), reads_adapters=True)
+    loaded = run.load_state(*peft.with_adapter(*read, again, run.model), reads_adapters=True)
     chex.assert_trees_all_equal(jax.device_get(loaded.master), jax.device_get(moved.master))
     frozen = state.weights["blocks"]["mlp"]["w_up"]
     chex.assert_trees_all_equal(loaded.weights["blocks"]["mlp"]["w_up"], frozen)

@@ -264,9 +264,9 @@ def test_experts_in_nf4_train_their_adapters():
             {"lora_target_modules": "up_proj"},
             "lora_target_modules: expected gate_proj and up_proj together, since PEFT has one adapter of both, got",
         ),
-        ({"lora_dropout": 0.1}, "lora_dropout: expected 0.0 with adapters of experts, as in PEFT, got 0.1; leave"),
-        ({"use_dora": True}, "use_dora: expected False with adapters of experts, as in PEFT, got True; leave it out"),
-        ({"lora_rank": 65}, "lora_rank: expected at most 64, the smaller side of gate_proj, got 65"),
+        ({"lora_dropout": 0.1}, "lora_dropout: expected 0.0 with adapters of the MLPs of a model with experts, as in"),
+        ({"use_dora": True}, "use_dora: expected False with adapters of the MLPs of a model with experts, as in"),
+        ({"lora_rank": 65}, "lora_rank: expected at most 64, the smaller side of mlp.experts.gate_proj, got"),
     ],
 )
 def test_what_peft_has_not_is_refused(changes, message):
@@ -290,7 +290,8 @@ B = A.replace("lora_A", "lora_B")
 @pytest.mark.parametrize(
     "changes, tensors, message",
     [
-        ({"target_parameters": ["router.weight"]}, {}, "target_parameters: expected names among mlp.experts.gate_up_"),
+        ({"target_parameters": ["router.weight"]}, {}, "target_parameters: expected modules among "),
+        ({"target_parameters": ["router"]}, {}, "target_parameters: expected names among mlp.experts.gate_up_"),
         ({"target_parameters": "gate_up_proj"}, {}, "target_parameters: expected names of parameters, got 'gate_up_"),
         (
             {"target_parameters": ["layers.1.mlp.experts.down_proj"]},

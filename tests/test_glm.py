@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
-from small import CONFIG, Small, needs, plain_loss, quick_at, tokens, worst_relative
+from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, tokens, worst_relative
+from test_adapters import REFERENCE as ADAPTERS, logits, save as save_adapter, theirs as adapter_tensors
 from test_engine import ORDER_OF_SUMS, engine_gradients
 from test_experts import (
     ALL,
     FOUR,
+    TIED,
     UNUSED,
     apart,
     check_gguf_and_back,
@@ -22,17 +24,20 @@ from test_experts import (
     remade,  # noqa: F401
     without_ties,
 )
+from test_huggingface import config
 from test_parity import close
 
 from surojax import ConfigError, convert, default_config
-from surojax.assembly.from_config import architecture
+from surojax.assembly.from_config import architecture, from_config, lora
 from surojax.config.checks import check
 from surojax.exchange import config_json, peft
 from surojax.exchange.huggingface import model_fields, read_config
-from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, describe_source, stacks
+from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, describe_source, readers, stacks
+from surojax.exchange.naming import naming_of
 from surojax.models import decoder, decoder_config, decoder_model, experts
-from surojax.models.lora import Lora, target_names
+from surojax.models.lora import Lora, Mlps, target_names
 from surojax.models.router_losses import RouterLosses
+from surojax.placement.mesh import make_mesh
 from surojax.placement.param import part_of
 
 with np.load(Path(__file__).parent / "fixtures" / "glm_reference.npz") as arrays:
@@ -192,15 +197,6 @@ def test_models_that_are_not_computed_are_refused(changes, message):
         model_fields(given("glm4_moe") | changes)
 
 
-def test_adapters_of_its_mlps_are_refused(tmp_path):
-    """Of the dense layers, of the shared experts and of the experts, which have one name in PEFT's list."""
-    opened = convert.open_model(written(tmp_path / "model", "glm4_moe", stored("glm4_moe", "weight")))
-    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "up_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
-    with pytest.raises(ConfigError, match=r"target_modules: expected those of the attention in a model with shared"):
-        peft.read_adapter(tmp_path, opened.model)
-
-
 DENSE = FOUR | {"model.first_k_dense_replace": 1}
 SIGMOID = FOUR | {"model.scoring_func": "sigmoid"}
 
@@ -217,10 +213,13 @@ SIGMOID = FOUR | {"model.scoring_func": "sigmoid"}
         (SIGMOID | {"router_z_loss_coef": 0.1}, r"^router_z_loss_coef: expected 0\.0 with scoring_func='sigmoid'"),
         (SIGMOID | {"master_dtype": "bfloat16"}, r"^master_dtype: expected 'float32' with scoring_func='sigmoid'"),
         (DENSE | {"pp_size": 2, "gpus": 2}, r"^model\.first_k_dense_replace: expected 0 with pp_size=2"),
-        (DENSE | {"lora": True}, r"^lora_target_modules: expected names among k_proj, o_proj, q_proj, v_proj with f"),
         (
-            FOUR | {"lora": True, "model.n_shared_experts": 1, "lora_target_modules": "up_proj"},
-            r"expected names among k_proj, o_",
+            DENSE | {"lora": True, "lora_target_modules": "experts.down_proj"},
+            r"^lora_target_modules: expected a matrix of every layer, those with experts and those without, got 'exp",
+        ),
+        (
+            FOUR | {"lora": True, "lora_target_modules": "shared_experts.up_proj"},
+            r"^lora_target_modules: expected names among q_proj, .*, got 'shared_experts.up_proj'",
         ),
     ],
 )
@@ -261,13 +260,92 @@ def test_placements_change_nothing(devices, placed):
     assert before.any() and np.array_equal(before, small.state.master["blocks"]["mlp"]["b_choice"])
 
 
-@pytest.mark.full
-def test_adapters_of_the_attention_train_in_both_segments():
-    adapted = dataclasses.replace(SMALL, lora=Lora(4, 8.0, target_names("q_proj,o_proj")))
+SHARED_AND_DENSE = Mlps(experts=True, shared=True, dense_first=True)
+
+
+def test_names_select_matrices_as_in_peft():
+    """Ends of modules' names; "all-linear" leaves out experts, which are no modules in transformers 5."""
+
+    def named(targets: str) -> set[str]:
+        return set(target_names(targets, SHARED_AND_DENSE))
+
+    assert named("up_proj") == {"mlp.w_up", "mlp.shared.w_up", "without_experts.mlp.w_up"}
+    assert named("mlp.up_proj,shared_experts.up_proj") == {"mlp.shared.w_up", "without_experts.mlp.w_up"}
+    assert named("experts.up_proj") == {"mlp.w_up"} and named("proj") == set()
+    assert named("all-linear") == named("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj") - {
+        "mlp.w_gate",
+        "mlp.w_up",
+        "mlp.w_down",
+    }
+
+
+def test_adapters_are_those_of_peft(tmp_path):
+    """Of experts, shared experts and the first layers' MLPs: logits beside them and merged, and what a run writes."""
+    weights = {name: x.copy() for name, x in stored("glm4_moe", "weight").items()}
+    for name, x in weights.items():
+        if name.endswith("mlp.gate.weight"):
+            x[TIED[1]] = -x[TIED[0]]
+    base = written(tmp_path / "model", "glm4_moe", weights)
+    opened = convert.open_model(base)
+    names = naming_of(opened.config)
+    adapter = peft.read_adapter(save_adapter(tmp_path / "adapter", "shared"), opened.model, names)
+    expected = ADAPTERS["shared/logits"]
+    assert np.abs(logits(base, "shared") - expected).max() > 0.1 * np.abs(expected).max()
+    merged = convert.merge(base, [tmp_path / "adapter"], tmp_path / "merged", dtype="float32", say=lambda line: None)
+    close(logits(merged, "shared"), expected, "logits of the merged model")
+    of_experts = ",".join(f"experts.{part}_proj" for part in ("gate", "up", "down"))
+    targets = f"q_proj,{of_experts},shared_experts.gate_proj,shared_experts.down_proj,mlp.up_proj"
+    c = config(base, lora=True, lora_target_modules=targets, lora_rank=2, lora_alpha=3.0)
+    run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=1)
+    assert set(lora(c).targets) == set(adapter.lora.targets)
+    state = run.load_state(*peft.with_adapter(*readers(opened.tensors), adapter, run.model), reads_adapters=True)
+    plain = plain_model(architecture(c))
+    rows = [plain(state.weights, row[None]) for row in ADAPTERS["shared/tokens"]]
+    close(np.concatenate(rows), expected, "logits")
+    made = peft.AdapterArrays(lora(c), *peft.of_state(run.model, lora(c), state.master))
+    out = peft.save_adapter(made, run.model, tmp_path / "out", naming=names)
+    again = peft.read_adapter(out, opened.model, names)
+    chex.assert_trees_all_equal(again.matrices, adapter.matrices)
+    said = json.loads((out / "adapter_config.json").read_text())
+    assert said["target_modules"] == ["q_proj"] and said["target_parameters"] == [
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
+        "shared_experts.gate_proj.weight",
+        "shared_experts.down_proj.weight",
+        "mlp.up_proj.weight",
+    ]
+    theirs = safetensors.numpy.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    ours = safetensors.numpy.load_file(out / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    without = {name: x for name, x in theirs.items() if "base_layer" not in name}  # gate and up have twice the rank
+    chex.assert_trees_all_equal({name: ours[name] for name in without}, without)
+
+
+def test_names_of_modules_select_experts_only_if_the_file_has_them(tmp_path):
+    """A list that transformers 4 wrote names all MLPs alike; one of transformers 5 has no modules of experts."""
+    opened = convert.open_model(written(tmp_path / "model", "glm4_moe", stored("glm4_moe", "weight")))
+    of_shared = "mlp.shared_experts.down_proj"
+    tensors = {name: x for name, x in adapter_tensors("shared").items() if "q_proj" in name or of_shared in name}
+    first = "base_model.model.model.layers.0.mlp.down_proj.lora_"
+    tensors |= {f"{first}A.weight": np.ones((2, 36), np.float32), f"{first}B.weight": np.ones((24, 2), np.float32)}
+    changes = {"target_modules": ["q_proj", "down_proj"], "target_parameters": None}
+    save_adapter(tmp_path / "adapter", "shared", tensors, **changes)
+    found = peft.read_adapter(tmp_path / "adapter", opened.model, naming_of(opened.config))
+    assert set(found.lora.targets) == {"attention.wq", "mlp.shared.w_down", "without_experts.mlp.w_down"}
+    assert found.matrices["without_experts.mlp.w_down"]["a"].shape == (1, 2, 36)
+
+
+@pytest.mark.parametrize("targets", quick_at([("q_proj,o_proj",), ("all-linear",), ("gate_proj,up_proj,down_proj",)]))
+def test_adapters_train_in_both_segments(targets):
+    """Of the attention, of shared experts and dense layers, and of all MLPs and experts."""
+    adapted = dataclasses.replace(SMALL, lora=Lora(4, 8.0, target_names(targets, SHARED_AND_DENSE)))
     small = Small(config=adapted)
     inputs, labels = tokens(1, 4, 16)
     weights = jax.device_get(small.state.weights)
     _, found = engine_gradients(small, (inputs, labels))
     expected = jax.jit(jax.grad(plain_loss(adapted)))(weights, inputs, labels)
     assert found.keys() >= {"dense", "blocks"}
+    assert ("w_up_lora" in found["dense"].get("mlp", {})) == (targets != "q_proj,o_proj")
+    assert ("shared" in found["blocks"].get("mlp", {})) == (targets != "q_proj,o_proj")
+    assert ("w_up_lora" in found["blocks"].get("mlp", {})) == ("gate_proj" in targets)
     assert worst_relative(found, part_of(expected, found)) < ORDER_OF_SUMS

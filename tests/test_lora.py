@@ -260,7 +260,7 @@ def test_magnitudes_begin_as_lengths_of_the_rows_that_are_multiplied(loaded):
 
 BAD = {
     "unknown target": ({"lora_target_modules": "q_proj,qkv"}, "lora_target_modules: expected names among q_proj"),
-    "rank": ({"lora_rank": 2048}, "lora_rank: expected at most 768, the smaller side of q_proj, got 2048"),
+    "rank": ({"lora_rank": 2048}, "lora_rank: expected at most 768, the smaller side of self_attn.q_proj, got"),
     "no lora": ({"lora": False, "use_dora": True}, "use_dora: expected False with lora=False"),
     "master": ({"offload_master": "nvme", "nvme_path": "x"}, "offload_master: expected True or False with lora=True"),
     "persistent": ({"persistent_quants": True}, "persistent_quants: expected False with lora=True"),

@@ -144,7 +144,7 @@ def lora(c: configs.Config) -> Lora:
     return Lora(
         rank=c.lora_rank,
         alpha=c.lora_alpha,
-        targets=target_names(c.lora_target_modules, experts=c.model.num_experts > 0),
+        targets=target_names(c.lora_target_modules, configs.mlps(c)),
         saved=saved_names(c.modules_to_save, num_labels=c.model.num_labels),
         dtype=c.lora_dtype,
         rank_stabilised=c.use_rslora,

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection
 
-from surojax.config.fields import Config, head_dim
+from surojax.config.fields import Config, head_dim, mlps
 from surojax.errors import need
-from surojax.models.lora import ALL_LINEAR, OF_MLP, SAVED, TARGETS, linear_targets
+from surojax.models.lora import ALL_LINEAR, OF_MLP, SAVED, WITHOUT_EXPERTS, target_names
 from surojax.refusals.features import OF_ADAPTERS
 
 FIELDS = tuple(feature.field for feature in OF_ADAPTERS)
@@ -14,50 +14,56 @@ def check_adapters(c: Config) -> None:
     """Raises ConfigError for a wrong name of a matrix, or a wrong rank of adapters."""
     if not c.lora:
         return
-    _check_names(c.lora_target_modules, "lora_target_modules", TARGETS, ALL_LINEAR)
-    _check_names(c.modules_to_save, "modules_to_save", SAVED, "")
-    _check_rank(c)
-    if c.model.num_experts and (names := OF_MLP.keys() & _targets(c)):
-        _check_of_experts(c, names)
+    kinds = mlps(c)
+    if c.lora_target_modules != ALL_LINEAR:
+        modules = dict.fromkeys(name.rpartition(".")[2] for name in kinds.modules())
+        expected = f"names among {', '.join(modules)}, or {ALL_LINEAR!r}"
+        for name in (name.strip() for name in c.lora_target_modules.split(",")):
+            is_known = bool(kinds.named(name)) and name != ALL_LINEAR
+            need(is_known, "lora_target_modules", expected, name, "correct it")
+    for name in c.modules_to_save.split(",") if c.modules_to_save else ():
+        need(name.strip() in SAVED, "modules_to_save", f"names among {', '.join(SAVED)}", name.strip(), "correct it")
+    targets = target_names(c.lora_target_modules, kinds)
+    _check_rank(c, targets)
+    if kinds.dense_first:
+        _check_every_layer(c, targets)
+    if kinds.experts and (of_mlps := [name for name in targets if not name.startswith("attention.")]):
+        _check_beside_experts(c, of_mlps)
 
 
-def _targets(c: Config) -> list[str]:
-    """Returns PEFT's names of the matrices that have adapters."""
-    if c.lora_target_modules == ALL_LINEAR:
-        return list(linear_targets(experts=c.model.num_experts > 0))
-    return [name.strip() for name in c.lora_target_modules.split(",")]
+def _check_every_layer(c: Config, targets: Collection[str]) -> None:
+    """Raises ConfigError if the layers with experts, or those without, have no adapter."""
+    of_all = any(name.startswith("attention.") for name in targets)
+    of_first = any(name.startswith(WITHOUT_EXPERTS) for name in targets)
+    of_others = any(name.startswith("mlp.") for name in targets)
+    expected = "a matrix of every layer, those with experts and those without"
+    need(of_all or (of_first and of_others), "lora_target_modules", expected, c.lora_target_modules, "name one of each")
 
 
-def _check_of_experts(c: Config, names: Collection[str]) -> None:
-    """Raises ConfigError for experts' adapters that PEFT does not have: it adapts gate and up together."""
-    pair = {"gate_proj", "up_proj"}
+def _check_beside_experts(c: Config, targets: Collection[str]) -> None:
+    """Raises ConfigError for adapters of MLPs that PEFT does not have in a model with experts.
+
+    Of experts it adapts gate and up together, and it adapts parameters by plain LoRA alone.
+    """
+    pair = {OF_MLP["gate_proj"], OF_MLP["up_proj"]}
     together = "gate_proj and up_proj together, since PEFT has one adapter of both"
-    need(len(pair & set(names)) != 1, "lora_target_modules", together, c.lora_target_modules, "name the other one too")
+    need(len(pair & set(targets)) != 1, "lora_target_modules", together, c.lora_target_modules, "name both")
     for field, off in {"use_dora": False, "lora_dropout": 0.0}.items():
-        expected = f"{off} with adapters of experts, as in PEFT"
-        need(c[field] == off, field, expected, c[field], f"leave it out, or take {min(names)} out of them")
+        expected = f"{off} with adapters of the MLPs of a model with experts, as in PEFT"
+        need(c[field] == off, field, expected, c[field], "leave it out, or name those of the attention alone")
 
 
-def _check_names(value: str, field: str, known: Collection[str], alone: str) -> None:
-    """Raises ConfigError unless the value is `alone`, or a list of known names."""
-    if value == alone:
-        return
-    for name in value.split(","):
-        also = f", or {alone!r}" if alone else ""
-        need(name.strip() in known, field, f"names among {', '.join(known)}{also}", name.strip(), "correct it")
-
-
-def _check_rank(c: Config) -> None:
+def _check_rank(c: Config, targets: Collection[str]) -> None:
     m = c.model
-    width = m.moe_intermediate_size if m.num_experts and m.moe_intermediate_size else m.intermediate_size
+    width = m.moe_intermediate_size or m.intermediate_size
+    of_experts = width if m.num_experts else m.intermediate_size
     heads = m.num_attention_heads * head_dim(c)
     key_rows = m.num_key_value_heads * head_dim(c)
-    smallest: dict[str, int] = {
-        "q_proj": min(m.hidden_size, heads),
-        "k_proj": min(m.hidden_size, key_rows),
-        "v_proj": min(m.hidden_size, key_rows),
-        "o_proj": min(m.hidden_size, heads),
-    } | dict.fromkeys(OF_MLP, min(m.hidden_size, width))
-    for name in _targets(c):
-        expected = f"at most {smallest[name]}, the smaller side of {name}"
-        need(c.lora_rank <= smallest[name], "lora_rank", expected, c.lora_rank, "lower it")
+    widths = {"attention.wq": heads, "attention.wk": key_rows, "attention.wv": key_rows, "attention.wo": heads}
+    parts = {"mlp.w_": of_experts, "mlp.shared.": m.n_shared_experts * width, WITHOUT_EXPERTS: m.intermediate_size}
+    for module, name in mlps(c).modules().items():
+        if name not in targets:
+            continue
+        smaller = min(m.hidden_size, widths.get(name) or next(x for part, x in parts.items() if name.startswith(part)))
+        expected = f"at most {smaller}, the smaller side of {module}"
+        need(c.lora_rank <= smaller, "lora_rank", expected, c.lora_rank, "lower it")

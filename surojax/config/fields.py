@@ -27,6 +27,7 @@ from surojax.config.sections import (
     StartSettings,
 )
 from surojax.declared import DeclaredField, declared
+from surojax.models.lora import Mlps
 from surojax.optim.optimizer import MomentSettings
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.placement.table import Storage
@@ -112,6 +113,12 @@ def no_field(name: str) -> str:
 def head_dim(c: Config) -> int:
     """The number of channels of an attention head."""
     return c.model.head_dim or c.model.hidden_size // c.model.num_attention_heads
+
+
+def mlps(c: Config) -> Mlps:
+    """The kinds of MLPs in the model."""
+    m = c.model
+    return Mlps(m.num_experts > 0, m.n_shared_experts > 0, m.first_k_dense_replace > 0)
 
 
 def tokens_of_piece(c: Config) -> int:

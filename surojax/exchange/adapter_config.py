@@ -3,6 +3,7 @@
 A key that may change the arithmetic is refused with its name, unless it is off.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,8 @@ from surojax.exchange.expert_tensors import has_all_experts
 from surojax.exchange.model_tensors import tensor_name
 from surojax.exchange.naming import Naming
 from surojax.exchange.parts import in_whole
-from surojax.families.family import TENSOR_NAMES
-from surojax.families.names import module
-from surojax.models.experts import SHARED
-from surojax.models.lora import ALL_LINEAR, SAVED, TARGETS, Lora
-from surojax.models.model import Model
+from surojax.models.lora import ALL_LINEAR, SAVED, WITHOUT_EXPERTS, Lora
+from surojax.models.model import Model, Segment
 from surojax.placement.param import Kind
 from surojax.untrusted import expanded, read_json
 
@@ -49,8 +47,14 @@ OTHER_CLASSIFIERS = "classifier"
 OFF: dict[str, tuple] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva")}
 
 
+def target_of(matrix: str, segment: Segment, model: Model) -> str:
+    """Returns the name by which `Lora.targets` has a segment's matrix."""
+    is_dense = segment.statistics is None and bool(model.layers_with_experts)
+    return WITHOUT_EXPERTS + matrix if is_dense and matrix.startswith("mlp.") else matrix
+
+
 def modules(model: Model) -> dict[str, list[str]]:
-    """Lists for each matrix, by our name, the names of its modules in all layers, in order.
+    """Lists for each matrix, by its name as a target, the names of its modules in all layers that have it, in order.
 
     For experts these are our names of their matrices (exchange/expert_tensors.py), which name no module.
     """
@@ -59,7 +63,7 @@ def modules(model: Model) -> dict[str, list[str]]:
         for param in jax.tree.leaves(segment.params):
             if param.kind is Kind.MATRIX:
                 names = (tensor_name(param, segment, l).removesuffix(".weight") for l in range(segment.num_layers))
-                module_names.setdefault(param.name, []).extend(names)
+                module_names.setdefault(target_of(param.name, segment, model), []).extend(names)
     return module_names
 
 
@@ -77,7 +81,12 @@ def adapter_config_of(lora: Lora, model: Model, base_name: str, naming: Naming) 
     model's.
     """
     expert_modules = modules_of_experts(model)
-    endings = [_ending(target, naming) for target in lora.targets if target not in expert_modules]
+    module_names = {target: naming.alone(names[0]).split(".") for target, names in modules(model).items()}
+    of_modules = [target for target in lora.targets if target not in expert_modules]
+    # PEFT 0.21 takes every module's name that ends as an expert's for a parameter of experts, and parameters as said.
+    of_parameters = [target for target in of_modules if expert_modules and not target.startswith("attention.")]
+    endings = [_ending(target, module_names) for target in of_modules if target not in of_parameters]
+    parameters = [f"{_ending(target, module_names)}.weight" for target in of_parameters]
     theirs = {ours: name for name, ours in SAVED.items()}
     return {
         "peft_type": "LORA",
@@ -96,15 +105,17 @@ def adapter_config_of(lora: Lora, model: Model, base_name: str, naming: Naming) 
         "inference_mode": True,
         "rank_pattern": {},
         "alpha_pattern": {},
-    } | peft_experts.keys_of(expert_modules.keys() & set(lora.targets), lora)
+    } | peft_experts.keys_of(expert_modules.keys() & set(lora.targets), lora, parameters)
 
 
-def _ending(target: str, naming: Naming) -> str:
-    """Returns the shortest end of a module's name that identifies its matrix."""
-    modules = {ours: naming.alone(module(TENSOR_NAMES[ours].format(l=0))).split(".") for ours in TARGETS.values()}
-    words = modules[target]
+def _ending(target: str, module_names: Mapping[str, list[str]]) -> str:
+    """Returns the shortest end of a module's name that identifies its matrix.
+
+    module_names: the words of one module's name for each target.
+    """
+    words = module_names[target]
     for n in range(1, len(words)):
-        if [end[-n:] for end in modules.values()].count(words[-n:]) == 1:
+        if [of_target[-n:] for of_target in module_names.values()].count(words[-n:]) == 1:
             return ".".join(words[-n:])
     raise AssertionError(f"two matrices are called {'.'.join(words)}")
 
@@ -145,18 +156,15 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lor
     target_modules = content.get("target_modules")
     described = peft_experts.described_modules(content, modules_of_experts(model), need)
     names: Any = [target_modules] if isinstance(target_modules, str) else target_modules
-    if described.targets and not names:
+    targets = described.targets
+    if described.modules:
+        targets = (*_targets(file, "target_parameters", list(described.modules), model, naming), *targets)
+    if targets and not names:
         names = []
     need(isinstance(names, list) and all(isinstance(name, str) for name in names), "target_modules", "names of modules")
-    targets = described.targets
     if names or not targets:
-        targets = (*_targets(file, names, model, naming, is_expression=isinstance(target_modules, str)), *targets)
-    mlp_targets = [target for target in targets if not target.startswith("attention.")]
-    if mlp_targets and any(SHARED in segment.params["mlp"] for segment in model.segments):
-        raise ConfigError(
-            f"adapter: {file}: target_modules: expected those of the attention in a model with shared experts, got "
-            f"{mlp_targets[0]}, for which it is not built; give another adapter"
-        )
+        is_expression = isinstance(target_modules, str)
+        targets = (*_targets(file, "target_modules", names, model, naming, is_expression=is_expression), *targets)
     lora = Lora(
         rank=rank,
         alpha=float(alpha),
@@ -187,11 +195,13 @@ def _content(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _targets(file: Path, names: list[str], model: Model, naming: Naming, *, is_expression: bool) -> tuple[str, ...]:
+def _targets(
+    file: Path, key: str, names: list[str], model: Model, naming: Naming, *, is_expression: bool = False
+) -> tuple[str, ...]:
     """Returns our names of the adapted matrices.
 
-    names: ends of modules' names, or one regular expression. Raises ConfigError if one matches no matrix, or
-    if a matrix is adapted in some layers only.
+    key: of the file, for messages. names: ends of modules' names, or one regular expression. Raises ConfigError if one
+    matches no matrix, or if a matrix is adapted in some layers only.
     """
     module_names = {target: [naming.alone(name) for name in names] for target, names in modules(model).items()}
     if is_expression and names == [ALL_LINEAR]:
@@ -215,13 +225,13 @@ def _targets(file: Path, names: list[str], model: Model, naming: Naming, *, is_e
             targets.append(target)
         elif len(without) < len(layer_modules):
             raise ConfigError(
-                f"adapter: {file}: target_modules: expected {target} in every layer or in none, got none for "
+                f"adapter: {file}: {key}: expected {target} in every layer or in none, got none for "
                 f"{without[0]}; give another adapter"
             )
     if unknown := sorted(set(names) - used) or (not names and ["none"]):
         endings = sorted(layer_modules[0].split(".")[-1] for layer_modules in module_names.values())
         raise ConfigError(
-            f"adapter: {file}: target_modules: expected modules among {', '.join(endings)}, got {shown(unknown[0])}; "
+            f"adapter: {file}: {key}: expected modules among {', '.join(endings)}, got {shown(unknown[0])}; "
             "give an adapter of this model"
         )
     return tuple(targets)

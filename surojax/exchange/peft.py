@@ -17,10 +17,11 @@ An adapter means something only beside the model that it was trained on. What is
 PEFT's own adapters say neither: they are known by their shapes alone.
 """
 
+import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange import adapter_config, peft_experts, shards
-from surojax.exchange.adapter_config import CONFIG, modules
+from surojax.exchange.adapter_config import CONFIG, modules, modules_of_experts, target_of
 from surojax.exchange.expert_tensors import has_all_experts
 from surojax.exchange.export import encoded
 from surojax.exchange.finite import is_finite
@@ -56,10 +57,10 @@ FINGERPRINT, BASE_FORMAT = "surojax.base", "surojax.base_format"  # keys of the 
 class AdapterArrays(NamedTuple):
     """An adapter's settings and arrays.
 
-    matrices: {our name of a matrix: {"a": [L, rank, in], "b": [L, out, rank], with DoRA "magnitude": [L, out]}}, of all
-    layers of the model; those of experts have a second axis, of the experts. saved: {our name of an outer layer:
-    array}. base: `fingerprint` of the model that it was trained on; "": not known. base_format: `STORED`, or a name in
-    `BASE_FORMATS`.
+    matrices: {a target of `Lora`: {"a": [L, rank, in], "b": [L, out, rank], with DoRA "magnitude": [L, out]}}, of all
+    layers that have the matrix; those of experts have a second axis, of the experts. saved: {our name of an outer
+    layer: array}. base: `fingerprint` of the model that it was trained on; "": not known. base_format: `STORED`, or a
+    name in `BASE_FORMATS`.
     """
 
     lora: Lora
@@ -145,6 +146,7 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
             _ours(name, naming): AdapterTensor(name, entry.shape, functools.partial(file.read, name))
             for name, entry in file.entries.items()
         }
+        lora = _of_file(lora, model, stored)
         shapes_of_experts = {name: x for name, x in tensor_shapes(lora, model).items() if has_all_experts(name)}
         stored = peft_experts.of_experts(stored, shapes_of_experts, described, lora.rank, naming.expert_files)
         _check_tensors(path, {name: x.shape for name, x in stored.items()}, lora, model)
@@ -175,6 +177,17 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
             f"{base_format!r}; give another adapter"
         )
     return AdapterArrays(lora, matrices, saved, file.metadata.get(FINGERPRINT, ""), base_format)
+
+
+def _of_file(lora: Lora, model: Model, stored: Mapping[str, AdapterTensor]) -> Lora:
+    """Leaves out the experts if a file has no tensor of them.
+
+    Names of modules that shared experts have too select every expert in transformers 4, and none in transformers 5.
+    """
+    of_experts = modules_of_experts(model).keys() & set(lora.targets)
+    if any(has_all_experts(name) for name in stored) or of_experts == set(lora.targets):
+        return lora
+    return dataclasses.replace(lora, targets=tuple(name for name in lora.targets if name not in of_experts))
 
 
 def digest(adapter: AdapterArrays) -> str:
@@ -216,7 +229,7 @@ def of_state(model: Model, lora: Lora, master: dict) -> tuple[dict, dict]:
     parts: dict[str, dict[str, list[np.ndarray]]] = {}
     for segment in model.segments:
         for matrix, names in declared(segment.params):
-            factors = parts.setdefault(matrix, {})
+            factors = parts.setdefault(target_of(matrix, segment, model), {})
             for factor, name in names._asdict().items():
                 if name is not None:
                     stack = np.asarray(_at(master[segment.name], name))
@@ -235,16 +248,23 @@ def _at(tree: dict, name: str):
     return tree
 
 
-def with_adapter(layer: Callable, outer: Callable, adapter: AdapterArrays) -> tuple[Callable, Callable]:
+def with_adapter(layer: Callable, outer: Callable, adapter: AdapterArrays, model: Model) -> tuple[Callable, Callable]:
     """Wraps a base's `model_tensors.readers` so that they also return an adapter's arrays."""
+    first: dict[tuple[str, str], int] = {}  # the number of a segment's first layer among those with a target
+    layers: dict[str, int] = {}
+    for segment in model.segments:
+        for matrix, _ in declared(segment.params):
+            target = target_of(matrix, segment, model)
+            first[segment.name, matrix] = layers.get(target, 0)
+            layers[target] = layers.get(target, 0) + segment.num_layers
 
     def layer_with(segment: Segment, l: int):
         weights = layer(segment, l)
         for matrix, names in declared(segment.params):
-            stacks = adapter.matrices[matrix]
+            stacks = adapter.matrices[target_of(matrix, segment, model)]
             for factor, name in names._asdict().items():
                 if name is not None:
-                    weights = with_part(weights, _nested(name, stacks[factor][segment.start + l]))
+                    weights = with_part(weights, _nested(name, stacks[factor][first[segment.name, matrix] + l]))
         return weights
 
     def outer_with(model: Model) -> dict:

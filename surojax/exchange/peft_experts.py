@@ -20,7 +20,7 @@ Shape suffixes: E experts, F width of an expert, D hidden size, R rank in a file
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,7 @@ TOGETHER = "gate_up_proj"
 # Parameters of transformers 5, and PEFT's names of the matrices in them.
 PARAMETERS = {TOGETHER: HALVES, DOWN: (DOWN,)}
 INNER = ".base_layer"
+WEIGHT = ".weight"  # of a module, as the name of a parameter
 FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 
@@ -53,10 +54,14 @@ class AdapterTensor(NamedTuple):
 # -- adapter_config.json ----------------------------------------------------------------------------------------------
 
 
-def keys_of(targets: Collection[str], lora: Lora) -> dict[str, Any]:
-    """Makes adapter_config.json's keys for the adapted experts' matrices (our names) and ranks; {} if none."""
+def keys_of(targets: Collection[str], lora: Lora, others: Sequence[str]) -> dict[str, Any]:
+    """Makes adapter_config.json's keys for the adapted experts' matrices (our names) and ranks; {} if none.
+
+    others: further parameters that are adapted, by PEFT's names.
+    """
     parameters = [name for name, parts in PARAMETERS.items() if {TARGETS[part] for part in parts} <= set(targets)]
-    keys: dict[str, Any] = {"target_parameters": [f"{MODULE}.{name}" for name in parameters]} if parameters else {}
+    names = [*(f"{MODULE}.{name}" for name in parameters), *others]
+    keys: dict[str, Any] = {"target_parameters": names} if names else {}
     if TOGETHER in parameters:
         pattern = rf".*\.{TOGETHER}"
         alpha = lora.alpha * (math.sqrt(2) if lora.rank_stabilised else 2)  # leaves the scale as it is
@@ -67,11 +72,13 @@ def keys_of(targets: Collection[str], lora: Lora) -> dict[str, Any]:
 class Described(NamedTuple):
     """The content of adapter_config.json about experts.
 
-    targets: our names of adapted matrices. twice: whether gate_up_proj's rank is twice that of the others.
+    targets: our names of adapted matrices. twice: whether gate_up_proj's rank is twice that of the others. modules:
+    ends of names of modules whose weights are named as parameters.
     """
 
     targets: tuple[str, ...]
     twice: bool
+    modules: tuple[str, ...]
 
 
 def described_modules(content: dict[str, Any], module_names: dict[str, list[str]], need: Callable) -> Described:
@@ -82,6 +89,8 @@ def described_modules(content: dict[str, Any], module_names: dict[str, list[str]
     names = content.get("target_parameters") or []
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     need(is_list, "target_parameters", "names of parameters")
+    weights = [name for name in names if name.endswith(WEIGHT) and module_names]
+    names = [name for name in names if name not in weights]
     parameters = []
     for parameter, parts in PARAMETERS.items():
         modules = [name for part in parts for name in module_names.get(TARGETS[part], [])]
@@ -108,7 +117,7 @@ def described_modules(content: dict[str, Any], module_names: dict[str, list[str]
     is_scaled = type(alpha_of_both) in (int, float) and abs(alpha_of_both - factor * alpha) < 1e-6 * alpha
     need(is_scaled, "alpha_pattern", f"{factor * alpha:g} for {TOGETHER}, the scale of the others", "give another")
     targets = tuple(TARGETS[part] for parameter in parameters for part in PARAMETERS[parameter])
-    return Described(targets, joint_rank != rank)
+    return Described(targets, joint_rank != rank, tuple(name.removesuffix(WEIGHT) for name in weights))
 
 
 def _is_of_both(pattern: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from surojax.families import rope_keys, window_keys
 from surojax.models import decoder_model
+from surojax.models.lora import WITHOUT_EXPERTS
 from surojax.models.model import ModelArchitecture
 
 # The values that transformers' class for Llama gives to keys that config.json leaves out; others differ in some.
@@ -84,7 +85,6 @@ EXPERT_TENSOR_NAMES = TENSOR_NAMES | {
 # Of routers with a bias for the choice, of shared experts, and of the MLPs of layers without experts, which are called
 # in our modules as experts are.
 SHARED = LAYER + "mlp.shared_experts."
-WITHOUT_EXPERTS = "without_experts."
 SHARED_EXPERT_TENSOR_NAMES = EXPERT_TENSOR_NAMES | {
     "mlp.b_choice": LAYER + "mlp.gate.e_score_correction_bias",
     "mlp.shared.w_gate": SHARED + "gate_proj.weight",

@@ -6,7 +6,6 @@ from typing import Any
 
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
-from surojax.models.lora import OF_MLP, TARGETS
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals.features import (
     BY_LAYER,
@@ -126,7 +125,6 @@ router_losses = (
     is_set("router_aux_loss_coef", 0.01, IN_ONE_GROUP),
     is_set("router_z_loss_coef", 0.001, IN_ONE_GROUP),
 )
-OF_ATTENTION = TARGETS.keys() - OF_MLP.keys()
 sigmoid = is_set("model.scoring_func", "sigmoid", EXPERTS)
 shared = is_set("model.n_shared_experts", 1, EXPERTS)
 dense_first = is_set("model.first_k_dense_replace", 1, EXPERTS)
@@ -142,14 +140,6 @@ OF_EXPERTS = (
     dense_first,
     *router_losses,
     tokens_sent,
-)
-mlp_adapters = Feature(
-    "lora_target_modules beyond the attention",
-    ("lora_target_modules", "lora"),
-    lambda s, _: s["lora"] and not {name.strip() for name in s["lora_target_modules"].split(",")} <= OF_ATTENTION,
-    lambda s: f"with lora_target_modules={s['lora_target_modules']!r}",
-    f"names among {', '.join(sorted(OF_ATTENTION))}",
-    {"lora": True},
 )
 several_groups = Feature(
     "microbatches_per_fetch other than gradient_accumulation_steps",
@@ -186,10 +176,6 @@ REFUSALS = (
     *(
         Refusal(several_groups, loss, "which is of all tokens of a step", "set it to gradient_accumulation_steps")
         for loss in router_losses
-    ),
-    *(
-        Refusal(mlp_adapters, other_mlps, "with which it is not built", "name those of the attention")
-        for other_mlps in (shared, dense_first)
     ),
     Refusal(router_losses[1], sigmoid, "which has no softmax", "leave it out"),
     Refusal(is_set("master_dtype", "bfloat16"), sigmoid, "whose bias of the choice is float32", "set it to 'float32'"),

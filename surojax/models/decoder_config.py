@@ -107,11 +107,18 @@ class DecoderConfig:
     def segments(self) -> "dict[str, LayersOf]":
         """The layers of each segment by its name; layers of a segment have the same parameters."""
         dense = self.first_k_dense_replace
-        with_experts = {BLOCKS: LayersOf(self, range(dense, self.num_hidden_layers))}
         if not dense:
-            return with_experts
-        without = {"num_experts": 0, "n_shared_experts": 0, "first_k_dense_replace": 0}
-        return {DENSE: LayersOf(dataclasses.replace(self, **without), range(dense))} | with_experts
+            return {BLOCKS: LayersOf(self, range(self.num_hidden_layers))}
+
+        def of_layers(with_experts: bool, **changes: int) -> DecoderConfig:
+            lora = self.lora and self.lora.of_layers(with_experts=with_experts)
+            return dataclasses.replace(self, lora=lora, **changes)
+
+        without = of_layers(False, num_experts=0, n_shared_experts=0, first_k_dense_replace=0)
+        return {
+            DENSE: LayersOf(without, range(dense)),
+            BLOCKS: LayersOf(of_layers(True), range(dense, self.num_hidden_layers)),
+        }
 
     def rotary(self, variant: Variant) -> tuple[float, RopeScaling]:
         """Returns (base, `RopeScaling`) of the rotary embedding in a layer of this variant."""

@@ -41,7 +41,7 @@ from surojax.placement.layout import MESH_AXES
 from surojax.placement.mesh import TENSOR
 from surojax.placement.param import Kind, Param
 
-# Names of matrices in PEFT's target_modules, and here; all of them are what it calls "all-linear", but for experts.
+# Names of a layer's matrices in PEFT's target_modules, and here.
 OF_MLP = {"gate_proj": "mlp.w_gate", "up_proj": "mlp.w_up", "down_proj": "mlp.w_down"}
 TARGETS = {
     "q_proj": "attention.wq",
@@ -49,7 +49,8 @@ TARGETS = {
     "v_proj": "attention.wv",
     "o_proj": "attention.wo",
 } | OF_MLP
-ALL_LINEAR = "all-linear"
+ALL_LINEAR = "all-linear"  # PEFT's name for every matrix but those of experts, which are no modules in transformers 5
+WITHOUT_EXPERTS = "without_experts."  # before our names of the MLP of layers without experts, if others have experts
 # Names of outer layers in PEFT's modules_to_save, and here.
 SAVED = {"embed_tokens": "embed", "lm_head": "head", "score": "score"}
 
@@ -73,26 +74,60 @@ class Lora:
     learning_rate_ratio: float = 1.0
     dropout: float = 0.0
 
+    def of_layers(self, *, with_experts: bool) -> "Lora":
+        """The settings of layers with experts, or of those without, in a model that has both."""
+        of_others = tuple(name for name in self.targets if name.startswith(WITHOUT_EXPERTS))
+        names = [name for name in self.targets if name not in of_others]
+        if not with_experts:
+            names = [name for name in names if not name.startswith("mlp.")]
+            names += [name.removeprefix(WITHOUT_EXPERTS) for name in of_others]
+        return dataclasses.replace(self, targets=tuple(names))
+
     @property
     def scale(self) -> float:
         """The factor of an adapter's product with a and b."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 
-def linear_targets(*, experts: bool) -> dict[str, str]:
-    """The rows of `TARGETS` that "all-linear" selects. experts: the MLPs are experts, which PEFT leaves out too."""
-    return {name: ours for name, ours in TARGETS.items() if not (experts and name in OF_MLP)}
+class Mlps(NamedTuple):
+    """The kinds of MLPs in a model. dense_first: in layers without experts, before those with."""
+
+    experts: bool = False
+    shared: bool = False
+    dense_first: bool = False
+
+    def modules(self) -> dict[str, str]:
+        """{a module's name in its layer: our name of its matrix}, of all of a model's matrices."""
+        names = {f"self_attn.{name}": ours for name, ours in TARGETS.items() if name not in OF_MLP}
+        kinds = {"mlp.experts" if self.experts else "mlp": ""}
+        kinds |= {"mlp": WITHOUT_EXPERTS} if self.dense_first else {}
+        for module, before in kinds.items():
+            names |= {f"{module}.{name}": before + ours for name, ours in OF_MLP.items()}
+        if self.shared:
+            names |= {f"mlp.shared_experts.{name}": _of_shared(ours) for name, ours in OF_MLP.items()}
+        return names
+
+    def named(self, name: str) -> list[str]:
+        """Returns our names of the matrices whose modules' names end with this one, as PEFT selects them.
+
+        `ALL_LINEAR`: of all but the experts'.
+        """
+        if name == ALL_LINEAR:
+            return [ours for module, ours in self.modules().items() if not module.startswith("mlp.experts.")]
+        return [ours for module, ours in self.modules().items() if f".{module}".endswith(f".{name}")]
 
 
-def target_names(targets: str, *, experts: bool = False) -> tuple[str, ...]:
-    """Translates a comma-separated list of PEFT's target modules to our names of matrices.
+def _of_shared(ours: str) -> str:
+    """Returns our name of shared experts' matrix, given that of the experts'."""
+    return ours.replace("mlp.", "mlp.shared.")
 
-    experts: see `linear_targets`. Raises KeyError for an unknown name.
-    """
-    names = [name.strip() for name in targets.split(",")]
-    if names == [ALL_LINEAR]:
-        return tuple(linear_targets(experts=experts).values())
-    return tuple(dict.fromkeys(TARGETS[name] for name in names))
+
+PLAIN_MLP = Mlps()
+
+
+def target_names(targets: str, mlps: Mlps = PLAIN_MLP) -> tuple[str, ...]:
+    """Translates a comma-separated list of PEFT's target modules to our names of matrices; unknown names are none."""
+    return tuple(dict.fromkeys(ours for name in targets.split(",") for ours in mlps.named(name.strip())))
 
 
 def saved_names(modules: str, *, num_labels: int = 0) -> tuple[str, ...]:

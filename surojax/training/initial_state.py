@@ -58,7 +58,9 @@ def fresh_state(
     elif adapter is None:
         state = run.load_state(*readers(initial, run.coded), c.seed)
     else:
-        state = run.load_state(*peft.with_adapter(*readers(initial, run.coded), adapter), reads_adapters=True)
+        state = run.load_state(
+            *peft.with_adapter(*readers(initial, run.coded), adapter, run.model), reads_adapters=True
+        )
     return state._replace(weights=with_part(state.weights, _teacher_head(c, run)))
 
 

@@ -358,6 +358,11 @@ MIXTURES: tuple[Setting, ...] = (
     Setting("experts_shared_offload_all", SHARED | ALL, like="experts_shared"),
     Setting("experts_shared_nvme_all", SHARED | NVME_ALL, like="experts_shared", expect="grouped"),
     Setting("experts_shared_nvme_all@4", SHARED | ZERO3 | NVME_ALL, 4, "experts_shared_offload_all@4", "grouped"),
+    Setting("experts_shared_lora", SHARED | LORA, like="experts_shared", expect="adapters"),
+    Setting("experts_shared_lora_offload_all", SHARED | LORA_OFFLOADS, like="experts_shared_lora"),
+    Setting("experts_shared_lora_tp_2x2", SHARED | LORA_OFFLOADS | ZERO3_TP, 4, "experts_shared_lora", "order"),
+    Setting("experts_shared_adapted", SHARED | LORA | EACH, like="experts_shared_lora", expect="adapters"),
+    Setting("experts_shared_adapted@4", SHARED | LORA | ZERO3 | EACH, 4, "experts_shared_adapted", "order"),
     Setting("experts_shared_chunks", SHARED | CHUNKS, like="experts_shared", expect="order"),
     # Adapters of the experts too.
     Setting("experts_adapted", EXPERTS | LORA | EACH, like="experts_lora", expect="adapters"),
