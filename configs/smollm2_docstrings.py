@@ -4,7 +4,7 @@
     surojax train --config smollm2_docstrings --export runs/smollm2_docstrings/export
 
 The package holds the model as a GGUF file of 92 MB; questions and answers are made from docstrings of this very Python.
-Two CPU cores need 4 minutes. Expect the loss of held-out answers to fall from 3.73 to about 2.8 with Python 3.12,
+Two CPU cores need 9 minutes. Expect the loss of held-out answers to fall from 3.73 to about 2.8 with Python 3.12,
 and an export that transformers loads.
 """
 

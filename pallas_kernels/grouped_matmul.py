@@ -8,6 +8,7 @@ matrix that no row needs.
     dx[r] = dy[r] w[e]                     the same product, with the matrices transposed
     dw[e] = sum over its rows of dy^T x    a program for a tile of an expert's matrix goes through its rows
 
+Operands are of 16 bits, or of 8 with a scale for each expert: e4m3, and e5m2 for gradients of results (since sm_89).
 An expert without rows has a gradient of zeros. Products are summed in float32. Operands are transposed by XLA where the
 sum is over rows (mma.py). MegaBlocks (Gale et al. 2022, arXiv:2211.15841) divides the work alike.
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 f32 = jnp.float32
 i32 = jnp.int32
 DTYPES = (jnp.bfloat16, jnp.float16)
+FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 COLUMNS = 128  # of a tile at most: 64 sums in each thread
 DEPTH = 64  # bytes of a row that are multiplied at a time: whole sectors of memory
 LEAST = 8  # columns that an instruction multiplies with
@@ -42,7 +44,9 @@ LEAST = 8  # columns that an instruction multiplies with
 
 def fits(dtype, inputs: int, outputs: int) -> bool:
     """True if the kernels take matrices `[outputs, inputs]` of this dtype, for the product and both gradients."""
-    return jnp.dtype(dtype) in DTYPES and inputs % 16 == outputs % 16 == 0 and min(inputs, outputs) >= ROWS
+    sizes = {jnp.dtype(x): multiple for kind, multiple in ((DTYPES, 16), (FLOAT8, 32)) for x in kind}
+    multiple = sizes.get(jnp.dtype(dtype))
+    return multiple is not None and inputs % multiple == outputs % multiple == 0 and min(inputs, outputs) >= ROWS
 
 
 def _width(columns: int) -> int:
@@ -69,13 +73,14 @@ def _launch(kernel, operands, out, grid, interpret: bool) -> Any:
     )
 
 
-def _product_mosaic(x_RK, w_ENK, expert_T, interpret: bool) -> jax.Array:
-    """x[r] w[e]^T `[R, N]`."""
+def _product_mosaic(x_RK, w_ENK, expert_T, interpret: bool, scale_T=None, dtype=None) -> jax.Array:
+    """x[r] w[e]^T `[R, N]`, times the tiles' scales if there are any. dtype: of the result, x's if None."""
     (R, K), N = x_RK.shape, w_ENK.shape[1]
     width, depth = _width(N), _depth(K, x_RK.dtype)
-    products = Products(x_RK.dtype, interpret)
+    products = Products(x_RK.dtype, interpret, w_ENK.dtype)
 
-    def kernel(x_ref, w_ref, expert_ref, y_ref):
+    def kernel(x_ref, w_ref, expert_ref, *refs):
+        *scale_refs, y_ref = refs
         tile = jax.lax.axis_index("rows")
         _, columns = tiles.tile_at(jax.lax.axis_index("columns"), width, N)
         rows = pl.ds(tile * ROWS, ROWS)
@@ -88,22 +93,29 @@ def _product_mosaic(x_RK, w_ENK, expert_T, interpret: bool) -> jax.Array:
             )
 
         total = jax.lax.fori_loop(0, K // depth, step, products.filled(0, ROWS, width))
+        for scale_ref in scale_refs:
+            total = total * scale_ref[tile]
         tiles.store(y_ref, (rows, columns), total.astype(y_ref.dtype))
 
-    out = jax.ShapeDtypeStruct((R, N), x_RK.dtype)
-    return _launch(kernel, (x_RK, w_ENK, expert_T), out, (pl.cdiv(N, width), R // ROWS), interpret)
+    out = jax.ShapeDtypeStruct((R, N), dtype or x_RK.dtype)
+    operands = (x_RK, w_ENK, expert_T, *([] if scale_T is None else [scale_T]))
+    return _launch(kernel, operands, out, (pl.cdiv(N, width), R // ROWS), interpret)
 
 
-def _sums_mosaic(dy_NR, x_KR, expert_T, experts: int, interpret: bool) -> jax.Array:
-    """dy x^T over the rows of each expert, `[E, N, K]`."""
+def _sums_mosaic(dy_NR, x_KR, expert_T, experts: int, interpret: bool, scale_E=None, dtype=None) -> jax.Array:
+    """dy x^T over the rows of each expert, `[E, N, K]`, times the experts' scales if there are any.
+
+    dtype: of the result, x's if None.
+    """
     N, K = len(dy_NR), len(x_KR)
     width, depth = _width(K), _depth(ROWS, x_KR.dtype)
-    products = Products(x_KR.dtype, interpret)
+    products = Products(dy_NR.dtype, interpret, x_KR.dtype)
     number_E1 = jnp.arange(experts, dtype=i32)[:, None]
     first_E = jnp.sum(expert_T[None, :] < number_E1, axis=1, dtype=i32)  # the first tile of each expert
     end_E = jnp.sum(expert_T[None, :] <= number_E1, axis=1, dtype=i32)  # the tile behind its last one
 
-    def kernel(dy_ref, x_ref, first_ref, end_ref, dw_ref):
+    def kernel(dy_ref, x_ref, first_ref, end_ref, *refs):
+        *scale_refs, dw_ref = refs
         expert = jax.lax.axis_index("expert")
         _, outputs = tiles.tile_at(jax.lax.axis_index("rows"), ROWS, N)
         _, inputs = tiles.tile_at(jax.lax.axis_index("columns"), width, K)
@@ -115,11 +127,14 @@ def _sums_mosaic(dy_NR, x_KR, expert_T, experts: int, interpret: bool) -> jax.Ar
         each = ROWS // depth
         start, stop = first_ref[expert] * each, end_ref[expert] * each
         total = jax.lax.fori_loop(start, stop, step, products.filled(0, ROWS, width))
+        for scale_ref in scale_refs:
+            total = total * scale_ref[expert]
         tiles.store(dw_ref, (expert, outputs, inputs), total.astype(dw_ref.dtype))
 
-    out = jax.ShapeDtypeStruct((experts, N, K), x_KR.dtype)
+    out = jax.ShapeDtypeStruct((experts, N, K), dtype or x_KR.dtype)
     grid = pl.cdiv(K, width), pl.cdiv(N, ROWS), experts
-    return _launch(kernel, (dy_NR, x_KR, first_E, end_E), out, grid, interpret)
+    operands = (dy_NR, x_KR, first_E, end_E, *([] if scale_E is None else [scale_E]))
+    return _launch(kernel, operands, out, grid, interpret)
 
 
 def reference(x_RK, w_ENK, expert_T) -> jax.Array:
@@ -175,6 +190,57 @@ def _backward(interpret: bool, saved, dy_RN):
 _grouped_matmul.defvjp(lambda x, w, experts, how: (_grouped_matmul(x, w, experts, how), (x, w, experts)), _backward)
 
 
+def scaled_product(
+    x: Float[Array, "R K"],
+    w: Float[Array, "E N K"],
+    experts: Int[Array, " T"],
+    scales: Float[Array, " T"],
+    *,
+    dtype,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Float[Array, "R N"]:
+    """x w[e]^T of float8 operands, times the scale of the row's tile, in `dtype`; see `grouped_matmul` for the others.
+
+    scales: float32, what a tile's rows and its expert's matrix were divided by. Not differentiable.
+    """
+    if _runs_in_float8("scaled_product", x, w, implementation):
+        return _product_mosaic(x, w, experts, interpret, scales, dtype)
+    return (reference(x.astype(f32), w.astype(f32), experts) * jnp.repeat(scales, ROWS)[:, None]).astype(dtype)
+
+
+def scaled_sums(
+    dy: Float[Array, "N R"],
+    x: Float[Array, "K R"],
+    experts: Int[Array, " T"],
+    scales: Float[Array, " E"],
+    *,
+    dtype,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Float[Array, "E N K"]:
+    """Sums dy x^T of float8 operands over each expert's rows, times the expert's scale, in `dtype`.
+
+    scales: float32, what an expert's rows of dy and x were divided by. Not differentiable.
+    """
+    if _runs_in_float8("scaled_sums", dy, x, implementation):
+        return _sums_mosaic(dy, x, experts, len(scales), interpret, scales, dtype)
+    w_ENK = jnp.zeros((len(scales), len(dy), len(x)), f32)
+    _, vjp = jax.vjp(lambda w: reference(x.T.astype(f32), w, experts), w_ENK)
+    return (vjp(dy.T.astype(f32))[0] * scales[:, None, None]).astype(dtype)
+
+
+def _runs_in_float8(op: str, left: jax.Array, right: jax.Array, implementation: Implementation) -> bool:
+    """True if the kernel runs. Raises ValueError for operands that are not float8."""
+    dtypes = tuple(jnp.dtype(x.dtype) for x in (left, right))
+    expect(all(x in FLOAT8 for x in dtypes), op, "dtypes", "float8_e4m3fn or float8_e5m2", dtypes)
+    outputs, inputs = right.shape[-2], left.shape[-1]
+    if op == "scaled_sums":
+        outputs, inputs = len(left), len(right)
+    expected = f"expected float8 matrices of multiples of 32, at least {ROWS}"
+    return dispatch.runs_kernel(op, implementation, fits(dtypes[0], inputs, outputs), expected, (outputs, inputs))
+
+
 def cases(sizes: Sizes, tokens: int) -> list[Case]:
     """The product and the gradient of its matrices for 16 experts of an eighth of the MLP's width, 2 for each token."""
     E, R, K, N = 16, 2 * tokens, sizes.hidden, sizes.intermediate // 8
@@ -194,7 +260,20 @@ def cases(sizes: Sizes, tokens: int) -> list[Case]:
         return vjp(dy_NR.T)[0]
 
     moved = 2 * (R * K + E * N * K + R * N)
+    e4m3, e5m2 = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in FLOAT8)
+
+    def in_float8(x_RK, w_ENK, **how):
+        ones = jnp.ones(R // ROWS, f32)
+        return scaled_product(x_RK, w_ENK, evenly(), ones, dtype=jnp.bfloat16, **how)
+
+    def gradient_in_float8(dy_NR, x_KR, **how):
+        return scaled_sums(dy_NR, x_KR, evenly(), jnp.ones(E, f32), dtype=jnp.bfloat16, **how)
+
+    in_8_bits = R * K + E * N * K + R * N
     return [
         Case("product", product, (half((R, K)), half((E, N, K))), moved),
         Case("gradient", gradient, (half((N, R)), half((K, R))), moved),
+        Case("float8", in_float8, (e4m3((R, K)), e4m3((E, N, K))), in_8_bits + R * N),
+        Case("float8 e5m2", in_float8, (e5m2((R, K)), e4m3((E, N, K))), in_8_bits + R * N),
+        Case("float8 gradient", gradient_in_float8, (e5m2((N, R)), e4m3((K, R))), in_8_bits + E * N * K),
     ]

@@ -6,10 +6,17 @@ product are read from arrays in which the summed dimension is the last one.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels import tiles
 
@@ -22,19 +29,45 @@ ROWS = 64  # of a program's tile: 16 for each of its four warps
 WITHOUT_BARRIERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
+FORMATS = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}  # names in PTX
+
+
+def _plus_tile(instruction: str, total, left, right):
+    """One instruction of each warp: total + left @ right, with 4, 4 and 2 registers of 32 bits in each thread."""
+    word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    pair = ir.VectorType.get((2,), number)
+    pairs = list(total.registers.flat)
+    sums = [vector.extract(x, dynamic_position=[], static_position=[i]) for x in pairs for i in range(2)]
+    words = [utils.bitcast(x, word) for operand in (left, right) for x in operand.registers.flat]
+    assert (len(words), len(sums)) == (6, 4), (len(words), len(sums))
+    names = iter(f"${i}" for i in range(14))
+    operands = ", ".join(f"{{{', '.join(itertools.islice(names, length))}}}" for length in (4, 4, 2, 4))
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    kind = llvm.StructType.get_literal([number] * 4)
+    found = llvm.inline_asm(kind, [*words, *sums], f"{instruction} {operands};", constraints, has_side_effects=False)
+    new = [llvm.extractvalue(number, found, [i]) for i in range(4)]
+    registers = np.empty(len(pairs), dtype=object)
+    registers[:] = [vector.from_elements(pair, new[:2]), vector.from_elements(pair, new[2:])]
+    return mosaic.FragmentedArray(
+        _registers=registers.reshape(total.registers.shape), _layout=total.layout, _is_signed=total.is_signed
+    )
+
+
 class Products:
     """Matrix products of tiles in registers by the instruction that every GPU since sm_80 has (mma.sync).
 
-    A product's result has the layout `sums`, its operands have layouts of their own. Pallas' interpreter has neither
-    these layouts nor the instruction, and computes the same in float32.
+    dtype: of left operands. right_dtype: of right ones, if that is another of 8 bits (since sm_89). A product's result
+    has the layout `sums`, its operands have layouts of their own. Pallas' interpreter has neither these layouts nor the
+    instruction, and computes the same in float32.
     """
 
-    def __init__(self, dtype, interpret: bool):
-        self.dtype = dtype
+    def __init__(self, dtype: Any, interpret: bool, right_dtype: Any = None):
+        self.dtype = jnp.dtype(dtype)
+        self.right_dtype = jnp.dtype(right_dtype or dtype)
         self.interpret = interpret
-        self.left = plgpu.Layout.MMA_LHS(dtype)
-        self.right = plgpu.Layout.MMA_RHS(dtype)
-        self.sums = plgpu.Layout.MMA_ACC(dtype)
+        self.left = plgpu.Layout.MMA_LHS(self.dtype)
+        self.right = plgpu.Layout.MMA_RHS(self.right_dtype)
+        self.sums = plgpu.Layout.MMA_ACC(self.dtype)
 
     def filled(self, value: float, *shape: int) -> jax.Array:
         """A float32 tile `[rows, columns]`, or a vector `[rows]`, of one value."""
@@ -66,7 +99,30 @@ class Products:
         """total + left @ right, float32."""
         if self.interpret:
             return total + jnp.dot(left.astype(f32), right.astype(f32))
+        if self.dtype != self.right_dtype:
+            return self._plus_of_two_formats(total, left, right)
         return plgpu.mma(total, left, right)
+
+    def _plus_of_two_formats(self, total, left, right) -> jax.Array:
+        """total + left @ right for operands of two 8-bit formats, which `plgpu.mma` does not take."""
+        out = plgpu.ShapeDtypeStruct(total.shape, jnp.dtype(f32), layout=self.sums)
+        instruction = f"mma.sync.aligned.m16n8k32.row.col.f32.{FORMATS[self.dtype]}.{FORMATS[self.right_dtype]}.f32"
+
+        @plgpu.inline_mgpu(arg_types=(self.sums, self.left, self.right), return_type=out)
+        def all_tiles(_, total, left, right):
+            sums = total.copy()
+            (rows, depth), columns = left.layout.base_tile_shape, right.layout.base_tile_shape[1]
+            corners = (
+                range(0, size, step)
+                for size, step in zip((*left.shape, right.shape[1]), (rows, depth, columns), strict=True)
+            )
+            for i, k, j in itertools.product(*corners):
+                at = slice(i, i + rows), slice(j, j + columns)
+                summed = slice(k, k + depth)
+                sums[at] = _plus_tile(instruction, sums[at], left[at[0], summed], right[summed, at[1]])
+            return sums
+
+        return all_tiles(total, left, right)  # pyright: ignore[reportCallIssue]
 
     def operand(self, x) -> jax.Array:
         """A result of a product, rounded, as a left operand. Each thread has the same numbers in the same order."""

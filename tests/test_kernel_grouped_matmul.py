@@ -12,14 +12,16 @@ from flax import nnx
 from small import CONFIG, KERNEL, normal, quick_at
 
 from pallas_kernels import dispatch
-from pallas_kernels.grouped_matmul import fits, grouped_matmul
+from pallas_kernels.grouped_matmul import fits, grouped_matmul, scaled_product, scaled_sums
 from pallas_kernels.mma import ROWS
 from surojax.models import experts
+from surojax.models.linear_fp8 import InFloat8, products_with_experts
 from surojax.models.model import Compute
 from surojax.models.operations import Operations
 from surojax.numerics.recipes import Precision
 
 f32, bf16 = jnp.float32, jnp.bfloat16
+e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 CASES = [
     ((1, 0, 2, 1), 64, 96),  # tiles of rows of each expert; an expert without any; a tile of columns that overlaps
@@ -65,7 +67,33 @@ def test_kernel(tiles, outputs, inputs):
         assert all(not np.any(np.asarray(dw[e])) for e, n in enumerate(tiles) if not n)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("left", [e4m3, e5m2])
+def test_kernel_in_float8(left):
+    """Operands of one format and of two, with a scale for each tile or expert: sums of exact products."""
+    if not KERNEL["interpret"] and (dispatch.capability(jax.devices()[0]) or (0, 0)) < (8, 9):
+        pytest.skip("float8 needs compute capability 8.9")
+    tiles, outputs, inputs = (1, 0, 2, 1), 96, 160
+    rows = ROWS * sum(tiles)
+    x, dy = (normal(i, (rows, n), f32).astype(left) for i, n in ((0, inputs), (1, outputs)))
+    w = normal(2, (len(tiles), outputs, inputs), f32).astype(e4m3)
+    of_tiles = jnp.asarray(np.repeat(np.arange(len(tiles)), tiles), jnp.int32)
+    scale_T, scale_E = 2.0 ** jnp.arange(sum(tiles)), 2.0 ** -jnp.arange(len(tiles), dtype=f32)
+    x_KR = normal(3, (rows, inputs), f32).astype(e4m3).T
+    y, _, _ = by_loop(*(np.asarray(a, f32) for a in (x, w, dy)), tiles)
+    _, _, dw = by_loop(*(np.asarray(a, f32) for a in (x_KR.T, w, dy)), tiles)
+    y, dw = y * np.repeat(scale_T, ROWS)[:, None], dw * np.asarray(scale_E)[:, None, None]
+    for how in (KERNEL, {"implementation": "xla"}):
+        found = scaled_product(x, w, of_tiles, scale_T, dtype=f32, **how)
+        sums = scaled_sums(dy.T, x_KR, of_tiles, scale_E, dtype=f32, **how)
+        for got, want in ((found, y), (sums, dw)):
+            assert got.dtype == f32
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
+        assert not np.any(sums[1])
+
+
 def test_sizes_that_the_kernels_take():
+    assert fits(e4m3, 64, 96) and not fits(e5m2, 64, 80)
     assert fits(bf16, 64, 80) and not fits(f32, 64, 64) and not fits(bf16, 48, 64) and not fits(bf16, 64, 72)
     x, w, of_tiles = jnp.zeros((ROWS, 48), bf16), jnp.zeros((2, 64, 48), bf16), jnp.zeros(1, jnp.int32)
     with pytest.raises(dispatch.Unserved, match=r"grouped_matmul: expected 16-bit matrices .*got bfloat16 \(64, 48\)"):
@@ -76,12 +104,20 @@ def test_sizes_that_the_kernels_take():
         grouped_matmul(x, w, jnp.zeros(2, jnp.int32))
 
 
-@pytest.mark.parametrize("biases", quick_at([(False,), (True,)]))
-def test_experts_by_the_kernel(monkeypatch, biases):
+@pytest.mark.parametrize("biases, recipe", quick_at([(False, "bf16"), (True, "bf16"), (False, "fp8_current")]))
+def test_experts_by_the_kernel(monkeypatch, biases, recipe):
     """The layer's result and all gradients are as near to float32's as the scan's; an unused expert has zeros."""
+    in_float8 = InFloat8({}, None, None) if recipe == "fp8_current" else None
+    interpreted = functools.partial(products_with_experts, interpret=KERNEL["interpret"])
+    monkeypatch.setattr(experts, "products_with_experts", interpreted)
     monkeypatch.setattr(experts, "recomputed", lambda f: f)  # which cannot compute again what Pallas interprets
     monkeypatch.setattr(experts, "grouped_matmul", functools.partial(grouped_matmul, interpret=KERNEL["interpret"]))
-    sizes: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 80, "num_experts": 5, "num_experts_per_tok": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "moe_intermediate_size": 96 if in_float8 else 80,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+    }
     if biases:
         sizes |= {"expert_bias": True, "hidden_act": "clamped_swiglu"}
     layer = experts.Experts(dataclasses.replace(CONFIG, **sizes), rngs=nnx.Rngs(0))
@@ -93,7 +129,9 @@ def test_experts_by_the_kernel(monkeypatch, biases):
     chosen = chosen.reshape(2, 50, 2).astype(jnp.int32)
 
     def run(kernels: str, dtype):
-        ops = Operations(Compute(precision=Precision(kernels=kernels)))
+        of_width = dtype == bf16
+        precision = Precision(recipe if of_width else "bf16", kernels=kernels)
+        ops = Operations(Compute(precision=precision), in_float8=in_float8 if of_width else None)
 
         def mixed(params, x, weights):
             return nnx.merge(graph, params).mix(x, chosen, weights, ops)

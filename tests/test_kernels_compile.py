@@ -47,6 +47,8 @@ def compile_all(kind: str, ops: list[str]) -> None:
     for op in ops:
         for model in (MODEL, *MORE.get(op, ())):
             for case in OPS[op].cases(MODELS[model], TOKENS):
+                if kind == "a100" and case.name.startswith("float8"):
+                    continue  # its tensor cores have no float8
                 print(MARK + json.dumps({"op": op, "case": f"{model} {case.name}", **compile_case(case, mesh, where)}))
 
 

@@ -528,7 +528,8 @@ def test_a_plan_says_what_multiplies_experts_and_if_sending_them_tokens_is_less(
         assert "multiplied by the grouped kernel" in text
     assert said(gpus=1, zero_level=1, kernels="xla") == ""
     assert "the kernel takes 16-bit matrices" in said(**{"model.moe_intermediate_size": 40})
-    assert "recipe='fp8_current'" in said(recipe="fp8_current") and "(ep_size)" in said(ep_size=2)
+    assert "recipe='mxfp8'" in said(recipe="mxfp8", block_scaled_products="emulated") and "(ep_size)" in said(ep_size=2)
+    assert "multiplied by the grouped kernel" in said(recipe="fp8_current")
     c = checked(config(**SMALL | sizes), "h100")
     assert "none that the kernel is for" in expert_lines.multiplied(footprint.assembly(c), served=False)
 

@@ -44,7 +44,7 @@ from surojax.models.grouped import (
 )
 from surojax.models.layers import ADAPTER, SwiGLU, parameter, vector
 from surojax.models.linear import router_product
-from surojax.models.linear_fp8 import whole_input
+from surojax.models.linear_fp8 import products_with_experts, whole_input
 from surojax.models.lora import low_rank
 from surojax.models.model import ROUTES, Routed, Routing, Segment
 from surojax.models.operations import Operations, gated
@@ -201,8 +201,10 @@ class Experts(nnx.Module):
         blocks = blocks_of(chosen_Nk, self.config.num_experts, ROWS)
 
         def all_rows(x_ND, weights_Nk, arrays):
+            multiplied = grouped_matmul if ops.in_float8 is None else products_with_experts
+
             def product(x, name):
-                y = grouped_matmul(x, arrays[name], blocks.expert_M, **ops.kernel_options)
+                y = multiplied(x, arrays[name], blocks.expert_M, **ops.kernel_options)
                 bias = arrays.get(name.replace("w_", "b_"))
                 return y if bias is None else y + jnp.repeat(bias[blocks.expert_M], ROWS, axis=0)
 

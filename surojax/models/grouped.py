@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.manual_axes import mark_varying, own_zeros, varying_axes
+from surojax.numerics.fp8 import E4M3
 from surojax.numerics.recipes import Precision
 
 # Rows. A GPU copies an expert's matrices before a block multiplies them, so that larger blocks are faster, though more
@@ -79,13 +80,14 @@ def why_by_loop(
         return "tokens are sent to them (ep_size)"
     if adapted:
         return "they have adapters"
-    if precision.recipe != "bf16" and recipe_enabled:
+    in_float8 = precision.fp8 and recipe_enabled
+    if precision.recipe != "bf16" and recipe_enabled and not in_float8:
         return f"recipe={precision.recipe!r}"
-    if precision.matmul_dtype or precision.gradient_dtype:
+    if not in_float8 and (precision.matmul_dtype or precision.gradient_dtype):
         return "their products have another dtype than the weights"
-    if not grouped_matmul.fits(dtype, *shape[1:]):
-        sizes = "16-bit matrices of multiples of 16, 64 or more"
-        return f"the kernel takes {sizes}, and these are {dtype} {' x '.join(map(str, shape[1:]))} on a GPU"
+    if not grouped_matmul.fits(E4M3 if in_float8 else dtype, *shape[1:]):
+        sizes = "float8 matrices of multiples of 32" if in_float8 else "16-bit matrices of multiples of 16"
+        return f"the kernel takes {sizes}, 64 or more, and these are {dtype} {' x '.join(map(str, shape[1:]))} on a GPU"
     return ""
 
 

@@ -13,6 +13,7 @@ has room for if GPUs share experts.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from surojax.assembly.assemble import Assembly
@@ -128,6 +129,8 @@ def _products(x: ExpertWork, t: TensorOnGpu, rows: int, *, backward: bool) -> fl
     last = t.param.name in last_matrices
     if any(names.b == t.param.name and of not in last_matrices for of, names in adapters(x.segment.params)):
         ahead += x.kernels(1, 2 * rows * outputs * x.number)  # before the matrix' product is added to it
+    if x.quantised and not x.by_loop and t.param.kind is Kind.MATRIX:  # and the matrices of all experts at once
+        ahead += x.kernels(1, math.prod(t.shape) * (x.number + 1))
     if not backward:
         return ahead
     back = _product(x, rows, inputs, outputs, backward_dtype) + (0.0 if last else ahead)
