@@ -16,7 +16,7 @@ import safetensors.numpy
 from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, tokens, worst_relative
 from test_adapters import REFERENCE, logits, save, theirs
 from test_engine import ORDER_OF_SUMS, engine_gradients
-from test_experts import TIED, apart, stored, written
+from test_experts import TIED, apart, in_files, stored, written
 from test_export import run_config
 from test_huggingface import config, save_tokenizer
 
@@ -33,7 +33,7 @@ from surojax.placement.mesh import make_mesh
 from surojax.placement.param import part_of, with_part
 from surojax.training.run_summary import describe_run
 
-CASES = ("experts", "experts_gate_up", "experts_apart", "experts_gpt_oss")
+CASES = ("experts", "experts_gate_up", "experts_apart", "experts_gpt_oss", "experts_granite")
 OF_EXPERTS = target_names("gate_proj,up_proj,down_proj")
 SEVEN = dataclasses.replace(CONFIG, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
 OF_RANK_4 = Lora(4, 8.0, target_names("q_proj,gate_proj,up_proj,down_proj"))
@@ -46,9 +46,9 @@ def base_of(folder: Path, case: str, *, each: bool = False) -> Path:
     base = str(REFERENCE[f"{case}/base"])
     tensors = {name: x.copy() for name, x in stored(base, "weight").items()}
     for name, x in tensors.items():
-        if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+        if name.endswith(("mlp.gate.weight", ".router.weight")):
             x[TIED[1]] = -x[TIED[0]]
-    return written(folder / "base", base, apart(tensors, base) if each else tensors)
+    return written(folder / "base", base, apart(tensors, base) if each else in_files(tensors, base))
 
 
 def close(found: np.ndarray, case: str) -> None:
@@ -95,12 +95,13 @@ def test_what_is_written_is_what_was_read(tmp_path, case):
     rank = adapter.lora.rank
     assert said["rank_pattern"] == {r".*\.gate_up_proj": 2 * rank}
     both = case != "experts_gate_up"
-    wanted = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    mlp = "block_sparse_moe" if case == "experts_granite" else "mlp"
+    wanted = [f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj"]
     assert said["target_parameters"] == wanted[: 1 + both]
     of_modules = {"experts": ["q_proj", "v_proj"], "experts_apart": ["q_proj"]}
     assert said["target_modules"] == of_modules.get(case)
     tensors = safetensors.numpy.load_file(out / peft.TENSORS)
-    module = "base_model.model.model.layers.1.mlp.experts"
+    module = f"base_model.model.model.layers.1.{mlp}.experts"
     assert tensors[f"{module}{'.base_layer' * both}.lora_A.weight"].shape == (7 * 2 * rank, 24)
     assert tensors[f"{module}{'.base_layer' * both}.lora_B.weight"].shape == (24, 7 * 2 * rank)
 

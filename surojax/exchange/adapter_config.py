@@ -105,7 +105,7 @@ def adapter_config_of(lora: Lora, model: Model, base_name: str, naming: Naming) 
         "inference_mode": True,
         "rank_pattern": {},
         "alpha_pattern": {},
-    } | peft_experts.keys_of(expert_modules.keys() & set(lora.targets), lora, parameters)
+    } | peft_experts.keys_of(expert_modules.keys() & set(lora.targets), lora, naming.expert_files.module, parameters)
 
 
 def _ending(target: str, module_names: Mapping[str, list[str]]) -> str:
@@ -154,7 +154,7 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lor
     expected = f"names among {', '.join(known)}" if known else "none for a model whose head is its embedding"
     need(isinstance(saved, list) and all(name in known for name in saved), "modules_to_save", expected)
     target_modules = content.get("target_modules")
-    described = peft_experts.described_modules(content, modules_of_experts(model), need)
+    described = peft_experts.described_modules(content, modules_of_experts(model), naming.expert_files.module, need)
     names: Any = [target_modules] if isinstance(target_modules, str) else target_modules
     targets = described.targets
     if described.modules:

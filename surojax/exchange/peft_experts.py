@@ -24,17 +24,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.tree import leaves
 
 from surojax.errors import ConfigError
 from surojax.exchange import expert_tensors
 from surojax.exchange.expert_tensors import DOWN, HALVES, ExpertTensor, join_experts
 from surojax.families.family import BY_EXPERT, ExpertFiles
 from surojax.models.lora import TARGETS, Lora
-from surojax.models.model import Model
-from surojax.placement.param import EXPERTS
 
-MODULE = "mlp.experts"
+MODULE = BY_EXPERT.module  # in our names
 TOGETHER = "gate_up_proj"
 # Parameters of transformers 5, and PEFT's names of the matrices in them.
 PARAMETERS = {TOGETHER: HALVES, DOWN: (DOWN,)}
@@ -54,13 +51,13 @@ class AdapterTensor(NamedTuple):
 # -- adapter_config.json ----------------------------------------------------------------------------------------------
 
 
-def keys_of(targets: Collection[str], lora: Lora, others: Sequence[str]) -> dict[str, Any]:
+def keys_of(targets: Collection[str], lora: Lora, module: str, others: Sequence[str]) -> dict[str, Any]:
     """Makes adapter_config.json's keys for the adapted experts' matrices (our names) and ranks; {} if none.
 
-    others: further parameters that are adapted, by PEFT's names.
+    module: `ExpertFiles.module`. others: further parameters that are adapted, by PEFT's names.
     """
     parameters = [name for name, parts in PARAMETERS.items() if {TARGETS[part] for part in parts} <= set(targets)]
-    names = [*(f"{MODULE}.{name}" for name in parameters), *others]
+    names = [*(f"{module}.{name}" for name in parameters), *others]
     keys: dict[str, Any] = {"target_parameters": names} if names else {}
     if TOGETHER in parameters:
         pattern = rf".*\.{TOGETHER}"
@@ -81,10 +78,12 @@ class Described(NamedTuple):
     modules: tuple[str, ...]
 
 
-def described_modules(content: dict[str, Any], module_names: dict[str, list[str]], need: Callable) -> Described:
+def described_modules(
+    content: dict[str, Any], module_names: dict[str, list[str]], module: str, need: Callable
+) -> Described:
     """Reads the keys that `keys_of` makes.
 
-    module_names: of experts' matrices, by our names. need: see adapter_config.
+    module_names: of experts' matrices, by our names. module: `ExpertFiles.module`. need: see adapter_config.
     """
     names = content.get("target_parameters") or []
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
@@ -94,14 +93,14 @@ def described_modules(content: dict[str, Any], module_names: dict[str, list[str]
     parameters = []
     for parameter, parts in PARAMETERS.items():
         modules = [name for part in parts for name in module_names.get(TARGETS[part], [])]
-        full_names = {f"{name.rpartition('.')[0]}.{parameter}" for name in modules}
+        full_names = {_theirs(f"{name.rpartition('.')[0]}.{parameter}", module) for name in modules}
         ends = {name for name in names if any(f".{full}".endswith(f".{name}") for full in full_names)}
         if ends:
             matched = {full for full in full_names if any(f".{full}".endswith(f".{name}") for name in ends)}
             need(matched == full_names, "target_parameters", f"{parameter} in every layer or in none")
             parameters.append(parameter)
         names = [name for name in names if name not in ends]
-    known = ", ".join(f"{MODULE}.{name}" for name in PARAMETERS) if module_names else "none in a model without experts"
+    known = ", ".join(f"{module}.{name}" for name in PARAMETERS) if module_names else "none in a model without experts"
     need(not names, "target_parameters", f"names among {known}", "give an adapter of this model")
     patterns = {key: content.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
     for key, pattern in patterns.items():
@@ -123,18 +122,12 @@ def described_modules(content: dict[str, Any], module_names: dict[str, list[str]
 def _is_of_both(pattern: str) -> bool:
     """True if a key of rank_pattern selects gate_up_proj, as PEFT or this module spells it."""
     name = pattern.removeprefix(r".*\.").replace(r"\.", ".")
-    return re.fullmatch(rf"(mlp\.)?(experts\.)?{TOGETHER}", name) is not None
+    return re.fullmatch(rf"(\w+\.)?(experts\.)?{TOGETHER}", name) is not None
 
 
-def check_module(model: Model, files: ExpertFiles) -> None:
-    """Raises ConfigError if a model has experts' adapters, and PEFT's name of its experts' module is not `MODULE`."""
-    if files.module != MODULE and any(
-        p.adapter and EXPERTS in p.axes for s in model.segments for p in leaves(s.params)
-    ):
-        raise ConfigError(
-            "lora_target_modules: expected names of the attention, since the experts of this model are "
-            f"{files.module} to PEFT and only adapters of {MODULE} are written, got some of experts; leave those out"
-        )
+def _theirs(name: str, module: str) -> str:
+    """Returns our name of something in a layer's experts with the family's name of their module."""
+    return name.replace(f".{MODULE}.", f".{module}.")
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -157,7 +150,8 @@ def of_file(tensors: dict[str, np.ndarray], files: ExpertFiles = BY_EXPERT) -> d
         is_inner = part in HALVES and f"{module}.{DOWN}{factor}" in tensors
         if part != HALVES[1]:
             gate_and_up = [tensors[f"{module}.{half}{factor}"] for half in HALVES] if part == HALVES[0] else [x]
-            tensors_in_file[f"{module}{INNER * is_inner}{factor}"] = _flat(factor, gate_and_up, files)
+            in_file = _theirs(f"{module}{INNER * is_inner}{factor}", files.module)
+            tensors_in_file[in_file] = _flat(factor, gate_and_up, files)
     return tensors_in_file
 
 
@@ -200,7 +194,7 @@ def of_experts(
         part, _, factor = last.partition(".")
         factor = f".{factor}"
         is_half = part in HALVES
-        source = f"{before}.experts{INNER * (is_half and both_are_adapted)}{factor}"
+        source = _theirs(f"{before}.experts{INNER * (is_half and both_are_adapted)}{factor}", files.module)
         if source not in stored:
             continue
         ranks = rank * (1 + (said.twice and is_half))

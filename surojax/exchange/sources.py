@@ -12,7 +12,7 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange import config_json, gguf, hub, peft, peft_experts
+from surojax.exchange import config_json, gguf, hub, peft
 from surojax.exchange.base import check_format
 from surojax.exchange.huggingface import labels_of, model_fields, read_config, read_whole_config
 from surojax.exchange.merge import Merged
@@ -151,7 +151,6 @@ def open_weights(c: Any, model: Model) -> Tensors | None:
     if not model.has_logits and not labels_of(config_of(path)):
         weights = WithNewHead(weights, model, c.seed)  # raises
     check_tensors(weights, model)
-    peft_experts.check_module(model, naming(c).expert_files)
     if frozen := chosen_format(c):
         check_format(weights, model, frozen)
     if c.lora_base_adapter:
