@@ -1,4 +1,4 @@
-"""A first run: a 0.9M-parameter Llama learns Python source code, byte by byte, on two CPU cores in 3 to 4 minutes.
+"""A first run: a 0.9M-parameter Llama learns Python source code, byte by byte, on two CPU cores in 2 to 4 minutes.
 
     surojax train --config tiny
 

@@ -1,5 +1,4 @@
-"""Writes what is made from declarations: docs/fields.md, docs/commands.md, docs/refusals.md, addresses in notebooks,
-and the types of the config's fields for editors, surojax/config/typed.pyi.
+"""Writes what is made from declarations: pages, addresses in notebooks, and types of the config's fields for editors.
 
     python docs/pages.py
 
@@ -123,7 +122,7 @@ def literal(choices: Iterable[str | int]) -> str:
 
 
 def type_of(field: DeclaredField) -> str:
-    """The type of a field's values as source: of a field with choices these, which an editor completes."""
+    """The type of a field's values as source: the choices if there are any, which editors complete."""
     if field.choices:
         return literal(field.choices)
     if field.kind is tuple:

@@ -8,7 +8,7 @@ matrix that no row needs.
     dx[r] = dy[r] w[e]                     the same product, with the matrices transposed
     dw[e] = sum over its rows of dy^T x    a program for a tile of an expert's matrix goes through its rows
 
-Operands are of 16 bits, or of 8 with a scale for each expert: e4m3, and e5m2 for gradients of results (since sm_89).
+Operands have 16 bits; or, since sm_89, 8 bits and a scale for each expert: e4m3, and e5m2 for gradients of results.
 An expert without rows has a gradient of zeros. Products are summed in float32. Operands are transposed by XLA where the
 sum is over rows (mma.py). MegaBlocks (Gale et al. 2022, arXiv:2211.15841) divides the work alike.
 
@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import dispatch, tiles
 from pallas_kernels.dispatch import Implementation, expect
-from pallas_kernels.mma import ROWS, WITHOUT_BARRIERS, Products
+from pallas_kernels.mma import FLOAT8, ROWS, WITHOUT_BARRIERS, Products
 from pallas_kernels.shapes import Case, Sizes
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 f32 = jnp.float32
 i32 = jnp.int32
 DTYPES = (jnp.bfloat16, jnp.float16)
-FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 COLUMNS = 128  # of a tile at most: 64 sums in each thread
 DEPTH = 64  # bytes of a row that are multiplied at a time: whole sectors of memory
 LEAST = 8  # columns that an instruction multiplies with
@@ -44,9 +43,10 @@ LEAST = 8  # columns that an instruction multiplies with
 
 def fits(dtype, inputs: int, outputs: int) -> bool:
     """True if the kernels take matrices `[outputs, inputs]` of this dtype, for the product and both gradients."""
-    sizes = {jnp.dtype(x): multiple for kind, multiple in ((DTYPES, 16), (FLOAT8, 32)) for x in kind}
-    multiple = sizes.get(jnp.dtype(dtype))
-    return multiple is not None and inputs % multiple == outputs % multiple == 0 and min(inputs, outputs) >= ROWS
+    in_float8 = jnp.dtype(dtype) in FLOAT8
+    multiple = 32 if in_float8 else 16
+    served = in_float8 or jnp.dtype(dtype) in DTYPES
+    return served and inputs % multiple == outputs % multiple == 0 and min(inputs, outputs) >= ROWS
 
 
 def _width(columns: int) -> int:
@@ -162,18 +162,28 @@ def grouped_matmul(
     at least ROWS.
     """
     op = "grouped_matmul"
-    expect(
-        x.ndim == 2 and len(x) > 0 and len(x) % ROWS == 0, op, "x", f"[R, K], R a multiple of {ROWS}, not 0", x.shape
-    )
-    expect(w.ndim == 3 and w.shape[2] == x.shape[1], op, "w", ("E", "N", x.shape[1]), w.shape)
+    _check_product(op, x, w, experts)
     expect(w.dtype == x.dtype, op, "dtype of w", x.dtype, w.dtype)
-    shaped = experts.shape == (len(x) // ROWS,) and experts.dtype == i32
-    expect(shaped, op, "experts", f"int32 {(len(x) // ROWS,)}", f"{experts.dtype} {experts.shape}")
     _, N, K = w.shape
     expected = f"expected 16-bit matrices of multiples of 16, at least {ROWS}"
     if dispatch.runs_kernel(op, implementation, fits(x.dtype, K, N), expected, f"{x.dtype} {(N, K)}"):
         return _grouped_matmul(x, w, experts, interpret)
     return reference(x, w, experts)
+
+
+def _check_product(op: str, x: jax.Array, w: jax.Array, experts: jax.Array) -> None:
+    """Raises ValueError unless x is `[R, K]` in tiles of ROWS rows, w `[E, N, K]`, and each tile has an expert."""
+    expect(
+        x.ndim == 2 and len(x) > 0 and len(x) % ROWS == 0, op, "x", f"[R, K], R a multiple of {ROWS}, not 0", x.shape
+    )
+    expect(w.ndim == 3 and w.shape[2] == x.shape[1], op, "w", ("E", "N", x.shape[1]), w.shape)
+    _check_experts(op, len(x), experts)
+
+
+def _check_experts(op: str, rows: int, experts: jax.Array) -> None:
+    """Raises ValueError unless each tile of so many rows has an expert."""
+    shaped = experts.shape == (rows // ROWS,) and experts.dtype == i32
+    expect(shaped, op, "experts", f"int32 {(rows // ROWS,)}", f"{experts.dtype} {experts.shape}")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -200,11 +210,16 @@ def scaled_product(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
-    """x w[e]^T of float8 operands, times the scale of the row's tile, in `dtype`; see `grouped_matmul` for the others.
+    """x w[e]^T of float8 operands, times the scale of the row's tile; `[R, N]` in `dtype`. Not differentiable.
 
-    scales: float32, what a tile's rows and its expert's matrix were divided by. Not differentiable.
+    experts: see `grouped_matmul`. scales: float32, the product of what the tile's rows and its expert's matrix were
+    divided by. Raises ValueError for other shapes and dtypes, and dispatch.Unserved as `grouped_matmul` does: float8
+    matrices are multiples of 32.
     """
-    if _runs_in_float8("scaled_product", x, w, implementation):
+    op = "scaled_product"
+    _check_product(op, x, w, experts)
+    expect(scales.shape == experts.shape, op, "scales", experts.shape, scales.shape)
+    if _multiplies_float8(op, x, w, w.shape[1:], implementation):
         return _product_mosaic(x, w, experts, interpret, scales, dtype)
     return (reference(x.astype(f32), w.astype(f32), experts) * jnp.repeat(scales, ROWS)[:, None]).astype(dtype)
 
@@ -219,26 +234,33 @@ def scaled_sums(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Float[Array, "E N K"]:
-    """Sums dy x^T of float8 operands over each expert's rows, times the expert's scale, in `dtype`.
+    """Sums of dy x^T of float8 operands over each expert's rows, times its scale; `[E, N, K]` in `dtype`.
 
-    scales: float32, what an expert's rows of dy and x were divided by. Not differentiable.
+    Not differentiable. experts: of each tile of ROWS rows, see `grouped_matmul`. scales: float32, the product of what
+    an expert's rows of dy and of x were divided by. Raises as `scaled_product` does.
     """
-    if _runs_in_float8("scaled_sums", dy, x, implementation):
+    op = "scaled_sums"
+    expect(dy.ndim == 2 and dy.shape[1] > 0 and dy.shape[1] % ROWS == 0, op, "dy", f"[N, R], R as {ROWS} n", dy.shape)
+    expect(x.ndim == 2 and x.shape[1] == dy.shape[1], op, "x", ("K", dy.shape[1]), x.shape)
+    _check_experts(op, dy.shape[1], experts)
+    if _multiplies_float8(op, dy, x, (len(dy), len(x)), implementation):
         return _sums_mosaic(dy, x, experts, len(scales), interpret, scales, dtype)
     w_ENK = jnp.zeros((len(scales), len(dy), len(x)), f32)
     _, vjp = jax.vjp(lambda w: reference(x.T.astype(f32), w, experts), w_ENK)
     return (vjp(dy.T.astype(f32))[0] * scales[:, None, None]).astype(dtype)
 
 
-def _runs_in_float8(op: str, left: jax.Array, right: jax.Array, implementation: Implementation) -> bool:
-    """True if the kernel runs. Raises ValueError for operands that are not float8."""
-    dtypes = tuple(jnp.dtype(x.dtype) for x in (left, right))
-    expect(all(x in FLOAT8 for x in dtypes), op, "dtypes", "float8_e4m3fn or float8_e5m2", dtypes)
-    outputs, inputs = right.shape[-2], left.shape[-1]
-    if op == "scaled_sums":
-        outputs, inputs = len(left), len(right)
+def _multiplies_float8(
+    op: str, left: jax.Array, right: jax.Array, matrix: tuple[int, ...], implementation: Implementation
+) -> bool:
+    """True if the kernel runs. matrix: (outputs, inputs). Raises ValueError for operands that are not float8."""
+    for name, x in (("left", left), ("right", right)):
+        expect(
+            jnp.dtype(x.dtype) in FLOAT8, op, f"dtype of the {name} operand", "float8_e4m3fn or float8_e5m2", x.dtype
+        )
+    outputs, inputs = matrix
     expected = f"expected float8 matrices of multiples of 32, at least {ROWS}"
-    return dispatch.runs_kernel(op, implementation, fits(dtypes[0], inputs, outputs), expected, (outputs, inputs))
+    return dispatch.runs_kernel(op, implementation, fits(left.dtype, inputs, outputs), expected, matrix)
 
 
 def cases(sizes: Sizes, tokens: int) -> list[Case]:
@@ -260,7 +282,8 @@ def cases(sizes: Sizes, tokens: int) -> list[Case]:
         return vjp(dy_NR.T)[0]
 
     moved = 2 * (R * K + E * N * K + R * N)
-    e4m3, e5m2 = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in FLOAT8)
+    e4m3 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float8_e4m3fn)
+    e5m2 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float8_e5m2)
 
     def in_float8(x_RK, w_ENK, **how):
         ones = jnp.ones(R // ROWS, f32)

@@ -29,11 +29,14 @@ ROWS = 64  # of a program's tile: 16 for each of its four warps
 WITHOUT_BARRIERS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
-FORMATS = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}  # names in PTX
+FLOAT8 = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}  # formats' names in PTX
 
 
 def _plus_tile(instruction: str, total, left, right):
-    """One instruction of each warp: total + left @ right, with 4, 4 and 2 registers of 32 bits in each thread."""
+    """total + left @ right of one tile by an instruction of each warp.
+
+    A thread has 4 registers of 32 bits of the sums, 4 of left, and 2 of right.
+    """
     word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
     pair = ir.VectorType.get((2,), number)
     pairs = list(total.registers.flat)
@@ -56,9 +59,9 @@ def _plus_tile(instruction: str, total, left, right):
 class Products:
     """Matrix products of tiles in registers by the instruction that every GPU since sm_80 has (mma.sync).
 
-    dtype: of left operands. right_dtype: of right ones, if that is another of 8 bits (since sm_89). A product's result
-    has the layout `sums`, its operands have layouts of their own. Pallas' interpreter has neither these layouts nor the
-    instruction, and computes the same in float32.
+    dtype: of both operands. right_dtype: of the right one, if its format of 8 bits is another (since sm_89). A
+    product's result has the layout `sums`, its operands have layouts of their own. Pallas' interpreter has neither
+    these layouts nor the instruction, and computes the same in float32.
     """
 
     def __init__(self, dtype: Any, interpret: bool, right_dtype: Any = None):
@@ -106,7 +109,7 @@ class Products:
     def _plus_of_two_formats(self, total, left, right) -> jax.Array:
         """total + left @ right for operands of two 8-bit formats, which `plgpu.mma` does not take."""
         out = plgpu.ShapeDtypeStruct(total.shape, jnp.dtype(f32), layout=self.sums)
-        instruction = f"mma.sync.aligned.m16n8k32.row.col.f32.{FORMATS[self.dtype]}.{FORMATS[self.right_dtype]}.f32"
+        instruction = f"mma.sync.aligned.m16n8k32.row.col.f32.{FLOAT8[self.dtype]}.{FLOAT8[self.right_dtype]}.f32"
 
         @plgpu.inline_mgpu(arg_types=(self.sums, self.left, self.right), return_type=out)
         def all_tiles(_, total, left, right):

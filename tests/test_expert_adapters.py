@@ -284,6 +284,16 @@ def test_what_peft_has_not_is_refused(changes, message):
     checks.check(c)  # of the attention alone
 
 
+def test_a_file_that_lost_its_experts_is_refused(tmp_path):
+    """Beside experts alone a name of a module is of experts: their tensors have to be there."""
+    opened = convert.open_model(base_of(tmp_path, "experts_apart"))
+    tensors = {name: x for name, x in theirs("experts_apart").items() if ".experts." not in name}
+    assert tensors
+    adapter = save(tmp_path / "adapter", "experts_apart", tensors)
+    with pytest.raises(ConfigError, match=r"experts\.down_proj\.lora_A\.weight, got no such tensor; save the adapter"):
+        peft.read_adapter(adapter, opened.model, naming_of(opened.config))
+
+
 A = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_A.weight"
 B = A.replace("lora_A", "lora_B")
 

@@ -333,6 +333,10 @@ def test_names_of_modules_select_experts_only_if_the_file_has_them(tmp_path):
     found = peft.read_adapter(tmp_path / "adapter", opened.model, naming_of(opened.config))
     assert set(found.lora.targets) == {"attention.wq", "mlp.shared.w_down", "without_experts.mlp.w_down"}
     assert found.matrices["without_experts.mlp.w_down"]["a"].shape == (1, 2, 36)
+    named = changes | {"target_parameters": ["experts.down_proj"]}
+    save_adapter(tmp_path / "named", "shared", tensors, **named)
+    with pytest.raises(ConfigError, match=r"expected \S+mlp.experts.down_proj.lora_A.weight, got no such tensor"):
+        peft.read_adapter(tmp_path / "named", opened.model, naming_of(opened.config))
 
 
 @pytest.mark.parametrize("targets", quick_at([("q_proj,o_proj",), ("all-linear",), ("gate_proj,up_proj,down_proj",)]))

@@ -100,6 +100,14 @@ def test_sizes_that_the_kernels_take():
         grouped_matmul(x, w, of_tiles, implementation="mosaic")
     with pytest.raises(ValueError, match=r"grouped_matmul: x: expected \[R, K\], R a multiple of 64"):
         grouped_matmul(x[:10], w, of_tiles)
+    with pytest.raises(
+        ValueError, match="scaled_product: dtype of the left operand: expected float8_e4m3fn or float8_"
+    ):
+        scaled_product(x, w, of_tiles, jnp.ones(1), dtype=bf16)
+    with pytest.raises(ValueError, match=r"scaled_product: scales: expected \(1,\), got \(2,\)"):
+        scaled_product(x.astype(e4m3), w.astype(e4m3), of_tiles, jnp.ones(2), dtype=bf16)
+    with pytest.raises(ValueError, match="scaled_sums: experts: expected int32"):
+        scaled_sums(x.T.astype(e5m2), x.T.astype(e4m3), jnp.zeros(2, jnp.int32), jnp.ones(2), dtype=bf16)
     with pytest.raises(ValueError, match="grouped_matmul: experts: expected int32"):
         grouped_matmul(x, w, jnp.zeros(2, jnp.int32))
 

@@ -41,9 +41,9 @@ def _check_every_layer(c: Config, targets: Collection[str]) -> None:
 
 
 def _check_beside_experts(c: Config, targets: Collection[str]) -> None:
-    """Raises ConfigError for adapters of MLPs that PEFT does not have in a model with experts.
+    """Raises ConfigError for adapters of a model's experts, and of MLPs beside them, that PEFT does not have.
 
-    Of experts it adapts gate and up together, and it adapts parameters by plain LoRA alone.
+    It has one adapter for gate and up of an expert. It adapts these MLPs as parameters, without DoRA and dropout.
     """
     pair = {OF_MLP["gate_proj"], OF_MLP["up_proj"]}
     together = "gate_proj and up_proj together, since PEFT has one adapter of both"
@@ -55,15 +55,18 @@ def _check_beside_experts(c: Config, targets: Collection[str]) -> None:
 
 def _check_rank(c: Config, targets: Collection[str]) -> None:
     m = c.model
-    width = m.moe_intermediate_size or m.intermediate_size
-    of_experts = width if m.num_experts else m.intermediate_size
-    heads = m.num_attention_heads * head_dim(c)
+    expert_width = m.moe_intermediate_size or m.intermediate_size
     key_rows = m.num_key_value_heads * head_dim(c)
+    heads = m.num_attention_heads * head_dim(c)
     widths = {"attention.wq": heads, "attention.wk": key_rows, "attention.wv": key_rows, "attention.wo": heads}
-    parts = {"mlp.w_": of_experts, "mlp.shared.": m.n_shared_experts * width, WITHOUT_EXPERTS: m.intermediate_size}
+    mlp_widths = {
+        "mlp": m.intermediate_size,
+        "mlp.experts": expert_width,
+        "mlp.shared_experts": m.n_shared_experts * expert_width,
+    }
     for module, name in mlps(c).modules().items():
-        if name not in targets:
-            continue
-        smaller = min(m.hidden_size, widths.get(name) or next(x for part, x in parts.items() if name.startswith(part)))
-        expected = f"at most {smaller}, the smaller side of {module}"
-        need(c.lora_rank <= smaller, "lora_rank", expected, c.lora_rank, "lower it")
+        if name in targets:
+            kind = module.rpartition(".")[0]
+            smaller = min(m.hidden_size, mlp_widths[kind] if kind in mlp_widths else widths[name])
+            expected = f"at most {smaller}, the smaller side of {module}"
+            need(c.lora_rank <= smaller, "lora_rank", expected, c.lora_rank, "lower it")

@@ -281,7 +281,7 @@ class AdapterSettings:
     lora_alpha: float = declare(32.0, POSITIVE)
     # probability that training leaves a number out of an adapter's input
     lora_dropout: float = declare(0.0, BELOW_1)
-    # comma list: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
+    # comma list of ends of modules' names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
     lora_target_modules: str = "all-linear"
     # adapters' work weights and products: bfloat16 or float32; "" = model_dtype
     lora_dtype: str = declare("", choices=("", *FLOATS))

@@ -235,7 +235,7 @@ class Config(Section):
     lora_dropout: float
     r"""probability that training leaves a number out of an adapter's input."""
     lora_target_modules: str
-    r"""comma list: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    r"""comma list of ends of modules' names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
     lora_dtype: Literal["", "bfloat16", "float32"]
     r"""adapters' work weights and products: bfloat16 or float32; "" = model_dtype."""
     use_rslora: bool

@@ -83,7 +83,7 @@ def adapter_config_of(lora: Lora, model: Model, base_name: str, naming: Naming) 
     expert_modules = modules_of_experts(model)
     module_names = {target: naming.alone(names[0]).split(".") for target, names in modules(model).items()}
     of_modules = [target for target in lora.targets if target not in expert_modules]
-    # PEFT 0.21 takes every module's name that ends as an expert's for a parameter of experts, and parameters as said.
+    # PEFT 0.21 reads the name of a module that ends as an expert's, such as up_proj, as the experts' parameter.
     of_parameters = [target for target in of_modules if expert_modules and not target.startswith("attention.")]
     endings = [_ending(target, module_names) for target in of_modules if target not in of_parameters]
     parameters = [f"{_ending(target, module_names)}.weight" for target in of_parameters]

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,7 +146,8 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
             _ours(name, naming): AdapterTensor(name, entry.shape, functools.partial(file.read, name))
             for name, entry in file.entries.items()
         }
-        lora = _of_file(lora, model, stored)
+        if not any(has_all_experts(name) for name in stored):
+            lora = _without_unnamed_experts(lora, model, described.targets)
         shapes_of_experts = {name: x for name, x in tensor_shapes(lora, model).items() if has_all_experts(name)}
         stored = peft_experts.of_experts(stored, shapes_of_experts, described, lora.rank, naming.expert_files)
         _check_tensors(path, {name: x.shape for name, x in stored.items()}, lora, model)
@@ -179,15 +180,19 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
     return AdapterArrays(lora, matrices, saved, file.metadata.get(FINGERPRINT, ""), base_format)
 
 
-def _of_file(lora: Lora, model: Model, stored: Mapping[str, AdapterTensor]) -> Lora:
-    """Leaves out the experts if a file has no tensor of them.
+def _without_unnamed_experts(lora: Lora, model: Model, named: Collection[str]) -> Lora:
+    """Leaves out experts that only names of modules select which MLPs beside them have too, for a file without experts.
 
-    Names of modules that shared experts have too select every expert in transformers 4, and none in transformers 5.
+    Such a name is of every expert in transformers 4, and of none in transformers 5. named: targets that a file names as
+    experts' parameters.
     """
-    of_experts = modules_of_experts(model).keys() & set(lora.targets)
-    if any(has_all_experts(name) for name in stored) or of_experts == set(lora.targets):
-        return lora
-    return dataclasses.replace(lora, targets=tuple(name for name in lora.targets if name not in of_experts))
+    others = {target.rpartition(".")[2] for target in lora.targets if target not in modules_of_experts(model)}
+    kept = [
+        target
+        for target in lora.targets
+        if target not in modules_of_experts(model) or target in named or target.rpartition(".")[2] not in others
+    ]
+    return dataclasses.replace(lora, targets=tuple(kept))
 
 
 def digest(adapter: AdapterArrays) -> str:

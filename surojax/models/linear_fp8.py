@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import grouped_matmul, quantize, rms_norm, swiglu
+from pallas_kernels import quantize, rms_norm, swiglu
+from pallas_kernels.grouped_matmul import scaled_product, scaled_sums
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.mma import ROWS
 from surojax.numerics.fp8 import E4M3, E5M2, Sites, product, scale_for
@@ -210,52 +211,48 @@ def product_with_expert(x: jax.Array, w: jax.Array, *, frozen: bool, implementat
     return y[0]
 
 
-class KernelOptions(NamedTuple):
-    """How a kernel runs, see pallas_kernels.dispatch."""
-
-    implementation: Any = None
-    interpret: bool = False
-
-
 def products_with_experts(
     x: jax.Array, w: jax.Array, experts: jax.Array, *, implementation=None, interpret: bool = False
 ) -> jax.Array:
     """Returns x w[e]^T `[R, o]` for the rows x `[R, i]` of all experts by a GPU kernel; w `[E, o, i]`.
 
-    experts: int32, of each tile of rows, see pallas_kernels.grouped_matmul. All scales are made of their tensors: each
-    expert's rows have one, and each expert's matrix.
+    experts: int32, of each tile of rows, see pallas_kernels.grouped_matmul. An expert's rows have one scale, and its
+    matrix has one, each made of its largest magnitude.
     """
-    return _products_with_experts(KernelOptions(implementation, interpret), x, w, experts)
+    return _products_with_experts(x, w, experts, implementation, interpret)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products_with_experts(how: KernelOptions, x, w, experts):
-    return _experts_forward(how, x, w, experts)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _products_with_experts(x, w, experts, implementation, interpret):
+    return _experts_forward(x, w, experts, implementation, interpret)[0]
 
 
-def _experts_forward(how: KernelOptions, x, w, experts):
+def _experts_forward(x, w, experts, implementation, interpret):
+    how: Any = {"dtype": x.dtype, "implementation": implementation, "interpret": interpret}
     rows = _quantised_rows(x, experts, len(w), E4M3)
     matrices = quantise_whole(w, E4M3, largest_of_group(largest_magnitude(w)))
     scale_T = (rows.scales * matrices.scales)[experts]
-    y = grouped_matmul.scaled_product(rows.values, matrices.values, experts, scale_T, dtype=x.dtype, **how._asdict())
-    return y, (rows, matrices, experts)
+    return scaled_product(rows.values, matrices.values, experts, scale_T, **how), (rows, matrices, experts)
 
 
-def _experts_backward(how: KernelOptions, saved, dy):
+def _experts_backward(implementation, interpret, saved, dy):
+    how: Any = {"dtype": dy.dtype, "implementation": implementation, "interpret": interpret}
     rows, matrices, experts = saved
     d_rows = _quantised_rows(dy, experts, len(matrices.scales), E5M2)
-    options = how._asdict() | {"dtype": dy.dtype}
     scale_T = (d_rows.scales * matrices.scales)[experts]
-    dx = grouped_matmul.scaled_product(d_rows.values, matrices.values.swapaxes(1, 2), experts, scale_T, **options)
-    scale_E = d_rows.scales * rows.scales
-    return dx, grouped_matmul.scaled_sums(d_rows.values.T, rows.values.T, experts, scale_E, **options), None
+    dx = scaled_product(d_rows.values, matrices.values.swapaxes(1, 2), experts, scale_T, **how)
+    dw = scaled_sums(d_rows.values.T, rows.values.T, experts, d_rows.scales * rows.scales, **how)
+    return dx, dw, None
 
 
 _products_with_experts.defvjp(_experts_forward, _experts_backward)
 
 
 def _quantised_rows(x: jax.Array, experts: jax.Array, number: int, dtype) -> Quantized:
-    """Quantises rows `[R, n]` in tiles of one expert each, with a scale for all rows of an expert: scales `[E]`."""
+    """Quantises the rows x `[R, n]`, each expert's with one scale: values `[R, n]`, scales `[E]`.
+
+    experts: of each tile of rows. number: E.
+    """
     tiles = x.reshape(len(experts), ROWS, -1)
     largest_E = jax.ops.segment_max(largest_magnitude(tiles), experts, number, indices_are_sorted=True)
     largest_E = largest_of_group(jnp.maximum(largest_E, 0))  # of an expert without rows: 0

@@ -19,7 +19,8 @@ same sum over the group as its term of x w^T.
 The matrices of experts [experts, out, in] have an adapter for each expert: a [experts, rank, in], b [experts, out,
 rank]. Only the rows of an expert are multiplied with its own (experts.py).
 
-Names of matrices are those of PEFT ("q_proj") in settings, and those of this project ("attention.wq") everywhere else.
+In settings a matrix is named as in PEFT, by the end of its module's name ("q_proj", "shared_experts.up_proj"), and
+everywhere else as in this project ("attention.wq", "mlp.shared.w_up").
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ TARGETS = {
     "v_proj": "attention.wv",
     "o_proj": "attention.wo",
 } | OF_MLP
-ALL_LINEAR = "all-linear"  # PEFT's name for every matrix but those of experts, which are no modules in transformers 5
+ALL_LINEAR = "all-linear"  # here every matrix but those of experts; PEFT 0.21 adds these, and routers, in some families
 WITHOUT_EXPERTS = "without_experts."  # before our names of the MLP of layers without experts, if others have experts
 # Names of outer layers in PEFT's modules_to_save, and here.
 SAVED = {"embed_tokens": "embed", "lm_head": "head", "score": "score"}
@@ -59,9 +60,10 @@ SAVED = {"embed_tokens": "embed", "lm_head": "head", "score": "score"}
 class Lora:
     """Settings of a model's LoRA or DoRA adapters.
 
-    targets: names of the matrices that have one. saved: names of the outer parameters that are trained whole. dtype: of
-    the adapters' work weights and products; "": that of the other weights. learning_rate_ratio: of b to a. dropout: the
-    probability that training takes a number of x for 0 in an adapter's product.
+    targets: names of the matrices that have one, see `Mlps.modules`. saved: names of the outer parameters that are
+    trained whole. dtype: of the adapters' work weights and products; "": that of the other weights.
+    learning_rate_ratio: of b to a. dropout: the probability that training takes a number of x for 0 in an adapter's
+    product.
     """
 
     rank: int
@@ -75,7 +77,10 @@ class Lora:
     dropout: float = 0.0
 
     def of_layers(self, *, with_experts: bool) -> "Lora":
-        """The settings of layers with experts, or of those without, in a model that has both."""
+        """Returns the settings for layers with experts, or for those without, in a model that has both.
+
+        Their targets are the names of the layer's own matrices.
+        """
         of_others = tuple(name for name in self.targets if name.startswith(WITHOUT_EXPERTS))
         names = [name for name in self.targets if name not in of_others]
         if not with_experts:
@@ -90,21 +95,24 @@ class Lora:
 
 
 class Mlps(NamedTuple):
-    """The kinds of MLPs in a model. dense_first: in layers without experts, before those with."""
+    """The kinds of MLPs in a model.
+
+    experts: of which a router chooses. shared: experts that every token uses. dense_first: the MLPs of first layers,
+    which have no experts.
+    """
 
     experts: bool = False
     shared: bool = False
     dense_first: bool = False
 
     def modules(self) -> dict[str, str]:
-        """{a module's name in its layer: our name of its matrix}, of all of a model's matrices."""
+        """Lists the matrices of a model's layers: {the name of its module in a layer: our name}."""
         names = {f"self_attn.{name}": ours for name, ours in TARGETS.items() if name not in OF_MLP}
-        kinds = {"mlp.experts" if self.experts else "mlp": ""}
-        kinds |= {"mlp": WITHOUT_EXPERTS} if self.dense_first else {}
+        kinds = {"mlp.experts" if self.experts else "mlp": "mlp."}
+        kinds |= {"mlp": f"{WITHOUT_EXPERTS}mlp."} if self.dense_first else {}
+        kinds |= {"mlp.shared_experts": "mlp.shared."} if self.shared else {}
         for module, before in kinds.items():
-            names |= {f"{module}.{name}": before + ours for name, ours in OF_MLP.items()}
-        if self.shared:
-            names |= {f"mlp.shared_experts.{name}": _of_shared(ours) for name, ours in OF_MLP.items()}
+            names |= {f"{module}.{name}": ours.replace("mlp.", before) for name, ours in OF_MLP.items()}
         return names
 
     def named(self, name: str) -> list[str]:
@@ -117,16 +125,14 @@ class Mlps(NamedTuple):
         return [ours for module, ours in self.modules().items() if f".{module}".endswith(f".{name}")]
 
 
-def _of_shared(ours: str) -> str:
-    """Returns our name of shared experts' matrix, given that of the experts'."""
-    return ours.replace("mlp.", "mlp.shared.")
-
-
 PLAIN_MLP = Mlps()
 
 
 def target_names(targets: str, mlps: Mlps = PLAIN_MLP) -> tuple[str, ...]:
-    """Translates a comma-separated list of PEFT's target modules to our names of matrices; unknown names are none."""
+    """Translates a comma-separated list of PEFT's target modules to our names of matrices.
+
+    A name that no module ends with selects none.
+    """
     return tuple(dict.fromkeys(ours for name in targets.split(",") for ours in mlps.named(name.strip())))
 
 
