@@ -219,7 +219,7 @@ def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10  # MiB
 
 kind, *files = sys.argv[1:]
-for file in files:  # the first one is small: imports and threads are not data
+for file in files:  # the first one fills each queue: what the second takes beyond it grows with its length
     before = peak()
     entries = parse_entries([{"path": file}] if kind == "datasets" else [], [])
     settings = Settings(8192, data=file, data_cache=file + ".cache", eval_batches=2, sample_packing=kind == "datasets")
@@ -242,7 +242,7 @@ print(peak() - before, count)
 def test_a_large_text_file_takes_no_more_memory_than_a_small_one(tmp_path, kind, line):
     """Through the tokenizer and an epoch of training. All at once, 94 MB took 270 MiB by data, 1.4 GB by datasets."""
     block = "".join(f"some words {i} of no meaning,{line}" for i in range(40_000))
-    for name, size in (("small.txt", 4), ("large.txt", 40)):
+    for name, size in (("small.txt", 12), ("large.txt", 48)):
         with (tmp_path / name).open("w") as file:
             for _ in range(size * 10**6 // len(block) + 1):
                 file.write(block)
@@ -250,4 +250,4 @@ def test_a_large_text_file_takes_no_more_memory_than_a_small_one(tmp_path, kind,
     found = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr
     added, tokens = map(float, found.stdout.split())
-    assert tokens > 35e6 and added < 50, found.stdout
+    assert tokens > 44e6 and added < 36, found.stdout  # the text read at once takes 36 MB by itself
