@@ -1,6 +1,6 @@
 """Trains the model of any_size.py with DeepSpeed: ZeRO-3 on the CPU, weights and optimizer state on an NVMe disk.
 
-    <interpreter with torch and deepspeed> benchmarks/any_size_deepspeed.py [--layers 64] [--hidden 1408] [--rows 1] [--steps 4]
+    <python with torch, deepspeed> benchmarks/any_size_deepspeed.py [--layers 64] [--hidden 1408] [--rows 1] [--steps 4]
 
 The same sizes, tokens of a step, float32, AdamW and clipping as `any_size.py`, to be run beside it on an idle machine.
 Gradients are in host memory: DeepSpeed has no place for them in files. Prints the parameters, and of each step its

@@ -192,7 +192,11 @@ def train(
         states = [first_state(c, run, start, setup.initial)]
 
         # -- Loop -----------------------------------------------------------------------------------------------------
-        checkpoints = until_end.enter_context(Checkpoints(setup.output_dir, save_total_limit=c.save_total_limit))
+        checkpoints = until_end.enter_context(
+            Checkpoints(setup.output_dir, save_total_limit=c.save_total_limit, store=run.store)
+        )
+        if checkpoints.shares_blocks:
+            say("checkpoints share the blocks of nvme_path, and take room as training replaces them there")
         log = MetricsLog(
             setup.output_dir,
             total_steps=start.total_steps,

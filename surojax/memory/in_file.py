@@ -10,6 +10,7 @@ which is a *round*: layer r of every stage.
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -133,6 +134,17 @@ class InFile:
         """Writes the stored arrays of layer l. Raises NvmeError."""
         assert stored.shape == self.stored_shape(l) and stored.dtype == self.dtype, (self, stored.shape, stored.dtype)
         self.store.write(l, self.place, stored)
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """The shape of the largest part of a layer that is contiguous in the array."""
+        return (1, *self.layer_shape)
+
+    def share(self, l: int, path: Path) -> bool:
+        """Makes a file of layer l, all of it, that takes no room; False if that cannot be, see `Store.share`."""
+        is_whole = self.parts is None and l < self.layers
+        is_chunk = self.place.size == math.prod(self.chunk_shape) * self.dtype.itemsize
+        return is_whole and is_chunk and self.store.share(l, self.place, path)
 
     @property
     def own_entries(self) -> list[int]:
@@ -281,6 +293,11 @@ class TableInFile(InFile):
     def layers(self) -> int:
         """The number of pieces."""
         return self.stack_shape[0]
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """See `InFile.chunk_shape`: of a piece, the rows of one shard."""
+        return (self.rows, *self.shape[1:])
 
     @property
     def planned_table(self) -> jax.ShapeDtypeStruct:

@@ -38,7 +38,7 @@ import jax
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.memory.aligned import Buffers, aligned
+from surojax.memory.aligned import ALIGN, Buffers, aligned
 from surojax.memory.places import Place, Places
 from surojax.memory.slots import TABLE, Content, Slots, checksum, read_slot_table
 from surojax.memory.striped import StripedFile
@@ -153,9 +153,7 @@ class Store:
     def read(self, l: int, place: Place, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """The array of layer or piece l at this place. Raises NvmeError."""
         size = math.prod(shape) * dtype.itemsize
-        begin = place.begin(l)
-        if self.slots and place.slots == 2:
-            begin += self.slots.newest.get(f"{l}/{place.name}", FIRST).slot * place.slot_bytes
+        begin = self._begin(l, place)
         raw = self._buffers.take(aligned(size))
         kept = min(place.kept, size)
         if kept:
@@ -163,6 +161,28 @@ class Store:
         if kept < size:
             self.read_file(raw[kept:], begin)
         return raw[:size].view(dtype).reshape(shape)
+
+    def _begin(self, l: int, place: Place) -> int:
+        """Offset in the file of what is in it of layer or piece l, of the newest slot."""
+        begin = place.begin(l)
+        if self.slots and place.slots == 2:
+            begin += self.slots.newest.get(f"{l}/{place.name}", FIRST).slot * place.slot_bytes
+        return begin
+
+    def share(self, l: int, place: Place, path: Path) -> bool:
+        """Makes a file of the array of layer or piece l that shares its blocks; False if that cannot be.
+
+        See `StripedFile.share`; what is partly in host memory has no blocks of its own either.
+        """
+        return not place.kept and self.file.share(self._begin(l, place), place.size, path)
+
+    def shares_blocks_with(self, folder: Path) -> bool:
+        """True if files in this folder, which exists, can share blocks of the file."""
+        probe = folder / f"{FILE}.probe"
+        probe.unlink(missing_ok=True)  # of a start that was killed
+        can = not self.is_empty and self.file.share(0, ALIGN, probe)
+        probe.unlink(missing_ok=True)
+        return can
 
     def write(self, l: int, place: Place, array: np.ndarray) -> None:
         """Writes the array of layer or piece l at this place. Raises NvmeError."""

@@ -9,7 +9,8 @@ The state of random numbers is not stored either: they are derived from the seed
 
 Stacks of layers are stored in chunks of one layer (of one shard). A stack that the run stores in a file (nvme.py) is
 therefore written and read one layer at a time. It is also written in the background, and the next update waits for that
-write.
+write. Where the file system can share blocks (XFS, Btrfs), nothing of the file is written again: each chunk is a file
+of its own, not compressed, that has the blocks of the run's file until the next update replaces them there.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import psutil
 import tensorstore as ts
@@ -29,6 +31,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from surojax.errors import CheckpointError
 from surojax.memory.in_file import InFile, InFiles, home_of, part_shape
+from surojax.memory.layer_file import Store
 from surojax.placement.home import HOST
 from surojax.placement.param import OUTER, part_of
 from surojax.run.checksum import checksums, name_of
@@ -43,10 +46,12 @@ WRITE_TIMEOUT_S = 24 * 3600  # orbax's default is 20 minutes, and a terabyte tak
 class Checkpoints:
     """The checkpoints of one run; a context manager that waits for the last write when it exits.
 
-    `last`: the newest checkpoint, which may not be completely written yet; None if there is none.
+    `last`: the newest checkpoint, which may not be completely written yet; None if there is none. `shares_blocks`:
+    whether checkpoints have the blocks of the run's file, see above.
     """
 
-    def __init__(self, output_dir: Path, *, save_total_limit: int):
+    def __init__(self, output_dir: Path, *, save_total_limit: int, store: Store | None = None):
+        """store: the run's file, whose blocks are shared if the file system can."""
         self.folder = output_dir / FOLDER
         self.last = find(self.folder)
         options = ocp.CheckpointManagerOptions(
@@ -59,7 +64,11 @@ class Checkpoints:
             ),
         )
         with Translate(lambda e: f"cannot keep checkpoints in {self.folder} ({e}); choose another output_dir"):
-            self.manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=_item_handlers())
+            self.folder.mkdir(parents=True, exist_ok=True)
+            alone = jax.process_count() == 1
+            self.shares_blocks = store is not None and alone and store.shares_blocks_with(self.folder)
+            handlers = _item_handlers(share=self.shares_blocks)
+            self.manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def __enter__(self):
         return self
@@ -150,12 +159,15 @@ def _apart(tree):
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False) if home_of(x) == HOST else x, tree)
 
 
-def _item_handlers() -> dict[str, ocp.CheckpointHandler]:
+def _item_handlers(*, share: bool) -> dict[str, ocp.CheckpointHandler]:
+    """share: an array is a folder, with a file for each chunk; else a few files have all arrays of an item."""
     in_memory = (jax.Array, type_handlers.get_type_handler(jax.Array))
     in_files = (InFile, _FileHandler(deepcopy_host_arrays=False))
     registry = type_handlers.create_type_handler_registry(in_memory, in_files)
     state_items = ("master", "moments", "history")
-    handlers = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in state_items}
+    handlers = {
+        name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_ocdbt=not share) for name in state_items
+    }
     return {**handlers, "meta": ocp.JsonCheckpointHandler()}
 
 
@@ -189,19 +201,30 @@ class _FileHandler(type_handlers.NumpyHandler):
             process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
             arg=options,
         )
+        if not info.is_ocdbt_checkpoint:
+            spec["metadata"]["compressor"] = None  # so that a chunk is what the run's file has
         array: Any = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
+        shares = not info.is_ocdbt_checkpoint and array.chunk_layout.write_chunk.shape == file.chunk_shape
+        separator = array.spec().to_json()["metadata"]["dimension_separator"]
 
-        def write(l: int, stored) -> None:
-            for index, values in file.first_pieces(l, stored):
+        def read(l: int) -> np.ndarray | None:
+            """Layer l, or None if its chunk has its blocks."""
+            chunk = separator.join(map(str, (l, *(0 for _ in file.chunk_shape[1:]))))
+            return None if shares and file.share(l, Path(info.parent_dir) / info.name / chunk) else file.read(l)
+
+        def write(l: int, stored: np.ndarray | None) -> None:
+            for index, values in file.first_pieces(l, stored) if stored is not None else ():
                 array[index].write(values).result()
 
-        await asyncio.to_thread(by_host, file.own_entries, file.read, lambda l, stored: stored, write)
+        await asyncio.to_thread(by_host, file.own_entries, read, lambda l, stored: stored, write)
 
 
 def _by_layer(tree):
     """Returns orbax's options for saving: chunks of one layer's shard for stacks, and of some rows for tables."""
 
     def options(path, x):
+        if isinstance(x, InFile) and x.parts is None:
+            return ocp.SaveArgs(chunk_byte_size=math.prod(x.chunk_shape) * x.dtype.itemsize, shard_axes=(0,))
         if name_of(path[:1]) == OUTER:
             return ocp.SaveArgs(chunk_byte_size=TABLE_CHUNK, shard_axes=(0,) if x.shape else ())
         return ocp.SaveArgs(chunk_byte_size=math.prod(part_shape(x)) * x.dtype.itemsize, shard_axes=(0,))

@@ -115,6 +115,14 @@ def _check_progress(meta: Any, folder: str) -> None:
         raise ValueError(f"step: expected {folder}, the name of its folder, got {meta.get('step')}")
 
 
+def array_spec(item: Path, name: str) -> dict[str, Any]:
+    """Returns how tensorstore reads an array of an item of a checkpoint, in either of its forms (checkpoint.py)."""
+    kvstore = {"driver": "file", "path": f"{item / name}/"}
+    if (item / "manifest.ocdbt").exists():
+        kvstore = {"driver": "ocdbt", "base": f"file://{item}", "path": f"{name}/"}
+    return {"driver": "zarr", "kvstore": kvstore}
+
+
 def written_by(meta: dict[str, Any]) -> str:
     """Names the version of surojax that wrote a checkpoint, for errors."""
     version = f"version {meta['version']} of surojax" if "version" in meta else "a version of surojax before 0.2"

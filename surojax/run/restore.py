@@ -31,7 +31,7 @@ from surojax.parallel.feed import from_host
 from surojax.placement.home import DEVICE
 from surojax.placement.param import OUTER, part_of, with_part
 from surojax.run.checksum import checksums, name_of
-from surojax.run.on_disk import read_meta, readable, written_by
+from surojax.run.on_disk import array_spec, read_meta, readable, written_by
 from surojax.step.by_host import by_host
 from surojax.step.state import TrainState, cast_to_plan, shardings, work_weights
 
@@ -154,8 +154,7 @@ def _load_files(item: Path, named: list[tuple[str, InFile]]) -> None:
 
 def _stored_array(item: Path, name: str) -> Any:
     """Opens an array of an item, without reading it."""
-    kvstore = {"driver": "ocdbt", "base": f"file://{item}", "path": f"{name}/"}
-    return ts.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
+    return ts.open(array_spec(item, name), open=True, read=True).result()
 
 
 def _restore_args(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from surojax.run.on_disk import Held, read_meta, readable
+from surojax.run.on_disk import Held, array_spec, read_meta, readable
 
 PIECE = 1 << 22  # words of which the checksum is computed at a time
 
@@ -29,8 +29,7 @@ class StoredMaster:
     def _array(self, name: str) -> Any:
         """Opens an array, without reading it."""
         if name not in self._arrays:
-            store = {"driver": "ocdbt", "base": f"file://{self.path / 'master'}", "path": f"{name}/"}
-            self._arrays[name] = ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
+            self._arrays[name] = ts.open(array_spec(self.path / "master", name), open=True, read=True).result()
         return self._arrays[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
