@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -43,8 +44,8 @@ def seconds(*parts: Program, disks: Disks = ONE, gpus: int = 1, machines: int = 
     return step.timeline(GPU)
 
 
-def layers(name: str, read: int = 0, written: int = 0, put=()) -> Program:
-    return Program(None, (), 10, (), name, read, written, put)
+def layers(name: str, read: int = 0, written: int = 0, put=(), *, row: str = "weights") -> Program:
+    return Program(None, (), 10, (), name, Counter({row: read}), Counter({row: written}), put)
 
 
 @pytest.mark.usefixtures("a_second_each")
@@ -55,6 +56,22 @@ def test_a_layer_takes_as_long_as_its_program_or_its_files():
     bound = seconds(layers("backward", read=GIGABYTE, written=GIGABYTE))
     assert bound.seconds == pytest.approx(10 * 3 + 3) and bound.busy[DISKS] == pytest.approx(30)
     assert bound.exposed["backward", DISKS] == pytest.approx(23)
+
+
+@pytest.mark.usefixtures("a_second_each")
+def test_what_no_program_hides_is_said_by_class():
+    """Of each pass in proportion to the seconds of a class, which for the same bytes are twice as many when written."""
+    forward = layers("forward", read=GIGABYTE)
+    update = layers("update", GIGABYTE, GIGABYTE, row="moments")
+    update = update._replace(read=update.read + Counter(master=GIGABYTE))
+    hidden = layers("backward", read=GIGABYTE // 100, row="residuals")
+    found = seconds(forward, update, hidden)
+    assert found.exposed_rows == pytest.approx(
+        {"weights": 1, "moments": 32 * 3 / 4, "master": 32 / 4, "residuals": 0.01}
+    )
+    assert sum(found.exposed_rows.values()) == pytest.approx(
+        sum(s for (_, kind), s in found.exposed.items() if kind == DISKS)
+    )
 
 
 @pytest.mark.usefixtures("a_second_each")

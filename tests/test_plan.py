@@ -354,6 +354,8 @@ def test_layers_in_files(tmp_path):
     assert p.predicted_step_s == pytest.approx(max(x["ts"] + x["dur"] for x in drawn) / 1e6)
     read = sum(x["args"]["MB"] for x in drawn if rows[x["tid"]] == "disks" and x["name"].startswith("read"))
     assert 1e6 * read == pytest.approx(p.nvme_read_bytes, rel=0.03)  # all but a layer and a piece of tables
+    assert sum(p.exposed_in_files_s.values()) == pytest.approx(p.exposed_s["disks"])
+    assert set(p.exposed_in_files_s) == {"master", "moments"}
     in_files = sum(p.classes[name]["nvme"] for name in ("master", "moments"))
     tables, norm = 2 * 512 * 256, 256  # the last norm stays in memory
     assert p.nvme_bytes == in_files == (4 + 2 + 2) * (p.parameters - norm)

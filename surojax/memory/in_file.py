@@ -9,6 +9,7 @@ which is a *round*: layer r of every stage.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -389,9 +390,12 @@ class InFiles:
         return range(r, self.stacks[0].stack_shape[0], self.stacks[0].entries) if self.stacks else range(0)
 
     @property
-    def round_file_bytes(self) -> int:
-        """Bytes of a round that are in files, of all processes together."""
-        return sum(file.round_file_bytes for file in self.stacks)
+    def round_file_bytes(self) -> Counter[str]:
+        """Bytes of a round that are in files, of all processes together, by row of the placement table."""
+        total = Counter[str]()
+        for file in self.stacks:
+            total[file.place.row] += file.round_file_bytes
+        return total
 
     def planned_round(self, home: Home) -> list[jax.ShapeDtypeStruct]:
         """A planned round of each stack, `[stages, ...]`, in this memory."""

@@ -11,7 +11,7 @@ from surojax.pages.template import COLOURS, script_data
 from surojax.placement.home import HOMES
 from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.costs import ATTENTION, DEVICE_COPY, GATHER, HOST_IN, HOST_OUT, PASS, PRODUCT, REDUCE
-from surojax.planner.plan_text import exposed_rows
+from surojax.planner.plan_text import exposed_rows, files_text
 from surojax.planner.prediction import Prediction, milliseconds
 from surojax.planner.rates import DISKS, WORDS
 from surojax.planner.timeline import WAITS
@@ -76,6 +76,7 @@ def step_values(p: Prediction, lines: Sequence[str], trace: Mapping[str, Any] | 
         "timeline": script_data(events) if events else None,
         "transfers": list(p.exposed_s),
         "exposed": exposed_rows(p) if p.predicted_step_s is not None else {},
+        "files": files_text(p) if p.exposed_in_files_s else "",
         "ends": [(WORDS.get(name, name), *map(milliseconds, both)) for name, both in p.step_at_ends_s.items()],
     }
 

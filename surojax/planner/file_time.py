@@ -30,24 +30,35 @@ UPDATE = "update"  # the pass whose first layer is read before it begins
 
 def moved(parts: Sequence[Program]) -> tuple[int, int]:
     """(bytes read from files, bytes written to files) of a step, of all machines together."""
-    return sum(part.times * part.read for part in parts), sum(part.times * part.written for part in parts)
+    read = sum(part.times * part.read.total() for part in parts)
+    return read, sum(part.times * part.written.total() for part in parts)
 
 
 class SimulatedPass(NamedTuple):
     """A pass over layers, in seconds.
 
-    parts: its programs and their timelines. programs, on_disk, put: what these take, what their files take, and what
-    the host puts on the device for them. first, last: of the first layer's read and the last one's write, which nothing
-    hides.
+    parts: its programs and their timelines. programs, on_disk, put: what these take, what their files take, by row of
+    the placement table, and what the host puts on the device for them. first, last: of the first layer's read and the
+    last one's write, which nothing hides.
     """
 
     name: str
     parts: list[tuple[Program, Timeline]]
     programs: float
-    on_disk: float
+    by_row: dict[str, float]
     put: float
     first: float
     last: float
+
+    @property
+    def on_disk(self) -> float:
+        """Seconds of all files."""
+        return sum(self.by_row.values())
+
+    @property
+    def exposed_on_disk(self) -> float:
+        """Seconds that only the disks are busy in."""
+        return self.first + self.last + (self.longest - self.programs if self.on_disk >= self.put else 0.0)
 
     @property
     def longest(self) -> float:
@@ -86,6 +97,7 @@ class SimulatedStep:
             return simulated[0]
         busy = collections.defaultdict[str, float](float)
         exposed = collections.defaultdict[tuple[str, str], float](float)
+        of_rows = collections.defaultdict[str, float](float)
         passes = self._passes(simulated, gpu, end)
         for each in passes.values():
             label = each.name or "outside loops"
@@ -94,12 +106,15 @@ class SimulatedStep:
                     busy[kind] += part.times * s
                 for (_, kind), s in of_program.exposed.items():
                     exposed[label, kind] += part.times * s
-            exposed[label, DISKS if each.on_disk >= each.put else HOST_IN] += each.longest - each.programs
-            exposed[label, DISKS] += each.first + each.last
+            exposed[label, DISKS] += each.exposed_on_disk
+            if each.on_disk < each.put:
+                exposed[label, HOST_IN] += each.longest - each.programs
             busy[DISKS] += each.on_disk
+            for row, s in each.by_row.items():
+                of_rows[row] += each.exposed_on_disk * s / each.on_disk
         seconds = sum(each.longest + each.first + each.last for each in passes.values())
         events = self._events(passes) if with_events else []
-        return Timeline(seconds, dict(busy), dict(exposed), events)
+        return Timeline(seconds, dict(busy), dict(exposed), events, dict(of_rows))
 
     def _passes(self, simulated: Sequence[Timeline], gpu: Gpu, end: float) -> dict[str, SimulatedPass]:
         """The passes of a step with files, by name. Programs that are of no layer are one without a name."""
@@ -108,17 +123,19 @@ class SimulatedStep:
         passes = {}
         for name in dict.fromkeys(part.name for part in self.parts):
             parts = [pair for pair in zip(self.parts, simulated, strict=True) if pair[0].name == name]
-            reads = [self._seconds(part.read, 0.0, end) for part, _ in parts]
-            writes = [self._seconds(0.0, part.written, end) for part, _ in parts]
+            reads = [self._seconds(part.read.total(), 0.0, end) for part, _ in parts]
+            writes = [self._seconds(0.0, part.written.total(), end) for part, _ in parts]
+            by_row = collections.defaultdict[str, float](float)
+            for part, _ in parts:
+                for row in part.read | part.written:
+                    by_row[row] += part.times * self._seconds(part.read[row], part.written[row], end)
             at_ends = [0.0 if name == UPDATE else read + write for read, write in zip(reads, writes, strict=True)]
             number = at_ends.index(max(at_ends))
             passes[name] = SimulatedPass(
                 name,
                 parts,
                 programs=sum(part.times * of_program.seconds for part, of_program in parts),
-                on_disk=sum(
-                    part.times * (read + write) for (part, _), read, write in zip(parts, reads, writes, strict=True)
-                ),
+                by_row=dict(by_row),
                 put=sum(part.times * size(part.put) for part, _ in parts) / gpus / link,
                 first=0.0 if name == UPDATE else reads[number],
                 last=max(writes) if name == UPDATE else writes[number],
@@ -164,7 +181,7 @@ class SimulatedStep:
 
         stretched = each.longest / each.programs if each.programs else 1.0
         if each.first:
-            file("read", 0, max(part.read for part, _ in each.parts), now)
+            file("read", 0, max(part.read.total() for part, _ in each.parts), now)
         now += each.first
         for turn, (_, i, k) in enumerate(turns):
             of_program = each.parts[i][1]
@@ -175,15 +192,15 @@ class SimulatedStep:
             else:
                 events += of_program.since(now)
             if turn + 1 < len(turns):
-                file("read", turn + 1, each.parts[turns[turn + 1][1]][0].read, now)
+                file("read", turn + 1, each.parts[turns[turn + 1][1]][0].read.total(), now)
             if turn:
-                file("write", turn - 1, each.parts[turns[turn - 1][1]][0].written, now)
+                file("write", turn - 1, each.parts[turns[turn - 1][1]][0].written.total(), now)
             if following > end:
                 kind = DISKS if each.on_disk >= each.put else HOST_IN
                 events.append(TimelineEvent(f"wait for {kind}", kind, WAITS, each.name, end, following, 0.0))
             now = following
         if each.last:
-            file("write", len(turns) - 1, max(part.written for part, _ in each.parts), now)
+            file("write", len(turns) - 1, max(part.written.total() for part, _ in each.parts), now)
         return now + each.last
 
     def at_disk_ends(self, gpu: Gpu) -> dict[str, list[float]]:

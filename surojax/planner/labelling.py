@@ -106,7 +106,7 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
         parameters=_parameters(run),
         device_bytes=device + other_batches,
         host_bytes=max(x.host_bytes + bytes_per_device(part.others, HOST) for x, part in pairs),
-        file_bytes=sum(part.times * part.read for part in programs),
+        file_bytes=sum(part.times * part.read.total() for part in programs),
         tokens=batches * sequences * c.sequence_len,
         seconds=seconds,
         resources=resources,
@@ -117,14 +117,14 @@ def _by_layer(
     programs: list[Program], kernels: float, gpu: Gpu, gpus: int, disks: Disks
 ) -> tuple[float, dict[str, float]]:
     """Returns (seconds of several batches, busy seconds by resource). kernels: seconds of the batches' programs."""
-    read = sum(part.times * part.read for part in programs)
+    read = sum(part.times * part.read.total() for part in programs)
     put = sum(part.times * size(part.put) for part in programs) / gpus
     resources = {
         "the GPU": kernels,
         "the host link": put / (gpu.pcie_bandwidth * gpu.rates.host),
         "the disk": disks.seconds(read, 0),
     }
-    first = disks.seconds(max(part.read for part in programs), 0)
+    first = disks.seconds(max(part.read.total() for part in programs), 0)
     return max(resources.values()) + first, resources
 
 

@@ -114,6 +114,8 @@ def prediction_lines(p: Plan) -> list[str]:
     kinds = list(p.exposed_s)
     lines.append(f"  {'exposed ms':<17}" + "".join(f"{kind:>13}" for kind in kinds))
     lines += [f"  {loop:<17}" + "".join(f"{cell:>13}" for cell in cells) for loop, cells in exposed_rows(p).items()]
+    if p.exposed_in_files_s:
+        lines.append(f"  of disks: {files_text(p)}")
     if any(p.host_transfers.values()):
         engine = p.host_transfers["copy_engine"]
         kernel = p.host_transfers["kernel"]
@@ -138,6 +140,12 @@ def exposed_rows(p: Prediction) -> dict[str, list[str]]:
     """Exposed milliseconds as text, by loop and then in total, for each kind of `exposed_s`."""
     rows = p.exposed_by_loop_s | {"total": p.exposed_s}
     return {loop: [f"{1e3 * row.get(kind, 0.0):,.1f}" for kind in p.exposed_s] for loop, row in rows.items()}
+
+
+def files_text(p: Prediction) -> str:
+    """Exposed milliseconds of disks as text, by tensor class, the longest first."""
+    by_class = sorted(p.exposed_in_files_s.items(), key=lambda row: -row[1])
+    return ", ".join(f"{name} {1e3 * seconds:,.1f}" for name, seconds in by_class) + " ms exposed"
 
 
 def range_lines(p: Plan) -> list[str]:

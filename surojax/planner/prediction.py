@@ -57,6 +57,9 @@ class Prediction:
     mfu: float | None = None  # model FLOPs, each at the peak rate of its dtype, as in `train`
     exposed_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by kind of transfer
     exposed_by_loop_s: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    exposed_in_files_s: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # by class; a pass's by their seconds
     host_transfers: dict[str, int] = dataclasses.field(default_factory=dict)  # in loops: {"copy_engine", "kernel"}
     not_predicted: str = ""  # why
 
@@ -90,6 +93,7 @@ def predict(step: SimulatedStep, gpu: Gpu, *, tokens: int, compute_time: float) 
         mfu=compute_time / found.seconds,
         exposed_s=exposed,
         exposed_by_loop_s=by_loop,
+        exposed_in_files_s=found.exposed_rows,
         host_transfers=transfers,
     )
 

@@ -58,6 +58,7 @@ class Timeline:
     busy: dict[str, float]  # by kind of work
     exposed: dict[tuple[str, str], float]  # by (label of the loop, kind of transfer)
     events: list[TimelineEvent]  # empty if not asked for
+    exposed_rows: dict[str, float] = dataclasses.field(default_factory=dict)  # of files, by row of the placement table
 
     def since(self, begin: float) -> list[TimelineEvent]:
         """The events of the program if it begins at this second."""

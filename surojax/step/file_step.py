@@ -9,6 +9,7 @@ none of the last stage, whose padding there (step/padding.py) is zeros before an
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from surojax.step.segment_update import SegmentUpdate
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_metrics import metrics_of
-from surojax.step.step_parts import Program, StepParts
+from surojax.step.step_parts import NO_FILES, Program, StepParts
 from surojax.step.tables import Tables, planned_gradients, without_tables
 
 
@@ -82,9 +83,9 @@ class WholeGradients:
         """The plan of what `read` returns."""
         return ()
 
-    def file_bytes(self, segment: str) -> int:
-        """0: no gradients are in files."""
-        return 0
+    def file_bytes(self, segment: str) -> Counter[str]:
+        """None: no gradients are in files."""
+        return NO_FILES
 
     def others_of_update(self, segment: str) -> tuple:
         """Returns (): gradients are arguments of the update's program, see `LayerGradients`."""
@@ -200,7 +201,9 @@ class FileStep:
             most = max(in_flight, key=lambda x: (bytes_per_device(x), bytes_per_device(x, HOST)))
             _, moving, sent, *_ = next(x for x in gradients if x.name == "forward").arguments
             updates = [x._replace(others=(x.others, moving, sent)) for x in updates]
-            gradients = [x._replace(others=(x.others, most), read=0) if x.name == "forward" else x for x in gradients]
+            gradients = [
+                x._replace(others=(x.others, most), read=NO_FILES) if x.name == "forward" else x for x in gradients
+            ]
         else:  # the first layer is read while gradients are computed
             first = next(iter(of_segments))
             early = first.state.planned_round(HOST), first.early

@@ -19,6 +19,7 @@ Shape suffixes: A microbatches, B local batch, S sequence (or its part, see oute
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -251,8 +252,8 @@ class LayerGradients:
         stacks = self.step.planned_gradients(segment)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), stacks)
 
-    def file_bytes(self, segment: str) -> int:
-        """Bytes of a layer's gradients that are in files."""
+    def file_bytes(self, segment: str) -> Counter[str]:
+        """Bytes of a layer's gradients that are in files, by row."""
         return self.segments[segment].grads.files.round_file_bytes
 
     def others_of_update(self, segment: str) -> list:

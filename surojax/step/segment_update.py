@@ -1,6 +1,7 @@
 """The update of one layer of a segment with state in files: a program, which the host runs for one after another."""
 
 import copy
+from collections import Counter
 from typing import Any, Protocol
 
 import jax
@@ -27,8 +28,8 @@ class GradientsOfLayers(Protocol):
     """The gradients that an update reads: `WholeGradients` in `update_inputs`, or `LayerGradients` layer by layer.
 
     segment: a segment's name. planned_grads: the plan of a layer's gradients as the update's argument; () if they are
-    in update_inputs. file_bytes: bytes of a layer's gradients that are in files. others_of_update: the plans of other
-    layers' gradients that are in memory, but are no arguments of the update.
+    in update_inputs. file_bytes: bytes of a layer's gradients that are in files, by row. others_of_update: the plans of
+    other layers' gradients that are in memory, but are no arguments of the update.
     """
 
     update_inputs: dict[str, Any]
@@ -38,7 +39,7 @@ class GradientsOfLayers(Protocol):
         ...
 
     def planned_grads(self, segment: str) -> Any: ...
-    def file_bytes(self, segment: str) -> int: ...
+    def file_bytes(self, segment: str) -> Counter[str]: ...
     def others_of_update(self, segment: str) -> Any: ...
 
 

@@ -1,6 +1,7 @@
 """What the kinds of training steps have in common: gradients, update, and the plans of their arguments and results."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from surojax.step.state import TrainState, shardings, specs_of
 from surojax.step.step_metrics import plan_metrics
 from surojax.step.update import Update
 
+NO_FILES = Counter[str]()
+
 
 class Program(NamedTuple):
     """One of the programs that make up a step.
@@ -22,7 +25,8 @@ class Program(NamedTuple):
     function: jitted. arguments: planned arrays. times: number of runs in a step. others: planned state that is in
     memory while the program runs but is no argument or result of it, and layers on their way to and from files.
     name: of the pass that it is one layer of; "" if it runs by itself. read, written: bytes of files that are read for
-    it, and written from it, of all devices together. put: planned rounds that the host puts on the device for it.
+    it, and written from it, of all devices together, by row of the placement table. put: planned rounds that the host
+    puts on the device for it.
     """
 
     function: Any
@@ -30,8 +34,8 @@ class Program(NamedTuple):
     times: int
     others: Any = ()
     name: str = ""
-    read: int = 0
-    written: int = 0
+    read: Counter[str] = NO_FILES
+    written: Counter[str] = NO_FILES
     put: Any = ()
 
 
