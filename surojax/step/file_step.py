@@ -28,7 +28,7 @@ from surojax.step.segment_update import SegmentUpdate
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_metrics import metrics_of
-from surojax.step.step_parts import NO_FILES, Program, StepParts
+from surojax.step.step_parts import NO_BYTES, Program, StepParts
 from surojax.step.tables import Tables, planned_gradients, without_tables
 
 
@@ -85,7 +85,7 @@ class WholeGradients:
 
     def file_bytes(self, segment: str) -> Counter[str]:
         """None: no gradients are in files."""
-        return NO_FILES
+        return NO_BYTES
 
     def others_of_update(self, segment: str) -> tuple:
         """Returns (): gradients are arguments of the update's program, see `LayerGradients`."""
@@ -202,7 +202,7 @@ class FileStep:
             _, moving, sent, *_ = next(x for x in gradients if x.name == "forward").arguments
             updates = [x._replace(others=(x.others, moving, sent)) for x in updates]
             gradients = [
-                x._replace(others=(x.others, most), read=NO_FILES) if x.name == "forward" else x for x in gradients
+                x._replace(others=(x.others, most), read=NO_BYTES) if x.name == "forward" else x for x in gradients
             ]
         else:  # the first layer is read while gradients are computed
             first = next(iter(of_segments))

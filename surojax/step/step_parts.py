@@ -16,7 +16,7 @@ from surojax.step.state import TrainState, shardings, specs_of
 from surojax.step.step_metrics import plan_metrics
 from surojax.step.update import Update
 
-NO_FILES = Counter[str]()
+NO_BYTES = Counter[str]()
 
 
 class Program(NamedTuple):
@@ -34,8 +34,8 @@ class Program(NamedTuple):
     times: int
     others: Any = ()
     name: str = ""
-    read: Counter[str] = NO_FILES
-    written: Counter[str] = NO_FILES
+    read: Counter[str] = NO_BYTES
+    written: Counter[str] = NO_BYTES
     put: Any = ()
 
 
