@@ -153,19 +153,19 @@ FP32 = {"opt_m_dtype": "float32", "opt_v_dtype": "float32"}
 BF16_MASTER = {"master_dtype": "bfloat16"}
 # Bytes that a block's parameter is read and written a step: of master weights and moments 12, 6 or 4, and 2 each of
 # gradients and work weights, which embedding and head have on the GPU. Master and work weights in bfloat16 are the same
-# numbers, written twice all the same.
+# numbers, written once.
 DISK_BYTES = [
-    ("llama7b", FP32, 16),
-    ("llama70b", FP32, 16),
-    ("qwen32b", FP32, 16),
-    ("llama405b", FP32, 16),
-    ("llama70b", BF16_MASTER, 10),
-    ("llama70b", BF16_MASTER | {"optimizer": "adamw8bit"}, 8),
+    ("llama7b", FP32, 16, 16),
+    ("llama70b", FP32, 16, 16),
+    ("qwen32b", FP32, 16, 16),
+    ("llama405b", FP32, 16, 16),
+    ("llama70b", BF16_MASTER, 10, 8),
+    ("llama70b", BF16_MASTER | {"optimizer": "adamw8bit"}, 8, 6),
 ]
 
 
-@pytest.mark.parametrize("name, numbers, expected", quick_at(DISK_BYTES, 0))
-def test_bytes_that_disks_move_are_those_of_the_textbook(name, numbers, expected):
+@pytest.mark.parametrize("name, numbers, read, written", quick_at(DISK_BYTES, 0, 5))
+def test_bytes_that_disks_move_are_those_of_the_textbook(name, numbers, read, written):
     """State, gradients and weights in files, updated under the next forward pass: weights are read backward only."""
     c = flags.load_config(str(CONFIGS / f"{name}.py"))
     classes = ("offload_optimizer", "offload_master", "offload_grads", "offload_weights")
@@ -180,4 +180,5 @@ def test_bytes_that_disks_move_are_those_of_the_textbook(name, numbers, expected
     )
     outer = sum(math.prod(p.shape) for p in jax.tree.leaves(run.model.outer_params))
     moved = traffic.file_bytes(run, batch_of(c), footprint.by_class(run, batch_of(c), "gpu"))
-    assert moved == pytest.approx((expected * parameters + (expected - 4) * outer,) * 2, rel=0.02)
+    of_outer = (read - 4) * outer  # state alone: their weights and gradients are on the GPU
+    assert moved == pytest.approx((read * parameters + of_outer, written * parameters + of_outer), rel=0.02)

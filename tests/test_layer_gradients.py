@@ -11,6 +11,7 @@ from small import AS_USERS_DO, CONFIG, TABLES, Small, quick_at, stored, tokens
 
 from surojax.errors import ConfigError
 from surojax.memory.aligned import ALIGN
+from surojax.memory.in_file import InFile
 from surojax.memory.layer_file import NvmeError, Store
 from surojax.models.lora import TARGETS, Lora
 from surojax.models.model import Compute
@@ -32,6 +33,7 @@ IN_MEMORY: dict[str, Any] = {"offload_weights": True, "offload_grads": True}
 RESIDUALS = {"offload_residual": "nvme"}
 STEP = {"offload_grads": "nvme"} | RESIDUALS
 WEIGHTS = {"offload_weights": "nvme"}
+IN_16_BITS = {"model_dtype": "bfloat16", "master_dtype": "bfloat16", "m_dtype": "bfloat16"}
 STATE = {"offload_master": "nvme", "offload_optimizer": "nvme"}
 SOME_GIB = 0.0005  # a part of what these small models have in files
 LATE: dict[str, Any] = {"overlap_update": True}  # updates under the next forward pass
@@ -86,6 +88,8 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
             (1, {"optimizer": muon.normuon}, STEP | STATE),
             (2, {"optimizer": adamw8bit, "zero_level": 3, "shard_outer": True}, STEP | STATE),
             (4, {"zero_level": 3, "cp_size": 2, "packed": True}, STEP | STATE),
+            (2, IN_16_BITS | {"zero_level": 3}, LATE | WEIGHTS | STEP | STATE | {"nvme_slots": 2}),
+            (1, IN_16_BITS | {"resident_layers": 1}, WEIGHTS | STATE),
         ],
         0,
     ),
@@ -136,6 +140,21 @@ def test_room_is_reserved_for_every_class(tmp_path):
         < sum(stored.values()) + CONFIG.num_hidden_layers * arrays * ALIGN
     )
     assert not run.store.path.exists()
+
+
+@pytest.mark.parametrize(
+    "placed, apart",
+    [({}, False), ({"model_dtype": "bfloat16"}, True), ({"resident_layers": 1}, True), (IN_16_BITS, False)],
+    ids=["float32", "other-dtype", "resident", "bfloat16"],
+)
+def test_weights_that_are_the_master_weights_take_no_room(tmp_path, placed, apart):
+    """In files and of one dtype they are the same numbers, which are written once and read where they are."""
+    both = WEIGHTS | STATE | {"offload_weights": "nvme"}
+    run = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | both | placed)).run
+    rows = footprint.by_class(run, BatchShape(B, S, A), "gpu")
+    assert ("weights" in {place.row for place in run.store.places.all}) == (rows["weights"][NVME.name] > 0) == apart
+    weights = jax.tree.leaves(run.plan.weights["blocks"], is_leaf=lambda x: isinstance(x, InFile))
+    assert all(x.source is None for x in weights if isinstance(x, InFile)) == apart
 
 
 @pytest.mark.parametrize("gib", [0.0001, SOME_GIB, 1])
@@ -190,7 +209,8 @@ def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late, in
     classes = (plan.weights["blocks"], plan.master, plan.moments)
     weights, *state = (bytes_per_device(tree, NVME) for tree in classes)
     others = sum(bytes_per_device(tree, NVME) for tree in small.run.files)
-    assert tuple(moved) == ((1 if late else 2) * weights + sum(state) + others, weights + sum(state) + others)
+    read = (1 if late else 2) * weights + sum(state) + others
+    assert tuple(moved) == (read, sum(state) + others)  # weights are the master weights, which are written once
 
 
 @pytest.mark.parametrize("part", [0.3, 2.0])

@@ -45,14 +45,23 @@ class InFile:
     stack would have on the devices; a layer there has it without the layer axis. entries: of each stage. parts: for
     each stage, where this process's parts `[parts, ...]` are in a layer, which are what its file stores; None with one
     process, which stores whole layers. The file can be read as long as no other run uses the folder. place: the room
-    for it in the store, which may keep a part in host memory; row: of the placement table.
+    for it in the store, which may keep a part in host memory; row: of the placement table. source: a stack of the same
+    numbers, whose place this one reads, and never writes; None: it has a place of its own.
     """
 
     def __init__(
-        self, store: Store, row: str, shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding, first: int = 0
+        self,
+        store: Store,
+        row: str,
+        shape: tuple[int, ...],
+        dtype: Any,
+        sharding: jax.NamedSharding,
+        first: int = 0,
+        source: "InFile | None" = None,
     ):
-        """first: number of the stack's first layer in the model."""
+        """first: number of the stack's first layer in the model. source: of the same numbers if of this dtype."""
         self.store = store
+        self.row = row
         self.stack_shape = shape
         self.segment = range(first, min(first + shape[0], store.num_layers))
         self.dtype = np.dtype(dtype)
@@ -61,7 +70,10 @@ class InFile:
         self.stages = pipeline_stages(sharding.mesh) if sharding.spec and sharding.spec[0] else 1
         self.entries = shape[0] // self.stages
         self.parts = self._own_parts() if jax.process_count() > 1 else None
-        self.place = self._reserved(row)
+        if source and (self.parts is not None or (source.dtype, source.segment) != (self.dtype, self.segment)):
+            source = None
+        self.source = source
+        self.place = source.place if source else self._reserved(row)
 
     def __repr__(self):
         return f"InFile(shape={self.shape}, dtype={self.dtype}, file={self.store.path})"
@@ -132,7 +144,9 @@ class InFile:
         return self.store.read(l, self.place, self.stored_shape(l), self.dtype)
 
     def write(self, l: int, stored: np.ndarray) -> None:
-        """Writes the stored arrays of layer l. Raises NvmeError."""
+        """Writes the stored arrays of layer l, unless `source` does. Raises NvmeError."""
+        if self.source:
+            return
         assert stored.shape == self.stored_shape(l) and stored.dtype == self.dtype, (self, stored.shape, stored.dtype)
         self.store.write(l, self.place, stored)
 
@@ -390,11 +404,20 @@ class InFiles:
         return range(r, self.stacks[0].stack_shape[0], self.stacks[0].entries) if self.stacks else range(0)
 
     @property
-    def round_file_bytes(self) -> Counter[str]:
-        """Bytes of a round that are in files, of all processes together, by row of the placement table."""
+    def round_read(self) -> Counter[str]:
+        """Bytes of a round that are read from files, of all processes together, by row of the placement table."""
+        return self._bytes_by_row(self.stacks)
+
+    @property
+    def round_written(self) -> Counter[str]:
+        """Bytes of a round that are written to files, as `round_read`."""
+        return self._bytes_by_row(file for file in self.stacks if not file.source)
+
+    @staticmethod
+    def _bytes_by_row(stacks: "Iterable[InFile]") -> Counter[str]:
         total = Counter[str]()
-        for file in self.stacks:
-            total[file.place.row] += file.round_file_bytes
+        for file in stacks:
+            total[file.row] += file.round_file_bytes
         return total
 
     def planned_round(self, home: Home) -> list[jax.ShapeDtypeStruct]:
@@ -417,6 +440,8 @@ class InFiles:
 
         def write(pair: tuple[InFile, jax.Array]) -> None:
             file, x = pair
+            if file.source:
+                return
             for l, stored in zip(own, file.from_devices(x, own), strict=True):
                 file.write(l, stored)
 
@@ -460,6 +485,11 @@ def home_of(x: Any) -> Home:
         return NVME
     kind = x.sharding.memory_kind or DEVICE.memory_kind
     return next(home for home in HOMES if home.memory_kind == kind)
+
+
+def has_room(x: Any) -> bool:
+    """False for a stack in a file that is read from another one's place."""
+    return not isinstance(x, InFile) or x.source is None
 
 
 def part_shape(x: Any) -> tuple[int, ...]:

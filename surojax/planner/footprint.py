@@ -26,6 +26,7 @@ from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import from_config
 from surojax.config import fields as configs
 from surojax.config.fields import Config
+from surojax.memory.in_file import has_room
 from surojax.models.model import runs
 from surojax.numerics.quantized import is_quantized
 from surojax.parallel.schedule import SCHEDULES
@@ -124,7 +125,7 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
         for home, stored in layer_sizes.accumulators(run, segment):
             grads[home.name] += stored
     rows = {
-        "weights": _by_home([x for x in work if not is_quantized(x)]),
+        "weights": _by_home([x for x in work if not is_quantized(x) and has_room(x)]),
         "quants": _by_home([x for x in work if is_quantized(x)]),
         "outer": _by_home(outer),
         "grads": grads,

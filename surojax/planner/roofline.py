@@ -93,6 +93,7 @@ class StepWork:
     tables: Mapping[str, float]  # what embedding and head have of these
     slots: int  # microbatches whose residuals a stage has room for; 1: those of a group
     updated: float  # the part of the weights that an update writes
+    as_master: float  # the part of the weights that are the master weights' numbers: in files these alone are written
     disks: Disks  # what this GPU has of its machine's
 
     @property
@@ -117,7 +118,7 @@ def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows, disks: Dis
     """The `StepWork` of a step. rows: `footprint.by_class` of the run. disks: of a machine."""
     rates = gpu.rates
     stored = {name: float(sum(of.values())) for name, of in rows.items()}
-    stored["weights"] += stored.pop("quants", 0.0)
+    stored["weights"] += stored.pop("quants", 0.0) + traffic.read_from_master(run)
     stored["grads"] -= layer_sizes.outer_gradients(run)
     blocks = products.of_blocks(run, batch, gpu)
     accumulated = 2 * stored["grads"] / (gpu.memory_bandwidth * rates.memory)  # read and written
@@ -140,6 +141,7 @@ def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows, disks: Dis
         tables={row: float(layer_sizes.outer_state(run, row)) for row in ("master", "moments")},
         slots=layer_sizes.slots(run, batch.microbatches) if stages > 1 else 1,
         updated=updated,
+        as_master=traffic.updated_part(run, run.engine.table.master.dtype),
         disks=disks.shared_by(gpu.in_a_machine(run.mesh.size)),
     )
 
@@ -187,9 +189,12 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
             moved[row] -= kept
             left -= kept
     sent = work.sent
-    in_files = {row: round(moved[row]) for row in stored.files}
-    kept = kept_in_memory(stored.in_memory, in_files)
-    in_files = {row: size - kept[row] for row, size in in_files.items()}
+    as_master = work.as_master if {"weights", "master"} <= {*stored.files} and not resident else 0.0
+    sizes = {row: round(moved[row] * (1 - as_master * (row == "weights"))) for row in stored.files}
+    kept = kept_in_memory(stored.in_memory, sizes)
+    in_files = {row: float(size - kept[row]) for row, size in sizes.items()}
+    if as_master:
+        in_files["weights"] += as_master * moved["weights"] * in_files["master"] / sizes["master"]
     of_tables = {row: min(size, work.tables.get(row, 0.0)) for row, size in in_files.items()}  # kept after the layers
     in_files = {row: size - of_tables[row] for row, size in in_files.items()}
     seconds = {"forward": 0.0, "head": work.microbatches * (work.head + sent["vocabulary"])}
@@ -197,19 +202,22 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
     for step_pass, times in passes.passes_of_step(engine, work.fetches):
         name = "update" if step_pass.updates else step_pass.name
         on_link = _seconds(work, step_pass, times, moved, resident if moved.get("weights") else 0.0)
-        on_disk, ends = _disk_seconds(work, step_pass, times, in_files)
+        on_disk, ends = _disk_seconds(work, step_pass, times, in_files, work.updated - as_master)
         seconds[name] = max(on_link, on_disk) + ends
         if step_pass.updates:  # before the pass, where nothing hides them
             seconds[name] += work.disks.seconds(sum(of_tables.values()), sum(of_tables.values()))
     return seconds | {"between": sent["once"] + sent["ticks"]}
 
 
-def _disk_seconds(work: StepWork, step_pass: Pass, times: int, in_files: Mapping[str, float]) -> tuple[float, float]:
+def _disk_seconds(
+    work: StepWork, step_pass: Pass, times: int, in_files: Mapping[str, float], updated: float
+) -> tuple[float, float]:
     """Returns (seconds that disks are busy in a pass that runs so many times, seconds that no other work hides).
 
-    in_files: bytes by row. The first layer of the update is read while gradients are computed.
+    in_files: bytes by row. updated: the part of the weights that is written. The first layer of the update is read
+    while gradients are computed.
     """
-    read, written = traffic.copied_bytes(step_pass, times, in_files, work.updated)
+    read, written = traffic.copied_bytes(step_pass, times, in_files, updated)
     first = 0.0 if step_pass.name == UPDATE else read
     return work.disks.seconds(read, written), work.disks.seconds(first, written) / work.layers
 

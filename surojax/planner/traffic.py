@@ -11,6 +11,8 @@ import jax
 
 from surojax.assembly.assemble import Assembly
 from surojax.config.fields import Config
+from surojax.memory.in_file import has_room
+from surojax.placement.home import NVME
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import REPLICATE, data_parallel, devices_per_sequence, pipeline_stages, shards
 from surojax.placement.param import part_of
@@ -18,7 +20,7 @@ from surojax.planner import layer_sizes
 from surojax.planner.layer_sizes import itemsize
 from surojax.step import passes
 from surojax.step.passes import Pass
-from surojax.step.state_plan import leaf_bytes
+from surojax.step.state_plan import bytes_per_device, leaf_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ def host_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]
     """
     groups = layer_sizes.groups_of(run, batch.microbatches)
     stored: dict[str, float] = {name: row["host"] + row["nvme"] for name, row in rows.items()}
-    stored["weights"] += stored.pop("quants", 0)
+    stored["weights"] += stored.pop("quants", 0) + read_from_master(run)
     stages = pipeline_stages(run.mesh)
     if stages > 1:
         stored["residuals"] /= layer_sizes.slots(run, batch.microbatches)
@@ -91,20 +93,33 @@ def host_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]
 
 def file_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
     """(bytes read from files, bytes written) per step and GPU; rows: as for `host_bytes`."""
-    stored = {name: row["nvme"] for name, row in rows.items()}
+    stored: dict[str, float] = {name: row["nvme"] for name, row in rows.items()}
+    master = rows["master"]
+    from_master = read_from_master(run) and read_from_master(run) * master["nvme"] / (master["host"] + master["nvme"])
+    stored["weights"] += from_master
+    written = max(0.0, updated_part(run) - from_master / max(stored["weights"], 1))
     step_passes = passes.passes_of_step(run.engine, layer_sizes.groups_of(run, batch.microbatches))
-    moved = [copied_bytes(step_pass, times, stored, updated_part(run)) for step_pass, times in step_passes]
+    moved = [copied_bytes(step_pass, times, stored, written) for step_pass, times in step_passes]
     read, written = map(sum, zip(*moved, strict=True))
     return round(read), round(written)
 
 
-def updated_part(run: Assembly) -> float:
-    """The fraction of the bytes of the layers' work weights that a step updates: those that are trained."""
+def updated_part(run: Assembly, dtype: str | None = None) -> float:
+    """The fraction of the bytes of the layers' work weights that a step updates: those that are trained.
+
+    dtype: of this dtype alone.
+    """
     names = [segment.name for segment in run.model.segments]
     stored = {name: run.plan.weights[name] for name in names}
     trained = part_of(stored, {name: run.plan.master[name] for name in names})
-    updated, whole = (sum(map(leaf_bytes, jax.tree.leaves(tree))) for tree in (trained, stored))
-    return updated / whole
+    updated = sum(leaf_bytes(x) for x in jax.tree.leaves(trained) if dtype in (None, x.dtype))
+    return updated / sum(map(leaf_bytes, jax.tree.leaves(stored)))
+
+
+def read_from_master(run: Assembly) -> int:
+    """Bytes per GPU of the layers' work weights that are read from where master weights are in files."""
+    weights = [run.plan.weights[segment.name] for segment in run.model.segments]
+    return bytes_per_device([x for x in jax.tree.leaves(weights) if not has_room(x)], NVME)
 
 
 def device_traffic(run: Assembly, batch: BatchShape) -> int:

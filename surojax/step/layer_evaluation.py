@@ -101,7 +101,7 @@ class LayerEvaluation:
                     list(self.kinds.values()).count(kind),
                     others,
                     "layers",
-                    files.round_file_bytes,
+                    files.round_read,
                     put=files.planned_round(HOST),
                 )
             )

@@ -219,11 +219,11 @@ class LayerGradients:
             arguments = (work[kind], moving, sent, *step_inputs)
             jax.eval_shape(self.forward[kind], *arguments)
             program = Program(self.forward[kind], arguments, self.kinds.count(kind), (), "forward")
-            forward.append(program._replace(read=files[kind].round_file_bytes, put=fetched[kind]))
+            forward.append(program._replace(read=files[kind].round_read, put=fetched[kind]))
         head = Program(self.head, (outer.weights, moving, sent, *batch), 1, self._resting("residuals"))
         jax.eval_shape(self.head, *head.arguments)
         summed = self.of_devices.planned("summed")
-        saved_bytes = {name: x.residuals.files.round_file_bytes for name, x in self.segments.items()}
+        saved_bytes = {name: x.residuals.files.round_written for name, x in self.segments.items()}
         for i, kind in enumerate(self.forward):
             others = self._resting("residuals", kind.segment), arriving
             forward[i] = forward[i]._replace(others=others, written=saved_bytes[kind.segment])
@@ -231,7 +231,7 @@ class LayerGradients:
             name = kind.segment
             arguments = (work[kind], self.planned_saved(name), moving, sent, *step_inputs)
             others = self._resting("residuals", name), self.others_of_update(name), arriving
-            read = files[kind].round_file_bytes + saved_bytes[name]
+            read = files[kind].round_read + saved_bytes[name]
             numbers = self.kinds.count(kind), others, "backward", read, self.file_bytes(name)
             backward.append(Program(self.backward[kind], arguments, *numbers, put=fetched[kind]))
         grads = self._resting("grads", self.order[0].segment)
@@ -254,7 +254,7 @@ class LayerGradients:
 
     def file_bytes(self, segment: str) -> Counter[str]:
         """Bytes of a layer's gradients that are in files, by row."""
-        return self.segments[segment].grads.files.round_file_bytes
+        return self.segments[segment].grads.files.round_written
 
     def others_of_update(self, segment: str) -> list:
         """The gradients of other layers that are in memory while a layer is updated: planned arrays."""

@@ -76,8 +76,8 @@ class SegmentUpdate:
         programs = []
         for number, function in enumerate(self.programs):
             others = arriving, self.early, self.leaving(number), self.gradients.others_of_update(self.name)
-            read = self.state.round_file_bytes + self.gradients.file_bytes(self.name)
-            written = self.state.round_file_bytes + self.weights.files[number].round_file_bytes
+            read = self.state.round_read + self.gradients.file_bytes(self.name)
+            written = self.state.round_written + self.weights.files[number].round_written
             times = len(self.weights.layers[number])
             programs.append(Program(function, self.arguments(number), times, others, name, read, written, self.early))
         return programs

@@ -54,7 +54,7 @@ def state_plan(
     moments = {}
     for segment in model.segments:
         master[segment.name], moments[segment.name] = planner.layers_state(segment)
-        weights[segment.name] = planner.work_stacks(segment)
+        weights[segment.name] = planner.work_stacks(segment, master[segment.name])
     master[OUTER], moments[OUTER] = planner.outer_state()
     weights[OUTER] = planner.outer_weights()
     return TrainState(
@@ -123,15 +123,23 @@ class StatePlanner:
         sharding = jax.NamedSharding(self.mesh, spec, memory_kind=home.memory_kind)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def stack(self, layers: range, row: str, shape, dtype, layout: Layout):
-        """A planned stack of these layers of a row of the placement table, each of this shape and layout."""
-        return self.in_home(layers, row, shape, dtype, stacked(layout), layout.home)
+    def stack(self, layers: range, row: str, shape, dtype, layout: Layout, source: Any = None):
+        """A planned stack of these layers of a row of the placement table, each of this shape and layout.
 
-    def in_home(self, layers: range, row: str, layer_shape, dtype, spec: jax.P, home: Home):
-        """A planned stack of these layers in this memory, or in the file. layers: their numbers in the model."""
+        source: see `in_home`.
+        """
+        return self.in_home(layers, row, shape, dtype, stacked(layout), layout.home, source)
+
+    def in_home(self, layers: range, row: str, layer_shape, dtype, spec: jax.P, home: Home, source: Any = None):
+        """A planned stack of these layers in this memory, or in the file. layers: their numbers in the model.
+
+        source: a planned stack of the same numbers, which is read in place of this one if both are in the file, in
+        equal dtypes.
+        """
         shape = (len(layers), *layer_shape)
         if home.in_file:
-            return InFile(self.store, row, shape, dtype, jax.NamedSharding(self.mesh, spec), layers.start)
+            source = source if source is not None and home_of(source) == home else None
+            return InFile(self.store, row, shape, dtype, jax.NamedSharding(self.mesh, spec), layers.start, source)
         return self.array(shape, dtype, spec, home)
 
     def coded_stack(self, layers: range, param: Param, layout: Layout) -> base_formats.Coded:
@@ -165,9 +173,10 @@ class StatePlanner:
         scales_placement = (jax.P(), DEVICE) if table.one_scale else (spec, layout.home)
         return quantized.Quantized(values, self.array(planned.scales.shape, planned.scales.dtype, *scales_placement))
 
-    def work_stacks(self, segment: Segment):
-        """Plans a segment's work weights for all stages: resident layers and streamed layers."""
+    def work_stacks(self, segment: Segment, master: dict):
+        """Plans a segment's work weights for all stages: resident layers and streamed layers. master: its plan."""
         table = self.table
+        master_of = {param.name: x for param, x in _leaves(segment.trained_params, master)}
         stages = pipeline_stages(self.mesh)
         entries = self._entries(segment)
         resident = stages * min(max(table.weights.resident - segment.start, 0), len(entries) // stages)
@@ -179,7 +188,8 @@ class StatePlanner:
                 layout = layout if home is None else dataclasses.replace(layout, home=home)
                 if table.base_format and not param.trainable and has_format(param, table.base_format):
                     return self.coded_stack(layers, param, layout)
-                return self.stack(layers, "weights", param.shape, param.dtype or table.weights.dtype, layout)
+                dtype = param.dtype or table.weights.dtype
+                return self.stack(layers, "weights", param.shape, dtype, layout, master_of.get(param.name))
 
             return jax.tree.map(one, segment.params, self.layouts.weights[segment.name])
 

@@ -88,9 +88,9 @@ class Tables:
         if not self.pieces:
             return []
         early = self.state.planned_round(HOST)
-        moved = self.state.round_file_bytes
+        read, written = self.state.round_read, self.state.round_written
         arguments, in_flight = self._arguments(), (early, early, others)
-        return [Program(self.program, arguments, self.pieces, in_flight, "embedding and head", moved, moved)]
+        return [Program(self.program, arguments, self.pieces, in_flight, "embedding and head", read, written)]
 
     def lowered(self) -> "Tables":
         """A copy with the program lowered."""
