@@ -170,7 +170,7 @@ ROWS = (
     Row(LONG, "8B", "h200", 8, f"zero_level=3 cp_size=8 sequence_len=1048576 {LONG_8B}"),
     Row(LONG, "8B", "rtx4090", 1, "sequence_len=131072 sequence_chunks=8"),
     Row(FILES, "70B", "rtx4090", 1, f"{ALL_IN_FILES} {OF_ONE}=32", disk="2x7/6"),
-    Row(FILES, "70B", "rtx4090", 1, f"{ALL_IN_FILES} {OF_ONE}=32 {SMALL_STATE} device_memory=3.5", disk="2x7/6"),
+    Row(FILES, "70B", "rtx4090", 1, f"{ALL_IN_FILES} {OF_ONE}=32 {SMALL_STATE} device_memory=3", disk="2x7/6"),
     Row(FILES, "32B", "rtx4090", 1, f"{ALL_IN_FILES} {OF_ONE}=32", disk="2x7/6"),
     Row(FILES, "7B", "rtx4060", 1, f"{ALL_IN_FILES} {OF_ONE}=16", disk="7/6"),
     Row(FILES, "405B", "h100", 8, f"{SHARDED} {ALL_IN_FILES} {OF_ONE}=32", disk="8x7/6"),

@@ -427,6 +427,16 @@ class InFiles:
             for file in self.stacks
         ]
 
+    def planned_leaving(self) -> list[jax.ShapeDtypeStruct]:
+        """A planned round of each stack where a program leaves it: in host memory, or on the device if it goes to no
+        file, since it has another one's place."""
+        rounds = zip(self.stacks, self.planned_round(HOST), self.planned_round(DEVICE), strict=True)
+        return [on_device if file.source else in_host for file, in_host, on_device in rounds]
+
+    def written(self, rounds: list) -> list:
+        """What `write` needs of rounds: None in place of those that it does not write."""
+        return [None if file.source else x for file, x in zip(self.stacks, rounds, strict=True)]
+
     def read(self, layers: Iterable[int]) -> list[jax.Array]:
         """A round of each stack in pinned host memory with these layers, at most one of each stage. Raises NvmeError.
 
@@ -434,8 +444,11 @@ class InFiles:
         """
         return list(self.store.of_arrays[0].map(lambda file: file.on_devices(file.read_own(layers), HOST), self.stacks))
 
-    def write(self, layers: Iterable[int], rounds: list[jax.Array]) -> None:
-        """Writes these layers, at most one of each stage, from a round of each stack. Raises NvmeError."""
+    def write(self, layers: Iterable[int], rounds: list) -> None:
+        """Writes these layers, at most one of each stage, from a round of each stack. Raises NvmeError.
+
+        rounds: or `written` of them.
+        """
         own = [l for l in layers if self.stacks and l in self.stacks[0].place.records]
 
         def write(pair: tuple[InFile, jax.Array]) -> None:

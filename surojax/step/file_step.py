@@ -129,10 +129,11 @@ class PendingUpdate(NamedTuple):
 
 
 class ToFiles(NamedTuple):
-    """A layer's rounds to write to files after its update: master weights, moments and work weights."""
+    """A layer's rounds to write to files after its update: master weights and moments, and `InFiles.written` of work
+    weights."""
 
     state: list[jax.Array]
-    weights: list[jax.Array]
+    weights: list[jax.Array | None]
 
 
 class FileStep:
@@ -185,7 +186,7 @@ class FileStep:
     def finish(self, pending: PendingUpdate) -> TrainState:
         """The state with its last update applied; its state is donated. Raises NvmeError."""
         layers = UpdatingRounds(self, pending)
-        layers.over_all(layers.update, layers.write)
+        layers.over_all(lambda layer, arrived: layers.update(layer, arrived)[0], layers.write)
         state = layers.state
         return from_sections(state.step, {**layers.sections(), OUTER: section(state, OUTER)}, state.history)
 
@@ -201,9 +202,7 @@ class FileStep:
             most = max(in_flight, key=lambda x: (bytes_per_device(x), bytes_per_device(x, HOST)))
             _, moving, sent, *_ = next(x for x in gradients if x.name == "forward").arguments
             updates = [x._replace(others=(x.others, moving, sent)) for x in updates]
-            gradients = [
-                x._replace(others=(x.others, most), read=NO_BYTES) if x.name == "forward" else x for x in gradients
-            ]
+            gradients = [x._replace(others=(x.others, most)) if x.name == "forward" else x for x in gradients]
         else:  # the first layer is read while gradients are computed
             first = next(iter(of_segments))
             early = first.state.planned_round(HOST), first.early
@@ -298,18 +297,18 @@ class UpdatingRounds:
         arrays = update.state.read(update.state.layers_of_round(layer.l)), self.step.gradients.read(layer)
         return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding, update.arriving)) if update.early else arrays
 
-    def update(self, layer: SegmentLayer, arrived: tuple) -> ToFiles:
-        """Updates a layer from what `read` returned."""
+    def update(self, layer: SegmentLayer, arrived: tuple) -> tuple[ToFiles, list[jax.Array]]:
+        """Updates a layer from what `read` returned: (what to write, its work weights that are in files)."""
         name, l = layer
         update = self.step.updates[name]
         if l == 0:
             self.inputs["l"] = self.zero
         i = update.weights.part_of[l]
         arguments = self.work[name][i], self.stacks[name], *arrived, self.inputs
-        self.work[name][i], self.stacks[name], to_files, self.inputs["l"] = update.programs[i](*arguments)
+        self.work[name][i], self.stacks[name], (new, weights), self.inputs["l"] = update.programs[i](*arguments)
         if jax.default_backend() == "cpu" and self.step.step.mesh.size > 1:
-            jax.block_until_ready(to_files)  # several programs with collectives in flight can block each other
-        return ToFiles(*to_files)
+            jax.block_until_ready(new)  # several programs with collectives in flight can block each other
+        return ToFiles(new, update.weights.files[i].written(weights)), weights
 
     def write(self, layer: SegmentLayer, to_files: ToFiles) -> None:
         """Writes a layer of every stage, and its work weights, to the file. Raises NvmeError."""

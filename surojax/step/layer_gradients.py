@@ -163,8 +163,8 @@ class LayerGradients:
 
         def update_and_forward(layer: SegmentLayer, arrived):
             assert late
-            to_files = late.update(layer, arrived)
-            return to_files, forward(layer, segments[layer.segment].weights.on_device(layer.l, to_files.weights))
+            to_files, weights = late.update(layer, arrived)
+            return to_files, forward(layer, segments[layer.segment].weights.on_device(layer.l, weights))
 
         def read_weights(layer: SegmentLayer):
             return segments[layer.segment].weights.read(layer.l)
@@ -219,7 +219,11 @@ class LayerGradients:
             arguments = (work[kind], moving, sent, *step_inputs)
             jax.eval_shape(self.forward[kind], *arguments)
             program = Program(self.forward[kind], arguments, self.kinds.count(kind), (), "forward")
-            forward.append(program._replace(read=files[kind].round_read, put=fetched[kind]))
+            if self.engine.overlap_update:  # weights come from the update, not from files
+                program = program._replace(put=files[kind].written(fetched[kind]))
+            else:
+                program = program._replace(read=files[kind].round_read, put=fetched[kind])
+            forward.append(program)
         head = Program(self.head, (outer.weights, moving, sent, *batch), 1, self._resting("residuals"))
         jax.eval_shape(self.head, *head.arguments)
         summed = self.of_devices.planned("summed")

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import jax
 
-from surojax.memory.host import put, read, write_layer
-from surojax.memory.in_file import InFiles
+from surojax.memory.host import move, put, read, write_layer
+from surojax.memory.in_file import InFiles, home_of
 from surojax.models.model import Segment
 from surojax.numerics.rounding import materialised
 from surojax.optim.optimizer import UpdateContext
@@ -84,7 +84,8 @@ class SegmentUpdate:
 
     def leaving(self, number: int) -> tuple:
         """Plans what is on its way to files behind a layer of this part."""
-        return self.state.planned_round(HOST), self.weights.files[number].planned_round(HOST)
+        files = self.weights.files[number]
+        return self.state.planned_round(HOST), files.written(files.planned_round(HOST))
 
     def lowered(self) -> "SegmentUpdate":
         """A copy with the programs lowered."""
@@ -122,10 +123,13 @@ class SegmentUpdate:
             weights, *new = materialised(tuple(as_trees(done, state)))
             stacks = write_layer(stacks, self.state.in_memory(tuple(new)), l)
             work, weight_rounds = self.weights.replaced(number, work, weights, l)
-            return work, stacks, put((in_rounds(self.state.files(tuple(new))), weight_rounds), HOST), l + 1
+            rounds = put(in_rounds(self.state.files(tuple(new))), HOST)
+            weight_rounds = [move(x, home_of(planned).space) for x, planned in zip(weight_rounds, leaving, strict=True)]
+            return work, stacks, (rounds, weight_rounds), l + 1
 
+        leaving = self.weights.files[number].planned_leaving()
         work, stacks, layer, *_ = arguments = self.arguments(number)
-        to_files = layer, self.weights.files[number].planned_round(HOST)
+        to_files = layer, leaving
         results = work, stacks, to_files, self.step.plan.step
         return self.step.program(per_device, arguments, results, batch=False, donated=(0, 1))
 

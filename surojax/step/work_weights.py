@@ -52,7 +52,7 @@ class WorkWeights:
         """Rounds of layer l, on their way to device memory."""
         return jax.device_put(rounds, [file.round_sharding(DEVICE) for file in self.files[self.part_of[l]].stacks])
 
-    def write(self, l: int, rounds: list[jax.Array]) -> None:
+    def write(self, l: int, rounds: list) -> None:
         """Writes the rounds of layer l that `replaced` returned to files. Raises NvmeError."""
         number = self.part_of[l]
         self.files[number].write([l - self.layers[number].start], rounds)
