@@ -309,7 +309,6 @@ def reference_losses(config, params, inputs, labels):
             (1, {"packed": True}),
             (4, {"pp_size": 2, "cp_size": 2, "compute": Compute(cp_method="ring"), "recompute_block": False}),
         ],
-        2,
     ),
 )
 def test_losses_of_routers_are_of_a_whole_step(devices, placed):

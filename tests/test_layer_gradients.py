@@ -180,8 +180,9 @@ def with_all_microbatches(engine):
     return dataclasses.replace(engine, microbatches_per_fetch=A)
 
 
-@pytest.mark.parametrize("in_memory", [0.0, SOME_GIB])
-@pytest.mark.parametrize("late", [{}, LATE], ids=["update", "late"])
+@pytest.mark.parametrize(
+    "in_memory, late", quick_at([(0.0, {}), (0.0, LATE), (SOME_GIB, {}), (SOME_GIB, LATE)], 0, 3), ids=str
+)
 def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late, in_memory):
     """Weights twice, gradients, residuals and state once; weights once if the forward pass makes them."""
     files = WEIGHTS | STEP | STATE | late | {"files_in_memory": in_memory}

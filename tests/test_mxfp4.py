@@ -64,6 +64,14 @@ def test_numbers_are_rounded_to_the_nearest():
     assert found[2, 32:64].all() and found[3, 64:96].all() and found.sum() == 64
 
 
+@pytest.mark.parametrize("largest", [1e-39, 2.0**-126, 2.0**-125])
+def test_blocks_below_the_least_scale_stay_near_their_numbers(largest):
+    """Half a step of that scale, and what XLA:CPU flushes to 0: scales below it would wrap around to the largest."""
+    w = np.full((32, 128), largest, np.float32) * np.linspace(0, 1, 128, dtype=np.float32)
+    found = np.asarray(base_formats.dequantise(quantised(w), "float32"))
+    assert np.abs(found - w).max() <= 2.0**-126
+
+
 def of_gpt_oss() -> dict[str, np.ndarray]:
     """The tensors of a tiny model whose experts are in MXFP4; everything else in float32."""
     rng = np.random.default_rng(0)

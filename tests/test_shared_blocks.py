@@ -83,6 +83,7 @@ def test_chunks_that_are_the_files_blocks_restore_in_every_placement(tmp_path, m
         assert_same(restore(path, other.plan), files.state)
 
 
+@pytest.mark.full
 def test_a_checkpoint_takes_no_room_until_the_next_update(sharing):
     """On Btrfs: the blocks are those of the file, and an update of the file does not change the checkpoint."""
     files = Small(config=TABLES, nvme_path=made(sharing / "files"), **BOTH)

@@ -85,7 +85,8 @@ def test_each_set_is_evaluated_under_its_name(whole):
     assert summary[1].startswith("evaluation of sums: ") and summary[1].endswith("(steps 3 -> 6)")
 
 
-@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("step", [2, 4])
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(whole, files, tmp_path, step, capsys):
     """To the bit, and from the cache. The entries come back from the checkpoint's JSON as they were."""
     killed_after(whole, step, tmp_path / "run")
