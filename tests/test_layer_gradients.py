@@ -11,7 +11,7 @@ from small import AS_USERS_DO, CONFIG, TABLES, Small, quick_at, stored, tokens
 
 from surojax.errors import ConfigError
 from surojax.memory.aligned import ALIGN
-from surojax.memory.in_file import InFile
+from surojax.memory.in_file import InFile, home_of
 from surojax.memory.layer_file import NvmeError, Store
 from surojax.models.lora import TARGETS, Lora
 from surojax.models.model import Compute
@@ -27,6 +27,7 @@ from surojax.planner.traffic import BatchShape
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.state_plan import bytes_per_device, leaf_bytes
 from surojax.step.train_step import evaluated, up_to_date
+from surojax.step.work_weights import WorkWeights
 
 A, B, S = 3, 4, 16
 IN_MEMORY: dict[str, Any] = {"offload_weights": True, "offload_grads": True}
@@ -188,8 +189,8 @@ def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late, in
     files = WEIGHTS | STEP | STATE | late | {"files_in_memory": in_memory}
     small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | files))
     small.train(batches()[:1])
-    moved = [0, 0]
-    read, write = Store.read, Store.write
+    moved, put = [0, 0], [0]
+    read, write, on_device = Store.read, Store.write, WorkWeights.on_device
 
     def count_read(store, l, place, *of_array):
         array = read(store, l, place, *of_array)
@@ -200,10 +201,17 @@ def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late, in
         moved[1] += array.nbytes - place.kept
         write(store, l, place, array)
 
+    def count_put(weights, l, rounds):
+        put[0] += sum(x.nbytes for x in rounds if home_of(x) == HOST)
+        return on_device(weights, l, rounds)
+
     monkeypatch.setattr(Store, "read", count_read), monkeypatch.setattr(Store, "write", count_write)
+    monkeypatch.setattr(WorkWeights, "on_device", count_put)
     small.train(batches()[1:2])
     shape = jax.ShapeDtypeStruct((A, B, S), np.int32, sharding=batch_sharding(small.mesh))
-    assert tuple(moved) == file_time.moved(small.step.programs(shape, shape))
+    programs = small.step.programs(shape, shape)
+    assert tuple(moved) == file_time.moved(programs)
+    assert put[0] == sum(part.times * leaf_bytes(x) for part in programs for x in jax.tree.leaves(part.put))
     if in_memory:
         return
     plan = small.plan
@@ -212,6 +220,7 @@ def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late, in
     others = sum(bytes_per_device(tree, NVME) for tree in small.run.files)
     read = (1 if late else 2) * weights + sum(state) + others
     assert tuple(moved) == (read, sum(state) + others)  # weights are the master weights, which are written once
+    assert put[0] == (1 if late else 2) * weights  # on the device the update leaves them there
 
 
 @pytest.mark.parametrize("part", [0.3, 2.0])
