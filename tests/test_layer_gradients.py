@@ -211,6 +211,8 @@ def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late, in
     shape = jax.ShapeDtypeStruct((A, B, S), np.int32, sharding=batch_sharding(small.mesh))
     programs = small.step.programs(shape, shape)
     assert tuple(moved) == file_time.moved(programs)
+    passes = {part.name for part in programs if part.name}
+    assert passes == {"forward", "backward", "embedding and head", *([] if late else ["update"])}
     assert put[0] == sum(part.times * leaf_bytes(x) for part in programs for x in jax.tree.leaves(part.put))
     if in_memory:
         return
