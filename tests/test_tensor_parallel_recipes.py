@@ -308,6 +308,7 @@ def test_blocks_of_another_size():
     m_scale, v_scale = (rng.random((3, 2), np.float32) * 10.0 ** rng.integers(-6, 1, (3, 2)) for _ in range(2))
     old = Moments8bit(m, np.float32(m_scale), v, np.float32(v_scale))
     smaller = reblocked(old, 6)
+    assert [x.dtype for x in smaller] == [x.dtype for x in old]
     for a, b in zip(decoded(smaller), decoded(old), strict=True):
         np.testing.assert_array_equal(a, b)
     again = reblocked(smaller, 2)
