@@ -15,6 +15,7 @@ from surojax.memory.in_file import InFile, home_of
 from surojax.memory.layer_file import NvmeError, Store
 from surojax.models.lora import TARGETS, Lora
 from surojax.models.model import Compute
+from surojax.models.router_losses import RouterLosses
 from surojax.numerics.recipes import Precision
 from surojax.optim import normuon as muon
 from surojax.optim.adamw8bit import adamw8bit
@@ -42,6 +43,7 @@ LATE: dict[str, Any] = {"overlap_update": True}  # updates under the next forwar
 WITH_ADAPTERS = dataclasses.replace(
     CONFIG, hidden_size=64, intermediate_size=256, head_dim=32, lora=Lora(4, 8.0, tuple(TARGETS.values()))
 )
+EXPERTS = dataclasses.replace(TABLES, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
 FROZEN_BASE: dict[str, Any] = {"config": WITH_ADAPTERS, "offload_grads": False}
 
 
@@ -91,6 +93,8 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
             (4, {"zero_level": 3, "cp_size": 2, "packed": True}, STEP | STATE),
             (2, IN_16_BITS | {"zero_level": 3}, LATE | WEIGHTS | STEP | STATE | {"nvme_slots": 2}),
             (1, IN_16_BITS | {"resident_layers": 1}, WEIGHTS | STATE),
+            (1, recipe("fp8_hybrid"), STEP | STATE),  # largest magnitudes of all microbatches
+            (1, {"config": EXPERTS, "auxiliary": RouterLosses(0.5, 0.5)}, LATE | WEIGHTS | STEP | STATE),
         ],
         0,
     ),
