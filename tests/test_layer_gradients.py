@@ -93,6 +93,7 @@ def check_bits(folder, devices: int, in_files: dict[str, Any], **placed) -> None
             (4, {"zero_level": 3, "cp_size": 2, "packed": True}, STEP | STATE),
             (2, IN_16_BITS | {"zero_level": 3}, LATE | WEIGHTS | STEP | STATE | {"nvme_slots": 2}),
             (1, IN_16_BITS | {"resident_layers": 1}, WEIGHTS | STATE),
+            (1, {"offload_grads": False}, WEIGHTS | STATE),
             (1, recipe("fp8_hybrid"), STEP | STATE),  # largest magnitudes of all microbatches
             (1, {"config": EXPERTS, "auxiliary": RouterLosses(0.5, 0.5)}, LATE | WEIGHTS | STEP | STATE),
         ],
