@@ -444,6 +444,23 @@ def test_the_planner_takes_the_time_of_the_slowest_stage():
     assert forward(run) == pytest.approx(local + (everything - local) / 4)  # one of its four layers sees everything
 
 
+def test_weights_are_read_into_stages_that_are_not_all_full():
+    """Each layer once, by its number; zeros behind the last one."""
+    expected = jax.device_get(Small(config=FIVE).state.weights)
+    asked = []
+
+    def read_layer(segment, l: int):
+        asked.append(l)
+        assert l < FIVE.num_hidden_layers
+        return jax.tree.map(lambda x: x[l], expected[segment.name])
+
+    found = Small(2, config=FIVE, pp_size=2).run.load_state(read_layer, lambda model: expected[OUTER])
+    assert asked == list(range(5))
+    for part in (found.weights, found.master):
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:5], y), part["blocks"], expected["blocks"])
+        assert all(x.shape[0] == 6 and not np.any(np.asarray(x[5:])) for x in jax.tree.leaves(part["blocks"]))
+
+
 def test_what_is_gathered_after_an_update_is_that_of_a_stage():
     """A quarter of the layers on each of four stages, and a quarter of the vocabulary; by hand for one stage."""
     batch = traffic.BatchShape(sequences=1, sequence_len=512, microbatches=4)
