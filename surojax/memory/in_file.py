@@ -144,9 +144,8 @@ class InFile:
         return self.store.read(l, self.place, self.stored_shape(l), self.dtype)
 
     def write(self, l: int, stored: np.ndarray) -> None:
-        """Writes the stored arrays of layer l, unless `source` does. Raises NvmeError."""
-        if self.source:
-            return
+        """Writes the stored arrays of layer l. Raises NvmeError."""
+        assert not self.source, "written as the source"
         assert stored.shape == self.stored_shape(l) and stored.dtype == self.dtype, (self, stored.shape, stored.dtype)
         self.store.write(l, self.place, stored)
 
