@@ -1,6 +1,6 @@
 """Checks that the tests notice mistakes: makes one at a time in a copy of the source and runs the tests of its line.
 
-    python benchmarks/mutants.py [PLACE ...] [--since REVISION] [--sample N] [--seed S] [--all] [--jobs N] [--list]
+    python benchmarks/mutants.py [PLACE ...] [--since REVISION] [--sample N] [--seed S] [--full SECONDS] [--list]
 
 Mistakes (mutants) are generated from the syntax tree (mutation.py). PLACE is a file or folder, such as `surojax/step`;
 `--since` keeps the lines that changed after a revision. A sample has as many mutants of each kind as there are, in an
@@ -11,7 +11,9 @@ everything, and keeps that in a folder (`--map`). A map of files that have chang
 
 A mutant is killed if one of the tests of its line fails, cannot be collected, crashes, or takes ten times as long as
 without it. The fastest tests run first, as many as fit into `--limit` seconds; a survivor's row says how many were left
-out. A survivor shows a test that is missing, or changes nothing: look at it. Exit code 1: more than a tenth survived.
+out. With `--full` it is tried again with the cases of the tests of its line that are marked `full`: the quick suite has
+one of many. A survivor shows a test that is missing, or changes nothing: look at it. A function that is traced once a
+process has its lines in the first test that needs it, so a map misses tests. Exit code 1: more than a tenth survived.
 The working tree is not changed.
 """
 
@@ -43,7 +45,7 @@ from mutation import Mutant, mutants_of
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("surojax", "pallas_kernels")
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no")
-PASSED = 0  # exit code of pytest
+PASSED, NOTHING_RAN = 0, 5  # exit codes of pytest
 STARTS_S = 60  # to import JAX and collect tests
 SURVIVORS = 0.1  # the fraction that may survive
 WARM = ["pytest", "jax", "numpy", "flax.nnx", "optax", "orbax.checkpoint", "ml_collections"]  # none of this repository
@@ -193,13 +195,12 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def run_tests(folder: Path, tests: Sequence[Test], limit_s: float) -> tuple[int | None, str]:
+def run_tests(folder: Path, names: Sequence[str], limit_s: float) -> tuple[int | None, str]:
     """Runs tests until the first one fails, in a process that begins as a copy of one with JAX imported (`WARM`).
 
-    Returns (exit code, or None if the limit was exceeded; output).
+    names: or options of pytest. Returns (exit code, or None if the limit was exceeded; output).
     """
     output = folder / "output.txt"
-    names = [test.name for test in tests]
     process = FORKS.Process(target=run_pytest, args=(folder, names, output))
     process.start()
     try:
@@ -239,8 +240,11 @@ def verdict(code: int | None, output: str, limit_s: float) -> str:
     return f"pytest ended with {code}: {' '.join(output.split())[-80:]}"
 
 
-def try_mutant(mutant: Mutant, folder: Path, tests: Sequence[Test], limit_s: float) -> Outcome:
-    """Makes the mistake in a copy of the source, runs its tests, and restores the copy."""
+def try_mutant(mutant: Mutant, folder: Path, tests: Sequence[Test], limit_s: float, full_s: float) -> Outcome:
+    """Makes the mistake in a copy of the source, runs its tests, and restores the copy.
+
+    full_s: seconds for the full cases of these tests if it survives.
+    """
     started = time.perf_counter()
     chosen = within(tests, limit_s)
     longest_s = STARTS_S + 10 * sum(test.seconds for test in chosen)
@@ -248,14 +252,19 @@ def try_mutant(mutant: Mutant, folder: Path, tests: Sequence[Test], limit_s: flo
     original = file.read_text()
     file.write_text(mutant.applied(original))
     try:
-        code, output = run_tests(folder, chosen, longest_s)
+        killed_by = verdict(*run_tests(folder, [test.name for test in chosen], longest_s), longest_s)
+        if full_s and not killed_by:
+            functions = dict.fromkeys(test.name.partition("[")[0] for test in tests)
+            code, output = run_tests(folder, ["--all", "-m", "full", *functions], full_s)
+            killed_by = verdict(code, output, full_s) if code not in (None, NOTHING_RAN) else ""
     finally:
         file.write_text(original)
-    killed_by = verdict(code, output, longest_s)
     return Outcome(mutant, killed_by, time.perf_counter() - started, len(tests) - len(chosen))
 
 
-def outcomes(mutants: Sequence[Mutant], tests: dict, copies: list[Path], limit_s: float) -> Iterator[Outcome]:
+def outcomes(
+    mutants: Sequence[Mutant], tests: dict, copies: list[Path], limit_s: float, full_s: float
+) -> Iterator[Outcome]:
     """Yields the `Outcome` of each mutant as soon as it is known; one process runs in each copy."""
     free: queue.Queue[Path] = queue.Queue()
     for copy in copies:
@@ -264,7 +273,7 @@ def outcomes(mutants: Sequence[Mutant], tests: dict, copies: list[Path], limit_s
     def run(mutant: Mutant) -> Outcome:
         copy = free.get()
         try:
-            return try_mutant(mutant, copy, tests[mutant.file, mutant.line], limit_s)
+            return try_mutant(mutant, copy, tests[mutant.file, mutant.line], limit_s, full_s)
         finally:
             free.put(copy)
 
@@ -295,6 +304,7 @@ def main() -> None:
     parser.add_argument("--map", type=Path, default=ROOT / "build" / "mutants", help="folder (default: build/mutants)")
     parser.add_argument("--jobs", type=int, default=2, help="parallel processes (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=40, help="seconds of tests per mutant (default: %(default)s)")
+    parser.add_argument("--full", type=float, default=0, help="seconds of full tests per survivor (default: none)")
     parser.add_argument("--list", action="store_true", help="print the sample and how many tests it has, and exit")
     a = parser.parse_args()
     if not a.map.is_dir():
@@ -325,7 +335,7 @@ def main() -> None:
         copies = [Path(temporary) / f"copy{i}" for i in range(min(a.jobs, len(chosen)))]
         for copy in copies:
             copy_tree(copy)
-        for outcome in outcomes(chosen, tests, copies, a.limit):
+        for outcome in outcomes(chosen, tests, copies, a.limit, a.full):
             results.append(outcome)
             left = f", {outcome.left_out} tests left out" if outcome.left_out else ""
             fate = f"killed by {outcome.killed_by}" if outcome.killed_by else f"SURVIVED{left}"

@@ -144,8 +144,26 @@ def test_a_run_ends_with_its_first_failure_or_at_its_limit(tmp_path):
 
     def run(*names: str, limit_s: float = 60) -> str:
         tests = [Timed(f"test_x.py::{name}", 0) for name in names]
-        return mutants.verdict(*mutants.run_tests(tmp_path, tests, limit_s), limit_s)
+        return mutants.verdict(*mutants.run_tests(tmp_path, [test.name for test in tests], limit_s), limit_s)
 
     assert run("test_good") == run("test_good") == ""
     assert run("test_good", "test_bad", "test_slow") == "test_x.py::test_bad"
     assert run("test_slow", limit_s=2) == "hang: more than 2 s"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("full_s, killed_by", [(0, ""), (60, "test_m.py::test_f[1-2]")])
+def test_a_survivor_is_tried_again_with_full_cases(tmp_path, full_s, killed_by):
+    (tmp_path / "m.py").write_text("def f(x):\n    return x + 1\n")
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--all', action='store_true')\n"
+        "def pytest_configure(config):\n    config.addinivalue_line('markers', 'full')\n"
+    )
+    (tmp_path / "test_m.py").write_text(
+        "import m, pytest\n"
+        "@pytest.mark.parametrize('x, most', [(1, 9), pytest.param(1, 2, marks=pytest.mark.full)])\n"
+        "def test_f(x, most):\n    assert x < m.f(x) <= most\n"
+    )
+    (off_by_one,) = (mutant for mutant in mutants_of(tmp_path / "m.py", "m.py") if mutant.kind == "off by one")
+    tests = [Timed("test_m.py::test_f[1-9]", 0)]
+    assert mutants.try_mutant(off_by_one, tmp_path, tests, 60, full_s).killed_by == killed_by
