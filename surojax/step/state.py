@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.memory.host import join_parts, parts, put, read, write_layer
-from surojax.memory.in_file import InFiles, TableInFile
+from surojax.memory.in_file import InFiles, TableInFile, has_room
 from surojax.models.model import Model, Segment
 from surojax.numerics.base_formats import dequantise, is_coded
 from surojax.numerics.quantized import work_copy
@@ -223,6 +223,9 @@ def work_weights(master, plan: TrainState) -> dict:
     """Work weights made from master weights, one layer at a time. plan: of what is trained."""
     weights = {}
     for name in segment_names(plan.weights):
+        if not any(map(has_room, jax.tree.leaves(plan.weights[name]))):
+            weights[name] = plan.weights[name]  # read from where master weights are
+            continue
         in_files = InFiles(master[name])
         stacks = in_files.in_memory(master[name])
         work = work_function(plan.weights[name], work_dtype(plan))
