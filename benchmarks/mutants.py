@@ -1,6 +1,7 @@
 """Checks that the tests notice mistakes: makes one at a time in a copy of the source and runs the tests of its line.
 
-    python benchmarks/mutants.py [PLACE ...] [--since REVISION] [--sample N] [--seed S] [--full SECONDS] [--list]
+    python benchmarks/mutants.py [PLACE ...] [--since REVISION] [--sample N] [--seed S] [--all] [--jobs N] [--list]
+                                 [--full SECONDS]
 
 Mistakes (mutants) are generated from the syntax tree (mutation.py). PLACE is a file or folder, such as `surojax/step`;
 `--since` keeps the lines that changed after a revision. A sample has as many mutants of each kind as there are, in an

@@ -155,8 +155,7 @@ def test_room_is_reserved_for_every_class(tmp_path):
 )
 def test_weights_that_are_the_master_weights_take_no_room(tmp_path, placed, apart):
     """In files and of one dtype they are the same numbers, which are written once and read where they are."""
-    both = WEIGHTS | STATE | {"offload_weights": "nvme"}
-    run = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | both | placed)).run
+    run = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | WEIGHTS | STATE | placed)).run
     rows = footprint.by_class(run, BatchShape(B, S, A), "gpu")
     assert ("weights" in {place.row for place in run.store.places.all}) == (rows["weights"][NVME.name] > 0) == apart
     weights = jax.tree.leaves(run.plan.weights["blocks"], is_leaf=lambda x: isinstance(x, InFile))

@@ -45,8 +45,8 @@ class InFile:
     stack would have on the devices; a layer there has it without the layer axis. entries: of each stage. parts: for
     each stage, where this process's parts `[parts, ...]` are in a layer, which are what its file stores; None with one
     process, which stores whole layers. The file can be read as long as no other run uses the folder. place: the room
-    for it in the store, which may keep a part in host memory; row: of the placement table. source: a stack of the same
-    numbers, whose place this one reads, and never writes; None: it has a place of its own.
+    for it in the store, which may keep a part in host memory; row: of the placement table. source: a stack with
+    the same values, whose place this one reads and never writes; None: it has a place of its own.
     """
 
     def __init__(
@@ -57,9 +57,13 @@ class InFile:
         dtype: Any,
         sharding: jax.NamedSharding,
         first: int = 0,
-        source: "InFile | None" = None,
+        source: Any = None,
     ):
-        """first: number of the stack's first layer in the model. source: of the same numbers if of this dtype."""
+        """first: number of the stack's first layer in the model.
+
+        source: a stack with the same values but for the rounding to its dtype, in a file or in memory; None: there is
+        none. It is used if it is in a file and has this stack's dtype and layers.
+        """
         self.store = store
         self.row = row
         self.stack_shape = shape
@@ -70,10 +74,10 @@ class InFile:
         self.stages = pipeline_stages(sharding.mesh) if sharding.spec and sharding.spec[0] else 1
         self.entries = shape[0] // self.stages
         self.parts = self._own_parts() if jax.process_count() > 1 else None
-        if source and (self.parts is not None or (source.dtype, source.segment) != (self.dtype, self.segment)):
-            source = None
-        self.source = source
-        self.place = source.place if source else self._reserved(row)
+        whole = self.parts is None and isinstance(source, InFile)
+        alike = whole and (source.dtype, source.segment) == (self.dtype, self.segment)
+        self.source: InFile | None = source if alike else None
+        self.place = self.source.place if self.source else self._reserved(row)
 
     def __repr__(self):
         return f"InFile(shape={self.shape}, dtype={self.dtype}, file={self.store.path})"
@@ -145,7 +149,7 @@ class InFile:
 
     def write(self, l: int, stored: np.ndarray) -> None:
         """Writes the stored arrays of layer l. Raises NvmeError."""
-        assert not self.source, "written as the source"
+        assert not self.source, "its source is written"
         assert stored.shape == self.stored_shape(l) and stored.dtype == self.dtype, (self, stored.shape, stored.dtype)
         self.store.write(l, self.place, stored)
 
@@ -427,13 +431,13 @@ class InFiles:
         ]
 
     def planned_leaving(self) -> list[jax.ShapeDtypeStruct]:
-        """A planned round of each stack where a program leaves it: in host memory, or on the device if it goes to no
-        file, since it has another one's place."""
+        """A planned round of each stack where a program leaves it: in host memory on its way to a file, or on the
+        device if no file is written for it (`InFile.source`)."""
         rounds = zip(self.stacks, self.planned_round(HOST), self.planned_round(DEVICE), strict=True)
         return [on_device if file.source else in_host for file, in_host, on_device in rounds]
 
     def written(self, rounds: list) -> list:
-        """What `write` needs of rounds: None in place of those that it does not write."""
+        """Returns the rounds that go to files, with None in place of the others (`InFile.source`)."""
         return [None if file.source else x for file, x in zip(self.stacks, rounds, strict=True)]
 
     def read(self, layers: Iterable[int]) -> list[jax.Array]:
@@ -446,7 +450,7 @@ class InFiles:
     def write(self, layers: Iterable[int], rounds: list) -> None:
         """Writes these layers, at most one of each stage, from a round of each stack. Raises NvmeError.
 
-        rounds: or `written` of them.
+        rounds: of all stacks; those that `written` leaves out may be None.
         """
         own = [l for l in layers if self.stacks and l in self.stacks[0].place.records]
 
@@ -500,7 +504,7 @@ def home_of(x: Any) -> Home:
 
 
 def has_room(x: Any) -> bool:
-    """False for a stack in a file that is read from another one's place."""
+    """False for a stack that takes no room in its file, since it is read from the place of its `InFile.source`."""
     return not isinstance(x, InFile) or x.source is None
 
 

@@ -57,7 +57,7 @@ class SimulatedPass(NamedTuple):
 
     @property
     def exposed_on_disk(self) -> float:
-        """Seconds that only the disks are busy in."""
+        """Seconds in which programs wait for the disks."""
         return self.first + self.last + (self.longest - self.programs if self.on_disk >= self.put else 0.0)
 
     @property

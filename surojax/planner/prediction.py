@@ -57,9 +57,7 @@ class Prediction:
     mfu: float | None = None  # model FLOPs, each at the peak rate of its dtype, as in `train`
     exposed_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by kind of transfer
     exposed_by_loop_s: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
-    exposed_in_files_s: dict[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # by class; a pass's by their seconds
+    exposed_in_files_s: dict[str, float] = dataclasses.field(default_factory=dict)  # of disks, by tensor class
     host_transfers: dict[str, int] = dataclasses.field(default_factory=dict)  # in loops: {"copy_engine", "kernel"}
     not_predicted: str = ""  # why
 

@@ -93,7 +93,7 @@ class StepWork:
     tables: Mapping[str, float]  # what embedding and head have of these
     slots: int  # microbatches whose residuals a stage has room for; 1: those of a group
     updated: float  # the part of the weights that an update writes
-    as_master: float  # the part of the weights that are the master weights' numbers: in files these alone are written
+    as_master: float  # the part of the weights that has the dtype of master weights: not written if both are in files
     disks: Disks  # what this GPU has of its machine's
 
     @property

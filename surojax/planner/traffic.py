@@ -95,7 +95,7 @@ def file_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]
     """(bytes read from files, bytes written) per step and GPU; rows: as for `host_bytes`."""
     stored: dict[str, float] = {name: row["nvme"] for name, row in rows.items()}
     master = rows["master"]
-    from_master = read_from_master(run) and read_from_master(run) * master["nvme"] / (master["host"] + master["nvme"])
+    from_master = read_from_master(run) * master["nvme"] / max(master["host"] + master["nvme"], 1)
     stored["weights"] += from_master
     written = max(0.0, updated_part(run) - from_master / max(stored["weights"], 1))
     step_passes = passes.passes_of_step(run.engine, layer_sizes.groups_of(run, batch.microbatches))
@@ -107,7 +107,7 @@ def file_bytes(run: Assembly, batch: BatchShape, rows: dict[str, dict[str, int]]
 def updated_part(run: Assembly, dtype: str | None = None) -> float:
     """The fraction of the bytes of the layers' work weights that a step updates: those that are trained.
 
-    dtype: of this dtype alone.
+    dtype: only weights of this dtype are counted; None: all.
     """
     names = [segment.name for segment in run.model.segments]
     stored = {name: run.plan.weights[name] for name in names}

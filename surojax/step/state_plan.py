@@ -133,12 +133,10 @@ class StatePlanner:
     def in_home(self, layers: range, row: str, layer_shape, dtype, spec: jax.P, home: Home, source: Any = None):
         """A planned stack of these layers in this memory, or in the file. layers: their numbers in the model.
 
-        source: a planned stack of the same numbers, which is read in place of this one if both are in the file, in
-        equal dtypes.
+        source: see `InFile`; of a stack in the file.
         """
         shape = (len(layers), *layer_shape)
         if home.in_file:
-            source = source if source is not None and home_of(source) == home else None
             return InFile(self.store, row, shape, dtype, jax.NamedSharding(self.mesh, spec), layers.start, source)
         return self.array(shape, dtype, spec, home)
 
