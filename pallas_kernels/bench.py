@@ -117,14 +117,17 @@ def disagreement(actual: Any, expected: Any) -> str:
     """How a kernel's results differ from the reference's by more than rounding; "" if they agree.
 
     Values may be rounded to the other neighbour: 2^-7 (bfloat16) or 2^-2 (e5m2) of the largest number, one step of an
-    8-bit moment's code.
+    8-bit moment's code. A float32 number by itself is a largest magnitude: the kernel's is that of numbers that are
+    stored, while XLA may take it before it rounds them (`xla_allow_excess_precision`), so 2^-8 apart.
     """
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if a.dtype != b.dtype:
             return f"{a.dtype} in place of {b.dtype}"
         whole = jnp.issubdtype(a.dtype, jnp.integer)
         apart, largest = difference(a, b)
-        allowed = 1 if whole else largest * {8: 2**-2, 16: 2**-7, 32: 1e-4}[a.dtype.itemsize * 8]
+        allowed = (
+            1 if whole else largest * (2**-8 if not a.ndim else {8: 2**-2, 16: 2**-7, 32: 1e-4}[a.dtype.itemsize * 8])
+        )
         if not apart <= allowed:  # NaN is not
             return f"{apart:.2e} apart, where {allowed:.2e} is rounding ({a.dtype})"
     return ""

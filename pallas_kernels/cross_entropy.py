@@ -98,8 +98,8 @@ def _merge(a, b):
     return top, a[1] * _exp(a[0] - top) + b[1] * _exp(b[0] - top)
 
 
-def _logsumexp(row: ProgramRow, edges, tops, sums, barrier):
-    """The logarithm of the row's sum of exponentials. When it returns, all groups have read the edges."""
+def _pairs(row: ProgramRow, edges) -> list:
+    """This group's (maxima, sums of exp(x - maximum)) for every position of a vector: of its rounds, of its edges."""
 
     def empty(n, layout):
         return tuple(plgpu.layout_cast(jnp.full((n,), v, f32), layout) for v in (LOWEST, 0.0))
@@ -107,22 +107,55 @@ def _logsumexp(row: ProgramRow, edges, tops, sums, barrier):
     def add_parts(parts, carry):
         return _add_numbers([row.load(part) for part in parts], carry)
 
-    pairs = []  # (maxima, sums) of vectors
+    pairs = []
     if row.c.rounds:
         _, *like = row.round(0)
         pairs.append(row.over_rounds(add_parts, empty(*like)))
     if edges:
         (_, *like), *_ = edges[0]
         pairs.append(_add_numbers([jnp.where(mine, x, LOWEST) for _, x, mine in edges], empty(*like)))
-    group_sums = []  # (maximum, sum) of numbers
+    return pairs
+
+
+def _logarithm(pairs):
+    """The logarithm of the sum of exponentials of all numbers in vectors of pairs."""
+    numbers = []
     for top, total in pairs:
         most = jnp.max(top)
-        group_sums.append((most, jnp.sum(total * _exp(top - most))))
-    tops[row.group], sums[row.group] = functools.reduce(_merge, group_sums)
+        numbers.append((most, jnp.sum(total * _exp(top - most))))
+    top, total = functools.reduce(_merge, numbers)
+    return top + jnp.log(total)
+
+
+def _logsumexp(row: ProgramRow, edges, shared, barrier):
+    """The logarithm of the row's sum of exponentials. When it returns, all groups have read the edges.
+
+    shared: memory that groups share: one number, then for rounds and edges as `_pairs` has them (maxima [groups, n],
+    sums [groups, n]); empty with one group. The first group alone takes maxima and sums over vectors: for those Mosaic
+    exchanges numbers between warps in one place for all groups, without a barrier between them.
+    """
+    pairs = _pairs(row, edges)
+    if not shared:
+        return _logarithm(pairs)
+    result, *refs = shared
+    vectors = list(zip(refs[::2], refs[1::2], strict=True))
+    for (tops, sums), (top, total) in zip(vectors, pairs, strict=True):
+        tops[row.group], sums[row.group] = top, total
+    _meet(barrier)
+
+    @pl.when(row.group == 0)
+    def _():
+        everyone = [[(tops[g], sums[g]) for g in range(row.c.groups)] for tops, sums in vectors]
+        result[0] = _logarithm([functools.reduce(_merge, of_groups) for of_groups in everyone])
+
+    _meet(barrier)
+    return result[0]
+
+
+def _meet(barrier) -> None:
+    """Returns in each group when all have come here."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
-    top, total = functools.reduce(_merge, [(tops[g], sums[g]) for g in range(row.c.groups)])
-    return top + jnp.log(total)
 
 
 def _write_gradient(row: ProgramRow, edges, d_ref, label, lse, weight, factor, barrier):
@@ -141,8 +174,7 @@ def _write_gradient(row: ProgramRow, edges, d_ref, label, lse, weight, factor, b
         return carry
 
     row.over_rounds(store_parts, 0, backwards=True)
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)  # all groups have read all logits
+    _meet(barrier)  # all groups have read all logits
     for part, x, _ in edges:
         store(part, x)
 
@@ -152,13 +184,14 @@ def _body(c: Cut, words: int, z_loss: float, forward: bool, gradient: bool, in_p
 
     def kernel(x_ref, label_ref, weight_ref, *refs):
         lse_ref, refs = (None, refs) if forward else (refs[0], refs[1:])
-        *results, tops, sums, barrier = refs
+        outputs = 3 * forward + (gradient and not in_place)
+        results, (barrier, *shared) = refs[:outputs], refs[outputs:]
         row = ProgramRow(c, x_ref)
         r = row.r
         label = label_ref[r]
         label_logit = x_ref[row.line, row.first + jnp.clip(label, 0, words - 1)].astype(f32)
         edges = row.edges()
-        lse = lse_ref[r] if lse_ref is not None else _logsumexp(row, edges, tops, sums, barrier)
+        lse = lse_ref[r] if lse_ref is not None else _logsumexp(row, edges, shared, barrier)
         valid = jnp.where(label >= 0, f32(1), f32(0))
         if forward:
             nll = jnp.where(label < words, lse - label_logit, f32(jnp.nan))
@@ -174,6 +207,14 @@ def _body(c: Cut, words: int, z_loss: float, forward: bool, gradient: bool, in_p
             _write_gradient(row, edges, d_ref, label, lse, weight, 1.0 + 2.0 * z_loss * lse, barrier)
 
     return kernel
+
+
+def _shared(c: Cut) -> list:
+    """The `shared` of `_logsumexp`."""
+    widths = [LANES * c.vec] * bool(c.rounds) + [LANES] * bool(c.edges or c.rows > 1)
+    if c.groups == 1:
+        return []
+    return [plgpu.SMEM((1,), f32), *(plgpu.SMEM((c.groups, n), f32) for n in widths for _ in range(2))]
 
 
 def _run(
@@ -204,11 +245,7 @@ def _run(
         interpret=interpret,
         num_threads=c.groups,
         thread_name="group",
-        scratch_types=[
-            plgpu.SMEM((c.groups,), f32),
-            plgpu.SMEM((c.groups,), f32),
-            plgpu.Barrier(num_arrivals=c.groups),
-        ],
+        scratch_types=[plgpu.Barrier(num_arrivals=c.groups), *(_shared(c) if forward else [])],
     )
     if not gradient:
         return results, None

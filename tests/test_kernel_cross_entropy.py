@@ -7,6 +7,7 @@ boundary.
 """
 
 import functools
+import warnings
 
 import chex
 import jax
@@ -173,7 +174,8 @@ def test_too_many_odd_rows_are_refused_or_computed_by_xla():
     logits, labels = jax.ShapeDtypeStruct((42733, 50257), bf16), jax.ShapeDtypeStruct((42733,), jnp.int32)
     with pytest.raises(NotImplementedError, match="make the number of rows a multiple of 8"):
         jax.eval_shape(functools.partial(ce.logprob, implementation="mosaic"), logits, labels)
-    assert jax.eval_shape(ce.logprob, logits, labels).shape == (42733,)
+    with warnings.catch_warnings(action="ignore"):  # on a GPU it says so
+        assert jax.eval_shape(ce.logprob, logits, labels).shape == (42733,)
 
 
 def test_in_place_where_jax_takes_no_references():

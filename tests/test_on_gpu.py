@@ -12,6 +12,7 @@ from surojax import train
 from surojax.config.fields import default_config
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
+from surojax.optim.adamw import adamw
 from surojax.verification.rows import verify
 from surojax.verification.settings import OFFLOADS
 
@@ -40,14 +41,16 @@ def test_offloading_changes_no_bit(kernels, tmp_path):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_hybrid"])
 def test_kernels_train_as_xla_does(recipe):
     """Five steps with the fused kernels and without. They round to bfloat16 (and float8) where XLA's own fusions may
-    keep float32: 2^-9 of each number, independently; losses are means over 1024 labels."""
+    keep float32: 2^-9 of each number, independently; losses are means over 1024 labels. At a tenth of the tests'
+    learning rate, at which this model's losses rise and differences with them."""
     if recipe != "bf16" and float(jax.devices()[0].compute_capability) < 8.9:
         pytest.skip("no float8 on this GPU")
     batches = [tokens(2, 4, 128, seed=i, vocab_size=512) for i in range(5)]
 
     def losses(kernels):
         precision = Precision(recipe=recipe, kernels=kernels)
-        small = Small(config=WIDE, compute=Compute(precision=precision), model_dtype="bfloat16")
+        slow = lambda schedule, **options: adamw(lambda count: 0.1 * schedule(count), **options)
+        small = Small(config=WIDE, compute=Compute(precision=precision), model_dtype="bfloat16", optimizer=slow)
         return [loss for loss, _ in small.train(batches)]
 
     np.testing.assert_allclose(losses("mosaic"), losses("xla"), rtol=5e-3)

@@ -19,16 +19,19 @@ The mesh always has the two data axes. Another axis with one device is not in it
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+import psutil
 from jax.experimental.compilation_cache import compilation_cache
 
 from surojax.errors import ConfigError
 
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # environment variable: GiB of host memory that a process pins
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
 EXPERT = "ep"
@@ -47,6 +50,7 @@ AXES = (PIPELINE, *TOKENS, *TENSOR)
 def find_devices(gpus: int) -> list:
     """The first `gpus` devices of the default backend; 0: all devices. Raises ConfigError if there are fewer."""
     expect_no_cuda_without_driver()
+    allow_host_memory()
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -68,6 +72,14 @@ def find_devices(gpus: int) -> list:
     if len(chosen) > 1 and chosen[0].platform == "cpu":
         disable_compilation_cache()
     return chosen
+
+
+def allow_host_memory() -> None:
+    """Lets XLA pin all memory of the machine for GPUs; to be called before JAX's backends are made.
+
+    It stops at 64 GiB otherwise, in each process, less than a 7B model has there. A limit of the user's is kept.
+    """
+    os.environ.setdefault(HOST_LIMIT, str(psutil.virtual_memory().total // 2**30))
 
 
 def disable_compilation_cache() -> None:

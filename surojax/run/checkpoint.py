@@ -15,7 +15,6 @@ of its own, not compressed, that has the blocks of the run's file until the next
 
 import asyncio
 import contextlib
-import importlib.metadata
 import math
 import shutil
 from pathlib import Path
@@ -29,6 +28,7 @@ import tensorstore as ts
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
+import surojax
 from surojax.errors import CheckpointError
 from surojax.memory.in_file import InFile, InFiles, home_of, part_shape
 from surojax.memory.layer_file import Store
@@ -111,7 +111,7 @@ class Checkpoints:
             **history,
             master=ocp.args.PyTreeSave(master, save_args=_by_layer(state.master)),
             moments=ocp.args.PyTreeSave(moments, save_args=_by_layer(state.moments)),
-            meta=ocp.args.JsonSave({**meta, "version": importlib.metadata.version("surojax"), "checksums": sums}),
+            meta=ocp.args.JsonSave({**meta, "version": surojax.__version__, "checksums": sums}),
         )
         assert step not in self.manager.all_steps(), f"the checkpoint of step {step} would be written twice"
         self.last = self.folder / str(step)
