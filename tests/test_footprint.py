@@ -175,7 +175,11 @@ def host(monkeypatch):
     """Sets how much host memory is free, in GiB; a TiB until then."""
 
     def free(gibs: float):
-        monkeypatch.setattr(check_fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=int(gibs * GiB)))
+        monkeypatch.setattr(
+            check_fit.psutil,
+            "virtual_memory",
+            lambda: SimpleNamespace(available=int(gibs * GiB), total=int(gibs * GiB)),
+        )
 
     free(1024)
     return free

@@ -493,13 +493,25 @@ def check_schema(found: dict):
     assert found["step_time_bound_s"] > 0 and found["bound_by"] in ("compute", "device memory", "link", "pcie")
 
 
-def compiled_step(gpus: int, **changes) -> str:
-    """The compiled step, for FIRST, of a model with five layers."""
+def compiled_step(gpus: int, xla_options: dict | None = None, **changes) -> str:
+    """The compiled step, for FIRST, of a model with five layers. xla_options: added to those of a run."""
     c = config(gpus=gpus, **BLOCKS | {"model.num_hidden_layers": 5} | changes)
     mesh = make_mesh(aot.devices(FIRST, gpus), **mesh_sizes(c))
     run = from_config(planner.checked(c, FIRST), mesh.abstract_mesh, total_steps=10)
     (program,) = planner.programs(run, mesh, traffic.BatchShape(1, 64, c.gradient_accumulation_steps))
-    return aot.compile_for(program.function, program.arguments, mesh, compiler_options(run, "gpu")).text
+    options = compiler_options(run, "gpu") | (xla_options or {})
+    return aot.compile_for(program.function, program.arguments, mesh, options).text
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "changes, graphs", [({}, True), ({"offload_optimizer": True}, False), ({"gpus": 2, "zero_level": 3}, False)]
+)
+def test_no_graph_orders_copies_after_products(changes, graphs, tmp_path):
+    """In a CUDA graph every operation waits for the one before: xla_options.NO_GRAPHS. Read from what XLA runs."""
+    compiled_step(**{"gpus": 1} | changes, xla_options={"xla_dump_to": str(tmp_path)})
+    (file,) = tmp_path.glob("*jit_*thunk_metadata.txt")
+    assert ("kCommandBuffer" in file.read_text()) == graphs
 
 
 def results(text: str) -> dict[hlo.Array, str]:

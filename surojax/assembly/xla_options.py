@@ -12,12 +12,18 @@ from surojax.step.state_plan import bytes_per_device
 # XLA options that overlap copies and communication with computation. In the engine's program all copies and all-gathers
 # of a layer can start when the layer starts (engine.py). With XLA's defaults, each was nevertheless started and awaited
 # at the same place in the schedule, most of them after the last matrix product of the layer. Source: schedules compiled
-# for an RTX 4090 and an H200 (jax 0.12, 2026-11-21; docs/LOG.md). Not timed on a GPU yet.
+# for an RTX 4090 and an H200 (jax 0.12, 2026-11-21; docs/LOG.md). Not timed with and without on a GPU.
 SCHEDULE: dict[str, str | bool | int] = {
     "xla_gpu_enable_latency_hiding_scheduler": True,  # False by default, although the documentation says otherwise
     "xla_gpu_experimental_parallel_async_compute_limit": 32,  # host copies in flight: all of a layer; 1 by default
     "xla_gpu_all_gather_combine_threshold_bytes": 1 << 32,  # one all-gather per layer, which overlaps with all of it
 }
+# XLA turns runs of operations, loops and their copies among them, into CUDA graphs, in which it orders every operation
+# after the one before. On an H200 (jax 0.11.2, 2026-11-27) a step of eight layers of 7B with five offloads copied for
+# 719 of 1,183 ms and computed for 463, none of it at the same time; two copies without a graph had 49 GB/s in each
+# direction at once, 32 in a graph half of that. Where nothing is to overlap, graphs save launches.
+NO_GRAPHS: dict[str, str | bool | int] = {"xla_gpu_enable_command_buffer": ""}
+
 # XLA takes a collective to last as long as five products, and begins it so much earlier than it is awaited. Over PCI
 # Express the link then rested for the first 4.5 of a layer's 60 ms backward (7B at ZeRO-3 on four RTX 4090). There is
 # no option for that, but XLA reads a profile: this one has nothing but all-gathers, of eight products. Shards that come
@@ -74,6 +80,8 @@ def compiler_options(
     if run.xla_options != OVERLAP:
         return {**copy_engine_options}
     schedule = schedule_options(run.model)
+    if table.leaves_device or run.mesh.size > 1:
+        schedule |= NO_GRAPHS
     if table.weights.sharded and not table.streams_weights:
         schedule |= GATHERS
     limit = {}

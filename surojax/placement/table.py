@@ -109,6 +109,12 @@ class Placement:
         return any(isinstance(row, TensorClass) and row.home.in_file for row in rows)
 
     @property
+    def leaves_device(self) -> bool:
+        """True if a tensor class is stored in host memory or in files, so that a step copies layers of it."""
+        rows = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return any(isinstance(row, TensorClass) and row.home.streamed for row in rows)
+
+    @property
     def by_layer(self) -> bool:
         """True if weights, gradients or residuals are in files, so that a step's programs compute one layer each."""
         return any(getattr(self, name).home.in_file for name in BY_LAYER)
