@@ -2,7 +2,8 @@
 
 Products, memory and the host link of one H200 were measured, and lie within their ends (benchmarks/results/h200.md). A
 rate is a point and two ends (`Span`): `timeline.py` and `roofline.py` take the point, `prediction.py` simulates a step
-with each rate at its ends as well and prints the range that follows. A run on a GPU corrects them (`seen.py`). Sources, by how much they say:
+with each rate at its ends as well and prints the range that follows. A run on a GPU corrects them (`seen.py`).
+Sources, by how much they say:
 
 * CALIBRATED: fitted, one constant for each GPU, to rows that LLMQ publishes (benchmarks/calibrate.py prints them). The
   ends are the worst row, left out of the fit. Such a row also carries what else the model of time gets wrong.
