@@ -12,11 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import psutil
 import pytest
 from test_config import MODELS
 
 from surojax.errors import REFUSED, ConfigError
-from surojax.placement.mesh import find_devices, make_mesh
+from surojax.placement.mesh import HOST_LIMIT, find_devices, make_mesh
 from surojax.planner import check_fit
 from surojax.planner.amounts import GiB
 from surojax.train import main
@@ -364,6 +365,16 @@ def test_no_device_at_all(monkeypatch):
         ConfigError, match=r"^gpus: expected devices that JAX can use, got none \(Unable.*JAX_PLATFORMS"
     ):
         find_devices(1)
+
+
+def test_gpus_may_pin_all_memory_of_the_machine(monkeypatch):
+    """XLA reads the variable when it makes its backends, and stops at 64 GiB without."""
+    monkeypatch.delenv(HOST_LIMIT, raising=False)
+    find_devices(1)
+    assert os.environ[HOST_LIMIT] == str(psutil.virtual_memory().total // GiB)
+    monkeypatch.setenv(HOST_LIMIT, "7")
+    find_devices(1)
+    assert os.environ[HOST_LIMIT] == "7"
 
 
 def test_mesh_sizes_are_filled_in():

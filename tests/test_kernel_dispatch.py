@@ -6,9 +6,11 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import (
     adamw8bit_update,
+    bench,
     cross_entropy,
     dispatch,
     fp8_format,
@@ -17,6 +19,7 @@ from pallas_kernels import (
     quantize,
     rms_norm,
     rope,
+    shapes,
     swiglu,
 )
 
@@ -155,3 +158,48 @@ def test_kernels_need_a_gpu_under_transformations():
     assert jax.eval_shape(grad, x).shape == jax.eval_shape(jax.grad(prob), x).shape == x.shape
     with pytest.raises(dispatch.Unserved, match=r"^cross_entropy: device"):
         jax.jit(jax.vmap(loss))(x, labels)
+
+
+def operations(jaxpr, conditional=False):
+    """(operation, whether it is in a branch) of a program and of all programs in it."""
+    for operation in jaxpr.eqns:
+        yield operation, conditional
+        parts = jax.tree.leaves(list(operation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr"))
+        for part in (getattr(x, "jaxpr", x) for x in parts):
+            if hasattr(part, "eqns"):
+                yield from operations(part, conditional or operation.primitive.name == "cond")
+
+
+def reductions_by_all(program) -> list[str]:
+    """Reductions to one number that all of a kernel's several warp groups take."""
+    return [
+        operation.primitive.name
+        for kernel, _ in operations(program.jaxpr)
+        for mesh, body in zip(kernel.params.get("meshes", ()), kernel.params.get("jaxprs", ()), strict=False)
+        if (getattr(mesh, "num_threads", None) or 1) > 1
+        for operation, in_branch in operations(getattr(body, "jaxpr", body))
+        if operation.primitive.name in ("reduce_max", "reduce_sum", "reduce_min")
+        and not operation.outvars[0].aval.shape
+        and not in_branch
+    ]
+
+
+@pytest.mark.parametrize("op", bench.OPS)
+def test_one_warp_group_alone_reduces_to_a_number(op):
+    """Mosaic exchanges numbers between warps in one place for all warp groups of a program, which nobody orders, and
+    the interpreter has no such place: `cross_entropy._logsumexp`."""
+    cases = bench.OPS[op].cases(shapes.MODELS["llama7b"], 256)
+    programs = [jax.make_jaxpr(functools.partial(case.run, implementation="mosaic"))(*case.args) for case in cases]
+    assert not [reductions_by_all(program) for program in programs if reductions_by_all(program)]
+
+
+def test_a_reduction_by_all_warp_groups_is_seen():
+    def kernel(x_ref, y_ref):
+        y_ref[jax.lax.axis_index("group")] = jnp.max(x_ref[...])
+
+    number = jax.ShapeDtypeStruct((2,), jnp.float32)
+    for groups, found in ((2, ["reduce_max"]), (1, [])):
+        run = plgpu.kernel(
+            kernel, out_type=number, grid=(1,), grid_names=("rows",), num_threads=groups, thread_name="group"
+        )
+        assert reductions_by_all(jax.make_jaxpr(run)(jnp.zeros(128))) == found
