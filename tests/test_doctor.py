@@ -305,14 +305,17 @@ def test_what_only_a_gpu_gets_is_asked_of_it(monkeypatch, tmp_path):
     device.device_kind = GPU.name
 
     monkeypatch.setattr(machine, "size_per_s", lambda device, to, size: 40e9)
+    monkeypatch.setattr(machine, "both_ways_per_s", lambda device, size: 36e9)
     monkeypatch.setattr(machine, "product_seconds", lambda n: 2 * n**3 / 600e12)
     monkeypatch.setattr(bench, "copier", lambda: None)
     monkeypatch.setattr(bench, "call_seconds", lambda callers, turns: {"copy": 2 * bench.COPY_BYTES / 3e12})
     file = str(tmp_path / "rates.json")
-    link, memory, products, *written = machine.rates(Asked("", file))
-    assert [v.status for v in (link, memory, products)] == [OK] * 3, (link, memory, products)
-    assert [v.part for v in written] == [f"{name} for the planner" for name in ("host", "memory", "products")]
+    link, both_ways, memory, products, *written = machine.rates(Asked("", file))
+    assert [v.status for v in (link, both_ways, memory, products)] == [OK] * 4, (link, both_ways, memory, products)
+    names = ("host", "duplex", "memory", "products")
+    assert [v.part for v in written] == [f"{name} for the planner" for name in names]
     corrected = seen.corrected(GPU, file).rates
+    assert "0.90 of one way" in both_ways.said and corrected.duplex == pytest.approx(0.9)
     assert corrected.memory == pytest.approx(3e12 / GPU.memory_bandwidth, abs=1e-4)
     assert corrected.products == pytest.approx(600e12 / GPU.bf16_flops, rel=0.05)
 
@@ -329,6 +332,14 @@ def test_what_only_a_gpu_gets_is_asked_of_it(monkeypatch, tmp_path):
     assert [v.without for v in turned_on[:-1]] == [f"--config.{flag}" for flag in flags]
     monkeypatch.setattr(steps, "copied_by", lambda curves, setting, options: ok("copies", setting.name, *options[-1:]))
     assert [(v.part, v.said) for v in steps.copies(ASKED)] == [(name, "xla_options") for name in steps.COPYING]
+
+
+def test_rates_are_measured_of_what_runs():
+    """The programs whose rates a GPU is asked for, on a virtual device: to its end, and faster than a floppy disk."""
+    device = jax.devices()[0]
+    assert machine.both_ways_per_s(device, 2**20) > 1e6
+    assert machine.size_per_s(device, machine.HOST, 2**20) > 1e6
+    assert 0 < machine.product_seconds(64, warm_s=0.01) < 1
 
 
 # -- All of it --------------------------------------------------------------------------------------------------------

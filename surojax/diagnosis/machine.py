@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 
 from pallas_kernels import bench
+from surojax.assembly.xla_options import NO_GRAPHS, SCHEDULE
 from surojax.diagnosis.verdict import Asked, Verdict, attempt, failed, ok, skipped
 from surojax.errors import ConfigError
 from surojax.memory import host, nvme
@@ -219,6 +220,7 @@ def rates(asked: Asked) -> Iterator[Verdict]:
         return
     measured: dict[str, float] = {}
     yield from attempt(check, "host link", host_link, device, gpu, measured, options=OFFLOADS)
+    yield from attempt(check, "both ways", both_ways, device, gpu, measured, options=OFFLOADS)
     yield from attempt(check, "device memory", device_memory, gpu, measured)
     yield from attempt(check, "products", matrix_products, gpu, measured)
     for name, value in measured.items():
@@ -233,6 +235,14 @@ def host_link(device, gpu: Gpu, measured: dict[str, float]) -> Verdict:
     mean = 2 / (1 / to_host + 1 / to_device)
     said = f"to the GPU {to_device / GB:.1f}, from it {to_host / GB:.1f} GB/s"
     return beside("host link", gpu, "host", mean, gpu.pcie_bandwidth, said, measured, OFFLOADS)
+
+
+def both_ways(device, gpu: Gpu, measured: dict[str, float]) -> Verdict:
+    """Measures the host link in both directions at once, as a fraction of its rate in one, which a step has too."""
+    rate = both_ways_per_s(device, COPIED_BYTES)
+    one_way = measured.get("host", gpu.rates.host) * gpu.pcie_bandwidth
+    said = f"{rate / GB:.1f} GB/s in each direction at once"
+    return beside("both ways", gpu, "duplex", rate, one_way, said, measured, OFFLOADS, of="one way")
 
 
 def device_memory(gpu: Gpu, measured: dict[str, float]) -> Verdict:
@@ -261,16 +271,18 @@ def beside(
     said: str,
     measured: dict[str, float],
     options: tuple[str, ...] = (),
+    of: str = "the peak",
 ) -> Verdict:
     """Compares a measured rate with the planner's; fails below its slow bound. measured: receives the fraction.
 
-    name: a field of `Rates`, a fraction of the peak. said: what was measured, in words. options: see `failed`.
+    name: a field of `Rates`, a fraction of the peak, which `of` says in words. said: what was measured, in words.
+    options: see `failed`.
     """
     fraction = measured[name] = rate / peak
     assumed = getattr(gpu.rates, name)
     span = gpu.spans()[name]
     slow, fast = assumed * span.slow, assumed * span.fast
-    said += f": {fraction:.2f} of the peak; the planner assumes {assumed:.2f} ({slow:.2f} to {fast:.2f}, {span.source})"
+    said += f": {fraction:.2f} of {of}; the planner assumes {assumed:.2f} ({slow:.2f} to {fast:.2f}, {span.source})"
     if fraction < slow:
         return failed("rates", part, f"{said}: slower than that", options)
     return ok("rates", part, said)
@@ -283,6 +295,24 @@ def size_per_s(device, to: Home, size: int) -> float:
     x = jax.device_put(np.zeros(size // 4, np.float32), source)
     copy = jax.jit(lambda x: host.move(x, to.space), in_shardings=source, out_shardings=kinds[to])
     return size / bench.call_seconds({"copy": repeated(copy, x)}, TURNS)["copy"]
+
+
+def both_ways_per_s(device, size: int) -> float:
+    """Measures a copy of `size` bytes to device memory beside one to pinned host memory, in bytes/s of each."""
+    from_to = [(HOST, DEVICE), (DEVICE, HOST)]
+    memories = {
+        home: jax.sharding.SingleDeviceSharding(device, memory_kind=home.memory_kind) for home in (DEVICE, HOST)
+    }
+    sources, targets = ([memories[ends[i]] for ends in from_to] for i in (0, 1))
+    arrays = [jax.device_put(np.zeros(size // 4, np.float32), source) for source in sources]
+    copy = jax.jit(
+        lambda *xs: [host.move(x, home.space) for x, (_, home) in zip(xs, from_to, strict=True)],
+        in_shardings=sources,
+        out_shardings=targets,
+    )
+    options = {**SCHEDULE, **NO_GRAPHS} if device.platform == "gpu" else {}
+    at_once = copy.lower(*arrays).compile(options)
+    return size / bench.call_seconds({"copies": repeated(at_once, *arrays)}, TURNS)["copies"]
 
 
 def product_seconds(n: int, warm_s: float = WARM_S) -> float:
