@@ -20,8 +20,8 @@ SCHEDULE: dict[str, str | bool | int] = {
 }
 # XLA turns runs of operations, loops and their copies among them, into CUDA graphs, in which it orders every operation
 # after the one before. On an H200 (jax 0.11.2, 2026-11-27) a step of eight layers of 7B with five offloads copied for
-# 719 of 1,183 ms and computed for 463, none of it at the same time; two copies without a graph had 49 GB/s in each
-# direction at once, 32 in a graph half of that. Where nothing is to overlap, graphs save launches.
+# 719 of 1,183 ms and computed for 463, none of it at the same time; two copies each way, too few for a graph, had
+# 49 GB/s in each direction at once, 32 each way had 31. Where nothing is to overlap, graphs save launches.
 NO_GRAPHS: dict[str, str | bool | int] = {"xla_gpu_enable_command_buffer": ""}
 
 # XLA takes a collective to last as long as five products, and begins it so much earlier than it is awaited. Over PCI
