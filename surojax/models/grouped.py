@@ -122,13 +122,13 @@ def blocks_of(experts_Nk: jax.Array, experts: int, rows: int = 0, devices: int =
     first_row_E, first_E = jnp.cumsum(padded_E) - padded_E, jnp.cumsum(counts_E) - counts_E
     row_C = first_row_E[sorted_C] + jnp.arange(C, dtype=jnp.int32) - first_E[sorted_C]
     if devices > 1:
-        row_C = jnp.where(sorted_C < experts, row_C, M * R)
+        row_C = jnp.where(sorted_C < experts, row_C, M * R + jnp.arange(C, dtype=jnp.int32))
     # What is left of the blocks has no choices, and belongs to the last expert.
     ends_before = jnp.cumsum(padded_E)[None, :] <= R * jnp.arange(M, dtype=jnp.int32)[:, None]
     expert_M = jnp.minimum(jnp.sum(ends_before, axis=1, dtype=jnp.int32), experts - 1)
     empty = mark_varying(jnp.full(M * R, C, jnp.int32), varying_axes(expert_C))
-    choice_MR = empty.at[row_C].set(order_C.astype(jnp.int32)).reshape(M, R)
-    place_C = jnp.zeros_like(expert_C).at[order_C].set(row_C)
+    choice_MR = empty.at[row_C].set(order_C.astype(jnp.int32), unique_indices=True).reshape(M, R)
+    place_C = jnp.zeros_like(expert_C).at[order_C].set(row_C, unique_indices=True)
     return ExpertBlocks(choice_MR, expert_M, place_C.reshape(experts_Nk.shape))
 
 
@@ -248,8 +248,14 @@ def _over_blocks(block: Callable, carry, blocks: ExpertBlocks, x_ND: jax.Array, 
         carry, sum_ND, number_C = state
         choice_R = each[0]
         carry, (y_RD, number_R) = block(carry, each)
-        sum_ND = sum_ND.at[choice_R // k].add(y_RD.astype(jnp.float32), mode="drop")
-        return (carry, sum_ND, number_C if number_R is None else number_C.at[choice_R].set(number_R, mode="drop")), None
+        # A token chooses an expert once, so no row of a block is twice, but for padding.
+        beyond_R = jnp.arange(len(choice_R), dtype=choice_R.dtype)
+        row_R = jnp.where(choice_R < N * k, choice_R // k, N + beyond_R)
+        sum_ND = sum_ND.at[row_R].add(y_RD.astype(jnp.float32), mode="drop", unique_indices=True)
+        if number_R is not None:
+            choice_R = jnp.where(choice_R < N * k, choice_R, N * k + beyond_R)
+            number_C = number_C.at[choice_R].set(number_R, mode="drop", unique_indices=True)
+        return (carry, sum_ND, number_C), None
 
     def run_piece(i, state):
         each = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * piece, piece), rows)

@@ -83,15 +83,19 @@ def routes(chosen_nNk: jax.Array, experts: int) -> Routes:
 def _listed(needed_N: jax.Array, places: int) -> jax.Array:
     """The tokens that are needed, in order; N and numbers above it in the places that are left."""
     N = needed_N.size
-    place_N = jnp.where(needed_N, jnp.cumsum(needed_N, dtype=jnp.int32) - 1, places)
+    token_N = jnp.arange(N, dtype=jnp.int32)
+    place_N = jnp.where(needed_N, jnp.cumsum(needed_N, dtype=jnp.int32) - 1, places + token_N)
     none_P = mark_varying(N + jnp.arange(places, dtype=jnp.int32), varying_axes(needed_N))
-    return none_P.at[place_N].set(jnp.arange(N, dtype=jnp.int32), mode="drop")
+    return none_P.at[place_N].set(token_N, mode="drop", unique_indices=True)
 
 
 def received(values_nNk: jax.Array, way: Routes, nothing) -> jax.Array:
     """`[T, k]`: values of the tokens of a group in the order of the received ones; `nothing` in the places left."""
-    take = jax.vmap(lambda x_Nk, token_P: x_Nk.at[token_P].get(mode="fill", fill_value=nothing))
-    return take(values_nNk, way.received_nP).reshape(-1, values_nNk.shape[-1])
+
+    def take(x_Nk: jax.Array, token_P: jax.Array) -> jax.Array:
+        return x_Nk.at[token_P].get(mode="fill", fill_value=nothing, unique_indices=True)
+
+    return jax.vmap(take)(values_nNk, way.received_nP).reshape(-1, values_nNk.shape[-1])
 
 
 @jax.custom_vjp

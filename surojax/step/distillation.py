@@ -173,9 +173,9 @@ class _Student(NamedTuple):
     """The student's distributions of a slice of tokens, float32.
 
     logits: of this device's part of the vocabulary `[M, v]`. is_label: which of them are those of labels. columns: of a
-    label's tokens among them `[M, K]`, v of those of other devices. classes: log-probabilities of the classes at the
-    temperature `[M, K + 1]`. lse: log-sum-exp of logits / temperature `[M]`; lse_of_rest: likewise, without the label's
-    tokens. lse_of_logits: of the logits. cross_entropy: `[M]`.
+    label's tokens among them `[M, K]`, v or more for those of other devices. classes: log-probabilities of the classes
+    at the temperature `[M, K + 1]`. lse: log-sum-exp of logits / temperature `[M]`; lse_of_rest: likewise, without the
+    label's tokens. lse_of_logits: of the logits. cross_entropy: `[M]`.
     """
 
     logits: jax.Array
@@ -195,7 +195,7 @@ class _Student(NamedTuple):
         first = device_number(*axes)[0] * words if axes else 0
         is_label_Mv = jax.lax.broadcasted_iota(jnp.int32, z_Mv.shape, 1) == (tokens.labels - first)[:, None]
         here_MK = (tokens.ids >= first) & (tokens.ids < first + words)
-        columns_MK = jnp.where(here_MK, tokens.ids - first, words)
+        columns_MK = jnp.where(here_MK, tokens.ids - first, words + jnp.arange(here_MK.shape[1]))  # no two are equal
         logits_of_ids_MK = jnp.take_along_axis(z_Mv, jnp.minimum(columns_MK, words - 1), axis=1)
         logits_of_ids_MK = _sum(jnp.where(here_MK, logits_of_ids_MK, 0.0), axes) / temperature
         lse_of_rest_M = lse(
@@ -215,7 +215,7 @@ class _Student(NamedTuple):
 
 def _with_values(x_Mv: jax.Array, columns_MK: jax.Array, values_MK: jax.Array) -> jax.Array:
     rows_M1 = jnp.arange(x_Mv.shape[0])[:, None]
-    return x_Mv.at[rows_M1, columns_MK].set(values_MK, mode="drop", unique_indices=False)
+    return x_Mv.at[rows_M1, columns_MK].set(values_MK, mode="drop", unique_indices=True)
 
 
 def _sum(x: jax.Array, axes: Axes) -> jax.Array:

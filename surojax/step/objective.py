@@ -29,7 +29,8 @@ from surojax.models.linear import linear
 from surojax.models.loss import sharded_cross_entropy, sharded_logprob
 from surojax.models.model import Model
 from surojax.models.operations import softcapped
-from surojax.parallel.collectives import add_up, device_number, varying
+from surojax.numerics.ordered_sums import add_rows
+from surojax.parallel.collectives import add_up, device_number, varying, varying_axes
 from surojax.placement.mesh import AXES, BATCH, CONTEXT, PIPELINE, TENSOR
 
 type Axes = tuple[str, ...]  # mesh axes over which the vocabulary is sharded; () if every device has all of it
@@ -365,7 +366,7 @@ class LogProbabilitiesOfTokens(OfLogProbabilities):
         B = len(logprob_BS)
         zeros = varying(jnp.zeros((devices * B, self.sequence_len), jnp.float32), AXES)
         row_B1 = number * B + jnp.arange(B)[:, None]
-        rows = zeros.at[row_B1, targets[self.POSITION]].set(logprob_BS)
+        rows = zeros.at[row_B1, targets[self.POSITION]].set(logprob_BS, unique_indices=True)
         return {"loss": -jnp.sum(varying(logprob_BS, AXES)), LogProbabilities.ROWS: rows}
 
 
@@ -389,7 +390,7 @@ def num_groups(counted_BS: jax.Array, targets: Targets, per_term: int) -> jax.Ar
 
     counted_BS: of whole rows `[..., B, S]`, as all of the targets.
     """
-    counts = _sums_of_rows(counted_BS.astype(jnp.int32), targets.get(STARTS))
+    counts = _sums_of_rows(counted_BS.astype(jnp.float32), targets.get(STARTS))
     groups = jnp.any(counts.reshape(-1, per_term, counts.shape[-1]), axis=1)
     return jnp.sum(groups, dtype=jnp.int32)
 
@@ -414,10 +415,10 @@ def _sums_of_rows(x: jax.Array, starts: jax.Array | None, devices: int = 1) -> j
     if starts is None:
         return jnp.sum(x, axis=-1, keepdims=True)
     rows = x.reshape(-1, x.shape[-1])
-    zeros = jnp.zeros((len(rows), devices * x.shape[-1]), x.dtype)
-    row_numbers = jnp.arange(len(rows))[:, None]
-    sums = zeros.at[row_numbers, starts.reshape(rows.shape)].add(rows)
-    return sums.reshape(*x.shape[:-1], -1)
+    places = devices * x.shape[-1]
+    sequences = starts.reshape(rows.shape) + places * jnp.arange(len(rows), dtype=starts.dtype)[:, None]
+    zeros = varying(jnp.zeros((len(rows) * places, 1), x.dtype), varying_axes(x))
+    return add_rows(zeros, sequences.reshape(-1), rows.reshape(-1, 1)).reshape(*x.shape[:-1], -1)
 
 
 def once(sums: Sums) -> Sums:

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.models.model import Model
+from surojax.numerics.ordered_sums import add_rows
 from surojax.parallel.collectives import device_number, varying
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
@@ -80,7 +81,7 @@ class OuterLayers:
             tokens, dx_BSD = (jax.lax.all_gather(v, self.axes, axis=0, tiled=True) for v in (tokens_BS, dx_BSD))
             rows, here = local_rows(table, tokens, self.axes)
             rows = jnp.where(here, rows, table.shape[0])  # a row out of bounds is dropped
-        return grads | {"embed": table.at[rows].add(dx_BSD.astype(table.dtype), mode="drop")}
+        return grads | {"embed": add_rows(table, rows.reshape(-1), dx_BSD.reshape(-1, dx_BSD.shape[-1]))}
 
     @jax.named_scope("head")
     def head(

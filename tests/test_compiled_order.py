@@ -1,0 +1,150 @@
+"""Orders that a GPU would not keep or would get wrong, read from steps compiled for one: sums and host slices.
+
+Atomic additions differ from run to run, and a version of XLA once sliced host memory forward in reverse loops (openxla
+issue 46231), which gives wrong gradients without an error.
+"""
+
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import quick_at
+from test_plan import ALL, compiled_step, needs_compiler
+
+from surojax.numerics import ordered_sums
+from surojax.planner import hlo
+
+# -- Sums of rows ----------------------------------------------------------------------------------------------------
+
+
+def sum_in_float64(table, rows, values) -> np.ndarray:
+    result = np.array(table, np.float64)
+    for row, value in zip(np.array(rows), np.array(values, np.float64), strict=True):
+        if 0 <= row < len(result):
+            result[row] += value
+    return result
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 1])
+@pytest.mark.parametrize("of_values", ["float32", "bfloat16"])
+@pytest.mark.parametrize("add", [ordered_sums.add_rows, ordered_sums._add_sorted], ids=["here", "on a GPU"])
+def test_rows_are_added_in_float32_and_rounded_once(monkeypatch, add, of_values, piece_bytes):
+    """Rows that occur up to hundreds of times, once, never, and outside of the table."""
+    monkeypatch.setattr(ordered_sums, "PIECE_BYTES", piece_bytes)
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.standard_normal((40, 64)), jnp.float32)
+    rows = np.concatenate([rng.integers(-5, 50, 200), np.full(300, 7), [39, 0]]).astype(np.int32)
+    rng.shuffle(rows)
+    values = jnp.asarray(rng.standard_normal((len(rows), 64)), of_values)
+    expected = sum_in_float64(table, rows, values)
+    found = jax.jit(add)(table, rows, values)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    rounded = jax.jit(add)(table.astype(jnp.bfloat16), rows, values)
+    expected = sum_in_float64(table.astype(jnp.bfloat16), rows, values)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_allclose(rounded, expected, rtol=2**-8, atol=1e-5)  # of one rounding: hundreds would be 2**-4
+
+
+def test_one_row_and_none_that_is_in_the_table():
+    for rows in ([2], [5], [-1]):
+        args = jnp.ones((4, 3)), jnp.asarray(rows, jnp.int32), jnp.ones((1, 3))
+        np.testing.assert_array_equal(ordered_sums._add_sorted(*args), sum_in_float64(*args))
+
+
+# -- Scatters --------------------------------------------------------------------------------------------------------
+
+EXPERTS = {"model.num_experts": 8, "model.num_experts_per_tok": 2, "model.moe_intermediate_size": 128}
+PAIRS = {"objective": "dpo", "per_device_batch_size": 2, "sample_packing": True}
+STEPS = [
+    (1, PAIRS),
+    (2, EXPERTS | {"ep_size": 2}),
+    (1, EXPERTS),
+    (1, {"objective": "distill"}),
+    (1, {"objective": "grpo", "sample_packing": True}),
+    (1, PAIRS | {"objective": "orpo"}),
+    (2, {"tp_size": 2}),
+    (2, {"zero_level": 3, "shard_outer": True}),
+    (2, EXPERTS | {"ep_size": 2, "lora": True}),
+    (2, {"pp_size": 2, "gradient_accumulation_steps": 2}),
+]
+
+
+def unordered_scatters(text: str) -> list[str]:
+    """The operations of a compiled step that may write one place several times."""
+    lines = [line for line in text.splitlines() if re.search(r"= \S+ scatter\(", line)]
+    assert lines, "the gradient of the embedding is a scatter"
+    return [line.strip() for line in lines if "unique_indices=true" not in line]
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpus, changes", quick_at(STEPS, 0), ids=str)
+def test_no_place_is_written_twice_by_a_scatter(gpus, changes):
+    """A place that is written several times is atomic operations on a GPU, in the order in which blocks run."""
+    assert not unordered_scatters(compiled_step(gpus, **changes))
+
+
+# -- Host slices in loops --------------------------------------------------------------------------------------------
+
+
+class HostSlice(NamedTuple):
+    """A slice of an array in host memory, in a loop. stride: bytes from one round of the loop to the next."""
+
+    scope: str
+    stride: int
+    layer_bytes: int
+    of_layers: bool
+
+
+def host_slices(text: str) -> list[HostSlice]:
+    """The slices and updates of host memory whose offset XLA found linear in the counter of their loop."""
+    slices = []
+    for computation in hlo.parse_module(text).values():
+        for i in computation.values():
+            linear = re.search(r'"linear":\{"byte_offset":"-?\d+","byte_stride":"(-?\d+)"', i.attributes)
+            if not linear or i.opcode not in ("dynamic-slice", "dynamic-update-slice"):
+                continue
+            stack, part = (computation[i.operands[0]].shape, i.shape)
+            if i.opcode == "dynamic-update-slice":
+                part = computation[i.operands[1]].shape
+            whole, sliced = (re.search(r"\[([\d,]*)\]", shape)[1].split(",") for shape in (stack, part))
+            if "S(5)" in stack:
+                scope = re.search(r'op_name="([^"]*)"', i.attributes)[1]
+                of_layers = sliced[1:] == whole[1:]
+                slices.append(HostSlice(scope, int(linear[1]), hlo.arrays(part)[0].bytes, of_layers))
+    return slices
+
+
+PLACED = [
+    (1, ALL),
+    (2, ALL | {"zero_level": 3, "shard_outer": True}),
+    (1, ALL | {"overlap_update": True}),
+    (1, ALL | {"recompute_block": False, "microbatches_per_fetch": 2}),
+    (1, ALL | EXPERTS),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpus, changes", quick_at(PLACED, 0), ids=str)
+def test_reverse_loops_slice_host_memory_backward(gpus, changes):
+    """By whole layers: those of the backward pass from the last one to the first, those of other loops ascending."""
+    slices = host_slices(compiled_step(gpus, gradient_accumulation_steps=2, **changes))
+    backward = [s for s in slices if "/backward/while" in s.scope]
+    others = [s for s in slices if "/backward/while" not in s.scope]
+    assert len(backward) > 5 < len(others)
+    assert all(s.stride < 0 for s in backward), [s for s in backward if s.stride >= 0]
+    assert all(s.stride > 0 for s in others), [s for s in others if s.stride <= 0]
+    assert all(s.of_layers and s.stride % s.layer_bytes == 0 for s in slices)
+
+
+def test_a_turned_slice_is_noticed():
+    """On the text of a compiled step in which one stride of the backward pass has the other sign."""
+    line = (
+        '  ROOT %s = bf16[1,8]{1,0} dynamic-slice(%p, %i, %z), metadata={op_name="jit(f)/backward/while/body/x"}, '
+        'backend_config={"dynamic_slice_config":{"linear":{"byte_offset":"64","byte_stride":"-16"}}}'
+    )
+    text = f"%f (p: bf16[5,8]) -> bf16[1,8] {{\n  %p = bf16[5,8]{{1,0:S(5)}} parameter(0)\n{line}\n}}"
+    assert host_slices(text) == [HostSlice("jit(f)/backward/while/body/x", -16, 16, True)]
+    assert host_slices(text.replace('"-16"', '"16"'))[0].stride == 16
