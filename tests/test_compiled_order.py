@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import quick_at
-from test_plan import ALL, compiled_step, needs_compiler
+from test_plan import ALL, compiled_step, config, needs_compiler
 
+from surojax.assembly.xla_options import compiler_options
 from surojax.numerics import ordered_sums
-from surojax.planner import hlo
+from surojax.placement import cuda_plugin
+from surojax.planner import aot, footprint, hlo
 
 # -- Sums of rows ----------------------------------------------------------------------------------------------------
 
@@ -148,3 +150,50 @@ def test_a_turned_slice_is_noticed():
     text = f"%f (p: bf16[5,8]) -> bf16[1,8] {{\n  %p = bf16[5,8]{{1,0:S(5)}} parameter(0)\n{line}\n}}"
     assert host_slices(text) == [HostSlice("jit(f)/backward/while/body/x", -16, 16, True)]
     assert host_slices(text.replace('"-16"', '"16"'))[0].stride == 16
+
+
+# -- Options of XLA --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("xla_options", ["overlap", "exact", "default"])
+def test_plan_and_train_compile_the_same_program(xla_options):
+    """What a plan adds changes no program: how much kernels are optimised, and whether products are timed."""
+    run = footprint.assembly(config(gpus=1, xla_options=xla_options))
+    trained = compiler_options(run, "gpu")
+    assert trained["xla_gpu_enable_triton_gemm"] is False
+    added = {name: value for name, value in aot.XLA_OPTIONS.items() if name not in trained}
+    assert added.keys() <= {
+        "xla_backend_optimization_level",
+        "xla_gpu_disable_gpuasm_optimizations",
+        "xla_gpu_autotune_level",
+    }
+    assert all(trained[name] == value for name, value in aot.XLA_OPTIONS.items() if name in trained)
+
+
+def products(text: str) -> set[tuple[str, ...]]:
+    """The matrix products of a compiled step: shapes of result and workspace, dimensions, kernel of cuBLASLt."""
+    kinds = set()
+    for shapes, rest in re.findall(r'= (.*) custom-call\(.*?custom_call_target="__cublas\$lt\$matmul"(.*)', text):
+        dimensions = re.search(r'"dot_dimension_numbers":({[^}]*})', rest)[1]
+        kernel = re.search(r'"selected_algorithm":"(\d+)"', rest)
+        kinds.add((re.sub(r"{[^}]*}", "", shapes), dimensions, kernel[1] if kernel else "by a heuristic"))
+    return kinds
+
+
+@needs_compiler
+def test_an_offload_changes_no_product_with_exact():
+    """Each product of a resident step is one of the offloaded step: as many workspace bytes, the same algorithm."""
+    resident, offloaded = (products(compiled_step(1, xla_options="exact", **changes)) for changes in ({}, ALL))
+    assert len(resident) > 5
+    assert resident <= offloaded
+
+
+def test_slow_copies_are_said_with_the_remedy(monkeypatch):
+    """By the version of the CUDA plugin, which need not be jaxlib's."""
+    monkeypatch.setattr(cuda_plugin, "version", lambda: (0, 11, 2))
+    assert re.match(r"offloads: the CUDA plugin 0\.11\.2 copies .*pip install -U", cuda_plugin.copies_slowly())
+    run = footprint.assembly(config(gpus=1))
+    assert compiler_options(run, "gpu")["xla_gpu_enable_dynamic_slice_fusion"] is False
+    monkeypatch.setattr(cuda_plugin, "version", lambda: (0, 12))
+    assert cuda_plugin.copies_slowly() == ""
+    assert "xla_gpu_enable_dynamic_slice_fusion" not in compiler_options(run, "gpu")

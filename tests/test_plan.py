@@ -476,6 +476,7 @@ KEYS = {
     "exposed_by_loop_s": dict,
     "host_transfers": dict,
     "not_predicted": str,
+    "xla": str,
 }
 PREDICTED = {"predicted_step_s": float, "predicted_range_s": list, "tokens_per_s_per_gpu": float, "mfu": float}
 
@@ -493,13 +494,13 @@ def check_schema(found: dict):
     assert found["step_time_bound_s"] > 0 and found["bound_by"] in ("compute", "device memory", "link", "pcie")
 
 
-def compiled_step(gpus: int, xla_options: dict | None = None, **changes) -> str:
-    """The compiled step, for FIRST, of a model with five layers. xla_options: added to those of a run."""
+def compiled_step(gpus: int, added_options: dict | None = None, **changes) -> str:
+    """The compiled step, for FIRST, of a model with five layers. added_options: of XLA, beside those of a run."""
     c = config(gpus=gpus, **BLOCKS | {"model.num_hidden_layers": 5} | changes)
     mesh = make_mesh(aot.devices(FIRST, gpus), **mesh_sizes(c))
     run = from_config(planner.checked(c, FIRST), mesh.abstract_mesh, total_steps=10)
     (program,) = planner.programs(run, mesh, traffic.BatchShape(1, 64, c.gradient_accumulation_steps))
-    options = compiler_options(run, "gpu") | (xla_options or {})
+    options = compiler_options(run, "gpu") | (added_options or {})
     return aot.compile_for(program.function, program.arguments, mesh, options).text
 
 
@@ -509,7 +510,7 @@ def compiled_step(gpus: int, xla_options: dict | None = None, **changes) -> str:
 )
 def test_no_graph_orders_copies_after_products(changes, graphs, tmp_path):
     """In a CUDA graph every operation waits for the one before: xla_options.NO_GRAPHS. Read from what XLA runs."""
-    compiled_step(**{"gpus": 1} | changes, xla_options={"xla_dump_to": str(tmp_path)})
+    compiled_step(**{"gpus": 1} | changes, added_options={"xla_dump_to": str(tmp_path)})
     (file,) = tmp_path.glob("*jit_*thunk_metadata.txt")
     assert ("kCommandBuffer" in file.read_text()) == graphs
 

@@ -6,8 +6,29 @@ from pathlib import Path
 from surojax.assembly.assemble import OVERLAP, Assembly
 from surojax.models.model import Model
 from surojax.parallel import collectives
+from surojax.placement import cuda_plugin
 from surojax.placement.home import HOST
 from surojax.step.state_plan import bytes_per_device
+
+EXACT = "exact"  # a value of the field xla_options, see `PINNED`
+
+# Matrix products by cuBLASLt alone, for `plan` and `train` alike. XLA's own (Triton) are chosen by timing, which a
+# machine without a GPU cannot do, so that `plan` showed other programs than ran. As candidates for Triton, products
+# copy a layer's weights out of their stack, and SwiGLU is cut in four passes (compiled for an H200: 328 ms of passes
+# and copies a step of 7B instead of 184), and a step of fp8_hybrid has 21 kinds of products to time instead of 12.
+PRODUCTS: dict[str, str | bool | int] = {"xla_gpu_enable_triton_gemm": False}
+# XLA of the plugin 0.11 computes a product twice if a fusion writes its result into a stack and others read it (13
+# forward products in the loop of 7B instead of 7).
+UNFUSED_SLICES: dict[str, str | bool | int] = {"xla_gpu_enable_dynamic_slice_fusion": False}
+
+# The same kernel for the same product in every program, and no kernel whose result differs from run to run, so that an
+# offload, a placement or a resumed run changes no bit. Products within fusions that slice have another workspace and
+# algorithm; timing may choose another one in each process. cuDNN's backward attention adds in a fixed order only under
+# XLA's option for the whole program, which would sort every scatter that may write a place twice: a step has none.
+PINNED: dict[str, str | bool | int] = UNFUSED_SLICES | {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_exclude_nondeterministic_ops": True,
+}
 
 # XLA options that overlap copies and communication with computation. In the engine's program all copies and all-gathers
 # of a layer can start when the layer starts (engine.py). With XLA's defaults, each was nevertheless started and awaited
@@ -68,17 +89,21 @@ def compiler_options(
 
     memory_bytes: memory of a GPU that JAX can use. plans_with: the fraction of it that XLA plans with.
     host_temporaries: bytes of host memory that a step allocates. XLA's memory limit is corrected with these three,
-    see `MEMORY_LIMIT`; without memory_bytes it is not changed. With xla_options="default" there are none but those
-    of the copy engine settings.
+    see `MEMORY_LIMIT`; without memory_bytes it is not changed. With xla_options="default" there are none but
+    `PRODUCTS` and those of the copy engine settings; "exact" adds `PINNED`.
     """
     if platform == "cpu":
         # With the collectives of a device in flight together, two cores deadlocked, and once read what was not
         # there yet (jaxlib 0.12, offloaded quants under tp).
         return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if run.mesh.size > 1 else {}
     table = run.engine.table
-    copy_engine_options = collectives.copy_engine_flags(table.copy_engine)
-    if run.xla_options != OVERLAP:
-        return {**copy_engine_options}
+    options = PRODUCTS | collectives.copy_engine_flags(table.copy_engine)
+    if cuda_plugin.version() < (0, 12):
+        options |= UNFUSED_SLICES
+    if run.xla_options == EXACT:
+        options |= PINNED
+    elif run.xla_options != OVERLAP:
+        return options
     schedule = schedule_options(run.model)
     if table.leaves_device or run.mesh.size > 1:
         schedule |= NO_GRAPHS
@@ -92,4 +117,4 @@ def compiler_options(
         if run.engine.overlap_update and not run.engine.table.in_files:
             wanted += bytes_per_device(run.plan, HOST)
         limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
-    return schedule | limit | copy_engine_options
+    return schedule | limit | options

@@ -328,8 +328,9 @@ class ExecutionSettings:
     sequence_chunks: int = declare(1, AT_LEAST_1)
     # chunks of the tokens in head and loss; more chunks = less memory for logits
     lmhead_chunks: int = declare(1, AT_LEAST_1)
-    # of the step on GPUs: "overlap" = options that overlap copies with products, "default" = XLA's own
-    xla_options: str = declare("overlap", choices=("overlap", "default"))
+    # of the step on GPUs: "overlap" = copies overlap with products, "default" = XLA's own, "exact" = as "overlap", and
+    # no bit depends on offloads, resuming, or what a run times
+    xla_options: str = declare("overlap", choices=("overlap", "exact", "default"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -324,8 +324,9 @@ class Config(Section):
     r"""chunks of the sequence that a block computes one after another, exactly; for long sequences."""
     lmhead_chunks: int
     r"""chunks of the tokens in head and loss; more chunks = less memory for logits."""
-    xla_options: Literal["overlap", "default"]
-    r"""of the step on GPUs: "overlap" = options that overlap copies with products, "default" = XLA's own."""
+    xla_options: Literal["overlap", "exact", "default"]
+    r"""of the step on GPUs: "overlap" = copies overlap with products, "default" = XLA's own, "exact" = as
+    "overlap", and no bit depends on offloads, resuming, or what a run times."""
     dp_replicate_size: int
     r"""number of replicas of the sharded state."""
     dp_shard_size: int

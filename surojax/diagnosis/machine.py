@@ -21,6 +21,7 @@ from surojax.diagnosis.verdict import Asked, Verdict, attempt, failed, ok, skipp
 from surojax.errors import ConfigError
 from surojax.memory import host, nvme
 from surojax.memory.layer_file import Store
+from surojax.placement import cuda_plugin
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.mesh import find_devices, has_driver
 from surojax.planner import costs, seen
@@ -71,6 +72,16 @@ def installation(asked: Asked) -> Iterator[Verdict]:
     yield from attempt(check, "devices", judge_devices)
     if devices:
         yield from attempt(check, "planner", known_to_planner, devices[0])
+        yield from attempt(check, "CUDA plugin", judge_plugin, devices[0])
+
+
+def judge_plugin(device) -> Verdict:
+    """Checks that XLA of the installed CUDA plugin copies to and from host memory at the same time."""
+    check, part = "installation", "CUDA plugin"
+    if device.platform != "gpu":
+        return skipped(check, part, "no GPU")
+    slow = cuda_plugin.copies_slowly()
+    return failed(check, part, slow) if slow else ok(check, part, cuda_plugin.version_text())
 
 
 def versions() -> str:

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxlib.version import __version_info__ as jaxlib_version
 
 from surojax.numerics.rounding import materialised
+from surojax.placement import cuda_plugin
 from surojax.placement.home import DEVICE, Home
 
-# XLA of jaxlib 0.11 takes offsets as linear without regard to the stack's ends. That of 0.12 clamps what it copies.
-COPY_ENGINES_CLAMP = jaxlib_version >= (0, 12)
+# XLA of the CUDA plugin 0.11 takes offsets as linear without regard to the stack's ends. That of 0.12 clamps what it
+# copies.
+COPY_ENGINES_CLAMP = cuda_plugin.version() >= (0, 12)
 
 
 class Split(NamedTuple):

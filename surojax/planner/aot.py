@@ -11,8 +11,8 @@ depends on these facts, each found by experiment:
 3. Pallas chooses the architecture from `jax.default_device`, and lowering caches keep the first one. So a process
    compiles for one kind of GPU, and `devices` refuses a second one.
 4. Without a GPU, XLA cannot time its own Triton matrix products, and the tile that it guesses may need large buffers
-   that a tuned tile does not. So programs are compiled with `xla_gpu_enable_triton_gemm=False` (cuBLAS), and otherwise
-   with the options that `train` uses on a GPU, `Assembly.compiler_options`.
+   that a tuned tile does not. So programs are compiled with `xla_options.PRODUCTS` (cuBLASLt), and otherwise with the
+   options that `train` uses on a GPU, `xla_options.compiler_options`.
 5. Kernels that are never run need not be fast: if neither XLA nor ptxas optimises them, and XLA does not test which of
    cuBLASLt's algorithms compile, compiling is 25 to 60 % shorter. Memory and schedule are decided before that: seven
    plans (A100 to B200, 1 to 8 GPUs, FP8, NVFP4, all offloads) were the same to the byte.
@@ -37,6 +37,7 @@ from jax._src import compiler
 from jax.experimental import topologies
 from jaxlib import xla_client
 
+from surojax.assembly.xla_options import PRODUCTS
 from surojax.placement.mesh import expect_no_cuda_without_driver, has_driver
 from surojax.planner.gpus import ARCHITECTURES, GPUS, Gpu
 
@@ -44,7 +45,7 @@ EXTRA = "pip install 'surojax[plan]'"
 CUDNN_WHEELS = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 PTXAS = "*/bin/ptxas"
 XLA_OPTIONS: dict[str, Any] = {
-    "xla_gpu_enable_triton_gemm": False,  # fact 4
+    **PRODUCTS,  # fact 4
     "xla_backend_optimization_level": 0,  # this option and the next two: fact 5
     "xla_gpu_disable_gpuasm_optimizations": True,
     "xla_gpu_autotune_level": 0,

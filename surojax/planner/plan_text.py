@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from surojax.placement import cuda_plugin
 from surojax.placement.home import HOMES
 from surojax.planner import aot
 from surojax.planner.amounts import gib, memory_unit
@@ -34,6 +35,10 @@ def plan_table(p: Plan) -> str:
         lines.append(f"between machines: {', '.join(p.between_machines)}")
     if p.estimate:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the step: {aot.EXTRA}")
+    else:
+        lines.append(f"compiled by XLA of the CUDA plugin {p.xla}; another version makes another program")
+        if sum(p.host_transfers.values()) and (slow := cuda_plugin.copies_slowly()):
+            lines.append(slow)
     if p.packed:
         lines.append(documents(p.attention, p.cp_method))
     lines += p.experts

@@ -27,6 +27,7 @@ from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.models.attention import chosen_implementation
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
+from surojax.placement import cuda_plugin
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.mesh import make_mesh, mesh_shape
 from surojax.planner import (
@@ -75,6 +76,7 @@ class Plan(Prediction):
     mesh: dict[str, int]  # size of each axis
     between_machines: list[str]  # axes whose groups have GPUs in several machines
     estimate: bool = True  # nothing was compiled
+    xla: str = ""  # version of the CUDA plugin whose XLA compiled the step
     fits: bool
     device_bytes: int  # everything that the program needs in device memory
     device_temp_bytes: int  # of device_bytes, those that are not arguments: accumulators, residuals, working space
@@ -274,6 +276,7 @@ def _compiled(
 
     return {
         "estimate": False,
+        "xla": cuda_plugin.version_text(),
         "device_bytes": most("device_bytes", DEVICE),
         "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x in compiled),
         "host_bytes": most("host_bytes", HOST) + run.store.places.kept // run.mesh.size,

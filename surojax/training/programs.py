@@ -16,6 +16,7 @@ from surojax.planner.check_fit import memory_limit
 from surojax.planner.footprint import host_temporaries
 from surojax.run.console import working
 from surojax.training.evaluation import Evaluation
+from surojax.untrusted import expanded
 
 
 class Programs(NamedTuple):
@@ -33,6 +34,22 @@ class Programs(NamedTuple):
     one_at_a_time: bool
 
 
+def kept_choices(c: Config, platform: str) -> dict[str, str]:
+    """Returns the XLA option that keeps the kernels that XLA chose by timing, in a folder of this machine.
+
+    A program of another run, or of this run resumed, then takes the same kernel for the same product. XLA's entries
+    name the GPU and the operation. Without a folder that can be written, each program chooses by itself.
+    """
+    if platform != "gpu":
+        return {}
+    folder = expanded(c.data_cache) / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return {}
+    return {"xla_gpu_per_fusion_autotune_cache_dir": str(folder)}
+
+
 def compile_programs(
     c: Config, run: Assembly, mesh: jax.sharding.Mesh, evaluated: list[Evaluated], feed: Feed
 ) -> Programs:
@@ -44,7 +61,7 @@ def compile_programs(
         platform,
         memory_bytes=memory_limit(own_device(devices)),
         host_temporaries=host_temporaries(run, traffic.batch_of(c)),
-    )
+    ) | kept_choices(c, platform)
     tokens_shape = (c.gradient_accumulation_steps, feed.batch_size, c.sequence_len)
     batch = run.engine.planned_batch(tokens_shape, feed.sharding)
     with working("compiling the step and the evaluation", "compiled"):

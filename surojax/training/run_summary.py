@@ -22,6 +22,7 @@ from surojax.models.attention import chosen_here
 from surojax.models.lora import OF_MLP
 from surojax.models.model import Model
 from surojax.pages import runs
+from surojax.placement import cuda_plugin
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
 from surojax.planner import (
@@ -54,6 +55,8 @@ def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> Non
     if c.lora and c.model.num_experts and not set(OF_MLP.values()) & set(lora(c).targets):
         say(f"note: the experts are frozen; lora_target_modules with {','.join(OF_MLP)} adapts them too")
     served = dispatch.choose("grouped_matmul", run.model.precision.implementation) == "mosaic"
+    if devices[0].platform == "gpu" and run.engine.table.leaves_device and (line := cuda_plugin.copies_slowly()):
+        say(line)
     if devices[0].platform == "gpu" and (line := expert_lines.multiplied(run, served=served)):
         say(line)
     # On a CPU, `need` already includes the host memory, since it is also the devices' memory.
