@@ -19,6 +19,7 @@ The working tree is not changed.
 """
 
 import argparse
+import ast
 import compileall
 import contextlib
 import hashlib
@@ -41,7 +42,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from mutation import Mutant, mutants_of
+from mutation import Mutant, assigned_names, mutants_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("surojax", "pallas_kernels")
@@ -95,6 +96,29 @@ def read_map(folder: Path) -> dict[tuple[str, int], list[Test]]:
     for tests in tests_of_line.values():
         tests.sort(key=lambda test: (test.seconds, test.name))
     return tests_of_line
+
+
+def with_tables(tests_of_line: dict[tuple[str, int], list[Test]]) -> dict[tuple[str, int], list[Test]]:
+    """Adds the lines of modules' assignments, with the tests of all lines that read one of the assigned names.
+
+    Names are compared as texts: a line that reads another module's table of the same name counts as well.
+    """
+    readers: dict[str, set[tuple[str, int]]] = {}
+    trees = {file: ast.parse((ROOT / file).read_text()) for file in sources()}
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name | ast.Attribute):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+                readers.setdefault(name, set()).add((file, node.lineno))
+    found = dict(tests_of_line)
+    for file, tree in trees.items():
+        for statement in tree.body:
+            lines = set().union(*(readers[name] for name in assigned_names(statement)))
+            tests = {test.name: test for line in lines for test in tests_of_line.get(line, ())}
+            for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1) if tests else ():
+                of_line = {test.name: test for test in tests_of_line.get((file, line), ())} | tests
+                found[file, line] = sorted(of_line.values(), key=lambda test: (test.seconds, test.name))
+    return found
 
 
 def unchanged(folder: Path, file: str) -> bool:
@@ -311,7 +335,7 @@ def main() -> None:
     if not a.map.is_dir():
         print(f"mapping tests to lines, into {a.map}", flush=True)
         write_map(a.map, everything=a.all)
-    tests = read_map(a.map)
+    tests = with_tables(read_map(a.map))
     files = sources(a.places or PACKAGES)
     if stale := [file for file in files if not unchanged(a.map, file)]:
         sys.exit(

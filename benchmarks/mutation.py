@@ -1,8 +1,9 @@
 """Mistakes of one line, made on the syntax tree: each operator finds the places where it applies in a file.
 
 The kinds are those that a refactoring makes: a term or factor left out, operands or arguments exchanged, an index or
-axis off by one, a comparison turned, a condition dropped, a setting not passed on, a collective, cast or call left out.
-Texts, annotations, assertions, and what an error says are left alone: they decide no result.
+axis off by one, a comparison turned, a condition dropped, a setting not passed on, a collective, cast or call left out;
+in a module's table, a row left out or with the next row's value. Texts, annotations, assertions, and what an error says
+are left alone: they decide no result.
 """
 
 import ast
@@ -53,12 +54,13 @@ def mutants_of(path: Path, file: str) -> list[Mutant]:
     text = path.read_text()
     source = _Source(text)
     by_place = {}
-    for node in _mutable(ast.parse(text)):
-        for kind, replaced, new in _mistakes(node, source):
-            start, stop = source.span(replaced)
-            mutant = Mutant(file, replaced.lineno, kind, start, stop, new)
-            if new != text[start:stop] and _parses(mutant.applied(text)):
-                by_place[start, stop, new] = mutant
+    tree = ast.parse(text)
+    mistakes = itertools.chain.from_iterable(_mistakes(node, source) for node in _mutable(tree))
+    for kind, replaced, new in itertools.chain(mistakes, _mistakes_in_tables(tree, source)):
+        start, stop = source.span(replaced)
+        mutant = Mutant(file, replaced.lineno, kind, start, stop, new)
+        if new != text[start:stop] and _parses(mutant.applied(text)):
+            by_place[start, stop, new] = mutant
     return sorted(by_place.values(), key=lambda m: (m.start, m.stop, m.new))
 
 
@@ -170,6 +172,44 @@ def _mistakes(node: ast.AST, source: _Source) -> Iterator[tuple[str, ast.expr | 
             yield "a statement left out", node, "pass"
         case ast.If(test=test):
             yield "a branch never taken", test, "False"
+
+
+def assigned_names(statement: ast.stmt) -> set[str]:
+    """The names that a statement assigns to."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return set()
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    nodes = itertools.chain.from_iterable(map(ast.walk, targets))
+    return {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def _mistakes_in_tables(tree: ast.Module, source: _Source) -> Iterator[tuple[str, ast.expr, str]]:
+    """`_mistakes` in a module's tables of at least three rows: literals, also as the argument of, say, frozenset."""
+    for statement in tree.body:
+        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+            continue
+        table = statement.value
+        if isinstance(table, ast.Call) and isinstance(table.func, ast.Name) and len(table.args) == 1:
+            table = table.args[0]
+        start, stop = source.span(table)
+        text = source.text
+        begins: list[int] = []
+        match table:
+            case ast.Call(ast.Attribute(ast.Constant(str(words)), "split"), []):
+                for word in words.split():
+                    others = " ".join(x for x in words.split() if x != word)
+                    yield "a row left out", table, f'"{others}".split()'
+            case ast.Dict(keys, values):
+                pairs = zip(keys, values, strict=True)
+                begins = [source.span(k)[0] if k else text.rindex("**", 0, source.span(v)[0]) for k, v in pairs]
+                own = [v for k, v in zip(keys, values, strict=True) if k] if len(begins) > 2 else []
+                for value, after in zip(own, [*own[1:], *own[:1]], strict=True):
+                    yield "a row like the next", value, source.of(after)
+            case ast.Tuple(elements) | ast.List(elements) | ast.Set(elements):
+                begins = [source.span(element)[0] for element in elements]
+        if len(begins) > 2:
+            for begin, after in itertools.pairwise([*begins, stop - 1]):
+                yield "a row left out", table, text[start:begin] + text[after:stop]
 
 
 def _exchanged(call: ast.Call, a: ast.expr, b: ast.expr, source: _Source) -> Iterator:

@@ -204,6 +204,52 @@ def test_what_a_task_wants_generated(monkeypatch, tmp_path):
         harness._prepared(("x", {"max_gen_toks": 16}))
 
 
+def test_requests_with_different_options_share_no_batch(monkeypatch, tmp_path):
+    """However stop strings, options and lengths are mixed: every text is continued once, with its own, in its place."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("lm_eval")
+        from surojax.inference import harness as module
+    words = ByteTokenizer()
+    sizes = []
+
+    def upper(model, weights, prompts, *, max_tokens, temperature, top_p, ended, **_):
+        """In place of a model: the prompt in capitals, then its options, up to a stop string."""
+        sizes.append(len(prompts))
+        continued = []
+        for prompt in prompts:
+            ids = words.encode(f"{words.decode(prompt).upper()}{max_tokens} {temperature} {top_p}.;,").tolist()
+            ends = [size for size in range(len(ids)) if ended(ids[:size])]
+            continued.append(ids[: ends[0] if ends else None])
+        return continued
+
+    monkeypatch.setattr(module, "generate_batch", upper)
+    options = [
+        {"max_gen_toks": size, "temperature": temperature, "top_p": top_p}
+        for size in (3, 12)
+        for temperature in (0.0, -0.0, 0.7)  # equal ones, and others
+        for top_p in (0.5, 1.0)
+    ]
+    stops = [[";"], [","], [";", ","], ";", []]
+    mixed = [(option, until) for until in stops for option in options]
+    order = np.random.default_rng(0).permutation(2 * len(mixed))
+    asked = [
+        SimpleNamespace(args=("x" * (i % 7 + 1), mixed[i % len(mixed)][0] | {"until": mixed[i % len(mixed)][1]}))
+        for i in order
+    ]
+    for batch_size in (1, 3, 4, 200):
+        sizes.clear()
+        harness = module.Harness(Trained(MODEL, {}, words, None), batch_size=batch_size, max_length=64)
+        found = harness.generate_until(asked, disable_tqdm=True)
+        for request, text in zip(asked, found, strict=True):
+            prompt, wanted = request.args
+            whole = f"{prompt.upper()}{wanted['max_gen_toks']} {wanted['temperature']} {wanted['top_p']}.;,"
+            ends = [whole.index(stop) for stop in wanted["until"]]
+            assert text == whole[: min(ends, default=None)]
+        assert sum(sizes) == len(asked) and max(sizes) == min(batch_size, 4)
+
+
 @pytest.mark.full
 def test_the_harness(tmp_path, monkeypatch):
     """A task of its own runs, and finds what `answer` finds; texts are continued up to a stop string."""

@@ -3,7 +3,9 @@
 import ast
 import importlib.util
 import json
+import math
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -28,6 +30,7 @@ from surojax.inference.trained_model import load_trained
 from surojax.models.layers import vector
 from surojax.optim.from_optax import counts
 from surojax.run.metrics import TIMINGS
+from surojax.training.evaluation import early_stopping
 from surojax.training.resume import block_identity
 
 PAGE = Path(__file__).parents[1] / "docs/library.md"
@@ -115,6 +118,47 @@ def test_early_stopping_waits_for_its_patience():
         assert not reasons
         early(event("eval", step, reasons.append, loss=loss))
     assert reasons == ["early stopping (no evaluation below 1.5000 in the last 2)"]
+
+
+def evaluated(step: int, loss: float | None, name: str = "", log: str = "eval") -> dict:
+    return {"log": log, "step": step, "loss": loss} | ({"name": name} if name else {})
+
+
+COUNTED = [evaluated(2, 3.0), evaluated(4, 2.0), evaluated(6, 2.5)]  # of the dataset that decides
+NOT_COUNTED = {
+    "other dataset": [evaluated(2, 1.0, "other"), evaluated(4, 9.0, "other"), evaluated(6, 0.5, "other")],
+    "training": [evaluated(5, 0.1, log="step")],
+    "later": [evaluated(8, 0.1), evaluated(10, 0.2)],  # after the checkpoint of step 7
+}
+
+
+@pytest.mark.parametrize("more", [(), *((name,) for name in NOT_COUNTED), tuple(NOT_COUNTED)], ids=str)
+@pytest.mark.parametrize("name", ["", "first"])
+def test_early_stopping_after_a_restart_has_seen_what_the_run_had(tmp_path, more, name):
+    """Evaluations of the first dataset up to the checkpoint, and nothing else; a loss that was NaN did not improve."""
+    c = default_config()
+    c.early_stopping_patience = 3
+    datasets = [types.SimpleNamespace(name=name), types.SimpleNamespace(name="other")]
+
+    def restarted(first_step: int, evaluations=datasets) -> EarlyStopping:
+        start = types.SimpleNamespace(found=types.SimpleNamespace(evaluated=evaluations), first_step=first_step)
+        return early_stopping(c, tmp_path, start)  # type: ignore[arg-type]
+
+    file = tmp_path / "metrics.jsonl"
+    assert restarted(7).best == math.inf  # a file that somebody removed
+    others = [record for kind in more for record in NOT_COUNTED[kind]]
+    for counted in (COUNTED, [*COUNTED, evaluated(7, None)]):
+        records = [{"name": name} | record if name else record for record in (*counted, *others)]
+        file.write_text("".join(json.dumps(record) + "\n" for record in sorted(records, key=lambda r: r["step"])))
+        early = restarted(7)
+        assert (early.patience, early.name, early.best) == (3, name, 2.0)
+        assert early.waited == len(counted) - 2 and not early.is_over
+        early.see(2.0)
+        assert early.is_over == (len(counted) == 4)
+        assert restarted(4).waited == 0 and restarted(3).best == 3.0
+        assert (restarted(0).best, restarted(0).waited) == (math.inf, 0)
+    c.early_stopping_patience = 0
+    assert restarted(7, []).patience == math.inf
 
 
 def said(losses, norm=1.0, lr=3e-4) -> list[str]:

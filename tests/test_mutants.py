@@ -48,6 +48,53 @@ def test_the_mistakes_of_a_line(tmp_path, line, expected):
     assert all(mutant.line == 2 for mutant in found)
 
 
+TABLE = """T = {
+    "a": 1.5,
+    "b": f(x),
+    **more,
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (
+            TABLE,
+            {
+                TABLE.replace('"a": 1.5,\n    ', ""),
+                TABLE.replace('"b": f(x),\n    ', ""),
+                TABLE.replace("**more,\n", ""),
+                TABLE.replace("1.5", "f(x)"),
+                TABLE.replace("f(x)", "1.5"),
+            },
+        ),
+        ('T: tuple = ("a", "b", "c")\n', {f"T: tuple = ({two})\n" for two in ('"b", "c"', '"a", "c"', '"a", "b", ')}),
+        ('T = frozenset("a bc d".split())\n', {f'T = frozenset("{two}".split())\n' for two in ("bc d", "a d", "a bc")}),
+        ('T = ("a", "b")\n', set()),
+        ('def f():\n    t = "a", "b", "c"\n', set()),
+    ],
+    ids=["dict", "tuple", "words", "pair", "local"],
+)
+def test_the_mistakes_of_a_table(tmp_path, text, expected):
+    path = tmp_path / "x.py"
+    path.write_text(text)
+    assert {mutant.applied(text) for mutant in mutants_of(path, "x.py")} == expected
+
+
+def test_a_table_has_the_tests_of_the_lines_that_read_it():
+    """In its module and in others; not those of other lines."""
+    file = "surojax/data/examples.py"
+    lines = (mutants.ROOT / file).read_text().splitlines()
+    (table,) = (i for i, text in enumerate(lines, 1) if text.startswith("TRAIN_ON ="))
+    (condition,) = (i for i, text in enumerate(lines, 1) if "if train_on not in TRAIN_ON:" in text)
+    (other,) = (i for i, text in enumerate(lines, 1) if text.startswith("class Encoder"))
+    tests = {condition: "refuses", other: "has no part in it"}
+    found = mutants.with_tables({(file, line): [Timed(name, 1)] for line, name in tests.items()})
+    assert [test.name for test in found[file, table]] == ["refuses"]
+    assert [test.name for test in found[file, condition]] == ["refuses"]
+
+
 def test_an_if_is_never_taken(tmp_path):
     path = tmp_path / "x.py"
     path.write_text("if a:\n    b = c\n")

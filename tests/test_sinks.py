@@ -39,29 +39,31 @@ def with_gradients(f, do, *operands):
     return o, *vjp(do.astype(o.dtype))
 
 
-CASES = [([5, 11], 0, 0.5, 0.0), ([16], 4, 0.35, 2.0)]  # lengths of documents, window, scale, softcap
+FAR = np.array([3e38, -1e4, 300.0, -3e38], np.float32)  # from all scores, on either side
+# Lengths of documents, window, scale, softcap, sinks.
+CASES = [([5, 11], 0, 0.5, 0.0, SINKS), ([16], 4, 0.35, 2.0, SINKS), ([5, 11], 0, 0.5, 0.0, FAR)]
 
 
 def starts_of(lengths) -> np.ndarray:
     return np.repeat(np.cumsum(lengths) - lengths, lengths).astype(np.int32)[None]
 
 
-@pytest.mark.parametrize("lengths, window, scale, softcap", CASES)
-def test_a_sink_is_one_more_score(lengths, window, scale, softcap):
-    """By XLA and in the kernel's reference; a sink far below all scores changes nothing."""
+@pytest.mark.parametrize("lengths, window, scale, softcap, sinks", CASES, ids=["near", "window", "far"])
+def test_a_sink_is_one_more_score(lengths, window, scale, softcap, sinks):
+    """By XLA and in the kernel's reference; a sink far below all scores changes nothing, one far above takes all."""
     starts = starts_of(lengths)
     q, k, v, do = (normal(i, (1, 16, n, 8)) for i, n in enumerate((4, 2, 2, 4)))
     rule = window, scale, softcap
-    expected = with_gradients(lambda *x: with_one_more_column(*x, starts, *rule), do, q, k, v, jnp.asarray(SINKS))
+    expected = with_gradients(lambda *x: with_one_more_column(*x, starts, *rule), do, q, k, v, jnp.asarray(sinks))
     how = {"window": window, "scale": scale, "softcap": softcap}
     by_xla = lambda q, k, v, sinks: attend(q, k, v, starts=starts, sinks=sinks, **how)
     reference = lambda q, k, v, sinks: op.attention(q, k, v, starts, sinks=sinks, implementation="xla", **how)
     for f in (by_xla, reference):
-        found = with_gradients(f, do, q, k, v, jnp.asarray(SINKS))
+        found = with_gradients(f, do, q, k, v, jnp.asarray(sinks))
         for got, want in zip(found, expected, strict=True):
             np.testing.assert_allclose(got, want, atol=5e-6)
     np.testing.assert_array_equal(by_xla(q, k, v, jnp.full(4, -1e30)), attend(q, k, v, starts=starts, **how))
-    part = attend(q[:, 9:11], k, v, start=9, starts=starts[:, 9:11], sinks=jnp.asarray(SINKS), **how)
+    part = attend(q[:, 9:11], k, v, start=9, starts=starts[:, 9:11], sinks=jnp.asarray(sinks), **how)
     np.testing.assert_allclose(part, expected[0][:, 9:11], atol=5e-6)
 
 
@@ -78,6 +80,27 @@ def test_kernel(lengths, window):
         # As in test_kernel_attention.py; the result is rounded once more, after its part without the sink.
         got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
         np.testing.assert_allclose(got, want, rtol=2**-6, atol=2**-7 * np.abs(want).max())
+
+
+def test_a_sink_beside_the_sums_of_a_kernel():
+    """Output, log-sum-exp and the sinks' gradient in float64: near the scores, far from them, and of a query that sees
+    no key."""
+    rng = np.random.default_rng(0)
+    o, do = rng.normal(size=(2, 1, 6, 4, 8)).astype(np.float32)
+    lse = rng.normal(size=(1, 4, 6)).astype(np.float32) * 3
+    lse[0, 0, 0] = -np.inf
+    for sinks in (SINKS, FAR, np.float32([-1e4, 90, -90, 1e30])):
+        with np.errstate(divide="ignore"):
+            total = np.logaddexp(np.float64(lse), np.float64(sinks)[None, :, None])
+        share = np.exp(np.float64(lse) - total)  # of the keys
+        of_rows = share.transpose(0, 2, 1)[..., None]
+        found_o, found_lse = op.add_sinks(jnp.asarray(o), jnp.asarray(lse), jnp.asarray(sinks))
+        np.testing.assert_allclose(found_o, o * of_rows, rtol=1e-5, atol=1e-30)
+        np.testing.assert_allclose(found_lse, total, rtol=1e-6)
+        delta = np.sum(do * o * of_rows, axis=-1).transpose(0, 2, 1)
+        found = op.gradient_of_sinks(jnp.asarray(sinks), found_lse, jnp.asarray(delta, jnp.float32))
+        wanted = -np.sum(np.exp(np.float64(sinks)[None, :, None] - total) * delta, axis=(0, 2))
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_clamped_swiglu_is_that_of_gpt_oss():

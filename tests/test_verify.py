@@ -97,7 +97,7 @@ def test_rows_with_equal_arrays_begin_alike(monkeypatch):
 @pytest.mark.full
 def test_other_orders_of_sums_are_within_the_bound():
     (row,) = verify(small_config(), only=["lmhead_chunks"])
-    assert row.status == "pass" and 0 < row.grad_norm < 1e-5, row  # measured: 7e-7
+    assert row.status == "pass" and row.grad_norm < 1e-5, row  # measured: 7e-7, and 0 on some processors
 
 
 @pytest.mark.full
@@ -108,7 +108,7 @@ def test_rows_of_another_objective_read_its_arrays(objective):
     c.model.num_labels = OBJECTIVES[objective].num_labels
     rows = verify(c, steps=2, only=["offload_all", "zero_level=3@4", "lora"])
     assert [row.status for row in rows] == ["pass"] * 3, rows
-    assert rows[0].loss == 0 and 0 < rows[1].grad_norm < 1e-4, rows
+    assert rows[0].loss == 0 and rows[1].grad_norm < 1e-4, rows  # 0 on some processors
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ Import this module only where lm_eval is installed. The harness encodes pairs of
 every causal model; scores and samples are those of `score` and `sample`.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,17 +87,19 @@ class Harness(TemplateLM):
     def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
         """Samples continuations of texts up to their first stop string; greedy unless a task sets a temperature."""
         prepared = [(number, *self._prepared(request.args)) for number, request in enumerate(requests)]
+
         # Texts of similar lengths together, and only those with the same options and stop strings.
-        prepared.sort(key=lambda entry: (repr(entry[2:]), len(entry[1])))
+        def alike(entry: tuple) -> str:
+            return repr(entry[2:])
+
+        prepared.sort(key=lambda entry: (alike(entry), len(entry[1])))
         texts: dict[int, str] = {}
         with tqdm(total=len(prepared), disable=disable_tqdm) as progress:
-            while prepared:
-                alike = prepared[0][2:]
-                batch = [entry for entry in prepared[: self.batch_size] if entry[2:] == alike]
-                prepared = prepared[len(batch) :]
-                for (number, *_), text in zip(batch, self._sampled(batch, alike[0]), strict=True):
-                    texts[number] = text
-                progress.update(len(batch))
+            for _, group in itertools.groupby(prepared, key=alike):
+                for batch in itertools.batched(group, self.batch_size):
+                    for (number, *_), text in zip(batch, self._sampled(batch, batch[0][2]), strict=True):
+                        texts[number] = text
+                    progress.update(len(batch))
         return [texts[number] for number in range(len(texts))]
 
     def _prepared(self, args: tuple) -> tuple[np.ndarray, dict[str, Any], tuple[str, ...]]:
