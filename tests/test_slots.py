@@ -18,7 +18,7 @@ from surojax.assembly.from_config import from_config
 from surojax.errors import ConfigError
 from surojax.memory import layer_file, nvme
 from surojax.memory.layer_file import NvmeError, Store
-from surojax.memory.slots import SUMS, TABLE, Content, checksum, read_slot_table
+from surojax.memory.slots import SUMS, TABLE, Content, PageSums, read_slot_table
 from surojax.placement.home import NVME
 from surojax.placement.mesh import make_mesh
 from surojax.planner import footprint
@@ -143,9 +143,20 @@ def test_damage_is_found_before_a_run_goes_on(tmp_path, what):
     after.close()
 
 
+def checksum(raw: np.ndarray, parts: list[int] | None = None) -> int:
+    """parts: the pages at which parts begin, in the order in which they are added."""
+    sums = PageSums(raw.size)
+    starts = [0] if parts is None else parts
+    for start in starts:
+        stop = min((x for x in starts if x > start), default=raw.size)
+        sums.add(4096 * start, raw[4096 * start :][: 4096 * (stop - start)])
+    return sums.end(raw[raw.size // 4096 * 4096 :])
+
+
 def test_checksums_notice_each_byte_and_lost_pages():
     raw = array(0, 3 * 4096 + 5)
     expected = checksum(raw)
+    assert checksum(raw, [2, 0, 1]) == expected and checksum(raw[:0]) == 0
     for at in (0, 4095, 4096, 3 * 4096 - 1, 3 * 4096, raw.size - 1):
         other = raw.copy()
         other[at] ^= 128

@@ -43,7 +43,7 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.memory.aligned import ALIGN, Buffers, aligned
 from surojax.memory.places import Place, Places
-from surojax.memory.slots import TABLE, Content, Slots, checksum, read_slot_table
+from surojax.memory.slots import TABLE, Content, PageSums, Slots, read_slot_table
 from surojax.memory.striped import StripedFile
 from surojax.own_files import read_own, write_whole
 from surojax.untrusted import expanded
@@ -52,6 +52,7 @@ FIRST = Content(0, 0)  # where a piece is that was never written
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
 MARKER_FORM = {"step": range(2**31), "state": str}
 THREADS = 8  # requests in flight, in each direction and for each folder
+IN_CACHE = 512 << 10  # bytes that a processor's core keeps in its cache
 ARRAYS = 4  # of a layer, that are read or written at a time
 LOST = "its content is lost, but no checkpoint is: the next start continues from the last one"
 KEPT = ", or from the last step that is complete in the file"
@@ -166,9 +167,8 @@ class Store:
         if kept:
             raw[:kept] = self._memory(l, place)[:kept]
         if kept < size:
-            self.read_file(raw[kept:], begin)
             written = self._sums.get(f"{l}/{place.name}")
-            if written is not None and checksum(raw[kept:size]) != written:
+            if self.read_file(raw[kept:], begin, size - kept) != written and written is not None:
                 raise self._damaged(l, place, begin)
         return raw[:size].view(dtype).reshape(shape)
 
@@ -213,15 +213,13 @@ class Store:
         if kept:
             self._memory(l, place)[:kept] = raw[:kept]
         if kept < raw.size:
-            self._sums[f"{l}/{place.name}"] = checksum(raw[kept:])
-            self.write_file(raw[kept:], begin)
+            self._sums[f"{l}/{place.name}"] = self.write_file(raw[kept:], begin)
 
     def _write_slot(self, piece: str, place: Place, begin: int, raw: np.ndarray) -> None:
         """Writes a piece into its free slot. begin: of its first slot."""
         assert self.slots
         slot = self.slots.free(piece)
-        self.write_file(raw, begin + slot * place.slot_bytes)
-        self._sums[piece] = checksum(raw)
+        self._sums[piece] = self.write_file(raw, begin + slot * place.slot_bytes)
         self.slots.newest[piece] = Content(slot, self._sums[piece])
 
     def _memory(self, l: int, place: Place) -> np.ndarray:
@@ -230,24 +228,36 @@ class Store:
             place.memory[l] = np.zeros(place.kept, np.uint8)
         return place.memory[l]
 
-    def read_file(self, raw: np.ndarray, begin: int) -> None:
-        """Reads bytes from the file at offset `begin` into an array that is aligned as `aligned.Buffers` are."""
+    def read_file(self, raw: np.ndarray, begin: int, size: int | None = None) -> int:
+        """Reads bytes from the file at offset `begin` into an array that is aligned as `aligned.Buffers` are.
+
+        Returns the checksum of the first `size` of them, of all by default. The threads that read compute it, while
+        others read.
+        """
+        size = raw.size if size is None else size
+        sums = PageSums(size)
 
         def piece(start: int, length: int) -> None:
             self.file.read(memoryview(raw)[start : start + length], begin + start)
+            sums.add(start, raw[start : start + length])
 
         self._each_piece(0, piece, begin, raw.size, "read")
+        return sums.end(raw[size // ALIGN * ALIGN : size])
 
-    def write_file(self, raw: np.ndarray, begin: int) -> None:
-        """Writes these bytes to the file at offset `begin`."""
+    def write_file(self, raw: np.ndarray, begin: int) -> int:
+        """Writes these bytes to the file at offset `begin`; returns their checksum."""
+        sums = PageSums(raw.size)
 
         def piece(start: int, length: int) -> None:
-            part = raw[start : start + length]
-            buffer = self._buffers.take(aligned(part.size))
-            buffer[: part.size] = part
+            buffer = self._buffers.take(aligned(length))
+            for at in range(start, start + length, IN_CACHE):
+                part = raw[at : min(at + IN_CACHE, start + length)]
+                buffer[at - start :][: part.size] = part
+                sums.add(at, part)  # while the processor's cache has it
             self.file.write(memoryview(buffer), begin + start)
 
         self._each_piece(1, piece, begin, raw.size, "write")
+        return sums.end(raw[raw.size // ALIGN * ALIGN :])
 
     def _each_piece(self, pool: int, piece: Callable[[int, int], None], begin: int, size: int, what: str) -> None:
         """Calls piece(offset, bytes) for each part of `size` bytes, by threads of _pools[pool] if there are several.
@@ -357,8 +367,7 @@ class Store:
             place, begin = pieces[name]
             content = slots.newest[name]
             raw = self._buffers.take(aligned(place.size))
-            self.read_file(raw, begin + content.slot * place.slot_bytes)
-            if checksum(raw[: place.size]) != content.checksum:
+            if self.read_file(raw, begin + content.slot * place.slot_bytes, place.size) != content.checksum:
                 raise NvmeError(
                     f"nvme_path: what {self.path} has of step {table['progress']['step']} is damaged (piece {name}); "
                     f"delete {self.folder / TABLE} to continue from the last checkpoint"

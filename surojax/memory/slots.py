@@ -38,11 +38,22 @@ class Content(NamedTuple):
 FORM = {"sums": str, "layout": list, "progress": {"step": range(1, 2**31)}, "pieces": {str: (range(2), range(2**32))}}
 
 
-def checksum(raw: np.ndarray) -> int:
-    """The checksum of an array of bytes, see above."""
-    whole = raw.size // ALIGN * ALIGN
-    sums = np.add.reduce(raw[:whole].view(np.uint64).reshape(-1, ALIGN // 8), axis=1, dtype=np.uint64)
-    return zlib.crc32(raw[whole:].tobytes(), zlib.crc32(sums.tobytes()))
+class PageSums:
+    """The checksum of an array of bytes, see above, whose parts may be added by several threads in any order."""
+
+    def __init__(self, size: int):
+        self._sums = np.zeros(size // ALIGN, np.uint64)
+
+    def add(self, start: int, part: np.ndarray) -> None:
+        """Adds the bytes from `start`, a multiple of `ALIGN`. Any beyond the array's end are left out."""
+        first = start // ALIGN
+        pages = min(len(self._sums) - first, part.size // ALIGN)
+        words = part[: pages * ALIGN].view(np.uint64).reshape(pages, ALIGN // 8)
+        np.add.reduce(words, axis=1, out=self._sums[first : first + pages])
+
+    def end(self, rest: np.ndarray) -> int:
+        """The checksum, once all is added. rest: the bytes after the last whole page."""
+        return zlib.crc32(rest.tobytes(), zlib.crc32(self._sums.tobytes()))
 
 
 def read_slot_table(folder: Path) -> dict[str, Any] | None:
