@@ -146,7 +146,7 @@ def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) 
 
 
 def _open_checkpoint(checkpoint: Path, tokenizer: str) -> Opened:
-    meta = on_disk.read_meta(checkpoint)
+    meta = on_disk.read_meta_of_run(checkpoint)
     c = checks.restored_config(meta["config"], on_disk.written_by(meta))
     if c.lora:
         raise ConfigError(

@@ -23,6 +23,7 @@ from surojax.pages.plan_page import page
 from surojax.planner.drives import DRIVES, disks
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan_text import cost, plan_table
+from surojax.planner.prediction import read_trace
 from surojax.planner.run_plan import Plan, plan
 from surojax.untrusted import expanded
 
@@ -105,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
 
 def html(p: Plan, trace: Path, argv: list[str]) -> str:
     """Makes the plan's HTML page. trace: the file of its time line, which is missing if no time is predicted."""
-    events = json.loads(trace.read_text()) if trace.exists() and not p.not_predicted else None
+    events = None if p.not_predicted else read_trace(trace)
     return page(p, shlex.join(["surojax", "plan", *argv]), events)
 
 

@@ -66,6 +66,7 @@ from surojax.training.initial_state import ADAPTER, first_state, restored, write
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
 from surojax.training.reference import with_reference
+from surojax.training.resume import check_unfinished
 from surojax.training.run_summary import (
     TRACE,
     budget,
@@ -153,7 +154,10 @@ def train(
     say(budget(run.model, start.total_steps * tokens_per_step, is_new=is_new))
 
     with contextlib.ExitStack() as until_end:
-        disk = until_end.enter_context(nvme.claim(run.store, goes_on=start.in_files))
+        check = functools.partial(check_unfinished, run.store, setup.output_dir)
+        disk = until_end.enter_context(
+            nvme.claim(run.store, goes_on=start.meta if start.in_files else None, check=check)
+        )
         if disk.line:
             say(disk.line)
         settings = c.to_dict() | start.meta | start.identity

@@ -1,5 +1,6 @@
 """Reads untrusted files with limits: on their kind (no pipes), their size, and the depth of JSON."""
 
+import collections
 import errno
 import json
 import os
@@ -50,16 +51,28 @@ def read_bytes(path: Path, most: int = SMALL) -> bytes:
         return file.read(most)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parses a JSON text. Raises ValueError if it is none, or deeper than MAX_DEPTH."""
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """Parses a JSON text. Raises ValueError if it is none, or deeper than MAX_DEPTH.
+
+    unique: also if an object has a key twice, of which Python's parser takes the last.
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise ValueError(_DEEPER) from None
     brackets = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
     if brackets > MAX_DEPTH:  # else it cannot be
         check_depth(value)
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the object with these keys and values. Raises ValueError if a key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (key, _), *_ = (collections.Counter(key for key, _ in pairs) - collections.Counter(found)).items()
+        raise ValueError(f"the key {shown(key, 80)} is there twice")
+    return found
 
 
 _DEEPER = f"lists and objects are nested deeper than {MAX_DEPTH}"

@@ -1,5 +1,6 @@
 """Many processes: what is taken from each launcher's environment, and how processes that do not fit are refused."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -301,8 +302,19 @@ def test_strangers_do_not_end_a_rendezvous_nor_hold_it(monkeypatch):
                 dropped = True
             time.sleep(0.05)
         assert dropped
-        for garbage in (b"GET / HTTP/1.0\r\n\r\n", b"\xff\x00" * 40 + b"\n", b"[]\n", b"null\n", b"1e999\n",
-                        b"x" * 100_000, b"[" * 4000 + b"\n", b'{"body": ' + b"9" * 4000 + b"}\n"):  # fmt: skip
+        nested = rendezvous._line({"run": KEY.run, "body": "[" * 1000, "proof": "[" * 1000})
+        for garbage in (
+            b"GET / HTTP/1.0\r\n\r\n",
+            nested,
+            b'{"run": 1, "body": "", "proof": []}\n',
+            b"\xff\x00" * 40 + b"\n",
+            b"[]\n",
+            b"null\n",
+            b"1e999\n",
+            b"x" * 100_000,
+            b"[" * 4000 + b"\n",
+            b'{"body": ' + b"9" * 4000 + b"}\n",
+        ):
             assert waiting.say(garbage) == b""
         for stranger in silent:
             stranger.recv(4096)
@@ -333,6 +345,58 @@ def test_who_is_no_process_of_the_run_is_sent_away():
         assert waiting.say(b"x" * 5000) == b"" and time.monotonic() - started < rendezvous.HELLO_S / 2  # too long
         seen = rendezvous._line(rendezvous._sealed({"id": 1, "of": 2, "host": "", "nonce": ""}, "hello", "seen", KEY))
         assert json.loads(json.loads(waiting.say(seen))["body"]) == {"error": other}
+
+
+GREETING = {"hello": "surojax", "nonce": "1"}
+FALSE_GREETINGS = (
+    [],
+    {},
+    7,
+    "[" * 1000,
+    {"hello": "surojax"},
+    {"hello": ["surojax"], "nonce": "1"},
+    {"hello": "surojax", "nonce": 1},
+)
+FALSE_ANSWERS = (
+    [],
+    {},
+    {"hosts": "ab"},
+    {"hosts": ["a"]},
+    {"hosts": ["a"] * 3},
+    {"hosts": ["a", 1]},
+    {"hosts": ["a", "\x1b[2J"]},
+    {"hosts": ["a", "b" * 300]},
+    {"error": []},
+    {"error": None},
+)
+
+
+@pytest.mark.parametrize(
+    "greeting, answer", [*((x, None) for x in FALSE_GREETINGS), *((GREETING, x) for x in FALSE_ANSWERS)]
+)
+def test_a_process_0_that_is_none_is_not_believed(greeting, answer):
+    """Whatever it greets with, or answers although it knows the secret: nobody listens there, with one line."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(json.dumps(greeting).encode() + b"\n")
+                        if answer is not None and (hello := connection.recv(4096)):
+                            nonce = json.loads(json.loads(hello)["body"])["nonce"]
+                            rendezvous._send(connection, rendezvous._sealed(answer, "answer", nonce, KEY))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(
+            ConfigError, match=rf"^coordinator: expected process 0 to listen at 127.0.0.1:{port}, got: "
+        ):
+            meet(f"127.0.0.1:{port}", 2, 1, 0.1, key=KEY)
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join(5)
 
 
 def test_a_process_of_another_run_says_so():

@@ -18,7 +18,7 @@ from surojax.assembly.from_config import from_config
 from surojax.errors import ConfigError
 from surojax.memory import layer_file, nvme
 from surojax.memory.layer_file import NvmeError, Store
-from surojax.memory.slots import TABLE, Content, checksum, read_slot_table
+from surojax.memory.slots import SUMS, TABLE, Content, PageSums, read_slot_table
 from surojax.placement.home import NVME
 from surojax.placement.mesh import make_mesh
 from surojax.planner import footprint
@@ -143,16 +143,28 @@ def test_damage_is_found_before_a_run_goes_on(tmp_path, what):
     after.close()
 
 
+def checksum(raw: np.ndarray, parts: list[int] | None = None) -> int:
+    """parts: the pages at which parts begin, in the order in which they are added."""
+    sums = PageSums(raw.size)
+    starts = [0] if parts is None else parts
+    for start in starts:
+        stop = min((x for x in starts if x > start), default=raw.size)
+        sums.add(4096 * start, raw[4096 * start :][: 4096 * (stop - start)])
+    return sums.end(raw[raw.size // 4096 * 4096 :])
+
+
 def test_checksums_notice_each_byte_and_lost_pages():
     raw = array(0, 3 * 4096 + 5)
     expected = checksum(raw)
+    assert checksum(raw, [2, 0, 1]) == expected and checksum(raw[:0]) == 0
     for at in (0, 4095, 4096, 3 * 4096 - 1, 3 * 4096, raw.size - 1):
         other = raw.copy()
         other[at] ^= 128
         assert checksum(other) != expected
     lost = raw.copy()
     lost[4096:8192] = 0
-    assert checksum(lost) != expected and checksum(raw[1:]) != expected
+    moved = np.concatenate([raw[4096:8192], raw[:4096], raw[8192:]])
+    assert checksum(lost) != expected and checksum(raw[1:]) != expected and checksum(moved) != expected
 
 
 def test_files_of_another_layout_or_a_damaged_table_are_none(tmp_path):
@@ -163,7 +175,7 @@ def test_files_of_another_layout_or_a_damaged_table_are_none(tmp_path):
     other = Store(tmp_path, 2, slots=2)
     other.places.reserve(SIZE + 1, "master")
     assert other.kept_progress() is None and opened(tmp_path).kept_progress() == {"step": 1}
-    with nvme.claim(opened(tmp_path), goes_on=True) as claimed:  # measuring the disk changes nothing of it
+    with nvme.claim(opened(tmp_path), goes_on={"step": 1}) as claimed:  # measuring the disk changes nothing of it
         assert "two slots of the state" in claimed.line
     after = opened(tmp_path)
     after.load()
@@ -175,26 +187,49 @@ def test_files_of_another_layout_or_a_damaged_table_are_none(tmp_path):
         assert not (tmp_path / TABLE).exists()
 
 
-def test_whose_state_it_is(tmp_path):
-    """A run goes on from its own; that of another which has no checkpoint of it is not overwritten."""
+def test_whose_state_it_is(tmp_path, monkeypatch):
+    """A run goes on from its own; that of another which has no checkpoint of it is not overwritten.
+
+    Paths are absolute, so that it does not matter in which folder a start is.
+    """
     c = default_config()
     own, disk = tmp_path / "own", tmp_path / "disk"
-    progress = {"step": 5, "config": {"output_dir": str(own), "resume_from_checkpoint": "auto"}}
+    store = opened(disk)
+    progress = {
+        "step": 5,
+        "samples": 20,
+        "tokenizer": "bytes",
+        "data": "x",
+        "output_dir": str(own),
+        "config": {"output_dir": "own", "resume_from_checkpoint": "auto"},
+    }
     for folder in (own, disk):
         folder.mkdir()
-    (disk / TABLE).write_text(json.dumps({"progress": progress, "pieces": {"a": Content(0, 1)}, "layout": [1]}))
+    table = {"sums": SUMS, "progress": progress, "pieces": {"a": Content(0, 1)}, "layout": [1]}
+    (disk / TABLE).write_text(json.dumps(table))
     assert not goes_on_in_files(c, own, progress, 0)  # no record of its step: output_dir was emptied
-    check_unfinished(disk, tmp_path / "other")
+    check_unfinished(store, tmp_path / "other")
     (own / "metrics.jsonl").write_text('{"log": "step", "step": 5}\n')
-    assert goes_on_in_files(c, own, progress, 4) and not goes_on_in_files(c, own, progress, 5)
+    (tmp_path / "link").symlink_to(own)
+    (tmp_path / "elsewhere" / "own").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for folder in (own, tmp_path / "link"):
+        assert goes_on_in_files(c, folder, progress, 4) and not goes_on_in_files(c, folder, progress, 5)
+        check_unfinished(store, folder)
     assert not goes_on_in_files(c, own, None, 0) and not goes_on_in_files(c, tmp_path, progress, 0)
+    assert not goes_on_in_files(c, own, progress | {"output_dir": "own"}, 4)
+    for damaged in ({"config": 1}, {"samples": -1}, {"tokenizer": None}, {"output_dir": 1}, {"step": 2**31}):
+        assert not goes_on_in_files(c, own, progress | damaged, 4)
     c.resume_from_checkpoint = "no"
     assert not goes_on_in_files(c, own, progress, 4)
-    check_unfinished(disk, own)
     with pytest.raises(ConfigError, match=r"has step 5 of the run in .*/own, whose last checkpoint is none; choose"):
-        check_unfinished(disk, tmp_path / "other")
+        check_unfinished(store, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"has step 5 of the run in .*/own"):
+        check_unfinished(store, tmp_path / "elsewhere" / "own")
+    monkeypatch.chdir(disk)
+    check_unfinished(Store("", 0), tmp_path / "other")  # without files, whatever is in the current folder
     (own / on_disk.FOLDER / "5").mkdir(parents=True)
-    check_unfinished(disk, tmp_path / "other")
+    check_unfinished(store, tmp_path / "other")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from surojax.errors import ConfigError
+from surojax.own_files import Optional, check_form
+from surojax.untrusted import parse_json
 
 RETRY_S = 0.2
 HELLO = "surojax"
@@ -32,7 +34,13 @@ HELLO_BYTES = 4096
 ANSWER_BYTES = 1 << 22  # the names of 16,384 hosts
 STRANGERS = 64  # connections at a time that have not said hello; the oldest one is closed
 CLOSE_S = 2.0  # for the others to close their connections
-NO_MESSAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what reading a stranger's message may raise
+NO_MESSAGE = (OSError, ValueError)  # what reading a stranger's message may raise
+# The forms of messages, see own_files.py: process 0's first, and what is sealed, which is a body with its proof.
+GREETING = {"hello": str, "nonce": str}
+SEALED = {"run": str, "body": str, "proof": str}
+HELLO_BODY = {"id": int, "of": range(1, 2**31), "host": str, "nonce": str}
+ANSWER_BODY = {"error": Optional(str), "hosts": Optional([str])}
+FOREIGN = "another program's answer"
 OTHER_RUN = "a process of another run, or with another secret"
 
 
@@ -220,11 +228,9 @@ class _Gathering:
             return ""
         try:
             body, run, known = _opened(guest.data, "hello", guest.nonce, self.key)
-            hello = json.loads(body)
-            process_id, of, host, nonce = (hello[name] for name in ("id", "of", "host", "nonce"))
-            text = isinstance(host, str) and host.isprintable() and len(host) < 256 and isinstance(nonce, str)
-            if type(process_id) is not int or type(of) is not int or of < 1 or not text:
-                raise ValueError("not a process")
+            hello = _parsed(body, HELLO_BODY)
+            process_id, of, host, nonce = (hello[name] for name in HELLO_BODY)
+            _check_host(host)
         except NO_MESSAGE:
             self._drop(guest.connection)
             return ""
@@ -306,25 +312,31 @@ def _join(
             raise ConfigError(_stopped(hello["id"], hello["of"]))
         try:
             with socket.create_connection((host, port), timeout=2) as connection:
-                greeting = json.loads(_receive(connection, HELLO_BYTES, min(time.monotonic() + HELLO_S, deadline)))
+                until = min(time.monotonic() + HELLO_S, deadline)
+                greeting = _parsed(_receive(connection, HELLO_BYTES, until), GREETING)
                 if greeting["hello"] != HELLO:
-                    raise ValueError("another program's answer")
+                    raise ValueError(FOREIGN)
                 nonce = secrets.token_hex(16)
                 _send(connection, _sealed(hello | {"nonce": nonce}, "hello", greeting["nonce"], key))
                 # Process 0 says who is missing.
                 body, _, known = _opened(_receive(connection, ANSWER_BYTES, deadline + 5), "answer", nonce, key)
                 if not known:
                     raise ValueError(OTHER_RUN)
-                answer = json.loads(body)
+                answer = _parsed(body, ANSWER_BODY)
                 if "error" not in answer:
-                    return [str(name) for name in answer["hosts"]]
+                    hosts = answer.get("hosts", [])
+                    if len(hosts) != hello["of"]:
+                        raise ValueError(FOREIGN)
+                    for host_name in hosts:
+                        _check_host(host_name)
+                    return hosts
                 if answer["error"] == OTHER_RUN:
                     raise ValueError(OTHER_RUN)
         except NO_MESSAGE as error:
             reason = getattr(error, "strerror", None) or (str(error) if type(error) is ValueError else "no answer")
             time.sleep(RETRY_S)
             continue
-        raise ConfigError(str(answer["error"]))
+        raise ConfigError("".join(x if x.isprintable() else " " for x in answer["error"]))
     raise ConfigError(
         f"coordinator: expected process 0 to listen at {host}:{port}, got: {reason}; start process 0 there, correct "
         "the address, or open the port"
@@ -336,6 +348,22 @@ def _join(
 
 def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
+
+
+def _parsed(text: str | bytes, form: dict[str, Any]) -> dict[str, Any]:
+    """Parses a message. Raises ValueError if it does not have this form."""
+    message = parse_json(text)
+    try:
+        check_form(message, form)
+    except ValueError:
+        raise ValueError(FOREIGN) from None
+    return message
+
+
+def _check_host(name: str) -> None:
+    """Raises ValueError if a text is no name of a host."""
+    if not name.isprintable() or len(name) > 255:
+        raise ValueError(FOREIGN)
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> bool:
@@ -361,9 +389,9 @@ def _opened(data: bytes, role: str, nonce: str, key: Key) -> tuple[str, str, boo
 
     Raises what NO_MESSAGE names if it is another thing.
     """
-    message = json.loads(data)
+    message = _parsed(data, SEALED)
     body = message["body"]
-    known = hmac.compare_digest(str(message["proof"]).encode(), _proof(role, nonce, body, key).encode())
+    known = hmac.compare_digest(message["proof"].encode(), _proof(role, nonce, body, key).encode())
     return body, message["run"], known
 
 

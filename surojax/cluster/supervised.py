@@ -7,7 +7,6 @@ already, see `group.BOUND`.)
 """
 
 import contextlib
-import json
 import os
 import select
 import socket
@@ -16,6 +15,8 @@ import threading
 
 from surojax.cluster.rendezvous import Key
 from surojax.errors import ConfigError
+from surojax.own_files import check_form
+from surojax.untrusted import parse_json
 
 PERIOD_S = 1.0
 MESSAGE_BYTES = 1 << 20
@@ -31,10 +32,11 @@ class Supervised:
             self.socket = socket.socket(fileno=descriptor)
             self.socket.settimeout(WAIT_S)
             with self.socket.makefile("rb") as lines:
-                message = json.loads(lines.readline(MESSAGE_BYTES))
+                message = parse_json(lines.readline(MESSAGE_BYTES))
+            check_form(message, {"run": str, "secret": str, "command": str})
             self.key = Key(message["run"], message["secret"].encode())
-            self.command = str(message["command"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self.command = message["command"]
+        except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"--supervisor: expected the socket that surojax.launch makes, got {descriptor}; leave it out"
             ) from error

@@ -72,7 +72,7 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
 
 
 def _of_checkpoint(checkpoint: Path, tokenizer: str, chat_template: str, sharding: jax.sharding.Sharding) -> Trained:
-    meta = on_disk.read_meta(checkpoint)
+    meta = on_disk.read_meta_of_run(checkpoint)
     c = restored_config(meta["config"], on_disk.written_by(meta))
     output_dir = checkpoint.parent.parent
     found_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, output_dir))
@@ -100,7 +100,7 @@ def base_of(c: Config, meta: dict[str, Any], model: Model, sharding: jax.shardin
     base = sources.open_weights(c, model)
     if base is None:
         return jax.device_put(drawn_base(c, model), sharding)
-    check_base(fingerprint(base, model), meta["base"], str(base.path))
+    check_base(fingerprint(base, model), meta.get("base", ""), str(base.path))
     if name := base_formats.chosen_format(c):
         base = InBaseFormat(base, model, name, c.model_dtype)
     return stacks(base, model, c.model_dtype, sharding)

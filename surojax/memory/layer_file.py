@@ -16,6 +16,10 @@ leaves a mixture of two steps. The next start rewrites all of it, from the last 
 only serves to say what happened. With two slots the rows `IN_SLOTS` have twice the room, and the next start goes on
 from the last complete step, see slots.py; they are never kept in host memory, which a kill takes.
 
+**Damage is found when it is read.** The checksum of each array that is written stays in memory, and is compared with
+that of what is read (slots.py). Before each update the files are checked to be the ones that were opened, with their
+sizes. What stays in host memory is not compared.
+
 **Direct.** Reads and writes go past the page cache, from and to aligned buffers (aligned.py): on two cores a file of 8
 GB was written at 5.5 GB/s with 0.03 CPU seconds a GB, and through the cache at 0.45 GB/s with 2.8 (docs/LOG.md,
 2026-11-24). Where the file system refuses that, as tmpfs does, they go through the cache. The disk is asked to keep
@@ -26,7 +30,6 @@ import contextlib
 import errno
 import functools
 import itertools
-import json
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -40,14 +43,18 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.memory.aligned import ALIGN, Buffers, aligned
 from surojax.memory.places import Place, Places
-from surojax.memory.slots import TABLE, Content, Slots, checksum, read_slot_table
+from surojax.memory.slots import TABLE, Content, PageSums, Slots, read_slot_table
 from surojax.memory.striped import StripedFile
+from surojax.own_files import read_own, write_whole
 from surojax.untrusted import expanded
 
 FIRST = Content(0, 0)  # where a piece is that was never written
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
+MARKER_FORM = {"step": range(2**31), "state": str}
 THREADS = 8  # requests in flight, in each direction and for each folder
+IN_CACHE = 512 << 10  # bytes that a processor's core keeps in its cache
 ARRAYS = 4  # of a layer, that are read or written at a time
+LOST = "its content is lost, but no checkpoint is: the next start continues from the last one"
 KEPT = ", or from the last step that is complete in the file"
 MAKE_ROOM = (
     "free some, choose another folder, or keep some in host memory (files_in_memory=GIB, or offload_master=True in "
@@ -89,6 +96,7 @@ class Store:
         self._opening = threading.Lock()
         self._buffers = Buffers()
         self._made = False
+        self._sums: dict[str, int] = {}  # of what the file has of each array of a layer or piece
         self._synced: Future | None = None
         self._copied: list[Future] = []
 
@@ -136,9 +144,9 @@ class Store:
                     f"nvme_path: cannot open {error.filename} ({error.strerror}); choose another folder"
                 ) from error
             folder = Path(error.filename).parent
+            size = self.sizes[self.folders.index(folder)]
             raise ConfigError(
-                f"nvme_path: expected room for {readable_bytes(self.places.bytes)} in {folder}, "
-                f"got: {error.strerror}; {MAKE_ROOM}"
+                f"nvme_path: expected room for {readable_bytes(size)} in {folder}, got: {error.strerror}; {MAKE_ROOM}"
             ) from error
         self._made = True
 
@@ -151,7 +159,7 @@ class Store:
     # -- Layers and pieces -------------------------------------------------------------------------------------------
 
     def read(self, l: int, place: Place, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The array of layer or piece l at this place. Raises NvmeError."""
+        """The array of layer or piece l at this place. Raises NvmeError, also if it is not what was written there."""
         size = math.prod(shape) * dtype.itemsize
         begin = self._begin(l, place)
         raw = self._buffers.take(aligned(size))
@@ -159,8 +167,19 @@ class Store:
         if kept:
             raw[:kept] = self._memory(l, place)[:kept]
         if kept < size:
-            self.read_file(raw[kept:], begin)
+            written = self._sums.get(f"{l}/{place.name}")
+            if self.read_file(raw[kept:], begin, size - kept) != written and written is not None:
+                raise self._damaged(l, place, begin)
         return raw[:size].view(dtype).reshape(shape)
+
+    def _damaged(self, l: int, place: Place, begin: int) -> NvmeError:
+        """The error about an array that is not what this run wrote. begin: where in the file it is."""
+        files = " or ".join(map(str, self._file.paths_of(begin, place.in_file)))
+        what = f"piece {l} of embedding or head" if place in self.places.of_pieces else f"layer {place.first + l}"
+        return NvmeError(
+            f"nvme_path: {files} is damaged: {what} ({place.row}) is not what this run wrote there; the disk fails, or "
+            f"something else writes to it; {LOST}{KEPT if self.slots else ''}"
+        )
 
     def _begin(self, l: int, place: Place) -> int:
         """Offset in the file of what is in it of layer or piece l, of the newest slot."""
@@ -194,14 +213,14 @@ class Store:
         if kept:
             self._memory(l, place)[:kept] = raw[:kept]
         if kept < raw.size:
-            self.write_file(raw[kept:], begin)
+            self._sums[f"{l}/{place.name}"] = self.write_file(raw[kept:], begin)
 
     def _write_slot(self, piece: str, place: Place, begin: int, raw: np.ndarray) -> None:
         """Writes a piece into its free slot. begin: of its first slot."""
         assert self.slots
         slot = self.slots.free(piece)
-        self.write_file(raw, begin + slot * place.slot_bytes)
-        self.slots.newest[piece] = Content(slot, checksum(raw))
+        self._sums[piece] = self.write_file(raw, begin + slot * place.slot_bytes)
+        self.slots.newest[piece] = Content(slot, self._sums[piece])
 
     def _memory(self, l: int, place: Place) -> np.ndarray:
         """The bytes of layer or piece l at this place that are in host memory."""
@@ -209,24 +228,36 @@ class Store:
             place.memory[l] = np.zeros(place.kept, np.uint8)
         return place.memory[l]
 
-    def read_file(self, raw: np.ndarray, begin: int) -> None:
-        """Reads bytes from the file at offset `begin` into an array that is aligned as `aligned.Buffers` are."""
+    def read_file(self, raw: np.ndarray, begin: int, size: int | None = None) -> int:
+        """Reads bytes from the file at offset `begin` into an array that is aligned as `aligned.Buffers` are.
+
+        Returns the checksum of the first `size` of them, of all by default. The threads that read compute it, while
+        others read.
+        """
+        size = raw.size if size is None else size
+        sums = PageSums(size)
 
         def piece(start: int, length: int) -> None:
             self.file.read(memoryview(raw)[start : start + length], begin + start)
+            sums.add(start, raw[start : start + length])
 
         self._each_piece(0, piece, begin, raw.size, "read")
+        return sums.end(raw[size // ALIGN * ALIGN : size])
 
-    def write_file(self, raw: np.ndarray, begin: int) -> None:
-        """Writes these bytes to the file at offset `begin`."""
+    def write_file(self, raw: np.ndarray, begin: int) -> int:
+        """Writes these bytes to the file at offset `begin`; returns their checksum."""
+        sums = PageSums(raw.size)
 
         def piece(start: int, length: int) -> None:
-            part = raw[start : start + length]
-            buffer = self._buffers.take(aligned(part.size))
-            buffer[: part.size] = part
+            buffer = self._buffers.take(aligned(length))
+            for at in range(start, start + length, IN_CACHE):
+                part = raw[at : min(at + IN_CACHE, start + length)]
+                buffer[at - start :][: part.size] = part
+                sums.add(at, part)  # while the processor's cache has it
             self.file.write(memoryview(buffer), begin + start)
 
         self._each_piece(1, piece, begin, raw.size, "write")
+        return sums.end(raw[raw.size // ALIGN * ALIGN :])
 
     def _each_piece(self, pool: int, piece: Callable[[int, int], None], begin: int, size: int, what: str) -> None:
         """Calls piece(offset, bytes) for each part of `size` bytes, by threads of _pools[pool] if there are several.
@@ -248,8 +279,8 @@ class Store:
         except OSError as error:
             reason = error.strerror or str(error)
             raise NvmeError(
-                f"nvme_path: could not {what} {error.filename or self.path} ({reason}); its content is lost, but no "
-                f"checkpoint is: the next start continues from the last one{KEPT if self.slots else ''}"
+                f"nvme_path: could not {what} {error.filename or self.path} ({reason}); "
+                f"{LOST}{KEPT if self.slots else ''}"
             ) from error
 
     # -- Steps -------------------------------------------------------------------------------------------------------
@@ -262,6 +293,8 @@ class Store:
         if self.is_empty:
             return
         self.settle()
+        with self.explained("use"):
+            self.file.check_unchanged(self.places.bytes)
         while self._copied:
             self._copied.pop().exception()  # a checkpoint that could not be written says so itself
         self._mark(step, "updating")
@@ -309,7 +342,14 @@ class Store:
     def kept_progress(self) -> dict[str, Any] | None:
         """The progress of the run whose state the file has complete, as two slots keep it; None if it has none."""
         table = read_slot_table(self.folder) if self.slots and not self.is_empty else None
-        return table["progress"] if table and table["layout"] == self.layout else None
+        is_own = table and table["layout"] == self.layout and table["pieces"].keys() == self._pieces().keys()
+        return table["progress"] if table and is_own else None
+
+    def _pieces(self) -> dict[str, tuple[Place, int]]:
+        """{name: (place, offset of its first slot)} of all that has two slots."""
+        places = [place for place in (*self.places.of_layers, *self.places.of_pieces) if place.slots == 2]
+        of_layers = {f"{l}/{place.name}": (place, place.begin(l)) for place in places for l in place.records}
+        return of_layers | {place.name: (place, place.offset) for place in self.places.others}
 
     def load(self) -> list[np.ndarray]:
         """Selects the complete state in the file to be read; returns its arrays that belong to no layer, as bytes.
@@ -320,28 +360,29 @@ class Store:
         table = read_slot_table(self.folder)
         assert slots and table
         slots.load(table)
+        pieces = self._pieces()
+        self._sums = {name: content.checksum for name, content in slots.kept.items()}
 
-        def check(piece: tuple[str, Place, int]) -> np.ndarray:
-            name, place, begin = piece
+        def check(name: str) -> np.ndarray:
+            place, begin = pieces[name]
             content = slots.newest[name]
             raw = self._buffers.take(aligned(place.size))
-            self.read_file(raw, begin + content.slot * place.slot_bytes)
-            if checksum(raw[: place.size]) != content.checksum:
+            if self.read_file(raw, begin + content.slot * place.slot_bytes, place.size) != content.checksum:
                 raise NvmeError(
                     f"nvme_path: what {self.path} has of step {table['progress']['step']} is damaged (piece {name}); "
                     f"delete {self.folder / TABLE} to continue from the last checkpoint"
                 )
             return raw[: place.size]
 
-        places = [place for place in (*self.places.of_layers, *self.places.of_pieces) if place.slots == 2]
-        pieces = ((f"{l}/{place.name}", place, place.begin(l)) for place in places for l in place.records)
         threads = self.of_arrays[0]
-        for some in itertools.batched(pieces, ARRAYS):
-            list(threads.map(check, some))
-        return [check((place.name, place, place.offset)) for place in self.places.others]
+        others = [place.name for place in self.places.others]
+        for names in itertools.batched((name for name in pieces if name not in others), ARRAYS):
+            list(threads.map(check, names))
+        return [check(name) for name in others]
 
     def forget(self) -> None:
         """Removes the table: the file is about to be overwritten. Raises NvmeError."""
+        self._sums.clear()
         if not self.is_empty:
             with self.explained("write"):
                 (self.folder / TABLE).unlink(missing_ok=True)
@@ -361,24 +402,32 @@ class Store:
     def _mark(self, step: int, state: str) -> None:
         """Writes layers.json."""
         with self.explained("write"):
-            new = self.folder / f"{MARKER}.new"
-            new.write_text(json.dumps({"step": step, "state": state}))
-            new.replace(self.folder / MARKER)  # atomic: a kill leaves the old file or the new one
+            write_whole(self.folder / MARKER, {"step": step, "state": state})
 
     def interrupted(self) -> int | None:
         """The step in whose update the last run was interrupted, None if it was not."""
         if self.is_empty:
             return None
         try:
-            last = json.loads((self.folder / MARKER).read_text())
-            return int(last["step"]) if last["state"] == "updating" else None
-        except (OSError, ValueError, KeyError, TypeError):
+            last = read_own(self.folder / MARKER, MARKER_FORM)
+        except (OSError, ValueError):
             return None
+        return last["step"] if last["state"] == "updating" else None
 
 
 def folders(given: str | Path) -> list[Path]:
-    """The absolute paths of a folder, or of several with commas between them. Raises ConfigError, see `expanded`."""
-    return [expanded(one.strip()).absolute() for one in str(given).split(",")]
+    """The absolute paths of a folder, or of several with commas between them; "": the current folder, of a store of
+    nothing.
+
+    Raises ConfigError for an empty one among them, which would be the current folder too, and as `expanded` does.
+    """
+    names = [one.strip() for one in str(given).split(",")]
+    if str(given) and not all(names):
+        raise ConfigError(
+            f"nvme_path: expected folders with commas between them, got {str(given)!r}, one of which is empty; leave "
+            "the comma out, or write . for the current folder"
+        )
+    return [expanded(name).absolute() for name in names]
 
 
 def readable_bytes(size: int) -> str:

@@ -4,11 +4,15 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from surojax.errors import ConfigError
 
+CHANGE = "choose another folder"
+CHECKS, CHECK_S = 5, 0.02  # how often a lock is tried again, and after how many seconds
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # on some network file systems
 
 
@@ -20,18 +24,20 @@ def locked(file: Path, setting: str) -> Iterator[None]:
     process and any children that it forked have ended, for whatever reason. Raises ConfigError if another run has the
     lock or the file cannot be opened. On a file system without locks nothing is locked.
     """
-    change = "choose another folder"
     try:
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        check_regular(file)
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        raise ConfigError(f"{setting}: expected {file} to be writable, got: {error.strerror}; {change}") from error
+        raise ConfigError(f"{setting}: expected {file} to be writable, got: {error.strerror}; {CHANGE}") from error
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                what = f"{file.parent} is used by another run (process {_holder(fd)})"
-                raise ConfigError(f"{setting}: {what}; {change}, or wait for it") from error
+        for others_may_check in (*[True] * CHECKS, False):  # `check_unlocked` has a lock for an instant
+            try:
+                _lock(fd, fcntl.LOCK_EX, file, setting)
+                break
+            except ConfigError:
+                if not others_may_check:
+                    raise
+                time.sleep(CHECK_S)
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         yield
@@ -39,6 +45,40 @@ def locked(file: Path, setting: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a forked child has the file open too
         os.close(fd)
+
+
+def check_unlocked(file: Path, setting: str) -> None:
+    """Raises ConfigError if another run has locked `file`; creates and writes nothing. setting: see `locked`."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return  # there is none, or `locked` says what is wrong with it
+    try:
+        _lock(fd, fcntl.LOCK_SH, file, setting)
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, kind: int, file: Path, setting: str) -> None:
+    """Locks an open file, without waiting. Raises ConfigError if another process has a lock that prevents it."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            what = f"{file.parent} is used by another run (process {_holder(fd)})"
+            raise ConfigError(f"{setting}: {what}; {CHANGE}, or wait for it") from error
+
+
+def check_regular(path: Path) -> None:
+    """Raises OSError unless there is nothing at this path, or a regular file: a symbolic link is not followed."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(mode):
+        raise OSError(errno.ELOOP, "it is a symbolic link, and what it leads to would be overwritten", str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device", str(path))
 
 
 def share(file: Path) -> int | None:

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,9 +18,10 @@ from jax.experimental import multihost_utils
 from surojax.cluster.hosts import processes_here
 from surojax.errors import ConfigError
 from surojax.memory.aligned import Buffers
-from surojax.memory.layer_file import FILE, LOCK, MAKE_ROOM, Store, readable_bytes
-from surojax.memory.lock import locked
+from surojax.memory.layer_file import FILE, LOCK, MAKE_ROOM, MARKER, Store, readable_bytes
+from surojax.memory.lock import check_regular, check_unlocked, locked
 from surojax.memory.places import MEASURED
+from surojax.memory.slots import TABLE
 from surojax.memory.striped import STRIPE
 
 SLOW_MIB_S = 500  # slower disks are reported as slow; SATA disks reach this, NVMe disks 1,000 and more
@@ -58,14 +59,19 @@ def check_folders(store: Store) -> None:
             raise ConfigError(f"nvme_path: expected a folder, got {str(folder)!r} ({what}); create it, or {change}")
         try:
             own.mkdir(exist_ok=True)
+            for name in (FILE, MARKER, LOCK, TABLE):
+                check_regular(own / name)
+            check_unlocked(own / LOCK, "nvme_path")
             tempfile.TemporaryFile(dir=own).close()
             file = own / FILE
             reused = os.stat(file).st_blocks * 512 if file.exists() else 0  # the file of an earlier run
             disk = os.stat(folder).st_dev
             free[disk] = free.get(disk, shutil.disk_usage(folder).free) + reused * sharing
         except OSError as error:
+            which = f"{error.filename}: " if Path(error.filename or "").parent == own else ""
             raise ConfigError(
-                f"nvme_path: expected a folder that can be written, got {str(folder)!r} ({error.strerror}); {change}"
+                f"nvme_path: expected a folder that can be written, got {str(folder)!r} ({which}{error.strerror}); "
+                f"{change}"
             ) from error
         needed[disk] = needed.get(disk, 0) + size * sharing
         on_disk.setdefault(disk, folder)
@@ -93,10 +99,13 @@ class Claimed(NamedTuple):
 
 
 @contextlib.contextmanager
-def claim(store: Store, *, goes_on: bool = False) -> Iterator[Claimed]:
+def claim(
+    store: Store, *, goes_on: dict[str, Any] | None = None, check: Callable[[], None] = lambda: None
+) -> Iterator[Claimed]:
     """Locks the folders and allocates the file, within a `with` statement.
 
-    goes_on: with the state that the file has complete; else the file forgets it.
+    goes_on: progress of the state that the file has complete and the run continues from; None: the file forgets it.
+    check: called once the folders are locked, before anything in them is replaced.
     Raises ConfigError if another run uses a folder, a disk is full, or it is too slow to be of use.
     """
     if store.is_empty:
@@ -109,6 +118,9 @@ def claim(store: Store, *, goes_on: bool = False) -> Iterator[Claimed]:
         for folder in store.folders:
             until_end.enter_context(locked(folder / LOCK, "nvme_path"))
         until_end.enter_context(contextlib.closing(store))
+        check()
+        if goes_on and store.kept_progress() != goes_on:
+            raise ConfigError(f"nvme_path: another run used {store.folder} while this one started; start again")
         if not goes_on:
             store.forget()
         if store.places.bytes:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from surojax.memory.aligned import aligned
+from surojax.memory.lock import check_regular
 
 STRIPE = 16 << 20  # bytes, and the most that one request reads or writes
 SHARE_RANGE = 0x4020940D  # FICLONERANGE of Linux: (descriptor, offset, bytes, offset in the other file)
@@ -101,7 +102,8 @@ class StripedFile:
         self._fds = opened
 
     def _open(self, path: Path) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        check_regular(path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
         except OSError as error:
@@ -109,6 +111,29 @@ class StripedFile:
                 raise
         self.is_direct = False
         return os.open(path, flags, 0o600)
+
+    def check_unchanged(self, size: int) -> None:
+        """Raises OSError with the name of a file that was removed, replaced by another, or made shorter or longer.
+
+        size: of the whole.
+        """
+        for path, fd, share in zip(self.paths, self._fds, self.sizes(size), strict=True):
+            own = os.fstat(fd)
+            try:
+                there = os.lstat(path)
+            except OSError as error:
+                raise OSError(errno.EIO, "something removed it", str(path)) from error
+            if (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
+                raise OSError(errno.EIO, "something put another file in its place", str(path))
+            if own.st_size != share:
+                size_now = f"it has {own.st_size:,} bytes in place of {share:,}"
+                raise OSError(errno.EIO, f"{size_now}: something else wrote to it", str(path))
+
+    def paths_of(self, begin: int, size: int) -> list[Path]:
+        """The files that have a range of bytes of the whole."""
+        stripes = range(begin // STRIPE, -(-(begin + size) // STRIPE))
+        numbers = sorted({stripe % len(self.paths) for stripe in stripes[: len(self.paths)]})
+        return [self.paths[number] for number in numbers]
 
     def read(self, view: memoryview, at: int) -> None:
         """Reads the bytes at this offset of the whole file, one of `spans`, into a view. Raises OSError."""
@@ -162,8 +187,12 @@ class StripedFile:
 
     def sync(self) -> None:
         """Waits until the disks keep what was written. Raises OSError."""
-        for fd in self._fds:
-            os.fdatasync(fd)
+        for path, fd in zip(self.paths, self._fds, strict=True):
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                error.filename = str(path)
+                raise
             self._leave_cache(fd, 0, 0)
 
     def _leave_cache(self, fd: int, at: int, size: int) -> None:

@@ -13,8 +13,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from surojax.assembly.assemble import Assembly
+from surojax.own_files import read_own
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
 from surojax.planner import products, traffic
 from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS
@@ -25,6 +27,8 @@ from surojax.planner.rates import CALIBRATED, DISKS, TOGETHER, WORDS
 from surojax.planner.stages import with_rounds
 from surojax.planner.timeline import WAITS, Timeline
 
+TRACE_FORM = {"traceEvents": [dict]}
+MOST_TRACE_BYTES = 1 << 30
 AGAIN = 0.03  # relative, of a step that was measured with the same settings: clocks, temperature, other machines
 # Kinds of work without which a rate changes nothing.
 NEEDED = {
@@ -191,6 +195,11 @@ def comparison(predicted: Prediction, durations_s: Sequence[float], tokens: int)
 def write_trace(file: Path, timeline: Timeline, title: str) -> None:
     """Writes a timeline with its events, for https://ui.perfetto.dev or chrome://tracing: see `trace`."""
     file.write_text(json.dumps(trace(timeline, title)) + "\n")
+
+
+def read_trace(file: Path) -> dict[str, Any] | None:
+    """Reads what `write_trace` wrote; None if there is no file. Raises OSError and ValueError, see `read_own`."""
+    return read_own(file, TRACE_FORM, MOST_TRACE_BYTES) if file.exists() else None
 
 
 def trace(timeline: Timeline, title: str) -> dict:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
 from surojax.optim.optimizers import SETTINGS as OPTIMIZER_SETTINGS
+from surojax.own_files import read_own
 from surojax.planner.gpus import GB, Gpu, find_gpu
 from surojax.planner.prediction import Prediction
 from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
@@ -217,19 +218,9 @@ def _read(path: str) -> list[dict[str, Any]]:
         )
 
     try:
-        if not file.is_file() or file.stat().st_size > MOST_BYTES:
-            raise bad("no file" if not file.is_file() else f"more than {MOST_BYTES:,} bytes")
-        measurements = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise bad(str(error).partition("\n")[0] or type(error).__name__) from error
-    if (
-        not isinstance(measurements, dict)
-        or measurements.get("version") != VERSION
-        or not isinstance(measurements.get("entries"), list)
-    ):
-        raise bad(f"no version {VERSION} with entries")
+        measurements = read_own(file, {"version": range(VERSION, VERSION + 1), "entries": [dict]}, MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise bad(getattr(error, "strerror", None) or str(error)) from error
     for number, entry in enumerate(measurements["entries"]):
         if not _is_entry(entry):
             raise bad(f"entry {number} is none")

@@ -20,6 +20,7 @@ file therefore ends with the records of a run that was never stopped.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -34,11 +35,13 @@ import jax
 from tqdm import tqdm
 
 from surojax.errors import ConfigError
+from surojax.own_files import check_form, write_bytes
 from surojax.run.console import CONSOLE, Console
 from surojax.run.routing import Usage
-from surojax.untrusted import parse_json
+from surojax.untrusted import check_file, parse_json
 
 METRICS_FILE = "metrics.jsonl"
+RECORD = {"log": str, "step": range(2**31)}  # the form of a record, see own_files.py
 ETA_WINDOW = 20  # steps in the moving average behind the eta
 SILENT_S = 60.0  # where steps are slow, a line is printed after so long
 EMPTY: Mapping[str, float] = MappingProxyType({})
@@ -117,7 +120,7 @@ class MetricsLog:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir / METRICS_FILE
-        _keep_up_to(path, first_step)
+        write_bytes(path, b"".join(_kept_lines(path, first_step)), lasts=True)
         self._file = path.open("ab")
 
     def __enter__(self) -> "MetricsLog":
@@ -286,8 +289,14 @@ class MetricsLog:
         if self._file is None:
             return
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(finite, separators=(",", ":"), allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "something removed it while the run writes it")
+            self._file.write(json.dumps(finite, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = self._file.name
+            raise
 
     def _scalars(self, group: str, step: int, scalars: dict[str, float]) -> None:
         if self._file is None:
@@ -382,6 +391,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     Raises:
       ConfigError: another line is not a record.
+      OSError: it cannot be read, or is a pipe or a device.
     """
     return [record for record, _ in _parse(Path(path))]
 
@@ -389,12 +399,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     """Yields (record, line) for each line of `metrics.jsonl`. An incomplete last line is skipped."""
     records = []
+    check_file(path)
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             record = parse_json(line)
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise ValueError("not a record")
+            check_form(record, RECORD)
         except ValueError as e:
             if number == len(lines):
                 break
@@ -406,15 +416,7 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     return records
 
 
-def _keep_up_to(path: Path, last_step: int) -> None:
-    """Drops the records after `last_step` (all records if 0), and keeps the others unchanged. Creates the file.
-
-    The new file replaces the old one atomically: a kill leaves the old file or the new one, never a part.
-    """
+def _kept_lines(path: Path, last_step: int) -> list[bytes]:
+    """Returns the lines of records up to `last_step`, unchanged; none if it is 0 or there is no file."""
     old = _parse(path) if last_step and path.exists() else []
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as f:
-        f.writelines(line + b"\n" for record, line in old if record["step"] <= last_step)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    return [line + b"\n" for record, line in old if record["step"] <= last_step]

@@ -5,7 +5,6 @@ file, and the checksum of small files. It is written before the folder is rename
 compiled; the error names the file. Damage of large files is found by the checksums of arrays (restore.py).
 """
 
-import json
 import logging
 import os
 import re
@@ -19,13 +18,34 @@ import jax
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.layer_file import NvmeError
 from surojax.memory.lock import is_shared, share
-from surojax.untrusted import check_file, expanded, read_json
+from surojax.own_files import WHOLE, Optional, check_form, read_own, write_whole
+from surojax.untrusted import check_file, expanded
 
 FOLDER = "checkpoints"
 FILES = "files.json"
 BLOCK = "block"  # key of the meta data: which block of a caller was trained; none: the standard one
 STEP = re.compile(r"0|[1-9][0-9]*")  # the name of a checkpoint
-LARGEST = {"step": 2**31, "samples": 2**63, "samples_per_step": 2**31}
+STEPS = range(2**31)
+# What a checkpoint's meta data is, see own_files.py: of any, and of one that `train` wrote. `config.checks` checks the
+# config itself.
+META = {
+    "step": STEPS,
+    "samples": Optional(WHOLE),
+    "samples_per_step": Optional(range(1, 2**31)),
+    "layers": Optional({str: STEPS}),
+    "version": Optional(str),
+    "checksums": {str: range(2**32)},
+    BLOCK: Optional(str),
+    "base": Optional(str),
+}
+OF_A_RUN = {
+    "step": STEPS,
+    "samples": WHOLE,
+    "layers": Optional({str: STEPS}),
+    "config": {"resume_from_checkpoint": str},
+    "tokenizer": str,
+    "data": str,
+}
 SMALL = 1 << 20  # bytes; `files.json` has only the size of larger files, not their checksum
 MOST_FILES = 1 << 28  # bytes of `files.json`
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also logs the errors that it raises, with tracebacks
@@ -95,24 +115,24 @@ def read_newest[T](path: str | Path, read: Callable[[Path], T]) -> T | None:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Returns the item `meta` of a checkpoint. Raises CheckpointError if a file is damaged or missing."""
+    """Returns the item `meta` of a checkpoint, of the form `META`.
+
+    Raises CheckpointError if a file is damaged or missing.
+    """
     with readable(path):
         _check_files(path)
-        meta = read_json(path / "meta" / "metadata")
-        _check_progress(meta, path.name)
+        meta = read_own(path / "meta" / "metadata", META)
+        if STEP.fullmatch(path.name) and meta["step"] != int(path.name):
+            raise ValueError(f"step: expected {path.name}, the name of its folder, got {meta['step']}")
         return meta
 
 
-def _check_progress(meta: Any, folder: str) -> None:
-    """Raises ValueError if numbers of steps or samples are out of range. folder: the checkpoint's name."""
-    if not isinstance(meta, dict):
-        raise ValueError(f"meta/metadata: expected an object, got a {type(meta).__name__}")
-    for name, least in (("step", 0), ("samples", 0), ("samples_per_step", 1)):
-        value = meta.get(name, least)
-        if type(value) is not int or not least <= value < LARGEST[name]:
-            raise ValueError(f"{name}: expected a whole number from {least} to {LARGEST[name] - 1}, got {value!r}")
-    if STEP.fullmatch(folder) and meta.get("step") != int(folder):
-        raise ValueError(f"step: expected {folder}, the name of its folder, got {meta.get('step')}")
+def read_meta_of_run(path: Path) -> dict[str, Any]:
+    """Returns what `read_meta` returns for a checkpoint that `train` wrote, with `OF_A_RUN`. Raises CheckpointError."""
+    meta = read_meta(path)
+    with readable(path):
+        check_form(meta, OF_A_RUN, "meta/metadata")
+    return meta
 
 
 def array_spec(item: Path, name: str) -> dict[str, Any]:
@@ -139,12 +159,12 @@ def list_files(folder: Path) -> None:
         return
     (unfinished,) = folder.glob("*.orbax-checkpoint-tmp")
     files = {str(p.relative_to(unfinished)): _measure(p) for p in unfinished.glob("*/**/*") if p.is_file()}
-    (unfinished / FILES).write_text(json.dumps(files, indent=1))
+    write_whole(unfinished / FILES, files, indent=1)
 
 
 def _check_files(path: Path) -> None:
     """Raises FileNotFoundError if a file is missing, ValueError if its size or its checksum (small files) changed."""
-    for name, written in read_json(path / FILES, MOST_FILES).items():
+    for name, written in read_own(path / FILES, {str: {"bytes": WHOLE, "crc32": Optional(WHOLE)}}, MOST_FILES).items():
         if (now := _measure(path / name)) != written:
             sizes = f"{written['bytes']} bytes were written, {now['bytes']} are there"
             raise ValueError(

@@ -12,7 +12,6 @@ A class here knows a package: it is imported when the class is used, and is an e
 import contextlib
 import importlib.util
 import itertools
-import json
 import os
 import queue
 import re
@@ -26,8 +25,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from surojax.declared import Range
 from surojax.errors import ConfigError
+from surojax.own_files import read_own, write_whole
 from surojax.run.console import say
-from surojax.untrusted import read_json
 
 PROJECT = "surojax"  # where the tracker's own environment variable names no other
 IDS_FILE = "trackers.json"
@@ -314,8 +313,8 @@ def start_trackers(report_to: str, folder: Path, *, first_step: int, settings: M
     file = folder / IDS_FILE
     ids: dict[str, str] = {}
     if first_step:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            ids = {name: id_ for name, id_ in read_json(file).items() if isinstance(id_, str)}
+        with contextlib.suppress(OSError, ValueError):
+            ids = read_own(file, {str: str})
     senders = []
     where = []
     for name in names(report_to):
@@ -328,7 +327,7 @@ def start_trackers(report_to: str, folder: Path, *, first_step: int, settings: M
         where.append(tracker.where)
         ids |= {name: tracker.id} if tracker.id else {}
     if ids:
-        file.write_text(json.dumps(ids))
+        write_whole(file, ids)
     else:
         file.unlink(missing_ok=True)
     return Trackers(senders, where)

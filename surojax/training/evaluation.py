@@ -68,7 +68,7 @@ def early_stopping(c: Config, output_dir: Path, start: Start) -> EarlyStopping:
     file = output_dir / METRICS_FILE
     for record in read_metrics(file) if start.first_step and file.exists() else ():
         if record["log"] == "eval" and record.get("name", "") == name and record["step"] <= start.first_step:
-            stopping.see(math.nan if record["loss"] is None else record["loss"])
+            stopping.see(_number(record, "loss"))
     return stopping
 
 
@@ -81,16 +81,22 @@ def evaluation_summary(output_dir: Path) -> str:
     lines = []
     for name, records in evals.items():
         ends = [records[0], records[-1]][: len(records)]
-        losses = [math.nan if record["loss"] is None else record["loss"] for record in ends]
+        losses = [_number(record, "loss") for record in ends]
         text = f"evaluation{name and f' of {name}'}: loss {_from_to(losses, '.4f')}"
         if all(record.get("bits_per_byte") is not None for record in ends):
-            text += f", {_from_to([record['bits_per_byte'] for record in ends], '.4f')} bits per byte"
+            text += f", {_from_to([_number(record, 'bits_per_byte') for record in ends], '.4f')} bits per byte"
         if all("perplexity" in record for record in ends):
             text += f", perplexity {_from_to(map(perplexity, losses), '.4g')}"
         if all(ACCURACY in record for record in ends):
-            text += f", accuracy {_from_to([record[ACCURACY] for record in ends], '.3f')}"
+            text += f", accuracy {_from_to([_number(record, ACCURACY) for record in ends], '.3f')}"
         lines.append(f"{text} (step{'s'[: len(ends) - 1]} {_from_to([record['step'] for record in ends], 'd')})")
     return "\n".join(lines) or "evaluation: none yet"
+
+
+def _number(record: dict[str, Any], key: str) -> float:
+    """Returns a record's number; NaN for a null, which stands for one that is not finite, or anything else."""
+    value = record.get(key)
+    return float(value) if type(value) in (int, float) and abs(value) < 2**63 else math.nan
 
 
 def _from_to(numbers: Iterable[float], form: str) -> str:

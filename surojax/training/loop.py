@@ -115,7 +115,7 @@ def loop(
                 callbacks.tell({"log": "checkpoint", "step": step}, current, checkpoints.last)
             deferred.restart_clock()
         if programs.store.slots and not (final or stopping):  # all records up to here are written
-            programs.store.reported(progress_at(step))
+            programs.store.reported(progress_at(step) | {"output_dir": str(checkpoints.folder.parent)})
         if stopping:
             break
     log.keep_status()

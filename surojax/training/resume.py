@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import inspect
+import os
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from surojax.config import checks, fields as configs
 from surojax.config.adapters import FIELDS
 from surojax.config.fields import Config
 from surojax.errors import CheckpointError, ConfigError
+from surojax.memory.layer_file import Store
 from surojax.memory.slots import TABLE, read_slot_table
 from surojax.models.decoder_model import ARCHITECTURE
+from surojax.own_files import check_form
 from surojax.run import on_disk
 from surojax.run.console import say
 from surojax.run.metrics import METRICS_FILE, read_metrics
@@ -39,7 +42,7 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
         return None
     checkpoint = own
     # A run that started from another run's checkpoint has its own by now: the same command resumes from the newest one.
-    if wanted != "auto" and not (own and on_disk.read_meta(own)["config"]["resume_from_checkpoint"] == wanted):
+    if wanted != "auto" and not (own and on_disk.read_meta_of_run(own)["config"]["resume_from_checkpoint"] == wanted):
         checkpoint = on_disk.find(wanted)
         if checkpoint is None:
             raise ConfigError(
@@ -51,7 +54,7 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
                 "move the newer ones away, or choose another output_dir"
             )
     if checkpoint is not None:
-        check_same(c, f"checkpoint {checkpoint}", on_disk.read_meta(checkpoint), identity, samples_per_step)
+        check_same(c, f"checkpoint {checkpoint}", on_disk.read_meta_of_run(checkpoint), identity, samples_per_step)
     return checkpoint
 
 
@@ -61,29 +64,51 @@ def goes_on_in_files(c: Config, output_dir: Path, progress: dict[str, Any] | Non
     progress: of that state, None if there is none. newest: step of the checkpoint. The state has to be newer, and this
     run's, which has the record of its step.
     """
-    if progress is None or progress["step"] <= newest or _run_of(progress) != output_dir.absolute():
+    if progress is None or not _is_of_a_run(progress):
+        return False
+    if progress["step"] <= newest or not _is_same(progress["output_dir"], output_dir):
         return False
     wanted = c.resume_from_checkpoint
     return wanted in ("auto", progress["config"]["resume_from_checkpoint"]) and _has_record(output_dir, progress)
 
 
-def check_unfinished(folder: Path, output_dir: Path) -> None:
-    """Raises ConfigError if a folder's files have another run's state that is newer than all its checkpoints."""
-    table = read_slot_table(folder)
-    if table is None or (run := _run_of(table["progress"])) == output_dir.absolute():
+def check_unfinished(store: Store, output_dir: Path) -> None:
+    """Raises ConfigError if a store's files have another run's state that is newer than all its checkpoints."""
+    table = None if store.is_empty else read_slot_table(store.folder)
+    if table is None or not _is_of_a_run(table["progress"]):
         return
-    step = table["progress"]["step"]
-    saved = on_disk.find(run / on_disk.FOLDER)
-    if _has_record(run, table["progress"]) and (saved is None or int(saved.name) < step):
+    progress = table["progress"]
+    run, step = Path(progress["output_dir"]), progress["step"]
+    if _is_same(run, output_dir):
+        return
+    try:
+        has_record = _has_record(run, progress)
+        saved = on_disk.find(run / on_disk.FOLDER)
+    except OSError as error:
         raise ConfigError(
-            f"nvme_path: {folder} has step {step} of the run in {run}, whose last checkpoint is "
-            f"{saved.name if saved else 'none'}; choose another folder, continue that run, or delete {folder / TABLE}"
+            f"nvme_path: {store.folder} has step {step} of the run in {run}, which cannot be read "
+            f"({error.strerror or error}); choose another folder, or delete {store.folder / TABLE}"
+        ) from error
+    if has_record and (saved is None or int(saved.name) < step):
+        raise ConfigError(
+            f"nvme_path: {store.folder} has step {step} of the run in {run}, whose last checkpoint is "
+            f"{saved.name if saved else 'none'}; choose another folder, continue that run, or delete "
+            f"{store.folder / TABLE}"
         )
 
 
-def _run_of(progress: dict[str, Any]) -> Path:
-    """Returns the output_dir of the run that wrote this progress."""
-    return Path(progress["config"]["output_dir"]).expanduser().absolute()
+def _is_of_a_run(progress: dict[str, Any]) -> bool:
+    """Returns True if the progress in a table has what `on_disk.OF_A_RUN` says, and the absolute path of its run."""
+    try:
+        check_form(progress, on_disk.OF_A_RUN | {"output_dir": str})
+        return Path(progress["output_dir"]).is_absolute()
+    except ValueError:
+        return False
+
+
+def _is_same(a: str | Path, b: Path) -> bool:
+    """Returns True if two paths are of one folder."""
+    return os.path.realpath(a) == os.path.realpath(b)
 
 
 def _has_record(output_dir: Path, progress: dict[str, Any]) -> bool:

@@ -1,6 +1,5 @@
 """Prints a run's size and predicted time before it starts, and a sample of its text at the end."""
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from surojax.memory.nvme import Claimed
 from surojax.models.attention import chosen_here
 from surojax.models.lora import OF_MLP
 from surojax.models.model import Model
+from surojax.own_files import write_bytes
 from surojax.pages import runs
 from surojax.placement import cuda_plugin
 from surojax.placement.layout import replicated_matrices
@@ -147,11 +147,10 @@ def write_page(
     file = output_dir / PAGE
     trace = output_dir / TRACE
     try:
-        events = json.loads(trace.read_text()) if trace.exists() else None
-        step = runs.TrainedStep(classes, predicted, lines, events)
+        step = runs.TrainedStep(classes, predicted, lines, prediction.read_trace(trace))
         text = runs.page([runs.read_run(str(output_dir))], plan, command, step)
-        file.write_text(text, encoding="utf-8")
-    except (ConfigError, OSError) as error:
+        write_bytes(file, text.encode())
+    except (ValueError, OSError) as error:
         return f"note: no {PAGE} of the run: {error}"
     return f"curves: {file}"
 

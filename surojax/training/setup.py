@@ -75,7 +75,7 @@ def set_up(c: Config, brought: Brought = NOTHING, rows: Iterable[Any] | None = N
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     if rows is not None:
         entries = entries._replace(rows=GivenRows(rows))
-    check_unfinished(run.store.folder, output_dir)
+    check_unfinished(run.store, output_dir)
     newest = on_disk.find(output_dir / on_disk.FOLDER)
     continues = newest is not None or c.resume_from_checkpoint not in ("auto", "no")
     initial = None if continues and not c.lora else open_weights(c, run.model)

@@ -79,7 +79,7 @@ def find_start(c: Config, setup: Setup) -> Start:
         adapter = peft.read_adapter(c.lora_adapter, setup.model, sources.naming(c))
         peft.check_continues(adapter, lora(c), identity["base"], c.lora_adapter)
     resume = find_resume(c, setup.output_dir, identity, samples_per_step)
-    meta = on_disk.read_meta(resume) if resume else {"step": 0, "samples": 0}
+    meta = on_disk.read_meta_of_run(resume) if resume else {"step": 0, "samples": 0}
     in_files = goes_on_in_files(c, setup.output_dir, setup.in_files, meta["step"])
     if in_files and setup.in_files:
         meta = setup.in_files
