@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from surojax.data.cache import HELD_OUT, NO_ROOM, TRAIN, NoRoom, PartWriter
-from surojax.data.data_rows import BadRow
+from surojax.data.data_rows import BadRow, BlankRow
 from surojax.data.examples import Example
 from surojax.data.items import Item, Source, Unit, hold_out
 from surojax.errors import ConfigError
@@ -77,7 +77,8 @@ def write_entry(
 
     Raises ConfigError if no item remains, or none to train on or to evaluate on.
     """
-    items = source.items(fraction > 0)
+    blank = _Blank()
+    items = blank.left_out(source.items(fraction > 0))
     marked = hold_out(items, fraction, encoder.split) if fraction else ((item, False) for item in items)
     num_skipped = 0
     first_skipped = ""
@@ -98,8 +99,10 @@ def write_entry(
         parts_meta = parts.finish()
     numbers = [part["examples"] for part in parts_meta.values()]
     skipped = f"{num_skipped:,} skipped" + (f" ({first_skipped})" if first_skipped else "")
+    if blank.count:
+        skipped += f", {blank.count:,} without text ({blank.first})"
     if not any(numbers):
-        fate = f", {skipped}; correct them" if num_skipped else "; add some, or name other data"
+        fate = f", {skipped}; correct them" if num_skipped or blank.count else "; add some, or name other data"
         raise ConfigError(f"{source.name}: expected {source.what} that can be used, got none{fate}")
     if not all(numbers):
         raise ConfigError(
@@ -107,7 +110,25 @@ def write_entry(
             f"evaluate on the other, got {numbers[0]:,} to train on and {numbers[1]:,} to evaluate on, {skipped}; add "
             f"or correct {source.what}, or set {source.instead}"
         )
-    return {"parts": parts_meta, "skipped": num_skipped, "first_skipped": first_skipped}
+    counts = {"skipped": num_skipped, "first_skipped": first_skipped, "blank": blank.count, "first_blank": blank.first}
+    return {"parts": parts_meta, **counts}
+
+
+class _Blank:
+    """Counts the rows of plain text that have none. first: where the first one is."""
+
+    def __init__(self):
+        self.count = 0
+        self.first = ""
+
+    def left_out(self, items: Iterable[Item | BlankRow]) -> Iterator[Item]:
+        """Yields the other items."""
+        for item in items:
+            if isinstance(item, BlankRow):
+                self.count += 1
+                self.first = self.first or item.where
+            else:
+                yield item
 
 
 class _Parts:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from surojax.data.data_rows import BadRow
+from surojax.data.data_rows import BadRow, BlankRow
 
 
 class Item[T](NamedTuple):
@@ -38,7 +38,7 @@ class Source(NamedTuple):
     name: str
     files: list[Path]
     key: dict[str, Any]
-    items: Callable[[bool], Iterator[Item]]
+    items: Callable[[bool], Iterator[Item | BlankRow]]
     what: str
     instead: str
 

@@ -195,6 +195,7 @@ def load_data(
             eval_source=settings.eval_data,
             tokenizer=tokenizer,
             text_field=settings.text_field,
+            on_bad_row=settings.on_bad_row,
             data_cache=settings.data_cache,
             say=say,
         )
@@ -270,7 +271,6 @@ def _check_uses(entries: Entries, settings: Settings) -> None:
     if _has_rows(entries):
         return
     unused = ["train_on", "chat_template", "system_prompt"]
-    unused += [] if entries.datasets or entries.validation else ["on_bad_row"]
     unused += [] if settings.sample_packing or "rollout" in _types(entries) else ["on_long"]
     defaults = Settings(settings.sequence_len)
     for name in unused:
