@@ -275,7 +275,7 @@ def test_rows_without_text_are_left_out_and_counted(tmp_path, as_entry):
             assert load_entries(tmp_path, said=said, **data(name)).train.fingerprint == expected
             assert f"data: {name}: {number} {what} have no text and are left out; the first: {path}:1" in said
     broken = write(tmp_path / "b.jsonl", [*blank, "no json", {"text": 5}, *texts(20)])
-    with pytest.raises(ConfigError, match=r"b\.jsonl:[45]: expected"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl:4: expected"):
         load_entries(tmp_path, **data(broken))
     said = []
     assert load_entries(tmp_path, said=said, on_bad_row="skip", **data(broken)).train.fingerprint == expected
