@@ -111,6 +111,8 @@ class Data(NamedTuple):
     def describe(self) -> str:
         """Formats the data's size in one line; with weights, also how often an epoch repeats each source."""
         text = f"data: {self.train.all.name}, {self.train.all.num_tokens:,} tokens for training"
+        if rest := sum(x.num_left_out for x in self.train.sources if isinstance(x, Windows)):
+            text += f" ({rest:,} at the end, which fill no row, are left out)"
         if not self.evaluated[0].name:
             text += f", {len(self.held_out.tokens):,} held out"
         if names := ", ".join(part.name for part in self.evaluated if part.name):
