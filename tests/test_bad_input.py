@@ -292,7 +292,7 @@ def test_config_files(refused, tmp_path, source, said):
             None,
             "missing.txt: expected a file, a folder or a glob that matches, got nothing of that name",
         ),
-        ("empty.txt", b"", "empty.txt: expected text, got an empty file"),
+        ("empty.txt", b"", "empty.txt: expected documents that can be used, got none, 0 skipped, 1 without text"),
         ("latin.txt", b"ok\ncaf\xe9\n", "latin.txt:2: expected UTF-8 text, got the byte 0xe9 at byte offset 6"),
         ("table.csv", b"a,b\n", "table.csv: expected rows, got none"),
         (

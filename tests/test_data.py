@@ -15,6 +15,7 @@ from surojax.data.batches import evaluation_batches, training_batches
 from surojax.data.cache import Corpus
 from surojax.data.samples import Windows, check_length
 from surojax.errors import ConfigError
+from surojax.training.start import steps_of
 
 S = 4
 
@@ -116,6 +117,24 @@ def test_num_epochs_ends_after_the_last_full_step():
     assert sample_order(samples, 1000, batch_size=3, num_epochs=1, start_sample=5) == endless[5:8]
     for finished in (8, 10, 500):
         assert sample_order(samples, 1000, batch_size=3, num_epochs=1, start_sample=finished) == []
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_last_step_trains_on_the_rest(num_processes):
+    """Each epoch has every window, however many fill a step, also after a resume, in several processes together."""
+    rows = np.array_split(np.arange(4), num_processes)
+    for count, start in itertools.product((4, 5, 7, 11), (0, 4, 6)):
+        seen = [*sample_order(counting(count), start)]
+        steps = steps_of(2 * count - start, 4)
+        streams = [
+            training_batches(counting(count), batch_size=4, accumulation=1, seed=7, start_sample=start, rows=part)
+            for part in rows
+        ]
+        for stream in streams:
+            with contextlib.closing(stream):
+                seen += [window for batch in itertools.islice(stream, steps) for window in windows_of(batch)]
+        times = np.bincount(seen, minlength=count)
+        assert len(times) == count and times.min() >= 2 and times.sum() < 2 * count + 4
 
 
 def test_threads_start_before_the_first_batch_is_asked_for_and_end_with_the_iterator():

@@ -13,7 +13,7 @@ from test_examples import TOKENIZERS
 
 from surojax.data import texts
 from surojax.data.cache import Corpus
-from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.data_rows import BadRow, BlankRow, DataRow
 from surojax.data.documents import TextEncoder, read_documents
 from surojax.data.items import Item, Unit
 from surojax.data.prepare import load_corpora
@@ -138,14 +138,17 @@ def test_what_a_file_seems_to_be_decides_the_advice(tmp_path, content, advice):
 def test_a_file_without_text(tmp_path, content):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
-    bad = item_of(DataRow({"text": open_text(path)}, str(path))).content
-    assert isinstance(bad, BadRow) and bad.where == str(path) and "got an empty file" in bad.reason
+    assert item_of(DataRow({"text": open_text(path)}, str(path))) == BlankRow(str(path))
+
+
+@pytest.mark.parametrize("text", ["", " \n", "\u3000\u2028", None])
+def test_a_row_without_text(text):
+    assert item_of(DataRow({"text": text}, "a.jsonl:7")) == BlankRow("a.jsonl:7")
 
 
 BAD_TEXTS = [
     ({"body": "a", "id": 1}, "the text in 'text', got 'body', 'id'; set text_field"),
     ({"text": 5}, "as a string, got a int"),
-    ({"text": " \n"}, "got an empty one"),
     ({"text": "half \ud83d"}, "half a surrogate pair (\\ud83d)"),
 ]
 

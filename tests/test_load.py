@@ -227,8 +227,6 @@ def test_data_in_a_folder_with_other_files_is_text_as_before(tmp_path):
     found = load_entries(tmp_path, (), data=str(folder), sequence_len=8)
     bodies = load_entries(tmp_path, (), data=str(folder), sequence_len=8, text_field="body")
     assert len(found.train) == len(bodies.train) > 0 and found.train.fingerprint != bodies.train.fingerprint
-    with pytest.raises(ConfigError, match=r"^on_bad_row: expected 'error' without rows of instructions"):
-        load_entries(tmp_path, (), data=str(folder), on_bad_row="skip")
     as_table = write(tmp_path / "a.csv", ["text", *(row["text"] for row in texts(30))])
     assert len(load_entries(tmp_path, (), data=as_table, sequence_len=8).train) > 0
 
@@ -258,6 +256,42 @@ def test_rows_that_cannot_be_used_end_the_run_or_are_counted(tmp_path):
         assert line.startswith(f"data: {path}: 2 rows cannot be used and are skipped; the first: {path}:10: expected")
     with pytest.raises(ConfigError, match=r"a\.jsonl:10: expected"):  # not from the cache of the other setting
         load_entries(tmp_path, [{"path": path}], [{"path": path}])
+
+
+@pytest.mark.parametrize("as_entry", [False, True])
+def test_rows_without_text_are_left_out_and_counted(tmp_path, as_entry):
+    """As between the paragraphs of wikitext, with and without `on_bad_row`, the first row too, and never held out."""
+    blank = [{"text": ""}, {"text": " \n"}, {"text": None}]
+    whole = write(tmp_path / "whole.jsonl", texts(20))
+    (folder := tmp_path / "rows").mkdir()
+    path = write(folder / "a.jsonl", [*blank, *texts(20), *blank])
+    (folder / "b.txt").write_text("\n")
+    data = lambda name: {"entries": [{"path": name}]} if as_entry else {"entries": (), "data": name}
+    expected = load_entries(tmp_path, **data(whole)).train.fingerprint
+    what = "rows" if as_entry else "documents"
+    for name, number in ((path, 6), (str(folder), 7)):
+        for _ in range(2):  # tokenised, and from the cache
+            said = []
+            assert load_entries(tmp_path, said=said, **data(name)).train.fingerprint == expected
+            assert f"data: {name}: {number} {what} have no text and are left out; the first: {path}:1" in said
+    broken = write(tmp_path / "b.jsonl", [*blank, "no json", {"text": 5}, *texts(20)])
+    with pytest.raises(ConfigError, match=r"b\.jsonl:4: expected"):
+        load_entries(tmp_path, **data(broken))
+    said = []
+    assert load_entries(tmp_path, said=said, on_bad_row="skip", **data(broken)).train.fingerprint == expected
+    assert any(": 2 " in line and "cannot be used and are skipped; the first: " in line for line in said)
+    empty = write(tmp_path / "c.jsonl", blank)
+    with pytest.raises(ConfigError, match=rf"got none, 0 skipped, 3 without text \({empty}:1\); correct them"):
+        load_entries(tmp_path, **data(empty))
+
+
+def test_an_answer_that_is_empty_is_a_fault(tmp_path):
+    path = write(tmp_path / "a.jsonl", [*questions(9), {"prompt": "Why?", "completion": " "}])
+    with pytest.raises(ConfigError, match=r"a\.jsonl:10: expected the completion .* got an empty one"):
+        load_entries(tmp_path, (), data=path)
+    said = []
+    assert len(load_entries(tmp_path, (), said=said, data=path, on_bad_row="skip").train) > 5
+    assert any("1 rows cannot be used" in line for line in said)
 
 
 def test_a_held_out_row_that_cannot_be_used_names_the_way_out(tmp_path, monkeypatch):

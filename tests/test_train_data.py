@@ -134,7 +134,13 @@ def test_a_tokenizer_larger_than_the_embedding(files, tmp_path):
 
 @pytest.mark.parametrize(
     "done, steps",
-    [({"step": 0, "samples": 0}, 2 * 150 // 4), ({"step": 20, "samples": 40}, 20 + (2 * 150 - 40) // 4)],
+    [
+        ({"step": 0, "samples": 0}, 2 * 150 // 4),
+        ({"step": 20, "samples": 40}, 20 + (2 * 150 - 40) // 4),
+        ({"step": 20, "samples": 41}, 20 + 65),  # 259 remain: 64 steps, and one for three of them
+        ({"step": 75, "samples": 300}, 75),
+        ({"step": 60, "samples": 303}, 60),
+    ],
 )
 def test_an_epoch_of_datasets_is_all_their_samples(files, tmp_path, monkeypatch, done, steps):
     """2 epochs of 60 + 90 questions, one in a row, 4 rows a step; also after steps of another batch size."""
@@ -153,6 +159,20 @@ def test_an_epoch_of_datasets_is_all_their_samples(files, tmp_path, monkeypatch,
     with pytest.raises(ConfigError, match="enough"):
         train(c)
     assert planned == [steps]
+
+
+@pytest.mark.parametrize(
+    ("last", "num_epochs", "max_steps", "said"),
+    [
+        (12, 1, 0, "the last step is filled with 1 of the next epoch's samples"),
+        (24, 2, 0, "the last step is filled with 2 of the next epoch's samples"),
+        (11, 1, 0, ""),
+        (8, 1, 2, "8 of 11 samples are trained on in max_steps=2; max_steps=0 trains on all"),
+        (12, 1, 3, ""),
+    ],
+)
+def test_samples_of_an_incomplete_epoch_are_said(last, num_epochs, max_steps, said):
+    assert training_start.samples_line(last, 11, num_epochs, max_steps) == said
 
 
 # --- settings that contradict each other -----------------------------------------------------------------------------

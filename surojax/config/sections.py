@@ -47,7 +47,7 @@ class RunSettings:
     seed: int = declare(0, AT_LEAST_0)
     # accelerators (or virtual CPU devices) to use; 0 = all available
     gpus: int = declare(1, AT_LEAST_0, GPUS)
-    # optimizer steps; 0 = num_epochs passes over the data
+    # optimizer steps; 0 = num_epochs passes over the data, and what fills the last step
     max_steps: int = declare(0, AT_LEAST_0)
     # passes over the training data when max_steps is 0; a pass has as many samples as all datasets
     num_epochs: int = declare(1, AT_LEAST_1)

@@ -128,7 +128,7 @@ class Config(Section):
     gpus: int
     r"""accelerators (or virtual CPU devices) to use; 0 = all available."""
     max_steps: int
-    r"""optimizer steps; 0 = num_epochs passes over the data."""
+    r"""optimizer steps; 0 = num_epochs passes over the data, and what fills the last step."""
     num_epochs: int
     r"""passes over the training data when max_steps is 0; a pass has as many samples as all datasets."""
     eval_steps: int

@@ -37,7 +37,7 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.untrusted import expanded
 
-FORMAT = 1  # of the files; an entry of another format is written anew, under another name
+FORMAT = 2  # of the files; an entry of another format is written anew, under another name
 META = "meta.json"
 DTYPES = {
     "tokens": np.dtype(np.uint16),

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from surojax.data.cache import HELD_OUT, NO_ROOM, TRAIN, NoRoom, PartWriter
-from surojax.data.data_rows import BadRow
+from surojax.data.data_rows import BadRow, BlankRow
 from surojax.data.examples import Example
 from surojax.data.items import Item, Source, Unit, hold_out
 from surojax.errors import ConfigError
@@ -25,6 +25,8 @@ from surojax.errors import ConfigError
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _GROUP_BYTES = max(1, _CORES // 2) << 20
 _GROUP_UNITS = max(1, _CORES // 2) << 12  # a tokenizer takes a quarter longer for each of 15,000 short texts at a time
+# What an entry's meta data say of rows that were left out: how many, and where the first one is.
+LEFT_OUT = ("skipped", "first_skipped", "blank", "first_blank")
 _ENCODING = 2  # groups that are encoded at a time
 
 
@@ -77,29 +79,25 @@ def write_entry(
 
     Raises ConfigError if no item remains, or none to train on or to evaluate on.
     """
-    items = source.items(fraction > 0)
+    without = _LeftOut(on_bad_row)
+    items = without.others(source.items(fraction > 0))
     marked = hold_out(items, fraction, encoder.split) if fraction else ((item, False) for item in items)
-    num_skipped = 0
-    first_skipped = ""
     with _Parts(folder, vocab_size, name=source.name, holds_out=bool(fraction), source_bytes=source_bytes) as parts:
         for group, encoded in _in_threads(_groups(marked, encoder), encoder):
             good: list[tuple[_Marked, Example]] = []
             for unit, example in zip(group, encoded, strict=True):
-                if not isinstance(example, BadRow):
-                    good.append((unit, example))
-                elif on_bad_row == "error":
-                    raise ConfigError(f"{example.where}: {example.reason}")
+                if isinstance(example, BadRow):
+                    without.skip(example)
                 else:
-                    num_skipped += 1
-                    first_skipped = first_skipped or f"{example.where}: {example.reason}"
+                    good.append((unit, example))
             for is_held_out in (False, True) if fraction else (False,):
                 parts.append(is_held_out, [x for x in good if x[0].is_held_out == is_held_out], encoder.is_text)
             parts.bytes_read += sum(member.unit.num_bytes for member in group)
         parts_meta = parts.finish()
     numbers = [part["examples"] for part in parts_meta.values()]
-    skipped = f"{num_skipped:,} skipped" + (f" ({first_skipped})" if first_skipped else "")
+    skipped = str(without)
     if not any(numbers):
-        fate = f", {skipped}; correct them" if num_skipped else "; add some, or name other data"
+        fate = f", {skipped}; correct them" if without.skipped or without.blank else "; add some, or name other data"
         raise ConfigError(f"{source.name}: expected {source.what} that can be used, got none{fate}")
     if not all(numbers):
         raise ConfigError(
@@ -107,7 +105,39 @@ def write_entry(
             f"evaluate on the other, got {numbers[0]:,} to train on and {numbers[1]:,} to evaluate on, {skipped}; add "
             f"or correct {source.what}, or set {source.instead}"
         )
-    return {"parts": parts_meta, "skipped": num_skipped, "first_skipped": first_skipped}
+    return {"parts": parts_meta, **{name: getattr(without, name) for name in LEFT_OUT}}
+
+
+class _LeftOut:
+    """Counts the rows that are left out. Attributes: LEFT_OUT.
+
+    on_bad_row: "error" raises ConfigError for the first row that cannot be used.
+    """
+
+    def __init__(self, on_bad_row: str):
+        self.ends = on_bad_row == "error"
+        self.skipped = self.blank = 0
+        self.first_skipped = self.first_blank = ""
+
+    def others(self, items: Iterable[Item | BlankRow]) -> Iterator[Item]:
+        """Yields the items that are not blank."""
+        for item in items:
+            if isinstance(item, BlankRow):
+                self.blank += 1
+                self.first_blank = self.first_blank or item.where
+            else:
+                yield item
+
+    def skip(self, row: BadRow) -> None:
+        """Counts a row that cannot be used."""
+        if self.ends:
+            raise ConfigError(f"{row.where}: {row.reason}")
+        self.skipped += 1
+        self.first_skipped = self.first_skipped or f"{row.where}: {row.reason}"
+
+    def __str__(self) -> str:
+        text = f"{self.skipped:,} skipped" + (f" ({self.first_skipped})" if self.first_skipped else "")
+        return text + (f", {self.blank:,} without text ({self.first_blank})" if self.blank else "")
 
 
 class _Parts:

@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from surojax.data.data_rows import BlankRow
 from surojax.data.documents import Text, read_documents
 from surojax.data.files import find_files, stdlib_files, unseen
 from surojax.data.items import Item, Source, item_key, new_hash
@@ -30,7 +31,7 @@ def source(name: str, text_field: str) -> Source:
     return Source(name, files, key, items, what="documents", instead="eval_data")
 
 
-def _read_files(files: list[Path], text_field: str, with_keys: bool) -> Iterator[Item[Text]]:
+def _read_files(files: list[Path], text_field: str, with_keys: bool) -> Iterator[Item[Text] | BlankRow]:
     rows = (row for path in files for row in read_file(path, text_field))
     return read_documents(rows, text_field, by_record=False, with_keys=with_keys)
 

@@ -17,6 +17,15 @@ class BadRow(NamedTuple):
     reason: str
 
 
+class BlankRow(NamedTuple):
+    """A row of plain text that has none, as an empty line between paragraphs: it is left out and counted, as no fault.
+
+    where: as of a `DataRow`.
+    """
+
+    where: str
+
+
 class NotARow(ValueError):
     """Raised for a record that cannot be used; the message is the reason of a `BadRow`."""
 

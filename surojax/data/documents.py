@@ -7,12 +7,13 @@ which also finds a byte that is no text before any token is written; then to be 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from surojax.data import texts
 from surojax.data.conversations import text_of_row as text_of
-from surojax.data.data_rows import BadRow, DataRow, NotARow, half_a_pair
+from surojax.data.data_rows import BadRow, BlankRow, DataRow, NotARow, half_a_pair
 from surojax.data.examples import Example
 from surojax.data.files import NotText
 from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
@@ -24,8 +25,8 @@ type Text = str | TextFile
 
 def read_documents(
     rows: Iterable[DataRow | BadRow], text_field: str, *, by_record: bool, with_keys: bool
-) -> Iterator[Item[Text]]:
-    """Yields the text of each row, or a `BadRow`.
+) -> Iterator[Item[Text] | BlankRow]:
+    """Yields the text of each row, or a `BadRow`, or a `BlankRow`: a text or a file that is empty, or white space.
 
     by_record: keys are hashes of all fields of a row; otherwise of its text. with_keys: False if nothing is held out.
     """
@@ -38,7 +39,9 @@ def read_documents(
             yield _of_row(row, text_field, by_record, with_keys)
 
 
-def _of_row(row: DataRow, text_field: str, by_record: bool, with_keys: bool) -> Item[Text]:
+def _of_row(row: DataRow, text_field: str, by_record: bool, with_keys: bool) -> Item[Text] | BlankRow:
+    if text_field in row.record and is_blank(row.record[text_field]):
+        return BlankRow(row.where)
     key = item_key(new_hash(json_of(row.record))) if with_keys and by_record else 0
     try:
         text = text_of(row.record, text_field)
@@ -50,22 +53,27 @@ def _of_row(row: DataRow, text_field: str, by_record: bool, with_keys: bool) -> 
     return Item(text, item_key(new_hash(encoded)) if with_keys and not by_record else key, len(encoded))
 
 
-def _of_file(file: TextFile, field: str | None, with_keys: bool) -> Item[Text]:
+def is_blank(text: Any) -> bool:
+    """Returns True for a text without a letter or sign, and for a null, as tables hold in place of one."""
+    return text is None or (isinstance(text, str) and not text.strip())
+
+
+def _of_file(file: TextFile, field: str | None, with_keys: bool) -> Item[Text] | BlankRow:
     """Makes an item of a file. field: compute the key of a record with the text in this field; None: of the text."""
     digest = new_hash(json_of({field: ""})[:-2] if field else b"")
     num_bytes = 0
-    is_blank = True
+    has_text = False
     try:
         for part in texts.text_parts(file):
             encoded = part.encode("utf-8")
             num_bytes += len(encoded)
-            is_blank = is_blank and not part.strip()
+            has_text = has_text or bool(part.strip())
             if with_keys:
                 digest.update(json.dumps(part)[1:-1].encode("ascii") if field else encoded)
     except NotText as error:
         return _bad(f"{file.path}:{error.line}", str(error))
-    if is_blank:
-        return _bad(str(file.path), "expected text, got an empty file; remove it from the data or fill it")
+    if not has_text:
+        return BlankRow(str(file.path))
     digest.update(b'"}' if field else b"")
     return Item(file, item_key(digest) if with_keys else 0, num_bytes)
 

@@ -7,13 +7,13 @@ one, and all copies of an example are on one side.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from surojax.data.data_rows import BadRow
+from surojax.data.data_rows import BadRow, BlankRow
 
 
 class Item[T](NamedTuple):
@@ -38,7 +38,7 @@ class Source(NamedTuple):
     name: str
     files: list[Path]
     key: dict[str, Any]
-    items: Callable[[bool], Iterator[Item]]
+    items: Callable[[bool], Iterator[Item | BlankRow]]
     what: str
     instead: str
 
@@ -60,10 +60,18 @@ def hold_out[T](
     """Yields (item, whether it is held out: its key is below `fraction` * 2^64).
 
     If no item has such a key, the one with the smallest key is held out, with its copies. If there is only one item, it
-    is split and its end is held out. split: returns both parts, or None: then nothing is held out.
+    is split and its end is held out. split: returns both parts, or None: then nothing is held out. A `BadRow`, which is
+    no item to evaluate on, is passed on.
     """
     items = iter(items)
-    first = list(islice(items, 2))
+    first: list[Item[T]] = []
+    for item in items:
+        if isinstance(item.content, BadRow):
+            yield item, False
+        else:
+            first.append(item)
+        if len(first) == 2:
+            break
     if len(first) == 1:
         yield from zip(split(first[0]) or first, (False, True), strict=False)
         return
@@ -71,7 +79,9 @@ def hold_out[T](
     has_held_out = False
     smallest: list[Item[T]] = []  # not yielded before it is known whether another item is held out
     for item in chain(first, items):
-        if item.key < threshold:
+        if isinstance(item.content, BadRow):
+            yield item, False
+        elif item.key < threshold:
             has_held_out = True
             yield item, True
         elif has_held_out:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from surojax.data import corpus, datasets, docstrings, examples
 from surojax.data.cache import HELD_OUT, TRAIN, CacheEntry, Corpus, cached, identify
 from surojax.data.cache_writer import ItemEncoder, write_entry
+from surojax.data.data_rows import BlankRow
 from surojax.data.datasets import Dataset
 from surojax.data.documents import TextEncoder, read_documents
 from surojax.data.examples import Encoder
@@ -33,6 +34,7 @@ def load_corpora(
     eval_source: str = "",
     tokenizer: Tokenizer,
     text_field: str = "text",
+    on_bad_row: str = "error",
     data_cache: str = DATA_CACHE,
     say: Callable[[str], None] = print,
 ) -> tuple[Corpus, Corpus]:
@@ -44,6 +46,7 @@ def load_corpora(
     eval_source: source of the evaluation corpus, in the same form. If it is empty, about 1 % of the documents of
       `source` (5 % for "stdlib"), but at least one, are held out for evaluation. If `source` is a single document, its
       last 5 % is held out.
+    on_bad_row: see `load_dataset`. Documents without text are left out, and a line says how many.
 
     Raises ConfigError, which names the file and line, if a source is missing, empty, or not text.
     """
@@ -52,7 +55,7 @@ def load_corpora(
         _load,
         encoder=TextEncoder(tokenizer, cuts_at_special=False),
         vocab_size=tokenizer.vocab_size,
-        on_bad_row="error",
+        on_bad_row=on_bad_row,
         data_cache=data_cache,
         say=say,
     )
@@ -88,7 +91,8 @@ def load_dataset(
     vocab_size: of the tokenizer. holds_out: about 1 % of the rows (5 % of the sets made from the standard library), but
     at least one, are held out for evaluation.
     on_bad_row: "error" raises ConfigError with the file and line of a row that cannot be used; "skip" leaves such rows
-    out and says how many they are. Raises ConfigError as well if no row remains.
+    out and says how many they are. A row of plain text without any is left out and counted with both.
+    Raises ConfigError as well if no row remains.
     """
     fraction = HELD_OUT_STDLIB if docstrings.SETS.keys() >= set(dataset.path) else HELD_OUT_FILES
     entry = _load(
@@ -100,16 +104,13 @@ def load_dataset(
         data_cache=data_cache,
         say=say,
     )
-    if skipped := entry.info["skipped"]:
-        first = entry.info["first_skipped"]
-        say(f"data: {dataset.name}: {skipped:,} rows cannot be used and are skipped; the first: {first}")
     return Prepared(entry.corpora[TRAIN], entry.corpora.get(HELD_OUT), encoder.is_text)
 
 
 def _source(dataset: Dataset, encoder: ItemEncoder, open_set: OpenSet) -> Source:
     """Makes the `Source` of a dataset's rows."""
 
-    def items(with_keys: bool) -> Iterator[Item]:
+    def items(with_keys: bool) -> Iterator[Item | BlankRow]:
         rows = datasets.read_dataset(dataset, open_set)
         if dataset.type == "text":
             return read_documents(rows, dataset.text_field, by_record=True, with_keys=with_keys)
@@ -138,7 +139,7 @@ def _load(
     data_cache: str,
     say: Callable[[str], None],
 ) -> CacheEntry:
-    """Returns a source's entry in the cache, after writing it if missing, and prints its folder."""
+    """Returns a source's entry in the cache, after writing it if missing; prints its folder, and what was left out."""
     identity = identify(source.files)
     key = {
         **source.key,
@@ -160,4 +161,10 @@ def _load(
     entry = cached(data_cache, key, make_entry, name=source.name, say=say)
     tokens = sum(len(corpus.tokens) for corpus in entry.corpora.values())
     say(f"data: {tokens:,} tokens {'from' if entry.reused else 'into'} the cache {entry.folder}")
+    for count, first, fate in (
+        ("skipped", "first_skipped", "cannot be used and are skipped"),
+        ("blank", "first_blank", "have no text and are left out"),
+    ):
+        if number := entry.info[count]:
+            say(f"data: {source.name}: {number:,} {source.what} {fate}; the first: {entry.info[first]}")
     return entry

@@ -111,6 +111,8 @@ class Data(NamedTuple):
     def describe(self) -> str:
         """Formats the data's size in one line; with weights, also how often an epoch repeats each source."""
         text = f"data: {self.train.all.name}, {self.train.all.num_tokens:,} tokens for training"
+        if rest := sum(x.num_left_out for x in self.train.sources if isinstance(x, Windows)):
+            text += f" ({rest:,} at the end, which fill no row, are left out)"
         if not self.evaluated[0].name:
             text += f", {len(self.held_out.tokens):,} held out"
         if names := ", ".join(part.name for part in self.evaluated if part.name):
@@ -195,6 +197,7 @@ def load_data(
             eval_source=settings.eval_data,
             tokenizer=tokenizer,
             text_field=settings.text_field,
+            on_bad_row=settings.on_bad_row,
             data_cache=settings.data_cache,
             say=say,
         )
@@ -270,7 +273,6 @@ def _check_uses(entries: Entries, settings: Settings) -> None:
     if _has_rows(entries):
         return
     unused = ["train_on", "chat_template", "system_prompt"]
-    unused += [] if entries.datasets or entries.validation else ["on_bad_row"]
     unused += [] if settings.sample_packing or "rollout" in _types(entries) else ["on_long"]
     defaults = Settings(settings.sequence_len)
     for name in unused:

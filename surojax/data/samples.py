@@ -79,6 +79,11 @@ class Windows:
         return len(self.corpus.tokens)
 
     @property
+    def num_left_out(self) -> int:
+        """The number of tokens at the end that are no label of a window."""
+        return max(len(self.corpus.tokens) - 1, 0) - self.num_labels
+
+    @property
     def num_labels(self) -> int:
         """The number of labels of text: one for each token but the first, without a rest that is left out."""
         num_labels = max(len(self.corpus.tokens) - 1, 0)

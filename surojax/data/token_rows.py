@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.data_rows import BadRow, BlankRow, DataRow
 from surojax.data.examples import Example
 from surojax.data.given import TOKENS
 from surojax.data.items import Item, Unit, item_key, key_of_bad, new_hash
@@ -23,10 +23,12 @@ class TokenEncoder:
     def fingerprint(self) -> str:
         return "token ids"
 
-    def item(self, row: DataRow | BadRow) -> Item[np.ndarray]:
-        """Reads the ids of a row, or returns a `BadRow`."""
+    def item(self, row: DataRow | BadRow) -> Item[np.ndarray] | BlankRow:
+        """Reads the ids of a row, or returns a `BadRow`; a `BlankRow` for no ids, which an empty text becomes."""
         if isinstance(row, BadRow):
             return Item(row, key_of_bad(row), 0)
+        if isinstance(given := row.record.get(TOKENS), list | tuple | np.ndarray) and np.shape(given) == (0,):
+            return BlankRow(row.where)
         try:
             ids = np.asarray(row.record.get(TOKENS, ()))
         except (TypeError, ValueError):  # rows of different lengths, numbers beyond 64 bits

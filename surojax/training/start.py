@@ -86,10 +86,32 @@ def find_start(c: Config, setup: Setup) -> Start:
         check_same(c, f"step {meta['step']} in nvme_path", meta, identity, samples_per_step)
     first_step = meta["step"]
     position = meta["samples"]
-    total_steps = c.max_steps or first_step + max(c.num_epochs * len(samples) - position, 0) // samples_per_step
+    total_steps = c.max_steps or first_step + steps_of(c.num_epochs * len(samples) - position, samples_per_step)
+    last = position + max(total_steps - first_step, 0) * samples_per_step
+    if line := samples_line(last, len(samples), c.num_epochs, c.max_steps):
+        say(f"data: {line}")
     check_schedule(c, total_steps)
     of_data = (tokenizer, found, batch_size, samples_per_step)
     return Start(*of_data, identity, adapter, resume, in_files, meta, first_step, position, total_steps)
+
+
+def steps_of(num_samples: int, samples_per_step: int) -> int:
+    """Returns the number of steps that train on so many samples, of which the last step may have more."""
+    return -(-max(num_samples, 0) // samples_per_step)
+
+
+def samples_line(last: int, num_samples: int, num_epochs: int, max_steps: int) -> str:
+    """Says which samples a run does not train on, or more often than the others; "" if there are none.
+
+    last: number of samples of all steps. num_samples: of an epoch. max_steps: 0 if `num_epochs` decides.
+    """
+    if max_steps:
+        seen = f"{last:,} of {num_samples:,} samples are trained on in max_steps={max_steps:,}"
+        return f"{seen}; max_steps=0 trains on all" if last < num_samples else ""
+    more = last - num_epochs * num_samples
+    if more <= 0:
+        return ""
+    return f"the last step is filled with {more:,} of the next epoch's samples"
 
 
 def _with_labels(c: Config, train: Mixture, tokenizer: Tokenizer) -> Mixture:
