@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from surojax.errors import ConfigError, shown
 from surojax.exchange import compressed, parts
 from surojax.families import rope_keys
-from surojax.families.family import NEUTRAL, REQUIRED
+from surojax.families.family import REQUIRED
+from surojax.families.neutral import NEUTRAL, OFF, is_empty
 from surojax.families.registry import FAMILIES, IMAGE_TEXT_FAMILIES
 from surojax.sizes import check_largest
 from surojax.untrusted import expanded, read_json
@@ -81,16 +82,19 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
             f"model_path: expected model_type {', '.join(FAMILIES)}, got {name!r}; other architectures are not known"
         )
     family = FAMILIES[name]
-    required = REQUIRED | family.required
-    if unknown := sorted(config.keys() - {*family.defaults, *required, *NEUTRAL}):
+    required = OFF | REQUIRED | family.required
+    said = {key for key, value in config.items() if not is_empty(value)}
+    if unknown := sorted(said - {*family.defaults, *required, *NEUTRAL}):
         raise ConfigError(
             f"model_path: config.json has {', '.join(unknown)}, which may change what the model computes and is not "
             f"known for {name}"
         )
     for key, allowed in required.items():
-        if key in config and config[key] not in allowed:
+        is_off = key in OFF and key not in said
+        if key in config and config[key] not in allowed and not is_off:
+            expected = [*allowed, None][0]
             raise ConfigError(
-                f"model_path: config.json: {key}: expected {allowed[0]!r}, got {config[key]!r}; nothing else is "
+                f"model_path: config.json: {key}: expected {expected!r}, got {config[key]!r}; nothing else is "
                 f"computed for {name}"
             )
     float8_scales(config)

@@ -5,8 +5,8 @@ how these are written in Hugging Face's `config.json` and read from it, and how 
 the package knows a family by its name.
 
 A key of config.json that would change the arithmetic and is not known is refused with its name, so that a model is
-never computed with less than its config says. A family therefore declares every key: in `defaults`, in `required`, or
-in `NEUTRAL`.
+never computed with less than its config says. A family therefore declares every key: in `defaults` or in `required`;
+keys that change nothing in any family are in neutral.py.
 """
 
 import dataclasses
@@ -43,15 +43,6 @@ REQUIRED: dict[str, tuple] = {
     "mlp_bias": (False,),
     "attention_dropout": (0, None),
 }
-# Keys that do not change the arithmetic, or that are read for another key.
-NEUTRAL = frozenset(
-    "architectures model_type torch_dtype dtype transformers_version use_cache max_position_embeddings _name_or_path "
-    "bos_token_id eos_token_id pad_token_id rope_parameters rope_scaling partial_rotary_factor use_sliding_window "
-    "max_window_layers layer_types output_attentions output_hidden_states return_dict chunk_size_feed_forward "
-    "is_encoder_decoder id2label label2id num_labels problem_type pretraining_tp cache_implementation "
-    "_sliding_window_pattern quantization_config _attn_implementation_autoset unsloth_version unsloth_fixed".split()
-)
-
 # Our names of tensors, and theirs; `{l}` is the number of the layer.
 LAYER = "model.layers.{l}."
 TENSOR_NAMES = {
