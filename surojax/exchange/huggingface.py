@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from surojax.errors import ConfigError, shown
-from surojax.exchange import compressed, parts
+from surojax.exchange import compressed, missing, parts
 from surojax.families import rope_keys
 from surojax.families.family import REQUIRED
 from surojax.families.neutral import NEUTRAL, OFF, is_empty
@@ -32,10 +32,9 @@ def read_whole_config(folder: str | Path) -> dict[str, Any]:
     try:
         config = read_json(file)
     except OSError as error:
-        raise ConfigError(
-            f"model_path: expected a folder with config.json, got {str(folder)!r} ({error.strerror}); give the folder "
-            "of a Hugging Face model"
-        ) from error
+        instead = missing.held_instead(file.parent)
+        got = f" with {instead}" if instead else f" ({error.strerror}); give the folder of a Hugging Face model"
+        raise ConfigError(f"model_path: expected a folder with config.json, got {str(folder)!r}{got}") from error
     except ValueError as error:
         raise ConfigError(f"model_path: cannot read {file} ({error}); fetch it again") from error
     if not isinstance(config, dict):

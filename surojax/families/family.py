@@ -186,7 +186,8 @@ class ModelFamily:
     config_json.py writes for every family, as transformers 4 spells them. both_ropes: config.json -> the same with the
     rotary embedding in the spellings of transformers 4 and 5.
 
-    tensors: our names of tensors, and theirs in safetensors files. expert_files: how these have experts. gguf: None if
+    tensors: our names of tensors, and theirs in safetensors files. spellings: {end of a tensor's name in the modules of
+    transformers 5: its end in files}, of tensors whose names differ there from most families' too. expert_files: how these have experts. gguf: None if
     its GGUF files are not read. further_layers: the key of config.json that counts layers behind the last one, which
     predict further tokens; their tensors are left aside; "": there are none.
     """
@@ -203,6 +204,7 @@ class ModelFamily:
     read: Callable[[dict[str, Any]], dict[str, Any]] = read_keys
     both_ropes: Callable[[dict[str, Any]], dict[str, Any]] = rope_keys.both_spellings
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSOR_NAMES)
+    spellings: Mapping[str, str] = MappingProxyType({})
     expert_files: ExpertFiles = BY_EXPERT
     gguf: Gguf | None = None
     further_layers: str = ""

@@ -51,6 +51,11 @@ GRANITE_MOE = ModelFamily(
     read=_read,
     write=_write,
     tensors=EXPERT_TENSOR_NAMES | {"mlp.router": LAYER + MOE + "router.layer.weight"},
+    spellings={
+        MOE + "router.weight": MOE + "router.layer.weight",
+        MOE + "experts.gate_up_proj": MOE + "input_linear.weight",
+        MOE + "experts.down_proj": MOE + "output_linear.weight",
+    },
     expert_files=ExpertFiles(
         MOE + "input_linear.weight", MOE + "output_linear.weight", only=True, module=MOE + "experts"
     ),
