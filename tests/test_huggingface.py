@@ -223,7 +223,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
         ),
         (
             {"model_type": "mistral3", "text_config": {"model_type": "mistral", "layer_types": [FULL] * 2}},
-            r"text_config: layer_types: expected sliding_attention in every layer, .*not read for mistral3",
+            r"layer_types: expected sliding_attention in every layer, .*not read for mistral",
         ),
     ],
 )
@@ -413,7 +413,8 @@ def test_windows_of_gemma():
     pattern = lambda family, **keys: model_fields({"model_type": family} | keys)["sliding_window_pattern"]
     assert pattern("gemma2") == 2 and pattern("gemma3_text") == 6
     assert pattern("gemma3_text", sliding_window_pattern=3) == 3
-    found = model_fields({"model_type": "gemma3_text", "sliding_window": None})
+    full = {"num_hidden_layers": 2, "layer_types": [FULL] * 2}
+    found = model_fields({"model_type": "gemma3_text"} | full)
     assert (found["sliding_window"], found["rope_local_base_freq"]) == (0, 0.0)
 
 

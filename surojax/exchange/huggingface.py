@@ -4,14 +4,15 @@ What a config.json means is declared by its family (surojax/families). A key tha
 its name, so a model is never computed with less than its config says.
 """
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from surojax.errors import ConfigError, shown
 from surojax.exchange import compressed, missing, parts
 from surojax.families import rope_keys
-from surojax.families.family import REQUIRED
-from surojax.families.neutral import NEUTRAL, OFF, is_empty
+from surojax.families.family import REQUIRED, ModelFamily
+from surojax.families.neutral import NEUTRAL, OFF, UNREAD, is_empty
 from surojax.families.registry import FAMILIES, IMAGE_TEXT_FAMILIES
 from surojax.sizes import check_largest
 from surojax.untrusted import expanded, read_json
@@ -96,6 +97,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
                 f"model_path: config.json: {key}: expected {expected!r}, got {config[key]!r}; nothing else is "
                 f"computed for {name}"
             )
+    _check_numbers({key: value for key, value in config.items() if key not in UNREAD}, family)
     float8_scales(config)
     given = family.defaults | config
     check_largest(given, "model_path: config.json: ")
@@ -109,6 +111,34 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     if labels := labels_of(config):
         fields |= {"num_labels": labels, "tie_word_embeddings": False}
     return fields
+
+
+# Sizes of which 0 means here that config.json has none, and those that may be null there.
+NOT_ZERO = ("head_dim", "num_key_value_heads", "query_pre_attn_scalar", "moe_intermediate_size")
+OR_NULL = ("head_dim", "num_key_value_heads", "attn_logit_softcapping", "final_logit_softcapping", "n_shared_experts")
+
+
+def _check_numbers(config: dict[str, Any], family: ModelFamily) -> None:
+    """Raises ConfigError for NaN and infinities, for sizes of 0 that would be read as none, and for null sizes."""
+    for key, value in config.items():
+        numbers = _numbers(value)
+        if any(not math.isfinite(number) for number in numbers):
+            expected, got = "finite numbers", shown(value)
+        elif key in NOT_ZERO and key in family.sizes and value == 0:
+            expected, got = "more than 0", repr(value)
+        elif value is None and key in family.sizes and key not in OR_NULL:
+            expected, got = "a number", "null"
+        else:
+            continue
+        raise ConfigError(f"model_path: config.json: {key}: expected {expected}, got {got}; fetch it again")
+
+
+def _numbers(value: Any) -> list[float]:
+    """Collects the floats in nested lists and objects."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return [number for each in inner for number in _numbers(each)]
+    return [value] if isinstance(value, float) else []
 
 
 class Float8Scales(NamedTuple):

@@ -43,6 +43,7 @@ REQUIRED: dict[str, tuple] = {
     "mlp_bias": (False,),
     "attention_dropout": (0, None),
 }
+WITHOUT_WINDOW: dict[str, tuple] = {"sliding_window": (None,)}  # of families in which transformers computes none
 # Our names of tensors, and theirs; `{l}` is the number of the layer.
 LAYER = "model.layers.{l}."
 TENSOR_NAMES = {
@@ -165,8 +166,8 @@ class Gguf(NamedTuple):
 
 
 def read_keys(given: dict[str, Any]) -> dict[str, Any]:
-    """Reads window and rotary embedding of a family whose layers are alike, or differ only as `layer_types` says."""
-    return window_keys.read_window(given) | rope_keys.read_rope(given)
+    """Reads window and rotary embedding of a family whose layers are alike."""
+    return window_keys.read_everywhere(given) | rope_keys.read_rope(given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,9 +188,9 @@ class ModelFamily:
     rotary embedding in the spellings of transformers 4 and 5.
 
     tensors: our names of tensors, and theirs in safetensors files. spellings: {end of a tensor's name in the modules of
-    transformers 5: its end in files}, of tensors whose names differ there from most families' too. expert_files: how these have experts. gguf: None if
-    its GGUF files are not read. further_layers: the key of config.json that counts layers behind the last one, which
-    predict further tokens; their tensors are left aside; "": there are none.
+    transformers 5: its end in files}, of tensors whose names differ there from most families' too. expert_files: how
+    files have experts. gguf: None if its GGUF files are not read. further_layers: the key of config.json that counts
+    layers behind the last one, which predict further tokens; their tensors are left aside; "": there are none.
     """
 
     model_type: str
@@ -220,4 +221,4 @@ class ImageTextFamily:
 
     model_type: str
     text_types: tuple[str, ...]
-    check_text: Callable[[dict[str, Any]], None]
+    check_text: Callable[[dict[str, Any]], None] = lambda text: None
