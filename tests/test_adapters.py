@@ -229,7 +229,7 @@ def test_tensors_that_do_not_belong_to_the_model_are_refused(tmp_path):
     q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     tensors = theirs("lora")
     cases = {
-        f"expected {q}, got no such tensor; save the adapter again": tensors.keys() - {q},
+        f"the most similar being {q.replace('.q_', '.v_')!r}; save the adapter again": {q},
         "in a model of 2 layers, got base_model.model.model.layers.7.x; give an adapter of this model": "layers.7.x",
         f"{q}: expected rank 4, as adapter_config.json says, got [2, 32]; save the adapter again": (2, 32),
         f"{q}: expected [4, 32], got [4, 48]; give an adapter of this model": (4, 48),
@@ -312,21 +312,45 @@ def test_a_run_begins_with_the_adapter_that_another_wrote(tmp_path):
     chex.assert_trees_all_equal(loaded.weights["blocks"]["mlp"]["w_up"], frozen)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"lora_rank": 4}, "lora_rank: expected 3, as lora_adapter there has it, got 4; set it so"),
-        ({"lora_target_modules": "q_proj"}, "lora_target_modules: expected attention.wq, mlp.w_down, as lora_adapter "),
-        ({"use_dora": False}, "use_dora: expected True, as lora_adapter there has it, got False; set it so"),
-        ({}, "lora_adapter: expected one that was trained on model_path, whose hash begins with cd, got there of ab; "),
-    ],
-)
-def test_an_adapter_of_another_run_is_refused(tmp_path, changes, message):
+# Another value of each setting that an adapter fixes, and how the message names both.
+OTHERS = {
+    "lora_rank": (4, "expected 3, as lora_adapter there has it, got 4; set it so"),
+    "lora_alpha": (7.0, "expected 32.0, as lora_adapter there has it, got 7.0; set it so"),
+    "lora_target_modules": (
+        "q_proj",
+        "expected attention.wq, mlp.w_down, as lora_adapter there has it, got attention.wq",
+    ),
+    "modules_to_save": ("lm_head", "expected none, as lora_adapter there has it, got head; set it so"),
+    "use_rslora": (True, "expected False, as lora_adapter there has it, got True; set it so"),
+    "use_dora": (False, "expected True, as lora_adapter there has it, got False; set it so"),
+}
+
+
+@pytest.mark.parametrize("name", peft.CONTINUED)
+def test_an_adapter_with_other_settings_is_refused(tmp_path, name):
+    """In both directions: what the run says, and what the adapter has."""
     folder = write(tmp_path / "base", "llama")
-    adapter = peft.AdapterArrays(lora(config(folder, **SETTINGS)), {}, {}, base="ab")
+    value, message = OTHERS[name]
+    own, other = (lora(config(folder, **SETTINGS | change)) for change in ({}, {name: value}))
+    assert dataclasses.replace(own, **{peft.CONTINUED[name]: getattr(other, peft.CONTINUED[name])}) == other != own
+    peft.check_continues(peft.AdapterArrays(other, {}, {}), other, "cd", "there")
     with pytest.raises(ConfigError) as error:
-        peft.check_continues(adapter, lora(config(folder, **SETTINGS | changes)), "cd", "there")
-    assert str(error.value).startswith(message)
+        peft.check_continues(peft.AdapterArrays(own, {}, {}), other, "cd", "there")
+    assert str(error.value).startswith(f"{name}: {message}")
+    with pytest.raises(ConfigError, match=f"^{name}: expected"):
+        peft.check_continues(peft.AdapterArrays(other, {}, {}), own, "cd", "there")
+
+
+def test_an_adapter_fixes_every_setting_that_its_numbers_depend_on():
+    of_training = {"dtype", "learning_rate_ratio", "dropout"}
+    assert {field.name for field in dataclasses.fields(Lora)} == {*peft.CONTINUED.values(), *of_training}
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    settings = lora(config(write(tmp_path / "base", "llama"), **SETTINGS))
+    message = "^lora_adapter: expected one that was trained on model_path, whose hash begins with cd, got there of ab; "
+    with pytest.raises(ConfigError, match=message):
+        peft.check_continues(peft.AdapterArrays(settings, {}, {}, base="ab"), settings, "cd", "there")
 
 
 def test_a_base_adapter_is_part_of_the_base(tmp_path, monkeypatch):

@@ -290,7 +290,7 @@ def test_a_file_that_lost_its_experts_is_refused(tmp_path):
     tensors = {name: x for name, x in theirs("experts_apart").items() if ".experts." not in name}
     assert tensors
     adapter = save(tmp_path / "adapter", "experts_apart", tensors)
-    with pytest.raises(ConfigError, match=r"experts\.down_proj\.lora_A\.weight, got no such tensor; save the adapter"):
+    with pytest.raises(ConfigError, match=r"experts\.down_proj\.lora_A\.weight, got no such tensor among .*; save"):
         peft.read_adapter(adapter, opened.model, naming_of(opened.config))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 import weakref
 from pathlib import Path
@@ -222,7 +223,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
         ),
         (
             {"model_type": "mistral3", "text_config": {"model_type": "mistral", "layer_types": [FULL] * 2}},
-            r"text_config: layer_types: expected sliding_attention in every layer, .*not read for mistral3",
+            r"layer_types: expected sliding_attention in every layer, .*not read for mistral",
         ),
     ],
 )
@@ -412,7 +413,8 @@ def test_windows_of_gemma():
     pattern = lambda family, **keys: model_fields({"model_type": family} | keys)["sliding_window_pattern"]
     assert pattern("gemma2") == 2 and pattern("gemma3_text") == 6
     assert pattern("gemma3_text", sliding_window_pattern=3) == 3
-    found = model_fields({"model_type": "gemma3_text", "sliding_window": None})
+    full = {"num_hidden_layers": 2, "layer_types": [FULL] * 2}
+    found = model_fields({"model_type": "gemma3_text"} | full)
     assert (found["sliding_window"], found["rope_local_base_freq"]) == (0, 0.0)
 
 
@@ -591,3 +593,54 @@ def test_from_scratch_takes_sizes_only(tmp_path):
         ConfigError, match=r"^from_scratch: expected false without a model_path, got True; leave it out"
     ):
         resolved(c)
+
+
+def test_a_single_file_is_read_before_an_index(tmp_path):
+    """As transformers does: the shards beside it may be of another save."""
+    folder = write(tmp_path / "model", "llama", shards=2, tensors={n: 0.5 * x for n, x in stored("llama").items()})
+    safetensors.numpy.save_file(stored("llama"), folder / files.SINGLE)
+    weights = files.Weights(folder)
+    for name, array in stored("llama").items():
+        np.testing.assert_array_equal(weights.read(name), array)
+    said = rf"^{folder}/model.safetensors, and not the files that model.safetensors.index.json beside it names"
+    assert re.match(said, files.describe_source(weights))
+    (folder / files.INDEX).unlink()
+    assert files.describe_source(files.Weights(folder)) == str(folder)
+
+
+@pytest.mark.parametrize(
+    "before, advice",
+    [
+        ("_orig_mod.", "save the model that torch.compile wraps, or remove '_orig_mod.' from the names"),
+        ("module.", "save the model that DistributedDataParallel wraps, or remove"),
+        ("base_model.model.", r"merge the adapter before saving \(merge_and_unload\)"),
+        ("my.own.", "save the model by itself, or remove 'my.own.' from the names"),
+    ],
+)
+def test_names_with_something_before_them_are_told(tmp_path, before, advice):
+    tensors = {before + name: array for name, array in stored("llama").items()}
+    c = config(write(tmp_path / "model", "llama", tensors=tensors))
+    with pytest.raises(ConfigError, match=rf"expected \S+ in \S+, got '{before}\S+'; {advice}") as error:
+        open_weights(c, from_config(c, make_mesh(jax.devices()[:1]), 1).model)
+    assert "\n" not in str(error.value) and "fetch" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "file, got",
+    [
+        ("adapter_config.json", "an adapter in PEFT's format; give the model that it belongs to, and the adapter as"),
+        ("pytorch_model.bin", "pytorch_model.bin, which may run code and is not read; save the model with save_pretr"),
+        ("pytorch_model.bin.index.json", "pytorch_model.bin.index.json, which may run"),
+        ("consolidated.00.pth", "consolidated.00.pth, which may"),
+        ("tiny-Q4_K_M.gguf", "tiny-Q4_K_M.gguf; give this file as model_path"),
+        ("checkpoint-5/config.json", "one in the folder checkpoint-5 in it; give that folder"),
+    ],
+)
+def test_folders_of_something_else_are_told(tmp_path, file, got):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ConfigError, match=rf"expected a folder with config\.json, got .* with {re.escape(got)}"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config("llama")))
+    with pytest.raises(ConfigError, match=rf"expected {files.SINGLE} or {files.INDEX} in .*, got {re.escape(got)}"):
+        files.Weights(tmp_path)

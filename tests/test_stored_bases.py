@@ -47,6 +47,22 @@ def tensors(block: int = 128) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+@pytest.mark.parametrize("block", [(128, 128), (128, 64), (64, 128), (64, 64)])
+def test_only_e4m3_in_square_blocks_of_128_is_fp8(tmp_path, dtype, block):
+    """Bytes of e5m2 that were read as e4m3 would be other numbers."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    numbers = np.linspace(-3, 3, 64 * 192, dtype=np.float32).reshape(64, 192).astype(dtype)
+    scales = np.full((1, -(-192 // block[1])), 0.5, np.float32)
+    said = FLOAT8 | {"weight_block_size": [*block]}
+    folder = write_float8(tmp_path / "model", {name: numbers, f"{name}_scale_inv": scales}, quantization_config=said)
+    weights = Weights(folder)
+    is_fp8 = dtype == ml_dtypes.float8_e4m3fn and block == (128, 128)
+    described = f"{np.dtype(dtype)} in blocks of {block[0]} x {block[1]}"
+    assert weights.format_of(name) == ("fp8" if is_fp8 else described)
+    np.testing.assert_array_equal(weights.read(name), 0.5 * numbers.astype(np.float32))
+
+
 def write_fp8(folder: Path, block: int = 128) -> Path:
     said = FLOAT8 | {"weight_block_size": [block, block]}
     return write_float8(folder, tensors(block), quantization_config=said, **SIZES)

@@ -4,13 +4,15 @@ What a config.json means is declared by its family (surojax/families). A key tha
 its name, so a model is never computed with less than its config says.
 """
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from surojax.errors import ConfigError, shown
-from surojax.exchange import compressed, parts
+from surojax.exchange import compressed, missing, parts
 from surojax.families import rope_keys
-from surojax.families.family import NEUTRAL, REQUIRED
+from surojax.families.family import REQUIRED, ModelFamily
+from surojax.families.neutral import NEUTRAL, OFF, UNREAD, is_empty
 from surojax.families.registry import FAMILIES, IMAGE_TEXT_FAMILIES
 from surojax.sizes import check_largest
 from surojax.untrusted import expanded, read_json
@@ -31,10 +33,9 @@ def read_whole_config(folder: str | Path) -> dict[str, Any]:
     try:
         config = read_json(file)
     except OSError as error:
-        raise ConfigError(
-            f"model_path: expected a folder with config.json, got {str(folder)!r} ({error.strerror}); give the folder "
-            "of a Hugging Face model"
-        ) from error
+        instead = missing.held_instead(file.parent)
+        got = f" with {instead}" if instead else f" ({error.strerror}); give the folder of a Hugging Face model"
+        raise ConfigError(f"model_path: expected a folder with config.json, got {str(folder)!r}{got}") from error
     except ValueError as error:
         raise ConfigError(f"model_path: cannot read {file} ({error}); fetch it again") from error
     if not isinstance(config, dict):
@@ -81,18 +82,22 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
             f"model_path: expected model_type {', '.join(FAMILIES)}, got {name!r}; other architectures are not known"
         )
     family = FAMILIES[name]
-    required = REQUIRED | family.required
-    if unknown := sorted(config.keys() - {*family.defaults, *required, *NEUTRAL}):
+    required = OFF | REQUIRED | family.required
+    said = {key for key, value in config.items() if not is_empty(value)}
+    if unknown := sorted(said - {*family.defaults, *required, *NEUTRAL}):
         raise ConfigError(
             f"model_path: config.json has {', '.join(unknown)}, which may change what the model computes and is not "
             f"known for {name}"
         )
     for key, allowed in required.items():
-        if key in config and config[key] not in allowed:
+        is_off = key in OFF and key not in said
+        if key in config and config[key] not in allowed and not is_off:
+            expected = [*allowed, None][0]
             raise ConfigError(
-                f"model_path: config.json: {key}: expected {allowed[0]!r}, got {config[key]!r}; nothing else is "
+                f"model_path: config.json: {key}: expected {expected!r}, got {config[key]!r}; nothing else is "
                 f"computed for {name}"
             )
+    _check_numbers({key: value for key, value in config.items() if key not in UNREAD}, family)
     float8_scales(config)
     given = family.defaults | config
     check_largest(given, "model_path: config.json: ")
@@ -106,6 +111,34 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     if labels := labels_of(config):
         fields |= {"num_labels": labels, "tie_word_embeddings": False}
     return fields
+
+
+# Sizes of which 0 means here that config.json has none, and those that may be null there.
+NOT_ZERO = ("head_dim", "num_key_value_heads", "query_pre_attn_scalar", "moe_intermediate_size")
+OR_NULL = ("head_dim", "num_key_value_heads", "attn_logit_softcapping", "final_logit_softcapping", "n_shared_experts")
+
+
+def _check_numbers(config: dict[str, Any], family: ModelFamily) -> None:
+    """Raises ConfigError for NaN and infinities, for sizes of 0 that would be read as none, and for null sizes."""
+    for key, value in config.items():
+        numbers = _numbers(value)
+        if any(not math.isfinite(number) for number in numbers):
+            expected, got = "finite numbers", shown(value)
+        elif key in NOT_ZERO and key in family.sizes and value == 0:
+            expected, got = "more than 0", repr(value)
+        elif value is None and key in family.sizes and key not in OR_NULL:
+            expected, got = "a number", "null"
+        else:
+            continue
+        raise ConfigError(f"model_path: config.json: {key}: expected {expected}, got {got}; fetch it again")
+
+
+def _numbers(value: Any) -> list[float]:
+    """Collects the floats in nested lists and objects."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return [number for each in inner for number in _numbers(each)]
+    return [value] if isinstance(value, float) else []
 
 
 class Float8Scales(NamedTuple):

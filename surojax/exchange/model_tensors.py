@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError, shown
-from surojax.exchange import bitsandbytes, compressed, parts, stored_mxfp4
+from surojax.exchange import bitsandbytes, compressed, missing, parts, stored_mxfp4
 from surojax.exchange.expert_tensors import of_each, parts_in
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import Float8Scales, float8_scales, read_config, read_whole_config
@@ -116,6 +116,8 @@ class Weights:
     def _files(self) -> dict[str, str]:
         """Returns the file of each tensor."""
         index = self.path / INDEX
+        if (self.path / SINGLE).is_file():  # which transformers reads even if there is an index
+            return dict.fromkeys(self._open(SINGLE).entries, SINGLE)
         if index.is_file():
             try:
                 file_of = dict(read_json(index, LARGEST_INDEX)["weight_map"])
@@ -125,9 +127,8 @@ class Weights:
                 return file_of
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"model_path: cannot read {index} ({error!r}); {AGAIN}") from error
-        if not (self.path / SINGLE).is_file():
-            raise ConfigError(f"model_path: expected {SINGLE} or {INDEX} in {self.path}, got neither; {AGAIN}")
-        return dict.fromkeys(self._open(SINGLE).entries, SINGLE)
+        got = missing.held_instead(self.path) or f"neither; {AGAIN}"
+        raise ConfigError(f"model_path: expected {SINGLE} or {INDEX} in {self.path}, got {got}")
 
     def _open(self, name: str) -> Shard:
         try:
@@ -282,8 +283,12 @@ def _dequantised(q: Coded, dtype: str) -> jax.Array:
 
 
 def describe_source(tensors: Tensors) -> str:
-    """Describes in one line the path that tensors are read from, and the number of tensors that are not read."""
-    if not isinstance(tensors, Weights) or not tensors.left_aside:
+    """Describes in one line the path that tensors are read from, and the tensors and files that are not read."""
+    if not isinstance(tensors, Weights):
+        return str(tensors.path)
+    if (tensors.path / SINGLE).is_file() and (tensors.path / INDEX).is_file():
+        return f"{tensors.path / SINGLE}, and not the files that {INDEX} beside it names, as transformers does"
+    if not tensors.left_aside:
         return str(tensors.path)
     others = sorted({name.removeprefix("model.").partition(".")[0] for name in tensors.left_aside})
     aside = f"{len(tensors.left_aside)} tensors of {', '.join(others)} are left aside"
@@ -337,14 +342,16 @@ def check_tensors(weights: Tensors, model: Model) -> None:
     """
     expected = shapes(model)
     names = weights.names
-    if missing := sorted(expected.keys() - names):
-        if missing == [TENSOR_NAMES["head"]]:
+    if lacking := sorted(expected.keys() - names):
+        if lacking == [TENSOR_NAMES["head"]]:
             raise ConfigError(
-                f"model_path: expected {missing[0]} in {weights.path}, since tie_word_embeddings is not true in "
+                f"model_path: expected {lacking[0]} in {weights.path}, since tie_word_embeddings is not true in "
                 f"config.json, or untied_head is set, got no such tensor; set tie_word_embeddings to true there, and "
                 "untied_head=False, if its head is the embedding"
             )
-        raise ConfigError(f"model_path: expected {missing[0]} in {weights.path}, got no such tensor; {AGAIN}")
+        otherwise = f"{AGAIN}, or correct its config.json if that is of another model"
+        got = missing.named_instead(lacking[0], names, otherwise)
+        raise ConfigError(f"model_path: expected {lacking[0]} in {weights.path}, {got}")
     # A tied head is the embedding, and the frequencies of old checkpoints follow from rope_theta.
     unused = {name for name in names - expected.keys() if not name.endswith("rotary_emb.inv_freq")}
     tied_head = model.head == "embed" and TENSOR_NAMES["head"] in unused

@@ -38,6 +38,9 @@ class Naming(NamedTuple):
     def ours(self, name: str) -> str:
         """Translates a file's name to ours: the inverse of `alone` and `in_files`; unknown names stay unchanged."""
         name, number = expert_tensors.without_number(parts.alone(name))
+        for in_modules, in_files in self.family.spellings.items() if self.family else ():
+            if name.endswith(f".{in_modules}"):
+                name = name.removesuffix(in_modules) + in_files
         name = name if self.family is None else renamed(name, self.family.tensors, self._ours)
         return name if number is None else expert_tensors.of_expert(name, number)
 

@@ -7,6 +7,7 @@ transformers 5 (`model.language_model.`). What an image passes through before it
 from typing import Any
 
 from surojax.errors import ConfigError
+from surojax.families.neutral import OFF, UNREAD, is_empty
 from surojax.families.registry import IMAGE_TEXT_FAMILIES
 
 # Keys beside text_config that say how images become embeddings, or nothing that is computed.
@@ -14,7 +15,7 @@ OF_IMAGES = frozenset(
     "vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index image_token_id "
     "projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size".split()
 )
-OF_THE_FILE = frozenset("model_type architectures transformers_version initializer_range tie_word_embeddings".split())
+OF_THE_FILE = frozenset(("initializer_range", "tie_word_embeddings"))
 # Keys beside text_config that count for the language model, if they are not null.
 OF_BOTH = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
@@ -46,7 +47,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
             f"model_path: config.json: expected model_type {' or '.join(known)} in text_config of {family}, got "
             f"{model_type!r}; other language models are not known there"
         )
-    if unknown := sorted(config.keys() - {"text_config", *OF_IMAGES, *OF_THE_FILE, *OF_BOTH}):
+    off = {key for key, value in config.items() if is_empty(value) or (key in OFF and value in OFF[key])}
+    if unknown := sorted(config.keys() - {"text_config", *OF_IMAGES, *OF_THE_FILE, *UNREAD, *off}):
         raise ConfigError(
             f"model_path: config.json has {', '.join(unknown)}, which may change what the model computes and is not "
             f"known for {family}"

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange import adapter_config, peft_experts, shards
+from surojax.exchange import adapter_config, missing, peft_experts, shards
 from surojax.exchange.adapter_config import CONFIG, modules, modules_of_experts, target_of
 from surojax.exchange.expert_tensors import has_all_experts
 from surojax.exchange.export import encoded
@@ -208,8 +208,9 @@ def _check_tensors(path: Path, stored: dict[str, tuple[int, ...]], lora: Lora, m
     """Raises ConfigError unless a file has exactly an adapter's tensors, in the shapes of this model."""
     expected = tensor_shapes(lora, model)
     where = f"adapter: {path / TENSORS}"
-    if missing := sorted(expected.keys() - stored.keys()):
-        raise ConfigError(f"{where}: expected {missing[0]}, got no such tensor; save the adapter again")
+    if lacking := sorted(expected.keys() - stored.keys()):
+        got = missing.named_instead(lacking[0], stored.keys(), "save the adapter again")
+        raise ConfigError(f"{where}: expected {lacking[0]}, {got}")
     if unused := sorted(stored.keys() - expected.keys()):
         raise ConfigError(
             f"{where}: expected the tensors that {CONFIG} names in a model of {model.num_layers} layers, got "
@@ -284,22 +285,28 @@ def _nested(name: str, leaf: np.ndarray) -> dict:
     return {first: _nested(rest, leaf) if rest else leaf}
 
 
+# What a run's adapter settings must have in common with an adapter's: {setting: field of `Lora`}.
+CONTINUED = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_target_modules": "targets",
+    "modules_to_save": "saved",
+    "use_rslora": "rank_stabilised",
+    "use_dora": "magnitudes",
+}
+
+
 def check_continues(adapter: AdapterArrays, lora: Lora, base: str, path: str) -> None:
     """Raises ConfigError if an adapter does not fit a run's adapter settings and the fingerprint of the run's base.
 
     path: of the adapter, for the message.
     """
-    pairs = {
-        "lora_rank": (adapter.lora.rank, lora.rank),
-        "lora_alpha": (adapter.lora.alpha, lora.alpha),
-        "lora_target_modules": (set(adapter.lora.targets), set(lora.targets)),
-        "modules_to_save": (set(adapter.lora.saved), set(lora.saved)),
-        "use_rslora": (adapter.lora.rank_stabilised, lora.rank_stabilised),
-        "use_dora": (adapter.lora.magnitudes, lora.magnitudes),
-    }
-    for name, (theirs, ours) in pairs.items():
+    for name, field in CONTINUED.items():
+        theirs, ours = (getattr(settings, field) for settings in (adapter.lora, lora))
+        if isinstance(ours, tuple):  # names, in any order
+            theirs, ours = set(theirs), set(ours)
         if theirs != ours:
-            expected, got = (", ".join(sorted(x)) if isinstance(x, set) else repr(x) for x in (theirs, ours))
+            expected, got = (", ".join(sorted(x)) or "none" if isinstance(x, set) else repr(x) for x in (theirs, ours))
             raise ConfigError(f"{name}: expected {expected}, as lora_adapter {path} has it, got {got}; set it so")
     if adapter.base and adapter.base != base:
         raise ConfigError(

@@ -5,8 +5,8 @@ how these are written in Hugging Face's `config.json` and read from it, and how 
 the package knows a family by its name.
 
 A key of config.json that would change the arithmetic and is not known is refused with its name, so that a model is
-never computed with less than its config says. A family therefore declares every key: in `defaults`, in `required`, or
-in `NEUTRAL`.
+never computed with less than its config says. A family therefore declares every key: in `defaults` or in `required`;
+keys that change nothing in any family are in neutral.py.
 """
 
 import dataclasses
@@ -43,15 +43,7 @@ REQUIRED: dict[str, tuple] = {
     "mlp_bias": (False,),
     "attention_dropout": (0, None),
 }
-# Keys that do not change the arithmetic, or that are read for another key.
-NEUTRAL = frozenset(
-    "architectures model_type torch_dtype dtype transformers_version use_cache max_position_embeddings _name_or_path "
-    "bos_token_id eos_token_id pad_token_id rope_parameters rope_scaling partial_rotary_factor use_sliding_window "
-    "max_window_layers layer_types output_attentions output_hidden_states return_dict chunk_size_feed_forward "
-    "is_encoder_decoder id2label label2id num_labels problem_type pretraining_tp cache_implementation "
-    "_sliding_window_pattern quantization_config _attn_implementation_autoset unsloth_version unsloth_fixed".split()
-)
-
+WITHOUT_WINDOW: dict[str, tuple] = {"sliding_window": (None,)}  # of families in which transformers computes none
 # Our names of tensors, and theirs; `{l}` is the number of the layer.
 LAYER = "model.layers.{l}."
 TENSOR_NAMES = {
@@ -174,8 +166,8 @@ class Gguf(NamedTuple):
 
 
 def read_keys(given: dict[str, Any]) -> dict[str, Any]:
-    """Reads window and rotary embedding of a family whose layers are alike, or differ only as `layer_types` says."""
-    return window_keys.read_window(given) | rope_keys.read_rope(given)
+    """Reads window and rotary embedding of a family whose layers are alike."""
+    return window_keys.read_everywhere(given) | rope_keys.read_rope(given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,9 +187,10 @@ class ModelFamily:
     config_json.py writes for every family, as transformers 4 spells them. both_ropes: config.json -> the same with the
     rotary embedding in the spellings of transformers 4 and 5.
 
-    tensors: our names of tensors, and theirs in safetensors files. expert_files: how these have experts. gguf: None if
-    its GGUF files are not read. further_layers: the key of config.json that counts layers behind the last one, which
-    predict further tokens; their tensors are left aside; "": there are none.
+    tensors: our names of tensors, and theirs in safetensors files. spellings: {end of a tensor's name in the modules of
+    transformers 5: its end in files}, of tensors whose names differ there from most families' too. expert_files: how
+    files have experts. gguf: None if its GGUF files are not read. further_layers: the key of config.json that counts
+    layers behind the last one, which predict further tokens; their tensors are left aside; "": there are none.
     """
 
     model_type: str
@@ -212,6 +205,7 @@ class ModelFamily:
     read: Callable[[dict[str, Any]], dict[str, Any]] = read_keys
     both_ropes: Callable[[dict[str, Any]], dict[str, Any]] = rope_keys.both_spellings
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSOR_NAMES)
+    spellings: Mapping[str, str] = MappingProxyType({})
     expert_files: ExpertFiles = BY_EXPERT
     gguf: Gguf | None = None
     further_layers: str = ""
@@ -227,4 +221,4 @@ class ImageTextFamily:
 
     model_type: str
     text_types: tuple[str, ...]
-    check_text: Callable[[dict[str, Any]], None]
+    check_text: Callable[[dict[str, Any]], None] = lambda text: None

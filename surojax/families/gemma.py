@@ -30,7 +30,7 @@ def _read_window(given: dict[str, Any], patterns: str, is_computed: Callable[[in
 
     patterns, is_computed: the numbers that transformers computes, in words and as a function.
     """
-    window = window_keys.said_window(given)
+    window = window_keys.need_window(given, window_keys.said_window(given))
     types = window_keys.said_layer_types(given, window)
     if types is None:
         n = given["sliding_window_pattern"]

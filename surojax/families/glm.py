@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from surojax.families import rope_keys
+from surojax.families import rope_keys, window_keys
 from surojax.families.family import (
     EXPERT_GGUF_NAMES,
     GGUF_LAYER,
@@ -12,6 +12,7 @@ from surojax.families.family import (
     SHARED_EXPERT_TENSOR_NAMES,
     SIZES,
     WITHOUT_EXPERTS,
+    WITHOUT_WINDOW,
     Gguf,
     ModelFamily,
 )
@@ -35,6 +36,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     said = given[PARTIAL] if own is None else own
     without = {key: value for key, value in given.items() if key != PARTIAL}
     fields = {"num_experts": given["n_routed_experts"], "qk_norm": given["use_qk_norm"]}
+    fields |= window_keys.read_everywhere(given)
     return fields | {"rope_partial_rotary_factor": float(said)} | rope_keys.rope_fields(without, rope)
 
 
@@ -75,7 +77,7 @@ GLM4_MOE = ModelFamily(
         "num_nextn_predict_layers": 1,
     },
     sizes=(*SIZES, *OF_EXPERTS, "attention_bias"),
-    required={"attention_bias": (False, True)} | {key: (value,) for key, value in ONE_GROUP.items()},
+    required=WITHOUT_WINDOW | {"attention_bias": (False, True)} | {key: (value,) for key, value in ONE_GROUP.items()},
     options={"scoring_func": "sigmoid"},
     read=_read,
     write=_write,

@@ -31,9 +31,9 @@ BESIDE = {"experts_per_token": None, "initial_context_length": None}
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
-    window = window_keys.said_window(given)
+    window = window_keys.need_window(given, window_keys.said_window(given))
     types = window_keys.said_layer_types(given, window)
-    if types is None and window:
+    if types is None:
         types = window_keys.every_nth_full(given["num_hidden_layers"], 2)
     fields = window_keys.window_fields(given, window, types) | rope_keys.read_rope(given)
     return fields | {"num_experts": given["num_local_experts"]}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from surojax.errors import ConfigError
 from surojax.families import rope_keys
 from surojax.families.family import (
     EXPERT_GGUF_NAMES,
@@ -9,20 +10,32 @@ from surojax.families.family import (
     LAYER,
     LLAMA_DEFAULTS,
     SIZES,
+    WITHOUT_WINDOW,
     ExpertFiles,
     Gguf,
     ModelFamily,
+    read_keys,
 )
 from surojax.families.olmoe import OF_TRAINING
 
 MOE = "block_sparse_moe."
+SMALLEST = 1e-15  # of attention_multiplier
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
-    """Reads the `model` fields; query_pre_attn_scalar is 1 / attention_multiplier^2."""
-    scalar = {"query_pre_attn_scalar": given["attention_multiplier"] ** -2.0}
-    return {"num_experts": given["num_local_experts"]} | scalar | rope_keys.read_rope(given)
+    """Reads the `model` fields; query_pre_attn_scalar is 1 / attention_multiplier^2.
+
+    Raises ConfigError for a multiplier that this does not express: with another sign than +, or a square beyond floats.
+    """
+    multiplier = given["attention_multiplier"]
+    if not SMALLEST <= multiplier <= 1 / SMALLEST:
+        raise ConfigError(
+            f"model_path: config.json: attention_multiplier: expected {SMALLEST:g} to {1 / SMALLEST:g}, got "
+            f"{multiplier!r}; nothing else is computed for granitemoe"
+        )
+    scalar = {"query_pre_attn_scalar": multiplier**-2.0}
+    return {"num_experts": given["num_local_experts"]} | scalar | read_keys(given)
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
@@ -47,10 +60,16 @@ GRANITE_MOE = ModelFamily(
     | dict.fromkeys((*MULTIPLIERS, "attention_multiplier"), 1.0)
     | {"num_local_experts": 8, "num_experts_per_tok": 2},
     sizes=(*SIZES, *MULTIPLIERS, "num_experts_per_tok"),
+    required=WITHOUT_WINDOW,
     options={"norm_topk_prob": True},  # a softmax of the chosen logits is that of all, divided by the chosen's sum
     read=_read,
     write=_write,
     tensors=EXPERT_TENSOR_NAMES | {"mlp.router": LAYER + MOE + "router.layer.weight"},
+    spellings={
+        MOE + "router.weight": MOE + "router.layer.weight",
+        MOE + "experts.gate_up_proj": MOE + "input_linear.weight",
+        MOE + "experts.down_proj": MOE + "output_linear.weight",
+    },
     expert_files=ExpertFiles(
         MOE + "input_linear.weight", MOE + "output_linear.weight", only=True, module=MOE + "experts"
     ),

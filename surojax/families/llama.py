@@ -3,7 +3,7 @@
 from typing import Any
 
 from surojax.families import rope_keys
-from surojax.families.family import LLAMA_DEFAULTS, Gguf, ModelFamily
+from surojax.families.family import LLAMA_DEFAULTS, WITHOUT_WINDOW, Gguf, ModelFamily
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
@@ -15,7 +15,7 @@ LLAMA = ModelFamily(
     transformers_class="LlamaForCausalLM",
     classifier="LlamaForSequenceClassification",
     defaults=LLAMA_DEFAULTS,
-    required={"sliding_window": (None,)},  # transformers does not compute it
+    required=WITHOUT_WINDOW,
     write=_write,
     gguf=Gguf(
         neighbours=True,

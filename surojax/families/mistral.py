@@ -24,19 +24,20 @@ BETA = "llama_4_scaling_beta"  # in rope_parameters; the `model` field is rope_l
 
 
 def _read_ministral3(given: dict[str, Any]) -> dict[str, Any]:
-    window = window_keys.said_window(given)
-    types = window_keys.said_layer_types(given, window)
-    if types and window and window_keys.FULL in types:
-        raise ConfigError(
-            "model_path: config.json: layer_types: expected sliding_attention in every layer, got full_attention, "
-            "which transformers does not read for ministral3; remove it if every layer has the window"
-        )
     rope = rope_keys.said(given)
     rope.pop("max_position_embeddings", None)  # says again what config.json says
-    beta = rope.pop(BETA, 0.0)
-    fields = window_keys.window_fields(given, window, types) | rope_keys.rope_fields(given, rope)
+    for key in (BETA, "original_max_position_embeddings"):
+        if rope.get(key) is None:
+            raise ConfigError(
+                f"model_path: config.json: rope_parameters: expected {key}, without which transformers does not "
+                f"compute ministral3, got none; add it ({BETA} is 0 for queries that do not grow)"
+            )
+    beta = rope.pop(BETA)
+    original = rope["original_max_position_embeddings"]
+    if rope.get("rope_type", rope.get("type", "default")) in ("default", "linear"):
+        del rope["original_max_position_embeddings"]  # of the queries alone
+    fields = window_keys.read_everywhere(given) | rope_keys.rope_fields(given, rope)
     if beta:
-        original = rope_keys.original_length(given, rope)
         fields |= {f"rope_{BETA}": beta, "rope_original_max_position_embeddings": original}
     return fields
 
@@ -75,13 +76,4 @@ MINISTRAL3 = ModelFamily(
 )
 
 
-def _check_text(text: dict[str, Any]) -> None:
-    types = text.get("layer_types")
-    if text["model_type"] == "mistral" and types and text.get("sliding_window", 4096) and window_keys.FULL in types:
-        raise ConfigError(
-            "model_path: config.json: text_config: layer_types: expected sliding_attention in every layer, got "
-            "full_attention, which transformers does not read for mistral3; remove it if every layer has the window"
-        )
-
-
-MISTRAL3 = ImageTextFamily(model_type="mistral3", text_types=("mistral", "ministral3"), check_text=_check_text)
+MISTRAL3 = ImageTextFamily(model_type="mistral3", text_types=("mistral", "ministral3"))

@@ -3,7 +3,7 @@
 from typing import Any
 
 from surojax.families import rope_keys
-from surojax.families.family import EXPERT_TENSOR_NAMES, LAYER, LLAMA_DEFAULTS, SIZES, ModelFamily
+from surojax.families.family import EXPERT_TENSOR_NAMES, LAYER, LLAMA_DEFAULTS, SIZES, ModelFamily, read_keys
 from surojax.families.olmoe import OF_TRAINING
 
 MOE = LAYER + "block_sparse_moe."
@@ -17,8 +17,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
-    window = {"sliding_window": given["sliding_window"] or 0}
-    return {"num_experts": given["num_local_experts"]} | window | rope_keys.read_rope(given)
+    return {"num_experts": given["num_local_experts"]} | read_keys(given)
 
 
 MIXTRAL = ModelFamily(

@@ -2,21 +2,35 @@
 
 from typing import Any
 
+from surojax.errors import ConfigError
 from surojax.families.family import (
     EXPERT_GGUF_NAMES,
     EXPERT_GGUF_SIZES,
     EXPERT_TENSOR_NAMES,
     LLAMA_DEFAULTS,
     SIZES,
+    WITHOUT_WINDOW,
     Gguf,
     ModelFamily,
+    read_keys,
 )
-from surojax.families.rope_keys import read_rope, write_rope
+from surojax.families.rope_keys import write_rope
 
 # Keys of config.json that are `model` fields, in the families with experts.
 OF_EXPERTS = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
 # Losses of the routers are a matter of training: `router_aux_loss_coef` of the config says them here.
 OF_TRAINING = {"output_router_logits": False, "router_aux_loss_coef": 0.01}
+
+
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    """Reads the rotary embedding. Raises ConfigError for a head_dim, which transformers' attention does not read."""
+    channels = given["hidden_size"] // given["num_attention_heads"]
+    if given["head_dim"] not in (None, channels):
+        raise ConfigError(
+            f"model_path: config.json: head_dim: expected {channels}, which is hidden_size / num_attention_heads, got "
+            f"{given['head_dim']!r}, which transformers does not compute for olmoe; remove it"
+        )
+    return read_keys(given)
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
@@ -42,9 +56,9 @@ OLMOE = ModelFamily(
         "norm_topk_prob": False,
     },
     sizes=(*SIZES, *OF_EXPERTS),
-    required={"clip_qkv": (None,)},
+    required=WITHOUT_WINDOW | {"clip_qkv": (None,)},
     options={"qk_norm_whole": True},
-    read=read_rope,
+    read=_read,
     write=_write,
     tensors=EXPERT_TENSOR_NAMES,
     gguf=Gguf(names=EXPERT_GGUF_NAMES, sizes=EXPERT_GGUF_SIZES, implied={"norm_topk_prob": False}),

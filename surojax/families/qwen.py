@@ -22,7 +22,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     """Reads the `model` fields; layers from max_window_layers on have a window if use_sliding_window is true."""
     used = window_keys.is_used(given)
     window = window_keys.said_window(given, used=used)
-    without = window_keys.NO_SUCH_NUMBER if used else "use_sliding_window false"
+    without = window_keys.NO_SUCH_NUMBER if used else window_keys.UNUSED
     types = window_keys.said_layer_types(given, window, without)
     if types is None and window:
         layers = given["num_hidden_layers"]
@@ -35,6 +35,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 def _read_qwen3_moe(given: dict[str, Any]) -> dict[str, Any]:
     """Reads the `model` fields; transformers 5 writes the number of experts under another key.
 
+    Every layer has the window if use_sliding_window is true: max_window_layers is not read, unlike Qwen 3's.
     Raises ConfigError if layers without experts are not the first ones.
     """
     written = given["num_local_experts"]
@@ -44,24 +45,31 @@ def _read_qwen3_moe(given: dict[str, Any]) -> dict[str, Any]:
             f"model_path: config.json: {WITHOUT_EXPERTS}: expected the first layers, such as [0, 1], got {dense}; "
             "layers without experts between others are not computed"
         )
-    fields = _read(given) | {"first_k_dense_replace": len(dense)}
+    window = window_keys.read_everywhere(given, used=window_keys.is_used(given))
+    fields = window | rope_keys.read_rope(given) | {"first_k_dense_replace": len(dense)}
     return fields | ({} if written is None else {"num_experts": written})
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
-    window = window_keys.write_used(fields)
+    window = window_keys.write_used(fields, by_layer=True)
     return (window and window | {"max_window_layers": 0}) | rope_keys.write_rope(fields)
 
 
 def _write_qwen3(fields: dict[str, Any]) -> dict[str, Any]:
-    # Its attention_bias is of all four projections; our option of that name is Qwen 2's, of three.
-    return {"head_dim": fields["head_dim"], "attention_bias": False} | _write(fields)
+    return _of_heads(fields) | _write(fields)
+
+
+def _of_heads(fields: dict[str, Any]) -> dict[str, Any]:
+    # Qwen 3's attention_bias is of all four projections; our option of that name is Qwen 2's, of three.
+    return {"head_dim": fields["head_dim"], "attention_bias": False}
 
 
 def _write_qwen3_moe(fields: dict[str, Any]) -> dict[str, Any]:
     every_other = {"decoder_sparse_step": 1, WITHOUT_EXPERTS: list(range(fields["first_k_dense_replace"]))}
     widths = {"moe_intermediate_size": fields["moe_intermediate_size"] or fields["intermediate_size"]}
-    return {name: fields[name] for name in OF_EXPERTS} | widths | every_other | _write_qwen3(fields)
+    experts = {name: fields[name] for name in OF_EXPERTS} | widths | every_other
+    window = window_keys.write_used(fields, by_layer=False)
+    return _of_heads(fields) | experts | window | rope_keys.write_rope(fields)
 
 
 QWEN2 = ModelFamily(

@@ -79,6 +79,11 @@ def rope_fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
             f"model_path: config.json: rope_type: expected {expected}, got {kind!r}{REFUSED.get(kind, '')}"
         )
     fields["rope_scaling"] = kind
+    if kind == "yarn" and fields["rope_theta"] == 1:
+        raise ConfigError(
+            "model_path: config.json: rope_theta: expected another than 1 with rope_type yarn, which divides by its "
+            "logarithm, got 1; correct it"
+        )
     for fraction in (rope.pop("partial_rotary_factor", None), given.get("partial_rotary_factor")):
         if fraction not in (None, 1):
             raise ConfigError(

@@ -18,7 +18,7 @@ def _read_window(given: dict[str, Any]) -> dict[str, int]:
     """
     used = window_keys.is_used(given)
     window = window_keys.said_window(given, used=used or given.get("layer_types") is not None)
-    without = window_keys.NO_SUCH_NUMBER if used else "use_sliding_window false"
+    without = window_keys.NO_SUCH_NUMBER if used else window_keys.UNUSED
     types = window_keys.said_layer_types(given, window, without)
     if types is None:
         types = [window_keys.SLIDING if without else window_keys.FULL for without in _is_without_rope(given)]
@@ -43,7 +43,12 @@ def _is_without_rope(given: dict[str, Any]) -> list[bool]:
     interval = given["no_rope_layer_interval"]
     rotated = given["no_rope_layers"]  # 1 for a layer with rotary embedding
     if rotated is None:
-        return [interval > 0 and (l + 1) % interval == 0 for l in range(layers)]
+        if interval < 1:
+            raise ConfigError(
+                "model_path: config.json: no_rope_layer_interval: expected 1 or more without no_rope_layers, got "
+                f"{interval}, by which transformers divides; say no_rope_layers, 1 for each layer with rotary embedding"
+            )
+        return [(l + 1) % interval == 0 for l in range(layers)]
     return [not has for has in rotated[:layers]]
 
 
@@ -58,7 +63,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
         "no_rope_layers": [0 if interval and n % interval == 0 else 1 for n in layers],
         "no_rope_layer_interval": interval,
     }
-    return keys | window_keys.write_used(fields) | rope_keys.write_rope(fields)
+    return keys | window_keys.write_used(fields, by_layer=True) | rope_keys.write_rope(fields)
 
 
 SMOLLM3 = ModelFamily(

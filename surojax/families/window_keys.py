@@ -9,13 +9,22 @@ from typing import Any
 from surojax.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-NO_SUCH_NUMBER = "no such number"
+NO_SUCH_NUMBER, UNUSED = "no such number", "use_sliding_window false"
 
 
-def read_window(given: dict[str, Any]) -> dict[str, int]:
-    """Reads the `model` fields of a window in every layer, or in the layers that `layer_types` names."""
-    window = said_window(given)
-    return window_fields(given, window, said_layer_types(given, window))
+def read_everywhere(given: dict[str, Any], *, used: bool = True) -> dict[str, int]:
+    """Reads the `model` fields of a window that every layer has, whatever `layer_types` says, or none.
+
+    used: if False, `sliding_window` is ignored. Raises ConfigError if `layer_types` disagrees.
+    """
+    window = said_window(given, used=used)
+    types = said_layer_types(given, window, NO_SUCH_NUMBER if used else UNUSED)
+    if window and types and FULL in types:
+        raise ConfigError(
+            "model_path: config.json: layer_types: expected sliding_attention in every layer, got full_attention, "
+            f"which transformers does not read for {given['model_type']}; remove it if every layer has the window"
+        )
+    return window_fields(given, window, None)
 
 
 def is_used(given: dict[str, Any]) -> bool:
@@ -26,16 +35,29 @@ def is_used(given: dict[str, Any]) -> bool:
 def said_window(given: dict[str, Any], *, used: bool = True) -> int | None:
     """The sliding window in positions, None without one. used: if False, `sliding_window` is ignored.
 
-    Raises ConfigError for 0, and TypeError for values of another type.
+    Raises ConfigError for 0 and less, and TypeError for values of another type.
     """
     window = given["sliding_window"]
     if type(given.get("use_sliding_window", False)) is not bool or type(window) is bool:
         raise TypeError("use_sliding_window and sliding_window: expected true or false, and a number")
     window = window if used else None
-    if window == 0:
+    if window is not None and window < 1:
         raise ConfigError(
-            "model_path: config.json: sliding_window: expected more than 0, or null for none, got 0, with which "
-            "transformers attends to nothing; set it to null if the model was trained without it"
+            f"model_path: config.json: sliding_window: expected more than 0, or null for none, got {window}, with "
+            "which transformers attends to nothing; set it to null if the model was trained without it"
+        )
+    return window
+
+
+def need_window(given: dict[str, Any], window: int | None) -> int:
+    """Returns the window of a family whose masks transformers makes of it even if no layer has one.
+
+    Raises ConfigError for None.
+    """
+    if window is None:
+        raise ConfigError(
+            "model_path: config.json: sliding_window: expected a number, without which transformers does not compute "
+            f"{given['model_type']}, got None; leave it out, or say full_attention of every layer in layer_types"
         )
     return window
 
@@ -100,9 +122,9 @@ def write_layer_types(fields: dict[str, Any]) -> list[str]:
     return every_nth_full(layers, pattern) if pattern > 1 else [SLIDING] * layers
 
 
-def write_used(fields: dict[str, Any]) -> dict[str, Any]:
-    """Writes the window's keys for families that have use_sliding_window; none without a window."""
+def write_used(fields: dict[str, Any], *, by_layer: bool) -> dict[str, Any]:
+    """Writes the window for families that have use_sliding_window; {} without one. by_layer: also `layer_types`."""
     if not fields["sliding_window"]:
         return {}
-    window = fields["sliding_window"]
-    return {"use_sliding_window": True, "sliding_window": window, "layer_types": write_layer_types(fields)}
+    types = {"layer_types": write_layer_types(fields)} if by_layer else {}
+    return {"use_sliding_window": True, "sliding_window": fields["sliding_window"]} | types

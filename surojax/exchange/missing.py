@@ -1,0 +1,50 @@
+"""Advice for files that lack a tensor, and for folders that lack a file: what they have instead."""
+
+import difflib
+from collections.abc import Collection
+from pathlib import Path
+
+from surojax.errors import shown
+
+MOST = 2000  # names that are compared
+ADAPTER = "adapter_config.json"
+# Beginnings that wrappers give to names, and how a model is saved without them.
+WRAPPERS = {
+    "_orig_mod.": "save the model that torch.compile wraps",
+    "module.": "save the model that DistributedDataParallel wraps",
+    "base_model.model.": "merge the adapter before saving (merge_and_unload)",
+    "_fsdp_wrapped_module.": "save the full state dict of the model that FSDP wraps",
+}
+PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.pth")
+
+
+def named_instead(missing: str, names: Collection[str], otherwise: str) -> str:
+    """Says for a message's end which names files have in place of a missing one, and what to change.
+
+    otherwise: the advice if the names do not tell it.
+    """
+    for name in names:
+        if name.endswith(f".{missing}"):
+            before = name.removesuffix(missing)
+            wrapper = next(
+                (advice for start, advice in WRAPPERS.items() if start in before), "save the model by itself"
+            )
+            return f"got {shown(name, 120)}; {wrapper}, or remove {before!r} from the names"
+    if not names:
+        return f"got no tensors at all; {otherwise}"
+    candidates = sorted(names)[:MOST]
+    nearest = difflib.get_close_matches(missing, candidates, n=1, cutoff=0.0)[0]
+    return f"got no such tensor among {len(names):,}, the most similar being {shown(nearest, 120)}; {otherwise}"
+
+
+def held_instead(folder: Path) -> str:
+    """Says for a message's end what a folder without weights in safetensors has, and what to change; "": nothing."""
+    if (folder / ADAPTER).is_file():
+        return "an adapter in PEFT's format; give the model that it belongs to, and the adapter as lora_adapter"
+    for name in PICKLED:
+        if (folder / name).is_file():
+            return f"{name}, which may run code and is not read; save the model with save_pretrained of transformers"
+    if ggufs := sorted(folder.glob("*.gguf")):
+        return f"{ggufs[0].name}; give this file as model_path"
+    inner = [path.parent.name for path in sorted(folder.glob("*/config.json"))]
+    return f"one in the folder {inner[0]} in it; give that folder" if len(inner) == 1 else ""
