@@ -206,10 +206,11 @@ def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece
     ours = shapes(model)
     if together or naming.expert_files.only:
         sources = expert_tensors.names_together(ours, naming.expert_files)
-        return {
-            naming.in_files(name): _Piece(names, shape, of_all=expert_tensors.has_all_experts(names[0]))
-            for name, (names, shape) in sources.items()
-        }
+        pieces = {}
+        for name, (names, shape) in sources.items():
+            of_all = expert_tensors.has_all_experts(names[0])  # then it has the files' name already
+            pieces[naming.placed(name) if of_all else naming.in_files(name)] = _Piece(names, shape, of_all=of_all)
+        return pieces
     pieces = {}
     for name, shape in ours.items():
         if not expert_tensors.has_all_experts(name):

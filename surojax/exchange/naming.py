@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from surojax.exchange import expert_tensors, parts
 from surojax.families.family import BY_EXPERT, ExpertFiles, ModelFamily
-from surojax.families.names import renamed
+from surojax.families.names import find_tensor, renamed
 from surojax.families.registry import FAMILIES, tensor_names
 
 
@@ -33,15 +33,24 @@ class Naming(NamedTuple):
 
     def in_files(self, name: str) -> str:
         """Translates our name of a tensor or module to its name in the model's files, or its adapters'."""
-        return parts.in_whole(self.alone(name)) if self.in_whole else self.alone(name)
+        return self.placed(self.alone(name))
+
+    def placed(self, name: str) -> str:
+        """Translates a name in files of the language model alone to that in the model's files."""
+        return parts.in_whole(name) if self.in_whole else name
 
     def ours(self, name: str) -> str:
-        """Translates a file's name to ours: the inverse of `alone` and `in_files`; unknown names stay unchanged."""
+        """Translates a file's name of a tensor to ours: the inverse of `alone` and `in_files`.
+
+        Unknown names stay unchanged. So does a module's name without ".weight": a tensor of all experts is called
+        otherwise (`ExpertFiles`), and transformers reads no such name.
+        """
         name, number = expert_tensors.without_number(parts.alone(name))
         for in_modules, in_files in self.family.spellings.items() if self.family else ():
             if name.endswith(f".{in_modules}"):
                 name = name.removesuffix(in_modules) + in_files
-        name = name if self.family is None else renamed(name, self.family.tensors, self._ours)
+        if self.family and (place := find_tensor(name, self.family.tensors)) and place.rest:
+            name = renamed(name, self.family.tensors, self._ours)
         return name if number is None else expert_tensors.of_expert(name, number)
 
     @property
