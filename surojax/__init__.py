@@ -33,9 +33,17 @@ def _cannot_run() -> str:
     return ""
 
 
-if _reason := _cannot_run():
+def _too_little_memory() -> str:
+    """Returns the reason why limits of this process do not let JAX start, or ""."""
+    from surojax.resources import too_little_to_start
+
+    return too_little_to_start()
+
+
+_is_command = sys.argv[:1] == ["-m"] or [os.path.basename(name) for name in sys.argv[:1]] == ["surojax"]
+if _reason := _cannot_run() or (_too_little_memory() if _is_command else ""):
     # One line instead of a traceback: while `python -m surojax.train` looks for the module, and of the command surojax.
-    if sys.argv[:1] == ["-m"] or [os.path.basename(name) for name in sys.argv[:1]] == ["surojax"]:
+    if _is_command:
         sys.exit(f"surojax: error: {_reason}")
     raise ImportError(f"surojax: {_reason}")
 

@@ -9,6 +9,8 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import NoReturn
 
+from surojax.resources import MiB, free_memory
+
 LONGEST = 3000  # characters of a message: advice has a line of flags for each of seven ways
 
 
@@ -55,6 +57,7 @@ def shown(value, most: int = 400) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
+NO_THREAD = "can't start new thread"  # in Python's error
 REFUSED = 2  # exit code: the command line or the settings are wrong, and the same command is refused again
 
 
@@ -79,12 +82,22 @@ def refusing(parser: ArgumentParser) -> ArgumentParser:
 
 
 def ends_with_code(main: Callable[[], None]) -> None:
-    """Runs a command; if it raises ConfigError, prints the message and ends the process with REFUSED."""
+    """Runs a command; if it raises ConfigError, prints the message and ends the process with REFUSED.
+
+    Ends it with a line, too, if memory cannot be allocated or no thread can be started.
+    """
     try:
         main()
     except Refused as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(REFUSED)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and NO_THREAD not in str(error):
+            raise
+        free = free_memory()
+        of = f" of {free.limit}" if free.limit else ""
+        reason = str(error) or "MemoryError"
+        sys.exit(f"surojax: error: out of memory ({reason}), where {free.size / MiB:,.0f} MiB are free{of}")
 
 
 # What commands exit with, 75 only `train` and `launch`. Others, 128 + a signal's number, are those of processes that a

@@ -18,7 +18,6 @@ from test_config import MODELS
 
 from surojax.errors import REFUSED, ConfigError
 from surojax.placement.mesh import HOST_LIMIT, find_devices, make_mesh
-from surojax.planner import check_fit
 from surojax.planner.amounts import GiB
 from surojax.train import main
 
@@ -334,7 +333,7 @@ def test_a_file_where_checkpoints_belong(refused, tmp_path):
 
 def test_more_memory_than_there_is(refused, monkeypatch):
     """The 7B config ends with what it needs, what there is and what to change, also where the memory would do."""
-    monkeypatch.setattr(check_fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GiB, total=8 * GiB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GiB, total=8 * GiB))
     line = refused(config=str(ROOT / "configs" / "llama7b.py"))
     assert "does not fit: needs 82.1 GiB" in line and "where 8.0 GiB are free" in line
     assert "--config.gpus=4 --config.zero_level=3 needs 22.0 GiB on each" in line
@@ -344,7 +343,7 @@ def test_more_memory_than_there_is(refused, monkeypatch):
 def test_a_model_of_14b_is_told_of_adapters_before_its_weights_are_opened(refused, monkeypatch, tmp_path):
     (tmp_path / "14b").mkdir()
     (tmp_path / "14b/config.json").write_text(json.dumps(MODELS["Qwen2.5-14B"]))
-    monkeypatch.setattr(check_fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=20 * GiB, total=20 * GiB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=20 * GiB, total=20 * GiB))
     line = refused("--config.model_path=14b", config=str(ROOT / "configs" / "finetune.py"))
     assert "does not fit: needs " in line and "(weights 24.6, outer 2.9, " in line
     assert ": adapters of the model (--config.lora --config.qlora_bnb) or a machine with more memory; " in line

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from small import quick_at
 
@@ -176,7 +177,7 @@ def host(monkeypatch):
 
     def free(gibs: float):
         monkeypatch.setattr(
-            check_fit.psutil,
+            psutil,
             "virtual_memory",
             lambda: SimpleNamespace(available=int(gibs * GiB), total=int(gibs * GiB)),
         )

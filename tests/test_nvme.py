@@ -509,7 +509,7 @@ def test_what_is_kept_in_memory(tmp_path, monkeypatch):
         )
         assert claimed.reads == claimed.writes == math.inf and everything.places.bytes == 0
     monkeypatch.setattr(
-        nvme.psutil, "virtual_memory", lambda: SimpleNamespace(available=everything.places.kept - 1, total=2**40)
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=everything.places.kept - 1, total=2**40)
     )
     with pytest.raises(ConfigError, match=r"^files_in_memory: expected at most .* free, .*iB, got .*iB kept; lower it"):
         nvme.check_folders(everything)

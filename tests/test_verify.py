@@ -350,7 +350,7 @@ def test_the_list_of_rows(capsys):
 @pytest.mark.parametrize("ends", [True, False])
 def test_rows_compile_ahead_in_their_order_and_leave_nothing(monkeypatch, ends):
     """At most as many as there are threads wait beside the one that trains, also if that one ends with an error."""
-    monkeypatch.setattr(rows_of.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(rows_of, "cores", lambda: 2)
     events = []
 
     class Started:

@@ -4,7 +4,6 @@ A Hugging Face tokenizer uses all cores within a group; while one group's ids be
 most four groups are in memory.
 """
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,10 +18,11 @@ from surojax.data.data_rows import BadRow, BlankRow
 from surojax.data.examples import Example
 from surojax.data.items import Item, Source, Unit, hold_out
 from surojax.errors import ConfigError
+from surojax.resources import cores
 
 # Long texts are encoded in pieces (`texts.PIECE_CHARS`), one core each, and two groups at a time: a group has pieces
 # for half of the cores.
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_CORES = cores()
 _GROUP_BYTES = max(1, _CORES // 2) << 20
 _GROUP_UNITS = max(1, _CORES // 2) << 12  # a tokenizer takes a quarter longer for each of 15,000 short texts at a time
 # What an entry's meta data say of rows that were left out: how many, and where the first one is.

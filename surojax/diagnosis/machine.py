@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 
 from pallas_kernels import bench
 from surojax.assembly.xla_options import NO_GRAPHS, SCHEDULE
@@ -29,6 +28,7 @@ from surojax.planner.amounts import gib
 from surojax.planner.check_fit import memory_limit
 from surojax.planner.footprint import DEFAULT_POOL, POOL_SETTING
 from surojax.planner.gpus import GB, Gpu, find_gpu
+from surojax.resources import cores, free_memory, group_limits, own_limits, total_memory
 from surojax.verification.settings import OFFLOADS
 
 MiB = 2**20
@@ -125,10 +125,9 @@ def host_memory(asked: Asked) -> Iterator[Verdict]:
     check = "host_memory"
 
     def limits() -> Verdict:
-        memory = psutil.virtual_memory()
-        return ok(
-            check, "free", f"{gib(memory.available)} of {gib(memory.total)} are free; {', '.join(process_limits())}"
-        )
+        free = free_memory()
+        total = total_memory()
+        return ok(check, "free", f"{gib(free.size)} of {gib(total)} are free; {', '.join(process_limits())}")
 
     def pinned() -> Verdict:
         numbers = np.arange(PINNED_BYTES // 4, dtype=np.int32)
@@ -153,11 +152,8 @@ def process_limits() -> list[str]:
         limits.append(f"locked memory {'unlimited' if unlimited else f'at most {gib(soft)}'}")
     except (ImportError, ValueError, OSError):
         limits.append("locked memory: the system does not say")
-    group = Path("/sys/fs/cgroup/memory.max")
-    if group.exists():
-        text = group.read_text().strip()
-        limits.append(f"of the container {gib(int(text)) if text.isdigit() else 'unlimited'}")
-    return limits
+    limits += [limit.text for limit in (*group_limits(), *own_limits())] or ["no limit of a container or a shell"]
+    return [*limits, f"{cores()} of {os.cpu_count()} processors"]
 
 
 def disk(asked: Asked) -> Iterator[Verdict]:

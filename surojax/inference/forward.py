@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import psutil
 
 from surojax.memory.host import parts, read, write_layer
 from surojax.models.model import Cache, Model, Segment, Variant
 from surojax.numerics import base_formats
 from surojax.numerics.quantized import dequantise_all
 from surojax.placement.param import OUTER
+from surojax.resources import FreeMemory, free_memory
 from surojax.step.outer import embed
 from surojax.step.passes import Lane
 from surojax.step.stream import Flight, Layer, Stream, over
@@ -59,20 +59,21 @@ def check_cache_room(model: Model, rows: int, new: int, cached: int = 0, itemsiz
     scores = max(s.heads.query for s in model.segments) * new * max(new, cached) * 8  # float32, and their softmax
     need = rows * (position_bytes * cached + scores)
     free = free_bytes(jax.local_devices()[0])
-    if need > free:
+    if need > free.size:
+        of = f" of {free.limit}" if free.limit else ""
         raise ValueError(
-            f"expected texts whose attention scores and cache fit the {free / 2**30:,.1f} GiB that are free, got "
-            f"{rows} x {new:,} tokens{f' and {cached - new:,} new ones' if cached else ''}, which need "
+            f"expected texts whose attention scores and cache fit the {free.size / 2**30:,.1f} GiB that are free{of}, "
+            f"got {rows} x {new:,} tokens{f' and {cached - new:,} new ones' if cached else ''}, which need "
             f"{need / 2**30:,.1f} GiB; shorten them"
         )
 
 
-def free_bytes(device: Any) -> int:
-    """Free memory of a device in bytes; for a CPU, free memory of the machine."""
+def free_bytes(device: Any) -> FreeMemory:
+    """Returns the free memory of a device; for a CPU, the host memory that is free for this process."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return psutil.virtual_memory().available
+        return FreeMemory(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return free_memory()
 
 
 def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax.Array | int, first_B=None):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import psutil
 from jax.experimental import multihost_utils
 
 from surojax.cluster.hosts import processes_here
@@ -23,6 +22,7 @@ from surojax.memory.lock import check_regular, check_unlocked, locked
 from surojax.memory.places import MEASURED
 from surojax.memory.slots import TABLE
 from surojax.memory.striped import STRIPE
+from surojax.resources import free_memory
 
 SLOW_MIB_S = 500  # slower disks are reported as slow; SATA disks reach this, NVMe disks 1,000 and more
 MEASURED_S = 2.0  # seconds after which the rate of a disk is known
@@ -41,7 +41,7 @@ def check_folders(store: Store) -> None:
         return
     several = jax.process_count() > 1
     sharing = processes_here()
-    available = psutil.virtual_memory().available
+    available = sharing * free_memory(sharing).size
     if store.places.kept * sharing > available:
         per_process = f" by each of {sharing} processes" if sharing > 1 else ""
         raise ConfigError(

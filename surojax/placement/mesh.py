@@ -26,12 +26,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import psutil
 from jax.experimental.compilation_cache import compilation_cache
 
 from surojax.errors import ConfigError
+from surojax.resources import GiB, cores, too_little_to_compile, total_memory, visible_cores
 
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # environment variable: GiB of host memory that a process pins
+XLA_THREADS = "NPROC"  # environment variable: threads of each of XLA's pools
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
 EXPERT = "ep"
@@ -48,15 +49,21 @@ AXES = (PIPELINE, *TOKENS, *TENSOR)
 
 
 def find_devices(gpus: int) -> list:
-    """The first `gpus` devices of the default backend; 0: all devices. Raises ConfigError if there are fewer."""
+    """The first `gpus` devices of the default backend; 0: all devices. Raises ConfigError if there are fewer.
+
+    Also if a limit of this process leaves no memory to compile programs in.
+    """
     expect_no_cuda_without_driver()
     allow_host_memory()
+    keep_to_quota()
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200] or f"JAX_PLATFORMS={jax.config.jax_platforms}"
         change = "install what drives them (pip install 'surojax[cuda]'), or set JAX_PLATFORMS=cpu"
         raise ConfigError(f"gpus: expected devices that JAX can use, got none ({reason}); {change}") from error
+    if reason := too_little_to_compile():
+        raise ConfigError(f"memory: {reason}")
     several = jax.process_count() > 1
     if several and gpus not in (0, len(devices)):
         raise ConfigError(
@@ -75,11 +82,21 @@ def find_devices(gpus: int) -> list:
 
 
 def allow_host_memory() -> None:
-    """Lets XLA pin all memory of the machine for GPUs; to be called before JAX's backends are made.
+    """Lets XLA pin all memory that the machine or its container has for GPUs, before JAX's backends are made.
 
     It stops at 64 GiB otherwise, in each process, less than a 7B model has there. A limit of the user's is kept.
     """
-    os.environ.setdefault(HOST_LIMIT, str(psutil.virtual_memory().total // 2**30))
+    os.environ.setdefault(HOST_LIMIT, str(max(1, total_memory() // GiB)))
+
+
+def keep_to_quota() -> None:
+    """Gives XLA's pools as many threads as this process may keep busy, before JAX's backends are made.
+
+    By itself XLA starts one for each processor that it sees, also in a container whose quota is less. A number of the
+    user's is kept.
+    """
+    if (count := cores()) < visible_cores():
+        os.environ.setdefault(XLA_THREADS, str(count))
 
 
 def disable_compilation_cache() -> None:

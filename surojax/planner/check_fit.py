@@ -6,7 +6,6 @@ import os
 from typing import NamedTuple
 
 import jax
-import psutil
 
 from pallas_kernels import dispatch
 from surojax.assembly.assemble import Assembly
@@ -27,18 +26,20 @@ from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING, estimate
 from surojax.planner.gpus import GPUS, find_gpu
 from surojax.planner.search import Space
 from surojax.planner.traffic import batch_of
+from surojax.resources import FreeMemory, free_memory
 
 UNKNOWN = "rtx4090"  # whose rates rank the settings for a device that gpus.csv does not have
+RAISE = ["raise that limit"]
 
 
 class Room(NamedTuple):
-    """Free bytes of each device, free bytes of host memory for this process, and how many of the devices it has.
+    """Free bytes of each device, free host memory for this process, and how many of the devices it has.
 
     Other processes of this machine have equal parts of its memory; those of other machines have memory of their own.
     """
 
     device: int
-    host: int
+    host: FreeMemory
     devices: int
 
 
@@ -62,14 +63,15 @@ def check_fit(c: Config, run: Assembly, devices, available: int | None = None) -
     need = estimate(run, batch_of(c), platform=platform)
     available = available_bytes(devices) if available is None else available
     own = sum(device.process_index == jax.process_index() for device in devices)
-    room = Room(available, psutil.virtual_memory().available // processes_here(), own)
+    room = Room(available, free_memory(processes_here(), compiles=True), own)
     if sum(need.values()) <= available:
         check_host(run, c, devices, room)
         return need
     each_device = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
+    of = _of(room.host) if platform == "cpu" else ""
     raise ConfigError(
-        f"does not fit: needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free; "
-        f"what would change it: {'; '.join(_advice(c, devices, room))}"
+        f"does not fit: needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free{of}; "
+        f"what would change it: {'; '.join(RAISE * bool(of) + _advice(c, devices, room))}"
     )
 
 
@@ -105,13 +107,18 @@ def check_host(run: Assembly, c: Config, devices, room: Room) -> None:
     """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
     platform = devices[0].platform
     need = {} if platform == "cpu" else estimate_host(run, batch_of(c))
-    if room.devices * sum(need.values()) > room.host:
+    if room.devices * sum(need.values()) > room.host.size:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in need.items())
         raise ConfigError(
             f"does not fit: needs {gib(room.devices * sum(need.values()))} of host memory for {room.devices} GPUs "
-            f"(each {parts}), where {gib(room.host)} are free; "
-            f"what would change it: {'; '.join(_advice(c, devices, room))}"
+            f"(each {parts}), where {gib(room.host.size)} are free{(of := _of(room.host))}; "
+            f"what would change it: {'; '.join(RAISE * bool(of) + _advice(c, devices, room))}"
         )
+
+
+def _of(host: FreeMemory) -> str:
+    """Names the limit that free host memory is left of, if one is lower than what the machine has."""
+    return f" of {host.limit}" if host.limit else ""
 
 
 def _advice(c: Config, devices, room: Room) -> list[str]:
@@ -129,7 +136,7 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
         )
     facts = find_gpu(devices[0].device_kind)
     gpu = dataclasses.replace(facts or GPUS[UNKNOWN], gpus_per_node=room.devices)
-    limits = Memory(available, math.inf if platform == "cpu" else room.host, math.inf if c.nvme_path else 0)
+    limits = Memory(available, math.inf if platform == "cpu" else room.host.size, math.inf if c.nvme_path else 0)
     own = changed(c, {"gpus": n})
     if proposals := remedies.proposals(Space(own, gpu, limits, few=True, platform=platform)):
         device = "GPU" if platform == "gpu" else "device"
@@ -154,7 +161,8 @@ def available_bytes(devices) -> int:
     device = own_device(devices)
     if (limit := memory_limit(device)) is not None:
         return limit - device.memory_stats().get("bytes_in_use", 0)
-    return psutil.virtual_memory().available // len(devices)
+    processes = len({device.process_index for device in devices})
+    return free_memory(processes, compiles=True).size // (len(devices) // processes)
 
 
 def memory_limit(device) -> int | None:

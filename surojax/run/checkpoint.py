@@ -23,17 +23,18 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import psutil
 import tensorstore as ts
 from orbax.checkpoint import type_handlers
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 import surojax
+from surojax.cluster.hosts import processes_here
 from surojax.errors import CheckpointError
 from surojax.memory.in_file import InFile, InFiles, home_of, part_shape
 from surojax.memory.layer_file import Store
 from surojax.placement.home import HOST
 from surojax.placement.param import OUTER, part_of
+from surojax.resources import free_memory
 from surojax.run.checksum import checksums, name_of
 from surojax.run.on_disk import FOLDER, Translate, find, is_held, list_files
 from surojax.step.by_host import by_host
@@ -236,7 +237,7 @@ def room_to_copy(state: TrainState) -> bool:
     """True if host memory has room for a copy of the state's arrays in pinned host memory, with 10 % to spare."""
     leaves = [x for x in jax.tree.leaves((state.master, state.moments)) if home_of(x) == HOST]
     copy_bytes = sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards)
-    return 1.1 * copy_bytes < psutil.virtual_memory().available
+    return 1.1 * copy_bytes < free_memory(processes_here()).size
 
 
 def check_room(folder: Path, state: TrainState, what: str = "a checkpoint", more: str = "") -> None:

@@ -1,7 +1,6 @@
 """Verifies the rows of the table: trains each row and its reference, and compares losses and gradient norms."""
 
 import contextlib
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.memory.layer_file import folders
 from surojax.placement.mesh import find_devices
+from surojax.resources import cores
 from surojax.verification.bounds import Bound, Curve, expected_bounds, judge
 from surojax.verification.row_batches import make_batches
 from surojax.verification.settings import OWN, SEQUENCE_LEN, SIZES, Setting, chosen_rows, rows_of_config
@@ -52,7 +52,7 @@ class Curves:
         self.first = FirstStates()
         # A program compiles mostly on one core, so on CPUs the next rows compile meanwhile. On GPUs, where compiling
         # measures kernels, nothing else runs.
-        compilers = min(os.cpu_count() or 1, MOST_COMPILERS) if self.devices[0].platform == "cpu" else 1
+        compilers = min(cores(), MOST_COMPILERS) if self.devices[0].platform == "cpu" else 1
         self._compiler = ThreadPoolExecutor(compilers, "verify-compile")
         self._ahead = compilers if compilers > 1 else 0  # rows
         self._planned: deque[Setting] = deque()
