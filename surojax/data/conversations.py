@@ -13,7 +13,7 @@ from surojax.data.data_rows import NotARow
 from surojax.data.datasets import INSTRUCTION_FIELDS, MESSAGES, PROMPT_FIELDS, Dataset, field_names, fields_read
 from surojax.data.messages import read_messages, said
 from surojax.data.rendering import Message
-from surojax.data.row_fields import DOCUMENTS, FUNCTIONS, HISTORY, VARIABLES, check_fields, has_content
+from surojax.data.row_fields import DOCUMENTS, FUNCTIONS, HISTORY, THINKS, VARIABLES, check_fields, has_content
 from surojax.declared import LARGEST_FLOAT
 from surojax.errors import shown
 
@@ -283,11 +283,13 @@ def _history(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row's variables of its chat template, documents among them."""
+    """Returns a row's variables of its chat template, verl's `enable_thinking` and documents among them."""
     found = tool_calls.decoded(record.get(VARIABLES))
     if not isinstance(found, Mapping) and has_content(found):
         raise NotARow(f"expected an object in {VARIABLES!r}, got {shown(found, 40)}; correct the row")
     variables = {name: value for name, value in (found or {}).items() if value is not None}
+    if isinstance(record.get(THINKS), bool):
+        variables.setdefault(THINKS, record[THINKS])
     documents = tool_calls.decoded(record.get(DOCUMENTS))
     return variables | ({DOCUMENTS: documents} if isinstance(documents, list) and has_content(documents) else {})
 

@@ -28,7 +28,7 @@ def fitted(conversation: Conversation, template: Template) -> Conversation:
         )
     for name, value in conversation.variables.items():
         if name in _RESERVED:
-            raise NotARow(f"expected other variables in {VARIABLES!r} than {name!r}; remove it from the row")
+            raise NotARow(f"expected variables of a template's own in {VARIABLES!r}, got {name!r}; correct the row")
         if value and not template.has_variable(name, has_tools):
             raise NotARow(
                 f"expected no {name!r}, which {template.source} does not read, got {shown(value, 40)}; choose another "

@@ -33,23 +33,26 @@ WEIGHTS = (
 HISTORY = "history"
 FUNCTIONS = "functions"  # OpenAI's older name of tools
 VARIABLES = "chat_template_kwargs"  # as TRL's: further variables of the chat template
-DOCUMENTS = "documents"
+THINKS = "enable_thinking"  # one of them, which rows of verl have beside the messages
+DOCUMENTS = "documents"  # another, which transformers has an argument for
 PAIRS = ("instruction", "unpaired")  # types of rows that are a prompt and a completion
 CHATS = ("conversation", "preference", *PAIRS)
 ALL = ("text", *CHATS)
 
 
 def has_content(value: Any) -> bool:
-    """Returns False for nulls, numbers, blank texts, and for lists and objects, or JSON of them, with nothing else."""
-    if value is None or isinstance(value, bool | int | float):
-        return False
+    """Returns False for a number, which is metadata, and for nulls, blank texts, and lists and objects of only these."""
+    return not isinstance(value, bool | int | float) and _is_filled(value)
+
+
+def _is_filled(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip() not in ("", "[]", "{}", "null", "None", "nan")
     if isinstance(value, Mapping):
-        return any(map(has_content, value.values()))
+        return any(map(_is_filled, value.values()))
     if isinstance(value, list | tuple):
-        return any(map(has_content, value))
-    return not hasattr(value, "__len__") or len(value) > 0
+        return any(map(_is_filled, value))
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
 def is_prose(value: Any) -> bool:
@@ -95,13 +98,6 @@ MEANINGS = (
         "name it rejected_field of type preference",
     ),
     Meaning(WEIGHTS, "a weight of the row", CHATS, "remove the row, or repeat it", is_weight),
-    Meaning(
-        ("enable_thinking",),
-        "a variable of a chat template",
-        CHATS,
-        f"write it into {VARIABLES}",
-        lambda x: x is not None,
-    ),
 )
 
 
