@@ -172,6 +172,7 @@ def save_folder(folder, files, special=("<unk>", "<s>", "</s>", "<|im_end|>", "<
     folder.mkdir()
     save_bpe(folder / "tokenizer.json", special=special, prepare=prepare)
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     return str(folder)
 
@@ -237,16 +238,26 @@ def test_bos_is_added_if_the_tokenizer_adds_it(tmp_path):
 
 
 def test_chat_templates_of_a_folder(tmp_path):
-    def template(name, files):
-        return load_tokenizer(save_folder(tmp_path / name, files)).chat_template
+    """As AutoTokenizer of transformers 5.24 reads them, and without any, a processor's file."""
+
+    def templates(name, files):
+        tokenizer = load_tokenizer(save_folder(tmp_path / name, files))
+        return ({"default": tokenizer.chat_template} if tokenizer.chat_template else {}) | tokenizer.named_templates
 
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    assert template("none", {}) == ""
-    assert template("config", {CONFIG: {"chat_template": "a"}}) == "a"
-    assert template("several", {CONFIG: {"chat_template": several}}) == "plain"
-    assert template("json", {CONFIG: {"chat_template": "a"}, "chat_template.json": {"chat_template": "b"}}) == "b"
-    files = {CONFIG: {"chat_template": "a"}, "chat_template.json": {"chat_template": "b"}, "chat_template.jinja": "ü"}
-    assert template("jinja", files) == "ü"
+    file, more = {"chat_template.json": {"chat_template": "b"}}, {"additional_chat_templates/rag.jinja": "r"}
+    both = {"default": "plain", "tool_use": "tools"}
+    assert templates("none", {}) == {}
+    assert templates("config", {CONFIG: {"chat_template": "a"}}) == {"default": "a"}
+    assert templates("several", {CONFIG: {"chat_template": several}}) == both
+    assert templates("object", {CONFIG: {"chat_template": both}}) == both
+    assert templates("no default", {CONFIG: {"chat_template": several[:1]}}) == {"tool_use": "tools"}
+    assert templates("json", {CONFIG: {"chat_template": "a"}} | file) == {"default": "a"}
+    assert templates("only json", file) == {"default": "b"}
+    jinja = {CONFIG: {"chat_template": several}, "chat_template.jinja": "ü"}
+    assert templates("jinja", jinja | file) == {"default": "ü"}
+    assert templates("files", jinja | more) == {"default": "ü", "rag": "r"}
+    assert templates("additional", more) == {"rag": "r"}
 
 
 def test_errors_of_a_folder(tmp_path):

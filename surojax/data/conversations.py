@@ -1,72 +1,137 @@
 """Reads a row's fields by its dataset's type: a text, a prompt with its completion, a preference or a conversation.
 
 Roles and fields may have the names of ShareGPT's format; afterwards they have those of OpenAI's, which chat templates
-read. Each function raises NotARow if a field is missing or holds something else.
+read. Each function raises NotARow if a field is missing or holds something else, or if the row has a field that means
+something and that its dataset does not read (`row_fields`).
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from surojax.data import tool_calls
 from surojax.data.data_rows import NotARow
-from surojax.data.datasets import INSTRUCTION_FIELDS, MESSAGES, PROMPT_FIELDS, Dataset, field_names
+from surojax.data.datasets import INSTRUCTION_FIELDS, MESSAGES, PROMPT_FIELDS, Dataset, field_names, fields_read
+from surojax.data.messages import read_messages, said
 from surojax.data.rendering import Message
+from surojax.data.row_fields import DOCUMENTS, FUNCTIONS, HISTORY, THINKS, VARIABLES, check_fields, has_content
 from surojax.declared import LARGEST_FLOAT
 from surojax.errors import shown
-from surojax.untrusted import parse_json
 
-ROLES = ("system", "user", "assistant", "tool")
-OTHER_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool", "observation": "tool"}
+SYSTEM_ROLES = ("system", "developer")
 
 
 class PromptCompletion(NamedTuple):
     """A prompt and the completion to learn.
 
-    system: "" if there is none. seam: what stands between the two if there is no chat template.
+    system: "" if there is none. seam: what stands between the two if there is no chat template. history: earlier
+    (prompt, completion). tools: descriptions of callable tools, or None. variables: further ones of a chat template.
     """
 
     system: str
     prompt: str
     completion: str
     seam: str
+    history: tuple[tuple[str, str], ...] = ()
+    tools: list[Any] | None = None
+    variables: Mapping[str, Any] = {}
 
     @property
     def messages(self) -> list[Message]:
         """The pair as a conversation."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return [
-            *system,
-            {"role": "user", "content": self.prompt},
-            {"role": "assistant", "content": self.completion},
-        ]
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for prompt, completion in (*self.history, (self.prompt, self.completion)):
+            messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        return messages
 
 
 class Conversation(NamedTuple):
-    """Messages, each with a role of ROLES and a text as its content. tools: descriptions of callable tools, or None."""
+    """Messages, each with a role of ROLES and a text as its content. tools: descriptions of callable tools, or None.
+
+    weights: of each message, True to train it, False not to, None if it has none; (): no message has one.
+    prompt_length: number of messages that are a prompt, whose answers are not trained.
+    variables: further variables of the chat template.
+    """
 
     messages: list[Message]
     tools: list[Any] | None
+    weights: tuple[bool | None, ...] = ()
+    prompt_length: int = 0
+    variables: Mapping[str, Any] = {}
 
 
 def text_of_row(record: Mapping[str, Any], text_field: str) -> str:
     """Returns the text of a row."""
+    check_fields(record, "text", (text_field,))
     return _filled(record, text_field, "the text", "set text_field to the field that holds the text")
 
 
-def prompt_completion(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> PromptCompletion:
-    """Returns the prompt and completion of an instruction; an input follows its instruction after a blank line."""
+def prompt_completion(
+    record: Mapping[str, Any], dataset: Dataset, system_prompt: str
+) -> PromptCompletion | Conversation:
+    """Returns the prompt and completion of an instruction; an input follows its instruction after a blank line.
+
+    Lists of messages in place of texts make it a conversation, whose prompt is not trained.
+    """
+    reads_prompt = _reads_prompt(record, dataset)
+    prompt, completion = record.get(dataset.prompt_field), record.get(dataset.completion_field)
+    if reads_prompt and (isinstance(prompt, list) or isinstance(completion, list)):
+        return _of_lists(record, dataset, system_prompt)
+    check_fields(record, dataset.type, fields_read(dataset, HISTORY, FUNCTIONS))
     system = _system(record, dataset) or dataset.system_prompt or system_prompt
-    if _reads_prompt(record, dataset):
+    more = {"history": _history(record), "tools": _tools(record, dataset), "variables": _variables(record)}
+    if reads_prompt:
+        if dataset.instruction_field not in record and has_content(record.get(dataset.input_field)):
+            raise NotARow(
+                f"expected no input in {dataset.input_field!r} beside a prompt, got "
+                f"{shown(record[dataset.input_field], 40)}; name the fields of an instruction, or join it to the prompt"
+            )
         prompt = _filled(record, dataset.prompt_field, "the prompt")
-        return PromptCompletion(system, prompt, _filled(record, dataset.completion_field, "the completion"), "")
+        completion = _filled(record, dataset.completion_field, "the completion")
+        return PromptCompletion(system, prompt, completion, "", **more)
     if dataset.instruction_field not in record:
         raise NotARow(
             f"expected the prompt in {dataset.prompt_field!r} or the instruction in {dataset.instruction_field!r}, got "
             f"{field_names(record)}; name the fields in the dataset, or correct the row"
         )
     instruction = _filled(record, dataset.instruction_field, "the instruction")
-    more = _optional(record, dataset.input_field, "the input")
-    prompt = f"{instruction}\n\n{more}" if more else instruction
-    return PromptCompletion(system, prompt, _filled(record, dataset.output_field, "the output"), "\n\n")
+    input_text = _optional(record, dataset.input_field, "the input")
+    prompt = f"{instruction}\n\n{input_text}" if input_text else instruction
+    completion = _filled(record, dataset.output_field, "the output")
+    return PromptCompletion(system, prompt, completion, "\n\n", **more)
+
+
+def _of_lists(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:
+    """Makes a conversation of a prompt and completion of which one at least is a list of messages."""
+    parts = []
+    for field, role, what in (
+        (dataset.prompt_field, "user", "the prompt"),
+        (dataset.completion_field, "assistant", "the completion"),
+    ):
+        value = record.get(field)
+        part = value if isinstance(value, list) else [said(role, _filled(record, field, what), dataset)]
+        if not part:
+            raise NotARow(f"expected messages as {what} in {field!r}, got an empty list; remove the row")
+        parts.append(part)
+    prompt, completion = parts
+    conversation = _of_messages([*prompt, *completion], record, dataset, system_prompt)
+    added = len(conversation.messages) - len(read_messages(completion, dataset).messages)
+    if dataset.type == "unpaired" and conversation.messages[-1]["role"] != "assistant":
+        raise NotARow(
+            f"expected a completion in {dataset.completion_field!r} that ends with an answer of the assistant, got a "
+            f"message of the {conversation.messages[-1]['role']}; correct or remove the row"
+        )
+    return conversation._replace(prompt_length=added)
+
+
+def with_answer(
+    own: PromptCompletion | Conversation, other: PromptCompletion | Conversation
+) -> PromptCompletion | Conversation:
+    """Returns a row's prompt with the answer of another row; both are as `prompt_completion` returns them."""
+    if isinstance(own, PromptCompletion) and isinstance(other, PromptCompletion):
+        return own._replace(completion=other.completion)
+    if isinstance(own, PromptCompletion):
+        own = Conversation(own.messages, own.tools, variables=own.variables)
+    return own._replace(messages=[*own.messages[:-1], other.messages[-1]])
 
 
 def _reads_prompt(record: Mapping[str, Any], dataset: Dataset) -> bool:
@@ -98,26 +163,30 @@ def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str
             f"expected messages in {' or '.join(map(repr, names))}, got {field_names(record)}; name the field in the "
             "dataset, or correct the row"
         )
-    if not isinstance(message_lists[0], list):
-        raise NotARow(f"expected a list of messages, got a {type(message_lists[0]).__name__}; correct the row")
-    return _of_messages(message_lists[0], record, dataset, system_prompt)
+    messages = tool_calls.decoded(message_lists[0])
+    if not isinstance(messages, list):
+        raise NotARow(f"expected a list of messages, got a {type(messages).__name__}; correct the row")
+    return _of_messages(messages, record, dataset, system_prompt)
 
 
 def _of_messages(raw: list[Any], record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:
     """Makes a conversation from a row's raw messages, tools and system prompt."""
     if not raw:
         raise NotARow("expected messages, got an empty list; remove the row")
-    messages = [_message(message, number, dataset) for number, message in enumerate(raw, start=1)]
+    check_fields(record, dataset.type, fields_read(dataset, FUNCTIONS))
+    messages, weights = read_messages(raw, dataset)
 
     system = _system(record, dataset)
-    if messages[0]["role"] != "system":
+    if messages[0]["role"] not in SYSTEM_ROLES:
         system = system or dataset.system_prompt or system_prompt
-        messages = [{"role": "system", "content": system}, *messages] if system else messages
+        if system:
+            messages, weights = [{"role": "system", "content": system}, *messages], [None, *weights]
     elif system and system != messages[0]["content"]:
         raise NotARow(
             f"expected one system prompt, got one in {dataset.system_field!r} and another in the messages; remove one"
         )
-    return Conversation(messages, _tools(record, dataset))
+    said_weights = () if weights.count(None) == len(weights) else tuple(weights)
+    return Conversation(messages, _tools(record, dataset), said_weights, variables=_variables(record))
 
 
 def preference(
@@ -145,11 +214,13 @@ def preference(
         if answers[0] == answers[1]:
             raise NotARow(_TIE)
         if not isinstance(prompt, list):
+            check_fields(record, dataset.type, fields_read(dataset, FUNCTIONS))
             system = _system(record, dataset) or dataset.system_prompt or system_prompt
             prompt = _filled(record, dataset.prompt_field, "the prompt")
-            chosen, rejected = (PromptCompletion(system, prompt, answer, "") for answer in answers)
+            more = {"tools": _tools(record, dataset), "variables": _variables(record)}
+            chosen, rejected = (PromptCompletion(system, prompt, answer, "", **more) for answer in answers)
             return chosen, rejected
-        chosen, rejected = ([*prompt, _said("assistant", answer, dataset)] for answer in answers)
+        chosen, rejected = ([*prompt, said("assistant", answer, dataset)] for answer in answers)
     better = _of_messages(chosen, record, dataset, system_prompt)
     worse = _of_messages(rejected, record, dataset, system_prompt)
     if better.messages == worse.messages:
@@ -185,75 +256,42 @@ def _whole(prompt: Any, messages: list[Any], dataset: Dataset) -> list[Any]:
         return messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
     if not isinstance(prompt, str) or not prompt or not messages:
         return messages
-    is_answer = _message(messages[0], 1, dataset)["role"] == "assistant"
-    return [_said("user", prompt, dataset), *messages] if is_answer else messages
-
-
-def _said(role: str, content: str, dataset: Dataset) -> dict[str, str]:
-    """Renames a message's fields from the dataset's names to `role` and `content`."""
-    return {dataset.role_field or "role": role, dataset.content_field or "content": content}
-
-
-def _message(message: Any, number: int, dataset: Dataset) -> Message:
-    """Returns a message with `role` and `content`, and its other fields that are not null."""
-    if not isinstance(message, dict):
-        raise NotARow(f"expected message {number} as an object, got a {type(message).__name__}; correct the row")
-    role_field = dataset.role_field or ("role" if "role" in message else "from")
-    content_field = dataset.content_field or ("content" if "content" in message else "value")
-    if role_field not in message:
-        raise NotARow(
-            f"expected message {number} with its role in {role_field!r}, got {field_names(message)}; name the "
-            "role_field in the dataset, or correct the row"
-        )
-    role = message[role_field]
-    role = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
-    if role not in ROLES:
-        raise NotARow(
-            f"expected message {number} with a role of {', '.join((*ROLES, *OTHER_ROLES))}, got {role!r}; correct the "
-            "row"
-        )
-    others = {k: v for k, v in message.items() if v is not None and k not in (role_field, content_field)}
-    content = _content(message, content_field, number)
-    if role == "assistant" and not content.strip() and not others.get("tool_calls"):
-        raise NotARow(f"expected an answer as message {number}, got an empty one; correct or remove the row")
-    return others | {"role": role, "content": content}
-
-
-def _content(message: Mapping[str, Any], content_field: str, number: int) -> str:
-    """Returns the content of a message. Parts that are all text are joined; beside tool_calls it may be missing."""
-    content = message.get(content_field)
-    if content is None and message.get("tool_calls"):
-        return ""
-    if isinstance(content, str):
-        return content
-    got = f"a {type(content).__name__}" if content_field in message else field_names(message)
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if texts and len(texts) == len(parts):
-            return "".join(texts)
-        kinds = {str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content}
-        got = f"a list of {', '.join(sorted(kinds)) or 'nothing'}"
-    raise NotARow(f"expected message {number} with text in {content_field!r}, got {got}; correct or remove the row")
+    is_answer = read_messages(messages[:1], dataset).messages[0]["role"] == "assistant"
+    return [said("user", prompt, dataset), *messages] if is_answer else messages
 
 
 def _tools(record: Mapping[str, Any], dataset: Dataset) -> list[Any] | None:
-    """Returns the tools of a row, which may be written as JSON; None if there are none."""
-    tools = record.get(dataset.tools_field)
-    if isinstance(tools, str):
-        try:
-            tools = parse_json(tools) if tools.strip() else None
-        except ValueError as error:
-            raise NotARow(
-                f"expected a JSON list of tools in {dataset.tools_field!r}, got a string that is no JSON ({error}); "
-                "correct the row, or set another tools_field"
-            ) from None
-    if tools is not None and not isinstance(tools, list):
+    """Returns the tools of a row, under OpenAI's older name too; None if there are none."""
+    tools = tool_calls.read_tools(record.get(dataset.tools_field), dataset.tools_field)
+    if tools is None and dataset.tools_field:
+        return tool_calls.as_tools(tool_calls.read_tools(record.get(FUNCTIONS), FUNCTIONS))
+    return tools
+
+
+def _history(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Returns the earlier turns of a row, pairs of a prompt and its completion."""
+    turns = tool_calls.decoded(record.get(HISTORY))
+    if not has_content(turns):
+        return ()
+    are_pairs = isinstance(turns, list) and all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns)
+    if not are_pairs or not all(isinstance(text, str) and text.strip() for turn in turns for text in turn):
         raise NotARow(
-            f"expected a list of tools in {dataset.tools_field!r}, got a {type(tools).__name__}; correct the row, or "
-            "set another tools_field"
+            f"expected earlier turns in {HISTORY!r} as pairs of a prompt and its completion, got {shown(turns, 40)}; "
+            "write all turns as messages, or name it in ignored_fields of the dataset"
         )
-    return tools or None
+    return tuple((prompt, completion) for prompt, completion in turns)
+
+
+def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row's variables of its chat template, verl's `enable_thinking` and documents among them."""
+    found = tool_calls.decoded(record.get(VARIABLES))
+    if not isinstance(found, Mapping) and has_content(found):
+        raise NotARow(f"expected an object in {VARIABLES!r}, got {shown(found, 40)}; correct the row")
+    variables = {name: value for name, value in (found or {}).items() if value is not None}
+    if isinstance(record.get(THINKS), bool):
+        variables.setdefault(THINKS, record[THINKS])
+    documents = tool_calls.decoded(record.get(DOCUMENTS))
+    return variables | ({DOCUMENTS: documents} if isinstance(documents, list) and has_content(documents) else {})
 
 
 def _system(record: Mapping[str, Any], dataset: Dataset) -> str:

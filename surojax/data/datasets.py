@@ -23,12 +23,16 @@ TYPES = ("auto", "text", "instruction", "conversation", "preference", "unpaired"
 MESSAGES = ("messages", "conversations")  # fields of a conversation, unless a dataset says another
 PROMPT_FIELDS = ("prompt_field", "completion_field")
 INSTRUCTION_FIELDS = ("instruction_field", "input_field", "output_field")
+ROLES = ("system", "user", "assistant", "tool")
+PROMPT_AS = ("auto", "chat", "plain")
 PROMPT = "prompt_ids"  # fields of a rollout, which no setting renames
 COMPLETIONS = "completion_ids"
+CHATS = ("instruction", "conversation", "preference", "unpaired")  # types of rows with prompts and answers
 # The types of rows that read a setting; the others read every row.
 USES = {
     "text_field": ("text",),
     "prompt_field": ("instruction", "preference", "unpaired"),
+    "prompt_as": ("instruction", "preference", "unpaired"),
     "completion_field": ("instruction", "unpaired"),
     "label_field": ("unpaired",),
     "instruction_field": ("instruction",),
@@ -38,11 +42,12 @@ USES = {
     "rejected_field": ("preference",),
     "margin_field": ("preference",),
     "messages_field": ("conversation",),
-    "role_field": ("conversation", "preference"),
-    "content_field": ("conversation", "preference"),
-    "tools_field": ("conversation", "preference"),
-    "system_field": ("instruction", "conversation", "preference", "unpaired"),
-    "system_prompt": ("instruction", "conversation", "preference", "unpaired"),
+    "role_field": CHATS,
+    "content_field": CHATS,
+    "tools_field": CHATS,
+    "roles": CHATS,
+    "system_field": CHATS,
+    "system_prompt": CHATS,
 }
 # Names of settings in Axolotl's configs and in those of Surogate, where ours is another.
 OTHER_NAMES = {
@@ -54,6 +59,8 @@ OTHER_NAMES = {
     "field_messages": "messages_field",
     "field_tools": "tools_field",
     "system_prompt_field": "system_field",
+    "message_field_role": "role_field",
+    "message_field_content": "content_field",
     "name": "subset",
 }
 
@@ -76,9 +83,14 @@ class Dataset:
     label_field: of an answer that is rated (unpaired), true or false, beside its prompt_field and completion_field.
     messages_field: of a conversation; "": "messages", else "conversations".
     role_field, content_field: of a message; "": "role", else "from"; "content", else "value".
+    roles: (another name, one of ROLES) for each role that messages have under another name. In an entry, a mapping from
+      each of our roles to the other name, or to a list of them.
     system_field: system prompt of an instruction or conversation; may be missing.
     tools_field: tools that a conversation's system prompt describes; may be missing.
     system_prompt: for rows without one of their own; "": none.
+    prompt_as: prompts and answers that are texts: "chat", messages of a chat template; "plain", joined as they are;
+      "auto": "chat" if there is a chat template.
+    ignored_fields: fields of rows and messages that are left out, although they mean something (`row_fields`).
     """
 
     path: tuple[str, ...]
@@ -101,8 +113,11 @@ class Dataset:
     role_field: str = ""
     content_field: str = ""
     system_field: str = "system"
+    roles: tuple[tuple[str, str], ...] = ()
     tools_field: str = "tools"
     system_prompt: str = ""
+    prompt_as: str = "auto"
+    ignored_fields: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -138,7 +153,7 @@ def parse_dataset(entry: Mapping[str, Any]) -> Dataset:
         )
     settings["path"] = tuple(paths)
     for name, value in settings.items():
-        settings[name] = _checked(name, value)
+        settings[name] = _parsed(name, value)
     dataset = Dataset(**settings)
     named = dataset.differing(*PROMPT_FIELDS), dataset.differing(*INSTRUCTION_FIELDS)
     if all(named):
@@ -179,10 +194,17 @@ def _settings_of(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(ours, value)]
 
 
-def _checked(name: str, value: Any) -> Any:
-    """Checks and returns the value of a setting. Raises ConfigError if it is not one that the setting takes."""
+def _parsed(name: str, value: Any) -> Any:
+    """Returns the value of a setting as `Dataset` has it. Raises ConfigError if it is not one that it takes."""
     if name == "path":
         return value
+    if name == "roles":
+        return _parsed_roles(value)
+    if name == "ignored_fields":
+        names = (value,) if isinstance(value, str) else value
+        if isinstance(names, list | tuple) and all(isinstance(x, str) and x for x in names):
+            return tuple(names)
+        raise ConfigError(f"datasets: {name}: expected names of fields, got {shown(value)}; correct it")
     if name == "samples":
         expected = "a number of rows below 2^48, 0 for all"
         fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
@@ -192,12 +214,45 @@ def _checked(name: str, value: Any) -> Any:
     elif name == "type":
         expected = f"one of {', '.join(TYPES)}"
         fits = value in TYPES
+    elif name == "prompt_as":
+        expected = f"one of {', '.join(PROMPT_AS)}"
+        fits = value in PROMPT_AS
     else:
         expected = "a string"
         fits = isinstance(value, str)
     if not fits:
         raise ConfigError(f"datasets: {name}: expected {expected}, got {shown(value)}; correct it")
     return value
+
+
+def _parsed_roles(value: Any) -> tuple[tuple[str, str], ...]:
+    """Returns (their name, ours) of a mapping from our roles to another name or several."""
+    if not hasattr(value, "items"):
+        raise ConfigError(f"datasets: roles: expected a mapping, got {shown(value)}; write dict(assistant='bot')")
+    roles: dict[str, str] = {}
+    for ours, names in value.items():
+        names = (names,) if isinstance(names, str) else names
+        if ours not in ROLES:
+            raise ConfigError(
+                f"datasets: roles: expected {', '.join(ROLES)} as keys, got {shown(ours)}; write our role first, as in "
+                "dict(assistant='bot')"
+            )
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f"datasets: roles: expected names for {ours}, got {shown(names)}; correct them")
+        for name in names:
+            if roles.setdefault(name, ours) != ours:
+                raise ConfigError(
+                    f"datasets: roles: expected one role for {name!r}, got {roles[name]} and {ours}; remove one"
+                )
+    return tuple(roles.items())
+
+
+def fields_read(dataset: Dataset, *others: str) -> set[str]:
+    """Returns the names of the fields that a dataset's settings read of its rows, and `others`."""
+    settings = (name for name, types in USES.items() if name.endswith("_field") and dataset.type in types)
+    names = {getattr(dataset, name) for name in settings}
+    is_chat = dataset.type == "conversation" and not dataset.messages_field
+    return names | set(others) | (set(MESSAGES) if is_chat else set())
 
 
 def resolve(dataset: Dataset, open_set: OpenSet = open_set) -> Dataset:
@@ -267,9 +322,16 @@ def read_dataset(dataset: Dataset, open_set: OpenSet = open_set) -> Iterator[Dat
     has_rows = False
     for row in islice(_rows(dataset, open_set), dataset.samples or None):
         has_rows = True
-        yield row
+        yield _without(row, dataset.ignored_fields)
     if not has_rows:
         raise ConfigError(f"{dataset.name}: expected rows, got none; add some, or leave the dataset out")
+
+
+def _without(row: DataRow | BadRow, names: tuple[str, ...]) -> DataRow | BadRow:
+    """Returns a row without fields of these names."""
+    if isinstance(row, BadRow) or not any(name in row.record for name in names):
+        return row
+    return row._replace(record={name: value for name, value in row.record.items() if name not in names})
 
 
 def files_of(dataset: Dataset) -> list[Path]:

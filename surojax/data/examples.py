@@ -19,9 +19,10 @@ from surojax.data import conversations, pieces
 from surojax.data.conversations import Conversation, PromptCompletion
 from surojax.data.data_rows import BadRow, DataRow, NotARow, half_a_pair
 from surojax.data.datasets import Dataset
+from surojax.data.fitting import fitted
 from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
 from surojax.data.pieces import DocumentPiece
-from surojax.data.seams import encode_pieces
+from surojax.data.seams import closed, encode_pieces
 from surojax.data.templates import Template
 from surojax.data.texts import TextFile
 from surojax.data.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ from surojax.errors import ConfigError
 TRAIN_ON = ("assistant", "last", "all")
 DESIRABLE = "desirable"  # the array that says whether an unpaired answer is a good one, by its sign
 MARGIN = "margin"  # the array with the margin of a preference, at the first token of the chosen answer
-_FORMAT = 1  # part of every fingerprint; to be raised if the same row and settings would give other ids or masks
+_FORMAT = 2  # part of every fingerprint; to be raised if the same row and settings would give other ids or masks
 # "if_open": if the last piece has no token that ends an answer.
 type Eos = Literal["always", "if_open", "never"]
 
@@ -67,9 +68,11 @@ class Encoder:
     train_on: one of TRAIN_ON. system_prompt: for rows and datasets without one of their own.
 
     fingerprint: hash of all that ids and trained depend on besides the rows.
-    note: one line for the user about what the template does to a conversation; "": nothing to say.
+    note: one line for the user about what the template does to a conversation, or to prompts and answers that are
+      texts; "": nothing to say.
 
-    Raises ConfigError if the dataset holds conversations and there is no template, or train_on is unknown.
+    Raises ConfigError if the dataset holds conversations, or is to be written as such, and there is no template, or
+    train_on is unknown.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Encoder:
         )
         if train_on not in TRAIN_ON:
             raise ConfigError(f"train_on: expected one of {', '.join(TRAIN_ON)}, got {train_on!r}; choose one of them")
-        if dataset.type == "conversation" and template is None:
+        if (dataset.type == "conversation" or dataset.prompt_as == "chat") and template is None:
             raise ConfigError(
                 f"{dataset.name}: expected a chat template for its conversations, got a tokenizer ({tokenizer.name}) "
                 "without one; set chat_template, for example to chatml"
@@ -98,17 +101,23 @@ class Encoder:
         self._system_prompt = system_prompt
         self._is_stop = np.zeros(tokenizer.vocab_size, bool)
         self._is_stop[list(tokenizer.stop_ids)] = True
-        self._shows_tools = template is not None and template.shows_tools
-        self.note: str = (
-            pieces.trained_parts_note(template, train_on) if template and dataset.type == "conversation" else ""
-        )
+        self.note: str = self._note(template, train_on) if template else ""
         self.fingerprint: str = self._fingerprint()
+
+    def _note(self, template: Template, train_on: str) -> str:
+        if self._dataset.type == "conversation":
+            return pieces.trained_parts_note(template, train_on)
+        texts = f"{self._dataset.name}: prompts and answers that are texts"
+        if self._dataset.prompt_as == "plain":
+            return f"{texts} are joined as they are, without {template.source}, as prompt_as='plain' says"
+        return f"{texts} become messages of {template.source}; prompt_as='plain' in datasets joins them as they are"
 
     def _fingerprint(self) -> str:
         dataset = self._dataset
         tokenizer = self._tokenizer
-        template = None if self._template is None else (self._template.text, tokenizer.bos, tokenizer.eos)
+        template = self._template and (self._template.text, self._template.with_tools, tokenizer.bos, tokenizer.eos)
         fields = [name for name in sorted(vars(dataset)) if name.endswith("_field")]
+        fields += ["roles", "prompt_as", "ignored_fields"]
         parts = {
             "format": _FORMAT,
             "tokenizer": [tokenizer.name, tokenizer.eos_id, tokenizer.bos_id if tokenizer.adds_bos else None],
@@ -162,7 +171,7 @@ class Encoder:
         contents = list(read)
         for k, i in enumerate(good):
             own, other = (self._prompt_completion(rows[j]) for j in (i, good[(k + len(good) // 2) % len(good)]))
-            contents[i] = (*read[i], self._content(own._replace(completion=other.completion)))
+            contents[i] = (*read[i], self._content(conversations.with_answer(own, other)))
         return contents
 
     def _labelled(self, row: DataRow | BadRow, example: Example | BadRow) -> Example | BadRow:
@@ -209,7 +218,7 @@ class Encoder:
         dataset = self._dataset
         try:
             if dataset.type == "conversation":
-                return (self._checked(conversations.conversation(row.record, dataset, self._system_prompt)),)
+                return (self._content(conversations.conversation(row.record, dataset, self._system_prompt)),)
             if dataset.type == "preference":
                 pair = conversations.preference(row.record, dataset, self._system_prompt)
                 conversations.margin(row.record, dataset)
@@ -220,7 +229,7 @@ class Encoder:
         except NotARow as error:
             return (error,)
 
-    def _prompt_completion(self, row: DataRow | BadRow) -> PromptCompletion:
+    def _prompt_completion(self, row: DataRow | BadRow) -> PromptCompletion | Conversation:
         """Returns the prompt and completion of a row that can be read. Raises NotARow."""
         assert isinstance(row, DataRow)
         return conversations.prompt_completion(row.record, self._dataset, self._system_prompt)
@@ -232,25 +241,22 @@ class Encoder:
                     "expected texts, since there is no chat template for conversations, got messages; set "
                     "chat_template, for example to chatml"
                 )
-            return self._checked(content)
-        pair = content
-        if self._template is not None:
-            return Conversation(pair.messages, None)
-        return _Draft(pieces.plain_pieces(pair, self._train_on), self._tokenizer.adds_bos, "always")
-
-    def _checked(self, conversation: Conversation) -> Conversation:
-        assert self._template is not None, "checked by __init__"
-        if conversation.tools and not self._shows_tools:
-            raise NotARow(
-                f"expected no tools, which {self._template.source} does not show, got {len(conversation.tools)}; "
-                "choose another chat_template, or tools_field='' to leave them out"
-            )
-        return conversation
+            return fitted(content, self._template)
+        if self._template is not None and self._dataset.prompt_as != "plain":
+            return fitted(Conversation(content.messages, content.tools, variables=content.variables), self._template)
+        for name in ("history", "tools", "variables"):
+            if getattr(content, name):
+                raise NotARow(
+                    f"expected a prompt and its completion alone, since they are joined without a chat template, got "
+                    f"{name} too; set chat_template or prompt_as, or name the field in ignored_fields of the dataset"
+                )
+        return _Draft(pieces.plain_pieces(content, self._train_on), self._tokenizer.adds_bos, "always")
 
     def _draft_of(self, conversation: Conversation, parts: tuple[DocumentPiece, ...] | NotARow) -> _Draft | NotARow:
         if isinstance(parts, NotARow):
             return parts
         ends_with_answer = self._train_on != "all" or conversation.messages[-1]["role"] == "assistant"
+        parts = closed(parts, self._tokenizer) if self._train_on != "all" else parts
         return _Draft(parts, False, "if_open" if ends_with_answer else "never")
 
     def _example(self, draft: _Draft, ids_of_pieces: list[np.ndarray]) -> Example:
@@ -264,9 +270,11 @@ class Encoder:
         if all(piece.trained for piece in draft.pieces):
             return Example(ids, None)
         masks = [np.full(len(part), piece.trained) for piece, part in zip(draft.pieces, ids_of_pieces, strict=True)]
-        if draft.eos != "always":
+        if draft.eos != "always" and self._train_on != "all":
             masks = [mask & _to_the_last(is_stop) for mask, is_stop in zip(masks, stops, strict=True)]
-        return Example(ids, np.concatenate([np.zeros(len(bos), bool), *masks, np.ones(len(eos), bool)]))
+        return Example(
+            ids, np.concatenate([np.zeros(len(bos), bool), *masks, np.full(len(eos), draft.pieces[-1].trained)])
+        )
 
 
 type _Content = Conversation | _Draft | BadRow | NotARow

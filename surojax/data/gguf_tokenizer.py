@@ -19,6 +19,7 @@ LLAMA3 = (
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 # The rules for splitting, by the name in the file: "gpt2" is that of the tokenizers library itself, "digits" the same
 # after every digit is split off, and the others are regular expressions.
+NAMED = "tokenizer.chat_template."  # before the names of further chat templates, in keys
 RULES = {
     "default": "gpt2",
     "gpt-2": "gpt2",
@@ -73,6 +74,7 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
         eos=text_of("eos"),
         stop_ids=tuple(dict.fromkeys(stop for stop in stops if stop is not None)),
         adds_bos=adds_bos,
+        named_templates={key.removeprefix(NAMED): text for key, text in metadata.items() if key.startswith(NAMED)},
     )
 
 

@@ -5,6 +5,7 @@ the chat template's generation prompt ends. Some templates write an answer diffe
 (they leave out its thinking): such an answer is part of the later prompts, and not trained.
 """
 
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -31,29 +32,36 @@ def conversation_pieces(
 ) -> tuple[DocumentPiece, ...]:
     """Splits a rendered conversation into pieces; the answers that `train_on` selects, or all pieces, are trained.
 
-    What follows the last answer is left out, unless everything is trained. Raises NotARow if there is no answer, the
-    template refuses the conversation or leaves out a message, or its generation prompt does not begin an answer.
+    Answers with a weight of 0 are not trained. What follows the last answer that is trained is left out, unless
+    everything is trained. Raises NotARow if no answer is to be trained, the template refuses the conversation or leaves
+    out a message, or its generation prompt does not begin an answer.
     """
-    messages, tools = conversation
+    messages, tools = conversation.messages, conversation.tools
     everything = train_on == "all"
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not everything:
-        if not answers:
-            raise NotARow("expected a message of the assistant to train on, got none; remove the row")
+    render = functools.partial(template.render, tools=tools, variables=conversation.variables)
+    if everything:
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    else:
+        answers = _trained_answers(conversation, train_on)
         messages = messages[: answers[-1] + 1]
-    whole = template.render(messages, tools)
+    untrained = _untrained_answers(conversation) if everything else ()
+    whole = render(messages)
     _check_shown(messages, whole, template)
 
     pieces = []
     done = 0
-    for i in answers[-1:] if train_on == "last" else answers:
-        after = whole if i == len(messages) - 1 else template.render(messages[: i + 1], tools)
+    for i in answers:
+        after = whole if i == len(messages) - 1 else render(messages[: i + 1])
         if not whole.startswith(after):
             after = after.removesuffix(template.eos)  # some templates end the last message with it, whoever speaks
         if not whole.startswith(after):
+            if i in untrained:
+                raise _rewritten(i, template)
             continue
-        before = template.render(messages[:i], tools, add_generation_prompt=True)
+        before = render(messages[:i], add_generation_prompt=True)
         if not after.startswith(before) or len(before) < done:
+            if i in untrained:
+                raise _rewritten(i, template)
             if everything:
                 continue
             same = next((k for k, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
@@ -63,7 +71,7 @@ def conversation_pieces(
             )
         pieces += [
             DocumentPiece(whole[done : len(before)], everything),
-            DocumentPiece(whole[len(before) : len(after)], True),
+            DocumentPiece(whole[len(before) : len(after)], i not in untrained),
         ]
         done = len(after)
     pieces.append(DocumentPiece(whole[done:], everything))
@@ -73,6 +81,50 @@ def conversation_pieces(
             f"expected {template.source} to show the answer, got a text without it; choose another chat_template"
         )
     return filled
+
+
+def _trained_answers(conversation: Conversation, train_on: str) -> list[int]:
+    """Returns the indices of the answers that are trained with `train_on` "assistant" or "last", one at least."""
+    messages, weights = conversation.messages, conversation.weights or [None] * len(conversation.messages)
+    first = conversation.prompt_length
+    answers = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
+    if not answers:
+        where = " in the completion" if first else ""
+        raise NotARow(f"expected a message of the assistant to train on{where}, got none; remove the row")
+    for i, (message, weight) in enumerate(zip(messages, weights, strict=True)):
+        if weight and message["role"] != "assistant":
+            raise NotARow(
+                f"expected a weight of 1 for answers only, got it for message {i + 1}, of the {message['role']}; "
+                "correct the row, or set train_on to all, which trains every message"
+            )
+    if train_on == "last":
+        if weights[answers[-1]] is False:
+            raise NotARow(
+                "expected the last answer, which is the one to train, with a weight of 1, got 0; remove the row"
+            )
+        return answers[-1:]
+    if not (trained := [i for i in answers if weights[i] is not False]):
+        raise NotARow(f"expected an answer to train, got {len(answers)} with a weight of 0; remove the row")
+    return trained
+
+
+def _untrained_answers(conversation: Conversation) -> list[int]:
+    """Returns the indices of the answers with a weight of 0, which are not trained where everything else is."""
+    for i, (message, weight) in enumerate(zip(conversation.messages, conversation.weights, strict=False)):
+        if weight is False and message["role"] != "assistant":
+            raise NotARow(
+                f"expected a weight of 0 for answers only, since train_on is all, got it for message {i + 1}, of the "
+                f"{message['role']}; set train_on to assistant, or correct the row"
+            )
+    return [i for i, weight in enumerate(conversation.weights) if weight is False]
+
+
+def _rewritten(i: int, template: TemplateProgram) -> NotARow:
+    """Makes the reason to reject a row with an untrained answer that cannot be found in the text."""
+    return NotARow(
+        f"expected an answer that {template.source} does not rewrite, since its weight is 0, got message {i + 1}; set "
+        "train_on to assistant, or choose another chat_template"
+    )
 
 
 def in_limits(program: tuple[str, ...], train_on: str, conversation: tuple) -> dict[str, Any]:

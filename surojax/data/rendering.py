@@ -7,7 +7,10 @@ here it gets the same day always, so that a run's tokens are those of every othe
 import datetime
 import functools
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -25,25 +28,42 @@ type Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class TemplateProgram:
-    """A Jinja chat template. source: its origin, for messages. bos, eos: texts of tokens that the template may use."""
+    """A Jinja chat template.
+
+    source: its origin, for messages. bos, eos: texts of tokens that the template may use. with_tools: the text of
+    another template for conversations with tools; "": there is none.
+    """
 
     text: str
     source: str
     bos: str = ""
     eos: str = ""
+    with_tools: str = ""
 
     def render(
-        self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
+        self,
+        messages: list[Message],
+        tools: list[Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Returns the text of a conversation; with `add_generation_prompt`, the beginning of an answer follows.
 
-        Raises NotARow if the template refuses the conversation or fails.
+        variables: further ones that the template may read. Raises NotARow if the template refuses the conversation or
+        fails.
         """
+        text = (self.with_tools if tools else "") or self.text
+        if not text:
+            raise NotARow(
+                f"expected tools, since {self.source} has a template for conversations with tools only, got none; set "
+                "chat_template"
+            )
         try:
-            return _compiled(self.text).render(
+            return _compiled(text).render(
+                **({"documents": None} | dict(variables)),
                 messages=messages,
                 tools=tools,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.bos,
                 eos_token=self.eos,
@@ -57,20 +77,30 @@ class TemplateProgram:
             ) from None
 
 
-def rendered(program: tuple[str, ...], request: tuple[list[Message], list[Any] | None, bool]) -> dict[str, str]:
+def rendered(
+    program: tuple[str, ...], request: tuple[list[Message], list[Any] | None, bool, Mapping[str, Any]]
+) -> dict[str, str]:
     """Renders a conversation: {"text"}, or {"refused": reason}. program: fields of a `TemplateProgram`."""
-    messages, tools, prompts = request
+    messages, tools, prompts, variables = request
     try:
-        return {"text": TemplateProgram(*program).render(messages, tools, add_generation_prompt=prompts)}
+        text = TemplateProgram(*program).render(messages, tools, add_generation_prompt=prompts, variables=variables)
+        return {"text": text}
     except NotARow as error:
         return {"refused": str(error)}
 
 
 def checked_template(text: str) -> dict[str, Any]:
-    """Compiles a template: {"shows_tools"}, or {"refused": reason, "line"} if it cannot be compiled."""
+    """Compiles a template, or returns {"refused": reason, "line"} if it cannot be compiled.
+
+    Returns {"variables": names of variables that it reads, "words": names of fields and constants in it}.
+    """
     try:
         _compiled(text)
-        return {"shows_tools": "tools" in meta.find_undeclared_variables(_environment().parse(text))}
+        tree = _environment().parse(text)
+        fields = {node.attr for node in tree.find_all(nodes.Getattr)}
+        constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        words = {word for word in fields | constants if re.fullmatch(r"\w{1,40}", word)}
+        return {"variables": sorted(meta.find_undeclared_variables(tree)), "words": sorted(words)}
     except jinja2.TemplateSyntaxError as error:
         return {"refused": f"a syntax error ({_one_line(error)})", "line": error.lineno}
     except MemoryError:

@@ -16,6 +16,9 @@ from surojax.data.pieces import DocumentPiece
 from surojax.data.tokenizer import Tokenizer
 
 
+LONGEST_TOKEN = 64  # characters of a special token
+
+
 class _Section(NamedTuple):
     """A part of a document that is tokenised separately. ends: (end, index) of each piece in the section."""
 
@@ -85,3 +88,27 @@ def _chunks(section: _Section, ids_of: Mapping[str, np.ndarray], tokenizer: Toke
         known = ids
         start = end
     return chunks
+
+
+def closed(pieces: tuple[DocumentPiece, ...], tokenizer: Tokenizer) -> tuple[DocumentPiece, ...]:
+    """Lets each trained answer end with the special token that follows it, if it ends with none itself.
+
+    In some chat templates a turn ends where the next one begins, with a token of that: a model stops there.
+    """
+    found = list(pieces)
+    for i, (answer, rest) in enumerate(itertools.pairwise(pieces)):
+        if not answer.trained or rest.trained or _ends_with_special(answer.text, tokenizer):
+            continue
+        start = len(rest.text) - len(rest.text.lstrip())
+        if token := tokenizer.special_token_at(rest.text, start):
+            end = start + len(token)
+            found[i] = answer._replace(text=answer.text + rest.text[:end])
+            found[i + 1] = rest._replace(text=rest.text[end:])
+    return tuple(piece for piece in found if piece.text)
+
+
+def _ends_with_special(text: str, tokenizer: Tokenizer) -> bool:
+    """Returns True if a text, without spaces at its end, ends with a special token."""
+    text = text.rstrip()
+    longest = text[-LONGEST_TOKEN:]
+    return any(tokenizer.special_token_at(longest, i) == longest[i:] for i in range(len(longest)))

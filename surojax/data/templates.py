@@ -6,8 +6,9 @@ with limits of time and memory (`surojax.limited`). Four are shipped with suroja
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from surojax import limited
@@ -28,6 +29,7 @@ CONTROL_TOKENS = {
     "mistral": ("[INST]", "[/INST]"),
 }
 NAMES = tuple(CONTROL_TOKENS)
+TOOL_USE = "tool_use"  # the name of a tokenizer's template for conversations with tools
 LONGEST = MiB  # bytes of a template; published ones have at most some ten thousand
 _FOLDER = Path(__file__).with_name("templates")
 
@@ -35,25 +37,53 @@ _FOLDER = Path(__file__).with_name("templates")
 class Template(TemplateProgram):
     """A chat template that is rendered within the limits of `surojax.limited`."""
 
-    @functools.cached_property
+    @property
     def shows_tools(self) -> bool:
         """True if the template reads the tools that a conversation may use. Raises ConfigError for a syntax error."""
-        (answer,) = self._each("surojax.data.rendering", "checked_template", (), [self.text])
-        if "refused" in answer:
+        return self.has_variable("tools", True)
+
+    def has_variable(self, name: str, has_tools: bool) -> bool:
+        """Returns True if the template of conversations with or without tools reads a variable."""
+        return name in self._checked[has_tools]["variables"]
+
+    def reads(self, word: str, has_tools: bool) -> bool:
+        """Returns True if the template of conversations with or without tools has a field or constant `word`."""
+        return word in self._checked[has_tools]["words"]
+
+    def takes_text(self, has_tools: bool) -> bool:
+        """Returns True if the template takes a call's arguments as a JSON text, not as an object."""
+        return self._takes_text[has_tools]
+
+    @functools.cached_property
+    def _checked(self) -> tuple[dict[str, list[str]], ...]:
+        """What `checked_template` finds of the template for conversations without tools, and with tools."""
+        texts = (self.text, self.with_tools or self.text)
+        answers = self._each("surojax.data.rendering", "checked_template", (), texts)
+        if bad := next((answer for answer in answers if "refused" in answer), None):
             raise ConfigError(
-                f"{self.source}:{answer['line']}: expected a Jinja template, got {answer['refused']}; correct it, or "
+                f"{self.source}:{bad['line']}: expected a Jinja template, got {bad['refused']}; correct it, or "
                 f"choose another chat_template, such as {', '.join(NAMES)}"
             )
-        return answer["shows_tools"]
+        return tuple(answers)
+
+    @functools.cached_property
+    def _takes_text(self) -> tuple[bool, ...]:
+        return tuple(self._each("surojax.data.tool_calls", "takes_text", (self._fields,), [False, True]))
 
     def render(
-        self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
+        self,
+        messages: list[Message],
+        tools: list[Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Returns the text of a conversation; with `add_generation_prompt`, the beginning of an answer follows.
 
-        Raises NotARow if the template refuses the conversation or fails, ConfigError if it takes more than the limits.
+        variables: further ones that the template may read. Raises NotARow if the template refuses the conversation or
+        fails, ConfigError if it takes more than the limits.
         """
-        request = (messages, tools, add_generation_prompt)
+        request = (messages, tools, add_generation_prompt, dict(variables))
         (answer,) = self._each("surojax.data.rendering", "rendered", (self._fields,), [request])
         if "refused" in answer:
             raise NotARow(answer["refused"])
@@ -81,7 +111,7 @@ class Template(TemplateProgram):
 
     @property
     def _fields(self) -> tuple[str, ...]:
-        return self.text, self.source, self.bos, self.eos
+        return self.text, self.source, self.bos, self.eos, self.with_tools
 
     def _each(self, module: str, function: str, common: tuple, items: Sequence[Any], where: Sequence[str] = ()) -> list:
         try:
@@ -95,16 +125,28 @@ class Template(TemplateProgram):
 
 
 def load_template(spec: str, tokenizer: Tokenizer) -> Template | None:
-    """Loads the template `spec`: one of NAMES, a file, or "" for the tokenizer's own, None if it has none.
+    """Loads the template `spec`: one of NAMES, of the tokenizer's named ones, or a file.
 
-    Raises ConfigError if there is no such template, or it has a syntax error.
+    "": the tokenizer's own, and with tools its template named `tool_use` if it has one; None if it has none. Raises
+    ConfigError if there is no such template, or it has a syntax error.
     """
     path = Path(os.path.expanduser(spec))
+    named = tokenizer.named_templates
+    with_tools = ""
     if not spec:
-        if not tokenizer.chat_template:
-            return None
         text = tokenizer.chat_template
+        with_tools = named.get(TOOL_USE, "")
         source = "the tokenizer's chat template"
+        if not (text or with_tools):
+            if not named:
+                return None
+            raise ConfigError(
+                f"chat_template: expected a name, since the tokenizer ({tokenizer.name}) has templates of several "
+                f"names and none is the default, got ''; set it to one of {', '.join(named)}"
+            )
+    elif spec in named:
+        text = named[spec]
+        source = f"the tokenizer's chat template {spec}"
     elif spec in NAMES:
         text = (_FOLDER / f"{spec}.jinja").read_text(encoding="utf-8")
         source = f"chat_template {spec}"
@@ -113,14 +155,14 @@ def load_template(spec: str, tokenizer: Tokenizer) -> Template | None:
         source = str(path)
     else:
         raise ConfigError(
-            f"chat_template: expected one of {', '.join(NAMES)}, or a file, got {spec!r}, which does not exist; "
-            "correct it, or leave it empty for the tokenizer's own"
+            f"chat_template: expected one of {', '.join((*NAMES, *named))}, or a file, got {spec!r}, which does not "
+            "exist; correct it, or leave it empty for the tokenizer's own"
         )
-    if len(text) > LONGEST:
+    if (length := max(len(text), len(with_tools))) > LONGEST:
         raise ConfigError(
-            f"{source}: expected a chat template of at most {LONGEST:,} characters, got {len(text):,}; choose another"
+            f"{source}: expected a chat template of at most {LONGEST:,} characters, got {length:,}; choose another"
         )
-    template = Template(text, source, bos=tokenizer.bos, eos=tokenizer.eos)
+    template = Template(text, source, tokenizer.bos, tokenizer.eos, with_tools)
     _ = template.shows_tools  # which compiles it
     return template
 

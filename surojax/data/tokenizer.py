@@ -13,8 +13,9 @@ spells a special token ("<|endoftext|>") as that token, as its authors meant.
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -87,6 +88,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def named_templates(self) -> Mapping[str, str]:
+        """Further Jinja templates of conversations, by name."""
+        ...
+
+    @property
     def name(self) -> str:
         """A name with a digest of the mapping from text to ids; checkpoints store it to detect another tokenizer."""
         ...
@@ -101,6 +107,10 @@ class Tokenizer(Protocol):
 
     def section_starts(self, text: str) -> list[int]:
         """Offsets at which `text` can be cut so that the parts' ids, concatenated, equal the ids of `text`."""
+        ...
+
+    def special_token_at(self, text: str, start: int) -> str:
+        """The special token that `text` has at an offset; "" if there is none."""
         ...
 
     def token_text(self, token: int) -> str:
@@ -127,6 +137,7 @@ class ByteTokenizer:
     bos: str = "<s>"
     eos: str = "</s>"
     chat_template: str = ""
+    named_templates: Mapping[str, str] = MappingProxyType({})
     name: str = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
@@ -140,6 +151,10 @@ class ByteTokenizer:
     def section_starts(self, text: str) -> list[int]:
         """Returns no offsets, since a text costs nothing to encode."""
         return []
+
+    def special_token_at(self, text: str, start: int) -> str:
+        """The text at an offset that spells `eos` or a token of END_OF_TURN_NAMES; "" if there is none."""
+        return next((name for name in (self.eos, *END_OF_TURN_NAMES) if text.startswith(name, start)), "")
 
     def token_text(self, token: int) -> str:
         """The character of an ASCII byte, "\\x.." of another byte, "<end>" of the end of a document."""
@@ -198,11 +213,13 @@ class HuggingFaceTokenizer:
         ends_of_turn = [special[name] for name in END_OF_TURN_NAMES if name in special]
         self.stop_ids: frozenset[int] = frozenset([self.eos_id, *stops, *ends_of_turn])
         self.chat_template: str = files.chat_template
+        self.named_templates: Mapping[str, str] = dict(files.named_templates)
         self.name: str = f"tokenizer.json:{hashlib.sha256(files.tokenizer.encode('utf-8')).hexdigest()[:16]}"
         # Text on the two sides of such a token is encoded separately. A token with `lstrip` takes spaces from its left.
         separate = [t.content for t in added.values() if not (t.lstrip or t.single_word or t.normalized)]
         longest_first = sorted(separate, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special_texts = frozenset(special)
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`, int32 [tokens], without special tokens added."""
@@ -221,6 +238,11 @@ class HuggingFaceTokenizer:
     def section_starts(self, text: str) -> list[int]:
         """Offsets of the special tokens in `text`; text before and after them is encoded separately."""
         return [match.start() for match in self._special.finditer(text)]
+
+    def special_token_at(self, text: str, start: int) -> str:
+        """The special token that `text` has at an offset; "" if there is none."""
+        found = self._special.match(text, start)
+        return found.group() if found and found.group() in self._special_texts else ""
 
     def token_text(self, token: int) -> str:
         """Text of one token, also of special tokens; part of a character is written as the tokenizer writes it."""

@@ -1,12 +1,16 @@
 """Reads a tokenizer's files, before a tokenizer is built from them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from surojax.errors import ConfigError
 from surojax.untrusted import MiB, parse_json, read_bytes
 
+DEFAULT = "default"  # the name of the chat template that is used if none is named
+TEMPLATES = "additional_chat_templates"  # a folder of further ones
 LARGEST = 256 * MiB  # of a file; a tokenizer.json with 262,144 tokens has 33 MB
 
 
@@ -14,10 +18,10 @@ LARGEST = 256 * MiB  # of a file; a tokenizer.json with 262,144 tokens has 33 MB
 class TokenizerFiles:
     """The contents of a tokenizer's files.
 
-    tokenizer: JSON text of a tokenizer.json. chat_template: Jinja text; "": none. bos, eos: texts of the tokens that
-    begin and end a document; pad: of that which fills up a batch; "": unknown. stop_ids: tokens that end a sampled
-    answer, as far as they are known. adds_bos: whether documents begin with bos; None: the post-processor in
-    `tokenizer` decides.
+    tokenizer: JSON text of a tokenizer.json. chat_template: Jinja text; "": none. named_templates: further ones by
+    name. bos, eos: texts of the tokens that begin and end a document; pad: of that which fills up a batch; "": unknown.
+    stop_ids: tokens that end a sampled answer, as far as they are known. adds_bos: whether documents begin with bos;
+    None: the post-processor in `tokenizer` decides.
     """
 
     tokenizer: str
@@ -27,6 +31,7 @@ class TokenizerFiles:
     pad: str = ""
     stop_ids: tuple[int, ...] = ()
     adds_bos: bool | None = None
+    named_templates: Mapping[str, str] = MappingProxyType({})
 
 
 def read_folder(folder: Path) -> TokenizerFiles:
@@ -37,9 +42,11 @@ def read_folder(folder: Path) -> TokenizerFiles:
         ids = _read_json(folder / name).get("eos_token_id")
         stop_ids += [id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int)]
     adds_bos = settings.get("add_bos_token")
+    templates = _read_templates(folder, settings.get("chat_template"))
     return TokenizerFiles(
         read_text(folder / "tokenizer.json"),
-        chat_template=_read_template(folder, settings.get("chat_template")),
+        chat_template=templates.pop(DEFAULT, ""),
+        named_templates=templates,
         bos=_token_text(settings.get("bos_token")),
         eos=_token_text(settings.get("eos_token")),
         pad=_token_text(settings.get("pad_token")),
@@ -48,15 +55,32 @@ def read_folder(folder: Path) -> TokenizerFiles:
     )
 
 
-def _read_template(folder: Path, in_settings: Any) -> str:
-    """Reads the chat template from its own file, else from tokenizer_config.json, as transformers does."""
+def _read_templates(folder: Path, in_settings: Any) -> dict[str, str]:
+    """Reads the chat templates by name from files of their own, else from tokenizer_config.json, as transformers does.
+
+    Without either, they are those of a processor's chat_template.json.
+    """
+    found = {}
     if (file := folder / "chat_template.jinja").exists():
-        return read_text(file)
-    template = _read_json(folder / "chat_template.json").get("chat_template", in_settings)
-    if isinstance(template, list):  # several, by name
-        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = entries[-1].get("template") if entries else None
-    return template if isinstance(template, str) else ""
+        found[DEFAULT] = read_text(file)
+    for file in sorted((folder / TEMPLATES).glob("*.jinja")):
+        found[file.stem] = read_text(file)
+    if DEFAULT in found:
+        return found
+    stored = _by_name(in_settings) or _by_name(_read_json(folder / "chat_template.json").get("chat_template"))
+    return stored | found
+
+
+def _by_name(templates: Any) -> dict[str, str]:
+    """Returns chat templates by name: one alone is the default, several are a list of entries or an object."""
+    if isinstance(templates, str):
+        return {DEFAULT: templates} if templates else {}
+    if isinstance(templates, list):
+        entries = [entry for entry in templates if isinstance(entry, dict)]
+        templates = {entry["name"]: entry.get("template") for entry in entries if isinstance(entry.get("name"), str)}
+    if not isinstance(templates, dict):
+        return {}
+    return {name: text for name, text in templates.items() if isinstance(text, str) and text}
 
 
 def _token_text(token: Any) -> str:

@@ -1,0 +1,122 @@
+"""Names of fields that carry meaning in a row, by what they mean; all others are metadata and are not read.
+
+A field of this table is read by the settings of its dataset, or the row is refused by its name unless the field is
+empty: what a row means is never dropped in silence. `ignored_fields` of a dataset leaves fields out on purpose.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from surojax.data.data_rows import NotARow
+from surojax.errors import shown
+
+MEDIA = (
+    *("image", "images", "image_path", "image_paths", "image_url", "image_urls", "rejected_image", "rejected_images"),
+    *("video", "videos", "video_path", "video_paths", "audio", "audios", "audio_path", "audio_paths", "pixel_values"),
+)
+REASONING = (
+    *("reasoning_content", "thinking", "reasoning", "reasoning_text", "thoughts", "thought"),
+    *("chain_of_thought", "cot"),
+)
+# Weights of messages and rows: OpenAI's and Mistral's, Axolotl's, ms-swift's, verl's.
+WEIGHTS = (
+    "weight",
+    "train",
+    "training",
+    "trainable",
+    "loss",
+    "loss_scale",
+    "loss_mask",
+    "loss_weight",
+    "sample_weight",
+)
+HISTORY = "history"
+FUNCTIONS = "functions"  # OpenAI's older name of tools
+VARIABLES = "chat_template_kwargs"  # as TRL's: further variables of the chat template
+THINKS = "enable_thinking"  # one of them, which rows of verl have beside the messages
+DOCUMENTS = "documents"  # another, which transformers has an argument for
+PAIRS = ("instruction", "unpaired")  # types of rows that are a prompt and a completion
+CHATS = ("conversation", "preference", *PAIRS)
+ALL = ("text", *CHATS)
+
+
+def has_content(value: Any) -> bool:
+    """Returns False for a number, which is metadata, and for nulls, blank texts, and lists and objects of only these."""
+    return not isinstance(value, bool | int | float) and _is_filled(value)
+
+
+def _is_filled(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.strip() not in ("", "[]", "{}", "null", "None", "nan")
+    if isinstance(value, Mapping):
+        return any(map(_is_filled, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_filled, value))
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def is_prose(value: Any) -> bool:
+    """Returns True for content that is more than a word, such as "on"."""
+    return has_content(value) and not (isinstance(value, str) and len(value.split()) < 2)
+
+
+def is_weight(value: Any) -> bool:
+    """Returns True for a number or truth value that is not 1."""
+    return isinstance(value, bool | int | float) and value != 1
+
+
+class Meaning(NamedTuple):
+    """Fields of one meaning.
+
+    types: of the rows in which they mean it. advice: what to do with such rows. carries: whether a value means
+    anything.
+    """
+
+    names: tuple[str, ...]
+    what: str
+    types: tuple[str, ...]
+    advice: str
+    carries: Callable[[Any], bool] = has_content
+
+
+MEANINGS = (
+    Meaning(MEDIA, "media, since texts are trained", ALL, "remove the row"),
+    Meaning(
+        (HISTORY, "chat_history", "conversation_history", "previous_messages", "past_turns"),
+        "earlier turns beside the messages",
+        CHATS,
+        "write all turns as messages",
+    ),
+    Meaning(REASONING, "reasoning beside the answer", CHATS, "write it into the answer or its message", is_prose),
+    Meaning(("system_prompt", "system_message"), "a system prompt of another name", CHATS, "name it system_field"),
+    Meaning((FUNCTIONS, "available_tools", "tool_definitions"), "tools of another name", CHATS, "name it tools_field"),
+    Meaning(("context",), "a context beside the prompt", PAIRS, "name it input_field, or join it to the prompt"),
+    Meaning(
+        ("rejected_response", "rejected_responses", "rejected_messages", "rejected_answer", "rejected"),
+        "a rejected answer, which only pairs with a chosen one train",
+        CHATS,
+        "name it rejected_field of type preference",
+    ),
+    Meaning(WEIGHTS, "a weight of the row", CHATS, "remove the row, or repeat it", is_weight),
+)
+
+
+def check_fields(record: Mapping[str, Any], row_type: str, read: Collection[str]) -> None:
+    """Raises NotARow for a field that means something in rows of a type, is not empty, and is not read.
+
+    read: names of the fields that the dataset's settings read.
+    """
+    for meaning in MEANINGS:
+        if row_type not in meaning.types:
+            continue
+        for name in meaning.names:
+            if name in record and name not in read and meaning.carries(record[name]):
+                raise NotARow(refusal(meaning.what, name, record[name], meaning.advice))
+
+
+def refusal(what: str, name: str, value: Any, advice: str, place: str = "") -> str:
+    """Returns the reason to reject a row with a field that is not read. place: of the field, such as "message 2"."""
+    return (
+        f"expected no {what}, got {name!r}{place and f' of {place}'} ({shown(value, 40)}); {advice}, or name it in "
+        "ignored_fields of the dataset"
+    )

@@ -1,0 +1,592 @@
+"""Rows in other tools' formats: what carries meaning is trained as transformers renders it, or refused by name.
+
+Texts are those of transformers (fixtures/rows_reference.json).
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from surojax.data import row_fields
+from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.datasets import Dataset, parse_dataset
+from surojax.data.documents import read_documents
+from surojax.data.examples import Encoder, Example
+from surojax.data.row_fields import MEANINGS, has_content
+from surojax.data.templates import Template, load_template
+from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from surojax.data.tokenizer_files import TokenizerFiles
+from surojax.errors import ConfigError
+
+FIXTURES = Path(__file__).parent / "fixtures"
+REFERENCE = json.loads((FIXTURES / "rows_reference.json").read_text(encoding="utf-8"))
+TOKENIZERS = json.loads((FIXTURES / "chat_reference.json").read_text(encoding="utf-8"))["tokenizers"]
+BYTES = ByteTokenizer()
+CHATML = load_template("chatml", BYTES)
+assert CHATML is not None
+TALK = Dataset(("talk",), type="conversation")
+PROMPTS = Dataset(("prompts",), type="instruction")
+PAIRS = Dataset(("pairs",), type="preference")
+RATED = Dataset(("rated",), type="unpaired")
+
+
+def found(record, dataset=TALK, template=CHATML, tokenizer: Tokenizer = BYTES, **options) -> Example | BadRow:
+    (example,) = Encoder(dataset, tokenizer, template, **options).encode([DataRow(record, "a.jsonl:7")])
+    return example
+
+
+def reason(record, dataset=TALK, template=CHATML, **options) -> str:
+    example = found(record, dataset, template, **options)
+    assert isinstance(example, BadRow), record
+    assert example.reason.startswith("expected ") and ", got " in example.reason and ";" in example.reason
+    assert "\n" not in example.reason
+    return example.reason
+
+
+def text(record, dataset=TALK, template=CHATML, **options) -> str:
+    example = found(record, dataset, template, **options)
+    assert isinstance(example, Example), example
+    return BYTES.decode(example.ids)
+
+
+def trained(record, dataset=TALK, template=CHATML, tokenizer: Tokenizer = BYTES, **options) -> str:
+    example = found(record, dataset, template, tokenizer, **options)
+    assert isinstance(example, Example), example
+    mask = np.ones(len(example.ids), bool) if example.trained is None else example.trained
+    return "".join(tokenizer.token_text(i) for i in example.ids[mask])
+
+
+def says(role, content, **others):
+    return {"role": role, "content": content, **others}
+
+
+def talk(*contents, **others):
+    """A row of a user and an assistant in turn; others: of the last message."""
+    messages = [says("assistant" if i % 2 else "user", content) for i, content in enumerate(contents)]
+    messages[-1] |= others
+    return {"messages": messages}
+
+
+# -- Calls, tools, roles and reasoning, against transformers ----------------------------------------------------------
+
+
+def template_of(name: str) -> Template:
+    texts = REFERENCE["templates"][name]
+    if isinstance(texts, str):
+        return Template(texts, "t.jinja", "<s>", "</s>")
+    return Template(texts["default"], "t.jinja", "<s>", "</s>", texts["tool_use"])
+
+
+def with_each_call(messages, change):
+    """Messages with `change` made of each call."""
+    return [
+        m | {"tool_calls": [change(call) for call in m["tool_calls"]]} if "tool_calls" in m else m for m in messages
+    ]
+
+
+def decoded_call(call):
+    function = call["function"]
+    arguments = function["arguments"]
+    return call | {
+        "function": function | {"arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+    }
+
+
+def arguments_as(change):
+    return lambda call: call | {"function": call["function"] | {"arguments": change(call["function"]["arguments"])}}
+
+
+def calls_in_roles(messages):
+    """LLaMA-Factory's form: a message of `function_call` for each call, results of `observation`."""
+    rows = []
+    for m in messages:
+        rows += [{"from": "function_call", "value": json.dumps(call["function"])} for call in m.get("tool_calls", ())]
+        roles = {"user": "human", "assistant": "gpt", "tool": "observation"}
+        others = {name: value for name, value in m.items() if name not in ("role", "content")}
+        rows += [] if "tool_calls" in m else [{"from": roles.get(m["role"], m["role"]), "value": m["content"]} | others]
+    return rows
+
+
+def with_nulls(messages):
+    """As Parquet files fill up structs."""
+    names = {name for m in messages for name in m} | {"function_call", "weight", "images", "name", "reasoning"}
+    return [dict.fromkeys(sorted(names)) | m for m in messages]
+
+
+SPELLINGS = {
+    "objects": lambda messages: messages,
+    "texts": lambda messages: with_each_call(messages, arguments_as(json.dumps)),
+    "compact texts": lambda messages: with_each_call(
+        messages, arguments_as(lambda a: json.dumps(a, separators=(",", ":")))
+    ),
+    "texts twice": lambda messages: with_each_call(messages, arguments_as(lambda a: json.dumps(json.dumps(a)))),
+    "functions as texts": lambda messages: with_each_call(
+        messages, lambda c: c | {"function": json.dumps(c["function"])}
+    ),
+    "calls as texts": lambda messages: with_each_call(messages, json.dumps),
+    "all calls as a text": lambda messages: [
+        m | {"tool_calls": json.dumps(m["tool_calls"])} if "tool_calls" in m else m for m in messages
+    ],
+    "empty arguments": lambda messages: with_each_call(messages, arguments_as(lambda a: a or "")),
+    "roles": calls_in_roles,
+    "nulls": with_nulls,
+    "no content": lambda messages: [m | {"content": None} if "tool_calls" in m else m for m in messages],
+    "parts": lambda messages: [
+        m | {"content": [{"type": "text", "text": part} for part in m["content"]]} if m["content"] else m
+        for m in messages
+    ],
+}
+TOOLS = {
+    "objects": lambda tools: tools,
+    "a text": json.dumps,
+    "texts": lambda tools: [json.dumps(tool) for tool in tools],
+    "a text of texts": lambda tools: json.dumps([json.dumps(tool) for tool in tools]),
+    "functions as texts": lambda tools: [tool | {"function": json.dumps(tool["function"])} for tool in tools],
+    "parameters as texts": lambda tools: [
+        tool | {"function": tool["function"] | {"parameters": json.dumps(tool["function"]["parameters"])}}
+        for tool in tools
+    ],
+}
+
+
+@pytest.mark.parametrize("case", REFERENCE["cases"], ids=lambda case: f"{case['template']}-{bool(case['tools'])}")
+def test_every_spelling_of_a_row_is_what_transformers_renders(case):
+    template = template_of(case["template"])
+    record = {"chat_template_kwargs": case["variables"]}
+    objects = with_each_call(case["messages"], decoded_call)
+    for name, spelled in SPELLINGS.items():
+        record["messages"] = spelled(objects)
+        record["tools"] = case["tools"]
+        assert text(record, template=template, train_on="all") == case["text"], name
+    if case["tools"]:
+        for name, spelled in TOOLS.items():
+            given = record | {"messages": objects, "tools": spelled(case["tools"])}
+            assert text(given, template=template, train_on="all") == case["text"], name
+        functions = [tool["function"] for tool in case["tools"]]
+        given = record | {"messages": objects, "tools": None, "functions": functions}
+        assert text(given, template=template, train_on="all") == case["text"]
+
+
+def test_an_older_call_is_a_call():
+    """OpenAI's `function_call` with or without content, and results of the role `function`."""
+    new = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+    old = {"name": "look", "arguments": '{"at": "it"}'}
+    for content in ("", "Let me see."):
+        rows = [
+            {
+                "messages": [
+                    says("user", "a"),
+                    says("assistant", content or None, **call),
+                    says(role, "b"),
+                    says("assistant", "c"),
+                ]
+            }
+            for call, role in (({"tool_calls": [new]}, "tool"), ({"function_call": old}, "function"))
+        ]
+        assert trained(rows[0]) == trained(rows[1]) and '"look"' in trained(rows[0])
+    both = talk("a", "b", function_call=old, tool_calls=[new])
+    assert "expected calls in 'tool_calls' or 'function_call' of message 2, got both" in reason(both)
+    nulls = talk("a", "b", function_call={"name": None, "arguments": None})
+    assert text(nulls) == text(talk("a", "b"))
+
+
+@pytest.mark.parametrize("calls", ["x", 5, [5], ["x"], [{"function": {"name": "f", "arguments": "{'a': 1}"}}]])
+def test_calls_that_are_none_are_refused(calls):
+    message = reason(talk("a", "b", tool_calls=calls))
+    assert "call" in message and ("correct the row" in message or "correct or remove the row" in message)
+
+
+def test_arguments_that_are_no_json_are_kept_where_the_template_takes_texts():
+    row = talk("a", "", tool_calls=[{"function": {"name": "run", "arguments": "print(1)"}}])
+    assert "run print(1)</call>" in text(row, template=template_of("text"))
+    assert "the arguments of a call of 'run' as a JSON object, got 'print(1)'" in reason(row)
+    assert "'x', a text" in reason(talk("a", "", tool_calls=[{"name": "run", "arguments": "x"}]))
+
+
+# -- Roles ------------------------------------------------------------------------------------------------------------
+
+
+def test_roles_of_other_tools():
+    plain = text(
+        {
+            "messages": [
+                says("system", "s"),
+                says("user", "a"),
+                says("assistant", "b"),
+                says("tool", "c"),
+                says("assistant", "d"),
+            ]
+        }
+    )
+    for system, result in (("developer", "ipython"), ("system", "observation"), ("developer", "tool_response")):
+        names = [system, "human", "gpt", result, "model"]
+        row = {"messages": [says(role, content) for role, content in zip(names, "sabcd", strict=True)]}
+        assert text(row) == plain
+    calls = [says("user", "a"), says("assistant", "b"), says("tool_call", '[{"name": "f", "arguments": {}}]')]
+    merged = talk("a", "b", tool_calls=[{"name": "f", "arguments": {}}])
+    assert text({"messages": calls}) == text(merged)
+    assert "of a role that calls tools, with the JSON of a name" in reason(
+        {"messages": [says("user", "a"), says("function_call", "look it up")]}
+    )
+    weights = [says("user", "a"), says("assistant", "b", weight=0), says("function_call", '{"name": "f"}')]
+    assert "with the weight of the answer before it" in reason({"messages": weights})
+
+
+def test_a_dataset_maps_roles():
+    named = parse_dataset({"path": "a", "type": "conversation", "roles": {"assistant": "bot", "user": ["me", "you"]}})
+    assert named.roles == (("bot", "assistant"), ("me", "user"), ("you", "user"))
+    row = {"messages": [says("me", "a"), says("bot", "b"), says("you", "c"), says("gpt", "d")]}
+    assert text(row, named) == text(talk("a", "b", "c", "d"))
+    assert "map it in roles of the dataset" in reason(row)
+    swapped = dataclasses.replace(TALK, roles=(("user", "assistant"), ("assistant", "user")))
+    assert trained({"messages": [says("assistant", "a"), says("user", "b")]}, swapped).startswith("b")
+
+
+BAD_ENTRIES = [
+    ({"roles": {"bot": "assistant"}}, "expected system, user, assistant, tool as keys, got 'bot'"),
+    ({"roles": "bot"}, "roles: expected a mapping, got 'bot'"),
+    ({"roles": {"user": 5}}, "roles: expected names for user, got 5"),
+    ({"roles": {"user": "a", "tool": ["a"]}}, "roles: expected one role for 'a', got user and tool"),
+    ({"ignored_fields": 5}, "ignored_fields: expected names of fields, got 5"),
+    ({"ignored_fields": [""]}, "ignored_fields: expected names of fields"),
+    ({"prompt_as": "text"}, "prompt_as: expected one of auto, chat, plain, got 'text'"),
+    ({"type": "text", "roles": {"user": "a"}}, "roles: expected rows of type instruction or conversation"),
+    ({"type": "conversation", "prompt_as": "chat"}, "prompt_as: expected rows of type instruction"),
+]
+
+
+@pytest.mark.parametrize("entry, said", BAD_ENTRIES, ids=map(str, range(len(BAD_ENTRIES))))
+def test_errors_of_entries(entry, said):
+    with pytest.raises(ConfigError) as error:
+        parse_dataset({"path": "a"} | entry)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+# -- Weights of messages ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", row_fields.WEIGHTS)
+@pytest.mark.parametrize("zero, one", [(0, 1), (False, True), (0.0, 1.0)])
+def test_an_answer_with_a_weight_of_0_is_not_trained(name, zero, one):
+    def row(*weights):
+        messages = talk("a", "b", "c", "d")["messages"]
+        answers = iter(weights)
+        return {"messages": [m | {name: next(answers)} if m["role"] == "assistant" else m for m in messages]}
+
+    plain = talk("a", "b", "c", "d")
+    assert trained(row(one, None)) == trained(row(one, one)) == trained(plain)
+    assert trained(row(zero, one)) == "d<|im_end|>\n<end>" and text(row(zero, one)) == text(plain)
+    assert trained(row(one, zero)) == trained(talk("a", "b"))  # what follows the last trained answer is left out
+    assert trained(row(one, zero), train_on="all").split("assistant\n")[-1] == ""
+    assert trained(row(zero, one), train_on="all") == trained(plain, train_on="all").replace("b<|im_end|>\n", "", 1)
+    assert trained(row(zero, one), train_on="last") == trained(plain, train_on="last")
+    assert "expected the last answer, which is the one to train" in reason(row(one, zero), train_on="last")
+    assert "expected an answer to train, got 2 with a weight of 0" in reason(row(zero, zero))
+    for bad in (0.5, 2, -1, "0", "yes", [0], float("nan")):
+        assert f"expected a weight of 0 or 1, true or false, in {name!r} of message 2" in reason(row(bad, one))
+
+
+def test_weights_of_other_messages_and_of_pairs():
+    asked = {"messages": [says("user", "a", weight=1), says("assistant", "b")]}
+    assert "for answers only, got it for message 1, of the user" in reason(asked)
+    assert text(asked, train_on="all") == text(talk("a", "b"), train_on="all")
+    silent = {"messages": [says("user", "a", weight=0), says("assistant", "b", weight=1)]}
+    assert trained(silent) == trained(talk("a", "b"))
+    assert "since train_on is all, got it for message 1" in reason(silent, train_on="all")
+    assert "expected one weight of message 2" in reason(talk("a", "b", weight=1, train=False))
+    pair = {"chosen": talk("a", "b")["messages"], "rejected": talk("a", "c")["messages"]}
+    assert isinstance(found(pair, PAIRS), Example)
+    pair["chosen"][-1]["weight"] = 0
+    assert "the one to train, with a weight of 1" in reason(pair, PAIRS)
+    for name, value in (("mask", 1), ("masked", False), ("train_detail", [{"begin_offset": 0}])):
+        assert f"got {name!r} of message 2" in reason(talk("a", "b", **{name: value}))
+
+
+def test_rewritten_answers_with_a_weight_of_0():
+    """A template that drops the thinking of earlier answers cannot show where those begin."""
+    thinks = Template(
+        "{% for m in messages %}[{{ m.role }}]{% if loop.last %}{{ m.content }}{% else %}"
+        "{{ m.content.split('</think>')[-1] }}{% endif %}.{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+        "t.jinja",
+    )
+    row = talk("a", "<think>b</think>c", "d", "e")
+    row["messages"][1]["weight"] = 0
+    assert trained(row, template=thinks) == "e.<end>"
+    assert "that t.jinja does not rewrite, since its weight is 0, got message 2" in reason(
+        row, template=thinks, train_on="all"
+    )
+
+
+# -- Fields that mean something ---------------------------------------------------------------------------------------
+
+VALUE = {"weight": 0.5}
+ROWS = {
+    "conversation": (TALK, talk("a", "b")),
+    "instruction": (PROMPTS, {"prompt": "a", "completion": "b"}),
+    "preference": (PAIRS, {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    "unpaired": (RATED, {"prompt": "a", "completion": "b", "label": True}),
+}
+NAMES = [(kind, name) for meaning in MEANINGS for kind in meaning.types for name in meaning.names if kind != "text"]
+READ = {("functions", kind) for kind in ROWS} | {
+    ("history", "instruction"),
+    ("history", "unpaired"),
+    ("rejected", "preference"),
+}
+
+
+@pytest.mark.parametrize("kind, name", [x for x in NAMES if x[::-1] not in READ])
+def test_a_field_that_means_something_is_refused_unless_it_is_empty(kind, name):
+    dataset, record = ROWS[kind]
+    value = 0.5 if name in row_fields.WEIGHTS else "some content"
+    message = reason(record | {name: value}, dataset)
+    assert f"got {name!r}" in message and "ignored_fields of the dataset" in message
+    for empty in (None, "", " ", [], {}, [None], {"a": None}, "[]", "null"):
+        assert isinstance(found(record | {name: empty}, dataset), Example), empty
+
+
+def test_a_field_of_metadata_is_not_refused():
+    metadata = {
+        **dict(id=5, source="web", category="chat", score=0.5, timestamp="2026", language="en", model="m", tokens=[1]),
+        **dict(prompt_id="a", url="u", tags=["a"], reasoning="on", thinking=True, images=0, weight=1, num_turns=2),
+        **dict(enable_thinking=None, context=None, history=[], label=None, uuid="x", license="mit", dataset="d"),
+        **dict(parallel_tool_calls=False, tool_choice="auto", metadata={"image": "a.png"}, score_chosen=1.0, loss=None),
+    }
+    for kind, (dataset, record) in ROWS.items():
+        assert text(metadata | record, dataset) == text(record, dataset), kind
+    message = dict(name="Bo", id="m1", tool_call_id="c", timestamp=5, prefix=False, annotations=[], model="m", tokens=3)
+    assert text(talk("a", "b", **message)) == text(talk("a", "b"))
+
+
+def test_media_are_refused_in_messages_and_texts_and_parts():
+    llava = {"image": "a.jpg", "conversations": [says("human", "<image>\nWhat?"), says("gpt", "A cat.")]}
+    assert "expected no media, since texts are trained, got 'image' ('a.jpg'); remove the row" in reason(llava)
+    assert isinstance(found(llava | {"image": None}), Example)
+    assert "got 'images' of message 2" in reason(talk("a", "b", images=["a.png"]))
+    assert "got 'audio' of message 2" in reason(talk("a", "b", audio={"id": "x"}))
+    for part in ({"type": "image"}, {"type": "image_url", "text": "a"}, {"type": "text", "text": "a", "image": "b"}):
+        assert "with text in 'content', got a list of" in reason(talk([part, {"type": "text", "text": "a"}], "b"))
+    assert text(talk([{"type": "text", "text": "a", "image": None}], [{"text": "b"}])) == text(talk("a", "b"))
+    (item,) = read_documents(
+        [DataRow({"text": "a <image>", "images": ["a.png"]}, "w")], "text", by_record=True, with_keys=True
+    )
+    assert isinstance(item.content, BadRow) and "got 'images'" in item.content.reason
+
+
+def test_ignored_fields_are_left_out_of_rows_and_messages(tmp_path):
+    ignoring = dataclasses.replace(TALK, ignored_fields=("image", "refusal", "thinking"))
+    row = talk("a", "b", refusal="no", thinking="hm hm")
+    assert text(row, ignoring) == text(talk("a", "b"))
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"image": "a", "text": "b"}))
+    from surojax.data.datasets import read_dataset
+
+    (read,) = read_dataset(parse_dataset({"path": str(path), "ignored_fields": "image"}))
+    assert isinstance(read, DataRow) and read.record == {"text": "b"}
+
+
+def test_has_content():
+    for empty in (None, 0, 1.5, True, "", "\n", "[]", " {} ", "null", [], {}, [None, ""], {"a": [None]}, ()):
+        assert not has_content(empty), empty
+    for full in ("a", ["a"], [[0, 255]], [{"begin_offset": 0}], {"a": "b"}, [{"a": "b"}], b"a", np.ones(2), object()):
+        assert has_content(full), full
+
+
+@pytest.mark.parametrize("name", row_fields.REASONING)
+def test_reasoning_beside_the_content(name):
+    """Whatever its name is, it is shown under the one that the template reads."""
+    row = talk("a", "b", **{name: "first\nthen"})
+    for template in ("reasoning_content", "thinking"):
+        assert "<think>first\nthen</think>b<|im_end|>" in trained(row, template=template_of(template))
+    message = reason(row)
+    assert "no reasoning beside the content of message 2, which chat_template chatml does not read" in message
+    assert "<think>" in message and "ignored_fields" in message
+    assert text(talk("a", "b", **{name: ""})) == text(talk("a", "b"))
+    others = {"reasoning_content": "one", "thinking": "two"}
+    assert "as one text" in reason(talk("a", "b", **others))
+    assert "as one text" in reason(talk("a", "b", **{name: ["one"]}))
+
+
+def test_earlier_turns_beside_a_prompt():
+    row = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "s"}
+    assert trained(row, PROMPTS) == trained({"messages": [says("system", "s"), *talk("a", "b", "c", "d")["messages"]]})
+    assert text(row | {"history": json.dumps([["a", "b"]])}, PROMPTS) == text(row, PROMPTS)
+    assert "got history too" in reason(row, PROMPTS, None)
+    for history in ("a", [["a"]], [["a", None]], [{"role": "user", "content": "a"}]):
+        assert "as pairs of a prompt and its completion" in reason(row | {"history": history}, PROMPTS)
+
+
+def test_variables_of_a_template():
+    template = template_of("variables")
+    row = talk("a", "b") | {
+        "chat_template_kwargs": {"enable_thinking": True, "unset": None},
+        "documents": [{"text": "d"}],
+    }
+    assert text(row, template=template).startswith("think[d]")
+    assert text(talk("a", "b") | {"enable_thinking": True}, template=template).startswith("think<")
+    assert text(talk("a", "b") | {"enable_thinking": False}) == text(talk("a", "b"))
+    asked = row | {"prompt": "a", "completion": "b", "messages": None}
+    assert text(asked, PROMPTS, template).startswith("think[d]") and "got variables too" in reason(asked, PROMPTS, None)
+    assert "expected no 'enable_thinking', which chat_template chatml does not read" in reason(row)
+    assert "name documents in ignored_fields" in reason(talk("a", "b") | {"documents": [{"text": "d"}]})
+    for variables, said in (({"messages": [1]}, "got 'messages'"), ("x", "expected an object")):
+        assert said in reason(talk("a", "b") | {"chat_template_kwargs": variables}, template=template)
+
+
+# -- Prompts and completions ------------------------------------------------------------------------------------------
+
+PROMPT = [says("system", "s"), says("user", "a"), says("assistant", "b"), says("user", "c")]
+
+
+@pytest.mark.parametrize("prompt", ["c", PROMPT], ids=["text", "messages"])
+@pytest.mark.parametrize(
+    "completion", ["d", [says("assistant", "d")], [{"from": "gpt", "value": "d"}]], ids=["text", "list", "gpt"]
+)
+def test_a_prompt_and_its_completion_may_be_messages(prompt, completion):
+    """As in TRL: of a prompt nothing is trained, also no answer in it."""
+    messages = [*(prompt if isinstance(prompt, list) else [says("user", prompt)]), says("assistant", "d")]
+    row = {"prompt": prompt, "completion": completion}
+    assert text(row, PROMPTS) == text({"messages": messages})
+    assert trained(row, PROMPTS) == "d<|im_end|>\n<end>"
+    assert trained(row, PROMPTS, train_on="last") == "d<|im_end|>\n<end>"
+    assert trained(row, PROMPTS, train_on="all") == trained({"messages": messages}, train_on="all")
+    if prompt is PROMPT:
+        assert "set chat_template" in reason(row, PROMPTS, None)
+
+
+def test_completions_of_several_messages():
+    calls = says("assistant", None, tool_calls=[{"name": "look", "arguments": "{}"}])
+    row = {"prompt": [says("user", "a")], "completion": [calls, says("tool", "b"), says("assistant", "c")]}
+    assert trained(row, PROMPTS).count("<|im_end|>") == 2
+    assert "to train on in the completion, got none" in reason(
+        {"prompt": PROMPT, "completion": [says("user", "c")]}, PROMPTS
+    )
+    for empty in ("prompt", "completion"):
+        assert f"in {empty!r}, got an empty list" in reason({"prompt": "a", "completion": "b"} | {empty: []}, PROMPTS)
+    tools = [{"name": "look"}]
+    assert '{"name": "look"}' in text({"prompt": "a", "completion": "b", "tools": tools}, PROMPTS)
+    assert "got tools too" in reason({"prompt": "a", "completion": "b", "tools": tools}, PROMPTS, None)
+    assert "got 'images'" in reason(row | {"images": ["a"]}, PROMPTS)
+    assert text(row | {"system": "s"}, PROMPTS).startswith("<|im_start|>system\ns<|im_end|>")
+
+
+def test_rated_answers_may_be_messages():
+    """The same tokens as of rows with texts, the prompt with another row's answer behind it too."""
+    texts = [{"prompt": f"{i}?", "completion": f"{i}!", "label": i % 2 == 0} for i in range(5)]
+    lists = [
+        {"prompt": [says("user", r["prompt"])], "completion": [says("assistant", r["completion"])], "label": r["label"]}
+        for r in texts
+    ]
+    mixed = [lists[i] if i % 2 else texts[i] for i in range(5)]
+    encoder = Encoder(RATED, BYTES, CHATML)
+    expected, *others = [encoder.encode([DataRow(r, "w") for r in rows]) for rows in (texts, lists, mixed)]
+    for examples in others:
+        for one, other in zip(expected, examples, strict=True):
+            assert isinstance(one, Example) and isinstance(other, Example)
+            np.testing.assert_array_equal(one.ids, other.ids)
+            np.testing.assert_array_equal(one.trained, other.trained)
+    asks = {"prompt": "a", "completion": [says("user", "b")], "label": True}
+    assert "that ends with an answer of the assistant, got a message of the user" in reason(asks, RATED)
+
+
+def test_texts_with_a_template_are_messages_or_plain_and_a_line_says_which():
+    row = {"prompt": "a", "completion": "b"}
+    plain = dataclasses.replace(PROMPTS, prompt_as="plain")
+    chat = dataclasses.replace(PROMPTS, prompt_as="chat")
+    assert text(row, PROMPTS) == text(row, chat) == text(talk("a", "b")) and text(row, plain) == "ab"
+    assert text(row, plain) == text(row, PROMPTS, None)
+    assert "become messages of chat_template chatml" in Encoder(PROMPTS, BYTES, CHATML).note
+    assert "without chat_template chatml" in Encoder(plain, BYTES, CHATML).note
+    assert Encoder(PROMPTS, BYTES, None).note == ""
+    with pytest.raises(ConfigError, match="expected a chat template"):
+        Encoder(chat, BYTES, None)
+    fingerprints = {Encoder(dataset, BYTES, CHATML).fingerprint for dataset in (PROMPTS, plain)}
+    assert len(fingerprints) == 2
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert text(pair, dataclasses.replace(PAIRS, prompt_as="plain")) == "abac"
+
+
+# -- Templates --------------------------------------------------------------------------------------------------------
+
+
+class Named(ByteTokenizer):
+    """A tokenizer with these chat templates."""
+
+    def __init__(self, default="", **named):
+        self.chat_template = default
+        self.named_templates = named
+
+
+def test_a_template_is_chosen_by_tools_or_by_name():
+    tokenizer = Named("plain", tool_use="{{ tools | length }} tools", rag="{{ messages[0].content }}")
+    template = load_template("", tokenizer)
+    assert template is not None and template.shows_tools
+    user = [says("user", "a")]
+    assert template.render(user) == "plain" and template.render(user, [{"name": "f"}]) == "1 tools"
+    rag = load_template("rag", tokenizer)
+    assert rag is not None and rag.render(user) == "a" and not rag.shows_tools
+    only = load_template("", Named(tool_use="tools"))
+    assert only is not None and only.render(user, [{}]) == "tools"
+    assert "with tools only, got none; set chat_template" in reason(talk("a", "b"), template=only)
+    with pytest.raises(ConfigError, match="set it to one of rag"):
+        load_template("", Named(rag="a"))
+    with pytest.raises(ConfigError, match="mistral, rag, or a file, got 'rags'"):
+        load_template("rags", Named("a", rag="a"))
+    with pytest.raises(ConfigError, match="syntax error"):
+        load_template("", Named("a", tool_use="{% if %}"))
+
+
+# -- Turns that end where the next one begins -------------------------------------------------------------------------
+
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LATE = (
+    "{% for m in messages %}{{ '' if loop.first else 'END' }}[INST]{{ m.role }}[/INST]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'END' }}[INST]assistant[/INST]{% endif %}"
+)
+LAST = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% if loop.last and not add_generation_prompt %}{{ eos_token }}{% else %}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        (GLM, ["b<|user|>", "d</s>"]),
+        (LATE.replace("END", "</s>"), ["b</s>", "d</s>"]),
+        (LATE.replace("END", "\n<|im_end|>\n"), ["b\n<|im_end|>", "d</s>"]),
+        (LATE.replace("END", ""), ["b[INST]", "d</s>"]),
+        (LAST, ["b<|im_end|>", "d</s>"]),
+        (
+            LATE.replace("END", "").replace("{{ m.content }}", "{{ m.content }}<|im_end|>\n"),
+            ["b<|im_end|>", "d<|im_end|>"],
+        ),
+        (LATE.replace("END", " and"), ["b", "d</s>"]),
+    ],
+)
+def test_the_end_of_a_turn_is_trained_also_where_the_next_one_begins(template, expected):
+    files = json.loads(TOKENIZERS["byte_level"]["tokenizer"])
+    first = max(token["id"] for token in files["added_tokens"]) + 1
+    names = ["<|user|>", "<|assistant|>"]
+    for i, name in enumerate(names):  # in place of two ordinary tokens, which no text here needs
+        others = {key: id for key, id in files["model"]["vocab"].items() if id != 300 + i}
+        files["model"]["vocab"] = others
+        files["added_tokens"].append(files["added_tokens"][0] | {"id": 300 + i, "content": name})
+    files["model"]["merges"] = []
+    assert first < 300
+    tokenizer = HuggingFaceTokenizer(TokenizerFiles(json.dumps(files), bos="<s>", eos="</s>"), "t")
+    made = Template(template, "t.jinja", "<s>", "</s>")
+    example = found(talk("a", "b", "c", "d"), TALK, made, tokenizer)
+    assert isinstance(example, Example) and example.trained is not None
+    runs = np.flatnonzero(np.diff(example.trained.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    assert ["".join(tokenizer.token_text(i) for i in example.ids[a:b]) for a, b in runs] == expected
+    whole = example.ids.tolist()
+    rendered = made.render(talk("a", "b", "c", "d")["messages"])
+    assert whole[: len(tokenizer.encode(rendered))] == tokenizer.encode(rendered).tolist()
