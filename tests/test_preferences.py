@@ -330,6 +330,56 @@ def test_the_odds_of_an_answer_that_is_certain_are_finite():
     assert np.isfinite(value) and np.isfinite(gradient)
 
 
+def minus_log_sigmoid(x):
+    return np.logaddexp(0.0, -x)
+
+
+def log_odds(mean):
+    return mean - np.log(-np.expm1(mean))
+
+
+# (objective, options changed, loss of float64 (log-ratios or log-probabilities of both answers, tokens of both)).
+FAR = {
+    "dpo": ({"label_smoothing": 0.0}, lambda c, r, n, m: minus_log_sigmoid(0.3 * (c - r))),
+    "dpo-smoothed": (
+        {"label_smoothing": 0.1},
+        lambda c, r, n, m: 0.9 * minus_log_sigmoid(0.3 * (c - r)) + 0.1 * minus_log_sigmoid(0.3 * (r - c)),
+    ),
+    "dpo-hinge": ({}, lambda c, r, n, m: np.maximum(0, 1 - 0.3 * (c - r))),
+    "ipo": ({}, lambda c, r, n, m: (c / n - r / m - 1 / 0.6) ** 2),
+    "orpo": ({}, lambda c, r, n, m: -c / n + 0.3 * minus_log_sigmoid(log_odds(c / n) - log_odds(r / m))),
+    "simpo": ({}, lambda c, r, n, m: minus_log_sigmoid(2.0 * (c / n - r / m) - 0.7)),
+}
+
+
+@pytest.mark.parametrize("case", FAR)
+def test_answers_that_are_far_apart(case):
+    """Losses and gradients in float64, whichever answer is the likelier one, by far or hardly."""
+    changes, textbook = FAR[case]
+    name = "dpo" if case == "dpo-smoothed" else case
+    pairs = [(-3e4, -2.0), (-2.0, -3e4), (-400.0, -9.0), (-9.0, -400.0), (-7.0, -8.0), (-0.01, -50.0), (-50.0, -0.01)]
+    chosen, rejected = np.array(pairs).T
+    tokens = np.tile([4.0, 7.0], len(pairs))
+    reference = np.tile([-5.0, -6.0], len(pairs)) if "dpo" in name or name == "ipo" else np.zeros(2 * len(pairs))
+    loss = objective(name, **changes).loss
+
+    def total(logprob):
+        return loss(Sequences(logprob, jnp.float32(tokens), jnp.float32(reference)))["loss"]
+
+    def of_float64(logprob):
+        ratio = logprob - reference
+        return textbook(ratio[::2], ratio[1::2], tokens[::2], tokens[1::2])
+
+    logprob = np.stack([chosen, rejected], axis=1).reshape(-1)
+    logprob = np.float64(np.float32(logprob))
+    found, gradient = jax.value_and_grad(total)(jnp.float32(logprob))
+    np.testing.assert_allclose(found, of_float64(logprob).sum(), rtol=1e-5)
+    for i in range(logprob.size):
+        step = 1e-6 * (np.arange(logprob.size) == i) * np.maximum(1, np.abs(logprob[i]) * 1e-2)
+        slope = ((of_float64(logprob + step) - of_float64(logprob - step)).sum()) / (2 * step[i])
+        np.testing.assert_allclose(gradient[i], slope, rtol=1e-3, atol=1e-4)
+
+
 # -- With adapters, the reference is the same fetched layer without them -----------------------------------------------
 
 LORA = Lora(rank=4, alpha=8.0, targets=target_names("all-linear"))
