@@ -19,9 +19,9 @@ import pyarrow.parquet
 import pytest
 from test_load import BYTES, questions, texts
 
-from surojax.data import compressed, readers
-from surojax.data.compressed import format_of, stem
+from surojax.data import decompression, readers
 from surojax.data.datasets import parse_dataset, resolve
+from surojax.data.decompression import format_of, stem
 from surojax.data.documents import TextEncoder
 from surojax.data.examples import Encoder
 from surojax.data.files import find_files, split_names
@@ -348,8 +348,8 @@ def test_damaged_files_are_one_line(tmp_path, end):
 
 @pytest.mark.parametrize("end", COMPRESS)
 def test_a_file_that_unfolds_to_a_lot_is_refused_on_the_way(tmp_path, end, monkeypatch):
-    monkeypatch.setattr(compressed, "SMALL", 1 << 20)
-    monkeypatch.setattr(compressed, "UNFOLDS", 50)
+    monkeypatch.setattr(decompression, "SMALL", 1 << 20)
+    monkeypatch.setattr(decompression, "UNFOLDS", 50)
     for name in (f"a.jsonl{end}", f"a.txt{end}", f"a.csv{end}", f"a.json{end}"):
         (tmp_path / name).write_bytes(COMPRESS[end](b"[" + b" " * (2 << 20)))
         with pytest.raises(

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from surojax.data.compressed import SMALL, UNFOLDS
 from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.decompression import SMALL, UNFOLDS
 from surojax.data.values import plain_scalar
 from surojax.errors import ConfigError
 

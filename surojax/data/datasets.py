@@ -222,7 +222,11 @@ def resolve(dataset: Dataset, open_set: OpenSet = open_set) -> Dataset:
 
 def _type_of_filled(row: DataRow, dataset: Dataset) -> str:
     """Returns the type of a row by the fields that have a value: a table has all fields in each row."""
-    filled = {name: value for name, value in row.record.items() if not (is_missing(value) or value == "")}
+    filled = {
+        name: value
+        for name, value in row.record.items()
+        if not (is_missing(value) or (isinstance(value, str) and not value))
+    }
     with contextlib.suppress(ConfigError):
         return _type_of(row._replace(record=filled), dataset)
     return _type_of(row, dataset)

@@ -6,7 +6,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from surojax.data.compressed import MARKS, format_of
+from surojax.data.decompression import MARKS, format_of
 from surojax.errors import ConfigError
 
 _OTHER_FORMATS = {  # by the first bytes of a file

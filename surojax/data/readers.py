@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from surojax.data.arrow_files import LONGEST, SHORT, SPLIT, check_names, read_arrow, read_parquet
-from surojax.data.compressed import format_of, open_bytes
 from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.decompression import format_of, open_bytes
 from surojax.data.files import NotText, decode_utf8, unreadable
 from surojax.data.given import GivenRows
 from surojax.data.texts import READ, open_text, text_parts

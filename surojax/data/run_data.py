@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from surojax.data import corpus, datasets, files, given, templates
 from surojax.data.batches import Batch, Mixture, evaluation_batches
 from surojax.data.cache import Corpus
-from surojax.data.compressed import stem
 from surojax.data.datasets import Dataset
+from surojax.data.decompression import stem
 from surojax.data.documents import TextEncoder
 from surojax.data.examples import Encoder
 from surojax.data.given import GivenRows

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from surojax.data.compressed import open_bytes, size_of, skip
+from surojax.data.decompression import open_bytes, size_of, skip
 from surojax.data.files import NotText, unreadable
 from surojax.errors import ConfigError
 
