@@ -10,7 +10,7 @@ from pathlib import Path
 
 from surojax.data.data_rows import BlankRow
 from surojax.data.documents import Text, read_documents
-from surojax.data.files import find_files, stdlib_files, unseen
+from surojax.data.files import find_files, split_names, stdlib_files, unseen
 from surojax.data.items import Item, Source, item_key, new_hash
 from surojax.data.readers import read_file
 from surojax.errors import ConfigError
@@ -58,7 +58,7 @@ def _read_stdlib(with_keys: bool = True) -> Iterator[Item[Text]]:
 def expand(source: str) -> list[Path]:
     """Returns the files that `source` names, sorted and without duplicates."""
     paths: set[Path] = set()
-    for item in (part.strip() for part in source.split(",")):
+    for item in split_names(source):
         if not item:
             raise ConfigError(
                 f"data source: expected '{STDLIB}' or paths separated by commas, got an empty one in {source!r}; "

@@ -5,6 +5,7 @@ in its place among the others: whether it ends the run or is counted is the call
 dataset unusable (a path that does not exist, a damaged Parquet file) is a ConfigError.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -17,6 +18,7 @@ from typing import Any
 from surojax.data import docstrings, files, given, readers
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.readers import OpenSet, open_set
+from surojax.data.values import is_missing
 from surojax.errors import ConfigError, shown
 
 TYPES = ("auto", "text", "instruction", "conversation", "preference", "unpaired", "rollout")
@@ -265,12 +267,24 @@ def resolve(dataset: Dataset, open_set: OpenSet = open_set) -> Dataset:
     bad = None
     for row in read_dataset(dataset, open_set):
         if isinstance(row, DataRow):
-            resolved = dataclasses.replace(dataset, type=_type_of(row, dataset))
+            resolved = dataclasses.replace(dataset, type=_type_of_filled(row, dataset))
             _check_uses(resolved, row.where)
             return resolved
         bad = bad or row
     assert bad is not None, "read raises if there is no row"
     raise ConfigError(f"{bad.where}: {bad.reason}")
+
+
+def _type_of_filled(row: DataRow, dataset: Dataset) -> str:
+    """Returns the type of a row by the fields that have a value: a table has all fields in each row."""
+    filled = {
+        name: value
+        for name, value in row.record.items()
+        if not (is_missing(value) or (isinstance(value, str) and not value))
+    }
+    with contextlib.suppress(ConfigError):
+        return _type_of(row._replace(record=filled), dataset)
+    return _type_of(row, dataset)
 
 
 def _type_of(row: DataRow, dataset: Dataset) -> str:
@@ -314,7 +328,7 @@ def read_dataset(dataset: Dataset, open_set: OpenSet = open_set) -> Iterator[Dat
 
     A .txt file is one row, whose field `text_field` is a `TextFile`; a .jsonl file has a row in each line that is not
     blank, a .json file the same or one list of rows, a .csv file a header and a row in each
-    further line. A .parquet file is read in batches. Hidden files are skipped.
+    further line. Files of tables are read in batches. Hidden files are skipped.
 
     open_set: loads a set of the `datasets` library. Raises ConfigError if something is missing or unreadable, or there
     is no row at all.

@@ -19,6 +19,7 @@ from surojax.data.files import NotText
 from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
 from surojax.data.texts import TextFile, TextPiece
 from surojax.data.tokenizer import Tokenizer
+from surojax.data.values import is_missing
 
 type Text = str | TextFile
 
@@ -55,7 +56,7 @@ def _of_row(row: DataRow, text_field: str, by_record: bool, with_keys: bool) -> 
 
 def is_blank(text: Any) -> bool:
     """Returns True for a text without a letter or sign, and for a null, as tables hold in place of one."""
-    return text is None or (isinstance(text, str) and not text.strip())
+    return is_missing(text) or (isinstance(text, str) and not text.strip())
 
 
 def _of_file(file: TextFile, field: str | None, with_keys: bool) -> Item[Text] | BlankRow:

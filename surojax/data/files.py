@@ -6,35 +6,57 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from surojax.data.decompression import MARKS, format_of
 from surojax.errors import ConfigError
 
 _OTHER_FORMATS = {  # by the first bytes of a file
     b"\xff\xfe": "convert the file (iconv -f utf-16 -t utf-8)",
     b"\xfe\xff": "convert the file (iconv -f utf-16 -t utf-8)",
-    b"\x1f\x8b": "decompress the file (gunzip)",
+    **{mark: f"let the file's name end in {end}, or decompress it" for end, mark in MARKS.items()},
 }
+_ABOUT = ("dataset_info.json", "state.json", "dataset_dict.json")
+_MOST_JOINED = 32  # parts between commas that one name may have
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 
 
 def walk(root: Path, *suffixes: str, skip: Iterable[str] = ()) -> Iterator[Path]:
-    """Yields the files below `root` that end in one of `suffixes`; skips hidden files and the folders in `skip`."""
+    """Yields the files below `root` whose format (`format_of`) is one of `suffixes`.
+
+    Skips hidden files and the folders in `skip`.
+    """
     for folder, subfolders, names in os.walk(root, onerror=_raise_unreadable):
         subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
         for name in names:
-            if name.lower().endswith(suffixes) and not name.startswith("."):
+            if format_of(name) in suffixes and not name.startswith("."):
                 yield Path(folder, name)
+
+
+def split_names(names: str) -> list[str]:
+    """Splits a list of paths at its commas, and strips them. A name that exists as it is stays whole, commas too."""
+    parts = names.split(",")
+    paths = []
+    while parts:
+        for count in range(min(len(parts), _MOST_JOINED), 0, -1):
+            joined = ",".join(parts[:count])
+            known = [name for name in (joined, joined.strip()) if os.path.lexists(os.path.expanduser(name))]
+            if known or count == 1:
+                paths.append(known[0] if known else joined.strip())
+                del parts[:count]
+                break
+    return paths
 
 
 def find_files(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
     """Returns the files that a path, folder or glob names, sorted; None if nothing has that name.
 
-    Raises ConfigError if a folder holds no file that ends in one of `suffixes`, a file does not, or it is a pipe.
+    A path that exists is no glob. Raises ConfigError if a folder holds no file of a format (`format_of`) among
+    `suffixes`, a file is of another, or it is a pipe.
     """
-    path = os.path.expanduser(item)
-    matches = [Path(path)] if os.path.exists(path) else [Path(match) for match in _glob(path)]
+    path = item if os.path.exists(item) else os.path.expanduser(item)
+    matches = [Path(path)] if os.path.exists(path) else [Path(match) for match in _glob(_existing_escaped(path))]
     if not matches:
         return None
-    files = {file for match in matches for file in (walk(match, *suffixes) if match.is_dir() else [match])}
+    files = {file for match in matches for file in (_data_files(match, suffixes) if match.is_dir() else [match])}
     if not files:
         raise ConfigError(
             f"{item}: expected a folder with {' or '.join(suffixes)} files, got none; add some or name another"
@@ -44,12 +66,28 @@ def find_files(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
             raise ConfigError(
                 f"{file}: expected a file, got a pipe or a device, which cannot be read twice; save it first"
             )
-        if file.suffix.lower() not in suffixes:
+        if format_of(file) not in suffixes:
             raise ConfigError(
                 f"{file}: expected a file ending in {' or '.join(suffixes)}, got '{file.suffix}'; "
                 "convert it (.jsonl: one JSON object with a text field per line) or leave it out"
             )
     return sorted(files)
+
+
+def _data_files(folder: Path, suffixes: tuple[str, ...]) -> set[Path]:
+    """Returns the files with data below a folder, without those that `datasets` saves about its Arrow files."""
+    files = set(walk(folder, *suffixes))
+    saved = {file.parent for file in files if file.suffix.lower() == ".arrow"}
+    return {file for file in files if not (file.name in _ABOUT and saved & {file.parent, *file.parent.glob("*/")})}
+
+
+def _existing_escaped(pattern: str) -> str:
+    """Escapes the folders at the beginning of a glob that exist under the name as it is written, as "[1]" may be."""
+    parts = pattern.split(os.sep)
+    for count in range(len(parts)):
+        if not os.path.lexists(os.sep.join(parts[: count + 1]) or os.sep):
+            return os.sep.join([*map(glob.escape, parts[:count]), *parts[count:]])
+    return glob.escape(pattern)
 
 
 def _glob(pattern: str) -> Iterator[str]:

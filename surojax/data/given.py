@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from surojax.data.arrow_files import check_names
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.items import json_of
+from surojax.data.values import is_missing, plain
 from surojax.errors import ConfigError
 
 NAME = "the rows given"  # as a path of a dataset, and in messages
@@ -24,13 +26,15 @@ class GivenRows:
     """The rows of a caller's iterable.
 
     rows: of each a str, a mapping of fields as in a file, a list of messages, or token ids: a 1-D integer array or a
-    list of int. An integer array `[rows, tokens]` has a row in each row, one `[tokens]` is one row. Raises ConfigError
-    for anything else, and for what can be iterated over only once.
+    list of int. An integer array `[rows, tokens]` has a row in each row, one `[tokens]` is one row. A table of pandas,
+    polars or Arrow has its rows. Raises ConfigError for anything else, and for what can be iterated over only once.
     """
 
     def __init__(self, rows: Iterable[Any]):
         if isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype.kind in "iu":
             rows = rows[None]
+        self._is_table = hasattr(rows, "columns") or hasattr(rows, "column_names")
+        rows = _rows_of_table(rows) if self._is_table else rows
         if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
             raise ConfigError(f"data: expected an iterable of rows, got {type(rows).__name__}; put it in a list")
         if iter(rows) is rows:
@@ -60,14 +64,31 @@ class GivenRows:
             if isinstance(row, str):
                 yield DataRow({"text": row}, where)
             elif isinstance(row, Mapping):
-                yield DataRow(dict(row), where)
+                yield DataRow(plain(row, drops_nulls=self._is_table), where)
             elif isinstance(row, np.ndarray) or (isinstance(row, list | tuple) and row and isinstance(row[0], int)):
                 yield DataRow({TOKENS: row}, where)
             elif isinstance(row, list | tuple) and row and isinstance(row[0], Mapping):
-                yield DataRow({"messages": list(row)}, where)
+                yield DataRow({"messages": plain(row)}, where)
+            elif is_missing(row):
+                yield DataRow({"text": None}, where)
             else:
                 expected = "expected a str, a mapping of fields, a list of messages, or token ids"
                 yield BadRow(where, f"{expected}, got {type(row).__name__}; correct or remove the row")
+
+
+def _rows_of_table(table: Any) -> Any:
+    """Returns the rows of a table of pandas, polars or Arrow, which are iterated over by their columns.
+
+    A set of the `datasets` library is iterated over by its rows, and returned as it is.
+    """
+    if hasattr(table, "to_dicts"):  # polars
+        return table.to_dicts()
+    if hasattr(table, "to_pylist"):  # Arrow
+        return table.to_pylist(maps_as_pydicts="strict")
+    if not hasattr(table, "iterrows"):
+        return table
+    check_names([str(name) for name in table.columns], "data")
+    return table.to_dict("records")
 
 
 def _add(digest: Any, row: DataRow | BadRow) -> None:

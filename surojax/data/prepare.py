@@ -13,6 +13,7 @@ from typing import NamedTuple
 from surojax.data import corpus, datasets, docstrings, examples
 from surojax.data.cache import HELD_OUT, TRAIN, CacheEntry, Corpus, cached, identify
 from surojax.data.cache_writer import ItemEncoder, write_entry
+from surojax.data.cells import decoded
 from surojax.data.data_rows import BlankRow
 from surojax.data.datasets import Dataset
 from surojax.data.documents import TextEncoder, read_documents
@@ -111,7 +112,7 @@ def _source(dataset: Dataset, encoder: ItemEncoder, open_set: OpenSet) -> Source
     """Makes the `Source` of a dataset's rows."""
 
     def items(with_keys: bool) -> Iterator[Item | BlankRow]:
-        rows = datasets.read_dataset(dataset, open_set)
+        rows = decoded(datasets.read_dataset(dataset, open_set), dataset)
         if dataset.type == "text":
             return read_documents(rows, dataset.text_field, by_record=True, with_keys=with_keys)
         if isinstance(encoder, TokenEncoder | RolloutEncoder):

@@ -6,6 +6,7 @@ read. A file whose further rows cannot be found (a damaged Parquet file) is a Co
 
 import csv
 import importlib
+import io
 import itertools
 import json
 import re
@@ -13,32 +14,28 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from surojax.data.arrow_files import LONGEST, SHORT, SPLIT, check_names, read_arrow, read_parquet
 from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.decompression import format_of, open_bytes
 from surojax.data.files import NotText, decode_utf8, unreadable
 from surojax.data.given import GivenRows
 from surojax.data.texts import READ, open_text, text_parts
+from surojax.data.values import plain
 from surojax.errors import ConfigError
 from surojax.untrusted import parse_first, parse_json
 
-LONGEST = 64 << 20  # bytes of a row; with all copies of it, one needs some times as much memory
-_SHORT = f"rows of at most {LONGEST >> 20} MiB"
-_SPLIT = "split it, or write a long text into a .txt file, which may have any size"
 _WORD = 16  # characters, more than the longest word or escape of JSON has
 _SPACE = re.compile(r"[ \t\n\r]*")  # between the values of a JSON list
-_PARQUET_ROWS = 16  # converted to Python objects at a time; 256 take as long
-_PARQUET_UNFOLDS = 1000  # times as many bytes as the file has; text compresses to a third or a tenth
-_PARQUET_SMALL = 16 << 20  # bytes that any file may unfold to
-_PARQUET_BYTES = 1 << 20  # of each column, read at a time
 _NO_OBJECT = "expected a JSON object with the fields of a row"
 
 
 def read_file(path: Path, text_field: str) -> Iterator[DataRow | BadRow]:
-    """Yields the rows of a file whose name ends in one of SUFFIXES.
+    """Yields the rows of a file whose name says that its format is one of SUFFIXES, see `format_of`.
 
     text_field: names the one field of a .txt file's row, a `TextFile`, which is read by who needs it.
     Raises ConfigError if the file cannot be read to its end.
     """
-    suffix = path.suffix.lower()
+    suffix = format_of(path)
     try:
         yield from [DataRow({text_field: open_text(path)}, str(path))] if suffix == ".txt" else _READERS[suffix](path)
     except OSError as error:
@@ -48,12 +45,12 @@ def read_file(path: Path, text_field: str) -> Iterator[DataRow | BadRow]:
 def _read_jsonl(path: Path) -> Iterator[DataRow | BadRow]:
     """Yields a row for each line that is not blank. Holds one line at a time."""
     offset = number = 0
-    with path.open("rb") as lines:
+    with open_bytes(path) as lines:
         while line := lines.readline(LONGEST + 1):
             number += 1
             where = f"{path}:{number}"
             if len(line) > LONGEST:
-                yield BadRow(where, f"expected {_SHORT}, got a longer line; {_SPLIT}")
+                yield BadRow(where, f"expected {SHORT}, got a longer line; {SPLIT}")
                 while not line.endswith(b"\n") and (more := lines.readline(LONGEST)):
                     offset += len(line)
                     line = more
@@ -64,7 +61,8 @@ def _read_jsonl(path: Path) -> Iterator[DataRow | BadRow]:
 
 def _parse_line(line: bytes, where: str, offset: int) -> DataRow | BadRow:
     try:
-        return _row_of(parse_json(decode_utf8(line, offset)), where)
+        # Files that were joined have the mark of each of them.
+        return _row_of(parse_json(decode_utf8(line, offset).removeprefix("\ufeff")), where)
     except NotText as error:
         return BadRow(where, str(error))
     except ValueError as error:
@@ -79,7 +77,7 @@ def _row_of(record: Any, where: str) -> DataRow | BadRow:
 
 def _read_json(path: Path) -> Iterator[DataRow | BadRow]:
     """Yields the rows of one JSON list, or of JSON lines if the file begins without "[". Holds one row at a time."""
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         first = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first != b"[":
         yield from _read_jsonl(path)
@@ -110,7 +108,7 @@ def _elements(parts: Iterator[str]) -> Iterator[Any]:
                 raise
             rest = len(text) - place
             if rest > LONGEST:
-                raise ValueError(f"expected {_SHORT}, got a longer one") from None
+                raise ValueError(f"expected {SHORT}, got a longer one") from None
             if not (more := list(itertools.islice(parts, 1 + rest // READ))):  # so that no text is read often
                 raise
             text, place = text[place:] + "".join(more), 0
@@ -151,7 +149,8 @@ def _read_csv(path: Path) -> Iterator[DataRow | BadRow]:
     """Yields the rows under the header; a row whose number of cells differs from the header's is a `BadRow`."""
     csv.field_size_limit(LONGEST)  # its own limit is shorter than a document
     # A byte that is not UTF-8 becomes a surrogate, so that only its own row is bad.
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+    opened = io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
+    with opened as lines:
         reader = csv.reader(_short_lines(lines, path), strict=True)
         header = None
         while True:
@@ -166,7 +165,7 @@ def _read_csv(path: Path) -> Iterator[DataRow | BadRow]:
             if not cells:
                 continue
             if header is None:
-                header = _check_names(cells, where)
+                header = check_names(cells, where)
                 continue
             yield _row_of_cells(header, cells, where)
 
@@ -177,15 +176,8 @@ def _short_lines(lines: TextIO, path: Path) -> Iterator[str]:
     while line := lines.readline(LONGEST + 1):
         number += 1
         if len(line) > LONGEST:
-            raise ConfigError(f"{path}:{number}: expected {_SHORT}, got a longer line; {_SPLIT}")
+            raise ConfigError(f"{path}:{number}: expected {SHORT}, got a longer line; {SPLIT}")
         yield line
-
-
-def _check_names(names: list[str], where: str) -> list[str]:
-    """Returns the names of a table's columns. Raises ConfigError if two are equal or one is empty."""
-    if len(set(names)) < len(names) or not all(names):
-        raise ConfigError(f"{where}: expected a header with different names, got {', '.join(names)}; correct it")
-    return names
 
 
 def _row_of_cells(header: list[str], cells: list[str], where: str) -> DataRow | BadRow:
@@ -199,61 +191,14 @@ def _row_of_cells(header: list[str], cells: list[str], where: str) -> DataRow | 
     return DataRow(dict(zip(header, cells, strict=True)), where)
 
 
-def _read_parquet(path: Path) -> Iterator[DataRow | BadRow]:
-    """Yields the rows of a Parquet file, a few at a time."""
-    import pyarrow  # imported here, since it takes a while and most runs read text
-    import pyarrow.parquet
-
-    number = itertools.count(1)
-    try:
-        # Without these two, all row groups that were read stay in memory.
-        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PARQUET_BYTES) as file:
-            _check_names(file.schema_arrow.names, str(path))
-            _check_unfolded(path, file.metadata)
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
-                if batch.nbytes > _PARQUET_ROWS * LONGEST:
-                    raise ConfigError(f"{path}, row {next(number)}: expected {_SHORT}, got longer ones; {_SPLIT}")
-                for record in _records(batch):
-                    where = f"{path}, row {next(number)}"
-                    if isinstance(record, Exception):
-                        reason = f"expected values that Python has, got others ({_one_line(record)}); correct the row"
-                        yield BadRow(where, reason)
-                    else:
-                        yield DataRow(record, where)
-    except (pyarrow.ArrowException, OSError, UnicodeError, IndexError) as error:
-        if isinstance(error, OSError) and error.errno:  # of the disk; those of a damaged footer have no number
-            raise
-        raise ConfigError(
-            f"{path}: expected a Parquet file, got one that cannot be read ({_one_line(error)}); write it again"
-        ) from None
-
-
-def _records(batch: Any) -> list[dict[str, Any] | Exception]:
-    """Converts a batch to records; an exception in place of rows with values that Python cannot hold (year 10^6)."""
-    try:
-        return batch.to_pylist()
-    except (ValueError, ArithmeticError) as error:
-        rows = [batch.slice(i, 1) for i in range(batch.num_rows)]
-        return [_records(row)[0] for row in rows] if len(rows) > 1 else [error]
-
-
-def _check_unfolded(path: Path, metadata: Any) -> None:
-    """Raises ConfigError for a Parquet file that decompresses to implausibly many bytes.
-
-    Equal values are stored once, so some bytes can mean billions of rows.
-    """
-    size = path.stat().st_size
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
-    unfolded = sum(column.total_uncompressed_size for column in columns)
-    if metadata.num_rows > size or unfolded > max(_PARQUET_UNFOLDS * size, _PARQUET_SMALL):
-        raise ConfigError(
-            f"{path}: expected at most a row for each of its {size:,} bytes and {_PARQUET_UNFOLDS} times as many "
-            f"bytes, got {metadata.num_rows:,} rows of {unfolded:,} bytes; remove rows that repeat"
-        )
-
-
-_READERS = {".csv": _read_csv, ".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+_READERS = {
+    ".csv": _read_csv,
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".feather": read_arrow,
+}
 SUFFIXES = (*_READERS, ".txt")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -268,7 +213,7 @@ def read_set(rows: Iterable[Any] | GivenRows, name: str) -> Iterator[DataRow | B
         return
     try:
         for number, record in enumerate(rows, start=1):
-            yield DataRow(dict(record), f"{name}, row {number}")
+            yield DataRow(plain(record, drops_nulls=True), f"{name}, row {number}")
     except Exception as error:  # those of damaged files, and of decoders of images and sound that are not installed
         raise ConfigError(
             f"{name}: expected rows from the datasets library, got {type(error).__name__} ({_one_line(error)}); "
@@ -283,7 +228,7 @@ def open_set(name: str, subset: str, split: str) -> Iterable[Any]:
     nothing.
     """
     nothing = f"got nothing of that name in {Path.cwd()}"
-    if not _HUB_NAME.fullmatch(name) or name.lower().endswith(SUFFIXES):
+    if not _HUB_NAME.fullmatch(name) or format_of(name) in SUFFIXES:
         raise ConfigError(f"{name}: expected a file, a folder or a glob that matches, {nothing}; correct the path")
     expected = f"{name}: expected a file, folder or glob, or a set that the datasets library finds"
     try:

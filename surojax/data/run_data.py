@@ -11,13 +11,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax.data import corpus, datasets, given, templates
+from surojax.data import corpus, datasets, files, given, templates
 from surojax.data.batches import Batch, Mixture, evaluation_batches
 from surojax.data.cache import Corpus
 from surojax.data.datasets import Dataset
+from surojax.data.decompression import stem
 from surojax.data.documents import TextEncoder
 from surojax.data.examples import Encoder
 from surojax.data.given import GivenRows
@@ -141,7 +141,7 @@ def parse_entries(entries: Sequence[Mapping[str, Any]], validation: Sequence[Map
         rest = dict(entry)
         name = rest.pop("name", None)
         dataset = _parse(rest, where)
-        name = Path(dataset.path[0]).stem if name is None else name
+        name = stem(dataset.path[0]) if name is None else name
         if not isinstance(name, str) or not name.strip() or name in named:
             raise ConfigError(f"{where}: expected a name that no other entry has, got {name!r}; set name='...'")
         named[name] = dataset
@@ -254,7 +254,7 @@ def _entry(names: str, settings: Settings) -> Dataset:
     is_named = settings.text_field != Settings(settings.sequence_len).text_field
     text_fields = {"type": "text", "text_field": settings.text_field} if is_named else {}
     try:
-        return datasets.parse_dataset({"path": [name.strip() for name in names.split(",")]} | text_fields)
+        return datasets.parse_dataset({"path": files.split_names(names)} | text_fields)
     except ConfigError as error:
         raise ConfigError(str(error).replace("datasets: path:", "data:")) from None
 

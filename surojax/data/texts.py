@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from surojax.data.decompression import open_bytes, size_of, skip
 from surojax.data.files import NotText, unreadable
 from surojax.errors import ConfigError
 
@@ -18,7 +19,7 @@ READ = 1 << 20  # bytes of a file, or characters of a string, in one part
 
 
 class TextFile(NamedTuple):
-    """A span of a UTF-8 file. start, stop: byte offsets."""
+    """A span of a UTF-8 file. start, stop: byte offsets in the file, decompressed if it is a compressed one."""
 
     path: Path
     start: int
@@ -37,10 +38,13 @@ class TextPiece(NamedTuple):
 
 
 def open_text(path: Path) -> TextFile:
-    """Opens the text of a file, without the byte order mark. Raises OSError if it cannot be read."""
-    with path.open("rb") as file:
+    """Opens the text of a file, without the byte order mark. A compressed file is read once for its length.
+
+    Raises OSError if it cannot be read.
+    """
+    with open_bytes(path) as file:
         has_mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
-    return TextFile(path, len(codecs.BOM_UTF8) if has_mark else 0, path.stat().st_size)
+    return TextFile(path, len(codecs.BOM_UTF8) if has_mark else 0, size_of(path))
 
 
 def text_parts(text: str | TextFile) -> Iterator[str]:
@@ -60,8 +64,8 @@ def text_parts(text: str | TextFile) -> Iterator[str]:
 def _parts_of_file(text: TextFile) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = text.start
-    with text.path.open("rb") as file:
-        file.seek(position)
+    with open_bytes(text.path) as file:
+        skip(file, position)
         while position < text.stop:
             content = file.read(min(READ, text.stop - position))
             if not content:
@@ -79,7 +83,7 @@ def _parts_of_file(text: TextFile) -> Iterator[str]:
 
 def _count_lines(path: Path, stop: int) -> int:
     """Returns the number of line ends in the first `stop` bytes."""
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         return sum(file.read(min(READ, stop - start)).count(b"\n") for start in range(0, stop, READ))
 
 

@@ -1,0 +1,55 @@
+"""Converts values that tables and other libraries hold to those that JSON has, so that a row means the same in each."""
+
+import datetime
+import decimal
+import sys
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def plain(value: Any, *, drops_nulls: bool = False) -> Any:
+    """Converts a value, and those in it, to None, bool, int, float, str, list and dict, where they stand for such.
+
+    Arrays of numbers stay arrays; what JSON has nothing for stays as it is. drops_nulls: of mappings, as Arrow adds a
+    null for each field that only other rows have.
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, Mapping):
+        pairs = ((name, x) for name, x in value.items() if not (drops_nulls and x is None))
+        return {name if isinstance(name, str) else str(name): plain(x, drops_nulls=drops_nulls) for name, x in pairs}
+    if isinstance(value, list | tuple):
+        return [plain(x, drops_nulls=drops_nulls) for x in value]
+    if isinstance(value, np.ndarray):
+        return value if value.dtype.kind in "iuf" else plain(value.tolist(), drops_nulls=drops_nulls)
+    return plain_scalar(value)
+
+
+def plain_scalar(value: Any) -> Any:
+    """Converts a single value, see `plain`: a date to ISO 8601's text, bytes that are UTF-8 to text."""
+    if isinstance(value, np.generic):
+        item = value.item()
+        return item if isinstance(item, np.generic) else plain_scalar(item)
+    if is_missing(value):
+        return None
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return value
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    return str(value) if isinstance(value, datetime.timedelta | uuid.UUID) else value
+
+
+def is_missing(value: Any) -> bool:
+    """Returns True for what stands for no value: None, and pandas' NaN, NA and NaT."""
+    if value is None or (isinstance(value, float) and value != value):
+        return True
+    pandas = sys.modules.get("pandas")  # not among surojax's dependencies
+    return pandas is not None and (value is pandas.NA or value is pandas.NaT)
