@@ -172,7 +172,9 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(f"adapter: cannot read {path / TENSORS} ({reason}); save the adapter again") from error
+        raise ConfigError(
+            f"adapter: cannot read {path / TENSORS} ({reason}); save the adapter again{missing.adapter_instead(path)}"
+        ) from error
     base_format = file.metadata.get(BASE_FORMAT, STORED)
     if base_format not in (STORED, *BASE_FORMATS):
         raise ConfigError(
