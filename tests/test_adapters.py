@@ -21,6 +21,7 @@ from test_huggingface import config, save_tokenizer, stored, write
 from surojax import ConfigError, convert, read_metrics, train
 from surojax.assembly.from_config import architecture, from_config, lora, model as model_of
 from surojax.exchange import merge, model_tensors, peft
+from surojax.exchange.adapter_config import labels_of_adapter
 from surojax.exchange.base import fingerprint
 from surojax.exchange.merge import Merged, merged_matrix, there_and_back
 from surojax.exchange.naming import Naming
@@ -46,7 +47,7 @@ def theirs(case: str) -> dict[str, np.ndarray]:
 
 def save(folder: Path, case: str, tensors=None, **changes) -> Path:
     """An adapter's folder as PEFT wrote it, but for these keys and tensors."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     said = json.loads(str(REFERENCE[f"{case}/adapter_config.json"])) | changes
     (folder / "adapter_config.json").write_text(json.dumps(said))
     safetensors.numpy.save_file(theirs(case) if tensors is None else tensors, folder / "adapter_model.safetensors")
@@ -245,6 +246,36 @@ def test_tensors_that_do_not_belong_to_the_model_are_refused(tmp_path):
         with pytest.raises(ConfigError) as error:
             peft.read_adapter(save(tmp_path / str(i), "lora", changed), model)
         assert str(error.value).endswith(message)
+
+
+def test_an_adapter_that_was_saved_without_a_task_type_is_read(tmp_path):
+    """PEFT writes the class of the base in its place; and it turns fan_in_fan_out off for linear layers."""
+    model = base_of(tmp_path, "lora").model
+    base = {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers.models.llama.modeling_llama"}
+    changes = {"task_type": None, "auto_mapping": base, "fan_in_fan_out": True}
+    found = peft.read_adapter(save(tmp_path / "without", "lora", **changes), model)
+    expected = peft.read_adapter(save(tmp_path / "with", "lora"), model)
+    chex.assert_trees_all_equal(found.matrices, expected.matrices)
+    assert found.lora == expected.lora
+    for name, labels in (("without", 0), ("with", 0), ("classifier", 1)):
+        if name == "classifier":
+            changes["auto_mapping"] = base | {"base_model_class": "LlamaForSequenceClassification"}
+            save(tmp_path / name, "lora", **changes)
+        assert labels_of_adapter(tmp_path / name) == labels
+
+
+def test_folders_of_something_else_are_told(tmp_path):
+    model = base_of(tmp_path, "lora").model
+    save(tmp_path / "outer" / "default", "lora")
+    pickled = save(tmp_path / "pickled", "lora")
+    (pickled / peft.TENSORS).rename(pickled / "adapter_model.bin")
+    for folder, message in (
+        (tmp_path / "outer", "give one that PEFT or a run wrote, such as the one in its folder default"),
+        (tmp_path / "base", "give one that PEFT or a run wrote; it has a whole model, for model_path"),
+        (pickled, "it has adapter_model.bin, which may run code and is not read: load and save it with PEFT"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^adapter: .*{message}$"):
+            peft.read_adapter(folder, model)
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):

@@ -297,7 +297,7 @@ def test_config_files(refused, tmp_path, source, said):
         (
             "table.xls",
             b"a,b\n",
-            "table.xls: expected a file ending in .csv or .json or .jsonl or .parquet or .arrow or .feather or .txt, got",
+            "table.xls: expected a file ending in .csv or .json or .jsonl or .parquet or .arrow or .feather or .txt",
         ),
         ("bad.jsonl", b'{"text": "a"}\n{"text"\n', "bad.jsonl:2: expected a JSON object"),
         ("field.jsonl", b'{"content": "a"}\n', "got 'content'; set text_field to the field that holds the text"),

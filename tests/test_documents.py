@@ -125,7 +125,11 @@ def test_a_file_that_is_cut_off_while_it_is_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "advice"),
-    [("text".encode("utf-16"), "iconv -f utf-16"), (b"\x1f\x8b\x08", "end in .gz, or decompress"), (b"ab\xff\xfe", "iconv -f latin1")],
+    [
+        ("text".encode("utf-16"), "iconv -f utf-16"),
+        (b"\x1f\x8b\x08", "end in .gz, or decompress"),
+        (b"ab\xff\xfe", "iconv -f latin1"),
+    ],
 )
 def test_what_a_file_seems_to_be_decides_the_advice(tmp_path, content, advice):
     path = tmp_path / "a.txt"

@@ -497,6 +497,9 @@ def test_models_whose_files_have_all_experts_in_one_tensor_come_out_as_they_went
     assert made["model_type"] == case and config_json.agrees(made, fields)
 
 
+UP = "model.layers.1.mlp.experts.{}.up_proj.weight"
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -513,6 +516,30 @@ def test_models_whose_files_have_all_experts_in_one_tensor_come_out_as_they_went
             r"model\.layers\.0\.mlp\.experts\.2\.up_proj\.weight: expected \[12, 24\], as expert 0, got \[3, 24\]",
         ),
         (lambda t: t.pop("model.layers.0.mlp.gate.weight"), r"expected model\.layers\.0\.mlp\.gate\.weight in"),
+        # Numbers that are none: with zeros before them, in other scripts' digits, of 5,000 digits.
+        *(
+            (
+                lambda t, number=number: t.update({UP.format(number): t[UP.format(3)]}),
+                r"has model\.layers\.1\.mlp\.experts\.\S+, which a model with this config\.json does not use",
+            )
+            for number in ("03", "003", "٣", "-3", "3" * 5000)
+        ),
+        (
+            lambda t: t.update({UP.format(10): t[UP.format(3)]}),
+            r"expected model\.layers\.1\.mlp\.experts\.7\.up_proj\.weight beside that of expert 10",
+        ),
+        (
+            lambda t: t.update({UP.format(3).replace("layers.1", "layers.01"): t[UP.format(3)]}),
+            r"expected model\.layers\.01\.mlp\.experts\.0\.up",
+        ),
+        (
+            lambda t: t.update({"model.layers.1.mlp.experts.gate_up_proj": np.zeros((7, 24, 24), np.float32)}),
+            r"expected each expert's tensor or one of all, got \S+experts\.0\.\S+ and \S+gate_up_proj",
+        ),
+        (
+            lambda t: t.update({f"language_model.{UP.format(3)}": t[UP.format(3)]}),
+            r"expected one tensor for 'model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight', got 'lang\S+' and 'mod",
+        ),
     ],
 )
 def test_files_without_all_experts_are_refused(tmp_path, change, message):

@@ -41,7 +41,7 @@ ALL = ("text", *CHATS)
 
 
 def has_content(value: Any) -> bool:
-    """Returns False for a number, which is metadata, and for nulls, blank texts, and lists and objects of only these."""
+    """Returns False for a number, which is metadata, for null and blank text, and for lists and objects of these."""
     return not isinstance(value, bool | int | float) and _is_filled(value)
 
 

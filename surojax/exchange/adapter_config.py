@@ -11,7 +11,7 @@ import jax
 
 from surojax import limited
 from surojax.errors import ConfigError, shown
-from surojax.exchange import peft_experts
+from surojax.exchange import missing, peft_experts
 from surojax.exchange.expert_tensors import has_all_experts
 from surojax.exchange.model_tensors import tensor_name
 from surojax.exchange.naming import Naming
@@ -27,9 +27,11 @@ CONFIG = "adapter_config.json"
 READ = {"peft_type", "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"}
 READ |= {"target_parameters", "rank_pattern", "alpha_pattern"}  # by peft_experts.py
 UNUSED = {
+    "auto_mapping",  # the class of the base, which PEFT writes in place of task_type
     "base_model_name_or_path",
     "corda_config",
     "eva_config",
+    "fan_in_fan_out",  # of GPT-2's layers: PEFT turns it off for all that are here
     "inference_mode",
     "loftq_config",
     "lora_dropout",
@@ -178,7 +180,11 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lor
 
 def labels_of_adapter(folder: str | Path) -> int:
     """The number of labels of the model that a folder's adapter belongs to; 0: a language model."""
-    return 1 if _content(expanded(folder)).get("task_type") == "SEQ_CLS" else 0
+    content = _content(expanded(folder))
+    base = content.get("auto_mapping")
+    base_class = str(base.get("base_model_class")) if isinstance(base, dict) else ""
+    is_classifier = content.get("task_type") == "SEQ_CLS" or base_class.endswith("ForSequenceClassification")
+    return 1 if is_classifier else 0
 
 
 def _content(folder: Path) -> dict[str, Any]:
@@ -190,7 +196,7 @@ def _content(folder: Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"adapter: expected a folder with {CONFIG}, got {str(folder)!r} ({reason}); give one that PEFT or a run "
-            "wrote"
+            f"wrote{missing.adapter_instead(folder)}"
         ) from error
     return content
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.families.family import BY_EXPERT, EXPERTS, ExpertFiles
+from surojax.families.names import NUMBER
 
-NUMBER = re.compile(r"(?<=\.experts\.)(\d+)\.")
+EXPERT = re.compile(rf"(?<=\.experts\.)({NUMBER})\.")
 HALVES = ("gate_proj", "up_proj")  # of the outputs of a tensor with both, in order
 DOWN = "down_proj"
 KINDS = {".weight": "", ".bias": "_bias"}  # ends of our names, and of those of tensors of all experts
@@ -35,7 +36,7 @@ class ExpertTensor(NamedTuple):
     @property
     def is_of_all(self) -> bool:
         """True if one tensor of the files has all experts."""
-        return not NUMBER.search(self.names[0])
+        return not EXPERT.search(self.names[0])
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of our tensor of all experts. stored: the shape of the files' first tensor."""
@@ -119,7 +120,7 @@ def of_each(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def without_number(name: str) -> tuple[str, int | None]:
     """Splits a name into (name of the matrix of all experts, number of the expert or None)."""
-    number = NUMBER.search(name)
+    number = EXPERT.search(name)
     return (name, None) if number is None else (name[: number.start()] + name[number.end() :], int(number[1]))
 
 
@@ -128,7 +129,7 @@ def parts_in(
 ) -> dict[str, ExpertTensor]:
     """Finds the experts among names of tensors in files: {our name of a tensor of all experts: `ExpertTensor`}.
 
-    field, fix: of the message. Raises ConfigError if one of the experts is missing.
+    field, fix: of the message. Raises ConfigError if one of the experts is missing, or if they are stored in both ways.
     """
     numbers: dict[str, set[int]] = {}
     places: dict[str, ExpertTensor] = {}
@@ -143,6 +144,11 @@ def parts_in(
             elif name.endswith(files.down + end):
                 places[name.removesuffix(files.down + end) + EXPERTS + DOWN + kind] = ExpertTensor((name,), None, files)
     for name, experts in numbers.items():
+        if name in places:
+            raise ConfigError(
+                f"{field}: expected each expert's tensor or one of all, got {of_expert(name, min(experts))} and "
+                f"{places[name].names[0]}; {fix}"
+            )
         if missing := sorted(set(range(len(experts))) - experts):
             raise ConfigError(
                 f"{field}: expected {of_expert(name, missing[0])} beside that of expert {max(experts)}, got no such "

@@ -24,7 +24,7 @@ from surojax.errors import ConfigError
 from surojax.exchange.finite import is_finite
 from surojax.families import registry
 from surojax.families.family import Gguf
-from surojax.families.names import find_tensor, renamed
+from surojax.families.names import by_our_name, find_tensor, renamed
 from surojax.families.registry import tensor_names
 from surojax.sizes import check_largest
 from surojax.untrusted import check_file
@@ -275,11 +275,11 @@ class GgufTensors:
         self._contents = open_file(path)
         self._head_dim = metadata_config(self._contents)["head_dim"]
         self._family = FAMILIES[self._contents.metadata["general.architecture"]]
-        self._theirs = {}
-        for name, stored in self._contents.tensors.items():
-            if name != FREQUENCIES:
-                self._theirs[renamed(name, self._family.names, tensor_names(self._family.names.keys()))] = name
-                _check_type(path, name, stored.kind)
+        to = tensor_names(self._family.names.keys())
+        names = [name for name in self._contents.tensors if name != FREQUENCIES]
+        self._theirs = by_our_name(names, lambda name: renamed(name, self._family.names, to), f"model_path: {path}")
+        for name in names:
+            _check_type(path, name, self._contents.tensors[name].kind)
 
     @property
     def names(self) -> set[str]:

@@ -37,6 +37,16 @@ def named_instead(missing: str, names: Collection[str], otherwise: str) -> str:
     return f"got no such tensor among {len(names):,}, the most similar being {shown(nearest, 120)}; {otherwise}"
 
 
+def adapter_instead(folder: Path) -> str:
+    """Says for a message's end what a folder has in place of an adapter in safetensors; "": nothing that is known."""
+    inner = [path.parent.name for path in sorted(folder.glob(f"*/{ADAPTER}"))]
+    if inner and not (folder / ADAPTER).is_file():
+        return f", such as the one in its folder {inner[0]}"
+    if (folder / "adapter_model.bin").is_file():
+        return "; it has adapter_model.bin, which may run code and is not read: load and save it with PEFT"
+    return "; it has a whole model, for model_path" if (folder / "config.json").is_file() else ""
+
+
 def held_instead(folder: Path) -> str:
     """Says for a message's end what a folder without weights in safetensors has, and what to change; "": nothing."""
     if (folder / ADAPTER).is_file():

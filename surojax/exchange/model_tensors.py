@@ -21,6 +21,7 @@ from surojax.exchange.huggingface import Float8Scales, float8_scales, read_confi
 from surojax.exchange.naming import is_of_further_layers, naming_of
 from surojax.exchange.shards import Shard
 from surojax.families.family import TENSOR_NAMES
+from surojax.families.names import by_our_name
 from surojax.families.registry import tensor_names
 from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, block_fp8, mxfp4, nf4, nvfp4
@@ -79,7 +80,7 @@ class Weights:
             for name in files
             if not (naming.in_whole and parts.is_of_images(name)) and not is_of_further_layers(name, config)
         ]
-        self._stored_as = {naming.ours(name): name for name in text_names}
+        self._stored_as = by_our_name(text_names, naming.ours, f"model_path: {self.path}")
         self.left_aside: list[str] = sorted(files.keys() - set(self._stored_as.values()))
         shards = {name: self._open(name) for name in sorted({files[name] for name in self._stored_as.values()})}
         self._shard_of: dict[str, Shard] = {}
@@ -358,7 +359,7 @@ def check_tensors(weights: Tensors, model: Model) -> None:
     unused -= {TENSOR_NAMES["head"]} if tied_head else set()
     if unused:
         raise ConfigError(
-            f"model_path: {weights.path} has {min(unused)}, which a model with this config.json does not use"
+            f"model_path: {weights.path} has {min(unused)[:200]}, which a model with this config.json does not use"
         )
     for name, shape in expected.items():
         if weights.shape(name) != shape:

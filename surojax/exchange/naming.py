@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from surojax.exchange import expert_tensors, parts
 from surojax.families.family import BY_EXPERT, ExpertFiles, ModelFamily
-from surojax.families.names import find_tensor, renamed
+from surojax.families.names import NUMBER, find_tensor, renamed
 from surojax.families.registry import FAMILIES, tensor_names
 
 
@@ -59,7 +59,7 @@ class Naming(NamedTuple):
         return tensor_names(self.family.tensors.keys())
 
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+LAYER = re.compile(rf"(?:^|\.)layers\.({NUMBER})\.")
 
 
 def is_of_further_layers(name: str, config: dict[str, Any]) -> bool:

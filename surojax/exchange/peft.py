@@ -37,6 +37,7 @@ from surojax.exchange.model_tensors import shapes
 from surojax.exchange.naming import Naming
 from surojax.exchange.peft_experts import AdapterTensor
 from surojax.families.family import TENSOR_NAMES
+from surojax.families.names import by_our_name
 from surojax.models.lora import Lora, adapters as declared
 from surojax.models.model import Model, Segment
 from surojax.numerics.base_formats import FORMATS
@@ -142,9 +143,10 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
     factors = [name for name in SUFFIXES if name != "magnitude" or lora.magnitudes]
     try:
         file = shards.Shard(path / TENSORS)
+        theirs = by_our_name(file.entries, lambda name: _ours(name, naming), f"adapter: {file.path}")
         stored = {
-            _ours(name, naming): AdapterTensor(name, entry.shape, functools.partial(file.read, name))
-            for name, entry in file.entries.items()
+            ours: AdapterTensor(name, file.entries[name].shape, functools.partial(file.read, name))
+            for ours, name in theirs.items()
         }
         if not any(has_all_experts(name) for name in stored):
             lora = _without_unnamed_experts(lora, model, described.targets)
@@ -170,7 +172,9 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(f"adapter: cannot read {path / TENSORS} ({reason}); save the adapter again") from error
+        raise ConfigError(
+            f"adapter: cannot read {path / TENSORS} ({reason}); save the adapter again{missing.adapter_instead(path)}"
+        ) from error
     base_format = file.metadata.get(BASE_FORMAT, STORED)
     if base_format not in (STORED, *BASE_FORMATS):
         raise ConfigError(

@@ -5,10 +5,14 @@ a module's name (".weight", ".bias", the parts of a quantised or adapted matrix)
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+from surojax.errors import ConfigError, shown
+
+# A number in a name as it is written: ASCII digits without leading zeros, so that two names never have the same one.
+NUMBER = r"(?:0|[1-9][0-9]{0,8})"
+LAYER_NUMBER = re.compile(rf"(?<=\.){NUMBER}(?=\.)")
 
 
 class TensorName(NamedTuple):
@@ -39,6 +43,22 @@ def find_tensor(name: str, table: Mapping[str, str]) -> TensorName | None:
 def module(name: str) -> str:
     """The name of the module that has this tensor."""
     return name.rpartition(".")[0]
+
+
+def by_our_name(names: Iterable[str], ours: Callable[[str], str], where: str) -> dict[str, str]:
+    """Returns {our name: the file's}. ours: translates a name. where: the field and file, for the message.
+
+    Raises ConfigError if two names of the file are spellings of one of ours.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        other = found.setdefault(ours(name), name)
+        if other != name:
+            raise ConfigError(
+                f"{where}: expected one tensor for {shown(ours(name), 120)}, got {shown(other, 120)} and "
+                f"{shown(name, 120)}; remove one of them"
+            )
+    return found
 
 
 def renamed(name: str, table: Mapping[str, str], to: Mapping[str, str]) -> str:
