@@ -46,8 +46,7 @@ class Naming(NamedTuple):
         otherwise (`ExpertFiles`), and transformers reads no such name.
         """
         name, number = expert_tensors.without_number(parts.alone(name))
-        place = None if self.family is None else find_tensor(name, self.family.tensors)
-        if place is not None and place.rest:
+        if self.family and (place := find_tensor(name, self.family.tensors)) and place.rest:
             name = renamed(name, self.family.tensors, self._ours)
         return name if number is None else expert_tensors.of_expert(name, number)
 

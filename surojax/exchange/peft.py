@@ -36,6 +36,7 @@ from surojax.exchange.finite import is_finite
 from surojax.exchange.model_tensors import shapes
 from surojax.exchange.naming import Naming
 from surojax.exchange.peft_experts import AdapterTensor
+from surojax.exchange.small_files import Files, write_small_files
 from surojax.families.family import TENSOR_NAMES
 from surojax.models.lora import Lora, adapters as declared
 from surojax.models.model import Model, Segment
@@ -85,11 +86,17 @@ def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def save_adapter(
-    adapter: AdapterArrays, model: Model, folder: str | Path, *, base_name: str = "", naming: Naming = OF_MOST_FAMILIES
+    adapter: AdapterArrays,
+    model: Model,
+    folder: str | Path,
+    *,
+    base_name: str = "",
+    naming: Naming = OF_MOST_FAMILIES,
+    files: Files | None = None,
 ) -> Path:
     """Writes an adapter in float32, replacing one in the folder, and returns the folder.
 
-    base_name: what others load the base model by. naming: of the base model's files.
+    base_name: what others load the base model by. naming: of the base model's files. files: further ones of the folder.
     Raises ConfigError if the folder cannot be written.
     """
     path = expanded(folder)
@@ -104,7 +111,7 @@ def save_adapter(
         shards.write_shard(unfinished, expected, (arrays[name].astype(float32) for name in expected), metadata)
         unfinished.replace(path / TENSORS)
         content = adapter_config.adapter_config_of(adapter.lora, model, base_name, naming)
-        (path / CONFIG).write_bytes(encoded(content))
+        write_small_files(path, (files or {}) | {CONFIG: encoded(content)})
     except OSError as error:
         raise ConfigError(f"adapter: cannot write {path} ({error.strerror or error}); choose another folder") from error
     finally:
