@@ -20,7 +20,6 @@ PEFT's own adapters say neither: they are known by their shapes alone.
 import dataclasses
 import functools
 import hashlib
-import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -105,7 +104,7 @@ def save_adapter(
     arrays = {_written(name, naming): array for name, array in in_file.items()}
     expected = {name: shards.StoredTensor(array.shape, float32) for name, array in arrays.items()}
     metadata = {BASE_FORMAT: adapter.base_format} | ({FINGERPRINT: adapter.base} if adapter.base else {})
-    unfinished = path / f".{TENSORS}.{os.getpid()}"
+    unfinished = path / f".{TENSORS}"  # of a killed process, the next one replaces it
     try:
         path.mkdir(parents=True, exist_ok=True)
         shards.write_shard(unfinished, expected, (arrays[name].astype(float32) for name in expected), metadata)
