@@ -11,7 +11,6 @@ compares logits and losses with those of transformers, if an interpreter has it 
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,26 +20,25 @@ from surojax.config import checks
 from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
 from surojax.data.modelfile import modelfile as modelfile_text
-from surojax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
-from surojax.data.tokenizer_files import read_folder
+from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, refusing, short_exit_codes
 from surojax.exchange import config_json, gguf, gguf_export, peft, small_files
 from surojax.exchange.adapter_config import labels_of_adapter
 from surojax.exchange.checkpoint_tensors import CheckpointTensors
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.gguf_export import DTYPES as GGUF_DTYPES, export_gguf
-from surojax.exchange.huggingface import labels_of, read_config
+from surojax.exchange.huggingface import read_config
 from surojax.exchange.merge import Merged
 from surojax.exchange.model_tensors import Tensors, describe_source
 from surojax.exchange.naming import naming_of
-from surojax.exchange.small_files import CONFIG, GENERATION, TOKENIZER_FILES, Files
-from surojax.exchange.sources import SOURCE, is_model, kept_in, locate, open_weights, resolved, run_config_json
-from surojax.inference import parity
+from surojax.exchange.small_files import CONFIG, GENERATION, Files
+from surojax.exchange.sources import SOURCE, is_model, kept_in, open_weights, resolved, template_of
+from surojax.inference import model_folder, parity
+from surojax.inference.model_folder import folder_files, trained_files
 from surojax.inference.trained_model import check_trained_with
 from surojax.models.model import Model
 from surojax.run import on_disk
 from surojax.step.objectives import OBJECTIVES, objective_of
-from surojax.untrusted import expanded
 
 DEFAULT_DTYPE = "bfloat16"
 OUT_HELP = "the folder to write, new or empty; or a new file that ends in .gguf"
@@ -106,15 +104,16 @@ def merge(
         got = "a .gguf file, which always has that" if to_gguf else "a model without experts"
         raise ConfigError(f"--experts-together: expected a folder of a model with experts, got {got}; leave it out")
     say(f"reading {describe_source(opened.tensors)}")
-    tensors = opened.tensors
+    tensors, files = opened.tensors, opened.files
     for path in adapter_folders:
         tensors = Merged(tensors, peft.read_adapter(path, opened.model, naming_of(opened.config)), opened.model)
+        files = model_folder.of_adapter(path, opened.config, files, own_tokenizer=bool(tokenizer))
     if to_gguf:
-        said, modelfile = gguf_tokenizer_of(opened.config, opened.files, folder)
+        said, modelfile = gguf_tokenizer_of(opened.config, files, folder)
         return export_gguf(tensors, opened.model, opened.config, said, folder, dtype=dtype, modelfile=modelfile)
     config = config_json.completed(opened.config, dtype)
     how: Any = {"dtype": dtype, "experts_together": experts_together}
-    return export(tensors, opened.model, config, opened.files, folder, **how)
+    return export(tensors, opened.model, config, files, folder, **how)
 
 
 def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) -> Opened:
@@ -142,7 +141,7 @@ def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) 
     model = from_config.model(c)
     weights = open_weights(c, model)
     assert weights is not None
-    return Opened(model, weights, *folder_files(c))
+    return Opened(model, weights, *folder_files(c, is_trained=False))
 
 
 def _open_checkpoint(checkpoint: Path, tokenizer: str) -> Opened:
@@ -155,60 +154,10 @@ def _open_checkpoint(checkpoint: Path, tokenizer: str) -> Opened:
     kept = kept_in(checkpoint.parent.parent)
     c.model_path = str(kept) if (kept / CONFIG).is_file() else c.model_path
     c.tokenizer = tokenizer or (str(kept) if (kept / "tokenizer.json").is_file() else c.tokenizer)
+    c.chat_template = template_of(c, checkpoint.parent.parent)
     check_trained_with(meta, load_tokenizer(c.tokenizer))
     model = from_config.model(c)
     return Opened(model, CheckpointTensors(checkpoint, model), *folder_files(c))
-
-
-def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
-    """Makes (config.json, the other small files) for a model with a resolved config's `model` fields and tokenizer.
-
-    They are those of the model at `model_path`, if it says the same, else they are made. Raises ConfigError if the
-    model is of no family of Hugging Face, or if the tokenizer cannot be read or has more ids than the model.
-    """
-    fields = c.model.to_dict()
-    tokenizer = load_tokenizer(c.tokenizer)
-    # transformers scores the last token that is no padding; a model that classifies already says what that is.
-    padding = {"pad_token_id": tokenizer.pad_id} if c.model.num_labels else {}
-    if c.tokenizer != "bytes":  # which is also said by a model without a tokenizer
-        checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
-    files = tokenizer_files(c.tokenizer)
-    if c.model_path:
-        source = locate(c.model_path, weights=False)
-        if gguf.is_gguf(source):
-            said = gguf.metadata_config(gguf.open_file(source))
-            tokens = {key: said[key] for key in ("bos_token_id", "eos_token_id")}
-            generation = {GENERATION: encoded({key: id_ for key, id_ in tokens.items() if id_ is not None})}
-            return config_json.made(fields, said["max_position_embeddings"], tokens | padding), files | generation
-        source_config = run_config_json(c, read_config(source))
-        if config_json.agrees(source_config, fields):
-            return {**padding, **source_config} if labels_of(
-                read_config(source)
-            ) else source_config | padding, files | small_files.read_small_files(source, (GENERATION,))
-    tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} | padding
-    return config_json.made(fields, c.sequence_len, tokens), files
-
-
-def tokenizer_files(spec: str) -> Files:
-    """Returns the tokenizer's files for a model's folder, from the config's field `tokenizer`; none for bytes."""
-    if spec == "bytes":
-        return {}
-    path = expanded(spec)
-    if gguf.is_gguf(path):
-        stored = gguf_tokenizer.read_gguf_tokenizer(path)
-        said = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": stored.bos or None,
-            "eos_token": stored.eos or None,
-            "add_bos_token": stored.adds_bos,
-            "clean_up_tokenization_spaces": False,
-        }
-        template = {"chat_template.jinja": stored.chat_template.encode()} if stored.chat_template else {}
-        said |= {"chat_template": stored.chat_template} if stored.chat_template else {}
-        return {"tokenizer.json": stored.tokenizer.encode(), "tokenizer_config.json": encoded(said)} | template
-    if path.is_dir() or path.name == "tokenizer.json":
-        return small_files.read_small_files(path if path.is_dir() else path.parent, TOKENIZER_FILES)
-    return {"tokenizer.json": path.read_bytes()}
 
 
 def check_out(path: str | Path) -> None:
@@ -226,12 +175,10 @@ def gguf_tokenizer_of(config: dict[str, Any], files: Files, path: str | Path) ->
             "tokenizer: expected a tokenizer.json, of which a .gguf file has tokens and merges, got none (bytes have "
             "no merges); pass --tokenizer, or export a folder"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        small_files.write_small_files(Path(folder), files | {CONFIG: encoded(config)})
-        read = read_folder(Path(folder))
-        tokenizer = HuggingFaceTokenizer(read, "tokenizer.json")
-        metadata = gguf_tokenizer.tokenizer_metadata(tokenizer, read, "tokenizer.json", config["vocab_size"])
-        modelfile = modelfile_text(Path(path).name, load_tokenizer(folder))
+    tokenizer = model_folder.tokenizer_in(files, config)
+    content = files["tokenizer.json"].decode()
+    metadata = gguf_tokenizer.tokenizer_metadata(tokenizer, content, "tokenizer.json", config["vocab_size"])
+    modelfile = modelfile_text(Path(path).name, tokenizer)
     pad = config.get("pad_token_id")
     if isinstance(pad, int) and 0 <= pad < config["vocab_size"]:
         metadata["tokenizer.ggml.padding_token_id"] = pad
@@ -251,6 +198,18 @@ def check_exportable(c: Config, folder: str | Path) -> None:
     if gguf.is_gguf(Path(folder)):
         gguf_export.gguf_metadata(config, Path(folder))
         gguf_tokenizer_of(config, files, folder)
+
+
+def keep_template(c: Config) -> None:
+    """Writes the chat template that a config names to a run's output_dir, in place of one there. Raises OSError.
+
+    See `sources.template_of`.
+    """
+    kept = kept_in(c.output_dir)
+    files = small_files.read_tokenizer_files(kept) | small_files.read_small_files(kept, (GENERATION,))
+    config = read_config(kept) if (kept / CONFIG).is_file() else {}
+    kept.mkdir(parents=True, exist_ok=True)
+    small_files.write_small_files(kept, trained_files(c, config, files, load_tokenizer(c.tokenizer)))
 
 
 def keep(c: Config) -> None:

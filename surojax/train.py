@@ -294,6 +294,8 @@ def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextli
         )
     if is_first() and c.model_path and not (start.resume and keeps(setup.output_dir, c.model_path)):
         convert.keep(c)
+    elif is_first() and c.chat_template:
+        convert.keep_template(c)
 
 
 def parser() -> argparse.ArgumentParser:

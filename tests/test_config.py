@@ -215,3 +215,31 @@ def test_output_dir_is_checked_without_making_it(tmp_path):
 )
 def test_divisor(n, least, found):
     assert divisor(n, least) == found
+
+
+OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("recipe, multiple", [("mxfp8", 32), ("nvfp4", 32), ("fp8_current", 16)])
+@pytest.mark.parametrize(
+    "sizes, field",
+    [
+        ({"moe_intermediate_size": 72}, "model.moe_intermediate_size"),
+        ({"moe_intermediate_size": 0, "intermediate_size": 72}, "model.intermediate_size"),
+        ({"first_k_dense_replace": 1, "intermediate_size": 72}, "model.intermediate_size"),
+        ({"n_shared_experts": 2, "moe_intermediate_size": 72}, "model.moe_intermediate_size"),
+        ({"intermediate_size": 72}, None),  # no layer has it
+        ({"n_shared_experts": 2}, None),
+    ],
+)
+def test_every_width_of_a_model_is_one_that_its_recipe_computes(recipe, multiple, sizes, field):
+    """Of experts, shared ones, and MLPs of first layers; a field that no layer uses may say anything."""
+    c = default_config()
+    c.recipe = recipe
+    c.model.update(OF_EXPERTS | sizes)
+    if field is None:
+        checks.check(c)
+        return
+    expected = f"^{re.escape(field)}: expected a multiple of {multiple} with recipe='{recipe}', .*, got 72; use "
+    with pytest.raises(ConfigError, match=expected):
+        checks.check(c)

@@ -554,7 +554,27 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path):
     assert done.returncode == -signal.SIGKILL
     left = [path for path in tmp_path.iterdir() if path.name != "in"]
     assert len(left) == 1 and left[0].name.endswith(".unfinished") and not (left[0] / "config.json").exists()
+    for other in (".out.x.y.unfinished", ".out2.1.unfinished"):  # of other paths
+        (tmp_path / other).mkdir()
+    (tmp_path / ".out.12345.unfinished").mkdir()  # as earlier versions called it
     convert.convert(folder, tmp_path / "out")
+    Weights(tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out", ".out.x.y.unfinished", ".out2.1.unfinished"}
+
+
+def test_what_another_process_is_writing_is_not_deleted(tmp_path):
+    """And of the two that write to one path the last one is refused, since the path then has a model."""
+    folder = write(tmp_path / "in", "llama")
+    opened = convert.open_model(folder)
+    with (
+        pytest.raises(ConfigError, match=r"^export: cannot write .*out \(Directory not empty\); choose another"),
+        exporting.unfinished_beside(tmp_path / "out", 0) as unfinished,
+    ):
+        unfinished.mkdir()
+        (unfinished / "config.json").write_text("{}")
+        exporting.export(opened.tensors, opened.model, opened.config, {}, tmp_path / "out")
+        assert (unfinished / "config.json").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
     Weights(tmp_path / "out")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from surojax.config.fields import Config, head_dim, mlps
+from surojax.config.fields import Config, head_dim, mlp_widths, mlps
 from surojax.errors import need
 from surojax.models.lora import ALL_LINEAR, OF_MLP, SAVED, WITHOUT_EXPERTS, target_names
 from surojax.refusals.features import OF_ADAPTERS
@@ -55,18 +55,13 @@ def _check_beside_experts(c: Config, targets: Collection[str]) -> None:
 
 def _check_rank(c: Config, targets: Collection[str]) -> None:
     m = c.model
-    expert_width = m.moe_intermediate_size or m.intermediate_size
     key_rows = m.num_key_value_heads * head_dim(c)
     heads = m.num_attention_heads * head_dim(c)
     widths = {"attention.wq": heads, "attention.wk": key_rows, "attention.wv": key_rows, "attention.wo": heads}
-    mlp_widths = {
-        "mlp": m.intermediate_size,
-        "mlp.experts": expert_width,
-        "mlp.shared_experts": m.n_shared_experts * expert_width,
-    }
+    of_mlps = {kind: width for kind, (_, width) in mlp_widths(c).items()}
     for module, name in mlps(c).modules().items():
         if name in targets:
             kind = module.rpartition(".")[0]
-            smaller = min(m.hidden_size, mlp_widths[kind] if kind in mlp_widths else widths[name])
+            smaller = min(m.hidden_size, of_mlps[kind] if kind in of_mlps else widths[name])
             expected = f"at most {smaller}, the smaller side of {module}"
             need(c.lora_rank <= smaller, "lora_rank", expected, c.lora_rank, "lower it")

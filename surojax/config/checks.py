@@ -16,6 +16,7 @@ from surojax.config.fields import (
     flat,
     gpus_per_sequence,
     head_dim,
+    mlp_widths,
     no_field,
     warmup_steps,
 )
@@ -118,10 +119,9 @@ def _widths(c: Config) -> dict[str, int]:
     h = head_dim(c)
     return {
         "model.hidden_size": m.hidden_size,
-        "model.intermediate_size": m.intermediate_size,
         "model.num_attention_heads x head_dim": m.num_attention_heads * h,
         "model.num_key_value_heads x head_dim": m.num_key_value_heads * h,
-    }
+    } | dict(mlp_widths(c).values())
 
 
 def _check_schedule(c: Config) -> None:

@@ -121,6 +121,20 @@ def mlps(c: Config) -> Mlps:
     return Mlps(m.num_experts > 0, m.n_shared_experts > 0, m.first_k_dense_replace > 0)
 
 
+def mlp_widths(c: Config) -> dict[str, tuple[str, int]]:
+    """{kind of MLP that the model has: (the field, or product of fields, that says its width; the width)}."""
+    m = c.model
+    dense = "model.intermediate_size", m.intermediate_size
+    if not m.num_experts:
+        return {"mlp": dense}
+    expert = ("model.moe_intermediate_size", m.moe_intermediate_size) if m.moe_intermediate_size else dense
+    kinds = {"mlp.experts": expert}
+    if m.n_shared_experts:
+        name, width = expert
+        kinds["mlp.shared_experts"] = f"model.n_shared_experts x {name}", m.n_shared_experts * width
+    return kinds | ({"mlp": dense} if m.first_k_dense_replace else {})
+
+
 def tokens_of_piece(c: Config) -> int:
     """The tokens in one of a device's two pieces of the sequence with cp_method allgather or ring; else 0."""
     return c.sequence_len // (2 * c.cp_size) if c.cp_size > 1 and c.cp_method != "ulysses" else 0

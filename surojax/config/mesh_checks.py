@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from pallas_kernels.mma import ROWS
-from surojax.config.fields import Config, gpus_per_sequence, head_dim, tokens_of_piece
+from surojax.config.fields import Config, gpus_per_sequence, head_dim, mlp_widths, tokens_of_piece
 from surojax.errors import need
 from surojax.families.registry import ARCHITECTURES
 from surojax.numerics.blockscaled import WIDTHS
@@ -69,8 +69,7 @@ def _check_widths(c: Config) -> None:
     widths = {
         "model.num_attention_heads x model.head_dim": m.num_attention_heads // n * head_dim(c),
         "model.num_key_value_heads x model.head_dim": max(kv // n, 1) * head_dim(c),
-        "model.intermediate_size": m.intermediate_size // n,
-    }
+    } | {name: width // n for name, width in mlp_widths(c).values()}
     for name, width in widths.items():
         expected = f"a multiple of {multiple} on each GPU with tp_size={n} and recipe={c.recipe!r}"
         need(width % multiple == 0, name, expected, width, "lower tp_size")

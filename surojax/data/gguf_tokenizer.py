@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from surojax.data.chat_files import own_turn_ends
+from surojax.data.tokenizer import Tokenizer
 from surojax.data.tokenizer_files import TokenizerFiles
 from surojax.errors import ConfigError
 from surojax.untrusted import check_file
@@ -131,17 +133,17 @@ def _of_kind(kind: int, tokens: list[str], kinds: list[int]) -> list[str]:
 # -- The other way ----------------------------------------------------------------------------------------------------
 
 
-def tokenizer_metadata(tokenizer: Any, files: TokenizerFiles, source: str, size: int) -> dict[str, Any]:
+def tokenizer_metadata(tokenizer: Tokenizer, text: str, source: str, size: int) -> dict[str, Any]:
     """Makes the metadata from which `read_gguf_tokenizer` reads this tokenizer.
 
-    tokenizer: the `HuggingFaceTokenizer` of the files. source: where they come from, for messages. size: rows of the
-    model's embedding, which has so many tokens in a file.
+    text: its tokenizer.json. source: where that comes from, for messages. size: rows of the model's embedding, which
+    has so many tokens in a file. Of several stop tokens, those with which the chat template ends an answer come first.
 
     Raises ConfigError for a tokenizer that is not byte-level BPE, or that splits text by a rule without a name.
     """
     from tokenizers import Tokenizer as Library
 
-    content = json.loads(Library.from_str(files.tokenizer).to_str())  # with every field of the library's version
+    content = json.loads(Library.from_str(text).to_str())  # with every field of the library's version
     rule = _rule(content, source)
     added = {token["id"]: token for token in content["added_tokens"]}
     texts = {id_: text for text, id_ in content["model"]["vocab"].items()} | {i: t["content"] for i, t in added.items()}
@@ -154,7 +156,8 @@ def tokenizer_metadata(tokenizer: Any, files: TokenizerFiles, source: str, size:
             f"and {tokenizer.vocab_size}; set tokenizer to the model's tokenizer.json"
         )
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
-    others = sorted(tokenizer.stop_ids - {tokenizer.eos_id})
+    others = [id_ for id_ in own_turn_ends(tokenizer) if id_ != tokenizer.eos_id]
+    others += sorted(tokenizer.stop_ids - {tokenizer.eos_id, *others})
     ids |= dict(zip(("eot", "eom"), others, strict=False))
     metadata = {
         "model": "gpt2",
@@ -164,7 +167,7 @@ def tokenizer_metadata(tokenizer: Any, files: TokenizerFiles, source: str, size:
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
         "add_bos_token": tokenizer.adds_bos,
     } | {f"{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None}
-    template = {"tokenizer.chat_template": files.chat_template} if files.chat_template else {}
+    template = {"tokenizer.chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
     return {f"tokenizer.ggml.{key}": value for key, value in metadata.items()} | template
 
 

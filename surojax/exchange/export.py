@@ -1,14 +1,18 @@
 """Exports a model to a folder that transformers loads: safetensors files, config.json and the model's small files.
 
-Tensors are read, cast and written one at a time. The folder is made under another name beside the one that was asked
-for and renamed at the end, so a run that is killed leaves nothing that looks like a model.
+Tensors are read, cast and written one at a time. The folder is made in a hidden one beside the path that was asked for,
+and moved there at the end, so a run that is killed leaves nothing that looks like a model; the next export to that path
+deletes what it left.
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +39,7 @@ DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
 }
 SHARD_BYTES = 5 * 10**9
+UNFINISHED = "unfinished"  # end of the name of the hidden folder that is written
 
 
 def check_dtype(dtype: str) -> None:
@@ -79,21 +84,21 @@ def problem_beside(path: Path) -> str | None:
 def unfinished_beside(path: Path, size: int) -> Iterator[Path]:
     """Yields a temporary path to write to, renamed to `path` at the end and deleted after an error.
 
-    size: bytes that will be written. Raises ConfigError if there is no room, or for OSError, and then removes the
-    folders that it made.
+    size: bytes that will be written. What killed exports to `path` left is deleted first. Raises ConfigError if there
+    is no room, or for OSError, and then removes the folders that it made.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     new_parents = [parent for parent in path.parents if not parent.exists()]  # innermost first
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_over(path)
         _check_room(path, size)
+        folder = Path(tempfile.mkdtemp(f".{UNFINISHED}", f".{path.name}.", path.parent))
         try:
-            yield unfinished
-            unfinished.replace(path)
+            with _locked(folder):
+                yield folder / path.name
+                (folder / path.name).replace(path)
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise ConfigError(f"export: cannot write {path} ({error.strerror or error}); choose another folder") from error
     finally:
@@ -101,6 +106,28 @@ def unfinished_beside(path: Path, size: int) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # someone else put something into it
                 for parent in new_parents:
                     parent.rmdir()
+
+
+def _remove_left_over(path: Path) -> None:
+    """Deletes what killed exports to this path left: hidden folders beside it that no process holds the lock of."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]+\.{UNFINISHED}")
+    for left in [x for x in path.parent.iterdir() if name.fullmatch(x.name)]:
+        if not left.is_dir():
+            left.unlink(missing_ok=True)
+            continue
+        with contextlib.suppress(BlockingIOError), _locked(left):  # else another process is writing
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder, which the system releases if the process is killed. Raises BlockingIOError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def export(

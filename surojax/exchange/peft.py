@@ -20,7 +20,6 @@ PEFT's own adapters say neither: they are known by their shapes alone.
 import dataclasses
 import functools
 import hashlib
-import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +35,7 @@ from surojax.exchange.finite import is_finite
 from surojax.exchange.model_tensors import shapes
 from surojax.exchange.naming import Naming
 from surojax.exchange.peft_experts import AdapterTensor
+from surojax.exchange.small_files import Files, write_small_files
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import by_our_name
 from surojax.models.lora import Lora, adapters as declared
@@ -86,11 +86,17 @@ def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def save_adapter(
-    adapter: AdapterArrays, model: Model, folder: str | Path, *, base_name: str = "", naming: Naming = OF_MOST_FAMILIES
+    adapter: AdapterArrays,
+    model: Model,
+    folder: str | Path,
+    *,
+    base_name: str = "",
+    naming: Naming = OF_MOST_FAMILIES,
+    files: Files | None = None,
 ) -> Path:
     """Writes an adapter in float32, replacing one in the folder, and returns the folder.
 
-    base_name: what others load the base model by. naming: of the base model's files.
+    base_name: what others load the base model by. naming: of the base model's files. files: further ones of the folder.
     Raises ConfigError if the folder cannot be written.
     """
     path = expanded(folder)
@@ -99,13 +105,13 @@ def save_adapter(
     arrays = {_written(name, naming): array for name, array in in_file.items()}
     expected = {name: shards.StoredTensor(array.shape, float32) for name, array in arrays.items()}
     metadata = {BASE_FORMAT: adapter.base_format} | ({FINGERPRINT: adapter.base} if adapter.base else {})
-    unfinished = path / f".{TENSORS}.{os.getpid()}"
+    unfinished = path / f".{TENSORS}"  # of a killed process, the next one replaces it
     try:
         path.mkdir(parents=True, exist_ok=True)
         shards.write_shard(unfinished, expected, (arrays[name].astype(float32) for name in expected), metadata)
         unfinished.replace(path / TENSORS)
         content = adapter_config.adapter_config_of(adapter.lora, model, base_name, naming)
-        (path / CONFIG).write_bytes(encoded(content))
+        write_small_files(path, (files or {}) | {CONFIG: encoded(content)})
     except OSError as error:
         raise ConfigError(f"adapter: cannot write {path} ({error.strerror or error}); choose another folder") from error
     finally:

@@ -17,11 +17,13 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-SMALL_FILES = (CONFIG, GENERATION, *TOKENIZER_FILES)
+LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")  # which a model made of the source keeps
+SMALL_FILES = (CONFIG, GENERATION, *TOKENIZER_FILES, *LICENSES)
+NAMED_TEMPLATES = "additional_chat_templates"  # folder of templates for conversations with tools, for example
 
 LARGEST = 256 << 20  # bytes of one; a tokenizer.json with 262,144 tokens has 33 MB
 
-type Files = dict[str, bytes]  # contents by name
+type Files = dict[str, bytes]  # contents by name, or by path in the folder
 
 
 def read_small_files(folder: Path, names: tuple[str, ...]) -> Files:
@@ -40,7 +42,14 @@ def read_small_files(folder: Path, names: tuple[str, ...]) -> Files:
     return contents
 
 
+def read_tokenizer_files(folder: Path) -> Files:
+    """Reads the tokenizer's files and chat templates in a folder. Raises ConfigError if one cannot be read."""
+    named = sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
+    return read_small_files(folder, (*TOKENIZER_FILES, *(f"{NAMED_TEMPLATES}/{path.name}" for path in named)))
+
+
 def write_small_files(folder: Path, files: Files) -> None:
     """Writes files into a folder that exists. Raises OSError."""
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)

@@ -184,6 +184,12 @@ def tokenizer_of(c: Any, output_dir: Path) -> str:
     return str(kept) if gone and (kept / "tokenizer.json").is_file() else c.tokenizer
 
 
+def template_of(c: Any, output_dir: Path) -> str:
+    """Returns the chat template of a run's config as the run keeps it, since a file of that name may have changed."""
+    kept = kept_in(output_dir) / "chat_template.jinja"
+    return str(kept) if c.chat_template and kept.is_file() else c.chat_template
+
+
 def length_of(path: Path) -> int | None:
     """The maximum context length, in tokens, of a model in a folder or GGUF file; None if not stated."""
     length = config_of(path).get("max_position_embeddings")

@@ -8,6 +8,7 @@ import jax
 from surojax.assembly import from_config
 from surojax.config.checks import check, check_vocabulary, restored_config
 from surojax.config.fields import Config, default_config
+from surojax.data.chat_files import stopping_at_turn_ends
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
@@ -60,6 +61,7 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
         found_tokenizer = load_tokenizer(c.tokenizer)
         check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
         template = load_template(chat_template, found_tokenizer)
+        found_tokenizer = stopping_at_turn_ends(found_tokenizer, template)
         work = stacks(weights, model, c.model_dtype, sharding)
         return Trained(model, work, found_tokenizer, template, sources.length_of(sources.locate(path, weights=False)))
     loaded = on_disk.read_newest(path, lambda folder: _of_checkpoint(folder, tokenizer, chat_template, sharding))
@@ -87,7 +89,8 @@ def _of_checkpoint(checkpoint: Path, tokenizer: str, chat_template: str, shardin
     shapes = part_of(model.abstract_params(c.model_dtype), model.trained_params)
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)
     base = base_of(c, meta, model, sharding) if c.lora else {}
-    template = load_template(chat_template or c.chat_template, found_tokenizer)
+    template = load_template(chat_template or sources.template_of(c, output_dir), found_tokenizer)
+    found_tokenizer = stopping_at_turn_ends(found_tokenizer, template)
     weights = with_part(base, restore_weights(checkpoint, plan))
     return Trained(model, weights, found_tokenizer, template, sources.length_of_run(c, output_dir))
 

@@ -10,7 +10,8 @@ from surojax.exchange import peft
 from surojax.exchange.base import described_format
 from surojax.exchange.model_tensors import Tensors, describe_source as describe_weights, readers
 from surojax.exchange.new_head import WithNewHead
-from surojax.exchange.sources import naming
+from surojax.exchange.small_files import GENERATION, read_small_files, read_tokenizer_files
+from surojax.exchange.sources import kept_in, naming
 from surojax.numerics.base_formats import chosen_format
 from surojax.parallel.feed import from_host, to_host
 from surojax.placement.param import OUTER, with_part
@@ -94,4 +95,7 @@ def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
     base_name = "" if c.lora_base_adapter else c.model_path  # nobody else merges that one first
     if not is_first():
         return folder
-    return peft.save_adapter(adapter, run.model, folder, base_name=base_name, naming=naming(c))
+    # A template that the run chose is not in the base model's folder, so it is beside the adapter, and its tokenizer.
+    kept = kept_in(c.output_dir)
+    of_run = read_tokenizer_files(kept) | read_small_files(kept, (GENERATION,)) if c.chat_template else {}
+    return peft.save_adapter(adapter, run.model, folder, base_name=base_name, naming=naming(c), files=of_run)
