@@ -106,7 +106,8 @@ EXIT_CODES = {
     0: "finished, or nothing was left to do",
     1: "an error, said in a line: mend it and start the same command again",
     REFUSED: "settings or a command line that are refused: change them, the same command is refused again",
-    75: "asked to stop (SIGTERM, Ctrl-C, --max-minutes) and saved, not finished: start the same command again",
+    75: "asked to stop (SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, Ctrl-C, --max-minutes) and saved, not finished: start the "
+    "same command again",
     130: "Ctrl-C where nothing is saved any more or yet: start the same command again",
 }
 

@@ -8,7 +8,7 @@ seconds, and all start again from the last checkpoint, up to `--restarts` times;
 `--elastic`, they start again with fewer processes; gradient_accumulation_steps is raised so that a step has the same
 samples.
 
-Exit codes: 0, all finished. 75: asked to stop (SIGTERM, Ctrl-C, --max-minutes), not finished; start again to continue.
+Exit codes: 0, all finished. 75: asked to stop (a signal, Ctrl-C, --max-minutes), not finished; start again to continue.
 1: ended with an error more often than `--restarts`. 2: the command or its settings are refused; not repeated. A second
 Ctrl-C kills the processes before they have saved. One GPU machine needs no launcher: one process drives all GPUs.
 Clusters have launchers of their own (docs/clusters.md); this one also makes a cluster of virtual CPU devices
@@ -24,7 +24,7 @@ import signal
 import sys
 from pathlib import Path
 
-from surojax.cluster.early import STOPPED  # isort: skip  # before what takes seconds
+from surojax.cluster.early import STOPPED, leave_closed_terminal, stopping_signals  # isort: skip  # before what takes seconds
 
 from surojax.cluster.group import (
     ProcessGroup,
@@ -113,13 +113,15 @@ def supervise(
 
     def stop(number: int, _frame) -> None:
         nonlocal stop_asked
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         if group is not None:
             group.stop()
             if stop_asked and number == signal.SIGINT:
                 group.kill()
         stop_asked = True
 
-    old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    old = {number: signal.signal(number, stop) for number in (*stopping_signals(), signal.SIGINT)}
     try:
         for attempt in range(restarts + 1):
             more = [f"--config.gradient_accumulation_steps={steps * started // n}"] if n < started else []

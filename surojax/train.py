@@ -89,7 +89,7 @@ class Result(NamedTuple):
     state: TrainState
     history: list[dict[str, Any]]  # the records of metrics.jsonl that this call wrote
     checkpoint: Path | None  # the newest checkpoint
-    finished: bool  # False if SIGTERM, Ctrl-C, the time limit or a callback stopped the run
+    finished: bool  # False if a signal, Ctrl-C, the time limit or a callback stopped the run
     stopped_by: str = ""  # why the run ended before its last step; early_stopping_patience finishes it
 
 

@@ -213,3 +213,16 @@ def orbax_fails():
         with contextlib.suppress(Exception):  # orbax's threads raise what ended them
             thread.join(10)
     gc.collect()
+
+
+@pytest.fixture
+def no_nohup():
+    """Takes back that signals of `OTHERS` are ignored, as SIGHUP is if these tests run under `nohup`."""
+    import signal
+
+    from surojax.cluster.early import OTHERS
+
+    old = {number: signal.signal(number, signal.SIG_DFL) for number in OTHERS}
+    yield
+    for number, handler in old.items():
+        signal.signal(number, handler)

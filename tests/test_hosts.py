@@ -181,7 +181,7 @@ def test_process_0_that_is_asked_to_stop_while_it_waits_tells_those_that_came():
     timer = threading.Timer(0.5, asked[0].set)
     timer.start()
     started = time.monotonic()
-    before = "processes: expected 3 to connect, got SIGTERM in process {} before; start again"
+    before = "processes: expected 3 to connect, got a request to stop in process {} before; start again"
     found = meeting((0, 3), (1, 3), (2, 3), asked=asked)
     assert found == [before.format(0), before.format(0), before.format(2)]
     assert time.monotonic() - started < 5

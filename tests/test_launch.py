@@ -19,7 +19,7 @@ import pytest
 import surojax
 from surojax import ConfigError, launch
 from surojax.cluster import group, watch
-from surojax.cluster.early import STOPPED
+from surojax.cluster.early import OTHERS, STOPPED
 from surojax.cluster.supervised import Supervised
 from surojax.errors import REFUSED, Refused, ending, ends_with_code
 
@@ -106,8 +106,10 @@ time.sleep(60)
     assert out.endswith("surojax.launch: stopped: start again to continue\n")
 
 
-def test_a_process_that_stops_on_request_has_not_failed(tmp_path, capfd, monkeypatch):
-    """One ends with STOPPED at once, another takes longer than failed processes may; none is named, all have saved."""
+@pytest.mark.usefixtures("no_nohup")
+@pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS], ids=lambda n: n.name)
+def test_a_process_that_stops_on_request_has_not_failed(tmp_path, capfd, monkeypatch, number):
+    """Whatever the supervisor received. One ends with STOPPED at once, another takes longer than failed processes may; none is named, all have saved."""
     monkeypatch.setattr(group, "GRACE_S", 0.1)
     program = f"""
 def save(*_):
@@ -122,7 +124,7 @@ time.sleep(60)
     def stop() -> None:
         while len(list(tmp_path.glob("ready-*"))) < 2:
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=stop)
     thread.start()
@@ -293,23 +295,30 @@ def test_a_program_that_cannot_be_started_says_a_line(tmp_path, capfd):
         Supervised(99, 1)
 
 
-IMPORTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n"
+IMPORTING = "import os, signal, sys, time\nos.kill(os.getpid(), signal.{})\ntime.sleep({})\nsys.exit('went on')\n"
 
 
+@pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize(
-    "words, code",
-    [(["-m", "surojax.train"], STOPPED), (["-m", "surojax.launch"], STOPPED), (["-m", "surojax", "train"], STOPPED),
-     (["-c", "import surojax.launch"], -signal.SIGTERM)],
+    "words, number, code",
+    [(["-m", "surojax.train"], "SIGTERM", STOPPED), (["-m", "surojax.launch"], "SIGTERM", STOPPED),
+     (["-m", "surojax", "train"], "SIGTERM", STOPPED), (["-c", "import surojax.launch"], "SIGTERM", -signal.SIGTERM),
+     (["-m", "surojax.train"], "SIGUSR1", STOPPED), (["-m", "surojax", "launch"], "SIGUSR2", STOPPED),
+     (["-m", "surojax.train"], "SIGHUP", STOPPED), (["-m", "surojax.train"], "SIGHUP ignored", 1)],
 )  # fmt: skip
-def test_sigterm_while_python_imports_asks_to_start_again(tmp_path, words, code):
-    """The commands' end only: a program that imports them is left as it is."""
-    (tmp_path / "jax.py").write_text(IMPORTING)
+def test_a_signal_while_python_imports_asks_to_start_again(tmp_path, words, number, code):
+    """The commands' end only: a program that imports them is left as it is. `nohup` ignores SIGHUP."""
+    name, _, ignored = number.partition(" ")
+    (tmp_path / "jax.py").write_text(IMPORTING.format(name, 0 if ignored else 60))
     path = os.pathsep.join([str(tmp_path), str(Path(surojax.__file__).parents[1]), *sys.path])
     done = subprocess.run(
-        [sys.executable, *words], env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60
+        [*["nohup"] * bool(ignored), sys.executable, *words],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        timeout=60,
     )
     assert done.returncode == code
-    assert (done.stderr == b"stopped by SIGTERM: start again to continue\n") == (code == STOPPED)
+    assert (done.stderr.decode() == f"stopped by {name}: start again to continue\n") == (code == STOPPED)
 
 
 def test_fewer_processes_divide_what_there_was():

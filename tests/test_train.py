@@ -30,7 +30,7 @@ from flax import nnx
 
 from surojax import CheckpointError, ConfigError, generate, read_metrics, train
 from surojax.assembly.from_config import architecture, from_config
-from surojax.cluster.early import STOPPED
+from surojax.cluster.early import OTHERS, STOPPED
 from surojax.config import flags
 from surojax.config.checks import restored_config
 from surojax.data.tokenizer import ByteTokenizer
@@ -47,7 +47,7 @@ from surojax.planner.run_plan import programs as step_programs
 from surojax.run import checkpoint, on_disk, stop
 from surojax.run.metrics import TIMINGS, MetricsLog
 from surojax.run.restore import restore_weights
-from surojax.run.stop import EarlyStop
+from surojax.run.stop import EarlyStop, StopSignal
 from surojax.training import evaluation, resume, run_summary as training_report
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
@@ -242,7 +242,7 @@ def signal_at(monkeypatch, step: int, *numbers: int) -> None:
     monkeypatch.setattr(MetricsLog, "step", report)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tmp_path, capsys, monkeypatch, number):
     """Exit code 75, "try again", which schedulers can tell from the end of a run."""
     handler = signal.getsignal(number)
@@ -281,15 +281,83 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
             assert expected in printed
 
 
-def test_sigterm_before_the_loop_ends_with_the_code_that_asks_for_another_start(monkeypatch):
-    old = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(module, "parse_flags", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+@pytest.mark.usefixtures("no_nohup")
+@pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS], ids=lambda n: n.name)
+def test_a_signal_before_the_loop_ends_with_the_code_that_asks_for_another_start(monkeypatch, capsys, number):
+    old = signal.getsignal(number)
+    monkeypatch.setattr(module, "parse_flags", lambda *_: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as ended:
         module.main([])
-    assert ended.value.code == STOPPED and signal.getsignal(signal.SIGTERM) is old
+    assert ended.value.code == STOPPED and signal.getsignal(number) is old
+    assert capsys.readouterr().err == f"stopped by {number.name}: start again to continue\n"
 
 
-def test_sigterm_while_processes_connect_counts_afterwards():
+@pytest.mark.usefixtures("no_nohup")
+@pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS], ids=lambda n: n.name)
+def test_a_request_to_stop_is_recorded_once_and_said_once(number, capsys):
+    """Also if the scheduler repeats it, or asks with another signal later."""
+    with EarlyStop(STOPPED), StopSignal() as stopping:
+        assert stopping.after(1) == ""
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert stopping.after(2) == number.name
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.after(3) == number.name
+        time.sleep(0.2)  # for the thread that hears them
+    assert capsys.readouterr().out == f"{number.name}: stopping after this step\n"
+
+
+@pytest.mark.usefixtures("no_nohup")
+@pytest.mark.parametrize("number", OTHERS, ids=lambda n: n.name)
+def test_a_signal_that_is_ignored_or_handled_by_the_caller_stops_nothing(number):
+    """`nohup` ignores SIGHUP; a program that calls `train` may use SIGUSR1 itself."""
+    received = []
+    old = signal.getsignal(number)
+    try:
+        for handler in (signal.SIG_IGN, lambda *_: received.append(number)):
+            signal.signal(number, handler)
+            with EarlyStop(STOPPED), StopSignal() as stopping:
+                os.kill(os.getpid(), number)
+                assert stopping.after(1) == "" and signal.getsignal(number) is handler
+        assert received == [number]
+    finally:
+        signal.signal(number, old)
+
+
+CLOSED = """
+import signal, sys, time
+from pathlib import Path
+from surojax.run.console import CONSOLE, say
+from surojax.run.stop import EarlyStop, StopSignal
+with EarlyStop(75):
+    with StopSignal() as stopping:
+        for step in range(1, 400):
+            say(f"step {step}")
+            CONSOLE.status(f"{step} steps")
+            time.sleep(0.05)
+            if why := stopping.after(step):
+                Path(sys.argv[1]).write_text(why)
+                say("saved")
+                sys.exit(75)
+"""
+
+
+@pytest.mark.usefixtures("no_nohup")
+def test_a_terminal_that_closes_ends_a_run_after_it_has_saved(tmp_path):
+    """SIGHUP, and then every line that is printed would be an error."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, "-c", CLOSED, str(tmp_path / "saved")])
+    said = b""
+    while b"step 2" not in said:
+        said += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == STOPPED
+    assert (tmp_path / "saved").read_text() == "SIGHUP"
+
+
+@pytest.mark.usefixtures("no_nohup")
+def test_a_signal_while_processes_connect_counts_afterwards(monkeypatch):
     """For whoever receives signals then: JAX, if they are connected; this handler, if that failed."""
     received = []
     with EarlyStop(STOPPED) as early:
@@ -299,6 +367,12 @@ def test_sigterm_while_processes_connect_counts_afterwards():
             assert asked() and not received
             signal.signal(signal.SIGTERM, lambda number, _: received.append(number))  # as JAX does
         assert received == [signal.SIGTERM]
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+        for number in OTHERS:
+            os.kill(os.getpid(), number)
+        time.sleep(0.2)  # for the thread that hears them, which passes them on at once
+        assert set(received) == {signal.SIGTERM}
+        monkeypatch.undo()
     with pytest.raises(SystemExit) as ended, EarlyStop(STOPPED) as early, early.deferred():
         os.kill(os.getpid(), signal.SIGTERM)
         raise ConfigError("process 0 left")

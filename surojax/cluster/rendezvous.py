@@ -296,7 +296,8 @@ def _missing(missing: list[int], num_processes: int) -> str:
 
 def _stopped(process_id: int, num_processes: int) -> str:
     """Makes the error of a process that leaves since it was asked to stop."""
-    return f"processes: expected {num_processes} to connect, got SIGTERM in process {process_id} before; start again"
+    got = f"a request to stop in process {process_id} before"
+    return f"processes: expected {num_processes} to connect, got {got}; start again"
 
 
 # -- Another process --------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 Python runs a signal handler when the main thread is back from C++: after a step or a compilation, which may take
 minutes. A thread therefore hears of signals as well, at once, and answers.
 
-With several processes, a signal to any of them counts for all: JAX's preemption service agrees on a step that none of
-them has passed yet, and every process stops after that one.
+With several processes, a signal to any of them counts for all: JAX's preemption service, which receives SIGTERM, agrees
+on a step that none of them has passed yet, and every process stops after that one.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
+from surojax.cluster.early import leave_closed_terminal, stop_text, stopping_signals
 from surojax.run.console import say
 from surojax.run.on_disk import find
 
 GRACE_S = 5.0  # for the main thread to end the process after a signal, if it is not within a step or a compilation
 DOUBLE_S = 1.0  # a second Ctrl-C that follows the first sooner is the same one: its answer could not be read
 ABORTED = 130  # exit code of a run that Ctrl-C has aborted, as shells have it
-SIGTERM_SAID = "stopped by SIGTERM: start again to continue"
 
 
 class Listener:
@@ -87,6 +87,14 @@ def ended_at_once(main: Callable[[], None]) -> None:
         raise
 
 
+def _pass_to_all(number: int) -> bool:
+    """Passes a request to stop on to all processes, if JAX has connected several: as SIGTERM, which JAX receives."""
+    if number == signal.SIGINT or not jax.distributed.is_initialized():
+        return False
+    os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+
 class EarlyStop:
     """Context manager in which SIGTERM ends the process with this code: before and after the loop over steps.
 
@@ -99,7 +107,7 @@ class EarlyStop:
     def __init__(self, code: int, aborted: str = "aborted"):
         self.code = code
         self.aborted = aborted
-        self._asked = False
+        self._asked = 0  # the first signal that was received
         self._deferring = False
         self._left = threading.Event()
         self._listener = Listener(self._hear)
@@ -107,7 +115,8 @@ class EarlyStop:
     def __enter__(self):
         self.old = {}
         with contextlib.suppress(ValueError):  # raised outside the main thread, which cannot set signal handlers
-            self.old[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._receive)
+            for number in stopping_signals():
+                self.old[number] = signal.signal(number, self._receive)
         self._listener.__enter__()
         return self
 
@@ -117,40 +126,44 @@ class EarlyStop:
         for number, handler in self.old.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: the old handler was not set from Python
 
-    def _receive(self, *_):
-        self._asked = True
-        if not self._deferring:
-            print(SIGTERM_SAID, file=sys.stderr, flush=True)
-            sys.exit(self.code)
+    def _receive(self, number: int, _frame):
+        self._asked = self._asked or number
+        if self._deferring or _pass_to_all(number):
+            return
+        print(stop_text(number), file=sys.stderr, flush=True)
+        sys.exit(self.code)
 
     def _hear(self, number: int) -> None:
         """Ends the process if the main thread has not done so GRACE_S after the signal."""
-        endings = {signal.SIGTERM: (SIGTERM_SAID, self.code), signal.SIGINT: (self.aborted, ABORTED)}
-        if number not in endings or self._deferring or self._left.wait(GRACE_S):
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
+        if number not in (*self.old, signal.SIGINT) or self._deferring or _pass_to_all(number):
             return
-        text, code = endings[signal.Signals(number)]
+        if self._left.wait(GRACE_S):
+            return
+        text, code = (self.aborted, ABORTED) if number == signal.SIGINT else (stop_text(number), self.code)
         print(text, file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(code)
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[Callable[[], bool]]:
-        """Defers SIGTERM to the end of a `with` statement; yields a function that says if it was received.
+        """Defers signals to the end of a `with` statement; yields a function that says if one was received.
 
         For the time in which processes connect. Those that JAX connects to one that has left wait for it in C++, and
         are then ended with a stack trace. At the end, whoever receives signals by then gets it: JAX, if all connected.
         """
         self._deferring = True
         try:
-            yield lambda: self._asked
+            yield lambda: bool(self._asked)
         finally:
             self._deferring = False
             if self._asked:
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(self._asked)
 
 
 class StopSignal:
-    """Context manager that records SIGTERM and the first Ctrl-C instead of ending the process, and says so at once.
+    """Context manager that records requests to stop and the first Ctrl-C, and says so at once; the process goes on.
 
     A second Ctrl-C raises KeyboardInterrupt in the main thread, and tells an `EarlyStop` around it; the first one's
     answer says what that loses. until: `time.monotonic()` at which it counts as stopped; None: never. output_dir: of
@@ -165,16 +178,17 @@ class StopSignal:
         self.several = jax.process_count() > 1
         self._pressed: float | None = None  # when Ctrl-C was pressed first
         self._aborts = False
+        self._said = False
         self._raised = False
         self._listener = Listener(self._hear)
 
     def __enter__(self):
         self.old = {}
-        # SIGTERM of several processes is left to JAX's preemption service, which tells the others.
-        numbers = (signal.SIGINT,) if self.several else (signal.SIGTERM, signal.SIGINT)
         with contextlib.suppress(ValueError):  # raised outside the main thread, which cannot set signal handlers
-            for number in numbers:
-                self.old[number] = signal.signal(number, self._receive)
+            for number in (*stopping_signals(), signal.SIGINT):
+                # SIGTERM of several processes is left to JAX's preemption service, which tells the others.
+                if not (self.several and number == signal.SIGTERM):
+                    self.old[number] = signal.signal(number, self._receive)
         self._listener.__enter__()
         return self
 
@@ -189,15 +203,18 @@ class StopSignal:
             raise KeyboardInterrupt
         if self._aborts:
             return
-        self.received = signal.Signals(number).name
+        self.received = self.received or signal.Signals(number).name
         if self.several:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _hear(self, number: int) -> None:
         """Prints the answer to a signal; a second Ctrl-C counts even if the main thread has not handled the first."""
         now = time.monotonic()
-        if number == signal.SIGTERM and self._pressed is None:
-            say("SIGTERM: stopping after this step")
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
+        if number != signal.SIGINT and number in self.old and self._pressed is None and not self._said:
+            self._said = True
+            say(f"{signal.Signals(number).name}: stopping after this step")
         elif number == signal.SIGINT and self._pressed is None:
             self._pressed = now
             last = self.output_dir and find(self.output_dir)
