@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cross_entropy as kernel
+from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models.linear import linear
 from surojax.models.loss import sharded_cross_entropy, sharded_logprob
 from surojax.models.model import Model
 from surojax.models.operations import softcapped
 from surojax.numerics.ordered_sums import add_rows
-from surojax.parallel.collectives import add_up, device_number, varying, varying_axes
+from surojax.parallel.collectives import add_up, device_number, varying
 from surojax.placement.mesh import AXES, BATCH, CONTEXT, PIPELINE, TENSOR
 
 type Axes = tuple[str, ...]  # mesh axes over which the vocabulary is sharded; () if every device has all of it
@@ -417,7 +418,7 @@ def _sums_of_rows(x: jax.Array, starts: jax.Array | None, devices: int = 1) -> j
     rows = x.reshape(-1, x.shape[-1])
     places = devices * x.shape[-1]
     sequences = starts.reshape(rows.shape) + places * jnp.arange(len(rows), dtype=starts.dtype)[:, None]
-    zeros = varying(jnp.zeros((len(rows) * places, 1), x.dtype), varying_axes(x))
+    zeros = mark_varying(jnp.zeros((len(rows) * places, 1), x.dtype), varying_axes(x))
     return add_rows(zeros, sequences.reshape(-1), rows.reshape(-1, 1)).reshape(*x.shape[:-1], -1)
 
 
