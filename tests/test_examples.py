@@ -408,7 +408,7 @@ BAD_PAIRS = [
     ({"prompt": "a"}, "the completion in 'completion', got 'prompt'"),
     ({"prompt": "a", "completion": None}, "as a string, got a NoneType"),
     ({"prompt": [{"role": "user"}], "completion": "b"}, "message 1 with text in 'value', got 'role'"),
-    ({"prompt": {"role": "user"}, "completion": "b"}, "the prompt in 'prompt' as a string, got a dict"),
+    ({"prompt": 5, "completion": "b"}, "the prompt in 'prompt' as a string, got a int"),
     ({"prompt": "a", "completion": "\n"}, "the completion in 'completion', got an empty one"),
     ({"instruction": "a"}, "the output in 'output', got 'instruction'"),
     ({"instruction": "a", "input": 5, "output": "b"}, "the input in 'input' as a string, got a int"),

@@ -15,8 +15,10 @@ from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.datasets import Dataset, parse_dataset
 from surojax.data.documents import read_documents
 from surojax.data.examples import Encoder, Example
+from surojax.data.rollouts import RolloutEncoder
 from surojax.data.row_fields import MEANINGS, has_content
 from surojax.data.templates import Template, load_template
+from surojax.data.token_rows import TokenEncoder
 from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from surojax.data.tokenizer_files import TokenizerFiles
 from surojax.errors import ConfigError
@@ -33,12 +35,14 @@ PAIRS = Dataset(("pairs",), type="preference")
 RATED = Dataset(("rated",), type="unpaired")
 
 
-def found(record, dataset=TALK, template=CHATML, tokenizer: Tokenizer = BYTES, **options) -> Example | BadRow:
+def found(
+    record, dataset=TALK, template: Template | None = CHATML, tokenizer: Tokenizer = BYTES, **options
+) -> Example | BadRow:
     (example,) = Encoder(dataset, tokenizer, template, **options).encode([DataRow(record, "a.jsonl:7")])
     return example
 
 
-def reason(record, dataset=TALK, template=CHATML, **options) -> str:
+def reason(record, dataset=TALK, template: Template | None = CHATML, **options) -> str:
     example = found(record, dataset, template, **options)
     assert isinstance(example, BadRow), record
     assert example.reason.startswith("expected ") and ", got " in example.reason and ";" in example.reason
@@ -46,13 +50,13 @@ def reason(record, dataset=TALK, template=CHATML, **options) -> str:
     return example.reason
 
 
-def text(record, dataset=TALK, template=CHATML, **options) -> str:
+def text(record, dataset=TALK, template: Template | None = CHATML, **options) -> str:
     example = found(record, dataset, template, **options)
     assert isinstance(example, Example), example
     return BYTES.decode(example.ids)
 
 
-def trained(record, dataset=TALK, template=CHATML, tokenizer: Tokenizer = BYTES, **options) -> str:
+def trained(record, dataset=TALK, template: Template | None = CHATML, tokenizer: Tokenizer = BYTES, **options) -> str:
     example = found(record, dataset, template, tokenizer, **options)
     assert isinstance(example, Example), example
     mask = np.ones(len(example.ids), bool) if example.trained is None else example.trained
@@ -189,11 +193,18 @@ def test_an_older_call_is_a_call():
         assert trained(rows[0]) == trained(rows[1]) and '"look"' in trained(rows[0])
     both = talk("a", "b", function_call=old, tool_calls=[new])
     assert "expected calls in 'tool_calls' or 'function_call' of message 2, got both" in reason(both)
+    asks = {"messages": [says("user", "a", tool_calls=[new]), says("assistant", "b")]}
+    assert "expected calls of tools of the assistant only, got them in message 1" in reason(asks)
+    llama = talk("a", "b", tool_calls=[{"name": "look", "parameters": {"at": "it"}}])
+    assert text(llama) == text(talk("a", "b", tool_calls=[{"name": "look", "arguments": {"at": "it"}}]))
     nulls = talk("a", "b", function_call={"name": None, "arguments": None})
     assert text(nulls) == text(talk("a", "b"))
 
 
-@pytest.mark.parametrize("calls", ["x", 5, [5], ["x"], [{"function": {"name": "f", "arguments": "{'a': 1}"}}]])
+@pytest.mark.parametrize(
+    "calls",
+    ["x", 5, [5], ["x"], [{}], [{"function": {"name": None}}], [{"function": {"name": "f", "arguments": "{'a': 1}"}}]],
+)
 def test_calls_that_are_none_are_refused(calls):
     message = reason(talk("a", "b", tool_calls=calls))
     assert "call" in message and ("correct the row" in message or "correct or remove the row" in message)
@@ -299,6 +310,9 @@ def test_weights_of_other_messages_and_of_pairs():
     assert "expected one weight of message 2" in reason(talk("a", "b", weight=1, train=False))
     pair = {"chosen": talk("a", "b")["messages"], "rejected": talk("a", "c")["messages"]}
     assert isinstance(found(pair, PAIRS), Example)
+    assert trained(talk("a", "b", weight=np.int64(1))) == trained(talk("a", "b", train=np.bool_(True)))
+    alone = {"prompt": [says("user", "a")], "chosen": says("assistant", "b"), "rejected": {"from": "gpt", "value": "c"}}
+    assert text(alone, PAIRS) == text(pair, PAIRS)  # LLaMA-Factory's
     pair["chosen"][-1]["weight"] = 0
     assert "the one to train, with a weight of 1" in reason(pair, PAIRS)
     for name, value in (("mask", 1), ("masked", False), ("train_detail", [{"begin_offset": 0}])):
@@ -330,7 +344,7 @@ ROWS = {
     "preference": (PAIRS, {"prompt": "a", "chosen": "b", "rejected": "c"}),
     "unpaired": (RATED, {"prompt": "a", "completion": "b", "label": True}),
 }
-NAMES = [(kind, name) for meaning in MEANINGS for kind in meaning.types for name in meaning.names if kind != "text"]
+NAMES = [(kind, name) for meaning in MEANINGS for kind in meaning.types for name in meaning.names if kind in ROWS]
 READ = {("functions", kind) for kind in ROWS} | {
     ("history", "instruction"),
     ("history", "unpaired"),
@@ -365,6 +379,8 @@ def test_media_are_refused_in_messages_and_texts_and_parts():
     llava = {"image": "a.jpg", "conversations": [says("human", "<image>\nWhat?"), says("gpt", "A cat.")]}
     assert "expected no media, since texts are trained, got 'image' ('a.jpg'); remove the row" in reason(llava)
     assert isinstance(found(llava | {"image": None}), Example)
+    as_json = {"messages": json.dumps(talk("a", "b")["messages"])}  # as in a cell of a CSV file
+    assert text(as_json) == text(talk("a", "b"))
     assert "got 'images' of message 2" in reason(talk("a", "b", images=["a.png"]))
     assert "got 'audio' of message 2" in reason(talk("a", "b", audio={"id": "x"}))
     for part in ({"type": "image"}, {"type": "image_url", "text": "a"}, {"type": "text", "text": "a", "image": "b"}):
@@ -374,6 +390,24 @@ def test_media_are_refused_in_messages_and_texts_and_parts():
         [DataRow({"text": "a <image>", "images": ["a.png"]}, "w")], "text", by_record=True, with_keys=True
     )
     assert isinstance(item.content, BadRow) and "got 'images'" in item.content.reason
+
+
+def test_masks_of_token_ids_are_refused_if_they_leave_tokens_out():
+    ids = {"input_ids": [5, 6, 7]}
+    for name, value in [(name, [0, 1, 1]) for name in row_fields.MASKS] + [("labels", [-100, 6, 7]), ("images", ["a"])]:
+        item = TokenEncoder(99).item(DataRow(ids | {name: value}, "w"))
+        assert isinstance(item.content, BadRow) and repr(name) in item.content.reason
+    for row in (
+        {},
+        {"attention_mask": [1, 1, 1], "labels": [5, 6, 7]},
+        {"labels": None, "loss_mask": None},
+        {"label": 0},
+    ):
+        assert TokenEncoder(99).item(DataRow(ids | row, "w")).content.tolist() == [5, 6, 7]
+    rollout = {"prompt_ids": [5], "completion_ids": [[6, 7], [8]], "logprobs": [[-1, -1], [-1]], "rewards": [0, 1]}
+    assert isinstance(RolloutEncoder(99).item(DataRow(rollout | {"env_mask": [[1, 1], [1]]}, "w")).content, Example)
+    bad = RolloutEncoder(99).item(DataRow(rollout | {"env_mask": [[1, 0], [1]]}, "w")).content
+    assert isinstance(bad, BadRow) and bad.reason.startswith("env_mask: expected tokens that are all trained")
 
 
 def test_ignored_fields_are_left_out_of_rows_and_messages(tmp_path):

@@ -7,6 +7,8 @@ means does not depend on the template yet; `fitting.py` adapts it.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from surojax.data import row_fields, tool_calls
 from surojax.data.data_rows import NotARow
 from surojax.data.datasets import ROLES, Dataset, field_names
@@ -61,7 +63,7 @@ def read_messages(raw: list[Any], dataset: Dataset) -> Messages:
     return found
 
 
-def said(role: str, content: str, dataset: Dataset) -> dict[str, str]:
+def as_message(role: str, content: str, dataset: Dataset) -> dict[str, str]:
     """Makes a message with the dataset's names of fields, as if it stood in a row."""
     return {dataset.role_field or "role": role, dataset.content_field or "content": content}
 
@@ -84,8 +86,14 @@ def _message(message: Any, number: int, dataset: Dataset) -> tuple[Message, bool
         if name in message and name != content_field and has_content(message[name]):
             raise NotARow(row_fields.refusal(what, name, message[name], advice, place))
     weight = _weight(message, place)
-    calls = tool_calls.read_calls(message, place) if role == "assistant" else []
+    calls = tool_calls.read_calls(message, place)
     reasoning = _reasoning(message, place)
+    for name, value in (("calls of tools", calls), ("reasoning", reasoning)):
+        if value and role not in ("assistant", CALLING):
+            raise NotARow(
+                f"expected {name} of the assistant only, got them in {place}, of the {role}; correct the row, or name "
+                "their field in ignored_fields of the dataset"
+            )
     left_out = {role_field, content_field, tool_calls.CALLS, tool_calls.CALL, *WEIGHTS, *REASONING, *_AMBIGUOUS}
     others = {name: x for name, x in message.items() if x is not None and name not in left_out} | reasoning
     others |= {tool_calls.CALLS: calls} if calls else {}
@@ -116,6 +124,7 @@ def _weight(message: Mapping[str, Any], place: str) -> bool | None:
             advice = "write weight: 1 to train the message, or weight: 0"
             raise NotARow(row_fields.refusal("a mask of two meanings", name, message[name], advice, place))
     found = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
+    found = {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
     for name, value in found.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise NotARow(

@@ -7,6 +7,8 @@ empty: what a row means is never dropped in silence. `ignored_fields` of a datas
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from surojax.data.data_rows import NotARow
 from surojax.errors import shown
 
@@ -30,6 +32,11 @@ WEIGHTS = (
     "loss_weight",
     "sample_weight",
 )
+# Masks of tokens, of rows of token ids: 0 leaves a token out.
+MASKS = (
+    *("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask"),
+    *("tool_mask", "env_mask"),
+)
 HISTORY = "history"
 FUNCTIONS = "functions"  # OpenAI's older name of tools
 VARIABLES = "chat_template_kwargs"  # as TRL's: further variables of the chat template
@@ -37,11 +44,11 @@ THINKS = "enable_thinking"  # one of them, which rows of verl have beside the me
 DOCUMENTS = "documents"  # another, which transformers has an argument for
 PAIRS = ("instruction", "unpaired")  # types of rows that are a prompt and a completion
 CHATS = ("conversation", "preference", *PAIRS)
-ALL = ("text", *CHATS)
+ALL = ("text", "tokens", *CHATS)
 
 
 def has_content(value: Any) -> bool:
-    """Returns False for a number, which is metadata, and for nulls, blank texts, and lists and objects of only these."""
+    """Returns False for a number, which is metadata, and for nulls, blank texts, and lists and objects of these."""
     return not isinstance(value, bool | int | float) and _is_filled(value)
 
 
@@ -61,8 +68,24 @@ def is_prose(value: Any) -> bool:
 
 
 def is_weight(value: Any) -> bool:
-    """Returns True for a number or truth value that is not 1."""
+    """Returns True for a number or truth value, or the text of a number, that is not 1."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return False
     return isinstance(value, bool | int | float) and value != 1
+
+
+def masked_field(record: Mapping[str, Any]) -> str | None:
+    """Returns the name of a mask of tokens in a row of token ids that leaves tokens out; None if there is none."""
+    return next((name for name in MASKS if name in record and _has_zero(record[name])), None)
+
+
+def _has_zero(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_zero, value))
+    return value is not None and not (value if isinstance(value, bool | int | float) else np.all(value))
 
 
 class Meaning(NamedTuple):
@@ -95,9 +118,10 @@ MEANINGS = (
         ("rejected_response", "rejected_responses", "rejected_messages", "rejected_answer", "rejected"),
         "a rejected answer, which only pairs with a chosen one train",
         CHATS,
-        "name it rejected_field of type preference",
+        "write the row as a prompt, chosen and rejected",
     ),
     Meaning(WEIGHTS, "a weight of the row", CHATS, "remove the row, or repeat it", is_weight),
+    Meaning(("mask",), "a mask of turns", CHATS, "give messages a weight of 0 or 1"),
 )
 
 

@@ -15,7 +15,6 @@ from surojax.data import texts
 from surojax.data.pieces import DocumentPiece
 from surojax.data.tokenizer import Tokenizer
 
-
 LONGEST_TOKEN = 64  # characters of a special token
 
 
