@@ -193,6 +193,7 @@ def test_an_older_call_is_a_call():
         assert trained(rows[0]) == trained(rows[1]) and '"look"' in trained(rows[0])
     both = talk("a", "b", function_call=old, tool_calls=[new])
     assert "expected calls in 'tool_calls' or 'function_call' of message 2, got both" in reason(both)
+    assert "'tools' or 'functions', got both" in reason(talk("a", "b") | {"tools": [new], "functions": [{"name": "f"}]})
     asks = {"messages": [says("user", "a", tool_calls=[new]), says("assistant", "b")]}
     assert "expected calls of tools of the assistant only, got them in message 1" in reason(asks)
     llama = talk("a", "b", tool_calls=[{"name": "look", "parameters": {"at": "it"}}])
@@ -621,6 +622,7 @@ def test_the_end_of_a_turn_is_trained_also_where_the_next_one_begins(template, e
     assert isinstance(example, Example) and example.trained is not None
     runs = np.flatnonzero(np.diff(example.trained.astype(int), prepend=0, append=0)).reshape(-1, 2)
     assert ["".join(tokenizer.token_text(i) for i in example.ids[a:b]) for a, b in runs] == expected
+    assert bool(Encoder(TALK, tokenizer, made).note) == (expected[0] == "b")
     whole = example.ids.tolist()
     rendered = made.render(talk("a", "b", "c", "d")["messages"])
     assert whole[: len(tokenizer.encode(rendered))] == tokenizer.encode(rendered).tolist()

@@ -268,9 +268,13 @@ def _whole(prompt: Any, messages: list[Any], dataset: Dataset) -> list[Any]:
 def _tools(record: Mapping[str, Any], dataset: Dataset) -> list[Any] | None:
     """Returns the tools of a row, under OpenAI's older name too; None if there are none."""
     tools = tool_calls.read_tools(record.get(dataset.tools_field), dataset.tools_field)
-    if tools is None and dataset.tools_field:
-        return tool_calls.as_tools(tool_calls.read_tools(record.get(FUNCTIONS), FUNCTIONS))
-    return tools
+    functions = tool_calls.read_tools(record.get(FUNCTIONS), FUNCTIONS) if dataset.tools_field else None
+    if tools and functions:
+        raise NotARow(
+            f"expected tools in {dataset.tools_field!r} or {FUNCTIONS!r}, got both; remove one, or name it in "
+            "ignored_fields of the dataset"
+        )
+    return tools or tool_calls.as_tools(functions)
 
 
 def _history(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

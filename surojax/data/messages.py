@@ -27,7 +27,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts tha
 # Fields of a message that mean something and that no setting reads.
 _UNREAD = {
     **dict.fromkeys((*MEDIA, "files"), ("media, since texts are trained", "remove the row")),
-    "refusal": ("a refusal beside the content", "write it into the content"),
+    "refusal": ("refusal beside the content", "write it into the content"),
     "train_detail": ("weights of parts of an answer", "give the whole message a weight of 0 or 1"),
     "training_detail": ("weights of parts of an answer", "give the whole message a weight of 0 or 1"),
 }
@@ -122,7 +122,7 @@ def _weight(message: Mapping[str, Any], place: str) -> bool | None:
     for name in _AMBIGUOUS:
         if isinstance(message.get(name), bool | int | float):
             advice = "write weight: 1 to train the message, or weight: 0"
-            raise NotARow(row_fields.refusal("a mask of two meanings", name, message[name], advice, place))
+            raise NotARow(row_fields.refusal("mask, which has two meanings", name, message[name], advice, place))
     found = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
     found = {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
     for name, value in found.items():

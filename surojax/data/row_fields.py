@@ -111,17 +111,17 @@ MEANINGS = (
         "write all turns as messages",
     ),
     Meaning(REASONING, "reasoning beside the answer", CHATS, "write it into the answer or its message", is_prose),
-    Meaning(("system_prompt", "system_message"), "a system prompt of another name", CHATS, "name it system_field"),
-    Meaning((FUNCTIONS, "available_tools", "tool_definitions"), "tools of another name", CHATS, "name it tools_field"),
-    Meaning(("context",), "a context beside the prompt", PAIRS, "name it input_field, or join it to the prompt"),
+    Meaning(("system_prompt", "system_message"), "system prompt of another name", CHATS, "set system_field to it"),
+    Meaning((FUNCTIONS, "available_tools"), "tools of another name", CHATS, "set tools_field to it"),
+    Meaning(("context",), "context beside the prompt", PAIRS, "set input_field to it, or join it to the prompt"),
     Meaning(
         ("rejected_response", "rejected_responses", "rejected_messages", "rejected_answer", "rejected"),
-        "a rejected answer, which only pairs with a chosen one train",
+        "rejected answer, which is trained only beside a chosen one",
         CHATS,
         "write the row as a prompt, chosen and rejected",
     ),
-    Meaning(WEIGHTS, "a weight of the row", CHATS, "remove the row, or repeat it", is_weight),
-    Meaning(("mask",), "a mask of turns", CHATS, "give messages a weight of 0 or 1"),
+    Meaning(WEIGHTS, "weight of the row", CHATS, "remove the row, or repeat it", is_weight),
+    Meaning(("mask",), "mask of turns", CHATS, "give messages a weight of 0 or 1"),
 )
 
 
