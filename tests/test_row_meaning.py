@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from surojax.data import row_fields
+from surojax.data.conversations import text_of_row
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.datasets import Dataset, parse_dataset
 from surojax.data.documents import read_documents
@@ -253,6 +254,8 @@ def test_a_dataset_maps_roles():
     row = {"messages": [says("me", "a"), says("bot", "b"), says("you", "c"), says("gpt", "d")]}
     assert text(row, named) == text(talk("a", "b", "c", "d"))
     assert "map it in roles of the dataset" in reason(row)
+    prompt = dataclasses.replace(named, type="instruction")
+    assert text({"prompt": [says("me", "a")], "completion": "b"}, prompt) == text(talk("a", "b"))
     swapped = dataclasses.replace(TALK, roles=(("user", "assistant"), ("assistant", "user")))
     assert trained({"messages": [says("assistant", "a"), says("user", "b")]}, swapped).startswith("b")
 
@@ -356,7 +359,7 @@ READ = {("functions", kind) for kind in ROWS} | {
 @pytest.mark.parametrize("kind, name", [x for x in NAMES if x[::-1] not in READ])
 def test_a_field_that_means_something_is_refused_unless_it_is_empty(kind, name):
     dataset, record = ROWS[kind]
-    value = 0.5 if name in row_fields.WEIGHTS else "some content"
+    value = 0.5 if name in row_fields.WEIGHTS_OF_ROWS else "some content"
     message = reason(record | {name: value}, dataset)
     assert f"got {name!r}" in message and "ignored_fields of the dataset" in message
     for empty in (None, "", " ", [], {}, [None], {"a": None}, "[]", "null"):
@@ -366,9 +369,28 @@ def test_a_field_that_means_something_is_refused_unless_it_is_empty(kind, name):
 def test_a_field_of_metadata_is_not_refused():
     metadata = {
         **dict(id=5, source="web", category="chat", score=0.5, timestamp="2026", language="en", model="m", tokens=[1]),
-        **dict(prompt_id="a", url="u", tags=["a"], reasoning="on", thinking=True, images=0, weight=1, num_turns=2),
-        **dict(enable_thinking=None, context=None, history=[], label=None, uuid="x", license="mit", dataset="d"),
-        **dict(parallel_tool_calls=False, tool_choice="auto", metadata={"image": "a.png"}, score_chosen=1.0, loss=None),
+        **dict(
+            prompt_id="a",
+            url="u",
+            tags=["a"],
+            reasoning="on",
+            thinking=True,
+            images=0,
+            weight=1,
+            num_turns=2,
+            loss=0.53,
+        ),
+        **dict(
+            enable_thinking=None, context=None, history=[], label=None, uuid="x", license="mit", dataset="d", train=True
+        ),
+        **dict(
+            parallel_tool_calls=False,
+            tool_choice="auto",
+            metadata={"image": "a.png"},
+            score_chosen=1.0,
+            loss=0.5,
+            train=True,
+        ),
     }
     for kind, (dataset, record) in ROWS.items():
         assert text(metadata | record, dataset) == text(record, dataset), kind
@@ -391,6 +413,7 @@ def test_media_are_refused_in_messages_and_texts_and_parts():
         [DataRow({"text": "a <image>", "images": ["a.png"]}, "w")], "text", by_record=True, with_keys=True
     )
     assert isinstance(item.content, BadRow) and "got 'images'" in item.content.reason
+    assert text_of_row({"text": "news", "image_url": "u", "loss": 0.5}, "text") == "news"  # of the web
 
 
 def test_masks_of_token_ids_are_refused_if_they_leave_tokens_out():
@@ -452,6 +475,20 @@ def test_earlier_turns_beside_a_prompt():
     assert "got history too" in reason(row, PROMPTS, None)
     for history in ("a", [["a"]], [["a", None]], [{"role": "user", "content": "a"}]):
         assert "as pairs of a prompt and its completion" in reason(row | {"history": history}, PROMPTS)
+
+
+def test_tools_in_a_message():
+    """Some templates read them there (GLM-4's); others would leave them out."""
+    row = {"messages": [says("system", "s", tools=[{"name": "look"}]), *talk("a", "b")["messages"]]}
+    reads = Template(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m['tools'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+        "t.jinja",
+    )
+    assert "look" in text(row, template=reads)
+    assert "expected tools beside the messages, since chat_template chatml does not read them" in reason(row)
+    row["messages"][0]["tools"] = []
+    assert isinstance(found(row), Example)
 
 
 def test_variables_of_a_template():

@@ -13,7 +13,7 @@ from surojax.data import row_fields, tool_calls
 from surojax.data.data_rows import NotARow
 from surojax.data.datasets import ROLES, Dataset, field_names
 from surojax.data.rendering import Message
-from surojax.data.row_fields import MEDIA, REASONING, WEIGHTS, has_content
+from surojax.data.row_fields import MEDIA, MEDIA_PLACES, REASONING, WEIGHTS, has_content
 from surojax.errors import shown
 
 CALLING = "function_call"  # the role of a message whose content is the JSON of calls, in ShareGPT's format
@@ -26,7 +26,7 @@ OTHER_ROLES = {
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts that are text
 # Fields of a message that mean something and that no setting reads.
 _UNREAD = {
-    **dict.fromkeys((*MEDIA, "files"), ("media, since texts are trained", "remove the row")),
+    **dict.fromkeys((*MEDIA, *MEDIA_PLACES, "files"), ("media, since texts are trained", "remove the row")),
     "refusal": ("refusal beside the content", "write it into the content"),
     "train_detail": ("weights of parts of an answer", "give the whole message a weight of 0 or 1"),
     "training_detail": ("weights of parts of an answer", "give the whole message a weight of 0 or 1"),
@@ -65,7 +65,9 @@ def read_messages(raw: list[Any], dataset: Dataset) -> Messages:
 
 def as_message(role: str, content: str, dataset: Dataset) -> dict[str, str]:
     """Makes a message with the dataset's names of fields, as if it stood in a row."""
-    return {dataset.role_field or "role": role, dataset.content_field or "content": content}
+    names = (name for name, ours in dataset.roles if ours == role)
+    name = next(names, role) if role in dict(dataset.roles) else role
+    return {dataset.role_field or "role": name, dataset.content_field or "content": content}
 
 
 def _message(message: Any, number: int, dataset: Dataset) -> tuple[Message, bool | None]:
@@ -179,6 +181,6 @@ def _text_of_part(part: Any) -> str | None:
         return part
     if not isinstance(part, Mapping) or part.get("type", "text") not in (*TEXT_PARTS, None):
         return None
-    if any(has_content(part.get(name)) for name in MEDIA) or not isinstance(part.get("text"), str):
+    if any(has_content(part.get(name)) for name in (*MEDIA, *MEDIA_PLACES)) or not isinstance(part.get("text"), str):
         return None
     return part["text"]

@@ -13,25 +13,21 @@ from surojax.data.data_rows import NotARow
 from surojax.errors import shown
 
 MEDIA = (
-    *("image", "images", "image_path", "image_paths", "image_url", "image_urls", "rejected_image", "rejected_images"),
-    *("video", "videos", "video_path", "video_paths", "audio", "audios", "audio_path", "audio_paths", "pixel_values"),
+    *("image", "images", "rejected_image", "rejected_images", "pixel_values"),
+    *("video", "videos", "audio", "audios"),
+)
+# Places of media; beside a text of the web they are metadata.
+MEDIA_PLACES = (
+    *("image_path", "image_paths", "image_url", "image_urls"),
+    *("video_path", "video_paths", "video_url", "audio_path", "audio_paths", "audio_url"),
 )
 REASONING = (
     *("reasoning_content", "thinking", "reasoning", "reasoning_text", "thoughts", "thought"),
     *("chain_of_thought", "cot"),
 )
-# Weights of messages and rows: OpenAI's and Mistral's, Axolotl's, ms-swift's, verl's.
-WEIGHTS = (
-    "weight",
-    "train",
-    "training",
-    "trainable",
-    "loss",
-    "loss_scale",
-    "loss_mask",
-    "loss_weight",
-    "sample_weight",
-)
+# Weights of messages: OpenAI's and Mistral's, Axolotl's, ms-swift's, verl's.
+WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_scale", "loss_mask", "loss_weight")
+WEIGHTS_OF_ROWS = ("weight", "sample_weight", "loss_weight", "loss_scale", "train", "trainable")  # `loss` is metadata
 # Masks of tokens, of rows of token ids: 0 leaves a token out.
 MASKS = (
     *("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask"),
@@ -104,6 +100,7 @@ class Meaning(NamedTuple):
 
 MEANINGS = (
     Meaning(MEDIA, "media, since texts are trained", ALL, "remove the row"),
+    Meaning(MEDIA_PLACES, "media, since texts are trained", CHATS, "remove the row"),
     Meaning(
         (HISTORY, "chat_history", "conversation_history", "previous_messages", "past_turns"),
         "earlier turns beside the messages",
@@ -120,7 +117,7 @@ MEANINGS = (
         CHATS,
         "write the row as a prompt, chosen and rejected",
     ),
-    Meaning(WEIGHTS, "weight of the row", CHATS, "remove the row, or repeat it", is_weight),
+    Meaning(WEIGHTS_OF_ROWS, "weight of the row", CHATS, "remove the row, or repeat it", is_weight),
     Meaning(("mask",), "mask of turns", CHATS, "give messages a weight of 0 or 1"),
 )
 
