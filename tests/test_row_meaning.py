@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from surojax.data import row_fields
+from surojax.data.conversations import text_of_row
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.datasets import Dataset, parse_dataset
 from surojax.data.documents import read_documents
 from surojax.data.examples import Encoder, Example
+from surojax.data.rollouts import RolloutEncoder
 from surojax.data.row_fields import MEANINGS, has_content
 from surojax.data.templates import Template, load_template
+from surojax.data.token_rows import TokenEncoder
 from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from surojax.data.tokenizer_files import TokenizerFiles
 from surojax.errors import ConfigError
@@ -33,12 +36,14 @@ PAIRS = Dataset(("pairs",), type="preference")
 RATED = Dataset(("rated",), type="unpaired")
 
 
-def found(record, dataset=TALK, template=CHATML, tokenizer: Tokenizer = BYTES, **options) -> Example | BadRow:
+def found(
+    record, dataset=TALK, template: Template | None = CHATML, tokenizer: Tokenizer = BYTES, **options
+) -> Example | BadRow:
     (example,) = Encoder(dataset, tokenizer, template, **options).encode([DataRow(record, "a.jsonl:7")])
     return example
 
 
-def reason(record, dataset=TALK, template=CHATML, **options) -> str:
+def reason(record, dataset=TALK, template: Template | None = CHATML, **options) -> str:
     example = found(record, dataset, template, **options)
     assert isinstance(example, BadRow), record
     assert example.reason.startswith("expected ") and ", got " in example.reason and ";" in example.reason
@@ -46,13 +51,13 @@ def reason(record, dataset=TALK, template=CHATML, **options) -> str:
     return example.reason
 
 
-def text(record, dataset=TALK, template=CHATML, **options) -> str:
+def text(record, dataset=TALK, template: Template | None = CHATML, **options) -> str:
     example = found(record, dataset, template, **options)
     assert isinstance(example, Example), example
     return BYTES.decode(example.ids)
 
 
-def trained(record, dataset=TALK, template=CHATML, tokenizer: Tokenizer = BYTES, **options) -> str:
+def trained(record, dataset=TALK, template: Template | None = CHATML, tokenizer: Tokenizer = BYTES, **options) -> str:
     example = found(record, dataset, template, tokenizer, **options)
     assert isinstance(example, Example), example
     mask = np.ones(len(example.ids), bool) if example.trained is None else example.trained
@@ -189,11 +194,19 @@ def test_an_older_call_is_a_call():
         assert trained(rows[0]) == trained(rows[1]) and '"look"' in trained(rows[0])
     both = talk("a", "b", function_call=old, tool_calls=[new])
     assert "expected calls in 'tool_calls' or 'function_call' of message 2, got both" in reason(both)
+    assert "'tools' or 'functions', got both" in reason(talk("a", "b") | {"tools": [new], "functions": [{"name": "f"}]})
+    asks = {"messages": [says("user", "a", tool_calls=[new]), says("assistant", "b")]}
+    assert "expected calls of tools of the assistant only, got them in message 1" in reason(asks)
+    llama = talk("a", "b", tool_calls=[{"name": "look", "parameters": {"at": "it"}}])
+    assert text(llama) == text(talk("a", "b", tool_calls=[{"name": "look", "arguments": {"at": "it"}}]))
     nulls = talk("a", "b", function_call={"name": None, "arguments": None})
     assert text(nulls) == text(talk("a", "b"))
 
 
-@pytest.mark.parametrize("calls", ["x", 5, [5], ["x"], [{"function": {"name": "f", "arguments": "{'a': 1}"}}]])
+@pytest.mark.parametrize(
+    "calls",
+    ["x", 5, [5], ["x"], [{}], [{"function": {"name": None}}], [{"function": {"name": "f", "arguments": "{'a': 1}"}}]],
+)
 def test_calls_that_are_none_are_refused(calls):
     message = reason(talk("a", "b", tool_calls=calls))
     assert "call" in message and ("correct the row" in message or "correct or remove the row" in message)
@@ -241,6 +254,8 @@ def test_a_dataset_maps_roles():
     row = {"messages": [says("me", "a"), says("bot", "b"), says("you", "c"), says("gpt", "d")]}
     assert text(row, named) == text(talk("a", "b", "c", "d"))
     assert "map it in roles of the dataset" in reason(row)
+    prompt = dataclasses.replace(named, type="instruction")
+    assert text({"prompt": [says("me", "a")], "completion": "b"}, prompt) == text(talk("a", "b"))
     swapped = dataclasses.replace(TALK, roles=(("user", "assistant"), ("assistant", "user")))
     assert trained({"messages": [says("assistant", "a"), says("user", "b")]}, swapped).startswith("b")
 
@@ -299,6 +314,9 @@ def test_weights_of_other_messages_and_of_pairs():
     assert "expected one weight of message 2" in reason(talk("a", "b", weight=1, train=False))
     pair = {"chosen": talk("a", "b")["messages"], "rejected": talk("a", "c")["messages"]}
     assert isinstance(found(pair, PAIRS), Example)
+    assert trained(talk("a", "b", weight=np.int64(1))) == trained(talk("a", "b", train=np.bool_(True)))
+    alone = {"prompt": [says("user", "a")], "chosen": says("assistant", "b"), "rejected": {"from": "gpt", "value": "c"}}
+    assert text(alone, PAIRS) == text(pair, PAIRS)  # LLaMA-Factory's
     pair["chosen"][-1]["weight"] = 0
     assert "the one to train, with a weight of 1" in reason(pair, PAIRS)
     for name, value in (("mask", 1), ("masked", False), ("train_detail", [{"begin_offset": 0}])):
@@ -330,7 +348,7 @@ ROWS = {
     "preference": (PAIRS, {"prompt": "a", "chosen": "b", "rejected": "c"}),
     "unpaired": (RATED, {"prompt": "a", "completion": "b", "label": True}),
 }
-NAMES = [(kind, name) for meaning in MEANINGS for kind in meaning.types for name in meaning.names if kind != "text"]
+NAMES = [(kind, name) for meaning in MEANINGS for kind in meaning.types for name in meaning.names if kind in ROWS]
 READ = {("functions", kind) for kind in ROWS} | {
     ("history", "instruction"),
     ("history", "unpaired"),
@@ -341,7 +359,7 @@ READ = {("functions", kind) for kind in ROWS} | {
 @pytest.mark.parametrize("kind, name", [x for x in NAMES if x[::-1] not in READ])
 def test_a_field_that_means_something_is_refused_unless_it_is_empty(kind, name):
     dataset, record = ROWS[kind]
-    value = 0.5 if name in row_fields.WEIGHTS else "some content"
+    value = 0.5 if name in row_fields.WEIGHTS_OF_ROWS else "some content"
     message = reason(record | {name: value}, dataset)
     assert f"got {name!r}" in message and "ignored_fields of the dataset" in message
     for empty in (None, "", " ", [], {}, [None], {"a": None}, "[]", "null"):
@@ -351,9 +369,28 @@ def test_a_field_that_means_something_is_refused_unless_it_is_empty(kind, name):
 def test_a_field_of_metadata_is_not_refused():
     metadata = {
         **dict(id=5, source="web", category="chat", score=0.5, timestamp="2026", language="en", model="m", tokens=[1]),
-        **dict(prompt_id="a", url="u", tags=["a"], reasoning="on", thinking=True, images=0, weight=1, num_turns=2),
-        **dict(enable_thinking=None, context=None, history=[], label=None, uuid="x", license="mit", dataset="d"),
-        **dict(parallel_tool_calls=False, tool_choice="auto", metadata={"image": "a.png"}, score_chosen=1.0, loss=None),
+        **dict(
+            prompt_id="a",
+            url="u",
+            tags=["a"],
+            reasoning="on",
+            thinking=True,
+            images=0,
+            weight=1,
+            num_turns=2,
+            loss=0.53,
+        ),
+        **dict(
+            enable_thinking=None, context=None, history=[], label=None, uuid="x", license="mit", dataset="d", train=True
+        ),
+        **dict(
+            parallel_tool_calls=False,
+            tool_choice="auto",
+            metadata={"image": "a.png"},
+            score_chosen=1.0,
+            loss=0.5,
+            train=True,
+        ),
     }
     for kind, (dataset, record) in ROWS.items():
         assert text(metadata | record, dataset) == text(record, dataset), kind
@@ -365,6 +402,8 @@ def test_media_are_refused_in_messages_and_texts_and_parts():
     llava = {"image": "a.jpg", "conversations": [says("human", "<image>\nWhat?"), says("gpt", "A cat.")]}
     assert "expected no media, since texts are trained, got 'image' ('a.jpg'); remove the row" in reason(llava)
     assert isinstance(found(llava | {"image": None}), Example)
+    as_json = {"messages": json.dumps(talk("a", "b")["messages"])}  # as in a cell of a CSV file
+    assert text(as_json) == text(talk("a", "b"))
     assert "got 'images' of message 2" in reason(talk("a", "b", images=["a.png"]))
     assert "got 'audio' of message 2" in reason(talk("a", "b", audio={"id": "x"}))
     for part in ({"type": "image"}, {"type": "image_url", "text": "a"}, {"type": "text", "text": "a", "image": "b"}):
@@ -374,6 +413,25 @@ def test_media_are_refused_in_messages_and_texts_and_parts():
         [DataRow({"text": "a <image>", "images": ["a.png"]}, "w")], "text", by_record=True, with_keys=True
     )
     assert isinstance(item.content, BadRow) and "got 'images'" in item.content.reason
+    assert text_of_row({"text": "news", "image_url": "u", "loss": 0.5}, "text") == "news"  # of the web
+
+
+def test_masks_of_token_ids_are_refused_if_they_leave_tokens_out():
+    ids = {"input_ids": [5, 6, 7]}
+    for name, value in [(name, [0, 1, 1]) for name in row_fields.MASKS] + [("labels", [-100, 6, 7]), ("images", ["a"])]:
+        item = TokenEncoder(99).item(DataRow(ids | {name: value}, "w"))
+        assert isinstance(item.content, BadRow) and repr(name) in item.content.reason
+    for row in (
+        {},
+        {"attention_mask": [1, 1, 1], "labels": [5, 6, 7]},
+        {"labels": None, "loss_mask": None},
+        {"label": 0},
+    ):
+        assert np.array_equal(np.asarray(TokenEncoder(99).item(DataRow(ids | row, "w")).content), [5, 6, 7])
+    rollout = {"prompt_ids": [5], "completion_ids": [[6, 7], [8]], "logprobs": [[-1, -1], [-1]], "rewards": [0, 1]}
+    assert isinstance(RolloutEncoder(99).item(DataRow(rollout | {"env_mask": [[1, 1], [1]]}, "w")).content, Example)
+    bad = RolloutEncoder(99).item(DataRow(rollout | {"env_mask": [[1, 0], [1]]}, "w")).content
+    assert isinstance(bad, BadRow) and bad.reason.startswith("env_mask: expected tokens that are all trained")
 
 
 def test_ignored_fields_are_left_out_of_rows_and_messages(tmp_path):
@@ -417,6 +475,20 @@ def test_earlier_turns_beside_a_prompt():
     assert "got history too" in reason(row, PROMPTS, None)
     for history in ("a", [["a"]], [["a", None]], [{"role": "user", "content": "a"}]):
         assert "as pairs of a prompt and its completion" in reason(row | {"history": history}, PROMPTS)
+
+
+def test_tools_in_a_message():
+    """Some templates read them there (GLM-4's); others would leave them out."""
+    row = {"messages": [says("system", "s", tools=[{"name": "look"}]), *talk("a", "b")["messages"]]}
+    reads = Template(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m['tools'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+        "t.jinja",
+    )
+    assert "look" in text(row, template=reads)
+    assert "expected tools beside the messages, since chat_template chatml does not read them" in reason(row)
+    row["messages"][0]["tools"] = []
+    assert isinstance(found(row), Example)
 
 
 def test_variables_of_a_template():
@@ -587,6 +659,7 @@ def test_the_end_of_a_turn_is_trained_also_where_the_next_one_begins(template, e
     assert isinstance(example, Example) and example.trained is not None
     runs = np.flatnonzero(np.diff(example.trained.astype(int), prepend=0, append=0)).reshape(-1, 2)
     assert ["".join(tokenizer.token_text(i) for i in example.ids[a:b]) for a, b in runs] == expected
+    assert bool(Encoder(TALK, tokenizer, made).note) == (expected[0] == "b")
     whole = example.ids.tolist()
     rendered = made.render(talk("a", "b", "c", "d")["messages"])
     assert whole[: len(tokenizer.encode(rendered))] == tokenizer.encode(rendered).tolist()

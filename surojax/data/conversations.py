@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from surojax.data import tool_calls
 from surojax.data.data_rows import NotARow
 from surojax.data.datasets import INSTRUCTION_FIELDS, MESSAGES, PROMPT_FIELDS, Dataset, field_names, fields_read
-from surojax.data.messages import read_messages, said
+from surojax.data.messages import as_message, read_messages
 from surojax.data.rendering import Message
 from surojax.data.row_fields import DOCUMENTS, FUNCTIONS, HISTORY, THINKS, VARIABLES, check_fields, has_content
 from surojax.declared import LARGEST_FLOAT
@@ -73,8 +73,8 @@ def prompt_completion(
     Lists of messages in place of texts make it a conversation, whose prompt is not trained.
     """
     reads_prompt = _reads_prompt(record, dataset)
-    prompt, completion = record.get(dataset.prompt_field), record.get(dataset.completion_field)
-    if reads_prompt and (isinstance(prompt, list) or isinstance(completion, list)):
+    parts = [_as_list(record.get(name)) for name in (dataset.prompt_field, dataset.completion_field)]
+    if reads_prompt and any(isinstance(part, list) for part in parts):
         return _of_lists(record, dataset, system_prompt)
     check_fields(record, dataset.type, fields_read(dataset, HISTORY, FUNCTIONS))
     system = _system(record, dataset) or dataset.system_prompt or system_prompt
@@ -107,8 +107,8 @@ def _of_lists(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -
         (dataset.prompt_field, "user", "the prompt"),
         (dataset.completion_field, "assistant", "the completion"),
     ):
-        value = record.get(field)
-        part = value if isinstance(value, list) else [said(role, _filled(record, field, what), dataset)]
+        value = _as_list(record.get(field))
+        part = value if isinstance(value, list) else [as_message(role, _filled(record, field, what), dataset)]
         if not part:
             raise NotARow(f"expected messages as {what} in {field!r}, got an empty list; remove the row")
         parts.append(part)
@@ -197,7 +197,7 @@ def preference(
     Answers are texts, beside a prompt that is a text or a list of messages; or lists of messages, each the answer alone
     or the whole conversation.
     """
-    chosen, rejected = record.get(dataset.chosen_field), record.get(dataset.rejected_field)
+    chosen, rejected = (_as_list(record.get(name)) for name in (dataset.chosen_field, dataset.rejected_field))
     prompt = record.get(dataset.prompt_field)
     if isinstance(chosen, list) and isinstance(rejected, list):
         chosen, rejected = _whole(prompt, chosen, dataset), _whole(prompt, rejected, dataset)
@@ -220,7 +220,7 @@ def preference(
             more = {"tools": _tools(record, dataset), "variables": _variables(record)}
             chosen, rejected = (PromptCompletion(system, prompt, answer, "", **more) for answer in answers)
             return chosen, rejected
-        chosen, rejected = ([*prompt, said("assistant", answer, dataset)] for answer in answers)
+        chosen, rejected = ([*prompt, as_message("assistant", answer, dataset)] for answer in answers)
     better = _of_messages(chosen, record, dataset, system_prompt)
     worse = _of_messages(rejected, record, dataset, system_prompt)
     if better.messages == worse.messages:
@@ -250,6 +250,11 @@ def margin(record: Mapping[str, Any], dataset: Dataset) -> float:
 _TIE = "expected two answers of which one is better, got the same text for both; remove the row"
 
 
+def _as_list(value: Any) -> Any:
+    """Returns a message alone, as LLaMA-Factory's pairs have it, as a list, and any other value itself."""
+    return [value] if isinstance(value, Mapping) else value
+
+
 def _whole(prompt: Any, messages: list[Any], dataset: Dataset) -> list[Any]:
     """Prepends the prompt's messages to an answer's messages, unless these begin with them."""
     if isinstance(prompt, list):
@@ -257,15 +262,19 @@ def _whole(prompt: Any, messages: list[Any], dataset: Dataset) -> list[Any]:
     if not isinstance(prompt, str) or not prompt or not messages:
         return messages
     is_answer = read_messages(messages[:1], dataset).messages[0]["role"] == "assistant"
-    return [said("user", prompt, dataset), *messages] if is_answer else messages
+    return [as_message("user", prompt, dataset), *messages] if is_answer else messages
 
 
 def _tools(record: Mapping[str, Any], dataset: Dataset) -> list[Any] | None:
     """Returns the tools of a row, under OpenAI's older name too; None if there are none."""
     tools = tool_calls.read_tools(record.get(dataset.tools_field), dataset.tools_field)
-    if tools is None and dataset.tools_field:
-        return tool_calls.as_tools(tool_calls.read_tools(record.get(FUNCTIONS), FUNCTIONS))
-    return tools
+    functions = tool_calls.read_tools(record.get(FUNCTIONS), FUNCTIONS) if dataset.tools_field else None
+    if tools and functions:
+        raise NotARow(
+            f"expected tools in {dataset.tools_field!r} or {FUNCTIONS!r}, got both; remove one, or name it in "
+            "ignored_fields of the dataset"
+        )
+    return tools or tool_calls.as_tools(functions)
 
 
 def _history(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -22,7 +22,7 @@ from surojax.data.datasets import Dataset
 from surojax.data.fitting import fitted
 from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
 from surojax.data.pieces import DocumentPiece
-from surojax.data.seams import closed, encode_pieces
+from surojax.data.seams import closed, encode_pieces, ends_with_special
 from surojax.data.templates import Template
 from surojax.data.texts import TextFile
 from surojax.data.tokenizer import Tokenizer
@@ -106,11 +106,22 @@ class Encoder:
 
     def _note(self, template: Template, train_on: str) -> str:
         if self._dataset.type == "conversation":
-            return pieces.trained_parts_note(template, train_on)
+            return pieces.trained_parts_note(template, train_on) or self._open_turns_note(template, train_on)
         texts = f"{self._dataset.name}: prompts and answers that are texts"
         if self._dataset.prompt_as == "plain":
             return f"{texts} are joined as they are, without {template.source}, as prompt_as='plain' says"
         return f"{texts} become messages of {template.source}; prompt_as='plain' in datasets joins them as they are"
+
+    def _open_turns_note(self, template: Template, train_on: str) -> str:
+        """Returns one line if the template writes no token at the end of an answer that another turn follows."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        (parts,) = template.pieces([Conversation(turns * 2, None)], "assistant")
+        if train_on != "assistant" or isinstance(parts, NotARow):
+            return ""
+        first = next(piece.text for piece in closed(parts, self._tokenizer) if piece.trained)
+        if ends_with_special(first, self._tokenizer):
+            return ""
+        return f"{template.source} writes no token at the end of earlier answers: only the last one learns where to end"
 
     def _fingerprint(self) -> str:
         dataset = self._dataset

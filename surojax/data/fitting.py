@@ -10,11 +10,12 @@ from surojax.data.conversations import Conversation
 from surojax.data.data_rows import NotARow
 from surojax.data.messages import DEVELOPER
 from surojax.data.rendering import Message
-from surojax.data.row_fields import REASONING, VARIABLES
+from surojax.data.row_fields import DOCUMENTS, FUNCTIONS, REASONING, VARIABLES, has_content
 from surojax.data.templates import Template
 from surojax.errors import shown
 
 _RESULTS = ("tool", "ipython", "observation")  # names that templates have for the role of a tool's result
+BESIDE_MESSAGES = ("tools", FUNCTIONS, DOCUMENTS)  # fields of a row that some templates read in messages
 _RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 
@@ -32,7 +33,7 @@ def fitted(conversation: Conversation, template: Template) -> Conversation:
         if value and not template.has_variable(name, has_tools):
             raise NotARow(
                 f"expected no {name!r}, which {template.source} does not read, got {shown(value, 40)}; choose another "
-                f"chat_template, or name {name if name == 'documents' else VARIABLES} in ignored_fields of the dataset"
+                f"chat_template, or name {name if name == DOCUMENTS else VARIABLES} in ignored_fields of the dataset"
             )
     messages = [
         _fitted(message, f"message {number}", template, has_tools)
@@ -45,6 +46,12 @@ def _fitted(message: Message, place: str, template: Template, has_tools: bool) -
     changes: dict[str, Any] = {}
     if message["role"] == DEVELOPER and not template.reads(DEVELOPER, has_tools):
         changes["role"] = "system"
+    for name in BESIDE_MESSAGES:
+        if has_content(message.get(name)) and not template.reads(name, has_tools):
+            raise NotARow(
+                f"expected {name} beside the messages, since {template.source} does not read them in a message, got "
+                f"some in {place}; correct the row, or name them in ignored_fields of the dataset"
+            )
     if message["role"] == "tool":
         changes["role"] = next((name for name in _RESULTS if template.reads(name, has_tools)), "tool")
     if calls := message.get(tool_calls.CALLS):

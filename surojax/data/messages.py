@@ -7,11 +7,13 @@ means does not depend on the template yet; `fitting.py` adapts it.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from surojax.data import row_fields, tool_calls
 from surojax.data.data_rows import NotARow
 from surojax.data.datasets import ROLES, Dataset, field_names
 from surojax.data.rendering import Message
-from surojax.data.row_fields import MEDIA, REASONING, WEIGHTS, has_content
+from surojax.data.row_fields import MEDIA, MEDIA_PLACES, REASONING, WEIGHTS, has_content
 from surojax.errors import shown
 
 CALLING = "function_call"  # the role of a message whose content is the JSON of calls, in ShareGPT's format
@@ -24,8 +26,8 @@ OTHER_ROLES = {
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts that are text
 # Fields of a message that mean something and that no setting reads.
 _UNREAD = {
-    **dict.fromkeys((*MEDIA, "files"), ("media, since texts are trained", "remove the row")),
-    "refusal": ("a refusal beside the content", "write it into the content"),
+    **dict.fromkeys((*MEDIA, *MEDIA_PLACES, "files"), ("media, since texts are trained", "remove the row")),
+    "refusal": ("refusal beside the content", "write it into the content"),
     "train_detail": ("weights of parts of an answer", "give the whole message a weight of 0 or 1"),
     "training_detail": ("weights of parts of an answer", "give the whole message a weight of 0 or 1"),
 }
@@ -61,9 +63,11 @@ def read_messages(raw: list[Any], dataset: Dataset) -> Messages:
     return found
 
 
-def said(role: str, content: str, dataset: Dataset) -> dict[str, str]:
+def as_message(role: str, content: str, dataset: Dataset) -> dict[str, str]:
     """Makes a message with the dataset's names of fields, as if it stood in a row."""
-    return {dataset.role_field or "role": role, dataset.content_field or "content": content}
+    names = (name for name, ours in dataset.roles if ours == role)
+    name = next(names, role) if role in dict(dataset.roles) else role
+    return {dataset.role_field or "role": name, dataset.content_field or "content": content}
 
 
 def _message(message: Any, number: int, dataset: Dataset) -> tuple[Message, bool | None]:
@@ -84,8 +88,14 @@ def _message(message: Any, number: int, dataset: Dataset) -> tuple[Message, bool
         if name in message and name != content_field and has_content(message[name]):
             raise NotARow(row_fields.refusal(what, name, message[name], advice, place))
     weight = _weight(message, place)
-    calls = tool_calls.read_calls(message, place) if role == "assistant" else []
+    calls = tool_calls.read_calls(message, place)
     reasoning = _reasoning(message, place)
+    for name, value in (("calls of tools", calls), ("reasoning", reasoning)):
+        if value and role not in ("assistant", CALLING):
+            raise NotARow(
+                f"expected {name} of the assistant only, got them in {place}, of the {role}; correct the row, or name "
+                "their field in ignored_fields of the dataset"
+            )
     left_out = {role_field, content_field, tool_calls.CALLS, tool_calls.CALL, *WEIGHTS, *REASONING, *_AMBIGUOUS}
     others = {name: x for name, x in message.items() if x is not None and name not in left_out} | reasoning
     others |= {tool_calls.CALLS: calls} if calls else {}
@@ -114,8 +124,9 @@ def _weight(message: Mapping[str, Any], place: str) -> bool | None:
     for name in _AMBIGUOUS:
         if isinstance(message.get(name), bool | int | float):
             advice = "write weight: 1 to train the message, or weight: 0"
-            raise NotARow(row_fields.refusal("a mask of two meanings", name, message[name], advice, place))
+            raise NotARow(row_fields.refusal("mask, which has two meanings", name, message[name], advice, place))
     found = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
+    found = {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
     for name, value in found.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise NotARow(
@@ -170,6 +181,6 @@ def _text_of_part(part: Any) -> str | None:
         return part
     if not isinstance(part, Mapping) or part.get("type", "text") not in (*TEXT_PARTS, None):
         return None
-    if any(has_content(part.get(name)) for name in MEDIA) or not isinstance(part.get("text"), str):
+    if any(has_content(part.get(name)) for name in (*MEDIA, *MEDIA_PLACES)) or not isinstance(part.get("text"), str):
         return None
     return part["text"]

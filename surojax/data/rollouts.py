@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from surojax.data import row_fields
 from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import COMPLETIONS, PROMPT, field_names
 from surojax.data.examples import Example
@@ -61,6 +62,8 @@ class RolloutEncoder:
 
     def _example(self, record: Mapping[str, Any]) -> Example:
         """Makes the example of a record. Raises NotARow."""
+        if name := row_fields.masked_field(record):
+            raise NotARow(f"{name}: expected tokens that are all trained, got a mask that leaves some out")
         prompt = self._ids(record.get(PROMPT), PROMPT, record)
         completions = _lists(record, COMPLETIONS)
         logprobs = _lists(record, LOGPROBS)

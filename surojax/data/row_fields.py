@@ -7,28 +7,31 @@ empty: what a row means is never dropped in silence. `ignored_fields` of a datas
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from surojax.data.data_rows import NotARow
 from surojax.errors import shown
 
 MEDIA = (
-    *("image", "images", "image_path", "image_paths", "image_url", "image_urls", "rejected_image", "rejected_images"),
-    *("video", "videos", "video_path", "video_paths", "audio", "audios", "audio_path", "audio_paths", "pixel_values"),
+    *("image", "images", "rejected_image", "rejected_images", "pixel_values"),
+    *("video", "videos", "audio", "audios"),
+)
+# Places of media; beside a text of the web they are metadata.
+MEDIA_PLACES = (
+    *("image_path", "image_paths", "image_url", "image_urls"),
+    *("video_path", "video_paths", "video_url", "audio_path", "audio_paths", "audio_url"),
 )
 REASONING = (
     *("reasoning_content", "thinking", "reasoning", "reasoning_text", "thoughts", "thought"),
     *("chain_of_thought", "cot"),
 )
-# Weights of messages and rows: OpenAI's and Mistral's, Axolotl's, ms-swift's, verl's.
-WEIGHTS = (
-    "weight",
-    "train",
-    "training",
-    "trainable",
-    "loss",
-    "loss_scale",
-    "loss_mask",
-    "loss_weight",
-    "sample_weight",
+# Weights of messages: OpenAI's and Mistral's, Axolotl's, ms-swift's, verl's.
+WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_scale", "loss_mask", "loss_weight")
+WEIGHTS_OF_ROWS = ("weight", "sample_weight", "loss_weight", "loss_scale", "train", "trainable")  # `loss` is metadata
+# Masks of tokens, of rows of token ids: 0 leaves a token out.
+MASKS = (
+    *("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask"),
+    *("tool_mask", "env_mask"),
 )
 HISTORY = "history"
 FUNCTIONS = "functions"  # OpenAI's older name of tools
@@ -37,7 +40,7 @@ THINKS = "enable_thinking"  # one of them, which rows of verl have beside the me
 DOCUMENTS = "documents"  # another, which transformers has an argument for
 PAIRS = ("instruction", "unpaired")  # types of rows that are a prompt and a completion
 CHATS = ("conversation", "preference", *PAIRS)
-ALL = ("text", *CHATS)
+ALL = ("text", "tokens", *CHATS)
 
 
 def has_content(value: Any) -> bool:
@@ -61,8 +64,24 @@ def is_prose(value: Any) -> bool:
 
 
 def is_weight(value: Any) -> bool:
-    """Returns True for a number or truth value that is not 1."""
+    """Returns True for a number or truth value, or the text of a number, that is not 1."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return False
     return isinstance(value, bool | int | float) and value != 1
+
+
+def masked_field(record: Mapping[str, Any]) -> str | None:
+    """Returns the name of a mask of tokens in a row of token ids that leaves tokens out; None if there is none."""
+    return next((name for name in MASKS if name in record and _has_zero(record[name])), None)
+
+
+def _has_zero(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_zero, value))
+    return value is not None and not (value if isinstance(value, bool | int | float) else np.all(value))
 
 
 class Meaning(NamedTuple):
@@ -81,6 +100,7 @@ class Meaning(NamedTuple):
 
 MEANINGS = (
     Meaning(MEDIA, "media, since texts are trained", ALL, "remove the row"),
+    Meaning(MEDIA_PLACES, "media, since texts are trained", CHATS, "remove the row"),
     Meaning(
         (HISTORY, "chat_history", "conversation_history", "previous_messages", "past_turns"),
         "earlier turns beside the messages",
@@ -88,16 +108,17 @@ MEANINGS = (
         "write all turns as messages",
     ),
     Meaning(REASONING, "reasoning beside the answer", CHATS, "write it into the answer or its message", is_prose),
-    Meaning(("system_prompt", "system_message"), "a system prompt of another name", CHATS, "name it system_field"),
-    Meaning((FUNCTIONS, "available_tools", "tool_definitions"), "tools of another name", CHATS, "name it tools_field"),
-    Meaning(("context",), "a context beside the prompt", PAIRS, "name it input_field, or join it to the prompt"),
+    Meaning(("system_prompt", "system_message"), "system prompt of another name", CHATS, "set system_field to it"),
+    Meaning((FUNCTIONS, "available_tools"), "tools of another name", CHATS, "set tools_field to it"),
+    Meaning(("context",), "context beside the prompt", PAIRS, "set input_field to it, or join it to the prompt"),
     Meaning(
         ("rejected_response", "rejected_responses", "rejected_messages", "rejected_answer", "rejected"),
-        "a rejected answer, which only pairs with a chosen one train",
+        "rejected answer, which is trained only beside a chosen one",
         CHATS,
-        "name it rejected_field of type preference",
+        "write the row as a prompt, chosen and rejected",
     ),
-    Meaning(WEIGHTS, "a weight of the row", CHATS, "remove the row, or repeat it", is_weight),
+    Meaning(WEIGHTS_OF_ROWS, "weight of the row", CHATS, "remove the row, or repeat it", is_weight),
+    Meaning(("mask",), "mask of turns", CHATS, "give messages a weight of 0 or 1"),
 )
 
 

@@ -96,7 +96,7 @@ def closed(pieces: tuple[DocumentPiece, ...], tokenizer: Tokenizer) -> tuple[Doc
     """
     found = list(pieces)
     for i, (answer, rest) in enumerate(itertools.pairwise(pieces)):
-        if not answer.trained or rest.trained or _ends_with_special(answer.text, tokenizer):
+        if not answer.trained or rest.trained or ends_with_special(answer.text, tokenizer):
             continue
         start = len(rest.text) - len(rest.text.lstrip())
         if token := tokenizer.special_token_at(rest.text, start):
@@ -106,7 +106,7 @@ def closed(pieces: tuple[DocumentPiece, ...], tokenizer: Tokenizer) -> tuple[Doc
     return tuple(piece for piece in found if piece.text)
 
 
-def _ends_with_special(text: str, tokenizer: Tokenizer) -> bool:
+def ends_with_special(text: str, tokenizer: Tokenizer) -> bool:
     """Returns True if a text, without spaces at its end, ends with a special token."""
     text = text.rstrip()
     longest = text[-LONGEST_TOKEN:]

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from surojax.data.data_rows import BadRow, BlankRow, DataRow
+from surojax.data import row_fields
+from surojax.data.data_rows import BadRow, BlankRow, DataRow, NotARow
 from surojax.data.examples import Example
 from surojax.data.given import TOKENS
 from surojax.data.items import Item, Unit, item_key, key_of_bad, new_hash
+
+LABELS = "labels"  # of each token; -100 leaves it out
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,10 @@ class TokenEncoder:
         if isinstance(given := row.record.get(TOKENS), list | tuple | np.ndarray) and np.shape(given) == (0,):
             return BlankRow(row.where)
         try:
+            row_fields.check_fields(row.record, "tokens", (TOKENS,))
+        except NotARow as error:
+            return self.item(BadRow(row.where, str(error)))
+        try:
             ids = np.asarray(row.record.get(TOKENS, ()))
         except (TypeError, ValueError):  # rows of different lengths, numbers beyond 64 bits
             ids = np.zeros(0)
@@ -39,6 +47,12 @@ class TokenEncoder:
         elif ids.min() < 0 or ids.max() >= self.vocab_size:
             got = f"{int(ids.min())} to {int(ids.max())}"
             bad = BadRow(row.where, f"expected ids below the tokenizer's {self.vocab_size}, got {got}; correct the row")
+        elif (name := row_fields.masked_field(row.record)) or not _are_all_trained(row.record.get(LABELS), ids):
+            bad = BadRow(
+                row.where,
+                f"expected token ids that are all trained, got {(name or LABELS)!r} that leaves some out; give texts "
+                "or messages, or name it in ignored_fields of the dataset",
+            )
         else:
             ids = ids.astype(np.int32)
             return Item(ids, item_key(new_hash(ids.tobytes())), 0)
@@ -58,3 +72,8 @@ class TokenEncoder:
     def encode(self, units: list[np.ndarray | BadRow]) -> list[Example | BadRow]:
         """Returns each unit's ids as a document."""
         return [x if isinstance(x, BadRow) else Example(x, None) for x in units]
+
+
+def _are_all_trained(labels: Any, ids: np.ndarray) -> bool:
+    """Returns True if there are no labels, or they are the ids."""
+    return not isinstance(labels, list | tuple | np.ndarray) or list(labels) == ids.tolist()

@@ -48,7 +48,7 @@ def read_tools(value: Any, field: str) -> list[Any] | None:
             f"expected a list of tools in {field!r}, got a {type(tools).__name__}; correct the row, or "
             "set another tools_field"
         )
-    return [_object(tool, f"a tool in {field!r}") for tool in tools or ()] or None
+    return [_object(tool, f"a tool in {field!r}") for tool in tools or () if tool is not None] or None
 
 
 def as_tools(functions: list[Any] | None) -> list[Any] | None:
@@ -67,7 +67,7 @@ def read_calls(message: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
         raise NotARow(
             f"expected a list of calls in {CALLS!r} of {place}, got {shown(calls, 40)}; correct or remove the row"
         )
-    found = [_call(call, f"a call in {CALLS!r} of {place}") for call in calls or ()]
+    found = [_call(call, f"a call in {CALLS!r} of {place}") for call in calls or () if call is not None]
     old = decoded(message.get(CALL))
     if not (isinstance(old, dict) and not any(old.values())) and old:
         if found:
@@ -85,7 +85,7 @@ def calls_of_text(content: str, place: str) -> list[dict[str, Any]]:
     """
     calls = decoded(content)
     calls = calls if isinstance(calls, list) else [calls]
-    if not calls or not all(isinstance(call, dict) and (call.get("name") or call.get("function")) for call in calls):
+    if not calls or not all(isinstance(call, dict) for call in calls):
         raise NotARow(
             f"expected {place}, of a role that calls tools, with the JSON of a name and arguments, got "
             f"{shown(content, 40)}; correct the row, or map the role in roles of the dataset"
@@ -120,14 +120,18 @@ def _with_arguments_as(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def _call(value: Any, what: str) -> dict[str, Any]:
-    """Returns a call, or the function of one, as an object whose arguments are decoded; {} for missing arguments."""
+    """Returns a call, or the function of one, as an object whose arguments are decoded; {} for missing arguments.
+
+    Raises NotARow if it has no name.
+    """
     call = _object(value, what)
-    for function in (call, call.get("function")):
-        if isinstance(function, dict) and "arguments" in function:
-            arguments = function["arguments"]
-            is_missing = arguments is None or (isinstance(arguments, str) and not arguments.strip())
-            found = {} if is_missing else decoded(arguments)
-            function["arguments"] = {} if found is None else found
+    function = call["function"] if isinstance(call.get("function"), dict) else call
+    if not isinstance(function.get("name"), str) or not function["name"].strip():
+        raise NotARow(f"expected {what} with the name of a function, got {shown(value, 40)}; correct or remove the row")
+    arguments = function.get("arguments", function.pop("parameters", None))  # Llama 3's name
+    is_missing = arguments is None or (isinstance(arguments, str) and not arguments.strip())
+    found = {} if is_missing else decoded(arguments)
+    function["arguments"] = {} if found is None else found
     return call
 
 

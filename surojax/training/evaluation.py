@@ -96,8 +96,9 @@ def evaluation_summary(output_dir: Path) -> str:
 def _number(record: dict[str, Any], key: str) -> float:
     """Returns a record's number; NaN for a null, which stands for one that is not finite, or anything else."""
     value = record.get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
-    return float(value) if is_number else math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63:
+        return float(value)
+    return math.nan
 
 
 def _from_to(numbers: Iterable[float], form: str) -> str:
