@@ -55,12 +55,15 @@ def mutants_of(path: Path, file: str) -> list[Mutant]:
     source = _Source(text)
     by_place = {}
     tree = ast.parse(text)
-    mistakes = itertools.chain.from_iterable(_mistakes(node, source) for node in _mutable(tree))
-    for kind, replaced, new in itertools.chain(mistakes, _mistakes_in_tables(tree, source)):
-        start, stop = source.span(replaced)
-        mutant = Mutant(file, replaced.lineno, kind, start, stop, new)
-        if new != text[start:stop] and _parses(mutant.applied(text)):
-            by_place[start, stop, new] = mutant
+    for statement in tree.body:
+        begin, end = source.span(statement)
+        nodes = _mutable(ast.Module([statement], []))
+        for kind, replaced, new in itertools.chain(
+            *(_mistakes(x, source) for x in nodes), _in_table(statement, source)
+        ):
+            start, stop = source.span(replaced)
+            if new != text[start:stop] and _parses(text[begin:start] + new + text[stop:end]):
+                by_place[start, stop, new] = Mutant(file, replaced.lineno, kind, start, stop, new)
     return sorted(by_place.values(), key=lambda m: (m.start, m.stop, m.new))
 
 
@@ -183,33 +186,36 @@ def assigned_names(statement: ast.stmt) -> set[str]:
     return {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
-def _mistakes_in_tables(tree: ast.Module, source: _Source) -> Iterator[tuple[str, ast.expr, str]]:
-    """`_mistakes` in a module's tables of at least three rows: literals, also as the argument of, say, frozenset."""
-    for statement in tree.body:
-        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
-            continue
-        table = statement.value
-        if isinstance(table, ast.Call) and isinstance(table.func, ast.Name) and len(table.args) == 1:
-            table = table.args[0]
-        start, stop = source.span(table)
-        text = source.text
-        begins: list[int] = []
-        match table:
-            case ast.Call(ast.Attribute(ast.Constant(str(words)), "split"), []):
-                for word in words.split():
-                    others = " ".join(x for x in words.split() if x != word)
-                    yield "a row left out", table, f'"{others}".split()'
-            case ast.Dict(keys, values):
-                pairs = zip(keys, values, strict=True)
-                begins = [source.span(k)[0] if k else text.rindex("**", 0, source.span(v)[0]) for k, v in pairs]
-                own = [v for k, v in zip(keys, values, strict=True) if k] if len(begins) > 2 else []
-                for value, after in zip(own, [*own[1:], *own[:1]], strict=True):
+def _in_table(statement: ast.stmt, source: _Source) -> Iterator[tuple[str, ast.expr, str]]:
+    """`_mistakes` in a table that a statement of a module assigns, of at least three rows.
+
+    A table is a literal, also as the argument of, say, frozenset.
+    """
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+        return
+    table = statement.value
+    if isinstance(table, ast.Call) and isinstance(table.func, ast.Name) and len(table.args) == 1:
+        table = table.args[0]
+    start, stop = source.span(table)
+    text = source.text
+    begins: list[int] = []
+    match table:
+        case ast.Call(ast.Attribute(ast.Constant(str(words)), "split"), []):
+            for word in words.split():
+                others = " ".join(x for x in words.split() if x != word)
+                yield "a row left out", table, f'"{others}".split()'
+        case ast.Dict(keys, values):
+            pairs = zip(keys, values, strict=True)
+            begins = [source.span(k)[0] if k else text.rindex("**", 0, source.span(v)[0]) for k, v in pairs]
+            own = [v for k, v in zip(keys, values, strict=True) if k] if len(begins) > 2 else []
+            for value, after in zip(own, [*own[1:], *own[:1]], strict=True):
+                if ast.dump(value) != ast.dump(after):
                     yield "a row like the next", value, source.of(after)
-            case ast.Tuple(elements) | ast.List(elements) | ast.Set(elements):
-                begins = [source.span(element)[0] for element in elements]
-        if len(begins) > 2:
-            for begin, after in itertools.pairwise([*begins, stop - 1]):
-                yield "a row left out", table, text[start:begin] + text[after:stop]
+        case ast.Tuple(elements) | ast.List(elements) | ast.Set(elements):
+            begins = [source.span(element)[0] for element in elements]
+    if len(begins) > 2:
+        for begin, after in itertools.pairwise([*begins, stop - 1]):
+            yield "a row left out", table, text[start:begin] + text[after:stop]
 
 
 def _exchanged(call: ast.Call, a: ast.expr, b: ast.expr, source: _Source) -> Iterator:

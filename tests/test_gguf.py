@@ -213,6 +213,26 @@ def test_positions_are_stretched_as_the_file_says(tmp_path, said, expected):
     assert from_config.architecture(c).rope_scaling == expected
 
 
+# How llama.cpp splits SPLIT before merges, by the name of the rule: contractions in capitals, digits, a letter behind a
+# bracket, and ends of lines tell the rules apart.
+SPLIT = "I'M 12345(the\n\nx"
+GPT2 = ["I", "'", "M", " 12345", "(", "the", "\n", "\n", "x"]
+DIGITS = ["I", "'", "M", " ", *"12345", "(", "the", "\n", "\n", "x"]
+LLAMA3 = ["I", "'M", " ", "123", "45", "(the", "\n\n", "x"]
+QWEN2 = ["I", "'M", " ", *"12345", "(the", "\n\n", "x"]
+SPLITS = {"default": GPT2, "gpt-2": GPT2, "smollm": DIGITS, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3}
+SPLITS |= {"qwen2": QWEN2, "deepseek-r1-qwen": QWEN2}
+
+
+@pytest.mark.parametrize("rule", [*SPLITS, ""])
+def test_every_rule_splits_as_that_of_llama_cpp(tmp_path, rule):
+    """A file without a rule has the default; only Llama 3's begin every text with BOS if the file does not say."""
+    tokenizer = load_tokenizer(str(write_file(tmp_path / "x.gguf", "llama", tokenizer={"pre": rule})))
+    pieces = tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(SPLIT)  # type: ignore[attr-defined]
+    assert [SPLIT[start:stop] for _, (start, stop) in pieces] == SPLITS[rule or "default"]
+    assert tokenizer.adds_bos == (SPLITS[rule or "default"] is LLAMA3)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -1,5 +1,6 @@
 """GPU facts: names are matched exactly or not at all, and the figures agree with each other."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -164,3 +165,37 @@ def test_host_memory_is_shared_by_the_gpus_of_a_machine():
 def test_gpus_needs_no_jax():
     code = f"import runpy, sys; runpy.run_path({gpus.__file__!r}); assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Technical specifications per compute capability of NVIDIA's CUDA programming guide: resident threads of an SM, KB of
+# shared memory of an SM and of one block, and its cores for float32.
+GUIDE = {
+    "8.0": (2048, 164, 163, 64),
+    **dict.fromkeys(("8.6", "8.9", "12.0"), (1536, 100, 99, 128)),
+    **dict.fromkeys(("9.0", "10.0", "10.3"), (2048, 228, 227, 128)),
+}
+
+
+@pytest.mark.parametrize("capability", GUIDE)
+def test_an_architecture_has_the_limits_that_nvidia_publishes(capability):
+    threads, shared, of_block, lanes = GUIDE[capability]
+    found = gpus.ARCHITECTURES[capability]
+    assert (found.threads, found.fp32_lanes) == (threads, lanes)
+    assert (found.shared_memory, found.shared_memory_per_block) == (1024 * shared, 1024 * of_block)
+    assert gpus.ARCHITECTURES.keys() == GUIDE.keys()
+
+
+@pytest.mark.parametrize("name", [*rates.ENDS, *rates.PRODUCTS])
+def test_the_ends_of_a_rate_are_on_both_sides_of_its_value(name):
+    """The slow one first: below the value of what is a rate, above that of what is time, or SMs that are taken."""
+    span = (rates.ENDS | rates.PRODUCTS)[name]
+    if name in ("latencies", "collective_sms"):
+        assert span.fast < 1 < span.slow
+    else:
+        assert span.slow < 1 < span.fast
+
+
+@pytest.mark.parametrize("key", gpus.REFUSED)
+def test_a_card_that_is_not_planned_for_is_refused_with_its_reason(key):
+    with pytest.raises(ConfigError, match=re.escape(gpus.REFUSED[key])):
+        gpu_key(key)

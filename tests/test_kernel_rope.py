@@ -184,3 +184,11 @@ def test_tiles_fit(length, counts, width):
     tile = cut.layout.to_mgpu().base_tile_shape
     assert cut.positions <= length and cut.heads <= min(counts)
     assert cut.positions % tile[0] == 0 and cut.heads % tile[1] == 0 and width % tile[2] == 0
+
+
+@pytest.mark.parametrize("counts, most", [((12,), 4), ((8,), 8), ((16, 4), 4), ((3,), 1), ((6, 2), 2), ((32, 8), 8)])
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_tile_has_as_many_heads_as_divide_their_numbers(counts, most, width):
+    """With more, the last tile of a position would compute heads again; with fewer, there would be fewer programs."""
+    tile = tiles.heads("op", 4096, counts, width, bf16)
+    assert tile.heads == most

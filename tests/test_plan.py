@@ -702,6 +702,21 @@ def test_unoptimised_kernels_change_nothing_else(planned, monkeypatch):
     assert planner.plan(c, FIRST) == Plan(**json.loads(json.dumps(dataclasses.asdict(fast))))
 
 
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_versions_of_cuda_are_checked_where_there_is_a_driver(monkeypatch, has_driver):
+    """Without one the check fails whatever is installed; with one, it is NVIDIA's to make."""
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    monkeypatch.setattr(aot, "has_driver", lambda: has_driver)
+    monkeypatch.setattr(aot, "target_config", lambda gpu: "")
+    seen: list = []
+    monkeypatch.setattr(aot, "expect_no_cuda_without_driver", lambda: seen.append("no CUDA without a driver"))
+    monkeypatch.setattr(aot.topologies, "get_topology_desc", lambda **_: seen.append({**os.environ}))
+    assert aot.usable(aot.kind() or "h100")
+    first, environment = seen
+    assert first == "no CUDA without a driver"
+    assert environment.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") == (None if has_driver else "1")
+
+
 @needs_compiler
 def test_where_jax_has_not_loaded_its_plugin_another_process_plans(monkeypatch, capsys):
     """As on a machine without a GPU where nobody said JAX_PLATFORMS=cpu."""

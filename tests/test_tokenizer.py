@@ -292,3 +292,31 @@ def test_token_texts(bpe_file):
         "¼",
     ]  # halves, as the tokenizer writes them
     assert [ByteTokenizer().token_text(i) for i in (104, 195, 256, 300)] == ["h", "\\xc3", "<end>", ""]
+
+
+# The token that ends a document in published families, and the one that ends a turn of theirs: transformers 5.24 and
+# the folders of the models. The first ones are names of pre-training, which come before those of chats.
+ENDS = (
+    ["</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|end▁of▁sentence|>", "<｜end▁of▁sentence｜>", "<|eos|>"],
+    ["<|im_end|>", "<|eot_id|>"],
+)
+OF_TURNS = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>"]
+
+
+@pytest.mark.parametrize("name", [*ENDS[0], *ENDS[1]])
+def test_every_name_of_a_token_that_ends_a_document_is_known(tmp_path, name):
+    """Alone, and before a name of chats; an ordinary token of that name counts where no special one is there."""
+    others = [other for other in ENDS[1] if other != name] if name in ENDS[0] else []
+    for special in ((name,), ("<x>", *others, name)):
+        (tmp_path / "special").mkdir(exist_ok=True)
+        found = load_tokenizer(str(save_bpe(tmp_path / "special" / "tokenizer.json", special=special)))
+        assert (found.eos, found.eos_id) == (name, special.index(name))
+    ordinary = lambda tokenizer: tokenizer.add_tokens([name])
+    found = load_tokenizer(str(save_bpe(tmp_path / "tokenizer.json", special=("<x>",), prepare=ordinary)))
+    assert found.eos == name
+
+
+@pytest.mark.parametrize("name", OF_TURNS)
+def test_every_name_of_a_token_that_ends_a_turn_stops_an_answer(tmp_path, name):
+    special = ("</s>", "<a>", name)
+    assert load_tokenizer(save_folder(tmp_path / "model", {}, special=special)).stop_ids == {0, 2}
