@@ -70,7 +70,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the object with these keys and values. Raises ValueError if a key is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        (key, _), *_ = (collections.Counter(key for key, _ in pairs) - collections.Counter(found)).items()
+        (key, _), *_ = (collections.Counter(key for key, _ in pairs) - collections.Counter(list(found))).items()
         raise ValueError(f"the key {shown(key, 80)} is there twice")
     return found
 

@@ -1,7 +1,11 @@
 """Files that the run itself writes, damaged while it goes on: found before a step or a checkpoint uses them."""
 
+import fcntl
+import json
 import os
 import shutil
+import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +14,10 @@ import pytest
 from small import TABLES, Small, tokens
 from test_nvme import BOTH, save
 
-from surojax.errors import CheckpointError
-from surojax.memory import striped
-from surojax.memory.layer_file import FILE, NvmeError, Store
+from surojax.errors import CheckpointError, ConfigError
+from surojax.memory import nvme, striped
+from surojax.memory.layer_file import FILE, LOCK, MARKER, NvmeError, Store
+from surojax.memory.slots import TABLE
 from surojax.run import checkpoint, on_disk
 from surojax.run.checkpoint import Checkpoints
 
@@ -210,3 +215,158 @@ def test_a_file_that_is_damaged_while_a_checkpoint_is_written_leaves_none(tmp_pa
     ):
         checkpoints.save(small.state, {"step": 1})
     assert on_disk.find(tmp_path / "run") is None
+
+
+# -- Folders that cannot be used --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [",", "a,", ",a", "a,,b", " ", "a, ,b"])
+def test_an_empty_folder_among_several_is_refused(given):
+    """It would be the current folder."""
+    with pytest.raises(ConfigError, match=r"^nvme_path: expected folders with commas between them, got .*leave the"):
+        Store(given, 1)
+
+
+def opened(*folders: Path) -> Store:
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    store = Store(",".join(map(str, folders)), 1, slots=2)
+    store.places.reserve(SIZE, "master")
+    return store
+
+
+@pytest.mark.parametrize("name", [FILE, MARKER, LOCK, TABLE])
+@pytest.mark.parametrize("kind", ["link", "broken link", "pipe", "folder"])
+def test_what_is_no_file_is_refused_in_any_folder(tmp_path, name, kind):
+    """A link is not followed: what it leads to is not overwritten; a pipe is not waited for."""
+    store = opened(tmp_path / "a", tmp_path / "b")
+    mine, place = tmp_path / "mine", tmp_path / "b" / name
+    mine.write_text("my own")
+    if kind in ("link", "broken link"):
+        place.symlink_to(mine if kind == "link" else tmp_path / "none")
+    elif kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.mkdir()
+    what = "it is a symbolic link, and what" if "link" in kind else "it is a folder, a pipe or a device"
+    with pytest.raises(ConfigError, match=rf"nvme_path: expected a folder that can be written, .*{place}: {what}"):
+        nvme.check_folders(store)
+    with pytest.raises((ConfigError, OSError), match=what), nvme.claim(store):
+        pass
+    assert mine.read_text() == "my own" and not (tmp_path / "none").exists()
+
+
+def test_a_folder_that_is_in_use_is_said_before_its_table_is_read(tmp_path):
+    """So nobody is told to delete the table of a run that goes on. A start that looks does not end another's."""
+    store = opened(tmp_path / "a", tmp_path / "b")
+    for _ in range(2):
+        nvme.check_folders(store)
+        assert not any((tmp_path / "b").iterdir())
+    with nvme.claim(store), pytest.raises(ConfigError, match=rf"^nvme_path: {tmp_path}/a is used by another run"):
+        nvme.check_folders(opened(tmp_path / "c", tmp_path / "a"))
+    looks = os.open(tmp_path / "a" / LOCK, os.O_RDONLY)
+    fcntl.flock(looks, fcntl.LOCK_SH)
+    timer = threading.Timer(0.03, os.close, [looks])
+    timer.start()
+    with nvme.claim(opened(tmp_path / "a")):
+        timer.join()
+
+
+def test_a_state_that_another_run_replaced_meanwhile_is_not_continued(tmp_path):
+    store = opened(tmp_path / "a")
+    with nvme.claim(store):
+        for l, place in enumerate(store.places.of_layers):
+            store.write(l, place, array(1))
+        store.begin_update(1)
+        store.end_update(1)
+        store.reported({"step": 1})
+    with nvme.claim(opened(tmp_path / "a"), goes_on={"step": 1}):
+        pass
+    replaced = pytest.raises(ConfigError, match=r"another run used .* while this one started; start again")
+    with replaced, nvme.claim(opened(tmp_path / "a"), goes_on={"step": 2}):
+        pass
+
+    def refuses() -> None:
+        raise ConfigError("of another run")
+
+    with pytest.raises(ConfigError, match="of another run"), nvme.claim(opened(tmp_path / "a"), check=refuses):
+        pass
+    assert opened(tmp_path / "a").kept_progress() == {"step": 1}
+
+
+@pytest.mark.parametrize("slots", [[0, 1], [2, 1], [0, -1], [0], "01", [True, 1]])
+def test_a_table_that_is_none_is_not_continued(tmp_path, slots):
+    store = opened(tmp_path / "a")
+    with nvme.claim(store):
+        store.write(0, store.places.of_layers[0], array(1))
+        store.begin_update(1)
+        store.end_update(1)
+        store.reported({"step": 1})
+    table = json.loads((tmp_path / "a" / TABLE).read_text())
+    for pieces, right in (({"0/0": slots}, slots == [0, 1]), ({"1/0": slots}, False), ({}, False)):
+        (tmp_path / "a" / TABLE).write_text(json.dumps(table | {"pieces": pieces}))
+        assert (store.kept_progress() is not None) == right
+    (tmp_path / "a" / TABLE).write_text(json.dumps(table)[:-1] + ', "layout": 1}')
+    assert store.kept_progress() is None  # a key that is there twice
+
+
+def small_disk(folder: Path, size: str) -> None:
+    """Mounts a file system of so many bytes, where the system lets a test."""
+    folder.mkdir()
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True
+        ).returncode
+    ):
+        pytest.skip("needs the right to mount a file system")
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A folder with room for 256 KiB."""
+    small_disk(tmp_path / "full", "256k")
+    yield tmp_path / "full"
+    subprocess.run(["umount", "-l", str(tmp_path / "full")], check=True)
+
+
+def test_a_full_second_folder_is_named(full, tmp_path, monkeypatch):
+    monkeypatch.setattr(striped, "STRIPE", 4096)
+    store = opened(tmp_path / "a", full)
+    store.places.reserve(200 * 4096, "master")
+    with pytest.raises(ConfigError, match=rf"^nvme_path: needs [\d.]+ [KM]iB in {full}, where 256.00 KiB are free"):
+        nvme.check_folders(store)
+    monkeypatch.setattr(nvme, "check_folders", lambda store: None)  # it is filled after that
+    said = rf"expected room for [\d.]+ MiB in {full}, got: No space left on device"
+    with pytest.raises(ConfigError, match=said), nvme.claim(store):
+        pass
+    assert (tmp_path / "a" / FILE).stat().st_size == 0
+
+
+def test_a_disk_that_is_full_in_mid_run_is_named_with_the_file(full):
+    """Of what is not allocated at start: marker and table. The file itself has its room."""
+    store = opened(full)
+    with nvme.claim(store):
+        store.write(0, store.places.of_layers[0], array(1))
+        (full / "more").write_bytes(bytes(shutil.disk_usage(full).free))
+        with pytest.raises(NvmeError, match=rf"could not write {full}/{MARKER} \(No space left on device\)"):
+            store.begin_update(1)
+        np.testing.assert_array_equal(store.read(0, store.places.of_layers[0], (SIZE,), np.dtype(np.uint8)), array(1))
+
+
+def test_a_read_only_folder_is_refused(full, tmp_path):
+    subprocess.run(["mount", "-o", "remount,ro", str(full)], check=True)
+    with pytest.raises(ConfigError, match=rf"expected a folder that can be written, got '{full}' \(.*Read-only file s"):
+        nvme.check_folders(opened(tmp_path / "a", full))
+
+
+def test_a_second_disk_that_fails_is_named(tmp_path, monkeypatch):
+    store = written([tmp_path], 1)
+    store.close()
+    store = opened(tmp_path / "a", tmp_path / "b")
+    with nvme.claim(store):
+        plain, (_, second) = os.fdatasync, store.file._fds
+        monkeypatch.setattr(os, "fdatasync", lambda fd: os.fsync(10**6) if fd == second else plain(fd))
+        with pytest.raises(NvmeError, match=rf"could not write {tmp_path}/b/{FILE} \(Bad file descriptor\)"):
+            store.end_update(1)
+            store.settle()

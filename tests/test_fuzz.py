@@ -40,6 +40,8 @@ import pytest
 import test_adapters
 import test_gguf
 import test_huggingface
+import test_slots
+from small import Small
 
 from surojax import convert, evaluate, fit, generate, launch, limited, plan, train, verify
 from surojax.config import checks, flags
@@ -55,6 +57,20 @@ from surojax.data.texts import TextFile, text_parts
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
 from surojax.errors import LONGEST, CheckpointError, ConfigError
 from surojax.exchange import peft
+from surojax.exchange.sources import KEPT, keeps
+from surojax.memory import nvme
+from surojax.memory.layer_file import NvmeError
+from surojax.pages import runs
+from surojax.planner import seen
+from surojax.planner.gpus import GPUS
+from surojax.planner.prediction import read_trace
+from surojax.run import on_disk, trackers
+from surojax.run.checkpoint import Checkpoints
+from surojax.run.metrics import METRICS_FILE, read_metrics
+from surojax.run.restore import check_restorable, restore
+from surojax.run.stored import StoredMaster
+from surojax.training.evaluation import evaluation_summary
+from surojax.training.resume import check_unfinished, goes_on_in_files
 from surojax.training.setup import set_up
 from surojax.untrusted import read_json
 
@@ -324,6 +340,109 @@ def use_config(folder: Path) -> None:
         checks.check(checks.restored_config(found))
 
 
+def make_disk(folder: Path) -> None:
+    """Files of a state in two slots, and the record of the run that they are of."""
+    (folder / "disk").mkdir(exist_ok=True)
+    (folder / "own").mkdir(exist_ok=True)
+    store = test_slots.opened(folder / "disk")
+    test_slots.update(store, 5)
+    store.reported({"step": 5, "samples": 20, "samples_per_step": 4, "layers": {"blocks": 2}, "tokenizer": "bytes",
+                    "data": "x", "config": {"output_dir": "own", "resume_from_checkpoint": "auto"},
+                    "output_dir": "/nowhere/own"})  # fmt: skip
+    store.close()
+    make_metrics(folder / "own")
+
+
+def use_disk(folder: Path) -> None:
+    store = test_slots.opened(folder / "disk")
+    nvme.check_folders(store)
+    store.interrupted()
+    check_unfinished(store, folder / "other")
+    progress = store.kept_progress()
+    goes_on_in_files(default_config(), folder / "own", progress, 0)
+    store._made = True  # it is not to be made larger or shorter
+    if progress and store.path.is_file():
+        store.load()
+    store.close()
+
+
+def make_metrics(folder: Path) -> None:
+    steps = [{"log": "step", "step": i, "loss": 3.0 / i, "norm": 1.0, "tokens_per_second": 9.0} for i in range(1, 6)]
+    evals = [{"log": "eval", "step": i, "loss": 3.0, "perplexity": 20.1, "bits_per_byte": 4.3} for i in (1, 5)]
+    (folder / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in (*steps, *evals)))
+
+
+def use_metrics(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # of a file that is none, which commands say with its name
+        evaluation_summary(folder)
+        read_metrics(folder / METRICS_FILE)
+    runs.page([runs.read_run(str(folder))], None, "report")
+
+
+def make_rates(folder: Path) -> None:
+    seen.record(str(folder / "rates.json"), "NVIDIA GeForce RTX 4090", 1.0, 1.2, "key", 1)
+    seen.record_rate(str(folder / "rates.json"), "NVIDIA GeForce RTX 4090", "host", 0.5)
+    seen.record_disk(str(folder / "rates.json"), "/mnt", seen.DiskRates(1e9, 2e9))
+
+
+def use_rates(folder: Path) -> None:
+    file = str(folder / "rates.json")
+    seen.rates_of_disk(file, "/mnt")
+    for settings in ("key", "other"):
+        seen.corrected(GPUS["rtx4090"], file, settings)
+
+
+def make_small_files(folder: Path) -> None:
+    (folder / KEPT).mkdir(exist_ok=True)
+    (folder / KEPT / "source.json").write_text(json.dumps({"model_path": "a/b"}))
+    (folder / "trace.json").write_text(json.dumps({"traceEvents": [{"ph": "X", "pid": 0, "ts": 0.5}]}))
+    (folder / "trackers.json").write_text(json.dumps({"mlflow": "an-id"}))
+
+
+def use_small_files(folder: Path) -> None:
+    keeps(folder, "a/b")
+    with contextlib.suppress(OSError, ValueError):  # which `write_page` says
+        read_trace(folder / "trace.json")
+    with mock.patch.object(trackers, "write_whole", lambda *_: None), mock.patch.object(Path, "unlink"):
+        trackers.start_trackers("", folder, first_step=1, settings={})
+
+
+def small() -> Small:
+    if "small" not in _models:
+        _models["small"] = Small()
+    return _models["small"]
+
+
+def make_checkpoint(folder: Path) -> None:
+    meta = {"step": 3, "samples": 12, "samples_per_step": 4, "layers": {"blocks": 3}, "tokenizer": "bytes", "data": "x"}
+    with Checkpoints(folder / "run", save_total_limit=1) as checkpoints:
+        checkpoints.save(small().state, {**meta, "config": default_config().to_dict()})
+
+
+def use_checkpoint(folder: Path) -> None:
+    checkpoint = on_disk.find(folder / "run")
+    if checkpoint is None:
+        raise Accepted
+    meta = on_disk.read_meta_of_run(checkpoint)
+    checks.restored_config(meta["config"], on_disk.written_by(meta))
+    check_restorable(checkpoint, small().plan, small().run.layers)
+    restore(checkpoint, small().plan, small().run.layers)
+    master = StoredMaster(checkpoint)
+    for l in range(3):
+        master.read("blocks.attention.wq", l)
+
+
+def without_sums(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Makes a checkpoint whose files are not compared: as one who means harm leaves them."""
+
+    def made(folder: Path) -> None:
+        make(folder)
+        (on_disk_files,) = folder.rglob(on_disk.FILES)
+        on_disk_files.write_text("{}")
+
+    return made
+
+
 SUFFIXES = ("jsonl", "json", "parquet", "csv", "txt")
 FAMILIES = ("llama", "qwen2", "gemma3", "ministral3", "smollm3")
 TARGETS = {
@@ -334,6 +453,12 @@ TARGETS = {
     **{f"rows in {suffix}": Target(make_rows(suffix), use_rows) for suffix in SUFFIXES},
     "template": Target(make_template, use_template),
     "config of a checkpoint": Target(make_config, use_config),
+    "checkpoint": Target(make_checkpoint, use_checkpoint),
+    "checkpoint without sums": Target(without_sums(make_checkpoint), use_checkpoint),
+    "files of a state": Target(make_disk, use_disk),
+    "metrics": Target(make_metrics, use_metrics),
+    "measured rates": Target(make_rates, use_rates),
+    "small files of a run": Target(make_small_files, use_small_files),
 }
 
 
@@ -389,7 +514,7 @@ def run(case: Callable[[], Any], folder: Path, longest: int = LONGEST, may_write
         with limits(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             case()
         done = True
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, NvmeError) as error:
         line = str(error)
     except SystemExit as error:
         line = error.code
@@ -413,7 +538,7 @@ def make(target: Target, folder: Path) -> None:
         target.make(folder)
         _made[target] = {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     for name, content in _made[target].items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_bytes(content)
 
 

@@ -68,7 +68,8 @@ def corrected(gpu: Gpu, path: str, settings: str = "") -> Gpu:
 
     settings: `settings_key` of the step to predict. Raises ConfigError for a file that cannot be read.
     """
-    mine = [entry for entry in _read(path) if find_gpu(entry["device_kind"]) is find_gpu(gpu.name) is not None]
+    of_gpus = [entry for entry in _read(path) if entry["rate"] not in DISK_RATES]
+    mine = [entry for entry in of_gpus if find_gpu(entry["device_kind"]) is find_gpu(gpu.name) is not None]
     single = {entry["rate"]: entry["value"] for entry in mine if entry["rate"] != STEP}
     steps = {x["settings"]: x for x in mine if x["rate"] == STEP and set(x["replaced"]) == single.keys()}
     if not single and not steps:
@@ -229,7 +230,7 @@ def _read(path: str) -> list[dict[str, Any]]:
 
 def _is_entry(entry: Any) -> bool:
     """Returns True if a value of the file is an entry, with a number that a rate can have."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("value"), int | float):
+    if not isinstance(entry, dict) or type(entry.get("value")) not in (int, float):
         return False
     texts = ("device_kind", "rate", "date", *(["settings"] if entry.get("rate") == STEP else []))
     if not all(isinstance(entry.get(name), str) for name in texts):

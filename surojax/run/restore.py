@@ -10,6 +10,7 @@ written from files only. `meta` then says how many `layers` each segment has. An
 zeros itself if it has to; zeros add nothing to a checksum.
 """
 
+import asyncio
 import collections
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from orbax.checkpoint import type_handlers
 
 from surojax.errors import CheckpointError
 from surojax.memory.host import put
@@ -98,6 +100,21 @@ def restore_weights(path: Path, plan: dict) -> dict:
     return weights
 
 
+class _ArrayReader(type_handlers.ArrayHandler):
+    """Reads arrays as orbax does, and after an error waits for those that are still being read.
+
+    Their results would arrive when orbax has closed its event loop, and print a traceback each.
+    """
+
+    async def deserialize(self, *arguments: Any, **keywords: Any) -> Any:
+        before = asyncio.all_tasks()
+        try:
+            return await super().deserialize(*arguments, **keywords)
+        except BaseException:
+            await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
+            raise
+
+
 def _load(path: Path, items: dict, meta: dict[str, Any], layers: dict[str, int]) -> dict:
     """Reads the items of a checkpoint as planned; stacks that are planned in files are copied to them layer by layer.
 
@@ -109,7 +126,8 @@ def _load(path: Path, items: dict, meta: dict[str, Any], layers: dict[str, int])
         files = in_files.files(plan)
         in_memory = in_files.joined(in_files.in_memory(plan), [...] * len(files))
         options = _restore_args(path / name, in_memory, meta, layers)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        registry = type_handlers.create_type_handler_registry((jax.Array, _ArrayReader()))
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as reader:
             arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
         names = jax.tree_util.tree_map_with_path(lambda keys, _: name_of(keys), plan)
         named = list(zip(in_files.files(names), files, strict=True))
