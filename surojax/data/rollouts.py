@@ -110,7 +110,9 @@ def _advantages(record: Mapping[str, Any], completions: list[Any]) -> np.ndarray
         raise NotARow(f"{REWARDS}: expected those of two or more completions to compare, got one; give {ADVANTAGES!r}")
     advantages = ((values - values.mean()) / (values.std(ddof=1) + 1e-4)).astype(np.float32)
     if len(set(values.tolist())) > 1 and not advantages.any():
-        raise NotARow(f"{REWARDS}: expected rewards whose differences are above rounding, got {shown(record[name], 80)}")
+        raise NotARow(
+            f"{REWARDS}: expected rewards whose differences are above rounding, got {shown(record[name], 80)}"
+        )
     return advantages
 
 
