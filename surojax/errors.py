@@ -3,6 +3,7 @@
 A message may repeat what a file or another library says: it becomes one line, without its middle if it is too long.
 """
 
+import io
 import re
 import sys
 from argparse import ArgumentParser
@@ -85,7 +86,10 @@ def ends_with_code(main: Callable[[], None]) -> None:
     """Runs a command; if it raises ConfigError, prints the message and ends the process with REFUSED.
 
     Ends it with a line, too, if memory cannot be allocated or no thread can be started.
+    Letters that the terminal's encoding lacks are printed as their codes.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python does for sys.stderr
     try:
         main()
     except Refused as error:

@@ -295,7 +295,9 @@ def main(argv: list[str] | None = None) -> None:
             ends = (best.plan and best.plan.predicted_range_s) or []
             seconds = [s / (result.gpus * best.tokens) for s in (best.seconds, *ends)]
             print(cost(args.tokens, args.price, result.gpus, seconds))
-        out.write_text(config_file(best.config, row_docstring(best, result, Path(args.config).name, out)))
+        out.write_text(
+            config_file(best.config, row_docstring(best, result, Path(args.config).name, out)), encoding="utf-8"
+        )
         print(f"written: {out}; surojax train --config {out}")
         if best.config.nvme_path == FOLDER:
             print(f"  set nvme_path in it to a folder on the NVMe disk: {FOLDER!r} stands for it")

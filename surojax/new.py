@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         c = given(args.model, args.gpus, args.data, f"runs/{args.name}")
         fastest = fastest_estimated(c, gpu, args.host_memory * GiB)
         text = config_docstring(args.name, args.model, gpu, args.gpus, fastest)
-        file.write_text(config_file(changed(c, fastest.change), text, commented=True))
+        file.write_text(config_file(changed(c, fastest.change), text, commented=True), encoding="utf-8")
         print(f"written: {file}; surojax train --config {file}")
         if c.data == DATA:
             print(f"  set data in it: {DATA!r} stands for it")

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from small import quick_at
 
-from surojax.data import cache, cache_writer, corpus as sources, texts
+from surojax.data import cache, cache_writer, corpus as sources, entries as entries_module, texts
 from surojax.data.cache import Corpus, PartWriter, cached
 from surojax.data.prepare import load_corpora
 from surojax.data.tokenizer import ByteTokenizer
@@ -131,7 +132,89 @@ def test_an_entry_that_is_not_whole_is_written_anew(source, tmp_path, file):
     with (entry / file).open("r+b") as damaged:
         damaged.truncate(100)
     again, said = load(source, folder)
-    assert "into" in said[0] and again.tokens.tolist() == expected_tokens(source)
+    assert "is damaged" in said[0] and "into" in said[1] and again.tokens.tolist() == expected_tokens(source)
+
+
+def changed_meta(entry: Path, change) -> None:
+    """Changes the meta data as a program would that writes them whole, with their digest."""
+    meta = json.loads((entry / "meta.json").read_text())
+    change(meta)
+    meta.pop("digest", None)
+    (entry / "meta.json").write_text(json.dumps(meta | {"digest": entries_module.meta_digest(meta)}))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x80
+    path.write_bytes(content)
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGE = {
+    "a token": lambda entry: flip(entry / "train" / "tokens.bin"),
+    "a token, with the old time": lambda entry: with_old_time(entry / "train" / "tokens.bin"),
+    "an offset": lambda entry: flip(entry / "train" / "offsets.bin"),
+    "the meta data": lambda entry: flip(entry / "meta.json"),
+    "a number in them": lambda entry: (entry / "meta.json").write_text(
+        (entry / "meta.json").read_text().replace('"examples": 40', '"examples": 41')
+    ),
+    "their size": lambda entry: (entry / "meta.json").write_text("{}" + " " * (17 << 20)),
+    "their depth": lambda entry: (entry / "meta.json").write_text("[" * 100_000),
+    "their digits": lambda entry: (entry / "meta.json").write_text("1" * 5000),
+    "a list": lambda entry: (entry / "meta.json").write_text("[]"),
+    "latin letters": lambda entry: (entry / "meta.json").write_bytes(b'{"parts": "\xe9"}'),
+    "parts": lambda entry: changed_meta(entry, lambda meta: meta.update(parts=[1])),
+    "no parts": lambda entry: changed_meta(entry, lambda meta: meta.update(parts={})),
+    "sizes": lambda entry: changed_meta(entry, lambda meta: meta["parts"]["train"].update(sizes={"tokens": None})),
+    "a dtype": lambda entry: changed_meta(entry, lambda meta: meta["parts"]["train"].update(dtype="O")),
+    "pipes": lambda entry: replace_by_pipe(entry / "meta.json"),
+    "a pipe of tokens": lambda entry: replace_by_pipe(entry / "train" / "tokens.bin"),
+    "a folder of tokens": lambda entry: (
+        (entry / "train" / "tokens.bin").unlink(),
+        (entry / "train" / "tokens.bin").mkdir(),
+    ),
+    "a file": lambda entry: (shutil.rmtree(entry), entry.write_text("")),
+}
+
+
+def with_old_time(path: Path) -> None:
+    status = path.stat()
+    flip(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_written_anew(source, tmp_path, damage):
+    folder = tmp_path / "cache"
+    load(source, folder)
+    (name,) = entries(folder)
+    DAMAGE[damage](folder / name)
+    again, said = load(source, folder)
+    assert again.tokens.tolist() == expected_tokens(source) and again.offsets is not None
+    assert "is damaged" in said[0] and said[0].endswith("and is written anew") and "into" in said[1]
+    assert "from" in load(source, folder)[1][0] and entries(folder) == {name}
+
+
+def test_files_are_hashed_again_only_if_their_times_differ(source, tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    load(source, folder)
+    (entry,) = folder.glob("*/train")
+    hashed = []
+    digest = entries_module._digest
+    monkeypatch.setattr(entries_module, "_digest", lambda content: hashed.append(len(content)) or digest(content))
+    load(source, folder)
+    assert not hashed
+    os.utime(entry / "tokens.bin")
+    for _ in range(2):
+        assert "from" in load(source, folder)[1][0]
+    assert hashed == [(entry / "tokens.bin").stat().st_size]
+    (entry.parent / "checked.json").write_text("[" * 1000)
+    load(source, folder)
+    assert len(hashed) == 3
 
 
 def test_parts_with_tokens_that_are_not_trained(tmp_path):

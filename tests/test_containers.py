@@ -246,6 +246,17 @@ def test_a_row_means_the_same_in_every_file(tmp_path, kind):
     assert expected and (kind in REFUSED) == any(isinstance(x, str) for x in expected)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+@pytest.mark.parametrize(
+    "content, advice", [("text\na\n".encode("utf-16"), "iconv -f utf-16"), (gzip.compress(b"a"), ".gz")]
+)
+def test_files_in_other_encodings_say_which(tmp_path, name, content, advice):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{name}:1: expected UTF-8 text, got .*{advice}"):
+        if isinstance(found := meaning(tmp_path / name, "text")[1], str):
+            raise ConfigError(f"{name}:1: {found}")
+
+
 # -- Values that a table has, and JSON has not ------------------------------------------------------------------------
 
 STRUCT = pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string())])

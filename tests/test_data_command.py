@@ -17,6 +17,7 @@ from surojax.data.batches import training_batches
 from surojax.data.run_data import SETTINGS, Settings, load_data, parse_entries
 from surojax.data.show import sample_table
 from surojax.data.tokenizer import ByteTokenizer
+from surojax.errors import ends_with_code
 
 
 @pytest.fixture
@@ -47,6 +48,15 @@ def test_the_samples_shown_are_the_runs_first(config):
     assert not np.array_equal(*batch["inputs"][0, :2])
     every = list(first_samples(prepared, tokenizer, rows=10**6, seed=config.seed, color=False))
     assert sum(line.startswith("row ") for line in every) == len(found.train) < 10**6
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_that_lacks_letters_shows_their_codes(monkeypatch, encoding):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    ends_with_code(lambda: print("data: \u65e5.jsonl"))
+    terminal.seek(0)
+    assert terminal.read() == f"data: {'\u65e5' if encoding == 'utf-8' else '\\u65e5'}.jsonl\n"
 
 
 def test_the_command_prepares(tmp_path, capsys):

@@ -1,8 +1,10 @@
 """Distillation: losses and gradients against a textbook and torch, labels against exact ones, and what is refused."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -19,9 +21,18 @@ from test_plan import FIRST, needs_compiler
 from surojax import convert
 from surojax.config.fields import DEFAULTS, default_config
 from surojax.data import run_data
+from surojax.data.batches import Mixture, training_batches
 from surojax.data.given import NAME, GivenRows
 from surojax.data.samples import Samples
-from surojax.data.teacher_labels import Labels, Teacher, claim_folder, read_teacher, write_head
+from surojax.data.teacher_labels import (
+    Labels,
+    Teacher,
+    claim_folder,
+    read_head,
+    read_teacher,
+    with_teacher_labels,
+    write_head,
+)
 from surojax.data.tokenizer import load_tokenizer
 from surojax.distill import distill, labelling, main as distill_main, teacher as teacher_of
 from surojax.errors import ConfigError
@@ -276,6 +287,102 @@ def test_a_run_learns_from_labels_and_says_what_does_not_fit(tmp_path):
         refused(f"{name}: expected ", distill_path=str(tmp_path / name))
     with pytest.raises(ConfigError, match="name another folder"):
         claim_folder(c.distill_path, about)
+
+
+def place(of: str, value: float):
+    """Writes a number into the first label that counts; `of` which array."""
+
+    def damage(file: Path, labels: Labels, first: int) -> None:
+        content = bytearray(file.read_bytes())
+        per_sample = labels.sequence_len * 4
+        at = first * 4 * 4 if of == "ids" else len(labels.files[0]) * per_sample * 4 + first * 5 * 4
+        content[at : at + 4] = np.array(value, np.int32 if of == "ids" else np.float32).tobytes()
+        file.write_bytes(content)
+
+    return damage
+
+
+DAMAGED_LABELS = [
+    (place("ids", 2**31 - 1), "expected token ids below the teacher's vocab_size 320, got 1 to 2147483647"),
+    (place("ids", 320), "expected token ids below the teacher's vocab_size 320"),
+    (place("ids", -1), "expected token ids below the teacher's vocab_size 320, got -1"),
+    (place("logprobs", np.nan), "expected finite numbers, got nan"),
+    (place("logprobs", -np.inf), "expected finite numbers, got -inf"),
+    (place("logprobs", np.inf), "expected finite numbers, got inf"),
+    (place("logprobs", 0.5), "expected log-probabilities, at most 0, got 0.5"),
+    (lambda file, *_: os.truncate(file, 100), "(the file is too short)"),
+    (lambda file, *_: (file.unlink(), os.mkfifo(file)), "it is a pipe or a device; save it first"),
+    (lambda file, *_: file.unlink(), "No such file"),
+]
+
+
+@pytest.mark.parametrize("damage, said", DAMAGED_LABELS, ids=[said for _, said in DAMAGED_LABELS])
+def test_labels_are_checked_when_they_are_read(tmp_path, damage, said):
+    """What differs from its sum, or what no teacher gives if there is no sum. Labels of other samples are used."""
+    c = config(tmp_path)
+    labels = labelled(c)
+    samples = samples_of(c)
+    tokenizer = load_tokenizer(c.tokenizer).name
+    settings = {"sequence_len": c.sequence_len, "tokenizer": tokenizer, "vocab_size": 320, "top_k": 4}
+    more = {"temperature": 1.0, "hidden_size": 0, "names": ("ids", "logprobs")}
+    train = with_teacher_labels(Mixture([samples]), c.distill_path, **settings, **more)
+    row = next(i for i in range(len(labels.files[0])) if (samples[i]["labels"] >= 0).any())
+    first = row * c.sequence_len + int(np.argmax(samples[row]["labels"] >= 0))
+    assert train.all[row]["ids"].shape == (c.sequence_len, 4) and train.all[len(samples) - 1]
+    file = labels.folder / "00000000"
+    good = file.read_bytes()
+    flipped = bytearray(good)
+    flipped[first * 16] ^= 1  # the last bit of an id
+    file.write_bytes(flipped)
+    with pytest.raises(ConfigError, match=rf"sample {row} in .*00000000 as it was written, got others: their sum"):
+        train.all[row]
+    assert train.all[len(samples) - 1]
+    stream = training_batches(train, batch_size=len(samples), accumulation=1, seed=0)
+    with contextlib.closing(stream), pytest.raises(ConfigError, match="their sum differs"):  # of its thread
+        next(stream)
+    file.write_bytes(good)
+    shutil.rmtree(labels.folder / "sums")
+    damage(file, labels, first)
+    with pytest.raises(ConfigError) as error:
+        train.all[row]
+    assert said in str(error.value) and str(labels.folder) in str(error.value) and "\n" not in str(error.value)
+
+
+WRONG_TEACHERS = [
+    {"vocab_size": -1}, {"vocab_size": 2**40}, {"top_k": 0}, {"top_k": 321}, {"temperature": float("nan")},
+    {"temperature": 0.0}, {"dtype": "float32"}, {"hidden_size": -8}, {"hidden_size": 8}, {"vocab_size": 1.0},
+    {"hidden_size": 8, "top_k": 0, "temperature": 0.0, "dtype": "O"},
+    {"hidden_size": 8, "top_k": 0, "temperature": 0.0, "dtype": "float33"},
+    {"hidden_size": 8, "top_k": 0, "temperature": 0.0, "dtype": "<U5"},
+    {"hidden_size": 8, "top_k": 0, "temperature": 0.0, "dtype": "int8"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", WRONG_TEACHERS, ids=str)
+def test_a_teacher_that_no_folder_has(tmp_path, changes):
+    about = Teacher("a digest", "a teacher", "bytes", 320, 4, 1.0)
+    (tmp_path / "teacher.json").write_text(json.dumps(about._asdict() | changes))
+    with pytest.raises(ConfigError, match=r"expected a folder with a teacher's labels, got .*; docs/dist") as error:
+        read_teacher(str(tmp_path))
+    said = str(error.value)
+    assert f"{next(iter(changes))} is" in said or "dtype is" in said or "a value of another type" in said
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_is_checked_when_it_is_read(tmp_path, dtype):
+    folder = claim_folder(str(tmp_path), Teacher("a digest", "a teacher", "bytes", 320, 0, 0.0, 8, dtype))
+    head = np.ones((320, 8), dtype)
+    write_head(folder, head)
+    np.testing.assert_array_equal(read_head(str(tmp_path)), head)
+    for content, said in {
+        np.full((320, 8), 2, dtype).tobytes(): "as it was written, got others: their sum differs",
+        np.full((320, 8), np.nan, dtype).tobytes(): "(it has numbers that are not finite)",
+        head.tobytes() + b"1": "bytes)",
+    }.items():
+        (folder / "head").write_bytes(content)
+        with pytest.raises(ConfigError) as error:
+            read_head(str(tmp_path))
+        assert said in str(error.value)
 
 
 @pytest.mark.full

@@ -8,10 +8,13 @@ folder for each part ("train", "held_out"):
     offsets.bin   int64 [examples + 1]: example i is tokens[offsets[i] : offsets[i + 1]]
     NAME.bin      float32 [tokens]: further numbers of the tokens, by any other name
 
+    checked.json  the size and times of each file when its content was last compared with the digest in meta.json
+
 An entry is written into a temporary folder beside it, `meta.json` last, flushed to the disk and renamed. A process that
 is killed therefore leaves a complete entry or none. A process that writes holds the entry's lock file; a second one
 waits for it and then uses what the first has written. A temporary folder whose lock is free was left by a process that
-ended, and the next run that writes removes it. Entries may be deleted at any time.
+ended, and the next run that writes removes it. An entry that is damaged is written anew (`entries`). Entries may be
+deleted at any time.
 
 Pages of a mapped file count as memory of the process until they are given back. `Corpus.release` does that, so a corpus
 of any size takes as much memory as one batch of it.
@@ -23,7 +26,6 @@ import fcntl
 import functools
 import hashlib
 import json
-import mmap
 import os
 import shutil
 import socket
@@ -34,58 +36,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from surojax.data.entries import DTYPES, META, Corpus, meta_digest, open_entry, remember
 from surojax.errors import ConfigError
 from surojax.untrusted import expanded
 
 FORMAT = 2  # of the files; an entry of another format is written anew, under another name
-META = "meta.json"
-DTYPES = {
-    "tokens": np.dtype(np.uint16),
-    "trained": np.dtype(np.bool_),
-    "offsets": np.dtype(np.int64),
-}  # others: float32
-TRAIN = "train"
-HELD_OUT = "held_out"
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # on some network file systems
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(frozen=True, eq=False)
-class Corpus:
-    """Tokenised examples, one after the other. The arrays may be mapped files.
-
-    tokens: uint16 [tokens], or uint32 if the vocabulary has more than 65,536 ids. Documents end with end-of-sequence.
-    num_bytes: length of the documents' text in UTF-8, without the end-of-sequence tokens; 0 if they are not plain text.
-    fingerprint: first 16 hexadecimal digits of the SHA-256 of tokens, then trained and offsets if not all are trained.
-    name: source of the examples, for messages.
-    offsets: int64 [examples + 1], where each example starts and the last one ends; None: one example.
-    trained: bool [tokens], whether a token is a target of the loss; None: all are.
-    numbers: further arrays by name, float32 [tokens].
-    """
-
-    tokens: np.ndarray
-    num_bytes: int
-    fingerprint: str
-    name: str
-    offsets: np.ndarray | None = None
-    trained: np.ndarray | None = None
-    mappings: tuple[mmap.mmap, ...] = ()
-    numbers: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-    @property
-    def num_examples(self) -> int:
-        """Number of documents, conversations or other examples."""
-        return len(self.bounds) - 1
-
-    @property
-    def bounds(self) -> np.ndarray:
-        """Where each example starts and the last one ends, int64 [examples + 1], also for a corpus of one example."""
-        return np.array([0, len(self.tokens)]) if self.offsets is None else self.offsets
-
-    def release(self) -> None:
-        """Frees the memory of mapped pages. They are read again from the system's file cache."""
-        for mapping in self.mappings:
-            mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class CacheEntry(NamedTuple):
@@ -149,11 +106,12 @@ class PartWriter:
         return self.num_tokens * size + (self.num_examples + 1) * 8
 
     def finish(self) -> dict[str, Any]:
-        """Flushes the files to the disk; returns the part's entry in the meta data, which `_open` reads."""
+        """Flushes the files to the disk; returns the part's entry in the meta data, which `open_entry` reads."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         self.close()
+        digests = {name: file_hash.hexdigest() for name, file_hash in self._hashes.items()}
         digest = self._hashes["tokens"]
         numbers = sorted(self._files.keys() - DTYPES.keys())
         for name in ("trained", "offsets", *numbers) if "trained" in self._files else numbers:
@@ -166,6 +124,7 @@ class PartWriter:
             "bytes": self.num_bytes,
             "fingerprint": digest.hexdigest()[:16],
             "sizes": sizes,
+            "digests": digests,
         }
 
     def close(self) -> None:
@@ -201,7 +160,7 @@ def cached(
     root = expanded(folder).absolute()
     text = json.dumps({"format": FORMAT, **key}, sort_keys=True)
     target = root / hashlib.sha256(text.encode()).hexdigest()[:20]
-    if corpora := _open(target, name):
+    if corpora := open_entry(target, name, say):
         return CacheEntry(*corpora, target, True)
     with _writable(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -209,10 +168,10 @@ def cached(
         with _locked(root / f"{target.name}.lock", wait) as is_locked:
             if is_locked:
                 _remove_leftovers(root, target.name)
-            if corpora := _open(target, name):
+            if corpora := open_entry(target, name):
                 return CacheEntry(*corpora, target, True)
             _write(target, text, write)
-            corpora = _open(target, name)
+            corpora = open_entry(target, name)
     assert corpora, f"{target} was written and cannot be opened"
     return CacheEntry(*corpora, target, False)
 
@@ -223,48 +182,18 @@ def _write(target: Path, key: str, write: Callable[[Path], dict[str, Any]]) -> N
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        meta = json.dumps({**write(temporary), "key": json.loads(key)}, indent=1)
+        meta = {**write(temporary), "key": json.loads(key)}
+        remember(temporary, meta)
         with (temporary / META).open("w") as file:
-            file.write(meta)
+            json.dump(meta | {"digest": meta_digest(meta)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        if _open(target, "") is None:  # without locks, another process may have been faster
+        if open_entry(target, "") is None:  # without locks, another process may have been faster
             shutil.rmtree(target, ignore_errors=True)  # one that is damaged; a run that has it mapped keeps its pages
+            target.unlink(missing_ok=True)  # a file of that name
             temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _open(target: Path, name: str) -> tuple[dict[str, Corpus], dict[str, Any]] | None:
-    """Opens an entry; returns its parts and meta data, or None if the entry is missing or a file is incomplete."""
-    try:
-        meta = json.loads((target / META).read_text())
-        return {part: _open_part(target / part, info, name, part) for part, info in meta["parts"].items()}, meta
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _open_part(folder: Path, info: dict[str, Any], name: str, part: str) -> Corpus:
-    dtypes = DTYPES | {"tokens": np.dtype(info["dtype"])}
-    arrays = {}
-    mappings = []
-    for file, size in info["sizes"].items():
-        with (folder / f"{file}.bin").open("rb") as opened:
-            if os.fstat(opened.fileno()).st_size != size:
-                raise ValueError(f"{folder}/{file}.bin has another size than {size}")
-            if size:
-                mappings.append(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-        arrays[file] = np.frombuffer(mappings[-1] if size else b"", dtypes.get(file, np.dtype(np.float32)))
-    return Corpus(
-        arrays["tokens"],
-        info["bytes"],
-        info["fingerprint"],
-        f"{name} (held out)" if part == HELD_OUT else name,
-        arrays["offsets"],
-        arrays.get("trained"),
-        tuple(mappings),
-        {name: x for name, x in arrays.items() if name not in DTYPES},
-    )
 
 
 class FilesDigest(NamedTuple):

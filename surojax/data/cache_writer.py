@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from surojax.data.cache import HELD_OUT, NO_ROOM, TRAIN, NoRoom, PartWriter
+from surojax.data.cache import NO_ROOM, NoRoom, PartWriter
 from surojax.data.data_rows import BadRow, BlankRow
+from surojax.data.entries import HELD_OUT, TRAIN
 from surojax.data.examples import Example
 from surojax.data.items import Item, Source, Unit, hold_out
 from surojax.errors import ConfigError

@@ -33,7 +33,7 @@ class GivenRows:
     def __init__(self, rows: Iterable[Any]):
         if isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype.kind in "iu":
             rows = rows[None]
-        self._is_table = hasattr(rows, "columns") or hasattr(rows, "column_names")
+        self._is_table = any(hasattr(rows, name) for name in ("columns", "column_names", "to_pylist"))
         rows = _rows_of_table(rows) if self._is_table else rows
         if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
             raise ConfigError(f"data: expected an iterable of rows, got {type(rows).__name__}; put it in a list")

@@ -11,12 +11,13 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from surojax.data import corpus, datasets, docstrings, examples
-from surojax.data.cache import HELD_OUT, TRAIN, CacheEntry, Corpus, cached, identify
+from surojax.data.cache import CacheEntry, cached, identify
 from surojax.data.cache_writer import ItemEncoder, write_entry
 from surojax.data.cells import decoded
 from surojax.data.data_rows import BlankRow
 from surojax.data.datasets import Dataset
 from surojax.data.documents import TextEncoder, read_documents
+from surojax.data.entries import HELD_OUT, TRAIN, Corpus
 from surojax.data.examples import Encoder
 from surojax.data.items import Item, Source
 from surojax.data.readers import OpenSet, open_set

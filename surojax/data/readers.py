@@ -165,9 +165,21 @@ def _read_csv(path: Path) -> Iterator[DataRow | BadRow]:
             if not cells:
                 continue
             if header is None:
+                if not all(map(str.isprintable, cells)):
+                    _check_begin(path)
                 header = check_names(cells, where)
                 continue
             yield _row_of_cells(header, cells, where)
+
+
+def _check_begin(path: Path) -> None:
+    """Raises ConfigError if a file does not begin with UTF-8, and says what it seems to be."""
+    with open_bytes(path) as file:
+        line = file.readline(LONGEST)
+    try:
+        decode_utf8(line)
+    except NotText as error:
+        raise ConfigError(f"{path}:1: {error}") from None
 
 
 def _short_lines(lines: TextIO, path: Path) -> Iterator[str]:

@@ -19,6 +19,8 @@ from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import COMPLETIONS, PROMPT, field_names
 from surojax.data.examples import Example
 from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
+from surojax.declared import LARGEST_FLOAT
+from surojax.errors import shown
 
 LOGPROBS = "logprobs"
 REWARDS = "rewards"
@@ -109,7 +111,12 @@ def _advantages(record: Mapping[str, Any], completions: list[Any]) -> np.ndarray
         return values.astype(np.float32)
     if len(values) == 1:
         raise NotARow(f"{REWARDS}: expected those of two or more completions to compare, got one; give {ADVANTAGES!r}")
-    return ((values - values.mean()) / (values.std(ddof=1) + 1e-4)).astype(np.float32)
+    advantages = ((values - values.mean()) / (values.std(ddof=1) + 1e-4)).astype(np.float32)
+    if len(set(values.tolist())) > 1 and not advantages.any():
+        raise NotARow(
+            f"{REWARDS}: expected rewards whose differences are above rounding, got {shown(record[name], 80)}"
+        )
+    return advantages
 
 
 def _lists(record: Mapping[str, Any], name: str) -> list[Any]:
@@ -123,13 +130,14 @@ def _lists(record: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _numbers(values: Any, name: str) -> np.ndarray:
-    """Checks that numbers are finite and returns float64 `[n]`. Raises NotARow."""
+    """Checks that numbers are finite in float32 and returns float64 `[n]`. Raises NotARow."""
     numbers = _array(values)
     if numbers is None or numbers.ndim != 1 or numbers.dtype.kind not in "fiu":
         raise NotARow(f"{name}: expected a list of numbers, got others")
-    if not np.isfinite(numbers).all():
-        raise NotARow(f"{name}: expected finite numbers, got {numbers[~np.isfinite(numbers)][0]}")
-    return numbers.astype(np.float64)
+    numbers = numbers.astype(np.float64)
+    if not (fits := np.abs(numbers) <= LARGEST_FLOAT).all():
+        raise NotARow(f"{name}: expected finite numbers, which float32 can hold, got {numbers[~fits][0]}")
+    return numbers
 
 
 def _array(values: Any) -> np.ndarray | None:

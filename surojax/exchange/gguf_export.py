@@ -137,7 +137,7 @@ def export_gguf(
             yield gguf.quants.quantize(rows, kinds[ours])
 
     with unfinished_beside(path, size) as unfinished, unfinished_beside(modelfile_of(path), 0) as small:
-        small.write_text(modelfile)
+        small.write_text(modelfile, encoding="utf-8")
         try:
             writer.write_header_to_file(unfinished)
             writer.write_kv_data_to_file()
