@@ -3,17 +3,29 @@
 `fixtures/owned_keys.json` and `fixtures/config_keys.npz` are transformers' word, see the scripts beside them.
 """
 
+import contextlib
 import json
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import safetensors.numpy
+from small import quick_at
 
-from surojax import ConfigError
+from surojax import ConfigError, default_config
+from surojax.assembly.from_config import architecture
+from surojax.config.checks import check
 from surojax.exchange.huggingface import model_fields
+from surojax.exchange.model_tensors import SINGLE, Weights, readers
 from surojax.exchange.parts import text_config
 from surojax.families import neutral
 from surojax.families.registry import FAMILIES
+from surojax.models import decoder_model
+from surojax.models.decoder_config import DecoderConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OWNED = json.loads((FIXTURES / "owned_keys.json").read_text())
@@ -72,3 +84,119 @@ def test_keys_beside_the_text_of_an_image_model():
     for key, value in {**MAY_COMPUTE, "rope_interleaved": True, "layer_types": ["full_attention"]}.items():
         with pytest.raises(ConfigError, match=f"config.json has {key}, which may change"):
             text_config(whole | {key: value})
+
+
+# --- transformers' own logits -----------------------------------------------------------------------------------------
+
+with np.load(FIXTURES / "config_keys.npz") as arrays:
+    BASE, CHANGES, ERRORS, SHAPES, OTHER = (
+        json.loads(str(arrays[f"{name}.json"])) for name in ("base", "changes", "errors", "shapes", "other")
+    )
+    ROWS, LOGITS = arrays["rows"], arrays["logits"]
+TOKENS = np.array([[3, 7, 1, 12, 5, 9, 2, 14, 6, 11, 4, 8]])
+TOLERANCE = 5e-5  # of the largest logit: float32 in another order of sums, experts' and squares of 1e15 among them
+
+
+LOCAL = "num_local_experts"
+
+
+class Verdict(NamedTuple):
+    """What transformers makes of a change: logits [S, V], or None and the error that it raises."""
+
+    logits: np.ndarray | None
+    error: str
+
+
+def verdicts(family: str) -> list[Verdict]:
+    rows = ROWS[[*BASE].index(family)]
+    of_rows = (Verdict(None, ERRORS[-1 - row]) if row < 0 else Verdict(LOGITS[row], "") for row in rows)
+    return [Verdict(None, "NaN") if x.logits is not None and np.isnan(x.logits).any() else x for x in of_rows]
+
+
+def architecture_of(config: dict[str, Any]) -> DecoderConfig:
+    """As `sources.resolved` makes it. Raises ConfigError."""
+    c = default_config()
+    fields = model_fields(config)
+    try:
+        c.model.update(c.model.to_dict() | fields)
+    except TypeError as error:
+        raise ConfigError(str(error)) from error
+    check(c)
+    return architecture(c)
+
+
+def read_as(family: str) -> dict[DecoderConfig, list[int]]:
+    """The changes that are read, by what they are read as."""
+    found: dict[DecoderConfig, list[int]] = {}
+    for i, change in enumerate(CHANGES):
+        with contextlib.suppress(ConfigError):
+            found.setdefault(architecture_of(BASE[family] | change), []).append(i)
+    return found
+
+
+def is_more_than_transformers(change: dict[str, Any], error: str) -> bool:
+    """True for what transformers 5 refuses and earlier versions, or other spellings of it, compute."""
+    rope = change.get("rope_scaling") or change.get("rope_parameters") or {}
+    is_inferred = rope.get("rope_type") == "yarn" and "factor" not in rope  # from the two lengths, as in transformers 4
+    # A whole number for a float, null for a switch; and null for what the class has no default of.
+    is_of_type = error.startswith("StrictDataclassFieldValidationError")
+    return is_inferred or is_of_type or change in [{key: None} for key in ("head_dim", "num_experts", LOCAL)]
+
+
+@pytest.mark.parametrize("family", BASE)
+def test_what_transformers_refuses_is_refused_and_one_architecture_has_one_result(family):
+    """A key that transformers reads and the family's reader does not would make two logits of one architecture."""
+    assert [*BASE] == [*FAMILIES] and len(CHANGES) > 400
+    of_all = verdicts(family)
+    accepted = read_as(family)
+    assert len(accepted) > 10 and of_all[0].logits is not None
+    for numbers in accepted.values():
+        computed = [i for i in numbers if of_all[i].logits is not None]
+        for i in computed:
+            assert np.array_equal(of_all[i].logits, of_all[computed[0]].logits), (CHANGES[computed[0]], CHANGES[i])
+        for i in set(numbers) - set(computed):
+            assert is_more_than_transformers(CHANGES[i], of_all[i].error), (CHANGES[i], of_all[i].error)
+
+
+def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """As fixtures/make_config_keys.py draws it."""
+    drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
+    return 1 + 0.2 * drawn if "norm" in name else 0.4 * drawn
+
+
+def computed(config: DecoderConfig, weights: Weights) -> np.ndarray:
+    """The logits [S, V], operation by operation: a program for each architecture would take a second to compile."""
+    model = decoder_model.build(config)
+    layer, outer = readers(weights)
+    outer_weights = jax.tree.map(jnp.asarray, outer(model))
+    x_BSD = outer_weights["embed"][TOKENS] * model.embedding_scale
+    for segment in model.segments:
+        for l, variant in enumerate(segment.variants):
+            x_BSD = segment.block(jax.tree.map(jnp.asarray, layer(segment, l)), x_BSD, None, variant)[0]
+    return np.asarray(model.logits(outer_weights, x_BSD))[0]
+
+
+def written(folder: Path, family: str, change: int) -> Weights:
+    """The tensors of a family's models with this change, in the layout of transformers 5's modules."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BASE[family] | CHANGES[change]))
+    shapes = SHAPES[family] | OTHER.get(f"{family} {change}", {})
+    safetensors.numpy.save_file({name: weight(name, tuple(x)) for name, x in shapes.items()}, folder / SINGLE)
+    return Weights(folder)
+
+
+# Of each family about ten seconds; the first is the one whose window is unlike its neighbours'.
+@pytest.mark.parametrize("family", quick_at([(family,) for family in BASE], [*BASE].index("qwen3_moe")))
+def test_what_is_read_has_the_logits_of_transformers(tmp_path, family):
+    of_all = verdicts(family)
+    folders: dict[str, Weights] = {}
+    for config, numbers in read_as(family).items():
+        i = next((i for i in numbers if of_all[i].logits is not None), None)
+        if i is None:
+            continue
+        shapes = json.dumps(OTHER.get(f"{family} {i}"))
+        if shapes not in folders:
+            folders[shapes] = written(tmp_path / str(i), family, i)
+        expected = of_all[i].logits
+        worst = np.abs(computed(config, folders[shapes]) - expected).max() / np.abs(expected).max()
+        assert worst < TOLERANCE, (CHANGES[i], worst)

@@ -472,7 +472,9 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_everywhere(tmp_path
     """Of generate and evaluate, of convert, and of its --check."""
     folder = write(tmp_path / "in", "llama")
     save_tokenizer(folder / "tokenizer.json", words=97)
-    message = r"^model\.vocab_size: expected at least 97 \(of .*, got 96; raise it, or give the model's tokenizer$"
+    message = (
+        r"^tokenizer: expected at most 96 tokens, .*, got 97; give the model's own tokenizer, or add the rows with "
+    )
     with pytest.raises(ConfigError, match=message):
         generate.load_trained(folder)
     with pytest.raises(ConfigError, match=message):
@@ -705,7 +707,8 @@ def test_a_folder_is_sampled_from_in_its_own_dtype(tmp_path, dtype):
     """16 bits as bfloat16; without a tokenizer it says what to give."""
     folder = convert.convert(write(tmp_path / "in", "llama"), tmp_path / "out", dtype=dtype)
     with pytest.raises(
-        ConfigError, match=r"^tokenizer: expected tokenizer\.json in .*out, got none; pass --tokenizer \(bytes, if"
+        ConfigError,
+        match=r"^tokenizer: expected tokenizer\.json in .*out, got none; save a fast .*, or pass --tokenizer",
     ):
         generate.load_trained(folder)
     save_tokenizer(folder / "tokenizer.json")

@@ -18,7 +18,7 @@ from test_parity import CASES as ALL_CASES, REFERENCE, load_config, load_tree
 
 from surojax import ConfigError, default_config, train
 from surojax.assembly.from_config import architecture, from_config
-from surojax.config.checks import check
+from surojax.config.checks import check, check_tokenizer
 from surojax.exchange import model_tensors as files
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.sources import open_weights, replaced_fields, resolved
@@ -644,3 +644,24 @@ def test_folders_of_something_else_are_told(tmp_path, file, got):
     (tmp_path / "config.json").write_text(json.dumps(hf_config("llama")))
     with pytest.raises(ConfigError, match=rf"expected {files.SINGLE} or {files.INDEX} in .*, got {re.escape(got)}"):
         files.Weights(tmp_path)
+
+
+def test_a_folder_without_a_fast_tokenizer_is_told(tmp_path):
+    """And not to train on bytes; a model of bytes, which has no tokenizer's file, is trained on them."""
+    folder = write(tmp_path / "model", "llama")
+    check_tokenizer(config(folder), 96, "bytes")
+    for name in ("tokenizer.model", "vocab.json", "tekken.json"):
+        (folder / name).write_text("{}")
+        message = rf"^tokenizer: expected tokenizer.json in {folder}, got '{name}'; save a fast tokenizer there "
+        with pytest.raises(ConfigError, match=message):
+            check_tokenizer(config(folder), 96, "bytes")
+        (folder / name).unlink()
+    larger = write(tmp_path / "larger", "llama", vocab_size=32000)
+    with pytest.raises(
+        ConfigError, match=rf"^tokenizer: expected tokenizer.json in {larger}, got 'no such file'; save"
+    ):
+        check_tokenizer(config(larger), 257, "bytes")
+    with pytest.raises(
+        ConfigError, match=r"got 97; give the model's own tokenizer, or .* resize_token_embeddings\(97\)"
+    ):
+        check_tokenizer(config(folder), 97, "tokenizer.json:ab")

@@ -192,7 +192,15 @@ GENERATION = "generation_config.json"
         ({GENERATION: {"eos_token_id": 3}}, 3),
         ({CONFIG: {"eos_token": "<|eot_id|>"}, GENERATION: {"eos_token_id": 3}, "config.json": {"eos_token_id": 2}}, 4),
         ({"special_tokens_map.json": {"eos_token": "<|im_end|>"}}, 3),
-        ({"special_tokens_map.json": {"eos_token": "<|im_end|>"}, CONFIG: {"eos_token": "<|eot_id|>"}}, 4),
+        # transformers reads the map after the settings, unless these list the added tokens.
+        ({"special_tokens_map.json": {"eos_token": "<|im_end|>"}, CONFIG: {"eos_token": "<|eot_id|>"}}, 3),
+        (
+            {
+                "special_tokens_map.json": {"eos_token": "<|im_end|>"},
+                CONFIG: {"eos_token": "<|eot_id|>", "added_tokens_decoder": {"4": {"content": "<|eot_id|>"}}},
+            },
+            4,
+        ),
         ({GENERATION: {"eos_token_id": 50_000}}, 2),  # a row that pads the embedding
     ],
 )
@@ -201,6 +209,23 @@ def test_eos_is_what_the_files_say(tmp_path, files, eos):
     assert tokenizer.eos_id == eos and tokenizer.eos == ["<unk>", "<s>", "</s>", "<|im_end|>", "<|eot_id|>"][eos]
     lone = load_tokenizer(str(tmp_path / "model" / "tokenizer.json"))
     assert lone.name == tokenizer.name and lone.eos_id == 2  # as before the other files were read
+
+
+def test_tokens_that_only_the_settings_have_are_added(tmp_path):
+    """As AutoTokenizer of transformers 5.24 does: the ids are its ids."""
+    lone = load_tokenizer(save_folder(tmp_path / "lone", {}))
+    size = lone.vocab_size
+    special = {"content": "<tool>", "special": True, "normalized": False}
+    added = {"4": {"content": "<|eot_id|>"}, str(size): special, str(size + 1): {"content": "greet"}}
+    both = load_tokenizer(save_folder(tmp_path / "both", {CONFIG: {"added_tokens_decoder": added}}))
+    assert both.encode("<tool>greet").tolist() == [size, size + 1] and both.vocab_size == size + 2
+    assert both.name != lone.name and size not in lone.encode("<tool>greet")
+    for i, bad in enumerate(
+        ({str(size + 7): special}, {"x": special}, {"9": "<tool>"}, [special], {"9": {"content": 5}})
+    ):
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json") as error:
+            load_tokenizer(save_folder(tmp_path / str(i), {CONFIG: {"added_tokens_decoder": bad}}))
+        assert "\n" not in str(error.value)
 
 
 def test_answers_end_with_eos_and_with_ends_of_turns(tmp_path):

@@ -4,6 +4,7 @@
 depend on the devices are elsewhere: `placement.place`, `check_fit.check_fit`.
 """
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from surojax.config.fields import (
 )
 from surojax.config.mesh_checks import check_mesh
 from surojax.errors import ConfigError, need as _need
+from surojax.exchange.missing import SAVE_FAST, SLOW_TOKENIZERS
 from surojax.families.registry import ARCHITECTURES
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED
@@ -75,6 +77,13 @@ def check_vocabulary(c: Config, size: int, name: str) -> None:
 
     size, name: of the tokenizer.
     """
+    if c.model_path:  # which fixes model.vocab_size
+        rows = c.model.vocab_size
+        change = (
+            f"give the model's own tokenizer, or add the rows with transformers: resize_token_embeddings({size}), "
+            "then save_pretrained, and that folder as model_path"
+        )
+        _need(size <= rows, "tokenizer", f"at most {rows} tokens, as many as {c.model_path} has rows", size, change)
     expected = f"at least {size} (of {name})"
     _need(
         size <= c.model.vocab_size,
@@ -88,6 +97,12 @@ def check_vocabulary(c: Config, size: int, name: str) -> None:
 def check_tokenizer(c: Config, size: int, name: str) -> None:
     """Raises ConfigError if a model should not be trained with this tokenizer. size, name: of the tokenizer."""
     check_vocabulary(c, size, name)
+    if c.tokenizer == "bytes" and c.model_path:
+        folder = Path(os.path.expanduser(c.model_path))
+        others = [name for name in SLOW_TOKENIZERS if (folder / name).is_file()]
+        expected = f"tokenizer.json in {c.model_path}"
+        ok = not others and c.model.vocab_size <= MOST_FOR_BYTES
+        _need(ok, "tokenizer", expected, ", ".join(others) or "no such file", SAVE_FAST)
     expected = f"the tokenizer of a vocabulary of {c.model.vocab_size}"
     change = "give its tokenizer.json or its model's folder, or set model.vocab_size=320 for bytes"
     _need(c.tokenizer != "bytes" or c.model.vocab_size <= MOST_FOR_BYTES, "tokenizer", expected, "bytes", change)

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -194,6 +194,7 @@ class HuggingFaceTokenizer:
         # Some published files store the truncation and padding of their last use; truncation would silently drop text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        added_beside = _add(self._tokenizer, files, source)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: id for id, token in added.items() if token.special}
@@ -214,7 +215,8 @@ class HuggingFaceTokenizer:
         self.stop_ids: frozenset[int] = frozenset([self.eos_id, *stops, *ends_of_turn])
         self.chat_template: str = files.chat_template
         self.named_templates: Mapping[str, str] = dict(files.named_templates)
-        self.name: str = f"tokenizer.json:{hashlib.sha256(files.tokenizer.encode('utf-8')).hexdigest()[:16]}"
+        text = files.tokenizer + added_beside
+        self.name: str = f"tokenizer.json:{hashlib.sha256(text.encode('utf-8')).hexdigest()[:16]}"
         # Text on the two sides of such a token is encoded separately. A token with `lstrip` takes spaces from its left.
         separate = [t.content for t in added.values() if not (t.lstrip or t.single_word or t.normalized)]
         longest_first = sorted(separate, key=len, reverse=True)
@@ -256,6 +258,25 @@ class HuggingFaceTokenizer:
         """Text of `ids`. Special tokens and ids outside the vocabulary are skipped."""
         values = _to_array(ids)
         return self._tokenizer.decode(values[(values >= 0) & (values < self.vocab_size)].tolist())
+
+
+def _add(tokenizer: Any, files: TokenizerFiles, source: str) -> str:
+    """Adds the tokens that only the files beside a tokenizer.json have, as transformers does; returns them as a text.
+
+    Raises ConfigError if one gets another id than the files say.
+    """
+    import tokenizers
+
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    beside = [(id, fields) for id, fields in files.added if fields["content"] not in known]
+    for id, fields in beside:
+        tokenizer.add_tokens([tokenizers.AddedToken(**fields)])
+        if (got := tokenizer.token_to_id(fields["content"])) != id:
+            raise ConfigError(
+                f"{source}: expected the token {fields['content']!r}, which tokenizer_config.json has as {id}, in "
+                f"tokenizer.json, got none, and {got} as the next id; save the tokenizer again (save_pretrained)"
+            )
+    return repr(beside) if beside else ""
 
 
 def _find(text: str, role: str, vocabulary: dict[str, int], source: str) -> int:

@@ -12,6 +12,8 @@ from surojax.untrusted import MiB, parse_json, read_bytes
 DEFAULT = "default"  # the name of the chat template that is used if none is named
 TEMPLATES = "additional_chat_templates"  # a folder of further ones
 LARGEST = 256 * MiB  # of a file; a tokenizer.json with 262,144 tokens has 33 MB
+ADDED = "added_tokens_decoder"
+ADDED_FIELDS = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class TokenizerFiles:
     tokenizer: JSON text of a tokenizer.json. chat_template: Jinja text; "": none. named_templates: further ones by
     name. bos, eos: texts of the tokens that begin and end a document; pad: of that which fills up a batch; "": unknown.
     stop_ids: tokens that end a sampled answer, as far as they are known. adds_bos: whether documents begin with bos;
-    None: the post-processor in `tokenizer` decides.
+    None: the post-processor in `tokenizer` decides. added: (id, fields of an AddedToken) of tokens in the settings;
+    `tokenizer` may have them too.
     """
 
     tokenizer: str
@@ -32,11 +35,15 @@ class TokenizerFiles:
     stop_ids: tuple[int, ...] = ()
     adds_bos: bool | None = None
     named_templates: Mapping[str, str] = MappingProxyType({})
+    added: tuple[tuple[int, dict[str, Any]], ...] = ()
 
 
 def read_folder(folder: Path) -> TokenizerFiles:
     """Reads tokenizer.json and the optional files beside it."""
-    settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    settings = _read_json(folder / "tokenizer_config.json")
+    in_map = _read_json(folder / "special_tokens_map.json")
+    # transformers reads the map only if the settings do not list the added tokens, and then before the settings.
+    settings = in_map | settings if ADDED in settings else settings | in_map
     stop_ids = []
     for name in ("config.json", "generation_config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
@@ -52,7 +59,24 @@ def read_folder(folder: Path) -> TokenizerFiles:
         pad=_token_text(settings.get("pad_token")),
         stop_ids=tuple(dict.fromkeys(stop_ids)),
         adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
+        added=_added(settings.get(ADDED), str(folder / "tokenizer_config.json")),
     )
+
+
+def _added(tokens: Any, source: str) -> tuple[tuple[int, dict[str, Any]], ...]:
+    """Reads `added_tokens_decoder`, in the order of the ids. source: for the message. Raises ConfigError."""
+    if not tokens:
+        return ()
+    try:
+        found = [(int(id), {key: token[key] for key in ADDED_FIELDS if key in token}) for id, token in tokens.items()]
+        if not all(isinstance(token["content"], str) and token["content"] for _, token in found):
+            raise ValueError("a token without content")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{source}: {ADDED}: expected tokens with content by their id, got others ({one_line(error)}); download it "
+            "again"
+        ) from None
+    return tuple(sorted(found, key=lambda entry: entry[0]))
 
 
 def _read_templates(folder: Path, in_settings: Any) -> dict[str, str]:

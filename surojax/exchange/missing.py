@@ -15,6 +15,9 @@ WRAPPERS = {
     "base_model.model.": "merge the adapter before saving (merge_and_unload)",
     "_fsdp_wrapped_module.": "save the full state dict of the model that FSDP wraps",
 }
+# Files of tokenizers that are not read, and how to make the one that is.
+SLOW_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "tokenizer_config.json")
+SAVE_FAST = "save a fast tokenizer there (transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
 PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.pth")
 
 

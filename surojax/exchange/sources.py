@@ -16,6 +16,7 @@ from surojax.exchange import config_json, gguf, hub, peft
 from surojax.exchange.base import check_format
 from surojax.exchange.huggingface import labels_of, model_fields, read_config, read_whole_config
 from surojax.exchange.merge import Merged
+from surojax.exchange.missing import SAVE_FAST
 from surojax.exchange.model_tensors import Tensors, Weights, check_tensors
 from surojax.exchange.naming import Naming, naming_of
 from surojax.exchange.new_head import WithNewHead
@@ -168,8 +169,8 @@ def for_inference(c: Any, source: str | Path, tokenizer: str = "") -> Any:
     completed = resolved(c)
     if completed.tokenizer == "bytes" and not tokenizer:
         raise ConfigError(
-            f"tokenizer: expected tokenizer.json in {source}, got none; pass --tokenizer (bytes, if it was trained on "
-            "bytes)"
+            f"tokenizer: expected tokenizer.json in {source}, got none; {SAVE_FAST}, or pass --tokenizer (bytes, if it "
+            "was trained on bytes)"
         )
     config = config_of(locate(source, weights=False))
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"

@@ -12,7 +12,7 @@ from surojax.data.chat_files import stopping_at_turn_ends
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
-from surojax.exchange import sources
+from surojax.exchange import missing, sources
 from surojax.exchange.base import check_base, fingerprint
 from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.model_tensors import stacks
@@ -68,7 +68,7 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
     if loaded is None:
         raise CheckpointError(
             f"--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file, got "
-            f"{str(path)!r}, which holds none"
+            f"{str(path)!r}, which holds {missing.held_instead(Path(path)) or 'none'}"
         )
     return loaded
 
