@@ -546,7 +546,7 @@ def check_gguf_and_back(folder: Path, out: Path) -> Path:
     contents = open_file(out)
     names = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     known = {gguf.TENSOR_NAMES[x] for x in gguf.MODEL_TENSORS[names[contents.metadata["general.architecture"]]]}
-    for name, stored_as in contents.tensors.items():
+    for name in contents.tensors:
         module = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name).rpartition(".")[0]
         assert module in known, name
     for dtype, kind in {"bfloat16": gguf.GGMLQuantizationType.BF16, "float16": gguf.GGMLQuantizationType.F16}.items():
