@@ -104,8 +104,8 @@ def merge(
         got = "a .gguf file, which always has that" if to_gguf else "a model without experts"
         raise ConfigError(f"--experts-together: expected a folder of a model with experts, got {got}; leave it out")
     say(f"reading {describe_source(opened.tensors)}")
-    if dtype == "nvfp4" and has_experts:
-        say(compressed.EXPERTS_NOTE)
+    if has_experts and dtype in compressed.EXPERTS_NOTES:
+        say(compressed.EXPERTS_NOTES[dtype])
     tensors, files = opened.tensors, opened.files
     for path in adapter_folders:
         tensors = Merged(tensors, peft.read_adapter(path, opened.model, naming_of(opened.config)), opened.model)

@@ -138,6 +138,11 @@ def config_of(case: Case) -> dict[str, Any]:
     family = case.family.split()[0]
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim" or family not in WITHOUT_HEAD_DIM}
     given = {"model_type": family} | sizes | OF_FAMILY[family] | VARIANTS.get(case.family, {})
+    if case.kind in ("fp8", "nvfp4"):
+        given |= {"hidden_size": 128, "intermediate_size": 256}  # blocks of compressed-tensors are whole ones
+        given |= {"moe_intermediate_size": 128} if "moe_intermediate_size" in given else {}
+    if case.kind == "gguf":  # transformers reads no head_dim of GGUF files, and takes that of the family
+        given |= {"head_dim": 128} if family.startswith("qwen3") else {"num_attention_heads": 2}
     if case.kind != "made":
         return given
     fields = default_config().model.to_dict() | model_fields(given)

