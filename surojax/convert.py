@@ -22,7 +22,7 @@ from surojax.data import gguf_tokenizer
 from surojax.data.modelfile import modelfile as modelfile_text
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, refusing, short_exit_codes
-from surojax.exchange import config_json, gguf, gguf_export, peft, small_files
+from surojax.exchange import compressed, config_json, gguf, gguf_export, peft, small_files
 from surojax.exchange.adapter_config import labels_of_adapter
 from surojax.exchange.checkpoint_tensors import CheckpointTensors
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
@@ -104,6 +104,8 @@ def merge(
         got = "a .gguf file, which always has that" if to_gguf else "a model without experts"
         raise ConfigError(f"--experts-together: expected a folder of a model with experts, got {got}; leave it out")
     say(f"reading {describe_source(opened.tensors)}")
+    if has_experts and dtype in compressed.EXPERTS_NOTES:
+        say(compressed.EXPERTS_NOTES[dtype])
     tensors, files = opened.tensors, opened.files
     for path in adapter_folders:
         tensors = Merged(tensors, peft.read_adapter(path, opened.model, naming_of(opened.config)), opened.model)

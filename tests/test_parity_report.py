@@ -30,7 +30,8 @@ def interpreter(path: Path, body: str) -> str:
         assert sys.argv[1] == "-" and "AutoModelForCausalLM" in sys.stdin.read()
         request = json.load(open(sys.argv[2]))
         ids = request["ids"]
-        answer = lambda **arrays: np.savez(sys.argv[3], versions=np.array("transformers 0.1"), **arrays)
+        said = {{"versions": np.array("transformers 0.1"), "missing": np.array([], str)}}
+        answer = lambda **arrays: np.savez(sys.argv[3], **(said | arrays))
         """)
         + textwrap.dedent(body)
     )
@@ -81,6 +82,12 @@ def test_the_report_passes_and_fails(tmp_path, capsys):
         said = capsys.readouterr().out
         assert "compared with transformers 0.1, in float32" in said and "1.500000" in said
         assert ("passed: " in said) == (code == 0) and ("other tokens" in said) == (other == "1")
+    changed = body.replace("ROW", "2").replace("SHIFT", "0").replace("OTHER", "0")
+    lacking = changed.replace("    answer(", "    said['missing'] = np.array(['a.weight', 'b.weight'])\n    answer(")
+    with pytest.raises(SystemExit) as end:
+        convert.main(["--check", str(folder), "--python", interpreter(tmp_path / "python", lacking)])
+    said = capsys.readouterr().out
+    assert end.value.code == 1 and "transformers does not find a.weight and 1 others, and draws new numbers" in said
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 file = {"gguf_file": request["file"]} if request["file"] else {}
 tokenizer = AutoTokenizer.from_pretrained(request["folder"], **file) if request["texts"] else None
-dtype = {"dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype": torch.float32}
-model = AutoModelForCausalLM.from_pretrained(request["folder"], attn_implementation="eager", **dtype, **file).eval()
+is_5 = int(transformers.__version__.split(".")[0]) >= 5
+how = {"dtype": torch.float32, "experts_implementation": "eager"} if is_5 else {"torch_dtype": torch.float32}
+model, loaded = AutoModelForCausalLM.from_pretrained(
+    request["folder"], attn_implementation="eager", output_loading_info=True, **how, **file
+)
+model.eval()
 found = {"versions": numpy.array(f"transformers {transformers.__version__}, torch {torch.__version__}")}
+found["missing"] = numpy.array(sorted(map(str, [*loaded["missing_keys"], *loaded["mismatched_keys"]])), str)
 for i, ids in enumerate(request["ids"]):
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, -request["compared"] :]
@@ -78,10 +83,14 @@ class ComparedText(NamedTuple):
 
 
 class ParityReport(NamedTuple):
-    """The result of `compare_with_transformers`. versions: of transformers and torch."""
+    """The result of `compare_with_transformers`.
+
+    versions: of transformers and torch. missing: transformers' names of tensors that it did not find, and drew.
+    """
 
     versions: str
     rows: list[ComparedText]
+    missing: tuple[str, ...] = ()
 
     @property
     def worst(self) -> float:
@@ -91,8 +100,8 @@ class ParityReport(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """True if all logits agree within LIMIT and all texts have the same tokens."""
-        return self.worst <= LIMIT and all(row.same_ids for row in self.rows)
+        """True if no tensor is missing, all logits agree within LIMIT and all texts have the same tokens."""
+        return not self.missing and self.worst <= LIMIT and all(row.same_ids for row in self.rows)
 
 
 def compare_with_transformers(source: str | Path, python: str = sys.executable) -> ParityReport:
@@ -130,7 +139,7 @@ def compare_with_transformers(source: str | Path, python: str = sys.executable) 
         text = texts[i] if i < len(texts) else f"{len(text_ids)} random tokens"
         losses = _loss(logits_SV, text_ids[-TOKENS:]), float(theirs[f"loss{i}"])
         rows.append(ComparedText(text, len(text_ids), *losses, difference, largest, same))
-    return ParityReport(str(theirs["versions"]), rows)
+    return ParityReport(str(theirs["versions"]), rows, tuple(map(str, theirs["missing"])))
 
 
 def _logits(model: Model, weights: dict, ids: list[np.ndarray]) -> list[np.ndarray]:
@@ -188,5 +197,8 @@ def comparison_table(report: ParityReport) -> str:
         text = " ".join(row.text.split()).encode("ascii", "backslashreplace").decode()
         differ = f"{row.difference / row.largest:14.1e}" if row.same_ids else "  other tokens"
         lines.append(f"{text[:40]:40} {row.tokens:6} {row.loss:10.6f} {row.loss_theirs:10.6f} {differ}")
+    if report.missing:
+        others = f" and {len(report.missing) - 1} others" if len(report.missing) > 1 else ""
+        lines.append(f"transformers does not find {report.missing[0]}{others}, and draws new numbers instead")
     verdict = "passed" if report.passed else "failed"
     return "\n".join([*lines, f"{verdict}: {report.worst:.1e} of the largest logit, at most {LIMIT:.0e} is expected"])

@@ -1,0 +1,235 @@
+"""A tiny model of every family, exported in every way: what `fixtures/check_exports.py` shows transformers.
+
+Tensors are drawn by numpy from their names. A case is (family, layout of the experts, kind of export).
+"""
+
+import hashlib
+import itertools
+import json
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from surojax import convert
+from surojax.assembly.from_config import from_config
+from surojax.config.fields import default_config, mlps
+from surojax.exchange import config_json, gguf, peft
+from surojax.exchange.adapter_config import CONFIG as ADAPTER_CONFIG, modules
+from surojax.exchange.export import export
+from surojax.exchange.gguf_export import export_gguf
+from surojax.exchange.huggingface import model_fields
+from surojax.exchange.merge import Merged
+from surojax.exchange.model_tensors import INDEX, shapes
+from surojax.exchange.naming import naming_of
+from surojax.exchange.shards import Shard
+from surojax.families.registry import FAMILIES
+from surojax.models.lora import Lora, target_names
+from surojax.models.model import Model
+from surojax.placement.mesh import make_mesh
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+WINDOW = {"sliding_window": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+FULL, SLIDING = "full_attention", "sliding_attention"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# What a family's config.json says besides `SIZES`: every option that is written.
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": WINDOW,
+    "ministral3": {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1}},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "smollm3": {"num_hidden_layers": 4, "tie_word_embeddings": True},
+    "gemma2": WINDOW | {"num_hidden_layers": 2, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "gemma3_text": WINDOW | {"num_hidden_layers": 6, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "olmoe": EXPERTS,
+    "qwen3_moe": EXPERTS | {"moe_intermediate_size": 32, "norm_topk_prob": True},
+    "mixtral": LOCAL_EXPERTS,
+    "gpt_oss": LOCAL_EXPERTS
+    | WINDOW
+    | {"rope_parameters": YARN | {"truncate": False, "original_max_position_embeddings": 64}},
+    "granitemoe": LOCAL_EXPERTS
+    | {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0, "attention_multiplier": 0.2},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_qk_norm": True}
+    | {"num_nextn_predict_layers": 0, "routed_scaling_factor": 1.5, "num_hidden_layers": 3},
+}
+# Further models of a family, which are exported as they are and with a config.json that is made.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    "llama llama3": {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    "llama yarn": {"rope_parameters": YARN},
+    "mistral open": {"sliding_window": None},
+    "qwen2 windows": WINDOW | {"use_sliding_window": True, "max_window_layers": 1, "layer_types": [SLIDING, FULL]},
+    "qwen3 windows": WINDOW | {"use_sliding_window": True, "max_window_layers": 1, "layer_types": [SLIDING, FULL]},
+    "gemma2 untied": {"tie_word_embeddings": False},
+    "gemma3_text linear": {"rope_parameters": {FULL: LINEAR, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}},
+    "qwen3_moe tied": {"tie_word_embeddings": True},
+    "olmoe normed": {"norm_topk_prob": True},
+    "mixtral windows": WINDOW,
+    "glm4_moe plain": {
+        "use_qk_norm": False,
+        "attention_bias": True,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+    },
+}
+FOLDERS = ("float32", "bfloat16", "float16", "fp8", "nvfp4", "mxfp4")
+KINDS = (*FOLDERS, "made", "merged", "adapter", "gguf")
+LAYOUTS = ("apart", "together")
+WITHOUT_HEAD_DIM = ("granitemoe", "olmoe", "qwen2")  # their classes have none
+
+
+class Case(NamedTuple):
+    """An export. layout: "apart": each expert has tensors of its own, as in a family without experts; "together"."""
+
+    family: str
+    layout: str
+    kind: str
+
+
+def cases() -> list[Case]:
+    """All cases that a family has; others are refused (`refused`)."""
+    every = itertools.product((*FAMILIES, *VARIANTS), LAYOUTS, KINDS)
+    return [case for case in map(Case._make, every) if not refused(case)]
+
+
+def refused(case: Case) -> str:
+    """The reason why there is no such export; "": there is."""
+    if case.family in VARIANTS and (case.kind not in ("float32", "made") or case.layout == "together"):
+        return "of one model of a family"
+    family = FAMILIES[case.family.split()[0]]
+    has_experts = "mlp.router" in family.tensors
+    if case.layout == "together" and not has_experts:
+        return "a model without experts"
+    if case.layout == "apart" and family.expert_files.only:
+        return "its files have experts in one tensor"
+    if case.kind == "mxfp4" and case.family != "gpt_oss":
+        return "MXFP4 is of gpt-oss"
+    if case.kind in ("fp8", "nvfp4") and case.layout == "together":
+        return "vLLM reads each expert by itself"
+    if case.kind in ("adapter", "gguf") and case.layout == "together" and not family.expert_files.only:
+        return "these files have one layout"
+    if case.kind == "gguf" and (family.gguf is None or case.family == "mistral"):
+        return "no such file"
+    return ""
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """The config.json of a case's tiny model: as a source model has it, or made of the fields alone."""
+    family = case.family.split()[0]
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim" or family not in WITHOUT_HEAD_DIM}
+    given = {"model_type": family} | sizes | OF_FAMILY[family] | VARIANTS.get(case.family, {})
+    if case.kind in ("fp8", "nvfp4"):
+        given |= {"hidden_size": 128, "intermediate_size": 256}  # blocks of compressed-tensors are whole ones
+        given |= {"moe_intermediate_size": 128} if "moe_intermediate_size" in given else {}
+    if case.kind == "gguf":  # transformers reads no head_dim of GGUF files, and takes that of the family
+        given |= {"head_dim": 128} if family.startswith("qwen3") else {"num_attention_heads": 2}
+    if case.kind != "made":
+        return given
+    fields = default_config().model.to_dict() | model_fields(given)
+    return config_json.made(fields, 64, {"eos_token_id": 1, "pad_token_id": None}, {family: FAMILIES[family]})
+
+
+class Drawn:
+    """Tensors of a model that numpy draws, by their names. Weights of norms are near 1; routers choose clearly."""
+
+    def __init__(self, model: Model):
+        self.path = Path("drawn")
+        self._shapes = shapes(model)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str) -> np.ndarray:
+        return drawn(name, self._shapes[name]) * (5 if "gate.weight" in name else 1) + ("norm" in name)
+
+
+def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return 0.1 * rng.standard_normal(shape).astype(np.float32)
+
+
+def model_of(config: dict[str, Any]) -> tuple[Any, Model]:
+    """(a run's config, the model) of a config.json."""
+    c = default_config()
+    c.model.update(model_fields(config))
+    return c, from_config(c, make_mesh(jax.devices()[:1]), 1).model
+
+
+def adapter_of(config: dict[str, Any]) -> peft.AdapterArrays:
+    """An adapter of all matrices, of rank 2, with drawn numbers."""
+    c, model = model_of(config)
+    lora = Lora(2, 4.0, target_names(c.lora_target_modules, mlps(c)))
+    every = {name.removeprefix(peft.PREFIX): shape for name, shape in peft.tensor_shapes(lora, model).items()}
+    stack = lambda target, end: np.stack([drawn(name + end, every[name + end]) for name in modules(model)[target]])
+    factors = lambda target: {"a": stack(target, peft.FACTOR_A), "b": stack(target, peft.FACTOR_B)}
+    return peft.AdapterArrays(lora, {target: factors(target) for target in lora.targets}, {})
+
+
+def make(case: Case, folder: Path) -> Path:
+    """Exports a case into a new folder, and returns the path of the export; an adapter's has its base beside it."""
+    config = config_of(case)
+    family = FAMILIES[case.family.split()[0]]
+    _, model = model_of(config)
+    tensors: Any = Drawn(model)
+    together = case.layout == "together" and not family.expert_files.only
+    how: Any = {"dtype": case.kind if case.kind in FOLDERS else "float32", "experts_together": together}
+    source = config_json.completed(config, "float32")
+    if case.kind == "gguf":
+        metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [f"t{i}" for i in range(64)]}
+        metadata |= {"tokenizer.ggml.token_type": [1] * 64, "tokenizer.ggml.merges": ["t 0"]}
+        return export_gguf(tensors, model, source, metadata, folder / "out.gguf", modelfile="", dtype="float32")
+    if case.kind in ("adapter", "merged"):
+        adapter = adapter_of(config)
+        if case.kind == "adapter":
+            export(tensors, model, source, {}, folder / "base", dtype="float32")
+            return peft.save_adapter(adapter, model, folder / "out", base_name="base", naming=naming_of(config))
+        tensors = Merged(tensors, adapter, model)
+    if case.kind == "made":
+        return export(tensors, model, source, {}, folder / "out", **how)
+    export(tensors, model, source, {}, folder / "in", dtype="float32")
+    if case.kind == "merged":
+        return export(tensors, model, source, {}, folder / "out", **how)
+    return convert.convert(folder / "in", folder / "out", **how, say=lambda line: None)
+
+
+def digest(path: Path) -> str:
+    """A digest of an export: names, types and shapes of tensors, and the settings beside them, but no numbers."""
+    if gguf.is_gguf(path):
+        contents = gguf.open_file(path)
+        of_tensors = {name: [entry.kind.name, [*entry.shape]] for name, entry in contents.tensors.items()}
+        said = contents.metadata
+    else:
+        shards = [Shard(file) for file in sorted(path.glob("*.safetensors"))]
+        entries = [item for shard in shards for item in shard.entries.items()]
+        of_tensors = {name: [str(entry.dtype), [*entry.shape]] for name, entry in entries}
+        names = ("config.json", ADAPTER_CONFIG, INDEX)
+        said = {name: json.loads((path / name).read_text()) for name in names if (path / name).is_file()}
+    return hashlib.sha256(json.dumps([of_tensors, said], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def key(case: Case) -> str:
+    return " ".join(case)
