@@ -109,7 +109,8 @@ time.sleep(60)
 @pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS], ids=lambda n: n.name)
 def test_a_process_that_stops_on_request_has_not_failed(tmp_path, capfd, monkeypatch, number):
-    """Whatever the supervisor received. One ends with STOPPED at once, another takes longer than failed processes may; none is named, all have saved."""
+    """Whatever the supervisor received. One ends with STOPPED at once, another takes longer than failed processes may;
+    none is named, all have saved."""
     monkeypatch.setattr(group, "GRACE_S", 0.1)
     program = f"""
 def save(*_):
