@@ -145,8 +145,8 @@ def test_every_placement_equals_one_process_to_the_bit():
 @pytest.mark.full
 def test_four_processes_that_are_stopped_and_two_with_state_in_files_that_are_killed(whole, config, tmp_path):
     """SIGUSR1 to one of four saves on all: JAX hears of it as SIGTERM. Two continue with master weights and optimizer
-    state in a file of each process; the first is killed, they continue from the last whole checkpoint, and end with
-    the bits of one process."""
+    state in a file of each process; the first is killed, they continue from the last whole checkpoint, and end with the
+    bits of one process."""
     folder = tmp_path / "run"
     run = training(config, folder, "-n 4 --devices-per-process 1", "--heartbeat", "20")
     run.until(r"^\[0\] step  6/24")

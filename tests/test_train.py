@@ -325,10 +325,11 @@ def test_a_signal_that_is_ignored_or_handled_by_the_caller_stops_nothing(number)
 
 
 CLOSED = """
-import signal, sys, time
+import fcntl, signal, sys, termios, time
 from pathlib import Path
 from surojax.run.console import CONSOLE, say
 from surojax.run.stop import EarlyStop, StopSignal
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 with EarlyStop(75):
     with StopSignal() as stopping:
         for step in range(1, 400):
@@ -345,14 +346,15 @@ with EarlyStop(75):
 @pytest.mark.usefixtures("no_nohup")
 def test_a_terminal_that_closes_ends_a_run_after_it_has_saved(tmp_path):
     """SIGHUP, and then every line that is printed would be an error."""
-    pid, terminal = pty.fork()
-    if not pid:
-        os.execv(sys.executable, [sys.executable, "-c", CLOSED, str(tmp_path / "saved")])
+    terminal, theirs = pty.openpty()
+    command = [sys.executable, "-c", CLOSED, str(tmp_path / "saved")]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
     said = b""
     while b"step 2" not in said:
         said += os.read(terminal, 4096)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == STOPPED
+    assert process.wait(60) == STOPPED
     assert (tmp_path / "saved").read_text() == "SIGHUP"
 
 

@@ -175,7 +175,7 @@ class StopSignal:
     def __init__(self, until: float | None = None, output_dir: Path | None = None):
         self.until = until
         self.output_dir = output_dir
-        self.several = jax.process_count() > 1
+        self.connected = jax.distributed.is_initialized()  # also one process of a launcher: JAX receives its SIGTERM
         self._pressed: float | None = None  # when Ctrl-C was pressed first
         self._aborts = False
         self._said = False
@@ -186,8 +186,8 @@ class StopSignal:
         self.old = {}
         with contextlib.suppress(ValueError):  # raised outside the main thread, which cannot set signal handlers
             for number in (*stopping_signals(), signal.SIGINT):
-                # SIGTERM of several processes is left to JAX's preemption service, which tells the others.
-                if not (self.several and number == signal.SIGTERM):
+                # SIGTERM of connected processes is left to JAX's preemption service, which tells the others.
+                if not (self.connected and number == signal.SIGTERM):
                     self.old[number] = signal.signal(number, self._receive)
         self._listener.__enter__()
         return self
@@ -204,7 +204,7 @@ class StopSignal:
         if self._aborts:
             return
         self.received = self.received or signal.Signals(number).name
-        if self.several:
+        if self.connected:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _hear(self, number: int) -> None:
@@ -233,8 +233,8 @@ class StopSignal:
         """
         if self.until is not None and time.monotonic() >= self.until and not self.received:
             self.received = "--max-minutes"
-            if self.several:
+            if self.connected:
                 os.kill(os.getpid(), signal.SIGTERM)
-        if not self.several:
+        if not self.connected:
             return self.received
         return self.received or "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else ""
