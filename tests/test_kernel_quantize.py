@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import KERNEL, REFERENCE, paired
+from small import KERNEL, REFERENCE, paired, quick_at
 
 from pallas_kernels import dispatch, fp8_format, quantize as q
 from pallas_kernels.shapes import MODELS
@@ -127,7 +127,7 @@ def test_cast_clips_and_keeps_nan():
         np.testing.assert_array_equal(y, [np.nan, top, -top, top, 4, 0])
 
 
-@pytest.mark.parametrize("shape, dtype", paired([(128, 768), (64, 64), (192, 320), (2, 64, 128)], [bf16, f32]))
+@pytest.mark.parametrize("shape, dtype", paired([(128, 256), (64, 64), (192, 320), (2, 64, 128)], [bf16, f32]))
 def test_cast_transpose(shape, dtype):
     x, scale = finite(shape, dtype), f32(0.01)
     for target in fp8_format.FP8:
@@ -149,7 +149,7 @@ def test_transpose(shape, dtype):
     np.testing.assert_array_equal(ours, np.asarray(bits).T)
 
 
-@pytest.mark.parametrize("dtype", fp8_format.FP8)
+@pytest.mark.parametrize("dtype", quick_at([(dtype,) for dtype in fp8_format.FP8], 0))
 def test_without_instructions(no_instructions, dtype):
     x, scale = normal((64, 256)), f32(0.01)
     same_bits(*pair(lambda x, s, **how: q.cast(x, s, dtype, **how), x, scale))

@@ -874,3 +874,21 @@ def test_another_batch_keeps_its_microbatches_where_it_can(size, group, sequence
     c = choices.with_batch(c, sequences)
     checks.check(c)
     assert (c.per_device_batch_size, c.gradient_accumulation_steps, c.microbatches_per_fetch) == expected
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"cp_size": 2, "pp_size": 2}], ids=["dp", "tp", "cp-pp"])
+@pytest.mark.parametrize("before", [4, 8])
+def test_another_number_of_gpus_has_the_same_sequences_a_step(before, sizes, gpus):
+    """If groups of these GPUs divide them, and each group's microbatches are no larger."""
+    c = default_config()
+    c.update({"gpus": before, "per_device_batch_size": 3, "gradient_accumulation_steps": 8} | sizes)
+    in_group = math.prod(sizes.values())
+    if gpus % in_group:
+        return
+    more = choices.with_gpus(c, gpus)
+    sequences = 3 * 8 * before // in_group
+    assert more.gpus == gpus and more.per_device_batch_size <= 3
+    assert more.per_device_batch_size * more.gradient_accumulation_steps * (gpus // in_group) == sequences
+    assert {name: more[name] for name in sizes} == sizes
+    assert more.zero_level == (3 if gpus > 1 else c.zero_level)
