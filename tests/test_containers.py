@@ -248,7 +248,7 @@ def test_a_row_means_the_same_in_every_file(tmp_path, kind):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
 @pytest.mark.parametrize(
-    "content, advice", [("text\na\n".encode("utf-16"), "iconv -f utf-16"), (gzip.compress(b"a"), ".gz")]
+    "content, advice", [("text\na\n".encode("utf-16"), "iconv -f utf-16"), (gzip.compress(b"a", mtime=0), ".gz")]
 )
 def test_files_in_other_encodings_say_which(tmp_path, name, content, advice):
     (tmp_path / name).write_bytes(content)
