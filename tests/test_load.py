@@ -13,7 +13,7 @@ from test_examples import TOKENIZERS
 
 from surojax.data import examples, prepare
 from surojax.data.batches import training_batches
-from surojax.data.run_data import Data, Settings, load_data, parse_entries
+from surojax.data.run_data import Data, Entries, Settings, _check_uses, load_data, parse_entries
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.errors import ConfigError
 
@@ -397,3 +397,30 @@ WRONG = [
 def test_entries_that_are_wrong_are_named(entries, validation, message):
     with pytest.raises(ConfigError, match=message):
         parse_entries(entries, validation)
+
+
+# Settings of rows, and the types of rows that read them; of texts, on_long is read if they are packed.
+OF_MESSAGES = ("instruction", "conversation", "preference", "unpaired")
+READ_BY = {
+    "train_on": ("last", OF_MESSAGES),
+    "chat_template": ("chatml", OF_MESSAGES),
+    "system_prompt": ("Be brief.", OF_MESSAGES),
+    "on_long": ("drop", (*OF_MESSAGES, "rollout")),
+}
+
+
+@pytest.mark.parametrize("where", ["datasets", "validation"])
+@pytest.mark.parametrize("kind", [*OF_MESSAGES, "rollout", "text", "tokens"])
+@pytest.mark.parametrize("name", READ_BY)
+def test_a_setting_of_rows_is_refused_without_rows_that_read_it(name, kind, where):
+    value, kinds = READ_BY[name]
+    dataset = types.SimpleNamespace(type=kind)
+    entries = Entries(datasets=(dataset,)) if where == "datasets" else Entries(validation={"x": dataset})  # type: ignore
+    for packed in (False, True):
+        settings = Settings(64, sample_packing=packed, **{name: value})
+        if kind in kinds or (name == "on_long" and packed):
+            _check_uses(entries, settings)
+        else:
+            with pytest.raises(ConfigError, match=rf"^{name}: expected .* without rows of instructions or conver"):
+                _check_uses(entries, settings)
+        _check_uses(entries, Settings(64, sample_packing=packed))
