@@ -34,6 +34,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import jax
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -52,6 +53,8 @@ from surojax.data.data_rows import NotARow
 from surojax.data.datasets import parse_dataset
 from surojax.data.examples import Encoder, items
 from surojax.data.files import NotText
+from surojax.data.rollouts import RolloutEncoder
+from surojax.data.teacher_labels import Teacher, claim_folder, read_head, read_teacher, write_head
 from surojax.data.templates import load_template
 from surojax.data.texts import TextFile, text_parts
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -432,6 +435,28 @@ def use_checkpoint(folder: Path) -> None:
         master.read("blocks.attention.wq", l)
 
 
+def make_teacher(folder: Path) -> None:
+    teacher = Teacher("digest", "a model", "bytes", 8, 0, 0.0, 4, "float32")
+    write_head(claim_folder(str(folder / "labels"), teacher), np.ones((8, 4), np.float32))
+
+
+def use_teacher(folder: Path) -> None:
+    read_teacher(str(folder / "labels"))
+    read_head(str(folder / "labels"))
+
+
+def make_rollouts(folder: Path) -> None:
+    row = {"prompt_ids": [5, 6], "completion_ids": [[7, 2], [8, 9, 2]], "rewards": [1.0, 0.0]}
+    rows = [row | {"logprobs": [[-0.1, -0.3], [-1.2, -0.4, -0.1]]}, row]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def use_rollouts(folder: Path) -> None:
+    dataset = parse_dataset({"path": str(folder / "rows.jsonl"), "type": "text"})
+    for row in datasets.read_dataset(dataset):
+        RolloutEncoder(320).item(row)
+
+
 def without_sums(make: Callable[[Path], None]) -> Callable[[Path], None]:
     """Makes a checkpoint whose files are not compared: as one who means harm leaves them."""
 
@@ -455,6 +480,8 @@ TARGETS = {
     "config of a checkpoint": Target(make_config, use_config),
     "checkpoint": Target(make_checkpoint, use_checkpoint),
     "checkpoint without sums": Target(without_sums(make_checkpoint), use_checkpoint),
+    "teacher": Target(make_teacher, use_teacher),
+    "rollouts": Target(make_rollouts, use_rollouts),
     "files of a state": Target(make_disk, use_disk),
     "metrics": Target(make_metrics, use_metrics),
     "measured rates": Target(make_rates, use_rates),

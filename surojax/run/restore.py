@@ -13,6 +13,7 @@ zeros itself if it has to; zeros add nothing to a checksum.
 import asyncio
 import collections
 import dataclasses
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -100,19 +101,40 @@ def restore_weights(path: Path, plan: dict) -> dict:
     return weights
 
 
-class _ArrayReader(type_handlers.ArrayHandler):
-    """Reads arrays as orbax does, and after an error waits for those that are still being read.
+class _Waits:
+    """Reads as orbax's handlers do, and after an error waits for what is still being read.
 
-    Their results would arrive when orbax has closed its event loop, and print a traceback each.
+    The results would arrive when orbax has closed its event loop, and print a traceback each.
     """
 
     async def deserialize(self, *arguments: Any, **keywords: Any) -> Any:
+        return await self._all(super().deserialize(*arguments, **keywords))  # type: ignore[misc]
+
+    async def metadata(self, *arguments: Any, **keywords: Any) -> Any:
+        return await self._all(super().metadata(*arguments, **keywords))  # type: ignore[misc]
+
+    async def _all(self, reading: Coroutine[Any, Any, Any]) -> Any:
         before = asyncio.all_tasks()
         try:
-            return await super().deserialize(*arguments, **keywords)
+            return await reading
         except BaseException:
             await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
             raise
+
+
+class _ArrayReader(_Waits, type_handlers.ArrayHandler):
+    """Reads arrays onto devices."""
+
+
+class _NumpyReader(_Waits, type_handlers.NumpyHandler):
+    """Reads arrays into host memory."""
+
+
+def _reader() -> ocp.Checkpointer:
+    """Makes a reader of an item of a checkpoint."""
+    handlers = (jax.Array, _ArrayReader()), (np.ndarray, _NumpyReader())
+    registry = type_handlers.create_type_handler_registry(*handlers)
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
 
 
 def _load(path: Path, items: dict, meta: dict[str, Any], layers: dict[str, int]) -> dict:
@@ -126,8 +148,7 @@ def _load(path: Path, items: dict, meta: dict[str, Any], layers: dict[str, int])
         files = in_files.files(plan)
         in_memory = in_files.joined(in_files.in_memory(plan), [...] * len(files))
         options = _restore_args(path / name, in_memory, meta, layers)
-        registry = type_handlers.create_type_handler_registry((jax.Array, _ArrayReader()))
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as reader:
+        with _reader() as reader:
             arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
         names = jax.tree_util.tree_map_with_path(lambda keys, _: name_of(keys), plan)
         named = list(zip(in_files.files(names), files, strict=True))
@@ -199,8 +220,10 @@ def _restore_args(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]
 
 def _stored_shapes(item: Path) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of an item's arrays by name."""
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    with _reader() as reader:
         metadata: Any = reader.metadata(item)
+    if metadata.item_metadata is None:
+        raise ValueError(f"{item.name}: the names and shapes of its arrays are missing or damaged")
     leaves = jax.tree_util.tree_leaves_with_path(metadata.item_metadata.tree)
     return {name_of(keys): tuple(x.shape) for keys, x in leaves if hasattr(x, "shape")}
 
@@ -214,7 +237,7 @@ def _history(path: Path, plan: TrainState):
         return None
     amax = np.zeros(plan.history.shape, plan.history.dtype)
     if (path / "history").is_dir():
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        with _reader() as reader:
             options = {"amax": ocp.RestoreArgs(restore_type=np.ndarray)}  # its length may differ from the plan's
             saved = reader.restore(path / "history", args=ocp.args.PyTreeRestore(restore_args=options))["amax"]
         n = min(amax.shape[-1], saved.shape[-1])
