@@ -550,6 +550,20 @@ def test_files_without_all_experts_are_refused(tmp_path, change, message):
         check_tensors(Weights(folder), decoder_model.build(config_of("olmoe")))
 
 
+def test_names_of_modules_are_read_too(tmp_path):
+    """Granite-MoE as transformers 5 has it in memory, which is neither its files' nor most families'."""
+    in_modules = stored("granitemoe", "weight")
+    of_modules = Weights(written(tmp_path / "modules", "granitemoe", in_modules))
+    of_files = Weights(written(tmp_path / "files", "granitemoe", in_files(in_modules, "granitemoe")))
+    check_tensors(of_modules, decoder_model.build(config_of("granitemoe")))
+    assert in_modules.keys() != in_files(in_modules, "granitemoe").keys() and of_modules.names == of_files.names
+    for name in of_files.names:
+        np.testing.assert_array_equal(of_modules.read(name), of_files.read(name))
+    both = in_modules | in_files(in_modules, "granitemoe")
+    with pytest.raises(ConfigError, match=r"expected one tensor for \S+, got \S+ and \S+; remove one of them"):
+        Weights(written(tmp_path / "both", "granitemoe", both))
+
+
 def check_gguf_and_back(folder: Path, out: Path) -> Path:
     """Raises AssertionError unless a model comes back from a GGUF file to the bit, with llama.cpp's names and shapes.
 
