@@ -141,7 +141,8 @@ def config_of(case: Case) -> dict[str, Any]:
     if case.kind in ("fp8", "nvfp4"):
         given |= {"hidden_size": 128, "intermediate_size": 256}  # blocks of compressed-tensors are whole ones
         given |= {"moe_intermediate_size": 128} if "moe_intermediate_size" in given else {}
-    if case.kind == "gguf":  # transformers reads no head_dim of GGUF files, and takes that of the family
+    if case.kind == "gguf":  # transformers reads neither head_dim nor the experts' width, and takes those of the family
+        given |= {"moe_intermediate_size": 768} if family == "qwen3_moe" else {}
         given |= {"head_dim": 128} if family.startswith("qwen3") else {"num_attention_heads": 2}
     if case.kind != "made":
         return given

@@ -28,7 +28,7 @@ from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, Weights, shap
 from surojax.exchange.naming import Naming, naming_of
 from surojax.exchange.shards import StoredTensor
 from surojax.exchange.small_files import Files
-from surojax.families.family import ExpertFiles
+from surojax.families.family import LAYER, SHARED_EXPERT_TENSOR_NAMES, ExpertFiles
 from surojax.models.model import Model
 from surojax.numerics import base_formats
 from surojax.untrusted import expanded
@@ -38,6 +38,7 @@ DTYPES: dict[str, np.dtype] = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
+CHOICE_BIAS = SHARED_EXPERT_TENSOR_NAMES["mlp.b_choice"].removeprefix(LAYER)
 SHARD_BYTES = 5 * 10**9
 UNFINISHED = "unfinished"  # end of the name of the hidden folder that is written
 
@@ -265,7 +266,13 @@ def _planned(name: str, piece: _Piece, dtype: str) -> dict[str, StoredTensor]:
     if piece.sharing:
         planned = compressed.FORMATS[dtype].planned(piece.shape)
         return {name.removesuffix("weight") + part: stored for part, stored in planned.items()}
-    return {name: StoredTensor(piece.shape, DTYPES.get(dtype, DTYPES[compressed.OTHERS]))}
+    return {name: StoredTensor(piece.shape, _stored_dtype(piece, dtype))}
+
+
+def _stored_dtype(piece: _Piece, dtype: str) -> np.dtype:
+    """The dtype of a tensor that is not quantised: of a router's bias for the choice float32, as published."""
+    is_choice = piece.names[0].endswith(CHOICE_BIAS)
+    return DTYPES["float32"] if is_choice else DTYPES.get(dtype, DTYPES[compressed.OTHERS])
 
 
 def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str) -> Iterator[np.ndarray]:
@@ -281,7 +288,7 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
             names, read = piece.names, [tensors.read(name) for name in piece.names]
         tensor = expert_tensors.join_experts(read, files) if piece.of_all else read[0]
         tensor = tensor if piece.expert is None else tensor[piece.expert]
-        stored = np.dtype(np.float32) if piece.sharing else DTYPES.get(dtype, DTYPES[compressed.OTHERS])
+        stored = np.dtype(np.float32) if piece.sharing else _stored_dtype(piece, dtype)
         if tensor.dtype != stored:
             with np.errstate(over="ignore"):  # reported below
                 tensor = tensor.astype(stored)
