@@ -83,7 +83,7 @@ def commands() -> str:
     lines = [
         "# Every command",
         "",
-        "`surojax VERB ...` is `python -m surojax.VERB ...`. `surojax VERB --help` prints what is here, and "
+        "`surojax VERB --help` prints what is here, and "
         f"`surojax --version` the version. {MADE}",
         "",
         "| verb | |",
