@@ -30,6 +30,7 @@ TEACHER_FILE = "teacher.json"
 HEAD_FILE = "head"
 PER_FILE = 16  # samples
 MOST_BYTES = 2**16  # of teacher.json
+STATE_DTYPES = ("float32", "bfloat16")  # of hidden states
 PAGE = "docs/distillation.md says how to make them"
 
 
@@ -183,6 +184,11 @@ def read_teacher(folder: str) -> Teacher:
         teacher = Teacher(**values)
         if any(type(value) is not kind for value, kind in zip(teacher, Teacher.__annotations__.values(), strict=True)):
             raise ValueError("a value of another type")
+        sizes = (teacher.vocab_size, teacher.top_k + teacher.hidden_size)
+        if not all(0 < size < 2**31 for size in sizes) or min(teacher.top_k, teacher.hidden_size) < 0:
+            raise ValueError("sizes that no labels have")
+        if teacher.dtype not in (STATE_DTYPES if teacher.hidden_size else ("",)):
+            raise ValueError(f"dtype {teacher.dtype!r}, which labels do not have")
         return teacher
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(

@@ -393,7 +393,7 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = parse_json(line)
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            if not isinstance(record, dict) or type(step := record.get("step")) is not int or not 0 <= step < 2**53:
                 raise ValueError("not a record")
         except ValueError as e:
             if number == len(lines):
