@@ -3,7 +3,7 @@
     python benchmarks/performance.py [--only TEXT]
 
 A row is a step on a GPU: its settings, what is read of its plan, that figure before (commit f3d3e47, 2026-11-22), and
-the goal. It is planned as by `python -m surojax.plan` with the settings that the row shows, which needs the compiler
+the goal. It is planned as by `surojax plan` with the settings that the row shows, which needs the compiler
 for GPUs and no GPU. `--only` takes the rows with this text in their name. docs/performance.md holds the table.
 
 Exits with 1 if a goal is missed that was reached before.
@@ -92,7 +92,7 @@ class Row:
         return value if self.base is None else value / self.figure(self.base)
 
     def command(self) -> str:
-        """What follows `python -m surojax.plan` to plan the step."""
+        """What follows `surojax plan` to plan the step."""
         return " ".join(["--gpu", self.gpu, *self.flags(self.settings, self.config)])
 
 
@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", metavar="TEXT", default="", help="rows with this text in their name")
     only = parser.parse_args(argv).only
-    print("| step | before | now | goal | reached | `python -m surojax.plan` |\n|---|---|---|---|---|---|")
+    print("| step | before | now | goal | reached | `surojax plan` |\n|---|---|---|---|---|---|")
     lost = False
     for row in ROWS:
         if only not in row.name:

@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py [--only TEXT] [--results FILE] [--again] [--picture FILE]
 
-A row is a model on some GPUs under one layout, planned as by `python -m surojax.plan` with the settings that it shows,
+A row is a model on some GPUs under one layout, planned as by `surojax plan` with the settings that it shows,
 which needs the compiler for GPUs and no GPU. Results are kept in docs/scaling.json: a row that it has is compiled only
 with `--again`. `--only` takes the rows with this text in their settings. `--picture` draws the rows of the first table.
 """

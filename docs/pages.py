@@ -83,8 +83,7 @@ def commands() -> str:
     lines = [
         "# Every command",
         "",
-        "`surojax VERB ...` is `python -m surojax.VERB ...`. `surojax VERB --help` prints what is here, and "
-        f"`surojax --version` the version. {MADE}",
+        f"`surojax VERB --help` prints what is here, and `surojax --version` the version. {MADE}",
         "",
         "| verb | |",
         "|---|---|",

@@ -1,4 +1,4 @@
-"""One command for all of surojax: `surojax VERB ...` is `python -m surojax.VERB ...`.
+"""One command for all of surojax.
 
     surojax train --config tiny
     surojax plan --config llama7b --gpu rtx4090

@@ -40,8 +40,7 @@ from surojax.errors import REFUSED, ConfigError, Refused, ends_with_code, exit_c
 
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
 MAX_PROCESSES = 1024
-COMMAND = "python -m surojax.train ..."
-LAUNCH = ["python", "-m", "surojax.launch"]
+COMMAND = "surojax train ..."
 AT_END = {0: "all processes have finished", STOPPED: "stopped: start again to continue"}
 
 
@@ -227,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
             command[0] = sys.executable
         is_installed = shutil.which(command[0]) is not None
         need(is_installed, "command", "a program that is installed", command[0], f"correct it: {COMMAND}")
-        again = shlex.join([*LAUNCH, *argv])
+        again = shlex.join(["surojax", "launch", *argv])
         for name in ("elastic", "devices_per_process") if a.ray else ("gpus_per_process",):
             expected = f"nothing {'with' if a.ray else 'without'} --ray"
             need(not getattr(a, name), f"--{name.replace('_', '-')}", expected, getattr(a, name), "leave it out")

@@ -21,6 +21,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
+from surojax.children import python_command
+
 SECONDS = 10  # of processor time for an item
 MEMORY = 1 << 30  # bytes of the child
 LONGEST = 1 << 28  # bytes of an answer
@@ -63,10 +65,9 @@ class _Gone(RuntimeError):
 
 class _Child:
     def __init__(self):
-        code = f"import sys; sys.path[:] = {sys.path!r}; from surojax import limited; limited.serve_requests()"
         self.owner = os.getpid()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            python_command("from surojax import limited; limited.serve_requests()"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

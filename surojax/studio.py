@@ -3,19 +3,27 @@
 surojax studio
 surojax studio runs/tiny --port 8000
 
-It serves this machine only (127.0.0.1), and only who knows the address that it prints, which holds a token. It reads
-models, configs and the runs that it was given; it writes nothing and starts no run.
+It serves this machine only (127.0.0.1), and only who knows the address that it prints, which holds a token. The browser
+is started with a file of the user's own that leads there, since all users of a machine see the words of a command. It
+reads models, configs and the runs that it was given; it writes nothing else and starts no run.
 """
 
 import argparse
+import contextlib
+import html
 import http.server
 import json
 import secrets
+import socket
+import sys
+import tempfile
 import threading
 import traceback
 import urllib.parse
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -25,6 +33,9 @@ from surojax.planner import aot
 from surojax.untrusted import expanded
 
 HERE = "127.0.0.1"
+REQUEST_S = 10.0  # for a request to arrive
+SILENT_S = 30.0  # for the client to take a part of an answer
+MOST_CONNECTIONS = 64
 SECURITY = {  # pages hold their own styles and scripts, and ask nobody else
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -43,6 +54,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__((HERE, port), Handler)
         self.runs = list(runs)
         self.token = secrets.token_urlsafe(16)
+        self.places = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self.compiling = threading.Lock()  # a search or a compilation at a time: each takes all cores
         self.newest = object()  # stands for the last question about a plan
         self.answers = {"": self.page, "estimate": self.estimate, "fit": self.fit, "plan": self.plan, "run": self.run}
@@ -51,6 +63,25 @@ class Server(http.server.ThreadingHTTPServer):
     def address(self) -> str:
         """The page's URL, with the token."""
         return f"http://{HERE}:{self.server_port}/{self.token}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a thread for a connection; closes it if there are MOST_CONNECTIONS already."""
+        if self.places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Handles a connection in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints an error's traceback, but nothing of a client that has left or is too slow."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     # Each takes the query of an address and returns (media type, text). Raises ConfigError.
 
@@ -91,9 +122,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Handles a request to the server."""
 
     server: Server
+    timeout = SILENT_S
+
+    def handle(self) -> None:
+        """Handles a connection, which is closed if its request has not arrived after REQUEST_S."""
+        self.arrival = threading.Timer(REQUEST_S, self.close)
+        self.arrival.daemon = True
+        self.arrival.start()
+        try:
+            super().handle()
+        finally:
+            self.arrival.cancel()
+
+    def close(self) -> None:
+        """Closes the connection while another thread waits for it."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
         """Answers a request; 404 for requests without the token. A line of plain text says why there is no answer."""
+        self.arrival.cancel()
         path, _, query = self.path.partition("?")
         _, token, *rest = [*path.split("/"), ""]
         name = "/".join(rest).strip("/")
@@ -129,6 +177,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Logs nothing, since the page shows errors."""
 
 
+@contextlib.contextmanager
+def leading_to(address: str) -> Iterator[str]:
+    """Makes a page that leads a browser to an address; yields its URL. Only this user can read it."""
+    with tempfile.TemporaryDirectory(prefix="surojax-studio-") as folder:
+        file = Path(folder) / "studio.html"
+        file.write_text(f'<!DOCTYPE html><meta http-equiv="refresh" content="0;url={html.escape(address)}">')
+        yield file.as_uri()
+
+
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the command's options."""
     arguments = argparse.ArgumentParser(prog="surojax studio", description=(__doc__ or "").partition("\n")[0])
@@ -156,10 +213,10 @@ def main(argv: list[str] | None = None) -> None:
             server = Server(args.runs, args.port)
         except OSError as error:
             raise ConfigError(f"--port: cannot use {args.port} ({error.strerror}); leave it out") from error
-        with server:
+        with server, leading_to(server.address) as file:
             print(f"surojax studio: {server.address}\n  Ctrl-C ends it", flush=True)
             if not args.no_browser:
-                webbrowser.open(server.address)
+                webbrowser.open(file)
             server.serve_forever()
     except KeyboardInterrupt:
         print()

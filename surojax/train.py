@@ -51,7 +51,7 @@ from surojax.planner.traffic import batch_of
 from surojax.run import on_disk, trackers
 from surojax.run.callbacks import Callback, Callbacks, EarlyStopping
 from surojax.run.checkpoint import Checkpoints
-from surojax.run.console import say, typed
+from surojax.run.console import say
 from surojax.run.guard import Guard
 from surojax.run.metrics import MetricsLog
 from surojax.run.nonfinite import NonFiniteLoss
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> None:
     exits with STOPPED.
     """
     argv = sys.argv[1:] if argv is None else argv
-    with EarlyStop(STOPPED, aborted(typed("train") + argv)) as early:
+    with EarlyStop(STOPPED, aborted(["surojax", "train", *argv])) as early:
         connect_and_run(parser(), argv, early)
 
 
@@ -362,7 +362,7 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
     except ConfigError as error:  # of the processes or the network: another start may connect
         leave(f"surojax.train: error: {error}")
     with failing_together(watch):
-        run_command(c, args, shlex.split(supervised.command) if supervised else typed("train") + argv)
+        run_command(c, args, shlex.split(supervised.command) if supervised else ["surojax", "train", *argv])
 
 
 def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
@@ -392,11 +392,11 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
         sys.exit(ABORTED)
     if OBJECTIVES[c.objective].num_labels:
         adapter = ["merge", str(c.model_path), str(Path(c.output_dir) / ADAPTER)]
-        source = [*typed("convert"), *(adapter if c.lora else ["--checkpoint", str(c.output_dir), "--out"])]
+        source = ["surojax", "convert", *(adapter if c.lora else ["--checkpoint", str(c.output_dir), "--out"])]
         say(f"export: {shlex.join(source)} FOLDER")
     else:
         chat = ["--chat"] * bool(c.chat_template)
-        say(f"sample: {shlex.join([*typed('generate'), '--checkpoint', str(c.output_dir), *chat])} --prompt TEXT")
+        say(f"sample: {shlex.join(['surojax', 'generate', '--checkpoint', str(c.output_dir), *chat])} --prompt TEXT")
     elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
     longer = again
     if result.finished and result.stopped_by:

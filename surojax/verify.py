@@ -1,6 +1,6 @@
 """Checks that memory and parallelism settings do not change the result of training.
 
-    python -m surojax.verify --config configs/verify.py [--steps N] [--only NAME,...] [--list] [--mutants]
+    surojax verify --config configs/verify.py [--steps N] [--only NAME,...] [--list] [--mutants]
 
 Each row of verification/settings.py is one setting. It trains the config's model for a few steps with the config's
 dtypes, recipe and optimizer; all rows start from the weights that the first one draws, and use equal batches. The
@@ -28,7 +28,7 @@ With --mutants, the rows themselves are tested: each collective is taken out of 
 must then fail (verification/mutants.py). A small model is enough, with two layers in each pipeline stage and heads for
 each device. All rows take about twenty minutes of CPU time:
 
-    python -m surojax.verify --config configs/tiny.py --mutants --config.model.hidden_size=64 \\
+    surojax verify --config configs/tiny.py --mutants --config.model.hidden_size=64 \\
         --config.model.num_attention_heads=4 --config.sequence_len=32 --config.per_device_batch_size=2
 
 `verification.rows.verify(config)` is the function behind this command; the tests call it.

@@ -1,4 +1,4 @@
-"""The files of docs/clusters: their fields, and what `surojax.train` takes from the environment that they make."""
+"""The files of docs/clusters: their fields, and what `surojax train` takes from the environment that they make."""
 
 import importlib
 import json
@@ -47,8 +47,8 @@ def check_pod(pod: dict) -> None:
 
 def check_command(words: list[str]) -> None:
     """A command trains on all GPUs, into a folder that is shared, with a config that exists."""
-    assert words[:3] == ["python", "-m", "surojax.train"]
-    rest, overrides = _split(words[3:])
+    assert words[:2] == ["surojax", "train"]
+    rest, overrides = _split(words[2:])
     assert rest[0] == "--config" and (DOCS.parent / rest[1]).is_file()
     fields = dict(overrides)
     assert fields["gpus"] == "0"
@@ -152,7 +152,7 @@ def test_the_sbatch_file_with_an_srun_of_its_own(tmp_path, code, requeued):
     """Each task is one of two processes with all GPUs of its node; only 75 requeues; the code is the job's."""
     programs = {
         "srun": SRUN.format(python=sys.executable),
-        "python": TASK.format(python=sys.executable, code=code),
+        "surojax": TASK.format(python=sys.executable, code=code),
         "scontrol": '#!/bin/sh\necho "$@" > "$HOME/requeued"\n',
     }
     (tmp_path / "venv/bin").mkdir(parents=True)
@@ -173,7 +173,7 @@ def test_the_sbatch_file_with_an_srun_of_its_own(tmp_path, code, requeued):
     assert done.returncode == code, done.stderr
     for i in range(2):
         found = (tmp_path / f"task-{i}").read_text()
-        assert found.startswith(f"(('Slurm', 'node1:61441', 2, {i}, 0, 1), None, ['-m', 'surojax.train', '--config'")
+        assert found.startswith(f"(('Slurm', 'node1:61441', 2, {i}, 0, 1), None, ['train', '--config'")
         assert f"--config.output_dir={tmp_path}/runs" in found and "'--config.gpus=0'" in found
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:

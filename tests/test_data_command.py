@@ -1,4 +1,4 @@
-"""`python -m surojax.data`: what it prepares and shows is what a run begins with."""
+"""`surojax data`: what it prepares and shows is what a run begins with."""
 
 import contextlib
 import io

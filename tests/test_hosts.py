@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -331,14 +332,14 @@ def test_more_strangers_than_there_is_room_for(monkeypatch):
 
 def test_who_is_no_process_of_the_run_is_sent_away():
     """A missing, a foreign and a mistyped id; another run; no secret, or another one; a hello that was said before."""
-    other = rendezvous.OTHER_RUN
+    other = rendezvous.OTHER_SECRET
     with Waiting(KEY) as waiting:
         for fields in ({"id": None}, {"id": "1"}, {"id": True}, {"id": 1.0}, {"of": None}, {"host": 7}, {"of": -1}):
             assert waiting.error(KEY, **fields) == ""
         for foreign in (0, 2, -1, 10**30):
             expected = f"processes: expected an id from 1 to 1, got {foreign}; correct --process_id"
             assert waiting.error(KEY, id=foreign) == expected
-        assert waiting.error(KEY._replace(run="run-2")) == other
+        assert waiting.error(KEY._replace(run="run-2")) == rendezvous.OTHER_RUN
         assert waiting.error(KEY._replace(secret=b"")) == other
         assert waiting.error(KEY._replace(secret=b"guessed"), of=3) == other  # which would end the run
         started = time.monotonic()
@@ -400,11 +401,40 @@ def test_a_process_0_that_is_none_is_not_believed(greeting, answer):
 
 
 def test_a_process_of_another_run_says_so():
-    """And a process is not answered by a process 0 that does not know its secret."""
-    for key in (Key("run-2", KEY.secret), Key("run-1", b"another secret of 16 bytes")):
-        refused = pytest.raises(ConfigError, match="got: a process of another run, or with another secret; start")
-        with Waiting(KEY) as waiting, refused:
-            meet(waiting.address, 2, 1, 0.3, key=key)
+    refused = pytest.raises(ConfigError, match=r"got: a process of another run; start")
+    with Waiting(KEY) as waiting, refused:
+        meet(waiting.address, 2, 1, 0.3, key=Key("run-2", KEY.secret))
+
+
+@pytest.mark.parametrize("secret", [b"another secret of 16 bytes", b""], ids=["another", "none"])
+def test_a_process_with_another_secret_says_so_at_once_and_process_0_names_it(secret, monkeypatch):
+    """Process 0 waits for the right one: who does not know the secret ends nothing."""
+    monkeypatch.setattr(rendezvous, "SECRET_S", 0.3)
+    address = f"127.0.0.1:{free_port()}"
+    errors: dict[int, str] = {}
+    ends: dict[int, float] = {}
+
+    def meet_as(process_id: int, key: Key) -> None:
+        try:
+            meet(address, 3, process_id, 2, key=key)
+        except ConfigError as error:
+            errors[process_id] = str(error)
+            ends[process_id] = time.monotonic()
+
+    started = time.monotonic()
+    threads = [
+        threading.Thread(target=meet_as, args=(i, KEY._replace(secret=secret) if i == 2 else KEY)) for i in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends[2] - started < 1.5
+    assert errors[2].startswith(f"--secret_file: expected the secret of process 0, which listens at {address}, got ")
+    named = f"got another one in process 2 on {socket.gethostname()}; give all the same file"
+    assert errors[0] == errors[1] and named in errors[0]
+    with Waiting(KEY) as waiting, pytest.raises(ConfigError, match=r"^--secret_file: expected the secret of process 0"):
+        meet(waiting.address, 2, 1, 5, key=KEY._replace(secret=secret))
 
 
 def test_a_process_believes_the_process_0_that_knows_its_secret_alone():
@@ -420,7 +450,7 @@ def test_a_process_believes_the_process_0_that_knows_its_secret_alone():
 
         thread = threading.Thread(target=impostor)
         thread.start()
-        with pytest.raises(ConfigError, match="got: a process of another run, or with another secret; start"):
+        with pytest.raises(ConfigError, match=r"^--secret_file: expected the secret of process 0"):
             meet(f"127.0.0.1:{server.getsockname()[1]}", 2, 1, 0.1, key=KEY)
         thread.join()
 
@@ -481,3 +511,7 @@ def test_what_the_processes_of_a_run_have_in_common(tmp_path):
         key_of(flags, {}, str(file))
     with pytest.raises(ConfigError, match=r"^--secret_file: expected a file to read, got: .*No such file"):
         key_of(flags, {}, str(tmp_path / "none"))
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in (("pipe", "a pipe or a device"), ("", "directory"), ("\0", "null")):
+        with pytest.raises(ConfigError, match=f"^--secret_file: expected a file to read, got: .*{reason}"):
+            key_of(flags, {}, str(tmp_path / name))

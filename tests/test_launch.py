@@ -334,14 +334,14 @@ def test_with_fewer_processes_a_step_has_the_same_samples(tmp_path, capfd):
     assert launch.accumulation(train) == 3
     assert launch.accumulation([*train, "--export", "x", "--config.gradient_accumulation_steps=5"]) == 5
     assert launch.accumulation(["/a/bin/surojax", "train", "--config", str(config)]) == 3
-    with pytest.raises(ConfigError, match=r"^--elastic: expected the command python -m surojax.train"):
+    with pytest.raises(ConfigError, match=r"^--elastic: expected the command surojax train"):
         launch.accumulation(["python", "my.py"])
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ([], "expected -- and a command behind the options, like -- python -m surojax.train .*, got none; write it"),
+        ([], "expected -- and a command behind the options, like -- surojax train .*, got none; write it"),
         (["-n", "0", "--", "x"], "-n: expected 1 to 1,024, got 0"),
         (["--elastic", "--", "x"], "--restarts: expected 1 or more with --elastic, got 0"),
         (["--devices-per-process", "0", "--", "x"], "--devices-per-process: expected at least 1, got 0"),

@@ -155,7 +155,7 @@ def test_four_processes_that_are_stopped_and_two_with_state_in_files_that_are_ki
     assert code == STOPPED and "surojax.launch: stopped: start again" in text, text
     (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+) of 24", text)
     (again,) = re.findall(r"resume: (.*)\n", text)
-    assert shlex.split(again) == ["python", *run.process.args[1:]]  # what starts all of them
+    assert shlex.split(again) == ["surojax", "launch", *run.process.args[3:]]  # what starts all of them
     assert "compilation cache: not used" in text
     of_four = StoredMaster(on_disk.find(folder))
     assert of_four.path.name == stopped

@@ -6,10 +6,15 @@ import http.client
 import importlib.util
 import json
 import re
+import select
 import shlex
 import shutil
+import socket
+import struct
 import threading
+import time
 import urllib.parse
+from pathlib import Path
 
 import pytest
 from test_html import Page, write_run
@@ -211,6 +216,84 @@ def test_only_the_last_plan_that_was_asked_for_is_compiled(serve, monkeypatch):
     assert compiled == [1, 4] and texts == {"1": "", "2": "another plan was asked for meanwhile", "4": ""}
 
 
+def connected(server: command.Server) -> socket.socket:
+    return socket.create_connection((command.HERE, server.server_port), 20)
+
+
+def test_a_request_that_does_not_arrive_is_given_up(serve, monkeypatch, capfd):
+    """Whoever sends nothing, a byte now and then, or half a request holds no thread, and others are answered."""
+    monkeypatch.setattr(command, "REQUEST_S", 0.5)
+    monkeypatch.setattr(command, "MOST_CONNECTIONS", 4)
+    server = serve()
+    slow = [connected(server) for _ in range(3)]
+    started = time.monotonic()
+    slow[1].sendall(b"GET /")
+    ended: set[socket.socket] = set()
+    while len(ended) < 3 and time.monotonic() - started < 10:
+        with contextlib.suppress(OSError):
+            slow[2].sendall(b"x")
+        for connection in select.select([x for x in slow if x not in ended], [], [], 0.05)[0]:
+            with contextlib.suppress(OSError):
+                if connection.recv(4096):
+                    continue  # 400, and then the end
+            ended.add(connection)
+    assert len(ended) == 3 and get(server, "")[0] == 200
+    held = [connected(server) for _ in range(4)]
+    time.sleep(0.2)
+    with connected(server) as refused, contextlib.suppress(ConnectionResetError):
+        assert refused.recv(1) == b""
+    for connection in (*slow, *held):
+        connection.close()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        *(
+            "GET {} HTTP/1.0",
+            "GET {}run?number=0 HTTP/1.1",
+            "HEAD {} HTTP/1.0",
+            "POST {} HTTP/1.0",
+            "GET {}x HTTP/9",
+            "{}",
+        ),
+        *("GET {}estimate?" + 60_000 * "a" + " HTTP/1.0", "GET {}estimate?" + 9000 * "&=" + " HTTP/1.0"),
+        *("GET {}estimate?model=%00&gpu=%ff HTTP/1.0", "GET " + 70_000 * "/" + " HTTP/1.0", "\0\xff"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_client_that_leaves_prints_nothing(serve, monkeypatch, capfd, request_line):
+    """Before its answer comes, whatever it asked."""
+    server = serve()
+    answered = threading.Event()
+    page = server.page
+
+    def late(query: dict[str, str]) -> tuple[str, str]:
+        time.sleep(0.1)
+        return page(query)[0], "x" * 10_000_000
+
+    server.answers[""] = late
+    shut_down = server.shutdown_request
+    monkeypatch.setattr(server, "shutdown_request", lambda request: (shut_down(request), answered.set()))
+    connection = connected(server)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves with a reset
+    line = request_line.replace("{}", f"/{server.token}/")
+    connection.sendall(f"{line}\r\nHost: {command.HERE}:{server.server_port}\r\n\r\n".encode("latin1"))
+    time.sleep(0.02)
+    connection.close()
+    assert answered.wait(20)
+    time.sleep(0.1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_pages_within_the_page_reach_nothing(serve, tmp_path):
+    """They have scripts, but neither the page's address nor its elements."""
+    text = get(serve(write_run(tmp_path / "first", [3.0, 2.0])), "")[2]
+    frames = re.findall(r"<iframe[^>]*>", text)
+    assert len(frames) == 2 and all('sandbox="allow-scripts"' in frame for frame in frames)
+
+
 def test_runs_are_watched(serve, tmp_path):
     server = serve(write_run(tmp_path / "first", [3.0, 2.0]))
     _, headers, text = get(server, "run", {"number": "0"})
@@ -220,8 +303,15 @@ def test_runs_are_watched(serve, tmp_path):
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    opened = []
-    monkeypatch.setattr(command.webbrowser, "open", opened.append)
+    opened, pages = [], []
+
+    def open_browser(url: str) -> None:
+        file = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
+        assert file.parent.stat().st_mode & 0o077 == 0  # nobody else reads it
+        opened.append(url)
+        pages.append(file.read_text())
+
+    monkeypatch.setattr(command.webbrowser, "open", open_browser)
 
     def interrupted(self):
         raise KeyboardInterrupt
@@ -229,7 +319,9 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command.Server, "serve_forever", interrupted)
     command.main([])
     said = capsys.readouterr().out
-    assert re.search(r"^surojax studio: http://127.0.0.1:\d+/[\w-]{22}/$", said, re.MULTILINE) and opened[0] in said
+    (address,) = re.findall(r"^surojax studio: (http://127.0.0.1:\d+/[\w-]{22}/)$", said, re.MULTILINE)
+    assert opened[0].startswith("file:///") and address not in opened[0] and f"url={address}" in pages[0]
+    assert not Path(urllib.parse.urlsplit(opened[0]).path).exists()
     command.main(["--no-browser"])
     assert len(opened) == 1
     with command.Server() as other:

@@ -256,7 +256,7 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
     assert steps_saved(tmp_path / "run") == [3, 5]  # step 4 is reported when step 5 is on its way
     assert f"stopped by {number.name} after step 5 of 12; start again to continue" in printed.out
     assert f"{ {'SIGINT': 'Ctrl-C'}.get(number.name, number.name) }: stopping after this step" in printed.out
-    command = f"python -m surojax.train --config {tmp_path / 'config.py'}"
+    command = f"surojax train --config {tmp_path / 'config.py'}"
     assert printed.out.splitlines()[-1] == f"resume: {command}" and printed.err == ""
     if number == signal.SIGTERM:
         module.main(["--config", str(tmp_path / "config.py"), "--quiet"])
@@ -272,7 +272,7 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
             "--- continuation",
             "7 steps in",
             f"checkpoint: {tmp_path}/run/checkpoints/12",
-            f"sample: python -m surojax.generate --checkpoint {tmp_path}/run --prompt TEXT",
+            f"sample: surojax generate --checkpoint {tmp_path}/run --prompt TEXT",
             f"resume: {command} --quiet --config.max_steps=24",
             "compiling the step and the evaluation ...\ncompiled in ",
             f"TensorBoard events: {tmp_path}/run/tensorboard; to see them: ",
@@ -435,7 +435,7 @@ def test_ctrl_c_twice_aborts(config, tmp_path, capsys, monkeypatch):
         module.main(["--config", str(tmp_path / "config.py")])
     assert steps_saved(tmp_path / "run") == [3]
     printed = capsys.readouterr()
-    assert printed.err.startswith("surojax.train: aborted; continue with: python -m surojax.train --config")
+    assert printed.err.startswith("surojax.train: aborted; continue with: surojax train --config")
     explained = "Ctrl-C: stopping after this step; press again to stop now, which loses what is after checkpoint 3\n"
     assert explained in printed.out and printed.out.index(explained) < printed.out.index("Ctrl-C: stopping now")
 

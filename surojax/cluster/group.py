@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import psutil
 
+from surojax.children import python_command
 from surojax.cluster.early import STOPPED
 from surojax.errors import REFUSED
 
@@ -62,7 +63,7 @@ def start_command(command: list[str], message: dict[str, str], **options) -> tup
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        bound = [sys.executable, "-I", "-S", "-c", BOUND, str(os.getpid())]
+        bound = python_command(BOUND, str(os.getpid()), bare=True)
         supervisor = ["--supervisor", str(theirs.fileno())]
         place = command.index("--coordinator")
         command = [*command[:place], *supervisor, *command[place:]]

@@ -26,6 +26,7 @@ from surojax.cluster import rendezvous
 from surojax.cluster.rendezvous import ANY_RUN, Key
 from surojax.errors import ConfigError, need
 from surojax.placement.mesh import disable_compilation_cache
+from surojax.untrusted import read_bytes
 
 PORT = 8476  # of the coordinator, if nothing names another one
 HEARTBEAT_S = 30.0
@@ -126,6 +127,7 @@ LAUNCHERS = (
 MAX_PROCESSES = 100_000
 MAX_HEARTBEAT_S = 86_400.0
 SECRET_BYTES = 16  # at least
+SECRET_FILE_BYTES = 4096  # at most
 FLAGS = "--coordinator HOST:PORT --num_processes N --process_id I"
 
 
@@ -206,9 +208,8 @@ def key_of(hosts: Hosts, environment: Mapping[str, str], secret_file: str | None
     if secret_file is None:
         return Key(run)
     try:
-        with open(secret_file, "rb") as file:
-            secret = file.read(4096).strip()
-    except OSError as error:
+        secret = read_bytes(Path(secret_file), SECRET_FILE_BYTES).strip()
+    except (OSError, ValueError) as error:  # ValueError: a name that no file has
         raise ConfigError(f"--secret_file: expected a file to read, got: {error}; correct the path") from error
     change = "make one: openssl rand -hex 32"
     need(len(secret) >= SECRET_BYTES, "--secret_file", f"at least {SECRET_BYTES} bytes", len(secret), change)

@@ -7,7 +7,8 @@ expects, and its host's name, and gets the names of all, or what is wrong. It ta
 Process 0 listens on the coordinator's address only, if that is one of its machine's. Whoever connects has HELLO_S for
 HELLO_BYTES. Strangers, and processes of another run, are sent away and do not end this one. With a secret, both sides
 prove that they know it, by an HMAC (RFC 2104) over a random number of the other side; it is not sent itself. Without
-one, who speaks this protocol is believed.
+one, who speaks this protocol is believed. A process with another secret is named: by itself, within seconds, and by
+process 0, which still waits for the right one.
 """
 
 import contextlib
@@ -41,7 +42,9 @@ SEALED = {"run": str, "body": str, "proof": str}
 HELLO_BODY = {"id": int, "of": range(1, 2**31), "host": str, "nonce": str}
 ANSWER_BODY = {"error": Optional(str), "hosts": Optional([str])}
 FOREIGN = "another program's answer"
-OTHER_RUN = "a process of another run, or with another secret"
+OTHER_RUN = "a process of another run"
+OTHER_SECRET = "a process with another secret"
+SECRET_S = 5.0  # another run may end meanwhile, whose port this run then has
 
 
 class Key(NamedTuple):
@@ -164,6 +167,7 @@ class _Gathering:
         self.key = key
         self.asked = asked
         self.names = {0: socket.gethostname()}
+        self.others: dict[int, str] = {}  # hosts of processes with another secret, as they say
         self.guests: dict[socket.socket, _Guest] = {}  # in the order in which they came
         self.selector = selectors.DefaultSelector()
         server.setblocking(False)
@@ -190,7 +194,8 @@ class _Gathering:
                 return _stopped(0, self.num_processes)
             now = time.monotonic()
             if now > deadline:
-                return _missing([i for i in range(self.num_processes) if i not in self.names], self.num_processes)
+                missing = [i for i in range(self.num_processes) if i not in self.names]
+                return _missing(missing, self.num_processes, self.others)
             for guest in [x for x in self.guests.values() if x.id is None and now > x.until]:
                 self._drop(guest.connection)
             for ready, _ in self.selector.select(min(deadline - now, RETRY_S)):
@@ -237,7 +242,12 @@ class _Gathering:
         foreign = of == self.num_processes and not 0 < process_id < of
         if run != self.key.run or not known or foreign:
             error = f"processes: expected an id from 1 to {of - 1}, got {process_id}; correct --process_id"
-            error = OTHER_RUN if not known or run != self.key.run else error
+            if run != self.key.run:
+                error = OTHER_RUN
+            elif not known:
+                error = OTHER_SECRET
+                if 0 < process_id < self.num_processes:
+                    self.others[process_id] = host
             _send(guest.connection, _sealed({"error": error}, "answer", nonce, self.key))
             self._drop(guest.connection, at_once=False)
             return ""
@@ -285,9 +295,14 @@ class _Gathering:
                 guest.connection.recv(1)
 
 
-def _missing(missing: list[int], num_processes: int) -> str:
-    """Makes the error about processes that did not arrive."""
+def _missing(missing: list[int], num_processes: int, others: dict[int, str]) -> str:
+    """Makes the error about processes that did not arrive. others: hosts of those that came with another secret."""
     shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+    if named := [f"{i} on {others[i]}" for i in missing if i in others]:
+        return (
+            f"--secret_file: expected the same secret in all {num_processes} processes, got another one in process "
+            f"{', '.join(named[:8])}; give all the same file"
+        )
     return (
         f"processes: expected {num_processes}, got {num_processes - len(missing)}; process {shown} did not come: see "
         "its own output, or correct the number of processes"
@@ -308,6 +323,7 @@ def _join(
 ) -> list[str]:
     """Sends hello to process 0 and returns the answer."""
     reason = "no answer"
+    has_other_secret = False
     while time.monotonic() < deadline:
         if asked():
             raise ConfigError(_stopped(hello["id"], hello["of"]))
@@ -320,9 +336,9 @@ def _join(
                 nonce = secrets.token_hex(16)
                 _send(connection, _sealed(hello | {"nonce": nonce}, "hello", greeting["nonce"], key))
                 # Process 0 says who is missing.
-                body, _, known = _opened(_receive(connection, ANSWER_BYTES, deadline + 5), "answer", nonce, key)
+                body, run, known = _opened(_receive(connection, ANSWER_BYTES, deadline + 5), "answer", nonce, key)
                 if not known:
-                    raise ValueError(OTHER_RUN)
+                    raise ValueError(OTHER_SECRET if run == key.run else OTHER_RUN)
                 answer = _parsed(body, ANSWER_BODY)
                 if "error" not in answer:
                     hosts = answer.get("hosts", [])
@@ -331,13 +347,21 @@ def _join(
                     for host_name in hosts:
                         _check_host(host_name)
                     return hosts
-                if answer["error"] == OTHER_RUN:
-                    raise ValueError(OTHER_RUN)
+                if answer["error"] in (OTHER_RUN, OTHER_SECRET):
+                    raise ValueError(answer["error"])
         except NO_MESSAGE as error:
             reason = getattr(error, "strerror", None) or (str(error) if type(error) is ValueError else "no answer")
+            if reason == OTHER_SECRET and not has_other_secret:
+                has_other_secret = True
+                deadline = min(deadline, time.monotonic() + SECRET_S)
             time.sleep(RETRY_S)
             continue
         raise ConfigError("".join(x if x.isprintable() else " " for x in answer["error"]))
+    if has_other_secret:
+        raise ConfigError(
+            f"--secret_file: expected the secret of process 0, which listens at {host}:{port}, got another one; give "
+            "all processes the same file, or choose another port if that is another run"
+        )
     raise ConfigError(
         f"coordinator: expected process 0 to listen at {host}:{port}, got: {reason}; start process 0 there, correct "
         "the address, or open the port"

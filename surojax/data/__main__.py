@@ -1,6 +1,6 @@
 """Prepares the data of a config without training, and shows rows as the model will see them.
 
-    python -m surojax.data --config configs/tiny.py --debug 2
+    surojax data --config configs/tiny.py --debug 2
 
 Tokenises what a run would tokenise, into the same cache, so that the run begins with its first step.
 """

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 
+from surojax.children import python_command
 from surojax.diagnosis import machine, steps
 from surojax.diagnosis.verdict import Asked, Verdict, failed, in_a_line
 from surojax.placement.mesh import expect_no_cuda_without_driver
@@ -54,7 +54,7 @@ def in_process(name: str, asked: Asked) -> Iterator[Verdict]:
     """Runs a check in a process of its own with a limit of time, and yields its verdicts."""
     check = CHECKS[name]
     seconds = check.seconds + asked.sustained_s
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_check; run_check(*sys.argv[1:])"
+    code = f"from {__name__} import run_check; run_check(*sys.argv[1:])"
     environment = dict(os.environ)
     if (platforms := environment.get("JAX_PLATFORMS")) and "cpu" not in platforms.split(","):
         environment["JAX_PLATFORMS"] = f"{platforms},cpu"  # what a step on a GPU is compared with
@@ -62,7 +62,7 @@ def in_process(name: str, asked: Asked) -> Iterator[Verdict]:
         verdicts, log = Path(folder) / "verdicts", Path(folder) / "log"
         verdicts.touch()
         with log.open("wb") as said:
-            command = [sys.executable, "-c", code, name, str(verdicts), json.dumps(asked)]
+            command = python_command(code, name, str(verdicts), json.dumps(asked))
             process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment)
             try:
                 ended = how_it_ended(process.wait(seconds))

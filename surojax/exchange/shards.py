@@ -66,7 +66,9 @@ class Shard:
             header = parse_json(file.read(length))
         if not isinstance(header, dict):
             raise ValueError(f"its header is {type(header).__name__}, not an object")
-        self.metadata: dict[str, str] = dict(header.pop("__metadata__", None) or {})
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        if not isinstance(self.metadata, dict):
+            raise ValueError(f"__metadata__ of its header is {type(self.metadata).__name__}, not an object")
         spans = []
         for name, entry in header.items():
             self.entries[name], after = _entry(name, entry, 8 + length)

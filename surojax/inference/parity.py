@@ -1,7 +1,7 @@
 """Compares our logits with transformers' for the same files: `surojax convert --check FOLDER`.
 
-transformers and torch run in a process of their own, of this interpreter or of another one, which gets a script through
-its standard input. They are never imported here.
+transformers and torch run in a process of their own, of this interpreter or of another one, which gets a script. They
+are never imported here.
 """
 
 import json
@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from surojax.assembly import from_config
+from surojax.children import python_command
 from surojax.config.checks import check, check_vocabulary
 from surojax.config.fields import default_config
 from surojax.data.tokenizer import load_tokenizer
@@ -173,8 +174,8 @@ def _theirs(path: Path, texts: list[str], ids: list[list[int]], python: str) -> 
         answered = Path(temporary) / "answer.npz"
         asked.write_text(json.dumps(request))
         try:
-            command = [python, "-", str(asked), str(answered)]
-            process = subprocess.run(command, input=THEIRS, capture_output=True, text=True, check=False)
+            command = python_command(THEIRS, str(asked), str(answered), python=python)
+            process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         except OSError as error:
             raise ConfigError(f"--python: expected an interpreter, got {python!r} ({error.strerror})") from error
         last = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]

@@ -113,5 +113,5 @@ def is_shared(file: Path) -> bool:
 def _holder(fd: int) -> str:
     """The process id that the run with the lock wrote into the file."""
     with contextlib.suppress(OSError):  # on some systems a locked file cannot be read
-        return os.read(fd, 20).decode(errors="replace").strip() or "unknown"
+        return os.pread(fd, 20, 0).decode(errors="replace").strip() or "unknown"
     return "unknown"

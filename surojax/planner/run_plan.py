@@ -21,6 +21,7 @@ from pallas_kernels.dispatch import Unserved
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import compute, from_config, updates_late
 from surojax.assembly.xla_options import compiler_options
+from surojax.children import python_command
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
@@ -352,7 +353,7 @@ def plan_in_subprocess(config: Config, gpu: str, **options: Any) -> Plan:
     """
     code = "from surojax.planner.run_plan import serve_plan; serve_plan()"
     request = json.dumps({"config": config.to_dict(), "gpu": gpu, "options": options})
-    done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
+    done = subprocess.run(python_command(code), input=request, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"planning for {gpu} in a process of its own failed: {done.stderr.strip()[-2000:]}")
     answer = json.loads(done.stdout)

@@ -15,13 +15,6 @@ from tqdm import tqdm
 
 from surojax.run.shared import is_first
 
-
-def typed(verb: str) -> list[str]:
-    """Returns the words that call a verb in the way that this process was called: `surojax` or `python -m surojax`."""
-    is_command = [os.path.basename(word) for word in sys.orig_argv[1:2]] == ["surojax"]
-    return ["surojax", verb] if is_command else ["python", "-m", f"surojax.{verb}"]
-
-
 ECHO = 2  # columns that a terminal adds to the status when Ctrl-C is pressed: ^C
 
 

@@ -1,0 +1,75 @@
+"""Child processes import what this process does, and nothing from the folder that the user stands in."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import surojax
+from surojax import limited
+from surojax.children import python_command
+
+PACKAGE = Path(surojax.__file__).parent
+NAMES = "json typing jax numpy surojax psutil re os sys subprocess signal ctypes encodings jinja2 sitecustomize".split()
+IMPORTS = "import json, typing, re, os, subprocess, signal, ctypes; print(*sys.argv[1:])"
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """Stands in a folder whose files would be imported in place of installed modules."""
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'the file of the folder: {__file__}')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("entries", [[], [""], ["."], ["", "HERE"]], ids=str)
+@pytest.mark.parametrize(
+    "code, options",
+    [
+        (f"{IMPORTS}; import numpy, psutil, surojax", {}),
+        (f"{IMPORTS}; import numpy", {"python": sys.executable}),
+        (f"import sys; {IMPORTS}", {"bare": True}),
+    ],
+    ids=["own", "another", "bare"],
+)
+def test_a_child_imports_nothing_from_the_folder(hostile, monkeypatch, entries, code, options):
+    """Also if this process would: in a notebook its import path begins with ""."""
+    monkeypatch.setattr(sys, "path", [str(hostile) if x == "HERE" else x for x in entries] + sys.path)
+    done = subprocess.run(python_command(code, "a b", "c", **options), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a b c\n", "")
+
+
+def test_a_module_that_only_the_folder_has_is_found(tmp_path, monkeypatch):
+    """A reward function may be there, if this process finds it there."""
+    (tmp_path / "mine.py").write_text("print('found')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    done = subprocess.run(python_command("import mine"), capture_output=True, text=True)
+    assert done.stdout == "found\n"
+
+
+def test_the_child_with_limits_imports_nothing_from_the_folder(hostile):
+    limited._stop()  # one that another test has started
+    assert limited.map_in_child("math", "sqrt", (), [4.0, 9.0]) == [2.0, 3.0]
+    limited._stop()
+
+
+def test_every_child_of_python_is_made_by_one_function():
+    """A command with -c, -m or - elsewhere would import from the folder."""
+    starts = re.compile(r"""sys\.executable, |python, ["']-|["']-[cm]["'], """)
+    found = [str(p.relative_to(PACKAGE)) for p in sorted(PACKAGE.rglob("*.py")) if starts.search(p.read_text())]
+    assert found == ["children.py"]
+
+
+def test_printed_commands_are_verbs():
+    """`python -m` would import from the folder in which the printed line is started."""
+    printed = re.compile(r"python3? -m surojax\.(?!config\.checks)|[\"']-m[\"'], f?[\"']surojax")
+    allowed = {"__init__.py", "launch.py"}  # which say in comments what they accept
+    found = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if printed.search(p.read_text())}
+    assert found <= allowed
+    docs = {p.name for p in (PACKAGE.parent / "docs").rglob("*.*") if p.suffix in (".md", ".yaml", ".sbatch")
+            and p.name not in ("LOG.md", "getting-started.md") and printed.search(p.read_text())}  # fmt: skip
+    assert not docs
