@@ -5,6 +5,7 @@ docs/house.md names the files to read, in the order in which a run calls them.
 Names are imported when they are first used, so that `import surojax` loads neither checkpoints nor data loaders.
 """
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -35,9 +36,7 @@ def _cannot_run() -> str:
 
 def _too_little_memory() -> str:
     """Returns the reason why limits of this process do not let JAX start, or ""."""
-    from surojax.resources import too_little_to_start
-
-    return too_little_to_start()
+    return importlib.import_module("surojax.resources").too_little_to_start()
 
 
 _is_command = sys.argv[:1] == ["-m"] or [os.path.basename(name) for name in sys.argv[:1]] == ["surojax"]

@@ -190,10 +190,10 @@ def test_an_offload_changes_no_product_with_exact():
 
 def test_slow_copies_are_said_with_the_remedy(monkeypatch):
     """By the version of the CUDA plugin, which need not be jaxlib's."""
-    monkeypatch.setattr(cuda_plugin, "version", lambda: (0, 11, 2))
+    monkeypatch.setattr(cuda_plugin, "plugin_version", lambda: (0, 11, 2))
     assert re.match(r"offloads: the CUDA plugin 0\.11\.2 copies .*pip install -U", cuda_plugin.copies_slowly())
     run = footprint.assembly(config(gpus=1))
     assert compiler_options(run, "gpu")["xla_gpu_enable_dynamic_slice_fusion"] is False
-    monkeypatch.setattr(cuda_plugin, "version", lambda: (0, 12))
+    monkeypatch.setattr(cuda_plugin, "plugin_version", lambda: (0, 12))
     assert cuda_plugin.copies_slowly() == ""
     assert "xla_gpu_enable_dynamic_slice_fusion" not in compiler_options(run, "gpu")

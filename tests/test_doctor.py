@@ -298,7 +298,8 @@ def test_what_only_a_gpu_gets_is_asked_of_it(monkeypatch, tmp_path):
     device = type("Device", (), facts | {"memory_stats": lambda self: {"bytes_limit": 60 * 2**30}})()
     for module in (machine, steps):
         monkeypatch.setattr(module, "find_devices", lambda n: [device])
-    _, devices, planner = machine.installation(ASKED)
+    _, devices, planner, plugin = machine.installation(ASKED)
+    assert plugin.status == OK
     assert f"1 x {GPU.name}, of whose memory JAX has 60.0 GiB" in devices.said and planner.status == OK
     device.device_kind = "NVIDIA Unheard"
     assert machine.known_to_planner(device).status == FAILED and "no rates" in next(machine.rates(ASKED)).said
@@ -371,7 +372,7 @@ def test_on_a_cpu_all_checks_end_and_say_what_was_not_checked(tmp_path, monkeypa
     verdicts = json.loads((tmp_path / "doctor.json").read_text())["verdicts"]
     of = lambda name: {x["part"]: x["status"] for x in verdicts if x["check"] == name}
     assert {x["check"] for x in verdicts} == doctor_checks.CHECKS.keys()
-    assert of("installation") == {"versions": OK, "devices": OK, "planner": SKIPPED}
+    assert of("installation") == {"versions": OK, "devices": OK, "planner": SKIPPED, "CUDA plugin": SKIPPED}
     assert of("offloads") == dict.fromkeys(rows, OK)
     assert of("several")["zero_level=3@8"] == of("step")["without options"] == of("host_memory")["pinned"] == OK
     assert {SKIPPED} == {status for name in ("kernels", "rates", "copies", "times") for status in of(name).values()}

@@ -25,7 +25,7 @@ from small import quick_at
 from pallas_kernels import dispatch
 from surojax import plan as plan_command
 from surojax.assembly.from_config import from_config
-from surojax.assembly.xla_options import MEMORY_LIMIT, compiler_options
+from surojax.assembly.xla_options import MEMORY_LIMIT, PRODUCTS, compiler_options
 from surojax.config import flags
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
@@ -168,7 +168,7 @@ def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
     assert limit(memory_bytes=state) == 95  # does not fit anyway
     assert MEMORY_LIMIT not in compiler_options(run, "gpu")
     plain = from_config(config(gpus=1, xla_options="default"), run.mesh, total_steps=10)
-    assert compiler_options(plain, "gpu", memory_bytes=card) == {}
+    assert compiler_options(plain, "gpu", memory_bytes=card) == PRODUCTS
     assert compiler_options(run, "cpu", memory_bytes=24, host_temporaries=13) == {}
 
 

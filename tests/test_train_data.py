@@ -145,7 +145,7 @@ def test_a_tokenizer_larger_than_the_embedding(files, tmp_path):
 def test_an_epoch_of_datasets_is_all_their_samples(files, tmp_path, monkeypatch, done, steps):
     """2 epochs of 60 + 90 questions, one in a row, 4 rows a step; also after steps of another batch size."""
     monkeypatch.setattr(training_start, "find_resume", lambda *arguments: tmp_path if done["step"] else None)
-    monkeypatch.setattr(on_disk, "read_meta", lambda path: done)
+    monkeypatch.setattr(on_disk, "read_meta_of_run", lambda path: done)
     c = config_of(files, tmp_path / "run")
     c.max_steps, c.num_epochs, c.sample_packing, c.chat_template = 0, 2, False, ""
     c.datasets = [dict(path=str(files / "sums.jsonl")), dict(path=str(files / "products.jsonl"))]

@@ -98,7 +98,7 @@ def compiler_options(
         return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if run.mesh.size > 1 else {}
     table = run.engine.table
     options = PRODUCTS | collectives.copy_engine_flags(table.copy_engine)
-    if cuda_plugin.version() < (0, 12):
+    if cuda_plugin.plugin_version() < (0, 12):
         options |= UNFUSED_SLICES
     if run.xla_options == EXACT:
         options |= PINNED

@@ -81,7 +81,7 @@ def judge_plugin(device) -> Verdict:
     if device.platform != "gpu":
         return skipped(check, part, "no GPU")
     slow = cuda_plugin.copies_slowly()
-    return failed(check, part, slow) if slow else ok(check, part, cuda_plugin.version_text())
+    return failed(check, part, slow) if slow else ok(check, part, cuda_plugin.plugin_version_text())
 
 
 def versions() -> str:

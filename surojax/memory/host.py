@@ -22,7 +22,7 @@ from surojax.placement.home import DEVICE, Home
 
 # XLA of the CUDA plugin 0.11 takes offsets as linear without regard to the stack's ends. That of 0.12 clamps what it
 # copies.
-COPY_ENGINES_CLAMP = cuda_plugin.version() >= (0, 12)
+COPY_ENGINES_CLAMP = cuda_plugin.plugin_version() >= (0, 12)
 
 
 class Split(NamedTuple):

@@ -16,7 +16,7 @@ INSTALL = "pip install -U 'surojax[cuda]'"
 
 
 @functools.cache
-def version() -> tuple[int, ...]:
+def plugin_version() -> tuple[int, ...]:
     """Returns the version of the CUDA plugin that JAX loads; that of jaxlib if there is no plugin."""
     for plugin in PLUGINS:
         try:
@@ -26,16 +26,16 @@ def version() -> tuple[int, ...]:
     return jaxlib_version
 
 
-def version_text() -> str:
+def plugin_version_text() -> str:
     """Returns the version as text, such as "0.12.0.1"."""
-    return ".".join(map(str, version()))
+    return ".".join(map(str, plugin_version()))
 
 
 def copies_slowly() -> str:
     """Returns a line that says why offloads are slow with the installed plugin, and the remedy; "" if they are not."""
-    if version() >= STREAMS_BY_DIRECTION:
+    if plugin_version() >= STREAMS_BY_DIRECTION:
         return ""
     return (
-        f"offloads: the CUDA plugin {version_text()} copies to and from host memory in turn, 0.12 at the same time (a "
+        f"offloads: the CUDA plugin {plugin_version_text()} copies to and from host memory in turn, 0.12 at the same time (a "
         f"step of 7B with five offloads takes 3.8 s instead of 2.7 s, predicted for an H200); {INSTALL}"
     )

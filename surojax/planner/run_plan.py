@@ -277,7 +277,7 @@ def _compiled(
 
     return {
         "estimate": False,
-        "xla": cuda_plugin.version_text(),
+        "xla": cuda_plugin.plugin_version_text(),
         "device_bytes": most("device_bytes", DEVICE),
         "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x in compiled),
         "host_bytes": most("host_bytes", HOST) + run.store.places.kept // run.mesh.size,
