@@ -94,7 +94,9 @@ with np.load(FIXTURES / "config_keys.npz") as arrays:
     )
     ROWS, LOGITS = arrays["rows"], arrays["logits"]
 TOKENS = np.array([[3, 7, 1, 12, 5, 9, 2, 14, 6, 11, 4, 8]])
-TOLERANCE = 5e-5  # of the largest logit: float32 in another order of sums, experts' and squares of 1e15 among them
+# Of the largest logit. Sums in another order are off by up to 1.3e-4 (Granite-MoE, whose scores nothing divides);
+# changes of windows and rotary embeddings differ by 2e-3 at least.
+TOLERANCE = 2e-4
 
 
 LOCAL = "num_local_experts"

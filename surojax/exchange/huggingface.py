@@ -117,13 +117,17 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 NOT_ZERO = ("head_dim", "num_key_value_heads", "query_pre_attn_scalar", "moe_intermediate_size")
 OR_NULL = ("head_dim", "num_key_value_heads", "attn_logit_softcapping", "final_logit_softcapping", "n_shared_experts")
 
+MOST = 1e15  # of a number, whose square float32 holds with what it is multiplied by
+
 
 def _check_numbers(config: dict[str, Any], family: ModelFamily) -> None:
-    """Raises ConfigError for NaN and infinities, for sizes of 0 that would be read as none, and for null sizes."""
+    """Raises ConfigError for NaN, infinities, huge numbers, null, and sizes of 0 that would be read as none."""
     for key, value in config.items():
         numbers = _numbers(value)
         if any(not math.isfinite(number) for number in numbers):
             expected, got = "finite numbers", shown(value)
+        elif key in family.sizes and any(abs(number) > MOST for number in numbers):
+            expected, got = f"at most {MOST:g}", repr(value)
         elif key in NOT_ZERO and key in family.sizes and value == 0:
             expected, got = "more than 0", repr(value)
         elif value is None and key in family.sizes and key not in OR_NULL:
