@@ -128,7 +128,7 @@ def mlp_widths(c: Config) -> dict[str, tuple[str, int]]:
     if not m.num_experts:
         return {"mlp": dense}
     expert = ("model.moe_intermediate_size", m.moe_intermediate_size) if m.moe_intermediate_size else dense
-    kinds = {"mlp.experts": expert}
+    kinds: dict[str, tuple[str, int]] = {"mlp.experts": expert}
     if m.n_shared_experts:
         name, width = expert
         kinds["mlp.shared_experts"] = f"model.n_shared_experts x {name}", m.n_shared_experts * width
