@@ -166,6 +166,46 @@ def test_a_merged_model_has_its_adapters_template_and_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("chat_template.jinja", b"\xff", r"chat_template\.jinja: expected UTF-8 text"),
+        ("tokenizer.json", b"{", r"adapter/tokenizer\.json: expected a Hugging Face tokenizer\.json"),
+        ("adapter_config.json", b"[]", "adapter"),
+    ],
+)
+def test_a_damaged_file_beside_an_adapter_is_refused(tmp_path, name, content, message):
+    folder = chat_folder(tmp_path / "in")
+    kept = {name: array for name, array in theirs("lora").items() if "lora_" in name}
+    adapter = save(tmp_path / "adapter", "lora", kept, modules_to_save=None)
+    (adapter / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        convert.merge(folder, [adapter], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "eos, expected",
+    [(1, [1, 2, 266]), ([1, 266], [1, 266, 2]), (None, [2, 266]), ("</s>", [2, 266]), ([[1], 3, True], [3, 2, 266])],
+)
+def test_stop_tokens_of_the_source_stay(tmp_path, eos, expected):
+    """Those that are token ids."""
+    folder = chat_folder(tmp_path / "in", eos_token_id=eos)
+    _, files = model_folder.folder_files(chat_config(tmp_path, folder, "chatml"))
+    assert json.loads(files["generation_config.json"])["eos_token_id"] == expected
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff"])
+def test_settings_beside_a_lone_tokenizer_that_are_damaged_are_refused(tmp_path, content):
+    """`tokenizer` names the file, beside which others are copied."""
+    folder = chat_folder(tmp_path / "in")
+    c = chat_config(tmp_path, folder, "chatml")
+    c.tokenizer = str(folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^tokenizer_config\.json: expected a JSON object, got a file that is none"):
+        model_folder.folder_files(c)
+
+
+@pytest.mark.parametrize(
     "template, ends",
     [
         ("{% for m in messages %}{{ m.content }}{% endfor %}", []),  # the end of the document only

@@ -6,13 +6,15 @@ transformers, vLLM, llama.cpp and surojax itself format conversations as these f
 
 import copy
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from surojax.data.data_rows import NotARow
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from surojax.data.tokenizer_files import one_line
 from surojax.errors import ConfigError
+from surojax.untrusted import parse_json
 
 TEMPLATE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates/"  # of tools, for example; a folder
@@ -61,15 +63,17 @@ def stopping_at_turn_ends(tokenizer: Tokenizer, template: Template | None) -> To
 
 
 def with_template(files: dict[str, bytes], template: str) -> dict[str, bytes]:
-    """Returns a folder's small files with this chat template in place of all others."""
+    """Returns a folder's small files with this chat template in place of all others.
+
+    Raises ConfigError if tokenizer_config.json is no JSON object.
+    """
     kept = {
         name: content
         for name, content in files.items()
         if name != IN_PROCESSOR and not name.startswith(NAMED_TEMPLATES)
     }
     if TOKENIZER_CONFIG in kept:  # where versions of transformers before 4.51 read it
-        said = json.loads(kept[TOKENIZER_CONFIG]) | {"chat_template": template}
-        kept[TOKENIZER_CONFIG] = _encoded(said)
+        kept[TOKENIZER_CONFIG] = _encoded(_settings(kept[TOKENIZER_CONFIG]) | {"chat_template": template})
     return kept | {TEMPLATE: template.encode()}
 
 
@@ -85,9 +89,22 @@ def generation_config(source: dict[str, Any], config: dict[str, Any], ends: Coll
     return (source or tokens) | said
 
 
-def _listed(ids: Any) -> Iterable[Any]:
+def _settings(content: bytes) -> dict[str, Any]:
+    try:
+        said = parse_json(content.decode())
+        if not isinstance(said, dict):
+            raise ValueError(f"got a {type(said).__name__}")
+    except ValueError as error:
+        raise ConfigError(
+            f"{TOKENIZER_CONFIG}: expected a JSON object, got a file that is none ({one_line(error)}); download "
+            "it again"
+        ) from None
+    return said
+
+
+def _listed(ids: Any) -> list[int]:
     """Returns an entry of token ids, which may be one id, several or none, as a list."""
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return [id_ for id_ in (ids if isinstance(ids, list) else [ids]) if type(id_) is int]
 
 
 def _encoded(content: dict[str, Any]) -> bytes:

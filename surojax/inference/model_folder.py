@@ -10,7 +10,7 @@ from surojax.data import chat_files, gguf_tokenizer
 from surojax.data.chat_files import NAMED_TEMPLATES, TEMPLATE, TOKENIZER_CONFIG
 from surojax.data.templates import load_template
 from surojax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from surojax.data.tokenizer_files import read_folder
+from surojax.data.tokenizer_files import read_folder, read_text
 from surojax.errors import ConfigError
 from surojax.exchange import config_json, gguf, small_files
 from surojax.exchange.export import encoded
@@ -118,14 +118,16 @@ def of_adapter(folder: str | Path, config: dict[str, Any], files: Files, *, own_
     """Returns a base model's small files with an adapter's tokenizer and chat template, and the stop tokens of that.
 
     config: config.json of the base. own_tokenizer: the tokenizer of `files` was asked for, and stays. Raises
-    ConfigError if the adapter's tokenizer has more tokens than the model.
+    ConfigError if the adapter's tokenizer or template cannot be read, or has more tokens than the model.
     """
-    theirs = small_files.read_tokenizer_files(expanded(folder))
+    path = expanded(folder)
+    theirs = small_files.read_tokenizer_files(path)
     templates = {name: x for name, x in theirs.items() if name == TEMPLATE or name.startswith(NAMED_TEMPLATES)}
     if "tokenizer.json" in theirs and not own_tokenizer:
+        load_tokenizer(str(path))  # raises with this path
         files = {name: x for name, x in files.items() if name in (CONFIG, GENERATION)} | theirs
     elif TEMPLATE in templates:
-        files = chat_files.with_template(files, templates[TEMPLATE].decode(errors="replace")) | templates
+        files = chat_files.with_template(files, read_text(path / TEMPLATE)) | templates
     if "tokenizer.json" not in files:
         return files
     tokenizer = tokenizer_in(files, config)

@@ -199,7 +199,8 @@ def comparison_table(report: ParityReport) -> str:
         differ = f"{row.difference / row.largest:14.1e}" if row.same_ids else "  other tokens"
         lines.append(f"{text[:40]:40} {row.tokens:6} {row.loss:10.6f} {row.loss_theirs:10.6f} {differ}")
     if report.missing:
-        others = f" and {len(report.missing) - 1} others" if len(report.missing) > 1 else ""
-        lines.append(f"transformers does not find {report.missing[0]}{others}, and draws new numbers instead")
+        others = len(report.missing) - 1
+        names = report.missing[0] + (f" and {others} others" if others else "")
+        lines.append(f"transformers does not find {names}, and draws new numbers instead")
     verdict = "passed" if report.passed else "failed"
     return "\n".join([*lines, f"{verdict}: {report.worst:.1e} of the largest logit, at most {LIMIT:.0e} is expected"])
