@@ -461,7 +461,7 @@ def versions() -> str:
 
     from surojax.placement import cuda_plugin
 
-    return f"{jax.devices()[0].device_kind}, jax {jax.__version__}, plugin {cuda_plugin.version_text()}"
+    return f"{jax.devices()[0].device_kind}, jax {jax.__version__}, plugin {cuda_plugin.plugin_version_text()}"
 
 
 def run_item(item: Item, out: Path, dry: bool) -> None:

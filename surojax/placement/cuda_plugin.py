@@ -36,6 +36,6 @@ def copies_slowly() -> str:
     if plugin_version() >= STREAMS_BY_DIRECTION:
         return ""
     return (
-        f"offloads: the CUDA plugin {plugin_version_text()} copies to and from host memory in turn, 0.12 at the same time (a "
-        f"step of 7B with five offloads takes 3.8 s instead of 2.7 s, predicted for an H200); {INSTALL}"
+        f"offloads: the CUDA plugin {plugin_version_text()} copies to and from host memory in turn, 0.12 at the same "
+        f"time (a step of 7B with five offloads takes 3.8 s instead of 2.7 s, predicted for an H200); {INSTALL}"
     )
