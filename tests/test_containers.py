@@ -191,6 +191,14 @@ SAME: dict[str, Rows] = {
         {"prompt": "a", "completion": "b", "label": True},
         {"prompt": "c", "completion": "d", "label": False},
     ],
+    "rated by numbers": [
+        {"prompt": "a", "completion": "b", "label": 1},
+        {"prompt": "c", "completion": "d", "label": 0},
+    ],
+    "preferences of a message each": [
+        {"prompt": "a", "chosen": said("assistant", "b"), "rejected": said("assistant", "c")},
+        {"prompt": "d", "chosen": {"role": "assistant", "content": "e"}, "rejected": said("assistant", "f")},
+    ],
     "rollouts": ROLLOUTS,
     "token ids": [{"input_ids": [1, 2, 3]}, {"input_ids": []}, {"input_ids": [255]}],
     "an empty answer": [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "  "}],
@@ -198,6 +206,15 @@ SAME: dict[str, Rows] = {
     "a label that is none": [{"prompt": "a", "completion": "b", "label": "maybe"}],
     "a margin that is none": [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "large"}],
     "a log-probability above 0": [ROLLOUTS[0], ROLLOUTS[1] | {"logprobs": [[0.5], [-1.0]]}],
+    "preferences with a prompt in an object": [
+        {
+            "prompt": {"messages": [said("user", "a")]},
+            "chosen": [said("assistant", "b")],
+            "rejected": [said("assistant", "c")],
+        },
+    ],
+    "masked token ids": [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}],
+    "token ids with a mask": [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}],
     "no completion": [ROLLOUTS[1] | {"completion_ids": [[7], []], "logprobs": [[-0.1], []]}],
 }
 TEMPLATE = (
@@ -206,7 +223,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 REFUSED = list(SAME)[list(SAME).index("an empty answer") :]
-TYPES = {"rated": "unpaired", "a label that is none": "unpaired"}
+TYPES = {"rated": "unpaired", "rated by numbers": "unpaired", "a label that is none": "unpaired"}
 
 
 def meaning(rows: Path | GivenRows, type_: str = "auto") -> list[Any]:

@@ -110,11 +110,11 @@ RATED = [
 def test_a_rated_answer_has_its_prompt_with_another_answer_behind_it():
     """The other one is of a row half of the rows away; a sign of every token says which rows are desirable."""
     rows = [DataRow(record, f"a.jsonl:{i}") for i, record in enumerate(RATED[:6])]
-    rows.insert(2, DataRow({"prompt": "a", "completion": "b", "label": 1}, "a.jsonl:9"))
+    rows.insert(2, DataRow({"prompt": "a", "completion": "b", "label": 2}, "a.jsonl:9"))
     dataset = Dataset(("rated",), type="unpaired")
     found = Encoder(dataset, BYTES, None).encode(rows)
     bad = found.pop(2)
-    assert isinstance(bad, BadRow) and bad.reason.startswith("expected true (a good answer) or false in 'label', got 1")
+    assert isinstance(bad, BadRow) and "false, or 1 or 0, in 'label', got 2" in bad.reason
     for i, example in enumerate(found):
         assert isinstance(example, Example)
         texts = [BYTES.decode(part) for part in np.split(example.ids, example.ends)]

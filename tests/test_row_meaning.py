@@ -359,11 +359,77 @@ READ = {("functions", kind) for kind in ROWS} | {
 @pytest.mark.parametrize("kind, name", [x for x in NAMES if x[::-1] not in READ])
 def test_a_field_that_means_something_is_refused_unless_it_is_empty(kind, name):
     dataset, record = ROWS[kind]
-    value = 0.5 if name in row_fields.WEIGHTS_OF_ROWS else "some content"
+    value = {"label": False, "kto_tag": "False"}.get(name, "some content")
+    value = 0.5 if name in row_fields.WEIGHTS_OF_ROWS else value
     message = reason(record | {name: value}, dataset)
     assert f"got {name!r}" in message and "ignored_fields of the dataset" in message
     for empty in (None, "", " ", [], {}, [None], {"a": None}, "[]", "null"):
         assert isinstance(found(record | {name: empty}, dataset), Example), empty
+
+
+@pytest.mark.parametrize(
+    "dataset, row, advice",
+    [
+        (PAIRS, {"prompt": {"messages": [says("user", "a")]}}, "as a text or a list of messages"),
+        (PAIRS, {"prompt": 5}, "as a text or a list of messages"),
+        (PAIRS, {"prompt": "a", "input": "x"}, "; join it to the prompt"),
+        (PAIRS, {"prompt": "a", "context": "x"}, "; join it to the prompt"),
+        (PROMPTS, {"prompt": "a", "context": "x"}, "; set instruction_field, input_field (to it) and output_field"),
+        (PROMPTS, {"prompt": "a", "input": "x"}, "; set instruction_field, input_field and output_field"),
+        (RATED, {"prompt": "a", "input": "x", "label": 1}, "; join it to the prompt"),
+    ],
+)
+def test_what_belongs_to_a_prompt_is_refused(dataset, row, advice):
+    for answers in (["b", "c"], [[says("assistant", "b")], [says("assistant", "c")]]):
+        if dataset is not PAIRS and isinstance(answers[0], list):
+            continue
+        record = row | dict(zip(("chosen", "rejected"), answers, strict=True))
+        record = record if dataset is PAIRS else row | {"completion": answers[0]}
+        if isinstance(row["prompt"], str) or isinstance(answers[0], list):
+            assert advice in reason(record, dataset)
+        else:
+            assert isinstance(found(record, dataset), BadRow)
+    named = dataclasses.replace(PROMPTS, instruction_field="prompt", input_field="context", output_field="completion")
+    assert text({"prompt": "a", "context": "x", "completion": "b"}, named) == text(talk("a\n\nx", "b"))
+    made = {"instruction": "a", "input": "x", "prompt": "a: x", "chosen": "b", "rejected": "c"}
+    assert isinstance(found(made, PAIRS), Example)
+    alpaca = dataclasses.replace(PAIRS, prompt_field="instruction")
+    assert "expected no input in 'input' beside a prompt" in reason(made | {"prompt": None}, alpaca)
+
+
+def test_a_prompt_that_begins_a_conversation_is_not_said_twice():
+    pair = {"chosen": talk("a", "b")["messages"], "rejected": talk("a", "c")["messages"]}
+    for prompt in ([says("user", "a", id=1)], [{"from": "human", "value": "a"}]):
+        assert text(pair | {"prompt": prompt}, PAIRS) == text(pair, PAIRS)
+
+
+def test_labels_of_answers():
+    """1 and 0 are true and false to objectives of rated answers; to others a bad answer is none to train."""
+    row = {"prompt": "a", "completion": "b"}
+    for good in (True, 1, 1.0):
+        for label, sign in ((good, 1), (1 - good, -1)):
+            example = found(row | {"label": label}, RATED)
+            assert isinstance(example, Example) and np.all(example.numbers["desirable"] == sign)
+        assert text(row | {"label": good}, PROMPTS) == text(row, PROMPTS)
+    for other in (2, 0.5, "yes", None):
+        assert "or 1 or 0, in 'label'" in reason(row | {"label": other}, RATED)
+    assert text(talk("a", "b") | {"label": 0}) == text(talk("a", "b"))  # a class
+
+
+def test_every_tool_is_shown():
+    shows = "{% for t in tools or [] %}[{{ t.function.name if t.function else '' }}]{% endfor %}"
+    flat, whole = {"name": "look_up"}, {"type": "function", "function": {"name": "look_up"}}
+    template = Template(shows + template_of("variables").text.partition("{%- for m in messages -%}")[2].join(
+        ["{%- for m in messages -%}", ""]), "t.jinja")  # fmt: skip
+    assert "[look_up]" in text(talk("a", "b") | {"tools": [whole]}, template=template)
+    message = reason(talk("a", "b") | {"tools": [flat]}, template=template)
+    assert "to show every tool, got a text without 'look_up'" in message and "'function': {...}}" in message
+
+
+def test_a_content_of_another_name_has_advice_that_helps():
+    row = {"messages": [{"role": "user", "parts": [{"text": "a"}]}, {"role": "model", "parts": [{"text": "b"}]}]}
+    assert "name the content_field in the dataset" in reason(row)
+    assert text(row, dataclasses.replace(TALK, content_field="parts")) == text(talk("a", "b"))
 
 
 def test_a_field_of_metadata_is_not_refused():

@@ -10,6 +10,7 @@ from typing import Any
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.datasets import COMPLETIONS, MESSAGES, PROMPT, Dataset
 from surojax.data.given import TOKENS
+from surojax.data.row_fields import LABELS, MASKS
 from surojax.data.values import is_missing
 from surojax.untrusted import parse_json
 
@@ -18,8 +19,8 @@ _VALUES = {
     "conversation": (("messages_field", "tools_field"), MESSAGES),
     "preference": (("margin_field", "tools_field"), ()),
     "unpaired": (("label_field",), ()),
-    "rollout": ((), (PROMPT, COMPLETIONS, "logprobs", "rewards", "advantages")),
-    "tokens": ((), (TOKENS,)),
+    "rollout": ((), (PROMPT, COMPLETIONS, "logprobs", "rewards", "advantages", *MASKS)),
+    "tokens": ((), (TOKENS, LABELS, *MASKS)),
 }
 # Settings that name fields which hold a text or a list of messages.
 _TEXT_OR_MESSAGES = ("prompt_field", "completion_field", "chosen_field", "rejected_field")
@@ -65,12 +66,17 @@ def _value_of(text: str) -> Any:
 
 
 def _has_messages(text: str, dataset: Dataset) -> bool:
-    """Returns True if a text is the JSON of a list of messages."""
-    if not text.lstrip().startswith("["):
+    """Returns True if a text is the JSON of a list of messages, or of one."""
+    if not text.lstrip().startswith(("[", "{")):
         return False
     try:
         messages = parse_json(text)
     except ValueError:
         return False
+    if isinstance(messages, dict):  # an answer may be some other object, with a role in it
+        content = {dataset.content_field} if dataset.content_field else {"content", "value"}
+        if isinstance(messages.get("messages"), list):  # OpenAI's pairs, which are refused
+            return True
+        messages = [messages] if content & messages.keys() else []
     role = {dataset.role_field} if dataset.role_field else {"role", "from"}
     return bool(messages) and all(isinstance(message, dict) and role & message.keys() for message in messages)

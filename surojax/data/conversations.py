@@ -80,11 +80,7 @@ def prompt_completion(
     system = _system(record, dataset) or dataset.system_prompt or system_prompt
     more = {"history": _history(record), "tools": _tools(record, dataset), "variables": _variables(record)}
     if reads_prompt:
-        if dataset.instruction_field not in record and has_content(record.get(dataset.input_field)):
-            raise NotARow(
-                f"expected no input in {dataset.input_field!r} beside a prompt, got "
-                f"{shown(record[dataset.input_field], 40)}; name the fields of an instruction, or join it to the prompt"
-            )
+        _check_input(record, dataset)
         prompt = _filled(record, dataset.prompt_field, "the prompt")
         completion = _filled(record, dataset.completion_field, "the completion")
         return PromptCompletion(system, prompt, completion, "", **more)
@@ -123,6 +119,18 @@ def _of_lists(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -
     return conversation._replace(prompt_length=added)
 
 
+def _check_input(record: Mapping[str, Any], dataset: Dataset) -> None:
+    """Raises NotARow for an input beside a prompt, unless the prompt seems to be made of an instruction and it."""
+    is_part = dataset.instruction_field in record and dataset.prompt_field != dataset.instruction_field
+    value = None if dataset.input_field == dataset.prompt_field or is_part else record.get(dataset.input_field)
+    if has_content(value):
+        others = "set instruction_field, input_field and output_field, or " if dataset.type == "instruction" else ""
+        raise NotARow(
+            f"expected no input in {dataset.input_field!r} beside a prompt, got {shown(value, 40)}; {others}join it to "
+            "the prompt, or name it in ignored_fields of the dataset"
+        )
+
+
 def with_answer(
     own: PromptCompletion | Conversation, other: PromptCompletion | Conversation
 ) -> PromptCompletion | Conversation:
@@ -145,13 +153,13 @@ def _reads_prompt(record: Mapping[str, Any], dataset: Dataset) -> bool:
 def is_desirable(record: Mapping[str, Any], dataset: Dataset) -> bool:
     """Returns the label of an unpaired row: True if its answer is a good one."""
     label = record.get(dataset.label_field)
-    if not isinstance(label, bool):
+    if not isinstance(label, bool | int | float) or label not in (0, 1):
         got = repr(label) if dataset.label_field in record else field_names(record)
         raise NotARow(
-            f"expected true (a good answer) or false in {dataset.label_field!r}, got {got}; name the label_field in "
-            "the dataset, or correct the row"
+            f"expected true (a good answer) or false, or 1 or 0, in {dataset.label_field!r}, got {got}; name the "
+            "label_field in the dataset, or correct the row"
         )
-    return label
+    return bool(label)
 
 
 def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:
@@ -199,7 +207,13 @@ def preference(
     """
     chosen, rejected = (_as_list(record.get(name)) for name in (dataset.chosen_field, dataset.rejected_field))
     prompt = record.get(dataset.prompt_field)
+    _check_input(record, dataset)
     if isinstance(chosen, list) and isinstance(rejected, list):
+        if prompt is not None and not isinstance(prompt, str | list):
+            raise NotARow(
+                f"expected the prompt in {dataset.prompt_field!r} as a text or a list of messages, got "
+                f"{shown(prompt, 40)}; correct the row"
+            )
         chosen, rejected = _whole(prompt, chosen, dataset), _whole(prompt, rejected, dataset)
     elif isinstance(chosen, list) or isinstance(rejected, list):
         raise NotARow(
@@ -258,11 +272,17 @@ def _as_list(value: Any) -> Any:
 def _whole(prompt: Any, messages: list[Any], dataset: Dataset) -> list[Any]:
     """Prepends the prompt's messages to an answer's messages, unless these begin with them."""
     if isinstance(prompt, list):
-        return messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
+        begins = _said(messages[: len(prompt)], dataset) == _said(prompt, dataset)
+        return messages if begins else [*prompt, *messages]
     if not isinstance(prompt, str) or not prompt or not messages:
         return messages
     is_answer = read_messages(messages[:1], dataset).messages[0]["role"] == "assistant"
     return [as_message("user", prompt, dataset), *messages] if is_answer else messages
+
+
+def _said(messages: list[Any], dataset: Dataset) -> list[tuple[str, str]]:
+    """Returns the roles and contents of raw messages, without metadata."""
+    return [(message["role"], message["content"]) for message in read_messages(messages, dataset).messages]
 
 
 def _tools(record: Mapping[str, Any], dataset: Dataset) -> list[Any] | None:

@@ -165,7 +165,12 @@ def _content(message: Mapping[str, Any], content_field: str, number: int, has_ca
         return ""
     if isinstance(content, str):
         return content
-    got = f"a {type(content).__name__}" if content_field in message else field_names(message)
+    if content_field not in message:
+        raise NotARow(
+            f"expected message {number} with text in {content_field!r}, got {field_names(message)}; name the "
+            "content_field in the dataset, or correct the row"
+        )
+    got = f"a {type(content).__name__}"
     if isinstance(content, list):
         texts = [_text_of_part(part) for part in content]
         if texts and None not in texts:

@@ -47,6 +47,7 @@ def conversation_pieces(
     untrained = _untrained_answers(conversation) if everything else ()
     whole = render(messages)
     _check_shown(messages, whole, template)
+    _check_tools(tools or [], whole, template)
 
     pieces = []
     done = 0
@@ -154,6 +155,17 @@ def _check_shown(messages: list[Message], whole: str, template: TemplateProgram)
                 )
 
 
+def _check_tools(tools: list[Any], whole: str, template: TemplateProgram) -> None:
+    """Raises NotARow if the template leaves out a tool, as one that reads OpenAI's form does with others."""
+    for name in _names([tool for tool in tools if isinstance(tool, dict)]):
+        if name not in whole:
+            raise NotARow(
+                f"expected {template.source} to show every tool, got a text without {name!r}; write tools as "
+                "{'type': 'function', 'function': {...}}, choose another chat_template, or set tools_field='' to leave "
+                "them out"
+            )
+
+
 def _is_shown(message: Message, whole: str) -> bool:
     """True if a text has a message's content; of a tool's result only the words, since some templates write JSON."""
     parts = re.findall(r"\w+", message["content"]) if message["role"] == "tool" else [message["content"].strip()]
@@ -164,7 +176,12 @@ def _called(message: Message) -> list[str]:
     """Returns the names of the functions that a message calls, as far as its tool_calls have OpenAI's form."""
     calls = message.get("tool_calls")
     calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    functions = [call.get("function") or call for call in calls]
+    return _names(calls)
+
+
+def _names(objects: list[dict[str, Any]]) -> list[str]:
+    """Returns the names of functions, of calls or tools, in OpenAI's form or without its outer object."""
+    functions = [x.get("function") or x for x in objects]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
     return [name for name in names if isinstance(name, str)]
 

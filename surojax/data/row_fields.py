@@ -20,10 +20,11 @@ MEDIA = (
 MEDIA_PLACES = (
     *("image_path", "image_paths", "image_url", "image_urls"),
     *("video_path", "video_paths", "video_url", "audio_path", "audio_paths", "audio_url"),
+    "objects",  # ms-swift's, which stand for <bbox> and <ref-object> in a text
 )
 REASONING = (
     *("reasoning_content", "thinking", "reasoning", "reasoning_text", "thoughts", "thought"),
-    *("chain_of_thought", "cot"),
+    *("chain_of_thought", "cot", "Complex_CoT", "reasoning_trace", "thinking_trajectories"),
 )
 # Weights of messages: OpenAI's and Mistral's, Axolotl's, ms-swift's, verl's.
 WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_scale", "loss_mask", "loss_weight")
@@ -33,6 +34,7 @@ MASKS = (
     *("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask"),
     *("tool_mask", "env_mask"),
 )
+LABELS = "labels"  # of each token, beside token ids; -100 leaves it out
 HISTORY = "history"
 FUNCTIONS = "functions"  # OpenAI's older name of tools
 VARIABLES = "chat_template_kwargs"  # as TRL's: further variables of the chat template
@@ -73,6 +75,11 @@ def is_weight(value: Any) -> bool:
     return isinstance(value, bool | int | float) and value != 1
 
 
+def is_false(value: Any) -> bool:
+    """Returns True for false, as a table's cell writes it too. A number is a class, or whatever its set says."""
+    return value is False or (isinstance(value, str) and value.strip().lower() == "false")
+
+
 def masked_field(record: Mapping[str, Any]) -> str | None:
     """Returns the name of a mask of tokens in a row of token ids that leaves tokens out; None if there is none."""
     return next((name for name in MASKS if name in record and _has_zero(record[name])), None)
@@ -108,9 +115,20 @@ MEANINGS = (
         "write all turns as messages",
     ),
     Meaning(REASONING, "reasoning beside the answer", CHATS, "write it into the answer or its message", is_prose),
-    Meaning(("system_prompt", "system_message"), "system prompt of another name", CHATS, "set system_field to it"),
+    Meaning(
+        ("system_prompt", "system_message", "system_instruction", "systemInstruction"),
+        "system prompt of another name",
+        CHATS,
+        "set system_field to it",
+    ),
     Meaning((FUNCTIONS, "available_tools"), "tools of another name", CHATS, "set tools_field to it"),
-    Meaning(("context",), "context beside the prompt", PAIRS, "set input_field to it, or join it to the prompt"),
+    Meaning(
+        ("context",),
+        "context beside the prompt",
+        ("instruction",),
+        "set instruction_field, input_field (to it) and output_field, or join it to the prompt",
+    ),
+    Meaning(("context",), "context beside the prompt", ("preference", "unpaired"), "join it to the prompt"),
     Meaning(
         ("rejected_response", "rejected_responses", "rejected_messages", "rejected_answer", "rejected"),
         "rejected answer, which is trained only beside a chosen one",
@@ -119,6 +137,13 @@ MEANINGS = (
     ),
     Meaning(WEIGHTS_OF_ROWS, "weight of the row", CHATS, "remove the row, or repeat it", is_weight),
     Meaning(("mask",), "mask of turns", CHATS, "give messages a weight of 0 or 1"),
+    Meaning(
+        ("label", "kto_tag"),
+        "label of a bad answer, which is trained as one with objective='kto' only",
+        ("instruction", "conversation"),
+        "remove the row, or write such rows as prompt, completion and label for that objective",
+        is_false,
+    ),
 )
 
 

@@ -11,8 +11,7 @@ from surojax.data.data_rows import BadRow, BlankRow, DataRow, NotARow
 from surojax.data.examples import Example
 from surojax.data.given import TOKENS
 from surojax.data.items import Item, Unit, item_key, key_of_bad, new_hash
-
-LABELS = "labels"  # of each token; -100 leaves it out
+from surojax.data.row_fields import LABELS
 
 
 @dataclass(frozen=True)
