@@ -277,15 +277,20 @@ def test_a_kill_leaves_nothing_that_is_used_and_the_next_run_cleans_up(source, t
     assert entries(folder) == {leftover.partition(".")[0]}
 
 
-def test_leftovers_of_other_sources_go_too_but_not_those_of_a_live_process(source, tmp_path):
+def test_leftovers_of_other_sources_go_too_but_not_those_of_a_live_process(source, tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     for name in ("dead", "live"):
         (folder / f"{name}.123.tmp").mkdir(parents=True)
+    taken = []
+    monkeypatch.setattr(
+        cache, "_close_lock", lambda descriptor, close=cache._close_lock: taken.append(close(descriptor))
+    )
     with (folder / "live.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         load(source, folder)
     assert {name for name in entries(folder) if name.endswith(".tmp")} == {"live.123.tmp"}
     assert (folder / "live.lock").exists() and not (folder / "dead.lock").exists()
+    assert len(taken) == 3  # of both, and of the entry that was written
 
 
 def test_two_processes_at_once(source, tmp_path):

@@ -16,9 +16,10 @@ from surojax.data.examples import Example
 from surojax.data.rollouts import RolloutEncoder
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference import sample
-from surojax.inference.forward import cached_logits, empty_cache
+from surojax.inference.forward import cached_logits, each_layer, empty_cache
 from surojax.inference.prompts import complete
 from surojax.inference.trained_model import Trained
+from surojax.memory.host import Split
 from surojax.models import decoder_model
 
 MODEL = decoder_model.build(CONFIG)
@@ -172,3 +173,17 @@ def test_command_explains_a_missing_checkpoint(capsys):
     with pytest.raises(SystemExit) as end:
         generate.main(["--checkpoint", "nowhere", "--prompt", "x"])
     assert "nowhere" in str(end.value) and "\n" not in str(end.value)
+
+
+@pytest.mark.parametrize("resident", [0, 1, 2, 3])
+def test_layers_in_two_memories_are_in_their_order(resident):
+    """Each layer gets its number and its weights, however many of the stack are in device memory."""
+    segment, layers = decoder_model.build(CONFIG).segments[0], CONFIG.num_hidden_layers
+    stacks = {"w": jnp.repeat(jnp.arange(1.0, layers + 1)[:, None], 4, axis=1)}
+    in_two = jax.tree.map(lambda w: Split(w[:resident], w[resident:]), stacks) if resident % layers else stacks
+
+    def layer(l, w, variant, seen):
+        return seen.at[l].set(w["w"].sum())
+
+    run = jax.jit(lambda stacks: each_layer(segment, stacks, jnp.dtype("float32"), layer, jnp.zeros(layers)))
+    np.testing.assert_array_equal(run(in_two), 4 * np.arange(1.0, layers + 1))

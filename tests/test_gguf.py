@@ -306,6 +306,7 @@ def test_tokenizers_split_as_the_file_says(tmp_path):
     assert tokenizer.vocab_size == len(TOKENS) and (tokenizer.eos, tokenizer.bos) == ("<|end|>", "<|start|>")
     ids = tokenizer.encode("the<|end|>a<tool>a")
     assert texts(ids, tokenizer) == ["the", "<|end|>", "a", "<tool>", "a"]
+    assert tokenizer.section_starts("the<|end|>a<tool>a") == [3, 11]  # text between them is encoded by itself
     assert tokenizer.decode(ids) == "thea<tool>a"  # a token of the user's is text
     assert tokenizer.chat_template == "{{ messages }}"
 

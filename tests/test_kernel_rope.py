@@ -165,6 +165,8 @@ def test_what_the_kernel_cannot(monkeypatch):
     q, k, cos, sin = data((1,), 1, 1, 1, 64, bf16)
     with pytest.raises(NotImplementedError, match=r"got 1 positions, \(1, 1\) heads of 2 x 32 bfloat16"):
         op.forward(q, k, cos, sin, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="got 1 positions"):  # nor with angles of each row's own
+        op.forward(q, k, cos[None], sin[None], implementation="mosaic")
     monkeypatch.setattr(dispatch, "automatic", lambda device=None: "mosaic")
     dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match="using XLA's instead"):
