@@ -45,7 +45,8 @@ def check_form(value: Any, form: Form, where: str = "") -> None:
             check_form(element, form[i], f"{where}[{i}]")
     elif isinstance(form, dict):
         _expect(isinstance(value, dict), where, "an object", value)
-        for key, one in dict.fromkeys(value, form[str]).items() if str in form else form.items():
+        forms: dict[str, Any] = dict.fromkeys(value, form[str]) if str in form else form
+        for key, one in forms.items():
             place = f"{where}.{key}" if where else key
             if isinstance(one, Optional):
                 if key in value:
