@@ -45,7 +45,7 @@ def check_form(value: Any, form: Form, where: str = "") -> None:
             check_form(element, form[i], f"{where}[{i}]")
     elif isinstance(form, dict):
         _expect(isinstance(value, dict), where, "an object", value)
-        forms: dict[str, Form] = dict.fromkeys(value, form[str]) if str in form else form
+        forms: dict[str, Any] = dict.fromkeys(value, form[str]) if str in form else form
         for key, one in forms.items():
             place = f"{where}.{key}" if where else key
             if isinstance(one, Optional):
