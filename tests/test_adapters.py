@@ -202,7 +202,6 @@ def test_the_wrong_base_is_refused_by_its_hash(tmp_path):
         ({"init_lora_weights": "pissa"}, "init_lora_weights: expected True, got 'pissa'; nothing"),
         ({"use_qalora": True}, "use_qalora: expected it off, got True; nothing"),
         ({"lora_bias": True}, "lora_bias: expected it off, got True; nothing"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out: expected it off, got True; nothing"),
         ({"something_new": 1}, "something_new: expected it off, got 1; nothing"),
         ({"r": 0}, "r: expected a whole number from 1 to 65,536, got 0; give another adapter"),
         ({"r": True}, "r: expected a whole number from 1 to 65,536, got True; give another adapter"),
