@@ -25,6 +25,7 @@ from surojax.data.batches import Mixture, training_batches
 from surojax.data.given import NAME, GivenRows
 from surojax.data.samples import Samples
 from surojax.data.teacher_labels import (
+    TEACHER_FILE,
     Labels,
     Teacher,
     claim_folder,
@@ -557,3 +558,22 @@ def test_what_cannot_be_labelled_is_one_line(tmp_path):
             ["--config", "tiny", "--config.distill_path=x", "--config.gpus=1", "--plan", FIRST, "--disk", "7/6"]
         )
     assert "--disk: expected offload_weights=nvme as well" in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"dtype": x, "hidden_size": 32, "top_k": 0} for x in ("", "object", "O8", "U9", "int8", "void", "f4", "\0")),
+        *({"dtype": "float32"}, {"vocab_size": 0}, {"top_k": -1}, {"top_k": 2**40}, {"top_k": 0}, {"temperature": 1}),
+        *({"hidden_size": -4}, {"vocab_size": True}, {"more": 1}),
+    ],
+    ids=str,
+)
+def test_a_teacher_that_cannot_be_is_a_line(tmp_path, change):
+    """A dtype that is none, or whose numbers are references; sizes that no labels have."""
+    claim_folder(str(tmp_path), Teacher("digest", "model", "bytes", 320, 8, 1.0))
+    assert read_teacher(str(tmp_path)).top_k == 8
+    values = json.loads((tmp_path / TEACHER_FILE).read_text())
+    (tmp_path / TEACHER_FILE).write_text(json.dumps(values | change))
+    with pytest.raises(ConfigError, match=r"^distill_path: expected a folder with a teacher's labels, got .*; docs/"):
+        read_teacher(str(tmp_path))

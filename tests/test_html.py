@@ -246,6 +246,74 @@ def test_what_cannot_be_reported_is_refused_in_a_line(tmp_path, monkeypatch, fil
     assert sorted(tmp_path.rglob("*")) == before
 
 
+STRANGE = (
+    *(
+        "1e400",
+        "-1e400",
+        "1e308",
+        "-1.7e308",
+        "5e-324",
+        "NaN",
+        "-Infinity",
+        "null",
+        "true",
+        '"x"',
+        '"h100"',
+        '"\\ud800"',
+    ),
+    *(
+        "[]",
+        "{}",
+        "[1]",
+        "9" * 400,
+        "9" * 5000,
+        "9007199254740993",
+        "0",
+        "-1",
+        "3.5",
+        "1e-300",
+        "9.9e299",
+        '"<script>"',
+    ),
+)
+RECORD = {"log": '"step"', "step": "2", "loss": "2.5", "norm": "1", "tokens": "64", "tokens_per_second": "50"}
+RECORD |= {"peak_memory_bytes": "1e6", "name": '""'}
+PLAN = {"gpus": "2", "gpu": '"rtx4090"', "device_bytes": "1000000", "tokens_per_s_per_gpu": "5"}
+
+
+def json_text(values: dict[str, str]) -> str:
+    return "{" + ",".join(f'"{name}":{value}' for name, value in values.items()) + "}"
+
+
+@pytest.mark.parametrize("value", STRANGE, ids=lambda text: text[:12])
+def test_strange_values_of_metrics_and_plans_are_lines(tmp_path, monkeypatch, capsys, value):
+    """In every field, before and after a plain record, and twice in one; a page is written, or a line says why not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    plain = json_text(RECORD | {"step": "1"})
+    metrics = []
+    for name in RECORD:
+        changed = json_text(RECORD | {name: value})
+        metrics += [
+            f"{plain}\n{changed}\n{json_text(RECORD | {'step': '3'})}",
+            f'{plain}\n{changed[:-1]},"loss":2}}\n{plain}',
+        ]
+        metrics += [changed, f"{plain}\n{changed.replace('step', 'eval', 1)}\n{plain}"]
+    texts = [(text, json_text(PLAN)) for text in metrics] + [(plain, json_text(PLAN | {name: value})) for name in PLAN]
+    written = 0
+    for text, plan in texts:
+        (tmp_path / "run/metrics.jsonl").write_text(text)
+        (tmp_path / "plan.json").write_text(plan)
+        try:
+            report.main(["run", "--plan", "plan.json", "--html", "report.html"])
+            written += 1
+        except Refused as error:
+            assert re.match(r"surojax\.report: error: (.*line \d: expected a record|RUN: |--plan: )", str(error))
+    assert written >= 12 or len(value) == 5000  # which Python reads in no file of JSON
+    assert not written or "<script>" not in (tmp_path / "report.html").read_text().partition("</style>")[2][:500]
+    capsys.readouterr().out.encode()
+
+
 def test_a_page_of_a_plan_that_cannot_be_written_is_refused_first(tmp_path):
     with pytest.raises(Refused, match="--html: expected a file that can be written"):
         plan_command.main([*TINY, "--html", str(tmp_path)])

@@ -372,6 +372,10 @@ def test_host_memory_that_is_left_keeps_a_part_of_files(tmp_path):
     assert in_files.need.host + GiB == own.need.host and own.seconds < in_files.seconds
     kept = Space(c, GPUS[GPU], limits, keep=(*keep, "files_in_memory"), disks=SLOW)
     assert search.search(kept).candidates[0].config.files_in_memory == 0
+    # Of far more host memory, no more is proposed than the files have.
+    plenty = limits._replace(host=limits.host + 1000 * GiB)
+    most = search.search(Space(c, GPUS[GPU], plenty, keep=keep, disks=SLOW)).candidates[0]
+    assert most.config.files_in_memory == int(need.files / GiB) >= 1 and 0 <= most.need.files < GiB
 
 
 def test_device_memory_that_is_left_keeps_a_part_of_the_state():
@@ -390,6 +394,11 @@ def test_device_memory_that_is_left_keeps_a_part_of_the_state():
     assert own.seconds < in_host.seconds
     given = Space(c, GPUS[GPU], limits, keep=(*keep, "device_memory"))
     assert search.search(given).candidates[0].config.device_memory == 0
+    # Of far more device memory, no more is proposed than these classes have in host memory.
+    plenty = limits._replace(device=limits.device + 1000 * GiB)
+    most = search.search(Space(c, GPUS[GPU], plenty, keep=keep)).candidates[0].config
+    in_host = candidate.estimated(changed(most, {"device_memory": 0.0}), GPUS[GPU]).need.host
+    assert 1 < most.device_memory <= in_host / GiB
 
 
 @pytest.mark.full

@@ -56,6 +56,8 @@ def header(path: Path, change) -> None:
         (lambda said: said.update({NAME: 3}), "nothing useful of"),
         (lambda said: said[NAME].update(data_offsets=["0", "4"]), "nothing useful of"),
         (lambda said: said[NAME].update(dtype=["F32"]), "nothing useful of"),
+        (lambda said: said.update(__metadata__=[1]), "__metadata__ of its header is list, not an object"),
+        (lambda said: said.update(__metadata__="pt"), "__metadata__ of its header is str, not an object"),
     ],
 )
 def test_headers_that_cannot_be_are_refused(tmp_path, change, message):

@@ -29,5 +29,5 @@ def write_figure(file: Path, run_records: Sequence[RunRecords], plan: Planned | 
         if chart.plan is not None:
             axes.axhline(chart.plan, linestyle=":", color="black", label="plan")
         if axes.get_legend_handles_labels()[1]:
-            axes.legend()
+            axes.legend(loc="upper right")  # "best" compares it with every point
     figure.savefig(file, format="png", dpi=100)

@@ -18,12 +18,14 @@ from surojax.pages.template import COLOURS, fill
 from surojax.placement.home import HOMES
 from surojax.planner.amounts import GiB
 from surojax.planner.footprint import Rows
+from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction
 from surojax.run.metrics import METRICS_FILE, read_metrics
 from surojax.untrusted import check_file, expanded, read_json
 
 POINTS = 1000  # of a curve; of more steps, the least and the largest value of each group of steps are drawn
 Curve = list[tuple[int, float | None]]  # (step, value), None for a value that was not finite
+LARGEST = 2.0**60  # of a plan's numbers
 HEAD = ("run", "steps", "tokens", "first loss", "last loss", "evaluated", "last norm", "tokens/s", "peak GiB")
 
 
@@ -138,14 +140,14 @@ def read_plan(name: str) -> Planned:
     """Reads a file of `surojax plan --json`. Raises ConfigError for other files."""
     try:
         plan = read_json(expanded(name))
-        speed = plan["tokens_per_s_per_gpu"]
-        gpus = int(plan["gpus"])
-        return Planned(
-            f"plan, {gpus} x {plan['gpu']}", int(plan["device_bytes"]), None if speed is None else gpus * float(speed)
-        )
+        gpus, size, speed = (plan[name] for name in ("gpus", "device_bytes", "tokens_per_s_per_gpu"))
+        numbers = [number(x) for x in (gpus, size, 0.0 if speed is None else speed)]
+        if plan["gpu"] not in GPUS or not all(x is not None and 0 <= x < LARGEST for x in numbers):
+            raise ValueError("numbers that no plan has")
+        return Planned(f"plan, {gpus} x {plan['gpu']}", int(size), None if speed is None else gpus * float(speed))
     except OSError as error:
         problem = error.strerror or str(error)
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         problem = shown(str(error), 80)
     raise ConfigError(f"--plan: expected a file of surojax plan --json, got {name!r} ({problem}); correct it")
 
