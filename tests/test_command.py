@@ -18,7 +18,6 @@ from surojax import __main__ as command, completion, launch, new
 from surojax.config import flags
 from surojax.convert import merge_parser
 from surojax.errors import REFUSED, ConfigError, Refused
-from surojax.run import console
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = [(name, line) for name, verb in command.VERBS.items() for line in verb.examples]
@@ -63,19 +62,6 @@ def test_a_reader_that_has_ended_is_no_error():
     ended = subprocess.run([sys.executable, "-m", "surojax", "--help"], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
-
-
-@pytest.mark.parametrize(
-    "called, words",
-    [
-        (["python", "/a/bin/surojax", "train"], ["surojax", "train"]),
-        (["python", "-m", "surojax.train"], ["python", "-m", "surojax.train"]),
-        (["python"], ["python", "-m", "surojax.train"]),
-    ],
-)
-def test_a_run_says_commands_as_it_was_called(monkeypatch, called, words):
-    monkeypatch.setattr(sys, "orig_argv", called)
-    assert console.typed("train") == words
 
 
 @pytest.mark.parametrize("word, meant", [("trian", "train"), ("evalute", "evaluate"), ("x", ""), ("--trian", "train")])
