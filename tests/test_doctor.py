@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -198,7 +199,7 @@ def test_a_process_that_crashes_is_a_verdict_after_those_that_it_wrote(monkeypat
 echo '["step", "plain", "ok", "fine", ""]' >> "$4"; echo "last words"; kill -SEGV $$
 """)
     program.chmod(0o755)
-    monkeypatch.setattr(doctor_checks.sys, "executable", str(program))
+    monkeypatch.setattr(sys, "executable", str(program))
     first, crash = doctor_checks.in_process("step", ASKED)
     assert first == ok("step", "plain", "fine")
     assert (crash.part, crash.said) == ("its process", "ended by SIGSEGV; last: last words")

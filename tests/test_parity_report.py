@@ -27,10 +27,10 @@ def interpreter(path: Path, body: str) -> str:
         #!{sys.executable}
         import json, sys
         import numpy as np
-        assert sys.argv[1] == "-" and "AutoModelForCausalLM" in sys.stdin.read()
-        request = json.load(open(sys.argv[2]))
+        assert sys.argv[1] == "-c" and "AutoModelForCausalLM" in sys.argv[2]
+        request = json.load(open(sys.argv[3]))
         ids = request["ids"]
-        answer = lambda **arrays: np.savez(sys.argv[3], versions=np.array("transformers 0.1"), **arrays)
+        answer = lambda **arrays: np.savez(sys.argv[4], versions=np.array("transformers 0.1"), **arrays)
         """)
         + textwrap.dedent(body)
     )
