@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from surojax.data.corpus import source
-from surojax.data.data_rows import DataRow
+from surojax.data.data_rows import BlankRow
 from surojax.data.prepare import load_corpora
 from surojax.data.run_data import Settings, load_data, parse_entries
 from surojax.data.tokenizer import load_tokenizer
@@ -38,7 +38,7 @@ def write_inputs(folder: Path, megabytes: int) -> None:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    documents = [str(x.content) for x in source("stdlib", "text").items(False) if isinstance(x, DataRow)]
+    documents = [str(x.content) for x in source("stdlib", "text").items(False) if not isinstance(x, BlankRow)]
     size = 0
     with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
         while size < megabytes * 10**6:
