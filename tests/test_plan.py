@@ -1077,3 +1077,13 @@ def test_default_config_is_planned_without_data():
     assert planner.checked(c, "a100").attention == "cudnn"
     c.model_dtype = "float32"
     assert planner.checked(c, "a100").attention == "xla"
+
+
+def test_a_collective_that_adds_up_is_in_the_lane_of_gradients():
+    """An all-to-all sends gradients in 8 bits, and tokens of experts; all others bring weights."""
+    adding = {"reduce-scatter", "all-reduce", "all-to-all"}
+    assert {op for op, lane in costs.OF_COLLECTIVE.items() if lane == costs.REDUCE} == adding
+    assert {op for op, lane in costs.OF_COLLECTIVE.items() if lane == costs.GATHER} == {
+        "all-gather",
+        "collective-permute",
+    }
