@@ -1087,3 +1087,21 @@ def test_a_collective_that_adds_up_is_in_the_lane_of_gradients():
         "all-gather",
         "collective-permute",
     }
+
+
+@pytest.mark.parametrize(
+    "changes, chosen",
+    [
+        ({}, "cudnn"),
+        ({"model.sliding_window": 64}, "cudnn"),
+        ({"sample_packing": True}, "mosaic"),
+        ({"model.attn_logit_softcapping": 20.0}, "mosaic"),
+        ({"model.attention_sinks": True}, "mosaic"),
+        ({"attention": "xla", "sample_packing": True}, "xla"),
+    ],
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else x,
+)
+def test_a_plan_is_of_the_attention_that_a_gpu_chooses(changes, chosen):
+    c = default_config()
+    c.update_from_flattened_dict({"model_dtype": "bfloat16", "model.head_dim": 64} | changes)
+    assert planner._attention(c) == chosen
