@@ -302,6 +302,7 @@ def test_bad_csv_rows(tmp_path):
     assert "expected UTF-8 text in 'a'" in reason_of(found[3])
     assert "expected comma-separated cells" in reason_of(found[5])
     assert "a header with different names, got a, a" in error_of(rows, write(path, "a,a\n1,2\n"))
+    assert "a header with different names, got a, " in error_of(rows, write(path, "a,\n1,2\n"))
 
 
 def test_a_damaged_parquet_file(tmp_path):

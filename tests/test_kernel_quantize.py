@@ -238,6 +238,14 @@ def test_offset_continues_the_counter():
     same_bits(jnp.concatenate(parts), whole)
 
 
+def test_an_offset_counts_modulo_32_bits():
+    """As a number and as an array of either dtype: int32 arrays hold those from 2^31 on as negative ones."""
+    x, seed = normal((4, 256)), jnp.int32(7)
+    expected = q.stochastic_round(x, seed, 2**32 - 100)
+    for offset in (jnp.uint32(2**32 - 100), jnp.int32(-100)):
+        same_bits(q.stochastic_round(x, seed, offset), expected)
+
+
 def test_random_bits():
     """The integers are what they were (a changed hash changes every run), and look random in every bit."""
     bits = np.asarray(q.random_bits(jnp.int32(1), jnp.arange(2**16, dtype=u32)))

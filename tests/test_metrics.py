@@ -156,6 +156,15 @@ def test_a_terminal_gets_one_line_that_is_rewritten(tmp_path, terminal, monkeypa
     assert max(len(part) for part in parts if part.startswith("step")) < terminal.columns  # else it would wrap
 
 
+def test_a_log_that_is_closed_leaves_its_last_line_on_the_terminal(tmp_path, terminal):
+    """As a run that an error ends: what follows begins a line of its own."""
+    with open_log(tmp_path, console=terminal.stream) as log:
+        log_steps(log, 1, 10)
+    print("an error", file=terminal.stream, flush=True)
+    rows = [row.rstrip() for row in terminal.screen()]
+    assert rows[0].startswith("step 10/10") and rows[1:] == ["an error", ""]
+
+
 def test_a_terminal_is_not_rewritten_more_often_than_one_can_read(tmp_path, terminal):
     with open_log(tmp_path, console=terminal.stream, total_steps=1000) as log:
         log_steps(log, 1, 1000)

@@ -1078,3 +1078,31 @@ def test_default_config_is_planned_without_data():
     assert planner.checked(c, "a100").attention == "cudnn"
     c.model_dtype = "float32"
     assert planner.checked(c, "a100").attention == "xla"
+
+
+def test_a_collective_that_adds_up_is_in_the_lane_of_gradients():
+    """An all-to-all sends gradients in 8 bits, and tokens of experts; all others bring weights."""
+    adding = {"reduce-scatter", "all-reduce", "all-to-all"}
+    assert {op for op, lane in costs.OF_COLLECTIVE.items() if lane == costs.REDUCE} == adding
+    assert {op for op, lane in costs.OF_COLLECTIVE.items() if lane == costs.GATHER} == {
+        "all-gather",
+        "collective-permute",
+    }
+
+
+@pytest.mark.parametrize(
+    "changes, chosen",
+    [
+        ({}, "cudnn"),
+        ({"model.sliding_window": 64}, "cudnn"),
+        ({"sample_packing": True}, "mosaic"),
+        ({"model.attn_logit_softcapping": 20.0}, "mosaic"),
+        ({"model.attention_sinks": True}, "mosaic"),
+        ({"attention": "xla", "sample_packing": True}, "xla"),
+    ],
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else x,
+)
+def test_a_plan_is_of_the_attention_that_a_gpu_chooses(changes, chosen):
+    c = default_config()
+    c.update_from_flattened_dict({"model_dtype": "bfloat16", "model.head_dim": 64} | changes)
+    assert planner._attention(c) == chosen

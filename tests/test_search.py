@@ -901,3 +901,16 @@ def test_another_number_of_gpus_has_the_same_sequences_a_step(before, sizes, gpu
     assert more.per_device_batch_size * more.gradient_accumulation_steps * (gpus // in_group) == sequences
     assert {name: more[name] for name in sizes} == sizes
     assert more.zero_level == (3 if gpus > 1 else c.zero_level)
+
+
+def test_what_the_backward_pass_computes_again_grows_from_nothing_to_a_block():
+    """Each choice repeats the parts of the one before; the config's own is another one if it is none of them."""
+    norm, swiglu, ffn, att = (f"recompute_{part}" for part in ("norm", "swiglu", "ffn", "att"))
+    grows = [set(), {norm, swiglu}, {norm, ffn}, {norm, ffn, att}, {"recompute_block"}]
+    for own in (set(), {norm, ffn}, {norm, att}):
+        c = default_config()
+        c.update({name: name in own for name in (norm, swiglu, ffn, att, "recompute_block")})
+        found = choices.recomputations(c)
+        on = [{name for name, value in change.items() if value} for change in found]
+        assert sorted(map(sorted, on)) == sorted(map(sorted, grows + [own] * (own not in grows)))
+        assert [parts for parts in on if parts in grows] == grows
