@@ -27,5 +27,5 @@ def _path() -> list[str]:
     here = os.getcwd()
     if Path(__file__).parents[1] == Path(here):
         return sys.path
-    others = [x for x in sys.path if x and os.path.abspath(x) != here]
+    others = [x for x in sys.path if os.path.abspath(x) != here]  # "" is here, too
     return [*others, here] if len(others) < len(sys.path) else others
