@@ -318,23 +318,13 @@ def compiled(c: Any, run: Any, batch: Any, xla: dict[str, Any]) -> tuple[Any, An
     """Returns (the compiled step, its `Prediction`), with these options of XLA in place of the run's."""
     import jax
 
-    from surojax.assembly.xla_options import compiler_options
     from surojax.memory.nvme import Claimed
-    from surojax.placement.mesh import own_device
-    from surojax.planner import traffic
-    from surojax.planner.check_fit import memory_limit
-    from surojax.planner.footprint import host_temporaries
+    from surojax.training.programs import step_options
     from surojax.training.run_summary import print_prediction
 
     devices = list(run.mesh.devices.flat)
-    platform = devices[0].platform
-    options = compiler_options(
-        run,
-        platform,
-        memory_bytes=memory_limit(own_device(devices)),
-        host_temporaries=host_temporaries(run, traffic.batch_of(c)),
-    )
-    step = run.train_step().lower(run.plan, *batch).compile(options | (xla if platform == "gpu" else {}))
+    options = step_options(c, run, devices) | (xla if devices[0].platform == "gpu" else {})
+    step = run.train_step().lower(run.plan, *batch).compile(options)
     assert jax.process_count() == 1
     return step, print_prediction(c, run, step, devices, Claimed())
 

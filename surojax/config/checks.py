@@ -77,7 +77,7 @@ def check_vocabulary(c: Config, size: int, name: str) -> None:
 
     size, name: of the tokenizer.
     """
-    if c.model_path:  # which fixes model.vocab_size
+    if c.model_path:  # the model's files fix model.vocab_size
         rows = c.model.vocab_size
         change = (
             f"give the model's own tokenizer, or add the rows with transformers: resize_token_embeddings({size}), "

@@ -328,8 +328,8 @@ class ExecutionSettings:
     sequence_chunks: int = declare(1, AT_LEAST_1)
     # chunks of the tokens in head and loss; more chunks = less memory for logits
     lmhead_chunks: int = declare(1, AT_LEAST_1)
-    # of the step on GPUs: "overlap" = copies overlap with products, "default" = XLA's own, "exact" = as "overlap", and
-    # no bit depends on offloads, resuming, or what a run times
+    # of the step on GPUs: "overlap" = copies overlap with products, "default" = XLA's own, "exact" = as
+    # "overlap", with one kernel for a product in every program, so that offloads should change no bit; untried on GPUs
     xla_options: str = declare("overlap", choices=("overlap", "exact", "default"))
 
 

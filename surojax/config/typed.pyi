@@ -326,7 +326,8 @@ class Config(Section):
     r"""chunks of the tokens in head and loss; more chunks = less memory for logits."""
     xla_options: Literal["overlap", "exact", "default"]
     r"""of the step on GPUs: "overlap" = copies overlap with products, "default" = XLA's own, "exact" = as
-    "overlap", and no bit depends on offloads, resuming, or what a run times."""
+    "overlap", with one kernel for a product in every program, so that offloads should change no bit; untried on
+    GPUs."""
     dp_replicate_size: int
     r"""number of replicas of the sharded state."""
     dp_shard_size: int

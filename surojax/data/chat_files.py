@@ -12,12 +12,12 @@ from typing import Any
 from surojax.data.data_rows import NotARow
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import HuggingFaceTokenizer, Tokenizer
-from surojax.data.tokenizer_files import one_line
+from surojax.data.tokenizer_files import TEMPLATES, one_line
 from surojax.errors import ConfigError
 from surojax.untrusted import parse_json
 
 TEMPLATE = "chat_template.jinja"
-NAMED_TEMPLATES = "additional_chat_templates/"  # of tools, for example; a folder
+NAMED_TEMPLATES = f"{TEMPLATES}/"  # a path in the folder of templates for conversations with tools, for example
 IN_PROCESSOR = "chat_template.json"  # where older versions of transformers have it
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _QUESTION, _ANSWER = "Question?", "Answer!"

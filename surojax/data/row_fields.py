@@ -34,7 +34,7 @@ MASKS = (
     *("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask"),
     *("tool_mask", "env_mask"),
 )
-LABELS = "labels"  # of each token, beside token ids; -100 leaves it out
+LABELS = "labels"  # a label for each token id; -100 leaves the token out
 HISTORY = "history"
 FUNCTIONS = "functions"  # OpenAI's older name of tools
 VARIABLES = "chat_template_kwargs"  # as TRL's: further variables of the chat template

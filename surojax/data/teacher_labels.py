@@ -35,7 +35,7 @@ from surojax.errors import ConfigError, shown
 from surojax.untrusted import check_file, expanded, parse_json, read_bytes
 
 AGAIN = "remove that file and its sum, and run `surojax distill` again, which writes those that are missing"
-DTYPES = ("float32", "bfloat16", "float16")  # of hidden states
+DTYPES = ("float32", "bfloat16", "float16")  # a teacher's hidden states may have
 TEACHER_FILE = "teacher.json"
 HEAD_FILE = "head"
 SUMS = "sums"

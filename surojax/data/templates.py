@@ -56,7 +56,10 @@ class Template(TemplateProgram):
 
     @functools.cached_property
     def _checked(self) -> tuple[dict[str, list[str]], ...]:
-        """What `checked_template` finds of the template for conversations without tools, and with tools."""
+        """Checks the templates for conversations without tools and with tools; returns `checked_template` of each.
+
+        Raises ConfigError if one is no template.
+        """
         texts = (self.text, self.with_tools or self.text)
         answers = self._each("surojax.data.rendering", "checked_template", (), texts)
         if bad := next((answer for answer in answers if "refused" in answer), None):

@@ -50,18 +50,24 @@ def kept_choices(c: Config, platform: str) -> dict[str, str]:
     return {"xla_gpu_per_fusion_autotune_cache_dir": str(folder)}
 
 
-def compile_programs(
-    c: Config, run: Assembly, mesh: jax.sharding.Mesh, evaluated: list[Evaluated], feed: Feed
-) -> Programs:
-    """Compiles the step and the evaluation, and prints how long that took."""
-    devices = list(mesh.devices.flat)
+def step_options(c: Config, run: Assembly, devices: list[Any]) -> dict[str, Any]:
+    """Returns the XLA options that a run's step is compiled with on these devices."""
     platform = devices[0].platform
     options = compiler_options(
         run,
         platform,
         memory_bytes=memory_limit(own_device(devices)),
         host_temporaries=host_temporaries(run, traffic.batch_of(c)),
-    ) | kept_choices(c, platform)
+    )
+    return options | kept_choices(c, platform)
+
+
+def compile_programs(
+    c: Config, run: Assembly, mesh: jax.sharding.Mesh, evaluated: list[Evaluated], feed: Feed
+) -> Programs:
+    """Compiles the step and the evaluation, and prints how long that took."""
+    devices = list(mesh.devices.flat)
+    options = step_options(c, run, devices)
     tokens_shape = (c.gradient_accumulation_steps, feed.batch_size, c.sequence_len)
     batch = run.engine.planned_batch(tokens_shape, feed.sharding)
     with working("compiling the step and the evaluation", "compiled"):
@@ -69,5 +75,5 @@ def compile_programs(
         evaluate = Evaluation(c, run, mesh, evaluated)
     # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in files, a
     # step has already ended when `train_step` returns.
-    one_at_a_time = (platform == "cpu" and len(devices) > 1) or not run.store.is_empty
+    one_at_a_time = (devices[0].platform == "cpu" and len(devices) > 1) or not run.store.is_empty
     return Programs(train_step, evaluate, feed, run.store, run.engine.batch_arrays, one_at_a_time)
