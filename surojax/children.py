@@ -23,9 +23,15 @@ def python_command(code: str, *arguments: str, python: str | None = None, bare: 
 
 
 def _path() -> list[str]:
-    """Returns this process's import path, with the current folder at its end."""
-    here = os.getcwd()
-    if Path(__file__).parents[1] == Path(here):
+    """Returns this process's import path, with the current folder at its end.
+
+    The folder of surojax stands before it: of an editable installation it may be known to a finder only, which Python
+    asks after all folders.
+    """
+    here, ours = os.getcwd(), str(Path(__file__).parents[1])
+    if ours == here:
         return sys.path
     others = [x for x in sys.path if os.path.abspath(x) != here]  # "" is here, too
-    return [*others, here] if len(others) < len(sys.path) else others
+    if len(others) == len(sys.path):
+        return others
+    return [*others, *([] if ours in others else [ours]), here]

@@ -42,6 +42,28 @@ def test_a_child_imports_nothing_from_the_folder(hostile, monkeypatch, entries, 
     assert (done.returncode, done.stdout, done.stderr) == (0, "a b c\n", "")
 
 
+@pytest.mark.parametrize("entries", [[], [""]], ids=str)
+def test_surojax_itself_is_found_where_only_a_finder_knows_it(hostile, monkeypatch, entries):
+    """As after `pip install -e`, whose finder Python asks after all folders, the user's included."""
+    root = str(PACKAGE.parent)
+    others = [x for x in sys.path if x not in (root, "")]
+    monkeypatch.setattr(sys, "path", [*entries, *others])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    code = "import surojax; print(surojax.__file__)"
+    finder = f"""
+import importlib.util, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "surojax":
+            return importlib.util.spec_from_file_location(name, {str(PACKAGE / "__init__.py")!r})
+
+sys.meta_path.append(Finder())
+"""
+    done = subprocess.run(python_command(finder + code), capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{PACKAGE / '__init__.py'}\n", "")
+
+
 def test_a_module_that_only_the_folder_has_is_found(tmp_path, monkeypatch):
     """A reward function may be there, if this process finds it there."""
     (tmp_path / "mine.py").write_text("print('found')")
