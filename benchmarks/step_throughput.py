@@ -29,6 +29,7 @@ from surojax.optim.learning_rate import learning_rate_schedule
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.placement.table import Storage, place
+from surojax.step.spec import StepSettings
 
 
 def plain_step(config, optimizer, chain, dtype: str, recompute_block: bool):
@@ -64,14 +65,9 @@ def main() -> None:
     schedule = learning_rate_schedule("cosine", peak=c.learning_rate, total_steps=1000)
     optimizer = adamw(schedule)
     chain = adamw_chain(mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params))
-    run = assemble(
-        from_config.model(c),
-        table=place(Storage(model_dtype=c.model_dtype), num_shards=1),
-        optimizer=optimizer,
-        mesh=mesh,
-        recompute_block=c.recompute_block,
-        lmhead_chunks=c.lmhead_chunks,
-    )
+    settings = StepSettings(recompute_block=c.recompute_block, lmhead_chunks=c.lmhead_chunks)
+    table = place(Storage(model_dtype=c.model_dtype), num_shards=1)
+    run = assemble(from_config.model(c), table, optimizer, mesh, settings)
     ours = run.train_step()
     plain = plain_step(config, optimizer, chain, c.model_dtype, c.recompute_block)
 

@@ -3,19 +3,21 @@
     @dataclasses.dataclass(frozen=True)
     class Mesh:
         # number of replicas of the sharded state
-        dp_replicate_size: int = declare(1, AT_LEAST_1)
+        dp_replicate_size: int = declare(1, AT_LEAST_1, facts=Facts.COST)
 
-The comment above a field is its help. `declare` adds the values that it may have; a field without it may have every
-value of its type. `declared(Mesh)` lists the fields, from which config/fields.py makes the config.
+The comment above a field is its help. `declare` adds the values that it may have, and its `Facts`; a field without it
+may have every value of its type, and change everything. `declared(Mesh)` lists the fields, from which config/fields.py
+makes the config; `built(Mesh, values)` makes the section of a config's values.
 """
 
 import dataclasses
 import difflib
+import enum
 import functools
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from surojax.errors import need
@@ -48,9 +50,57 @@ def at_most(most: int, words: str = "") -> Range:
     return Range(lambda v: v <= most, f"at most {words or f'{most:,}'}", "lower it")
 
 
-def declare(default, *ranges: Range, choices: tuple = (), words: tuple[str, ...] = ()) -> Any:
-    """Declares a dataclass field. choices: the allowed values; words: texts that it accepts besides True and False."""
-    return dataclasses.field(default=default, metadata={"ranges": ranges, "choices": choices, "words": words})
+class Facts(enum.Flag):
+    """What a field may change. A field that does not say may change all of it, so that forgetting is safe.
+
+    TIME: how long a step takes. MEMORY: what a step needs of any memory. NUMBERS: what the model computes of given
+    tokens before it is trained, apart from the files of its weights and from the order of sums. IDENTITY: which run it
+    is; a run continues with the same value only.
+    """
+
+    NOTHING = 0
+    TIME = enum.auto()
+    MEMORY = enum.auto()
+    NUMBERS = enum.auto()
+    IDENTITY = enum.auto()
+    COST = TIME | MEMORY
+    COST_AND_NUMBERS = COST | NUMBERS
+    COST_AND_IDENTITY = COST | IDENTITY
+    ALL = TIME | MEMORY | NUMBERS | IDENTITY
+
+
+def declare(
+    default,
+    *ranges: Range,
+    choices: tuple = (),
+    words: tuple[str, ...] = (),
+    facts: Facts = Facts.ALL,
+    name: str = "",
+    row: Any = None,
+) -> Any:
+    """Declares a dataclass field.
+
+    choices: the allowed values; words: texts that it accepts besides True and False. name: of the field in the config,
+    if it is another than in the dataclass. row: the `offloads.Row` that it moves.
+    """
+    about = {"ranges": ranges, "choices": choices, "words": words, "facts": facts, "row": row}
+    return dataclasses.field(default=default, metadata={"name": name, "declared": about})
+
+
+def section_of(of: type, prefix: str = "") -> Any:
+    """Declares a dataclass field that is a section itself; its fields have this prefix in the config."""
+    return dataclasses.field(default_factory=of, metadata={"section": of, "prefix": prefix})
+
+
+def same_as(other: type, name: str) -> Any:
+    """Declares a dataclass field that is a field of another section, with its default, help and values."""
+    (field,) = (field for field in dataclasses.fields(other) if field.name == name)
+    return dataclasses.field(default=field.default, metadata={**field.metadata, "declared_in": other})
+
+
+def computed(default: Any = dataclasses.MISSING) -> Any:
+    """Declares a dataclass field that is no field of the config: whoever builds the section computes its value."""
+    return dataclasses.field(default=default, metadata={"computed": True})
 
 
 class DeclaredField(NamedTuple):
@@ -62,6 +112,8 @@ class DeclaredField(NamedTuple):
     ranges: tuple[Range, ...] = ()
     choices: tuple = ()
     words: tuple[str, ...] = ()
+    facts: Facts = Facts.ALL
+    row: Any = None
 
     @property
     def kind(self) -> type:
@@ -122,14 +174,52 @@ class DeclaredField(NamedTuple):
 
 @functools.cache
 def declared(section: type, prefix: str = "") -> tuple[DeclaredField, ...]:
-    """Lists the fields of a section, in order. prefix: prepended to their names."""
+    """Lists the fields of a section, in order, those of the sections in it included. prefix: before their names."""
+    found: list[DeclaredField] = []
+    for field, name in _config_fields(section, prefix):
+        if inner := field.metadata.get("section"):
+            found += declared(inner, name)
+            continue
+        comment = _comments(field.metadata.get("declared_in", section))[field.name]
+        found.append(DeclaredField(name, field.default, comment, **field.metadata.get("declared", {})))
+    return tuple(found)
+
+
+def built[Section](section: type[Section], values: Mapping[str, Any], prefix: str = "", **computed: Any) -> Section:
+    """Makes a section of a config's values, {name of a field: its value}, which may have others besides.
+
+    prefix: before the fields' names. computed: the values of fields that are no fields of the config.
+    """
+    for field, name in _config_fields(section, prefix):
+        inner = field.metadata.get("section")
+        computed[field.name] = built(inner, values, name) if inner else values[name]
+    return section(**computed)
+
+
+def names_with(facts: Facts, fields: Iterable[DeclaredField]) -> tuple[str, ...]:
+    """Selects the names of the fields that may change any of these facts."""
+    return tuple(field.name for field in fields if field.facts & facts)
+
+
+def _config_fields(section: Any, prefix: str) -> Iterator[tuple[dataclasses.Field, str]]:
+    """Yields the fields of a section that are in the config, with their names there; of a section in it, the prefix."""
+    for field in dataclasses.fields(section):
+        if not field.metadata.get("computed"):
+            inner = "section" in field.metadata
+            name = field.metadata["prefix"] if inner else field.metadata.get("name") or field.name
+            yield field, prefix + name
+
+
+@functools.cache
+def _comments(section: type) -> dict[str, str]:
+    """Reads the comments above a section's fields, by the names in the dataclass."""
     comments = {}
-    comment: list[str] = []
-    for line in inspect.getsource(section).splitlines():
-        if text := re.fullmatch(r"    # (.+)", line):
-            comment.append(text[1])
-        elif name := re.match(r"    (\w+): ", line):
-            comments[name[1]] = " ".join(comment)
-            comment = []
-    fields = dataclasses.fields(section)
-    return tuple(DeclaredField(prefix + x.name, x.default, comments[x.name], **x.metadata) for x in fields)
+    for part in reversed(section.__mro__[:-1]):
+        comment: list[str] = []
+        for line in inspect.getsource(part).splitlines():
+            if text := re.fullmatch(r"    # (.+)", line):
+                comment.append(text[1])
+            elif name := re.match(r"    (\w+): ", line):
+                comments[name[1]] = " ".join(comment)
+                comment = []
+    return comments

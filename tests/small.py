@@ -25,6 +25,8 @@ from surojax.placement.layout import Layout, batch_sharding
 from surojax.placement.mesh import make_mesh, shards
 from surojax.placement.param import Kind, Param
 from surojax.placement.table import Storage, place
+from surojax.step.objective import CrossEntropy
+from surojax.step.spec import StepSettings
 
 CONFIG = DecoderConfig(
     vocab_size=64,
@@ -135,6 +137,9 @@ def stored(x) -> np.ndarray:
     return array
 
 
+STEP_FIELDS = {field.name for field in dataclasses.fields(StepSettings)}
+
+
 class Small:
     """A training step over `devices` virtual devices, and its state."""
 
@@ -150,21 +155,14 @@ class Small:
         cp_size: int = 1,
         tp_size: int = 1,
         pp_size: int = 1,
-        pp_schedule: str = "gpipe",
-        recompute_block: bool = True,
-        lmhead_chunks: int = 1,
         z_loss: float = 0.0,
-        auxiliary=None,
-        packed: bool = False,
-        microbatches_per_fetch: int = 1,
-        overlap_update: bool = False,
-        locates_nonfinite: bool = False,
         batch: tuple[int, int, int] | None = None,
         seed: int = 0,
         m_dtype: str = "float32",
         optimizer=adamw,
-        **placed,
+        **settings,
     ):
+        """settings: fields of `StepSettings` and of `Storage`."""
         sizes = {
             "dp_replicate_size": replicate,
             "ep_size": ep_size,
@@ -174,23 +172,16 @@ class Small:
             "kv_heads": config.num_key_value_heads,
         }
         self.mesh = make_mesh(jax.devices()[:devices], **sizes)
-        placed = {"model_dtype": "float32", "recipe": compute.precision.recipe, **placed}
+        of_step = {name: settings.pop(name) for name in STEP_FIELDS & settings.keys()}
+        placed = {"model_dtype": "float32", "recipe": compute.precision.recipe, **settings}
         schedule = learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
         self.run = assemble(
             model or decoder_model.build(config, compute),
-            table=place(Storage(**placed), num_shards=shards(self.mesh)),
-            optimizer=optimizer(schedule, m_dtype=m_dtype),
-            mesh=self.mesh,
-            recompute_block=recompute_block,
-            lmhead_chunks=lmhead_chunks,
-            z_loss=z_loss,
-            auxiliary=auxiliary,
-            packed=packed,
-            microbatches_per_fetch=microbatches_per_fetch,
-            overlap_update=overlap_update,
-            pp_schedule=pp_schedule,
-            locates_nonfinite=locates_nonfinite,
-            batch=batch,
+            place(Storage(**placed), num_shards=shards(self.mesh)),
+            optimizer(schedule, m_dtype=m_dtype),
+            self.mesh,
+            StepSettings(**{"objective": CrossEntropy(z_loss), **of_step}),
+            batch,
         )
         self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer
         self.step = self.run.train_step()

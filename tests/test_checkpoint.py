@@ -89,7 +89,7 @@ def small_plan(devices: int, **placed) -> state.TrainState:
     mesh = make_mesh(jax.devices()[:devices])
     table = placement.place(placement.Storage(model_dtype="bfloat16", **placed), num_shards=devices)
     optimizer = adamw(lambda _: jnp.float32(1e-3), m_dtype="bfloat16")
-    return assemble(decoder_model.build(CONFIG), table=table, optimizer=optimizer, mesh=mesh).plan
+    return assemble(decoder_model.build(CONFIG), table, optimizer, mesh).plan
 
 
 OFFLOADED: dict[str, Any] = {"offload_master": True, "offload_optimizer": True, "offload_weights": True}

@@ -160,7 +160,9 @@ def test_the_parts_that_cudnn_computes_make_attention(monkeypatch, window):
 # --- compiled for a GPU -----------------------------------------------------------------------------------------------
 
 S = 2816  # in four chunks 704: no other size of the block below, nor a sum of several
-BLOCK = decoder_config.DecoderConfig(64, 256, 640, 1, 8, 2, 64)
+BLOCK = decoder_config.DecoderConfig(
+    64, 256, 640, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=64
+)
 
 
 def compile_block(implementation: str, chunks: int, packed: bool, window: int) -> dict:

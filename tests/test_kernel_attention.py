@@ -180,7 +180,17 @@ def test_auto_is_flash_attention_where_a_gpu_has_it():
 # --- compiled for GPUs ------------------------------------------------------------------------------------------------
 
 S = 704  # no other size of the block below, nor a sum of several
-BLOCK = decoder_config.DecoderConfig(64, 256, 640, 1, 8, 2, 64, sliding_window=100, sliding_window_pattern=2)
+BLOCK = decoder_config.DecoderConfig(
+    64,
+    256,
+    640,
+    num_hidden_layers=1,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    sliding_window=100,
+    sliding_window_pattern=2,
+)
 
 
 def compile_block(kind: str, implementation: str) -> dict:

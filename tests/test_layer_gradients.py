@@ -17,12 +17,12 @@ from surojax.models.lora import TARGETS, Lora
 from surojax.models.model import Compute
 from surojax.models.router_losses import RouterLosses
 from surojax.numerics.recipes import Precision
+from surojax.offloads import TO_FILES
 from surojax.optim import normuon as muon
 from surojax.optim.adamw8bit import adamw8bit
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.layout import batch_sharding
 from surojax.placement.param import OUTER
-from surojax.placement.table import TO_FILES
 from surojax.planner import file_time, footprint
 from surojax.planner.traffic import BatchShape
 from surojax.step.file_step import UpdatingRounds

@@ -125,7 +125,9 @@ def test_auto_is_cudnn_unless_something_hides_keys():
 # --- compiled for GPUs ------------------------------------------------------------------------------------------------
 
 S = 2816  # in pieces of 704: no other size of the block below, nor a sum of several
-BLOCK = decoder_config.DecoderConfig(64, 256, 640, 1, 8, 2, 64)
+BLOCK = decoder_config.DecoderConfig(
+    64, 256, 640, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=64
+)
 
 
 def compile_block(kind: str, packed: bool) -> dict:

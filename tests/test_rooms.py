@@ -20,7 +20,18 @@ ORDER = (
 COMMANDS = tuple(
     "train distill launch plan fit studio report verify generate evaluate convert completion new doctor".split()
 )
-ANYWHERE = ("declared", "errors", "refusals", "sizes", "untrusted", "own_files", "limited", "resources", "children")
+ANYWHERE = (
+    "declared",
+    "offloads",
+    "errors",
+    "refusals",
+    "sizes",
+    "untrusted",
+    "own_files",
+    "limited",
+    "resources",
+    "children",
+)
 ALONE = {"data"}  # it imports `errors` only
 
 

@@ -24,13 +24,12 @@ from surojax.placement.param import Param
 from surojax.placement.table import Mesh, Placement
 from surojax.step import complete, train_step as step
 from surojax.step.layer_gradients import StacksInFiles, planned_files
-from surojax.step.objective import CrossEntropy, Objective, OfLogProbabilities
-from surojax.step.spec import Engine
+from surojax.step.spec import Engine, StepSettings
 from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
 from surojax.step.state_plan import state_plan, with_device_memory
 
-OVERLAP = "overlap"  # a value of xla_options, see xla_options.py
+DEFAULT = StepSettings()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Assembly:
     """The parts of a run: model, optimizer, plan of the state, engine, mesh and files.
 
     plan: of its training state. store: the file of the classes that are in one; an empty store if none is. files: what
-    a step keeps there. xla_options: of a step on a GPU, a value of the field.
+    a step keeps there.
     """
 
     model: Model
@@ -48,7 +47,6 @@ class Assembly:
     mesh: Mesh
     store: Store
     files: StacksInFiles
-    xla_options: str = OVERLAP
 
     @property
     def params(self) -> dict:
@@ -95,37 +93,23 @@ class Assembly:
 
 def assemble(
     model: Model,
-    *,
     table: Placement,
     optimizer: optim.Optimizer,
     mesh: Mesh,
-    recompute_block: bool = True,
-    lmhead_chunks: int = 1,
-    z_loss: float = 0.0,
-    objective: Objective | OfLogProbabilities | None = None,
-    auxiliary: Callable | None = None,
-    reference: Model | None = None,
-    packed: bool = False,
-    microbatches_per_fetch: int = 1,
-    overlap_update: bool = False,
-    pp_schedule: str = "gpipe",
-    locates_nonfinite: bool = False,
+    settings: StepSettings = DEFAULT,
     batch: tuple[int, int, int] | None = None,
-    xla_options: str = OVERLAP,
 ) -> Assembly:
     """Assembles the parts of a run from a model, a placement, an optimizer and a mesh. No array is made.
 
     Raises ConfigError if the table does not fit the model or the mesh.
 
     batch: (microbatches, sequences of a microbatch on all devices, sequence length) of a step, which residuals in files
-    are planned for. objective: None: cross-entropy with this z_loss. auxiliary, reference, recompute_block,
-    lmhead_chunks, packed, microbatches_per_fetch, overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`.
-    xla_options: see `Assembly`.
+    are planned for.
     """
     if pipeline_stages(mesh) > 1:
         of_stage(model, pipeline_stages(mesh))  # raises
     only_state_in_files = table.in_files and not table.by_layer
-    if overlap_update and (table.grads.home == DEVICE or only_state_in_files or pipeline_stages(mesh) > 1):
+    if settings.overlap_update and (table.grads.home == DEVICE or only_state_in_files or pipeline_stages(mesh) > 1):
         raise ConfigError(
             "overlap_update: expected offload_grads, not only state in files, and pp_size=1 with it, got True without; "
             "leave it out"
@@ -144,21 +128,8 @@ def assemble(
     store = Store(table.folder, model.num_layers, own, in_memory=table.files_in_memory, slots=table.slots)
     class_layouts = layouts(model.params, table, mesh)
     class_layouts = with_device_memory(model, table, class_layouts, optimizer, mesh, store)
-    engine = Engine(
-        model,
-        table,
-        class_layouts,
-        recompute_block=recompute_block,
-        lmhead_chunks=lmhead_chunks,
-        objective=objective or CrossEntropy(z_loss),
-        auxiliary=auxiliary,
-        reference=reference,
-        packed=packed,
-        microbatches_per_fetch=microbatches_per_fetch,
-        overlap_update=overlap_update,
-        pp_schedule=pp_schedule,
-        locates_nonfinite=locates_nonfinite,
-    )
+    of_step = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StepSettings)}
+    engine = Engine(model=model, table=table, layouts=class_layouts, **of_step)
     precision = model.precision
     history = None
     if precision.delayed:
@@ -166,4 +137,4 @@ def assemble(
     plan = state_plan(model, table, class_layouts, optimizer, mesh, store, history=history)
     complete.reserve(plan, store)
     files = planned_files(step.make_step_parts(engine, optimizer, plan, mesh), store, batch)
-    return Assembly(model, optimizer, plan, engine, mesh, store, files, xla_options)
+    return Assembly(model, optimizer, plan, engine, mesh, store, files)

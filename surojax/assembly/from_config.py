@@ -9,22 +9,22 @@ from typing import Any, NamedTuple
 from surojax.assembly.assemble import Assembly, assemble
 from surojax.config import fields as configs
 from surojax.config.checks import REFUSALS
+from surojax.declared import built
 from surojax.errors import ConfigError
 from surojax.families.registry import ARCHITECTURES
 from surojax.models.lora import Lora, saved_names, target_names
-from surojax.models.model import Compute, Model, Recompute
+from surojax.models.model import Compute, Model
 from surojax.models.router_losses import RouterLosses
-from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim, optimizers
 from surojax.optim.from_optax import MakeTransformation, from_optax
 from surojax.optim.learning_rate import Schedule, learning_rate_schedule
 from surojax.placement.mesh import data_parallel, shards
-from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
-from surojax.refusals.features import BY_LAYER, RECOMPUTE_PARTS
+from surojax.placement.table import Mesh, Placement, Storage, place
+from surojax.refusals.features import BY_LAYER
 from surojax.refusals.refusal import about, refused
 from surojax.step import objectives
 from surojax.step.objective import REFERENCE, LossOfLogits, Objective, OfLogProbabilities
-from surojax.step.spec import Engine
+from surojax.step.spec import Engine, StepSettings
 from surojax.step.teacher_states import with_teacher_head
 
 
@@ -50,29 +50,23 @@ def from_config(
 
     locates_nonfinite: see `spec.Engine`. Raises ConfigError if what the caller brought does not go with the config.
     """
-    table = place(Storage(**{name: c[name] for name in SETTINGS}), num_shards=shards(mesh))
+    table = place(built(Storage, c), num_shards=shards(mesh))
     objective = brought.objective or objectives.build_objective(configs.flat(c))
     run_model = model(c, brought.block)
     if c.distill_hidden_size:
         run_model = with_teacher_head(run_model, c.distill_hidden_size)
-    run = assemble(
-        run_model,
-        table=table,
-        optimizer=_optimizer(c, total_steps, brought.optimizer),
-        mesh=mesh,
-        recompute_block=c.recompute_block,
-        lmhead_chunks=c.lmhead_chunks,
+    settings = built(
+        StepSettings,
+        configs.flat(c) | {"overlap_update": updates_late(c)},
         objective=objective,
         auxiliary=_router_losses(c),
         reference=_reference(c, objective, table),
-        packed=c.sample_packing,
-        microbatches_per_fetch=c.gradient_accumulation_steps if table.by_layer else c.microbatches_per_fetch,
-        overlap_update=updates_late(c),
-        pp_schedule=c.pp_schedule,
         locates_nonfinite=locates_nonfinite,
-        batch=(c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len),
-        xla_options=c.xla_options,
     )
+    if table.by_layer:
+        settings = dataclasses.replace(settings, microbatches_per_fetch=c.gradient_accumulation_steps)
+    batch = c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len
+    run = assemble(run_model, table, _optimizer(c, total_steps, brought.optimizer), mesh, settings, batch)
     if brought.objective:
         check_objective(c, run.engine)
     return run
@@ -134,45 +128,19 @@ def _router_losses(c: configs.Config) -> RouterLosses | None:
 
 def architecture(c: configs.Config) -> Any:
     """Makes the frozen architecture of a checked config, for example a `DecoderConfig`."""
-    settings: dict[str, Any] = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
-    sizes = ARCHITECTURES[settings.pop("model_type")].sizes(settings)
+    sizes = ARCHITECTURES[c.model.model_type].sizes(c.model.to_dict())
     return dataclasses.replace(sizes, lora=lora(c)) if c.lora else sizes
 
 
 def lora(c: configs.Config) -> Lora:
     """Makes the adapters' settings of a checked config."""
-    return Lora(
-        rank=c.lora_rank,
-        alpha=c.lora_alpha,
-        targets=target_names(c.lora_target_modules, configs.mlps(c)),
-        saved=saved_names(c.modules_to_save, num_labels=c.model.num_labels),
-        dtype=c.lora_dtype,
-        rank_stabilised=c.use_rslora,
-        magnitudes=c.use_dora,
-        learning_rate_ratio=c.lora_plus_ratio,
-        dropout=c.lora_dropout,
-    )
+    saved = saved_names(c.modules_to_save, num_labels=c.model.num_labels)
+    return built(Lora, c, targets=target_names(c.lora_target_modules, configs.mlps(c)), saved=saved)
 
 
 def compute(c: configs.Config) -> Compute:
     """Makes the `Compute` settings of a checked config."""
-    return Compute(
-        attention=c.attention,
-        cp_method=c.cp_method,
-        recompute=Recompute(**{name.removeprefix("recompute_"): c[name] for name in RECOMPUTE_PARTS}),
-        precision=Precision(
-            recipe=c.recipe,
-            matmul_dtype=c.matmul_dtype,
-            gradient_dtype=c.gradient_dtype,
-            amax_history=c.fp8_amax_history,
-            margin=c.fp8_margin,
-            skip_first=c.skip_quant_first_layers,
-            skip_last=c.skip_quant_last_layers,
-            kernels=c.kernels,
-            block_scaled_products=c.block_scaled_products,
-        ),
-        sequence_chunks=c.sequence_chunks,
-    )
+    return built(Compute, c)
 
 
 def model(c: configs.Config, block: type | None = None) -> Model:

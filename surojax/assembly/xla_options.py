@@ -3,13 +3,14 @@
 import math
 from pathlib import Path
 
-from surojax.assembly.assemble import OVERLAP, Assembly
+from surojax.assembly.assemble import Assembly
 from surojax.models.model import Model
 from surojax.parallel import collectives
 from surojax.placement import cuda_plugin
 from surojax.placement.home import HOST
 from surojax.step.state_plan import bytes_per_device
 
+OVERLAP = "overlap"  # a value of the field xla_options: `SCHEDULE`
 EXACT = "exact"  # a value of the field xla_options, see `PINNED`
 
 # Matrix products by cuBLASLt alone, for `plan` and `train` alike. XLA's own (Triton) are chosen by timing, which a
@@ -100,9 +101,9 @@ def compiler_options(
     options = PRODUCTS | collectives.copy_engine_flags(table.copy_engine)
     if cuda_plugin.plugin_version() < (0, 12):
         options |= UNFUSED_SLICES
-    if run.xla_options == EXACT:
+    if run.engine.xla_options == EXACT:
         options |= PINNED
-    elif run.xla_options != OVERLAP:
+    elif run.engine.xla_options != OVERLAP:
         return options
     schedule = schedule_options(run.model)
     if table.leaves_device or run.mesh.size > 1:

@@ -6,6 +6,7 @@ takes a `Model` (`from_config.model`), a `Placement` and keywords.
 """
 
 import difflib
+import fnmatch
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,33 +16,32 @@ from ml_collections import config_dict
 from surojax.config.sections import (
     AdapterSettings,
     AdapterSources,
+    BatchSettings,
     DataSettings,
-    ExecutionSettings,
+    FamilySettings,
     MeshSettings,
-    ModelSettings,
-    NumberSettings,
     ObjectiveSettings,
     OptimizerSettings,
-    RecipeSettings,
+    RowSettings,
     RunSettings,
     StartSettings,
 )
 from surojax.declared import DeclaredField, declared
-from surojax.models.lora import Mlps
+from surojax.models.decoder_config import DecoderConfig
+from surojax.models.lora import Lora, Mlps
+from surojax.models.model import Compute
+from surojax.numerics.recipes import Precision
+from surojax.offloads import ROWS
 from surojax.optim.optimizer import MomentSettings
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.placement.table import Storage
 from surojax.step.objectives import SETTINGS as OBJECTIVE_SETTINGS
+from surojax.step.spec import StepSettings
 
 if TYPE_CHECKING:
     from surojax.config.typed import Config as Config  # pyright: ignore[reportMissingModuleSource]: written by docs/pages.py
 else:
     Config = ml_collections.ConfigDict
-
-
-def _stored(*names: str) -> tuple[DeclaredField, ...]:
-    """Selects fields of `Storage` that the help lists under other titles."""
-    return tuple(field for field in declared(Storage) if field.name in names)
 
 
 def _optimizer_settings() -> Iterator[DeclaredField]:
@@ -53,25 +53,53 @@ def _optimizer_settings() -> Iterator[DeclaredField]:
         yield from declared(choice.options) if choice.options else ()
 
 
-DTYPES = _stored("model_dtype", "master_dtype", "accum_dtype")
-RECIPE = _stored("recipe")
-FROZEN = _stored("qlora_bnb", "qlora_fp8", "qlora_fp4", "qlora_mxfp4")
-# The title of each section of the help, and its fields.
-SECTIONS: dict[str, tuple[DeclaredField, ...]] = {
-    "Run": declared(RunSettings),
-    "Data": declared(DataSettings),
-    "Model": (*declared(StartSettings), *declared(ModelSettings, "model.")),
-    "Numbers": (*DTYPES, *declared(MomentSettings), *declared(NumberSettings)),
-    "Recipe: the blocks' matrix products": (*RECIPE, *declared(RecipeSettings)),
-    "Adapters: low-rank updates of a frozen base": (*declared(AdapterSettings), *FROZEN, *declared(AdapterSources)),
-    "Memory": (
-        *(field for field in declared(Storage) if field not in (*DTYPES, *RECIPE, *FROZEN)),
-        *declared(ExecutionSettings),
-    ),
-    "Mesh: GPUs = dp_replicate_size x dp_shard_size x cp_size x tp_size x pp_size": declared(MeshSettings),
-    "Objective": (*declared(ObjectiveSettings), *OBJECTIVE_SETTINGS),
-    "Optimizer": tuple(_optimizer_settings()),
-}
+def _names(section: type) -> tuple[str, ...]:
+    return tuple(field.name for field in declared(section))
+
+
+def _sections() -> dict[str, tuple[DeclaredField, ...]]:
+    """Returns the title of each section of the help, and its fields."""
+    sections = (AdapterSettings, Lora, Storage, MeshSettings, StepSettings, Compute)
+    shared = {field.name: field for section in sections for field in declared(section)}  # by several titles
+
+    def take(*patterns: str) -> tuple[DeclaredField, ...]:
+        return tuple(shared.pop(name) for pattern in patterns for name in fnmatch.filter(list(shared), pattern))
+
+    mesh = take("dp_*", "ep_*", "tp_*", "cp_*", "pp_*")
+    return {
+        "Run": declared(RunSettings),
+        "Data": (
+            *declared(DataSettings),
+            *take("sample_packing"),
+            *declared(RowSettings),
+            *declared(BatchSettings),
+        ),
+        "Model": (
+            *declared(StartSettings),
+            *declared(FamilySettings, "model."),
+            *declared(DecoderConfig, "model."),
+        ),
+        "Numbers": (
+            *take("model_dtype", "master_dtype", "accum_dtype"),
+            *declared(MomentSettings),
+            *take("attention", "kernels"),
+        ),
+        "Recipe: the blocks' matrix products": take(*_names(Precision)),
+        "Adapters: low-rank updates of a frozen base": (
+            *take("lora", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", *_names(Lora), "qlora_*"),
+            *declared(AdapterSources),
+        ),
+        "Memory": (
+            *take("zero_level", "shard_*", *ROWS, *_names(Storage), "recompute_*", "microbatches_per_fetch"),
+            *take("overlap_update", "sequence_chunks", "*"),
+        ),
+        "Mesh: GPUs = dp_replicate_size x dp_shard_size x cp_size x tp_size x pp_size": mesh,
+        "Objective": (*declared(ObjectiveSettings), *OBJECTIVE_SETTINGS),
+        "Optimizer": tuple(_optimizer_settings()),
+    }
+
+
+SECTIONS = _sections()
 FIELDS: dict[str, DeclaredField] = {field.name: field for fields in SECTIONS.values() for field in fields}
 DEFAULTS: dict[str, Any] = {name: field.default for name, field in FIELDS.items()}
 

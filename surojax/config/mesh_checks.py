@@ -1,10 +1,10 @@
 """Checks that the mesh's sizes divide model, batch and sequences evenly."""
 
 import math
-from typing import Any
 
 from pallas_kernels.mma import ROWS
 from surojax.config.fields import Config, gpus_per_sequence, head_dim, mlp_widths, tokens_of_piece
+from surojax.declared import built
 from surojax.errors import need
 from surojax.families.registry import ARCHITECTURES
 from surojax.numerics.blockscaled import WIDTHS
@@ -124,7 +124,4 @@ def _check_stages(c: Config) -> None:
 
 def _variants(c: Config) -> tuple:
     """The `Variant` of each layer of a config's model."""
-    settings: dict[str, Any] = c.model.to_dict() | {"head_dim": head_dim(c)}
-    architecture = ARCHITECTURES[settings.pop("model_type")].sizes(settings)
-    precision = Precision(c.recipe, skip_first=c.skip_quant_first_layers, skip_last=c.skip_quant_last_layers)
-    return architecture.variants(precision)
+    return ARCHITECTURES[c.model.model_type].sizes(c.model.to_dict()).variants(built(Precision, c))

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from surojax.memory.aligned import ALIGN, aligned
-from surojax.placement.table import IN_SLOTS, TO_FILES
+from surojax.offloads import IN_SLOTS, TO_FILES
 
 MEASURED = 256 << 20  # bytes after which the rate of a disk is known
 

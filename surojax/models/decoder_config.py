@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from surojax.declared import AT_LEAST_0, AT_LEAST_1, POSITIVE, Facts, computed, declare, section_of
+from surojax.models.experts import SCORING
 from surojax.models.lora import Lora
 from surojax.models.model import Variant
+from surojax.models.operations import ACTIVATIONS
 from surojax.models.rotary import NO_ROTATION, RopeScaling
 from surojax.numerics.recipes import Precision
 
@@ -16,76 +19,100 @@ DENSE = "dense"  # the one before it, if the first layers have no experts
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """The decoder's architecture; fields have the names of Hugging Face's `config.json` if one exists.
+    """The decoder's architecture: the `model` fields of the config.
 
-    sliding_window: the number of latest positions that a token attends to, its own included; 0: all of them.
-    sliding_window_pattern: n, if every n-th layer attends to all positions; 0: none does. rope_local_base_freq: the
-    base of rotary embeddings in layers with a window, whose frequencies are not stretched; 0: as in the other layers.
-    no_rope_layer_interval: n, if every n-th layer has no rotary embedding; 0: all have it.
-
-    qk_norm: RMSNorm on each head's queries and keys. norm_plus_one: norms scale by 1 + weight. sandwich_norms: norms
-    also on what attention and MLP add to the residual stream. scale_embedding: by sqrt(hidden_size),
-    beside embedding_multiplier. residual_multiplier: of what attention and MLP add. logits_scaling: logits are divided
-    by it, as activations of the head.
-    query_pre_attn_scalar: attention scores are divided by its square root; 0: head_dim. attn_logit_softcapping,
-    final_logit_softcapping: caps of attention scores and logits, see `operations.softcapped`; 0: none.
-    qk_norm_whole: RMSNorm on queries and keys, of the channels of all heads together; not with qk_norm.
-    attention_bias: of queries, keys and values; attention_out_bias: of the output. attention_sinks: the softmax of each
-    head has one more logit, of no key, see `attention.attend`.
-
-    num_experts: of each MLP, see experts.py; 0: the MLP is one. num_experts_per_tok: that a token chooses.
-    moe_intermediate_size: width of an expert; 0: intermediate_size. norm_topk_prob: the weights of the chosen ones add
-    up to 1. scoring_func, routed_scaling_factor: see experts.py. n_shared_experts: that every token uses.
-    first_k_dense_replace: first layers whose MLP is one. expert_bias: on the router's logits and the experts' products.
-
-    num_labels: numbers that the head computes of a token, a matrix of its own ("score"), as models for sequence
-    classification have it; 0: the head computes logits of the vocabulary.
-
-    lora: adapters, which are trained in place of all else; None: there are none.
+    Fields have the names of Hugging Face's `config.json` if one exists. A head_dim of 0 becomes the heads' share of
+    hidden_size. num_labels: numbers that the head computes of a token, by a matrix of its own ("score"), as models for
+    sequence classification have it.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling = dataclasses.field(default_factory=RopeScaling)
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    attention_out_bias: bool = False
-    attention_sinks: bool = False
-    qk_norm: bool = False
-    qk_norm_whole: bool = False
-    norm_plus_one: bool = False
-    sandwich_norms: bool = False
-    hidden_act: str = "silu"
-    scale_embedding: bool = False
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-    query_pre_attn_scalar: float = 0.0
-    attn_logit_softcapping: float = 0.0
-    final_logit_softcapping: float = 0.0
-    rope_local_base_freq: float = 0.0
-    sliding_window: int = 0
-    sliding_window_pattern: int = 0
-    no_rope_layer_interval: int = 0
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
+    # rows of the embedding; at least the tokenizer's vocabulary
+    vocab_size: int = declare(32000, AT_LEAST_1)
+    # width of the residual stream
+    hidden_size: int = declare(768, AT_LEAST_1)
+    # width inside the MLP
+    intermediate_size: int = declare(2048, AT_LEAST_1)
+    # experts of each MLP, of which every token chooses some; 0 = one MLP for all tokens
+    num_experts: int = declare(0, AT_LEAST_0)
+    # experts that a token chooses
+    num_experts_per_tok: int = declare(0, AT_LEAST_0)
+    # width inside an expert; 0 = intermediate_size
+    moe_intermediate_size: int = declare(0, AT_LEAST_0)
+    # weights of the chosen experts are divided by their sum
     norm_topk_prob: bool = False
-    scoring_func: str = "softmax"
-    routed_scaling_factor: float = 1.0
-    n_shared_experts: int = 0
-    first_k_dense_replace: int = 0
+    # what a router makes of its logits: "softmax", or "sigmoid" with a bias for the choice that is not trained
+    scoring_func: str = declare("softmax", choices=SCORING)
+    # weights of the chosen experts are multiplied by this
+    routed_scaling_factor: float = declare(1.0, POSITIVE)
+    # experts that every token uses, as one MLP of so many times moe_intermediate_size
+    n_shared_experts: int = declare(0, AT_LEAST_0)
+    # first layers with one MLP of intermediate_size instead of experts
+    first_k_dense_replace: int = declare(0, AT_LEAST_0)
+    # biases on the router's logits and on the experts' products (gpt-oss)
     expert_bias: bool = False
-    initializer_range: float = 0.02
-    num_labels: int = 0
-    lora: Lora | None = None
+    # decoder blocks
+    num_hidden_layers: int = declare(12, AT_LEAST_1)
+    # query heads
+    num_attention_heads: int = declare(12, AT_LEAST_1)
+    # key/value heads; fewer than query heads = grouped-query attention
+    num_key_value_heads: int = declare(12, AT_LEAST_1)
+    # channels of a head; 0 = hidden_size / num_attention_heads
+    head_dim: int = declare(0, AT_LEAST_0)
+    # added to the mean square in RMSNorm
+    rms_norm_eps: float = declare(1e-5, POSITIVE)
+    # base of the rotary frequencies
+    rope_theta: float = declare(10000.0, POSITIVE)
+    rope_scaling: RopeScaling = section_of(RopeScaling, "rope_")
+    # base of the layers with a window, unscaled (Gemma 3); 0 = as the other layers
+    rope_local_base_freq: float = declare(0.0, AT_LEAST_0)
+    # every n-th layer has no rotary embedding (SmolLM3: 4); 0 = all have it
+    no_rope_layer_interval: int = declare(0, AT_LEAST_0)
+    # the head shares the embedding's weights
+    tie_word_embeddings: bool = False
+    # bias on queries, keys and values (Qwen2)
+    attention_bias: bool = False
+    # bias on the output of attention (gpt-oss)
+    attention_out_bias: bool = False
+    # each head's softmax has one more logit, which is learned and belongs to no position (gpt-oss)
+    attention_sinks: bool = False
+    # RMSNorm on each head's queries and keys (Qwen3, Gemma 3)
+    qk_norm: bool = False
+    # RMSNorm on queries and keys, of the channels of all heads together (OLMoE)
+    qk_norm_whole: bool = False
+    # RMSNorm multiplies by 1 + its weights, which start at 0 (Gemma)
+    norm_plus_one: bool = False
+    # RMSNorm also on what attention and MLP add to the residual stream (Gemma 2, 3)
+    sandwich_norms: bool = False
+    # of the MLP's gate: "silu", "gelu_pytorch_tanh" (Gemma) or "clamped_swiglu" (gpt-oss)
+    hidden_act: str = declare("silu", choices=tuple(ACTIVATIONS))
+    # the embedding is multiplied by sqrt(hidden_size) (Gemma)
+    scale_embedding: bool = False
+    # the embedding is multiplied by this (Granite: 12)
+    embedding_multiplier: float = declare(1.0, POSITIVE)
+    # what attention and MLP add to the residual stream is multiplied by this (Granite: 0.22)
+    residual_multiplier: float = declare(1.0, POSITIVE)
+    # the logits are divided by this (Granite: 6)
+    logits_scaling: float = declare(1.0, POSITIVE)
+    # attention scores are divided by its square root; 0 = head_dim
+    query_pre_attn_scalar: float = declare(0.0, AT_LEAST_0)
+    # attention scores become cap x tanh(score / cap) (Gemma 2: 50); 0 = not
+    attn_logit_softcapping: float = declare(0.0, AT_LEAST_0)
+    # likewise the logits (Gemma 2: 30); 0 = not
+    final_logit_softcapping: float = declare(0.0, AT_LEAST_0)
+    # latest positions that a token attends to (Mistral: 4096); 0 = all of them
+    sliding_window: int = declare(0, AT_LEAST_0)
+    # every n-th layer attends to all positions (Gemma 3: 6, gpt-oss: 2); 0 = none
+    sliding_window_pattern: int = declare(0, AT_LEAST_0)
+    # 1: a reward model, whose head computes one number; 0: a language model. With model_path the objective decides
+    num_labels: int = declare(0, choices=(0, 1))
+    # standard deviation of the initial weights
+    initializer_range: float = declare(0.02, POSITIVE, facts=Facts.IDENTITY)
+    lora: Lora | None = computed(None)  # adapters, which are trained in place of all else; None: there are none
+
+    def __post_init__(self):
+        """Computes head_dim if it is 0."""
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
 
     def variants(self, precision: Precision) -> tuple[Variant, ...]:
         """The `Variant` of each layer: whether the recipe is enabled, the attention window, the rotary embedding."""
@@ -148,15 +175,3 @@ class LayersOf(NamedTuple):
 
     config: DecoderConfig
     numbers: range
-
-
-def from_settings(settings: dict[str, Any]) -> DecoderConfig:
-    """Makes the architecture from a config's `model` fields.
-
-    The fields rope_NAME, except rope_theta, are of the scaling.
-    """
-    sizes = dict(settings)
-    kind = sizes.pop("rope_scaling")
-    names = [field.name for field in dataclasses.fields(RopeScaling) if field.name != "kind"]
-    scaling = RopeScaling(kind, **{name: sizes.pop(f"rope_{name}") for name in names})
-    return DecoderConfig(**sizes, rope_scaling=scaling)

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
+from surojax.declared import built
 from surojax.models import chunked, decoder_checks
 from surojax.models.decoder import Block, Outer, init_layer, init_outer, times
-from surojax.models.decoder_config import BLOCKS, SCORE, DecoderConfig, from_settings
+from surojax.models.decoder_config import BLOCKS, SCORE, DecoderConfig
 from surojax.models.experts import SHARED
 from surojax.models.linear import linear
 from surojax.models.linear_fp8 import SITES, InFloat8
@@ -264,5 +265,10 @@ def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, C
 
 
 ARCHITECTURE = ModelArchitecture(
-    "llama", from_settings, build, Block, decoder_checks.check_decoder, decoder_checks.REFUSALS
+    "llama",
+    functools.partial(built, DecoderConfig),
+    build,
+    Block,
+    decoder_checks.check_decoder,
+    decoder_checks.REFUSALS,
 )

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.quantize import random_bits
+from surojax.declared import AT_LEAST_1, BELOW_1, FLOATS, POSITIVE, Facts, at_most, computed, declare
 from surojax.models.layers import ADAPTER, parameter
 from surojax.models.recompute import save_inputs_only
 from surojax.parallel.collectives import add_up, device_number
@@ -61,20 +62,25 @@ class Lora:
     """Settings of a model's LoRA or DoRA adapters.
 
     targets: names of the matrices that have one, see `Mlps.modules`. saved: names of the outer parameters that are
-    trained whole. dtype: of the adapters' work weights and products; "": that of the other weights.
-    learning_rate_ratio: of b to a. dropout: the probability that training takes a number of x for 0 in an adapter's
-    product.
+    trained whole.
     """
 
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    saved: tuple[str, ...] = ()
-    dtype: str = ""
-    rank_stabilised: bool = False
-    magnitudes: bool = False
-    learning_rate_ratio: float = 1.0
-    dropout: float = 0.0
+    # columns and rows of an adapter's factors
+    rank: int = declare(16, AT_LEAST_1, at_most(2**16), facts=Facts.COST_AND_IDENTITY, name="lora_rank")
+    # an adapter's product is multiplied by this / lora_rank
+    alpha: float = declare(32.0, POSITIVE, facts=Facts.IDENTITY, name="lora_alpha")
+    targets: tuple[str, ...] = computed(())
+    saved: tuple[str, ...] = computed(())
+    # probability that training leaves a number out of an adapter's input
+    dropout: float = declare(0.0, BELOW_1, facts=Facts.COST, name="lora_dropout")
+    # adapters' work weights and products: bfloat16 or float32; "" = model_dtype
+    dtype: str = declare("", choices=("", *FLOATS), facts=Facts.COST_AND_NUMBERS, name="lora_dtype")
+    # an adapter's product is multiplied by lora_alpha / sqrt(lora_rank)
+    rank_stabilised: bool = declare(False, facts=Facts.IDENTITY, name="use_rslora")
+    # train also the length of each row of an adapted matrix
+    magnitudes: bool = declare(False, facts=Facts.COST_AND_IDENTITY, name="use_dora")
+    # learning rate of the factors b, which begin as zeros, over that of the others
+    learning_rate_ratio: float = declare(1.0, POSITIVE, facts=Facts.NOTHING, name="lora_plus_ratio")
 
     def of_layers(self, *, with_experts: bool) -> "Lora":
         """Returns the settings for layers with experts, or for those without, in a model that has both.

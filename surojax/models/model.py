@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from surojax.declared import AT_LEAST_1, Facts, declare, section_of
+from surojax.models.attention import IMPLEMENTATIONS
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
-from surojax.parallel.context import Method
+from surojax.parallel.context import METHODS, Method
 from surojax.placement.param import OUTER, Param, base, trainable
 
 
@@ -31,30 +33,31 @@ from surojax.placement.param import OUTER, Param, base, trainable
 class Recompute:
     """The values that a block's backward pass recomputes instead of reading them from the residuals.
 
-    norm: the outputs of both RMSNorms. swiglu: silu(gate) * up. ffn: that, and the gate and up projections. att:
-    queries, keys, values and the output of attention. Only `ffn` and `att` repeat products with weights.
+    Only `ffn` and `att` repeat products with weights.
     """
 
-    norm: bool = False
-    swiglu: bool = False
-    ffn: bool = False
-    att: bool = False
+    # recompute_block=False: recompute the norms' outputs instead of saving them
+    norm: bool = declare(False, facts=Facts.COST)
+    # recompute_block=False: recompute silu(gate) * up
+    swiglu: bool = declare(False, facts=Facts.COST)
+    # recompute_block=False: recompute silu(gate) * up, gate and up
+    ffn: bool = declare(False, facts=Facts.COST)
+    # recompute_block=False: recompute queries, keys, values and attention
+    att: bool = declare(False, facts=Facts.COST)
 
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Settings of a model's computation that change neither its parameters nor its architecture.
+    """Settings of a model's computation that change neither its parameters nor its architecture."""
 
-    attention: an implementation, see `attention.attend`. cp_method: how it is divided over the devices of `cp`, see
-    parallel/context.py. precision: the recipe of the blocks' matrix products, and the kernels between them.
-    sequence_chunks: parts of the sequence that a block computes one after another (chunked.py).
-    """
-
-    attention: str = "auto"
-    cp_method: Method = "ulysses"
-    recompute: Recompute = dataclasses.field(default_factory=Recompute)
-    precision: Precision = dataclasses.field(default_factory=Precision)
-    sequence_chunks: int = 1
+    # "auto", "xla", or flash attention (NVIDIA, 16-bit): "cudnn", or "mosaic" for sample_packing
+    attention: str = declare("auto", choices=IMPLEMENTATIONS, facts=Facts.COST)
+    # attention with cp_size: "ulysses" (divides the heads), "allgather" or "ring"
+    cp_method: Method = declare("ulysses", choices=METHODS, facts=Facts.COST)
+    recompute: Recompute = section_of(Recompute, "recompute_")
+    precision: Precision = section_of(Precision)
+    # chunks of the sequence that a block computes one after another, exactly; for long sequences
+    sequence_chunks: int = declare(1, AT_LEAST_1, facts=Facts.COST)
 
 
 class Variant(NamedTuple):

@@ -10,38 +10,52 @@ import math
 import jax
 import jax.numpy as jnp
 
+from surojax.declared import AT_LEAST_0, AT_LEAST_1, POSITIVE, declare
 from surojax.models.recompute import save_inputs_only
 from surojax.numerics.rounding import materialised
 from surojax.parallel import context
+
+# The sizes of a RopeScaling that each kind uses.
+ROPE_USES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
     """Settings of a rotary embedding except its base, named as in Hugging Face's `rope_parameters`.
 
-    kind: how the frequencies are stretched for contexts longer than the model was first trained on: "none", "linear"
-    (all frequencies divided by `factor`; Chen et al. 2023, Position Interpolation), "llama3" (only wavelengths longer
-    than the original context are; Llama 3.1 model card and transformers' rope utilities) or "yarn" (those that make
-    fewer turns in the original context than `beta_fast`, entirely from `beta_slow` on; Peng et al. 2023,
-    arXiv:2309.00071).
-
-    attention_factor: yarn multiplies the rotated queries and keys by it; 0: by 0.1 ln(factor) + 1, its authors' choice.
-    truncate: yarn rounds the bounds between its bands to whole pairs of channels. partial_rotary_factor: the fraction
-    of a head's channels, its first ones, that rotate. llama_4_scaling_beta: queries at position p are multiplied by
-    1 + beta ln(1 + floor(p / original length)).
+    kind: how the frequencies are stretched for contexts longer than the model was first trained on: "linear" (all
+    frequencies divided by `factor`; Chen et al. 2023, Position Interpolation), "llama3" (only wavelengths longer than
+    the original context are; Llama 3.1 model card and transformers' rope utilities) or "yarn" (those that make fewer
+    turns in the original context than `beta_fast`, entirely from `beta_slow` on; Peng et al. 2023, arXiv:2309.00071).
     """
 
-    kind: str = "none"
+    # "none", "linear" (position interpolation), "llama3" or "yarn"
+    kind: str = declare("none", choices=tuple(ROPE_USES), name="scaling")
+    # how much longer the context becomes, for linear, llama3 and yarn
     factor: float = 1.0
+    # llama3: wavelengths above original length / this are stretched
     low_freq_factor: float = 1.0
+    # llama3: wavelengths below original length / this are kept
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    attention_factor: float = 0.0
+    # llama3, yarn: context length before stretching
+    original_max_position_embeddings: int = declare(8192, AT_LEAST_1)
+    # yarn: multiplies queries and keys; 0 = 0.1 ln(rope_factor) + 1
+    attention_factor: float = declare(0.0, AT_LEAST_0)
+    # yarn: frequencies that turn more often in the original context are kept
     beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    # yarn: frequencies that turn less often in it are stretched
+    beta_slow: float = declare(1.0, POSITIVE)
+    # yarn: the bounds between these are rounded to whole pairs of channels
     truncate: bool = True
-    partial_rotary_factor: float = 1.0
-    llama_4_scaling_beta: float = 0.0
+    # fraction of a head's channels that rotate
+    partial_rotary_factor: float = declare(1.0, POSITIVE)
+    # queries grow by beta ln(1 + floor(position / original length)); 0 = not
+    llama_4_scaling_beta: float = declare(0.0, AT_LEAST_0)
 
     @property
     def magnitude(self) -> float:
@@ -55,13 +69,6 @@ class RopeScaling:
         return int(head_dim * self.partial_rotary_factor)
 
 
-# The sizes of a RopeScaling that each kind uses.
-ROPE_USES: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
-}
 # Turns nothing: every angle is 0. Layers without rotary embedding save the same residuals as the others with it.
 NO_ROTATION = RopeScaling("linear", factor=math.inf)
 

@@ -18,36 +18,38 @@ from typing import Any
 import jax
 
 from pallas_kernels import dispatch
+from surojax.declared import AT_LEAST_0, AT_LEAST_1, FLOATS, Facts, Range, at_most, declare
 from surojax.errors import ConfigError
 
 RECIPES = ("bf16", "fp8_hybrid", "fp8_current", "mxfp8", "nvfp4")
 BLOCK_SCALED = ("mxfp8", "nvfp4")
 BLOCK_SCALED_PRODUCTS = ("auto", "native", "emulated")
 KERNELS = ("auto", "xla", "mosaic")
+MARGINS = Range(lambda v: 0 <= v <= 8, "0 to 8 binades", "each one more makes small numbers coarser; 0 is usual")
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """A recipe and its settings.
+    """A recipe and its settings, fields of the config."""
 
-    matmul_dtype, gradient_dtype: dtypes of products in recipe bf16 and in skipped blocks; "": the operands' dtype.
-    amax_history, margin: for fp8_hybrid. Number of steps whose largest magnitudes determine a scale, and number of
-    binades that stay free above the largest magnitude.
-    skip_first, skip_last: numbers of blocks that use bf16.
-    kernels: "auto", "xla" or "mosaic": implementation of the operations between products, see pallas_kernels.dispatch.
-    block_scaled_products: for mxfp8 and nvfp4. "native" needs a GPU with such products. "emulated" multiplies the same
-    values in float32. "auto" is native if the default backend is a GPU, else emulated.
-    """
-
-    recipe: str = "bf16"
-    matmul_dtype: str = ""
-    gradient_dtype: str = ""
-    amax_history: int = 16
-    margin: int = 0
-    skip_first: int = 0
-    skip_last: int = 0
-    kernels: str = "xla"
-    block_scaled_products: str = "auto"
+    # bf16, fp8_hybrid (delayed scaling), fp8_current (just in time), mxfp8 or nvfp4
+    recipe: str = declare("bf16", choices=RECIPES, facts=Facts.COST_AND_NUMBERS)
+    # recipe bf16: operands of products, bfloat16 or float32; "" = model_dtype
+    matmul_dtype: str = declare("", choices=("", *FLOATS), facts=Facts.COST_AND_NUMBERS)
+    # recipe bf16: gradients in the backward pass's products; "" = matmul_dtype
+    gradient_dtype: str = declare("", choices=("", *FLOATS), facts=Facts.COST)
+    # fp8_hybrid: a scale follows from the largest magnitude in this many steps
+    amax_history: int = declare(16, AT_LEAST_1, at_most(2**16), facts=Facts.COST_AND_NUMBERS, name="fp8_amax_history")
+    # fp8_hybrid: binades left free above the largest magnitude seen, 0 to 8
+    margin: int = declare(0, MARGINS, facts=Facts.COST_AND_NUMBERS, name="fp8_margin")
+    # mxfp8, nvfp4: "native" (sm_100, sm_120), "emulated", "auto" = native on GPUs
+    block_scaled_products: str = declare("auto", choices=BLOCK_SCALED_PRODUCTS, facts=Facts.COST)
+    # number of first blocks that use recipe bf16
+    skip_first: int = declare(0, AT_LEAST_0, facts=Facts.COST_AND_NUMBERS, name="skip_quant_first_layers")
+    # number of last blocks that use recipe bf16
+    skip_last: int = declare(0, AT_LEAST_0, facts=Facts.COST_AND_NUMBERS, name="skip_quant_last_layers")
+    # between products: "xla" = XLA's fusions, "mosaic" = our kernels (NVIDIA), "auto" = ours on GPUs
+    kernels: str = declare("xla", choices=KERNELS, facts=Facts.COST)
 
     @property
     def fp8(self) -> bool:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from surojax.declared import BELOW_1, POSITIVE, declare
+from surojax.declared import BELOW_1, POSITIVE, Facts, declare
 from surojax.numerics.rounding import mix
 from surojax.optim.learning_rate import Schedule
 from surojax.optim.optimizer import COMMON, Optimizer, OptimizerChoice, Scalars, by_optax, clip_factor, scale_by_given
@@ -18,11 +18,11 @@ class AdamSettings:
     """The options of AdamW, of every optimizer that has its rule for some tensors."""
 
     # decay of the first moment
-    adamw_beta1: float = declare(0.9, BELOW_1)
+    adamw_beta1: float = declare(0.9, BELOW_1, facts=Facts.NOTHING)
     # decay of the second moment
-    adamw_beta2: float = declare(0.95, BELOW_1)
+    adamw_beta2: float = declare(0.95, BELOW_1, facts=Facts.NOTHING)
     # added to the square root of the second moment
-    adamw_epsilon: float = declare(1e-8, POSITIVE)
+    adamw_epsilon: float = declare(1e-8, POSITIVE, facts=Facts.NOTHING)
 
 
 class Moments(NamedTuple):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from surojax.declared import BELOW_1, declare
+from surojax.declared import BELOW_1, Facts, declare
 from surojax.numerics.rounding import mix
 from surojax.optim import optimizer as optim
 from surojax.optim.learning_rate import Schedule
@@ -25,9 +25,9 @@ class LionSettings:
     """The options of Lion."""
 
     # lion: weight of the momentum in an update's sign
-    lion_beta1: float = declare(0.9, BELOW_1)
+    lion_beta1: float = declare(0.9, BELOW_1, facts=Facts.NOTHING)
     # lion: decay of the momentum
-    lion_beta2: float = declare(0.99, BELOW_1)
+    lion_beta2: float = declare(0.99, BELOW_1, facts=Facts.NOTHING)
 
 
 class LionState(NamedTuple):

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.declared import AT_LEAST_0, BELOW_1, Range, declare
+from surojax.declared import AT_LEAST_0, BELOW_1, Facts, Range, declare
 from surojax.numerics.rounding import materialised, mix
 from surojax.optim.adamw import ADAM, MOMENTS, adamw
 from surojax.optim.learning_rate import Schedule
@@ -97,13 +97,13 @@ class NormuonSettings:
     """The options of NorMuon."""
 
     # normuon: the peak for the blocks' matrices; 0 = learning_rate
-    muon_learning_rate: float = declare(0.0, AT_LEAST_0)
+    muon_learning_rate: float = declare(0.0, AT_LEAST_0, facts=Facts.NOTHING)
     # normuon: decay of the momentum of the blocks' matrices
-    muon_momentum: float = declare(0.95, BELOW_1)
+    muon_momentum: float = declare(0.95, BELOW_1, facts=Facts.NOTHING)
     # normuon: decay of the mean squares of their rows
-    muon_beta2: float = declare(0.95, BELOW_1)
+    muon_beta2: float = declare(0.95, BELOW_1, facts=Facts.NOTHING)
     # normuon: steps of the orthogonalisation, 1 to 10
-    muon_ns_steps: int = declare(5, STEPS)
+    muon_ns_steps: int = declare(5, STEPS, facts=Facts.COST)
 
 
 class Momentum(NamedTuple):

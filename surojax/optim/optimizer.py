@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from pallas_kernels.quantize import random_bits, round_with
-from surojax.declared import FLOATS, declare
+from surojax.declared import FLOATS, Facts, declare
 from surojax.numerics.rounding import materialised
 from surojax.parallel.collectives import device_number
 from surojax.placement.layout import Layout
@@ -36,9 +36,9 @@ class MomentSettings:
     """The dtypes of moments, for the optimizers that read them."""
 
     # first moments (adamw8bit: only those of vectors) and the momentum of normuon
-    opt_m_dtype: str = declare("float32", choices=FLOATS)
+    opt_m_dtype: str = declare("float32", choices=FLOATS, facts=Facts.COST)
     # second moments (adamw8bit: only those of vectors; normuon: only those of adamw)
-    opt_v_dtype: str = declare("float32", choices=FLOATS)
+    opt_v_dtype: str = declare("float32", choices=FLOATS, facts=Facts.COST)
 
 
 @dataclasses.dataclass(frozen=True)

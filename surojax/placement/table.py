@@ -39,10 +39,11 @@ from typing import Literal
 
 import jax
 
-from surojax.declared import AT_LEAST_0, FLOATS, declare, declared
+from surojax.declared import AT_LEAST_0, FLOATS, Facts, declare, declared, same_as
 from surojax.numerics import quantized
 from surojax.numerics.base_formats import FORMATS, chosen_format
-from surojax.numerics.recipes import RECIPES
+from surojax.numerics.recipes import Precision
+from surojax.offloads import BY_LAYER, TO_FILES, Offloads, Row
 from surojax.placement.home import DEVICE, HOST, NVME, Home
 from surojax.placement.param import EXPERTS, Kind, Param
 from surojax.refusals.pairs import TABLE
@@ -50,12 +51,6 @@ from surojax.refusals.refusal import refuse
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 ZERO_LEVELS = (1, 2, 3)
-BY_LAYER = ("weights", "grads", "residuals")  # rows of which a step with one in files has programs of one layer
-# Rows that files can store, in the order in which they go there when memory is short: state is read and written once a
-# step, and nothing waits for it but the update; residuals, which both passes wait for, come last.
-TO_FILES = ("moments", "master", "grads", "weights", "residuals")
-TO_DEVICE = ("master", "moments", "grads")  # rows of which some tensors may be in device memory (`device_memory`)
-IN_SLOTS = ("moments", "master")  # rows of a state that a kill does not take; weights are made of them
 WEIGHT_FORMATS = ("none", *quantized.DTYPES)  # that weights are gathered in, in place of 16 bits
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.reduce_scatter
 
@@ -131,61 +126,50 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True)
-class Storage:
+class Storage(Offloads):
     """The settings that say where each tensor class is stored, and in which format: fields of the config."""
 
     # shards over dp_shard x cp: 1 = optimizer state, 2 = + gradients, 3 = + block weights
-    zero_level: int = declare(1, choices=ZERO_LEVELS)
+    zero_level: int = declare(1, choices=ZERO_LEVELS, facts=Facts.COST)
     # shard the gradient accumulators; unset = zero_level >= 2
-    shard_gradients: bool | None = None
+    shard_gradients: bool | None = declare(None, facts=Facts.COST)
     # shard the block weights; unset = zero_level >= 3
-    shard_weights: bool | None = None
+    shard_weights: bool | None = declare(None, facts=Facts.COST)
     # shard embedding and head by token id, for large vocabularies; XLA then computes the loss
-    shard_outer: bool = False
-    # residuals (saved for the backward pass) in pinned host memory; "nvme" = in a file in nvme_path
-    offload_residual: bool | str = declare(False, words=("nvme",))
-    # optimizer state in pinned host memory; "nvme" = in a file in nvme_path
-    offload_optimizer: bool | str = declare(False, words=("nvme",))
-    # master weights in pinned host memory; "nvme" = in a file in nvme_path
-    offload_master: bool | str = declare(False, words=("nvme",))
-    # gradient accumulators of the blocks in host memory; several GPUs: needs shard_gradients; "nvme" = in a file
-    offload_grads: bool | str = declare(False, words=("nvme",))
-    # block weights in host memory, "nvme" = in a file in nvme_path; two layers at a time are in device memory
-    offload_weights: bool | str = declare(False, words=("nvme",))
+    shard_outer: bool = declare(False, facts=Facts.COST)
     # all-gather block matrices in 8 bits: none, fp8 or int8; needs zero_level=3
-    zero_quantized_weights: str = declare("none", choices=WEIGHT_FORMATS)
+    zero_quantized_weights: str = declare("none", choices=WEIGHT_FORMATS, facts=Facts.COST_AND_NUMBERS)
     # store the 8-bit matrices in place of 16-bit ones; quantised once a step
-    persistent_quants: bool = False
+    persistent_quants: bool = declare(False, facts=Facts.COST)
     # store the 8-bit matrices in pinned host memory; needs persistent_quants
-    offload_quants: bool = False
+    offload_quants: bool = declare(False, facts=Facts.COST, row=Row("quants", "quantised weights"))
     # reduce gradients by an all-to-all, then a float32 sum on the shard's GPU
-    use_all_to_all_reduce: bool = False
+    use_all_to_all_reduce: bool = declare(False, facts=Facts.COST)
     # all-to-all reduce, with the blocks' matrices in int8 (one GPU: no effect)
-    zero_quantized_gradients: bool = False
+    zero_quantized_gradients: bool = declare(False, facts=Facts.COST)
     # all-gather with the GPUs' copy engines within a machine (NCCL 2.29 or later)
-    memcpy_all_gather: bool = False
+    memcpy_all_gather: bool = declare(False, facts=Facts.COST)
     # all-to-all with the GPUs' copy engines within a machine
-    memcpy_send_recv: bool = False
+    memcpy_send_recv: bool = declare(False, facts=Facts.COST)
     # offload_weights: first layers (of each stage) whose weights stay in device memory
-    resident_layers: int = declare(0, AT_LEAST_0)
+    resident_layers: int = declare(0, AT_LEAST_0, facts=Facts.COST)
     # folder on an NVMe disk for what is offloaded to "nvme"; one run at a time. Several on several disks, with commas
     # between them: files are striped over them
-    nvme_path: str = ""
+    nvme_path: str = declare("", facts=Facts.COST)
     # GiB of what is offloaded to "nvme" that each process keeps in host memory all the same
-    files_in_memory: float = declare(0.0, AT_LEAST_0)
+    files_in_memory: float = declare(0.0, AT_LEAST_0, facts=Facts.COST)
     # GiB of optimizer state, master weights and gradients that each GPU keeps, though they are offloaded to host memory
     # (with any class in "nvme": GiB of one layer's that come to the GPU a layer early)
-    device_memory: float = declare(0.0, AT_LEAST_0)
+    device_memory: float = declare(0.0, AT_LEAST_0, facts=Facts.COST)
     # 2: master weights and optimizer state in files twice, so that a kill costs one step; 1: goes on from a checkpoint
-    nvme_slots: int = declare(1, choices=(1, 2))
+    nvme_slots: int = declare(1, choices=(1, 2), facts=Facts.COST)
     # work weights, activations, products: bfloat16 or float32 (products: TF32 on GPUs)
-    model_dtype: str = declare("bfloat16", choices=FLOATS)
+    model_dtype: str = declare("bfloat16", choices=FLOATS, facts=Facts.COST_AND_NUMBERS)
     # the weights the optimizer updates; bfloat16 is rounded stochastically
-    master_dtype: str = declare("float32", choices=FLOATS)
+    master_dtype: str = declare("float32", choices=FLOATS, facts=Facts.COST_AND_NUMBERS)
     # gradient accumulators
-    accum_dtype: str = declare("float32", choices=FLOATS)
-    # bf16, fp8_hybrid (delayed scaling), fp8_current (just in time), mxfp8 or nvfp4
-    recipe: str = declare("bf16", choices=RECIPES)
+    accum_dtype: str = declare("float32", choices=FLOATS, facts=Facts.COST)
+    recipe: str = same_as(Precision, "recipe")
     # frozen matrices in NF4: 4 bits with double quantisation, as bitsandbytes stores them
     qlora_bnb: bool = False
     # frozen matrices in FP8 (e4m3) with a scale for each block of 128 x 128

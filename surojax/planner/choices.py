@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterator
 from surojax.config.checks import REFUSALS
 from surojax.config.fields import DEFAULTS, Config, default_config, flat, gpus_per_sequence, tokens_of_piece
 from surojax.errors import ConfigError, need
-from surojax.placement.table import TO_FILES
+from surojax.offloads import FIELDS as OFFLOADS, TO_FILES
 from surojax.planner.changes import Change, changed, differing
 from surojax.planner.gpus import Gpu
 from surojax.planner.roofline import StorageTiers
@@ -35,13 +35,6 @@ from surojax.refusals.refusal import about, refused
 from surojax.sizes import divisor, largest_divisor
 
 AXES = ("tp_size", "cp_size", "pp_size")
-OFFLOADS = {  # rows of the placement table that host memory can store, by the field that says so
-    "residuals": "offload_residual",
-    "moments": "offload_optimizer",
-    "master": "offload_master",
-    "grads": "offload_grads",
-    "weights": "offload_weights",
-}
 FETCH = "microbatches_per_fetch"
 BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", FETCH)
 FOLDER = "FOLDER"  # placeholder for a folder on an NVMe disk, which only the user knows

@@ -29,11 +29,12 @@ from surojax.config.fields import Config
 from surojax.memory.in_file import has_room
 from surojax.models.model import runs
 from surojax.numerics.quantized import is_quantized
+from surojax.offloads import IN_SLOTS, TO_FILES
 from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline_stages, shards, tensor_parallel
 from surojax.placement.param import OUTER
-from surojax.placement.table import IN_SLOTS, TO_FILES, kept_in_memory
+from surojax.placement.table import kept_in_memory
 from surojax.planner import layer_sizes
 from surojax.planner.amounts import Memory
 from surojax.planner.layer_sizes import SegmentBytes, itemsize, segment_bytes, shard_sizes, size

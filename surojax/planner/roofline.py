@@ -35,9 +35,10 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from surojax.assembly.assemble import Assembly
+from surojax.offloads import BY_LAYER, TO_DEVICE
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Kind
-from surojax.placement.table import BY_LAYER, TO_DEVICE, kept_in_memory
+from surojax.placement.table import kept_in_memory
 from surojax.planner import layer_sizes, links, products, step_collectives, traffic
 from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.file_time import UPDATE

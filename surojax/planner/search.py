@@ -31,7 +31,7 @@ from surojax.assembly.assemble import Assembly
 from surojax.config import checks
 from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
-from surojax.placement.table import TO_DEVICE
+from surojax.offloads import TO_DEVICE
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
 from surojax.planner.candidate import Candidate, estimated, kept_of_gpu, kept_on_device, needed

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from surojax import offloads
+from surojax.offloads import IN_SLOTS, TO_DEVICE, TO_FILES, fields_of
 from surojax.refusals.refusal import (
     Feature,
     Settings,
@@ -32,16 +34,11 @@ def _has_rows(s: Settings) -> bool:
     return bool(s["datasets"] or s["validation_datasets"] or s["data"] not in ("", "stdlib"))
 
 
-IN_FILES = (  # may be "nvme"
-    "offload_optimizer",
-    "offload_master",
-    "offload_grads",
-    "offload_residual",
-    "offload_weights",
-)
-STATE = ("offload_optimizer", "offload_master")
+IN_FILES = fields_of(TO_FILES)  # may be "nvme"
+STATE = fields_of(IN_SLOTS)
 # With one of these in files a step has programs of one layer, with all its microbatches inside.
-BY_LAYER = ("offload_grads", "offload_residual", "offload_weights")
+BY_LAYER = fields_of(offloads.BY_LAYER)
+KEPT_ON_DEVICE = fields_of(TO_DEVICE)
 
 
 def _in_nvme(s: Settings) -> list[str]:
@@ -107,8 +104,8 @@ in_files = Feature(
 )
 overlap_of_whole_step = Feature(
     "overlap_update=True with no gradients, residuals or weights in files",
-    ("overlap_update", "offload_grads", "offload_residual", "offload_weights"),
-    lambda s, _: s["overlap_update"] and set(_in_nvme(s)) <= {"offload_optimizer", "offload_master"},
+    ("overlap_update", *BY_LAYER),
+    lambda s, _: s["overlap_update"] and not set(_in_nvme(s)) & {*BY_LAYER},
     clause_of("overlap_update"),
     "False",
     overlap.example,
@@ -120,7 +117,6 @@ nothing_in_files = _without(
     dict.fromkeys(IN_FILES, False),
 )
 device_memory = is_above("device_memory", 0, offload_optimizer=True)
-KEPT_ON_DEVICE = ("offload_optimizer", "offload_master", "offload_grads")
 nothing_to_keep = _without(
     "without offload_optimizer, offload_master and offload_grads",
     KEPT_ON_DEVICE,
@@ -135,9 +131,9 @@ nothing_arrives_early = _without(
 )
 no_state_offloaded = _without(
     "without offload_optimizer and offload_master",
-    ("offload_optimizer", "offload_master"),
-    lambda s: not (s["offload_optimizer"] or s["offload_master"]),
-    {"offload_optimizer": False, "offload_master": False},
+    STATE,
+    lambda s: not any(s[name] for name in STATE),
+    dict.fromkeys(STATE, False),
 )
 weights_unsharded = _without(
     "with shard_weights=False",

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.declared import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, at_most, declare
+from surojax.declared import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Facts, at_most, declare
 from surojax.models.model import Model
 from surojax.parallel.collectives import device_number, varying
 from surojax.placement.mesh import AXES, BATCH
@@ -52,17 +52,17 @@ class DistillSettings:
     """The options of distillation."""
 
     # distill: folder of a teacher's labels, see docs/distillation.md
-    distill_path: str = ""
+    distill_path: str = declare("", facts=Facts.NOTHING)
     # distill: the loss is this x KL x temperature^2 + (1 - this) x cross-entropy
-    distill_weight: float = declare(0.5, FRACTION)
+    distill_weight: float = declare(0.5, FRACTION, facts=Facts.NOTHING)
     # distill: teacher's and student's logits are divided by this; labels are made for one
-    distill_temperature: float = declare(1.0, POSITIVE)
+    distill_temperature: float = declare(1.0, POSITIVE, facts=Facts.NOTHING)
     # distill: "forward" = KL(teacher, student); "reverse" = KL(student, teacher)
-    distill_kl: str = declare("forward", choices=("forward", "reverse"))
+    distill_kl: str = declare("forward", choices=("forward", "reverse"), facts=Facts.COST)
     # distill: most likely tokens in a label of a token, beside one class for all others
-    distill_top_k: int = declare(64, AT_LEAST_1, at_most(2**20))
+    distill_top_k: int = declare(64, AT_LEAST_1, at_most(2**20), facts=Facts.COST)
     # distill: the teacher's hidden_size: labels are its last hidden states, not likely tokens; 0: likely tokens
-    distill_hidden_size: int = declare(0, AT_LEAST_0, at_most(2**20))
+    distill_hidden_size: int = declare(0, AT_LEAST_0, at_most(2**20), facts=Facts.COST)
 
 
 @dataclasses.dataclass(frozen=True)

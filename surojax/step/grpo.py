@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from surojax.declared import AT_LEAST_0, AT_LEAST_1, BELOW_1, declare
+from surojax.declared import AT_LEAST_0, AT_LEAST_1, BELOW_1, Facts, declare
 from surojax.parallel.collectives import varying
 from surojax.placement.mesh import AXES
 from surojax.step.objective import (
@@ -46,17 +46,17 @@ class GrpoSettings:
     """The options of GRPO, by TRL's names; with grpo_ before those that dpo has for another default."""
 
     # grpo: by how much the probability of a token may fall below that when it was sampled, as a fraction of it
-    epsilon: float = declare(0.2, BELOW_1)
+    epsilon: float = declare(0.2, BELOW_1, facts=Facts.NOTHING)
     # grpo: likewise, by how much it may rise (DAPO: 0.28); 0 = epsilon
-    epsilon_high: float = declare(0.0, AT_LEAST_0)
+    epsilon_high: float = declare(0.0, AT_LEAST_0, facts=Facts.NOTHING)
     # grpo: weight of the divergence from the model before training; 0 = no reference is computed
-    grpo_beta: float = declare(0.0, AT_LEAST_0)
+    grpo_beta: float = declare(0.0, AT_LEAST_0, facts=Facts.COST)
     # grpo: mean over "dapo" = all tokens; "grpo" = completions' means; "dr_grpo" = sums / max_completion_length
-    grpo_loss_type: str = declare("dapo", choices=("dapo", "grpo", "dr_grpo"))
+    grpo_loss_type: str = declare("dapo", choices=("dapo", "grpo", "dr_grpo"), facts=Facts.NOTHING)
     # grpo: ratios of probabilities are of each "token", or of a whole "sequence" (GSPO)
-    importance_sampling_level: str = declare("token", choices=("token", "sequence"))
+    importance_sampling_level: str = declare("token", choices=("token", "sequence"), facts=Facts.NOTHING)
     # grpo, grpo_loss_type dr_grpo: tokens that a completion has at most
-    max_completion_length: int = declare(256, AT_LEAST_1)
+    max_completion_length: int = declare(256, AT_LEAST_1, facts=Facts.NOTHING)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from surojax.declared import POSITIVE, declare
+from surojax.declared import POSITIVE, Facts, declare
 from surojax.parallel.collectives import add_up
 from surojax.placement.mesh import BATCH
 from surojax.step.objective import DESIRABLE, REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums
@@ -27,9 +27,9 @@ class KtoSettings:
     """The options of KTO besides beta, by TRL's names."""
 
     # kto: factor of the losses of desirable answers; it and undesirable_weight balance how many of each there are
-    desirable_weight: float = declare(1.0, POSITIVE)
+    desirable_weight: float = declare(1.0, POSITIVE, facts=Facts.NOTHING)
     # kto: factor of the losses of other answers
-    undesirable_weight: float = declare(1.0, POSITIVE)
+    undesirable_weight: float = declare(1.0, POSITIVE, facts=Facts.NOTHING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class KtoLoss:
     Metrics are means over answers: the divergence z; by how much beta r is on the right side of beta z, and how often.
     """
 
-    beta: float = 0.1
+    beta: float = declare(0.1, facts=Facts.NOTHING)
     settings: KtoSettings = KtoSettings()
     per_term: int = 2
     metrics: tuple[str, ...] = ("kl", "rewards/margins", "rewards/accuracies")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.declared import POSITIVE, Range, declare
+from surojax.declared import POSITIVE, Facts, Range, declare
 from surojax.step.objective import REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums
 
 BELOW_HALF = Range(lambda v: 0 <= v < 0.5, "0 or more and below 0.5", "0.5 says nothing about which answer is better")
@@ -30,15 +30,15 @@ class PreferenceSettings:
     # dpo, ipo, kto, orpo, simpo: how far the model may leave its reference; less = further; the weight of orpo's odds
     beta: float = declare(0.1, POSITIVE)
     # dpo: "sigmoid" (Rafailov et al. 2023), "hinge" (SLiC) or "ipo"
-    loss_type: str = declare("sigmoid", choices=("sigmoid", "hinge", "ipo"))
+    loss_type: str = declare("sigmoid", choices=("sigmoid", "hinge", "ipo"), facts=Facts.NOTHING)
     # dpo, loss_type sigmoid: probability that a pair's answers are the wrong way round (conservative DPO)
-    label_smoothing: float = declare(0.0, BELOW_HALF)
+    label_smoothing: float = declare(0.0, BELOW_HALF, facts=Facts.NOTHING)
     # dpo, ipo: the reference takes all answers for equally likely, and is not computed
-    reference_free: bool = False
+    reference_free: bool = declare(False, facts=Facts.COST)
     # dpo, ipo, kto, grpo with lora: reference computed once before training, not in each step; without lora always
-    precompute_ref_log_probs: bool = False
+    precompute_ref_log_probs: bool = declare(False, facts=Facts.COST)
     # simpo: by how much the mean log-probability of the chosen answer is to be larger, times beta
-    simpo_gamma: float = declare(0.5, Range(lambda v: v >= 0, "0 or more", "0 is no margin"))
+    simpo_gamma: float = declare(0.5, Range(lambda v: v >= 0, "0 or more", "0 is no margin"), facts=Facts.NOTHING)
 
 
 class Side(NamedTuple):

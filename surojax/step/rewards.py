@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from surojax.declared import AT_LEAST_0, declare
+from surojax.declared import AT_LEAST_0, Facts, declare
 from surojax.models.model import Model
 from surojax.step.objective import (
     LABELS,
@@ -45,7 +45,7 @@ class RewardSettings:
     """The options of a reward model's loss, by TRL's names."""
 
     # reward: weight of the square of the sum of both rewards, which keeps them near 0 (0.01 is usual)
-    center_rewards_coefficient: float = declare(0.0, AT_LEAST_0)
+    center_rewards_coefficient: float = declare(0.0, AT_LEAST_0, facts=Facts.NOTHING)
 
 
 class RewardHead:

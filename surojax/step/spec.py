@@ -6,7 +6,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from surojax.declared import AT_LEAST_1, Facts, computed, declare
 from surojax.models.model import Model
+from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.layout import Layouts
 from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
@@ -15,35 +17,49 @@ from surojax.step.objective import FLOATS, REFERENCE, STARTS, CrossEntropy, Obje
 CROSS_ENTROPY = CrossEntropy()
 
 
-@dataclasses.dataclass(frozen=True)
-class Engine:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """How a step spends memory and time, and what it minimises.
+
+    objective: what is minimised. auxiliary: a loss of what routers count, which is added to the objective: ({segment:
+    statistics `[L, ...]`, sums over all tokens of a step}, number of tokens that count) -> float32 []; all microbatches
+    are one group then. reference: the model without its adapters, whose log-probabilities each pass computes beside
+    those of the model with them, from the same fetched layers; None: a batch has them, if the objective reads any.
+    locates_nonfinite: the metrics say which devices had finite values, see `metrics`.
+    """
+
+    # several documents in a row, separated by attention masks and positions
+    packed: bool = declare(False, name="sample_packing")
+    # save only each block's input and recompute the block in the backward pass
+    recompute_block: bool = declare(True, facts=Facts.COST)
+    # microbatches that each fetch of a layer serves; divides gradient_accumulation_steps
+    microbatches_per_fetch: int = declare(1, AT_LEAST_1, facts=Facts.COST)
+    # update a layer under the next step's first forward pass; for state in host memory or files; unset = if gradients,
+    # residuals or weights are in files
+    overlap_update: bool | None = declare(None, facts=Facts.COST)
+    # chunks of the tokens in head and loss; more chunks = less memory for logits
+    lmhead_chunks: int = declare(1, AT_LEAST_1, facts=Facts.COST)
+    # of the step on GPUs: "overlap" = copies overlap with products, "default" = XLA's own, "exact" = as
+    # "overlap", with one kernel for a product in every program, so that offloads should change no bit; untried on GPUs
+    xla_options: str = declare("overlap", choices=("overlap", "exact", "default"), facts=Facts.COST)
+    # gpipe (all microbatches forward, then backward) or 1f1b (fewer in flight)
+    pp_schedule: str = declare("gpipe", choices=tuple(SCHEDULES), facts=Facts.COST)
+    objective: Objective | OfLogProbabilities = computed(CROSS_ENTROPY)
+    auxiliary: Callable | None = computed(None)
+    reference: Model | None = computed(None)
+    locates_nonfinite: bool = computed(False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Engine(StepSettings):
     """Settings and functions that the forward pass, the backward pass and the update read beside arrays.
 
-    layouts: of the model's parameters. recompute_block: the backward pass computes each block again from its input.
-    lmhead_chunks: slices of tokens in head and loss. objective: what is minimised. packed: rows hold several documents,
-    and a batch says where they start. microbatches_per_fetch: a layer is fetched once for so many microbatches, a
-    divisor of a step's. auxiliary: a loss of what routers count, which is added to the objective: ({segment: statistics
-    `[L, ...]`, sums over all tokens of a step}, number of tokens that count) -> float32 []; all microbatches are one
-    group then. overlap_update: a step leaves its update to the next step's first forward pass, see `overlap`.
-    reference: the model without its adapters, whose log-probabilities each pass computes beside those of the model with
-    them, from the same fetched layers; None: a batch has them, if the objective reads any.
-    pp_schedule: see `parallel.schedule`. locates_nonfinite: the metrics say which devices had finite values, see
-    `metrics`.
+    layouts: of the model's parameters.
     """
 
     model: Model
     table: Placement
     layouts: Layouts
-    recompute_block: bool = True
-    lmhead_chunks: int = 1
-    objective: Objective | OfLogProbabilities = CROSS_ENTROPY
-    packed: bool = False
-    microbatches_per_fetch: int = 1
-    auxiliary: Callable | None = None
-    reference: Model | None = None
-    overlap_update: bool = False
-    pp_schedule: str = "gpipe"
-    locates_nonfinite: bool = False
 
     @property
     def params(self) -> dict:

@@ -15,8 +15,10 @@ import jax
 
 from surojax.cluster.watch import OF_A_PEER
 from surojax.config.fields import Config
+from surojax.declared import declared
 from surojax.errors import CheckpointError, ConfigError, StepError
 from surojax.numerics.recipes import BLOCK_SCALED
+from surojax.placement.table import Storage
 from surojax.planner.changes import changed, differing, flags
 from surojax.refusals.features import BY_LAYER
 
@@ -82,11 +84,11 @@ OPTIONS: tuple[Option, ...] = (
         {"xla_options": "default"},
         r"xla_gpu_|compile.?option|latency.?hiding|pgle|profile|scheduler",
     ),
-    _offload("offload_residual", "residuals in host memory"),
-    _offload("offload_optimizer", "optimizer state in host memory or files"),
-    _offload("offload_master", "master weights in host memory or files"),
-    _offload("offload_grads", "gradients in host memory"),
-    _offload("offload_weights", "weights in host memory"),
+    *(
+        _offload(field.name, f"{field.row.what} in host memory{' or files' * bool(field.words)}")
+        for field in declared(Storage)
+        if field.row
+    ),
     _offload("overlap_update", "updates under the next forward pass", _updates_late),
 )
 BY_NAME = {option.name: option for option in OPTIONS}

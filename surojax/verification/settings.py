@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from surojax.config import Config, default_config
 from surojax.errors import ConfigError
+from surojax.offloads import ROWS
 from surojax.placement import table as placement
 from surojax.refusals.features import RECOMPUTE_PARTS
 
@@ -22,7 +23,7 @@ class Setting(NamedTuple):
     split: int = 1  # factor on the number of microbatches
 
 
-OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
+OFFLOADS = tuple(ROWS)
 ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
 NVME: dict[str, Any] = {"offload_optimizer": "nvme", "offload_master": "nvme"}
 NVME_ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, "nvme")
