@@ -17,7 +17,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from surojax.errors import need
@@ -95,7 +95,9 @@ def section_of(of: type, prefix: str = "") -> Any:
 def same_as(other: type, name: str) -> Any:
     """Declares a dataclass field that is a field of another section, with its default, help and values."""
     (field,) = (field for field in dataclasses.fields(other) if field.name == name)
-    return dataclasses.field(default=field.default, metadata={**field.metadata, "declared_in": other})
+    in_config = field.metadata.get("name") or name
+    about = {**field.metadata, "name": in_config, "comment_of": (other, name)}
+    return dataclasses.field(default=field.default, metadata=about)
 
 
 def computed(default: Any = dataclasses.MISSING) -> Any:
@@ -180,8 +182,9 @@ def declared(section: type, prefix: str = "") -> tuple[DeclaredField, ...]:
         if inner := field.metadata.get("section"):
             found += declared(inner, name)
             continue
-        comment = _comments(field.metadata.get("declared_in", section))[field.name]
-        found.append(DeclaredField(name, field.default, comment, **field.metadata.get("declared", {})))
+        commented, attribute = field.metadata.get("comment_of", (section, field.name))
+        about = field.metadata.get("declared", {})
+        found.append(DeclaredField(name, field.default, _comments(commented)[attribute], **about))
     return tuple(found)
 
 
@@ -194,11 +197,6 @@ def built[Section](section: type[Section], values: Mapping[str, Any], prefix: st
         inner = field.metadata.get("section")
         computed[field.name] = built(inner, values, name) if inner else values[name]
     return section(**computed)
-
-
-def names_with(facts: Facts, fields: Iterable[DeclaredField]) -> tuple[str, ...]:
-    """Selects the names of the fields that may change any of these facts."""
-    return tuple(field.name for field in fields if field.facts & facts)
 
 
 def _config_fields(section: Any, prefix: str) -> Iterator[tuple[dataclasses.Field, str]]:

@@ -32,6 +32,7 @@ from surojax.data.batches import padded_batch
 from surojax.data.samples import Samples
 from surojax.data.teacher_labels import Labels, Teacher, claim_folder, write_head
 from surojax.data.tokenizer import load_tokenizer
+from surojax.declared import Facts
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, need, short_exit_codes
 from surojax.exchange.base import fingerprint
 from surojax.exchange.sources import open_weights, resolved
@@ -52,7 +53,6 @@ from surojax.step.objective import TEACHER, TEACHER_IDS, TEACHER_STATES
 from surojax.step.objectives import LABELLING
 from surojax.step.teacher_states import last_states
 from surojax.training.initial_state import fresh_state
-from surojax.training.reference import NUMBERS
 
 EVERY = 60.0  # seconds between lines
 
@@ -76,7 +76,7 @@ def distill(config: Config) -> Path:
     batch_size = c.per_device_batch_size * data_parallel(mesh)
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
     train = data.load_data(entries, settings, tokenizer, eval_batch_size=batch_size, say=say).train
-    numbers = json.dumps([fingerprint(initial, run.model), *(c[name] for name in NUMBERS)])
+    numbers = json.dumps([fingerprint(initial, run.model), configs.set_fields(c, Facts.NUMBERS)])
     about = (numbers, str(c.model_path), tokenizer.name, c.model.vocab_size)
     if states:
         source, names = Teacher(*about, 0, 0.0, c.model.hidden_size, c.model_dtype), (TEACHER_STATES,)

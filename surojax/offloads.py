@@ -7,7 +7,7 @@ stands here and in no other list.
 import dataclasses
 from typing import Any, NamedTuple
 
-from surojax.declared import Facts, declare, declared
+from surojax.declared import AT_LEAST_0, Facts, declare, declared
 
 FILES = "nvme"  # the value of these fields that means files
 
@@ -50,8 +50,29 @@ class Offloads:
     offload_weights: bool | str = _moves("weights", "weights", to_files=3)
 
 
+@dataclasses.dataclass(frozen=True)
+class OffloadOptions:
+    """How much of what is offloaded is stored where: fields of the config that nothing reads if no class is."""
+
+    # offload_weights: first layers (of each stage) whose weights stay in device memory
+    resident_layers: int = declare(0, AT_LEAST_0, facts=Facts.COST)
+    # folder on an NVMe disk for what is offloaded to "nvme"; one run at a time. Several on several disks, with commas
+    # between them: files are striped over them
+    nvme_path: str = declare("", facts=Facts.COST)
+    # GiB of what is offloaded to "nvme" that each process keeps in host memory all the same
+    files_in_memory: float = declare(0.0, AT_LEAST_0, facts=Facts.COST)
+    # GiB of optimizer state, master weights and gradients that each GPU keeps, though they are offloaded to host memory
+    # (with any class in "nvme": GiB of one layer's that come to the GPU a layer early)
+    device_memory: float = declare(0.0, AT_LEAST_0, facts=Facts.COST)
+    # 2: master weights and optimizer state in files twice, so that a kill costs one step; 1: goes on from a checkpoint
+    nvme_slots: int = declare(1, choices=(1, 2), facts=Facts.COST)
+
+
 ROWS: dict[str, Row] = {field.name: field.row for field in declared(Offloads)}  # by the field
 FIELDS: dict[str, str] = {row.name: field for field, row in ROWS.items()}  # by the row
+
+
+OPTIONS: dict[str, Any] = {field.name: field.default for field in declared(OffloadOptions)}  # their defaults
 
 
 def _ordered(place: str) -> tuple[str, ...]:

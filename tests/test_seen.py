@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from surojax.config.fields import default_config, flat
+from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.planner import candidate, fastest as fit, prediction, search, seen
+from surojax.planner import candidate, fastest as fit, prediction, run_plan, search, seen
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import parse_module
@@ -141,14 +141,31 @@ def test_a_run_writes_on_a_gpu_only_and_only_what_was_predicted(file):
 
 
 def test_settings_that_change_time_have_names_of_their_own():
-    """And those that do not have not: a run in another folder is the same step. Each name is that of a field."""
+    """And those that do not have not: a run in another folder is the same step."""
     c = default_config()
-    assert set(seen.APART) <= flat(c).keys()
     key = seen.settings_key(c, 1)
     c.output_dir, c.learning_rate, c.data = "elsewhere", 1.0, "x.txt"
     assert seen.settings_key(c, 1) == key != seen.settings_key(c, 2)
     c.offload_weights = True
     assert seen.settings_key(c, 1) != key
+
+
+@pytest.mark.parametrize("changes", [{}, {"recipe": "mxfp8", "zero_level": 3}, {"attention": "xla"}])
+def test_a_plan_finds_what_a_run_of_its_config_wrote(changes, monkeypatch):
+    """The key is of the config as `train` takes it: a plan replaces "auto" and an unset overlap_update in its copy."""
+    c = default_config()
+    c.update(changes)
+    keys = []
+
+    def stop(gpu, path, settings):
+        keys.append(settings)
+        raise ConfigError("stop")
+
+    monkeypatch.setattr(seen, "corrected", stop)
+    monkeypatch.setattr(run_plan.aot, "available", lambda: False)
+    with pytest.raises(ConfigError, match="stop"):
+        run_plan.plan(c, "b200")
+    assert keys == [seen.settings_key(c, 1)]
 
 
 def test_fit_reads_the_file_and_names_it(file, monkeypatch):

@@ -5,9 +5,6 @@ from collections.abc import Collection
 from surojax.config.fields import Config, head_dim, mlp_widths, mlps
 from surojax.errors import need
 from surojax.models.lora import ALL_LINEAR, OF_MLP, SAVED, WITHOUT_EXPERTS, target_names
-from surojax.refusals.features import OF_ADAPTERS
-
-FIELDS = tuple(feature.field for feature in OF_ADAPTERS)
 
 
 def check_adapters(c: Config) -> None:

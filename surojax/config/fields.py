@@ -7,6 +7,7 @@ takes a `Model` (`from_config.model`), a `Placement` and keywords.
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,12 @@ from surojax.config.sections import (
     RunSettings,
     StartSettings,
 )
-from surojax.declared import DeclaredField, declared
+from surojax.declared import DeclaredField, Facts, declared
 from surojax.models.decoder_config import DecoderConfig
 from surojax.models.lora import Lora, Mlps
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
-from surojax.offloads import ROWS
+from surojax.offloads import OPTIONS, ROWS
 from surojax.optim.optimizer import MomentSettings
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.placement.table import Storage
@@ -90,7 +91,15 @@ def _sections() -> dict[str, tuple[DeclaredField, ...]]:
             *declared(AdapterSources),
         ),
         "Memory": (
-            *take("zero_level", "shard_*", *ROWS, *_names(Storage), "recompute_*", "microbatches_per_fetch"),
+            *take(
+                "zero_level",
+                "shard_*",
+                *ROWS,
+                *Storage.__annotations__,
+                *OPTIONS,
+                "recompute_*",
+                "microbatches_per_fetch",
+            ),
             *take("overlap_update", "sequence_chunks", "*"),
         ),
         "Mesh: GPUs = dp_replicate_size x dp_shard_size x cp_size x tp_size x pp_size": mesh,
@@ -128,6 +137,20 @@ def flat(c: Config) -> dict[str, Any]:
     if not isinstance(model, ml_collections.ConfigDict):
         return values
     return values | {f"model.{name}": value for name, value in model.items()}
+
+
+def names_with(facts: Facts) -> frozenset[str]:
+    """The names of the fields that may change any of these facts."""
+    return frozenset(name for name, field in FIELDS.items() if field.facts & facts)
+
+
+def set_fields(c: Config, facts: Facts) -> dict[str, Any]:
+    """{name: value} of the fields that may change any of these facts and are set, that is differ from their defaults.
+
+    As a key it stays the same when a later version adds a field.
+    """
+    values = flat(c)
+    return {name: values[name] for name in sorted(names_with(facts)) if values[name] != DEFAULTS[name]}
 
 
 def no_field(name: str) -> str:
@@ -168,9 +191,12 @@ def tokens_of_piece(c: Config) -> int:
     return c.sequence_len // (2 * c.cp_size) if c.cp_size > 1 and c.cp_method != "ulysses" else 0
 
 
+SHARE_SEQUENCES = ("tp_size", "cp_size", "pp_size")
+
+
 def gpus_per_sequence(c: Config) -> int:
     """The number of GPUs that share the same sequences: a batch is divided over groups of this size."""
-    return c.cp_size * c.tp_size * c.pp_size
+    return math.prod(c[name] for name in SHARE_SEQUENCES)
 
 
 def mesh_sizes(c: Config) -> dict[str, int]:

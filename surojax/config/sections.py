@@ -103,7 +103,7 @@ class BatchSettings:
     """The shape of a step's batch."""
 
     # tokens of a training sequence
-    sequence_len: int = declare(512, AT_LEAST_1)
+    sequence_len: int = declare(512, AT_LEAST_1, facts=Facts.COST_AND_IDENTITY)
     # sequences per GPU and microbatch; with cp_size, tp_size or pp_size, per so many GPUs
     per_device_batch_size: int = declare(1, AT_LEAST_1, facts=Facts.COST)
     # microbatches per step; effective batch = this x batch size x data-parallel GPUs

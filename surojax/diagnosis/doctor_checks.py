@@ -38,7 +38,7 @@ class Check(NamedTuple):
 CHECKS: dict[str, Check] = {
     "installation": Check(machine.installation, 120),
     "host_memory": Check(machine.host_memory, 120, OFFLOADS),
-    "disk": Check(machine.disk, 120, ("offload_optimizer", "offload_master")),
+    "disk": Check(machine.disk, 120, OFFLOADS),
     "rates": Check(machine.rates, 300, OFFLOADS),
     "kernels": Check(steps.kernels, 600, ("kernels",)),
     "step": Check(steps.step, 600, ("attention", "kernels", "xla_options")),

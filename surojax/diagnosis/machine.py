@@ -171,10 +171,10 @@ def disk(asked: Asked) -> Iterator[Verdict]:
             rates = seen.DiskRates(read, written)
             said += f" ({seen.record_disk(asked.rates_file, str(Path(folder).absolute()), rates)})"
         if slow and asked.nvme_path:
-            return failed(check, folder, said, ("offload_optimizer", "offload_master"))
+            return failed(check, folder, said, OFFLOADS)
         return ok(check, folder, said + (" (--nvme-path FOLDER measures another disk)" if not asked.nvme_path else ""))
 
-    yield from attempt(check, folder, rates, options=("offload_optimizer", "offload_master"))
+    yield from attempt(check, folder, rates, options=OFFLOADS)
 
 
 def disk_rates(folder: Path, size: int, sustained_s: float = 0.0) -> tuple[float, float]:

@@ -39,11 +39,11 @@ from typing import Literal
 
 import jax
 
-from surojax.declared import AT_LEAST_0, FLOATS, Facts, declare, declared, same_as
+from surojax.declared import FLOATS, Facts, declare, declared, same_as
 from surojax.numerics import quantized
 from surojax.numerics.base_formats import FORMATS, chosen_format
 from surojax.numerics.recipes import Precision
-from surojax.offloads import BY_LAYER, TO_FILES, Offloads, Row
+from surojax.offloads import BY_LAYER, TO_FILES, OffloadOptions, Offloads, Row
 from surojax.placement.home import DEVICE, HOST, NVME, Home
 from surojax.placement.param import EXPERTS, Kind, Param
 from surojax.refusals.pairs import TABLE
@@ -126,7 +126,7 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True)
-class Storage(Offloads):
+class Storage(Offloads, OffloadOptions):
     """The settings that say where each tensor class is stored, and in which format: fields of the config."""
 
     # shards over dp_shard x cp: 1 = optimizer state, 2 = + gradients, 3 = + block weights
@@ -151,18 +151,6 @@ class Storage(Offloads):
     memcpy_all_gather: bool = declare(False, facts=Facts.COST)
     # all-to-all with the GPUs' copy engines within a machine
     memcpy_send_recv: bool = declare(False, facts=Facts.COST)
-    # offload_weights: first layers (of each stage) whose weights stay in device memory
-    resident_layers: int = declare(0, AT_LEAST_0, facts=Facts.COST)
-    # folder on an NVMe disk for what is offloaded to "nvme"; one run at a time. Several on several disks, with commas
-    # between them: files are striped over them
-    nvme_path: str = declare("", facts=Facts.COST)
-    # GiB of what is offloaded to "nvme" that each process keeps in host memory all the same
-    files_in_memory: float = declare(0.0, AT_LEAST_0, facts=Facts.COST)
-    # GiB of optimizer state, master weights and gradients that each GPU keeps, though they are offloaded to host memory
-    # (with any class in "nvme": GiB of one layer's that come to the GPU a layer early)
-    device_memory: float = declare(0.0, AT_LEAST_0, facts=Facts.COST)
-    # 2: master weights and optimizer state in files twice, so that a kill costs one step; 1: goes on from a checkpoint
-    nvme_slots: int = declare(1, choices=(1, 2), facts=Facts.COST)
     # work weights, activations, products: bfloat16 or float32 (products: TF32 on GPUs)
     model_dtype: str = declare("bfloat16", choices=FLOATS, facts=Facts.COST_AND_NUMBERS)
     # the weights the optimizer updates; bfloat16 is rounded stochastically

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,10 +15,10 @@ from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.numerics import base_formats
 from surojax.numerics.recipes import check_recipe
+from surojax.offloads import OPTIONS, ROWS
 from surojax.parallel.collectives import check_copy_engine
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, own_device
-from surojax.placement.table import Mesh
 from surojax.planner import choices, remedies
 from surojax.planner.amounts import Memory, gib, summed
 from surojax.planner.changes import changed, differing, flags
@@ -59,7 +59,7 @@ def check_fit(c: Config, run: Assembly, devices, available: int | None = None) -
     check_copy_engine(run.engine.table.copy_engine, platform)
     check_recipe(run.model.precision, kind, devices[0])
     if c.kernels == "mosaic":
-        check_kernels(c, run.mesh, devices[0])
+        check_kernels(c, run, devices[0])
     need = estimate(run, batch_of(c), platform=platform)
     available = available_bytes(devices) if available is None else available
     own = sum(device.process_index == jax.process_index() for device in devices)
@@ -75,7 +75,7 @@ def check_fit(c: Config, run: Assembly, devices, available: int | None = None) -
     )
 
 
-def check_kernels(c: Config, mesh: Mesh, device) -> None:
+def check_kernels(c: Config, run: Assembly, device) -> None:
     """Raises ConfigError for kernels="mosaic" if a kernel does not support the device or the model.
 
     Traces the step, because only the traced step has the shapes that the kernels get. Nothing is compiled.
@@ -87,12 +87,13 @@ def check_kernels(c: Config, mesh: Mesh, device) -> None:
             f"kernels: expected 'xla' or 'auto' on {device.device_kind}, got 'mosaic'; they are for NVIDIA GPUs of "
             f"compute capability {major}.{minor} or newer"
         )
-    names = ("offload_optimizer", "offload_master")  # host memory instead of files: the same shapes in one program
-    changes = {"attention": "xla", "nvme_path": ""} | {name: bool(c[name]) for name in names}
-    run = from_config(changed(c, changes), mesh, total_steps=1)
-    shape = (c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
+    changes: dict[str, Any] = {"attention": "xla"}
+    if run.engine.table.in_files:  # host memory instead: the same shapes in one program
+        changes |= OPTIONS | {name: bool(c[name]) for name in ROWS} | {"overlap_update": False}
+    run = from_config(changed(c, changes), run.mesh, total_steps=1)
+    shape = (c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(run.mesh), c.sequence_len)
     try:
-        jax.eval_shape(run.train_step(), run.plan, *run.engine.planned_batch(shape, batch_sharding(mesh)))
+        jax.eval_shape(run.train_step(), run.plan, *run.engine.planned_batch(shape, batch_sharding(run.mesh)))
     except dispatch.Unserved as error:
         raise unserved(error) from error
 

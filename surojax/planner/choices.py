@@ -24,9 +24,17 @@ import math
 from collections.abc import Collection, Iterator
 
 from surojax.config.checks import REFUSALS
-from surojax.config.fields import DEFAULTS, Config, default_config, flat, gpus_per_sequence, tokens_of_piece
+from surojax.config.fields import (
+    DEFAULTS,
+    SHARE_SEQUENCES,
+    Config,
+    default_config,
+    flat,
+    gpus_per_sequence,
+    tokens_of_piece,
+)
 from surojax.errors import ConfigError, need
-from surojax.offloads import FIELDS as OFFLOADS, TO_FILES
+from surojax.offloads import FIELDS as OFFLOADS, IN_SLOTS, OPTIONS, TO_FILES
 from surojax.planner.changes import Change, changed, differing
 from surojax.planner.gpus import Gpu
 from surojax.planner.roofline import StorageTiers
@@ -34,7 +42,7 @@ from surojax.refusals.features import RECOMPUTE_PARTS
 from surojax.refusals.refusal import about, refused
 from surojax.sizes import divisor, largest_divisor
 
-AXES = ("tp_size", "cp_size", "pp_size")
+AXES = SHARE_SEQUENCES
 FETCH = "microbatches_per_fetch"
 BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", FETCH)
 FOLDER = "FOLDER"  # placeholder for a folder on an NVMe disk, which only the user knows
@@ -299,12 +307,7 @@ def placements(c: Config, offloads: Collection[str], in_files: bool) -> list[Sto
 
 def nothing_offloaded(c: Config) -> Change:
     """The placement with all state on the device."""
-    change: Change = dict.fromkeys(OFFLOADS.values(), False) | {
-        "resident_layers": 0,
-        "nvme_path": "",
-        "files_in_memory": 0.0,
-        "device_memory": 0.0,
-    }
+    change: Change = dict.fromkeys(OFFLOADS.values(), False) | OPTIONS
     return change | {"overlap_update": False} | ({"offload_quants": False} if c.persistent_quants else {})
 
 
@@ -314,6 +317,8 @@ def placement(c: Config, stored: StorageTiers) -> Change:
     change |= {"resident_layers": stored.resident, "overlap_update": stored.overlaps}
     if "weights" in stored.offloaded and c.persistent_quants:
         change["offload_quants"] = True
+    if set(IN_SLOTS) <= {*stored.files}:
+        change["nvme_slots"] = c.nvme_slots
     return change | ({"nvme_path": c.nvme_path or FOLDER} if stored.files else {})
 
 

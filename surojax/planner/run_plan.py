@@ -131,7 +131,7 @@ def plan(
     c = checked(config, gpu)
     if aot.available() and not aot.usable(gpu):
         return plan_in_subprocess(
-            c,
+            config,
             gpu,
             host_memory=host_memory,
             gpus_per_node=gpus_per_node,
@@ -141,7 +141,8 @@ def plan(
             advise=advise,
         )
     n = c.gpus
-    facts = seen.corrected(with_nodes(gpu, gpus_per_node, host_bandwidth), c.rates_file, seen.settings_key(c, n))
+    settings = seen.settings_key(resolved(config), n)
+    facts = seen.corrected(with_nodes(gpu, gpus_per_node, host_bandwidth), c.rates_file, settings)
     batch = traffic.batch_of(c)
     mesh = make_mesh(aot.devices(gpu, n), **configs.mesh_sizes(c)) if aot.available() else None
     run = from_config(c, mesh.abstract_mesh, total_steps=1000) if mesh else footprint.assembly(c)

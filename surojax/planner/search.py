@@ -29,7 +29,9 @@ from typing import Any, NamedTuple
 
 from surojax.assembly.assemble import Assembly
 from surojax.config import checks
-from surojax.config.fields import Config, flat
+from surojax.config.fields import Config, flat, names_with
+from surojax.config.sections import BatchSettings
+from surojax.declared import Facts, declared
 from surojax.errors import ConfigError
 from surojax.offloads import TO_DEVICE
 from surojax.planner import choices, roofline
@@ -47,9 +49,9 @@ MOST_LAYOUTS = 3  # that are searched
 FAR = 0.15  # relative; layouts whose sample is so much slower are not searched
 KEPT = 32  # candidates that the estimate keeps
 UNCERTAIN = 0.05  # relative; what estimates of memory may be short by, which budgets do not fill
-IRRELEVANT = ("datasets", "validation_datasets")  # fields that the parts of a run do not depend on
-# Fields that they do not depend on either, unless a step has programs of one layer, with all microbatches inside.
-OF_BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
+RELEVANT = names_with(Facts.COST)  # fields that the parts of a run depend on
+# Those that they do not depend on unless a step has programs of one layer, with all microbatches inside.
+OF_BATCH = {field.name for field in declared(BatchSettings)}
 
 
 class Family(NamedTuple):
@@ -337,8 +339,8 @@ class _Search:
         tried = changed(self.space.config, change)
         checks.check(tried)
         values = flat(tried)
-        irrelevant = IRRELEVANT if "nvme" in values.values() else (*IRRELEVANT, *OF_BATCH)
-        key = ("run", *((name, value) for name, value in values.items() if name not in irrelevant))
+        relevant = RELEVANT if "nvme" in values.values() else RELEVANT - OF_BATCH
+        key = ("run", *((name, value) for name, value in values.items() if name in relevant))
         run = self.known(key, lambda: assembly(tried))
         return tried, run, by_class(run, batch_of(tried), self.space.platform)
 

@@ -27,14 +27,13 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from surojax.config.fields import Config, flat
+from surojax.config.fields import Config, set_fields
+from surojax.declared import Facts
 from surojax.errors import ConfigError
-from surojax.optim.optimizers import SETTINGS as OPTIMIZER_SETTINGS
 from surojax.own_files import read_own
 from surojax.planner.gpus import GB, Gpu, find_gpu
 from surojax.planner.prediction import Prediction
 from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
-from surojax.step.objectives import SETTINGS as OBJECTIVE_SETTINGS
 from surojax.untrusted import expanded
 
 VERSION = 1
@@ -45,22 +44,15 @@ MOST_ENTRIES = 500
 LEAST_STEPS = 5  # measured ones, after the first, whose median is written
 MEASURED_ENDS = 0.03  # relative, of a single rate
 PACKAGES = ("surojax", "jax", "jaxlib")
-# Fields that change no step's time, and those that `plan.checked` replaces.
-APART = """
-    output_dir seed max_steps num_epochs eval_steps eval_batches save_steps save_total_limit
-    resume_from_checkpoint sample_prompt sample_tokens sample_temperature data eval_data text_field datasets
-    validation_datasets data_cache on_long on_bad_row train_on chat_template system_prompt tokenizer model_path
-    from_scratch rates_file learning_rate lr_scheduler_type warmup_steps warmup_ratio cooldown_steps
-    final_lr_fraction weight_decay z_loss model.initializer_range lora_alpha lora_plus_ratio lora_adapter
-    lora_base_adapter gpus attention block_scaled_products distill_path
-""".split()
-APART += [field.name for field in (*OPTIMIZER_SETTINGS, *OBJECTIVE_SETTINGS) if isinstance(field.default, float)]
 
 
 def settings_key(c: Config, gpus: int) -> str:
-    """A short name of all settings that a step's time depends on. gpus: how many run it."""
-    values = {name: value for name, value in flat(c).items() if name not in APART} | {"gpus": gpus}
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    """A short name of all settings that a step's time depends on. gpus: how many run it.
+
+    c: as `train` takes it: what "auto" and an unset field mean follows from the others and the kind of GPU.
+    """
+    values = set_fields(c, Facts.TIME) | {"gpus": gpus}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def corrected(gpu: Gpu, path: str, settings: str = "") -> Gpu:

@@ -39,7 +39,7 @@ class KtoLoss:
     Metrics are means over answers: the divergence z; by how much beta r is on the right side of beta z, and how often.
     """
 
-    beta: float = declare(0.1, facts=Facts.NOTHING)
+    beta: float = 0.1
     settings: KtoSettings = KtoSettings()
     per_term: int = 2
     metrics: tuple[str, ...] = ("kl", "rewards/margins", "rewards/accuracies")

@@ -28,7 +28,7 @@ class PreferenceSettings:
     """The options of objectives of pairs, by TRL's names."""
 
     # dpo, ipo, kto, orpo, simpo: how far the model may leave its reference; less = further; the weight of orpo's odds
-    beta: float = declare(0.1, POSITIVE)
+    beta: float = declare(0.1, POSITIVE, facts=Facts.NOTHING)
     # dpo: "sigmoid" (Rafailov et al. 2023), "hinge" (SLiC) or "ipo"
     loss_type: str = declare("sigmoid", choices=("sigmoid", "hinge", "ipo"), facts=Facts.NOTHING)
     # dpo, loss_type sigmoid: probability that a pair's answers are the wrong way round (conservative DPO)

@@ -29,7 +29,7 @@ class StepSettings:
     """
 
     # several documents in a row, separated by attention masks and positions
-    packed: bool = declare(False, name="sample_packing")
+    packed: bool = declare(False, facts=Facts.COST_AND_IDENTITY, name="sample_packing")
     # save only each block's input and recompute the block in the backward pass
     recompute_block: bool = declare(True, facts=Facts.COST)
     # microbatches that each fetch of a layer serves; divides gradient_accumulation_steps

@@ -21,10 +21,11 @@ import numpy as np
 
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.xla_options import compiler_options
-from surojax.config.fields import Config
+from surojax.config.fields import Config, set_fields
 from surojax.data.batches import Batch, Mixture, padded_batch
 from surojax.data.run_data import Evaluated
 from surojax.data.samples import Samples, WithNumbers, at_labels
+from surojax.declared import Facts
 from surojax.errors import ConfigError
 from surojax.exchange import peft
 from surojax.exchange.base import fingerprint
@@ -50,9 +51,6 @@ from surojax.training.start import Start
 from surojax.untrusted import expanded
 
 FOLDER = "reference"  # in data_cache
-# Fields that the numbers of a forward pass depend on, besides weights and tokens.
-NUMBERS = ("model_dtype", "recipe", "matmul_dtype", "skip_quant_first_layers", "skip_quant_last_layers")
-OF_FROZEN = ("qlora_bnb", "qlora_fp8", "qlora_fp4")
 
 
 def with_reference(c: Config, run: Assembly, setup: Setup, start: Start) -> Start:
@@ -94,7 +92,7 @@ class _Reference:
         self.sharding = batch_sharding(setup.mesh, accumulated=False)
         self.initial: Tensors | None = setup.initial or open_weights(c, run.model)
         self.folder = expanded(c.data_cache) / FOLDER
-        self.key = {name: c[name] for name in (*NUMBERS, *OF_FROZEN)}
+        self.key = {"fields": set_fields(c, Facts.NUMBERS)}
         self.key |= {"model": self._name(), "adapter": _digest_of_adapter(c.lora_adapter)}
 
     def _name(self) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from surojax.config import checks, fields as configs
-from surojax.config.adapters import FIELDS
 from surojax.config.fields import Config
+from surojax.config.sections import BatchSettings
+from surojax.declared import Facts, declared
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.layer_file import Store
 from surojax.memory.slots import TABLE, read_slot_table
@@ -21,9 +22,9 @@ from surojax.run.console import say
 from surojax.run.metrics import METRICS_FILE, read_metrics
 from surojax.run.on_disk import BLOCK
 
-# Fields that a run continues with, unchanged.
-OF_ADAPTERS = (name for name in FIELDS if name not in ("lora_dtype", "lora_plus_ratio", "lora_dropout"))
-IDENTITY = ("model", "seed", "sequence_len", "sample_packing", "lora", *OF_ADAPTERS)
+IDENTITY = configs.names_with(Facts.IDENTITY)  # fields that a run continues with, unchanged
+# Fields that say how many samples a step has.
+SAMPLES = {"gpus", *configs.SHARE_SEQUENCES, *(field.name for field in declared(BatchSettings))}
 
 
 def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_per_step: int) -> Path | None:
@@ -127,7 +128,7 @@ def check_same(c: Config, source: str, meta: dict[str, Any], identity: dict[str,
     """
     saved = checks.restored_config(meta["config"], on_disk.written_by(meta))
     changed = differences(saved.to_dict(), c.to_dict())
-    fixed = {k: v for k, v in changed.items() if k.split(".")[0] in IDENTITY}
+    fixed = {k: v for k, v in changed.items() if k in IDENTITY}
     fixed |= {k: (meta.get(k), identity.get(k)) for k in (*identity, BLOCK) if meta.get(k) != identity.get(k)}
     if fixed:
         what = ", ".join(f"{k} is {a!r} there and {b!r} here" for k, (a, b) in fixed.items())
@@ -174,8 +175,7 @@ def check_batch(c: Config, source: str, before: int, now: int, changed: dict) ->
     """
     if before == now:
         return
-    sizes = {"gpus", "cp_size", "tp_size", "pp_size", "per_device_batch_size", "gradient_accumulation_steps"}
-    if not changed.keys() & sizes:
+    if not changed.keys() & SAMPLES:
         groups = now // (c.per_device_batch_size * c.gradient_accumulation_steps)
         devices = groups * configs.gpus_per_sequence(c)
         per_device, rest = divmod(before, groups * c.gradient_accumulation_steps)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from surojax.config import Config, default_config
 from surojax.errors import ConfigError
-from surojax.offloads import ROWS
+from surojax.offloads import OPTIONS, ROWS
 from surojax.placement import table as placement
-from surojax.refusals.features import RECOMPUTE_PARTS
+from surojax.refusals.features import BY_LAYER, RECOMPUTE_PARTS
 
 
 class Setting(NamedTuple):
@@ -417,10 +417,10 @@ def rows_of_config(c: Config, devices: int) -> list[Setting]:
         return rows
     quantised = "sent_int8" if c.zero_quantized_gradients else "order"
     expect = quantised if c.zero_quantized_weights == "none" else c.zero_quantized_weights
-    if n == 1 and all(
-        name.startswith(("offload_", "resident_", "nvme_", "files_", "microbatches_per_fetch")) for name in own
-    ):
-        expect = "grouped" if "microbatches_per_fetch" in own else "same"
+    moved = {*ROWS, *OPTIONS, "offload_quants", "microbatches_per_fetch"}
+    if n == 1 and own.keys() <= moved:
+        grouped = "microbatches_per_fetch" in own or any(own.get(name) == "nvme" for name in BY_LAYER)
+        expect = "grouped" if grouped else "same"
     return [*rows, Setting(OWN, own, n, expect=expect)]
 
 
