@@ -64,6 +64,7 @@ _HOMES = {
     "Objective": "surojax.step.objective",
     "OwnLoop": "surojax.training.own_loop",
     "Result": "surojax.train",
+    "StepSettings": "surojax.step.spec",
     "TrainState": "surojax.step.state",
     "assemble": "surojax.assembly.assemble",
     "default_config": "surojax.config",
@@ -85,7 +86,7 @@ if TYPE_CHECKING:  # for editors, which complete these names and show their type
     from surojax.run.metrics import read_metrics as read_metrics
     from surojax.run.nonfinite import NonFiniteLoss as NonFiniteLoss
     from surojax.step.objective import LossOfLogits as LossOfLogits, Objective as Objective
-    from surojax.step.spec import Engine as Engine
+    from surojax.step.spec import Engine as Engine, StepSettings as StepSettings
     from surojax.step.state import TrainState as TrainState
     from surojax.train import Result as Result, train as train
     from surojax.training.own_loop import OwnLoop as OwnLoop

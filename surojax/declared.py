@@ -127,6 +127,14 @@ class DeclaredField(NamedTuple):
         return KINDS[self.kind] + "".join(f" or {word!r}" for word in self.words)
 
     @property
+    def other_value(self) -> Any:
+        """A value that is not the default, for examples."""
+        if self.choices:
+            return next(value for value in self.choices if value != self.default)
+        by_kind = {bool: True, float: 0.25, str: "other", tuple: ({"path": "rows.jsonl"},)}
+        return self.default + 1 if self.kind is int else by_kind[self.kind]
+
+    @property
     def default_text(self) -> str:
         """The default as Python source, as in a config file."""
         if self.default is None:
@@ -186,6 +194,11 @@ def declared(section: type, prefix: str = "") -> tuple[DeclaredField, ...]:
         about = field.metadata.get("declared", {})
         found.append(DeclaredField(name, field.default, _comments(commented)[attribute], **about))
     return tuple(found)
+
+
+def names_of(section: type) -> tuple[str, ...]:
+    """The names of a section's fields in the config."""
+    return tuple(field.name for field in declared(section))
 
 
 def built[Section](section: type[Section], values: Mapping[str, Any], prefix: str = "", **computed: Any) -> Section:

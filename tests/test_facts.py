@@ -113,14 +113,6 @@ def test_queries():
     assert [field.name for field in declared(Storage) if field.row] == [*OFFLOADS, "offload_quants"]
 
 
-def other_value(field: DeclaredField):
-    """A value that a field may have, and is not its default."""
-    if field.choices:
-        return next(value for value in field.choices if value != field.default)
-    by_kind = {bool: True, int: 8, float: 0.25, str: "other", tuple: ({"path": "rows.jsonl"},)}
-    return by_kind[field.kind]
-
-
 @pytest.mark.parametrize("objective", ["cross_entropy", "dpo", "kto", "orpo", "grpo", "distill"])
 def test_what_claims_to_be_free_costs_nothing(objective):
     """By the estimates of time and memory, with another value of each such field at once."""
@@ -128,7 +120,7 @@ def test_what_claims_to_be_free_costs_nothing(objective):
     c.update(objective=objective, per_device_batch_size=2, lora=True, gpus=1)
     plain = candidate.estimated(c, GPUS["h100"])
     for name in FREE - {"lr_scheduler_type", "model_path"}:
-        (c.model if name in MODEL else c)[name.removeprefix("model.")] = other_value(FIELDS[name])
+        (c.model if name in MODEL else c)[name.removeprefix("model.")] = FIELDS[name].other_value
     other = candidate.estimated(c, GPUS["h100"])
     assert (other.phases, other.need) == (plain.phases, plain.need)
     assert OBJECTIVES[objective].make is not None and c.learning_rate == 0.25

@@ -16,7 +16,6 @@ from surojax.config import fields as configs, flags
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import RECIPES
-from surojax.placement import table as placement
 from surojax.placement.mesh import abstract_mesh, data_parallel
 from surojax.refusals.features import RECOMPUTE_PARTS
 from surojax.step.objectives import OBJECTIVES
@@ -152,7 +151,7 @@ NO_ROW = {  # fields of `Storage` that no row has, and why
 
 def test_every_setting_of_the_table_has_a_row():
     """A new field of `placement.Storage`, or a new way to recompute, needs a line in SETTINGS."""
-    keywords = {*placement.SETTINGS, *RECOMPUTE_PARTS}
+    keywords = {*names_of(Storage), *RECOMPUTE_PARTS}
     keywords |= {"recompute_block", "microbatches_per_fetch", "sequence_chunks", "overlap_update"}
     assert keywords - {name for s in SETTINGS for name in s.changes} == set(NO_ROW)
 

@@ -27,7 +27,7 @@ from surojax.config.sections import (
     RunSettings,
     StartSettings,
 )
-from surojax.declared import DeclaredField, Facts, declared
+from surojax.declared import DeclaredField, Facts, declared, names_of
 from surojax.models.decoder_config import DecoderConfig
 from surojax.models.lora import Lora, Mlps
 from surojax.models.model import Compute
@@ -54,10 +54,6 @@ def _optimizer_settings() -> Iterator[DeclaredField]:
         yield from declared(choice.options) if choice.options else ()
 
 
-def _names(section: type) -> tuple[str, ...]:
-    return tuple(field.name for field in declared(section))
-
-
 def _sections() -> dict[str, tuple[DeclaredField, ...]]:
     """Returns the title of each section of the help, and its fields."""
     sections = (AdapterSettings, Lora, Storage, MeshSettings, StepSettings, Compute)
@@ -66,44 +62,20 @@ def _sections() -> dict[str, tuple[DeclaredField, ...]]:
     def take(*patterns: str) -> tuple[DeclaredField, ...]:
         return tuple(shared.pop(name) for pattern in patterns for name in fnmatch.filter(list(shared), pattern))
 
+    dtypes = take("model_dtype", "master_dtype", "accum_dtype")
+    adapters = take("lora", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", *names_of(Lora))
     mesh = take("dp_*", "ep_*", "tp_*", "cp_*", "pp_*")
     return {
         "Run": declared(RunSettings),
-        "Data": (
-            *declared(DataSettings),
-            *take("sample_packing"),
-            *declared(RowSettings),
-            *declared(BatchSettings),
-        ),
-        "Model": (
-            *declared(StartSettings),
-            *declared(FamilySettings, "model."),
-            *declared(DecoderConfig, "model."),
-        ),
-        "Numbers": (
-            *take("model_dtype", "master_dtype", "accum_dtype"),
-            *declared(MomentSettings),
-            *take("attention", "kernels"),
-        ),
-        "Recipe: the blocks' matrix products": take(*_names(Precision)),
-        "Adapters: low-rank updates of a frozen base": (
-            *take("lora", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", *_names(Lora), "qlora_*"),
-            *declared(AdapterSources),
-        ),
-        "Memory": (
-            *take(
-                "zero_level",
-                "shard_*",
-                *ROWS,
-                *Storage.__annotations__,
-                *OPTIONS,
-                "recompute_*",
-                "microbatches_per_fetch",
-            ),
-            *take("overlap_update", "sequence_chunks", "*"),
-        ),
+        "Data": declared(DataSettings) + take("sample_packing") + declared(RowSettings) + declared(BatchSettings),
+        "Model": declared(StartSettings) + declared(FamilySettings, "model.") + declared(DecoderConfig, "model."),
+        "Numbers": dtypes + declared(MomentSettings) + take("attention", "kernels"),
+        "Recipe: the blocks' matrix products": take(*names_of(Precision)),
+        "Adapters: low-rank updates of a frozen base": adapters + take("qlora_*") + declared(AdapterSources),
+        "Memory": take("zero_level", "shard_*", *ROWS, *Storage.__annotations__, *OPTIONS)
+        + take("recompute_*", "microbatches_per_fetch", "overlap_update", "sequence_chunks", "*"),
         "Mesh: GPUs = dp_replicate_size x dp_shard_size x cp_size x tp_size x pp_size": mesh,
-        "Objective": (*declared(ObjectiveSettings), *OBJECTIVE_SETTINGS),
+        "Objective": declared(ObjectiveSettings) + OBJECTIVE_SETTINGS,
         "Optimizer": tuple(_optimizer_settings()),
     }
 
@@ -201,8 +173,7 @@ def gpus_per_sequence(c: Config) -> int:
 
 def mesh_sizes(c: Config) -> dict[str, int]:
     """The keyword arguments of `placement.mesh.mesh_shape`."""
-    names = "dp_replicate_size", "dp_shard_size", "ep_size", "cp_size", "tp_size", "pp_size"
-    return {name: c[name] for name in names} | {"kv_heads": c.model.num_key_value_heads}
+    return {name: c[name] for name in names_of(MeshSettings)} | {"kv_heads": c.model.num_key_value_heads}
 
 
 def warmup_steps(c: Config, total_steps: int) -> int:

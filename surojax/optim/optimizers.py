@@ -45,20 +45,13 @@ def _made(make: Callable, schedule: Schedule, **arguments) -> Optimizer:
     return make(schedule, **arguments)
 
 
-def _other_value(field: DeclaredField) -> Any:
-    """A value of an option that is not its default."""
-    if field.choices:
-        return next(value for value in field.choices if value != field.default)
-    return field.default + 1 if isinstance(field.default, int) else 0.5
-
-
 def _unused() -> Iterator[Refusal]:
     """Rows for options with the optimizers that do not read them."""
     for field in SETTINGS:
         readers = [name for name, choice in OPTIMIZERS.items() if field.name in choice.reads]
         others = [name for name in OPTIMIZERS if name not in readers]
         if others:
-            feature = is_set(field.name, _other_value(field), {"optimizer": readers[0]})
+            feature = is_set(field.name, field.other_value, {"optimizer": readers[0]})
             change = f"leave it out, or set optimizer={' or '.join(map(repr, readers))}"
             yield Refusal(feature, is_one_of("optimizer", *others), "which does not use it", change)
 

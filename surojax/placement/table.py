@@ -237,6 +237,3 @@ def kept_in_memory(budget: float, sizes: Mapping[str, int]) -> dict[str, int]:
             kept[row] = int(min(sizes[row], budget))
             budget -= kept[row]
     return kept
-
-
-SETTINGS = tuple(field.name for field in dataclasses.fields(Storage))  # fields of the config

@@ -31,7 +31,7 @@ from surojax.assembly.assemble import Assembly
 from surojax.config import checks
 from surojax.config.fields import Config, flat, names_with
 from surojax.config.sections import BatchSettings
-from surojax.declared import Facts, declared
+from surojax.declared import Facts, names_of
 from surojax.errors import ConfigError
 from surojax.offloads import TO_DEVICE
 from surojax.planner import choices, roofline
@@ -51,7 +51,7 @@ KEPT = 32  # candidates that the estimate keeps
 UNCERTAIN = 0.05  # relative; what estimates of memory may be short by, which budgets do not fill
 RELEVANT = names_with(Facts.COST)  # fields that the parts of a run depend on
 # Those that they do not depend on unless a step has programs of one layer, with all microbatches inside.
-OF_BATCH = {field.name for field in declared(BatchSettings)}
+OF_BATCH = frozenset(names_of(BatchSettings))
 
 
 class Family(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from surojax.declared import AT_LEAST_0, AT_LEAST_1, BELOW_1, Facts, declare
+from surojax.declared import AT_LEAST_0, AT_LEAST_1, BELOW_1, Facts, built, declare, names_of
 from surojax.parallel.collectives import varying
 from surojax.placement.mesh import AXES
 from surojax.step.objective import (
@@ -124,12 +124,9 @@ def _exp(x: jax.Array) -> jax.Array:
     return jnp.exp(jnp.clip(x, -LARGEST_LOGRATIO, LARGEST_LOGRATIO))
 
 
-OPTIONS = tuple(field.name for field in dataclasses.fields(GrpoSettings))
-
-
 def _make(values: dict[str, Any]) -> Grpo:
     """GRPO with these options."""
-    return Grpo(GrpoSettings(**{name: values[name] for name in OPTIONS}))
+    return Grpo(built(GrpoSettings, values))
 
 
-GRPO = ObjectiveChoice(_make, (*OPTIONS, "precompute_ref_log_probs"), rows="rollout")
+GRPO = ObjectiveChoice(_make, (*names_of(GrpoSettings), "precompute_ref_log_probs"), rows="rollout")

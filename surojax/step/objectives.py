@@ -60,16 +60,9 @@ def objective_of(num_labels: int) -> str:
     return next((name for name, choice in OBJECTIVES.items() if choice.num_labels == num_labels), CROSS_ENTROPY)
 
 
-def _other_value(field: DeclaredField) -> Any:
-    """A value of an option that is not its default."""
-    if field.choices:
-        return next(value for value in field.choices if value != field.default)
-    return {bool: True, int: 8, str: "labels"}.get(field.kind, 0.25)
-
-
 def _unused() -> Iterator[Refusal]:
     """Rows for options with the objectives that do not read them."""
-    examples = {field.name: _other_value(field) for field in SETTINGS} | {"z_loss": 1e-4}
+    examples = {field.name: field.other_value for field in SETTINGS} | {"z_loss": 1e-4}
     for name, example in examples.items():
         readers = [objective for objective, choice in OBJECTIVES.items() if name in choice.reads]
         others = [objective for objective in OBJECTIVES if objective not in readers]

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from surojax.declared import AT_LEAST_0, Facts, declare
+from surojax.declared import AT_LEAST_0, Facts, declare, names_of
 from surojax.models.model import Model
 from surojax.step.objective import (
     LABELS,
@@ -96,5 +96,4 @@ def _make(values: dict[str, Any]) -> Reward:
     return Reward(RewardSettings(**values))
 
 
-OPTIONS = tuple(field.name for field in dataclasses.fields(RewardSettings))
-CHOICE = ObjectiveChoice(_make, OPTIONS, rows="preference", together=2, num_labels=1)
+CHOICE = ObjectiveChoice(_make, names_of(RewardSettings), rows="preference", together=2, num_labels=1)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from surojax.declared import names_of
 from surojax.models.linear import linear
 from surojax.models.model import Model
 from surojax.parallel.collectives import device_number
@@ -181,4 +182,4 @@ def _make(values: Mapping[str, Any]) -> Distillation:
     return Distillation(*options)  # pyright: ignore
 
 
-CHOICE = ObjectiveChoice(_make, tuple(field.name for field in dataclasses.fields(DistillSettings)))
+CHOICE = ObjectiveChoice(_make, names_of(DistillSettings))

@@ -11,7 +11,7 @@ from typing import Any
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.config.sections import BatchSettings
-from surojax.declared import Facts, declared
+from surojax.declared import Facts, names_of
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.layer_file import Store
 from surojax.memory.slots import TABLE, read_slot_table
@@ -24,7 +24,7 @@ from surojax.run.on_disk import BLOCK
 
 IDENTITY = configs.names_with(Facts.IDENTITY)  # fields that a run continues with, unchanged
 # Fields that say how many samples a step has.
-SAMPLES = {"gpus", *configs.SHARE_SEQUENCES, *(field.name for field in declared(BatchSettings))}
+SAMPLES = {"gpus", *configs.SHARE_SEQUENCES, *names_of(BatchSettings)}
 
 
 def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_per_step: int) -> Path | None:

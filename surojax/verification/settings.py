@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from surojax.config import Config, default_config
+from surojax.config.sections import MeshSettings
+from surojax.declared import names_of
 from surojax.errors import ConfigError
+from surojax.models.model import Compute
+from surojax.numerics.recipes import Precision
 from surojax.offloads import OPTIONS, ROWS
-from surojax.placement import table as placement
+from surojax.placement.table import Storage
 from surojax.refusals.features import BY_LAYER, RECOMPUTE_PARTS
+from surojax.step.spec import StepSettings
 
 
 class Setting(NamedTuple):
@@ -398,11 +403,11 @@ SEQUENCE_LEN = 64
 
 OWN = "as_configured"
 NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings of `place` that rows take from the config
-RESET = (  # fields that have their defaults in every row that does not change them
-    *(name for name in placement.SETTINGS if name not in NUMBERS),
-    *("recompute_block", *RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
-    *("sample_packing", "sequence_chunks", "microbatches_per_fetch", "ep_size", "cp_size", "cp_method", "tp_size"),
-    *("pp_size", "pp_schedule", "overlap_update"),
+RESET = tuple(  # fields that have their defaults in every row that does not change them
+    name
+    for section in (Storage, StepSettings, MeshSettings, Compute)
+    for name in names_of(section)
+    if name not in (*NUMBERS, *names_of(Precision), "attention", "xla_options")
 )
 
 
