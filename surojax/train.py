@@ -141,6 +141,7 @@ def train(
 
     # -- Data, and the checkpoint to continue from --------------------------------------------------------------------
     start = find_start(c, setup)
+    c = start.config
     tokens_per_step = start.samples_per_step * c.sequence_len
 
     # -- Plan: shapes, shardings, memory ------------------------------------------------------------------------------

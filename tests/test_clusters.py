@@ -147,6 +147,7 @@ sys.exit({code})
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("code, requeued", quick_at([(0, False), (1, False), (75, True)], 2))
 def test_the_sbatch_file_with_an_srun_of_its_own(tmp_path, code, requeued):
     """Each task is one of two processes with all GPUs of its node; only 75 requeues; the code is the job's."""
