@@ -59,7 +59,11 @@ def test_what_to_leave_off_are_fields_with_values_that_they_may_have():
             "most likely our Pallas kernels, which the message",
         ),
         ({}, "Unknown option xla_gpu_x", "most likely XLA's options that overlap copies with products, which the mess"),
-        ({"offload_grads": True}, "cannot allocate pinned host memory", "most likely gradients in host memory or files, which"),
+        (
+            {"offload_grads": True},
+            "cannot allocate pinned host memory",
+            "most likely gradients in host memory or files, which",
+        ),
         ({}, "Unsupported: mosaic", "most likely flash attention, which may be at fault"),  # not in use: not blamed
         ({}, "RESOURCE_EXHAUSTED: 3 GiB", "out of memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
         (

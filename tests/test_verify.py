@@ -295,6 +295,9 @@ def test_the_configs_own_settings_are_a_row():
     assert len(make_batches(c, 8, 1)[0][0]["inputs"]) == 96  # 24 a step, for 3 devices and for 8, 4 microbatches
     assert not config_of_row(c, SETTINGS[0], 5, 96, 4).offload_residual
     assert settings_of.rows_of_config(small_config(), 8) == list(SETTINGS)
+    state: dict = {"offload_optimizer": True, "offload_master": True, "device_memory": 0.1}
+    for changes, expect in (state, "same"), ({"offload_weights": "nvme", "nvme_path": "x"}, "grouped"):
+        assert settings_of.rows_of_config(small_config(gpus=1, **changes), 8)[-1].expect == expect
 
 
 @pytest.mark.parametrize(
