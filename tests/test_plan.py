@@ -759,6 +759,14 @@ def refused(argv: list[str]) -> str:
     return line
 
 
+def test_a_plan_that_does_not_fit_is_no_success(monkeypatch, capsys):
+    """A script may ask by the exit code."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        plan_command.main(["--config", "llama7b", "--gpu", "rtx4060", "--gpus=1"])
+    assert end.value.code == 1 and "does not fit: " in capsys.readouterr().out
+
+
 def test_without_the_compiler_there_is_an_estimate(tmp_path, monkeypatch, capsys):
     """It says so, names the extra, and fills the same fields."""
     monkeypatch.setattr(aot, "available", lambda: False)
