@@ -17,8 +17,8 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from surojax.errors import need
 
@@ -196,12 +196,18 @@ def declared(section: type, prefix: str = "") -> tuple[DeclaredField, ...]:
     return tuple(found)
 
 
+class Values(Protocol):
+    """Values by the names of fields: a config, a part of one, or a mapping."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
 def names_of(section: type) -> tuple[str, ...]:
     """The names of a section's fields in the config."""
     return tuple(field.name for field in declared(section))
 
 
-def built[Section](section: type[Section], values: Mapping[str, Any], prefix: str = "", **computed: Any) -> Section:
+def built[Section](section: type[Section], values: Values, prefix: str = "", **computed: Any) -> Section:
     """Makes a section of a config's values, {name of a field: its value}, which may have others besides.
 
     prefix: before the fields' names. computed: the values of fields that are no fields of the config.

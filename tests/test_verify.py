@@ -14,9 +14,11 @@ from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import from_config
 from surojax.config import fields as configs, flags
 from surojax.config.fields import default_config
+from surojax.declared import names_of
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import RECIPES
 from surojax.placement.mesh import abstract_mesh, data_parallel
+from surojax.placement.table import Storage
 from surojax.refusals.features import RECOMPUTE_PARTS
 from surojax.step.objectives import OBJECTIVES
 from surojax.verification import bounds as bounds_of, rows as rows_of, settings as settings_of, training
