@@ -18,10 +18,11 @@ from typing import Any
 from surojax.data import docstrings, files, given, readers
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.readers import OpenSet, open_set
+from surojax.data.row_fields import SEGMENTS
 from surojax.data.values import is_missing
 from surojax.errors import ConfigError, shown
 
-TYPES = ("auto", "text", "instruction", "conversation", "preference", "unpaired", "rollout")
+TYPES = ("auto", "text", "instruction", "conversation", "preference", "unpaired", "segments", "rollout")
 MESSAGES = ("messages", "conversations")  # fields of a conversation, unless a dataset says another
 PROMPT_FIELDS = ("prompt_field", "completion_field")
 INSTRUCTION_FIELDS = ("instruction_field", "input_field", "output_field")
@@ -302,6 +303,8 @@ def _type_of(row: DataRow, dataset: Dataset) -> str:
         return "rollout"
     if dataset.text_field in fields:
         return "text"
+    if SEGMENTS in fields:
+        return SEGMENTS
     if given.TOKENS in fields:
         return "tokens"
     conversation = " or ".join(messages)
@@ -310,8 +313,8 @@ def _type_of(row: DataRow, dataset: Dataset) -> str:
     preference = f"{dataset.chosen_field} and {dataset.rejected_field}"
     raise ConfigError(
         f"{row.where}: expected a field {conversation} (a conversation), {instruction}, or {other_instruction} (an "
-        f"instruction), {preference} (a preference), {PROMPT} and {COMPLETIONS} (a rollout), or {dataset.text_field} "
-        f"(text), got {field_names(row.record)}; "
+        f"instruction), {preference} (a preference), {PROMPT} and {COMPLETIONS} (a rollout), {SEGMENTS} (texts with "
+        f"labels), or {dataset.text_field} (text), got {field_names(row.record)}; "
         "set text_field to the field that holds the text, or the dataset's type and the names of its fields in an "
         "entry of datasets"
     )
