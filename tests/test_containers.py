@@ -20,6 +20,8 @@ import pytest
 from test_load import BYTES, questions, texts
 
 from surojax.data import decompression, readers
+from surojax.data.cells import decoded
+from surojax.data.data_rows import BadRow
 from surojax.data.datasets import parse_dataset, resolve
 from surojax.data.decompression import format_of, stem
 from surojax.data.documents import TextEncoder
@@ -31,6 +33,7 @@ from surojax.data.prepare import _source
 from surojax.data.readers import read_file
 from surojax.data.rollouts import RolloutEncoder
 from surojax.data.templates import Template
+from surojax.data.texts import READ
 from surojax.data.token_rows import TokenEncoder
 from surojax.errors import ConfigError
 
@@ -201,6 +204,8 @@ SAME: dict[str, Rows] = {
     ],
     "rollouts": ROLLOUTS,
     "token ids": [{"input_ids": [1, 2, 3]}, {"input_ids": []}, {"input_ids": [255]}],
+    "segments": [{"segments": [{"label": True, "text": "a"}, {"label": False, "text": "b"}]}],
+    "a system prompt in parts": [{"prompt": "a", "completion": "b", "system": ["Be brief."]}],
     "an empty answer": [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "  "}],
     "an answer of another type": [{"messages": [said("user", "a"), {"role": "assistant", "content": 1}]}],
     "a label that is none": [{"prompt": "a", "completion": "b", "label": "maybe"}],
@@ -215,6 +220,7 @@ SAME: dict[str, Rows] = {
     ],
     "masked token ids": [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}],
     "token ids with a mask": [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}],
+    "two conversations": [{"messages": [said("user", "a")], "conversations": [said("user", "b")], "text": None}],
     "no completion": [ROLLOUTS[1] | {"completion_ids": [[7], []], "logprobs": [[-0.1], []]}],
 }
 TEMPLATE = (
@@ -315,6 +321,40 @@ def test_values_of_tables(tmp_path, values, expected, name):
         pytest.skip("not written by this pyarrow")
     row, *_ = read_file(tmp_path / name, "text")
     assert row.record == {"x": expected} and type(row.record["x"]) is type(expected)
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt"])
+def test_an_object_with_a_key_twice_is_a_bad_row(tmp_path, field):
+    """Python's parser would take the last value of it."""
+    twice = '[{"role": "user", "content": "a", "content": "b"}]'
+    fine = {"prompt": "a", "completion": "b"}
+    row = f'{{"{field}": {twice}, "completion": "b"}}'
+    file = io.StringIO()
+    csv.writer(file).writerows([[field, "completion"], [twice, "b"]])
+    files = {
+        "a.jsonl": f"{row}\n{json.dumps(fine)}\n",
+        "a.json": f"[{row}, {json.dumps(fine)}]",
+        "in_parts.json": f"[{row[:-1]}{' ' * READ}}}, {json.dumps(fine)}]",
+        "a.csv": file.getvalue(),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+        kind = "conversation" if field == "messages" else "instruction"
+        dataset = parse_dataset({"path": str(tmp_path / name), "type": kind})
+        bad, *others = decoded(read_file(tmp_path / name, "text"), dataset)
+        assert isinstance(bad, BadRow) and "got one twice (the key 'content' is there twice); remove" in bad.reason, (
+            name
+        )
+        assert [other.record for other in others] == ([] if name == "a.csv" else [fine])
+
+
+def test_a_list_in_the_form_of_python_is_a_bad_row(tmp_path):
+    """As pandas writes it into a CSV file: it is no text to train."""
+    pandas = pytest.importorskip("pandas")
+    rows = [{"prompt": [said("user", "a")], "completion": "[{'a': 1}]"}]
+    pandas.DataFrame(rows).to_csv(tmp_path / "a.csv", index=False)
+    _, reason = meaning(tmp_path / "a.csv")
+    assert "expected JSON of messages in 'prompt', got" in reason and "json.dumps" in reason
 
 
 def test_a_map_with_a_key_twice_is_a_bad_row(tmp_path):

@@ -403,6 +403,13 @@ def test_a_prompt_that_begins_a_conversation_is_not_said_twice():
         assert text(pair | {"prompt": prompt}, PAIRS) == text(pair, PAIRS)
 
 
+def test_a_row_that_is_not_to_be_trained_is_refused():
+    for value in (False, 0, "false", "False", "0", "0.0"):
+        assert "expected no weight of the row, got 'train'" in reason(
+            {"prompt": "a", "completion": "b", "train": value}, PROMPTS
+        )
+
+
 def test_labels_of_answers():
     """1 and 0 are true and false to objectives of rated answers; to others a bad answer is none to train."""
     row = {"prompt": "a", "completion": "b"}
