@@ -21,17 +21,18 @@ from test_load import BYTES, questions, texts
 
 from surojax.data import decompression, readers
 from surojax.data.cells import decoded
-from surojax.data.data_rows import BadRow
-from surojax.data.datasets import parse_dataset, resolve
+from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.datasets import parse_dataset, read_dataset, resolve
 from surojax.data.decompression import format_of, stem
 from surojax.data.documents import TextEncoder
 from surojax.data.examples import Encoder
-from surojax.data.files import find_files, split_names
+from surojax.data.files import find, find_files, split_names
 from surojax.data.given import GivenRows
 from surojax.data.items import Item
-from surojax.data.prepare import _source
+from surojax.data.prepare import _source, load_corpora
 from surojax.data.readers import read_file
 from surojax.data.rollouts import RolloutEncoder
+from surojax.data.splits import Split, split_of
 from surojax.data.templates import Template
 from surojax.data.texts import READ
 from surojax.data.token_rows import TokenEncoder
@@ -486,14 +487,66 @@ def test_a_name_that_exists_is_none_but_itself(tmp_path, monkeypatch, name):
     assert [x.resolve() for x in find_files(f"{tmp_path / name}/**/*.jsonl", (".jsonl",)) or ()] == [path]
 
 
-def test_what_datasets_saves_beside_arrow_files_is_no_data(tmp_path):
+def saved_splits(folder: Path, *names: str) -> Path:
+    """As `DatasetDict.save_to_disk` writes them, rows of each split with its name."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        rows = [{"text": f"{name} {i}"} for i in range(2)]
+        (folder / name / "data-00000-of-00001.arrow").write_bytes(stream_of(rows, pa.ipc.new_stream))
+        (folder / name / "state.json").write_text("{}")
+        (folder / name / "dataset_info.json").write_text("{}")
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": names}))
+    return folder
+
+
+def read_texts(path: Path, split: str = "") -> list[str]:
+    rows = read_dataset(parse_dataset({"path": str(path), "split": split, "type": "text"}))
+    return [row.record["text"].split()[0] for row in rows if isinstance(row, DataRow)]
+
+
+def test_one_split_of_a_saved_set_is_read(tmp_path):
+    folder = saved_splits(tmp_path / "a", "train", "validation", "later")
+    assert read_texts(folder) == ["train"] * 2 and read_texts(folder, "later") == ["later"] * 2
+    assert read_texts(folder / "validation") == ["validation"] * 2
+    found = find(str(folder), readers.SUFFIXES)
+    assert found is not None and found.other_splits == ["later", "validation"]
+    for split, given in (("test", folder), ("", saved_splits(tmp_path / "b", "train_sft", "test_sft"))):
+        with pytest.raises(ConfigError, match=r"expected a split '(test|train)', got .*; set split in an entry of data"):
+            read_texts(given, split)
+    for content in ("{}", "[", '{"splits": 5}'):
+        (folder / "dataset_dict.json").write_text(content)
+        with pytest.raises(ConfigError, match="expected the names of splits"):
+            read_texts(folder)
+
+
+SPLIT_NAMES = {
+    "train": ["data/train-00000-of-00002.parquet", "TRAIN.jsonl", "train/a.jsonl", "gsm8k_train.jsonl", "training.csv"],
+    "validation": ["data/validation-00000-of-00001.parquet", "dev.jsonl", "val/a.jsonl", "a.valid.jsonl"],
+    "test": ["data/test-00000-of-00001.parquet", "test.jsonl", "test/train.jsonl", "eval_1.csv", "x/testing/a.jsonl"],
+    "": ["a.jsonl", "latest.jsonl", "trained.jsonl", "contest/a.jsonl", "devices.csv"],
+}
+
+
+def test_files_are_of_the_split_that_their_names_say(tmp_path):
+    """As the `datasets` library takes them; files of no split are trained too."""
+    files = {tmp_path / name for names in SPLIT_NAMES.values() for name in names}
+    of = {split: {tmp_path / name for name in names} for split, names in SPLIT_NAMES.items()}
+    assert split_of(tmp_path, files, "") == Split(of["train"] | of[""], ["test", "validation"])
+    for split in ("validation", "test"):
+        assert split_of(tmp_path, files, split).files == of[split]
+    without = files - of["train"]
+    assert split_of(tmp_path, without, "") == Split(without, [])  # there is nothing else to train on
+    with pytest.raises(ConfigError, match="expected a split 'train', got test, validation; set split in an entry"):
+        split_of(tmp_path, without, "train")
+
+
+def test_a_line_names_the_splits_that_are_not_read(tmp_path):
     for split in ("train", "test"):
-        (tmp_path / split).mkdir()
-        (tmp_path / split / "data-00000-of-00001.arrow").write_bytes(stream_of(texts(3), pa.ipc.new_stream))
-        (tmp_path / split / "state.json").write_text("{}")
-        (tmp_path / split / "dataset_info.json").write_text("{}")
-    (tmp_path / "dataset_dict.json").write_text("{}")
-    assert {x.suffix for x in find_files(str(tmp_path), readers.SUFFIXES) or ()} == {".arrow"}
+        (tmp_path / f"{split}.jsonl").write_text(lines_of([{"text": f"{split} {i}"} for i in range(3)]))
+    lines: list[str] = []
+    train, held_out = load_corpora(str(tmp_path), tokenizer=BYTES, data_cache=str(tmp_path / "cache"), say=lines.append)
+    assert "test" not in BYTES.decode(np.concatenate([train.tokens, held_out.tokens]))
+    assert f"data: {tmp_path}: read without the files of test; an entry of datasets or" in lines[0]
 
 
 @pytest.mark.parametrize("name", ["a.arrow", "a.feather", "a.parquet"])

@@ -328,8 +328,8 @@ def test_errors_of_files(tmp_path):
     (tmp_path / "folder.txt").mkdir()
     assert "got none" in error_of(rows, tmp_path / "folder.txt")
     path = write(tmp_path / "a.txt", "text")
-    assert "expected no split and subset" in error_of(rows, path, split="train")
-    assert "expected no split and subset" in error_of(rows, path, subset="en")
+    assert "expected no split, which only folders" in error_of(rows, path, split="train")
+    assert "expected no subset" in error_of(rows, path, subset="en")
 
 
 def test_a_damaged_footer_of_parquet_is_said_to_be_one(tmp_path):

@@ -244,7 +244,7 @@ def _rows_of(names: str, settings: Settings, open_set: OpenSet) -> Dataset | Non
     """Makes the entry of a comma list of paths, with its type decided; None: documents for `load_corpora`."""
     entry = _entry(names, settings)
     with contextlib.suppress(ConfigError):  # other kinds of files, or none
-        documents = dataclasses.replace(entry, path=tuple(map(str, corpus.expand(names))))
+        documents = dataclasses.replace(entry, path=tuple(map(str, corpus.expand(names).files)))
         if datasets.resolve(documents, open_set).type == "text":
             return None
     return datasets.resolve(entry, open_set)
