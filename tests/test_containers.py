@@ -511,7 +511,7 @@ def test_one_split_of_a_saved_set_is_read(tmp_path):
     found = find(str(folder), readers.SUFFIXES)
     assert found is not None and found.other_splits == ["later", "validation"]
     for split, given in (("test", folder), ("", saved_splits(tmp_path / "b", "train_sft", "test_sft"))):
-        with pytest.raises(ConfigError, match=r"expected a split '(test|train)', got .*; set split in an entry of data"):
+        with pytest.raises(ConfigError, match=r"expected a split '(test|train)', got .*; set split"):
             read_texts(given, split)
     for content in ("{}", "[", '{"splits": 5}'):
         (folder / "dataset_dict.json").write_text(content)

@@ -296,6 +296,31 @@ def test_a_state_that_another_run_replaced_meanwhile_is_not_continued(tmp_path):
     assert opened(tmp_path / "a").kept_progress() == {"step": 1}
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_table_without_its_file_says_what_is_missing(tmp_path, monkeypatch, number):
+    """Before a new file takes its place."""
+    monkeypatch.setattr(striped, "STRIPE", 4096)
+    store = opened(tmp_path / "a", tmp_path / "b")
+    with nvme.claim(store):
+        store.write(0, store.places.of_layers[0], array(1))
+        store.begin_update(7)
+        store.end_update(7)
+        store.reported({"step": 7})
+    file = tmp_path / "ab"[number] / FILE
+    size = f"{file.stat().st_size:,}"
+    for change, got in ((lambda: os.truncate(file, 4096), "4,096"), (file.unlink, "no such file")):
+        change()
+        said = f"expected {file} with {size} bytes, since {tmp_path}/a/{TABLE} has step 7, got {got}; put it back, or"
+        with (
+            pytest.raises(ConfigError, match=said),
+            nvme.claim(opened(tmp_path / "a", tmp_path / "b"), goes_on={"step": 7}),
+        ):
+            pass
+    assert not file.exists()
+    with nvme.claim(opened(tmp_path / "a", tmp_path / "b")):
+        assert file.exists()
+
+
 @pytest.mark.parametrize("slots", [[0, 1], [2, 1], [0, -1], [0], "01", [True, 1]])
 def test_a_table_that_is_none_is_not_continued(tmp_path, slots):
     store = opened(tmp_path / "a")

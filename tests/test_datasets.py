@@ -214,7 +214,7 @@ ENTRY_ERRORS = [
     ({"path": 5}, "path: expected a file"),
     (
         {"path": "a", "type": "chat"},
-        "type: expected one of auto, text, instruction, conversation, preference, unpaired, segments, rollout, got 'chat'",
+        "type: expected one of auto, text, instruction, conversation, preference, unpaired, segments, rollout, got 'c",
     ),
     ({"path": "a", "samples": -1}, "samples: expected a number of rows"),
     ({"path": "a", "samples": True}, "samples: expected a number of rows"),
