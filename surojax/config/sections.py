@@ -69,7 +69,7 @@ class RunSettings:
     report_to: str = declare("tensorboard", KNOWN_TRACKERS)
     # what steps took on GPUs, for plan and fit; "" = not written or read
     rates_file: str = "~/.cache/surojax/rates.json"
-    # "auto" = newest in output_dir if any, "no" = start anew, or a checkpoint folder
+    # "auto" = newest in output_dir if any, "no" = start anew; or a checkpoint: its folder, its step, or "latest"
     resume_from_checkpoint: str = declare("auto", NOT_EMPTY)
     # text continued at the end of training; "" = the beginning of the held-out text
     sample_prompt: str = ""
