@@ -751,6 +751,7 @@ REPEATED = [  # rows, the fields that repeat them, and those that say something 
     (TALK, {"messages": ASKED}, "conversations", (ASKED, SHAREGPT, json.dumps(ASKED)), (OTHER, "x", ["a"])),
     (TALK, {"messages": [says("system", "s"), *ASKED]}, "conversations", (SHAREGPT,), ([*ASKED, *OTHER],)),
     (TALK, {"messages": ASKED}, "prompt", ("Where  is it?", "<user>Where is it?<bot>", ASKED[:1]), ("Here.", "Where")),
+    (TALK, {"messages": ASKED}, "conversation", ([{"in": "Where is it?", "out": "Here."}],), ([{"in": "No"}],)),
     (TALK, {"messages": ASKED}, "completion", ("Here.", ASKED[1:]), ("She.", OTHER[1:])),
     (TALK, {"messages": ASKED}, "text", ("User: Where is it? Bot: Here.", "Where is it?"), ("a news story",)),
     (TALK, {"messages": [*ASKED, *OTHER]}, "prompt", ("Who is it?", "Where is it?"), ("Where is it? Who?!",)[1:]),

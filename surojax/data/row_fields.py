@@ -25,7 +25,7 @@ MEDIA_PLACES = (
 )
 REASONING = (
     *("reasoning_content", "thinking", "reasoning", "reasoning_text", "thoughts", "thought"),
-    *("chain_of_thought", "cot", "Complex_CoT", "reasoning_trace", "thinking_trajectories"),
+    *("chain_of_thought", "cot", "rationale", "Complex_CoT", "reasoning_trace", "thinking_trajectories"),
 )
 # Weights of messages: OpenAI's and Mistral's, Axolotl's, ms-swift's, verl's.
 WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_scale", "loss_mask", "loss_weight")
@@ -175,6 +175,9 @@ MEANINGS = (
         (POSITIONS,), "positions that begin anew", ("tokens",), "give a row for each document, as a list", begins_anew
     ),
     Meaning(LENGTHS, "several documents", ("tokens",), "give a row for each document", has_several),
+    Meaning(
+        ("reflection", "corrected"), "further turns beside the answer", PAIRS, "write all turns as messages", is_prose
+    ),
     Meaning(
         ("positive_messages", "negative_messages"), "messages to compare with", CHATS, "remove the row, or the field"
     ),
