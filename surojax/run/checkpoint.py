@@ -17,6 +17,8 @@ import asyncio
 import contextlib
 import math
 import shutil
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ class Checkpoints:
 
     def __init__(self, output_dir: Path, *, save_total_limit: int, store: Store | None = None):
         """store: the run's file, whose blocks are shared if the file system can."""
+        ignore_closed_loop()
         self.folder = output_dir / FOLDER
         self.last = find(self.folder)
         options = ocp.CheckpointManagerOptions(
@@ -140,6 +143,26 @@ class Checkpoints:
             return f"could not write checkpoint {failed} ({reason}); the disk may be full; last checkpoint: {self.last}"
 
         return Translate(message)
+
+
+CLOSED_LOOP = "Event loop is closed"
+
+
+def ignore_closed_loop() -> None:
+    """Stops threads of tensorstore from printing tracebacks behind the line about a write that failed.
+
+    Orbax closes its event loop with the first of a checkpoint's writes that fails; the others then report to it.
+    """
+    before = sys.excepthook
+    if getattr(before, "ignores", "") == CLOSED_LOOP:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if kind is not RuntimeError or str(error) != CLOSED_LOOP:
+            before(kind, error, trace)
+
+    hook.ignores = CLOSED_LOOP
+    sys.excepthook = hook
 
 
 class _Held(policies.PreservationPolicy):

@@ -1,13 +1,17 @@
 """The loop over a run's steps: train, report, evaluate, save, stop."""
 
+import contextlib
+import shutil
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 
 from surojax.config.fields import Config
+from surojax.errors import CheckpointError
+from surojax.memory.lock import Lock
 from surojax.run.callbacks import Callbacks
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.metrics import DeferredMetrics, FinishedStep, MetricsLog
@@ -20,12 +24,16 @@ from surojax.training.start import Start
 
 
 class Outputs(NamedTuple):
-    """The loop's checkpoints, log and callbacks, and the signal that may stop it."""
+    """The loop's checkpoints, log and callbacks, and the signal that may stop it.
+
+    lock: of the output_dir; None in processes that do not have it.
+    """
 
     checkpoints: Checkpoints
     log: MetricsLog
     callbacks: Callbacks
     stop: StopSignal
+    lock: Lock | None = None
 
 
 class Done(NamedTuple):
@@ -56,7 +64,7 @@ def loop(
     evaluates_first: before the first step. layers: of each segment, for checkpoints. Raises NonFiniteLoss,
     CheckpointError and OSError.
     """
-    checkpoints, log, callbacks, stop = outputs
+    checkpoints, log, callbacks, stop, lock = outputs
     history: list[dict[str, Any]] = []
     deferred = DeferredMetrics()
 
@@ -99,6 +107,9 @@ def loop(
         report(deferred.push(step, metrics, data_wait_s))
         if programs.one_at_a_time:
             report(deferred.flush())
+        if lock and (lost := lock.lost()):
+            report(deferred.flush())
+            rescue(checkpoints, lost, current(), progress_at(step))
         checkpoints.check()
 
         stopping = stop.after(step) or callbacks.stopped_by
@@ -120,3 +131,21 @@ def loop(
             break
     log.keep_status()
     return Done(state, step, history, stopping if step < start.total_steps else "")
+
+
+def rescue(checkpoints: Checkpoints, lost: str, state: TrainState, progress: dict[str, Any]) -> NoReturn:
+    """Saves the state of a run whose output_dir is gone, and raises CheckpointError.
+
+    lost: see `Lock.lost`. Nothing is saved where another run may write by now, nor by one process of several.
+    """
+    folder, step = checkpoints.folder.parent, progress["step"]
+    found = f"expected {folder} as this run locked it, got one that something {lost} by step {step}"
+    if lost == "replaced" or jax.process_count() > 1:
+        raise CheckpointError(f"output_dir: {found}; nothing was written there since: start again in another folder")
+    with contextlib.suppress(CheckpointError):  # of a write that was under way
+        checkpoints.wait()
+    for unfinished in checkpoints.folder.glob("*.orbax-checkpoint-tmp"):  # what is left of it
+        shutil.rmtree(unfinished, ignore_errors=True)
+    checkpoints.save(state, progress)
+    checkpoints.wait()
+    raise CheckpointError(f"output_dir: {found}; that step is saved in {checkpoints.last}: start again to continue")
