@@ -15,10 +15,10 @@ of its own, not compressed, that has the blocks of the run's file until the next
 
 import asyncio
 import contextlib
+import logging
 import math
 import shutil
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -151,18 +151,20 @@ CLOSED_LOOP = "Event loop is closed"
 def ignore_closed_loop() -> None:
     """Stops threads of tensorstore from printing tracebacks behind the line about a write that failed.
 
-    Orbax closes its event loop with the first of a checkpoint's writes that fails; the others then report to it.
+    Orbax closes its event loop with the first of a checkpoint's writes that fails; the others then report to it, and
+    asyncio logs the errors that nobody awaits.
     """
-    before = sys.excepthook
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
     if getattr(before, "ignores", "") == CLOSED_LOOP:
         return
 
-    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if kind is not RuntimeError or str(error) != CLOSED_LOOP:
-            before(kind, error, trace)
+    def hook(raised: "sys.UnraisableHookArgs") -> None:
+        if raised.exc_type is not RuntimeError or str(raised.exc_value) != CLOSED_LOOP:
+            before(raised)
 
     hook.ignores = CLOSED_LOOP
-    sys.excepthook = hook
+    sys.unraisablehook = hook
 
 
 class _Held(policies.PreservationPolicy):

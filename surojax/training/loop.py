@@ -1,9 +1,10 @@
 """The loop over a run's steps: train, report, evaluate, save, stop."""
 
 import contextlib
+import functools
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -21,6 +22,8 @@ from surojax.step.state import TrainState
 from surojax.step.train_step import up_to_date
 from surojax.training.programs import Programs
 from surojax.training.start import Start
+
+SETTLES_S = 1.0  # seconds after which a folder that is being removed is gone
 
 
 class Outputs(NamedTuple):
@@ -77,17 +80,29 @@ def loop(
         progress = {"step": step, "samples": position, "samples_per_step": start.samples_per_step}
         return {**progress, "layers": layers, "config": c.to_dict(), **start.identity}
 
+    def check_lock() -> None:
+        if lock and (lost := lock.lost()):
+            rescue(checkpoints, lost, current(), progress_at(step))
+
+    def written(record: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return record()
+        except FileNotFoundError:
+            time.sleep(SETTLES_S)  # the whole folder may be on its way out
+            check_lock()
+            raise
+
     def report(done: FinishedStep | None) -> None:
         if done is not None:
             times = {"duration_s": done.duration_s, "data_wait_s": done.data_wait_s}
-            record = log.step(done.step, **done.values, **times, usage=done.usage)
+            record = written(functools.partial(log.step, done.step, **done.values, **times, usage=done.usage))
             history.append(record)
             check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last, done.finite)
             callbacks.tell(record, current)
 
     def evaluate(step: int) -> None:
         for scores in programs.evaluate(current().weights):
-            history.append(log.eval(step, **scores))
+            history.append(written(functools.partial(log.eval, step, **scores)))
             callbacks.tell(history[-1], current)
 
     if evaluates_first:
@@ -104,12 +119,10 @@ def loop(
         with jax.transfer_guard("disallow"):
             state, metrics = programs.train_step(state, *on_devices)
         position += start.samples_per_step
+        check_lock()
         report(deferred.push(step, metrics, data_wait_s))
         if programs.one_at_a_time:
             report(deferred.flush())
-        if lock and (lost := lock.lost()):
-            report(deferred.flush())
-            rescue(checkpoints, lost, current(), progress_at(step))
         checkpoints.check()
 
         stopping = stop.after(step) or callbacks.stopped_by
