@@ -26,13 +26,13 @@ from surojax.data.datasets import parse_dataset, read_dataset, resolve
 from surojax.data.decompression import format_of, stem
 from surojax.data.documents import TextEncoder
 from surojax.data.examples import Encoder
-from surojax.data.files import find, find_files, split_names
+from surojax.data.files import find_files, find_with_splits, split_names
 from surojax.data.given import GivenRows
 from surojax.data.items import Item
 from surojax.data.prepare import _source, load_corpora
 from surojax.data.readers import read_file
 from surojax.data.rollouts import RolloutEncoder
-from surojax.data.splits import Split, split_of
+from surojax.data.splits import FolderSplit, split_of
 from surojax.data.templates import Template
 from surojax.data.texts import READ
 from surojax.data.token_rows import TokenEncoder
@@ -508,7 +508,7 @@ def test_one_split_of_a_saved_set_is_read(tmp_path):
     folder = saved_splits(tmp_path / "a", "train", "validation", "later")
     assert read_texts(folder) == ["train"] * 2 and read_texts(folder, "later") == ["later"] * 2
     assert read_texts(folder / "validation") == ["validation"] * 2
-    found = find(str(folder), readers.SUFFIXES)
+    found = find_with_splits(str(folder), readers.SUFFIXES)
     assert found is not None and found.other_splits == ["later", "validation"]
     for split, given in (("test", folder), ("", saved_splits(tmp_path / "b", "train_sft", "test_sft"))):
         with pytest.raises(ConfigError, match=r"expected a split '(test|train)', got .*; set split"):
@@ -531,11 +531,11 @@ def test_files_are_of_the_split_that_their_names_say(tmp_path):
     """As the `datasets` library takes them; files of no split are trained too."""
     files = {tmp_path / name for names in SPLIT_NAMES.values() for name in names}
     of = {split: {tmp_path / name for name in names} for split, names in SPLIT_NAMES.items()}
-    assert split_of(tmp_path, files, "") == Split(of["train"] | of[""], ["test", "validation"])
+    assert split_of(tmp_path, files, "") == FolderSplit(of["train"] | of[""], ["test", "validation"])
     for split in ("validation", "test"):
         assert split_of(tmp_path, files, split).files == of[split]
     without = files - of["train"]
-    assert split_of(tmp_path, without, "") == Split(without, [])  # there is nothing else to train on
+    assert split_of(tmp_path, without, "") == FolderSplit(without, [])  # there is nothing else to train on
     with pytest.raises(ConfigError, match="expected a split 'train', got test, validation; set split in an entry"):
         split_of(tmp_path, without, "train")
 

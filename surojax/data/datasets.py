@@ -352,10 +352,10 @@ def _without(row: DataRow | BadRow, names: tuple[str, ...]) -> DataRow | BadRow:
     return row._replace(record={name: value for name, value in row.record.items() if name not in names})
 
 
-def files_of(dataset: Dataset) -> files.Found:
+def files_of(dataset: Dataset) -> files.FoundFiles:
     """Lists the files that the rows are read from, without those of sets of the `datasets` library."""
     found = [found for _, found in _paths(dataset) if found]
-    return files.Found([path for x in found for path in x.files], [name for x in found for name in x.other_splits])
+    return files.FoundFiles([path for x in found for path in x.files], [name for x in found for name in x.other_splits])
 
 
 def fingerprints_of_sets(dataset: Dataset, open_set: OpenSet) -> list[list[str]]:
@@ -374,7 +374,7 @@ def _split_of(dataset: Dataset) -> str:
     return dataset.split or "train"
 
 
-def _paths(dataset: Dataset) -> Iterator[tuple[str, files.Found | None]]:
+def _paths(dataset: Dataset) -> Iterator[tuple[str, files.FoundFiles | None]]:
     """Yields (path, its files without those of earlier paths); None for a path that names no file."""
     seen: set[Path] = set()
     for item in dataset.path:
@@ -382,7 +382,11 @@ def _paths(dataset: Dataset) -> Iterator[tuple[str, files.Found | None]]:
             yield item, None
             continue
         is_made = item in docstrings.SETS
-        found = files.Found(files.stdlib_files(), []) if is_made else files.find(item, readers.SUFFIXES, dataset.split)
+        found = (
+            files.FoundFiles(files.stdlib_files(), [])
+            if is_made
+            else files.find_with_splits(item, readers.SUFFIXES, dataset.split)
+        )
         yield item, found and found._replace(files=files.unseen(found.files, seen))
 
 

@@ -48,7 +48,7 @@ def split_names(names: str) -> list[str]:
     return paths
 
 
-class Found(NamedTuple):
+class FoundFiles(NamedTuple):
     """Files, sorted, and the splits of a folder that are not read, see splits.py."""
 
     files: list[Path]
@@ -56,12 +56,12 @@ class Found(NamedTuple):
 
 
 def find_files(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
-    """Returns the files that a path, folder or glob names, sorted, see `find`; None if nothing has that name."""
-    found = find(item, suffixes)
+    """Returns the files of `find_with_splits`; None if nothing has that name."""
+    found = find_with_splits(item, suffixes)
     return found and found.files
 
 
-def find(item: str, suffixes: tuple[str, ...], split: str = "") -> Found | None:
+def find_with_splits(item: str, suffixes: tuple[str, ...], split: str = "") -> FoundFiles | None:
     """Finds the files that a path, folder or glob names; None if nothing has that name.
 
     A path that exists is no glob. split: of a folder; "": the training split, or all files if there is none. Raises
@@ -95,7 +95,7 @@ def find(item: str, suffixes: tuple[str, ...], split: str = "") -> Found | None:
                 f"{file}: expected a file ending in {' or '.join(suffixes)}, got '{file.suffix}'; "
                 "convert it (.jsonl: one JSON object with a text field per line) or leave it out"
             )
-    return Found(sorted(files), others)
+    return FoundFiles(sorted(files), others)
 
 
 def _data_files(folder: Path, suffixes: tuple[str, ...]) -> set[Path]:

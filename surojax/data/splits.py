@@ -21,14 +21,14 @@ _WORDS = {
 _PATTERNS = {name: re.compile(rf"(?:^|[-._ 0-9])(?:{words})(?:[-._ 0-9]|$)", re.I) for name, words in _WORDS.items()}
 
 
-class Split(NamedTuple):
+class FolderSplit(NamedTuple):
     """The files of one split of a folder, and the names of its other splits, which are not read."""
 
     files: set[Path]
     others: list[str]
 
 
-def split_of(folder: Path, files: set[Path], name: str) -> Split:
+def split_of(folder: Path, files: set[Path], name: str) -> FolderSplit:
     """Chooses the files of a split. name: of the split; "": the training split, or all files if there is none.
 
     Raises ConfigError if there is no such split.
@@ -36,7 +36,7 @@ def split_of(folder: Path, files: set[Path], name: str) -> Split:
     found = _by_split(folder, files)
     wanted = name or TRAIN
     if not (name or found.keys() & {TRAIN} or (folder / SAVED).is_file()):
-        return Split(files, [])
+        return FolderSplit(files, [])
     if wanted not in found:
         names = ", ".join(sorted(x for x in found if x)) or "files without a split in their names"
         raise ConfigError(
@@ -44,7 +44,7 @@ def split_of(folder: Path, files: set[Path], name: str) -> Split:
         )
     chosen = found.pop(wanted) | (found.pop("", set()) if wanted == TRAIN else set())
     found.pop("", None)
-    return Split(chosen, sorted(found))
+    return FolderSplit(chosen, sorted(found))
 
 
 def _by_split(folder: Path, files: set[Path]) -> dict[str, set[Path]]:
