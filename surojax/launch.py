@@ -41,6 +41,7 @@ from surojax.errors import REFUSED, ConfigError, Refused, ends_with_code, exit_c
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
 MAX_PROCESSES = 1024
 COMMAND = "surojax train ..."
+OF_LAUNCHER = ("--coordinator", "--num_processes", "--process_id", "--secret_file", "--supervisor")
 AT_END = {0: "all processes have finished", STOPPED: "stopped: start again to continue"}
 
 
@@ -226,6 +227,9 @@ def main(argv: list[str] | None = None) -> None:
             command[0] = sys.executable
         is_installed = shutil.which(command[0]) is not None
         need(is_installed, "command", "a program that is installed", command[0], f"correct it: {COMMAND}")
+        for name in OF_LAUNCHER:
+            said = next((word for word in command if word.partition("=")[0] == name), None)
+            need(said is None, name, "none in the command, since the launcher sets it", said, "leave it out")
         again = shlex.join(["surojax", "launch", *argv])
         for name in ("elastic", "devices_per_process") if a.ray else ("gpus_per_process",):
             expected = f"nothing {'with' if a.ray else 'without'} --ray"

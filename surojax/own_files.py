@@ -75,7 +75,7 @@ def read_own(path: Path, form: Form, most: int = SMALL) -> Any:
 
     Raises OSError if it cannot be read, ValueError if it is no JSON, repeats a key, or does not have this form.
     """
-    value = parse_json(read_bytes(path, most), unique=True)
+    value = parse_json(read_bytes(path, most))
     check_form(value, form)
     return value
 

@@ -39,7 +39,7 @@ from surojax.exchange.sources import keeps, replaced_fields, resolved
 from surojax.inference.trained_model import has_template
 from surojax.memory import nvme
 from surojax.memory.aligned import share_arenas
-from surojax.memory.lock import locked
+from surojax.memory.lock import Lock, locked
 from surojax.models.decoder import Block
 from surojax.optim.from_optax import MakeTransformation
 from surojax.parallel.feed import Feed
@@ -168,7 +168,7 @@ def train(
         patience = early_stopping(c, setup.output_dir, start)
         if start.resume and not start.in_files and (start.first_step >= start.total_steps or patience.is_over):
             return nothing_left(c, run, setup, start, patience)
-        claim_output_dir(c, setup, start, until_end)
+        lock = claim_output_dir(c, setup, start, until_end)
         tracked = trackers.Trackers()
         if is_first():
             tracked = trackers.start_trackers(
@@ -226,7 +226,7 @@ def train(
         fine_tunes = setup.initial is not None and not start.first_step  # evaluated first: what it starts from
         with StopSignal(until, setup.output_dir) as stop:
             told = (patience, *guarded(callbacks))
-            outputs = Outputs(checkpoints, log, Callbacks(told, start.total_steps), stop)
+            outputs = Outputs(checkpoints, log, Callbacks(told, start.total_steps), stop, lock)
             # The state is moved into the loop: what a step replaces is not kept here.
             done = loop(
                 c, start, programs, outputs, batches, states.pop(), evaluates_first=fine_tunes, layers=run.layers
@@ -283,14 +283,14 @@ def nothing_left(c: Config, run: Assembly, setup: Setup, start: Start, patience:
     return Result(state, [], start.resume, True, "" if is_at_end else patience.reason)
 
 
-def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextlib.ExitStack) -> None:
+def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextlib.ExitStack) -> Lock | None:
     """Creates the output_dir, locks it until the end, and copies there the files that an export needs.
 
-    Raises ConfigError if another run uses it, CheckpointError if one has used it since `set_up`.
+    Returns the lock, None in other processes than the first. Raises ConfigError if another run uses it,
+    CheckpointError if one has used it since `set_up`.
     """
     setup.output_dir.mkdir(parents=True, exist_ok=True)
-    if is_first():
-        until_end.enter_context(locked(setup.output_dir / "lock", "output_dir"))
+    lock = until_end.enter_context(locked(setup.output_dir / "lock", "output_dir")) if is_first() else None
     if on_disk.find(setup.output_dir / on_disk.FOLDER) != setup.newest:
         raise CheckpointError(
             f"another run wrote checkpoints into {setup.output_dir} while this one started; start again"
@@ -299,6 +299,7 @@ def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextli
         convert.keep(c)
     elif is_first() and c.chat_template:
         convert.keep_template(c)
+    return lock
 
 
 def parser() -> argparse.ArgumentParser:

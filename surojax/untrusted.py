@@ -51,13 +51,14 @@ def read_bytes(path: Path, most: int = SMALL) -> bytes:
         return file.read(most)
 
 
-def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
-    """Parses a JSON text. Raises ValueError if it is none, or deeper than MAX_DEPTH.
+class RepeatedKey(ValueError):
+    """Raised for a JSON object that has a key twice, of which Python's parser would take the last value."""
 
-    unique: also if an object has a key twice, of which Python's parser takes the last.
-    """
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses a JSON text. Raises ValueError if it is none, is deeper than MAX_DEPTH, or repeats a key (RepeatedKey)."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique if unique else None)
+        value = json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError(_DEEPER) from None
     brackets = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
@@ -67,25 +68,29 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the object with these keys and values. Raises ValueError if a key is there twice."""
+    """Returns the object with these keys and values. Raises RepeatedKey if a key is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         (key, _), *_ = (collections.Counter(key for key, _ in pairs) - collections.Counter(list(found))).items()
-        raise ValueError(f"the key {shown(key, 80)} is there twice")
+        raise RepeatedKey(f"the key {shown(key, 80)} is there twice")
     return found
 
 
 _DEEPER = f"lists and objects are nested deeper than {MAX_DEPTH}"
-_decode = json.JSONDecoder().raw_decode
+_decode = json.JSONDecoder(object_pairs_hook=_unique).raw_decode
+_decode_any = json.JSONDecoder().raw_decode
 
 
 def parse_first(text: str, start: int) -> tuple[Any, int]:
     """Parses the JSON value that begins at `start`; returns the value and its end.
 
-    Raises ValueError as `parse_json`.
+    Of a value that repeats a key, returns the RepeatedKey. Raises ValueError as `parse_json`.
     """
     try:
-        value, end = _decode(text, start)
+        try:
+            value, end = _decode(text, start)
+        except RepeatedKey as error:
+            value, end = error, _decode_any(text, start)[1]
     except RecursionError:
         raise ValueError(_DEEPER) from None
     if text.count("[", start, end) + text.count("{", start, end) > MAX_DEPTH:

@@ -19,10 +19,11 @@ from small import quick_at
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange.huggingface import model_fields
+from surojax.exchange.huggingface import LISTS, model_fields
 from surojax.exchange.model_tensors import SINGLE, Weights, readers
 from surojax.exchange.parts import text_config
 from surojax.families import neutral
+from surojax.families.family import REQUIRED
 from surojax.families.registry import FAMILIES
 from surojax.models import decoder_model
 from surojax.models.decoder_config import DecoderConfig
@@ -76,6 +77,30 @@ def test_keys_that_change_nothing_pass(family):
     for key, value in MAY_COMPUTE.items():
         with pytest.raises(ConfigError, match=f"config.json has {key}, which may change what the model computes"):
             model_fields({"model_type": family, key: value})
+
+
+OF_TYPES = {bool: (0, 1, "true", [True]), float: (True, False, "1.5", [1.5], {"a": 1}), int: (True, "1", 2.5, 4.0, [1])}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_has_a_value_of_its_type(family):
+    """True is no 1, and 0 no false, also in lists and in a rotary embedding's numbers."""
+    declared = FAMILIES[family]
+    values = {key: allowed[0] for key, allowed in (REQUIRED | neutral.OFF | declared.required).items() if allowed}
+    values |= declared.defaults | {"max_position_embeddings": 64, "max_window_layers": 2, "use_sliding_window": False}
+    kinds = {key: float if value is None else type(value) for key, value in values.items()}
+    lists = [key for key in LISTS if key in declared.defaults or key in neutral.NEUTRAL]
+    kinds |= dict.fromkeys(lists, list)
+    cases = [(key, bad) for key, kind in kinds.items() for bad in OF_TYPES.get(kind, ())]
+    cases += [(key, bad) for key in lists for bad in (False, {}, 1, "a", [True])]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    for name, bad in (("factor", True), ("factor", "4"), ("attention_factor", True), ("truncate", 1)):
+        cases += [(key, yarn | {name: bad}) for key in ("rope_parameters", "rope_scaling")]
+    cases += [("rope_parameters", {"full_attention": yarn | {"factor": True}})]
+    assert len(cases) > 80
+    for key, bad in cases:
+        with pytest.raises(ConfigError, match=rf"config.json: {key}[\w.]*: expected "):
+            model_fields({"model_type": family, key: bad})
 
 
 def test_keys_beside_the_text_of_an_image_model():

@@ -20,17 +20,21 @@ import pytest
 from test_load import BYTES, questions, texts
 
 from surojax.data import decompression, readers
-from surojax.data.datasets import parse_dataset, resolve
+from surojax.data.cells import decoded
+from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.datasets import parse_dataset, read_dataset, resolve
 from surojax.data.decompression import format_of, stem
 from surojax.data.documents import TextEncoder
 from surojax.data.examples import Encoder
-from surojax.data.files import find_files, split_names
+from surojax.data.files import find_files, find_with_splits, split_names
 from surojax.data.given import GivenRows
 from surojax.data.items import Item
-from surojax.data.prepare import _source
+from surojax.data.prepare import _source, load_corpora
 from surojax.data.readers import read_file
 from surojax.data.rollouts import RolloutEncoder
+from surojax.data.splits import FolderSplit, split_of
 from surojax.data.templates import Template
+from surojax.data.texts import READ
 from surojax.data.token_rows import TokenEncoder
 from surojax.errors import ConfigError
 
@@ -201,6 +205,8 @@ SAME: dict[str, Rows] = {
     ],
     "rollouts": ROLLOUTS,
     "token ids": [{"input_ids": [1, 2, 3]}, {"input_ids": []}, {"input_ids": [255]}],
+    "segments": [{"segments": [{"label": True, "text": "a"}, {"label": False, "text": "b"}]}],
+    "a system prompt in parts": [{"prompt": "a", "completion": "b", "system": ["Be brief."]}],
     "an empty answer": [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "  "}],
     "an answer of another type": [{"messages": [said("user", "a"), {"role": "assistant", "content": 1}]}],
     "a label that is none": [{"prompt": "a", "completion": "b", "label": "maybe"}],
@@ -215,6 +221,7 @@ SAME: dict[str, Rows] = {
     ],
     "masked token ids": [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}],
     "token ids with a mask": [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}],
+    "two conversations": [{"messages": [said("user", "a")], "conversations": [said("user", "b")], "text": None}],
     "no completion": [ROLLOUTS[1] | {"completion_ids": [[7], []], "logprobs": [[-0.1], []]}],
 }
 TEMPLATE = (
@@ -315,6 +322,40 @@ def test_values_of_tables(tmp_path, values, expected, name):
         pytest.skip("not written by this pyarrow")
     row, *_ = read_file(tmp_path / name, "text")
     assert row.record == {"x": expected} and type(row.record["x"]) is type(expected)
+
+
+@pytest.mark.parametrize("field", ["messages", "prompt"])
+def test_an_object_with_a_key_twice_is_a_bad_row(tmp_path, field):
+    """Python's parser would take the last value of it."""
+    twice = '[{"role": "user", "content": "a", "content": "b"}]'
+    fine = {"prompt": "a", "completion": "b"}
+    row = f'{{"{field}": {twice}, "completion": "b"}}'
+    file = io.StringIO()
+    csv.writer(file).writerows([[field, "completion"], [twice, "b"]])
+    files = {
+        "a.jsonl": f"{row}\n{json.dumps(fine)}\n",
+        "a.json": f"[{row}, {json.dumps(fine)}]",
+        "in_parts.json": f"[{row[:-1]}{' ' * READ}}}, {json.dumps(fine)}]",
+        "a.csv": file.getvalue(),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+        kind = "conversation" if field == "messages" else "instruction"
+        dataset = parse_dataset({"path": str(tmp_path / name), "type": kind})
+        bad, *others = decoded(read_file(tmp_path / name, "text"), dataset)
+        assert isinstance(bad, BadRow) and "got one twice (the key 'content' is there twice); remove" in bad.reason, (
+            name
+        )
+        assert [other.record for other in others] == ([] if name == "a.csv" else [fine])
+
+
+def test_a_list_in_the_form_of_python_is_a_bad_row(tmp_path):
+    """As pandas writes it into a CSV file: it is no text to train."""
+    pandas = pytest.importorskip("pandas")
+    rows = [{"prompt": [said("user", "a")], "completion": "[{'a': 1}]"}]
+    pandas.DataFrame(rows).to_csv(tmp_path / "a.csv", index=False)
+    _, reason = meaning(tmp_path / "a.csv")
+    assert "expected JSON of messages in 'prompt', got" in reason and "json.dumps" in reason
 
 
 def test_a_map_with_a_key_twice_is_a_bad_row(tmp_path):
@@ -446,14 +487,66 @@ def test_a_name_that_exists_is_none_but_itself(tmp_path, monkeypatch, name):
     assert [x.resolve() for x in find_files(f"{tmp_path / name}/**/*.jsonl", (".jsonl",)) or ()] == [path]
 
 
-def test_what_datasets_saves_beside_arrow_files_is_no_data(tmp_path):
+def saved_splits(folder: Path, *names: str) -> Path:
+    """As `DatasetDict.save_to_disk` writes them, rows of each split with its name."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        rows = [{"text": f"{name} {i}"} for i in range(2)]
+        (folder / name / "data-00000-of-00001.arrow").write_bytes(stream_of(rows, pa.ipc.new_stream))
+        (folder / name / "state.json").write_text("{}")
+        (folder / name / "dataset_info.json").write_text("{}")
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": names}))
+    return folder
+
+
+def read_texts(path: Path, split: str = "") -> list[str]:
+    rows = read_dataset(parse_dataset({"path": str(path), "split": split, "type": "text"}))
+    return [row.record["text"].split()[0] for row in rows if isinstance(row, DataRow)]
+
+
+def test_one_split_of_a_saved_set_is_read(tmp_path):
+    folder = saved_splits(tmp_path / "a", "train", "validation", "later")
+    assert read_texts(folder) == ["train"] * 2 and read_texts(folder, "later") == ["later"] * 2
+    assert read_texts(folder / "validation") == ["validation"] * 2
+    found = find_with_splits(str(folder), readers.SUFFIXES)
+    assert found is not None and found.other_splits == ["later", "validation"]
+    for split, given in (("test", folder), ("", saved_splits(tmp_path / "b", "train_sft", "test_sft"))):
+        with pytest.raises(ConfigError, match=r"expected a split '(test|train)', got .*; set split"):
+            read_texts(given, split)
+    for content in ("{}", "[", '{"splits": 5}'):
+        (folder / "dataset_dict.json").write_text(content)
+        with pytest.raises(ConfigError, match="expected the names of splits"):
+            read_texts(folder)
+
+
+SPLIT_NAMES = {
+    "train": ["data/train-00000-of-00002.parquet", "TRAIN.jsonl", "train/a.jsonl", "gsm8k_train.jsonl", "training.csv"],
+    "validation": ["data/validation-00000-of-00001.parquet", "dev.jsonl", "val/a.jsonl", "a.valid.jsonl"],
+    "test": ["data/test-00000-of-00001.parquet", "test.jsonl", "test/train.jsonl", "eval_1.csv", "x/testing/a.jsonl"],
+    "": ["a.jsonl", "latest.jsonl", "trained.jsonl", "contest/a.jsonl", "devices.csv"],
+}
+
+
+def test_files_are_of_the_split_that_their_names_say(tmp_path):
+    """As the `datasets` library takes them; files of no split are trained too."""
+    files = {tmp_path / name for names in SPLIT_NAMES.values() for name in names}
+    of = {split: {tmp_path / name for name in names} for split, names in SPLIT_NAMES.items()}
+    assert split_of(tmp_path, files, "") == FolderSplit(of["train"] | of[""], ["test", "validation"])
+    for split in ("validation", "test"):
+        assert split_of(tmp_path, files, split).files == of[split]
+    without = files - of["train"]
+    assert split_of(tmp_path, without, "") == FolderSplit(without, [])  # there is nothing else to train on
+    with pytest.raises(ConfigError, match="expected a split 'train', got test, validation; set split in an entry"):
+        split_of(tmp_path, without, "train")
+
+
+def test_a_line_names_the_splits_that_are_not_read(tmp_path):
     for split in ("train", "test"):
-        (tmp_path / split).mkdir()
-        (tmp_path / split / "data-00000-of-00001.arrow").write_bytes(stream_of(texts(3), pa.ipc.new_stream))
-        (tmp_path / split / "state.json").write_text("{}")
-        (tmp_path / split / "dataset_info.json").write_text("{}")
-    (tmp_path / "dataset_dict.json").write_text("{}")
-    assert {x.suffix for x in find_files(str(tmp_path), readers.SUFFIXES) or ()} == {".arrow"}
+        (tmp_path / f"{split}.jsonl").write_text(lines_of([{"text": f"{split} {i}"} for i in range(3)]))
+    lines: list[str] = []
+    train, held_out = load_corpora(str(tmp_path), tokenizer=BYTES, data_cache=str(tmp_path / "cache"), say=lines.append)
+    assert "test" not in BYTES.decode(np.concatenate([train.tokens, held_out.tokens]))
+    assert f"data: {tmp_path}: read without the files of test; an entry of datasets or" in lines[0]
 
 
 @pytest.mark.parametrize("name", ["a.arrow", "a.feather", "a.parquet"])

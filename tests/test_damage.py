@@ -5,23 +5,28 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import tensorstore
 from small import TABLES, Small, tokens
 from test_nvme import BOTH, save
 
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory import nvme, striped
 from surojax.memory.layer_file import FILE, LOCK, MARKER, NvmeError, Store
+from surojax.memory.lock import locked
 from surojax.memory.slots import TABLE
 from surojax.run import checkpoint, on_disk
-from surojax.run.checkpoint import Checkpoints
+from surojax.run.checkpoint import CLOSED_LOOP, Checkpoints, ignore_closed_loop
 from surojax.run.restore import restore
+from surojax.training.loop import rescue
 
 SIZE = 5 * 4096 + 100  # bytes of an array of a layer
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(3)]
@@ -295,6 +300,88 @@ def test_a_state_that_another_run_replaced_meanwhile_is_not_continued(tmp_path):
     with pytest.raises(ConfigError, match="of another run"), nvme.claim(opened(tmp_path / "a"), check=refuses):
         pass
     assert opened(tmp_path / "a").kept_progress() == {"step": 1}
+
+
+def test_a_lock_says_whether_its_file_is_still_there(tmp_path):
+    with locked(tmp_path / "lock", "output_dir") as lock:
+        assert lock.lost() == ""
+        (tmp_path / "lock").unlink()
+        assert lock.lost() == "removed"
+        (tmp_path / "lock").write_text("of another run")
+        assert lock.lost() == "replaced"
+    (tmp_path / "folder").mkdir()
+    with locked(tmp_path / "folder" / "lock", "output_dir") as lock:
+        shutil.rmtree(tmp_path / "folder")
+        assert lock.lost() == "removed"
+
+
+class Saving:
+    """Takes the place of `Checkpoints`; a write is under way that fails."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.last, self.calls = folder / "run" / "checkpoints", "the last one", []
+
+    def save(self, state, progress) -> None:
+        self.calls.append((state, progress["step"]))
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+        if len(self.calls) == 1:
+            raise CheckpointError("could not write")
+
+
+@pytest.mark.parametrize("lost, saves", [("removed", True), ("replaced", False)])
+def test_a_run_whose_folder_is_removed_saves_its_step_and_ends(tmp_path, lost, saves):
+    """But not into a folder that another run may have."""
+    checkpoints = Saving(tmp_path)
+    said = "that step is saved in the last one: start again" if saves else "nothing was written there since"
+    with pytest.raises(
+        CheckpointError, match=f"output_dir: expected {tmp_path}/run as this run locked it, got one that"
+    ):
+        try:
+            rescue(checkpoints, lost, "the state", {"step": 7})
+        except CheckpointError as error:
+            assert f"something {lost} by step 7; {said}" in str(error)
+            raise
+    assert checkpoints.calls == (["wait", ("the state", 7), "wait"] if saves else [])
+
+
+def test_tracebacks_of_a_closed_event_loop_are_not_printed(monkeypatch):
+    """Of writes behind one that failed. Others are."""
+    printed: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: printed.append(repr(raised.exc_value)))
+    for _ in range(2):
+        ignore_closed_loop()
+    for error in (RuntimeError(CLOSED_LOOP), RuntimeError("another"), ValueError(CLOSED_LOOP)):
+        promise, future = tensorstore.Promise.new()
+        future.add_done_callback(mock.Mock(side_effect=error))
+        promise.set_result(None)
+    assert printed == ["RuntimeError('another')", f"ValueError('{CLOSED_LOOP}')"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_table_without_its_file_says_what_is_missing(tmp_path, monkeypatch, number):
+    """Before a new file takes its place."""
+    monkeypatch.setattr(striped, "STRIPE", 4096)
+    store = opened(tmp_path / "a", tmp_path / "b")
+    with nvme.claim(store):
+        store.write(0, store.places.of_layers[0], array(1))
+        store.begin_update(7)
+        store.end_update(7)
+        store.reported({"step": 7})
+    file = tmp_path / "ab"[number] / FILE
+    size = f"{file.stat().st_size:,}"
+    for change, got in ((lambda: os.truncate(file, 4096), "4,096"), (file.unlink, "no such file")):
+        change()
+        said = f"expected {file} with {size} bytes, since {tmp_path}/a/{TABLE} has step 7, got {got}; put it back, or"
+        with (
+            pytest.raises(ConfigError, match=said),
+            nvme.claim(opened(tmp_path / "a", tmp_path / "b"), goes_on={"step": 7}),
+        ):
+            pass
+    assert not file.exists()
+    with nvme.claim(opened(tmp_path / "a", tmp_path / "b")):
+        assert file.exists()
 
 
 @pytest.mark.parametrize("slots", [[0, 1], [2, 1], [0, -1], [0], "01", [True, 1]])

@@ -214,7 +214,7 @@ ENTRY_ERRORS = [
     ({"path": 5}, "path: expected a file"),
     (
         {"path": "a", "type": "chat"},
-        "type: expected one of auto, text, instruction, conversation, preference, unpaired, rollout, got 'chat'",
+        "type: expected one of auto, text, instruction, conversation, preference, unpaired, segments, rollout, got 'c",
     ),
     ({"path": "a", "samples": -1}, "samples: expected a number of rows"),
     ({"path": "a", "samples": True}, "samples: expected a number of rows"),
@@ -328,8 +328,8 @@ def test_errors_of_files(tmp_path):
     (tmp_path / "folder.txt").mkdir()
     assert "got none" in error_of(rows, tmp_path / "folder.txt")
     path = write(tmp_path / "a.txt", "text")
-    assert "expected no split and subset" in error_of(rows, path, split="train")
-    assert "expected no split and subset" in error_of(rows, path, subset="en")
+    assert "expected no split, which only folders" in error_of(rows, path, split="train")
+    assert "expected no subset" in error_of(rows, path, subset="en")
 
 
 def test_a_damaged_footer_of_parquet_is_said_to_be_one(tmp_path):

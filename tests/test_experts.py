@@ -175,6 +175,23 @@ def test_equals_transformers(tmp_path, case, files):
     check_equal_to_transformers(case, params)
 
 
+@pytest.mark.parametrize("files", ["together", "apart"])
+def test_mixtral_may_have_either_name_of_the_module_in_either_layout(tmp_path, files):
+    """transformers 5 renames block_sparse_moe to mlp before anything else, and so reads all four."""
+    weights = stored("mixtral", "weight")
+    config = config_of("mixtral")
+    model = decoder_model.build(config)
+    renamed = {}
+    for name, x in (apart(weights, "mixtral") if files == "apart" else weights).items():
+        one, other = ("mlp.", "block_sparse_moe.")[:: 1 if files == "together" else -1]
+        renamed[name.replace(one, other) if ".experts." in name or ".gate." in name else name] = x
+    tensors = Weights(written(tmp_path / "model", "mixtral", renamed))
+    check_tensors(tensors, model)
+    read = stacks(tensors, model, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    for name, x in in_names(read, model, "mixtral").items():
+        assert np.array_equal(x, weights[name]), name
+
+
 def check_equal_to_transformers(case: str, params) -> None:
     """Raises AssertionError unless logits, losses and all gradients are those of the reference, the routers' too."""
     config = config_of(case)

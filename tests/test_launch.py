@@ -348,6 +348,13 @@ def test_with_fewer_processes_a_step_has_the_same_samples(tmp_path, capfd):
         (["--elastic", "--", "x"], "--restarts: expected 1 or more with --elastic, got 0"),
         (["--devices-per-process", "0", "--", "x"], "--devices-per-process: expected at least 1, got 0"),
         (["-n", str(10**9), "--", "x"], "-n: expected 1 to 1,024, got 1000000000"),
+        *(
+            (
+                ["--", "surojax", "train", *words],
+                f"{words[0].partition('=')[0]}: expected none in the command, since the",
+            )
+            for words in (["--secret_file", "s"], ["--secret_file=s"], ["--coordinator", "a:1"], ["--process_id=0"])
+        ),
         (["--", "no-such-program"], "command: expected a program that is installed, got 'no-such-program'; correct it"),
     ],
 )

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 import types
 from pathlib import Path
 
@@ -90,6 +91,19 @@ def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path, monke
     assert guards[len(told) :] == [mine] * len(told)  # the caller's in its place
     without_times = lambda r: [{k: v for k, v in x.items() if k not in TIMINGS} for x in r.history]
     assert without_times(plain) == without_times(result)
+
+
+@pytest.mark.full
+def test_a_run_whose_folder_is_removed_saves_its_step_and_can_be_continued(tmp_path):
+    def remove(event: Event) -> None:
+        if event.kind == "step" and event.step == 2:
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+    c = config(tmp_path, max_steps=6, output_dir=str(tmp_path / "run"))
+    with pytest.raises(CheckpointError, match=r"removed by step (\d); that step is saved in .*/run/checkpoints/\1:"):
+        train(c, data=TEXTS, callbacks=[remove])
+    assert train(c, data=TEXTS).checkpoint == tmp_path / "run/checkpoints/6"
+
 
 
 @pytest.mark.full

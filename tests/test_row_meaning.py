@@ -12,7 +12,7 @@ import pytest
 
 from surojax.data import row_fields
 from surojax.data.conversations import text_of_row
-from surojax.data.data_rows import BadRow, DataRow
+from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import Dataset, parse_dataset
 from surojax.data.documents import read_documents
 from surojax.data.examples import Encoder, Example
@@ -284,7 +284,7 @@ def test_errors_of_entries(entry, said):
 
 
 @pytest.mark.parametrize("name", row_fields.WEIGHTS)
-@pytest.mark.parametrize("zero, one", [(0, 1), (False, True), (0.0, 1.0)])
+@pytest.mark.parametrize("zero, one", [(0, 1), (False, True), (0.0, 1.0), ("0", "1"), ("false", "True")])
 def test_an_answer_with_a_weight_of_0_is_not_trained(name, zero, one):
     def row(*weights):
         messages = talk("a", "b", "c", "d")["messages"]
@@ -300,7 +300,7 @@ def test_an_answer_with_a_weight_of_0_is_not_trained(name, zero, one):
     assert trained(row(zero, one), train_on="last") == trained(plain, train_on="last")
     assert "expected the last answer, which is the one to train" in reason(row(one, zero), train_on="last")
     assert "expected an answer to train, got 2 with a weight of 0" in reason(row(zero, zero))
-    for bad in (0.5, 2, -1, "0", "yes", [0], float("nan")):
+    for bad in (0.5, 2, -1, "0.5", "yes", "", [0], float("nan")):
         assert f"expected a weight of 0 or 1, true or false, in {name!r} of message 2" in reason(row(bad, one))
 
 
@@ -401,6 +401,13 @@ def test_a_prompt_that_begins_a_conversation_is_not_said_twice():
     pair = {"chosen": talk("a", "b")["messages"], "rejected": talk("a", "c")["messages"]}
     for prompt in ([says("user", "a", id=1)], [{"from": "human", "value": "a"}]):
         assert text(pair | {"prompt": prompt}, PAIRS) == text(pair, PAIRS)
+
+
+def test_a_row_that_is_not_to_be_trained_is_refused():
+    for value in (False, 0, "false", "False", "0", "0.0"):
+        assert "expected no weight of the row, got 'train'" in reason(
+            {"prompt": "a", "completion": "b", "train": value}, PROMPTS
+        )
 
 
 def test_labels_of_answers():
@@ -552,9 +559,11 @@ def test_tools_in_a_message():
         "t.jinja",
     )
     assert "look" in text(row, template=reads)
-    assert "expected tools beside the messages, since chat_template chatml does not read them" in reason(row)
+    assert "expected no 'tools' in a message, since chat_template chatml does not read it there" in reason(row)
     row["messages"][0]["tools"] = []
     assert isinstance(found(row), Example)
+    for name in ("channel", "recipient"):  # of OpenAI's harmony format
+        assert f"expected no {name!r} in a message" in reason(talk("a", "b", **{name: "analysis"}))
 
 
 def test_variables_of_a_template():
@@ -729,3 +738,146 @@ def test_the_end_of_a_turn_is_trained_also_where_the_next_one_begins(template, e
     whole = example.ids.tolist()
     rendered = made.render(talk("a", "b", "c", "d")["messages"])
     assert whole[: len(tokenizer.encode(rendered))] == tokenizer.encode(rendered).tolist()
+
+
+# -- Fields of one meaning --------------------------------------------------------------------------------------------
+
+ASKED, OTHER = talk("Where is it?", "Here.")["messages"], talk("Who is it?", "She.")["messages"]
+PAIR = {"chosen": ASKED, "rejected": [ASKED[0], says("assistant", "There.")]}
+WORDS = {"prompt": "Where is it?", "completion": "Here."}
+ALPACA = {"instruction": "Translate.", "input": "Bonjour", "output": "Good day"}
+SHAREGPT = [{"from": "human", "value": "Where is it?"}, {"from": "gpt", "value": "Here."}]
+REPEATED = [  # rows, the fields that repeat them, and those that say something else
+    (TALK, {"messages": ASKED}, "conversations", (ASKED, SHAREGPT, json.dumps(ASKED)), (OTHER, "x", ["a"])),
+    (TALK, {"messages": [says("system", "s"), *ASKED]}, "conversations", (SHAREGPT,), ([*ASKED, *OTHER],)),
+    (TALK, {"messages": ASKED}, "prompt", ("Where  is it?", "<user>Where is it?<bot>", ASKED[:1]), ("Here.", "Where")),
+    (TALK, {"messages": ASKED}, "conversation", ([{"in": "Where is it?", "out": "Here."}],), ([{"in": "No"}],)),
+    (TALK, {"messages": ASKED}, "completion", ("Here.", ASKED[1:]), ("She.", OTHER[1:])),
+    (TALK, {"messages": ASKED}, "text", ("User: Where is it? Bot: Here.", "Where is it?"), ("a news story",)),
+    (TALK, {"messages": [*ASKED, *OTHER]}, "prompt", ("Who is it?", "Where is it?"), ("Where is it? Who?!",)[1:]),
+    (PROMPTS, WORDS, "messages", (ASKED, ASKED[:1]), (OTHER, [*ASKED, *OTHER])),
+    (PROMPTS, WORDS, "instruction", ("Where is it?",), ("Translate.",)),
+    (PROMPTS, {"prompt": ASKED[:1], "completion": ASKED[1:]}, "messages", (ASKED,), (OTHER,)),
+    (PROMPTS, ALPACA, "text", ("### Translate. ### Bonjour ### Good day",), ("a passage",)),
+    (PROMPTS, ALPACA, "prompt", ("Translate.", "### Translate. ### Bonjour"), ("### Translate.", "Bonjour!")),
+    (PAIRS, PAIR, "prompt", ("Where is it?", "Human: Where is it?", ASKED[:1]), ("Who is it?", "Here.", OTHER[:1])),
+    (PAIRS, PAIR, "messages", (ASKED, SHAREGPT), (OTHER,)),
+    (PAIRS, {"prompt": "a b", "chosen": "c", "rejected": "d"}, "messages", (talk("a b", "c")["messages"],), (OTHER,)),
+    (RATED, WORDS | {"label": True}, "conversations", (SHAREGPT,), (OTHER,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dataset, row, name, same, others", REPEATED, ids=map(str, range(len(REPEATED))))
+def test_a_field_that_means_the_conversation_too_repeats_it_or_is_refused(dataset, row, name, same, others):
+    for value in (*same, None, "", []):
+        assert text(row | {name: value}, dataset) == text(row, dataset), value
+    for value in others:
+        assert f"got another in {name!r}" in reason(row | {name: value}, dataset), value
+        ignoring = dataclasses.replace(dataset, ignored_fields=(name,))
+        assert text({k: v for k, v in row.items() if k != name}, ignoring) == text(row, dataset)
+
+
+def test_the_first_filled_field_is_the_conversation():
+    assert text({"messages": [], "conversations": ASKED}) == text({"messages": None, "conversations": ASKED})
+    named = dataclasses.replace(TALK, messages_field="conversations")
+    assert text({"messages": OTHER, "conversations": ASKED}, named) == text({"messages": ASKED})
+    both = {"role": "user", "from": "user", "content": None, "value": "Where is it?"}
+    assert text({"messages": [both, ASKED[1]]}) == text({"messages": ASKED})
+    assert "'content' or 'value' in message 1, got two that differ" in reason({"messages": [both | {"content": "?"}]})
+    assert "'role' or 'from' in message 1" in reason({"messages": [both | {"from": "assistant"}]})
+
+
+def test_a_prompt_before_answers_or_within_conversations():
+    """A system message may be in one of the two only; a completion may begin with its prompt."""
+    system = says("system", "s")
+    whole = PAIR | {"chosen": [system, *PAIR["chosen"]], "rejected": [system, *PAIR["rejected"]]}
+    answers = PAIR | {"chosen": PAIR["chosen"][1:], "rejected": PAIR["rejected"][1:]}
+    for row in (
+        whole | {"prompt": ASKED[:1]},
+        PAIR | {"prompt": [system, ASKED[0]]},
+        answers | {"prompt": [system, ASKED[0]]},
+    ):
+        assert text(row, PAIRS) == text(whole, PAIRS)
+    assert text({"prompt": ASKED[:1], "completion": ASKED}, PROMPTS) == text({"messages": ASKED})
+
+
+def test_a_weight_of_1_in_a_prompt_is_refused():
+    prompt = [says("user", "a"), says("assistant", "b", weight=1), says("user", "c")]
+    row = {"prompt": prompt, "completion": "d"}
+    assert "expected no weight of 1 in the prompt, of which nothing is trained, got it for message 2" in reason(
+        row, PROMPTS
+    )
+    assert "of message 2" not in trained(row, PROMPTS, train_on="all")
+    assert trained(row | {"prompt": [*prompt[:1], says("assistant", "b", weight=0), prompt[2]]}, PROMPTS) == trained(
+        {"prompt": "c", "completion": "d"}, PROMPTS
+    )
+
+
+# -- Segments, system prompts, variables ------------------------------------------------------------------------------
+
+SEGMENTED = Dataset(("segments",), type="segments")
+
+
+def test_segments_are_trained_by_their_labels():
+    """As Axolotl reads them: every text as it is, no token added."""
+    parts = [{"label": True, "text": "Hi "}, {"label": False, "text": "you"}, {"label": "true", "text": "!"}]
+    for row in ({"segments": parts}, {"segments": json.dumps(parts)}, {"segments": [*parts, {"label": 0, "text": ""}]}):
+        for template in (CHATML, None):
+            assert text(row, SEGMENTED, template) == "Hi you!" and trained(row, SEGMENTED, template) == "Hi !"
+    for bad in ("x", [], ["a"], [{"text": "a"}], [{"label": 2, "text": "a"}], [{"label": True}], {"label": True}, None):
+        assert "segment" in reason({"segments": bad}, SEGMENTED), bad
+    assert "expected a segment to train" in reason({"segments": parts[1:2]}, SEGMENTED)
+    assert "got 'system' ('s')" in reason({"segments": parts, "system": "s"}, SEGMENTED)
+    with pytest.raises(ConfigError, match="train_on: expected assistant for segments"):
+        Encoder(SEGMENTED, BYTES, None, train_on="all")
+
+
+def test_a_system_prompt_may_be_a_list_of_parts():
+    plain = text(talk("a", "b") | {"system": "Be brief."})
+    for parts in (["Be brief."], [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]):
+        for value in (parts, json.dumps(parts)):
+            assert text(talk("a", "b") | {"system": value}) == plain
+    for empty in (None, "", [], "[]", "null", "None"):
+        assert text(talk("a", "b") | {"system": empty}) == text(talk("a", "b"))
+    for bad in ({"a": "b"}, [1], [{"type": "image"}], "[1]"):
+        assert "the system prompt in 'system' as a text" in reason(talk("a", "b") | {"system": bad})
+
+
+def test_variables_are_used_or_refused():
+    template = template_of("variables")
+    for yes in (True, 1, "true", "True"):
+        assert text(talk("a", "b") | {"enable_thinking": yes}, template=template).startswith("think<")
+    said = {"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True}
+    for bad in ({"enable_thinking": "auto"}, {"enable_thinking": 2}, said):
+        assert "true or false in 'enable_thinking'" in reason(talk("a", "b") | bad, template=template)
+    assert "a list of documents" in reason(talk("a", "b") | {"documents": "all of them"}, template=template)
+
+
+def test_documents_that_are_parts_of_something_are_refused():
+    """OASST's messages in rows of their own, packed token ids, weights of texts, labelled segments beside a text."""
+    oasst = {"message_id": "1", "parent_id": "0", "text": "Hi", "role": "prompter", "lang": "en"}
+    for row, said in (
+        (oasst, "got 'role' ('prompter'); join the messages of a conversation (OASST's: by parent_id)"),
+        ({"text": "a", "from": "Human"}, "got 'from'"),
+        ({"text": "a", "sample_weight": 0.5}, "weight of the row"),
+        ({"text": "a", "segments": [{"label": True, "text": "a"}]}, "labelled segments"),
+    ):
+        with pytest.raises(NotARow) as error:
+            text_of_row(row, "text")
+        assert said in str(error.value)
+    for fine in (
+        {"from": "bo@example.org"},
+        {"role": "engineer"},
+        {"sample_weight": 1},
+        {"segments": [{"start": 0.5}]},
+    ):
+        assert text_of_row({"text": "a"} | fine, "text") == "a"
+    for name, bad, good in (("position_ids", [0, 1, 0], [0, 1, 2]), ("seq_lengths", [2, 1], [3])):
+        ids = {"input_ids": [5, 6, 7]}
+        item = TokenEncoder(99).item(DataRow(ids | {name: bad}, "w"))
+        assert isinstance(item.content, BadRow) and repr(name) in item.content.reason
+        assert not isinstance(TokenEncoder(99).item(DataRow(ids | {name: good}, "w")).content, BadRow)
+    rollout = {"prompt_ids": [5], "completion_ids": [[6], [8]], "logprobs": [[-1], [-1]], "rewards": [0, 1]}
+    for name, value in (("images", ["a.png"]), ("sample_weight", 0.5)):
+        bad = RolloutEncoder(99).item(DataRow(rollout | {name: value}, "w")).content
+        assert isinstance(bad, BadRow) and repr(name) in bad.reason and bad.reason.count(";") == 1

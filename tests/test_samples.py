@@ -175,6 +175,17 @@ def test_what_has_no_trained_token_left_after_a_cut_is_left_out():
     assert "1 of 2 examples are longer" in said[0] and said[0].endswith("1 without a trained token are left out")
 
 
+def test_the_trained_tokens_of_cut_answers_are_counted():
+    """Those of an answer with a weight of 0 are not among them."""
+    examples = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6], [1, 2, 3]]
+    said = []
+    masks = [[0, 0, 1, 1, 1, 1, 0, 1], [0, 1, 1, 0, 0, 0], [0, 1, 1]]
+    windows_or_rows(corpus_of(examples, masks), 4, packed=False, is_text=False, say=said.append)
+    assert said[0].endswith("cut at their end, which leaves 2 trained tokens out")  # 6 and 8; the label 5 is kept
+    windows_or_rows(corpus_of(examples), 4, packed=False, is_text=False, say=said.append)
+    assert said[2].endswith("cut at their end, which leaves 4 trained tokens out")
+
+
 def test_which_cut_examples_have_a_label_left(monkeypatch):
     """Counted one by one, in blocks that end anywhere."""
     rng = np.random.default_rng(4)

@@ -25,7 +25,7 @@ from surojax.planner import footprint
 from surojax.planner.traffic import BatchShape
 from surojax.run import on_disk
 from surojax.step.complete import complete_state
-from surojax.training.resume import check_unfinished, goes_on_in_files
+from surojax.training.resume import check_unfinished, find_resume, goes_on_in_files
 
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(5)]
 ALL = dict.fromkeys(("offload_residual", "offload_grads", "offload_weights"), "nvme") | BOTH
@@ -222,6 +222,30 @@ def test_whose_state_it_is(tmp_path, monkeypatch):
         assert not goes_on_in_files(c, own, progress | damaged, 4)
     c.resume_from_checkpoint = "no"
     assert not goes_on_in_files(c, own, progress, 4)
+    start = own / on_disk.FOLDER / "4"
+    began = progress | {"config": {"output_dir": "own", "resume_from_checkpoint": str(start)}}
+    monkeypatch.chdir(own.parent)
+    for _there in (False, True):  # a step, and "latest", are of output_dir's checkpoints
+        for wanted in (
+            "4",
+            "own/checkpoints/4",
+            "./own/checkpoints/../checkpoints/4/",
+            f"{tmp_path}/link/checkpoints/4",
+        ):
+            c.resume_from_checkpoint = wanted
+            assert goes_on_in_files(c, own, began, 4), wanted
+        for wanted in ("5", "latest", "own/checkpoints/5", "own"):
+            c.resume_from_checkpoint = wanted
+            assert not goes_on_in_files(c, own, began, 4), wanted
+        start.mkdir(parents=True, exist_ok=True)
+    c.resume_from_checkpoint = "latest"
+    assert goes_on_in_files(c, own, began | {"config": {"resume_from_checkpoint": "own/checkpoints"}}, 4)
+    start.rmdir()
+    start.parent.rmdir()
+    c.resume_from_checkpoint = "7"
+    with pytest.raises(ConfigError, match=r"got '7', which holds none \(.*/own/checkpoints/7\); correct it"):
+        find_resume(c, own, {}, 1)
+    c.resume_from_checkpoint = "no"
     with pytest.raises(ConfigError, match=r"has step 5 of the run in .*/own, whose last checkpoint is none; choose"):
         check_unfinished(store, tmp_path / "other")
     with pytest.raises(ConfigError, match=r"has step 5 of the run in .*/own"):

@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import json
 import re
 import runpy
 import sys
@@ -18,7 +17,7 @@ from surojax.config.fields import DEFAULTS, FIELDS, SECTIONS, Config, no_field
 from surojax.declared import KINDS
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
-from surojax.untrusted import expanded
+from surojax.untrusted import expanded, parse_json
 
 PACKAGE = Path(__file__).parents[1]
 FINETUNE = Path(__file__).with_name("finetune.py")  # the config of a command line that names only a model
@@ -233,11 +232,11 @@ def override(config: Config, name: str, text: str | None) -> None:
 def _entries(name: str, text: str | None) -> tuple[dict, ...]:
     """Parses the entries of a list like `datasets` from JSON. Raises ConfigError."""
     try:
-        entries = json.loads(text or "")
-    except (ValueError, RecursionError):
-        entries = None
+        entries, reason = parse_json(text or ""), ""
+    except ValueError as error:
+        entries, reason = None, f" ({error})"
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        got = "no value" if text is None else repr(text[:100])
+        got = "no value" if text is None else f"{text[:100]!r}{reason}"
         example = f"""--config.{name}='[{{"path": "chats.jsonl"}}]'"""
         raise ConfigError(f"--config.{name}: expected a JSON list of objects, got {got}; for example {example}")
     return tuple(entries)

@@ -52,7 +52,7 @@ class RunSettings:
     report_to: str = declare("tensorboard", KNOWN_TRACKERS, facts=Facts.NOTHING)
     # what steps took on GPUs, for plan and fit; "" = not written or read
     rates_file: str = declare("~/.cache/surojax/rates.json", facts=Facts.NOTHING)
-    # "auto" = newest in output_dir if any, "no" = start anew, or a checkpoint folder
+    # "auto" = newest in output_dir if any, "no" = start anew; or a checkpoint: its folder, its step, or "latest"
     resume_from_checkpoint: str = declare("auto", NOT_EMPTY, facts=Facts.NOTHING)
     # text continued at the end of training; "" = the beginning of the held-out text
     sample_prompt: str = declare("", facts=Facts.NOTHING)

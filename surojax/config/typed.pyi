@@ -151,7 +151,8 @@ class Config(Section):
     rates_file: str
     r"""what steps took on GPUs, for plan and fit; "" = not written or read."""
     resume_from_checkpoint: str
-    r""""auto" = newest in output_dir if any, "no" = start anew, or a checkpoint folder."""
+    r""""auto" = newest in output_dir if any, "no" = start anew; or a checkpoint: its folder, its step, or
+    "latest"."""
     sample_prompt: str
     r"""text continued at the end of training; "" = the beginning of the held-out text."""
     sample_tokens: int

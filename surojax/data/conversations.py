@@ -11,9 +11,20 @@ from typing import Any, NamedTuple
 from surojax.data import tool_calls
 from surojax.data.data_rows import NotARow
 from surojax.data.datasets import INSTRUCTION_FIELDS, MESSAGES, PROMPT_FIELDS, Dataset, field_names, fields_read
-from surojax.data.messages import as_message, read_messages
+from surojax.data.messages import as_message, read_messages, text_of_parts
 from surojax.data.rendering import Message
-from surojax.data.row_fields import DOCUMENTS, FUNCTIONS, HISTORY, THINKS, VARIABLES, check_fields, has_content
+from surojax.data.repeats import Said, check_repeated, check_repeats, said_in
+from surojax.data.row_fields import (
+    DOCUMENTS,
+    FUNCTIONS,
+    HISTORY,
+    SEGMENTS,
+    THINKS,
+    VARIABLES,
+    check_fields,
+    has_content,
+)
+from surojax.data.values import is_missing, number_of
 from surojax.declared import LARGEST_FLOAT
 from surojax.errors import shown
 
@@ -73,6 +84,7 @@ def prompt_completion(
     Lists of messages in place of texts make it a conversation, whose prompt is not trained.
     """
     reads_prompt = _reads_prompt(record, dataset)
+    reads = {getattr(dataset, name) for name in (PROMPT_FIELDS if reads_prompt else INSTRUCTION_FIELDS)}
     parts = [_as_list(record.get(name)) for name in (dataset.prompt_field, dataset.completion_field)]
     if reads_prompt and any(isinstance(part, list) for part in parts):
         return _of_lists(record, dataset, system_prompt)
@@ -83,6 +95,7 @@ def prompt_completion(
         _check_input(record, dataset)
         prompt = _filled(record, dataset.prompt_field, "the prompt")
         completion = _filled(record, dataset.completion_field, "the completion")
+        check_repeats(record, dataset, reads, [("user", prompt), ("assistant", completion)])
         return PromptCompletion(system, prompt, completion, "", **more)
     if dataset.instruction_field not in record:
         raise NotARow(
@@ -93,6 +106,8 @@ def prompt_completion(
     input_text = _optional(record, dataset.input_field, "the input")
     prompt = f"{instruction}\n\n{input_text}" if input_text else instruction
     completion = _filled(record, dataset.output_field, "the output")
+    parts = [("user", part) for part in (instruction, input_text) if part]
+    check_repeats(record, dataset, reads, [*parts, ("assistant", completion)])
     return PromptCompletion(system, prompt, completion, "\n\n", **more)
 
 
@@ -109,8 +124,11 @@ def _of_lists(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -
             raise NotARow(f"expected messages as {what} in {field!r}, got an empty list; remove the row")
         parts.append(part)
     prompt, completion = parts
+    if (said := said_in(prompt, dataset)) == said_in(completion, dataset)[: len(said)]:
+        completion = completion[len(prompt) :]  # which begins with the prompt
     conversation = _of_messages([*prompt, *completion], record, dataset, system_prompt)
     added = len(conversation.messages) - len(read_messages(completion, dataset).messages)
+    check_repeats(record, dataset, {dataset.prompt_field, dataset.completion_field}, _said_by(conversation))
     if dataset.type == "unpaired" and conversation.messages[-1]["role"] != "assistant":
         raise NotARow(
             f"expected a completion in {dataset.completion_field!r} that ends with an answer of the assistant, got a "
@@ -165,16 +183,19 @@ def is_desirable(record: Mapping[str, Any], dataset: Dataset) -> bool:
 def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:
     """Returns the messages and tools of a row. A system prompt becomes the first message if the row has none."""
     names = (dataset.messages_field,) if dataset.messages_field else MESSAGES
-    message_lists = [record[name] for name in names if record.get(name) is not None]
-    if not message_lists:
+    given = [name for name in names if record.get(name) is not None]
+    given = [name for name in given if has_content(record[name])] or given
+    if not given:
         raise NotARow(
             f"expected messages in {' or '.join(map(repr, names))}, got {field_names(record)}; name the field in the "
             "dataset, or correct the row"
         )
-    messages = tool_calls.decoded(message_lists[0])
+    messages = tool_calls.decoded(record[given[0]])
     if not isinstance(messages, list):
         raise NotARow(f"expected a list of messages, got a {type(messages).__name__}; correct the row")
-    return _of_messages(messages, record, dataset, system_prompt)
+    found = _of_messages(messages, record, dataset, system_prompt)
+    check_repeats(record, dataset, given[:1], _said_by(found))
+    return found
 
 
 def _of_messages(raw: list[Any], record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:
@@ -197,6 +218,10 @@ def _of_messages(raw: list[Any], record: Mapping[str, Any], dataset: Dataset, sy
     return Conversation(messages, _tools(record, dataset), said_weights, variables=_variables(record))
 
 
+def _said_by(conversation: Conversation) -> Said:
+    return [(message["role"], message["content"]) for message in conversation.messages]
+
+
 def preference(
     record: Mapping[str, Any], dataset: Dataset, system_prompt: str
 ) -> tuple[PromptCompletion, PromptCompletion] | tuple[Conversation, Conversation]:
@@ -207,6 +232,7 @@ def preference(
     """
     chosen, rejected = (_as_list(record.get(name)) for name in (dataset.chosen_field, dataset.rejected_field))
     prompt = record.get(dataset.prompt_field)
+    reads = {dataset.prompt_field, dataset.chosen_field, dataset.rejected_field}
     _check_input(record, dataset)
     if isinstance(chosen, list) and isinstance(rejected, list):
         if prompt is not None and not isinstance(prompt, str | list):
@@ -232,6 +258,7 @@ def preference(
             system = _system(record, dataset) or dataset.system_prompt or system_prompt
             prompt = _filled(record, dataset.prompt_field, "the prompt")
             more = {"tools": _tools(record, dataset), "variables": _variables(record)}
+            check_repeats(record, dataset, reads, [("user", prompt), *(("assistant", answer) for answer in answers)])
             chosen, rejected = (PromptCompletion(system, prompt, answer, "", **more) for answer in answers)
             return chosen, rejected
         chosen, rejected = ([*prompt, as_message("assistant", answer, dataset)] for answer in answers)
@@ -245,6 +272,7 @@ def preference(
             "expected two conversations that differ in the last message, an answer of the assistant, got others; "
             "correct or remove the row"
         )
+    check_repeats(record, dataset, reads, [*_said_by(better), *_said_by(worse)[-1:]])
     return better, worse
 
 
@@ -270,19 +298,23 @@ def _as_list(value: Any) -> Any:
 
 
 def _whole(prompt: Any, messages: list[Any], dataset: Dataset) -> list[Any]:
-    """Prepends the prompt's messages to an answer's messages, unless these begin with them."""
-    if isinstance(prompt, list):
-        begins = _said(messages[: len(prompt)], dataset) == _said(prompt, dataset)
-        return messages if begins else [*prompt, *messages]
-    if not isinstance(prompt, str) or not prompt or not messages:
+    """Prepends the prompt's messages to an answer's messages, unless these are a conversation that begins with them.
+
+    Raises NotARow if they are one that does not.
+    """
+    if not has_content(prompt) or not messages:
         return messages
-    is_answer = read_messages(messages[:1], dataset).messages[0]["role"] == "assistant"
-    return [as_message("user", prompt, dataset), *messages] if is_answer else messages
-
-
-def _said(messages: list[Any], dataset: Dataset) -> list[tuple[str, str]]:
-    """Returns the roles and contents of raw messages, without metadata."""
-    return [(message["role"], message["content"]) for message in read_messages(messages, dataset).messages]
+    said = said_in(messages, dataset)
+    begin = [as_message("user", prompt, dataset)] if isinstance(prompt, str) else prompt
+    asked = said_in(begin, dataset)
+    if said[: len(asked)] == asked:
+        return messages
+    if said[0][0] in ("assistant", "tool"):
+        return [*begin, *messages]
+    if asked[0][0] in SYSTEM_ROLES and said[: len(asked) - 1] == asked[1:]:
+        return [begin[0], *messages]
+    check_repeated(prompt, dataset.prompt_field, dataset, said[:-1])
+    return messages
 
 
 def _tools(record: Mapping[str, Any], dataset: Dataset) -> list[Any] | None:
@@ -311,20 +343,61 @@ def _history(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple((prompt, completion) for prompt, completion in turns)
 
 
+def segments(record: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """Returns (text, whether it is trained) of each segment of a row, of those that are not empty."""
+    check_fields(record, SEGMENTS, (SEGMENTS,))
+    parts = tool_calls.decoded(record.get(SEGMENTS))
+    found = []
+    for number, part in enumerate(parts if isinstance(parts, list) else [parts], start=1):
+        text, label = (part.get(name) if isinstance(part, Mapping) else None for name in ("text", "label"))
+        if not isinstance(text, str) or number_of(label) not in (0, 1):
+            raise NotARow(
+                f"expected segment {number} in {SEGMENTS!r} with a text and a label, true or false, got "
+                f"{shown(part, 40)}; correct the row"
+            )
+        found += [(text, bool(number_of(label)))] if text else []
+    if not any(label for _, label in found):
+        raise NotARow(f"expected a segment to train, with the label true, got none in {SEGMENTS!r}; remove the row")
+    return found
+
+
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a row's variables of its chat template, verl's `enable_thinking` and documents among them."""
     found = tool_calls.decoded(record.get(VARIABLES))
     if not isinstance(found, Mapping) and has_content(found):
         raise NotARow(f"expected an object in {VARIABLES!r}, got {shown(found, 40)}; correct the row")
     variables = {name: value for name, value in (found or {}).items() if value is not None}
-    if isinstance(record.get(THINKS), bool):
-        variables.setdefault(THINKS, record[THINKS])
+    thinks = record.get(THINKS)
+    if not is_missing(thinks) and thinks != "":
+        said = variables.setdefault(THINKS, bool(number_of(thinks)))
+        if number_of(thinks) not in (0, 1) or number_of(thinks) != said:
+            raise NotARow(
+                f"expected true or false in {THINKS!r}, the same as {VARIABLES!r} has, got {shown(thinks, 40)}; "
+                "correct the row, or name it in ignored_fields of the dataset"
+            )
     documents = tool_calls.decoded(record.get(DOCUMENTS))
-    return variables | ({DOCUMENTS: documents} if isinstance(documents, list) and has_content(documents) else {})
+    if not has_content(documents):
+        return variables
+    if not isinstance(documents, list):
+        raise NotARow(
+            f"expected a list of documents in {DOCUMENTS!r}, got {shown(documents, 40)}; correct the row, or name it "
+            "in ignored_fields of the dataset"
+        )
+    return variables | {DOCUMENTS: documents}
 
 
 def _system(record: Mapping[str, Any], dataset: Dataset) -> str:
-    return _optional(record, dataset.system_field, "the system prompt")
+    """Returns the system prompt of a row, "" if there is none. It may be a list of parts, also written as JSON."""
+    value = record.get(dataset.system_field)
+    parts = tool_calls.decoded(value)
+    if isinstance(parts, list):
+        value = text_of_parts(parts) if has_content(parts) else ""
+        value = parts if value is None else value
+    if value is None or isinstance(value, str):
+        return value if has_content(value) else ""
+    raise NotARow(
+        f"expected the system prompt in {dataset.system_field!r} as a text, got {shown(value, 40)}; correct the row"
+    )
 
 
 def _optional(record: Mapping[str, Any], field: str, what: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from surojax.data.data_rows import BlankRow
 from surojax.data.documents import Text, read_documents
-from surojax.data.files import find_files, split_names, stdlib_files, unseen
+from surojax.data.files import FoundFiles, find_with_splits, split_names, stdlib_files, unseen
 from surojax.data.items import Item, Source, item_key, new_hash
 from surojax.data.readers import read_file
 from surojax.errors import ConfigError
@@ -25,10 +25,10 @@ def source(name: str, text_field: str) -> Source:
     Raises ConfigError if something is missing.
     """
     is_stdlib = name == STDLIB
-    files = stdlib_files() if is_stdlib else expand(name)
-    items = _read_stdlib if is_stdlib else functools.partial(_read_files, files, text_field)
+    found = FoundFiles(stdlib_files(), []) if is_stdlib else expand(name)
+    items = _read_stdlib if is_stdlib else functools.partial(_read_files, found.files, text_field)
     key = {"stdlib": is_stdlib, "text_field": text_field}
-    return Source(name, files, key, items, what="documents", instead="eval_data")
+    return Source(name, found.files, key, items, what="documents", instead="eval_data", other_splits=found.other_splits)
 
 
 def _read_files(files: list[Path], text_field: str, with_keys: bool) -> Iterator[Item[Text] | BlankRow]:
@@ -55,20 +55,22 @@ def _read_stdlib(with_keys: bool = True) -> Iterator[Item[Text]]:
         )
 
 
-def expand(source: str) -> list[Path]:
+def expand(source: str) -> FoundFiles:
     """Returns the files that `source` names, sorted and without duplicates."""
     paths: set[Path] = set()
+    others: list[str] = []
     for item in split_names(source):
         if not item:
             raise ConfigError(
                 f"data source: expected '{STDLIB}' or paths separated by commas, got an empty one in {source!r}; "
                 "name a file or remove the extra comma"
             )
-        files = find_files(item, SUPPORTED)
-        if files is None:
+        found = find_with_splits(item, SUPPORTED)
+        if found is None:
             raise ConfigError(
                 f"{item}: expected a file, a folder or a glob that matches, got nothing of that name in {Path.cwd()}; "
                 f"correct the path, or use '{STDLIB}' for the built-in corpus"
             )
-        paths.update(files)
-    return unseen(sorted(paths), set())
+        paths.update(found.files)
+        others += found.other_splits
+    return FoundFiles(unseen(sorted(paths), set()), others)

@@ -18,10 +18,11 @@ from typing import Any
 from surojax.data import docstrings, files, given, readers
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.readers import OpenSet, open_set
+from surojax.data.row_fields import SEGMENTS
 from surojax.data.values import is_missing
 from surojax.errors import ConfigError, shown
 
-TYPES = ("auto", "text", "instruction", "conversation", "preference", "unpaired", "rollout")
+TYPES = ("auto", "text", "instruction", "conversation", "preference", "unpaired", "segments", "rollout")
 MESSAGES = ("messages", "conversations")  # fields of a conversation, unless a dataset says another
 PROMPT_FIELDS = ("prompt_field", "completion_field")
 INSTRUCTION_FIELDS = ("instruction_field", "input_field", "output_field")
@@ -74,7 +75,8 @@ class Dataset:
     path: files, folders, globs, "stdlib_docstrings" (questions about Python, with no download), "stdlib_preferences"
       (the same with a wrong answer too), or one name of a set that the `datasets` library finds.
     type: what a row is, one of TYPES; "auto": the fields of the first row decide, which may be "tokens" as well.
-    split, subset: of a set that the `datasets` library finds; "": its training split, its only configuration.
+    split: of a folder (see splits.py), or of a set that the `datasets` library finds; "": its training split.
+    subset: of such a set; "": its only configuration.
     samples: number of rows to read, from the first on; 0: all.
     weight: relative share in a mixture of datasets.
     prompt_field, completion_field: of an instruction, in one form.
@@ -302,6 +304,8 @@ def _type_of(row: DataRow, dataset: Dataset) -> str:
         return "rollout"
     if dataset.text_field in fields:
         return "text"
+    if SEGMENTS in fields:
+        return SEGMENTS
     if given.TOKENS in fields:
         return "tokens"
     conversation = " or ".join(messages)
@@ -310,8 +314,8 @@ def _type_of(row: DataRow, dataset: Dataset) -> str:
     preference = f"{dataset.chosen_field} and {dataset.rejected_field}"
     raise ConfigError(
         f"{row.where}: expected a field {conversation} (a conversation), {instruction}, or {other_instruction} (an "
-        f"instruction), {preference} (a preference), {PROMPT} and {COMPLETIONS} (a rollout), or {dataset.text_field} "
-        f"(text), got {field_names(row.record)}; "
+        f"instruction), {preference} (a preference), {PROMPT} and {COMPLETIONS} (a rollout), {SEGMENTS} (texts with "
+        f"labels), or {dataset.text_field} (text), got {field_names(row.record)}; "
         "set text_field to the field that holds the text, or the dataset's type and the names of its fields in an "
         "entry of datasets"
     )
@@ -348,18 +352,19 @@ def _without(row: DataRow | BadRow, names: tuple[str, ...]) -> DataRow | BadRow:
     return row._replace(record={name: value for name, value in row.record.items() if name not in names})
 
 
-def files_of(dataset: Dataset) -> list[Path]:
+def files_of(dataset: Dataset) -> files.FoundFiles:
     """Lists the files that the rows are read from, without those of sets of the `datasets` library."""
-    return [path for _, paths in _paths(dataset) for path in paths or ()]
+    found = [found for _, found in _paths(dataset) if found]
+    return files.FoundFiles([path for x in found for path in x.files], [name for x in found for name in x.other_splits])
 
 
 def fingerprints_of_sets(dataset: Dataset, open_set: OpenSet) -> list[list[str]]:
     """Lists [name, fingerprint of its rows] for each path that is a set, not a file; "": the name determines them."""
     fingerprints = []
-    for item, paths in _paths(dataset):
+    for item, found in _paths(dataset):
         if item in docstrings.SETS:
             fingerprints.append([item, ""])
-        elif paths is None:
+        elif found is None:
             rows = open_set(item, dataset.subset, _split_of(dataset))
             fingerprints.append([item, str(getattr(rows, "_fingerprint", ""))])
     return fingerprints
@@ -369,30 +374,34 @@ def _split_of(dataset: Dataset) -> str:
     return dataset.split or "train"
 
 
-def _paths(dataset: Dataset) -> Iterator[tuple[str, list[Path] | None]]:
+def _paths(dataset: Dataset) -> Iterator[tuple[str, files.FoundFiles | None]]:
     """Yields (path, its files without those of earlier paths); None for a path that names no file."""
     seen: set[Path] = set()
     for item in dataset.path:
         if item == given.NAME:
             yield item, None
             continue
-        item_files = files.stdlib_files() if item in docstrings.SETS else files.find_files(item, readers.SUFFIXES)
-        yield item, None if item_files is None else files.unseen(item_files, seen)
+        is_made = item in docstrings.SETS
+        found = (
+            files.FoundFiles(files.stdlib_files(), [])
+            if is_made
+            else files.find_with_splits(item, readers.SUFFIXES, dataset.split)
+        )
+        yield item, found and found._replace(files=files.unseen(found.files, seen))
 
 
 def _rows(dataset: Dataset, open_set: OpenSet) -> Iterator[DataRow | BadRow]:
-    for item, paths in _paths(dataset):
+    for item, found in _paths(dataset):
         if item in docstrings.SETS:
             yield from docstrings.SETS[item]()
             continue
-        if paths is None:
+        if found is None:
             split = _split_of(dataset)
             yield from readers.read_set(open_set(item, dataset.subset, split), f"{item} ({split})")
             continue
-        if dataset.split or dataset.subset:
+        if dataset.subset:
             raise ConfigError(
-                f"{item}: expected no split and subset, which files do not have, got split={dataset.split!r}, "
-                f"subset={dataset.subset!r}; name the files in path"
+                f"{item}: expected no subset, which files do not have, got {dataset.subset!r}; name the files in path"
             )
-        for path in paths:
+        for path in found.files:
             yield from readers.read_file(path, dataset.text_field)

@@ -22,6 +22,7 @@ from surojax.data.datasets import Dataset
 from surojax.data.fitting import fitted
 from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
 from surojax.data.pieces import DocumentPiece
+from surojax.data.row_fields import CHATS, SEGMENTS
 from surojax.data.seams import closed, encode_pieces, ends_with_special
 from surojax.data.templates import Template
 from surojax.data.texts import TextFile
@@ -84,11 +85,14 @@ class Encoder:
         train_on: str = "assistant",
         system_prompt: str = "",
     ):
-        assert dataset.type in ("instruction", "conversation", "preference", "unpaired"), (
-            "auto: resolve it first; text: see documents.TextEncoder"
-        )
+        assert dataset.type in CHATS, "auto: resolve it first; text: see documents.TextEncoder"
         if train_on not in TRAIN_ON:
             raise ConfigError(f"train_on: expected one of {', '.join(TRAIN_ON)}, got {train_on!r}; choose one of them")
+        if dataset.type == SEGMENTS and train_on != "assistant":
+            raise ConfigError(
+                f"train_on: expected assistant for {dataset.name}, whose segments say what is trained, got "
+                f"{train_on!r}; leave it out"
+            )
         if (dataset.type == "conversation" or dataset.prompt_as == "chat") and template is None:
             raise ConfigError(
                 f"{dataset.name}: expected a chat template for its conversations, got a tokenizer ({tokenizer.name}) "
@@ -105,6 +109,8 @@ class Encoder:
         self.fingerprint: str = self._fingerprint()
 
     def _note(self, template: Template, train_on: str) -> str:
+        if self._dataset.type == SEGMENTS:
+            return ""
         if self._dataset.type == "conversation":
             return pieces.trained_parts_note(template, train_on) or self._open_turns_note(template, train_on)
         texts = f"{self._dataset.name}: prompts and answers that are texts"
@@ -228,6 +234,9 @@ class Encoder:
             return (row,)
         dataset = self._dataset
         try:
+            if dataset.type == SEGMENTS:
+                parts = conversations.segments(row.record)
+                return (_Draft(tuple(DocumentPiece(*part) for part in parts), False, "never"),)
             if dataset.type == "conversation":
                 return (self._content(conversations.conversation(row.record, dataset, self._system_prompt)),)
             if dataset.type == "preference":
@@ -281,7 +290,7 @@ class Encoder:
         if all(piece.trained for piece in draft.pieces):
             return Example(ids, None)
         masks = [np.full(len(part), piece.trained) for piece, part in zip(draft.pieces, ids_of_pieces, strict=True)]
-        if draft.eos != "always" and self._train_on != "all":
+        if draft.eos == "if_open" and self._train_on != "all":
             masks = [mask & _to_the_last(is_stop) for mask, is_stop in zip(masks, stops, strict=True)]
         return Example(
             ids, np.concatenate([np.zeros(len(bos), bool), *masks, np.full(len(eos), draft.pieces[-1].trained)])

@@ -5,7 +5,9 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+from surojax.data import splits
 from surojax.data.decompression import MARKS, format_of
 from surojax.errors import ConfigError
 
@@ -14,7 +16,7 @@ _OTHER_FORMATS = {  # by the first bytes of a file
     b"\xfe\xff": "convert the file (iconv -f utf-16 -t utf-8)",
     **{mark: f"let the file's name end in {end}, or decompress it" for end, mark in MARKS.items()},
 }
-_ABOUT = ("dataset_info.json", "state.json", "dataset_dict.json")
+_ABOUT = ("dataset_info.json", "state.json", splits.SAVED)
 _MOST_JOINED = 32  # parts between commas that one name may have
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 
@@ -46,17 +48,39 @@ def split_names(names: str) -> list[str]:
     return paths
 
 
-def find_files(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
-    """Returns the files that a path, folder or glob names, sorted; None if nothing has that name.
+class FoundFiles(NamedTuple):
+    """Files, sorted, and the splits of a folder that are not read, see splits.py."""
 
-    A path that exists is no glob. Raises ConfigError if a folder holds no file of a format (`format_of`) among
-    `suffixes`, a file is of another, or it is a pipe.
+    files: list[Path]
+    other_splits: list[str]
+
+
+def find_files(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
+    """Returns the files of `find_with_splits`; None if nothing has that name."""
+    found = find_with_splits(item, suffixes)
+    return found and found.files
+
+
+def find_with_splits(item: str, suffixes: tuple[str, ...], split: str = "") -> FoundFiles | None:
+    """Finds the files that a path, folder or glob names; None if nothing has that name.
+
+    A path that exists is no glob. split: of a folder; "": the training split, or all files if there is none. Raises
+    ConfigError if a folder has no such split or no file of a format (`format_of`) among `suffixes`, a file is of
+    another, or it is a pipe.
     """
     path = item if os.path.exists(item) else os.path.expanduser(item)
     matches = [Path(path)] if os.path.exists(path) else [Path(match) for match in _glob(_existing_escaped(path))]
     if not matches:
         return None
     files = {file for match in matches for file in (_data_files(match, suffixes) if match.is_dir() else [match])}
+    others: list[str] = []
+    if files and matches == [Path(path)] and matches[0].is_dir():
+        files, others = splits.split_of(matches[0], files, split)
+    elif split:
+        raise ConfigError(
+            f"{item}: expected no split, which only folders and sets of the datasets library have, got {split!r}; name "
+            "the files in path"
+        )
     if not files:
         raise ConfigError(
             f"{item}: expected a folder with {' or '.join(suffixes)} files, got none; add some or name another"
@@ -71,7 +95,7 @@ def find_files(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
                 f"{file}: expected a file ending in {' or '.join(suffixes)}, got '{file.suffix}'; "
                 "convert it (.jsonl: one JSON object with a text field per line) or leave it out"
             )
-    return sorted(files)
+    return FoundFiles(sorted(files), others)
 
 
 def _data_files(folder: Path, suffixes: tuple[str, ...]) -> set[Path]:

@@ -15,7 +15,8 @@ from surojax.data.templates import Template
 from surojax.errors import shown
 
 _RESULTS = ("tool", "ipython", "observation")  # names that templates have for the role of a tool's result
-BESIDE_MESSAGES = ("tools", FUNCTIONS, DOCUMENTS)  # fields of a row that some templates read in messages
+# Fields that some templates read in messages: those of a row, and those of OpenAI's harmony format.
+BESIDE_MESSAGES = ("tools", FUNCTIONS, DOCUMENTS, "channel", "recipient")
 _RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 
@@ -49,8 +50,8 @@ def _fitted(message: Message, place: str, template: Template, has_tools: bool) -
     for name in BESIDE_MESSAGES:
         if has_content(message.get(name)) and not template.reads(name, has_tools):
             raise NotARow(
-                f"expected {name} beside the messages, since {template.source} does not read them in a message, got "
-                f"some in {place}; correct the row, or name them in ignored_fields of the dataset"
+                f"expected no {name!r} in a message, since {template.source} does not read it there, got some in "
+                f"{place}; correct the row, or name it in ignored_fields of the dataset"
             )
     if message["role"] == "tool":
         changes["role"] = next((name for name in _RESULTS if template.reads(name, has_tools)), "tool")

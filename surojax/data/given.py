@@ -35,7 +35,13 @@ class GivenRows:
             rows = rows[None]
         self._is_table = any(hasattr(rows, name) for name in ("columns", "column_names", "to_pylist"))
         rows = _rows_of_table(rows) if self._is_table else rows
-        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+        if isinstance(rows, Mapping):
+            names = ", ".join(map(str, list(rows)[:4]))
+            raise ConfigError(
+                f"data: expected an iterable of rows, got {type(rows).__name__} of {names}; give one of its values, "
+                "such as that of 'train', or put a row in a list"
+            )
+        if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
             raise ConfigError(f"data: expected an iterable of rows, got {type(rows).__name__}; put it in a list")
         if iter(rows) is rows:
             raise ConfigError(f"data: expected rows that can be read again, got an iterator; {REPEATS}")

@@ -32,7 +32,7 @@ class Source(NamedTuple):
 
     key: all that the items depend on besides the content of the files, as JSON. items: yields them; its argument says
     whether their keys are needed. name; what: an item is called; instead: the setting that names other data to evaluate
-    on: for messages.
+    on; other_splits: splits of its folders that are not read: for messages.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Source(NamedTuple):
     items: Callable[[bool], Iterator[Item | BlankRow]]
     what: str
     instead: str
+    other_splits: list[str]
 
 
 class Unit[U](NamedTuple):

@@ -7,19 +7,18 @@ means does not depend on the template yet; `fitting.py` adapts it.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from surojax.data import row_fields, tool_calls
 from surojax.data.data_rows import NotARow
 from surojax.data.datasets import ROLES, Dataset, field_names
 from surojax.data.rendering import Message
 from surojax.data.row_fields import MEDIA, MEDIA_PLACES, REASONING, WEIGHTS, has_content
+from surojax.data.values import number_of
 from surojax.errors import shown
 
 CALLING = "function_call"  # the role of a message whose content is the JSON of calls, in ShareGPT's format
 DEVELOPER = "developer"  # OpenAI's newer name of the system role, which some templates tell apart
 OTHER_ROLES = {
-    **{"human": "user", "gpt": "assistant", "model": "assistant"},
+    **{"human": "user", "prompter": "user", "gpt": "assistant", "model": "assistant"},
     **{"function": "tool", "observation": "tool", "ipython": "tool", "tool_response": "tool"},
     **{"tool_call": CALLING, "tool_calls": CALLING},
 }
@@ -75,8 +74,8 @@ def _message(message: Any, number: int, dataset: Dataset) -> tuple[Message, bool
     if not isinstance(message, Mapping):
         raise NotARow(f"expected message {number} as an object, got a {type(message).__name__}; correct the row")
     message = {name: value for name, value in message.items() if name not in dataset.ignored_fields}
-    role_field = dataset.role_field or ("role" if "role" in message else "from")
-    content_field = dataset.content_field or ("content" if "content" in message else "value")
+    role_field = dataset.role_field or _filled_one(message, ("role", "from"), number)
+    content_field = dataset.content_field or _filled_one(message, ("content", "value"), number)
     if role_field not in message:
         raise NotARow(
             f"expected message {number} with its role in {role_field!r}, got {field_names(message)}; name the "
@@ -105,6 +104,18 @@ def _message(message: Any, number: int, dataset: Dataset) -> tuple[Message, bool
     return others | {"role": role, "content": content}, weight
 
 
+def _filled_one(message: Mapping[str, Any], names: tuple[str, str], number: int) -> str:
+    """Returns which of two fields of one meaning a message has. Raises NotARow if both are filled, and differ."""
+    first, second = names
+    values = [message.get(name) for name in names]
+    if None not in values and values[0] != values[1]:
+        raise NotARow(
+            f"expected {first!r} or {second!r} in message {number}, got two that differ; remove one, or name it in "
+            "ignored_fields of the dataset"
+        )
+    return first if values[0] is not None or (first in message and values[1] is None) else second
+
+
 def _role(role: Any, number: int, dataset: Dataset) -> str:
     mapped = dict(dataset.roles)
     found = role
@@ -122,18 +133,17 @@ def _role(role: Any, number: int, dataset: Dataset) -> str:
 def _weight(message: Mapping[str, Any], place: str) -> bool | None:
     """Returns whether a message is to be trained; None if it does not say."""
     for name in _AMBIGUOUS:
-        if isinstance(message.get(name), bool | int | float):
+        if number_of(message.get(name)) is not None:
             advice = "write weight: 1 to train the message, or weight: 0"
             raise NotARow(row_fields.refusal("mask, which has two meanings", name, message[name], advice, place))
     found = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
-    found = {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
     for name, value in found.items():
-        if not isinstance(value, bool | int | float) or value not in (0, 1):
+        if number_of(value) not in (0, 1):
             raise NotARow(
                 f"expected a weight of 0 or 1, true or false, in {name!r} of {place}, got {shown(value, 40)}; correct "
                 "the row, or name it in ignored_fields of the dataset"
             )
-    weights = {bool(value) for value in found.values()}
+    weights = {bool(number_of(value)) for value in found.values()}
     if len(weights) > 1:
         raise NotARow(f"expected one weight of {place}, got {shown(found, 80)}; correct the row")
     return weights.pop() if weights else None
@@ -172,12 +182,17 @@ def _content(message: Mapping[str, Any], content_field: str, number: int, has_ca
         )
     got = f"a {type(content).__name__}"
     if isinstance(content, list):
-        texts = [_text_of_part(part) for part in content]
-        if texts and None not in texts:
-            return "".join(map(str, texts))
+        if (text := text_of_parts(content)) is not None:
+            return text
         kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in content}
         got = f"a list of {', '.join(sorted(kinds)) or 'nothing'}"
     raise NotARow(f"expected message {number} with text in {content_field!r}, got {got}; correct or remove the row")
+
+
+def text_of_parts(parts: list[Any]) -> str | None:
+    """Joins the parts of a content; returns None if there are none, or one is no text."""
+    texts = [_text_of_part(part) for part in parts]
+    return "".join(map(str, texts)) if texts and None not in texts else None
 
 
 def _text_of_part(part: Any) -> str | None:

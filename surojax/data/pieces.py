@@ -93,6 +93,11 @@ def _trained_answers(conversation: Conversation, train_on: str) -> list[int]:
         where = " in the completion" if first else ""
         raise NotARow(f"expected a message of the assistant to train on{where}, got none; remove the row")
     for i, (message, weight) in enumerate(zip(messages, weights, strict=True)):
+        if weight and i < first:
+            raise NotARow(
+                f"expected no weight of 1 in the prompt, of which nothing is trained, got it for message {i + 1}; join "
+                "prompt and completion to messages, or set train_on to all"
+            )
         if weight and message["role"] != "assistant":
             raise NotARow(
                 f"expected a weight of 1 for answers only, got it for message {i + 1}, of the {message['role']}; "

@@ -121,13 +121,15 @@ def _source(dataset: Dataset, encoder: ItemEncoder, open_set: OpenSet) -> Source
         return examples.items(rows)
 
     settings = {key: value for key, value in asdict(dataset).items() if key not in ("path", "weight")}
+    found = datasets.files_of(dataset)
     return Source(
         dataset.name,
-        datasets.files_of(dataset),
+        found.files,
         {"dataset": settings, "sets": datasets.fingerprints_of_sets(dataset, open_set)},
         items,
         what="rows",
         instead="validation_datasets",
+        other_splits=found.other_splits,
     )
 
 
@@ -162,6 +164,11 @@ def _load(
     )
     entry = cached(data_cache, key, make_entry, name=source.name, say=say)
     tokens = sum(len(corpus.tokens) for corpus in entry.corpora.values())
+    if others := list(dict.fromkeys(source.other_splits)):
+        say(
+            f"data: {source.name}: read without the files of {', '.join(others)}; an entry of datasets or "
+            "validation_datasets reads them with split"
+        )
     say(f"data: {tokens:,} tokens {'from' if entry.reused else 'into'} the cache {entry.folder}")
     for count, first, fate in (
         ("skipped", "first_skipped", "cannot be used and are skipped"),

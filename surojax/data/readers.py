@@ -22,7 +22,7 @@ from surojax.data.given import GivenRows
 from surojax.data.texts import READ, open_text, text_parts
 from surojax.data.values import plain
 from surojax.errors import ConfigError
-from surojax.untrusted import parse_first, parse_json
+from surojax.untrusted import RepeatedKey, parse_first, parse_json
 
 _WORD = 16  # characters, more than the longest word or escape of JSON has
 _SPACE = re.compile(r"[ \t\n\r]*")  # between the values of a JSON list
@@ -65,6 +65,8 @@ def _parse_line(line: bytes, where: str, offset: int) -> DataRow | BadRow:
         return _row_of(parse_json(decode_utf8(line, offset).removeprefix("\ufeff")), where)
     except NotText as error:
         return BadRow(where, str(error))
+    except RepeatedKey as error:
+        return _row_of(error, where)
     except ValueError as error:
         return BadRow(where, f"{_NO_OBJECT}, got a line that is no JSON ({error}); correct or remove the line")
 
@@ -72,6 +74,8 @@ def _parse_line(line: bytes, where: str, offset: int) -> DataRow | BadRow:
 def _row_of(record: Any, where: str) -> DataRow | BadRow:
     if isinstance(record, dict):
         return DataRow(record, where)
+    if isinstance(record, RepeatedKey):
+        return BadRow(where, f"{_NO_OBJECT}, each once, got one twice ({record}); remove one of them")
     return BadRow(where, f'{_NO_OBJECT}, got a {type(record).__name__}; write {{"field": value, ...}}')
 
 

@@ -48,7 +48,8 @@ class RolloutEncoder:
                 example = self._example(row.record)
                 return Item(example, item_key(new_hash(json_of(row.record))), 16 * len(example.ids))
             except NotARow as error:
-                row = BadRow(row.where, f"{error}; correct or remove the row")
+                advice = "" if ";" in str(error) else "; correct or remove the row"
+                row = BadRow(row.where, f"{error}{advice}")
         return Item(row, key_of_bad(row), 0)
 
     def split(self, item: Item[Example]) -> None:
@@ -64,6 +65,7 @@ class RolloutEncoder:
 
     def _example(self, record: Mapping[str, Any]) -> Example:
         """Makes the example of a record. Raises NotARow."""
+        row_fields.check_fields(record, "rollout", ())
         if name := row_fields.masked_field(record):
             raise NotARow(f"{name}: expected tokens that are all trained, got a mask that leaves some out")
         prompt = self._ids(record.get(PROMPT), PROMPT, record)

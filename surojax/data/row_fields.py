@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from surojax.data.data_rows import NotARow
+from surojax.data.values import number_of
 from surojax.errors import shown
 
 MEDIA = (
@@ -24,7 +25,7 @@ MEDIA_PLACES = (
 )
 REASONING = (
     *("reasoning_content", "thinking", "reasoning", "reasoning_text", "thoughts", "thought"),
-    *("chain_of_thought", "cot", "Complex_CoT", "reasoning_trace", "thinking_trajectories"),
+    *("chain_of_thought", "cot", "rationale", "Complex_CoT", "reasoning_trace", "thinking_trajectories"),
 )
 # Weights of messages: OpenAI's and Mistral's, Axolotl's, ms-swift's, verl's.
 WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_scale", "loss_mask", "loss_weight")
@@ -40,9 +41,14 @@ FUNCTIONS = "functions"  # OpenAI's older name of tools
 VARIABLES = "chat_template_kwargs"  # as TRL's: further variables of the chat template
 THINKS = "enable_thinking"  # one of them, which rows of verl have beside the messages
 DOCUMENTS = "documents"  # another, which transformers has an argument for
+POSITIONS = "position_ids"  # of rows of token ids
+LENGTHS = ("seq_lengths", "seq_lens", "sequence_lengths")  # of the documents that a row of token ids is made of
+SEGMENTS = "segments"  # Axolotl's rows: texts, each with a label that says whether it is trained
+SPEAKERS = ("user", "human", "prompter", "assistant", "gpt", "bot", "model", "system", "tool", "function")
 PAIRS = ("instruction", "unpaired")  # types of rows that are a prompt and a completion
-CHATS = ("conversation", "preference", *PAIRS)
-ALL = ("text", "tokens", *CHATS)
+CHATS = ("conversation", "preference", SEGMENTS, *PAIRS)
+DOCUMENT_TYPES = ("text", "tokens", "rollout")
+ALL = (*DOCUMENT_TYPES, *CHATS)
 
 
 def has_content(value: Any) -> bool:
@@ -66,13 +72,30 @@ def is_prose(value: Any) -> bool:
 
 
 def is_weight(value: Any) -> bool:
-    """Returns True for a number or truth value, or the text of a number, that is not 1."""
+    """Returns True for a number or truth value, or the text of one, that is not 1."""
+    return number_of(value) not in (None, 1)
+
+
+def is_speaker(value: Any) -> bool:
+    """Returns True for the role of a message's speaker."""
+    return isinstance(value, str) and value.strip().lower() in SPEAKERS
+
+
+def has_labels(value: Any) -> bool:
+    """Returns True for segments of a text that say whether they are trained."""
     if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return False
-    return isinstance(value, bool | int | float) and value != 1
+        return '"label"' in value
+    return isinstance(value, list) and any(isinstance(part, Mapping) and "label" in part for part in value)
+
+
+def begins_anew(positions: Any) -> bool:
+    """Returns True for positions of tokens that are not 0, 1, 2, ..., as those of several documents."""
+    return isinstance(positions, list | tuple | np.ndarray) and list(positions) != [*range(len(positions))]
+
+
+def has_several(lengths: Any) -> bool:
+    """Returns True for a list of more than one length."""
+    return isinstance(lengths, list | tuple | np.ndarray) and len(lengths) > 1
 
 
 def is_false(value: Any) -> bool:
@@ -136,6 +159,28 @@ MEANINGS = (
         "write the row as a prompt, chosen and rejected",
     ),
     Meaning(WEIGHTS_OF_ROWS, "weight of the row", CHATS, "remove the row, or repeat it", is_weight),
+    Meaning(("sample_weight", "loss_weight"), "weight of the row", DOCUMENT_TYPES, "remove the row", is_weight),
+    Meaning(
+        ("role", "from", "speaker"),
+        "role beside a text, which makes it a message",
+        ("text",),
+        "join the messages of a conversation (OASST's: by parent_id) in one row with a list of messages",
+        is_speaker,
+    ),
+    Meaning(
+        ("system", "tools"), "system prompt or tools beside segments", (SEGMENTS,), "write them into the first segment"
+    ),
+    Meaning((SEGMENTS,), "labelled segments beside a text", ("text",), "remove the text", has_labels),
+    Meaning(
+        (POSITIONS,), "positions that begin anew", ("tokens",), "give a row for each document, as a list", begins_anew
+    ),
+    Meaning(LENGTHS, "several documents", ("tokens",), "give a row for each document", has_several),
+    Meaning(
+        ("reflection", "corrected"), "further turns beside the answer", PAIRS, "write all turns as messages", is_prose
+    ),
+    Meaning(
+        ("positive_messages", "negative_messages"), "messages to compare with", CHATS, "remove the row, or the field"
+    ),
     Meaning(("mask",), "mask of turns", CHATS, "give messages a weight of 0 or 1"),
     Meaning(
         ("label", "kto_tag"),

@@ -24,6 +24,7 @@ from surojax.data.given import GivenRows
 from surojax.data.prepare import DATA_CACHE, Prepared, load_corpora, load_dataset
 from surojax.data.readers import OpenSet, open_set
 from surojax.data.rollouts import RolloutEncoder
+from surojax.data.row_fields import DOCUMENT_TYPES, SEGMENTS
 from surojax.data.samples import IGNORED, ExampleRows, Windows, concatenated, windows_or_rows
 from surojax.data.token_rows import TokenEncoder
 from surojax.data.tokenizer import Tokenizer
@@ -243,7 +244,7 @@ def _rows_of(names: str, settings: Settings, open_set: OpenSet) -> Dataset | Non
     """Makes the entry of a comma list of paths, with its type decided; None: documents for `load_corpora`."""
     entry = _entry(names, settings)
     with contextlib.suppress(ConfigError):  # other kinds of files, or none
-        documents = dataclasses.replace(entry, path=tuple(map(str, corpus.expand(names))))
+        documents = dataclasses.replace(entry, path=tuple(map(str, corpus.expand(names).files)))
         if datasets.resolve(documents, open_set).type == "text":
             return None
     return datasets.resolve(entry, open_set)
@@ -261,7 +262,7 @@ def _entry(names: str, settings: Settings) -> Dataset:
 
 def _has_rows(entries: Entries) -> bool:
     """True if a dataset has rows of instructions or conversations."""
-    return bool(_types(entries) - {"text", "tokens", "rollout"})
+    return bool(_types(entries) - {*DOCUMENT_TYPES, SEGMENTS})
 
 
 def _types(entries: Entries) -> set[str]:
@@ -273,7 +274,7 @@ def _check_uses(entries: Entries, settings: Settings) -> None:
     if _has_rows(entries):
         return
     unused = ["train_on", "chat_template", "system_prompt"]
-    unused += [] if settings.sample_packing or "rollout" in _types(entries) else ["on_long"]
+    unused += [] if settings.sample_packing or _types(entries) & {"rollout", SEGMENTS} else ["on_long"]
     defaults = Settings(settings.sequence_len)
     for name in unused:
         value = getattr(settings, name)

@@ -297,6 +297,8 @@ def windows_or_rows(
     pieces, num_untrained = _with_labels(corpus, pieces, sequence_len, together, drops_long=drops_long)
     if pieces.num_long:
         fate = "left out" if on_long == "drop" else "cut into several" if is_text else "cut at their end"
+        if not is_text and on_long == "cut" and (num_cut := _num_cut(corpus, sequence_len)):
+            fate += f", which leaves {num_cut:,} trained tokens out"
         untrained = f", {num_untrained} without a trained token are left out" if num_untrained else ""
         say(
             f"data: {corpus.name}: {pieces.num_long:,} of {corpus.num_examples:,} examples are longer than "
@@ -363,6 +365,15 @@ def _with_labels(
         starts=pieces.starts[kept], lengths=pieces.lengths[kept], num_examples=pieces.num_examples - int((~kept).sum())
     )
     return pieces, left_out
+
+
+def _num_cut(corpus: Corpus, sequence_len: int) -> int:
+    """Counts the trained tokens of long examples that are no label of their row."""
+    bounds = np.asarray(corpus.bounds)
+    is_long = np.diff(bounds) > sequence_len
+    cuts = np.stack([np.minimum(bounds[:-1] + sequence_len + 1, bounds[1:]), bounds[1:]], axis=1)[is_long]
+    before = cuts.reshape(-1) if corpus.trained is None else _trained_before(corpus, cuts.reshape(-1))
+    return int(np.diff(before.reshape(-1, 2)).sum())
 
 
 def _trained_before(corpus: Corpus, positions: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 from surojax.data.data_rows import NotARow
 from surojax.data.rendering import Message, TemplateProgram
 from surojax.errors import shown
-from surojax.untrusted import parse_json
+from surojax.untrusted import RepeatedKey, parse_json
 
 CALL = "function_call"  # of a message, beside its content: OpenAI's older name, one call
 CALLS = "tool_calls"
@@ -20,13 +20,18 @@ _OBJECTS = ("function", "parameters", "properties")
 
 
 def decoded(value: Any) -> Any:
-    """Returns the object or list that a text is the JSON of, also if it was encoded twice; else the value itself."""
+    """Returns the object or list that a text is the JSON of, also if it was encoded twice; else the value itself.
+
+    Raises NotARow if an object repeats a key.
+    """
     found = value
     for _ in range(3):
         if not isinstance(found, str):
             return found
         try:
             found = parse_json(found)
+        except RepeatedKey as error:
+            raise NotARow(f"expected each key of an object once, got one twice ({error}); remove one") from None
         except ValueError:
             return value
     return value

@@ -47,6 +47,19 @@ def plain_scalar(value: Any) -> Any:
     return str(value) if isinstance(value, datetime.timedelta | uuid.UUID) else value
 
 
+def number_of(value: Any) -> int | float | None:
+    """Returns the number that a value is, or that it is the text of; None if it is none. True and false are 1 and 0."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, str):
+        text = value.strip().lower()
+        try:
+            return float(text) if text not in ("true", "false") else int(text == "true")
+        except ValueError:
+            return None
+    return value if isinstance(value, bool | int | float) else None
+
+
 def is_missing(value: Any) -> bool:
     """Returns True for what stands for no value: None, and pandas' NaN, NA and NaT."""
     if value is None or (isinstance(value, float) and value != value):

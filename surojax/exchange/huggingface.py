@@ -91,19 +91,17 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
         )
     for key, allowed in required.items():
         is_off = key in OFF and key not in said
-        if key in config and config[key] not in allowed and not is_off:
+        if key in config and not any(_is_same(config[key], value) for value in allowed) and not is_off:
             expected = [*allowed, None][0]
             raise ConfigError(
                 f"model_path: config.json: {key}: expected {expected!r}, got {config[key]!r}; nothing else is "
                 f"computed for {name}"
             )
+    _check_types(config, family)
     _check_numbers({key: value for key, value in config.items() if key not in UNREAD}, family)
     float8_scales(config)
     given = family.defaults | config
     check_largest(given, "model_path: config.json: ")
-    for key in ("tie_word_embeddings", "use_sliding_window"):
-        if not isinstance(given.get(key, False), bool | None):
-            raise ConfigError(f"model_path: config.json: {key}: expected true or false, got {shown(given[key])}")
     given["rope_parameters"] = rope_keys.parameters(config, family.defaults)
     sizes = {name: 0 if given[name] is None else given[name] for name in family.sizes}
     sizes["num_key_value_heads"] = given["num_key_value_heads"] or given["num_attention_heads"]
@@ -116,6 +114,48 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 # Sizes of which 0 means here that config.json has none, and those that may be null there.
 NOT_ZERO = ("head_dim", "num_key_value_heads", "query_pre_attn_scalar", "moe_intermediate_size")
 OR_NULL = ("head_dim", "num_key_value_heads", "attn_logit_softcapping", "final_logit_softcapping", "n_shared_experts")
+
+# Keys whose type no default says: those of neutral.READ, and of families in which null is a default.
+TYPES = {
+    "max_position_embeddings": int,
+    "partial_rotary_factor": float,
+    "use_sliding_window": bool,
+    "max_window_layers": int,
+}
+LISTS = ("mlp_only_layers", "no_rope_layers", "layer_types")
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
+
+
+def _check_types(config: dict[str, Any], family: ModelFamily) -> None:
+    """Raises ConfigError for a truth value or a text in place of a number, and the like, as transformers 5 does."""
+    kinds = {key: float if default is None else type(default) for key, default in family.defaults.items()}
+    kinds |= TYPES | dict.fromkeys(LISTS, list)
+    values = {key: (config[key], kind) for key, kind in kinds.items() if kind in WORDS and key in config}
+    for key in ("rope_parameters", "rope_scaling"):
+        values |= _types_of_rope(config.get(key), key)
+    for key, (value, kind) in values.items():
+        fits = value is None or type(value) is kind or (kind is float and type(value) is int)
+        if not fits or (kind is list and value and bool in map(type, value)):
+            raise ConfigError(
+                f"model_path: config.json: {key}: expected {WORDS[kind]}, got {shown(value)}; fetch it again"
+            )
+
+
+def _types_of_rope(rope: Any, place: str) -> dict[str, tuple[Any, type]]:
+    """{place: (value, type that it must have)} of a rotary embedding's numbers, also of one for each type of layers."""
+    found = {}
+    for key, value in rope.items() if isinstance(rope, dict) else ():
+        if isinstance(value, dict):
+            found |= _types_of_rope(value, f"{place}.{key}")
+        elif key not in ("rope_type", "type") and not isinstance(value, list):
+            found[f"{place}.{key}"] = (value, bool if key == "truncate" else float)
+    return found
+
+
+def _is_same(value: Any, allowed: Any) -> bool:
+    """True for an equal value that is no truth value in place of a number, nor the reverse."""
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
 
 MOST = 1e15  # of a number, whose square float32 holds with what it is multiplied by
 

@@ -3,10 +3,20 @@
 from typing import Any
 
 from surojax.families import rope_keys
-from surojax.families.family import EXPERT_TENSOR_NAMES, LAYER, LLAMA_DEFAULTS, SIZES, ModelFamily, read_keys
+from surojax.families.family import (
+    BY_EXPERT,
+    EXPERT_TENSOR_NAMES,
+    EXPERTS,
+    LAYER,
+    LLAMA_DEFAULTS,
+    SIZES,
+    ModelFamily,
+    read_keys,
+)
 from surojax.families.olmoe import OF_TRAINING
 
-MOE = LAYER + "block_sparse_moe."
+MODULE = "block_sparse_moe."
+MOE = LAYER + MODULE
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
@@ -45,5 +55,10 @@ MIXTRAL = ModelFamily(
         "mlp.w_gate": MOE + "experts.w1.weight",
         "mlp.w_up": MOE + "experts.w3.weight",
         "mlp.w_down": MOE + "experts.w2.weight",
+    },
+    # transformers 5 takes either name of the module, and all experts together in either.
+    spellings={
+        **{name.replace("mlp.", MODULE): name for name in (BY_EXPERT.gate_up, BY_EXPERT.down)},
+        **{f"{EXPERTS}w{i}.weight": f"{MODULE}experts.w{i}.weight" for i in (1, 2, 3)},
     },
 )

@@ -345,6 +345,18 @@ class Store:
         is_own = table and table["layout"] == self.layout and table["pieces"].keys() == self._pieces().keys()
         return table["progress"] if table and is_own else None
 
+    def check_there(self, step: int) -> None:
+        """Raises ConfigError if a file of the state after this step is missing, or has another size."""
+        for folder, size in zip(self.folders, self.sizes, strict=True):
+            path = folder / FILE
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                got = "no such file" if found is None else f"{found:,}"
+                raise ConfigError(
+                    f"nvme_path: expected {path} with {size:,} bytes, since {self.folder / TABLE} has step {step}, got "
+                    f"{got}; put it back, or delete {self.folder / TABLE} to continue from the last checkpoint"
+                )
+
     def _pieces(self) -> dict[str, tuple[Place, int]]:
         """{name: (place, offset of its first slot)} of all that has two slots."""
         places = [place for place in (*self.places.of_layers, *self.places.of_pieces) if place.slots == 2]

@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from surojax.errors import ConfigError
 
@@ -16,8 +17,26 @@ CHECKS, CHECK_S = 5, 0.02  # how often a lock is tried again, and after how many
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # on some network file systems
 
 
+class Lock(NamedTuple):
+    """A locked file. descriptor: of the open file."""
+
+    file: Path
+    descriptor: int
+
+    def lost(self) -> str:
+        """Returns "" while the file is there, "removed" if nothing has its name, and "replaced" if another file has."""
+        try:
+            there = os.stat(self.file)
+        except FileNotFoundError:
+            return "removed"
+        except OSError:  # of a network file system, which may answer again
+            return ""
+        own = os.fstat(self.descriptor)
+        return "" if (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino) else "replaced"
+
+
 @contextlib.contextmanager
-def locked(file: Path, setting: str) -> Iterator[None]:
+def locked(file: Path, setting: str) -> Iterator[Lock]:
     """Locks `file` for this run, within a `with` statement; creates it if it does not exist.
 
     setting: the name of the setting that chose the file's folder, for errors. The system releases the lock when the
@@ -40,7 +59,7 @@ def locked(file: Path, setting: str) -> Iterator[None]:
                 time.sleep(CHECK_S)
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
-        yield
+        yield Lock(file, fd)
     finally:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a forked child has the file open too

@@ -106,7 +106,8 @@ def claim(
 
     goes_on: progress of the state that the file has complete and the run continues from; None: the file forgets it.
     check: called once the folders are locked, before anything in them is replaced.
-    Raises ConfigError if another run uses a folder, a disk is full, or it is too slow to be of use.
+    Raises ConfigError if another run uses a folder, a file of that state is missing, a disk is full, or it is too slow
+    to be of use.
     """
     if store.is_empty:
         yield Claimed()
@@ -121,7 +122,9 @@ def claim(
         check()
         if goes_on and store.kept_progress() != goes_on:
             raise ConfigError(f"nvme_path: another run used {store.folder} while this one started; start again")
-        if not goes_on:
+        if goes_on:
+            store.check_there(goes_on["step"])
+        else:
             store.forget()
         if store.places.bytes:
             writes, reads = write_rate(store), read_rate(store)

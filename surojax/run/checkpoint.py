@@ -15,8 +15,10 @@ of its own, not compressed, that has the blocks of the run's file until the next
 
 import asyncio
 import contextlib
+import logging
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ class Checkpoints:
 
     def __init__(self, output_dir: Path, *, save_total_limit: int, store: Store | None = None):
         """store: the run's file, whose blocks are shared if the file system can."""
+        ignore_closed_loop()
         self.folder = output_dir / FOLDER
         self.last = find(self.folder)
         options = ocp.CheckpointManagerOptions(
@@ -140,6 +143,28 @@ class Checkpoints:
             return f"could not write checkpoint {failed} ({reason}); the disk may be full; last checkpoint: {self.last}"
 
         return Translate(message)
+
+
+CLOSED_LOOP = "Event loop is closed"
+
+
+def ignore_closed_loop() -> None:
+    """Stops threads of tensorstore from printing tracebacks behind the line about a write that failed.
+
+    Orbax closes its event loop with the first of a checkpoint's writes that fails; the others then report to it, and
+    asyncio logs the errors that nobody awaits.
+    """
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+    if getattr(before, "ignores", "") == CLOSED_LOOP:
+        return
+
+    def hook(raised: "sys.UnraisableHookArgs") -> None:
+        if raised.exc_type is not RuntimeError or str(raised.exc_value) != CLOSED_LOOP:
+            before(raised)
+
+    hook.ignores = CLOSED_LOOP
+    sys.unraisablehook = hook
 
 
 class _Held(policies.PreservationPolicy):

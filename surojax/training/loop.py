@@ -1,13 +1,18 @@
 """The loop over a run's steps: train, report, evaluate, save, stop."""
 
+import contextlib
+import functools
+import shutil
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 
 from surojax.config.fields import Config
+from surojax.errors import CheckpointError
+from surojax.memory.lock import Lock
 from surojax.run.callbacks import Callbacks
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.metrics import DeferredMetrics, FinishedStep, MetricsLog
@@ -18,14 +23,20 @@ from surojax.step.train_step import up_to_date
 from surojax.training.programs import Programs
 from surojax.training.start import Start
 
+SETTLES_S = 1.0  # seconds after which a folder that is being removed is gone
+
 
 class Outputs(NamedTuple):
-    """The loop's checkpoints, log and callbacks, and the signal that may stop it."""
+    """The loop's checkpoints, log and callbacks, and the signal that may stop it.
+
+    lock: of the output_dir; None in processes that do not have it.
+    """
 
     checkpoints: Checkpoints
     log: MetricsLog
     callbacks: Callbacks
     stop: StopSignal
+    lock: Lock | None = None
 
 
 class Done(NamedTuple):
@@ -56,7 +67,7 @@ def loop(
     evaluates_first: before the first step. layers: of each segment, for checkpoints. Raises NonFiniteLoss,
     CheckpointError and OSError.
     """
-    checkpoints, log, callbacks, stop = outputs
+    checkpoints, log, callbacks, stop, lock = outputs
     history: list[dict[str, Any]] = []
     deferred = DeferredMetrics()
 
@@ -69,17 +80,29 @@ def loop(
         progress = {"step": step, "samples": position, "samples_per_step": start.samples_per_step}
         return {**progress, "layers": layers, "config": c.to_dict(), **start.identity}
 
+    def check_lock() -> None:
+        if lock and (lost := lock.lost()):
+            rescue(checkpoints, lost, current(), progress_at(step))
+
+    def written(record: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return record()
+        except FileNotFoundError:
+            time.sleep(SETTLES_S)  # the whole folder may be on its way out
+            check_lock()
+            raise
+
     def report(done: FinishedStep | None) -> None:
         if done is not None:
             times = {"duration_s": done.duration_s, "data_wait_s": done.data_wait_s}
-            record = log.step(done.step, **done.values, **times, usage=done.usage)
+            record = written(functools.partial(log.step, done.step, **done.values, **times, usage=done.usage))
             history.append(record)
             check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last, done.finite)
             callbacks.tell(record, current)
 
     def evaluate(step: int) -> None:
         for scores in programs.evaluate(current().weights):
-            history.append(log.eval(step, **scores))
+            history.append(written(functools.partial(log.eval, step, **scores)))
             callbacks.tell(history[-1], current)
 
     if evaluates_first:
@@ -96,6 +119,7 @@ def loop(
         with jax.transfer_guard("disallow"):
             state, metrics = programs.train_step(state, *on_devices)
         position += start.samples_per_step
+        check_lock()
         report(deferred.push(step, metrics, data_wait_s))
         if programs.one_at_a_time:
             report(deferred.flush())
@@ -120,3 +144,21 @@ def loop(
             break
     log.keep_status()
     return Done(state, step, history, stopping if step < start.total_steps else "")
+
+
+def rescue(checkpoints: Checkpoints, lost: str, state: TrainState, progress: dict[str, Any]) -> NoReturn:
+    """Saves the state of a run whose output_dir is gone, and raises CheckpointError.
+
+    lost: see `Lock.lost`. Nothing is saved where another run may write by now, nor by one process of several.
+    """
+    folder, step = checkpoints.folder.parent, progress["step"]
+    found = f"expected {folder} as this run locked it, got one that something {lost} by step {step}"
+    if lost == "replaced" or jax.process_count() > 1:
+        raise CheckpointError(f"output_dir: {found}; nothing was written there since: start again in another folder")
+    with contextlib.suppress(CheckpointError):  # of a write that was under way
+        checkpoints.wait()
+    for unfinished in checkpoints.folder.glob("*.orbax-checkpoint-tmp"):  # what is left of it
+        shutil.rmtree(unfinished, ignore_errors=True)
+    checkpoints.save(state, progress)
+    checkpoints.wait()
+    raise CheckpointError(f"output_dir: {found}; that step is saved in {checkpoints.last}: start again to continue")

@@ -21,10 +21,12 @@ from surojax.run import on_disk
 from surojax.run.console import say
 from surojax.run.metrics import METRICS_FILE, read_metrics
 from surojax.run.on_disk import BLOCK
+from surojax.untrusted import expanded
 
 IDENTITY = configs.names_with(Facts.IDENTITY)  # fields that a run continues with, unchanged
 # Fields that say how many samples a step has.
 SAMPLES = {"gpus", *configs.SHARE_SEQUENCES, *names_of(BatchSettings)}
+NEWEST = ("latest", "last")  # other tools' words for the newest checkpoint
 
 
 def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_per_step: int) -> Path | None:
@@ -34,7 +36,7 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
     CheckpointError if the checkpoint was written with another model, block, seed, sequence length, tokenizer or data.
     """
     own = on_disk.find(output_dir / on_disk.FOLDER)
-    wanted = c.resume_from_checkpoint
+    wanted = _place(c.resume_from_checkpoint, output_dir)
     if wanted == "no":
         if own:
             raise ConfigError(
@@ -43,13 +45,14 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
         return None
     checkpoint = own
     # A run that started from another run's checkpoint has its own by now: the same command resumes from the newest one.
-    if wanted != "auto" and not (own and on_disk.read_meta_of_run(own)["config"]["resume_from_checkpoint"] == wanted):
+    if wanted != "auto" and not (own and _began_from(on_disk.read_meta_of_run(own), output_dir) == wanted):
         checkpoint = on_disk.find(wanted)
         if checkpoint is None:
             raise ConfigError(
-                f"resume_from_checkpoint: expected 'auto', 'no' or a checkpoint, got {wanted!r}, which holds none"
+                f"resume_from_checkpoint: expected 'auto', 'no' or a checkpoint, got {c.resume_from_checkpoint!r}, "
+                f"which holds none ({wanted}); correct it"
             )
-        if own and checkpoint != own:
+        if own and not _is_same(checkpoint, own):
             raise ConfigError(
                 f"resume_from_checkpoint: expected {own}, the newest in output_dir, got {checkpoint}; "
                 "move the newer ones away, or choose another output_dir"
@@ -69,8 +72,26 @@ def goes_on_in_files(c: Config, output_dir: Path, progress: dict[str, Any] | Non
         return False
     if progress["step"] <= newest or not _is_same(progress["output_dir"], output_dir):
         return False
-    wanted = c.resume_from_checkpoint
-    return wanted in ("auto", progress["config"]["resume_from_checkpoint"]) and _has_record(output_dir, progress)
+    wanted = _place(c.resume_from_checkpoint, output_dir)
+    return wanted in ("auto", _began_from(progress, output_dir)) and _has_record(output_dir, progress)
+
+
+def _place(wanted: str, output_dir: Path) -> str:
+    """Returns "auto", "no", or the path of the folder that a value of `resume_from_checkpoint` means, without links.
+
+    A step, or "latest", is of the checkpoints in output_dir, unless there is such a path.
+    """
+    if wanted in ("auto", "no"):
+        return wanted
+    path = expanded(wanted)
+    if not path.exists():
+        folder = output_dir / on_disk.FOLDER
+        path = folder / wanted if on_disk.STEP.fullmatch(wanted) else folder if wanted in NEWEST else path
+    return os.path.realpath(path)
+
+
+def _began_from(progress: dict[str, Any], output_dir: Path) -> str:
+    return _place(progress["config"]["resume_from_checkpoint"], output_dir)
 
 
 def check_unfinished(store: Store, output_dir: Path) -> None:
