@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, drawn_params, normal, quick_at, tokens, worst_relative
+from small import CONFIG, Small, drawn_params, normal, quick_at, target_names, tokens, worst_relative
 
 from pallas_kernels.quantize import Cast
 from surojax.models import decoder_model, linear_fp8
 from surojax.models.linear_fp8 import SITES
-from surojax.models.lora import Lora, target_names
+from surojax.models.lora import Lora
 from surojax.models.loss import cross_entropy
 from surojax.models.model import DEFAULT, Compute, Recompute, Segment, Variant
 from surojax.models.rotary import RopeScaling

@@ -14,7 +14,7 @@ from small import CONFIG, KERNEL, normal, quick_at
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import fits, grouped_matmul, scaled_product, scaled_sums
 from pallas_kernels.mma import ROWS
-from surojax.models import experts
+from surojax.models.kinds import experts
 from surojax.models.linear_fp8 import InFloat8, products_with_experts
 from surojax.models.model import Compute
 from surojax.models.operations import Operations

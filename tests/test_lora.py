@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, tokens, worst_relative
+from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, target_names, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS
 
 from surojax.config import checks, default_config
@@ -21,7 +21,7 @@ from surojax.exchange.model_tensors import tensor_name
 from surojax.families.family import TENSOR_NAMES
 from surojax.models import decoder_model
 from surojax.models.linear_fp8 import SITES
-from surojax.models.lora import TARGETS, Adapter, Lora, adapters, dropped, target_names
+from surojax.models.lora import Adapter, Lora, adapters, dropped
 from surojax.models.model import Compute
 from surojax.numerics import fp8, nf4
 from surojax.numerics.recipes import BLOCK_SCALED, RECIPES, Precision
@@ -380,7 +380,8 @@ def test_dropout_is_the_same_when_blocks_are_recomputed_and_is_not_in_evaluation
 
 def test_names_are_those_of_peft():
     assert target_names(" q_proj, o_proj,q_proj") == ("attention.wq", "attention.wo")
-    assert set(target_names("all-linear")) == set(TARGETS.values())
+    mlp = "mlp.w_gate", "mlp.w_up", "mlp.w_down"
+    assert target_names("all-linear") == tuple(f"attention.w{name}" for name in "qkvo") + mlp
 
 
 def config_of(folder: Path, **changes):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, normal, quick_at, tokens, worst_relative
+from small import CONFIG, Small, normal, quick_at, target_names, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS
 from test_tensor_parallel import ALL, moves_what_is_said
 
@@ -20,7 +20,7 @@ from pallas_kernels import nvfp4_format
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models import linear_fp8
 from surojax.models.linear_fp8 import SITES
-from surojax.models.lora import Lora, target_names
+from surojax.models.lora import Lora
 from surojax.models.model import Compute
 from surojax.numerics.blockscaled import ALL_WHOLE, nvfp4_linear
 from surojax.numerics.fp8 import E4M3

@@ -11,7 +11,8 @@ from surojax.config import fields as configs
 from surojax.config.checks import REFUSALS
 from surojax.errors import ConfigError
 from surojax.families.registry import ARCHITECTURES
-from surojax.models.lora import Lora, saved_names, target_names
+from surojax.models.kinds.targets import target_names
+from surojax.models.lora import Lora, saved_names
 from surojax.models.model import Compute, Model, Recompute
 from surojax.models.router_losses import RouterLosses
 from surojax.numerics.recipes import Precision
@@ -133,9 +134,8 @@ def _router_losses(c: configs.Config) -> RouterLosses | None:
 
 
 def architecture(c: configs.Config) -> Any:
-    """Makes the frozen architecture of a checked config, for example a `DecoderConfig`."""
-    settings: dict[str, Any] = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
-    sizes = ARCHITECTURES[settings.pop("model_type")].sizes(settings)
+    """Makes the frozen architecture of a checked config with its adapters, for example a `DecoderConfig`."""
+    sizes = configs.architecture(c)
     return dataclasses.replace(sizes, lora=lora(c)) if c.lora else sizes
 
 
@@ -144,7 +144,7 @@ def lora(c: configs.Config) -> Lora:
     return Lora(
         rank=c.lora_rank,
         alpha=c.lora_alpha,
-        targets=target_names(c.lora_target_modules, configs.mlps(c)),
+        targets=target_names(c.lora_target_modules, configs.kinds(c).values()),
         saved=saved_names(c.modules_to_save, num_labels=c.model.num_labels),
         dtype=c.lora_dtype,
         rank_stabilised=c.use_rslora,

@@ -20,7 +20,7 @@ from surojax.declared import (
 )
 from surojax.families.registry import ARCHITECTURES
 from surojax.models.attention import IMPLEMENTATIONS
-from surojax.models.experts import SCORING
+from surojax.models.kinds.experts import SCORING
 from surojax.models.operations import ACTIVATIONS
 from surojax.models.rotary import ROPE_USES
 from surojax.numerics.recipes import BLOCK_SCALED_PRODUCTS, KERNELS

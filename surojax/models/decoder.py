@@ -13,8 +13,11 @@ import jax
 from flax import nnx
 
 from surojax.models.decoder_config import SCORE, DecoderConfig
-from surojax.models.experts import Experts
-from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
+from surojax.models.kinds.attention import Attention
+from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.sublayer import LayerKinds, Mixer, Mlp
+from surojax.models.kinds.swiglu import SwiGLU
+from surojax.models.layers import norm_weight, parameter
 from surojax.models.linear import linear
 from surojax.models.lora import add_adapters
 from surojax.models.model import DEFAULT, ROUTES, Cache, Earlier, Routed, Routing, Variant
@@ -28,6 +31,17 @@ ATTENTION, MLP = 0, 4  # numbers of the first products of the inputs that norms 
 def times(factor: float, x: jax.Array) -> jax.Array:
     """Returns factor x; x itself if the factor is 1."""
     return x if factor == 1 else factor * x
+
+
+def kinds(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
+    """The classes of a layer's mixer and MLP."""
+    return Attention, Experts if config.num_experts else SwiGLU
+
+
+def declarations(config: DecoderConfig) -> dict[str, LayerKinds]:
+    """The sublayers of each segment's layers, without parameters."""
+    layer_configs = {name: layers.config for name, layers in config.segments().items()}
+    return {name: LayerKinds(*(kind(c) for kind in kinds(c))) for name, c in layer_configs.items()}
 
 
 class Block(nnx.Module):
@@ -47,10 +61,11 @@ class Block(nnx.Module):
         def norm() -> nnx.Param:
             return norm_weight(rngs, config, config.hidden_size, "embed")
 
+        mixer, mlp = kinds(config)
         self.attention_norm = norm()
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = mixer(config, rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = Experts(config, rngs=rngs) if config.num_experts else SwiGLU(config, rngs=rngs)
+        self.mlp = mlp(config, rngs=rngs)
         if config.sandwich_norms:
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from surojax.models.lora import Lora
@@ -150,12 +151,17 @@ class LayersOf(NamedTuple):
     numbers: range
 
 
+def channels(settings: Mapping[str, Any]) -> int:
+    """The channels of an attention head. settings: `model` fields of a config, or keys of a config.json."""
+    return settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+
+
 def from_settings(settings: dict[str, Any]) -> DecoderConfig:
     """Makes the architecture from a config's `model` fields.
 
     The fields rope_NAME, except rope_theta, are of the scaling.
     """
-    sizes = dict(settings)
+    sizes = settings | {"head_dim": channels(settings)}
     kind = sizes.pop("rope_scaling")
     names = [field.name for field in dataclasses.fields(RopeScaling) if field.name != "kind"]
     scaling = RopeScaling(kind, **{name: sizes.pop(f"rope_{name}") for name in names})

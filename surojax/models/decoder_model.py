@@ -15,9 +15,9 @@ from flax import nnx
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models import chunked, decoder_checks
-from surojax.models.decoder import Block, Outer, init_layer, init_outer, times
+from surojax.models.decoder import Block, Outer, declarations, init_layer, init_outer, times
 from surojax.models.decoder_config import BLOCKS, SCORE, DecoderConfig, from_settings
-from surojax.models.experts import SHARED
+from surojax.models.kinds.experts import SHARED
 from surojax.models.linear import linear
 from surojax.models.linear_fp8 import SITES, InFloat8
 from surojax.models.lora import frozen, with_adapters
@@ -264,5 +264,5 @@ def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, C
 
 
 ARCHITECTURE = ModelArchitecture(
-    "llama", from_settings, build, Block, decoder_checks.check_decoder, decoder_checks.REFUSALS
+    "llama", from_settings, build, Block, declarations, decoder_checks.check_decoder, decoder_checks.REFUSALS
 )

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from surojax.models.kinds.sublayer import LayerKinds
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
 from surojax.parallel.context import Method
@@ -307,14 +308,16 @@ class ModelArchitecture(NamedTuple):
 
     name: the value of `model.model_type` in a config. sizes: the `model` fields of a config -> frozen sizes, such as
     `DecoderConfig`. build: (sizes, Compute, class of a block) -> Model. block: this class, which a caller's block is
-    derived from. check: raises ConfigError for `model` fields of a config that do
-    not go together, or not with its other fields, as far as `refusals`, rows of a table (refusals/), do not say it.
+    derived from. kinds: sizes -> the sublayers of each segment's layers, by its name. check: raises ConfigError for
+    `model` fields of a config that do not go together, or not with its other fields, as far as `refusals`, rows of a
+    table (refusals/), do not say it.
     """
 
     name: str
     sizes: Callable[[dict[str, Any]], Any]
     build: Callable[[Any, Compute, type], Model]
     block: type
+    kinds: Callable[[Any], dict[str, LayerKinds]]
     check: Callable[[Any], None]
     refusals: tuple = ()
 

@@ -14,8 +14,8 @@ from surojax.assembly.assemble import Assembly
 from surojax.memory.host import parts
 from surojax.memory.in_file import InFiles
 from surojax.models.attention import chosen_implementation
-from surojax.models.experts import choices_of
 from surojax.models.grouped import blocks_in_piece, choice_pieces, number_of_blocks, rows_of_block, why_by_loop
+from surojax.models.kinds.experts import choices_of
 from surojax.models.lora import adapters
 from surojax.models.model import Model, Recompute, Segment
 from surojax.numerics import quantized

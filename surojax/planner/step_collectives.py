@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from surojax.assembly.assemble import Assembly
-from surojax.models.experts import choices_of
+from surojax.models.kinds.experts import choices_of
 from surojax.models.model import Segment
 from surojax.numerics.quantized import block_size
 from surojax.parallel import expert_dispatch

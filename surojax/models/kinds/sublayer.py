@@ -1,0 +1,125 @@
+"""What a kind of mixer or MLP declares, so that no other room knows one kind from another.
+
+    layer = norm + mixer, norm + MLP
+
+A mixer moves values between the tokens of a sequence (attention.py), an MLP computes each token by itself (swiglu.py,
+experts.py). A kind is one class in one file: parameters and function, and beside them these declarations. The checks of
+a config, adapters, readers of files, the sampler and the planner ask the sublayers of a model, and know none.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+from flax import nnx
+
+
+class Width(NamedTuple):
+    """A width of a sublayer's matrices that the GPUs of a tensor-parallel group divide.
+
+    name: the field, or product of fields, that it follows from. size: in the whole model. field, parts: the number that
+    the GPUs divide, such as heads, and what it follows from. shared: GPUs that are more than the parts may have the
+    same one.
+    """
+
+    name: str
+    size: int
+    field: str
+    parts: int
+    shared: bool = False
+
+    def is_divided(self, gpus: int) -> bool:
+        """True if so many GPUs can divide the parts, or share them."""
+        return self.parts % gpus == 0 or (self.shared and gpus % self.parts == 0)
+
+    def part(self, gpus: int) -> "Width":
+        """The width on each of so many GPUs."""
+        parts = max(self.parts // gpus, 1)
+        return self._replace(parts=parts, size=parts * (self.size // self.parts))
+
+
+def undivided(field: str, size: int) -> Width:
+    """A width of which GPUs may have any part. field: the field, or product of fields, that it follows from."""
+    return Width(field, size, field, size)
+
+
+class TensorName(NamedTuple):
+    """The names of a parameter in files, after those of its layer; "": the format has none that most families share."""
+
+    safetensors: str
+    gguf: str = ""
+
+
+class Target(NamedTuple):
+    """A matrix that may have an adapter.
+
+    module: the name of its module in a layer of transformers, by whose end PEFT selects it. matrix: its name in the
+    block. width: of its side that is not `hidden_size`. of_experts: it is of each expert.
+    """
+
+    module: str
+    matrix: str
+    width: int
+    of_experts: bool = False
+
+
+class Sublayer(nnx.Module):
+    """A mixer or an MLP. Made without `rngs`, it has no parameters and only declares.
+
+    name: of the module in the block, and so of its part of a tree of parameters. tensors: {name of a parameter in it:
+    its names in files}, of most families.
+    """
+
+    name: ClassVar[str]
+    tensors: ClassVar[Mapping[str, TensorName]]
+
+    def widths(self) -> Sequence[Width]:
+        """The widths of its matrices besides `hidden_size`: `tp` divides them, and recipes ask for multiples."""
+        return ()
+
+    def targets(self) -> Sequence[Target]:
+        """The matrices that may have adapters."""
+        return ()
+
+    def target(self, matrix: str, width: Width, *, of_experts: bool = False) -> Target:
+        """Makes the `Target` of this matrix. width: of its side that is not `hidden_size`."""
+        module = self.tensors[matrix].safetensors.removesuffix(".weight")
+        return Target(module, f"{self.name}.{matrix}", width.size, of_experts)
+
+
+class Mixer(Sublayer):
+    """A sublayer whose tokens depend on each other."""
+
+    def implementation(
+        self, asked: str, dtype, *, packed: bool, gpu: bool | None = None, window: bool = False, piece: int = 0
+    ) -> str:
+        """The implementation that computes it if the config asks for `asked`; "" if it has only one.
+
+        gpu: True or False: on a GPU or not; None: on the device of this program. Other arguments: see
+        `attention.chosen_implementation`.
+        """
+        return ""
+
+    def exchanges_heads(self, tp: int, cp: int) -> bool:
+        """True if cp_method="ulysses" can divide the heads of a tensor-parallel group over `cp`."""
+        return True
+
+    def check_context(self, c) -> None:
+        """Checks the sizes that `cp` divides. c: a config with cp_size > 1. Raises ConfigError."""
+
+
+class Mlp(Sublayer):
+    """A sublayer that computes each token by itself. has_experts: a router chooses which of several compute it."""
+
+    name = "mlp"
+    has_experts: ClassVar[bool] = False
+
+
+class LayerKinds(NamedTuple):
+    """The sublayers of a segment's layers, as declarations."""
+
+    mixer: Mixer
+    mlp: Mlp
+
+    def widths(self) -> list[Width]:
+        """The widths of both."""
+        return [*self.mixer.widths(), *self.mlp.widths()]
