@@ -32,6 +32,7 @@ from surojax.memory.host import Split
 from surojax.models import decoder, decoder_config, decoder_model
 from surojax.models.attention import attend, softmax, visible
 from surojax.models.decoder import Decoder
+from surojax.models.kinds import sublayer
 from surojax.models.layers import parameter
 from surojax.models.linear import linear
 from surojax.models.loss import cross_entropy
@@ -39,9 +40,7 @@ from surojax.models.model import (
     DEFAULT,
     PLAIN,
     ROUTES,
-    Cache,
     Compute,
-    Heads,
     Model,
     Routed,
     Routing,
@@ -180,7 +179,7 @@ def test_flops_of_attention_count_the_positions_that_are_seen():
         seen = [
             sum(min(i + 1, v.window) for i in range(S)) / S if 0 < v.window < S else S / 2 for v in segment.variants
         ]
-        assert segment.attention_flops(S) == pytest.approx(4 * 4 * 8 * sum(seen), rel=1e-9)
+        assert segment.mixing_flops(S) == pytest.approx(4 * 4 * 8 * sum(seen), rel=1e-9)
 
 
 def test_flops_per_token_of_llama_2_7b():
@@ -237,6 +236,13 @@ class Mixer(nnx.Module):
         mean_BSD = (sums_BSD - late_BSD) / variant.window
         hidden = jnp.tanh(linear(mean_BSD, self.w1[...]))
         return x_BSD + linear(hidden, self.w2[...]), jnp.mean(jnp.square(hidden), axis=-1)
+
+
+class WithState(sublayer.Mixer):
+    """Declares a state that sampling hands on."""
+
+    def decode_state(self, rows: int, positions: int, dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, positions), dtype)
 
 
 class Around(nnx.Module):
@@ -364,7 +370,7 @@ def toy(compute: Compute = DEFAULT) -> Model:
             start=start,
             params=params[name],
             variants=tuple(Variant(window=window) for window in windows),
-            heads=Heads(1, 1, 1),
+            mixer=WithState(),
             init=init,
             block=block,
             block_forward=block_forward,
@@ -476,4 +482,3 @@ def test_segments_are_sampled_from():
     cache = empty_cache(model, 1, 4, jnp.float32)
     logits, extended = cached_logits(model, model.init(0), jnp.array([[1, 2]]), cache, jnp.int32(0))
     assert logits.shape == (1, 64) and jax.tree.map(jnp.shape, extended) == jax.tree.map(jnp.shape, cache)
-    assert isinstance(Cache(*extended["wide"], 0), Cache)

@@ -8,7 +8,7 @@ A model is a value: `Param`s, and pure functions of arrays. Nothing in it depend
 Layers of a segment have the same parameters, so these are stacked `[layers, ...]` and a loop goes over them. What is
 static about a single layer, such as its attention window, is its `Variant`: layers of one segment may alternate.
 
-Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, T cached positions, K key/value heads, h head
+Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, T earlier positions, K key/value heads, h head
 dimension.
 """
 
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.models.kinds.sublayer import LayerKinds
+from surojax.models.kinds.sublayer import LayerKinds, Mixer
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
 from surojax.parallel.context import Method
@@ -75,27 +75,13 @@ PLAIN = Variant()
 DEFAULT = Compute()
 
 
-class Heads(NamedTuple):
-    """Sizes of a layer's attention.
-
-    softcapped: scores have a softcap. sinks: heads have sinks. cuDNN computes neither.
-    """
-
-    query: int
-    key_value: int
-    channels: int
-    softcapped: bool = False
-    sinks: bool = False
-
-
 class Cache(NamedTuple):
-    """Keys and values `[B, T, K, h]` of a layer's earlier positions; the next position is `start`.
+    """A mixer's state of a layer's earlier positions, see `Mixer.decode_state`; the next position is `start`.
 
     first: int32 `[B]`, where the texts of the rows begin, if they are padded on the left; None: at 0.
     """
 
-    keys: jax.Array
-    values: jax.Array
+    state: Any
     start: jax.Array | int
     first: jax.Array | None = None
 
@@ -148,7 +134,7 @@ class Segment:
     """A run of layers with equal parameters.
 
     name: of its section in a tree of parameters. start: the number of its first layer in the model. params: the
-    `Param`s of one layer. variants: of each layer.
+    `Param`s of one layer. variants: of each layer. mixer: what the layers' mixer declares; `Mixer()` declares nothing.
 
     init: (seed, number of a layer in the segment; may be traced) -> its new float32 arrays.
     block: (weights of a layer, x `[B, S, D]`, recipe_inputs, Variant, starts, Routing) -> (x, Routed, or None without
@@ -171,7 +157,7 @@ class Segment:
     start: int
     params: Any
     variants: tuple[Variant, ...]
-    heads: Heads
+    mixer: Mixer
     init: Callable
     block: Callable
     block_forward: Callable
@@ -195,17 +181,9 @@ class Segment:
         """The number of parameters in one layer."""
         return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params))
 
-    def attention_flops(self, sequence_len: int) -> float:
-        """Forward FLOPs per token of all layers' two attention products: half of the square, or the window's band."""
-        width = self.heads.query * self.heads.channels
-
-        def seen(window: int) -> float:
-            """Positions that a token attends to, on average over a sequence."""
-            if not 0 < window < sequence_len:
-                return sequence_len / 2
-            return window - window * (window - 1) / (2 * sequence_len)  # the first ones see fewer
-
-        return sum(4.0 * width * seen(variant.window) for variant in self.variants)
+    def mixing_flops(self, sequence_len: int) -> float:
+        """Forward FLOPs per token of all layers' products that are not with weights, see `Mixer.flops`."""
+        return sum(self.mixer.flops(sequence_len, variant.window) for variant in self.variants)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -330,8 +330,9 @@ class Operations:
             if context.is_divided():
                 return attend_in_context(q_BSHh, k_BSKh, v_BSKh, self.compute.cp_method, **scores), None
             return attend(q_BSHh, k_BSKh, v_BSKh, **scores), None
-        keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, k_BSKh, cache.start, 1)
-        values = jax.lax.dynamic_update_slice_in_dim(cache.values, v_BSKh, cache.start, 1)
+        keys, values = cache.state
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, k_BSKh, cache.start, 1)
+        values = jax.lax.dynamic_update_slice_in_dim(values, v_BSKh, cache.start, 1)
         places: Any = {"start": cache.start, "starts": self.starts, "window": window}
         y_BSHh = attend(q_BSHh, keys, values, implementation="xla", **places, **scores)
-        return y_BSHh, cache._replace(keys=keys, values=values)
+        return y_BSHh, cache._replace(state=(keys, values))

@@ -13,7 +13,7 @@ from flax import nnx
 from pallas_kernels.mma import ROWS
 from surojax.errors import need
 from surojax.models.attention import chosen_here, chosen_implementation
-from surojax.models.kinds.sublayer import Mixer, Target, TensorName, Width
+from surojax.models.kinds.sublayer import ContextNumbers, Mixer, OnGpu, Space, Target, TensorName, Width
 from surojax.models.layers import norm_weight, parameter, projection, vector
 from surojax.models.model import Cache, Earlier
 from surojax.models.operations import Operations
@@ -111,6 +111,64 @@ class Attention(Mixer):
         queries, keys = self.widths()
         widths = {"wq": queries, "wk": keys, "wv": keys, "wo": queries}
         return [self.target(matrix, width) for matrix, width in widths.items()]
+
+    def decode_state(self, rows: int, positions: int, dtype) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of keys and values `[B, T, K, h]`."""
+        shape = rows, positions, self.config.num_key_value_heads, self.config.head_dim
+        return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape, dtype)
+
+    def decode_bytes(self, queries: int, positions: int) -> int:
+        """Bytes of float32 scores, and of their softmax."""
+        return self.config.num_attention_heads * queries * positions * 8
+
+    def flops(self, sequence_len: int, window: int) -> float:
+        """Those of two products with half of the square of positions, or with the window's band."""
+        seen = sequence_len / 2
+        if 0 < window < sequence_len:
+            seen = window - window * (window - 1) / (2 * sequence_len)  # the first ones see fewer
+        return 4.0 * self.config.num_attention_heads * self.config.head_dim * seen
+
+    def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> Space:
+        c = self.config
+        H, K, h = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        tokens = x.rows * x.tokens
+        heads = tokens * H  # in a group: of whole sequences, a part of the heads
+        in_pieces = x.per_sequence > x.tensor and compute.cp_method != "ulysses"
+        piece = x.tokens * x.tensor // 2 if in_pieces else 0
+        how: Any = {"gpu": gpu, "packed": packed, "window": window, "piece": piece}
+        flash = self.implementation(compute.attention, x.dtype, **how)
+        if flash != "xla" and in_pieces:
+            # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with.
+            # Our kernel also has float32 gradients of a pair, and reads transposed copies.
+            keys = max(K, x.tensor)
+            more = 2 * (H + keys) * (x.itemsize + 4) if flash == "mosaic" else 0
+            sums = 2 * H * 4 + 4 * keys * (x.itemsize + 4)
+            return Space(working=tokens * (sums + more) * h)
+        if flash != "xla":
+            # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies
+            # of queries, keys and the gradient of its output.
+            keys = x.chunks * max(K, x.tensor if x.chunks == 1 else x.per_sequence)
+            copied = (2 * H + keys) * h if flash == "mosaic" else 0
+            saved = 0 if compute.recompute.att else heads * (h * x.itemsize + 4)
+            return Space(saved, tokens * copied * x.itemsize)
+        keys = x.tokens * x.chunks * x.per_sequence
+        if in_pieces:
+            keys = 2 * x.tokens * x.tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17)
+        scores = (2 if gpu else 4) * heads * keys * 4
+        return Space(working=scores, scores=scores)
+
+    def numbers_between_chunks(self, devices: int) -> int:
+        """Those of keys and values; devices that share a head have it each."""
+        return 2 * max(self.config.num_key_value_heads, devices) * self.config.head_dim
+
+    def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
+        queries, keys = self.widths()
+        of_group = keys.part(tp)
+        return ContextNumbers(
+            exchanged=2 * queries.size // tp,
+            keys=2 * max(of_group.parts, cp) * self.config.head_dim,
+            pieces=2 * of_group.size,
+        )
 
     def implementation(
         self, asked: str, dtype, *, packed: bool, gpu: bool | None = None, window: bool = False, piece: int = 0

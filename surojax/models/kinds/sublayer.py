@@ -8,8 +8,9 @@ a config, adapters, readers of files, the sampler and the planner ask the sublay
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 
 
@@ -86,8 +87,74 @@ class Sublayer(nnx.Module):
         return Target(module, f"{self.name}.{matrix}", width.size, of_experts)
 
 
+class ContextNumbers(NamedTuple):
+    """Numbers of each of its tokens that a GPU of `cp` sends to others in a forward pass over one layer.
+
+    exchanged, keys: with cp_method="ulysses", those of queries and results, and of keys and values, its own part
+    included. pieces: with other methods, keys and values to one other GPU.
+    """
+
+    exchanged: int
+    keys: int
+    pieces: int
+
+
+class OnGpu(NamedTuple):
+    """The input of a sublayer on one GPU, `[rows, tokens, D]`.
+
+    itemsize: bytes of a number. tensor: GPUs of a tensor-parallel group. per_sequence: GPUs that share a sequence.
+    chunks: the tokens are one of so many equal parts, which attends to all of them.
+    """
+
+    rows: int
+    tokens: int
+    dtype: Any
+    tensor: int
+    per_sequence: int
+    chunks: int
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+
+class Space(NamedTuple):
+    """Bytes of a mixer's kernels on a GPU. saved: for the backward pass. working: in it. scores: part of that."""
+
+    saved: int = 0
+    working: int = 0
+    scores: int = 0
+
+
 class Mixer(Sublayer):
     """A sublayer whose tokens depend on each other."""
+
+    def decode_state(self, rows: int, positions: int, dtype) -> Any:
+        """Shapes of the state of a layer that sampling hands on, with room for so many positions of each row."""
+        return ()
+
+    def decode_bytes(self, queries: int, positions: int) -> int:
+        """Bytes of intermediate values of a row while sampling computes so many new positions."""
+        return 0
+
+    def flops(self, sequence_len: int, window: int) -> float:
+        """Forward FLOPs per token of a layer's products that are not with weights. window: see `Variant`."""
+        return 0.0
+
+    def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> Space:
+        """The `Space` of a layer with an input like x, besides the residuals of the block with attention by XLA.
+
+        compute: a `Compute`. window: some layers have one.
+        """
+        return Space()
+
+    def numbers_between_chunks(self, devices: int) -> int:
+        """Numbers of each token that chunks of a sequence hand on, on `devices` that share it."""
+        return 0
+
+    def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
+        """The `ContextNumbers` of a layer."""
+        return ContextNumbers(0, 0, 0)
 
     def implementation(
         self, asked: str, dtype, *, packed: bool, gpu: bool | None = None, window: bool = False, piece: int = 0
