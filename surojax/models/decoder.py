@@ -25,8 +25,6 @@ from surojax.models.operations import Operations, softcapped
 from surojax.models.recompute import recomputed
 from surojax.placement.param import VOCABULARY, Kind
 
-ATTENTION, MLP = 0, 4  # numbers of the first products of the inputs that norms make
-
 
 def times(factor: float, x: jax.Array) -> jax.Array:
     """Returns factor x; x itself if the factor is 1."""
@@ -100,10 +98,10 @@ class Block(nnx.Module):
             return times(self.config.residual_multiplier, y_BSD), routed
 
         def attention_norm(x_BSD):
-            return ops.add_and_norm(x_BSD, None, self.attention_norm[...], *how, ATTENTION)
+            return ops.add_and_norm(x_BSD, None, self.attention_norm[...], *how, self.attention.input)
 
         def mlp_norm(x_BSD, residual_BSD=None):
-            return ops.add_and_norm(x_BSD, residual_BSD, self.mlp_norm[...], *how, MLP)
+            return ops.add_and_norm(x_BSD, residual_BSD, self.mlp_norm[...], *how, self.mlp.input)
 
         if again.norm:
             attended_BSD, cache = recomputed(lambda x: attention(x, lambda x: attention_norm(x)[0]), again.att)(x_BSD)

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from surojax.models.linear import Product
 from surojax.models.operations import Projection
 from surojax.placement.param import Kind
 
@@ -18,14 +19,13 @@ def parameter(
     axes: tuple[str, ...],
     initializer,
     kind: Kind = Kind.MATRIX,
-    product: int | None = None,
+    product: Product | None = None,
     **declared: Any,
 ) -> nnx.Param:
     """Makes a float32 parameter that declares its logical axes, its kind, and the matrix product that reads it.
 
-    product: the number of its matrix product in the block, from which that product's random numbers follow (nvfp4).
-    declared: other fields of its `Param`, which `model.collect_params` makes. Everything else follows from axes and
-    kind.
+    product: None if no product with a recipe's numbers does. declared: other fields of its `Param`, which
+    `model.collect_params` makes. Everything else follows from axes and kind.
     """
     named = nnx.with_partitioning(initializer, axes, eager_sharding=False)
     return nnx.Param(named(rngs.params(), shape, jnp.float32), kind=kind, product=product, declared=declared)

@@ -104,6 +104,22 @@ class Earlier(NamedTuple):
         return jnp.concatenate([self.keys, keys], axis=1), jnp.concatenate([self.values, values], axis=1)
 
 
+class RecipeInputs(NamedTuple):
+    """Arguments of a block that its recipe or its place in a pipeline asks for.
+
+    scales: float32 `[sites]`, of fp8_hybrid. seed: uint32 [], of the block's random numbers, if the model draws.
+    computes: bool [], False for an entry of a stack that is no layer (step/padding.py). A pass without gradients needs
+    neither scales nor seed.
+    """
+
+    scales: jax.Array | None = None
+    seed: jax.Array | None = None
+    computes: jax.Array | None = None
+
+
+NO_INPUTS = RecipeInputs()
+
+
 class Routing(NamedTuple):
     """Arguments of a block that only its router reads.
 
@@ -137,14 +153,14 @@ class Segment:
     `Param`s of one layer. variants: of each layer. mixer: what the layers' mixer declares; `Mixer()` declares nothing.
 
     init: (seed, number of a layer in the segment; may be traced) -> its new float32 arrays.
-    block: (weights of a layer, x `[B, S, D]`, recipe_inputs, Variant, starts, Routing) -> (x, Routed, or None without
-    a router). recipe_inputs: scales `[sites]` (fp8_hybrid), a seed uint32 (if the model draws), else None, which is
-    enough for a pass without gradients. starts: int32 `[B, S]`, the index in its row at which each token's document
-    starts, or None if a row is one document. Blocks without a router may have no last argument.
+    block: (weights of a layer, x `[B, S, D]`, RecipeInputs or None, Variant, starts, Routing) -> (x, Routed, or None
+    without a router). starts: int32 `[B, S]`, the index in its row at which each token's document starts, or None if a
+    row is one document. Blocks without a router may have no last argument.
     block_forward: the same arguments -> ((x, Routed), saved), where saved is what the backward pass reads in
     addition to the weights and starts.
-    block_backward: (weights, saved, (dx, gradient of the statistics or None), recipe_inputs, Variant, starts, Routing)
-    -> (gradients of the weights that are trained, dx, observed: largest magnitudes `[sites]` of fp8_hybrid, else None).
+    block_backward: (weights, saved, (dx, gradient of the statistics or None), RecipeInputs or None, Variant,
+    starts, Routing) -> (gradients of the weights that are trained, dx, observed: largest magnitudes `[sites]` of
+    fp8_hybrid, else None).
     statistics: shapes and dtypes of a layer's `Routed.statistics`; None: the blocks have no router.
     cached_block: (weights, x, Cache, Variant) -> (x, Cache), for sampling; as recipe bf16, by XLA.
     last_products: the matrices whose products are only added to the block's result. No gradient needs these products,

@@ -15,14 +15,18 @@ from surojax.errors import need
 from surojax.models.attention import chosen_here, chosen_implementation
 from surojax.models.kinds.sublayer import ContextNumbers, Mixer, OnGpu, Space, Target, TensorName, Width
 from surojax.models.layers import norm_weight, parameter, projection, vector
+from surojax.models.linear import Product
 from surojax.models.model import Cache, Earlier
 from surojax.models.operations import Operations
+
+OUT = Product(3, "attention_output", "d_attention")
 
 
 class Attention(Mixer):
     """Causal self-attention with grouped key/value heads; optional: biases, norms of queries and keys, sinks."""
 
     name = "attention"
+    input = "attention_input"
     tensors: ClassVar = {
         "wq": TensorName("self_attn.q_proj.weight", "attn_q.weight"),
         "wk": TensorName("self_attn.k_proj.weight", "attn_k.weight"),
@@ -45,10 +49,10 @@ class Attention(Mixer):
         kv = c.num_key_value_heads * c.head_dim
         normal = nnx.initializers.normal(c.initializer_range)
         out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
-        self.wq = parameter(rngs, (q, D), ("heads", "embed"), normal, product=0)
-        self.wk = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=1)
-        self.wv = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=2)
-        self.wo = parameter(rngs, (D, q), ("embed", "heads"), out, product=3)
+        self.wq = parameter(rngs, (q, D), ("heads", "embed"), normal, product=Product(0, self.input, "d_q"))
+        self.wk = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(1, self.input, "d_k"))
+        self.wv = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(2, self.input, "d_v"))
+        self.wo = parameter(rngs, (D, q), ("embed", "heads"), out, product=OUT)
         if c.attention_bias:
             self.bq = vector(rngs, q, "heads", nnx.initializers.zeros)
             self.bk = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
@@ -61,8 +65,8 @@ class Attention(Mixer):
             self.q_norm = norm_weight(rngs, c, q, "heads")
             self.k_norm = norm_weight(rngs, c, kv, "kv_heads")
         if c.qk_norm:
-            self.q_norm = norm_weight(rngs, c, c.head_dim, "head_dim")
-            self.k_norm = norm_weight(rngs, c, c.head_dim, "head_dim")
+            self.q_norm = norm_weight(rngs, c, c.head_dim, "channels")
+            self.k_norm = norm_weight(rngs, c, c.head_dim, "channels")
 
     def heads(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: jax.Array | int

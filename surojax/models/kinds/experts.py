@@ -43,7 +43,7 @@ from surojax.models.grouped import (
     sum_of_rows,
 )
 from surojax.models.kinds.sublayer import Mlp, Target, TensorName, Width, undivided
-from surojax.models.kinds.swiglu import SwiGLU
+from surojax.models.kinds.swiglu import DOWN, GATE, UP, SwiGLU
 from surojax.models.layers import ADAPTER, parameter, vector
 from surojax.models.linear import router_product
 from surojax.models.linear_fp8 import products_with_experts, whole_input
@@ -102,9 +102,9 @@ class Experts(Mlp):
             setattr(self, SHARED, SwiGLU(dataclasses.replace(c, intermediate_size=width), rngs=rngs))
         used: Any = {"used": c.num_experts_per_tok / E}
         self.router = parameter(rngs, (E, D), (ROUTED, "embed"), normal, Kind.ROUTER)
-        self.w_gate = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=4, **used)
-        self.w_up = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=5, **used)
-        self.w_down = parameter(rngs, (E, D, F), (EXPERTS, "embed", "mlp"), out, product=6, **used)
+        self.w_gate = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=GATE, **used)
+        self.w_up = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=UP, **used)
+        self.w_down = parameter(rngs, (E, D, F), (EXPERTS, "embed", "mlp"), out, product=DOWN, **used)
         if c.expert_bias:
             zeros = nnx.initializers.zeros
             self.b_router = vector(rngs, E, ROUTED, zeros)

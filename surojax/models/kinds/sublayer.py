@@ -66,11 +66,13 @@ class Target(NamedTuple):
 class Sublayer(nnx.Module):
     """A mixer or an MLP. Made without `rngs`, it has no parameters and only declares.
 
-    name: of the module in the block, and so of its part of a tree of parameters. tensors: {name of a parameter in it:
+    name: of the module in the block, and so of its part of a tree of parameters. input: the name of its first products'
+    input, see `linear.Product`. tensors: {name of a parameter in it:
     its names in files}, of most families.
     """
 
     name: ClassVar[str]
+    input: ClassVar[str]
     tensors: ClassVar[Mapping[str, TensorName]]
 
     def widths(self) -> Sequence[Width]:
@@ -178,6 +180,7 @@ class Mlp(Sublayer):
     """A sublayer that computes each token by itself. has_experts: a router chooses which of several compute it."""
 
     name = "mlp"
+    input = "mlp_input"
     has_experts: ClassVar[bool] = False
 
 

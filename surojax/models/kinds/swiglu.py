@@ -12,9 +12,14 @@ from flax import nnx
 
 from surojax.models.kinds.sublayer import Mlp, Target, TensorName, Width, undivided
 from surojax.models.layers import parameter, projection
+from surojax.models.linear import Product
 from surojax.models.model import ROUTES, Routing
 from surojax.models.operations import Operations
 from surojax.models.recompute import recomputed
+
+GATE = Product(4, Mlp.input, "d_gate")
+UP = Product(5, Mlp.input, "d_up")
+DOWN = Product(6, "mlp_hidden", "d_mlp")
 
 
 class SwiGLU(Mlp):
@@ -35,9 +40,9 @@ class SwiGLU(Mlp):
         F = c.intermediate_size
         normal = nnx.initializers.normal(c.initializer_range)
         out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
-        self.w_gate = parameter(rngs, (F, D), ("mlp", "embed"), normal, product=4)
-        self.w_up = parameter(rngs, (F, D), ("mlp", "embed"), normal, product=5)
-        self.w_down = parameter(rngs, (D, F), ("embed", "mlp"), out, product=6)
+        self.w_gate = parameter(rngs, (F, D), ("mlp", "embed"), normal, product=GATE)
+        self.w_up = parameter(rngs, (F, D), ("mlp", "embed"), normal, product=UP)
+        self.w_down = parameter(rngs, (D, F), ("embed", "mlp"), out, product=DOWN)
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, routing: Routing = ROUTES
@@ -46,8 +51,7 @@ class SwiGLU(Mlp):
         gate_BSF, up_BSF = ops.linears(x_BSD, [projection(self, name) for name in ("w_gate", "w_up")], norm)
 
         def down(gate_BSF, up_BSF):
-            product = self.w_down.get_metadata("product")
-            hidden_BSF = ops.gated(gate_BSF, up_BSF, self.config.hidden_act, product)
+            hidden_BSF = ops.gated(gate_BSF, up_BSF, self.config.hidden_act, DOWN.input)
             return ops.linear(hidden_BSF, projection(self, "w_down"))
 
         return recomputed(down, ops.compute.recompute.swiglu)(gate_BSF, up_BSF), None
