@@ -37,7 +37,7 @@ def ours(before: str = "") -> dict[str, np.ndarray]:
     return {"wb": b, "wc": c, "wx": x, "wo": REFERENCE[f"{before}out_proj.weight"], "taps": taps}
 
 
-def computed(weights, x, cache=None, starts=STARTS):
+def computed(weights, x, cache=None, starts: np.ndarray | None = STARTS):
     graph = nnx.graphdef(nnx.eval_shape(lambda: ShortConv(SIZES, rngs=nnx.Rngs(0))))
     ops = Operations(starts=None if starts is None else jnp.asarray(starts))
     return nnx.merge(graph, jax.tree.map(jnp.asarray, weights))(jnp.asarray(x), ops, None, cache)

@@ -23,7 +23,7 @@ def padded(segment: Segment, *, idles: bool = False) -> Segment:
     take the place of its gradients, instead of following from zeros that are differentiated.
     """
 
-    def kept_if(computes: jax.Array, new, old):
+    def kept_if(computes, new, old):
         return jax.tree.map(lambda new, old: jnp.where(computes, new, old), new, old)
 
     def block(w, x_BSD, inputs: RecipeInputs, variant, starts=None, *routing):
