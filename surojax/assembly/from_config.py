@@ -135,7 +135,7 @@ def _router_losses(c: configs.Config) -> RouterLosses | None:
 
 def architecture(c: configs.Config) -> Any:
     """Makes the frozen architecture of a checked config with its adapters, for example a `DecoderConfig`."""
-    sizes = configs.architecture(c)
+    sizes = configs.base_architecture(c)
     return dataclasses.replace(sizes, lora=lora(c)) if c.lora else sizes
 
 

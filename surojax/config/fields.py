@@ -111,7 +111,7 @@ def no_field(name: str) -> str:
     return f"config has no field {name!r}: " + (f"did you mean {full!r}?" if full else "--help lists every field")
 
 
-def architecture(c: Config) -> Any:
+def base_architecture(c: Config) -> Any:
     """Makes the frozen architecture of a config, without adapters, for example a `DecoderConfig`."""
     settings: dict[str, Any] = c.model.to_dict()
     return ARCHITECTURES[settings.pop("model_type")].sizes(settings)
@@ -119,7 +119,7 @@ def architecture(c: Config) -> Any:
 
 def kinds(c: Config) -> dict[str, LayerKinds]:
     """The sublayers of the model's layers by segment, as declarations."""
-    return ARCHITECTURES[c.model.model_type].kinds(architecture(c))
+    return ARCHITECTURES[c.model.model_type].kinds(base_architecture(c))
 
 
 def widths(c: Config) -> list[Width]:

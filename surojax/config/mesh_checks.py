@@ -2,7 +2,7 @@
 
 import math
 
-from surojax.config.fields import Config, architecture, gpus_per_sequence, kinds, widths
+from surojax.config.fields import Config, base_architecture, gpus_per_sequence, kinds, widths
 from surojax.errors import need
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
@@ -78,4 +78,4 @@ def _check_stages(c: Config) -> None:
 def _variants(c: Config) -> tuple:
     """The `Variant` of each layer of a config's model."""
     precision = Precision(c.recipe, skip_first=c.skip_quant_first_layers, skip_last=c.skip_quant_last_layers)
-    return architecture(c).variants(precision)
+    return base_architecture(c).variants(precision)

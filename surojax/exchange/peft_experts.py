@@ -30,7 +30,7 @@ from surojax.exchange import expert_tensors
 from surojax.exchange.expert_tensors import DOWN, HALVES, ExpertTensor, join_experts
 from surojax.families.family import BY_EXPERT, ExpertFiles
 from surojax.models.kinds.experts import Experts
-from surojax.models.kinds.swiglu import SwiGLU
+from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.lora import Lora
 
 MODULE = BY_EXPERT.module  # in our names

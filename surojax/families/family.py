@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from surojax.families import rope_keys, window_keys
 from surojax.models import decoder_model
-from surojax.models.kinds.attention import Attention
 from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.sublayer import Sublayer
-from surojax.models.kinds.swiglu import SwiGLU
 from surojax.models.kinds.targets import WITHOUT_EXPERTS
 from surojax.models.model import ModelArchitecture
 

@@ -13,10 +13,10 @@ import jax
 from flax import nnx
 
 from surojax.models.decoder_config import SCORE, DecoderConfig
-from surojax.models.kinds.attention import Attention
 from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.sublayer import LayerKinds, Mixer, Mlp
-from surojax.models.kinds.swiglu import SwiGLU
 from surojax.models.layers import norm_weight, parameter
 from surojax.models.linear import linear
 from surojax.models.lora import add_adapters
@@ -31,7 +31,7 @@ def times(factor: float, x: jax.Array) -> jax.Array:
     return x if factor == 1 else factor * x
 
 
-def kinds(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
+def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
     """The classes of a layer's mixer and MLP."""
     return Attention, Experts if config.num_experts else SwiGLU
 
@@ -39,7 +39,7 @@ def kinds(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
 def declarations(config: DecoderConfig) -> dict[str, LayerKinds]:
     """The sublayers of each segment's layers, without parameters."""
     layer_configs = {name: layers.config for name, layers in config.segments().items()}
-    return {name: LayerKinds(*(kind(c) for kind in kinds(c))) for name, c in layer_configs.items()}
+    return {name: LayerKinds(*(kind(c) for kind in sublayer_types(c))) for name, c in layer_configs.items()}
 
 
 class Block(nnx.Module):
@@ -59,7 +59,7 @@ class Block(nnx.Module):
         def norm() -> nnx.Param:
             return norm_weight(rngs, config, config.hidden_size, "embed")
 
-        mixer, mlp = kinds(config)
+        mixer, mlp = sublayer_types(config)
         self.attention_norm = norm()
         self.attention = mixer(config, rngs=rngs)
         self.mlp_norm = norm()

@@ -42,8 +42,8 @@ from surojax.models.grouped import (
     sum_of_experts,
     sum_of_rows,
 )
-from surojax.models.kinds.sublayer import Mlp, Target, TensorName, Width, undivided
-from surojax.models.kinds.swiglu import DOWN, GATE, UP, SwiGLU
+from surojax.models.kinds.gated_mlp import DOWN, GATE, UP, SwiGLU
+from surojax.models.kinds.sublayer import FileNames, Mlp, Target, Width, undivided
 from surojax.models.layers import ADAPTER, parameter, vector
 from surojax.models.linear import router_product
 from surojax.models.linear_fp8 import products_with_experts, whole_input
@@ -76,14 +76,14 @@ class Experts(Mlp):
     has_experts = True
     adapted_together = ("w_gate", "w_up")  # in PEFT, by one adapter
     tensors: ClassVar = {
-        "router": TensorName("mlp.gate.weight", "ffn_gate_inp.weight"),
-        "w_gate": TensorName("mlp.experts.gate_proj.weight", "ffn_gate_exps.weight"),
-        "w_up": TensorName("mlp.experts.up_proj.weight", "ffn_up_exps.weight"),
-        "w_down": TensorName("mlp.experts.down_proj.weight", "ffn_down_exps.weight"),
-        "b_choice": TensorName("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
-        "shared.w_gate": TensorName("mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp.weight"),
-        "shared.w_up": TensorName("mlp.shared_experts.up_proj.weight", "ffn_up_shexp.weight"),
-        "shared.w_down": TensorName("mlp.shared_experts.down_proj.weight", "ffn_down_shexp.weight"),
+        "router": FileNames("mlp.gate.weight", "ffn_gate_inp.weight"),
+        "w_gate": FileNames("mlp.experts.gate_proj.weight", "ffn_gate_exps.weight"),
+        "w_up": FileNames("mlp.experts.up_proj.weight", "ffn_up_exps.weight"),
+        "w_down": FileNames("mlp.experts.down_proj.weight", "ffn_down_exps.weight"),
+        "b_choice": FileNames("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
+        "shared.w_gate": FileNames("mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp.weight"),
+        "shared.w_up": FileNames("mlp.shared_experts.up_proj.weight", "ffn_up_shexp.weight"),
+        "shared.w_down": FileNames("mlp.shared_experts.down_proj.weight", "ffn_down_shexp.weight"),
     }
 
     def __init__(self, config, *, rngs: nnx.Rngs | None = None):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from surojax.errors import need
-from surojax.models.kinds.sublayer import Mixer, TensorName, Width, undivided
+from surojax.models.kinds.sublayer import FileNames, Mixer, Width, undivided
 from surojax.models.layers import parameter, projection
 from surojax.models.linear import Product
 from surojax.models.model import Cache
@@ -38,8 +38,8 @@ class ShortConv(Mixer):
     name = "conv"
     input = "conv_input"
     tensors: ClassVar = {
-        "taps": TensorName("conv.conv.weight", "shortconv.conv.weight"),
-        "wo": TensorName("conv.out_proj.weight", "shortconv.out_proj.weight"),
+        "taps": FileNames("conv.conv.weight", "shortconv.conv.weight"),
+        "wo": FileNames("conv.out_proj.weight", "shortconv.out_proj.weight"),
     }
 
     def __init__(self, config, *, rngs: nnx.Rngs | None = None):

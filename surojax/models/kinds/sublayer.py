@@ -2,9 +2,10 @@
 
     layer = norm + mixer, norm + MLP
 
-A mixer moves values between the tokens of a sequence (attention.py), an MLP computes each token by itself (swiglu.py,
-experts.py). A kind is one class in one file: parameters and function, and beside them these declarations. The checks of
-a config, adapters, readers of files, the sampler and the planner ask the sublayers of a model, and know none.
+A mixer moves values between the tokens of a sequence (self_attention.py), an MLP computes each token by itself
+(gated_mlp.py, experts.py). A kind is one class in one file: parameters and function, and beside them these
+declarations. The checks of a config, adapters, readers of files, the sampler and the planner ask the sublayers of a
+model, and know none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ def undivided(field: str, size: int) -> Width:
     return Width(field, size, field, size)
 
 
-class TensorName(NamedTuple):
+class FileNames(NamedTuple):
     """The names of a parameter in files, after those of its layer; "": the format has none that most families share."""
 
     safetensors: str
@@ -73,7 +74,7 @@ class Sublayer(nnx.Module):
 
     name: ClassVar[str]
     input: ClassVar[str]
-    tensors: ClassVar[Mapping[str, TensorName]]
+    tensors: ClassVar[Mapping[str, FileNames]]
 
     def widths(self) -> Sequence[Width]:
         """The widths of its matrices besides `hidden_size`: `tp` divides them, and recipes ask for multiples."""
@@ -120,7 +121,7 @@ class OnGpu(NamedTuple):
         return jnp.dtype(self.dtype).itemsize
 
 
-class Space(NamedTuple):
+class KernelBytes(NamedTuple):
     """Bytes of a mixer's kernels on a GPU. saved: for the backward pass. working: in it. scores: part of that."""
 
     saved: int = 0
@@ -143,12 +144,12 @@ class Mixer(Sublayer):
         """Forward FLOPs per token of a layer's products that are not with weights. window: see `Variant`."""
         return 0.0
 
-    def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> Space:
-        """The `Space` of a layer with an input like x, besides the residuals of the block with attention by XLA.
+    def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> KernelBytes:
+        """The `KernelBytes` of a layer with an input like x, besides the residuals of the block with attention by XLA.
 
         compute: a `Compute`. window: some layers have one.
         """
-        return Space()
+        return KernelBytes()
 
     def numbers_between_chunks(self, devices: int) -> int:
         """Numbers of each token that chunks of a sequence hand on, on `devices` that share it."""

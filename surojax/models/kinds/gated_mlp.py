@@ -10,7 +10,7 @@ from typing import ClassVar
 import jax
 from flax import nnx
 
-from surojax.models.kinds.sublayer import Mlp, Target, TensorName, Width, undivided
+from surojax.models.kinds.sublayer import FileNames, Mlp, Target, Width, undivided
 from surojax.models.layers import parameter, projection
 from surojax.models.linear import Product
 from surojax.models.model import ROUTES, Routing
@@ -26,9 +26,9 @@ class SwiGLU(Mlp):
     """(silu(x Wg^T) * x Wu^T) Wd^T (Shazeer 2020), or with another activation in place of silu."""
 
     tensors: ClassVar = {
-        "w_gate": TensorName("mlp.gate_proj.weight", "ffn_gate.weight"),
-        "w_up": TensorName("mlp.up_proj.weight", "ffn_up.weight"),
-        "w_down": TensorName("mlp.down_proj.weight", "ffn_down.weight"),
+        "w_gate": FileNames("mlp.gate_proj.weight", "ffn_gate.weight"),
+        "w_up": FileNames("mlp.up_proj.weight", "ffn_up.weight"),
+        "w_down": FileNames("mlp.down_proj.weight", "ffn_down.weight"),
     }
 
     def __init__(self, config, *, rngs: nnx.Rngs | None = None):

@@ -13,7 +13,7 @@ from flax import nnx
 from pallas_kernels.mma import ROWS
 from surojax.errors import need
 from surojax.models.attention import chosen_here, chosen_implementation
-from surojax.models.kinds.sublayer import ContextNumbers, Mixer, OnGpu, Space, Target, TensorName, Width
+from surojax.models.kinds.sublayer import ContextNumbers, FileNames, KernelBytes, Mixer, OnGpu, Target, Width
 from surojax.models.layers import norm_weight, parameter, projection, vector
 from surojax.models.linear import Product
 from surojax.models.model import Cache, Earlier
@@ -28,15 +28,15 @@ class Attention(Mixer):
     name = "attention"
     input = "attention_input"
     tensors: ClassVar = {
-        "wq": TensorName("self_attn.q_proj.weight", "attn_q.weight"),
-        "wk": TensorName("self_attn.k_proj.weight", "attn_k.weight"),
-        "wv": TensorName("self_attn.v_proj.weight", "attn_v.weight"),
-        "wo": TensorName("self_attn.o_proj.weight", "attn_output.weight"),
-        "bq": TensorName("self_attn.q_proj.bias", "attn_q.bias"),
-        "bk": TensorName("self_attn.k_proj.bias", "attn_k.bias"),
-        "bv": TensorName("self_attn.v_proj.bias", "attn_v.bias"),
-        "q_norm": TensorName("self_attn.q_norm.weight", "attn_q_norm.weight"),
-        "k_norm": TensorName("self_attn.k_norm.weight", "attn_k_norm.weight"),
+        "wq": FileNames("self_attn.q_proj.weight", "attn_q.weight"),
+        "wk": FileNames("self_attn.k_proj.weight", "attn_k.weight"),
+        "wv": FileNames("self_attn.v_proj.weight", "attn_v.weight"),
+        "wo": FileNames("self_attn.o_proj.weight", "attn_output.weight"),
+        "bq": FileNames("self_attn.q_proj.bias", "attn_q.bias"),
+        "bk": FileNames("self_attn.k_proj.bias", "attn_k.bias"),
+        "bv": FileNames("self_attn.v_proj.bias", "attn_v.bias"),
+        "q_norm": FileNames("self_attn.q_norm.weight", "attn_q_norm.weight"),
+        "k_norm": FileNames("self_attn.k_norm.weight", "attn_k_norm.weight"),
     }
 
     def __init__(self, config, *, rngs: nnx.Rngs | None = None):
@@ -132,7 +132,7 @@ class Attention(Mixer):
             seen = window - window * (window - 1) / (2 * sequence_len)  # the first ones see fewer
         return 4.0 * self.config.num_attention_heads * self.config.head_dim * seen
 
-    def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> Space:
+    def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> KernelBytes:
         c = self.config
         H, K, h = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         tokens = x.rows * x.tokens
@@ -147,19 +147,19 @@ class Attention(Mixer):
             keys = max(K, x.tensor)
             more = 2 * (H + keys) * (x.itemsize + 4) if flash == "mosaic" else 0
             sums = 2 * H * 4 + 4 * keys * (x.itemsize + 4)
-            return Space(working=tokens * (sums + more) * h)
+            return KernelBytes(working=tokens * (sums + more) * h)
         if flash != "xla":
             # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies
             # of queries, keys and the gradient of its output.
             keys = x.chunks * max(K, x.tensor if x.chunks == 1 else x.per_sequence)
             copied = (2 * H + keys) * h if flash == "mosaic" else 0
             saved = 0 if compute.recompute.att else heads * (h * x.itemsize + 4)
-            return Space(saved, tokens * copied * x.itemsize)
+            return KernelBytes(saved, tokens * copied * x.itemsize)
         keys = x.tokens * x.chunks * x.per_sequence
         if in_pieces:
             keys = 2 * x.tokens * x.tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17)
         scores = (2 if gpu else 4) * heads * keys * 4
-        return Space(working=scores, scores=scores)
+        return KernelBytes(working=scores, scores=scores)
 
     def numbers_between_chunks(self, devices: int) -> int:
         """Those of keys and values; devices that share a head have it each."""
