@@ -6,6 +6,7 @@ takes a `Model` (`from_config.model`), a `Placement` and keywords.
 """
 
 import difflib
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -113,13 +114,21 @@ def no_field(name: str) -> str:
 
 def base_architecture(c: Config) -> Any:
     """Makes the frozen architecture of a config, without adapters, for example a `DecoderConfig`."""
-    settings: dict[str, Any] = c.model.to_dict()
-    return ARCHITECTURES[settings.pop("model_type")].sizes(settings)
+    return _architecture(tuple(c.model.items()))[0]
 
 
 def kinds(c: Config) -> dict[str, LayerKinds]:
     """The sublayers of the model's layers by segment, as declarations."""
-    return ARCHITECTURES[c.model.model_type].kinds(base_architecture(c))
+    return _architecture(tuple(c.model.items()))[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _architecture(fields: tuple[tuple[str, Any], ...]) -> tuple[Any, dict[str, LayerKinds]]:
+    """Makes (sizes, sublayers) of these `model` fields; cached, since `fit` asks for the same model again and again."""
+    settings = dict(fields)
+    entry = ARCHITECTURES[settings.pop("model_type")]
+    sizes = entry.sizes(settings)
+    return sizes, entry.kinds(sizes)
 
 
 def widths(c: Config) -> list[Width]:

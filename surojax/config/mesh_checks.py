@@ -41,12 +41,13 @@ def _check_parts(c: Config) -> None:
 def _check_widths(c: Config) -> None:
     """Raises ConfigError if tp_size does not divide a sublayer, or leaves a width that the recipe does not take."""
     n = c.tp_size
-    for width in widths(c):
+    divided = widths(c)
+    for width in divided:
         kind = "multiple or a divisor" if width.shared else "multiple"
         expected = f"a {kind} of tp_size={n}" + ("" if width.shared else ", whose GPUs divide it")
         need(width.is_divided(n), width.field, expected, width.parts, "lower tp_size")
     multiple = WIDTHS if c.recipe in BLOCK_SCALED else 16  # 16: of float8 products
-    for width in widths(c) if c.recipe != "bf16" else ():
+    for width in divided if c.recipe != "bf16" else ():
         expected = f"a multiple of {multiple} on each GPU with tp_size={n} and recipe={c.recipe!r}"
         need(width.part(n).size % multiple == 0, width.name, expected, width.part(n).size, "lower tp_size")
 
