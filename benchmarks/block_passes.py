@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from surojax.assembly import from_config, xla_options
 from surojax.config import flags
 from surojax.config.checks import check
-from surojax.models.model import Model
+from surojax.models.model import Model, RecipeInputs
 from surojax.numerics.fp8 import E4M3
 from surojax.placement.mesh import make_mesh
 from surojax.planner import aot
@@ -43,8 +43,8 @@ def compile_block(model: Model, gpu: str, tokens: int) -> dict[str, aot.Compiled
         w = jax.eval_shape(lambda w: quantise_with_one_scale(segment.params, w, E4M3), w)
     x = jax.ShapeDtypeStruct((1, tokens, model.hidden_size), jnp.bfloat16)
     recipe_inputs = {
-        "fp8_hybrid": jax.ShapeDtypeStruct((model.sites.number,), jnp.float32),  # scales
-        "nvfp4": jax.ShapeDtypeStruct((), "uint32"),  # seed
+        "fp8_hybrid": RecipeInputs(scales=jax.ShapeDtypeStruct((model.sites.number,), jnp.float32)),
+        "nvfp4": RecipeInputs(seed=jax.ShapeDtypeStruct((), "uint32")),
     }.get(model.precision.recipe)
 
     def backward(w, x, dy, recipe_inputs):

@@ -15,7 +15,7 @@ import numpy as np
 
 from surojax import convert
 from surojax.assembly.from_config import from_config
-from surojax.config.fields import default_config, mlps
+from surojax.config.fields import default_config, kinds
 from surojax.exchange import config_json, gguf, peft
 from surojax.exchange.adapter_config import CONFIG as ADAPTER_CONFIG, modules
 from surojax.exchange.export import export
@@ -26,7 +26,8 @@ from surojax.exchange.model_tensors import INDEX, shapes
 from surojax.exchange.naming import naming_of
 from surojax.exchange.shards import Shard
 from surojax.families.registry import FAMILIES
-from surojax.models.lora import Lora, target_names
+from surojax.models.kinds.targets import target_names
+from surojax.models.lora import Lora
 from surojax.models.model import Model
 from surojax.placement.mesh import make_mesh
 
@@ -183,7 +184,7 @@ def model_of(config: dict[str, Any]) -> tuple[Any, Model]:
 def adapter_of(config: dict[str, Any]) -> peft.AdapterArrays:
     """An adapter of all matrices, of rank 2, with drawn numbers."""
     c, model = model_of(config)
-    lora = Lora(2, 4.0, target_names(c.lora_target_modules, mlps(c)))
+    lora = Lora(2, 4.0, target_names(c.lora_target_modules, kinds(c).values()))
     every = {name.removeprefix(peft.PREFIX): shape for name, shape in peft.tensor_shapes(lora, model).items()}
     stack = lambda target, end: np.stack([drawn(name + end, every[name + end]) for name in modules(model)[target]])
     factors = lambda target: {"a": stack(target, peft.FACTOR_A), "b": stack(target, peft.FACTOR_B)}

@@ -13,9 +13,10 @@ from flax import nnx
 
 from surojax.assembly.assemble import assemble
 from surojax.memory.in_file import InFile
-from surojax.models import decoder_model
+from surojax.models import decoder, decoder_model
 from surojax.models.decoder import Decoder
 from surojax.models.decoder_config import DecoderConfig
+from surojax.models.kinds import targets
 from surojax.models.loss import cross_entropy
 from surojax.models.model import DEFAULT, Compute, Model
 from surojax.optim import optimizer as optim
@@ -37,6 +38,12 @@ CONFIG = DecoderConfig(
     num_key_value_heads=2,
     head_dim=8,
 )
+
+
+def target_names(names: str, config: DecoderConfig = CONFIG) -> tuple[str, ...]:
+    """Our names of the matrices that PEFT's names select in a model."""
+    return targets.target_names(names, decoder.declarations(config).values())
+
 
 TABLES = dataclasses.replace(CONFIG, vocab_size=256)  # of which files have embedding and head in four pieces
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, tokens, worst_relative
+from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, target_names, tokens, worst_relative
 from test_adapters import REFERENCE, logits, save, theirs
 from test_engine import ORDER_OF_SUMS, engine_gradients
 from test_experts import TIED, apart, in_files, stored, written
@@ -27,7 +27,7 @@ from surojax.exchange import model_tensors, peft
 from surojax.exchange.merge import there_and_back
 from surojax.exchange.naming import naming_of
 from surojax.models import decoder_model
-from surojax.models.lora import Lora, target_names
+from surojax.models.lora import Lora
 from surojax.numerics import base_formats, nf4
 from surojax.placement.mesh import make_mesh
 from surojax.placement.param import part_of, with_part

@@ -16,8 +16,8 @@ from test_experts import ALL, BOTH, dense, two_products
 from test_tensor_parallel_recipes import FLAT, first_steps, in_recipe, on_one_device
 
 from pallas_kernels import nvfp4_format
-from surojax.models import experts
 from surojax.models.grouped import blocks_in_piece, blocks_of, sum_of_experts
+from surojax.models.kinds import experts
 from surojax.models.linear_fp8 import InFloat8
 from surojax.models.model import Compute
 from surojax.models.operations import Operations

@@ -37,8 +37,9 @@ from surojax.exchange import config_json
 from surojax.exchange.gguf import open_file
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, stacks, tensors_by_name
-from surojax.models import decoder, decoder_config, decoder_model, experts, grouped, operations, router_losses
+from surojax.models import decoder, decoder_config, decoder_model, grouped, operations, router_losses
 from surojax.models.grouped import blocks_of, number_of_blocks, rows_of_block, sum_of_experts
+from surojax.models.kinds import experts
 from surojax.models.linear_fp8 import InFloat8
 from surojax.models.model import Compute
 from surojax.models.operations import Operations

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, drawn_params, normal, quick_at, tokens, worst_relative
+from small import CONFIG, Small, drawn_params, normal, quick_at, target_names, tokens, worst_relative
 
 from pallas_kernels.quantize import Cast
 from surojax.models import decoder_model, linear_fp8
-from surojax.models.linear_fp8 import SITES
-from surojax.models.lora import Lora, target_names
+from surojax.models.lora import Lora
 from surojax.models.loss import cross_entropy
-from surojax.models.model import DEFAULT, Compute, Recompute, Segment, Variant
+from surojax.models.model import DEFAULT, Compute, RecipeInputs, Recompute, Segment, Variant
 from surojax.models.rotary import RopeScaling
 from surojax.numerics import fp8
 from surojax.numerics.quantized import Quantized, has_one_scale, quantise_whole, scale_for
@@ -26,6 +25,8 @@ from surojax.placement.param import Kind
 from surojax.step.batch import recipe_inputs_of
 from surojax.step.train_step import make_eval_step
 from surojax.step.weights import quantise_with_one_scale
+
+SITES = decoder_model.build(CONFIG).sites
 
 RECIPES = ("fp8_current", "fp8_hybrid")
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
@@ -78,10 +79,11 @@ def test_a_block_against_recipe_bf16(recipe, extras):
     dw, dx, _ = plain.block_backward(w, saved, (dy, None))
     history = jnp.zeros(fp8.history_shape(1, SITES, 4))
     scales = fp8.delayed_scales(history, SITES, 0, jnp.float32(1e-2))[0] if recipe == "fp8_hybrid" else None
+    inputs = RecipeInputs(scales)
     w8 = jax.jit(lambda w: quantise_with_one_scale(model.params, w, fp8.E4M3))(w)
-    (y8, _), saved = jax.jit(model.block_forward)(w8, x, scales)
-    dw8, dx8, observed = jax.jit(model.block_backward)(w8, saved, (dy, None), scales)
-    assert np.array_equal(y8, jax.jit(model.block)(w8, x, scales)[0])  # the pass without gradients computes the same
+    (y8, _), saved = jax.jit(model.block_forward)(w8, x, inputs)
+    dw8, dx8, observed = jax.jit(model.block_backward)(w8, saved, (dy, None), inputs)
+    assert np.array_equal(y8, jax.jit(model.block)(w8, x, inputs)[0])  # the pass without gradients computes the same
     # A product of e4m3 numbers is off by 2^-4 / sqrt(3) sqrt(2) = 5 %, gradients (e5m2) by 8 %; two or three of them
     # follow one another. A term left out, or a wrong transpose, is off by its own size.
     assert relative(y8 - x, y - x) < 0.10 and relative(dx8 - dy, dx - dy) < 0.15
@@ -138,13 +140,13 @@ def test_without_rounding_the_block_is_that_of_recipe_bf16(monkeypatch, options,
     monkeypatch.setattr(linear_fp8, "quantize", exact)
     monkeypatch.setattr(linear_fp8, "scale_for", lambda absmax, dtype: jnp.float32(1))
 
-    seed = jnp.uint32(3) if base.lora == DROPPED else None
+    inputs = RecipeInputs(seed=jnp.uint32(3) if base.lora == DROPPED else None)
 
     def both(compute, w):
         (model,) = decoder_model.build(base, compute).segments
-        (y, _), saved = model.block_forward(w, x, seed, variant)
-        dw, dx, _ = model.block_backward(w, saved, (dy, None), seed, variant)
-        return y, model.block(w, x, seed, variant)[0], dw, dx
+        (y, _), saved = model.block_forward(w, x, inputs, variant)
+        dw, dx, _ = model.block_backward(w, saved, (dy, None), inputs, variant)
+        return y, model.block(w, x, inputs, variant)[0], dw, dx
 
     def with_scale(param, x):
         return Quantized(x, jnp.float32(1)) if param.kind is Kind.MATRIX else x
@@ -229,7 +231,7 @@ def test_every_block_of_every_device_draws_numbers_of_its_own():
 
     def seeds(step):
         give = recipe_inputs_of(small.engine.model, None, step, 2, jnp.float32(1))
-        return jnp.stack([give(a, l) for a in range(2) for l in range(3)])
+        return jnp.stack([give(a, l).seed for a in range(2) for l in range(3)])
 
     run = jax.jit(jax.shard_map(seeds, mesh=small.mesh, in_specs=jax.P(), out_specs=jax.P(DATA)))
     found = np.concatenate([run(jnp.int32(step)) for step in range(2)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
-from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, tokens, worst_relative
+from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, target_names, tokens, worst_relative
 from test_adapters import REFERENCE as ADAPTERS, logits, save as save_adapter, theirs as adapter_tensors
 from test_engine import ORDER_OF_SUMS, engine_gradients
 from test_experts import (
@@ -34,8 +34,9 @@ from surojax.exchange import config_json, peft
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, describe_source, readers, stacks
 from surojax.exchange.naming import naming_of
-from surojax.models import decoder, decoder_config, decoder_model, experts
-from surojax.models.lora import Lora, Mlps, target_names
+from surojax.models import decoder, decoder_config, decoder_model
+from surojax.models.kinds import experts
+from surojax.models.lora import Lora
 from surojax.models.router_losses import RouterLosses
 from surojax.placement.mesh import make_mesh
 from surojax.placement.param import part_of
@@ -260,14 +261,11 @@ def test_placements_change_nothing(devices, placed):
     assert before.any() and np.array_equal(before, small.state.master["blocks"]["mlp"]["b_choice"])
 
 
-SHARED_AND_DENSE = Mlps(experts=True, shared=True, dense_first=True)
-
-
 def test_names_select_matrices_as_in_peft():
     """Ends of modules' names; "all-linear" leaves out experts, which are no modules in transformers 5."""
 
     def named(targets: str) -> set[str]:
-        return set(target_names(targets, SHARED_AND_DENSE))
+        return set(target_names(targets, SMALL))
 
     assert named("up_proj") == {"mlp.w_up", "mlp.shared.w_up", "without_experts.mlp.w_up"}
     assert named("mlp.up_proj,shared_experts.up_proj") == {"mlp.shared.w_up", "without_experts.mlp.w_up"}
@@ -343,7 +341,7 @@ def test_names_of_modules_select_experts_only_if_the_file_has_them(tmp_path):
 @pytest.mark.parametrize("targets", quick_at([("q_proj,o_proj",), ("all-linear",), ("gate_proj,up_proj,down_proj",)]))
 def test_adapters_train_in_both_segments(targets):
     """Of the attention, of shared experts and dense layers, and of all MLPs and experts."""
-    adapted = dataclasses.replace(SMALL, lora=Lora(4, 8.0, target_names(targets, SHARED_AND_DENSE)))
+    adapted = dataclasses.replace(SMALL, lora=Lora(4, 8.0, target_names(targets, SMALL)))
     small = Small(config=adapted)
     inputs, labels = tokens(1, 4, 16)
     weights = jax.device_get(small.state.weights)

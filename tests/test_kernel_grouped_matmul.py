@@ -14,7 +14,7 @@ from small import CONFIG, KERNEL, normal, quick_at
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import fits, grouped_matmul, scaled_product, scaled_sums
 from pallas_kernels.mma import ROWS
-from surojax.models import experts
+from surojax.models.kinds import experts
 from surojax.models.linear_fp8 import InFloat8, products_with_experts
 from surojax.models.model import Compute
 from surojax.models.operations import Operations
@@ -118,7 +118,7 @@ def test_sizes_that_the_kernels_take():
 @pytest.mark.parametrize("biases, recipe", quick_at([(False, "bf16"), (True, "bf16"), (False, "fp8_current")]))
 def test_experts_by_the_kernel(monkeypatch, biases, recipe):
     """The layer's result and all gradients are as near to float32's as the scan's; an unused expert has zeros."""
-    in_float8 = InFloat8({}, None, None) if recipe == "fp8_current" else None
+    in_float8 = InFloat8({}) if recipe == "fp8_current" else None
     interpreted = functools.partial(products_with_experts, interpret=KERNEL["interpret"])
     monkeypatch.setattr(experts, "products_with_experts", interpreted)
     monkeypatch.setattr(experts, "recomputed", lambda f: f)  # which cannot compute again what Pallas interprets

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small import AS_USERS_DO, CONFIG, TABLES, Small, quick_at, stored, tokens
+from small import AS_USERS_DO, CONFIG, TABLES, Small, quick_at, stored, target_names, tokens
 
 from surojax.errors import ConfigError
 from surojax.memory.aligned import ALIGN
 from surojax.memory.in_file import InFile, home_of
 from surojax.memory.layer_file import NvmeError, Store
-from surojax.models.lora import TARGETS, Lora
+from surojax.models.lora import Lora
 from surojax.models.model import Compute
 from surojax.models.router_losses import RouterLosses
 from surojax.numerics.recipes import Precision
@@ -41,7 +41,7 @@ SOME_GIB = 0.0005  # a part of what these small models have in files
 LATE: dict[str, Any] = {"overlap_update": True}  # updates under the next forward pass
 # Rows that the blocks of NF4 divide.
 WITH_ADAPTERS = dataclasses.replace(
-    CONFIG, hidden_size=64, intermediate_size=256, head_dim=32, lora=Lora(4, 8.0, tuple(TARGETS.values()))
+    CONFIG, hidden_size=64, intermediate_size=256, head_dim=32, lora=Lora(4, 8.0, target_names("all-linear"))
 )
 EXPERTS = dataclasses.replace(TABLES, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
 FROZEN_BASE: dict[str, Any] = {"config": WITH_ADAPTERS, "offload_grads": False}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, tokens, worst_relative
+from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, target_names, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS
 
 from surojax.config import checks, default_config
@@ -20,15 +20,16 @@ from surojax.exchange.base import check_base, fingerprint
 from surojax.exchange.model_tensors import tensor_name
 from surojax.families.family import TENSOR_NAMES
 from surojax.models import decoder_model
-from surojax.models.linear_fp8 import SITES
-from surojax.models.lora import TARGETS, Adapter, Lora, adapters, dropped, target_names
-from surojax.models.model import Compute
+from surojax.models.lora import Adapter, Lora, adapters, dropped
+from surojax.models.model import Compute, RecipeInputs
 from surojax.numerics import fp8, nf4
 from surojax.numerics.recipes import BLOCK_SCALED, RECIPES, Precision
 from surojax.optim.adamw import adamw
 from surojax.placement.mesh import make_mesh
 from surojax.placement.param import part_of, with_part
 from surojax.step.weights import quantise_with_one_scale
+
+SITES = decoder_model.build(CONFIG).sites
 
 with np.load(Path(__file__).parent / "fixtures" / "lora_reference.npz") as arrays:
     REFERENCE = dict(arrays)
@@ -178,8 +179,8 @@ def test_a_block_in_float8_saves_nothing_for_gradients_of_what_is_frozen(recipe)
         params = segment.params
         one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
         w = jax.eval_shape(lambda w: quantise_with_one_scale(params, w, fp8.E4M3), one)
-        scales = jnp.ones(SITES.number) if recipe == "fp8_hybrid" else None
-        _, saved = jax.eval_shape(segment.block_forward, w, jax.ShapeDtypeStruct((2, 16, 32), jnp.float32), scales)
+        inputs = RecipeInputs(jnp.ones(SITES.number) if recipe == "fp8_hybrid" else None)
+        _, saved = jax.eval_shape(segment.block_forward, w, jax.ShapeDtypeStruct((2, 16, 32), jnp.float32), inputs)
         return sum(x.dtype.itemsize == 1 for x in jax.tree.leaves(saved))
 
     assert saved_in_float8(CONFIG) == 4 and saved_in_float8(ADAPTED) == 0
@@ -382,7 +383,8 @@ def test_dropout_is_the_same_when_blocks_are_recomputed_and_is_not_in_evaluation
 
 def test_names_are_those_of_peft():
     assert target_names(" q_proj, o_proj,q_proj") == ("attention.wq", "attention.wo")
-    assert set(target_names("all-linear")) == set(TARGETS.values())
+    mlp = "mlp.w_gate", "mlp.w_up", "mlp.w_down"
+    assert target_names("all-linear") == tuple(f"attention.w{name}" for name in "qkvo") + mlp
 
 
 def config_of(folder: Path, **changes):

@@ -32,16 +32,15 @@ from surojax.memory.host import Split
 from surojax.models import decoder, decoder_config, decoder_model
 from surojax.models.attention import attend, softmax, visible
 from surojax.models.decoder import Decoder
+from surojax.models.kinds import sublayer
 from surojax.models.layers import parameter
-from surojax.models.linear import linear
+from surojax.models.linear import Product, linear
 from surojax.models.loss import cross_entropy
 from surojax.models.model import (
     DEFAULT,
     PLAIN,
     ROUTES,
-    Cache,
     Compute,
-    Heads,
     Model,
     Routed,
     Routing,
@@ -50,6 +49,7 @@ from surojax.models.model import (
     collect_params,
 )
 from surojax.models.operations import Operations
+from surojax.models.recompute import with_arguments
 from surojax.numerics.fp8 import E4M3, Sites
 from surojax.numerics.recipes import Precision
 from surojax.parallel.collectives import varying
@@ -181,7 +181,7 @@ def test_flops_of_attention_count_the_positions_that_are_seen():
         seen = [
             sum(min(i + 1, v.window) for i in range(S)) / S if 0 < v.window < S else S / 2 for v in segment.variants
         ]
-        assert segment.attention_flops(S) == pytest.approx(4 * 4 * 8 * sum(seen), rel=1e-9)
+        assert segment.mixing_flops(S) == pytest.approx(4 * 4 * 8 * sum(seen), rel=1e-9)
 
 
 def test_flops_per_token_of_llama_2_7b():
@@ -220,6 +220,17 @@ def test_unknown_families_are_refused():
         check(c)
 
 
+def test_a_pullback_takes_the_arguments_that_it_did_not_save():
+    """With the JAX that is installed: `with_arguments` uses a name of it that is not public."""
+    w, x = jnp.array([2.0, 3.0]), jnp.array([5.0, 7.0])
+    y, pullback = jax.vjp(lambda w, x: w * x**2, w, x, saveable_args=(False, True))
+    assert not any(leaf is w for leaf in jax.tree.leaves(pullback))
+    dw, dx = with_arguments(pullback, {0: 10 * w})(jnp.ones(2))
+    np.testing.assert_array_equal(dw, x**2)
+    np.testing.assert_array_equal(dx, 2 * 10 * w * x)
+    np.testing.assert_array_equal(y, w * x**2)
+
+
 # --- a model of several kinds of layers -------------------------------------------------------------------------------
 
 
@@ -228,8 +239,8 @@ class Mixer(nnx.Module):
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(0.2)
-        self.w1 = parameter(rngs, (width, 32), ("mlp", "embed"), normal, product=0)
-        self.w2 = parameter(rngs, (32, width), ("embed", "mlp"), normal, product=1)
+        self.w1 = parameter(rngs, (width, 32), ("mlp", "embed"), normal, product=Product(0))
+        self.w2 = parameter(rngs, (32, width), ("embed", "mlp"), normal, product=Product(1))
 
     def __call__(self, x_BSD: jax.Array, variant: Variant) -> tuple[jax.Array, jax.Array]:
         """(the layer of x, the mean square of each token's hidden values `[B, S]`)."""
@@ -238,6 +249,13 @@ class Mixer(nnx.Module):
         mean_BSD = (sums_BSD - late_BSD) / variant.window
         hidden = jnp.tanh(linear(mean_BSD, self.w1[...]))
         return x_BSD + linear(hidden, self.w2[...]), jnp.mean(jnp.square(hidden), axis=-1)
+
+
+class WithState(sublayer.Mixer):
+    """Declares a state that sampling hands on."""
+
+    def decode_state(self, rows: int, positions: int, dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, positions), dtype)
 
 
 class Around(nnx.Module):
@@ -350,7 +368,7 @@ def toy(compute: Compute = DEFAULT) -> Model:
         def block_backward(
             w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
         ):
-            saved.args_res[2] = routing.counted
+            saved = with_arguments(saved, {2: routing.counted})
             dx_BSD, d_statistics = d_result
             if has_statistics and d_statistics is None:
                 d_statistics = (varying(jnp.float32(0)),)
@@ -365,7 +383,7 @@ def toy(compute: Compute = DEFAULT) -> Model:
             start=start,
             params=params[name],
             variants=tuple(Variant(window=window) for window in windows),
-            heads=Heads(1, 1, 1),
+            mixer=WithState(),
             init=init,
             block=block,
             block_forward=block_forward,
@@ -478,4 +496,3 @@ def test_segments_are_sampled_from():
     cache = empty_cache(model, 1, 4, jnp.float32)
     logits, extended = cached_logits(model, model.init(0), jnp.array([[1, 2]]), cache, jnp.int32(0))
     assert logits.shape == (1, 64) and jax.tree.map(jnp.shape, extended) == jax.tree.map(jnp.shape, cache)
-    assert isinstance(Cache(*extended["wide"], 0), Cache)

@@ -12,7 +12,7 @@ from test_engine import GEMMA as GEMMA_3, MINISTRAL, ORDER_OF_SUMS
 
 from surojax.models import attention, decoder_model
 from surojax.models.attention import attend
-from surojax.models.model import PLAIN, Compute, Recompute, Segment, Variant
+from surojax.models.model import PLAIN, Compute, RecipeInputs, Recompute, Segment, Variant
 from surojax.models.operations import Operations
 from surojax.models.rotary import RopeScaling, positions_of
 from surojax.numerics import fp8
@@ -160,7 +160,7 @@ def block_in(recipe: str, kernels: str = "xla"):
     if model.precision.delayed:
         history = jnp.zeros(fp8.history_shape(1, model.sites, 4))
         scales = fp8.delayed_scales(history, model.sites, 0, jnp.float32(1.0))[0]
-    return segment, w, jnp.uint32(3) if recipe == "nvfp4" else scales
+    return segment, w, RecipeInputs(scales, jnp.uint32(3) if recipe == "nvfp4" else None)
 
 
 @pytest.mark.parametrize(

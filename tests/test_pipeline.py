@@ -25,7 +25,7 @@ from surojax.errors import ConfigError
 from surojax.memory import host
 from surojax.memory.host import allocate
 from surojax.models import decoder_model
-from surojax.models.model import Compute
+from surojax.models.model import Compute, RecipeInputs
 from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.param import OUTER
@@ -34,7 +34,7 @@ from surojax.planner import footprint, hlo, products, stages, step_collectives, 
 from surojax.planner.gpus import GPUS
 from surojax.planner.layer_sizes import patterns
 from surojax.step import pipeline, stage_layers, state
-from surojax.step.padding import Inputs, padded
+from surojax.step.padding import padded
 from surojax.step.stage_layers import of_stage
 from surojax.train import train
 
@@ -117,11 +117,11 @@ def test_padding_changes_nothing_and_has_no_gradient():
         dw, dx, _ = segment.block_backward(w, saved, (dy, None), inputs, variant, None)
         return y, y_alone, dx, dw
 
-    y, y_alone, dx, dw = passes_over(padded(segment), Inputs(jnp.bool(False), None))
+    y, y_alone, dx, dw = passes_over(padded(segment), RecipeInputs(computes=jnp.bool(False)))
     for found, expected in ((y, x), (y_alone, x), (dx, dy)):
         np.testing.assert_array_equal(found, expected)
     assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(dw))
-    ours, expected = passes_over(padded(segment), Inputs(jnp.bool(True), None)), passes_over(segment, None)
+    ours, expected = passes_over(padded(segment), RecipeInputs(computes=jnp.bool(True))), passes_over(segment, None)
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
 
 
@@ -408,7 +408,7 @@ def test_a_stage_without_a_microbatch_adds_nothing():
     segment = padded(dataclasses.replace(segment, block_backward=block_backward), idles=True)
     d_result = (jnp.ones(2), None)
     for computes in (False, True):
-        inputs = Inputs(jnp.asarray(computes), None)
+        inputs = RecipeInputs(computes=jnp.asarray(computes))
         dw, dx, observed = segment.block_backward({}, garbage, d_result, inputs, segment.variants[0])
         expected = (garbage, garbage, garbage) if computes else (jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
         for found, value in zip((dw["w"], dx, observed), expected, strict=True):

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, drawn_params, plain_model, quick_at, worst_relative
+from small import CONFIG, Small, drawn_params, plain_model, quick_at, target_names, worst_relative
 
 from surojax.models import decoder_model
-from surojax.models.lora import Lora, target_names, without_adapters
+from surojax.models.lora import Lora, without_adapters
 from surojax.step.kto import KtoLoss, KtoSettings
 from surojax.step.objective import OfSequences, Sequences
 from surojax.step.objectives import OBJECTIVES

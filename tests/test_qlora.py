@@ -8,10 +8,10 @@ import chex
 import jax
 import numpy as np
 import pytest
-from small import CONFIG, Small, needs, tokens
+from small import CONFIG, Small, needs, target_names, tokens
 
 from surojax import ConfigError
-from surojax.models.lora import TARGETS, Lora
+from surojax.models.lora import Lora
 from surojax.models.model import Compute
 from surojax.numerics import base_formats
 from surojax.numerics.recipes import Precision
@@ -19,7 +19,7 @@ from surojax.optim.adamw import adamw
 from surojax.planner.footprint import estimate
 from surojax.planner.traffic import BatchShape
 
-LORA = Lora(rank=4, alpha=8.0, targets=tuple(TARGETS.values()))
+LORA = Lora(rank=4, alpha=8.0, targets=target_names("all-linear"))
 # Rows of one to four blocks of NF4, and of one or two of FP8.
 SMALL = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=256, head_dim=32, lora=LORA)
 BATCHES = [tokens(1, 4, 32, seed=i) for i in range(3)]
@@ -98,18 +98,18 @@ NUMBERS = 3 * 64 * (2 * HEADS + 2 * KEYS + 3 * 256)
 @pytest.mark.parametrize(
     "setting, devices, bytes_of_all",
     [
-        ("qlora_bnb", 1, NUMBERS // 2 + NUMBERS // 64 + 5 * ROWS + 4 * 3 * len(TARGETS)),
+        ("qlora_bnb", 1, NUMBERS // 2 + NUMBERS // 64 + 5 * ROWS + 4 * 3 * len(LORA.targets)),
         # Blocks of q, k, v, o, gate, up, down; on four devices tiles have the rows of one.
         ("qlora_fp8", 1, NUMBERS + 4 * 3 * (1 + 1 + 1 + 1 + 2 + 2 + 2)),
         ("qlora_fp8", 4, NUMBERS + 4 * 3 * (4 + 4 + 4 + 4 + 4 + 4 + 8)),
-        ("qlora_fp4", 1, NUMBERS // 2 + NUMBERS // 16 + 4 * 3 * len(TARGETS)),
+        ("qlora_fp4", 1, NUMBERS // 2 + NUMBERS // 16 + 4 * 3 * len(LORA.targets)),
     ],
 )
 def test_every_frozen_matrix_takes_as_many_bytes_as_its_format(setting, devices, bytes_of_all):
     run = Small(devices, config=SMALL, model_dtype="bfloat16", zero_level=3, **{setting: True})
     planned = jax.tree.leaves(run.plan.weights["blocks"], is_leaf=base_formats.is_coded)
     stacks = [x for x in planned if base_formats.is_coded(x)]
-    assert len(stacks) == len(TARGETS)
+    assert len(stacks) == len(LORA.targets)
     assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stacks)) == bytes_of_all
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, drawn_params, plain_model, worst_relative
+from small import CONFIG, Small, drawn_params, plain_model, target_names, worst_relative
 
 from surojax import ConfigError, convert, default_config
 from surojax.assembly import from_config
@@ -31,7 +31,7 @@ from surojax.exchange.sources import open_weights, resolved
 from surojax.inference.parity import compare_with_transformers
 from surojax.inference.trained_model import load_trained
 from surojax.models import decoder_model
-from surojax.models.lora import Lora, saved_names, target_names
+from surojax.models.lora import Lora, saved_names
 from surojax.models.model import Model
 from surojax.planner import hlo, step_collectives, traffic
 from surojax.step.objectives import OBJECTIVES

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from small import CONFIG
 
-from surojax.models import experts
+from surojax.models.kinds import experts
 from surojax.models.model import Routing
 from surojax.models.router_losses import RouterLosses, RouterStatistics
 

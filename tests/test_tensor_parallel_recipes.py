@@ -12,15 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, normal, quick_at, tokens, worst_relative
+from small import CONFIG, Small, normal, quick_at, target_names, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS
 from test_tensor_parallel import ALL, moves_what_is_said
 
 from pallas_kernels import nvfp4_format
 from pallas_kernels.manual_axes import mark_varying, varying_axes
-from surojax.models import linear_fp8
-from surojax.models.linear_fp8 import SITES
-from surojax.models.lora import Lora, target_names
+from surojax.models import decoder_model, linear_fp8
+from surojax.models.lora import Lora
 from surojax.models.model import Compute
 from surojax.numerics.blockscaled import ALL_WHOLE, nvfp4_linear
 from surojax.numerics.fp8 import E4M3
@@ -39,6 +38,8 @@ from surojax.run.on_disk import find
 from surojax.run.restore import restore
 from surojax.step.engine import loss_and_gradients
 from surojax.step.weights import quantise_with_one_scale
+
+SITES = decoder_model.build(CONFIG).sites
 
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
 EXTRAS = dataclasses.replace(WIDE, attention_bias=True, qk_norm=True)

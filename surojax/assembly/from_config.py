@@ -12,7 +12,8 @@ from surojax.config.checks import REFUSALS
 from surojax.declared import built
 from surojax.errors import ConfigError
 from surojax.families.registry import ARCHITECTURES
-from surojax.models.lora import Lora, saved_names, target_names
+from surojax.models.kinds.targets import target_names
+from surojax.models.lora import Lora, saved_names
 from surojax.models.model import Compute, Model
 from surojax.models.router_losses import RouterLosses
 from surojax.optim import optimizer as optim, optimizers
@@ -127,15 +128,15 @@ def _router_losses(c: configs.Config) -> RouterLosses | None:
 
 
 def architecture(c: configs.Config) -> Any:
-    """Makes the frozen architecture of a checked config, for example a `DecoderConfig`."""
-    sizes = ARCHITECTURES[c.model.model_type].sizes(c.model.to_dict())
+    """Makes the frozen architecture of a checked config with its adapters, for example a `DecoderConfig`."""
+    sizes = configs.base_architecture(c)
     return dataclasses.replace(sizes, lora=lora(c)) if c.lora else sizes
 
 
 def lora(c: configs.Config) -> Lora:
     """Makes the adapters' settings of a checked config."""
     saved = saved_names(c.modules_to_save, num_labels=c.model.num_labels)
-    return built(Lora, c, targets=target_names(c.lora_target_modules, configs.mlps(c)), saved=saved)
+    return built(Lora, c, targets=target_names(c.lora_target_modules, configs.kinds(c).values()), saved=saved)
 
 
 def compute(c: configs.Config) -> Compute:

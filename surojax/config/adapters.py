@@ -1,40 +1,38 @@
 """Checks the adapters' settings (models/lora.py): names of matrices, ranks and sizes."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from surojax.config.fields import Config, head_dim, mlp_widths, mlps
+from surojax.config.fields import Config, kinds
 from surojax.errors import need
-from surojax.models.lora import ALL_LINEAR, OF_MLP, SAVED, WITHOUT_EXPERTS, target_names
+from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.sublayer import Target
+from surojax.models.kinds.targets import ALL_LINEAR, adaptable, is_of_mlp, named, names_in_layers, target_names
+from surojax.models.lora import SAVED
 
 
 def check_adapters(c: Config) -> None:
     """Raises ConfigError for a wrong name of a matrix, or a wrong rank of adapters."""
     if not c.lora:
         return
-    kinds = mlps(c)
+    layers = kinds(c).values()
+    known = adaptable(layers)
     if c.lora_target_modules != ALL_LINEAR:
-        modules = dict.fromkeys(name.rpartition(".")[2] for name in kinds.modules())
+        modules = dict.fromkeys(target.module.rpartition(".")[2] for target in known)
         expected = f"names among {', '.join(modules)}, or {ALL_LINEAR!r}"
         for name in (name.strip() for name in c.lora_target_modules.split(",")):
-            is_known = bool(kinds.named(name)) and name != ALL_LINEAR
+            is_known = bool(named(name, known)) and name != ALL_LINEAR
             need(is_known, "lora_target_modules", expected, name, "correct it")
     for name in c.modules_to_save.split(",") if c.modules_to_save else ():
         need(name.strip() in SAVED, "modules_to_save", f"names among {', '.join(SAVED)}", name.strip(), "correct it")
-    targets = target_names(c.lora_target_modules, kinds)
-    _check_rank(c, targets)
-    if kinds.dense_first:
-        _check_every_layer(c, targets)
-    if kinds.experts and (of_mlps := [name for name in targets if not name.startswith("attention.")]):
+    names = target_names(c.lora_target_modules, layers)
+    _check_rank(c, (target for target in known if target.matrix in names))
+    for layer in layers if len(layers) > 1 else ():
+        expected = "a matrix of every layer, those with experts and those without"
+        is_adapted = bool(names_in_layers(names, with_experts=layer.mlp.has_experts))
+        need(is_adapted, "lora_target_modules", expected, c.lora_target_modules, "name one of each")
+    has_experts = any(layer.mlp.has_experts for layer in layers)
+    if has_experts and (of_mlps := [name for name in names if is_of_mlp(name)]):
         _check_beside_experts(c, of_mlps)
-
-
-def _check_every_layer(c: Config, targets: Collection[str]) -> None:
-    """Raises ConfigError if the layers with experts, or those without, have no adapter."""
-    of_all = any(name.startswith("attention.") for name in targets)
-    of_first = any(name.startswith(WITHOUT_EXPERTS) for name in targets)
-    of_others = any(name.startswith("mlp.") for name in targets)
-    expected = "a matrix of every layer, those with experts and those without"
-    need(of_all or (of_first and of_others), "lora_target_modules", expected, c.lora_target_modules, "name one of each")
 
 
 def _check_beside_experts(c: Config, targets: Collection[str]) -> None:
@@ -42,7 +40,7 @@ def _check_beside_experts(c: Config, targets: Collection[str]) -> None:
 
     It has one adapter for gate and up of an expert. It adapts these MLPs as parameters, without DoRA and dropout.
     """
-    pair = {OF_MLP["gate_proj"], OF_MLP["up_proj"]}
+    pair = {f"{Experts.name}.{matrix}" for matrix in Experts.adapted_together}
     together = "gate_proj and up_proj together, since PEFT has one adapter of both"
     need(len(pair & set(targets)) != 1, "lora_target_modules", together, c.lora_target_modules, "name both")
     for field, off in {"use_dora": False, "lora_dropout": 0.0}.items():
@@ -50,15 +48,8 @@ def _check_beside_experts(c: Config, targets: Collection[str]) -> None:
         need(c[field] == off, field, expected, c[field], "leave it out, or name those of the attention alone")
 
 
-def _check_rank(c: Config, targets: Collection[str]) -> None:
-    m = c.model
-    key_rows = m.num_key_value_heads * head_dim(c)
-    heads = m.num_attention_heads * head_dim(c)
-    widths = {"attention.wq": heads, "attention.wk": key_rows, "attention.wv": key_rows, "attention.wo": heads}
-    of_mlps = {kind: width for kind, (_, width) in mlp_widths(c).items()}
-    for module, name in mlps(c).modules().items():
-        if name in targets:
-            kind = module.rpartition(".")[0]
-            smaller = min(m.hidden_size, of_mlps[kind] if kind in of_mlps else widths[name])
-            expected = f"at most {smaller}, the smaller side of {module}"
-            need(c.lora_rank <= smaller, "lora_rank", expected, c.lora_rank, "lower it")
+def _check_rank(c: Config, targets: Iterable[Target]) -> None:
+    for target in targets:
+        smaller = min(c.model.hidden_size, target.width)
+        expected = f"at most {smaller}, the smaller side of {target.module}"
+        need(c.lora_rank <= smaller, "lora_rank", expected, c.lora_rank, "lower it")

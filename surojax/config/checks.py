@@ -16,10 +16,9 @@ from surojax.config.fields import (
     default_config,
     flat,
     gpus_per_sequence,
-    head_dim,
-    mlp_widths,
     no_field,
     warmup_steps,
+    widths,
 )
 from surojax.config.mesh_checks import check_mesh
 from surojax.errors import ConfigError, need as _need
@@ -117,7 +116,8 @@ def _check_recipe(c: Config) -> None:
     expected = f"fewer than the {layers} layers, both together"
     _need(skipped < layers, "skip_quant_first_layers + skip_quant_last_layers", expected, skipped, "lower them")
     multiple = WIDTHS if recipe in BLOCK_SCALED else 16  # 16: of float8 products
-    for name, width in _widths(c).items():
+    sizes = {"model.hidden_size": c.model.hidden_size} | {width.name: width.size for width in widths(c)}
+    for name, width in sizes.items():
         expected = f"a multiple of {multiple} with recipe={recipe!r}, which its products need"
         _need(width % multiple == 0, name, expected, width, f"use {-(-width // multiple) * multiple}")
     if recipe in BLOCK_SCALED:
@@ -126,17 +126,6 @@ def _check_recipe(c: Config) -> None:
     expected = f"a multiple of 16 tokens with recipe={recipe!r}, which float8 products need"
     size = "per_device_batch_size x sequence_len" + (" / cp_size" if c.cp_size > 1 else "")
     _need(tokens % 16 == 0, size, expected, tokens, "change one of them")
-
-
-def _widths(c: Config) -> dict[str, int]:
-    """Returns the widths of the blocks' matrices, as {field or product of fields: width}."""
-    m = c.model
-    h = head_dim(c)
-    return {
-        "model.hidden_size": m.hidden_size,
-        "model.num_attention_heads x head_dim": m.num_attention_heads * h,
-        "model.num_key_value_heads x head_dim": m.num_key_value_heads * h,
-    } | dict(mlp_widths(c).values())
 
 
 def _check_schedule(c: Config) -> None:

@@ -7,6 +7,7 @@ takes a `Model` (`from_config.model`), a `Placement` and keywords.
 
 import difflib
 import fnmatch
+import functools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,10 @@ from surojax.config.sections import (
     StartSettings,
 )
 from surojax.declared import DeclaredField, Facts, declared, names_of
+from surojax.families.registry import ARCHITECTURES
 from surojax.models.decoder_config import DecoderConfig
-from surojax.models.lora import Lora, Mlps
+from surojax.models.kinds.sublayer import LayerKinds, Width
+from surojax.models.lora import Lora
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.offloads import OPTIONS, ROWS
@@ -133,29 +136,28 @@ def no_field(name: str) -> str:
     return f"config has no field {name!r}: " + (f"did you mean {full!r}?" if full else "--help lists every field")
 
 
-def head_dim(c: Config) -> int:
-    """The number of channels of an attention head."""
-    return c.model.head_dim or c.model.hidden_size // c.model.num_attention_heads
+def base_architecture(c: Config) -> Any:
+    """Makes the frozen architecture of a config, without adapters, for example a `DecoderConfig`."""
+    return _architecture(tuple(c.model.items()))[0]
 
 
-def mlps(c: Config) -> Mlps:
-    """The kinds of MLPs in the model."""
-    m = c.model
-    return Mlps(m.num_experts > 0, m.n_shared_experts > 0, m.first_k_dense_replace > 0)
+def kinds(c: Config) -> dict[str, LayerKinds]:
+    """The sublayers of the model's layers by segment, as declarations."""
+    return _architecture(tuple(c.model.items()))[1]
 
 
-def mlp_widths(c: Config) -> dict[str, tuple[str, int]]:
-    """{kind of MLP that the model has: (the field, or product of fields, that says its width; the width)}."""
-    m = c.model
-    dense = "model.intermediate_size", m.intermediate_size
-    if not m.num_experts:
-        return {"mlp": dense}
-    expert = ("model.moe_intermediate_size", m.moe_intermediate_size) if m.moe_intermediate_size else dense
-    kinds: dict[str, tuple[str, int]] = {"mlp.experts": expert}
-    if m.n_shared_experts:
-        name, width = expert
-        kinds["mlp.shared_experts"] = f"model.n_shared_experts x {name}", m.n_shared_experts * width
-    return kinds | ({"mlp": dense} if m.first_k_dense_replace else {})
+@functools.lru_cache(maxsize=64)
+def _architecture(fields: tuple[tuple[str, Any], ...]) -> tuple[Any, dict[str, LayerKinds]]:
+    """Makes (sizes, sublayers) of these `model` fields; cached, since `fit` asks for the same model again and again."""
+    settings = dict(fields)
+    entry = ARCHITECTURES[settings.pop("model_type")]
+    sizes = entry.sizes(settings)
+    return sizes, entry.kinds(sizes)
+
+
+def widths(c: Config) -> list[Width]:
+    """The widths of the model's sublayers."""
+    return list(dict.fromkeys(width for layer in kinds(c).values() for width in layer.widths()))
 
 
 def tokens_of_piece(c: Config) -> int:
@@ -173,7 +175,8 @@ def gpus_per_sequence(c: Config) -> int:
 
 def mesh_sizes(c: Config) -> dict[str, int]:
     """The keyword arguments of `placement.mesh.mesh_shape`."""
-    return {name: c[name] for name in names_of(MeshSettings)} | {"kv_heads": c.model.num_key_value_heads}
+    shared = [width.parts for width in widths(c) if width.shared]
+    return {name: c[name] for name in names_of(MeshSettings)} | {"kv_heads": min(shared, default=0)}
 
 
 def warmup_steps(c: Config, total_steps: int) -> int:

@@ -2,11 +2,9 @@
 
 import math
 
-from pallas_kernels.mma import ROWS
-from surojax.config.fields import Config, gpus_per_sequence, head_dim, mlp_widths, tokens_of_piece
+from surojax.config.fields import Config, base_architecture, gpus_per_sequence, kinds, widths
 from surojax.declared import built
 from surojax.errors import need
-from surojax.families.registry import ARCHITECTURES
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.parallel.schedule import check_lockstep, check_stages
@@ -22,7 +20,7 @@ def check_mesh(c: Config) -> None:
         near = math.gcd(experts, c.ep_size)
         need(experts % c.ep_size == 0, "ep_size", f"a divisor of model.num_experts={experts}", c.ep_size, f"use {near}")
     if c.tp_size > 1:
-        _check_heads(c)
+        _check_widths(c)
 
 
 def _check_parts(c: Config) -> None:
@@ -41,38 +39,18 @@ def _check_parts(c: Config) -> None:
     need(not sizes or tokens % c.lmhead_chunks == 0, "lmhead_chunks", expected, c.lmhead_chunks, "lower it")
 
 
-def _check_heads(c: Config) -> None:
-    """Raises ConfigError if tp_size does not divide the heads or widths that it shards in the blocks."""
-    m = c.model
-    n = c.tp_size
-    for name in ("num_attention_heads", "intermediate_size"):
-        need(
-            m[name] % n == 0,
-            f"model.{name}",
-            f"a multiple of tp_size={n}, whose GPUs divide it",
-            m[name],
-            "lower tp_size",
-        )
-    kv = m.num_key_value_heads
-    expected = f"a multiple or a divisor of tp_size={n}"
-    need(kv % n == 0 or n % kv == 0, "model.num_key_value_heads", expected, kv, "lower tp_size")
-    if c.recipe != "bf16":
-        _check_widths(c)
-
-
 def _check_widths(c: Config) -> None:
-    """Raises ConfigError if a GPU's part of a matrix has a width that the recipe's products do not take."""
-    m = c.model
+    """Raises ConfigError if tp_size does not divide a sublayer, or leaves a width that the recipe does not take."""
     n = c.tp_size
-    kv = m.num_key_value_heads
+    divided = widths(c)
+    for width in divided:
+        kind = "multiple or a divisor" if width.shared else "multiple"
+        expected = f"a {kind} of tp_size={n}" + ("" if width.shared else ", whose GPUs divide it")
+        need(width.is_divided(n), width.field, expected, width.parts, "lower tp_size")
     multiple = WIDTHS if c.recipe in BLOCK_SCALED else 16  # 16: of float8 products
-    widths = {
-        "model.num_attention_heads x model.head_dim": m.num_attention_heads // n * head_dim(c),
-        "model.num_key_value_heads x model.head_dim": max(kv // n, 1) * head_dim(c),
-    } | {name: width // n for name, width in mlp_widths(c).values()}
-    for name, width in widths.items():
+    for width in divided if c.recipe != "bf16" else ():
         expected = f"a multiple of {multiple} on each GPU with tp_size={n} and recipe={c.recipe!r}"
-        need(width % multiple == 0, name, expected, width, "lower tp_size")
+        need(width.part(n).size % multiple == 0, width.name, expected, width.part(n).size, "lower tp_size")
 
 
 def _check_context(c: Config) -> None:
@@ -86,31 +64,8 @@ def _check_context(c: Config) -> None:
     whose = "cp_size x tp_size GPUs divide it" if method == "ulysses" else f"{method} cuts it into pieces"
     expected = f"a multiple of {pieces}, as {whose}"
     need(length % pieces == 0, "sequence_len", expected, length, f"use {length + -length % pieces}")
-    if method != "ulysses":
-        _check_pieces(c)
-        return
-    heads = c.model.num_attention_heads
-    expected = f"a multiple of cp_size x tp_size = {n * c.tp_size} with cp_method='ulysses', which divides the heads"
-    change = "lower cp_size, or set cp_method='ring'"
-    need(heads % (n * c.tp_size) == 0, "model.num_attention_heads", expected, heads, change)
-    group_heads = max(c.model.num_key_value_heads // c.tp_size, 1)
-    expected = f"a multiple or a divisor of cp_size = {n} on the GPUs of a tensor-parallel group"
-    need(group_heads % n == 0 or n % group_heads == 0, "model.num_key_value_heads", expected, group_heads, change)
-
-
-def _check_pieces(c: Config) -> None:
-    """Raises ConfigError if the attention implementation cannot compute cp_method's pairs of pieces."""
-    tokens = tokens_of_piece(c)
-    whose = f"with cp_method={c.cp_method!r} and attention={c.attention!r}"
-    if c.attention == "mosaic":
-        expected = f"a multiple of {ROWS} {whose}"
-        change = f"use a sequence_len of a multiple of {2 * ROWS * c.cp_size}, or attention='auto'"
-        need(tokens % ROWS == 0, "sequence_len / (2 x cp_size)", expected, tokens, change)
-    if c.attention == "cudnn":
-        size = head_dim(c)
-        need(size <= 128, "model.head_dim", f"at most 128 {whose}", size, "use attention='auto' or cp_method='ulysses'")
-        expected = f"an even number {whose}"
-        need(tokens % 2 == 0, "sequence_len / (2 x cp_size)", expected, tokens, "use attention='auto'")
+    for layer in kinds(c).values():
+        layer.mixer.check_context(c)
 
 
 def _check_stages(c: Config) -> None:
@@ -124,4 +79,4 @@ def _check_stages(c: Config) -> None:
 
 def _variants(c: Config) -> tuple:
     """The `Variant` of each layer of a config's model."""
-    return ARCHITECTURES[c.model.model_type].sizes(c.model.to_dict()).variants(built(Precision, c))
+    return base_architecture(c).variants(built(Precision, c))

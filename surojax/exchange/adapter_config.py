@@ -16,7 +16,8 @@ from surojax.exchange.expert_tensors import has_all_experts
 from surojax.exchange.model_tensors import tensor_name
 from surojax.exchange.naming import Naming
 from surojax.exchange.parts import in_whole
-from surojax.models.lora import ALL_LINEAR, SAVED, WITHOUT_EXPERTS, Lora
+from surojax.models.kinds.targets import ALL_LINEAR, WITHOUT_EXPERTS, is_of_mlp
+from surojax.models.lora import SAVED, Lora
 from surojax.models.model import Model, Segment
 from surojax.placement.param import Kind
 from surojax.untrusted import expanded, read_json
@@ -52,7 +53,7 @@ OFF: dict[str, tuple] = {"bias": ("none",), "init_lora_weights": (True, "gaussia
 def target_of(matrix: str, segment: Segment, model: Model) -> str:
     """Returns the name by which `Lora.targets` has a segment's matrix."""
     is_dense = segment.statistics is None and bool(model.layers_with_experts)
-    return WITHOUT_EXPERTS + matrix if is_dense and matrix.startswith("mlp.") else matrix
+    return WITHOUT_EXPERTS + matrix if is_dense and is_of_mlp(matrix) else matrix
 
 
 def modules(model: Model) -> dict[str, list[str]]:
@@ -86,7 +87,7 @@ def adapter_config_of(lora: Lora, model: Model, base_name: str, naming: Naming) 
     module_names = {target: naming.alone(names[0]).split(".") for target, names in modules(model).items()}
     of_modules = [target for target in lora.targets if target not in expert_modules]
     # PEFT 0.21 reads the name of a module that ends as an expert's, such as up_proj, as the experts' parameter.
-    of_parameters = [target for target in of_modules if expert_modules and not target.startswith("attention.")]
+    of_parameters = [target for target in of_modules if expert_modules and is_of_mlp(target)]
     endings = [_ending(target, module_names) for target in of_modules if target not in of_parameters]
     parameters = [f"{_ending(target, module_names)}.weight" for target in of_parameters]
     theirs = {ours: name for name, ours in SAVED.items()}

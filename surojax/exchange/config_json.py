@@ -14,6 +14,7 @@ from surojax.exchange import compressed
 from surojax.exchange.huggingface import labels_of, model_fields
 from surojax.families.family import LAYER, ModelFamily
 from surojax.families.registry import FAMILIES
+from surojax.models.decoder_config import channels
 
 COPIED = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads rms_norm_eps "
@@ -94,8 +95,8 @@ def agrees(config: dict[str, Any], fields: dict[str, Any]) -> bool:
 def normal(fields: dict[str, Any]) -> dict[str, Any]:
     """Completes `model` fields: defaults, and computed values of head_dim, the scores' scale and the experts' width."""
     complete = default_config().model.to_dict() | fields
-    channels = complete["head_dim"] or complete["hidden_size"] // complete["num_attention_heads"]
-    filled = {"head_dim": channels, "query_pre_attn_scalar": complete["query_pre_attn_scalar"] or channels}
+    h = channels(complete)
+    filled = {"head_dim": h, "query_pre_attn_scalar": complete["query_pre_attn_scalar"] or h}
     if complete["num_experts"] and not complete["first_k_dense_replace"]:  # all layers have them: there is one width
         width = complete["moe_intermediate_size"] or complete["intermediate_size"]
         filled |= {"intermediate_size": width, "moe_intermediate_size": width}

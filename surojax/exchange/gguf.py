@@ -26,6 +26,7 @@ from surojax.families import registry
 from surojax.families.family import Gguf
 from surojax.families.names import by_our_name, find_tensor, renamed
 from surojax.families.registry import tensor_names
+from surojax.models.decoder_config import channels
 from surojax.sizes import check_largest
 from surojax.untrusted import check_file
 
@@ -143,16 +144,17 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
     if missing:
         raise ConfigError(f"model_path: expected {missing[0]} in {contents.path}, got none; {AGAIN}")
     sizes = {theirs: given[ours] for ours, theirs in all_sizes.items()}
-    heads = sizes["num_attention_heads"]
-    if not all(isinstance(sizes[key], int) for key in ("num_attention_heads", "num_key_value_heads")):
-        raise ConfigError(f"model_path: {contents.path}: expected equal layers, got head counts {heads}")
+    if several := [
+        x for x in (given["attention.head_count"], given["attention.head_count_kv"]) if not isinstance(x, int)
+    ]:
+        raise ConfigError(f"model_path: {contents.path}: expected equal layers, got head counts {several[0]}")
     for ours, theirs in all_sizes.items():
         value = sizes[theirs]
         if not (isinstance(value, int | float) and (value > 0 or (value == 0 and ours in family.sizes))):
             raise ConfigError(
                 f"model_path: {contents.path}: {ours}: expected a positive number, got {value!r}; {AGAIN}"
             )
-    head_dim = given.get(HEAD_DIM[0], sizes["hidden_size"] // heads)
+    head_dim = given.get(HEAD_DIM[0]) or channels(sizes)
     check_largest(sizes | {"head_dim": head_dim}, f"model_path: {contents.path}: ")
     if family.partial_rotary:
         sizes["partial_rotary_factor"] = given.pop(ROTATED, head_dim) / head_dim

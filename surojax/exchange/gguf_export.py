@@ -38,6 +38,7 @@ from surojax.families import registry
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import renamed
 from surojax.families.registry import tensor_names
+from surojax.models.decoder_config import channels
 from surojax.models.model import Model
 from surojax.placement.param import Kind as ParamKind
 from surojax.untrusted import expanded
@@ -108,7 +109,7 @@ def export_gguf(
     family = FAMILIES[metadata["general.architecture"]]
     stored_as = {renamed(name, tensor_names(family.names.keys()), family.names): name for name in kinds}
     expected = shapes(model)
-    head_dim = metadata[f"{metadata['general.architecture']}.{HEAD_DIM[0]}"]
+    of_head = metadata[f"{metadata['general.architecture']}.{HEAD_DIM[0]}"]
 
     writer = gguf.GGUFWriter(None, metadata["general.architecture"])
     about = {
@@ -133,7 +134,7 @@ def export_gguf(
             yield divisors_F
         for name, ours in stored_as.items():
             numbers = _read(tensors, ours, kinds[ours], dtype)
-            rows = permuted(numbers, head_dim) if is_permuted(name, family) else numbers
+            rows = permuted(numbers, of_head) if is_permuted(name, family) else numbers
             yield gguf.quants.quantize(rows, kinds[ours])
 
     with unfinished_beside(path, size) as unfinished, unfinished_beside(modelfile_of(path), 0) as small:
@@ -194,18 +195,18 @@ def _comparable(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
-    """Translates a config.json to a file's metadata and the rotary frequencies' divisors, float32 [head_dim / 2]."""
+    """Translates a config.json to a file's metadata and the rotary frequencies' divisors, float32 [h / 2]."""
     architecture = ARCHITECTURE_OF[said["model_type"]]
     family = FAMILIES[architecture]
     keys = {ours: said[theirs] for ours, theirs in {**SIZES, **family.sizes}.items()}
-    head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
-    keys |= dict.fromkeys(HEAD_DIM, head_dim) | {"vocab_size": said["vocab_size"]} | dict(family.fixed)
+    h = channels(said)
+    keys |= dict.fromkeys(HEAD_DIM, h) | {"vocab_size": said["vocab_size"]} | dict(family.fixed)
     if family.partial_rotary:
-        keys[ROTATED] = int(head_dim * said["partial_rotary_factor"])
+        keys[ROTATED] = int(h * said["partial_rotary_factor"])
     scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}
     divisors_F = None
     if scaling["rope_type"] == "llama3":
-        divisors_F = rope_divisors(scaling, said["rope_theta"], head_dim).astype(np.float32)
+        divisors_F = rope_divisors(scaling, said["rope_theta"], h).astype(np.float32)
     elif scaling["rope_type"] != "none":
         keys |= {SCALING_TYPE: scaling["rope_type"]}
         keys |= {ours: scaling[theirs] for ours, theirs in SCALING.items() if theirs in scaling}

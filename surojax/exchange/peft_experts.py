@@ -29,12 +29,15 @@ from surojax.errors import ConfigError
 from surojax.exchange import expert_tensors
 from surojax.exchange.expert_tensors import DOWN, HALVES, ExpertTensor, join_experts
 from surojax.families.family import BY_EXPERT, ExpertFiles
-from surojax.models.lora import TARGETS, Lora
+from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.lora import Lora
 
 MODULE = BY_EXPERT.module  # in our names
 TOGETHER = "gate_up_proj"
 # Parameters of transformers 5, and PEFT's names of the matrices in them.
 PARAMETERS = {TOGETHER: HALVES, DOWN: (DOWN,)}
+MATRICES = dict(zip((*HALVES, DOWN), (f"{Experts.name}.{matrix}" for matrix in SwiGLU.tensors), strict=True))  # ours
 INNER = ".base_layer"
 WEIGHT = ".weight"  # of a module, as the name of a parameter
 FACTORS = (".lora_A.weight", ".lora_B.weight")
@@ -56,7 +59,7 @@ def keys_of(targets: Collection[str], lora: Lora, module: str, others: Sequence[
 
     module: `ExpertFiles.module`. others: further parameters that are adapted, by PEFT's names.
     """
-    parameters = [name for name, parts in PARAMETERS.items() if {TARGETS[part] for part in parts} <= set(targets)]
+    parameters = [name for name, parts in PARAMETERS.items() if {MATRICES[part] for part in parts} <= set(targets)]
     names = [*(f"{module}.{name}" for name in parameters), *others]
     keys: dict[str, Any] = {"target_parameters": names} if names else {}
     if TOGETHER in parameters:
@@ -92,7 +95,7 @@ def described_modules(
     names = [name for name in names if name not in weights]
     parameters = []
     for parameter, parts in PARAMETERS.items():
-        modules = [name for part in parts for name in module_names.get(TARGETS[part], [])]
+        modules = [name for part in parts for name in module_names.get(MATRICES[part], [])]
         full_names = {_theirs(f"{name.rpartition('.')[0]}.{parameter}", module) for name in modules}
         ends = {name for name in names if any(f".{full}".endswith(f".{name}") for full in full_names)}
         if ends:
@@ -115,7 +118,7 @@ def described_modules(
     (alpha_of_both,) = patterns["alpha_pattern"].values() or (alpha,)
     is_scaled = type(alpha_of_both) in (int, float) and abs(alpha_of_both - factor * alpha) < 1e-6 * alpha
     need(is_scaled, "alpha_pattern", f"{factor * alpha:g} for {TOGETHER}, the scale of the others", "give another")
-    targets = tuple(TARGETS[part] for parameter in parameters for part in PARAMETERS[parameter])
+    targets = tuple(MATRICES[part] for parameter in parameters for part in PARAMETERS[parameter])
     return Described(targets, joint_rank != rank, tuple(name.removesuffix(WEIGHT) for name in weights))
 
 
@@ -187,7 +190,7 @@ def of_experts(
             tensors[name] = AdapterTensor(parts[0].name, part.shape(parts[0].shape), _stacked(parts))
     if not said.targets:
         return tensors
-    both_are_adapted = TARGETS[DOWN] in said.targets and TARGETS[HALVES[0]] in said.targets
+    both_are_adapted = MATRICES[DOWN] in said.targets and MATRICES[HALVES[0]] in said.targets
     used = set()
     for name, (number, *shape) in shapes.items():
         before, _, last = name.rpartition(".experts.")

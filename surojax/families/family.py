@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 
 from surojax.families import rope_keys, window_keys
 from surojax.models import decoder_model
-from surojax.models.lora import WITHOUT_EXPERTS
+from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.self_attention import Attention
+from surojax.models.kinds.sublayer import Sublayer
+from surojax.models.kinds.targets import WITHOUT_EXPERTS
 from surojax.models.model import ModelArchitecture
 
 # The values that transformers' class for Llama gives to keys that config.json leaves out; others differ in some.
@@ -46,6 +50,19 @@ REQUIRED: dict[str, tuple] = {
 WITHOUT_WINDOW: dict[str, tuple] = {"sliding_window": (None,)}  # of families in which transformers computes none
 # Our names of tensors, and theirs; `{l}` is the number of the layer.
 LAYER = "model.layers.{l}."
+GGUF_LAYER = "blk.{l}."
+
+
+def _in_safetensors(kind: type[Sublayer], *names: str) -> dict[str, str]:
+    """Our names and theirs of these parameters of a sublayer, or of all of them."""
+    return {f"{kind.name}.{ours}": LAYER + kind.tensors[ours].safetensors for ours in names or kind.tensors}
+
+
+def _in_gguf(kind: type[Sublayer], *names: str) -> dict[str, str]:
+    """Our names and theirs in GGUF files of these parameters of a sublayer, or of all of them."""
+    return {f"{kind.name}.{ours}": GGUF_LAYER + kind.tensors[ours].gguf for ours in names or kind.tensors}
+
+
 TENSOR_NAMES = {
     "embed": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
@@ -53,64 +70,34 @@ TENSOR_NAMES = {
     "score": "score.weight",
     "attention_norm": LAYER + "input_layernorm.weight",
     "mlp_norm": LAYER + "post_attention_layernorm.weight",
-    "attention.wq": LAYER + "self_attn.q_proj.weight",
-    "attention.wk": LAYER + "self_attn.k_proj.weight",
-    "attention.wv": LAYER + "self_attn.v_proj.weight",
-    "attention.wo": LAYER + "self_attn.o_proj.weight",
-    "attention.bq": LAYER + "self_attn.q_proj.bias",
-    "attention.bk": LAYER + "self_attn.k_proj.bias",
-    "attention.bv": LAYER + "self_attn.v_proj.bias",
-    "attention.q_norm": LAYER + "self_attn.q_norm.weight",
-    "attention.k_norm": LAYER + "self_attn.k_norm.weight",
-    "mlp.w_gate": LAYER + "mlp.gate_proj.weight",
-    "mlp.w_up": LAYER + "mlp.up_proj.weight",
-    "mlp.w_down": LAYER + "mlp.down_proj.weight",
+    **_in_safetensors(Attention),
+    **_in_safetensors(SwiGLU),
 }
 # Matrices of experts [experts, out, in] are one tensor here; files may have one for each (exchange/expert_tensors.py).
 EXPERTS = "mlp.experts."
-EXPERT_TENSOR_NAMES = TENSOR_NAMES | {
-    "mlp.router": LAYER + "mlp.gate.weight",
-    "mlp.w_gate": LAYER + EXPERTS + "gate_proj.weight",
-    "mlp.w_up": LAYER + EXPERTS + "up_proj.weight",
-    "mlp.w_down": LAYER + EXPERTS + "down_proj.weight",
-}
-# Of routers with a bias for the choice, of shared experts, and of the MLPs of layers without experts, which are called
-# in our modules as experts are.
-SHARED = LAYER + "mlp.shared_experts."
-SHARED_EXPERT_TENSOR_NAMES = EXPERT_TENSOR_NAMES | {
-    "mlp.b_choice": LAYER + "mlp.gate.e_score_correction_bias",
-    "mlp.shared.w_gate": SHARED + "gate_proj.weight",
-    "mlp.shared.w_up": SHARED + "up_proj.weight",
-    "mlp.shared.w_down": SHARED + "down_proj.weight",
-    **{WITHOUT_EXPERTS + name: TENSOR_NAMES[name] for name in ("mlp.w_gate", "mlp.w_up", "mlp.w_down")},
-}
-GGUF_LAYER = "blk.{l}."
+OF_EXPERTS = ("router", *SwiGLU.tensors)
+EXPERT_TENSOR_NAMES = TENSOR_NAMES | _in_safetensors(Experts, *OF_EXPERTS)
+# Of layers without experts, if others have experts, and of all layers with routers that have a bias for the choice, or
+# with shared experts.
+SHARED_EXPERT_TENSOR_NAMES = (
+    TENSOR_NAMES
+    | _in_safetensors(Experts)
+    | {WITHOUT_EXPERTS + ours: theirs for ours, theirs in _in_safetensors(SwiGLU).items()}
+)
 GGUF_NAMES = {
     "embed": "token_embd.weight",
     "norm": "output_norm.weight",
     "head": "output.weight",
     "attention_norm": GGUF_LAYER + "attn_norm.weight",
     "mlp_norm": GGUF_LAYER + "ffn_norm.weight",
-    "attention.wq": GGUF_LAYER + "attn_q.weight",
-    "attention.wk": GGUF_LAYER + "attn_k.weight",
-    "attention.wv": GGUF_LAYER + "attn_v.weight",
-    "attention.wo": GGUF_LAYER + "attn_output.weight",
-    "attention.bq": GGUF_LAYER + "attn_q.bias",
-    "attention.bk": GGUF_LAYER + "attn_k.bias",
-    "attention.bv": GGUF_LAYER + "attn_v.bias",
-    "attention.q_norm": GGUF_LAYER + "attn_q_norm.weight",
-    "attention.k_norm": GGUF_LAYER + "attn_k_norm.weight",
-    "mlp.w_gate": GGUF_LAYER + "ffn_gate.weight",
-    "mlp.w_up": GGUF_LAYER + "ffn_up.weight",
-    "mlp.w_down": GGUF_LAYER + "ffn_down.weight",
+    **_in_gguf(Attention),
+    **_in_gguf(SwiGLU),
 }
 EXPERT_GGUF_SIZES = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-EXPERT_GGUF_NAMES = GGUF_NAMES | {
-    "mlp.router": GGUF_LAYER + "ffn_gate_inp.weight",
-    "mlp.w_gate": GGUF_LAYER + "ffn_gate_exps.weight",
-    "mlp.w_up": GGUF_LAYER + "ffn_up_exps.weight",
-    "mlp.w_down": GGUF_LAYER + "ffn_down_exps.weight",
-}
+EXPERT_GGUF_NAMES = GGUF_NAMES | _in_gguf(Experts, *OF_EXPERTS)
+SHARED_EXPERT_GGUF_NAMES = (
+    GGUF_NAMES | _in_gguf(Experts) | {WITHOUT_EXPERTS + ours: theirs for ours, theirs in _in_gguf(SwiGLU).items()}
+)
 # Of families in whose files the norm before the MLP has the name of what follows the attention.
 NORM_AFTER_ATTENTION = {"mlp_norm": GGUF_LAYER + "post_attention_norm.weight"}
 

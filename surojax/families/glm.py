@@ -4,14 +4,11 @@ from typing import Any
 
 from surojax.families import rope_keys, window_keys
 from surojax.families.family import (
-    EXPERT_GGUF_NAMES,
-    GGUF_LAYER,
-    GGUF_NAMES,
     LLAMA_DEFAULTS,
     NORM_AFTER_ATTENTION,
+    SHARED_EXPERT_GGUF_NAMES,
     SHARED_EXPERT_TENSOR_NAMES,
     SIZES,
-    WITHOUT_EXPERTS,
     WITHOUT_WINDOW,
     Gguf,
     ModelFamily,
@@ -85,15 +82,7 @@ GLM4_MOE = ModelFamily(
     further_layers="num_nextn_predict_layers",
     gguf=Gguf(
         architecture="glm4moe",
-        names=EXPERT_GGUF_NAMES
-        | NORM_AFTER_ATTENTION
-        | {
-            "mlp.b_choice": GGUF_LAYER + "exp_probs_b.bias",
-            "mlp.shared.w_gate": GGUF_LAYER + "ffn_gate_shexp.weight",
-            "mlp.shared.w_up": GGUF_LAYER + "ffn_up_shexp.weight",
-            "mlp.shared.w_down": GGUF_LAYER + "ffn_down_shexp.weight",
-            **{WITHOUT_EXPERTS + name: GGUF_NAMES[name] for name in ("mlp.w_gate", "mlp.w_up", "mlp.w_down")},
-        },
+        names=SHARED_EXPERT_GGUF_NAMES | NORM_AFTER_ATTENTION,
         sizes={
             "expert_count": "n_routed_experts",
             "expert_used_count": "num_experts_per_tok",

@@ -1,9 +1,9 @@
 """Forward passes without gradients: for new positions after cached ones, and for whole sequences.
 
-Shape suffixes: B batch, S new positions, T cached positions, L layers, K key/value heads, h head dimension,
-V vocabulary, D hidden size.
+Shape suffixes: B batch, S new positions, L layers, V vocabulary, D hidden size.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,25 +39,28 @@ def each_layer(segment: Segment, stacks, dtype, layer: Callable, carry):
     return carry
 
 
-def empty_cache(model: Model, batch: int, length: int, dtype) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Makes a key/value cache of zeros for `length` positions: two arrays `[L, B, T, K, h]` for each segment."""
+def empty_cache(model: Model, batch: int, length: int, dtype) -> dict[str, Any]:
+    """Makes the states of all layers before the first of `length` positions: zeros `[L, ...]` for each segment."""
 
-    def zeros(segment: Segment) -> jax.Array:
-        heads = segment.heads
-        return jnp.zeros((segment.num_layers, batch, length, heads.key_value, heads.channels), dtype)
+    def zeros(segment: Segment) -> Any:
+        state = segment.mixer.decode_state(batch, length, dtype)
+        return jax.tree.map(lambda x: jnp.zeros((segment.num_layers, *x.shape), x.dtype), state)
 
-    return {segment.name: (zeros(segment), zeros(segment)) for segment in model.segments}
+    return {segment.name: zeros(segment) for segment in model.segments}
 
 
-def check_cache_room(model: Model, rows: int, new: int, cached: int = 0, itemsize: int = 0) -> None:
-    """Raises ValueError if the scores of XLA's attention and the key/value cache cannot fit the first device's memory.
+def check_cache_room(model: Model, rows: int, new: int, cached: int = 0, dtype="float32") -> None:
+    """Raises ValueError if the scores of XLA's attention and the cache cannot fit the first device's memory.
 
-    new: positions of each row that are computed together. cached: positions of its cache, in numbers of `itemsize`
-    bytes.
+    new: positions of each row that are computed together. cached: positions of its cache, in numbers of `dtype`.
     """
-    position_bytes = sum(2 * s.num_layers * s.heads.key_value * s.heads.channels for s in model.segments) * itemsize
-    scores = max(s.heads.query for s in model.segments) * new * max(new, cached) * 8  # float32, and their softmax
-    need = rows * (position_bytes * cached + scores)
+
+    def state_bytes(segment: Segment) -> int:
+        state = jax.tree.leaves(segment.mixer.decode_state(rows, cached, dtype))
+        return segment.num_layers * sum(math.prod(x.shape) * x.dtype.itemsize for x in state)
+
+    need = sum(map(state_bytes, model.segments)) if cached else 0
+    need += rows * max(segment.mixer.decode_bytes(new, max(new, cached)) for segment in model.segments)
     free = free_bytes(jax.local_devices()[0])
     if need > free.size:
         of = f" of {free.limit}" if free.limit else ""
@@ -87,10 +90,9 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
         def layer(l, w, variant: Variant, carry, segment=segment):
             x_BSD, stacks = carry
-            keys, values = read(stacks, l)
-            before = Cache(keys, values, start, first_B)
+            before = Cache(read(stacks, l), start, first_B)
             x_BSD, after = segment.cached_block(w, x_BSD, before, variant)
-            return x_BSD, write_layer(stacks, (after.keys, after.values), l)
+            return x_BSD, write_layer(stacks, after.state, l)
 
         carry = x_BSD, cache[segment.name]
         x_BSD, extended[segment.name] = each_layer(segment, weights[segment.name], x_BSD.dtype, layer, carry)

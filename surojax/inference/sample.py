@@ -92,7 +92,7 @@ def with_logprobs(
             )
     check_options(max_tokens, temperature, top_p, seed)
     length = -(-max(prompt.size for prompt in prompts) // multiple_of) * multiple_of
-    check_cache_room(model, len(prompts), length, length + max_tokens, weights[OUTER]["embed"].dtype.itemsize)
+    check_cache_room(model, len(prompts), length, length + max_tokens, weights[OUTER]["embed"].dtype)
     first_B = np.array([length - prompt.size for prompt in prompts], np.int32)
     tokens_BS = np.zeros((len(prompts), length), np.int32)
     for row, prompt in zip(tokens_BS, prompts, strict=True):

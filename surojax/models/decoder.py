@@ -13,8 +13,11 @@ import jax
 from flax import nnx
 
 from surojax.models.decoder_config import SCORE, DecoderConfig
-from surojax.models.experts import Experts
-from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
+from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.self_attention import Attention
+from surojax.models.kinds.sublayer import LayerKinds, Mixer, Mlp
+from surojax.models.layers import norm_weight, parameter
 from surojax.models.linear import linear
 from surojax.models.lora import add_adapters
 from surojax.models.model import DEFAULT, ROUTES, Cache, Earlier, Routed, Routing, Variant
@@ -22,12 +25,21 @@ from surojax.models.operations import Operations, softcapped
 from surojax.models.recompute import recomputed
 from surojax.placement.param import VOCABULARY, Kind
 
-ATTENTION, MLP = 0, 4  # numbers of the first products of the inputs that norms make
-
 
 def times(factor: float, x: jax.Array) -> jax.Array:
     """Returns factor x; x itself if the factor is 1."""
     return x if factor == 1 else factor * x
+
+
+def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
+    """The classes of a layer's mixer and MLP."""
+    return Attention, Experts if config.num_experts else SwiGLU
+
+
+def declarations(config: DecoderConfig) -> dict[str, LayerKinds]:
+    """The sublayers of each segment's layers, without parameters."""
+    layer_configs = {name: layers.config for name, layers in config.segments().items()}
+    return {name: LayerKinds(*(kind(c) for kind in sublayer_types(c))) for name, c in layer_configs.items()}
 
 
 class Block(nnx.Module):
@@ -47,10 +59,11 @@ class Block(nnx.Module):
         def norm() -> nnx.Param:
             return norm_weight(rngs, config, config.hidden_size, "embed")
 
+        mixer, mlp = sublayer_types(config)
         self.attention_norm = norm()
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = mixer(config, rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = Experts(config, rngs=rngs) if config.num_experts else SwiGLU(config, rngs=rngs)
+        self.mlp = mlp(config, rngs=rngs)
         if config.sandwich_norms:
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()
@@ -85,10 +98,10 @@ class Block(nnx.Module):
             return times(self.config.residual_multiplier, y_BSD), routed
 
         def attention_norm(x_BSD):
-            return ops.add_and_norm(x_BSD, None, self.attention_norm[...], *how, ATTENTION)
+            return ops.add_and_norm(x_BSD, None, self.attention_norm[...], *how, self.attention.input)
 
         def mlp_norm(x_BSD, residual_BSD=None):
-            return ops.add_and_norm(x_BSD, residual_BSD, self.mlp_norm[...], *how, MLP)
+            return ops.add_and_norm(x_BSD, residual_BSD, self.mlp_norm[...], *how, self.mlp.input)
 
         if again.norm:
             attended_BSD, cache = recomputed(lambda x: attention(x, lambda x: attention_norm(x)[0]), again.att)(x_BSD)

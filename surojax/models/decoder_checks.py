@@ -6,6 +6,7 @@ from typing import Any
 
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
+from surojax.models.decoder_config import channels
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals.features import (
     BY_LAYER,
@@ -31,7 +32,7 @@ def check_decoder(c) -> None:
     if not m.head_dim:
         expected = f"a multiple of num_attention_heads={heads}"
         need(m.hidden_size % heads == 0, "model.hidden_size", expected, m.hidden_size, "or set model.head_dim")
-    h = m.head_dim or m.hidden_size // heads
+    h = channels(m)
     need(h % 2 == 0, "model.head_dim", "an even number, since channels rotate in pairs", h, f"use {h + 1}")
     if c.attention == "cudnn":
         change = "set attention='xla', or change it"

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from surojax.declared import AT_LEAST_0, AT_LEAST_1, POSITIVE, Facts, computed, declare, section_of
-from surojax.models.experts import SCORING
+from surojax.models.kinds.experts import SCORING
 from surojax.models.lora import Lora
 from surojax.models.model import Variant
 from surojax.models.operations import ACTIVATIONS
@@ -175,3 +176,8 @@ class LayersOf(NamedTuple):
 
     config: DecoderConfig
     numbers: range
+
+
+def channels(settings: Mapping[str, Any]) -> int:
+    """The channels of an attention head. settings: `model` fields of a config, or keys of a config.json."""
+    return settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]

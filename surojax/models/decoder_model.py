@@ -16,22 +16,23 @@ from flax import nnx
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.declared import built
 from surojax.models import chunked, decoder_checks
-from surojax.models.decoder import Block, Outer, init_layer, init_outer, times
+from surojax.models.decoder import Block, Outer, declarations, init_layer, init_outer, times
 from surojax.models.decoder_config import BLOCKS, SCORE, DecoderConfig
-from surojax.models.experts import SHARED
-from surojax.models.linear import linear
-from surojax.models.linear_fp8 import SITES, InFloat8
+from surojax.models.kinds.experts import SHARED
+from surojax.models.linear import Product, linear
+from surojax.models.linear_fp8 import InFloat8, sites_of
 from surojax.models.lora import frozen, with_adapters
 from surojax.models.model import (
     DEFAULT,
+    NO_INPUTS,
     PLAIN,
     ROUTES,
     Cache,
     Compute,
     Earlier,
-    Heads,
     Model,
     ModelArchitecture,
+    RecipeInputs,
     Routed,
     Routing,
     Segment,
@@ -39,7 +40,9 @@ from surojax.models.model import (
     collect_params,
 )
 from surojax.models.operations import Operations, softcapped
+from surojax.models.recompute import with_arguments
 from surojax.models.router_losses import planned_statistics
+from surojax.numerics.fp8 import Sites
 from surojax.numerics.quantized import Quantized, dequantise_all, is_quantized
 from surojax.placement.param import OUTER, part_of, trainable, with_part
 
@@ -55,13 +58,14 @@ def build(config: DecoderConfig, compute: Compute = DEFAULT, block: type[Block] 
 class SegmentDeclarations(NamedTuple):
     """Declarations of a segment that do not depend on `Compute`.
 
-    params: by section, of all segments. graph: of a block. products: the number of the product that each of its
-    parameters feeds, or None.
+    params: by section, of all segments. graph: of a block. products: the product of which each of its parameters is the
+    matrix, or None. sites: of all segments' products.
     """
 
     params: dict
     graph: nnx.GraphDef
     products: dict
+    sites: Sites
 
 
 @functools.cache
@@ -71,15 +75,18 @@ def _declared(config: DecoderConfig, block_type: type[Block]) -> dict[str, Segme
     def abstract(module, config: DecoderConfig) -> Any:
         return nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
 
-    def number(variable) -> int | None:
+    def product(variable) -> Product | None:
         return variable.get_metadata("product")
 
     def products(block) -> dict:
-        return nnx.to_pure_dict(nnx.state(block, nnx.Param), extract_fn=number)
+        return nnx.to_pure_dict(nnx.state(block, nnx.Param), extract_fn=product)
 
     blocks = {name: abstract(block_type, layers.config) for name, layers in config.segments().items()}
     params = frozen(collect_params(blocks | {OUTER: abstract(Outer, config)}), config.lora)
-    return {name: SegmentDeclarations(params, nnx.graphdef(block), products(block)) for name, block in blocks.items()}
+    sites = sites_of(product for block in blocks.values() for product in jax.tree.leaves(products(block)))
+    return {
+        name: SegmentDeclarations(params, nnx.graphdef(block), products(block), sites) for name, block in blocks.items()
+    }
 
 
 @functools.cache
@@ -109,7 +116,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
         outer_params=params[OUTER],
         head=head,
         head_uses=("norm", head),
-        sites=SITES,
+        sites=declared[BLOCKS].sites,
         init_outer=functools.partial(init_outer, config),
         final=functools.partial(normed, compute),
         logits=logits,
@@ -136,7 +143,7 @@ def _segment(
     def with_new_adapters(base, seed, l, numbers):
         return with_adapters(base, part_of(init_layer(config, name, seed, l, block_type), trained), numbers)
 
-    block, block_forward, block_backward = _block_functions(layer_config, compute, graph, declared.products, trained)
+    block, block_forward, block_backward = _block_functions(layer_config, compute, declared, trained)
     last_products = ()
     if not config.sandwich_norms and block_type is Block:  # a block of one's own may do anything with them
         mlp = params["mlp"]
@@ -146,13 +153,7 @@ def _segment(
         start=numbers.start,
         params=params,
         variants=config.variants(compute.precision)[numbers.start : numbers.stop],
-        heads=Heads(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            softcapped=config.attn_logit_softcapping > 0,
-            sinks=config.attention_sinks,
-        ),
+        mixer=declarations(config)[name].mixer,
         init=functools.partial(init_layer, config, name, block=block_type),
         block=block,
         block_forward=block_forward,
@@ -170,14 +171,13 @@ def _draws(config: DecoderConfig, compute: Compute) -> bool:
 
 
 def _block_functions(
-    config: DecoderConfig, compute: Compute, graph, products: dict, trained
+    config: DecoderConfig, compute: Compute, declared: SegmentDeclarations, trained
 ) -> tuple[Callable, Callable, Callable]:
     """Makes `block`, `block_forward` and `block_backward` of a `Segment` by JAX' reverse mode.
 
-    products: numbers of the products of the block's matrices. trained: the `Param`s of which gradients are computed.
+    trained: the `Param`s of which gradients are computed.
     """
-    precision = compute.precision
-    draws = _draws(config, compute)
+    _, graph, products, sites = declared
     frozen = config.lora is not None
     if compute.sequence_chunks > 1:
         return chunked.block_functions(*_chunk_functions(compute, graph, frozen), compute.sequence_chunks, trained)
@@ -185,22 +185,32 @@ def _block_functions(
     def applied(w, quantized, x_BSD, recipe_inputs, probes, variant: Variant, starts_BS, routing: Routing):
         """Returns (x, Routed).
 
-        w: weights in the model's dtype. quantized: float8 weights by the number of their product.
+        w: weights in the model's dtype. quantized: float8 weights by their product.
         """
-        seed = recipe_inputs if draws else None
-        in_float8 = None
-        if quantized:
-            in_float8 = InFloat8(quantized, recipe_inputs if precision.delayed else None, probes)
+        scales, seed, _ = recipe_inputs or NO_INPUTS
+        in_float8 = InFloat8(quantized, sites, scales, probes) if quantized else None
         ops = Operations(compute, variant, seed, starts_BS, frozen, in_float8)
         x_BSD, _, routed = nnx.merge(graph, w)(x_BSD, ops, None, routing)
         return x_BSD, routed
 
-    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
+    def block(
+        w,
+        x_BSD,
+        recipe_inputs: RecipeInputs | None = None,
+        variant: Variant = PLAIN,
+        starts_BS=None,
+        routing: Routing = ROUTES,
+    ):
         inputs = x_BSD, recipe_inputs, None, variant, starts_BS, routing
         return applied(dequantise_all(w, x_BSD.dtype), by_product(w, products), *inputs)
 
     def block_forward(
-        w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
+        w,
+        x_BSD,
+        recipe_inputs: RecipeInputs | None = None,
+        variant: Variant = PLAIN,
+        starts_BS=None,
+        routing: Routing = ROUTES,
     ):
         def run(w_trained, w, x_BSD, starts_BS, counted_BS, probes):
             whole = with_part(dequantise_all(w, x_BSD.dtype), w_trained)
@@ -220,12 +230,18 @@ def _block_functions(
         return (x_BSD, Routed(statistics, decided) if config.num_experts else None), vjp
 
     def block_backward(
-        w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES
+        w,
+        saved,
+        d_result,
+        recipe_inputs: RecipeInputs | None = None,
+        variant: Variant = PLAIN,
+        starts_BS=None,
+        routing: Routing = ROUTES,
     ):
         dx_BSD, d_statistics = d_result
         # As `saveable_args` asks for: neither weights nor starts are among what is saved. Weights are fetched again.
-        token_arrays = saved.args_res[2], starts_BS, routing.counted
-        saved.args_res = [_trained_part(w, dx_BSD), w, *token_arrays, _probes(dx_BSD, recipe_inputs)]
+        again = _trained_part(w, dx_BSD), w, starts_BS, routing.counted, _probes(dx_BSD, recipe_inputs)
+        saved = with_arguments(saved, dict(zip((0, 1, 3, 4, 5), again, strict=True)))
         if config.num_experts and d_statistics is None:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned_statistics(config.num_experts))
             d_statistics = jax.tree.map(lambda x: mark_varying(x, varying_axes(dx_BSD)), zeros)
@@ -237,18 +253,18 @@ def _block_functions(
 
     def _probes(x_BSD, recipe_inputs):
         """Zeros whose gradients are the largest magnitudes of a block's tensors; None without delayed scales."""
-        if not precision.delayed or recipe_inputs is None:
+        if recipe_inputs is None or recipe_inputs.scales is None:
             return None
-        return tuple(mark_varying(jnp.float32(0), varying_axes(x_BSD)) for _ in range(SITES.number))
+        return tuple(mark_varying(jnp.float32(0), varying_axes(x_BSD)) for _ in range(sites.number))
 
     return block, block_forward, block_backward
 
 
-def by_product(w: dict, products: dict) -> dict[int, Quantized]:
-    """Selects the float8 weights of a layer, by the number of their product."""
-    numbers = jax.tree.leaves(products, is_leaf=lambda number: number is None)
-    pairs = zip(jax.tree.leaves(w, is_leaf=is_quantized), numbers, strict=True)
-    return {number: matrix for matrix, number in pairs if is_quantized(matrix)}
+def by_product(w: dict, products: dict) -> dict[Product, Quantized]:
+    """Selects the float8 weights of a layer, by their product."""
+    declared = jax.tree.leaves(products, is_leaf=lambda product: product is None)
+    pairs = zip(jax.tree.leaves(w, is_leaf=is_quantized), declared, strict=True)
+    return {product: matrix for matrix, product in pairs if is_quantized(matrix)}
 
 
 def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, Callable]:
@@ -269,6 +285,7 @@ ARCHITECTURE = ModelArchitecture(
     functools.partial(built, DecoderConfig),
     build,
     Block,
+    declarations,
     decoder_checks.check_decoder,
     decoder_checks.REFUSALS,
 )

@@ -8,6 +8,7 @@ the last one makes XLA keep a transposed copy of the stack), and FP8 tensor core
 that reverse mode saves, a copy of every weight when blocks are not recomputed.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,20 @@ from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.numerics.blockscaled import mxfp8_linear, nvfp4_linear
 from surojax.numerics.recipes import Precision
 from surojax.parallel.operands import operand_parts, summed_before_rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """The declaration of a matrix product of a block, made with the parameter of its matrix.
+
+    number: which random numbers it rounds with (nvfp4) and drops with (adapters), unlike those of the block's other
+    products. input, gradient: names of two tensors that float8 recipes quantise, its input and the gradient of its
+    result; products of one input share its name.
+    """
+
+    number: int
+    input: str = ""
+    gradient: str = ""
 
 
 def times(x_BSi: jax.Array, w_oi: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ Shape suffixes: B batch, S sequence, s this device's part of it, N = B x S token
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,17 +31,17 @@ from pallas_kernels import quantize, rms_norm, swiglu
 from pallas_kernels.grouped_matmul import scaled_product, scaled_sums
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.mma import ROWS
+from surojax.models.linear import Product
 from surojax.numerics.fp8 import E4M3, E5M2, Sites, product, scale_for
 from surojax.numerics.quantized import Quantized, largest_magnitude, quantise_whole
 from surojax.parallel.tensor import all_gather_bits, in_group, largest_of_group, reduce_scatter_sequence
 
-# The tensors of a block that are quantised: inputs of products, and gradients of the products' results, by the number
-# of the product.
-SITES = Sites(
-    inputs=("attention_input", "attention_output", "mlp_input", "mlp_hidden"),
-    gradients=("d_q", "d_k", "d_v", "d_attention", "d_gate", "d_up", "d_mlp"),
-)
-INPUTS = (0, 0, 0, 1, 2, 2, 3)  # the input of each product
+
+def sites_of(products: Iterable[Product]) -> Sites:
+    """Names the tensors that are quantised for these products of a block: in the products' order, each once."""
+    ordered = sorted((product for product in products if product.gradient), key=lambda product: product.number)
+    inputs = dict.fromkeys(product.input for product in ordered)
+    return Sites(tuple(inputs), tuple(dict.fromkeys(product.gradient for product in ordered)))
 
 
 class Operand(NamedTuple):
@@ -147,27 +147,28 @@ class Known(NamedTuple):
 
 
 class InFloat8(NamedTuple):
-    """A layer's float8 matrices by the number of their product, and delayed scales and probes of its tensors.
+    """A layer's float8 matrices by their product, and delayed scales and probes of its tensors.
 
-    scales: float32 `[sites]`; None: each is made of its tensor. probes: numbers whose gradients are the
-    largest magnitudes `[sites]`; None: these are not asked for.
+    sites: names of the tensors with scales. scales: float32 `[sites]`; None: each is made of its tensor. probes:
+    numbers whose gradients are the largest magnitudes `[sites]`; None: these are not asked for.
     """
 
-    matrices: dict[int, Quantized]
+    matrices: dict[Product, Quantized]
+    sites: Sites = Sites((), ())
     scales: jax.Array | None = None
     probes: Sequence[jax.Array] | None = None
 
-    def scale_of_input(self, number: int) -> jax.Array | None:
-        """The delayed scale of a product's input; None without delayed scales."""
-        return None if self.scales is None else self.scales[INPUTS[number]]
+    def scale_of(self, site: str) -> jax.Array | None:
+        """The delayed scale of a tensor; None without delayed scales."""
+        return None if self.scales is None else self.scales[self.sites.names.index(site)]
 
-    def known(self, numbers: Sequence[int]) -> Known | None:
+    def known(self, products: Sequence[Product]) -> Known | None:
         """Selects the delayed scales and probes of these products' common input and of each result's gradient."""
         if self.scales is None:
             return None
-        sites = (INPUTS[numbers[0]], *(len(SITES.inputs) + number for number in numbers))
-        probes = self.probes
-        site_probes = None if probes is None else tuple(probes[site] for site in sites)
+        names = (products[0].input, *(product.gradient for product in products))
+        sites = [self.sites.names.index(name) for name in names]
+        site_probes = None if self.probes is None else tuple(self.probes[site] for site in sites)
         return Known(tuple(self.scales[site] for site in sites), site_probes)
 
 

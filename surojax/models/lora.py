@@ -35,6 +35,7 @@ from flax import nnx
 
 from pallas_kernels.quantize import random_bits
 from surojax.declared import AT_LEAST_1, BELOW_1, FLOATS, POSITIVE, Facts, at_most, computed, declare
+from surojax.models.kinds.targets import names_in_layers
 from surojax.models.layers import ADAPTER, parameter
 from surojax.models.recompute import save_inputs_only
 from surojax.parallel.collectives import add_up, device_number
@@ -43,16 +44,6 @@ from surojax.placement.layout import MESH_AXES
 from surojax.placement.mesh import TENSOR
 from surojax.placement.param import Kind, Param
 
-# Names of a layer's matrices in PEFT's target_modules, and here.
-OF_MLP = {"gate_proj": "mlp.w_gate", "up_proj": "mlp.w_up", "down_proj": "mlp.w_down"}
-TARGETS = {
-    "q_proj": "attention.wq",
-    "k_proj": "attention.wk",
-    "v_proj": "attention.wv",
-    "o_proj": "attention.wo",
-} | OF_MLP
-ALL_LINEAR = "all-linear"  # here every matrix but those of experts; PEFT 0.21 adds these, and routers, in some families
-WITHOUT_EXPERTS = "without_experts."  # before our names of the MLP of layers without experts, if others have experts
 # Names of outer layers in PEFT's modules_to_save, and here.
 SAVED = {"embed_tokens": "embed", "lm_head": "head", "score": "score"}
 
@@ -61,7 +52,7 @@ SAVED = {"embed_tokens": "embed", "lm_head": "head", "score": "score"}
 class Lora:
     """Settings of a model's LoRA or DoRA adapters.
 
-    targets: names of the matrices that have one, see `Mlps.modules`. saved: names of the outer parameters that are
+    targets: names of the matrices that have one, see kinds/targets.py. saved: names of the outer parameters that are
     trained whole.
     """
 
@@ -83,63 +74,13 @@ class Lora:
     learning_rate_ratio: float = declare(1.0, POSITIVE, facts=Facts.NOTHING, name="lora_plus_ratio")
 
     def of_layers(self, *, with_experts: bool) -> "Lora":
-        """Returns the settings for layers with experts, or for those without, in a model that has both.
-
-        Their targets are the names of the layer's own matrices.
-        """
-        of_others = tuple(name for name in self.targets if name.startswith(WITHOUT_EXPERTS))
-        names = [name for name in self.targets if name not in of_others]
-        if not with_experts:
-            names = [name for name in names if not name.startswith("mlp.")]
-            names += [name.removeprefix(WITHOUT_EXPERTS) for name in of_others]
-        return dataclasses.replace(self, targets=tuple(names))
+        """Returns the settings for layers with experts, or for those without, in a model that has both."""
+        return dataclasses.replace(self, targets=names_in_layers(self.targets, with_experts=with_experts))
 
     @property
     def scale(self) -> float:
         """The factor of an adapter's product with a and b."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
-
-
-class Mlps(NamedTuple):
-    """The kinds of MLPs in a model.
-
-    experts: of which a router chooses. shared: experts that every token uses. dense_first: the MLPs of first layers,
-    which have no experts.
-    """
-
-    experts: bool = False
-    shared: bool = False
-    dense_first: bool = False
-
-    def modules(self) -> dict[str, str]:
-        """Lists the matrices of a model's layers: {the name of its module in a layer: our name}."""
-        names = {f"self_attn.{name}": ours for name, ours in TARGETS.items() if name not in OF_MLP}
-        kinds = {"mlp.experts" if self.experts else "mlp": "mlp."}
-        kinds |= {"mlp": f"{WITHOUT_EXPERTS}mlp."} if self.dense_first else {}
-        kinds |= {"mlp.shared_experts": "mlp.shared."} if self.shared else {}
-        for module, before in kinds.items():
-            names |= {f"{module}.{name}": ours.replace("mlp.", before) for name, ours in OF_MLP.items()}
-        return names
-
-    def named(self, name: str) -> list[str]:
-        """Returns our names of the matrices whose modules' names end with this one, as PEFT selects them.
-
-        `ALL_LINEAR`: of all but the experts'.
-        """
-        if name == ALL_LINEAR:
-            return [ours for module, ours in self.modules().items() if not module.startswith("mlp.experts.")]
-        return [ours for module, ours in self.modules().items() if f".{module}".endswith(f".{name}")]
-
-
-PLAIN_MLP = Mlps()
-
-
-def target_names(targets: str, mlps: Mlps = PLAIN_MLP) -> tuple[str, ...]:
-    """Translates a comma-separated list of PEFT's target modules to our names of matrices.
-
-    A name that no module ends with selects none.
-    """
-    return tuple(dict.fromkeys(ours for name in targets.split(",") for ours in mlps.named(name.strip())))
 
 
 def saved_names(modules: str, *, num_labels: int = 0) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ A model is a value: `Param`s, and pure functions of arrays. Nothing in it depend
 Layers of a segment have the same parameters, so these are stacked `[layers, ...]` and a loop goes over them. What is
 static about a single layer, such as its attention window, is its `Variant`: layers of one segment may alternate.
 
-Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, T cached positions, K key/value heads, h head
+Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, T earlier positions, K key/value heads, h head
 dimension.
 """
 
@@ -23,6 +23,7 @@ from flax import nnx
 
 from surojax.declared import AT_LEAST_1, Facts, declare, section_of
 from surojax.models.attention import IMPLEMENTATIONS
+from surojax.models.kinds.sublayer import LayerKinds, Mixer
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
 from surojax.parallel.context import METHODS, Method
@@ -77,27 +78,13 @@ PLAIN = Variant()
 DEFAULT = Compute()
 
 
-class Heads(NamedTuple):
-    """Sizes of a layer's attention.
-
-    softcapped: scores have a softcap. sinks: heads have sinks. cuDNN computes neither.
-    """
-
-    query: int
-    key_value: int
-    channels: int
-    softcapped: bool = False
-    sinks: bool = False
-
-
 class Cache(NamedTuple):
-    """Keys and values `[B, T, K, h]` of a layer's earlier positions; the next position is `start`.
+    """A mixer's state of a layer's earlier positions, see `Mixer.decode_state`; the next position is `start`.
 
     first: int32 `[B]`, where the texts of the rows begin, if they are padded on the left; None: at 0.
     """
 
-    keys: jax.Array
-    values: jax.Array
+    state: Any
     start: jax.Array | int
     first: jax.Array | None = None
 
@@ -118,6 +105,22 @@ class Earlier(NamedTuple):
         if self.keys is None or self.values is None:
             return keys, values
         return jnp.concatenate([self.keys, keys], axis=1), jnp.concatenate([self.values, values], axis=1)
+
+
+class RecipeInputs(NamedTuple):
+    """Arguments of a block that its recipe or its place in a pipeline asks for.
+
+    scales: float32 `[sites]`, of fp8_hybrid. seed: uint32 [], of the block's random numbers, if the model draws.
+    computes: bool [], False for an entry of a stack that is no layer (step/padding.py). A pass without gradients needs
+    neither scales nor seed.
+    """
+
+    scales: jax.Array | None = None
+    seed: jax.Array | None = None
+    computes: jax.Array | None = None
+
+
+NO_INPUTS = RecipeInputs()
 
 
 class Routing(NamedTuple):
@@ -150,17 +153,17 @@ class Segment:
     """A run of layers with equal parameters.
 
     name: of its section in a tree of parameters. start: the number of its first layer in the model. params: the
-    `Param`s of one layer. variants: of each layer.
+    `Param`s of one layer. variants: of each layer. mixer: what the layers' mixer declares; `Mixer()` declares nothing.
 
     init: (seed, number of a layer in the segment; may be traced) -> its new float32 arrays.
-    block: (weights of a layer, x `[B, S, D]`, recipe_inputs, Variant, starts, Routing) -> (x, Routed, or None without
-    a router). recipe_inputs: scales `[sites]` (fp8_hybrid), a seed uint32 (if the model draws), else None, which is
-    enough for a pass without gradients. starts: int32 `[B, S]`, the index in its row at which each token's document
-    starts, or None if a row is one document. Blocks without a router may have no last argument.
+    block: (weights of a layer, x `[B, S, D]`, RecipeInputs or None, Variant, starts, Routing) -> (x, Routed, or None
+    without a router). starts: int32 `[B, S]`, the index in its row at which each token's document starts, or None if a
+    row is one document. Blocks without a router may have no last argument.
     block_forward: the same arguments -> ((x, Routed), saved), where saved is what the backward pass reads in
     addition to the weights and starts.
-    block_backward: (weights, saved, (dx, gradient of the statistics or None), recipe_inputs, Variant, starts, Routing)
-    -> (gradients of the weights that are trained, dx, observed: largest magnitudes `[sites]` of fp8_hybrid, else None).
+    block_backward: (weights, saved, (dx, gradient of the statistics or None), RecipeInputs or None, Variant,
+    starts, Routing) -> (gradients of the weights that are trained, dx, observed: largest magnitudes `[sites]` of
+    fp8_hybrid, else None).
     statistics: shapes and dtypes of a layer's `Routed.statistics`; None: the blocks have no router.
     cached_block: (weights, x, Cache, Variant) -> (x, Cache), for sampling; as recipe bf16, by XLA.
     last_products: the matrices whose products are only added to the block's result. No gradient needs these products,
@@ -173,7 +176,7 @@ class Segment:
     start: int
     params: Any
     variants: tuple[Variant, ...]
-    heads: Heads
+    mixer: Mixer
     init: Callable
     block: Callable
     block_forward: Callable
@@ -197,17 +200,9 @@ class Segment:
         """The number of parameters in one layer."""
         return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params))
 
-    def attention_flops(self, sequence_len: int) -> float:
-        """Forward FLOPs per token of all layers' two attention products: half of the square, or the window's band."""
-        width = self.heads.query * self.heads.channels
-
-        def seen(window: int) -> float:
-            """Positions that a token attends to, on average over a sequence."""
-            if not 0 < window < sequence_len:
-                return sequence_len / 2
-            return window - window * (window - 1) / (2 * sequence_len)  # the first ones see fewer
-
-        return sum(4.0 * width * seen(variant.window) for variant in self.variants)
+    def mixing_flops(self, sequence_len: int) -> float:
+        """Forward FLOPs per token of all layers' products that are not with weights, see `Mixer.flops`."""
+        return sum(self.mixer.flops(sequence_len, variant.window) for variant in self.variants)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -310,14 +305,16 @@ class ModelArchitecture(NamedTuple):
 
     name: the value of `model.model_type` in a config. sizes: the `model` fields of a config -> frozen sizes, such as
     `DecoderConfig`. build: (sizes, Compute, class of a block) -> Model. block: this class, which a caller's block is
-    derived from. check: raises ConfigError for `model` fields of a config that do
-    not go together, or not with its other fields, as far as `refusals`, rows of a table (refusals/), do not say it.
+    derived from. kinds: sizes -> the sublayers of each segment's layers, by its name. check: raises ConfigError for
+    `model` fields of a config that do not go together, or not with its other fields, as far as `refusals`, rows of a
+    table (refusals/), do not say it.
     """
 
     name: str
     sizes: Callable[[dict[str, Any]], Any]
     build: Callable[[Any, Compute, type], Model]
     block: type
+    kinds: Callable[[Any], dict[str, LayerKinds]]
     check: Callable[[Any], None]
     refusals: tuple = ()
 

@@ -23,7 +23,7 @@ from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
 from surojax.models import grouped, linear_fp8
 from surojax.models.attention import attend, attend_in_context
-from surojax.models.linear import linear, recipe_product
+from surojax.models.linear import Product, linear, recipe_product
 from surojax.models.linear_fp8 import InFloat8
 from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Variant
 from surojax.models.recompute import recomputed, save_inputs_only
@@ -144,7 +144,7 @@ class Operations:
         if self.in_float8 is not None:
             return linear_fp8.product_with_expert(x, w_oi, frozen=self.frozen, **self.kernel_options)
         axes = weight.get_metadata("out_sharding")[-2:]
-        return self._product(x, w_oi, number=weight.get_metadata("product"), axes=axes, of_one_expert=True)
+        return self._product(x, w_oi, number=weight.get_metadata("product").number, axes=axes, of_one_expert=True)
 
     def of_block(self, number: jax.Array) -> "Operations":
         """Returns these operations with random numbers of their own for block `number` of the experts' rows."""
@@ -158,7 +158,7 @@ class Operations:
         if self.in_float8 is not None:
             return self._products_in_float8(self.in_float8, x, [projection])[0]
         weight, bias, adapter = projection
-        number = weight.get_metadata("product")
+        number = weight.get_metadata("product").number
         axes = weight.get_metadata("out_sharding")
         *_, inputs = axes
 
@@ -189,7 +189,7 @@ class Operations:
 
         x: this device's part, or its `Operand`.
         """
-        numbers = [projection.weight.get_metadata("product") for projection in projections]
+        declared = [projection.weight.get_metadata("product") for projection in projections]
         weight_axes = [projection.weight.get_metadata("out_sharding") for projection in projections]
         *_, inputs = weight_axes[0]
         whole_x = linear_fp8.whole_input(x)
@@ -202,20 +202,20 @@ class Operations:
         results = linear_fp8.products(
             how,
             x,
-            [in_float8.matrices[number] for number in numbers],
+            [in_float8.matrices[product] for product in declared],
             [projection.weight[...] for projection in projections],
-            in_float8.known(numbers),
+            in_float8.known(declared),
         )
         gathered = reduce_scatter_sequence if is_divided(inputs) else all_gather_sequence
 
-        def whole(y, projection: Projection, axes, number: int):
+        def whole(y, projection: Projection, axes, product: Product):
             y = summed_before_rounding(y, axes)
             if projection.adapter is not None:
-                adapter_inputs = inputs, self._seed_of(number), gathered
+                adapter_inputs = inputs, self._seed_of(product.number), gathered
                 y = projection.adapter(whole_x, projection.weight[...], y, *adapter_inputs)
             return y if projection.bias is None else y + projection.bias[...][None, None, :]
 
-        return [whole(*row) for row in zip(results, projections, weight_axes, numbers, strict=True)]
+        return [whole(*row) for row in zip(results, projections, weight_axes, declared, strict=True)]
 
     def norm(self, x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False) -> jax.Array:
         """Computes `rms_norm` by XLA or by the kernel."""
@@ -225,11 +225,11 @@ class Operations:
         y: Any = kernel_rms_norm(x, scale, eps=eps, **self.kernel_options)
         return y
 
-    def gated(self, gate: jax.Array, up: jax.Array, activation: str, product: int) -> Any:
-        """Computes `gated` as the input of the product of this number."""
+    def gated(self, gate: jax.Array, up: jax.Array, activation: str, site: str) -> Any:
+        """Computes `gated` as the input of products. site: the name of this input, see `linear.Product`."""
         if self.in_float8 is None or activation != "silu":
             return gated(gate, up, activation)
-        return linear_fp8.gated(gate, up, self.in_float8.scale_of_input(product), **self.kernel_options)
+        return linear_fp8.gated(gate, up, self.in_float8.scale_of(site), **self.kernel_options)
 
     def norm_of_all_heads(self, x: jax.Array, weight: jax.Array, axis: str, eps: float) -> jax.Array:
         """Computes RMSNorm over a last dimension that a tensor-parallel group may shard.
@@ -242,15 +242,15 @@ class Operations:
         return norm_of_parts(x, weight, eps, axes)
 
     def add_and_norm(
-        self, x: jax.Array, residual: jax.Array | None, weight: jax.Array, eps: float, plus_one: bool, product: int
+        self, x: jax.Array, residual: jax.Array | None, weight: jax.Array, eps: float, plus_one: bool, site: str
     ) -> tuple[Any, jax.Array]:
         """Returns (`norm` of x + residual as the input of products, x + residual), in one pass of the kernel.
 
-        residual: None: 0. product: the number of the first of these products.
+        residual: None: 0. site: the name of this input, see `linear.Product`.
         """
         scale = 1 + weight.astype(jnp.float32) if plus_one else weight
         if self.in_float8 is not None:
-            known = self.in_float8.scale_of_input(product)
+            known = self.in_float8.scale_of(site)
             return linear_fp8.normed(x, scale, residual, known, eps=eps, **self.kernel_options)
         if self._by_xla or residual is None:
             total = x if residual is None else x + residual
@@ -330,8 +330,9 @@ class Operations:
             if context.is_divided():
                 return attend_in_context(q_BSHh, k_BSKh, v_BSKh, self.compute.cp_method, **scores), None
             return attend(q_BSHh, k_BSKh, v_BSKh, **scores), None
-        keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, k_BSKh, cache.start, 1)
-        values = jax.lax.dynamic_update_slice_in_dim(cache.values, v_BSKh, cache.start, 1)
+        keys, values = cache.state
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, k_BSKh, cache.start, 1)
+        values = jax.lax.dynamic_update_slice_in_dim(values, v_BSKh, cache.start, 1)
         places: Any = {"start": cache.start, "starts": self.starts, "window": window}
         y_BSHh = attend(q_BSHh, keys, values, implementation="xla", **places, **scores)
-        return y_BSHh, cache._replace(keys=keys, values=values)
+        return y_BSHh, cache._replace(state=(keys, values))

@@ -1,7 +1,8 @@
-"""Recomputation: the backward pass computes intermediate values from saved inputs."""
+"""Recomputation: the backward pass computes intermediate values from saved inputs, or is given some of them again."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -20,3 +21,13 @@ def recomputed(f: Callable, enabled: bool = True) -> Callable:
     """
     policy = jax.checkpoint_policies.save_only_these_names(DECIDED)
     return jax.checkpoint(f, prevent_cse=False, policy=policy) if enabled else f
+
+
+def with_arguments(pullback: Any, arguments: Mapping[int, Any]) -> Any:
+    """Gives the pullback of `jax.vjp` the arguments that its `saveable_args` left out, and returns it.
+
+    arguments: {position among the arguments of the function: the value that it was called with}. JAX has no public name
+    for where they belong; tests/test_models.py has a test that fails with a version of it that has moved this.
+    """
+    pullback.args_res = [arguments.get(i, saved) for i, saved in enumerate(pullback.args_res)]
+    return pullback

@@ -31,6 +31,7 @@ from surojax.config.fields import (
     default_config,
     flat,
     gpus_per_sequence,
+    kinds,
     tokens_of_piece,
 )
 from surojax.errors import ConfigError, need
@@ -109,18 +110,13 @@ def _method(c: Config, tp: int, cp: int, pp: int) -> str:
     """
     if cp == 1:
         return default_config().cp_method
-    possible = {"ulysses": _divides_heads(c, tp, cp), "allgather": True, "ring": pp == 1}
+    ulysses = all(layer.mixer.exchanges_heads(tp, cp) for layer in kinds(c).values())
+    possible = {"ulysses": ulysses, "allgather": True, "ring": pp == 1}
     if c.cp_size > 1 and possible[c.cp_method]:
         return c.cp_method
     if possible["ulysses"] and c.attention != "xla":
         return "ulysses"
     return "ring" if possible["ring"] else "allgather"
-
-
-def _divides_heads(c: Config, tp: int, cp: int) -> bool:
-    """True if ulysses can divide the heads of a tensor-parallel group, as config/mesh_checks.py checks."""
-    of_group = max(c.model.num_key_value_heads // tp, 1)
-    return c.model.num_attention_heads % (cp * tp) == 0 and (of_group % cp == 0 or cp % of_group == 0)
 
 
 def group(of: Change) -> int:

@@ -5,7 +5,7 @@ import math
 from surojax.assembly.assemble import Assembly
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
-from surojax.models.experts import choices_of
+from surojax.models.kinds.experts import choices_of
 from surojax.placement.mesh import EXPERT, SHARD
 from surojax.planner import choices, layer_sizes
 from surojax.planner.amounts import gib

@@ -17,7 +17,7 @@ import math
 from typing import NamedTuple
 
 from surojax.assembly.assemble import Assembly
-from surojax.models.experts import choices_of
+from surojax.models.kinds.experts import choices_of
 from surojax.models.lora import adapters
 from surojax.models.model import Segment
 from surojax.parallel import expert_dispatch

@@ -13,9 +13,9 @@ from pallas_kernels.mma import ROWS
 from surojax.assembly.assemble import Assembly
 from surojax.memory.host import parts
 from surojax.memory.in_file import InFiles
-from surojax.models.attention import chosen_implementation
-from surojax.models.experts import choices_of
 from surojax.models.grouped import blocks_in_piece, choice_pieces, number_of_blocks, rows_of_block, why_by_loop
+from surojax.models.kinds.experts import choices_of
+from surojax.models.kinds.sublayer import OnGpu
 from surojax.models.lora import adapters
 from surojax.models.model import Model, Recompute, Segment
 from surojax.numerics import quantized
@@ -262,8 +262,7 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     if plain is not run.model and not engine.recompute_block:
         saved = _block_bytes(run, run.model, segment, x, platform, packed).saved
     number = x.dtype.itemsize
-    keys = max(segment.heads.key_value, devices_per_sequence(run.mesh))  # devices that share a head have it each
-    numbers = 2 * B * S * keys * segment.heads.channels  # of keys and values
+    numbers = B * S * segment.mixer.numbers_between_chunks(devices_per_sequence(run.mesh))
     senders = run.mesh.shape.get(EXPERT, 1) if segment.statistics else 1
     received = senders * tensor_parallel(run.mesh) * math.prod(chunk.shape) if senders > 1 else 0
     experts = expert_tensors(run, segment)
@@ -316,39 +315,15 @@ def _block_bytes(
     chunks: x is one of so many equal parts of a sequence, which attends to all of it.
     """
     B, S, _ = x.shape
-    number = x.dtype.itemsize
-    compute = model.compute
-    heads_of = segment.heads
-    tensor = tensor_parallel(run.mesh)
     per_sequence = devices_per_sequence(run.mesh)
     shapes = tuple(t.shape for t in blocks(run, segment))
     structure = jax.tree.structure(segment.params)
     mesh = run.mesh if per_sequence > 1 or EXPERT in run.mesh.shape else None
     saved = _traced_residuals(model, segment, shapes, structure, mesh, x.shape, x.dtype)
-    heads = B * S * heads_of.query  # in a group: of whole sequences, a part of the heads
-    kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped, "sinks": heads_of.sinks}
-    if in_pieces := per_sequence > tensor and compute.cp_method != "ulysses":
-        kind |= {"piece": S * tensor // 2, "window": any(v.window for v in segment.variants)}
-    flash = chosen_implementation(compute.attention, x.dtype, heads_of.channels, **kind)
-    if flash != "xla" and in_pieces:
-        # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with. Our
-        # kernel also has float32 gradients of a pair, and reads transposed copies.
-        keys = max(heads_of.key_value, tensor)
-        more = 2 * (heads_of.query + keys) * (number + 4) if flash == "mosaic" else 0
-        sums = 2 * heads_of.query * 4 + 4 * keys * (number + 4)
-        return BlockBytes(saved, B * S * (sums + more) * heads_of.channels, scores=0)
-    if flash != "xla":
-        # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
-        # queries, keys and the gradient of its output.
-        keys = chunks * max(heads_of.key_value, tensor if chunks == 1 else per_sequence)
-        copied = (2 * heads_of.query + keys) * heads_of.channels if flash == "mosaic" else 0
-        kept = 0 if compute.recompute.att else heads * (heads_of.channels * number + 4)
-        return BlockBytes(saved + kept, B * S * copied * number, scores=0)
-    keys = S * chunks * per_sequence
-    if in_pieces:
-        keys = 2 * S * tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17 pieces)
-    scores = (4 if platform == "cpu" else 2) * heads * keys * 4
-    return BlockBytes(saved, scores, scores)
+    on_gpu = OnGpu(B, S, x.dtype, tensor_parallel(run.mesh), per_sequence, chunks)
+    window = any(variant.window for variant in segment.variants)
+    space = segment.mixer.space(model.compute, on_gpu, gpu=platform != "cpu", packed=packed, window=window)
+    return BlockBytes(saved + space.saved, space.working, space.scores)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -56,7 +56,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
         flops[dtypes[1]] += 2 * elements * (1 + trained)
 
     for segment in model.segments:
-        flops[work_dtype] += (3 + again) * segment.attention_flops(sequence_len)
+        flops[work_dtype] += (3 + again) * segment.mixing_flops(sequence_len)
         last = {p.name for p in segment.last_products}
         for p in jax.tree.leaves(segment.params):
             if p.kind is Kind.VECTOR:
@@ -133,7 +133,7 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     whole = model.rebuild(dataclasses.replace(model.compute, sequence_chunks=1))
     layer = segment_bytes(dataclasses.replace(run, model=whole), segment, x, "gpu")
     passes = pass_time(gpu, layer.saved - layer.received)
-    flops = dataclasses.replace(segment, variants=variants).attention_flops(batch.sequence_len)
+    flops = dataclasses.replace(segment, variants=variants).mixing_flops(batch.sequence_len)
     flops *= batch.tokens / len(variants)  # of a layer, for a group
     attended, attended_back = _attention(gpu, flops / devices_per_sequence(run.mesh), layer.scores)
     again = layer_sizes.attention_again(run)

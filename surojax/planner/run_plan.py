@@ -26,7 +26,6 @@ from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
-from surojax.models.attention import chosen_implementation
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement import cuda_plugin
 from surojax.placement.home import DEVICE, HOST, Home
@@ -222,10 +221,10 @@ def checked(config: Config, gpu: str) -> Config:
 
 def _attention(c: Config) -> str:
     """The implementation of attention on a GPU: of layers with a window, if there are any."""
-    kind: Any = {"packed": c.sample_packing, "softcap": c.model.attn_logit_softcapping > 0}
-    kind |= {"sinks": c.model.attention_sinks, "window": c.model.sliding_window > 0}
-    kind |= {"piece": configs.tokens_of_piece(c)}
-    return chosen_implementation(c.attention, c.model_dtype, configs.head_dim(c), gpu=True, **kind)
+    how: Any = {"gpu": True, "packed": c.sample_packing, "piece": configs.tokens_of_piece(c)}
+    how |= {"window": c.model.sliding_window > 0}
+    found = (layer.mixer.implementation(c.attention, c.model_dtype, **how) for layer in configs.kinds(c).values())
+    return next(filter(None, found), "")
 
 
 def _compiled(

@@ -22,7 +22,7 @@ from fractions import Fraction
 
 from surojax.assembly.assemble import Assembly
 from surojax.models import grouped
-from surojax.models.experts import choices_of
+from surojax.models.kinds.experts import choices_of
 from surojax.models.model import Variant
 from surojax.parallel import expert_dispatch
 from surojax.parallel.schedule import SCHEDULES

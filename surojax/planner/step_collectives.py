@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from surojax.assembly.assemble import Assembly
-from surojax.models.experts import choices_of
+from surojax.models.kinds.experts import choices_of
 from surojax.models.model import Segment
 from surojax.numerics.quantized import block_size
 from surojax.parallel import expert_dispatch
@@ -34,7 +34,6 @@ from surojax.placement.layout import Layout, mesh_axes
 from surojax.placement.mesh import (
     CONTEXT,
     EXPERT,
-    KV_HEADS,
     PIPELINE,
     REPLICATE,
     SAME_KV_HEADS,
@@ -253,7 +252,7 @@ def _tensor_parallel(run: Assembly, batch: BatchShape, segment: Segment) -> Iter
     sharers = run.mesh.shape.get(SAME_KV_HEADS, 1)  # of keys and values
     if sharers > 1 and run.model.precision.recipe != "bf16":
         # Of gradients of keys and values before they are rounded; in bf16 those of their matrices alone are summed.
-        width = segment.heads.key_value * segment.heads.channels * sharers // n
+        width = sum(width.part(n).size for width in segment.mixer.widths() if width.shared)
         size = in_recipe * 2 * (sharers - 1) / sharers * 2 * batch.tokens * width * work
         yield StepCollective("backward", "all-reduce", SAME_KV_HEADS, size, k)
     for t in layer_sizes.blocks(run, segment, trained=True):
@@ -279,28 +278,26 @@ def _attention(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[S
     n = run.mesh.shape[CONTEXT]
     method = run.model.compute.cp_method
     work = itemsize(run, "weights")
-    heads = segment.heads
+    numbers = segment.mixer.context_numbers(tensor_parallel(run.mesh), n)
     times = layer_sizes.layer_passes(run, batch.microbatches)
     layers = layer_sizes.layers_of(run, segment)
-    of_head = layers * heads.channels * batch.tokens / n
-    of_group = heads.key_value // run.mesh.shape.get(KV_HEADS, 1)
+    tokens = layers * batch.tokens / n
 
     def transfer(part: str, op: str, size: float, number: float) -> StepCollective:
         return StepCollective(part, op, CONTEXT, size, times, layers * number)
 
     if method == "ulysses":
-        keys = 2 * max(of_group, n)
         again = layer_sizes.attention_again(run)
-        sent = (n - 1) / n * of_head * work
-        whole = sent * (2 * heads.query // tensor_parallel(run.mesh) + keys)
+        sent = (n - 1) / n * tokens * work
+        whole = sent * (numbers.exchanged + numbers.keys)
         yield transfer("forward", "all-to-all", whole, 2)
-        yield transfer("again", "all-to-all", again * whole + _earlier_chunks(run) * sent * keys, 2 * again)
+        yield transfer("again", "all-to-all", again * whole + _earlier_chunks(run) * sent * numbers.keys, 2 * again)
         yield transfer("backward", "all-to-all", whole, 2)
         return
     others, home, hops = ("all-gather", "reduce-scatter", 1)
     if method == "ring":
         others, home, hops = "collective-permute", "collective-permute", n - 1
-    keys = 2 * of_group * of_head
+    keys = numbers.pieces * tokens
     yield transfer("forward", others, (n - 1) * keys * work, hops)
     yield transfer("again", others, (n - 1) * keys * work, hops)
     yield transfer("backward", home, keys * ((n - 1) * 4 + (work if method == "ring" else 0)), hops)

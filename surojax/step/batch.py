@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import read
-from surojax.models.model import Compute, Model, Routing, Segment
+from surojax.models.model import NO_INPUTS, Compute, Model, RecipeInputs, Routing, Segment
 from surojax.numerics.fp8 import delayed_scales
 from surojax.parallel import collectives
 from surojax.parallel.context import of_each_chunk, own_tokens
@@ -103,7 +103,7 @@ class Batch(NamedTuple):
 
 
 def recipe_inputs_of(model: Model, history, step, microbatches: int, scale: jax.Array) -> Callable:
-    """A function (microbatch a, number of a layer) -> `recipe_inputs` of a `Segment`'s block.
+    """A function (microbatch a, number of a layer) -> `RecipeInputs` of its block.
 
     history: largest magnitudes in the last steps, see `fp8.history_shape`. scale: of the loss in the gradient, which
     tells the first step how large gradients may be.
@@ -111,15 +111,17 @@ def recipe_inputs_of(model: Model, history, step, microbatches: int, scale: jax.
     precision = model.precision
     if precision.delayed:
         scales = delayed_scales(history, model.sites, precision.margin, scale)
-        return lambda a, l: scales[l]
+        return lambda a, l: RecipeInputs(scales=scales[l])
     if model.draws:
         device, devices = collectives.device_number(*TOKENS)
 
         def word(i) -> jax.Array:
             return jnp.asarray(i, jnp.uint32)
 
-        def seed(a, l) -> jax.Array:
-            return ((word(step) * microbatches + word(a)) * model.num_layers + word(l)) * devices + word(device)
+        def inputs(a, l) -> RecipeInputs:
+            seed = ((word(step) * microbatches + word(a)) * model.num_layers + word(l)) * devices + word(device)
 
-        return seed
-    return lambda a, l: None
+            return RecipeInputs(seed=seed)
+
+        return inputs
+    return lambda a, l: NO_INPUTS

@@ -8,50 +8,39 @@ differentiate, so neither the norm of all gradients nor an update sees them, and
 """
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax.models.model import Segment
-
-
-class Inputs(NamedTuple):
-    """`recipe_inputs` of a padded segment's block: a flag, bool [], and the layer's own `recipe_inputs`.
-
-    It computes if the entry is a layer and the stage has a microbatch.
-    """
-
-    computes: jax.Array
-    of_layer: Any
+from surojax.models.model import RecipeInputs, Segment
 
 
 def padded(segment: Segment, *, idles: bool = False) -> Segment:
-    """The segment with blocks that take `Inputs`, and that change nothing if these say that they do not compute.
+    """The segment with blocks that change nothing if `RecipeInputs.computes` is False: the entry is no layer.
 
     idles: a layer does not compute either if its stage has no microbatch. Its residuals are then undefined, so zeros
     take the place of its gradients, instead of following from zeros that are differentiated.
     """
 
-    def kept_if(computes: jax.Array, new, old):
+    def kept_if(computes, new, old):
         return jax.tree.map(lambda new, old: jnp.where(computes, new, old), new, old)
 
-    def block(w, x_BSD, inputs: Inputs, variant, starts=None, *routing):
-        y_BSD, routed = segment.block(w, x_BSD, inputs.of_layer, variant, starts, *routing)
+    def block(w, x_BSD, inputs: RecipeInputs, variant, starts=None, *routing):
+        y_BSD, routed = segment.block(w, x_BSD, inputs, variant, starts, *routing)
         return kept_if(inputs.computes, y_BSD, x_BSD), routed
 
-    def block_forward(w, x_BSD, inputs: Inputs, variant, starts=None, *routing):
-        (y_BSD, routed), saved = segment.block_forward(w, x_BSD, inputs.of_layer, variant, starts, *routing)
+    def block_forward(w, x_BSD, inputs: RecipeInputs, variant, starts=None, *routing):
+        (y_BSD, routed), saved = segment.block_forward(w, x_BSD, inputs, variant, starts, *routing)
         if routed is not None:
             nothing = jax.tree.map(jnp.zeros_like, routed.statistics)
             routed = routed._replace(statistics=kept_if(inputs.computes, routed.statistics, nothing))
         return (kept_if(inputs.computes, y_BSD, x_BSD), routed), saved
 
-    def block_backward(w, saved, d_result, inputs: Inputs, variant, starts=None, *routing):
+    def block_backward(w, saved, d_result, inputs: RecipeInputs, variant, starts=None, *routing):
         dy_BSD, _ = d_result
         d_outputs = kept_if(inputs.computes, d_result, jax.tree.map(jnp.zeros_like, d_result))
-        dw, dx_BSD, observed = segment.block_backward(w, saved, d_outputs, inputs.of_layer, variant, starts, *routing)
+        dw, dx_BSD, observed = segment.block_backward(w, saved, d_outputs, inputs, variant, starts, *routing)
         if idles:
             dw, observed = kept_if(inputs.computes, (dw, observed), jax.tree.map(jnp.zeros_like, (dw, observed)))
         return dw, kept_if(inputs.computes, dx_BSD, dy_BSD), observed

@@ -53,7 +53,7 @@ class Lane(NamedTuple):
     last: tuple[LaneAction, ...] = ()
 
 
-# What routers count (models/experts.py): a few numbers a layer, which never leave the device, so that no pass of
+# What routers count (models/kinds/experts.py): a few numbers a layer, which never leave the device, so that no pass of
 # `passes_of_step` has them.
 STATISTICS = Lane("statistics", writes=True)
 STATISTICS_GRADIENTS = Lane("statistics", reads=True)

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.memory.host import allocate, exchange_in_halves, read, write_layer
-from surojax.models.model import Model, Segment
+from surojax.models.model import NO_INPUTS, Model, Segment
 from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives, stage_collectives
 from surojax.parallel.collectives import Squares, varying
@@ -366,7 +366,7 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
 
     def blocks(pattern: int, _, computes, x_BSD):
         def block(layer: Layer, values, x_BSD, flights):
-            inputs = inputs_of_stage(model, first_layer_of_stage(engine) + layer.index, None, computes)
+            inputs = inputs_of_stage(model, first_layer_of_stage(engine) + layer.index, NO_INPUTS, computes)
             return segment.block(values["weights"], x_BSD, inputs, layer.variant, starts_BS)[0], {}, flights
 
         pattern_layers = layers.of_patterns[pattern]

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.errors import ConfigError
-from surojax.models.model import Model
+from surojax.models.model import Model, RecipeInputs
 from surojax.parallel import collectives, stage_collectives
 from surojax.parallel.schedule import (
     NONE,
@@ -30,7 +30,7 @@ from surojax.parallel.schedule import (
     patterns_of_stages,
     stacked_layers,
 )
-from surojax.step.padding import Inputs, padded
+from surojax.step.padding import padded
 from surojax.step.spec import Engine
 from surojax.step.weights import Layers
 
@@ -64,7 +64,7 @@ def of_stage(model: Model, stages: int) -> Model:
 
 
 def _takes_inputs(model: Model, stages: int) -> bool:
-    """True if blocks of a stage take `Inputs`."""
+    """True if blocks of a stage are `padded`, and ask whether they compute."""
     return in_lockstep(model) or stacked_layers(model.num_layers, stages) > model.num_layers
 
 
@@ -78,14 +78,16 @@ def first_layer_of_stage(engine: Engine) -> jax.Array | int:
     return collectives.first_layer(engine.model.num_layers)
 
 
-def inputs_of_stage(model: Model, number: Any, recipe_inputs, computes: jax.Array | bool = True):
-    """The `recipe_inputs` that the block of an entry of the stacks of all stages takes.
+def inputs_of_stage(
+    model: Model, number: Any, recipe_inputs: RecipeInputs, computes: jax.Array | bool = True
+) -> RecipeInputs:
+    """The `RecipeInputs` that the block of an entry of the stacks of all stages takes.
 
     number: of the entry. recipe_inputs: those of the layer. computes: False in a stage that has no microbatch.
     """
     if not _takes_inputs(model, stage_collectives.stage()[1]):
         return recipe_inputs
-    return Inputs((number < model.num_layers) & computes, recipe_inputs)
+    return recipe_inputs._replace(computes=(number < model.num_layers) & computes)
 
 
 class StageLayers:

@@ -17,8 +17,7 @@ from surojax.errors import ConfigError
 from surojax.inference.prompts import complete
 from surojax.inference.trained_model import Trained
 from surojax.memory.nvme import Claimed
-from surojax.models.attention import chosen_here
-from surojax.models.lora import OF_MLP
+from surojax.models.kinds.targets import adaptable
 from surojax.models.model import Model
 from surojax.own_files import write_bytes
 from surojax.pages import runs
@@ -52,8 +51,11 @@ def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> Non
     trained = run.model.num_trained_parameters
     trained_share = f", of which {trained:,} train ({trained / total:.2%})," if trained < total else ""
     say(f"surojax: {total / 1e6:,.1f}M parameters{trained_share} on {len(devices)} x {devices[0].device_kind} ({axes})")
-    if c.lora and c.model.num_experts and not set(OF_MLP.values()) & set(lora(c).targets):
-        say(f"note: the experts are frozen; lora_target_modules with {','.join(OF_MLP)} adapts them too")
+    layers = configs.kinds(c).values()
+    of_experts = [target for target in adaptable(layers) if target.of_experts]
+    if c.lora and of_experts and not {target.matrix for target in of_experts} & set(lora(c).targets):
+        names = ",".join(target.module.rpartition(".")[2] for target in of_experts)
+        say(f"note: the experts are frozen; lora_target_modules with {names} adapts them too")
     served = dispatch.choose("grouped_matmul", run.model.precision.implementation) == "mosaic"
     if devices[0].platform == "gpu" and run.engine.table.leaves_device and (line := cuda_plugin.copies_slowly()):
         say(line)
@@ -65,9 +67,10 @@ def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> Non
         if needs:
             say(f"{memory} per device: {summed(needs, digits=2)}")
     if run.engine.packed:
-        heads = c.model_dtype, configs.head_dim(c)
-        attention = chosen_here(c.attention, *heads, packed=True, piece=configs.tokens_of_piece(c))
-        say(planned.documents(attention, c.cp_method))
+        piece = configs.tokens_of_piece(c)
+        found = [x.mixer.implementation(c.attention, c.model_dtype, packed=True, piece=piece) for x in layers]
+        for attention in dict.fromkeys(filter(None, found)):
+            say(planned.documents(attention, c.cp_method))
     shards = number_of_shards(run.mesh)
     if shards > 1 and (replicated := replicated_matrices(run.engine.trained_params, run.engine.layouts.master)):
         say(f"note: not sharded over {shards} devices, which divide none of their dimensions: {replicated}")

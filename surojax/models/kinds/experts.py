@@ -23,8 +23,8 @@ R rows of a block, T tokens that devices of `ep` have sent.
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,9 @@ from surojax.models.grouped import (
     sum_of_experts,
     sum_of_rows,
 )
-from surojax.models.layers import ADAPTER, SwiGLU, parameter, vector
+from surojax.models.kinds.gated_mlp import DOWN, GATE, UP, SwiGLU
+from surojax.models.kinds.sublayer import FileNames, Mlp, Target, Width, undivided
+from surojax.models.layers import ADAPTER, parameter, vector
 from surojax.models.linear import router_product
 from surojax.models.linear_fp8 import products_with_experts, whole_input
 from surojax.models.lora import low_rank
@@ -68,15 +70,30 @@ class OfExperts(NamedTuple):
     factors: dict[str, tuple[jax.Array, jax.Array]]
 
 
-class Experts(nnx.Module):
+class Experts(Mlp):
     """Experts with SwiGLU, or with another activation in place of silu, and their router."""
 
-    def __init__(self, config, *, rngs: nnx.Rngs):
+    has_experts = True
+    adapted_together = ("w_gate", "w_up")  # in PEFT, by one adapter
+    tensors: ClassVar = {
+        "router": FileNames("mlp.gate.weight", "ffn_gate_inp.weight"),
+        "w_gate": FileNames("mlp.experts.gate_proj.weight", "ffn_gate_exps.weight"),
+        "w_up": FileNames("mlp.experts.up_proj.weight", "ffn_up_exps.weight"),
+        "w_down": FileNames("mlp.experts.down_proj.weight", "ffn_down_exps.weight"),
+        "b_choice": FileNames("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
+        "shared.w_gate": FileNames("mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp.weight"),
+        "shared.w_up": FileNames("mlp.shared_experts.up_proj.weight", "ffn_up_shexp.weight"),
+        "shared.w_down": FileNames("mlp.shared_experts.down_proj.weight", "ffn_down_shexp.weight"),
+    }
+
+    def __init__(self, config, *, rngs: nnx.Rngs | None = None):
         c = config
-        E, F, D = c.num_experts, c.moe_intermediate_size or c.intermediate_size, c.hidden_size
+        self.config = c
+        if rngs is None:
+            return
+        E, F, D = c.num_experts, self.width, c.hidden_size
         normal = nnx.initializers.normal(c.initializer_range)
         out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
-        self.config = c
         if c.scoring_func == SIGMOID:
             constant: Any = {"learning_rate_factor": 0.0, "dtype": "float32"}
             self.b_choice = parameter(rngs, (E,), (ROUTED,), nnx.initializers.zeros, Kind.VECTOR, **constant)
@@ -85,15 +102,20 @@ class Experts(nnx.Module):
             setattr(self, SHARED, SwiGLU(dataclasses.replace(c, intermediate_size=width), rngs=rngs))
         used: Any = {"used": c.num_experts_per_tok / E}
         self.router = parameter(rngs, (E, D), (ROUTED, "embed"), normal, Kind.ROUTER)
-        self.w_gate = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=4, **used)
-        self.w_up = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=5, **used)
-        self.w_down = parameter(rngs, (E, D, F), (EXPERTS, "embed", "mlp"), out, product=6, **used)
+        self.w_gate = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=GATE, **used)
+        self.w_up = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=UP, **used)
+        self.w_down = parameter(rngs, (E, D, F), (EXPERTS, "embed", "mlp"), out, product=DOWN, **used)
         if c.expert_bias:
             zeros = nnx.initializers.zeros
             self.b_router = vector(rngs, E, ROUTED, zeros)
             self.b_gate = parameter(rngs, (E, F), (EXPERTS, "mlp"), zeros, Kind.VECTOR)
             self.b_up = parameter(rngs, (E, F), (EXPERTS, "mlp"), zeros, Kind.VECTOR)
             self.b_down = parameter(rngs, (E, D), (ROUTED, "embed"), zeros, Kind.VECTOR)
+
+    @property
+    def width(self) -> int:
+        """The width of an expert."""
+        return self.config.moe_intermediate_size or self.config.intermediate_size
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm=None, routing: Routing = ROUTES
@@ -250,6 +272,21 @@ class Experts(nnx.Module):
         """Computes the MLP of rows, times the rows' weights. product: (rows, name of a matrix) -> rows."""
         h_RF = gated(product(x_RD, "w_gate"), product(x_RD, "w_up"), self.config.hidden_act)
         return product((h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype), "w_down")
+
+    # -- declarations --------------------------------------------------------------------------------------------------
+
+    def widths(self) -> Sequence[Width]:
+        c = self.config
+        field = "model.moe_intermediate_size" if c.moe_intermediate_size else "model.intermediate_size"
+        widths = [undivided(field, self.width)]
+        if c.n_shared_experts:
+            widths.append(undivided(f"model.n_shared_experts x {field}", c.n_shared_experts * self.width))
+        return widths
+
+    def targets(self) -> Sequence[Target]:
+        own, *shared = self.widths()
+        targets = [self.target(matrix, own, of_experts=True) for matrix in SwiGLU.tensors]
+        return targets + [self.target(f"{SHARED}.{matrix}", width) for width in shared for matrix in SwiGLU.tensors]
 
 
 @save_inputs_only

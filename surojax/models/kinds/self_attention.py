@@ -1,0 +1,219 @@
+"""Attention with grouped key/value heads.
+
+Shape suffixes: B batch, S sequence, D hidden size, K key/value heads, h head dimension.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from pallas_kernels.mma import ROWS
+from surojax.errors import need
+from surojax.models.attention import chosen_here, chosen_implementation
+from surojax.models.kinds.sublayer import ContextNumbers, FileNames, KernelBytes, Mixer, OnGpu, Target, Width
+from surojax.models.layers import norm_weight, parameter, projection, vector
+from surojax.models.linear import Product
+from surojax.models.model import Cache, Earlier
+from surojax.models.operations import Operations
+
+OUT = Product(3, "attention_output", "d_attention")
+
+
+class Attention(Mixer):
+    """Causal self-attention with grouped key/value heads; optional: biases, norms of queries and keys, sinks."""
+
+    name = "attention"
+    input = "attention_input"
+    tensors: ClassVar = {
+        "wq": FileNames("self_attn.q_proj.weight", "attn_q.weight"),
+        "wk": FileNames("self_attn.k_proj.weight", "attn_k.weight"),
+        "wv": FileNames("self_attn.v_proj.weight", "attn_v.weight"),
+        "wo": FileNames("self_attn.o_proj.weight", "attn_output.weight"),
+        "bq": FileNames("self_attn.q_proj.bias", "attn_q.bias"),
+        "bk": FileNames("self_attn.k_proj.bias", "attn_k.bias"),
+        "bv": FileNames("self_attn.v_proj.bias", "attn_v.bias"),
+        "q_norm": FileNames("self_attn.q_norm.weight", "attn_q_norm.weight"),
+        "k_norm": FileNames("self_attn.k_norm.weight", "attn_k_norm.weight"),
+    }
+
+    def __init__(self, config, *, rngs: nnx.Rngs | None = None):
+        c = config
+        self.config = c
+        if rngs is None:
+            return
+        D = c.hidden_size
+        q = c.num_attention_heads * c.head_dim
+        kv = c.num_key_value_heads * c.head_dim
+        normal = nnx.initializers.normal(c.initializer_range)
+        out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
+        self.wq = parameter(rngs, (q, D), ("heads", "embed"), normal, product=Product(0, self.input, "d_q"))
+        self.wk = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(1, self.input, "d_k"))
+        self.wv = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(2, self.input, "d_v"))
+        self.wo = parameter(rngs, (D, q), ("embed", "heads"), out, product=OUT)
+        if c.attention_bias:
+            self.bq = vector(rngs, q, "heads", nnx.initializers.zeros)
+            self.bk = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
+            self.bv = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
+        if c.attention_out_bias:
+            self.bo = vector(rngs, D, "embed", nnx.initializers.zeros)
+        if c.attention_sinks:
+            self.sinks = vector(rngs, c.num_attention_heads, "heads", normal)
+        if c.qk_norm_whole:
+            self.q_norm = norm_weight(rngs, c, q, "heads")
+            self.k_norm = norm_weight(rngs, c, kv, "kv_heads")
+        if c.qk_norm:
+            self.q_norm = norm_weight(rngs, c, c.head_dim, "channels")
+            self.k_norm = norm_weight(rngs, c, c.head_dim, "channels")
+
+    def heads(
+        self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: jax.Array | int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Computes queries, keys and values `[B, S, heads, h]` of x or norm(x).
+
+        first: index of the first token in its row.
+        """
+        c = self.config
+        projections = [projection(self, f"w{name}", f"b{name}") for name in "qkv"]
+        projected = ops.linears(x_BSD, projections, norm)
+        if c.qk_norm_whole:
+            q, k, v = projected
+            projected = (
+                ops.norm_of_all_heads(q, self.q_norm[...], "heads", c.rms_norm_eps),
+                ops.norm_of_all_heads(k, self.k_norm[...], "kv_heads", c.rms_norm_eps),
+                v,
+            )
+        B, S, _ = projected[0].shape
+        q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projected)
+        if c.qk_norm:
+            q = ops.norm(q, self.q_norm[...], c.rms_norm_eps, c.norm_plus_one)
+            k = ops.norm(k, self.k_norm[...], c.rms_norm_eps, c.norm_plus_one)
+        return *ops.rotate(q, k, first, *c.rotary(ops.variant)), v
+
+    def __call__(
+        self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | Earlier | None = None
+    ) -> tuple[jax.Array, Cache | Earlier | None]:
+        """Returns (attention of x `[B, S, D]` or norm(x), which is recomputed; `new` of `Operations.attend`)."""
+        c = self.config
+        q, k, v = self.heads(x_BSD, ops, norm, 0 if cache is None else cache.start)
+        scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
+        sinks = self.sinks[...] if c.attention_sinks else None
+        y_BSHh, cache = ops.attend(q, k, v, cache, scale=scale, softcap=c.attn_logit_softcapping, sinks=sinks)
+        return ops.linear(y_BSHh.reshape(*y_BSHh.shape[:2], -1), projection(self, "wo", "bo")), cache
+
+    # -- declarations --------------------------------------------------------------------------------------------------
+
+    def widths(self) -> Sequence[Width]:
+        c = self.config
+        rows = {"model.num_attention_heads": c.num_attention_heads, "model.num_key_value_heads": c.num_key_value_heads}
+        queries, keys = (Width(f"{field} x model.head_dim", n * c.head_dim, field, n) for field, n in rows.items())
+        return [queries, keys._replace(shared=True)]
+
+    def targets(self) -> Sequence[Target]:
+        queries, keys = self.widths()
+        widths = {"wq": queries, "wk": keys, "wv": keys, "wo": queries}
+        return [self.target(matrix, width) for matrix, width in widths.items()]
+
+    def decode_state(self, rows: int, positions: int, dtype) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of keys and values `[B, T, K, h]`."""
+        shape = rows, positions, self.config.num_key_value_heads, self.config.head_dim
+        return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape, dtype)
+
+    def decode_bytes(self, queries: int, positions: int) -> int:
+        """Bytes of float32 scores, and of their softmax."""
+        return self.config.num_attention_heads * queries * positions * 8
+
+    def flops(self, sequence_len: int, window: int) -> float:
+        """Those of two products with half of the square of positions, or with the window's band."""
+        seen = sequence_len / 2
+        if 0 < window < sequence_len:
+            seen = window - window * (window - 1) / (2 * sequence_len)  # the first ones see fewer
+        return 4.0 * self.config.num_attention_heads * self.config.head_dim * seen
+
+    def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> KernelBytes:
+        c = self.config
+        H, K, h = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        tokens = x.rows * x.tokens
+        heads = tokens * H  # in a group: of whole sequences, a part of the heads
+        in_pieces = x.per_sequence > x.tensor and compute.cp_method != "ulysses"
+        piece = x.tokens * x.tensor // 2 if in_pieces else 0
+        how: Any = {"gpu": gpu, "packed": packed, "window": window, "piece": piece}
+        flash = self.implementation(compute.attention, x.dtype, **how)
+        if flash != "xla" and in_pieces:
+            # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with.
+            # Our kernel also has float32 gradients of a pair, and reads transposed copies.
+            keys = max(K, x.tensor)
+            more = 2 * (H + keys) * (x.itemsize + 4) if flash == "mosaic" else 0
+            sums = 2 * H * 4 + 4 * keys * (x.itemsize + 4)
+            return KernelBytes(working=tokens * (sums + more) * h)
+        if flash != "xla":
+            # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies
+            # of queries, keys and the gradient of its output.
+            keys = x.chunks * max(K, x.tensor if x.chunks == 1 else x.per_sequence)
+            copied = (2 * H + keys) * h if flash == "mosaic" else 0
+            saved = 0 if compute.recompute.att else heads * (h * x.itemsize + 4)
+            return KernelBytes(saved, tokens * copied * x.itemsize)
+        keys = x.tokens * x.chunks * x.per_sequence
+        if in_pieces:
+            keys = 2 * x.tokens * x.tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17)
+        scores = (2 if gpu else 4) * heads * keys * 4
+        return KernelBytes(working=scores, scores=scores)
+
+    def numbers_between_chunks(self, devices: int) -> int:
+        """Those of keys and values; devices that share a head have it each."""
+        return 2 * max(self.config.num_key_value_heads, devices) * self.config.head_dim
+
+    def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
+        queries, keys = self.widths()
+        of_group = keys.part(tp)
+        return ContextNumbers(
+            exchanged=2 * queries.size // tp,
+            keys=2 * max(of_group.parts, cp) * self.config.head_dim,
+            pieces=2 * of_group.size,
+        )
+
+    def implementation(
+        self, asked: str, dtype, *, packed: bool, gpu: bool | None = None, window: bool = False, piece: int = 0
+    ) -> str:
+        c = self.config
+        scores: Any = {"softcap": c.attn_logit_softcapping > 0, "sinks": c.attention_sinks}
+        scores |= {"packed": packed, "window": window, "piece": piece}
+        if gpu is None:
+            return chosen_here(asked, dtype, c.head_dim, **scores)
+        return chosen_implementation(asked, dtype, c.head_dim, gpu=gpu, **scores)
+
+    def exchanges_heads(self, tp: int, cp: int) -> bool:
+        queries, keys = self.widths()
+        return queries.is_divided(cp * tp) and keys.part(tp).is_divided(cp)
+
+    def check_context(self, c) -> None:
+        if c.cp_method != "ulysses":
+            self._check_pieces(c)
+            return
+        queries, keys = self.widths()
+        n = c.cp_size
+        expected = (
+            f"a multiple of cp_size x tp_size = {n * c.tp_size} with cp_method='ulysses', which divides the heads"
+        )
+        change = "lower cp_size, or set cp_method='ring'"
+        need(queries.is_divided(n * c.tp_size), queries.field, expected, queries.parts, change)
+        of_group = keys.part(c.tp_size)
+        expected = f"a multiple or a divisor of cp_size = {n} on the GPUs of a tensor-parallel group"
+        need(of_group.is_divided(n), keys.field, expected, of_group.parts, change)
+
+    def _check_pieces(self, c) -> None:
+        """Raises ConfigError if the attention implementation cannot compute cp_method's pairs of pieces."""
+        tokens = c.sequence_len // (2 * c.cp_size)
+        whose = f"with cp_method={c.cp_method!r} and attention={c.attention!r}"
+        if c.attention == "mosaic":
+            expected = f"a multiple of {ROWS} {whose}"
+            change = f"use a sequence_len of a multiple of {2 * ROWS * c.cp_size}, or attention='auto'"
+            need(tokens % ROWS == 0, "sequence_len / (2 x cp_size)", expected, tokens, change)
+        if c.attention == "cudnn":
+            h = self.config.head_dim
+            change = "use attention='auto' or cp_method='ulysses'"
+            need(h <= 128, "model.head_dim", f"at most 128 {whose}", h, change)
+            expected = f"an even number {whose}"
+            need(tokens % 2 == 0, "sequence_len / (2 x cp_size)", expected, tokens, "use attention='auto'")

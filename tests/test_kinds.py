@@ -1,0 +1,105 @@
+"""What the kinds of mixers and MLPs declare (models/kinds), and that those who ask get it."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import pytest
+from flax import nnx
+from small import CONFIG
+
+from surojax import ConfigError, default_config
+from surojax.config.checks import check
+from surojax.config.fields import kinds
+from surojax.models import decoder, decoder_model
+from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.self_attention import Attention
+from surojax.models.kinds.short_conv import ShortConv
+from surojax.models.kinds.sublayer import Width
+from surojax.numerics.fp8 import Sites
+
+EXPERTS = dataclasses.replace(CONFIG, num_experts=4, num_experts_per_tok=2, n_shared_experts=1, scoring_func="sigmoid")
+OPTIONS = dataclasses.replace(CONFIG, attention_bias=True, qk_norm=True)
+
+
+@pytest.mark.parametrize(
+    "parts, shared, gpus, is_divided, part",
+    [(4, False, 2, True, 16), (4, False, 8, False, 8), (2, True, 8, True, 16), (6, True, 4, False, 5)],
+)
+def test_a_width_is_divided_by_its_parts_or_shared(parts, shared, gpus, is_divided, part):
+    """Of six shared parts, four GPUs neither have a whole number each nor the same one several times."""
+    width = Width("a x b", 32 if parts != 6 else 30, "a", parts, shared)
+    assert width.is_divided(gpus) == is_divided
+    assert width.part(gpus).size == part
+
+
+def test_ulysses_divides_heads_once_more():
+    """Four query heads and two of keys: what each GPU of tp has is divided over cp, keys may be shared."""
+    (layer,) = decoder.declarations(CONFIG).values()
+    assert [layer.mixer.exchanges_heads(tp, cp) for tp, cp in ((1, 2), (1, 4), (2, 2), (4, 1), (2, 4))] == [
+        *(True, True, True, True, False)
+    ]
+    three = Attention(dataclasses.replace(CONFIG, num_attention_heads=12, num_key_value_heads=3))
+    assert three.exchanges_heads(1, 6) and not three.exchanges_heads(1, 2)
+
+
+def test_float8_has_the_sites_of_the_products_in_their_order():
+    """Checkpoints have histories in this order."""
+    sites = Sites(
+        ("attention_input", "attention_output", "mlp_input", "mlp_hidden"),
+        ("d_q", "d_k", "d_v", "d_attention", "d_gate", "d_up", "d_mlp"),
+    )
+    assert decoder_model.build(CONFIG).sites == sites
+    dense_first = dataclasses.replace(EXPERTS, first_k_dense_replace=1)
+    assert decoder_model.build(dense_first).sites == sites
+
+
+@pytest.mark.parametrize(
+    "kind, config", [(Attention, OPTIONS), (SwiGLU, CONFIG), (Experts, EXPERTS)], ids=lambda x: getattr(x, "name", "")
+)
+def test_every_parameter_has_names_in_files_and_every_matrix_may_have_an_adapter(kind, config):
+    module = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+    leaves = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))[0]
+    shapes = {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
+    assert shapes.keys() == kind.tensors.keys()
+    targets = kind(config).targets()
+    matrices = {name for name, shape in shapes.items() if len(shape) > 1 and name != "router"}
+    assert {target.matrix for target in targets} == {f"{kind.name}.{name}" for name in matrices}
+    for target in targets:
+        shape = shapes[target.matrix.removeprefix(f"{kind.name}.")]
+        assert sorted(shape[-2:]) == sorted((config.hidden_size, target.width))
+        assert target.of_experts == (len(shape) > 2)
+
+
+def expert_config(**changes):
+    c = default_config()
+    c.gpus, c.tp_size = 2, 2
+    c.model.update({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64} | changes)
+    return c
+
+
+def test_tp_divides_the_widths_that_layers_have():
+    """A width that no layer has is not refused: with experts in all layers, intermediate_size."""
+    check(expert_config(intermediate_size=81))
+    for changes, field in (
+        ({"moe_intermediate_size": 81}, "model.moe_intermediate_size"),
+        ({"intermediate_size": 81, "first_k_dense_replace": 1}, "model.intermediate_size"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{field}: expected a multiple of tp_size=2, whose .*, got 81; lower"):
+            check(expert_config(**changes))
+
+
+def test_a_config_with_other_sizes_has_other_kinds():
+    """They are cached by the `model` fields."""
+    c = expert_config()
+    before = kinds(c)["blocks"].mlp
+    c.model.moe_intermediate_size = 128
+    assert before.widths()[0].size == 64 and kinds(c)["blocks"].mlp.widths()[0].size == 128
+
+
+def test_a_state_that_does_not_grow_is_declared_so():
+    conv = ShortConv(CONFIG)
+    assert conv.decode_state(2, 10, "float32").shape == conv.decode_state(2, 10_000, "float32").shape == (2, 2, 32)
+    with pytest.raises(ConfigError, match=r"^cp_size: expected 1 with layers of short convolutions, got 2"):
+        conv.check_context(SimpleNamespace(cp_size=2))
