@@ -16,6 +16,7 @@ from surojax.memory.layer_file import Store
 from surojax.models.model import Model, Segment
 from surojax.numerics import fp8
 from surojax.numerics.base_formats import Coded, is_coded
+from surojax.objectives.objective import CrossEntropy, Objective, OfLogProbabilities
 from surojax.optim import optimizer as optim
 from surojax.placement.home import DEVICE
 from surojax.placement.layout import layouts
@@ -24,7 +25,6 @@ from surojax.placement.param import Param
 from surojax.placement.table import Mesh, Placement
 from surojax.step import complete, train_step as step
 from surojax.step.layer_gradients import StacksInFiles, planned_files
-from surojax.step.objective import CrossEntropy, Objective, OfLogProbabilities
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state

@@ -15,6 +15,9 @@ from surojax.models.lora import Lora, saved_names, target_names
 from surojax.models.model import Compute, Model, Recompute
 from surojax.models.router_losses import RouterLosses
 from surojax.numerics.recipes import Precision
+from surojax.objectives import objectives
+from surojax.objectives.objective import REFERENCE, LossOfLogits, Objective, OfLogProbabilities
+from surojax.objectives.teacher_states import with_teacher_head
 from surojax.optim import optimizer as optim, optimizers
 from surojax.optim.from_optax import MakeTransformation, from_optax
 from surojax.optim.learning_rate import Schedule, learning_rate_schedule
@@ -22,10 +25,7 @@ from surojax.placement.mesh import data_parallel, shards
 from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
 from surojax.refusals.features import BY_LAYER, RECOMPUTE_PARTS
 from surojax.refusals.refusal import about, refused
-from surojax.step import objectives
-from surojax.step.objective import REFERENCE, LossOfLogits, Objective, OfLogProbabilities
 from surojax.step.spec import Engine
-from surojax.step.teacher_states import with_teacher_head
 
 
 class Brought(NamedTuple):

@@ -28,10 +28,10 @@ from surojax.config.sections import (
 )
 from surojax.declared import DeclaredField, declared
 from surojax.models.lora import Mlps
+from surojax.objectives.objectives import SETTINGS as OBJECTIVE_SETTINGS
 from surojax.optim.optimizer import MomentSettings
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.placement.table import Storage
-from surojax.step.objectives import SETTINGS as OBJECTIVE_SETTINGS
 
 if TYPE_CHECKING:
     from surojax.config.typed import Config as Config  # pyright: ignore[reportMissingModuleSource]: written by docs/pages.py

@@ -24,13 +24,13 @@ from surojax.models.experts import SCORING
 from surojax.models.operations import ACTIVATIONS
 from surojax.models.rotary import ROPE_USES
 from surojax.numerics.recipes import BLOCK_SCALED_PRODUCTS, KERNELS
+from surojax.objectives.objectives import CROSS_ENTROPY, OBJECTIVES
 from surojax.optim.learning_rate import SCHEDULES
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.parallel.context import METHODS
 from surojax.parallel.schedule import SCHEDULES as STAGE_SCHEDULES
 from surojax.run.trackers import KNOWN as KNOWN_TRACKERS
 from surojax.sizes import MOST_GPUS
-from surojax.step.objectives import CROSS_ENTROPY, OBJECTIVES
 
 GPUS = at_most(MOST_GPUS, f"{MOST_GPUS:,} GPUs")
 MARGINS = Range(lambda v: 0 <= v <= 8, "0 to 8 binades", "each one more makes small numbers coarser; 0 is usual")

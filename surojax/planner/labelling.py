@@ -16,6 +16,7 @@ from surojax.assembly.xla_options import compiler_options
 from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
+from surojax.objectives.distillation import Labelling
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, make_mesh
@@ -28,7 +29,6 @@ from surojax.planner.gpus import GB, GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.layer_sizes import size
 from surojax.planner.timeline import simulate
 from surojax.planner.traffic import BatchShape
-from surojax.step.distillation import Labelling
 from surojax.step.layer_evaluation import LayerEvaluation
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_parts import Program

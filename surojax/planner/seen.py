@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 
 from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
+from surojax.objectives.objectives import SETTINGS as OBJECTIVE_SETTINGS
 from surojax.optim.optimizers import SETTINGS as OPTIMIZER_SETTINGS
 from surojax.own_files import read_own
 from surojax.planner.gpus import GB, Gpu, find_gpu
 from surojax.planner.prediction import Prediction
 from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
-from surojax.step.objectives import SETTINGS as OBJECTIVE_SETTINGS
 from surojax.untrusted import expanded
 
 VERSION = 1

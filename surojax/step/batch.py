@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from surojax.memory.host import read
 from surojax.models.model import Compute, Model, Routing, Segment
 from surojax.numerics.fp8 import delayed_scales
+from surojax.objectives.objective import STARTS, Objective, OfLogProbabilities
 from surojax.parallel import collectives
 from surojax.parallel.context import of_each_chunk, own_tokens
 from surojax.parallel.tensor import own_part
 from surojax.placement.mesh import BATCH, TOKENS
-from surojax.step.objective import STARTS, Objective, OfLogProbabilities
 from surojax.step.spec import Engine
 
 

@@ -46,6 +46,7 @@ import jax.numpy as jnp
 
 from surojax.models.model import Model, Segment
 from surojax.numerics.fp8 import extended, new_observed
+from surojax.objectives.objective import Sums
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
 from surojax.placement.mesh import AXES
@@ -59,7 +60,6 @@ from surojax.step.gradients import (
     peels_last_group,
     starts_in_first_group,
 )
-from surojax.step.objective import Sums
 from surojax.step.outer import OuterLayers
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState

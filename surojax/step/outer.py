@@ -27,12 +27,8 @@ import jax.numpy as jnp
 
 from surojax.models.model import Model
 from surojax.numerics.ordered_sums import add_rows
-from surojax.parallel.collectives import device_number, varying
-from surojax.placement.mesh import AXES
-from surojax.placement.param import OUTER
-from surojax.step.distillation import Labelling
-from surojax.step.gradients import add
-from surojax.step.objective import (
+from surojax.objectives.distillation import Labelling
+from surojax.objectives.objective import (
     LABELS,
     REFERENCE,
     WEIGHTS,
@@ -43,6 +39,10 @@ from surojax.step.objective import (
     OfTokens,
     Sums,
 )
+from surojax.parallel.collectives import device_number, varying
+from surojax.placement.mesh import AXES
+from surojax.placement.param import OUTER
+from surojax.step.gradients import add
 from surojax.step.spec import Engine
 
 

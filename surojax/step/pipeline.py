@@ -41,6 +41,7 @@ import numpy as np
 from surojax.memory.host import allocate, exchange_in_halves, read, write_layer
 from surojax.models.model import Model, Segment
 from surojax.numerics.fp8 import extended, new_observed
+from surojax.objectives.objective import Sums
 from surojax.parallel import collectives, stage_collectives
 from surojax.parallel.collectives import Squares, varying
 from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, stacked_layers
@@ -50,7 +51,6 @@ from surojax.step.batch import Batch, Group, Microbatch, recipe_inputs_of
 from surojax.step.blocks import Backward, Blocks, residuals_of
 from surojax.step.engine import Gradients, loss_of_statistics, means_of, no_statistics, no_sums
 from surojax.step.gradients import GRADS, Accumulators, add, finish, leaves_sums_local, outer_sums
-from surojax.step.objective import Sums
 from surojax.step.outer import OuterLayers
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine

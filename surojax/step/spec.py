@@ -7,10 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from surojax.models.model import Model
+from surojax.objectives.objective import (
+    FLOATS,
+    REFERENCE,
+    STARTS,
+    CrossEntropy,
+    Objective,
+    OfLogProbabilities,
+    WithWidths,
+)
 from surojax.placement.layout import Layouts
 from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
-from surojax.step.objective import FLOATS, REFERENCE, STARTS, CrossEntropy, Objective, OfLogProbabilities, WithWidths
 
 CROSS_ENTROPY = CrossEntropy()
 

@@ -18,10 +18,8 @@ import jax.numpy as jnp
 
 from surojax.models.linear import linear
 from surojax.models.model import Model
-from surojax.parallel.collectives import device_number
-from surojax.placement.param import VOCABULARY, Kind, Param
-from surojax.step.distillation import Distillation, DistillSettings, lse
-from surojax.step.objective import (
+from surojax.objectives.distillation import Distillation, DistillSettings, lse
+from surojax.objectives.objective import (
     LABELS,
     TEACHER_STATES,
     Axes,
@@ -33,6 +31,8 @@ from surojax.step.objective import (
     head_gradients,
     head_logits,
 )
+from surojax.parallel.collectives import device_number
+from surojax.placement.param import VOCABULARY, Kind, Param
 
 TEACHER_HEAD = "teacher_head"  # the name of the matrix among the outer parameters
 
