@@ -8,7 +8,6 @@ The stages of `pp` update a layer each at a time, in a round: layer l of every s
 none of the last stage, whose padding there (step/padding.py) is zeros before and after.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,11 +23,12 @@ from surojax.placement.param import OUTER, part_of, with_part
 from surojax.step import complete
 from surojax.step.between import SegmentLayer
 from surojax.step.by_host import by_host
+from surojax.step.programs import NO_BYTES, Program, Programs
 from surojax.step.segment_update import SegmentUpdate
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_metrics import metrics_of
-from surojax.step.step_parts import NO_BYTES, Program, StepParts
+from surojax.step.step_parts import StepParts
 from surojax.step.tables import Tables, planned_gradients, without_tables
 
 
@@ -44,32 +44,15 @@ class WholeGradients:
         grads = {name: step.planned_gradients(name) for name in self.segments}
         self.update_inputs = {"grads": grads, "scalars": step.planned_scalars(), "l": step.plan.step}
         self.of_tables = planned_gradients(step)
-        self.program: Any = self._program()
+        self.functions = {"gradients": self._program()}
 
-    def __call__(self, *arguments):
-        """See `FileStep.gradients`."""
-        return self.program(*arguments)
+    def __call__(self, run: Callable, *arguments):
+        """See `FileStep`."""
+        return run("gradients", *arguments)
 
     def programs(self, *arguments) -> list[Program]:
         """The program with planned arguments."""
-        return [Program(self.program, arguments, 1)]
-
-    def functions(self) -> list:
-        """The functions of `programs`, in their order."""
-        return [self.program]
-
-    def lowered(self, *arguments) -> "WholeGradients":
-        """A copy with the program lowered for planned arguments."""
-        return self._with(self.program.lower(*arguments))
-
-    def compiled(self, compiler_options=None) -> "WholeGradients":
-        """A copy of the lowered program, compiled."""
-        return self._with(self.program.compile(compiler_options))
-
-    def _with(self, program) -> "WholeGradients":
-        new = copy.copy(self)
-        new.program = program
-        return new
+        return [Program(self.functions["gradients"], arguments, 1)]
 
     def read(self, layer: SegmentLayer) -> tuple:
         """Returns (): this step's gradients are in `update_inputs`."""
@@ -136,10 +119,10 @@ class ToFiles(NamedTuple):
     weights: list[jax.Array | None]
 
 
-class FileStep:
+class FileStep(Programs):
     """The step of `train_step.make_train_step` with tensor classes in files; it has several programs.
 
-    gradients: (outer state, step, history, block weights, *batch) -> (outer state, step, history, metrics,
+    gradients: (`run`, outer state, step, history, block weights, *batch) -> (outer state, step, history, metrics,
     update_inputs, of_tables). It computes the gradients of all layers and updates the outer layers, but for `tables`:
     `WholeGradients` by one program; `LayerGradients` by programs of a layer, and it takes `UpdatingRounds` in place of
     block weights, by segment, too. batch: see `Engine.batch_arrays`.
@@ -156,15 +139,17 @@ class FileStep:
     """
 
     def __init__(self, step: StepParts, gradients: Any):
+        super().__init__(step.mesh, step.plan)
         self.step = step
         self.gradients = gradients
-        self.plan = step.plan
         self.store = InFiles(step.plan).store
         self.tables = Tables(step)
         segments = step.engine.model.segments
         self.updates = {segment.name: SegmentUpdate(step, gradients, segment) for segment in segments}
         self.order = [SegmentLayer(name, l) for name, update in self.updates.items() for l in range(update.rounds)]
-        self._planned: list[Program] = []  # `programs`, once the step is lowered
+        self.functions = gradients.functions | self.tables.functions
+        for update in self.updates.values():
+            self.functions |= update.functions
 
     def __call__(self, state: TrainState | PendingUpdate, *batch):
         """Runs a step. Raises NvmeError if a file cannot be read or written; the state cannot be used after that."""
@@ -177,7 +162,7 @@ class FileStep:
         outer = section(state, OUTER)
         weights = {name: of_layers.weights for name, of_layers in layers.items()}
         arguments = without_tables(outer), state.step, state.history, late or weights, *batch
-        updated, steps_done, history, metrics, update_inputs, of_tables = self.gradients(*arguments)
+        updated, steps_done, history, metrics, update_inputs, of_tables = self.gradients(self.run, *arguments)
         outer = TensorState(*map(with_part, outer, updated))
         sections = {**(late.sections() if late else layers), OUTER: outer}
         pending = PendingUpdate(from_sections(steps_done, sections, history), update_inputs, of_tables, number)
@@ -191,13 +176,13 @@ class FileStep:
         return from_sections(state.step, {**layers.sections(), OUTER: section(state, OUTER)}, state.history)
 
     def programs(self, *batch) -> list[Program]:
-        """All programs of a step, with planned arrays as arguments."""
+        """See `Programs`."""
         overlaps = self.step.engine.overlap_update
         of_segments = self.updates.values()
         updates = [x for update in of_segments for x in update.planned_programs("forward" if overlaps else "update")]
         gradients = self.gradients.programs(*self._arguments_of_gradients(batch))
         if overlaps:  # the programs of a forward pass have an update's layers beside them, and the other way around
-            leaving = [update.leaving(number) for update in of_segments for number in range(len(update.programs))]
+            leaving = [update.leaving(number) for update in of_segments for _, number in update.functions]
             in_flight = [(x.others, late) for x, late in zip(updates, leaving, strict=True)]
             most = max(in_flight, key=lambda x: (bytes_per_device(x), bytes_per_device(x, HOST)))
             _, moving, sent, *_ = next(x for x in gradients if x.name == "forward").arguments
@@ -214,36 +199,6 @@ class FileStep:
         arguments = {id(x) for x in jax.tree.leaves(program.arguments)}
         state = [x for x in jax.tree.leaves(self.plan) if id(x) not in arguments]
         return program._replace(others=(program.others, state))
-
-    def lower(self, plan: TrainState, *batch) -> "FileStep":
-        """The step with all programs lowered. plan: the one that the step was made from."""
-        assert jax.tree.structure(plan) == jax.tree.structure(self.plan), "a step is lowered for its own plan"
-        gradients = self.gradients.lowered(*self._arguments_of_gradients(batch))
-        lowered = self._with(gradients, self.tables.lowered(), {k: x.lowered() for k, x in self.updates.items()})
-        lowered._planned = self.programs(*batch)
-        return lowered
-
-    def compile(self, compiler_options=None) -> "FileStep":
-        """The lowered step, compiled."""
-        updates = {name: update.compiled(compiler_options) for name, update in self.updates.items()}
-        return self._with(self.gradients.compiled(compiler_options), self.tables.compiled(compiler_options), updates)
-
-    def compiled_programs(self) -> list[Program]:
-        """All programs of a lowered and compiled step, with planned arrays as arguments."""
-        updates = [program for update in self.updates.values() for program in update.programs]
-        functions = [*self.gradients.functions(), *self.tables.functions(), *updates]
-        return [x._replace(function=function) for x, function in zip(self._planned, functions, strict=True)]
-
-    def memory_analysis(self) -> None:
-        """None, because a step of several programs has no single answer: ask each of `programs`."""
-
-    def _with(self, gradients, tables: Tables, updates: dict[str, SegmentUpdate]) -> "FileStep":
-        """A copy of this step with these programs."""
-        step = copy.copy(self)
-        step.gradients = gradients
-        step.tables = tables
-        step.updates = updates
-        return step
 
     def _arguments_of_gradients(self, batch: tuple) -> tuple:
         """The planned arguments of `gradients`."""
@@ -278,7 +233,7 @@ class UpdatingRounds:
         """The state with the tables in files updated."""
         state = pending.state
         outer = section(state, OUTER)
-        outer = self.step.tables.updated(outer, pending.of_tables, self.inputs["scalars"], self.zero)
+        outer = self.step.tables.updated(self.step.run, outer, pending.of_tables, self.inputs["scalars"], self.zero)
         return from_sections(state.step, {**self.layers, OUTER: outer}, state.history)
 
     def over_all(self, compute: Callable[[SegmentLayer, Any], Any], write: Callable[[SegmentLayer, Any], None]) -> None:
@@ -305,9 +260,8 @@ class UpdatingRounds:
             self.inputs["l"] = self.zero
         i = update.weights.part_of[l]
         arguments = self.work[name][i], self.stacks[name], *arrived, self.inputs
-        self.work[name][i], self.stacks[name], (new, weights), self.inputs["l"] = update.programs[i](*arguments)
-        if jax.default_backend() == "cpu" and self.step.step.mesh.size > 1:
-            jax.block_until_ready(new)  # several programs with collectives in flight can block each other
+        results = self.step.run((name, i), *arguments)
+        self.work[name][i], self.stacks[name], (new, weights), self.inputs["l"] = results
         return ToFiles(new, update.weights.files[i].written(weights)), weights
 
     def write(self, layer: SegmentLayer, to_files: ToFiles) -> None:

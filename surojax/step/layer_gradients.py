@@ -17,7 +17,6 @@ With `Engine.overlap_update` the forward pass has w = update(l) of the step befo
 Shape suffixes: A microbatches, B local batch, S sequence (or its part, see outer.py), D hidden size.
 """
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -46,11 +45,12 @@ from surojax.step.engine import Gradients, auxiliary_loss, means_of, no_statisti
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.gradients import Accumulators, Sums, add, finish, outer_sums
 from surojax.step.outer import OuterLayers
+from surojax.step.programs import Program
 from surojax.step.residuals import Residuals, recomputing_segment
 from surojax.step.state import TensorState, section
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_metrics import Finite, all_finite, and_activations, and_gradients, metrics_of
-from surojax.step.step_parts import Program, StepParts
+from surojax.step.step_parts import StepParts
 from surojax.step.tables import planned_gradients, without_tables
 from surojax.step.weights import Gather
 from surojax.step.work_weights import WorkWeights
@@ -120,32 +120,33 @@ class LayerGradients:
         self.largest = max(math.prod(x.sharding.shard_shape(x.shape)) for x in gradients)
         self.update_inputs = {"grads": (), "scalars": step.planned_scalars(), "l": step.plan.step}
         self.of_tables = planned_gradients(step)
-        self.begin: Any = self._begin()
         kinds = dict.fromkeys(self.kinds)
-        self.forward: dict[LayerKind, Any] = {kind: self._forward(kind) for kind in kinds}
-        self.head: Any = self._head()
-        self.backward: dict[LayerKind, Any] = {kind: self._backward(kind) for kind in kinds}
-        self.finish: Any = self._finish()
+        self.functions = {
+            "begin": self._begin(),
+            **{("forward", kind): self._forward(kind) for kind in kinds},
+            "head": self._head(),
+            **{("backward", kind): self._backward(kind) for kind in kinds},
+            "finish": self._finish(),
+        }
 
-    def __call__(self, outer: TensorState, step, history, weights, *batch):
-        """(outer state, step, history, metrics, update_inputs, of_tables) after a step's gradients, see
-        `file_step.FileStep`.
+    def __call__(self, run: Callable, outer: TensorState, step, history, weights, *batch):
+        """Computes a step's gradients and updates the outer layers; returns what `file_step.FileStep` says.
 
-        outer, step, history: donated. weights: by segment; or the layers, which the forward pass then updates. Raises
-        NvmeError.
+        run: `Programs.run`. outer, step, history: donated. weights: by segment; or `UpdatingRounds`, which the forward
+        pass updates. Raises NvmeError.
         """
         segments = self.segments
         if isinstance(weights, UpdatingRounds):
             late, stacks = weights, weights.work
         else:
             late, stacks = None, {name: x.weights.in_memory(weights[name]) for name, x in segments.items()}
-        moving, sent = self.begin(outer.weights, step, history, *batch)
+        moving, sent = run("begin", outer.weights, step, history, *batch)
 
         def forward(layer: SegmentLayer, w):
             nonlocal moving, sent
             kind = segments[layer.segment].kinds[layer.l]
             arguments = (stacks[kind.segment][kind.part], w), moving, sent, step, history, *batch
-            moving, sent, saved = done(self.forward[kind](*arguments))
+            moving, sent, saved = run(("forward", kind), *arguments)
             return saved
 
         def backward(layer: SegmentLayer, arrived):
@@ -153,13 +154,8 @@ class LayerGradients:
             kind = segments[layer.segment].kinds[layer.l]
             w, saved = arrived
             arguments = (stacks[kind.segment][kind.part], w), saved, moving, sent, step, history, *batch
-            moving, sent, grads = done(self.backward[kind](*arguments))
+            moving, sent, grads = run(("backward", kind), *arguments)
             return grads
-
-        def done(results):
-            if jax.default_backend() == "cpu" and self.step.mesh.size > 1:
-                jax.block_until_ready(results)  # several programs with collectives in flight can block each other
-            return results
 
         def update_and_forward(layer: SegmentLayer, arrived):
             assert late
@@ -188,9 +184,9 @@ class LayerGradients:
             late.over_all(update_and_forward, write)
         else:
             by_host(self.order, read_weights, forward, write_saved)
-        moving, sent, summed = done(self.head(outer.weights, moving, sent, *batch))
+        moving, sent, summed = run("head", outer.weights, moving, sent, *batch)
         by_host(self.order[::-1], read_saved, backward, write_grads)
-        return done(self.finish(outer, step, history, moving, sent, summed, *batch))
+        return run("finish", outer, step, history, moving, sent, summed, *batch)
 
     def read(self, layer: SegmentLayer):
         """The gradients of a layer for its update, a round of each stack; read once. Raises NvmeError."""
@@ -205,42 +201,43 @@ class LayerGradients:
 
     def programs(self, outer: TensorState, step, history, weights, *batch) -> list[Program]:
         """The programs with planned arguments, in the order in which they first run. See `__call__`."""
-        work = {kind: self.segments[kind.segment].weights.planned(kind.part) for kind in self.forward}
-        files = {kind: self.segments[kind.segment].weights.files[kind.part] for kind in self.forward}
+        functions, kinds = self.functions, dict.fromkeys(self.kinds)
+        work = {kind: self.segments[kind.segment].weights.planned(kind.part) for kind in kinds}
+        files = {kind: self.segments[kind.segment].weights.files[kind.part] for kind in kinds}
         fetched = {kind: of_kind.planned_round(HOST) for kind, of_kind in files.items()}
         every = [(x.weights, number) for x in self.segments.values() for number in range(len(x.weights.parts))]
         arriving = max((weights.arriving(number) for weights, number in every), key=bytes_per_device)
         step_inputs = (step, history, *batch)
-        programs = [Program(self.begin, (outer.weights, *step_inputs), 1)]
-        jax.eval_shape(self.begin, *programs[0].arguments)
+        begin = Program(functions["begin"], (outer.weights, *step_inputs), 1)
+        jax.eval_shape(begin.function, *begin.arguments)
         moving, sent = self.of_devices.planned("moving"), self.of_devices.planned("sent")
         forward, backward = [], []
-        for kind in self.forward:
+        for kind in kinds:
             arguments = (work[kind], moving, sent, *step_inputs)
-            jax.eval_shape(self.forward[kind], *arguments)
-            program = Program(self.forward[kind], arguments, self.kinds.count(kind), (), "forward")
+            program = Program(functions["forward", kind], arguments, self.kinds.count(kind), (), "forward")
+            jax.eval_shape(program.function, *arguments)
             if self.engine.overlap_update:  # weights come from the update, not from files
                 program = program._replace(put=files[kind].written(fetched[kind]))
             else:
                 program = program._replace(read=files[kind].round_read, put=fetched[kind])
             forward.append(program)
-        head = Program(self.head, (outer.weights, moving, sent, *batch), 1, self._resting("residuals"))
-        jax.eval_shape(self.head, *head.arguments)
+        head = Program(functions["head"], (outer.weights, moving, sent, *batch), 1, self._resting("residuals"))
+        jax.eval_shape(head.function, *head.arguments)
         summed = self.of_devices.planned("summed")
         saved_bytes = {name: x.residuals.files.round_written for name, x in self.segments.items()}
-        for i, kind in enumerate(self.forward):
+        for i, kind in enumerate(kinds):
             others = self._resting("residuals", kind.segment), arriving
             forward[i] = forward[i]._replace(others=others, written=saved_bytes[kind.segment])
-        for kind in self.backward:
+        for kind in kinds:
             name = kind.segment
             arguments = (work[kind], self.planned_saved(name), moving, sent, *step_inputs)
             others = self._resting("residuals", name), self.others_of_update(name), arriving
             read = files[kind].round_read + saved_bytes[name]
             numbers = self.kinds.count(kind), others, "backward", read, self.file_bytes(name)
-            backward.append(Program(self.backward[kind], arguments, *numbers, put=fetched[kind]))
+            backward.append(Program(functions["backward", kind], arguments, *numbers, put=fetched[kind]))
         grads = self._resting("grads", self.order[0].segment)
-        end = Program(self.finish, (outer, step, history, moving, sent, summed, *batch), 1, grads)
-        return [*programs, *forward, head, *backward, end]
+        end = Program(functions["finish"], (outer, step, history, moving, sent, summed, *batch), 1, grads)
+        return [begin, *forward, head, *backward, end]
 
     def planned_saved(self, segment: str) -> list[jax.ShapeDtypeStruct]:
         """The plan of a layer's residuals, a round of each array; known once `forward` is traced."""
@@ -453,28 +450,6 @@ class LayerGradients:
         donated = (without_tables(section(plan, OUTER)), plan.step, plan.history)
         results = (*donated, self.step.metrics, self.update_inputs, self.of_tables)
         return self.step.program(per_device, (*donated, any_of(), any_of(), any_of()), results, donated=(0, 1, 2))
-
-    def functions(self) -> list:
-        """The functions of `programs`, in their order."""
-        return [self.begin, *self.forward.values(), self.head, *self.backward.values(), self.finish]
-
-    def lowered(self, *arguments) -> "LayerGradients":
-        """A copy with all programs lowered. arguments: planned, see `__call__`."""
-        return self._with([x.function.lower(*x.arguments) for x in self.programs(*arguments)])
-
-    def compiled(self, compiler_options=None) -> "LayerGradients":
-        """A copy of the lowered programs, compiled."""
-        return self._with([x.compile(compiler_options) for x in self.functions()])
-
-    def _with(self, programs: list) -> "LayerGradients":
-        """A copy with these programs, in the order of `programs`."""
-        new = copy.copy(self)
-        num_kinds = len(self.forward)
-        new.begin, *rest, new.finish = programs
-        new.forward = dict(zip(self.forward, rest[:num_kinds], strict=True))
-        new.head = rest[num_kinds]
-        new.backward = dict(zip(self.backward, rest[num_kinds + 1 :], strict=True))
-        return new
 
 
 def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | None) -> StacksInFiles:

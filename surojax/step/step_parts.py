@@ -1,9 +1,8 @@
 """What the kinds of training steps have in common: gradients, update, and the plans of their arguments and results."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +14,6 @@ from surojax.step.spec import Engine
 from surojax.step.state import TrainState, shardings, specs_of
 from surojax.step.step_metrics import plan_metrics
 from surojax.step.update import Update
-
-NO_BYTES = Counter[str]()
-
-
-class Program(NamedTuple):
-    """One of the programs that make up a step.
-
-    function: jitted. arguments: planned arrays. times: number of runs in a step. others: planned state that is in
-    memory while the program runs but is no argument or result of it, and layers on their way to and from files.
-    name: of the pass that it is one layer of; "" if it runs by itself. read, written: bytes of files that are read for
-    it, and written from it, of all devices together, by row of the placement table. put: planned rounds that the host
-    puts on the device for it.
-    """
-
-    function: Any
-    arguments: tuple
-    times: int
-    others: Any = ()
-    name: str = ""
-    read: Counter[str] = NO_BYTES
-    written: Counter[str] = NO_BYTES
-    put: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)

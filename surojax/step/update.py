@@ -113,6 +113,19 @@ class Update:
                 done.append(update_in_parts(tensor, scalars, self.lanes, largest))
         return as_trees(done, old)
 
+    def layer(self, name: str, old: TensorState, grads, context: UpdateContext) -> TensorState:
+        """Updates one layer of a section, or one part of the rows of outer tensors, in device memory.
+
+        old: its master weights and moments, and work weights that the new ones are quantised like. Barriers before and
+        after it end the reads of a stack before the writes begin; without them XLA copies the whole stack.
+        """
+        (master, moments), grads = materialised(((old.master, old.moments), grads))
+        old = TensorState(old.weights, master, moments)
+        tensors = self.tensors(name, old, grads)
+        return materialised(
+            as_trees([x.updated(x.state.master, x.state.moments, x.grad, context) for x in tensors], old)
+        )
+
     def tensors(self, name: str, old: TensorState, grads) -> list[Tensor]:
         """The tensors of a section that are trained, from the trees of its state and gradients."""
         leaves, structure = jax.tree.flatten(old.master)
