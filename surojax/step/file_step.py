@@ -27,13 +27,12 @@ from surojax.step.programs import NO_BYTES, Program, Programs
 from surojax.step.segment_update import SegmentUpdate
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.state_plan import bytes_per_device
-from surojax.step.step_metrics import metrics_of
 from surojax.step.step_parts import StepParts
 from surojax.step.tables import Tables, planned_gradients, without_tables
 
 
 class WholeGradients:
-    """The gradients of all layers by one program, which also updates the outer layers, but for tables in files.
+    """Computes the gradients of all layers in one program, which also updates embedding and head unless in files.
 
     Accumulators are stacks in memory, part of `update_inputs`.
     """
@@ -55,7 +54,7 @@ class WholeGradients:
         return [Program(self.functions["gradients"], arguments, 1)]
 
     def read(self, layer: SegmentLayer) -> tuple:
-        """Returns (): this step's gradients are in `update_inputs`."""
+        """Returns (): gradients are in `update_inputs`."""
         return ()
 
     def of_layer(self, segment: str, update_inputs, layer, l):
@@ -63,7 +62,7 @@ class WholeGradients:
         return read(update_inputs["grads"][segment], l)
 
     def planned_grads(self, segment: str) -> tuple:
-        """The plan of what `read` returns."""
+        """Plans the result of `read`."""
         return ()
 
     def file_bytes(self, segment: str) -> Counter[str]:
@@ -91,7 +90,8 @@ class WholeGradients:
             grads = {name: gradients.grads[name] for name in self.segments}
             update_inputs = {"grads": grads, "scalars": scalars, "l": jnp.int32(0)}
             of_tables = part_of(gradients.grads[OUTER], self.of_tables)
-            return outer, step + 1, gradients.history, metrics_of(gradients, scalars["lr"]), update_inputs, of_tables
+            metrics = gradients.reported(scalars["lr"])
+            return outer, step + 1, gradients.history, metrics, update_inputs, of_tables
 
         donated = (without_tables(section(plan, OUTER)), plan.step, plan.history)
         arguments = (*donated, {name: plan.weights[name] for name in self.segments})
@@ -100,7 +100,7 @@ class WholeGradients:
 
 
 class PendingUpdate(NamedTuple):
-    """A training state whose outer layers are updated, but for tables in files, and whose other layers are not yet.
+    """State with embedding and head updated (unless in files) and the layers' update pending.
 
     update_inputs, of_tables: see `FileStep`. step: the number of the update.
     """
@@ -185,8 +185,8 @@ class FileStep(Programs):
             leaving = [update.leaving(number) for update in of_segments for _, number in update.functions]
             in_flight = [(x.others, late) for x, late in zip(updates, leaving, strict=True)]
             most = max(in_flight, key=lambda x: (bytes_per_device(x), bytes_per_device(x, HOST)))
-            _, moving, sent, *_ = next(x for x in gradients if x.name == "forward").arguments
-            updates = [x._replace(others=(x.others, moving, sent)) for x in updates]
+            _, activations, carried, *_ = next(x for x in gradients if x.name == "forward").arguments
+            updates = [x._replace(others=(x.others, activations, carried)) for x in updates]
             gradients = [x._replace(others=(x.others, most)) if x.name == "forward" else x for x in gradients]
         else:  # the first layer is read while gradients are computed
             first = next(iter(of_segments))
@@ -208,7 +208,7 @@ class FileStep(Programs):
 
 
 class UpdatingRounds:
-    """The layers of a state while the host updates one after another: a round, which is a layer of every stage.
+    """Updates the layers of a state one round after another; a round is one layer of every stage of `pp`.
 
     It begins with the update of the tables in files. state: with all outer layers updated. work: by segment, the stacks
     in memory of each part of the work weights, up to date for the layers before.
@@ -237,17 +237,17 @@ class UpdatingRounds:
         return from_sections(state.step, {**self.layers, OUTER: outer}, state.history)
 
     def over_all(self, compute: Callable[[SegmentLayer, Any], Any], write: Callable[[SegmentLayer, Any], None]) -> None:
-        """A pass over all layers that updates them, see `by_host`; `read` reads. Raises NvmeError."""
+        """Runs a pass over all layers that updates them, see `by_host`. Raises NvmeError."""
         by_host(self.step.order, self.read, compute, write)
         self.step.store.end_update(self.number, self.kept)
 
     def kept(self) -> list[np.ndarray]:
-        """The shards of the state after its update that are in memory, for a store with two slots."""
+        """Returns the in-memory shards of the updated state, for a store with two slots."""
         sections = {**self.sections(), OUTER: section(self.state, OUTER)}
         return complete.reserved_shards(from_sections(self.state.step, sections, self.state.history))
 
     def read(self, layer: SegmentLayer) -> tuple:
-        """(state, gradients) of a layer of every stage, on their way to `SegmentUpdate.arriving`. Raises NvmeError."""
+        """Reads (state, gradients) of a round, copied to where `SegmentUpdate.arriving` says. Raises NvmeError."""
         update = self.step.updates[layer.segment]
         arrays = update.state.read(update.state.layers_of_round(layer.l)), self.step.gradients.read(layer)
         return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding, update.arriving)) if update.early else arrays

@@ -18,6 +18,7 @@ from surojax.step.programs import Program, Programs
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState
 from surojax.step.step_parts import jitted
+from surojax.step.verbs import LayerVerbs
 from surojax.step.weights import Gather
 from surojax.step.work_weights import WorkWeights
 
@@ -94,13 +95,14 @@ class LayerEvaluation(Programs):
 
     def _layer(self, kind: LayerKind):
         segment = self.segments[kind.segment]
+        verbs = LayerVerbs.of(self.engine, segment)
         weights, gather = self.weights[kind.segment], Gather.of(self.engine, segment)
 
         def per_device(work, l, x, *batch_BS):
             each = Batch.of(self.engine, batch_BS).on_device(lambda l: None)
             w = gather.of_layer(weights.layer(kind.part, work, l), kind.variant)
             x_BSD = self.of_devices.enter("x", x)
-            x_BSD, _ = segment.block(w, x_BSD, None, kind.variant, each.starts_BS)
+            x_BSD = verbs.infer(w, x_BSD, segment.start + l, kind.variant, each)
             return self.of_devices.leave("x", x_BSD)
 
         x = self.of_devices.any_of()

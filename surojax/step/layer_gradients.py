@@ -30,51 +30,47 @@ from surojax.memory.host import put
 from surojax.memory.in_file import InFile
 from surojax.memory.layer_file import Store
 from surojax.models.model import Segment, Variant
-from surojax.numerics.fp8 import extended, new_observed
-from surojax.parallel import collectives
-from surojax.parallel.collectives import Squares, add_up, varying
+from surojax.parallel.collectives import varying
 from surojax.placement.home import HOST, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER, part_of
+from surojax.step import verbs
 from surojax.step.batch import Batch, recipe_inputs_of
 from surojax.step.between import LayerKind, OfDevices, Resting, SegmentLayer, in_round, in_rounds, of_round
-from surojax.step.blocks import plus_statistics
 from surojax.step.by_host import by_host
-from surojax.step.engine import Gradients, auxiliary_loss, means_of, no_statistics, no_sums
 from surojax.step.file_step import UpdatingRounds
-from surojax.step.gradients import Accumulators, Sums, add, finish, outer_sums
+from surojax.step.gradients import Sums, outer_sums
 from surojax.step.outer import OuterLayers
 from surojax.step.programs import Program
-from surojax.step.residuals import Residuals, recomputing_segment
+from surojax.step.residuals import Residuals
 from surojax.step.state import TensorState, section
 from surojax.step.state_plan import bytes_per_device
-from surojax.step.step_metrics import Finite, all_finite, and_activations, and_gradients, metrics_of
 from surojax.step.step_parts import StepParts
 from surojax.step.tables import planned_gradients, without_tables
+from surojax.step.totals import BACKWARD, FORWARD, LayerTotals, Totals, auxiliary_loss, sum_of_devices
+from surojax.step.verbs import LayerVerbs
 from surojax.step.weights import Gather
 from surojax.step.work_weights import WorkWeights
 
 LAYERS_IN_FLIGHT = 3  # of a class in files, in host memory: one that is read, the one of the program, one written
 
 
-class Sent(NamedTuple):
+class Carried(NamedTuple):
     """Values that one program hands on to the next, besides activations or their gradients.
 
-    l: number of the layer that the next program computes. statistics: of the layers so far, by segment; after the head
-    their gradients. squares: of the gradients so far. observed: largest magnitudes so far, for delayed scales. finite:
-    see `metrics`.
+    l: number of the layer that the next program computes. totals: before the head all but the gradients of embedding
+    and head, after it those that `totals.BACKWARD` names; `finish` gets the others. d_statistics: after the head the
+    gradients of the totals' statistics, {} without an auxiliary loss.
     """
 
     l: jax.Array
-    statistics: dict[str, Any]
-    squares: Squares
-    observed: Any
-    finite: Finite | None
+    totals: Totals
+    d_statistics: dict[str, Any]
 
 
 class StacksInFiles(NamedTuple):
-    """Stacks of a step's layers that rest in files, by segment: `InFile`s. A missing segment's rest in memory.
+    """File-backed stacks of gradients and residuals, by segment. Those of missing segments are in memory.
 
     grads: sharded as master weights `[L, ...]`. residuals: `[L, devices, A, ...]`, of what each device saves.
     """
@@ -87,13 +83,14 @@ NO_FILES = StacksInFiles()
 
 
 class SegmentFiles:
-    """A segment, and where its layers rest between programs.
+    """A segment, with its layers' gradients and residuals between two programs.
 
-    segment: with blocks as the step runs them. kinds: of its layers.
+    verbs: what a layer computes. kinds: of its layers.
     """
 
     def __init__(self, step: StepParts, segment: Segment, files: StacksInFiles):
-        self.segment = recomputing_segment(segment) if step.engine.recompute_block else segment
+        self.segment = segment
+        self.verbs = LayerVerbs.of(step.engine, segment)
         self.gather = Gather.of(step.engine, segment)
         self.weights = WorkWeights(step.plan.weights[segment.name])
         self.grads = Resting(files.grads.get(segment.name))
@@ -101,12 +98,12 @@ class SegmentFiles:
         self.kinds = [LayerKind(segment.name, *x) for x in zip(self.weights.part_of, segment.variants, strict=True)]
 
     def index(self, number: Any) -> Any:
-        """The index in the segment of the layer with this number in the model."""
+        """Converts a layer's number in the model to its index in the segment."""
         return number - self.segment.start if self.segment.start else number
 
 
 class LayerGradients:
-    """The gradients of a `file_step.FileStep`, and the update of its outer layers."""
+    """Computes the gradients of a `file_step.FileStep` layer by layer, and updates its embedding and head."""
 
     def __init__(self, step: StepParts, files: StacksInFiles):
         self.step = step
@@ -140,21 +137,21 @@ class LayerGradients:
             late, stacks = weights, weights.work
         else:
             late, stacks = None, {name: x.weights.in_memory(weights[name]) for name, x in segments.items()}
-        moving, sent = run("begin", outer.weights, step, history, *batch)
+        activations, carried = run("begin", outer.weights, step, history, *batch)
 
         def forward(layer: SegmentLayer, w):
-            nonlocal moving, sent
+            nonlocal activations, carried
             kind = segments[layer.segment].kinds[layer.l]
-            arguments = (stacks[kind.segment][kind.part], w), moving, sent, step, history, *batch
-            moving, sent, saved = run(("forward", kind), *arguments)
+            arguments = (stacks[kind.segment][kind.part], w), activations, carried, step, history, *batch
+            activations, carried, saved = run(("forward", kind), *arguments)
             return saved
 
         def backward(layer: SegmentLayer, arrived):
-            nonlocal moving, sent
+            nonlocal activations, carried
             kind = segments[layer.segment].kinds[layer.l]
             w, saved = arrived
-            arguments = (stacks[kind.segment][kind.part], w), saved, moving, sent, step, history, *batch
-            moving, sent, grads = run(("backward", kind), *arguments)
+            arguments = (stacks[kind.segment][kind.part], w), saved, activations, carried, step, history, *batch
+            activations, carried, grads = run(("backward", kind), *arguments)
             return grads
 
         def update_and_forward(layer: SegmentLayer, arrived):
@@ -184,17 +181,17 @@ class LayerGradients:
             late.over_all(update_and_forward, write)
         else:
             by_host(self.order, read_weights, forward, write_saved)
-        moving, sent, summed = run("head", outer.weights, moving, sent, *batch)
+        activations, carried, totals = run("head", outer.weights, activations, carried, *batch)
         by_host(self.order[::-1], read_saved, backward, write_grads)
-        return run("finish", outer, step, history, moving, sent, summed, *batch)
+        return run("finish", outer, step, history, activations, carried, totals, *batch)
 
     def read(self, layer: SegmentLayer):
-        """The gradients of a layer for its update, a round of each stack; read once. Raises NvmeError."""
+        """Reads a layer's gradients for its update, a round of each stack, and forgets them. Raises NvmeError."""
         return self.segments[layer.segment].grads.read(layer.l)
 
     @staticmethod
     def of_layer(segment: str, update_inputs, layer, l):
-        """The gradients of a layer in device memory, from what `read` has returned. Inside `jit`."""
+        """Converts the result of `read` to a layer's gradients in device memory. Inside `jit`."""
         return of_round(layer)
 
     # -- Plans -------------------------------------------------------------------------------------------------------
@@ -210,10 +207,10 @@ class LayerGradients:
         step_inputs = (step, history, *batch)
         begin = Program(functions["begin"], (outer.weights, *step_inputs), 1)
         jax.eval_shape(begin.function, *begin.arguments)
-        moving, sent = self.of_devices.planned("moving"), self.of_devices.planned("sent")
+        activations, carried = self.of_devices.planned("forward")
         forward, backward = [], []
         for kind in kinds:
-            arguments = (work[kind], moving, sent, *step_inputs)
+            arguments = (work[kind], activations, carried, *step_inputs)
             program = Program(functions["forward", kind], arguments, self.kinds.count(kind), (), "forward")
             jax.eval_shape(program.function, *arguments)
             if self.engine.overlap_update:  # weights come from the update, not from files
@@ -221,30 +218,33 @@ class LayerGradients:
             else:
                 program = program._replace(read=files[kind].round_read, put=fetched[kind])
             forward.append(program)
-        head = Program(functions["head"], (outer.weights, moving, sent, *batch), 1, self._resting("residuals"))
+        head_arguments = outer.weights, activations, carried, *batch
+        head = Program(functions["head"], head_arguments, 1, self._resting("residuals"))
         jax.eval_shape(head.function, *head.arguments)
-        summed = self.of_devices.planned("summed")
+        activations, carried = self.of_devices.planned("backward")
+        totals = self.of_devices.planned("totals")
         saved_bytes = {name: x.residuals.files.round_written for name, x in self.segments.items()}
         for i, kind in enumerate(kinds):
             others = self._resting("residuals", kind.segment), arriving
             forward[i] = forward[i]._replace(others=others, written=saved_bytes[kind.segment])
         for kind in kinds:
             name = kind.segment
-            arguments = (work[kind], self.planned_saved(name), moving, sent, *step_inputs)
+            arguments = (work[kind], self.planned_saved(name), activations, carried, *step_inputs)
             others = self._resting("residuals", name), self.others_of_update(name), arriving
             read = files[kind].round_read + saved_bytes[name]
             numbers = self.kinds.count(kind), others, "backward", read, self.file_bytes(name)
             backward.append(Program(functions["backward", kind], arguments, *numbers, put=fetched[kind]))
         grads = self._resting("grads", self.order[0].segment)
-        end = Program(functions["finish"], (outer, step, history, moving, sent, summed, *batch), 1, grads)
+        end_arguments = outer, step, history, activations, carried, totals, *batch
+        end = Program(functions["finish"], end_arguments, 1, grads)
         return [begin, *forward, head, *backward, end]
 
     def planned_saved(self, segment: str) -> list[jax.ShapeDtypeStruct]:
-        """The plan of a layer's residuals, a round of each array; known once `forward` is traced."""
+        """Plans a layer's residuals, a round of each array; needs the traced forward program."""
         return jax.tree.map(in_round, self.of_devices.planned(f"saved {segment}", self.memory_of("residuals")))
 
     def memory_of(self, row: str) -> Home:
-        """The memory in which a program leaves what belongs to this row: host memory, if it goes on to a file."""
+        """Memory of a program's results in this tensor class: host memory if they go on to a file."""
         home = getattr(self.engine.table, row).home
         return HOST if home.in_file else home
 
@@ -287,6 +287,17 @@ class LayerGradients:
         scale = batch.scale()
         return batch, recipe_inputs_of(self.engine.model, history, step, batch.microbatches, scale), scale
 
+    def enter(self, pass_name: str, activations, carried) -> tuple[jax.Array, Carried]:
+        """(activations `[A, B, S, D]` or their gradients, the carried values) of one device, inside a program.
+
+        pass_name: of the pass whose programs handed them on, "forward" or "backward".
+        """
+        return self.of_devices.enter(pass_name, (activations, carried))
+
+    def leave(self, pass_name: str, xs_ABSD: jax.Array, carried: Carried) -> tuple:
+        """A program's results from the values of one device, for `enter`."""
+        return self.of_devices.leave(pass_name, (xs_ABSD, carried))
+
     def _begin(self):
         def per_device(outer, step, history, *arrays):
             batch, recipe_inputs, _ = self.batch(arrays, history, step)
@@ -296,14 +307,8 @@ class LayerGradients:
                 return _, layers.embed(batch.microbatch(a, recipe_inputs).inputs_BS)
 
             _, xs_ABSD = jax.lax.scan(embed, None, jnp.arange(batch.microbatches))
-            sent = Sent(
-                l=jnp.int32(0),
-                statistics=no_statistics(self.engine.model),
-                squares=collectives.no_squares(),
-                observed=varying(new_observed(history), AXES),
-                finite=all_finite(self.engine),
-            )
-            return self.of_devices.leave("moving", xs_ABSD), self.of_devices.leave("sent", sent)
+            carried = Carried(jnp.int32(0), Totals.zeros(self.engine, history), {})
+            return self.leave("forward", xs_ABSD, carried)
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
@@ -313,33 +318,25 @@ class LayerGradients:
         """The program of the forward pass of one layer."""
         name, part, variant = kind
         layers = self.segments[name]
-        segment = layers.segment
-        block = segment.block_forward
 
-        def per_device(work, moving, sent, step, history, *arrays):
+        def per_device(work, activations, carried, step, history, *arrays):
             batch, recipe_inputs, _ = self.batch(arrays, history, step)
-            xs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
-            l = layers.index(sent.l)
+            xs_ABSD, (number, totals, d_statistics) = self.enter("forward", activations, carried)
+            l = layers.index(number)
             w = layers.gather.of_layer(layers.weights.layer(part, work, l), variant)
 
-            def microbatch(statistics, each):
-                a, x_BSD = each
-                inputs = batch.microbatch(a, recipe_inputs)
-                numbers = inputs.recipe_inputs(sent.l)
-                (x_BSD, routed), saved = block(w, x_BSD, numbers, variant, *inputs.of_tokens(segment))
+            def microbatch(of_layers: Totals, row):
+                a, x_BSD = row
+                each = batch.microbatch(a, recipe_inputs)
+                x_BSD, saved, more = layers.verbs.forward(w, x_BSD, number, variant, each)
                 self.saved_as[name, variant] = jax.tree.structure(saved)
-                if name in statistics:
-                    new = plus_statistics(None, routed)
-                    statistics = statistics | {
-                        name: jax.tree.map(lambda x, new: x.at[l].add(new), statistics[name], new)
-                    }
-                return statistics, (x_BSD, Residuals.arrays(saved))
+                return of_layers.plus(more, name, l, number), (x_BSD, Residuals.arrays(saved))
 
             rows = (jnp.arange(batch.microbatches), xs_ABSD)
-            statistics, (xs_ABSD, saved) = jax.lax.scan(microbatch, sent.statistics, rows)
-            sent = sent._replace(l=sent.l + 1, statistics=statistics)
+            of_layers, (xs_ABSD, saved) = jax.lax.scan(microbatch, totals.only(FORWARD), rows)
+            carried = Carried(number + 1, totals.updated(of_layers), d_statistics)
             kept = put(in_rounds(self.of_devices.leave(f"saved {name}", saved)), self.memory_of("residuals"))
-            return self.of_devices.leave("moving", xs_ABSD), self.of_devices.leave("sent", sent), kept
+            return *self.leave("forward", xs_ABSD, carried), kept
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
@@ -348,29 +345,28 @@ class LayerGradients:
         return self.step.program(per_device, arguments, results, donated=(1, 2))
 
     def _head(self):
-        def per_device(outer, moving, sent, *arrays):
+        def per_device(outer, activations, carried, *arrays):
             batch = Batch.of(self.engine, arrays)
             scale = batch.scale()
-            xs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
+            xs_ABSD, (number, totals, _) = self.enter("forward", activations, carried)
             layers = OuterLayers.of(self.engine, {OUTER: outer})
+            totals = totals._replace(d_outer=outer_sums(self.engine, outer))
 
-            def microbatch(carry, each):
-                sums, d_outer = carry
-                a, x_BSD = each
+            def microbatch(of_head: Totals, row):
+                a, x_BSD = row
                 targets = batch.microbatch(a, lambda a, l: None).targets
-                more, dx_BSD, d_outer = layers.head(d_outer, x_BSD, targets, scale)
-                return (add(sums, more), d_outer), dx_BSD
+                dx_BSD, of_head = verbs.head(layers, x_BSD, targets, scale, of_head)
+                return of_head, dx_BSD
 
-            carry = no_sums(self.engine), outer_sums(self.engine, outer)
-            summed, dxs_ABSD = jax.lax.scan(microbatch, carry, (jnp.arange(batch.microbatches), xs_ABSD))
-            finite = and_activations(sent.finite, [xs_ABSD])
-            auxiliary, d_statistics = None, sent.statistics
+            rows = (jnp.arange(batch.microbatches), xs_ABSD)
+            of_head, dxs_ABSD = jax.lax.scan(microbatch, totals.only(("d_outer", "sums")), rows)
+            totals = totals.updated(of_head).after_forward([xs_ABSD])
+            d_statistics = {}
             if self.engine.auxiliary:
-                auxiliary, d_statistics = auxiliary_loss(self.engine, sent.statistics, batch)
-            summed = *summed, varying(auxiliary, AXES), sent.statistics
-            sent = sent._replace(l=sent.l - 1, finite=finite, statistics=varying(d_statistics, AXES))
-            leave = self.of_devices.leave
-            return leave("moving", dxs_ABSD), leave("sent", sent), leave("summed", summed)
+                d_statistics = auxiliary_loss(self.engine, sum_of_devices(totals.statistics), batch)[1]
+            carried = Carried(number - 1, totals.only(BACKWARD), varying(d_statistics, AXES))
+            others = self.of_devices.leave("totals", totals.without(BACKWARD))
+            return *self.leave("backward", dxs_ABSD, carried), others
 
         any_of = self.of_devices.any_of
         arguments = (self.step.plan.weights[OUTER], any_of(), any_of())
@@ -380,37 +376,31 @@ class LayerGradients:
         """The program of the backward pass of one layer."""
         name, part, variant = kind
         layers = self.segments[name]
-        segment = layers.segment
-        block = segment.block_backward
 
-        def per_device(work, kept, moving, sent, step, history, *arrays):
+        def per_device(work, kept, activations, carried, step, history, *arrays):
             batch, recipe_inputs, _ = self.batch(arrays, history, step)
-            dxs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
+            dxs_ABSD, (number, totals, d_statistics) = self.enter("backward", activations, carried)
             saved = self.of_devices.enter(f"saved {name}", of_round(kept))
-            l = layers.index(sent.l)
+            l = layers.index(number)
             w = layers.gather.of_layer(layers.weights.layer(part, work, l), variant)
-            accumulator = Sums(self.engine, segment)
-            d_statistics = None
-            if self.engine.auxiliary and name in sent.statistics:
-                d_statistics = jax.tree.map(lambda x: x[l], sent.statistics[name])
+            accumulator = Sums(self.engine, layers.segment)
+            d_counted = jax.tree.map(lambda x: x[l], d_statistics.get(name))
 
-            def microbatch(carry, each):
-                sums, observed = carry
-                a, arrays, dx_BSD = each
-                inputs = batch.microbatch(a, recipe_inputs)
-                block_residuals = self.saved_as[name, variant].unflatten(arrays)
-                d_result, numbers = (dx_BSD, d_statistics), inputs.recipe_inputs(sent.l)
-                token_inputs = inputs.of_tokens(segment)
-                dw, dx_BSD, seen = block(w, block_residuals, d_result, numbers, variant, *token_inputs)
-                observed = jax.tree.map(lambda old, new: old.at[sent.l].max(new), observed, seen)
-                return (accumulator.accumulated(sums, dw), observed), dx_BSD
+            def microbatch(carry, row):
+                sums, of_layers = carry
+                a, arrays, dx_BSD = row
+                saved = self.saved_as[name, variant].unflatten(arrays)
+                each = batch.microbatch(a, recipe_inputs)
+                dw, dx_BSD, more = layers.verbs.backward(w, saved, dx_BSD, d_counted, number, variant, each)
+                return (accumulator.accumulated(sums, dw), of_layers.plus(more, name, l, number)), dx_BSD
 
             rows = (jnp.arange(batch.microbatches), saved, dxs_ABSD)
-            (sums, observed), dxs_ABSD = jax.lax.scan(microbatch, (accumulator.of_layer(w), sent.observed), rows)
+            (sums, totals), dxs_ABSD = jax.lax.scan(microbatch, (accumulator.of_layer(w), totals), rows)
             sums, squares = accumulator.push(sums, last=True)
-            sent = sent._replace(l=sent.l - 1, squares=add(sent.squares, squares), observed=observed)
+            totals = totals.plus(LayerTotals(squares=squares), name, l, number)
             grads = put(in_rounds(accumulator.shards_of_layer(sums)), self.memory_of("grads"))
-            return self.of_devices.leave("moving", dxs_ABSD), self.of_devices.leave("sent", sent), grads
+            carried = Carried(number - 1, totals, d_statistics)
+            return *self.leave("backward", dxs_ABSD, carried), grads
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
@@ -421,29 +411,26 @@ class LayerGradients:
     def _finish(self):
         update = self.step.update
 
-        def per_device(outer, step, history, moving, sent, summed, *arrays):
+        def per_device(outer, step, history, activations, carried, others, *arrays):
             batch, recipe_inputs, scale = self.batch(arrays, history, step)
-            dxs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
-            sums, d_outer, auxiliary, statistics = self.of_devices.enter("summed", summed)
+            dxs_ABSD, (_, of_layers, _) = self.enter("backward", activations, carried)
+            totals = self.of_devices.enter("totals", others).updated(of_layers)
             layers = OuterLayers.of(self.engine, {OUTER: outer.weights})
 
-            def microbatch(d_outer, each):
-                a, dx_BSD = each
-                inputs_BS = batch.microbatch(a, recipe_inputs).inputs_BS
-                return layers.push_embed(d_outer, inputs_BS, dx_BSD), None
+            def microbatch(of_end: Totals, row):
+                a, dx_BSD = row
+                tokens_BS = batch.microbatch(a, recipe_inputs).inputs_BS
+                return verbs.end(layers, tokens_BS, dx_BSD, of_end), None
 
-            d_outer, _ = jax.lax.scan(microbatch, d_outer, (jnp.arange(batch.microbatches), dxs_ABSD))
-            means = means_of(sums, scale)
-            grads, norm = finish(self.engine, {}, Accumulators({}, d_outer), sent.squares)
-            finite = and_gradients(sent.finite, [dxs_ABSD])
-            history = extended(history, collectives.largest_of_devices(sent.observed))
-            auxiliary = collectives.same(auxiliary, *AXES)
-            done = Gradients(means, grads, norm, history, add_up(statistics, *AXES), auxiliary, finite=finite)
-            scalars = update.scalars(step, norm)
-            outer = update.outer(outer, grads[OUTER], scalars, largest=self.largest)
+            rows = (jnp.arange(batch.microbatches), dxs_ABSD)
+            of_end, _ = jax.lax.scan(microbatch, totals.only(("d_outer",)), rows)
+            totals = totals.updated(of_end).after_backward([dxs_ABSD])
+            done = verbs.finish(self.engine, {}, {}, totals, batch, scale, history)
+            scalars = update.scalars(step, done.norm)
+            outer = update.outer(outer, done.grads[OUTER], scalars, largest=self.largest)
             update_inputs = {"grads": (), "scalars": scalars, "l": jnp.int32(0)}
-            of_tables = part_of(grads[OUTER], self.of_tables)
-            return outer, step + 1, history, metrics_of(done, scalars["lr"]), update_inputs, of_tables
+            of_tables = part_of(done.grads[OUTER], self.of_tables)
+            return outer, step + 1, done.history, done.reported(scalars["lr"]), update_inputs, of_tables
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
@@ -453,7 +440,7 @@ class LayerGradients:
 
 
 def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | None) -> StacksInFiles:
-    """The plan of what a step keeps in files, as its table says; room for it is reserved in the store.
+    """Plans the gradients and residuals that a step keeps in files, and reserves room for them in the store.
 
     batch: (microbatches, sequences of a microbatch, sequence length) of a step, of all devices together; residuals in
     files need it.
@@ -464,7 +451,7 @@ def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | N
     gradients = LayerGradients(step, NO_FILES)
 
     def stacks(row: str, planned: Callable[[str], Any]) -> dict[str, Any]:
-        """By segment, stacks in files of the rounds of a layer that are planned for it."""
+        """Plans, for each segment, file-backed stacks with room for every layer's arrays."""
 
         def of_segment(segment: Segment):
             def stack(x: jax.ShapeDtypeStruct) -> InFile:

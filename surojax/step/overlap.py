@@ -31,7 +31,6 @@ from surojax.optim.optimizer import Scalars, UpdateContext
 from surojax.placement.param import OUTER
 from surojax.step.programs import Program, Programs
 from surojax.step.state import TensorState, TrainState, from_sections, section
-from surojax.step.step_metrics import metrics_of
 from surojax.step.step_parts import StepParts
 from surojax.step.stream import Flight, Layer, LayerLoop, comes_in_pairs, hides_transfers, over
 from surojax.step.update import Update
@@ -39,7 +38,7 @@ from surojax.step.weights import Gather, runs_of
 
 
 class Pending(NamedTuple):
-    """A training state and the gradients of its last step, which are still to be applied.
+    """A training state with the gradients of its last step, which are not yet applied.
 
     state: as before the update, except for the history. grads, norm: see `engine.Gradients`.
     """
@@ -103,9 +102,9 @@ class UpdatingLayers:
         self.gather = gather
 
     def first(self) -> None:
-        """Nothing is prefetched before the pass: `over` begins with copies of its first two layers."""
+        """Prefetches nothing: `over` begins with copies of its first two layers."""
 
-    def turn(self, prefetched: None, counter: jax.Array | int, *, reverse: bool) -> None:
+    def begin_pass(self, prefetched: None, counter: jax.Array | int, *, reverse: bool) -> None:
         """See `first`."""
 
     def over(
@@ -118,7 +117,7 @@ class UpdatingLayers:
         tokens: int = 0,
         counter: jax.Array | int = 0,
     ) -> tuple[Any, dict[str, Any]]:
-        """As `Layers.over`; afterwards the flight "weights" is the new state, a TensorState.
+        """Like `Layers.over`, but updates each layer first and returns the new TensorState as flights["weights"].
 
         tokens: see there; they decide the order of transfers. counter: of the loop around, which there is none of.
         """
@@ -263,4 +262,4 @@ class OverlappedStep(Programs):
 
     def _metrics(self, gradients, step) -> dict[str, jax.Array]:
         """Metrics of a step from its `engine.Gradients`. step: the number of updates before its own."""
-        return metrics_of(gradients, self.parts.update.scalars(step, gradients.norm)["lr"])
+        return gradients.reported(self.parts.update.scalars(step, gradients.norm)["lr"])

@@ -18,7 +18,7 @@ from surojax.models.model import Segment
 
 
 class Inputs(NamedTuple):
-    """`recipe_inputs` of a padded segment's block: a flag, bool [], and the layer's own `recipe_inputs`.
+    """`recipe_inputs` of a padded segment's block: whether it computes, bool [], and the layer's `recipe_inputs`.
 
     It computes if the entry is a layer and the stage has a microbatch.
     """
@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
 
 
 def padded(segment: Segment, *, idles: bool = False) -> Segment:
-    """The segment with blocks that take `Inputs`, and that change nothing if these say that they do not compute.
+    """Returns the segment with blocks that take `Inputs` and change nothing where `Inputs.computes` is False.
 
     idles: a layer does not compute either if its stage has no microbatch. Its residuals are then undefined, so zeros
     take the place of its gradients, instead of following from zeros that are differentiated.

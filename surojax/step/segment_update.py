@@ -23,7 +23,7 @@ from surojax.step.work_weights import WorkWeights
 
 
 class GradientsOfLayers(Protocol):
-    """The gradients that an update reads: `WholeGradients` in `update_inputs`, or `LayerGradients` layer by layer.
+    """Gradients as an update reads them: `WholeGradients` in `update_inputs`, or `LayerGradients` layer by layer.
 
     segment: a segment's name. planned_grads: the plan of a layer's gradients as the update's argument; () if they are
     in update_inputs. file_bytes: bytes of a layer's gradients that are in files, by row. others_of_update: the plans of
@@ -42,7 +42,7 @@ class GradientsOfLayers(Protocol):
 
 
 class SegmentUpdate:
-    """The update of a segment's layers, those of all stages of `pp` at the same place in theirs together, in a round.
+    """Updates a segment's layers, one of each stage of `pp` together: a round.
 
     state: of (master weights, moments). weights: those that are trained. functions: a program for each of their parts,
     by (segment, number): (work weights, stacks, layer, gradients, update_inputs) -> (work weights, stacks, (layer, work

@@ -25,7 +25,7 @@ CROSS_ENTROPY = CrossEntropy()
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """Settings and functions that the forward pass, the backward pass and the update read beside arrays.
+    """Static settings of a step: model, placement, layouts, objective and memory options.
 
     layouts: of the model's parameters. recompute_block: the backward pass computes each block again from its input.
     lmhead_chunks: slices of tokens in head and loss. objective: what is minimised. packed: rows hold several documents,
@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def trained_params(self) -> dict:
-        """Those of `params` that are trainable."""
+        """The model's trainable `Param`s by section."""
         return self.model.trained_params
 
     @property
@@ -86,6 +86,6 @@ class Engine:
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The names of what a step adds up over the terms of the objective."""
+        """Names of the sums over the objective's terms."""
         others = self.objective.metrics if isinstance(self.objective, OfLogProbabilities) else ()
         return ("loss", *others)

@@ -1,4 +1,4 @@
-"""What the kinds of training steps have in common: gradients, update, and the plans of their arguments and results."""
+"""The parts that all kinds of training steps share: gradients, update, and plans of arguments and results."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from surojax.placement.layout import Layout, batch_sharding, specs
 from surojax.placement.table import Mesh
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState, shardings, specs_of
-from surojax.step.step_metrics import plan_metrics
+from surojax.step.totals import plan_metrics
 from surojax.step.update import Update
 
 
@@ -60,7 +60,7 @@ class StepParts:
     def program(
         self, per_device: Callable, arguments: tuple, results: Any, *, batch: bool = True, donated: tuple[int, ...] = ()
     ) -> Any:
-        """A jitted function of these arguments and of a step's batch, if it takes one; see `jitted`."""
+        """Jits a function of these arguments, and of a step's batch unless batch=False; see `jitted`."""
         batch_arrays = len(self.engine.batch_arrays) if batch else 0
         return jitted(per_device, self.mesh, arguments, results, batch_arrays=batch_arrays, donated=donated)
 
@@ -75,7 +75,7 @@ def jitted(
     accumulated: bool = True,
     donated: tuple[int, ...] = (),
 ) -> Any:
-    """A jitted function of these arguments and of a batch.
+    """Jits a function of these arguments and of a batch, over the mesh.
 
     arguments, results: their plans, whose shardings they have; results None: on every device the same. batch_arrays:
     their number, `[A, B, S]`, or `[B, S]` if not accumulated. donated: numbers of the arguments that are given away.

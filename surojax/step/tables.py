@@ -22,7 +22,7 @@ from surojax.step.step_parts import StepParts
 
 
 def without_tables(outer: TensorState) -> TensorState:
-    """The outer layers, of a plan or a state, without master weights and moments of tables with state in files."""
+    """Drops the master weights and moments of tables with state in files from the outer layers."""
     kept = {name: None for name in outer.master if name not in tables_in_files(outer)}
     return TensorState(outer.weights, part_of(outer.master, kept), part_of(outer.moments, kept))
 
@@ -34,7 +34,7 @@ def planned_gradients(step: StepParts) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 class Tables:
-    """The update of tables with state in files.
+    """Updates tables with state in files, one piece of their rows after another.
 
     state: of their (master weights, moments). pieces: their number; 0 if no table is in files. program: (work weights,
     state in memory, piece from files, gradients, scalars, k) -> (work weights, state in memory, its new values, k + 1).
@@ -112,12 +112,12 @@ class Tables:
 
 
 def parts_of_rows(tree: Any, n: int) -> Any:
-    """Tables `[rows, ...]` of a device as stacks `[n, rows / n, ...]`."""
+    """Reshapes a device's tables `[rows, ...]` to stacks `[n, rows / n, ...]`."""
     return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), tree)
 
 
 def with_rows(table: jax.Array, new: jax.Array, k: jax.Array, n: int, rows: int) -> jax.Array:
-    """A table with `new` in place of part k of n of the rows of each shard, of all shards. rows: of a part of one."""
+    """Replaces part k of n of each shard's rows in a table by `new`. rows: in one part of a shard."""
     shards = table.reshape(-1, n, rows, *table.shape[1:])
     parts = new.reshape(-1, rows, *new.shape[1:])
     return jax.lax.dynamic_update_index_in_dim(shards, parts, k, 1).reshape(table.shape)

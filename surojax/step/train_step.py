@@ -20,7 +20,6 @@ from surojax.step.layer_gradients import NO_FILES, LayerGradients, StacksInFiles
 from surojax.step.overlap import OverlappedStep, Pending
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState
-from surojax.step.step_metrics import metrics_of
 from surojax.step.step_parts import StepParts, jitted
 from surojax.step.update import Update
 
@@ -41,7 +40,7 @@ def make_step_parts(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh
 def make_train_step(
     engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh, files: StacksInFiles = NO_FILES
 ) -> Callable:
-    """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), see `metrics`.
+    """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr", ...}).
 
     Its other arguments are those of `Engine.batch_arrays`, and its metrics have the other means of the objective too.
     The state is donated: its arrays are updated in place. loss: mean over all labels of the batch, in nats. grad_norm:
@@ -59,9 +58,8 @@ def make_train_step(
     def per_device(state: TrainState, *batch):
         gradients_of_step = gradients(state.weights, *batch, history=state.history, step=state.step)
         scalars = update.scalars(state.step, gradients_of_step.norm)
-        return update.everything(state, gradients_of_step.grads, scalars, gradients_of_step.history), metrics_of(
-            gradients_of_step, scalars["lr"]
-        )
+        new = update.everything(state, gradients_of_step.grads, scalars, gradients_of_step.history)
+        return new, gradients_of_step.reported(scalars["lr"])
 
     return step.program(per_device, (plan,), (plan, step.metrics), donated=(0,))
 
@@ -82,12 +80,12 @@ def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh:
 
 
 def up_to_date(step: Any, state: TrainState | Pending | PendingUpdate) -> TrainState:
-    """The state that a step returned, with all updates applied. step: the compiled step, to which it is donated."""
+    """Applies the pending update of a step's result, if any. step: the compiled step, to which the state is donated."""
     return state if isinstance(state, TrainState) else step.finish(state)
 
 
 def evaluated(step: Any, weights: Any, batches: Iterable[tuple]) -> Iterator[tuple]:
-    """Yields what a compiled evaluation step returns of each batch. Weights in files are read once for several."""
+    """Yields a compiled evaluation step's result for each batch. Weights in files are read once for several."""
     if isinstance(step, LayerEvaluation):
         for together in itertools.batched(batches, BATCHES_IN_FLIGHT):
             yield from step.each(weights, together)
