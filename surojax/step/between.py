@@ -87,7 +87,7 @@ class LayerKind(NamedTuple):
     variant: Variant
 
 
-class Resting:
+class LayerStore:
     """Keeps each layer's arrays between two programs: in files, or in the memory of the first program's results."""
 
     def __init__(self, files: Any = None):

@@ -1,4 +1,4 @@
-"""The passes over a segment's layers, forward and backward, each layer for all microbatches of a group; see engine.py.
+"""Runs a segment's layers forward and backward, each layer for all microbatches of a group; see engine.py.
 
 Shape suffixes: B local batch, S sequence (or its part, see outer.py), D hidden size.
 """
@@ -45,13 +45,13 @@ class Blocks:
         self.copies_in = weights.home.streamed
 
     def with_layers(self, layers: Any) -> "Blocks":
-        """A copy of the blocks with other weights. layers: `Layers`, or `overlap.UpdatingLayers`."""
+        """Copies the blocks with other weights. layers: `Layers`, or `overlap.UpdatingLayers`."""
         new = copy.copy(self)
         new.layers = layers
         return new
 
     def new_sums(self, used=None) -> Flight:
-        """Zeroed accumulators of gradients before the first group, see `Sums.new`."""
+        """Makes zeroed accumulators of gradients, see `Sums.new`."""
         weights = jax.eval_shape(lambda: self.layers.fetch_first(self.segment.variants[0]))
         return self.sums.new(weights, used)
 
@@ -64,7 +64,7 @@ class Blocks:
         flights: dict[str, Any],
         index: Callable = lambda l: l,
     ) -> tuple[list[jax.Array], Totals, dict[str, Any]]:
-        """(results, totals, flights) after all blocks, for each microbatch of a group with its x.
+        """Runs all blocks for each microbatch of a group; returns (outputs, totals, flights).
 
         xs_BSD: with a reference, those of its pass over the same microbatches follow, of which nothing is saved.
         totals: those that `totals.FORWARD` names. flights: of the lanes "weights" and "residuals". index: of a layer in
@@ -108,7 +108,7 @@ class Blocks:
         d_statistics: Any = None,
         index: Callable = lambda l: l,
     ) -> tuple[list[jax.Array], Totals, dict[str, Any]]:
-        """(gradients of the inputs, totals, flights) after all blocks in reverse, for each microbatch of a group.
+        """Runs all blocks in reverse for each microbatch of a group; returns (gradients of inputs, totals, flights).
 
         totals: those that `totals.BACKWARD` names. flights: of the lanes "weights", "residuals" and "grads".
         d_statistics: gradients of the totals' statistics `[L, ...]`; None without an auxiliary loss, or without
@@ -147,7 +147,7 @@ class Blocks:
         return dxs_BSD, totals, flights
 
     def behind_arrivals(self, dw, flights: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """(a layer's gradients, flights): the next layer's weights and residuals arrive before any is reduced.
+        """Returns (dw, flights) behind a barrier: the next layer's weights arrive before any gradient is reduced.
 
         Else the scheduler puts them behind the last one. Nothing that computes waits for them. With weights from the
         host, residuals may be later, for less memory.
@@ -161,7 +161,7 @@ class Blocks:
 
 
 def infer(layers: Layers, verbs: LayerVerbs, xs_BSD: list[jax.Array], each: Microbatch) -> list[jax.Array]:
-    """The results of all blocks of a segment for one microbatch, forward only.
+    """Runs all blocks of a segment for one microbatch, forward only, and returns their outputs.
 
     layers: the segment's. xs_BSD: its x, and that of the reference if there is one.
     """

@@ -58,8 +58,6 @@ from surojax.step.totals import BACKWARD, FORWARD, Totals, auxiliary_loss, sum_o
 from surojax.step.verbs import Gradients, LayerVerbs
 from surojax.step.weights import Layers
 
-__all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
-
 
 class GroupCarry(NamedTuple):
     """The carry of the loop over groups of microbatches.
@@ -115,7 +113,7 @@ class Groups:
         return GroupCarry(flights, Totals.zeros(self.engine, history, d_outer))
 
     def layers_of(self, weights) -> dict[str, Layers]:
-        """The `Layers` of each segment. weights: by section."""
+        """Makes the `Layers` of each segment. weights: by section."""
         segments = self.engine.model.segments
         return {segment.name: Layers(self.engine, segment, weights[segment.name]) for segment in segments}
 
@@ -140,7 +138,7 @@ class Groups:
         return self.backward(group, *self.forward(group, carry))
 
     def updating(self, layers: dict[str, Any], carry: GroupCarry, *, last: bool):
-        """(the carry after the first group, the new TensorState by segment).
+        """Runs the first group, whose forward pass updates the layers; returns (carry, new TensorState by segment).
 
         layers: by segment, `overlap.UpdatingLayers`, which the forward pass updates.
         """
@@ -153,7 +151,7 @@ class Groups:
         return self.with_layers(new).backward(group, carry, xs_BSD), updated
 
     def forward(self, group: Group, carry: GroupCarry) -> tuple[GroupCarry, list[jax.Array]]:
-        """(the carry, results of the last layer) after the forward pass of each segment.
+        """Runs the forward pass of each segment; returns (carry, outputs of the last layer).
 
         With a reference its results follow those of the microbatches.
         """
@@ -174,14 +172,14 @@ class Groups:
         return GroupCarry(after, totals), xs_BSD
 
     def d_statistics(self, totals: Totals) -> dict[str, Any]:
-        """By segment, gradients of the totals' statistics `[L, ...]`; nothing without an auxiliary loss."""
+        """Computes the gradients of routers' statistics `[L, ...]` by segment; {} without an auxiliary loss."""
         if self.engine.auxiliary is None:
             return {}
         assert self.number == 1, "an auxiliary loss is of all tokens of a step: config/checks.py refuses several groups"
         return varying(auxiliary_loss(self.engine, sum_of_devices(totals.statistics), self.batch)[1], AXES)
 
     def heads(self, group: Group, totals: Totals, xs_BSD: list[jax.Array]) -> tuple[Totals, list[jax.Array]]:
-        """(the totals with losses and the heads' gradients, gradients of xs_BSD: the results of the last layer)."""
+        """Runs the heads; returns (totals with losses and heads' gradients, gradients of the last layer's outputs)."""
         dxs_BSD = []
         targets = [
             self.outer.with_reference(each.targets, x_BSD)
@@ -193,7 +191,7 @@ class Groups:
         return totals, dxs_BSD
 
     def backward(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> GroupCarry:
-        """The carry after heads, the blocks of all segments in reverse, and the embedding's gradients."""
+        """Runs heads, the blocks of all segments in reverse, and the embedding's gradients."""
         d_statistics = self.d_statistics(carry.totals)
         totals, dxs_BSD = self.heads(group, carry.totals, xs_BSD)
         of_layers = totals._replace(squares=collectives.no_squares()).only(BACKWARD)
@@ -221,7 +219,7 @@ def loss_and_gradients(
     step=0,
     updating: dict[str, Any] | None = None,
 ) -> Gradients:
-    """Loss and gradients of all microbatches and devices.
+    """Computes loss and gradients of all microbatches and devices.
 
     batch_ABS: the arrays `[A, B, S]` of `Engine.batch_arrays`. The loss is divided by the number of its terms on all
     devices, so the result does not depend on how a batch is split into microbatches.
@@ -258,7 +256,7 @@ def loss_and_gradients(
 
 
 def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
-    """(the objective's sums, number of its terms) over all devices; forward only, without auxiliary losses.
+    """Returns (the objective's sums, number of its terms) over all devices; without auxiliary losses.
 
     batch_BS: the arrays `[B, S]` of `Engine.batch_arrays`.
     """

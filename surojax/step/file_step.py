@@ -8,101 +8,31 @@ The stages of `pp` update a layer each at a time, in a round: layer l of every s
 none of the last stage, whose padding there (step/padding.py) is zeros before and after.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from surojax.memory.host import read
 from surojax.memory.in_file import InFiles
 from surojax.placement.home import HOST
 from surojax.placement.param import OUTER, part_of, with_part
 from surojax.step import complete
 from surojax.step.between import SegmentLayer
 from surojax.step.by_host import by_host
-from surojax.step.programs import NO_BYTES, Program, Programs
+from surojax.step.programs import Program, Programs
 from surojax.step.segment_update import SegmentUpdate
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.state_plan import bytes_per_device
+from surojax.step.step_gradients import StepGradients
 from surojax.step.step_parts import StepParts
-from surojax.step.tables import Tables, planned_gradients, without_tables
-
-
-class WholeGradients:
-    """Computes the gradients of all layers in one program, which also updates embedding and head unless in files.
-
-    Accumulators are stacks in memory, part of `update_inputs`.
-    """
-
-    def __init__(self, step: StepParts):
-        self.step = step
-        self.segments = [segment.name for segment in step.engine.model.segments]
-        grads = {name: step.planned_gradients(name) for name in self.segments}
-        self.update_inputs = {"grads": grads, "scalars": step.planned_scalars(), "l": step.plan.step}
-        self.of_tables = planned_gradients(step)
-        self.functions = {"gradients": self._program()}
-
-    def __call__(self, run: Callable, *arguments):
-        """See `FileStep`."""
-        return run("gradients", *arguments)
-
-    def programs(self, *arguments) -> list[Program]:
-        """The program with planned arguments."""
-        return [Program(self.functions["gradients"], arguments, 1)]
-
-    def read(self, layer: SegmentLayer) -> tuple:
-        """Returns (): gradients are in `update_inputs`."""
-        return ()
-
-    def of_layer(self, segment: str, update_inputs, layer, l):
-        """The gradients of layer l of a segment, in device memory. Inside `jit`."""
-        return read(update_inputs["grads"][segment], l)
-
-    def planned_grads(self, segment: str) -> tuple:
-        """Plans the result of `read`."""
-        return ()
-
-    def file_bytes(self, segment: str) -> Counter[str]:
-        """None: no gradients are in files."""
-        return NO_BYTES
-
-    def others_of_update(self, segment: str) -> tuple:
-        """Returns (): gradients are arguments of the update's program, see `LayerGradients`."""
-        return ()
-
-    def in_memory(self) -> dict:
-        """The plan of all layers' gradients that are in memory."""
-        return self.update_inputs["grads"]
-
-    def _program(self):
-        update = self.step.update
-        plan = self.step.plan
-
-        def per_device(outer, step, history, blocks, *batch):
-            weights = {**blocks, OUTER: outer.weights}
-            gradients = self.step.gradients(weights, *batch, history=history, step=step)
-            scalars = update.scalars(step, gradients.norm)
-            largest = update.largest_in_layer(gradients.grads)
-            outer = update.outer(outer, gradients.grads[OUTER], scalars, largest=largest)
-            grads = {name: gradients.grads[name] for name in self.segments}
-            update_inputs = {"grads": grads, "scalars": scalars, "l": jnp.int32(0)}
-            of_tables = part_of(gradients.grads[OUTER], self.of_tables)
-            metrics = gradients.reported(scalars["lr"])
-            return outer, step + 1, gradients.history, metrics, update_inputs, of_tables
-
-        donated = (without_tables(section(plan, OUTER)), plan.step, plan.history)
-        arguments = (*donated, {name: plan.weights[name] for name in self.segments})
-        results = (*donated, self.step.metrics, self.update_inputs, self.of_tables)
-        return self.step.program(per_device, arguments, results, donated=(0, 1, 2))
+from surojax.step.tables import Tables, without_tables
 
 
 class PendingUpdate(NamedTuple):
     """State with embedding and head updated (unless in files) and the layers' update pending.
 
-    update_inputs, of_tables: see `FileStep`. step: the number of the update.
+    update_inputs, of_tables: see `StepGradients`. step: the number of the update.
     """
 
     state: TrainState
@@ -122,15 +52,9 @@ class ToFiles(NamedTuple):
 class FileStep(Programs):
     """The step of `train_step.make_train_step` with tensor classes in files; it has several programs.
 
-    gradients: (`run`, outer state, step, history, block weights, *batch) -> (outer state, step, history, metrics,
-    update_inputs, of_tables). It computes the gradients of all layers and updates the outer layers, but for `tables`:
-    `WholeGradients` by one program; `LayerGradients` by programs of a layer, and it takes `UpdatingRounds` in place of
-    block weights, by segment, too. batch: see `Engine.batch_arrays`.
-
-    update_inputs: {"grads", "scalars", "l"}, the inputs that the update of each layer needs; l starts at 0 in each
-    segment.
-
-    tables: those of embedding and head whose state is in files. of_tables: their gradients.
+    gradients: computes the gradients of all layers and updates embedding and head, but for `tables`:
+    `WholeGradients` in one program, `LayerGradients` in programs of a layer. tables: those of embedding and head with
+    state in files.
 
     updates: of the layers of each segment, by name. Host memory has four layers of the state from the file (`by_host`).
 
@@ -138,7 +62,7 @@ class FileStep(Programs):
     updates each layer before its first forward pass computes it: while that computes, files are read and written.
     """
 
-    def __init__(self, step: StepParts, gradients: Any):
+    def __init__(self, step: StepParts, gradients: StepGradients):
         super().__init__(step.mesh, step.plan)
         self.step = step
         self.gradients = gradients
@@ -169,7 +93,7 @@ class FileStep(Programs):
         return pending if self.step.engine.overlap_update else self.finish(pending), metrics
 
     def finish(self, pending: PendingUpdate) -> TrainState:
-        """The state with its last update applied; its state is donated. Raises NvmeError."""
+        """Applies the pending update and returns the state; what is pending is donated. Raises NvmeError."""
         layers = UpdatingRounds(self, pending)
         layers.over_all(lambda layer, arrived: layers.update(layer, arrived)[0], layers.write)
         state = layers.state
@@ -201,7 +125,7 @@ class FileStep(Programs):
         return program._replace(others=(program.others, state))
 
     def _arguments_of_gradients(self, batch: tuple) -> tuple:
-        """The planned arguments of `gradients`."""
+        """Plans the arguments of `gradients`."""
         plan = self.plan
         weights = {name: plan.weights[name] for name in self.updates}
         return without_tables(section(plan, OUTER)), plan.step, plan.history, weights, *batch
@@ -230,7 +154,7 @@ class UpdatingRounds:
             self.work[name] = update.weights.in_memory(part_of(weights, master))
 
     def _with_tables(self, pending: PendingUpdate) -> TrainState:
-        """The state with the tables in files updated."""
+        """Updates the tables in files and returns the state."""
         state = pending.state
         outer = section(state, OUTER)
         outer = self.step.tables.updated(self.step.run, outer, pending.of_tables, self.inputs["scalars"], self.zero)
@@ -271,7 +195,7 @@ class UpdatingRounds:
         update.weights.write(layer.l, to_files.weights)
 
     def sections(self) -> dict[str, TensorState]:
-        """The TensorState of each segment's layers after the update."""
+        """Returns the TensorState of each segment after the update."""
         return {name: self._section(name) for name in self.layers}
 
     def _section(self, name: str) -> TensorState:

@@ -109,7 +109,7 @@ class Sums:
     def push(self, sums, *, last: bool) -> tuple[Any, Squares]:
         """Completes a layer's sums after a group of microbatches; returns (sums to write, their Squares).
 
-        If sums are made in place, `finish` computes their Squares. last: last group, also sum over devices what is
+        If sums are made in place, `reduced` computes their Squares. last: last group, also sum over devices what is
         still local.
         """
         if last:
@@ -197,8 +197,8 @@ def sums_in_place(engine: Engine) -> bool:
     """True if the products that compute gradients also add them to the accumulators, unsharded and on the device.
 
     A product can write its result into a layer of a stack if nothing else reads the result (docs/performance.md). So
-    `finish` computes the sum of squares then, once a step. Gradients of adapters are too small to gain by that, and so
-    is the loop over them in `finish`: XLA:CPU compiles a small loop to one function, whose sums LLVM vectorises in
+    `reduced` computes the sum of squares then, once a step. Gradients of adapters are too small to gain by that, and so
+    is the loop over them in `reduced`: XLA:CPU compiles a small loop to one function, whose sums LLVM vectorises in
     another order than it does where accumulators are in host memory. Programs of one layer have no stack to add to.
     """
     row = engine.table.grads

@@ -15,12 +15,10 @@ from surojax.step.between import LayerKind, OfDevices, SegmentLayer
 from surojax.step.by_host import by_host
 from surojax.step.outer import OuterLayers
 from surojax.step.programs import Program, Programs
+from surojax.step.segment_files import SegmentFiles, layers_in_order
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState
 from surojax.step.step_parts import jitted
-from surojax.step.verbs import LayerVerbs
-from surojax.step.weights import Gather
-from surojax.step.work_weights import WorkWeights
 
 
 class LayerEvaluation(Programs):
@@ -35,16 +33,11 @@ class LayerEvaluation(Programs):
         super().__init__(mesh, plan.weights)
         self.engine = engine
         self.number = plan.step
-        self.segments = {segment.name: segment for segment in engine.model.segments}
-        self.weights = {name: WorkWeights(plan.weights[name]) for name in self.segments}
-        self.kinds = {
-            SegmentLayer(name, l): LayerKind(name, *kind)
-            for name, segment in self.segments.items()
-            for l, kind in enumerate(zip(self.weights[name].part_of, segment.variants, strict=True))
-        }
+        self.segments = {segment.name: SegmentFiles(engine, plan, segment) for segment in engine.model.segments}
+        self.layers = layers_in_order(self.segments)
         self.of_devices = OfDevices(plan.step.sharding.mesh)
-        layers = {kind: self._layer(kind) for kind in self.kinds.values()}
-        self.functions = {"begin": self._begin(), **layers, "end": self._end()}
+        of_layers = {kind: self._layer(kind) for kind in self.layers.values()}
+        self.functions = {"begin": self._begin(), **of_layers, "end": self._end()}
 
     def __call__(self, weights, *batch):
         """({"loss": summed, in nats, ...}, number of labels). Raises NvmeError."""
@@ -52,15 +45,15 @@ class LayerEvaluation(Programs):
 
     def each(self, weights, batches: Sequence[tuple]) -> list[tuple]:
         """Evaluates several batches, whose layers are read once; returns a call's result for each. Raises NvmeError."""
-        stacks = {name: x.in_memory(weights[name]) for name, x in self.weights.items()}
+        stacks = {name: x.weights.in_memory(weights[name]) for name, x in self.segments.items()}
         xs = [self.run("begin", weights[OUTER], *batch) for batch in batches]
 
         def compute(layer: SegmentLayer, arrived) -> None:
-            kind = self.kinds[layer]
+            kind = self.layers[layer]
             for i, batch in enumerate(batches):
                 xs[i] = self.run(kind, (stacks[kind.segment][kind.part], arrived), layer.l, xs[i], *batch)
 
-        by_host(list(self.kinds), lambda layer: self.weights[layer.segment].read(layer.l), compute)
+        by_host(list(self.layers), lambda layer: self.segments[layer.segment].weights.read(layer.l), compute)
         return [self.run("end", weights[OUTER], x, *batch) for x, batch in zip(xs, batches, strict=True)]
 
     def programs(self, *batch) -> list[Program]:
@@ -69,10 +62,10 @@ class LayerEvaluation(Programs):
         begin = Program(self.functions["begin"], (outer, *batch), 1)
         jax.eval_shape(begin.function, *begin.arguments)
         x = self.of_devices.planned("x")
-        kinds = list(self.kinds.values())
+        kinds = list(self.layers.values())
 
         def layers(kind: LayerKind) -> Program:
-            weights = self.weights[kind.segment]
+            weights = self.segments[kind.segment].weights
             files = weights.files[kind.part]
             arguments = self._weights(kind), self.number, x, *batch
             others = outer, weights.arriving(kind.part)
@@ -91,18 +84,16 @@ class LayerEvaluation(Programs):
 
     def _weights(self, kind: LayerKind) -> tuple:
         """The plan of the weights of a layer of this kind."""
-        return self.weights[kind.segment].planned(kind.part)
+        return self.segments[kind.segment].weights.planned(kind.part)
 
     def _layer(self, kind: LayerKind):
-        segment = self.segments[kind.segment]
-        verbs = LayerVerbs.of(self.engine, segment)
-        weights, gather = self.weights[kind.segment], Gather.of(self.engine, segment)
+        layers = self.segments[kind.segment]
 
         def per_device(work, l, x, *batch_BS):
             each = Batch.of(self.engine, batch_BS).on_device(lambda l: None)
-            w = gather.of_layer(weights.layer(kind.part, work, l), kind.variant)
-            x_BSD = self.of_devices.enter("x", x)
-            x_BSD = verbs.infer(w, x_BSD, segment.start + l, kind.variant, each)
+            w = layers.fetch(kind, work, l)
+            number = layers.segment.start + l
+            x_BSD = layers.verbs.infer(w, self.of_devices.enter("x", x), number, kind.variant, each)
             return self.of_devices.leave("x", x_BSD)
 
         x = self.of_devices.any_of()

@@ -19,8 +19,7 @@ Shape suffixes: A microbatches, B local batch, S sequence (or its part, see oute
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -34,24 +33,23 @@ from surojax.parallel.collectives import varying
 from surojax.placement.home import HOST, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import AXES
-from surojax.placement.param import OUTER, part_of
+from surojax.placement.param import OUTER
 from surojax.step import verbs
 from surojax.step.batch import Batch, recipe_inputs_of
-from surojax.step.between import LayerKind, OfDevices, Resting, SegmentLayer, in_round, in_rounds, of_round
+from surojax.step.between import LayerKind, OfDevices, SegmentLayer, in_round, in_rounds, of_round
 from surojax.step.by_host import by_host
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.gradients import Sums, outer_sums
 from surojax.step.outer import OuterLayers
 from surojax.step.programs import Program
 from surojax.step.residuals import Residuals
+from surojax.step.segment_files import NO_FILES, SegmentFiles, StacksInFiles, layers_in_order
 from surojax.step.state import TensorState, section
 from surojax.step.state_plan import bytes_per_device
+from surojax.step.step_gradients import StepGradients
 from surojax.step.step_parts import StepParts
-from surojax.step.tables import planned_gradients, without_tables
+from surojax.step.tables import without_tables
 from surojax.step.totals import BACKWARD, FORWARD, LayerTotals, Totals, auxiliary_loss, sum_of_devices
-from surojax.step.verbs import LayerVerbs
-from surojax.step.weights import Gather
-from surojax.step.work_weights import WorkWeights
 
 LAYERS_IN_FLIGHT = 3  # of a class in files, in host memory: one that is read, the one of the program, one written
 
@@ -69,54 +67,19 @@ class Carried(NamedTuple):
     d_statistics: dict[str, Any]
 
 
-class StacksInFiles(NamedTuple):
-    """File-backed stacks of gradients and residuals, by segment. Those of missing segments are in memory.
-
-    grads: sharded as master weights `[L, ...]`. residuals: `[L, devices, A, ...]`, of what each device saves.
-    """
-
-    grads: Mapping[str, Any] = MappingProxyType({})
-    residuals: Mapping[str, list[InFile]] = MappingProxyType({})
-
-
-NO_FILES = StacksInFiles()
-
-
-class SegmentFiles:
-    """A segment, with its layers' gradients and residuals between two programs.
-
-    verbs: what a layer computes. kinds: of its layers.
-    """
-
-    def __init__(self, step: StepParts, segment: Segment, files: StacksInFiles):
-        self.segment = segment
-        self.verbs = LayerVerbs.of(step.engine, segment)
-        self.gather = Gather.of(step.engine, segment)
-        self.weights = WorkWeights(step.plan.weights[segment.name])
-        self.grads = Resting(files.grads.get(segment.name))
-        self.residuals = Resting(files.residuals.get(segment.name))
-        self.kinds = [LayerKind(segment.name, *x) for x in zip(self.weights.part_of, segment.variants, strict=True)]
-
-    def index(self, number: Any) -> Any:
-        """Converts a layer's number in the model to its index in the segment."""
-        return number - self.segment.start if self.segment.start else number
-
-
-class LayerGradients:
+class LayerGradients(StepGradients):
     """Computes the gradients of a `file_step.FileStep` layer by layer, and updates its embedding and head."""
 
     def __init__(self, step: StepParts, files: StacksInFiles):
-        self.step = step
+        super().__init__(step, {})
         engine = self.engine = step.engine
-        self.segments = {segment.name: SegmentFiles(step, segment, files) for segment in engine.model.segments}
-        self.order = [SegmentLayer(name, l) for name, x in self.segments.items() for l in range(len(x.kinds))]
+        self.segments = {x.name: SegmentFiles(engine, step.plan, x, files) for x in engine.model.segments}
+        self.layers = layers_in_order(self.segments)
         self.saved_as: dict[tuple[str, Variant], Any] = {}  # structure of what a block saves
         self.of_devices = OfDevices(step.plan.step.sharding.mesh)
-        self.kinds = [kind for x in self.segments.values() for kind in x.kinds]
+        self.kinds = list(self.layers.values())
         gradients = jax.tree.leaves([self.planned_grads(name) for name in self.segments])
         self.largest = max(math.prod(x.sharding.shard_shape(x.shape)) for x in gradients)
-        self.update_inputs = {"grads": (), "scalars": step.planned_scalars(), "l": step.plan.step}
-        self.of_tables = planned_gradients(step)
         kinds = dict.fromkeys(self.kinds)
         self.functions = {
             "begin": self._begin(),
@@ -132,7 +95,7 @@ class LayerGradients:
         run: `Programs.run`. outer, step, history: donated. weights: by segment; or `UpdatingRounds`, which the forward
         pass updates. Raises NvmeError.
         """
-        segments = self.segments
+        segments, order = self.segments, list(self.layers)
         if isinstance(weights, UpdatingRounds):
             late, stacks = weights, weights.work
         else:
@@ -141,14 +104,14 @@ class LayerGradients:
 
         def forward(layer: SegmentLayer, w):
             nonlocal activations, carried
-            kind = segments[layer.segment].kinds[layer.l]
+            kind = self.layers[layer]
             arguments = (stacks[kind.segment][kind.part], w), activations, carried, step, history, *batch
             activations, carried, saved = run(("forward", kind), *arguments)
             return saved
 
         def backward(layer: SegmentLayer, arrived):
             nonlocal activations, carried
-            kind = segments[layer.segment].kinds[layer.l]
+            kind = self.layers[layer]
             w, saved = arrived
             arguments = (stacks[kind.segment][kind.part], w), saved, activations, carried, step, history, *batch
             activations, carried, grads = run(("backward", kind), *arguments)
@@ -180,24 +143,23 @@ class LayerGradients:
         if late:
             late.over_all(update_and_forward, write)
         else:
-            by_host(self.order, read_weights, forward, write_saved)
+            by_host(order, read_weights, forward, write_saved)
         activations, carried, totals = run("head", outer.weights, activations, carried, *batch)
-        by_host(self.order[::-1], read_saved, backward, write_grads)
+        by_host(order[::-1], read_saved, backward, write_grads)
         return run("finish", outer, step, history, activations, carried, totals, *batch)
 
     def read(self, layer: SegmentLayer):
         """Reads a layer's gradients for its update, a round of each stack, and forgets them. Raises NvmeError."""
         return self.segments[layer.segment].grads.read(layer.l)
 
-    @staticmethod
-    def of_layer(segment: str, update_inputs, layer, l):
+    def of_layer(self, segment: str, update_inputs, layer, l):
         """Converts the result of `read` to a layer's gradients in device memory. Inside `jit`."""
         return of_round(layer)
 
     # -- Plans -------------------------------------------------------------------------------------------------------
 
     def programs(self, outer: TensorState, step, history, weights, *batch) -> list[Program]:
-        """The programs with planned arguments, in the order in which they first run. See `__call__`."""
+        """Plans the programs in the order in which they first run. See `__call__`."""
         functions, kinds = self.functions, dict.fromkeys(self.kinds)
         work = {kind: self.segments[kind.segment].weights.planned(kind.part) for kind in kinds}
         files = {kind: self.segments[kind.segment].weights.files[kind.part] for kind in kinds}
@@ -219,22 +181,22 @@ class LayerGradients:
                 program = program._replace(read=files[kind].round_read, put=fetched[kind])
             forward.append(program)
         head_arguments = outer.weights, activations, carried, *batch
-        head = Program(functions["head"], head_arguments, 1, self._resting("residuals"))
+        head = Program(functions["head"], head_arguments, 1, self._stored("residuals"))
         jax.eval_shape(head.function, *head.arguments)
         activations, carried = self.of_devices.planned("backward")
         totals = self.of_devices.planned("totals")
         saved_bytes = {name: x.residuals.files.round_written for name, x in self.segments.items()}
         for i, kind in enumerate(kinds):
-            others = self._resting("residuals", kind.segment), arriving
+            others = self._stored("residuals", kind.segment), arriving
             forward[i] = forward[i]._replace(others=others, written=saved_bytes[kind.segment])
         for kind in kinds:
             name = kind.segment
             arguments = (work[kind], self.planned_saved(name), activations, carried, *step_inputs)
-            others = self._resting("residuals", name), self.others_of_update(name), arriving
+            others = self._stored("residuals", name), self.others_of_update(name), arriving
             read = files[kind].round_read + saved_bytes[name]
             numbers = self.kinds.count(kind), others, "backward", read, self.file_bytes(name)
             backward.append(Program(functions["backward", kind], arguments, *numbers, put=fetched[kind]))
-        grads = self._resting("grads", self.order[0].segment)
+        grads = self._stored("grads", self.kinds[0].segment)
         end_arguments = outer, step, history, activations, carried, totals, *batch
         end = Program(functions["finish"], end_arguments, 1, grads)
         return [begin, *forward, head, *backward, end]
@@ -249,7 +211,7 @@ class LayerGradients:
         return HOST if home.in_file else home
 
     def planned_grads(self, segment: str):
-        """The plan of a layer's gradients, a round of each stack."""
+        """Plans a layer's gradients, a round of each stack."""
         stacks = self.step.planned_gradients(segment)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), stacks)
 
@@ -258,15 +220,15 @@ class LayerGradients:
         return self.segments[segment].grads.files.round_written
 
     def others_of_update(self, segment: str) -> list:
-        """The gradients of other layers that are in memory while a layer is updated: planned arrays."""
-        return self._resting("grads", segment)
+        """Plans the gradients of other layers that are in memory while a layer is updated."""
+        return self._stored("grads", segment)
 
     def in_memory(self) -> list:
-        """The plan of all layers' gradients that are in memory."""
-        return self._resting("grads")
+        """Plans all layers' gradients in memory."""
+        return self._stored("grads")
 
-    def _resting(self, row: Literal["grads", "residuals"], segment: str = "") -> list:
-        """The plans of the layers' arrays of a row that are in memory, layer by layer.
+    def _stored(self, row: Literal["grads", "residuals"], segment: str = "") -> list:
+        """Plans the layers' arrays of a tensor class that are in memory, layer by layer.
 
         segment: of the layer whose arrays are left out; "": none are. Of a row in files, as many layers as are in
         flight, each as large as the largest.
@@ -282,13 +244,13 @@ class LayerGradients:
     # -- Programs ----------------------------------------------------------------------------------------------------
 
     def batch(self, arrays, history, step) -> tuple[Batch, Callable, jax.Array]:
-        """(the batch, its `recipe_inputs`, scale of the loss) inside a program."""
+        """Makes (the batch, its `recipe_inputs`, scale of the loss) inside a program."""
         batch = Batch.of(self.engine, arrays)
         scale = batch.scale()
         return batch, recipe_inputs_of(self.engine.model, history, step, batch.microbatches, scale), scale
 
     def enter(self, pass_name: str, activations, carried) -> tuple[jax.Array, Carried]:
-        """(activations `[A, B, S, D]` or their gradients, the carried values) of one device, inside a program.
+        """Returns this device's (activations `[A, B, S, D]` or their gradients, carried values), inside a program.
 
         pass_name: of the pass whose programs handed them on, "forward" or "backward".
         """
@@ -323,7 +285,7 @@ class LayerGradients:
             batch, recipe_inputs, _ = self.batch(arrays, history, step)
             xs_ABSD, (number, totals, d_statistics) = self.enter("forward", activations, carried)
             l = layers.index(number)
-            w = layers.gather.of_layer(layers.weights.layer(part, work, l), variant)
+            w = layers.fetch(kind, work, l)
 
             def microbatch(of_layers: Totals, row):
                 a, x_BSD = row
@@ -382,7 +344,7 @@ class LayerGradients:
             dxs_ABSD, (number, totals, d_statistics) = self.enter("backward", activations, carried)
             saved = self.of_devices.enter(f"saved {name}", of_round(kept))
             l = layers.index(number)
-            w = layers.gather.of_layer(layers.weights.layer(part, work, l), variant)
+            w = layers.fetch(kind, work, l)
             accumulator = Sums(self.engine, layers.segment)
             d_counted = jax.tree.map(lambda x: x[l], d_statistics.get(name))
 
@@ -409,8 +371,6 @@ class LayerGradients:
         return self.step.program(per_device, arguments, (any_of(), any_of(), self.planned_grads(name)), donated=(2, 3))
 
     def _finish(self):
-        update = self.step.update
-
         def per_device(outer, step, history, activations, carried, others, *arrays):
             batch, recipe_inputs, scale = self.batch(arrays, history, step)
             dxs_ABSD, (_, of_layers, _) = self.enter("backward", activations, carried)
@@ -426,17 +386,11 @@ class LayerGradients:
             of_end, _ = jax.lax.scan(microbatch, totals.only(("d_outer",)), rows)
             totals = totals.updated(of_end).after_backward([dxs_ABSD])
             done = verbs.finish(self.engine, {}, {}, totals, batch, scale, history)
-            scalars = update.scalars(step, done.norm)
-            outer = update.outer(outer, done.grads[OUTER], scalars, largest=self.largest)
-            update_inputs = {"grads": (), "scalars": scalars, "l": jnp.int32(0)}
-            of_tables = part_of(done.grads[OUTER], self.of_tables)
-            return outer, step + 1, done.history, done.reported(scalars["lr"]), update_inputs, of_tables
+            return self.finished(outer, step, done, self.largest)
 
-        plan = self.step.plan
         any_of = self.of_devices.any_of
-        donated = (without_tables(section(plan, OUTER)), plan.step, plan.history)
-        results = (*donated, self.step.metrics, self.update_inputs, self.of_tables)
-        return self.step.program(per_device, (*donated, any_of(), any_of(), any_of()), results, donated=(0, 1, 2))
+        arguments = (*self.donated, any_of(), any_of(), any_of())
+        return self.step.program(per_device, arguments, self.results, donated=(0, 1, 2))
 
 
 def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | None) -> StacksInFiles:

@@ -40,7 +40,7 @@ from surojax.step.weights import Gather, runs_of
 class Pending(NamedTuple):
     """A training state with the gradients of its last step, which are not yet applied.
 
-    state: as before the update, except for the history. grads, norm: see `engine.Gradients`.
+    state: as before the update, except for the history. grads, norm: see `verbs.Gradients`.
     """
 
     state: TrainState
@@ -50,7 +50,7 @@ class Pending(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class UpdatedWeights:
-    """The lane of weights in a pass that updates a run of layers.
+    """Moves the weights in a pass that updates a run of layers: its lane "weights".
 
     Its flight when layer l begins: stack: of work weights, and of (master weights, moments), up to date for the layers
     before l. early: layer l's weights; ((master weights, moments), gradients) of layer l + 1. late: layer l as updated,
@@ -88,7 +88,7 @@ class UpdatedWeights:
 
 
 class UpdatingLayers:
-    """A segment's layers, updated one after another in a forward pass; in place of `weights.Layers`.
+    """Updates a segment's layers one after another in a forward pass; takes the place of `weights.Layers`.
 
     state, grads: of the segment, before the update.
     """
@@ -199,7 +199,7 @@ class OverlappedStep(Programs):
         return Pending(state._replace(history=history), grads, norm), metrics
 
     def finish(self, pending: Pending) -> TrainState:
-        """The state with its last update applied; its state is donated."""
+        """Applies the pending update and returns the state; what is pending is donated."""
         return self.run("update", *pending)
 
     def programs(self, *batch) -> list[Program]:
@@ -261,5 +261,5 @@ class OverlappedStep(Programs):
         return self.parts.program(per_device, self.pending, self.parts.plan, batch=False, donated=(0,))
 
     def _metrics(self, gradients, step) -> dict[str, jax.Array]:
-        """Metrics of a step from its `engine.Gradients`. step: the number of updates before its own."""
+        """Metrics of a step from its `verbs.Gradients`. step: the number of updates before its own."""
         return gradients.reported(self.parts.update.scalars(step, gradients.norm)["lr"])

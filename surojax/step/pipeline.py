@@ -163,13 +163,13 @@ class PipelineStage:
         return when_any(jnp.max(backwards), self.send_backward, carry)
 
     def embed(self, a, carry: TickCarry) -> TickCarry:
-        """All stages: the embeddings of a microbatch, which become x of stage 0."""
+        """All stages: compute a microbatch's embeddings, which become x of stage 0."""
         ids_Bs = own_part(self.microbatch(a).inputs_BS)
         x_BSD = collect(self.outer.embed(ids_Bs))
         return carry._replace(x_BSD=jnp.where(self.number == 0, x_BSD, carry.x_BSD))
 
     def forward(self, pattern: int, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
-        """This stage: its layers forward. pattern, computes: see `StageLayers.when_any`."""
+        """This stage: runs its layers forward. pattern, computes: see `StageLayers.when_any`."""
         blocks = self.blocks[pattern]
         entry = self.entry_of(a, computes)
         group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
@@ -184,26 +184,26 @@ class PipelineStage:
         return carry._replace(x_BSD=xs_BSD[0], saved=saved, totals=totals)
 
     def head(self, a, carry: TickCarry) -> TickCarry:
-        """All stages: head and loss of the last stage's x."""
+        """All stages: compute head and loss of the last stage's x."""
         x_BsD = spread(carry.x_BSD, self.stages - 1)
         targets = {name: own_part(array) for name, array in self.microbatch(a).targets.items()}
         dx_BsD, totals = verbs.head(self.outer, x_BsD, targets, self.scale, carry.totals)
         return carry._replace(from_head=write_layer(carry.from_head, dx_BsD, a % self.head_slots), totals=totals)
 
     def auxiliary(self, _, carry: TickCarry) -> TickCarry:
-        """All stages: the gradients of the statistics of all microbatches."""
+        """All stages: compute the gradients of routers' statistics of all microbatches."""
         statistics = over_stages(self.model)(sum_of_devices, carry.totals.statistics)
         _, gradients = self.auxiliary_loss(statistics)
         own = jax.tree.map(functools.partial(stage_entries, self.engine), varying(gradients, AXES))
         return carry._replace(d_statistics=own)
 
     def from_head(self, a, carry: TickCarry) -> TickCarry:
-        """All stages: the gradient of the last stage's x, which becomes dx of the last stage."""
+        """All stages: gather the gradient of the last stage's x, which becomes dx of that stage."""
         dx_BSD = collect(read(carry.from_head, a % self.head_slots))
         return carry._replace(dx_BSD=jnp.where(self.number == self.stages - 1, dx_BSD, carry.dx_BSD))
 
     def backward(self, pattern: int, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
-        """This stage: its layers backward, from the residuals in the microbatch's slot."""
+        """This stage: runs its layers backward, from the residuals in the microbatch's slot."""
         blocks = self.blocks[pattern]
         group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
         entry = self.entry_of(a, computes)
@@ -227,20 +227,20 @@ class PipelineStage:
         return jax.tree.map(lambda x, y: x if x is y else jnp.where(computes, x, y), new, old)
 
     def push_embed(self, a, carry: TickCarry) -> TickCarry:
-        """All stages: the embedding's gradient from dx of stage 0."""
+        """All stages: add the embedding's gradient from dx of stage 0."""
         ids_Bs = own_part(self.microbatch(a).inputs_BS)
         return carry._replace(totals=verbs.end(self.outer, ids_Bs, spread(carry.dx_BSD, 0), carry.totals))
 
     def send_forward(self, _, carry: TickCarry) -> TickCarry:
-        """All stages: x goes to the next stage."""
+        """All stages: send x to the next stage."""
         return carry._replace(x_BSD=stage_collectives.to_next(carry.x_BSD))
 
     def send_backward(self, _, carry: TickCarry) -> TickCarry:
-        """All stages: dx goes to the previous stage."""
+        """All stages: send dx to the previous stage."""
         return carry._replace(dx_BSD=stage_collectives.to_previous(carry.dx_BSD))
 
     def push_all(self, grads: Flight) -> tuple[Flight, Squares]:
-        """(accumulators, their Squares) after the sums of every layer that are still local are summed over devices."""
+        """Sums over devices what is still local in each layer's accumulators; returns (accumulators, their Squares)."""
         lane = Stream(self.blocks[0].backward_lanes.lane("grads"))
         stack = lane.end(grads, 0)  # the backward pass ends with layer 0
         local = leaves_sums_local(self.engine.table)

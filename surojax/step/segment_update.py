@@ -1,7 +1,6 @@
 """The update of one layer of a segment with state in files: a program, which the host runs for one after another."""
 
-from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -18,27 +17,9 @@ from surojax.step.between import in_rounds
 from surojax.step.programs import Program
 from surojax.step.state import TensorState, section
 from surojax.step.state_plan import bytes_per_device
+from surojax.step.step_gradients import StepGradients
 from surojax.step.step_parts import StepParts
 from surojax.step.work_weights import WorkWeights
-
-
-class GradientsOfLayers(Protocol):
-    """Gradients as an update reads them: `WholeGradients` in `update_inputs`, or `LayerGradients` layer by layer.
-
-    segment: a segment's name. planned_grads: the plan of a layer's gradients as the update's argument; () if they are
-    in update_inputs. file_bytes: bytes of a layer's gradients that are in files, by row. others_of_update: the plans of
-    other layers' gradients that are in memory, but are no arguments of the update.
-    """
-
-    update_inputs: dict[str, Any]
-
-    def of_layer(self, segment: str, update_inputs: Any, layer: Any, l: Any) -> Any:
-        """The gradients of layer l of a segment, in device memory. layer: what `read` returned. Inside `jit`."""
-        ...
-
-    def planned_grads(self, segment: str) -> Any: ...
-    def file_bytes(self, segment: str) -> Counter[str]: ...
-    def others_of_update(self, segment: str) -> Any: ...
 
 
 class SegmentUpdate:
@@ -55,7 +36,7 @@ class SegmentUpdate:
     products. What `device_memory` has room for is put on the device a layer early instead: `early` of `arriving`.
     """
 
-    def __init__(self, step: StepParts, gradients: GradientsOfLayers, segment: Segment):
+    def __init__(self, step: StepParts, gradients: StepGradients, segment: Segment):
         self.step = step
         self.gradients = gradients
         self.name = segment.name
@@ -65,8 +46,8 @@ class SegmentUpdate:
         self.rounds = layers_of_stage(segment.num_layers, stages)
         self.state = InFiles(tuple(state))
         self.weights = WorkWeights(part_of(weights, self.planned.master), stages)
-        read = self.state.planned_round(HOST), gradients.planned_grads(segment.name)
-        self.arriving, self.early = on_their_way(read, step.engine.table.device_memory)
+        planned = self.state.planned_round(HOST), gradients.planned_grads(segment.name)
+        self.arriving, self.early = on_their_way(planned, step.engine.table.device_memory)
         self.functions = {(self.name, number): self._program(number) for number in range(len(self.weights.parts))}
 
     def planned_programs(self, name: str) -> list[Program]:
@@ -75,10 +56,10 @@ class SegmentUpdate:
         programs = []
         for (_, number), function in self.functions.items():
             others = arriving, self.early, self.leaving(number), self.gradients.others_of_update(self.name)
-            read = self.state.round_read + self.gradients.file_bytes(self.name)
-            written = self.state.round_written + self.weights.files[number].round_written
-            times = len(self.weights.layers[number])
-            programs.append(Program(function, self.arguments(number), times, others, name, read, written, self.early))
+            from_files = self.state.round_read + self.gradients.file_bytes(self.name)
+            to_files = self.state.round_written + self.weights.files[number].round_written
+            numbers = len(self.weights.layers[number]), others, name, from_files, to_files
+            programs.append(Program(function, self.arguments(number), *numbers, self.early))
         return programs
 
     def leaving(self, number: int) -> tuple:

@@ -36,7 +36,7 @@ class Engine:
     reference: the model without its adapters, whose log-probabilities each pass computes beside those of the model with
     them, from the same fetched layers; None: a batch has them, if the objective reads any.
     pp_schedule: see `parallel.schedule`. locates_nonfinite: the metrics say which devices had finite values, see
-    `metrics`.
+    `totals.Finite`.
     """
 
     model: Model

@@ -21,7 +21,7 @@ class StepParts:
     """The parts of a training step.
 
     plan: of the training state. gradients: forward and backward of engine.py or pipeline.py, a function (weights,
-    *batch, history, step) -> `engine.Gradients`, of what one device has. update: what follows.
+    *batch, history, step) -> `verbs.Gradients`, of what one device has. update: what follows.
     """
 
     engine: Engine
@@ -32,11 +32,11 @@ class StepParts:
 
     @property
     def metrics(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The plan of a step's metrics."""
+        """Plans a step's metrics."""
         return plan_metrics(self.engine, self.mesh)
 
     def planned_gradients(self, name: str):
-        """The plan of a section's gradients: sharded as master weights, the blocks' in the accumulators' home.
+        """Plans a section's gradients: sharded as master weights, the blocks' in the accumulators' home.
 
         What goes on to a file is in host memory.
         """
@@ -52,7 +52,7 @@ class StepParts:
         return jax.tree.map(one, self.plan.master[name], specs(layouts.master)[name], layouts.grads[name])
 
     def planned_scalars(self):
-        """The plan of `Update.scalars`."""
+        """Plans the results of `Update.scalars`."""
         scalars = jax.eval_shape(self.update.scalars, self.plan.step, jax.ShapeDtypeStruct((), jnp.float32))
         sharding = self.plan.step.sharding
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), scalars)

@@ -28,7 +28,7 @@ def without_tables(outer: TensorState) -> TensorState:
 
 
 def planned_gradients(step: StepParts) -> dict[str, jax.ShapeDtypeStruct]:
-    """The plan of the gradients of tables in files, by name."""
+    """Plans the gradients of tables in files, by name."""
     names = tables_in_files(section(step.plan, OUTER))
     return part_of(step.planned_gradients(OUTER), dict.fromkeys(names)) if names else {}
 
@@ -49,7 +49,7 @@ class Tables:
         self.functions = {"tables": self._program()} if self.names else {}
 
     def updated(self, run: Callable, outer: TensorState, grads: dict, scalars: Any, zero: jax.Array) -> TensorState:
-        """The outer layers after the update of the tables, to which grads are donated. Raises NvmeError.
+        """Updates the tables and returns the outer layers; grads are donated. Raises NvmeError.
 
         run: `Programs.run`. zero: an int32 scalar.
         """
@@ -76,7 +76,7 @@ class Tables:
         return TensorState(*(with_part(old, x) for old, x in zip(outer, (weights, *new), strict=True)))
 
     def programs(self, others: Any) -> list[Program]:
-        """The program with planned arguments, if there are tables in files. others: see `Program`."""
+        """Plans the program, if there are tables in files. others: see `Program`."""
         early = self.state.planned_round(HOST) if self.pieces else ()
         numbers = self.pieces, (early, early, others), "embedding and head"
         files = self.state.round_read, self.state.round_written

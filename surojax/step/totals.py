@@ -1,4 +1,4 @@
-"""What a step adds up on each device besides the gradients of layers, and the metrics that it reports of it.
+"""The quantities that a step adds up on each device besides the gradients of layers, and the metrics made of them.
 
 `Totals` has a field for each quantity. Drivers carry them from layer to layer and from microbatch to microbatch
 without reading them, so a further quantity is a field here: its zeros, where it grows (a layer's forward or backward
@@ -46,7 +46,7 @@ class Finite(NamedTuple):
 
 
 class LayerTotals(NamedTuple):
-    """What one layer adds to the `Totals`, in one microbatch or several; None: nothing.
+    """Amounts that one layer adds to the `Totals`, in one microbatch or several; None: nothing.
 
     statistics: sums that its router counts. squares: `Squares` of its gradients. observed: largest magnitudes `[sites]`
     of its products.
@@ -58,12 +58,12 @@ class LayerTotals(NamedTuple):
 
     @classmethod
     def of_forward(cls, routed: Routed | None) -> "LayerTotals":
-        """Those of a block's forward computation. routed: its router's results."""
+        """Makes those of a block's forward computation. routed: its router's results."""
         return cls(statistics=None if routed is None else varying(routed.statistics, AXES))
 
     @classmethod
     def of_backward(cls, observed: jax.Array | None) -> "LayerTotals":
-        """Those of a block's backward computation. observed: see `Segment.block_backward`."""
+        """Makes those of a block's backward computation. observed: see `Segment.block_backward`."""
         return cls(observed=observed)
 
     def plus(self, other: "LayerTotals") -> "LayerTotals":
@@ -93,7 +93,7 @@ class Totals(NamedTuple):
 
     @classmethod
     def zeros(cls, engine: Engine, history: jax.Array | None, d_outer: Any = None) -> "Totals":
-        """Those before the first microbatch. history: see `engine.loss_and_gradients`; only its shape is read."""
+        """Makes the totals before the first microbatch. history: see `engine.loss_and_gradients`; its shape is read."""
         return cls(
             d_outer=d_outer,
             sums=varying({name: jnp.float32(0) for name in engine.sums}, AXES),
@@ -129,21 +129,21 @@ class Totals(NamedTuple):
         return totals
 
     def after_forward(self, xs_BSD: Sequence[jax.Array]) -> "Totals":
-        """Adds what microbatches' outputs of the last block on this device show."""
+        """Updates the flags from microbatches' outputs of this device's last block."""
         if self.finite is None:
             return self
         activations = self.finite.activations & _are_finite(xs_BSD)
         return self._replace(finite=self.finite._replace(activations=activations))
 
     def after_backward(self, dxs_BSD: Sequence[jax.Array]) -> "Totals":
-        """Adds what microbatches' gradients of the first block's input on this device show."""
+        """Updates the flags from microbatches' gradients of the input of this device's first block."""
         if self.finite is None:
             return self
         gradients = self.finite.gradients & _are_finite(dxs_BSD)
         return self._replace(finite=self.finite._replace(gradients=gradients))
 
     def metrics(self, engine: Engine, batch: Batch, scale: jax.Array, over_layers: OverLayers) -> dict[str, Any]:
-        """The metrics of a complete step, see `plan_metrics`, without gradient norm and learning rate.
+        """Computes the metrics of a complete step, see `plan_metrics`, but for gradient norm and learning rate.
 
         scale: of the loss, 1 / the number of the objective's terms.
         """
@@ -156,7 +156,7 @@ class Totals(NamedTuple):
         return metrics if self.finite is None else metrics | {"finite": jnp.stack(self.finite)[None]}
 
     def extended_history(self, history: jax.Array | None, over_layers: OverLayers) -> jax.Array | None:
-        """The history with the largest magnitudes of a complete step, of all devices."""
+        """Adds the largest magnitudes of a complete step, of all devices, to the history."""
         return extended(history, over_layers(collectives.largest_of_devices, self.observed))
 
 
@@ -202,7 +202,7 @@ def auxiliary_loss(engine: Engine, statistics: dict[str, Any], batch: Batch) -> 
 
 
 def plan_metrics(engine: Engine, mesh: Mesh) -> dict[str, Any]:
-    """The plan of a step's metrics: float32 scalars, statistics `[L, ...]` by segment, and finite: bool `[devices, 2]`
+    """Plans a step's metrics: float32 scalars, statistics `[L, ...]` by segment, and finite: bool `[devices, 2]`
     with the fields of a `Finite`."""
     everywhere = jax.NamedSharding(mesh, jax.P())
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)

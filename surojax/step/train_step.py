@@ -14,12 +14,14 @@ from surojax.optim.optimizer import Optimizer
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.table import Mesh
 from surojax.step import engine as whole_model, pipeline
-from surojax.step.file_step import FileStep, PendingUpdate, WholeGradients
+from surojax.step.file_step import FileStep, PendingUpdate
 from surojax.step.layer_evaluation import LayerEvaluation
-from surojax.step.layer_gradients import NO_FILES, LayerGradients, StacksInFiles
+from surojax.step.layer_gradients import LayerGradients
 from surojax.step.overlap import OverlappedStep, Pending
+from surojax.step.segment_files import NO_FILES, StacksInFiles
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState
+from surojax.step.step_gradients import WholeGradients
 from surojax.step.step_parts import StepParts, jitted
 from surojax.step.update import Update
 
@@ -27,12 +29,12 @@ BATCHES_IN_FLIGHT = 16  # of an evaluation with weights in files: their activati
 
 
 def passes(mesh: Mesh):
-    """The module with forward and backward passes for a mesh."""
+    """Returns the module with forward and backward passes for a mesh."""
     return pipeline if pipeline_stages(mesh) > 1 else whole_model
 
 
 def make_step_parts(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> StepParts:
-    """The parts of a step."""
+    """Makes the parts of a step."""
     gradients = functools.partial(passes(mesh).loss_and_gradients, engine)
     return StepParts(engine, mesh, plan, gradients, Update(engine, optimizer))
 
@@ -40,7 +42,7 @@ def make_step_parts(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh
 def make_train_step(
     engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh, files: StacksInFiles = NO_FILES
 ) -> Callable:
-    """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr", ...}).
+    """Makes a jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr", ...}).
 
     Its other arguments are those of `Engine.batch_arrays`, and its metrics have the other means of the objective too.
     The state is donated: its arrays are updated in place. loss: mean over all labels of the batch, in nats. grad_norm:
@@ -65,7 +67,7 @@ def make_train_step(
 
 
 def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> Callable:
-    """A jitted (weights, history, step, inputs `[A, B, S]`, labels) -> (loss, gradients by section) of a step.
+    """Makes a jitted (weights, history, step, inputs `[A, B, S]`, labels) -> (loss, gradients by section) of a step.
 
     History and step are those of the state. The gradients are sharded as master weights, before clipping.
     """
@@ -95,7 +97,7 @@ def evaluated(step: Any, weights: Any, batches: Iterable[tuple]) -> Iterator[tup
 
 
 def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Any:
-    """A jitted (weights, inputs `[B, S]`, labels) -> ({"loss": summed, in nats, ...}, number of labels).
+    """Makes a jitted (weights, inputs `[B, S]`, labels) -> ({"loss": summed, in nats, ...}, number of labels).
 
     Sums and number of terms are those of the objective, and the other arguments those of `Engine.batch_arrays`. With
     weights in files the result is a `LayerEvaluation`, which is called, lowered and compiled in the same way.

@@ -70,7 +70,7 @@ class LayerVerbs:
 
     @classmethod
     def of(cls, engine: Engine, segment: Segment) -> "LayerVerbs":
-        """Those of a segment of an engine's model."""
+        """Makes the verbs of a segment of an engine's model."""
         references = engine.reference.segments if engine.reference else ()
         reference = next((other for other in references if other.name == segment.name), None)
         assert engine.reference is None or reference is not None
@@ -136,7 +136,7 @@ def finish(
     history: jax.Array | None,
     over_layers: OverLayers = of_whole_model,
 ) -> Gradients:
-    """The results of a step after all microbatches: gradients, their norm, metrics and history, of all devices.
+    """Completes a step after all microbatches: gradients, their norm, metrics and history, over all devices.
 
     sums_of, accumulators: by segment; none for segments whose gradients are complete, see `gradients.reduced`.
     over_layers: see `totals.OverLayers`. scale, history: see `engine.loss_and_gradients`.
