@@ -141,6 +141,7 @@ def train(
 
     # -- Data, and the checkpoint to continue from --------------------------------------------------------------------
     start = find_start(c, setup)
+    c = start.config
     tokens_per_step = start.samples_per_step * c.sequence_len
 
     # -- Plan: shapes, shardings, memory ------------------------------------------------------------------------------
@@ -149,7 +150,8 @@ def train(
         check_restorable(start.resume, run.plan, run.layers)
     describe_run(c, run, devices, setup.need)
     say(start.found.describe())
-    say(f"run: {start.total_steps} steps of {tokens_per_step:,} tokens into {setup.output_dir}")
+    rate = f"learning rate {c.learning_rate:g}"
+    say(f"run: {start.total_steps} steps of {tokens_per_step:,} tokens, {rate}, into {setup.output_dir}")
     is_new = (c.from_scratch or not c.model_path) and not c.lora
     say(budget(run.model, start.total_steps * tokens_per_step, is_new=is_new))
 

@@ -242,6 +242,7 @@ def signal_at(monkeypatch, step: int, *numbers: int) -> None:
     monkeypatch.setattr(MetricsLog, "step", report)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tmp_path, capsys, monkeypatch, number):
     """Exit code 75, "try again", which schedulers can tell from the end of a run."""
@@ -356,6 +357,32 @@ def test_a_terminal_that_closes_ends_a_run_after_it_has_saved(tmp_path):
     os.close(terminal)
     assert process.wait(60) == STOPPED
     assert (tmp_path / "saved").read_text() == "SIGHUP"
+
+
+def test_lines_after_the_terminal_has_closed_are_no_error(tmp_path):
+    """Also before SIGHUP comes, which here does not: what a full file says is still raised."""
+    code = """
+import os, signal, sys
+from pathlib import Path
+from surojax.run.console import Console
+os.read(int(sys.argv[2]), 1)
+Console().line("nobody reads this")
+Console().status("nor this")
+print("this is discarded, too")
+try:
+    Console(open("/dev/full", "w")).line("x")
+except OSError as error:
+    Path(sys.argv[1]).write_text(str(error.errno))
+"""
+    terminal, theirs = pty.openpty()
+    closed, close = os.pipe()
+    command = [sys.executable, "-c", code, str(tmp_path / "error"), str(closed)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, pass_fds=[closed])
+    os.close(theirs)
+    os.close(terminal)
+    os.write(close, b"x")
+    assert process.wait(60) == 0
+    assert (tmp_path / "error").read_text() == str(errno.ENOSPC)
 
 
 @pytest.mark.usefixtures("no_nohup")
@@ -600,6 +627,7 @@ def test_more_steps_than_before(whole, config, tmp_path, capsys):
     assert "is at step 14 of 13; raise max_steps to go on" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_from_a_checkpoint_of_another_folder(whole, config, tmp_path, capsys):
     """It is only read; and when the same command is started again, the run goes on from its own checkpoints."""
     before = contents(whole)
