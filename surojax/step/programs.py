@@ -42,7 +42,7 @@ class Programs:
     def __init__(self, mesh: Mesh, plan: Any):
         self.mesh = mesh
         self.plan = plan
-        self.functions: dict[Hashable, Any] = {}
+        self.functions: dict[Any, Any] = {}
         self._planned: list[Program] = []  # `programs`, once lowered
 
     def programs(self, *batch: jax.ShapeDtypeStruct) -> list[Program]:

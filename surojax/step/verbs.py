@@ -20,7 +20,6 @@ import jax
 
 from surojax.models.lora import without_adapters
 from surojax.models.model import Segment, Variant
-from surojax.objectives.objective import Sums as ObjectiveSums
 from surojax.step.batch import Batch, Microbatch
 from surojax.step.gradients import Sums, add, reduced
 from surojax.step.outer import OuterLayers
@@ -116,7 +115,6 @@ def head(
 
     x_BSD: the last layer's output. targets: of the same tokens.
     """
-    sums: ObjectiveSums
     sums, dx_BSD, d_outer = outer.head(totals.d_outer, x_BSD, targets, scale)
     return dx_BSD, totals._replace(d_outer=d_outer, sums=add(totals.sums, sums))
 
@@ -141,6 +139,7 @@ def finish(
     sums_of, accumulators: by segment; none for segments whose gradients are complete, see `gradients.reduced`.
     over_layers: see `totals.OverLayers`. scale, history: see `engine.loss_and_gradients`.
     """
+    assert totals.squares is not None
     metrics = totals.metrics(engine, batch, scale, over_layers)
     grads, norm = reduced(engine, sums_of, accumulators, totals.d_outer, totals.squares)
     return Gradients(metrics, grads, norm, totals.extended_history(history, over_layers))
