@@ -56,12 +56,12 @@ _HOMES = {
     "Engine": "surojax.step.spec",
     "Event": "surojax.run.callbacks",
     "Guard": "surojax.run.guard",
-    "LossOfLogits": "surojax.step.objective",
+    "LossOfLogits": "surojax.objectives.objective",
     "Decoder": "surojax.models.decoder",
     "DecoderConfig": "surojax.models.decoder_config",
     "Model": "surojax.models.model",
     "NonFiniteLoss": "surojax.run.nonfinite",
-    "Objective": "surojax.step.objective",
+    "Objective": "surojax.objectives.objective",
     "OwnLoop": "surojax.training.own_loop",
     "Result": "surojax.train",
     "StepSettings": "surojax.step.spec",
@@ -81,11 +81,11 @@ if TYPE_CHECKING:  # for editors, which complete these names and show their type
     from surojax.models.decoder import Block as Block, Decoder as Decoder
     from surojax.models.decoder_config import DecoderConfig as DecoderConfig
     from surojax.models.model import Compute as Compute, Model as Model
+    from surojax.objectives.objective import LossOfLogits as LossOfLogits, Objective as Objective
     from surojax.run.callbacks import Callback as Callback, EarlyStopping as EarlyStopping, Event as Event
     from surojax.run.guard import Guard as Guard
     from surojax.run.metrics import read_metrics as read_metrics
     from surojax.run.nonfinite import NonFiniteLoss as NonFiniteLoss
-    from surojax.step.objective import LossOfLogits as LossOfLogits, Objective as Objective
     from surojax.step.spec import Engine as Engine, StepSettings as StepSettings
     from surojax.step.state import TrainState as TrainState
     from surojax.train import Result as Result, train as train

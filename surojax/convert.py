@@ -39,8 +39,8 @@ from surojax.inference.model_folder import folder_files, trained_files
 from surojax.inference.trained_model import check_trained_with
 from surojax.models.model import Model
 from surojax.numerics.base_formats import chosen_format
+from surojax.objectives.objectives import OBJECTIVES, objective_of
 from surojax.run import on_disk
-from surojax.step.objectives import OBJECTIVES, objective_of
 
 DEFAULT_DTYPE = "bfloat16"
 OUT_HELP = "the folder to write, new or empty; or a new file that ends in .gguf"

@@ -38,6 +38,10 @@ from surojax.exchange.base import fingerprint
 from surojax.exchange.sources import open_weights, resolved
 from surojax.memory import nvme
 from surojax.memory.lock import locked
+from surojax.objectives.distillation import DISTILL, Labelling, likely_tokens
+from surojax.objectives.objective import TEACHER, TEACHER_IDS, TEACHER_STATES
+from surojax.objectives.objectives import LABELLING
+from surojax.objectives.teacher_states import last_states
 from surojax.parallel.feed import from_host
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, find_devices, make_mesh
@@ -48,10 +52,6 @@ from surojax.planner.labelling import plan_labelling
 from surojax.refusals.refusal import about, refuse
 from surojax.run.console import say
 from surojax.step import train_step
-from surojax.step.distillation import DISTILL, Labelling, likely_tokens
-from surojax.step.objective import TEACHER, TEACHER_IDS, TEACHER_STATES
-from surojax.step.objectives import LABELLING
-from surojax.step.teacher_states import last_states
 from surojax.training.initial_state import fresh_state
 
 EVERY = 60.0  # seconds between lines

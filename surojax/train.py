@@ -41,6 +41,8 @@ from surojax.memory import nvme
 from surojax.memory.aligned import share_arenas
 from surojax.memory.lock import Lock, locked
 from surojax.models.decoder import Block
+from surojax.objectives.objective import Objective
+from surojax.objectives.objectives import OBJECTIVES
 from surojax.optim.from_optax import MakeTransformation
 from surojax.parallel.feed import Feed
 from surojax.placement.layout import batch_sharding
@@ -59,8 +61,6 @@ from surojax.run.nonfinite import NonFiniteLoss
 from surojax.run.restore import check_restorable
 from surojax.run.shared import check_shared, is_first
 from surojax.run.stop import ABORTED, EarlyStop, StopSignal, ended_at_once
-from surojax.step.objective import Objective
-from surojax.step.objectives import OBJECTIVES
 from surojax.step.state import TrainState
 from surojax.training.evaluation import early_stopping, evaluation_summary
 from surojax.training.initial_state import ADAPTER, first_state, restored, write_adapter

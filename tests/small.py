@@ -19,6 +19,7 @@ from surojax.models.decoder_config import DecoderConfig
 from surojax.models.kinds import targets
 from surojax.models.loss import cross_entropy
 from surojax.models.model import DEFAULT, Compute, Model
+from surojax.objectives.objective import CrossEntropy
 from surojax.optim import optimizer as optim
 from surojax.optim.adamw import adamw
 from surojax.optim.learning_rate import learning_rate_schedule
@@ -26,7 +27,6 @@ from surojax.placement.layout import Layout, batch_sharding
 from surojax.placement.mesh import make_mesh, shards
 from surojax.placement.param import Kind, Param
 from surojax.placement.table import Storage, place
-from surojax.step.objective import CrossEntropy
 from surojax.step.spec import StepSettings
 
 CONFIG = DecoderConfig(

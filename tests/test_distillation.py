@@ -40,12 +40,12 @@ from surojax.errors import ConfigError
 from surojax.inference.forward import hidden
 from surojax.inference.trained_model import load_trained
 from surojax.models.decoder_model import build
+from surojax.objectives.distillation import NOTHING, Distillation, label
+from surojax.objectives.teacher_states import TEACHER_HEAD, StateDistillation, with_teacher_head
 from surojax.placement.layout import batch_sharding
 from surojax.placement.param import OUTER, with_part
 from surojax.planner.gpus import GPUS
 from surojax.planner.labelling import plan_labelling
-from surojax.step.distillation import NOTHING, Distillation, label
-from surojax.step.teacher_states import TEACHER_HEAD, StateDistillation, with_teacher_head
 from surojax.step.train_step import make_gradients, make_train_step
 from surojax.train import train
 

@@ -20,12 +20,12 @@ from surojax.assembly.from_config import architecture, from_config
 from surojax.assembly.xla_options import compiler_options
 from surojax.config.fields import flat, mesh_sizes
 from surojax.models.decoder import Decoder
+from surojax.objectives.distillation import Distillation
+from surojax.objectives.objective import OfLogProbabilities
+from surojax.objectives.objectives import build_objective
+from surojax.objectives.rewards import Reward
 from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.mesh import make_mesh
-from surojax.step.distillation import Distillation
-from surojax.step.objective import OfLogProbabilities
-from surojax.step.objectives import build_objective
-from surojax.step.rewards import Reward
 from surojax.step.train_step import passes
 from surojax.verification.bounds import Curve
 from surojax.verification.row_batches import drawn_targets, make_batches

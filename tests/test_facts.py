@@ -11,13 +11,13 @@ from surojax.config.fields import FIELDS, default_config, names_with, set_fields
 from surojax.declared import DeclaredField, Facts, built, computed, declare, declared, same_as, section_of
 from surojax.models.decoder_config import DecoderConfig
 from surojax.models.rotary import RopeScaling
+from surojax.objectives.objectives import OBJECTIVES
 from surojax.placement.table import Storage
 from surojax.planner import candidate, check_fit, choices, footprint, search, seen
 from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
 from surojax.planner.roofline import StorageTiers
 from surojax.refusals import features
-from surojax.step.objectives import OBJECTIVES
 from surojax.training import resume
 from surojax.verification.settings import OFFLOADS
 

@@ -18,11 +18,11 @@ from test_footprint import plan as planned, small as settings
 from surojax.models import decoder_model
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
+from surojax.objectives.objective import CrossEntropy
 from surojax.placement.layout import batch_sharding
 from surojax.planner import footprint
 from surojax.planner.traffic import batch_of
 from surojax.step.engine import evaluate
-from surojax.step.objective import CrossEntropy
 from surojax.step.outer import OuterLayers
 
 

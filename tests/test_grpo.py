@@ -16,9 +16,9 @@ from surojax import ConfigError, default_config, read_metrics, train
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.examples import Example
 from surojax.data.rollouts import RolloutEncoder
+from surojax.objectives.grpo import Grpo, GrpoSettings
+from surojax.objectives.objective import ADVANTAGE, LABELS, REFERENCE, SAMPLED
 from surojax.run.metrics import TIMINGS
-from surojax.step.grpo import Grpo, GrpoSettings
-from surojax.step.objective import ADVANTAGE, LABELS, REFERENCE, SAMPLED
 from surojax.step.train_step import make_gradients, make_train_step
 from surojax.training import reference
 

@@ -105,7 +105,6 @@ def test_a_run_whose_folder_is_removed_saves_its_step_and_can_be_continued(tmp_p
     assert train(c, data=TEXTS).checkpoint == tmp_path / "run/checkpoints/6"
 
 
-
 @pytest.mark.full
 @pytest.mark.parametrize("kind, last", [("step", (2, 3)), ("eval", (2,))])
 def test_a_callback_stops_a_run_which_can_be_continued(tmp_path, kind, last):

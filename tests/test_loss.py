@@ -14,10 +14,10 @@ from surojax.errors import ConfigError
 from surojax.models import decoder_model
 from surojax.models.linear import linear
 from surojax.models.loss import cross_entropy
+from surojax.objectives import objective as objectives
+from surojax.objectives.objective import CrossEntropy
 from surojax.parallel.collectives import varying
 from surojax.placement.mesh import SHARD, make_mesh
-from surojax.step import objective as objectives
-from surojax.step.objective import CrossEntropy
 from surojax.step.outer import OuterLayers
 
 MODEL = decoder_model.build(CONFIG)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small import CONFIG, Small
 
-from surojax.step.objective import CrossEntropy
+from surojax.objectives.objective import CrossEntropy
 from surojax.step.train_step import make_train_step
 
 A, B, S = 2, 8, 16

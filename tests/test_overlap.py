@@ -70,7 +70,7 @@ def test_random_numbers_of_a_step_are_those_of_its_number(monkeypatch):
 
     def told(*arguments, step, **others):
         found = plain(*arguments, step=step, **others)
-        return found._replace(means=found.means | {"loss": jnp.asarray(step, jnp.float32)})
+        return found._replace(metrics=found.metrics | {"loss": jnp.asarray(step, jnp.float32)})
 
     monkeypatch.setattr(engine, "loss_and_gradients", told)
     one_layer = dataclasses.replace(CONFIG, num_hidden_layers=1)

@@ -17,8 +17,8 @@ from surojax.__main__ import VERBS
 from surojax.config import checks, flags
 from surojax.config.fields import DEFAULTS, FIELDS
 from surojax.convert import merge_parser
+from surojax.objectives.objectives import OBJECTIVES
 from surojax.planner import choices, footprint, products, step_collectives, traffic
-from surojax.step.objectives import OBJECTIVES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -12,10 +12,10 @@ from small import CONFIG, Small, drawn_params, plain_model, quick_at, target_nam
 
 from surojax.models import decoder_model
 from surojax.models.lora import Lora, without_adapters
-from surojax.step.kto import KtoLoss, KtoSettings
-from surojax.step.objective import OfSequences, Sequences
-from surojax.step.objectives import OBJECTIVES
-from surojax.step.preferences import PairLoss, PreferenceSettings, dpo, ipo, log1mexp, orpo, simpo
+from surojax.objectives.kto import KtoLoss, KtoSettings
+from surojax.objectives.objective import OfSequences, Sequences
+from surojax.objectives.objectives import OBJECTIVES
+from surojax.objectives.preferences import PairLoss, PreferenceSettings, dpo, ipo, log1mexp, orpo, simpo
 from surojax.step.train_step import make_gradients, make_train_step
 
 REFERENCE = json.loads((Path(__file__).parent / "fixtures" / "preference_reference.json").read_text())

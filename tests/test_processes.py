@@ -214,9 +214,9 @@ BREAKS = """
 import dataclasses
 import jax.numpy as jnp
 from surojax.parallel.collectives import device_number
-from surojax.step import blocks
+from surojax.step import verbs
 
-plain = blocks.recomputing_segment
+plain = verbs.recomputing_segment
 
 def breaks(segment):
     segment = plain(segment)
@@ -227,7 +227,7 @@ def breaks(segment):
 
     return dataclasses.replace(segment, block_backward=block_backward)
 
-blocks.recomputing_segment = breaks
+verbs.recomputing_segment = breaks
 """
 
 

@@ -12,6 +12,7 @@ from surojax.assembly.from_config import from_config
 from surojax.config import checks
 from surojax.config.fields import DEFAULTS, default_config, flat, mesh_sizes
 from surojax.errors import ConfigError
+from surojax.objectives.objectives import LABELLING
 from surojax.placement.mesh import abstract_mesh, shards
 from surojax.refusals.refusal import (
     Feature,
@@ -24,7 +25,6 @@ from surojax.refusals.refusal import (
     refuse,
     refused,
 )
-from surojax.step.objectives import LABELLING
 
 DOCS = Path(__file__).parent.parent / "docs" / "refusals.md"
 # A model, a batch and a number of GPUs that every axis and every recipe divides.

@@ -33,9 +33,9 @@ from surojax.inference.trained_model import load_trained
 from surojax.models import decoder_model
 from surojax.models.lora import Lora, saved_names
 from surojax.models.model import Model
+from surojax.objectives.objectives import OBJECTIVES
+from surojax.objectives.rewards import REWARD, Reward, RewardSettings
 from surojax.planner import hlo, step_collectives, traffic
-from surojax.step.objectives import OBJECTIVES
-from surojax.step.rewards import REWARD, Reward, RewardSettings
 from surojax.step.train_step import make_gradients, make_train_step
 
 FIXTURE = Path(__file__).parent / "fixtures" / "reward_reference.json"

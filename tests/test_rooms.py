@@ -14,7 +14,7 @@ import surojax
 PACKAGE = Path(surojax.__file__).parent
 # A room imports rooms to its left only.
 ORDER = (
-    "numerics placement cluster parallel memory models families optim step run exchange config assembly "
+    "numerics placement cluster parallel memory models families optim objectives step run exchange config assembly "
     "inference planner pages training verification diagnosis commands"
 ).split()
 COMMANDS = tuple(

@@ -17,10 +17,10 @@ from surojax.config.fields import default_config
 from surojax.declared import names_of
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import RECIPES
+from surojax.objectives.objectives import OBJECTIVES
 from surojax.placement.mesh import abstract_mesh, data_parallel
 from surojax.placement.table import Storage
 from surojax.refusals.features import RECOMPUTE_PARTS
-from surojax.step.objectives import OBJECTIVES
 from surojax.verification import bounds as bounds_of, rows as rows_of, settings as settings_of, training
 from surojax.verification.bounds import judge
 from surojax.verification.row_batches import make_batches

@@ -16,6 +16,9 @@ from surojax.models.kinds.targets import target_names
 from surojax.models.lora import Lora, saved_names
 from surojax.models.model import Compute, Model
 from surojax.models.router_losses import RouterLosses
+from surojax.objectives import objectives
+from surojax.objectives.objective import REFERENCE, LossOfLogits, Objective, OfLogProbabilities
+from surojax.objectives.teacher_states import with_teacher_head
 from surojax.optim import optimizer as optim, optimizers
 from surojax.optim.from_optax import MakeTransformation, from_optax
 from surojax.optim.learning_rate import Schedule, learning_rate_schedule
@@ -23,10 +26,7 @@ from surojax.placement.mesh import data_parallel, shards
 from surojax.placement.table import Mesh, Placement, Storage, place
 from surojax.refusals.features import BY_LAYER
 from surojax.refusals.refusal import about, refused
-from surojax.step import objectives
-from surojax.step.objective import REFERENCE, LossOfLogits, Objective, OfLogProbabilities
 from surojax.step.spec import Engine, StepSettings
-from surojax.step.teacher_states import with_teacher_head
 
 
 class Brought(NamedTuple):

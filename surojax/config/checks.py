@@ -26,12 +26,12 @@ from surojax.exchange.missing import SAVE_FAST, SLOW_TOKENIZERS
 from surojax.families.registry import ARCHITECTURES
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED
+from surojax.objectives.distillation import DISTILL
+from surojax.objectives.objectives import OBJECTIVES, REFUSALS as OF_OBJECTIVES
 from surojax.optim.optimizers import REFUSALS as OF_OPTIMIZERS
 from surojax.refusals.pairs import TABLE
 from surojax.refusals.refusal import refusals_page, refuse
 from surojax.sizes import check_largest, divisor
-from surojax.step.distillation import DISTILL
-from surojax.step.objectives import OBJECTIVES, REFUSALS as OF_OBJECTIVES
 
 # What does not go together: the rows of docs/refusals.md.
 REFUSALS = (

@@ -35,11 +35,11 @@ from surojax.models.kinds.sublayer import LayerKinds, Width
 from surojax.models.lora import Lora
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
+from surojax.objectives.objectives import SETTINGS as OBJECTIVE_SETTINGS
 from surojax.offloads import OPTIONS, ROWS
 from surojax.optim.optimizer import MomentSettings
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.placement.table import Storage
-from surojax.step.objectives import SETTINGS as OBJECTIVE_SETTINGS
 from surojax.step.spec import StepSettings
 
 if TYPE_CHECKING:

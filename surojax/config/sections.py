@@ -10,11 +10,11 @@ import dataclasses
 
 from surojax.declared import AT_LEAST_0, AT_LEAST_1, FRACTION, NOT_EMPTY, POSITIVE, Facts, Range, at_most, declare
 from surojax.families.registry import ARCHITECTURES
+from surojax.objectives.objectives import CROSS_ENTROPY, OBJECTIVES
 from surojax.optim.learning_rate import SCHEDULES
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.run.trackers import KNOWN as KNOWN_TRACKERS
 from surojax.sizes import MOST_GPUS
-from surojax.step.objectives import CROSS_ENTROPY, OBJECTIVES
 
 GPUS = at_most(MOST_GPUS, f"{MOST_GPUS:,} GPUs")
 SHARDS = Range(lambda v: v == -1 or v >= 1, "1 or more, or -1", "-1 is all that the other sizes leave")

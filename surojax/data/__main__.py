@@ -21,7 +21,7 @@ from surojax.data.show import sample_table
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.exchange.sources import resolved
-from surojax.step.objectives import OBJECTIVES
+from surojax.objectives.objectives import OBJECTIVES
 
 
 def print_line(text: str) -> None:

@@ -48,8 +48,8 @@ class Teacher(NamedTuple):
     """The teacher that made a folder's labels: its identity and the labels' settings.
 
     teacher: digest of the model and of the settings that its numbers depend on. name: of the model, for messages.
-    tokenizer: its name with a digest. vocab_size: V of the teacher. top_k, temperature: see `step.distillation`; both
-    are 0 if labels are last hidden states. hidden_size: E of these, else 0. dtype: of these.
+    tokenizer: its name with a digest. vocab_size: V of the teacher. top_k, temperature: see `objectives.distillation`;
+    both are 0 if labels are last hidden states. hidden_size: E of these, else 0. dtype: of these.
     """
 
     teacher: str

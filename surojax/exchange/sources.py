@@ -22,7 +22,7 @@ from surojax.exchange.naming import Naming, naming_of
 from surojax.exchange.new_head import WithNewHead
 from surojax.models.model import Model
 from surojax.numerics.base_formats import chosen_format
-from surojax.step.objectives import OBJECTIVES
+from surojax.objectives.objectives import OBJECTIVES
 from surojax.untrusted import expanded, read_json
 
 KEPT = "model"  # folder in the output_dir of a run

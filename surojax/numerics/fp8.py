@@ -77,9 +77,9 @@ def history_shape(num_layers: int, sites: Sites, length: int) -> tuple[int, int,
     return num_layers, sites.number, length
 
 
-def new_observed(history: jax.Array | None) -> jax.Array | None:
+def new_observed(history: jax.Array | None, layers: int) -> jax.Array | None:
     """Zeros `[layers, sites]`, in which a step records the largest magnitudes; None without a history."""
-    return None if history is None else jnp.zeros(history.shape[:2], jnp.float32)
+    return None if history is None else jnp.zeros((layers, history.shape[1]), jnp.float32)
 
 
 def delayed_scales(history: jax.Array, sites: Sites, margin: int, loss_scale: jax.Array) -> jax.Array:

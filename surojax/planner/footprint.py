@@ -29,6 +29,7 @@ from surojax.config.fields import Config
 from surojax.memory.in_file import has_room
 from surojax.models.model import runs
 from surojax.numerics.quantized import is_quantized
+from surojax.objectives.teacher_states import TEACHER_HEAD
 from surojax.offloads import IN_SLOTS, TO_FILES
 from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
@@ -44,7 +45,6 @@ from surojax.step.layer_gradients import LAYERS_IN_FLIGHT
 from surojax.step.stage_layers import in_lockstep
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.stream import comes_in_pairs
-from surojax.step.teacher_states import TEACHER_HEAD
 
 POOL = 0.95  # largest fraction of a GPU's memory that JAX can use: the driver needs the remainder
 DEFAULT_POOL = 0.75  # fraction that JAX uses by default

@@ -16,6 +16,7 @@ from surojax.assembly.xla_options import compiler_options
 from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
+from surojax.objectives.distillation import Labelling
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, make_mesh
@@ -28,10 +29,8 @@ from surojax.planner.gpus import GB, GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.layer_sizes import size
 from surojax.planner.timeline import simulate
 from surojax.planner.traffic import BatchShape
-from surojax.step.distillation import Labelling
-from surojax.step.layer_evaluation import LayerEvaluation
+from surojax.step.programs import Program, Programs
 from surojax.step.state_plan import bytes_per_device
-from surojax.step.step_parts import Program
 from surojax.step.train_step import BATCHES_IN_FLIGHT, make_eval_step
 
 
@@ -82,7 +81,7 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
     sharding = batch_sharding(mesh.abstract_mesh, accumulated=False)
     arrays = engine.planned_batch((sequences, c.sequence_len), sharding)
     step = make_eval_step(engine, run.plan, mesh)
-    in_files = isinstance(step, LayerEvaluation)
+    in_files = isinstance(step, Programs)
     programs = step.programs(*arrays) if in_files else [Program(step, (run.plan.weights, *arrays), 1)]
     options = compiler_options(run, "gpu", memory_bytes=facts.memory_bytes, plans_with=aot.PLANS_WITH)
     compiled = [aot.compile_for(part.function, part.arguments, mesh, options) for part in programs]

@@ -18,6 +18,8 @@ from surojax.assembly.assemble import Assembly
 from surojax.models.lora import adapters
 from surojax.models.model import Segment, Variant
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
+from surojax.objectives.objective import OfLogProbabilities
+from surojax.objectives.teacher_states import TEACHER_HEAD
 from surojax.placement.mesh import CONTEXT, EXPERT, SHARD, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import Kind, Param
 from surojax.planner import expert_time, layer_sizes, step_collectives
@@ -25,8 +27,6 @@ from surojax.planner.costs import BACKWARD_FLOPS, attention_time, pass_time, pro
 from surojax.planner.gpus import Gpu
 from surojax.planner.layer_sizes import itemsize, segment_bytes
 from surojax.planner.traffic import BatchShape
-from surojax.step.objective import OfLogProbabilities
-from surojax.step.teacher_states import TEACHER_HEAD
 
 FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
 BACKWARD_PASSES = 3.2

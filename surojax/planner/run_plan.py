@@ -55,10 +55,8 @@ from surojax.planner.drives import disks
 from surojax.planner.gpus import GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
-from surojax.step.file_step import FileStep
-from surojax.step.overlap import OverlappedStep
+from surojax.step.programs import Program, Programs
 from surojax.step.state_plan import bytes_per_device
-from surojax.step.step_parts import Program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,10 +294,8 @@ def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.BatchShape) 
     """The programs that make up a step."""
     train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh, run.files)
     arrays = traffic.batch_arrays(run, batch)
-    if isinstance(train_step, FileStep):
-        return train_step.programs(*arrays)
-    if isinstance(train_step, OverlappedStep):
-        return [Program(train_step.step, (train_step.pending, *arrays), 1)]
+    if isinstance(train_step, Programs):
+        return [program for program in train_step.programs(*arrays) if program.times]
     return [Program(train_step, (run.plan, *arrays), 1)]
 
 

@@ -1,7 +1,7 @@
 """Stops a run whose loss or gradient norm is not finite, and names the process in which that began.
 
 Loss and norm are sums over all devices, so all processes see the same NaN at the same step. Each asks its own devices
-whether their values were finite before any sum (step/step_metrics.py), and they tell each other. A NaN in a shard of
+whether their values were finite before any sum (step/totals.py), and they tell each other. A NaN in a shard of
 the weights is in the values of all devices that all-gather it, and one in an activation in those of all that it is sent
 to: then several processes, or all, are named. One that begins in the gradient of a weight reaches none of these values.
 """

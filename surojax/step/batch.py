@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from surojax.memory.host import read
 from surojax.models.model import NO_INPUTS, Compute, Model, RecipeInputs, Routing, Segment
 from surojax.numerics.fp8 import delayed_scales
+from surojax.objectives.objective import STARTS, Objective, OfLogProbabilities
 from surojax.parallel import collectives
 from surojax.parallel.context import of_each_chunk, own_tokens
 from surojax.parallel.tensor import own_part
 from surojax.placement.mesh import BATCH, TOKENS
-from surojax.step.objective import STARTS, Objective, OfLogProbabilities
 from surojax.step.spec import Engine
 
 
@@ -42,7 +42,7 @@ class Microbatch(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Microbatches for which a layer is fetched once. first, last: of the step's groups."""
+    """Microbatches for which a layer is fetched once. first, last: whether it is the step's first, or last, group."""
 
     number: jax.Array | int
     microbatches: list[Microbatch]
@@ -51,7 +51,7 @@ class Group(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Whole sequences `[A, B, S]`, or `[B, S]`, by the names of `Engine.batch_arrays`; and who reads them."""
+    """The arrays of a batch `[A, B, S]`, or `[B, S]`, by the names of `Engine.batch_arrays`; sequences are whole."""
 
     arrays: dict[str, jax.Array]
     objective: Objective | OfLogProbabilities
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
 
     @property
     def targets(self) -> list[str]:
-        """The names of the arrays that the batch has for its objective: of answers, also where each of them starts."""
+        """Names of the target arrays; objectives over answers also get the document starts."""
         of_answers = (STARTS,) if isinstance(self.objective, OfLogProbabilities) else ()
         return [name for name in (*self.objective.targets, *of_answers) if name in self.arrays]
 
@@ -88,13 +88,13 @@ class Batch(NamedTuple):
         return microbatch.on_device(functools.partial(recipe_inputs, a))
 
     def on_device(self, recipe_inputs: Callable) -> Microbatch:
-        """The tokens of one microbatch whose activations are on this device."""
+        """Selects the tokens of one microbatch whose activations are on this device."""
         targets = {name: self._own(name) for name in self.targets}
         starts = self.arrays.get(STARTS)
         return Microbatch(self._own("inputs"), targets, starts, lambda: self.objective.counted(targets), recipe_inputs)
 
     def _own(self, name: str) -> jax.Array:
-        """The columns of an array `[B, S]` whose activations are on this device."""
+        """Selects the columns of an array `[B, S]` whose activations are on this device."""
 
         def own_columns(x_BS: jax.Array) -> jax.Array:
             return own_part(own_tokens(x_BS, self.compute.cp_method))
@@ -103,7 +103,7 @@ class Batch(NamedTuple):
 
 
 def recipe_inputs_of(model: Model, history, step, microbatches: int, scale: jax.Array) -> Callable:
-    """A function (microbatch a, number of a layer) -> `RecipeInputs` of its block.
+    """Returns a function (microbatch a, number of a layer) -> `RecipeInputs` of its block.
 
     history: largest magnitudes in the last steps, see `fp8.history_shape`. scale: of the loss in the gradient, which
     tells the first step how large gradients may be.

@@ -77,7 +77,7 @@ class SegmentLayer(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """The kind of a layer: layers of one kind share a program.
+    """Identifies layers that share a program.
 
     segment: its name. part: the number of the part of its work weights that the layer is in.
     """
@@ -87,7 +87,7 @@ class LayerKind(NamedTuple):
     variant: Variant
 
 
-class Resting:
+class LayerStore:
     """Keeps each layer's arrays between two programs: in files, or in the memory of the first program's results."""
 
     def __init__(self, files: Any = None):
@@ -104,17 +104,17 @@ class Resting:
             self.layers[l] = layer
 
     def read(self, l: int):
-        """The arrays of layer l, once. Raises NvmeError."""
+        """Returns the arrays of layer l, and forgets those in memory. Raises NvmeError."""
         return self.files.joined((), self.files.read([l])) if self.in_files else self.layers.pop(l)
 
 
 def in_rounds(tree):
-    """Arrays of a layer as rounds `[1, ...]`, see `InFiles`."""
+    """Adds a leading axis of 1 to a layer's arrays: rounds `[1, ...]`, see `InFiles`."""
     return jax.tree.map(lambda x: x[None], tree)
 
 
 def of_round(tree):
-    """The arrays of a layer in device memory, from rounds. XLA (0.12) reshapes nothing in host memory."""
+    """Removes the leading axis of rounds, in device memory: XLA (0.12) reshapes nothing in host memory."""
     return jax.tree.map(lambda x: x[0], put(tree, DEVICE))
 
 

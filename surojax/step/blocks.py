@@ -1,53 +1,42 @@
-"""The passes over a segment's layers, forward and backward, each layer for all microbatches of a group; see engine.py.
+"""Runs a segment's layers forward and backward, each layer for all microbatches of a group; see engine.py.
 
 Shape suffixes: B local batch, S sequence (or its part, see outer.py), D hidden size.
 """
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from surojax.models.lora import without_adapters
-from surojax.models.model import Routed, Segment, Variant
-from surojax.parallel.collectives import Squares, varying
-from surojax.placement.mesh import AXES
+from surojax.memory.host import read
+from surojax.models.model import Variant
 from surojax.step import passes
 from surojax.step.batch import Group, Microbatch
-from surojax.step.gradients import Sums, add, reduce_behind
+from surojax.step.gradients import Sums, reduce_behind
 from surojax.step.outer import OuterLayers
-from surojax.step.residuals import Residuals, recomputing_segment
+from surojax.step.residuals import Residuals
 from surojax.step.spec import Engine
 from surojax.step.stream import Flight, Layer, Stream
+from surojax.step.totals import LayerTotals, Totals
+from surojax.step.verbs import LayerVerbs
 from surojax.step.weights import Layers
-
-
-class Backward(NamedTuple):
-    """The carry of a backward pass.
-
-    dxs_BSD: for each microbatch of a group. squares: of the accumulators. observed: largest magnitudes so far.
-    """
-
-    dxs_BSD: list[jax.Array]
-    squares: Squares
-    observed: Any
 
 
 class Blocks:
     """Runs a segment's blocks forward and backward, with a lane for each class of tensors that they read and write.
 
-    layers: the loops over them, with the lane of weights. residuals, sums: of what they save, and of their gradients.
+    layers: the loops over them, with the lane of weights. residuals, sums: their saved activations and their gradients.
+    verbs: what one layer computes.
     """
 
     def __init__(self, engine: Engine, layers: Layers, residuals: Residuals):
         self.layers = layers
         self.residuals = residuals
-        segment = layers.segment
-        self.reference = reference_block(engine, segment)
-        self.segment = recomputing_segment(segment) if engine.recompute_block else segment
-        self.sums = Sums(engine, segment)
+        self.verbs = LayerVerbs.of(engine, layers.segment)
+        self.segment = layers.segment
+        self.sums = Sums(engine, self.segment)
         self.forward_lanes = passes.forward_pass(engine.table)
         self.backward_lanes = passes.backward_pass(engine.table)
         weights = engine.table.weights
@@ -56,106 +45,109 @@ class Blocks:
         self.copies_in = weights.home.streamed
 
     def with_layers(self, layers: Any) -> "Blocks":
-        """A copy of the blocks with other weights. layers: `Layers`, or `overlap.UpdatingLayers`."""
+        """Copies the blocks with other weights. layers: `Layers`, or `overlap.UpdatingLayers`."""
         new = copy.copy(self)
         new.layers = layers
         return new
 
     def new_sums(self, used=None) -> Flight:
-        """Zeroed accumulators of gradients before the first group, see `Sums.new`."""
+        """Makes zeroed accumulators of gradients, see `Sums.new`."""
         weights = jax.eval_shape(lambda: self.layers.fetch_first(self.segment.variants[0]))
         return self.sums.new(weights, used)
 
     @jax.named_scope("forward")
     def forward(
-        self, xs_BSD: list[jax.Array], group: Group, flights: dict[str, Any], index: Callable = lambda l: l
-    ) -> tuple[list[jax.Array], dict[str, Any]]:
-        """(results, flights) of all blocks, for each microbatch of a group with its x.
+        self,
+        xs_BSD: list[jax.Array],
+        totals: Totals,
+        group: Group,
+        flights: dict[str, Any],
+        index: Callable = lambda l: l,
+    ) -> tuple[list[jax.Array], Totals, dict[str, Any]]:
+        """Runs all blocks for each microbatch of a group; returns (outputs, totals, flights).
 
         xs_BSD: with a reference, those of its pass over the same microbatches follow, of which nothing is saved.
-        flights: of the lanes "weights" and "residuals", and "statistics" of a segment that has them: zeros, to which
-        the layers' sums over the group are written. index: of a layer in the stacks of residuals.
+        totals: those that `totals.FORWARD` names. flights: of the lanes "weights" and "residuals". index: of a layer in
+        the stacks of residuals.
         """
-        segment = self.segment
-        lanes = {"residuals": Stream(self.forward_lanes.lane("residuals"), index)}
-        if segment.statistics is not None:
-            lanes["statistics"] = Stream(passes.STATISTICS)
 
-        def body(layer: Layer, values, carry: list[jax.Array], flights):
-            xs_BSD = list(carry)
-            kept = []
-            statistics = None
+        def body(layer: Layer, values, carry: tuple[list[jax.Array], Totals], flights):
+            xs_BSD, totals = list(carry[0]), carry[1]
+            where = layer.number, layer.variant
+            residuals = []
+            of_layer = LayerTotals()
             for i, each in enumerate(group.microbatches):
                 if i:
                     xs_BSD[i], xs_BSD[i - 1] = in_turn(xs_BSD[i], xs_BSD[i - 1])
-                inputs = each.recipe_inputs(layer.number)
-                (x_BSD, routed), saved = segment.block_forward(
-                    values["weights"], xs_BSD[i], inputs, layer.variant, *each.of_tokens(segment)
-                )
+                xs_BSD[i], saved, more = self.verbs.forward(values["weights"], xs_BSD[i], *where, each)
                 if self.gathers and not self.recomputes:
                     # Residuals are written after the next weights are gathered, or the scheduler puts the gather
                     # behind.
                     saved, flights = behind_weights(saved, flights)
-                kept.append(self.residuals.arrays(saved))
-                xs_BSD[i] = x_BSD
-                statistics = plus_statistics(statistics, routed)
-            for i, each in enumerate(group.microbatches[: len(xs_BSD) - len(group.microbatches)], len(kept)):
+                residuals.append(self.residuals.arrays(saved))
+                of_layer = of_layer.plus(more)
+            size = len(group.microbatches)
+            for i, each in enumerate(group.microbatches[: len(xs_BSD) - size], size):
                 xs_BSD[i], xs_BSD[i - 1] = in_turn(xs_BSD[i], xs_BSD[i - 1])
-                xs_BSD[i] = self.reference(values["weights"], xs_BSD[i], layer, each)
-            results = {"residuals": kept} | ({"statistics": statistics} if "statistics" in lanes else {})
-            return xs_BSD, results, flights
+                xs_BSD[i] = self.verbs.infer_reference(values["weights"], xs_BSD[i], *where, each)
+            totals = totals.plus(of_layer, self.segment.name, layer.index, layer.number)
+            return (xs_BSD, totals), {"residuals": residuals}, flights
 
-        return self.layers.over(body, xs_BSD, lanes, flights, tokens=tokens_of(xs_BSD), counter=group.number)
+        lanes = {"residuals": Stream(self.forward_lanes.lane("residuals"), index)}
+        options = {"tokens": tokens_of(xs_BSD), "counter": group.number}
+        (xs_BSD, totals), flights = self.layers.over(body, (xs_BSD, totals), lanes, flights, **options)
+        return xs_BSD, totals, flights
 
     @jax.named_scope("backward")
     def backward(
         self,
-        carry: Backward,
+        dxs_BSD: list[jax.Array],
+        totals: Totals,
         group: Group,
         flights: dict[str, Any],
+        d_statistics: Any = None,
         index: Callable = lambda l: l,
-    ) -> tuple[Backward, dict[str, Any]]:
-        """(carry, flights) after all blocks in reverse, for each microbatch of a group.
+    ) -> tuple[list[jax.Array], Totals, dict[str, Any]]:
+        """Runs all blocks in reverse for each microbatch of a group; returns (gradients of inputs, totals, flights).
 
-        flights: of the lanes "weights", "residuals" and "grads", and "statistics" if these have gradients: of each
-        layer's. The first group reads no accumulators that rest in host memory. index: see `forward`.
+        totals: those that `totals.BACKWARD` names. flights: of the lanes "weights", "residuals" and "grads".
+        d_statistics: gradients of the totals' statistics `[L, ...]`; None without an auxiliary loss, or without
+        routers. The first group reads no accumulators that are in host memory. index: see `forward`.
         """
-        segment = self.segment
         sums_lane = self.backward_lanes.lane("grads")
         from_zeros = group.first and sums_lane.behind > 0
-        lanes = {
-            "residuals": Stream(self.backward_lanes.lane("residuals"), index),
-            "grads": Stream(sums_lane._replace(reads=not from_zeros)),
-        }
-        if "statistics" in flights:
-            lanes["statistics"] = Stream(passes.STATISTICS_GRADIENTS)
 
-        def body(layer: Layer, values, carry: Backward, flights):
-            dxs_BSD = list(carry.dxs_BSD)
-            observed = carry.observed
+        def body(layer: Layer, values, carry: tuple[list[jax.Array], Totals], flights):
+            dxs_BSD, totals = list(carry[0]), carry[1]
             sums = jax.tree.map(jnp.zeros_like, flights["grads"].late) if from_zeros else values["grads"]
+            d_counted = None if d_statistics is None else read(d_statistics, layer.index)
+            of_layer = LayerTotals()
             for i, (each, arrays) in enumerate(zip(group.microbatches, values["residuals"], strict=True)):
                 saved = self.residuals.of(arrays, layer.variant)
                 if i:
                     saved, dxs_BSD[i - 1] = in_turn(saved, dxs_BSD[i - 1])
                     dxs_BSD[i], sums = in_turn(dxs_BSD[i], sums)
-                d_result = dxs_BSD[i], values.get("statistics")
-                inputs = each.recipe_inputs(layer.number)
-                dw, dxs_BSD[i], seen = segment.block_backward(
-                    values["weights"], saved, d_result, inputs, layer.variant, *each.of_tokens(segment)
-                )
+                where = layer.number, layer.variant, each
+                dw, dxs_BSD[i], more = self.verbs.backward(values["weights"], saved, dxs_BSD[i], d_counted, *where)
                 if not i and self.recomputes and self.gathers:
                     dw, flights = self.behind_arrivals(dw, flights)
                 sums = self.sums.accumulated(sums, dw)
-                observed = and_observed(observed, seen, layer)
+                of_layer = of_layer.plus(more)
             sums, squares = self.sums.push(sums, last=group.last)
-            return Backward(dxs_BSD, add(carry.squares, squares), observed), {"grads": sums}, flights
+            of_layer = of_layer._replace(squares=squares)
+            totals = totals.plus(of_layer, self.segment.name, layer.index, layer.number)
+            return (dxs_BSD, totals), {"grads": sums}, flights
 
-        tokens = tokens_of(carry.dxs_BSD)
-        return self.layers.over(body, carry, lanes, flights, tokens=tokens, reverse=True, counter=group.number)
+        lanes = {
+            "residuals": Stream(self.backward_lanes.lane("residuals"), index),
+            "grads": Stream(sums_lane._replace(reads=not from_zeros)),
+        }
+        options = {"tokens": tokens_of(dxs_BSD), "reverse": True, "counter": group.number}
+        (dxs_BSD, totals), flights = self.layers.over(body, (dxs_BSD, totals), lanes, flights, **options)
+        return dxs_BSD, totals, flights
 
     def behind_arrivals(self, dw, flights: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """(a layer's gradients, flights): the next layer's weights and residuals arrive before any is reduced.
+        """Returns (dw, flights) behind a barrier: the next layer's weights arrive before any gradient is reduced.
 
         Else the scheduler puts them behind the last one. Nothing that computes waits for them. With weights from the
         host, residuals may be later, for less memory.
@@ -168,17 +160,18 @@ class Blocks:
         return dw, with_weights(flights, (next_weights, *further)) | {"residuals": flight}
 
 
-def reference_block(engine: Engine, segment: Segment) -> Callable:
-    """A function (weights, x, Layer, Microbatch) -> x of a layer without its adapters."""
-    assert engine.reference is None or len(engine.reference.segments) == len(engine.model.segments)
+def infer(layers: Layers, verbs: LayerVerbs, xs_BSD: list[jax.Array], each: Microbatch) -> list[jax.Array]:
+    """Runs all blocks of a segment for one microbatch, forward only, and returns their outputs.
 
-    def block(w, x_BSD: jax.Array, layer: Layer, each: Microbatch) -> jax.Array:
-        assert engine.reference is not None
-        (without,) = (other for other in engine.reference.segments if other.name == segment.name)
-        inputs = each.recipe_inputs(layer.number)
-        return without.block(without_adapters(w), x_BSD, inputs, layer.variant, *each.of_tokens(without))[0]
+    layers: the segment's. xs_BSD: its x, and that of the reference if there is one.
+    """
 
-    return block
+    def body(layer: Layer, values, xs_BSD: list[jax.Array], flights):
+        w, where = values["weights"], (layer.number, layer.variant, each)
+        x_BSD = verbs.infer(w, xs_BSD[0], *where)
+        return [x_BSD, *(verbs.infer_reference(w, other, *where) for other in xs_BSD[1:])], {}, flights
+
+    return layers.over(body, xs_BSD, {}, {"weights": layers.first()})[0]
 
 
 def residuals_of(
@@ -188,23 +181,14 @@ def residuals_of(
 
     variants: the variants that layers may have; (): the segment's own.
     """
-    segment = recomputing_segment(layers.segment) if engine.recompute_block else layers.segment
+    segment = layers.segment
+    verbs = LayerVerbs.of(engine, segment)
 
     def save(variant: Variant):
-        inputs = each.recipe_inputs(segment.start)
         x_BSD = outer.embed(each.inputs_BS)
-        w = layers.fetch_first(variant)
-        return segment.block_forward(w, x_BSD, inputs, variant, *each.of_tokens(segment))[1]
+        return verbs.forward(layers.fetch_first(variant), x_BSD, segment.start, variant, each)[1]
 
     return Residuals(segment.num_layers, engine.table.residuals.home, save, variants or segment.variants)
-
-
-def plus_statistics(sums, routed: Routed | None):
-    """Adds a microbatch's statistics of a layer to their sums, which are None before the first microbatch."""
-    if routed is None:
-        return None
-    new = varying(routed.statistics, AXES)
-    return new if sums is None else jax.tree.map(jnp.add, sums, new)
 
 
 def behind_weights(x, flights: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -219,16 +203,11 @@ def with_weights(flights: dict[str, Any], early: tuple) -> dict[str, Any]:
     return flights | {"weights": flights["weights"]._replace(early=early)}
 
 
-def and_observed(observed, seen, layer: Layer):
-    """Updates the largest magnitudes observed so far with a layer's products in this microbatch."""
-    return jax.tree.map(lambda old, new: old.at[layer.number].max(new), observed, seen)
-
-
 def tokens_of(xs_BSD: list[jax.Array]) -> int:
     """Counts the tokens of several microbatches' activations."""
     return sum(x_BSD.shape[0] * x_BSD.shape[1] for x_BSD in xs_BSD)
 
 
 def in_turn(x, before):
-    """Returns both behind one barrier, so that what reads x is computed after `before`."""
+    """Returns both behind one barrier, so that readers of x are computed after `before`."""
     return jax.lax.optimization_barrier((x, before))

@@ -19,7 +19,7 @@ from surojax.step.state import TrainState, work_weights
 
 
 def in_memory(state: TrainState) -> list:
-    """The arrays of a state, or of a plan, that are not in files and cannot be made of others."""
+    """Arrays of a state or plan that are in memory and cannot be recomputed from others."""
     kept = state.master, state.moments, state.history
     return InFiles(kept).in_memory(kept)
 
@@ -36,7 +36,7 @@ def reserve(plan: TrainState, store: Store) -> None:
 
 
 def reserved_shards(state: TrainState) -> list[np.ndarray]:
-    """The shards of a state that `reserve` has reserved room for."""
+    """Copies to host the shards of a state for which `reserve` has reserved room."""
     shards = []
     for x in in_memory(state):
         by_start = {_start(shard.index, x.shape): shard.data for shard in x.addressable_shards}
@@ -45,7 +45,7 @@ def reserved_shards(state: TrainState) -> list[np.ndarray]:
 
 
 def complete_state(store: Store, plan: TrainState, step: int, base: dict | None = None) -> TrainState:
-    """The state that a store has complete, of this step. base: work weights of what is not trained, see
+    """Reads the complete state of this step from a store. base: work weights that are not trained, see
     `restore.restore`. Raises NvmeError if it is damaged."""
     raw = iter(store.load())
 

@@ -42,76 +42,32 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from surojax.models.model import Model, Segment
-from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives
-from surojax.parallel.collectives import Squares, varying
+from surojax.parallel.collectives import varying
 from surojax.placement.mesh import AXES
+from surojax.step import verbs
 from surojax.step.batch import Batch, Group, Microbatch, recipe_inputs_of
-from surojax.step.blocks import Backward, Blocks, in_turn, reference_block, residuals_of
-from surojax.step.gradients import (
-    Accumulators,
-    add,
-    finish,
-    outer_sums,
-    peels_last_group,
-    starts_in_first_group,
-)
-from surojax.step.objective import Sums
+from surojax.step.blocks import Blocks, in_turn, infer, residuals_of
+from surojax.step.gradients import outer_sums, peels_last_group, starts_in_first_group
 from surojax.step.outer import OuterLayers
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState
-from surojax.step.step_metrics import Finite, all_finite, and_activations, and_gradients
-from surojax.step.stream import Flight, Layer
+from surojax.step.stream import Flight
+from surojax.step.totals import BACKWARD, FORWARD, Totals, auxiliary_loss, sum_of_devices
+from surojax.step.verbs import Gradients, LayerVerbs
 from surojax.step.weights import Layers
-
-__all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
-
-
-class Gradients(NamedTuple):
-    """The results of forward and backward passes that the update reads.
-
-    means: "loss" in nats per label over all microbatches and devices, and the objective's other sums by name, divided
-    by the number of its terms too.
-    grads: as `gradients.finish` leaves them. norm: the global norm of these. history: of recipe fp8_hybrid, else None.
-    statistics: by segment with routers `[L, ...]`, sums over all tokens that count. auxiliary: `Engine.auxiliary` of
-    these, None without it.
-    updated: by segment, the TensorState after the update of `updating`; None without it. finite: see `metrics`.
-    """
-
-    means: Sums
-    grads: dict
-    norm: jax.Array
-    history: Any
-    statistics: dict[str, Any]
-    auxiliary: jax.Array | None = None
-    updated: dict[str, TensorState] | None = None
-    finite: Finite | None = None
-
-    @property
-    def loss(self) -> jax.Array:
-        """The loss among the means."""
-        return self.means["loss"]
 
 
 class GroupCarry(NamedTuple):
     """The carry of the loop over groups of microbatches.
 
     flights: by segment, those of the lanes "weights" (prefetched for the next forward pass), "residuals" (stacks, which
-    every group writes anew) and "grads". d_outer: accumulators of the outer layers. sums: of the objective so far, on
-    this device; statistics: likewise, by segment. squares: of the accumulators, complete after the last group.
-    observed: largest magnitudes so far, for delayed scales. finite: see `metrics`.
+    every group writes anew) and "grads". totals: all that a step adds up besides.
     """
 
     flights: dict[str, dict[str, Any]]
-    d_outer: dict
-    sums: Sums
-    statistics: dict[str, Any]
-    squares: Squares
-    observed: Any
-    finite: Finite | None
+    totals: Totals
 
 
 class Groups:
@@ -154,43 +110,35 @@ class Groups:
             }
             for name, blocks in self.blocks.items()
         }
-        return GroupCarry(
-            flights=flights,
-            d_outer=d_outer,
-            sums=no_sums(self.engine),
-            statistics=no_statistics(self.engine.model),
-            squares=collectives.no_squares(),
-            observed=varying(new_observed(history), AXES),
-            finite=all_finite(self.engine),
-        )
+        return GroupCarry(flights, Totals.zeros(self.engine, history, d_outer))
 
     def layers_of(self, weights) -> dict[str, Layers]:
-        """The `Layers` of each segment. weights: by section."""
+        """Makes the `Layers` of each segment. weights: by section."""
         segments = self.engine.model.segments
         return {segment.name: Layers(self.engine, segment, weights[segment.name]) for segment in segments}
 
     def with_layers(self, layers: dict[str, Any], batch: Batch | None = None) -> "Groups":
-        """Copies the groups with other `Layers` for the segments. batch: in place of the one that there is."""
+        """Copies the groups with other `Layers` for the segments, and another batch if one is given."""
         new = copy.copy(self)
         new.blocks = {name: blocks.with_layers(layers[name]) for name, blocks in self.blocks.items()}
         new.batch = batch or self.batch
         return new
 
     def microbatch(self, a: jax.Array | int) -> Microbatch:
-        """Microbatch a."""
+        """Selects microbatch a."""
         return self.batch.microbatch(a, self.recipe_inputs)
 
     def group(self, g: jax.Array | int, *, first: bool, last: bool) -> Group:
-        """Group g of microbatches."""
+        """Selects group g of microbatches."""
         return Group(g, [self.microbatch(g * self.size + i) for i in range(self.size)], first, last)
 
     def both(self, g: jax.Array | int, carry: GroupCarry, *, first: bool = False, last: bool) -> GroupCarry:
-        """Runs forward and backward of group g. first, last: group of the step."""
+        """Runs forward and backward of group g. first, last: whether it is the step's first, or last, group."""
         group = self.group(g, first=first, last=last)
         return self.backward(group, *self.forward(group, carry))
 
     def updating(self, layers: dict[str, Any], carry: GroupCarry, *, last: bool):
-        """(the carry after the first group, the new TensorState by segment).
+        """Runs the first group, whose forward pass updates the layers; returns (carry, new TensorState by segment).
 
         layers: by segment, `overlap.UpdatingLayers`, which the forward pass updates.
         """
@@ -203,107 +151,64 @@ class Groups:
         return self.with_layers(new).backward(group, carry, xs_BSD), updated
 
     def forward(self, group: Group, carry: GroupCarry) -> tuple[GroupCarry, list[jax.Array]]:
-        """(the carry, results of the last layer) after the forward pass of each segment.
+        """Runs the forward pass of each segment; returns (carry, outputs of the last layer).
 
         With a reference its results follow those of the microbatches.
         """
         xs_BSD = [self.outer.embed(each.inputs_BS) for each in group.microbatches]
         if self.engine.reference is not None:
             xs_BSD = [*xs_BSD, *xs_BSD]  # embeddings are frozen with the blocks
-        zeros = no_statistics(self.engine.model)
-        done = {}
+        totals = carry.totals.only(FORWARD)
+        after = {}
         for name, blocks in self.blocks.items():
-            flights = carry.flights[name]
-            moving = {
-                "weights": blocks.layers.turn(flights["weights"], group.number, reverse=False),
-                "residuals": blocks.residuals.before_forward(flights["residuals"].stack),
+            before = carry.flights[name]
+            flights = {
+                "weights": blocks.layers.begin_pass(before["weights"], group.number, reverse=False),
+                "residuals": blocks.residuals.before_forward(before["residuals"].stack),
             }
-            if name in zeros:
-                moving["statistics"] = Flight(zeros[name])
-            xs_BSD, moving = blocks.forward(xs_BSD, group, moving)
-            if name in zeros:
-                zeros[name] = moving.pop("statistics").stack
-            done[name] = flights | moving
-        return carry._replace(flights=done, statistics=add(carry.statistics, zeros)), xs_BSD
+            xs_BSD, totals, flights = blocks.forward(xs_BSD, totals, group, flights)
+            after[name] = before | flights
+        totals = carry.totals.updated(totals).after_forward(xs_BSD[: self.size])
+        return GroupCarry(after, totals), xs_BSD
 
-    def d_statistics(self, carry: GroupCarry) -> dict[str, Any]:
-        """By segment, gradients of the statistics `[L, ...]`; nothing without an auxiliary loss."""
+    def d_statistics(self, totals: Totals) -> dict[str, Any]:
+        """Computes the gradients of routers' statistics `[L, ...]` by segment; {} without an auxiliary loss."""
         if self.engine.auxiliary is None:
             return {}
         assert self.number == 1, "an auxiliary loss is of all tokens of a step: config/checks.py refuses several groups"
-        return varying(auxiliary_loss(self.engine, carry.statistics, self.batch)[1], AXES)
+        return varying(auxiliary_loss(self.engine, sum_of_devices(totals.statistics), self.batch)[1], AXES)
 
-    def heads(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> tuple[GroupCarry, list[jax.Array]]:
-        """(the carry with losses and the heads' gradients, gradients of xs_BSD: the results of the last layer)."""
-        sums = carry.sums
+    def heads(self, group: Group, totals: Totals, xs_BSD: list[jax.Array]) -> tuple[Totals, list[jax.Array]]:
+        """Runs the heads; returns (totals with losses and heads' gradients, gradients of the last layer's outputs)."""
         dxs_BSD = []
-        d_outer = carry.d_outer
-        microbatches = [
-            each._replace(targets=self.outer.with_reference(each.targets, x_BSD))
+        targets = [
+            self.outer.with_reference(each.targets, x_BSD)
             for each, x_BSD in zip_longest(group.microbatches, xs_BSD[self.size :])
         ]
-        for each, x_BSD in zip(microbatches, xs_BSD, strict=False):
-            more, dx_BSD, d_outer = self.outer.head(d_outer, x_BSD, each.targets, self.scale)
-            sums = add(sums, more)
+        for x_BSD, of_microbatch in zip(xs_BSD, targets, strict=False):
+            dx_BSD, totals = verbs.head(self.outer, x_BSD, of_microbatch, self.scale, totals)
             dxs_BSD.append(dx_BSD)
-        finite = and_activations(carry.finite, xs_BSD[: self.size])
-        return carry._replace(d_outer=d_outer, sums=sums, finite=finite), dxs_BSD
+        return totals, dxs_BSD
 
     def backward(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> GroupCarry:
-        """The carry after heads, the blocks of all segments in reverse, and the embedding's gradients."""
-        d_statistics = self.d_statistics(carry)
-        carry, dxs_BSD = self.heads(group, carry, xs_BSD)
-        done = Backward(dxs_BSD, collectives.no_squares(), carry.observed)
-        flights_of = {}
+        """Runs heads, the blocks of all segments in reverse, and the embedding's gradients."""
+        d_statistics = self.d_statistics(carry.totals)
+        totals, dxs_BSD = self.heads(group, carry.totals, xs_BSD)
+        of_layers = totals._replace(squares=collectives.no_squares()).only(BACKWARD)
+        after = {}
         for name, blocks in reversed(self.blocks.items()):
-            flights = carry.flights[name]
-            moving = {
-                "weights": blocks.layers.turn(flights["weights"], group.number, reverse=True),
-                "residuals": blocks.residuals.before_backward(flights["residuals"]),
-                "grads": blocks.sums.before_backward(flights["grads"], group.number, first=group.first),
+            before = carry.flights[name]
+            flights = {
+                "weights": blocks.layers.begin_pass(before["weights"], group.number, reverse=True),
+                "residuals": blocks.residuals.before_backward(before["residuals"]),
+                "grads": blocks.sums.before_backward(before["grads"], group.number, first=group.first),
             }
-            if name in d_statistics:
-                moving["statistics"] = Flight(d_statistics[name])
-            done, moving = blocks.backward(done, group, moving)
-            moving.pop("statistics", None)
-            flights_of[name] = moving | {"residuals": Flight(moving["residuals"].stack)}
-        d_outer = carry.d_outer
-        for each, dx_BSD in zip(group.microbatches, done.dxs_BSD, strict=True):
-            d_outer = self.outer.push_embed(d_outer, each.inputs_BS, dx_BSD)
-        finite = and_gradients(carry.finite, done.dxs_BSD)
-        return carry._replace(
-            flights=flights_of, d_outer=d_outer, squares=done.squares, observed=done.observed, finite=finite
-        )
-
-
-def no_sums(engine: Engine) -> Sums:
-    """Zeros to add the objective's sums to, on this device."""
-    return varying({name: jnp.float32(0) for name in engine.sums}, AXES)
-
-
-def means_of(sums: Sums, scale: jax.Array) -> Sums:
-    """Sums the objective's terms over all devices and multiplies them by the scale of the loss."""
-    return jax.tree.map(lambda x: collectives.add_up(x, *AXES) * scale, sums)
-
-
-def no_statistics(model: Model) -> dict[str, Any]:
-    """Zeros `[L, ...]` for the statistics of each segment that has them."""
-
-    def zeros(segment: Segment):
-        return jax.tree.map(lambda x: jnp.zeros((segment.num_layers, *x.shape), x.dtype), segment.statistics)
-
-    return varying({s.name: zeros(s) for s in model.segments if s.statistics is not None}, AXES)
-
-
-def auxiliary_loss(engine: Engine, statistics: dict[str, Any], batch: Batch) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns (the auxiliary loss of a step, its gradients). statistics: sums over this device's tokens, by segment."""
-    return loss_of_statistics(engine, collectives.add_up(statistics, *AXES), batch)
-
-
-def loss_of_statistics(engine: Engine, statistics: dict[str, Any], batch: Batch) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns (the auxiliary loss of a step, its gradients). statistics: sums over all tokens, by segment."""
-    assert engine.auxiliary is not None
-    return jax.value_and_grad(engine.auxiliary)(statistics, batch.terms().astype(jnp.float32))
+            dxs_BSD, of_layers, flights = blocks.backward(dxs_BSD, of_layers, group, flights, d_statistics.get(name))
+            after[name] = flights | {"residuals": Flight(flights["residuals"].stack)}
+        totals = totals.updated(of_layers)
+        for each, dx_BSD in zip(group.microbatches, dxs_BSD, strict=True):
+            totals = verbs.end(self.outer, each.inputs_BS, dx_BSD, totals)
+        return GroupCarry(after, totals.after_backward(dxs_BSD))
 
 
 def loss_and_gradients(
@@ -314,7 +219,7 @@ def loss_and_gradients(
     step=0,
     updating: dict[str, Any] | None = None,
 ) -> Gradients:
-    """Loss and gradients of all microbatches and devices.
+    """Computes loss and gradients of all microbatches and devices.
 
     batch_ABS: the arrays `[A, B, S]` of `Engine.batch_arrays`. The loss is divided by the number of its terms on all
     devices, so the result does not depend on how a batch is split into microbatches.
@@ -344,18 +249,14 @@ def loss_and_gradients(
         carry = jax.lax.fori_loop(begin, end, functools.partial(groups.both, last=not peeled), carry)
     if end < groups.number:
         carry = groups.both(groups.number - 1, carry, last=True)
-    means = means_of(carry.sums, groups.scale)
-    auxiliary = auxiliary_loss(engine, carry.statistics, groups.batch)[0] if engine.auxiliary else None
-    statistics = collectives.add_up(carry.statistics, *AXES)
     sums_of = {name: blocks.sums for name, blocks in groups.blocks.items()}
-    sums = Accumulators({name: flights["grads"] for name, flights in carry.flights.items()}, carry.d_outer)
-    grads, norm = finish(engine, sums_of, sums, carry.squares)
-    history = extended(history, collectives.largest_of_devices(carry.observed))
-    return Gradients(means, grads, norm, history, statistics, auxiliary, updated, carry.finite)
+    accumulators = {name: flights["grads"] for name, flights in carry.flights.items()}
+    done = verbs.finish(engine, sums_of, accumulators, carry.totals, groups.batch, groups.scale, history)
+    return done._replace(updated=updated)
 
 
 def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
-    """(the objective's sums, number of its terms) over all devices; forward only, without auxiliary losses.
+    """Returns (the objective's sums, number of its terms) over all devices; without auxiliary losses.
 
     batch_BS: the arrays `[B, S]` of `Engine.batch_arrays`.
     """
@@ -365,13 +266,6 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     xs_BSD = [outer.embed(each.inputs_BS)] * (1 if engine.reference is None else 2)
     for segment in engine.model.segments:
         layers = Layers(engine, segment, weights[segment.name])
-        reference = reference_block(engine, segment)
-
-        def block(layer: Layer, values, xs_BSD, flights, segment=segment, reference=reference):
-            x_BSD, _ = segment.block(values["weights"], xs_BSD[0], None, layer.variant, each.starts_BS)
-            others = [reference(values["weights"], x_BSD, layer, each) for x_BSD in xs_BSD[1:]]
-            return [x_BSD, *others], {}, flights
-
-        xs_BSD, _ = layers.over(block, xs_BSD, {}, {"weights": layers.first()})
+        xs_BSD = infer(layers, LayerVerbs.of(engine, segment), xs_BSD, each)
     sums = outer.loss(xs_BSD[0], outer.with_reference(each.targets, *xs_BSD[1:]))
-    return collectives.add_up(sums, *AXES), batch.terms()
+    return sum_of_devices(sums), batch.terms()

@@ -8,118 +8,31 @@ The stages of `pp` update a layer each at a time, in a round: layer l of every s
 none of the last stage, whose padding there (step/padding.py) is zeros before and after.
 """
 
-import copy
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from surojax.memory.host import read
 from surojax.memory.in_file import InFiles
 from surojax.placement.home import HOST
 from surojax.placement.param import OUTER, part_of, with_part
 from surojax.step import complete
 from surojax.step.between import SegmentLayer
 from surojax.step.by_host import by_host
+from surojax.step.programs import Program, Programs
 from surojax.step.segment_update import SegmentUpdate
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.state_plan import bytes_per_device
-from surojax.step.step_metrics import metrics_of
-from surojax.step.step_parts import NO_BYTES, Program, StepParts
-from surojax.step.tables import Tables, planned_gradients, without_tables
-
-
-class WholeGradients:
-    """The gradients of all layers by one program, which also updates the outer layers, but for tables in files.
-
-    Accumulators are stacks in memory, part of `update_inputs`.
-    """
-
-    def __init__(self, step: StepParts):
-        self.step = step
-        self.segments = [segment.name for segment in step.engine.model.segments]
-        grads = {name: step.planned_gradients(name) for name in self.segments}
-        self.update_inputs = {"grads": grads, "scalars": step.planned_scalars(), "l": step.plan.step}
-        self.of_tables = planned_gradients(step)
-        self.program: Any = self._program()
-
-    def __call__(self, *arguments):
-        """See `FileStep.gradients`."""
-        return self.program(*arguments)
-
-    def programs(self, *arguments) -> list[Program]:
-        """The program with planned arguments."""
-        return [Program(self.program, arguments, 1)]
-
-    def functions(self) -> list:
-        """The functions of `programs`, in their order."""
-        return [self.program]
-
-    def lowered(self, *arguments) -> "WholeGradients":
-        """A copy with the program lowered for planned arguments."""
-        return self._with(self.program.lower(*arguments))
-
-    def compiled(self, compiler_options=None) -> "WholeGradients":
-        """A copy of the lowered program, compiled."""
-        return self._with(self.program.compile(compiler_options))
-
-    def _with(self, program) -> "WholeGradients":
-        new = copy.copy(self)
-        new.program = program
-        return new
-
-    def read(self, layer: SegmentLayer) -> tuple:
-        """Returns (): this step's gradients are in `update_inputs`."""
-        return ()
-
-    def of_layer(self, segment: str, update_inputs, layer, l):
-        """The gradients of layer l of a segment, in device memory. Inside `jit`."""
-        return read(update_inputs["grads"][segment], l)
-
-    def planned_grads(self, segment: str) -> tuple:
-        """The plan of what `read` returns."""
-        return ()
-
-    def file_bytes(self, segment: str) -> Counter[str]:
-        """None: no gradients are in files."""
-        return NO_BYTES
-
-    def others_of_update(self, segment: str) -> tuple:
-        """Returns (): gradients are arguments of the update's program, see `LayerGradients`."""
-        return ()
-
-    def in_memory(self) -> dict:
-        """The plan of all layers' gradients that are in memory."""
-        return self.update_inputs["grads"]
-
-    def _program(self):
-        update = self.step.update
-        plan = self.step.plan
-
-        def per_device(outer, step, history, blocks, *batch):
-            weights = {**blocks, OUTER: outer.weights}
-            gradients = self.step.gradients(weights, *batch, history=history, step=step)
-            scalars = update.scalars(step, gradients.norm)
-            largest = update.largest_in_layer(gradients.grads)
-            outer = update.outer(outer, gradients.grads[OUTER], scalars, largest=largest)
-            grads = {name: gradients.grads[name] for name in self.segments}
-            update_inputs = {"grads": grads, "scalars": scalars, "l": jnp.int32(0)}
-            of_tables = part_of(gradients.grads[OUTER], self.of_tables)
-            return outer, step + 1, gradients.history, metrics_of(gradients, scalars["lr"]), update_inputs, of_tables
-
-        donated = (without_tables(section(plan, OUTER)), plan.step, plan.history)
-        arguments = (*donated, {name: plan.weights[name] for name in self.segments})
-        results = (*donated, self.step.metrics, self.update_inputs, self.of_tables)
-        return self.step.program(per_device, arguments, results, donated=(0, 1, 2))
+from surojax.step.step_gradients import StepGradients
+from surojax.step.step_parts import StepParts
+from surojax.step.tables import Tables, without_tables
 
 
 class PendingUpdate(NamedTuple):
-    """A training state whose outer layers are updated, but for tables in files, and whose other layers are not yet.
+    """State with embedding and head updated (unless in files) and the layers' update pending.
 
-    update_inputs, of_tables: see `FileStep`. step: the number of the update.
+    update_inputs, of_tables: see `StepGradients`. step: the number of the update.
     """
 
     state: TrainState
@@ -136,18 +49,12 @@ class ToFiles(NamedTuple):
     weights: list[jax.Array | None]
 
 
-class FileStep:
+class FileStep(Programs):
     """The step of `train_step.make_train_step` with tensor classes in files; it has several programs.
 
-    gradients: (outer state, step, history, block weights, *batch) -> (outer state, step, history, metrics,
-    update_inputs, of_tables). It computes the gradients of all layers and updates the outer layers, but for `tables`:
-    `WholeGradients` by one program; `LayerGradients` by programs of a layer, and it takes `UpdatingRounds` in place of
-    block weights, by segment, too. batch: see `Engine.batch_arrays`.
-
-    update_inputs: {"grads", "scalars", "l"}, the inputs that the update of each layer needs; l starts at 0 in each
-    segment.
-
-    tables: those of embedding and head whose state is in files. of_tables: their gradients.
+    gradients: computes the gradients of all layers and updates embedding and head, but for `tables`:
+    `WholeGradients` in one program, `LayerGradients` in programs of a layer. tables: those of embedding and head with
+    state in files.
 
     updates: of the layers of each segment, by name. Host memory has four layers of the state from the file (`by_host`).
 
@@ -155,16 +62,18 @@ class FileStep:
     updates each layer before its first forward pass computes it: while that computes, files are read and written.
     """
 
-    def __init__(self, step: StepParts, gradients: Any):
+    def __init__(self, step: StepParts, gradients: StepGradients):
+        super().__init__(step.mesh, step.plan)
         self.step = step
         self.gradients = gradients
-        self.plan = step.plan
         self.store = InFiles(step.plan).store
         self.tables = Tables(step)
         segments = step.engine.model.segments
         self.updates = {segment.name: SegmentUpdate(step, gradients, segment) for segment in segments}
         self.order = [SegmentLayer(name, l) for name, update in self.updates.items() for l in range(update.rounds)]
-        self._planned: list[Program] = []  # `programs`, once the step is lowered
+        self.functions = gradients.functions | self.tables.functions
+        for update in self.updates.values():
+            self.functions |= update.functions
 
     def __call__(self, state: TrainState | PendingUpdate, *batch):
         """Runs a step. Raises NvmeError if a file cannot be read or written; the state cannot be used after that."""
@@ -177,31 +86,31 @@ class FileStep:
         outer = section(state, OUTER)
         weights = {name: of_layers.weights for name, of_layers in layers.items()}
         arguments = without_tables(outer), state.step, state.history, late or weights, *batch
-        updated, steps_done, history, metrics, update_inputs, of_tables = self.gradients(*arguments)
+        updated, steps_done, history, metrics, update_inputs, of_tables = self.gradients(self.run, *arguments)
         outer = TensorState(*map(with_part, outer, updated))
         sections = {**(late.sections() if late else layers), OUTER: outer}
         pending = PendingUpdate(from_sections(steps_done, sections, history), update_inputs, of_tables, number)
         return pending if self.step.engine.overlap_update else self.finish(pending), metrics
 
     def finish(self, pending: PendingUpdate) -> TrainState:
-        """The state with its last update applied; its state is donated. Raises NvmeError."""
+        """Applies the pending update and returns the state; what is pending is donated. Raises NvmeError."""
         layers = UpdatingRounds(self, pending)
         layers.over_all(lambda layer, arrived: layers.update(layer, arrived)[0], layers.write)
         state = layers.state
         return from_sections(state.step, {**layers.sections(), OUTER: section(state, OUTER)}, state.history)
 
     def programs(self, *batch) -> list[Program]:
-        """All programs of a step, with planned arrays as arguments."""
+        """See `Programs`."""
         overlaps = self.step.engine.overlap_update
         of_segments = self.updates.values()
         updates = [x for update in of_segments for x in update.planned_programs("forward" if overlaps else "update")]
         gradients = self.gradients.programs(*self._arguments_of_gradients(batch))
         if overlaps:  # the programs of a forward pass have an update's layers beside them, and the other way around
-            leaving = [update.leaving(number) for update in of_segments for number in range(len(update.programs))]
+            leaving = [update.leaving(number) for update in of_segments for _, number in update.functions]
             in_flight = [(x.others, late) for x, late in zip(updates, leaving, strict=True)]
             most = max(in_flight, key=lambda x: (bytes_per_device(x), bytes_per_device(x, HOST)))
-            _, moving, sent, *_ = next(x for x in gradients if x.name == "forward").arguments
-            updates = [x._replace(others=(x.others, moving, sent)) for x in updates]
+            _, activations, carried, *_ = next(x for x in gradients if x.name == "forward").arguments
+            updates = [x._replace(others=(x.others, activations, carried)) for x in updates]
             gradients = [x._replace(others=(x.others, most)) if x.name == "forward" else x for x in gradients]
         else:  # the first layer is read while gradients are computed
             first = next(iter(of_segments))
@@ -215,45 +124,15 @@ class FileStep:
         state = [x for x in jax.tree.leaves(self.plan) if id(x) not in arguments]
         return program._replace(others=(program.others, state))
 
-    def lower(self, plan: TrainState, *batch) -> "FileStep":
-        """The step with all programs lowered. plan: the one that the step was made from."""
-        assert jax.tree.structure(plan) == jax.tree.structure(self.plan), "a step is lowered for its own plan"
-        gradients = self.gradients.lowered(*self._arguments_of_gradients(batch))
-        lowered = self._with(gradients, self.tables.lowered(), {k: x.lowered() for k, x in self.updates.items()})
-        lowered._planned = self.programs(*batch)
-        return lowered
-
-    def compile(self, compiler_options=None) -> "FileStep":
-        """The lowered step, compiled."""
-        updates = {name: update.compiled(compiler_options) for name, update in self.updates.items()}
-        return self._with(self.gradients.compiled(compiler_options), self.tables.compiled(compiler_options), updates)
-
-    def compiled_programs(self) -> list[Program]:
-        """All programs of a lowered and compiled step, with planned arrays as arguments."""
-        updates = [program for update in self.updates.values() for program in update.programs]
-        functions = [*self.gradients.functions(), *self.tables.functions(), *updates]
-        return [x._replace(function=function) for x, function in zip(self._planned, functions, strict=True)]
-
-    def memory_analysis(self) -> None:
-        """None, because a step of several programs has no single answer: ask each of `programs`."""
-
-    def _with(self, gradients, tables: Tables, updates: dict[str, SegmentUpdate]) -> "FileStep":
-        """A copy of this step with these programs."""
-        step = copy.copy(self)
-        step.gradients = gradients
-        step.tables = tables
-        step.updates = updates
-        return step
-
     def _arguments_of_gradients(self, batch: tuple) -> tuple:
-        """The planned arguments of `gradients`."""
+        """Plans the arguments of `gradients`."""
         plan = self.plan
         weights = {name: plan.weights[name] for name in self.updates}
         return without_tables(section(plan, OUTER)), plan.step, plan.history, weights, *batch
 
 
 class UpdatingRounds:
-    """The layers of a state while the host updates one after another: a round, which is a layer of every stage.
+    """Updates the layers of a state one round after another; a round is one layer of every stage of `pp`.
 
     It begins with the update of the tables in files. state: with all outer layers updated. work: by segment, the stacks
     in memory of each part of the work weights, up to date for the layers before.
@@ -275,24 +154,24 @@ class UpdatingRounds:
             self.work[name] = update.weights.in_memory(part_of(weights, master))
 
     def _with_tables(self, pending: PendingUpdate) -> TrainState:
-        """The state with the tables in files updated."""
+        """Updates the tables in files and returns the state."""
         state = pending.state
         outer = section(state, OUTER)
-        outer = self.step.tables.updated(outer, pending.of_tables, self.inputs["scalars"], self.zero)
+        outer = self.step.tables.updated(self.step.run, outer, pending.of_tables, self.inputs["scalars"], self.zero)
         return from_sections(state.step, {**self.layers, OUTER: outer}, state.history)
 
     def over_all(self, compute: Callable[[SegmentLayer, Any], Any], write: Callable[[SegmentLayer, Any], None]) -> None:
-        """A pass over all layers that updates them, see `by_host`; `read` reads. Raises NvmeError."""
+        """Runs a pass over all layers that updates them, see `by_host`. Raises NvmeError."""
         by_host(self.step.order, self.read, compute, write)
         self.step.store.end_update(self.number, self.kept)
 
     def kept(self) -> list[np.ndarray]:
-        """The shards of the state after its update that are in memory, for a store with two slots."""
+        """Returns the in-memory shards of the updated state, for a store with two slots."""
         sections = {**self.sections(), OUTER: section(self.state, OUTER)}
         return complete.reserved_shards(from_sections(self.state.step, sections, self.state.history))
 
     def read(self, layer: SegmentLayer) -> tuple:
-        """(state, gradients) of a layer of every stage, on their way to `SegmentUpdate.arriving`. Raises NvmeError."""
+        """Reads (state, gradients) of a round, copied to where `SegmentUpdate.arriving` says. Raises NvmeError."""
         update = self.step.updates[layer.segment]
         arrays = update.state.read(update.state.layers_of_round(layer.l)), self.step.gradients.read(layer)
         return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding, update.arriving)) if update.early else arrays
@@ -305,9 +184,8 @@ class UpdatingRounds:
             self.inputs["l"] = self.zero
         i = update.weights.part_of[l]
         arguments = self.work[name][i], self.stacks[name], *arrived, self.inputs
-        self.work[name][i], self.stacks[name], (new, weights), self.inputs["l"] = update.programs[i](*arguments)
-        if jax.default_backend() == "cpu" and self.step.step.mesh.size > 1:
-            jax.block_until_ready(new)  # several programs with collectives in flight can block each other
+        results = self.step.run((name, i), *arguments)
+        self.work[name][i], self.stacks[name], (new, weights), self.inputs["l"] = results
         return ToFiles(new, update.weights.files[i].written(weights)), weights
 
     def write(self, layer: SegmentLayer, to_files: ToFiles) -> None:
@@ -317,7 +195,7 @@ class UpdatingRounds:
         update.weights.write(layer.l, to_files.weights)
 
     def sections(self) -> dict[str, TensorState]:
-        """The TensorState of each segment's layers after the update."""
+        """Returns the TensorState of each segment after the update."""
         return {name: self._section(name) for name in self.layers}
 
     def _section(self, name: str) -> TensorState:

@@ -1,20 +1,20 @@
-"""Reduction of gradients: `push` completes a layer's sums, `finish` sums the local rest over devices.
+"""Reduction of gradients: `push` completes a layer's sums, `reduced` sums the local rest over devices.
 
     before layer l computes:     its sums are read
     after each microbatch of it: sums = accumulated(sums, dw)     reduce-scatter (ZeRO-2 and 3), add
     after all in a group:        the sums are written; push, in the last group, first sums over all devices what is
                                  still local (ZeRO-1, replicas)
-    after the backward pass:     finish                           embedding and final norm, global norm
+    after the backward pass:     reduced                          embedding and final norm, global norm
 
 Accumulators in host memory lag by one layer: the sums of the layer that was differentiated last are copied out while
 the next one computes.
 
-The embedding's and the head's gradients are summed over devices once, by finish. Summing the head's in parts during the
-last backward pass would hide a transfer of 0.6 % of a step at most, and costs more than it hides: behind it, XLA waits
-for the MLP's reduce-scatter earlier (docs/LOG.md, 2026-11-22).
+The embedding's and the head's gradients are summed over devices once, by `reduced`. Summing the head's in parts during
+the last backward pass would hide a transfer of 0.6 % of a step at most, and costs more than it hides: behind it, XLA
+waits for the MLP's reduce-scatter earlier (docs/LOG.md, 2026-11-22).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +33,6 @@ from surojax.step.spec import Engine
 from surojax.step.stream import Flight, Stream, sweep
 
 GRADS = Stream(Lane("grads", reads=True, writes=True))  # of stacks on the device, or after the last backward pass
-
-
-class Accumulators(NamedTuple):
-    """Accumulators of gradients in a step.
-
-    layers: by segment, the flight of the lane "grads". outer: of the outer layers, sharded as their weights are.
-    """
-
-    layers: dict[str, Flight]
-    outer: dict
 
 
 def add(tree, more):
@@ -66,7 +56,7 @@ class Sums:
         self.replicated = replicated_stacks(engine.table)
 
     def new(self, weights, used=None) -> Flight:
-        """Zeroed accumulators of all layers. weights: one layer's, as products read them, or their types.
+        """Makes zeroed accumulators of all layers. weights: one layer's, as products read them, or their types.
 
         In host memory their content may be anything, since the first group does not read it. used: old stacks to reuse.
         """
@@ -79,7 +69,7 @@ class Sums:
         return Flight(stacks, late=self.of_layer(weights) if home.streamed else None)
 
     def of_layer(self, weights, *lead: int):
-        """Zeroed accumulators of one layer. weights: see `new`. lead: sizes of leading dimensions to add."""
+        """Makes zeroed accumulators of one layer. weights: see `new`. lead: sizes of leading dimensions to add."""
 
         def gradients(weights):
             w = dequantise_all(part_of(weights, self.layouts), self.table.weights.dtype)
@@ -117,9 +107,9 @@ class Sums:
         return Flight(stack, late=read(stack, index_in_loop(self.num_layers - 1, group)))
 
     def push(self, sums, *, last: bool) -> tuple[Any, Squares]:
-        """(a layer's sums after a group of microbatches, to be written; Squares of these).
+        """Completes a layer's sums after a group of microbatches; returns (sums to write, their Squares).
 
-        If sums are made in place, `finish` computes their Squares. last: last group, also sum over devices what is
+        If sums are made in place, `reduced` computes their Squares. last: last group, also sum over devices what is
         still local.
         """
         if last:
@@ -136,7 +126,7 @@ class Sums:
         return varying(sums, TOKENS if self.replicated else (REPLICATE,)), squares
 
     def shards(self, sums: Flight) -> Any:
-        """The stacks after the last backward pass, as the shards that the optimizer updates."""
+        """Converts the stacks after the last backward pass to the shards that the optimizer updates."""
         stack = sums.stack
         if sums.late is not None:
             stack = write_layer(stack, sums.late, 0)  # the backward pass ends with layer 0
@@ -144,7 +134,7 @@ class Sums:
         return jax.tree.map(_shard_in_stack, stack, self.of_shards) if self.replicated else stack
 
     def shards_of_layer(self, sums) -> Any:
-        """A layer's sums after the last `push`, as the shards that the optimizer updates."""
+        """Converts a layer's sums after the last `push` to the shards that the optimizer updates."""
 
         def shard(x: jax.Array, layout: Layout) -> jax.Array:
             replicated = self.replicated and layout.sharded_dim is None
@@ -153,7 +143,7 @@ class Sums:
         return jax.tree.map(shard, sums, self.of_shards)
 
     def squares_in_place(self, squares: Squares, stacks) -> Squares:
-        """The sum of `squares` and the `Squares` of these stacks, added in the order of the backward pass."""
+        """Adds the `Squares` of these stacks to `squares`, in the order of the backward pass."""
 
         def body(values, squares: Squares) -> tuple[Squares, dict]:
             return add(squares, collectives.sum_of_squares(values["grads"], self.of_shards, in_memory=True)), {}
@@ -163,7 +153,7 @@ class Sums:
 
 
 def outer_sums(engine: Engine, weights: dict) -> dict:
-    """Zeros for the outer layers that are trained, sharded as their weights: summed over devices once per step."""
+    """Makes zeroed accumulators of embedding and head, sharded as their weights."""
     layouts = engine.layouts.grads[OUTER]
 
     def zeros(w: jax.Array, layout: Layout) -> jax.Array:
@@ -173,7 +163,7 @@ def outer_sums(engine: Engine, weights: dict) -> dict:
 
 
 def reduce_behind(dw, before):
-    """Returns both behind a barrier: a layer's first reduction starts only after `before` is computed."""
+    """Returns both behind a barrier, so that a layer's first reduction starts after `before` is computed."""
     leaves, structure = jax.tree.flatten(dw)
     first = collectives.reduced_in_order(leaves)[0]
     leaves[first], before = jax.lax.optimization_barrier((leaves[first], before))
@@ -207,8 +197,8 @@ def sums_in_place(engine: Engine) -> bool:
     """True if the products that compute gradients also add them to the accumulators, unsharded and on the device.
 
     A product can write its result into a layer of a stack if nothing else reads the result (docs/performance.md). So
-    `finish` computes the sum of squares then, once a step. Gradients of adapters are too small to gain by that, and so
-    is the loop over them in `finish`: XLA:CPU compiles a small loop to one function, whose sums LLVM vectorises in
+    `reduced` computes the sum of squares then, once a step. Gradients of adapters are too small to gain by that, and so
+    is the loop over them in `reduced`: XLA:CPU compiles a small loop to one function, whose sums LLVM vectorises in
     another order than it does where accumulators are in host memory. Programs of one layer have no stack to add to.
     """
     row = engine.table.grads
@@ -217,7 +207,7 @@ def sums_in_place(engine: Engine) -> bool:
 
 
 def replicated_stacks(table: Placement) -> bool:
-    """True if every device has whole accumulators; `push` leaves the shards of their sums at the beginning of each."""
+    """True if accumulators are unsharded; after the last `push`, the first part of each holds the reduced shard."""
     return bool(collectives.active(*SHARDS)) and not table.grads.sharded
 
 
@@ -231,19 +221,22 @@ def sum_outer(engine: Engine, name: str, grad: jax.Array):
     return collectives.add_up(grad, REPLICATE)
 
 
-def finish(engine: Engine, sums_of: dict[str, Sums], grads: Accumulators, squares: Squares):
-    """Returns (reduced gradients by section, as the shards that the optimizer updates; their global norm).
+def reduced(
+    engine: Engine, sums_of: dict[str, Sums], accumulators: dict[str, Flight], d_outer: dict, squares: Squares
+) -> tuple[dict[str, Any], jax.Array]:
+    """Returns (gradients by section, as the shards that the optimizer updates; their global norm), over all devices.
 
-    sums_of: by segment. squares: of the layers' accumulators, from `push`; zeros for segments that sum in place.
+    sums_of, accumulators: by segment, with the flight of the lane "grads". d_outer: accumulators of the outer layers.
+    squares: of the layers' accumulators, from `push`; zeros for segments that sum in place.
     """
-    outer = {name: sum_outer(engine, name, grad) for name, grad in grads.outer.items()}
-    done: dict[str, Any] = {OUTER: outer} | {name: sums_of[name].shards(sums) for name, sums in grads.layers.items()}
+    outer = {name: sum_outer(engine, name, grad) for name, grad in d_outer.items()}
+    grads: dict[str, Any] = {OUTER: outer} | {name: sums_of[name].shards(x) for name, x in accumulators.items()}
     # In the order of the backward pass: a dict that was the carry of a loop is in alphabetical order.
     for name in [segment.name for segment in reversed(engine.model.segments)]:
         if name in sums_of and sums_of[name].in_place:
-            squares = sums_of[name].squares_in_place(squares, done[name])
+            squares = sums_of[name].squares_in_place(squares, grads[name])
     squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master[OUTER]))
-    return done, collectives.norm(squares)
+    return grads, collectives.norm(squares)
 
 
 def _shard_in_stack(stack: jax.Array, layout):

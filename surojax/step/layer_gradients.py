@@ -17,11 +17,9 @@ With `Engine.overlap_update` the forward pass has w = update(l) of the step befo
 Shape suffixes: A microbatches, B local batch, S sequence (or its part, see outer.py), D hidden size.
 """
 
-import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -31,135 +29,93 @@ from surojax.memory.host import put
 from surojax.memory.in_file import InFile
 from surojax.memory.layer_file import Store
 from surojax.models.model import Segment, Variant
-from surojax.numerics.fp8 import extended, new_observed
-from surojax.parallel import collectives
-from surojax.parallel.collectives import Squares, add_up, varying
+from surojax.parallel.collectives import varying
 from surojax.placement.home import HOST, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import AXES
-from surojax.placement.param import OUTER, part_of
+from surojax.placement.param import OUTER
+from surojax.step import verbs
 from surojax.step.batch import Batch, recipe_inputs_of
-from surojax.step.between import LayerKind, OfDevices, Resting, SegmentLayer, in_round, in_rounds, of_round
-from surojax.step.blocks import plus_statistics
+from surojax.step.between import LayerKind, OfDevices, SegmentLayer, in_round, in_rounds, of_round
 from surojax.step.by_host import by_host
-from surojax.step.engine import Gradients, auxiliary_loss, means_of, no_statistics, no_sums
 from surojax.step.file_step import UpdatingRounds
-from surojax.step.gradients import Accumulators, Sums, add, finish, outer_sums
+from surojax.step.gradients import Sums, outer_sums
 from surojax.step.outer import OuterLayers
-from surojax.step.residuals import Residuals, recomputing_segment
+from surojax.step.programs import Program
+from surojax.step.residuals import Residuals
+from surojax.step.segment_files import NO_FILES, SegmentFiles, StacksInFiles, layers_in_order
 from surojax.step.state import TensorState, section
 from surojax.step.state_plan import bytes_per_device
-from surojax.step.step_metrics import Finite, all_finite, and_activations, and_gradients, metrics_of
-from surojax.step.step_parts import Program, StepParts
-from surojax.step.tables import planned_gradients, without_tables
-from surojax.step.weights import Gather
-from surojax.step.work_weights import WorkWeights
+from surojax.step.step_gradients import StepGradients
+from surojax.step.step_parts import StepParts
+from surojax.step.tables import without_tables
+from surojax.step.totals import BACKWARD, FORWARD, LayerTotals, Totals, auxiliary_loss, sum_of_devices
 
 LAYERS_IN_FLIGHT = 3  # of a class in files, in host memory: one that is read, the one of the program, one written
 
 
-class Sent(NamedTuple):
+class Carried(NamedTuple):
     """Values that one program hands on to the next, besides activations or their gradients.
 
-    l: number of the layer that the next program computes. statistics: of the layers so far, by segment; after the head
-    their gradients. squares: of the gradients so far. observed: largest magnitudes so far, for delayed scales. finite:
-    see `metrics`.
+    l: number of the layer that the next program computes. totals: before the head all but the gradients of embedding
+    and head, after it those that `totals.BACKWARD` names; `finish` gets the others. d_statistics: after the head the
+    gradients of the totals' statistics, {} without an auxiliary loss.
     """
 
     l: jax.Array
-    statistics: dict[str, Any]
-    squares: Squares
-    observed: Any
-    finite: Finite | None
+    totals: Totals
+    d_statistics: dict[str, Any]
 
 
-class StacksInFiles(NamedTuple):
-    """Stacks of a step's layers that rest in files, by segment: `InFile`s. A missing segment's rest in memory.
-
-    grads: sharded as master weights `[L, ...]`. residuals: `[L, devices, A, ...]`, of what each device saves.
-    """
-
-    grads: Mapping[str, Any] = MappingProxyType({})
-    residuals: Mapping[str, list[InFile]] = MappingProxyType({})
-
-
-NO_FILES = StacksInFiles()
-
-
-class SegmentFiles:
-    """A segment, and where its layers rest between programs.
-
-    segment: with blocks as the step runs them. kinds: of its layers.
-    """
-
-    def __init__(self, step: StepParts, segment: Segment, files: StacksInFiles):
-        self.segment = recomputing_segment(segment) if step.engine.recompute_block else segment
-        self.gather = Gather.of(step.engine, segment)
-        self.weights = WorkWeights(step.plan.weights[segment.name])
-        self.grads = Resting(files.grads.get(segment.name))
-        self.residuals = Resting(files.residuals.get(segment.name))
-        self.kinds = [LayerKind(segment.name, *x) for x in zip(self.weights.part_of, segment.variants, strict=True)]
-
-    def index(self, number: Any) -> Any:
-        """The index in the segment of the layer with this number in the model."""
-        return number - self.segment.start if self.segment.start else number
-
-
-class LayerGradients:
-    """The gradients of a `file_step.FileStep`, and the update of its outer layers."""
+class LayerGradients(StepGradients):
+    """Computes the gradients of a `file_step.FileStep` layer by layer, and updates its embedding and head."""
 
     def __init__(self, step: StepParts, files: StacksInFiles):
-        self.step = step
+        super().__init__(step, {})
         engine = self.engine = step.engine
-        self.segments = {segment.name: SegmentFiles(step, segment, files) for segment in engine.model.segments}
-        self.order = [SegmentLayer(name, l) for name, x in self.segments.items() for l in range(len(x.kinds))]
+        self.segments = {x.name: SegmentFiles(engine, step.plan, x, files) for x in engine.model.segments}
+        self.layers = layers_in_order(self.segments)
         self.saved_as: dict[tuple[str, Variant], Any] = {}  # structure of what a block saves
         self.of_devices = OfDevices(step.plan.step.sharding.mesh)
-        self.kinds = [kind for x in self.segments.values() for kind in x.kinds]
+        self.kinds = list(self.layers.values())
         gradients = jax.tree.leaves([self.planned_grads(name) for name in self.segments])
         self.largest = max(math.prod(x.sharding.shard_shape(x.shape)) for x in gradients)
-        self.update_inputs = {"grads": (), "scalars": step.planned_scalars(), "l": step.plan.step}
-        self.of_tables = planned_gradients(step)
-        self.begin: Any = self._begin()
         kinds = dict.fromkeys(self.kinds)
-        self.forward: dict[LayerKind, Any] = {kind: self._forward(kind) for kind in kinds}
-        self.head: Any = self._head()
-        self.backward: dict[LayerKind, Any] = {kind: self._backward(kind) for kind in kinds}
-        self.finish: Any = self._finish()
+        self.functions = {
+            "begin": self._begin(),
+            **{("forward", kind): self._forward(kind) for kind in kinds},
+            "head": self._head(),
+            **{("backward", kind): self._backward(kind) for kind in kinds},
+            "finish": self._finish(),
+        }
 
-    def __call__(self, outer: TensorState, step, history, weights, *batch):
-        """(outer state, step, history, metrics, update_inputs, of_tables) after a step's gradients, see
-        `file_step.FileStep`.
+    def __call__(self, run: Callable, outer: TensorState, step, history, weights, *batch):
+        """Computes a step's gradients and updates the outer layers; returns what `file_step.FileStep` says.
 
-        outer, step, history: donated. weights: by segment; or the layers, which the forward pass then updates. Raises
-        NvmeError.
+        run: `Programs.run`. outer, step, history: donated. weights: by segment; or `UpdatingRounds`, which the forward
+        pass updates. Raises NvmeError.
         """
-        segments = self.segments
+        segments, order = self.segments, list(self.layers)
         if isinstance(weights, UpdatingRounds):
             late, stacks = weights, weights.work
         else:
             late, stacks = None, {name: x.weights.in_memory(weights[name]) for name, x in segments.items()}
-        moving, sent = self.begin(outer.weights, step, history, *batch)
+        activations, carried = run("begin", outer.weights, step, history, *batch)
 
         def forward(layer: SegmentLayer, w):
-            nonlocal moving, sent
-            kind = segments[layer.segment].kinds[layer.l]
-            arguments = (stacks[kind.segment][kind.part], w), moving, sent, step, history, *batch
-            moving, sent, saved = done(self.forward[kind](*arguments))
+            nonlocal activations, carried
+            kind = self.layers[layer]
+            arguments = (stacks[kind.segment][kind.part], w), activations, carried, step, history, *batch
+            activations, carried, saved = run(("forward", kind), *arguments)
             return saved
 
         def backward(layer: SegmentLayer, arrived):
-            nonlocal moving, sent
-            kind = segments[layer.segment].kinds[layer.l]
+            nonlocal activations, carried
+            kind = self.layers[layer]
             w, saved = arrived
-            arguments = (stacks[kind.segment][kind.part], w), saved, moving, sent, step, history, *batch
-            moving, sent, grads = done(self.backward[kind](*arguments))
+            arguments = (stacks[kind.segment][kind.part], w), saved, activations, carried, step, history, *batch
+            activations, carried, grads = run(("backward", kind), *arguments)
             return grads
-
-        def done(results):
-            if jax.default_backend() == "cpu" and self.step.mesh.size > 1:
-                jax.block_until_ready(results)  # several programs with collectives in flight can block each other
-            return results
 
         def update_and_forward(layer: SegmentLayer, arrived):
             assert late
@@ -187,72 +143,75 @@ class LayerGradients:
         if late:
             late.over_all(update_and_forward, write)
         else:
-            by_host(self.order, read_weights, forward, write_saved)
-        moving, sent, summed = done(self.head(outer.weights, moving, sent, *batch))
-        by_host(self.order[::-1], read_saved, backward, write_grads)
-        return done(self.finish(outer, step, history, moving, sent, summed, *batch))
+            by_host(order, read_weights, forward, write_saved)
+        activations, carried, totals = run("head", outer.weights, activations, carried, *batch)
+        by_host(order[::-1], read_saved, backward, write_grads)
+        return run("finish", outer, step, history, activations, carried, totals, *batch)
 
     def read(self, layer: SegmentLayer):
-        """The gradients of a layer for its update, a round of each stack; read once. Raises NvmeError."""
+        """Reads a layer's gradients for its update, a round of each stack, and forgets them. Raises NvmeError."""
         return self.segments[layer.segment].grads.read(layer.l)
 
-    @staticmethod
-    def of_layer(segment: str, update_inputs, layer, l):
-        """The gradients of a layer in device memory, from what `read` has returned. Inside `jit`."""
+    def of_layer(self, segment: str, update_inputs, layer, l):
+        """Converts the result of `read` to a layer's gradients in device memory. Inside `jit`."""
         return of_round(layer)
 
     # -- Plans -------------------------------------------------------------------------------------------------------
 
     def programs(self, outer: TensorState, step, history, weights, *batch) -> list[Program]:
-        """The programs with planned arguments, in the order in which they first run. See `__call__`."""
-        work = {kind: self.segments[kind.segment].weights.planned(kind.part) for kind in self.forward}
-        files = {kind: self.segments[kind.segment].weights.files[kind.part] for kind in self.forward}
+        """Plans the programs in the order in which they first run. See `__call__`."""
+        functions, kinds = self.functions, dict.fromkeys(self.kinds)
+        work = {kind: self.segments[kind.segment].weights.planned(kind.part) for kind in kinds}
+        files = {kind: self.segments[kind.segment].weights.files[kind.part] for kind in kinds}
         fetched = {kind: of_kind.planned_round(HOST) for kind, of_kind in files.items()}
         every = [(x.weights, number) for x in self.segments.values() for number in range(len(x.weights.parts))]
         arriving = max((weights.arriving(number) for weights, number in every), key=bytes_per_device)
         step_inputs = (step, history, *batch)
-        programs = [Program(self.begin, (outer.weights, *step_inputs), 1)]
-        jax.eval_shape(self.begin, *programs[0].arguments)
-        moving, sent = self.of_devices.planned("moving"), self.of_devices.planned("sent")
+        begin = Program(functions["begin"], (outer.weights, *step_inputs), 1)
+        jax.eval_shape(begin.function, *begin.arguments)
+        activations, carried = self.of_devices.planned("forward")
         forward, backward = [], []
-        for kind in self.forward:
-            arguments = (work[kind], moving, sent, *step_inputs)
-            jax.eval_shape(self.forward[kind], *arguments)
-            program = Program(self.forward[kind], arguments, self.kinds.count(kind), (), "forward")
+        for kind in kinds:
+            arguments = (work[kind], activations, carried, *step_inputs)
+            program = Program(functions["forward", kind], arguments, self.kinds.count(kind), (), "forward")
+            jax.eval_shape(program.function, *arguments)
             if self.engine.overlap_update:  # weights come from the update, not from files
                 program = program._replace(put=files[kind].written(fetched[kind]))
             else:
                 program = program._replace(read=files[kind].round_read, put=fetched[kind])
             forward.append(program)
-        head = Program(self.head, (outer.weights, moving, sent, *batch), 1, self._resting("residuals"))
-        jax.eval_shape(self.head, *head.arguments)
-        summed = self.of_devices.planned("summed")
+        head_arguments = outer.weights, activations, carried, *batch
+        head = Program(functions["head"], head_arguments, 1, self._stored("residuals"))
+        jax.eval_shape(head.function, *head.arguments)
+        activations, carried = self.of_devices.planned("backward")
+        totals = self.of_devices.planned("totals")
         saved_bytes = {name: x.residuals.files.round_written for name, x in self.segments.items()}
-        for i, kind in enumerate(self.forward):
-            others = self._resting("residuals", kind.segment), arriving
+        for i, kind in enumerate(kinds):
+            others = self._stored("residuals", kind.segment), arriving
             forward[i] = forward[i]._replace(others=others, written=saved_bytes[kind.segment])
-        for kind in self.backward:
+        for kind in kinds:
             name = kind.segment
-            arguments = (work[kind], self.planned_saved(name), moving, sent, *step_inputs)
-            others = self._resting("residuals", name), self.others_of_update(name), arriving
+            arguments = (work[kind], self.planned_saved(name), activations, carried, *step_inputs)
+            others = self._stored("residuals", name), self.others_of_update(name), arriving
             read = files[kind].round_read + saved_bytes[name]
             numbers = self.kinds.count(kind), others, "backward", read, self.file_bytes(name)
-            backward.append(Program(self.backward[kind], arguments, *numbers, put=fetched[kind]))
-        grads = self._resting("grads", self.order[0].segment)
-        end = Program(self.finish, (outer, step, history, moving, sent, summed, *batch), 1, grads)
-        return [*programs, *forward, head, *backward, end]
+            backward.append(Program(functions["backward", kind], arguments, *numbers, put=fetched[kind]))
+        grads = self._stored("grads", self.kinds[0].segment)
+        end_arguments = outer, step, history, activations, carried, totals, *batch
+        end = Program(functions["finish"], end_arguments, 1, grads)
+        return [begin, *forward, head, *backward, end]
 
     def planned_saved(self, segment: str) -> list[jax.ShapeDtypeStruct]:
-        """The plan of a layer's residuals, a round of each array; known once `forward` is traced."""
+        """Plans a layer's residuals, a round of each array; needs the traced forward program."""
         return jax.tree.map(in_round, self.of_devices.planned(f"saved {segment}", self.memory_of("residuals")))
 
     def memory_of(self, row: str) -> Home:
-        """The memory in which a program leaves what belongs to this row: host memory, if it goes on to a file."""
+        """Memory of a program's results in this tensor class: host memory if they go on to a file."""
         home = getattr(self.engine.table, row).home
         return HOST if home.in_file else home
 
     def planned_grads(self, segment: str):
-        """The plan of a layer's gradients, a round of each stack."""
+        """Plans a layer's gradients, a round of each stack."""
         stacks = self.step.planned_gradients(segment)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), stacks)
 
@@ -261,15 +220,15 @@ class LayerGradients:
         return self.segments[segment].grads.files.round_written
 
     def others_of_update(self, segment: str) -> list:
-        """The gradients of other layers that are in memory while a layer is updated: planned arrays."""
-        return self._resting("grads", segment)
+        """Plans the gradients of other layers that are in memory while a layer is updated."""
+        return self._stored("grads", segment)
 
     def in_memory(self) -> list:
-        """The plan of all layers' gradients that are in memory."""
-        return self._resting("grads")
+        """Plans all layers' gradients in memory."""
+        return self._stored("grads")
 
-    def _resting(self, row: Literal["grads", "residuals"], segment: str = "") -> list:
-        """The plans of the layers' arrays of a row that are in memory, layer by layer.
+    def _stored(self, row: Literal["grads", "residuals"], segment: str = "") -> list:
+        """Plans the layers' arrays of a tensor class that are in memory, layer by layer.
 
         segment: of the layer whose arrays are left out; "": none are. Of a row in files, as many layers as are in
         flight, each as large as the largest.
@@ -285,10 +244,21 @@ class LayerGradients:
     # -- Programs ----------------------------------------------------------------------------------------------------
 
     def batch(self, arrays, history, step) -> tuple[Batch, Callable, jax.Array]:
-        """(the batch, its `recipe_inputs`, scale of the loss) inside a program."""
+        """Makes (the batch, its `recipe_inputs`, scale of the loss) inside a program."""
         batch = Batch.of(self.engine, arrays)
         scale = batch.scale()
         return batch, recipe_inputs_of(self.engine.model, history, step, batch.microbatches, scale), scale
+
+    def enter(self, pass_name: str, activations, carried) -> tuple[jax.Array, Carried]:
+        """Returns this device's (activations `[A, B, S, D]` or their gradients, carried values), inside a program.
+
+        pass_name: of the pass whose programs handed them on, "forward" or "backward".
+        """
+        return self.of_devices.enter(pass_name, (activations, carried))
+
+    def leave(self, pass_name: str, xs_ABSD: jax.Array, carried: Carried) -> tuple:
+        """A program's results from the values of one device, for `enter`."""
+        return self.of_devices.leave(pass_name, (xs_ABSD, carried))
 
     def _begin(self):
         def per_device(outer, step, history, *arrays):
@@ -299,14 +269,8 @@ class LayerGradients:
                 return _, layers.embed(batch.microbatch(a, recipe_inputs).inputs_BS)
 
             _, xs_ABSD = jax.lax.scan(embed, None, jnp.arange(batch.microbatches))
-            sent = Sent(
-                l=jnp.int32(0),
-                statistics=no_statistics(self.engine.model),
-                squares=collectives.no_squares(),
-                observed=varying(new_observed(history), AXES),
-                finite=all_finite(self.engine),
-            )
-            return self.of_devices.leave("moving", xs_ABSD), self.of_devices.leave("sent", sent)
+            carried = Carried(jnp.int32(0), Totals.zeros(self.engine, history), {})
+            return self.leave("forward", xs_ABSD, carried)
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
@@ -316,33 +280,25 @@ class LayerGradients:
         """The program of the forward pass of one layer."""
         name, part, variant = kind
         layers = self.segments[name]
-        segment = layers.segment
-        block = segment.block_forward
 
-        def per_device(work, moving, sent, step, history, *arrays):
+        def per_device(work, activations, carried, step, history, *arrays):
             batch, recipe_inputs, _ = self.batch(arrays, history, step)
-            xs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
-            l = layers.index(sent.l)
-            w = layers.gather.of_layer(layers.weights.layer(part, work, l), variant)
+            xs_ABSD, (number, totals, d_statistics) = self.enter("forward", activations, carried)
+            l = layers.index(number)
+            w = layers.fetch(kind, work, l)
 
-            def microbatch(statistics, each):
-                a, x_BSD = each
-                inputs = batch.microbatch(a, recipe_inputs)
-                numbers = inputs.recipe_inputs(sent.l)
-                (x_BSD, routed), saved = block(w, x_BSD, numbers, variant, *inputs.of_tokens(segment))
+            def microbatch(of_layers: Totals, row):
+                a, x_BSD = row
+                each = batch.microbatch(a, recipe_inputs)
+                x_BSD, saved, more = layers.verbs.forward(w, x_BSD, number, variant, each)
                 self.saved_as[name, variant] = jax.tree.structure(saved)
-                if name in statistics:
-                    new = plus_statistics(None, routed)
-                    statistics = statistics | {
-                        name: jax.tree.map(lambda x, new: x.at[l].add(new), statistics[name], new)
-                    }
-                return statistics, (x_BSD, Residuals.arrays(saved))
+                return of_layers.plus(more, name, l, number), (x_BSD, Residuals.arrays(saved))
 
             rows = (jnp.arange(batch.microbatches), xs_ABSD)
-            statistics, (xs_ABSD, saved) = jax.lax.scan(microbatch, sent.statistics, rows)
-            sent = sent._replace(l=sent.l + 1, statistics=statistics)
+            of_layers, (xs_ABSD, saved) = jax.lax.scan(microbatch, totals.only(FORWARD), rows)
+            carried = Carried(number + 1, totals.updated(of_layers), d_statistics)
             kept = put(in_rounds(self.of_devices.leave(f"saved {name}", saved)), self.memory_of("residuals"))
-            return self.of_devices.leave("moving", xs_ABSD), self.of_devices.leave("sent", sent), kept
+            return *self.leave("forward", xs_ABSD, carried), kept
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
@@ -351,29 +307,28 @@ class LayerGradients:
         return self.step.program(per_device, arguments, results, donated=(1, 2))
 
     def _head(self):
-        def per_device(outer, moving, sent, *arrays):
+        def per_device(outer, activations, carried, *arrays):
             batch = Batch.of(self.engine, arrays)
             scale = batch.scale()
-            xs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
+            xs_ABSD, (number, totals, _) = self.enter("forward", activations, carried)
             layers = OuterLayers.of(self.engine, {OUTER: outer})
+            totals = totals._replace(d_outer=outer_sums(self.engine, outer))
 
-            def microbatch(carry, each):
-                sums, d_outer = carry
-                a, x_BSD = each
+            def microbatch(of_head: Totals, row):
+                a, x_BSD = row
                 targets = batch.microbatch(a, lambda a, l: None).targets
-                more, dx_BSD, d_outer = layers.head(d_outer, x_BSD, targets, scale)
-                return (add(sums, more), d_outer), dx_BSD
+                dx_BSD, of_head = verbs.head(layers, x_BSD, targets, scale, of_head)
+                return of_head, dx_BSD
 
-            carry = no_sums(self.engine), outer_sums(self.engine, outer)
-            summed, dxs_ABSD = jax.lax.scan(microbatch, carry, (jnp.arange(batch.microbatches), xs_ABSD))
-            finite = and_activations(sent.finite, [xs_ABSD])
-            auxiliary, d_statistics = None, sent.statistics
+            rows = (jnp.arange(batch.microbatches), xs_ABSD)
+            of_head, dxs_ABSD = jax.lax.scan(microbatch, totals.only(("d_outer", "sums")), rows)
+            totals = totals.updated(of_head).after_forward([xs_ABSD])
+            d_statistics = {}
             if self.engine.auxiliary:
-                auxiliary, d_statistics = auxiliary_loss(self.engine, sent.statistics, batch)
-            summed = *summed, varying(auxiliary, AXES), sent.statistics
-            sent = sent._replace(l=sent.l - 1, finite=finite, statistics=varying(d_statistics, AXES))
-            leave = self.of_devices.leave
-            return leave("moving", dxs_ABSD), leave("sent", sent), leave("summed", summed)
+                d_statistics = auxiliary_loss(self.engine, sum_of_devices(totals.statistics), batch)[1]
+            carried = Carried(number - 1, totals.only(BACKWARD), varying(d_statistics, AXES))
+            others = self.of_devices.leave("totals", totals.without(BACKWARD))
+            return *self.leave("backward", dxs_ABSD, carried), others
 
         any_of = self.of_devices.any_of
         arguments = (self.step.plan.weights[OUTER], any_of(), any_of())
@@ -383,37 +338,31 @@ class LayerGradients:
         """The program of the backward pass of one layer."""
         name, part, variant = kind
         layers = self.segments[name]
-        segment = layers.segment
-        block = segment.block_backward
 
-        def per_device(work, kept, moving, sent, step, history, *arrays):
+        def per_device(work, kept, activations, carried, step, history, *arrays):
             batch, recipe_inputs, _ = self.batch(arrays, history, step)
-            dxs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
+            dxs_ABSD, (number, totals, d_statistics) = self.enter("backward", activations, carried)
             saved = self.of_devices.enter(f"saved {name}", of_round(kept))
-            l = layers.index(sent.l)
-            w = layers.gather.of_layer(layers.weights.layer(part, work, l), variant)
-            accumulator = Sums(self.engine, segment)
-            d_statistics = None
-            if self.engine.auxiliary and name in sent.statistics:
-                d_statistics = jax.tree.map(lambda x: x[l], sent.statistics[name])
+            l = layers.index(number)
+            w = layers.fetch(kind, work, l)
+            accumulator = Sums(self.engine, layers.segment)
+            d_counted = jax.tree.map(lambda x: x[l], d_statistics.get(name))
 
-            def microbatch(carry, each):
-                sums, observed = carry
-                a, arrays, dx_BSD = each
-                inputs = batch.microbatch(a, recipe_inputs)
-                block_residuals = self.saved_as[name, variant].unflatten(arrays)
-                d_result, numbers = (dx_BSD, d_statistics), inputs.recipe_inputs(sent.l)
-                token_inputs = inputs.of_tokens(segment)
-                dw, dx_BSD, seen = block(w, block_residuals, d_result, numbers, variant, *token_inputs)
-                observed = jax.tree.map(lambda old, new: old.at[sent.l].max(new), observed, seen)
-                return (accumulator.accumulated(sums, dw), observed), dx_BSD
+            def microbatch(carry, row):
+                sums, of_layers = carry
+                a, arrays, dx_BSD = row
+                saved = self.saved_as[name, variant].unflatten(arrays)
+                each = batch.microbatch(a, recipe_inputs)
+                dw, dx_BSD, more = layers.verbs.backward(w, saved, dx_BSD, d_counted, number, variant, each)
+                return (accumulator.accumulated(sums, dw), of_layers.plus(more, name, l, number)), dx_BSD
 
             rows = (jnp.arange(batch.microbatches), saved, dxs_ABSD)
-            (sums, observed), dxs_ABSD = jax.lax.scan(microbatch, (accumulator.of_layer(w), sent.observed), rows)
+            (sums, totals), dxs_ABSD = jax.lax.scan(microbatch, (accumulator.of_layer(w), totals), rows)
             sums, squares = accumulator.push(sums, last=True)
-            sent = sent._replace(l=sent.l - 1, squares=add(sent.squares, squares), observed=observed)
+            totals = totals.plus(LayerTotals(squares=squares), name, l, number)
             grads = put(in_rounds(accumulator.shards_of_layer(sums)), self.memory_of("grads"))
-            return self.of_devices.leave("moving", dxs_ABSD), self.of_devices.leave("sent", sent), grads
+            carried = Carried(number - 1, totals, d_statistics)
+            return *self.leave("backward", dxs_ABSD, carried), grads
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
@@ -422,63 +371,30 @@ class LayerGradients:
         return self.step.program(per_device, arguments, (any_of(), any_of(), self.planned_grads(name)), donated=(2, 3))
 
     def _finish(self):
-        update = self.step.update
-
-        def per_device(outer, step, history, moving, sent, summed, *arrays):
+        def per_device(outer, step, history, activations, carried, others, *arrays):
             batch, recipe_inputs, scale = self.batch(arrays, history, step)
-            dxs_ABSD, sent = self.of_devices.enter("moving", moving), self.of_devices.enter("sent", sent)
-            sums, d_outer, auxiliary, statistics = self.of_devices.enter("summed", summed)
+            dxs_ABSD, (_, of_layers, _) = self.enter("backward", activations, carried)
+            totals = self.of_devices.enter("totals", others).updated(of_layers)
             layers = OuterLayers.of(self.engine, {OUTER: outer.weights})
 
-            def microbatch(d_outer, each):
-                a, dx_BSD = each
-                inputs_BS = batch.microbatch(a, recipe_inputs).inputs_BS
-                return layers.push_embed(d_outer, inputs_BS, dx_BSD), None
+            def microbatch(of_end: Totals, row):
+                a, dx_BSD = row
+                tokens_BS = batch.microbatch(a, recipe_inputs).inputs_BS
+                return verbs.end(layers, tokens_BS, dx_BSD, of_end), None
 
-            d_outer, _ = jax.lax.scan(microbatch, d_outer, (jnp.arange(batch.microbatches), dxs_ABSD))
-            means = means_of(sums, scale)
-            grads, norm = finish(self.engine, {}, Accumulators({}, d_outer), sent.squares)
-            finite = and_gradients(sent.finite, [dxs_ABSD])
-            history = extended(history, collectives.largest_of_devices(sent.observed))
-            auxiliary = collectives.same(auxiliary, *AXES)
-            done = Gradients(means, grads, norm, history, add_up(statistics, *AXES), auxiliary, finite=finite)
-            scalars = update.scalars(step, norm)
-            outer = update.outer(outer, grads[OUTER], scalars, largest=self.largest)
-            update_inputs = {"grads": (), "scalars": scalars, "l": jnp.int32(0)}
-            of_tables = part_of(grads[OUTER], self.of_tables)
-            return outer, step + 1, history, metrics_of(done, scalars["lr"]), update_inputs, of_tables
+            rows = (jnp.arange(batch.microbatches), dxs_ABSD)
+            of_end, _ = jax.lax.scan(microbatch, totals.only(("d_outer",)), rows)
+            totals = totals.updated(of_end).after_backward([dxs_ABSD])
+            done = verbs.finish(self.engine, {}, {}, totals, batch, scale, history)
+            return self.finished(outer, step, done, self.largest)
 
-        plan = self.step.plan
         any_of = self.of_devices.any_of
-        donated = (without_tables(section(plan, OUTER)), plan.step, plan.history)
-        results = (*donated, self.step.metrics, self.update_inputs, self.of_tables)
-        return self.step.program(per_device, (*donated, any_of(), any_of(), any_of()), results, donated=(0, 1, 2))
-
-    def functions(self) -> list:
-        """The functions of `programs`, in their order."""
-        return [self.begin, *self.forward.values(), self.head, *self.backward.values(), self.finish]
-
-    def lowered(self, *arguments) -> "LayerGradients":
-        """A copy with all programs lowered. arguments: planned, see `__call__`."""
-        return self._with([x.function.lower(*x.arguments) for x in self.programs(*arguments)])
-
-    def compiled(self, compiler_options=None) -> "LayerGradients":
-        """A copy of the lowered programs, compiled."""
-        return self._with([x.compile(compiler_options) for x in self.functions()])
-
-    def _with(self, programs: list) -> "LayerGradients":
-        """A copy with these programs, in the order of `programs`."""
-        new = copy.copy(self)
-        num_kinds = len(self.forward)
-        new.begin, *rest, new.finish = programs
-        new.forward = dict(zip(self.forward, rest[:num_kinds], strict=True))
-        new.head = rest[num_kinds]
-        new.backward = dict(zip(self.backward, rest[num_kinds + 1 :], strict=True))
-        return new
+        arguments = (*self.donated, any_of(), any_of(), any_of())
+        return self.step.program(per_device, arguments, self.results, donated=(0, 1, 2))
 
 
 def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | None) -> StacksInFiles:
-    """The plan of what a step keeps in files, as its table says; room for it is reserved in the store.
+    """Plans the gradients and residuals that a step keeps in files, and reserves room for them in the store.
 
     batch: (microbatches, sequences of a microbatch, sequence length) of a step, of all devices together; residuals in
     files need it.
@@ -489,7 +405,7 @@ def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | N
     gradients = LayerGradients(step, NO_FILES)
 
     def stacks(row: str, planned: Callable[[str], Any]) -> dict[str, Any]:
-        """By segment, stacks in files of the rounds of a layer that are planned for it."""
+        """Plans, for each segment, file-backed stacks with room for every layer's arrays."""
 
         def of_segment(segment: Segment):
             def stack(x: jax.ShapeDtypeStruct) -> InFile:

@@ -27,12 +27,8 @@ import jax.numpy as jnp
 
 from surojax.models.model import Model
 from surojax.numerics.ordered_sums import add_rows
-from surojax.parallel.collectives import device_number, varying
-from surojax.placement.mesh import AXES
-from surojax.placement.param import OUTER
-from surojax.step.distillation import Labelling
-from surojax.step.gradients import add
-from surojax.step.objective import (
+from surojax.objectives.distillation import Labelling
+from surojax.objectives.objective import (
     LABELS,
     REFERENCE,
     WEIGHTS,
@@ -43,12 +39,16 @@ from surojax.step.objective import (
     OfTokens,
     Sums,
 )
+from surojax.parallel.collectives import device_number, varying
+from surojax.placement.mesh import AXES
+from surojax.placement.param import OUTER
+from surojax.step.gradients import add
 from surojax.step.spec import Engine
 
 
 @dataclasses.dataclass(frozen=True)
 class OuterLayers:
-    """The outer layers of a model, what it minimises, and the weights on this device by name.
+    """Embedding, final norm and head on this device, with the objective.
 
     chunks: slices of tokens in head and loss. axes: the mesh axes over which the vocabulary is sharded; () if it is
     replicated.
@@ -112,7 +112,7 @@ class OuterLayers:
         targets: dict[str, jax.Array],
         scale: jax.Array,
     ) -> tuple[jax.Array, jax.Array, dict]:
-        """As `head`, for an objective that is a sum over tokens."""
+        """Like `head`, for an objective that is a sum over tokens."""
         x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
         targets_N = {name: array.reshape(-1, *array.shape[2:]) for name, array in targets.items()}
         used = {name: self.weights[name] for name in self.model.head_uses}
@@ -132,7 +132,7 @@ class OuterLayers:
         return total, x_ND.reshape(x_BSD.shape), grads
 
     def loss(self, x_BSD: jax.Array, targets: dict[str, jax.Array]) -> Sums:
-        """Summed loss, and other sums, forward only: this device's terms of the sums over all devices."""
+        """Computes the summed loss, and other sums, forward only: this device's terms of the sums over devices."""
         objective = self.objective
         if isinstance(objective, OfLogProbabilities):
             return objective.sums(self.values(objective.of_tokens, x_BSD, targets), targets)
@@ -150,11 +150,11 @@ class OuterLayers:
         return {"loss": jax.lax.fori_loop(0, self.chunks, chunk, varying(jnp.float32(0), AXES))}
 
     def with_reference(self, targets: dict[str, jax.Array], x_BSD: jax.Array | None = None) -> dict[str, jax.Array]:
-        """The targets with the log-probabilities of a reference whose last hidden states are x, if there is one."""
+        """Adds the log-probabilities of a reference to the targets. x_BSD: its last hidden states; None without one."""
         return targets if x_BSD is None else targets | {REFERENCE: self.values(CrossEntropy(), x_BSD, targets)}
 
     def values(self, of_tokens: OfTokens, x_BSD: jax.Array, targets: dict[str, jax.Array]) -> jax.Array:
-        """The number of each of this device's tokens, float32 `[B, S]`, in slices as the loss."""
+        """Computes one number per token of this device, float32 `[B, S]`, in slices as the loss."""
         labels_BS = targets[LABELS]
         x_CND = x_BSD.reshape(self.chunks, -1, x_BSD.shape[-1])
         labels_CN = labels_BS.reshape(self.chunks, -1)
@@ -187,6 +187,6 @@ def scaled(model: Model, x_BSD: jax.Array) -> jax.Array:
 
 
 def local_rows(table_vD: jax.Array, ids: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
-    """(row of each id in this device's shard of a table, whether the shard has that row)."""
+    """Returns (row of each id in this device's shard of a table, whether the shard has that row)."""
     rows = ids - device_number(*axes)[0] * table_vD.shape[0]
     return rows, (rows >= 0) & (rows < table_vD.shape[0])

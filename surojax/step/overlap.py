@@ -17,8 +17,8 @@ evaluation, checkpoints, the end. No arithmetic differs from that of a step with
 the bit. Layers in files have the same by programs of one layer: file_step.py.
 """
 
-import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,21 +27,20 @@ import jax.numpy as jnp
 
 from surojax.memory.host import exchange, join_parts, parts, read, write_layer
 from surojax.models.model import Segment, Variant
-from surojax.numerics.rounding import materialised
 from surojax.optim.optimizer import Scalars, UpdateContext
 from surojax.placement.param import OUTER
+from surojax.step.programs import Program, Programs
 from surojax.step.state import TensorState, TrainState, from_sections, section
-from surojax.step.step_metrics import metrics_of
 from surojax.step.step_parts import StepParts
 from surojax.step.stream import Flight, Layer, LayerLoop, comes_in_pairs, hides_transfers, over
-from surojax.step.update import Update, as_trees
+from surojax.step.update import Update
 from surojax.step.weights import Gather, runs_of
 
 
 class Pending(NamedTuple):
-    """A training state and the gradients of its last step, which are still to be applied.
+    """A training state with the gradients of its last step, which are not yet applied.
 
-    state: as before the update, except for the history. grads, norm: see `engine.Gradients`.
+    state: as before the update, except for the history. grads, norm: see `verbs.Gradients`.
     """
 
     state: TrainState
@@ -51,7 +50,7 @@ class Pending(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class UpdatedWeights:
-    """The lane of weights in a pass that updates a run of layers.
+    """Moves the weights in a pass that updates a run of layers: its lane "weights".
 
     Its flight when layer l begins: stack: of work weights, and of (master weights, moments), up to date for the layers
     before l. early: layer l's weights; ((master weights, moments), gradients) of layer l + 1. late: layer l as updated,
@@ -89,7 +88,7 @@ class UpdatedWeights:
 
 
 class UpdatingLayers:
-    """A segment's layers, updated one after another in a forward pass; in place of `weights.Layers`.
+    """Updates a segment's layers one after another in a forward pass; takes the place of `weights.Layers`.
 
     state, grads: of the segment, before the update.
     """
@@ -99,13 +98,13 @@ class UpdatingLayers:
         self.state = state
         self.grads = grads
         self.scalars = scalars
-        self.tensors = update.tensors(segment.name, state, grads)
+        self.update_layer = functools.partial(update.layer, segment.name)
         self.gather = gather
 
     def first(self) -> None:
-        """Nothing is prefetched before the pass: `over` begins with copies of its first two layers."""
+        """Prefetches nothing: `over` begins with copies of its first two layers."""
 
-    def turn(self, prefetched: None, counter: jax.Array | int, *, reverse: bool) -> None:
+    def begin_pass(self, prefetched: None, counter: jax.Array | int, *, reverse: bool) -> None:
         """See `first`."""
 
     def over(
@@ -118,7 +117,7 @@ class UpdatingLayers:
         tokens: int = 0,
         counter: jax.Array | int = 0,
     ) -> tuple[Any, dict[str, Any]]:
-        """As `Layers.over`; afterwards the flight "weights" is the new state, a TensorState.
+        """Like `Layers.over`, but updates each layer first and returns the new TensorState as flights["weights"].
 
         tokens: see there; they decide the order of transfers. counter: of the loop around, which there is none of.
         """
@@ -166,20 +165,17 @@ class UpdatingLayers:
 
     def update(self, old: tuple, l) -> TensorState:
         """Updates layer l in device memory."""
-        (master, moments), grads = materialised(old)
-        structure = jax.tree.structure(master)
-        rows = zip(*map(structure.flatten_up_to, (master, moments, grads)), strict=True)
-        done = []
-        for tensor, (p, m, g) in zip(self.tensors, rows, strict=True):
-            done.append(tensor.updated(p, m, g, UpdateContext(self.scalars, l)))
-        return materialised(as_trees(done, self.state))
+        (master, moments), grads = old
+        return self.update_layer(
+            TensorState(self.state.weights, master, moments), grads, UpdateContext(self.scalars, l)
+        )
 
     def gathered(self, updated: TensorState, variant: Variant):
         """All-gathers an updated layer's weights to what products read."""
         return self.gather.all_gather(self.gather.to_gather(updated.weights, variant))
 
 
-class OverlappedStep:
+class OverlappedStep(Programs):
     """The step of `train_step.make_train_step` with `Engine.overlap_update`; it has three programs.
 
     gradients: (weights, step, history, *batch) -> (gradients, norm, history, metrics), a step when nothing is pending.
@@ -188,53 +184,38 @@ class OverlappedStep:
     """
 
     def __init__(self, parts: StepParts):
+        super().__init__(parts.mesh, parts.plan)
         self.parts = parts
         grads = {name: parts.planned_gradients(name) for name in parts.plan.master}
         norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=parts.plan.step.sharding)
         self.pending = Pending(parts.plan, grads, norm)
-        self.gradients: Any = self._gradients()
-        self.step: Any = self._step()
-        self.update: Any = self._update()
+        self.functions = {"gradients": self._gradients(), "step": self._step(), "update": self._update()}
 
     def __call__(self, state: TrainState | Pending, *batch) -> tuple[Pending, dict]:
         """Runs a step, which leaves its own update pending."""
         if isinstance(state, Pending):
-            return self.step(state, *batch)
-        grads, norm, history, metrics = self.gradients(state.weights, state.step, state.history, *batch)
+            return self.run("step", state, *batch)
+        grads, norm, history, metrics = self.run("gradients", state.weights, state.step, state.history, *batch)
         return Pending(state._replace(history=history), grads, norm), metrics
 
     def finish(self, pending: Pending) -> TrainState:
-        """The state with its last update applied; its state is donated."""
-        state = self.update(*pending)
-        if jax.default_backend() == "cpu" and self.parts.mesh.size > 1:
-            jax.block_until_ready(state)  # programs with collectives in flight can block each other on virtual devices
-        return state
+        """Applies the pending update and returns the state; what is pending is donated."""
+        return self.run("update", *pending)
 
-    def lower(self, plan: TrainState, *batch) -> "OverlappedStep":
-        """The step with all programs lowered. plan: the one that the step was made from."""
-        assert jax.tree.structure(plan) == jax.tree.structure(self.parts.plan), "a step is lowered for its own plan"
-        gradients = self.gradients.lower(plan.weights, plan.step, plan.history, *batch)
-        return self._with(gradients, self.step.lower(self.pending, *batch), self.update.lower(*self.pending))
-
-    def compile(self, compiler_options=None) -> "OverlappedStep":
-        """The lowered step, compiled."""
-        return self._with(*(lowered.compile(compiler_options) for lowered in (self.gradients, self.step, self.update)))
+    def programs(self, *batch) -> list[Program]:
+        """See `Programs`. Most steps run "step" alone."""
+        state = self.plan
+        gradients = Program(self.functions["gradients"], (state.weights, state.step, state.history, *batch), 0)
+        step = Program(self.functions["step"], (self.pending, *batch), 1)
+        return [gradients, step, Program(self.functions["update"], self.pending, 0)]
 
     def as_text(self) -> str:
         """The text of the program that runs in most steps."""
-        return self.step.as_text()
+        return self.functions["step"].as_text()
 
-    def memory_analysis(self):
+    def memory_analysis(self) -> Any:
         """The memory of the program that runs in most steps, which needs the most."""
-        return self.step.memory_analysis()
-
-    def _with(self, gradients, step, update) -> "OverlappedStep":
-        """A copy of this step with these programs."""
-        new = copy.copy(self)
-        new.gradients = gradients
-        new.step = step
-        new.update = update
-        return new
+        return self.functions["step"].memory_analysis()
 
     def _gradients(self):
         """The jitted program `gradients`."""
@@ -280,5 +261,5 @@ class OverlappedStep:
         return self.parts.program(per_device, self.pending, self.parts.plan, batch=False, donated=(0,))
 
     def _metrics(self, gradients, step) -> dict[str, jax.Array]:
-        """The metrics of a step. found: its `engine.Gradients`; step: number of updates before its own."""
-        return metrics_of(gradients, self.parts.update.scalars(step, gradients.norm)["lr"])
+        """Metrics of a step from its `verbs.Gradients`. step: the number of updates before its own."""
+        return gradients.reported(self.parts.update.scalars(step, gradients.norm)["lr"])

@@ -17,7 +17,7 @@ from surojax.models.model import RecipeInputs, Segment
 
 
 def padded(segment: Segment, *, idles: bool = False) -> Segment:
-    """The segment with blocks that change nothing if `RecipeInputs.computes` is False: the entry is no layer.
+    """Returns the segment with blocks that change nothing where `RecipeInputs.computes` is False.
 
     idles: a layer does not compute either if its stage has no microbatch. Its residuals are then undefined, so zeros
     take the place of its gradients, instead of following from zeros that are differentiated.

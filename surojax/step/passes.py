@@ -31,7 +31,7 @@ class LaneAction(enum.Enum):
 
 
 class Lane(NamedTuple):
-    """How a pass moves one tensor class.
+    """Describes how a pass moves one tensor class.
 
     row: its name in the placement table. reads, writes: whether a layer does. arriving, leaving: what happens before
     the layer computes and after it, in order. ahead: how many layers earlier arriving begins; behind: how many later
@@ -51,12 +51,6 @@ class Lane(NamedTuple):
     of_microbatch: bool = False
     accumulates: bool = False
     last: tuple[LaneAction, ...] = ()
-
-
-# What routers count (models/kinds/experts.py): a few numbers a layer, which never leave the device, so that no pass of
-# `passes_of_step` has them.
-STATISTICS = Lane("statistics", writes=True)
-STATISTICS_GRADIENTS = Lane("statistics", reads=True)
 
 
 class Pass(NamedTuple):
@@ -83,7 +77,7 @@ def gather_actions(row: TensorClass) -> tuple[LaneAction, ...]:
 
 
 def fetched(table: Placement) -> Lane:
-    """The lane of the weights that a layer computes with. Each stage of their way is a layer ahead of the next one."""
+    """Describes the weights' lane: each stage (copy in, all-gather) runs one layer ahead of the next."""
     home = table.quants.home if table.quants.home.streamed else table.weights.home
     arriving = (*copy_actions(home, LaneAction.COPY_IN), *gather_actions(table.weights))
     return Lane("weights", reads=True, arriving=arriving, ahead=len(arriving))
@@ -152,7 +146,7 @@ def backward_pass(table: Placement, *, stages: int = 1) -> Pass:
 
 
 def update(table: Placement) -> Pass:
-    """The update of all layers after the last group."""
+    """Describes the update of all layers after the last group."""
     return Pass("update", updated(table, ahead=1), updates=True)
 
 

@@ -40,49 +40,45 @@ import numpy as np
 
 from surojax.memory.host import allocate, exchange_in_halves, read, write_layer
 from surojax.models.model import NO_INPUTS, Model, Segment
-from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives, stage_collectives
 from surojax.parallel.collectives import Squares, varying
 from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, stacked_layers
 from surojax.parallel.stage_collectives import collect, own_part, spread
 from surojax.placement.mesh import AXES
+from surojax.step import verbs
 from surojax.step.batch import Batch, Group, Microbatch, recipe_inputs_of
-from surojax.step.blocks import Backward, Blocks, residuals_of
-from surojax.step.engine import Gradients, loss_of_statistics, means_of, no_statistics, no_sums
-from surojax.step.gradients import GRADS, Accumulators, add, finish, leaves_sums_local, outer_sums
-from surojax.step.objective import Sums
+from surojax.step.blocks import Blocks, infer, residuals_of
+from surojax.step.gradients import GRADS, add, leaves_sums_local, outer_sums
 from surojax.step.outer import OuterLayers
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import StageLayers, first_layer_of_stage, inputs_of_stage, stage_engine, when_any
-from surojax.step.step_metrics import Finite, all_finite, and_activations, and_gradients
-from surojax.step.stream import Flight, Layer, Stream, sweep
+from surojax.step.stream import Flight, Stream, sweep
+from surojax.step.totals import BACKWARD, FORWARD, OverLayers, Totals, auxiliary_loss, sum_of_devices
+from surojax.step.verbs import Gradients, LayerVerbs
 
 
 class TickCarry(NamedTuple):
     """The loop carry from tick to tick.
 
     x_BSD, dx_BSD: received from the stage before, and from the stage after. from_head: gradients of the last stage's
-    results, this stage's part of them `[slots, B, s, D]`. saved: residuals of the microbatches in flight, stacks. sums:
-    of the objective so far, on this device. statistics: of this stage's layers so far, `[layers, ...]`; d_statistics:
-    their gradients, None without a loss of them. observed: largest magnitudes so far in this stage's layers, for
-    delayed scales. finite: see `metrics`.
+    results, this stage's part of them `[slots, B, s, D]`. saved: residuals of the microbatches in flight, stacks.
+    grads: of this stage's layers, the flight of their lane. d_statistics: gradients of the totals' statistics, None
+    without a loss of them. totals: all that this device adds up besides; of layers, for those of this stage
+    `[layers, ...]`.
     """
 
     x_BSD: jax.Array
     dx_BSD: jax.Array
     from_head: jax.Array
     saved: list[jax.Array]
-    grads: Accumulators
-    sums: Sums
-    statistics: dict[str, Any]
+    grads: Flight
     d_statistics: dict[str, Any] | None
-    observed: jax.Array | None
-    finite: Finite | None
+    totals: Totals
 
 
 class PipelineStage:
-    """One stage's part of a step, and its part of what all stages do together; see the module's docstring.
+    """One stage's part of a step; see the module's docstring.
 
     Methods take the number of a microbatch, which is the same on all stages for what they do together.
     """
@@ -94,7 +90,7 @@ class PipelineStage:
         self.engine = engine
         self.schedule = schedule
         self.scale = batch.scale()
-        self.auxiliary_loss = functools.partial(loss_of_statistics, engine, batch=batch)
+        self.auxiliary_loss = functools.partial(auxiliary_loss, engine, batch=batch)
         self.of_model = recipe_inputs_of(model, history, step, batch.microbatches, self.scale)
         self.batch = batch._replace(arrays=varying(batch.arrays, AXES))
         self.number, self.stages = stage_collectives.stage()
@@ -122,24 +118,13 @@ class PipelineStage:
         saved = allocate(self.residuals.zeros(entries), engine.table.residuals.home)
         sums = self.blocks[0].new_sums()
         d_outer = outer_sums(engine, self.outer.weights)
-        grads = Accumulators({self.segment.name: zeros_in_host_memory(self.segment, sums)}, d_outer)
-        observed = None if history is None else new_observed(history[: self.segment.num_layers])
-        statistics = no_statistics(engine.model)
-        return TickCarry(
-            x_BSD,
-            x_BSD,
-            from_head,
-            saved,
-            grads,
-            no_sums(engine),
-            statistics,
-            statistics if engine.auxiliary else None,
-            varying(observed, AXES),
-            all_finite(engine),
-        )
+        grads = zeros_in_host_memory(self.segment, sums)
+        totals = Totals.zeros(engine, history, d_outer)._replace(squares=None)  # see `push_all`
+        d_statistics = totals.statistics if engine.auxiliary else None
+        return TickCarry(x_BSD, x_BSD, from_head, saved, grads, d_statistics, totals)
 
     def microbatch(self, a: jax.Array | int, computes: jax.Array | bool = True) -> Microbatch:
-        """Microbatch a. computes: see `StageLayers.when_any`."""
+        """Selects microbatch a. computes: see `StageLayers.when_any`."""
 
         def recipe_inputs(a, l):
             number = first_layer_of_stage(self.engine) + l
@@ -178,97 +163,89 @@ class PipelineStage:
         return when_any(jnp.max(backwards), self.send_backward, carry)
 
     def embed(self, a, carry: TickCarry) -> TickCarry:
-        """All stages: the embeddings of a microbatch, which become x of stage 0."""
+        """All stages: compute a microbatch's embeddings, which become x of stage 0."""
         ids_Bs = own_part(self.microbatch(a).inputs_BS)
         x_BSD = collect(self.outer.embed(ids_Bs))
         return carry._replace(x_BSD=jnp.where(self.number == 0, x_BSD, carry.x_BSD))
 
     def forward(self, pattern: int, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
-        """This stage: its layers forward. pattern, computes: see `StageLayers.when_any`."""
+        """This stage: runs its layers forward. pattern, computes: see `StageLayers.when_any`."""
         blocks = self.blocks[pattern]
         entry = self.entry_of(a, computes)
         group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
-        moving = {
+        flights = {
             "weights": self.layers.early(pattern),
             "residuals": self.residuals.before_forward([carry.saved]),
         }
-        statistics = no_statistics(self.engine.model)
-        if statistics:
-            moving["statistics"] = Flight(statistics[self.segment.name])
-        xs_BSD, moving = blocks.forward([carry.x_BSD], group, moving, entry)
-        if statistics:
-            statistics = {self.segment.name: moving["statistics"].stack}
-        (saved,) = Stream(blocks.forward_lanes.lane("residuals"), entry).end(moving["residuals"], self.last)
-        finite = self.if_computed(computes, and_activations(carry.finite, xs_BSD), carry.finite)
-        return carry._replace(x_BSD=xs_BSD[0], saved=saved, statistics=add(carry.statistics, statistics), finite=finite)
+        xs_BSD, of_layers, flights = blocks.forward([carry.x_BSD], carry.totals.only(FORWARD), group, flights, entry)
+        (saved,) = Stream(blocks.forward_lanes.lane("residuals"), entry).end(flights["residuals"], self.last)
+        totals = carry.totals.updated(of_layers)
+        totals = self.if_computed(computes, totals.after_forward(xs_BSD), totals)
+        return carry._replace(x_BSD=xs_BSD[0], saved=saved, totals=totals)
 
     def head(self, a, carry: TickCarry) -> TickCarry:
-        """All stages: head and loss of the last stage's x."""
+        """All stages: compute head and loss of the last stage's x."""
         x_BsD = spread(carry.x_BSD, self.stages - 1)
         targets = {name: own_part(array) for name, array in self.microbatch(a).targets.items()}
-        more, dx_BsD, d_outer = self.outer.head(carry.grads.outer, x_BsD, targets, self.scale)
-        from_head = write_layer(carry.from_head, dx_BsD, a % self.head_slots)
-        return carry._replace(
-            from_head=from_head, grads=carry.grads._replace(outer=d_outer), sums=add(carry.sums, more)
-        )
+        dx_BsD, totals = verbs.head(self.outer, x_BsD, targets, self.scale, carry.totals)
+        return carry._replace(from_head=write_layer(carry.from_head, dx_BsD, a % self.head_slots), totals=totals)
 
     def auxiliary(self, _, carry: TickCarry) -> TickCarry:
-        """All stages: the gradients of the statistics of all microbatches."""
-        statistics = of_all_stages(self.model, carry.statistics)
+        """All stages: compute the gradients of routers' statistics of all microbatches."""
+        statistics = over_stages(self.model)(sum_of_devices, carry.totals.statistics)
         _, gradients = self.auxiliary_loss(statistics)
         own = jax.tree.map(functools.partial(stage_entries, self.engine), varying(gradients, AXES))
         return carry._replace(d_statistics=own)
 
     def from_head(self, a, carry: TickCarry) -> TickCarry:
-        """All stages: the gradient of the last stage's x, which becomes dx of the last stage."""
+        """All stages: gather the gradient of the last stage's x, which becomes dx of that stage."""
         dx_BSD = collect(read(carry.from_head, a % self.head_slots))
         return carry._replace(dx_BSD=jnp.where(self.number == self.stages - 1, dx_BSD, carry.dx_BSD))
 
     def backward(self, pattern: int, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
-        """This stage: its layers backward, from the residuals in the microbatch's slot."""
+        """This stage: runs its layers backward, from the residuals in the microbatch's slot."""
         blocks = self.blocks[pattern]
         group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
         entry = self.entry_of(a, computes)
-        name = self.segment.name
-        moving = {
+        flights = {
             "weights": self.layers.early(pattern, reverse=True),
             "residuals": Stream(blocks.backward_lanes.lane("residuals"), entry).begin([carry.saved], self.last),
-            "grads": begin_backward(self.segment, carry.grads.layers[name]),
+            "grads": begin_backward(self.segment, carry.grads),
         }
-        if carry.d_statistics:
-            moving["statistics"] = Flight(carry.d_statistics[name])
-        before = Backward([carry.dx_BSD], collectives.no_squares(), carry.observed)
-        done, moving = blocks.backward(before, group, moving, entry)
-        grads = carry.grads._replace(layers={name: moving["grads"]})
-        finite = self.if_computed(computes, and_gradients(carry.finite, done.dxs_BSD), carry.finite)
-        return carry._replace(dx_BSD=done.dxs_BSD[0], grads=grads, observed=done.observed, finite=finite)
+        d_statistics = (carry.d_statistics or {}).get(self.segment.name)
+        of_layers = carry.totals.only(BACKWARD)
+        done = blocks.backward([carry.dx_BSD], of_layers, group, flights, d_statistics, entry)
+        dxs_BSD, of_layers, flights = done
+        totals = carry.totals.updated(of_layers)
+        totals = self.if_computed(computes, totals.after_backward(dxs_BSD), totals)
+        return carry._replace(dx_BSD=dxs_BSD[0], grads=flights["grads"], totals=totals)
 
-    def if_computed(self, computes: jax.Array | bool, new: Finite | None, old: Finite | None) -> Finite | None:
-        """`new` if this stage has a microbatch, else `old`."""
-        return jax.tree.map(lambda x, y: jnp.where(computes, x, y), new, old) if self.layers.in_lockstep else new
+    def if_computed(self, computes: jax.Array | bool, new: Totals, old: Totals) -> Totals:
+        """`new` if this stage has a microbatch, else `old`. Both have equal sums of layers: an idle one adds zeros."""
+        if not self.layers.in_lockstep:
+            return new
+        return jax.tree.map(lambda x, y: x if x is y else jnp.where(computes, x, y), new, old)
 
     def push_embed(self, a, carry: TickCarry) -> TickCarry:
-        """All stages: the embedding's gradient from dx of stage 0."""
+        """All stages: add the embedding's gradient from dx of stage 0."""
         ids_Bs = own_part(self.microbatch(a).inputs_BS)
-        d_outer = self.outer.push_embed(carry.grads.outer, ids_Bs, spread(carry.dx_BSD, 0))
-        return carry._replace(grads=carry.grads._replace(outer=d_outer))
+        return carry._replace(totals=verbs.end(self.outer, ids_Bs, spread(carry.dx_BSD, 0), carry.totals))
 
     def send_forward(self, _, carry: TickCarry) -> TickCarry:
-        """All stages: x goes to the next stage."""
+        """All stages: send x to the next stage."""
         return carry._replace(x_BSD=stage_collectives.to_next(carry.x_BSD))
 
     def send_backward(self, _, carry: TickCarry) -> TickCarry:
-        """All stages: dx goes to the previous stage."""
+        """All stages: send dx to the previous stage."""
         return carry._replace(dx_BSD=stage_collectives.to_previous(carry.dx_BSD))
 
-    def push_all(self, grads: Accumulators) -> tuple[Accumulators, Squares]:
-        """(accumulators, their Squares) after the sums of every layer that are still local are summed over devices."""
-        name = self.segment.name
+    def push_all(self, grads: Flight) -> tuple[Flight, Squares]:
+        """Sums over devices what is still local in each layer's accumulators; returns (accumulators, their Squares)."""
         lane = Stream(self.blocks[0].backward_lanes.lane("grads"))
-        stack = lane.end(grads.layers[name], 0)  # the backward pass ends with layer 0
+        stack = lane.end(grads, 0)  # the backward pass ends with layer 0
         local = leaves_sums_local(self.engine.table)
-        if not local and self.sums.in_place:  # `finish` computes the Squares
-            return grads._replace(layers={name: Flight(stack)}), collectives.no_squares()
+        if not local and self.sums.in_place:  # `gradients.reduced` computes the Squares
+            return Flight(stack), collectives.no_squares()
 
         def body(values, squares: Squares) -> tuple[Squares, dict]:
             if not local:
@@ -281,11 +258,11 @@ class PipelineStage:
         flights = {"grads": lane.begin(stack, self.last, -1)}
         layers = range(self.segment.num_layers)
         squares, flights = sweep(layers, {"grads": lane}, body, collectives.no_squares(), flights, reverse=True)
-        return grads._replace(layers={name: Flight(lane.end(flights["grads"], 0))}), squares
+        return Flight(lane.end(flights["grads"], 0)), squares
 
 
 def begin_backward(segment: Segment, sums: Flight) -> Flight:
-    """`gradients.begin_backward` in a loop of one round or none."""
+    """`Sums.before_backward` inside a loop of one round or none, whose transfers need halves."""
     last = segment.num_layers - 1
     if sums.late is None or last == 0:
         return sums
@@ -307,7 +284,7 @@ def zeros_in_host_memory(segment: Segment, sums: Flight) -> Flight:
 
 
 def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, history=None, step=0) -> Gradients:
-    """`engine.loss_and_gradients`, for layers that are divided over `pp`."""
+    """Like `engine.loss_and_gradients`, for layers that are divided over `pp`."""
     model = engine.model
     batch = Batch.of(engine, batch_ABS)
     schedule = SCHEDULES[engine.pp_schedule](batch.microbatches, stage_collectives.stage()[1])
@@ -315,36 +292,31 @@ def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, history=N
     stage = PipelineStage(model, engine, weights, batch, schedule, history, step)
     done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first(history))
     grads, squares = stage.push_all(done.grads)
-    grads, norm = finish(engine, {stage.segment.name: stage.sums}, grads, squares)
-    means = means_of(done.sums, stage.scale)
-    history = extended(history, largest_of_stages(model, done.observed))
-    statistics = of_all_stages(model, done.statistics)
-    auxiliary = stage.auxiliary_loss(statistics)[0] if engine.auxiliary else None
-    return Gradients(means, grads, norm, history, statistics, auxiliary, finite=done.finite)
+    name, totals = stage.segment.name, done.totals._replace(squares=squares)
+    return verbs.finish(
+        engine, {name: stage.sums}, {name: grads}, totals, batch, stage.scale, history, over_stages(model)
+    )
 
 
-def largest_of_stages(model: Model, observed: jax.Array | None) -> jax.Array | None:
-    """All-gathers the largest magnitudes of each stage's layers to `[layers, sites]` on all devices."""
-    if observed is None:
-        return None
-    return collectives.largest_of_devices(among_all_stages(model, observed))[: model.num_layers]
+def over_stages(model: Model) -> OverLayers:
+    """`totals.OverLayers` of stages: each has its own layers' arrays, and all of them take part in the reduction."""
 
+    def over_layers(reduce: Callable, stacks: Any) -> Any:
+        everywhere = reduce(jax.tree.map(functools.partial(among_all_stages, model), stacks))
+        return jax.tree.map(lambda x: x[: model.num_layers], everywhere)
 
-def of_all_stages(model: Model, statistics: dict[str, Any]) -> dict[str, Any]:
-    """Sums what routers counted over the devices that have a layer, `[layers, ...]` of all stages on all devices."""
-    everywhere = collectives.add_up(jax.tree.map(functools.partial(among_all_stages, model), statistics), *AXES)
-    return jax.tree.map(lambda x: x[: model.num_layers], everywhere)
+    return over_layers
 
 
 def among_all_stages(model: Model, own: jax.Array) -> jax.Array:
-    """This stage's entries `[layers of a stage, ...]` among those of all stages, which are zeros."""
+    """Scatters this stage's entries `[layers of a stage, ...]` into zeros for all stages' layers."""
     entries = stacked_layers(model.num_layers, stage_collectives.stage()[1])
     zeros = varying(jnp.zeros((entries, *own.shape[1:]), own.dtype), AXES)
     return jax.lax.dynamic_update_slice_in_dim(zeros, own, collectives.first_layer(len(own)), 0)
 
 
 def stage_entries(engine: Engine, all_layers: jax.Array) -> jax.Array:
-    """This stage's entries of an array `[layers, ...]` of the model, then zeros. engine: of one stage."""
+    """Slices this stage's entries from `[layers, ...]` of the model, padded with zeros. engine: of one stage."""
     layers = engine.model.num_layers
     padding = stacked_layers(len(all_layers), stage_collectives.stage()[1]) - len(all_layers)
     entries = jnp.pad(all_layers, ((0, padding), *[(0, 0)] * (all_layers.ndim - 1)))
@@ -352,7 +324,7 @@ def stage_entries(engine: Engine, all_layers: jax.Array) -> jax.Array:
 
 
 def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
-    """`engine.evaluate`, for layers that are divided over `pp`: one stage after another, as one microbatch."""
+    """Like `engine.evaluate`, for layers that are divided over `pp`: one stage after another, as one microbatch."""
     model = engine.model
     batch = Batch.of(engine, batch_BS)
     each = batch.on_device(lambda l: None)
@@ -365,19 +337,20 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     x_BsD = outer.embed(own_part(each.inputs_BS))
 
     def blocks(pattern: int, _, computes, x_BSD):
-        def block(layer: Layer, values, x_BSD, flights):
-            inputs = inputs_of_stage(model, first_layer_of_stage(engine) + layer.index, NO_INPUTS, computes)
-            return segment.block(values["weights"], x_BSD, inputs, layer.variant, starts_BS)[0], {}, flights
+        def inputs(l):
+            return inputs_of_stage(model, first_layer_of_stage(engine) + l, NO_INPUTS, computes)
 
         pattern_layers = layers.of_patterns[pattern]
-        return pattern_layers.over(block, x_BSD, {}, {"weights": pattern_layers.first()})[0]
+        of_stage = each._replace(starts_BS=starts_BS, recipe_inputs=inputs)
+        (x_BSD,) = infer(pattern_layers, LayerVerbs.of(engine, pattern_layers.segment), [x_BSD], of_stage)
+        return x_BSD
 
     def of_stage(i, x_BSD):
-        turn = jnp.where(jnp.arange(stages) == i, 0, NONE)  # of one microbatch
-        x_BSD = layers.when_any(turn, blocks, x_BSD)
+        microbatches = jnp.where(jnp.arange(stages) == i, 0, NONE)  # of each stage: one goes through all
+        x_BSD = layers.when_any(microbatches, blocks, x_BSD)
         return jax.lax.cond(i == stages - 1, lambda x: x, stage_collectives.to_next, x_BSD)
 
     x_BSD = jax.lax.fori_loop(0, stages, of_stage, varying(collect(x_BsD), AXES))
     targets = {name: own_part(array) for name, array in each.targets.items()}
     sums = outer.loss(spread(x_BSD, stages - 1), targets)
-    return collectives.add_up(sums, *AXES), batch.terms()
+    return sum_of_devices(sums), batch.terms()

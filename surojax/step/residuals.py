@@ -26,7 +26,7 @@ class Residuals:
     """Residuals (saved activations) of a segment's layers in a microbatch, and their stacks `[L, ...]`."""
 
     def __init__(self, num_layers: int, home: Home, save: Callable[[Variant], Any], variants: tuple[Variant, ...]):
-        """save: returns the residuals of a layer of a variant, which has as many arrays of the same shapes as any."""
+        """save: variant -> saved activations of one layer, of the same shapes for all variants."""
         self.num_layers = num_layers
         self.home = home
         saved = {variant: jax.eval_shape(lambda variant=variant: save(variant)) for variant in dict.fromkeys(variants)}
@@ -36,11 +36,11 @@ class Residuals:
         self.shapes = shapes[0]
 
     def zeros(self, *lead: int) -> list[jax.Array]:
-        """The arrays of a layer; lead: dimensions before theirs."""
+        """Zeros shaped like one layer's saved activations, with extra leading dimensions `lead`."""
         return [varying(jnp.zeros((*lead, *shape), dtype), AXES) for shape, dtype in self.shapes]
 
     def stacks(self, microbatches: int) -> list[list[jax.Array]]:
-        """Stacks for each microbatch of a group. Every group writes over what the one before it has read."""
+        """Makes stacks for each microbatch of a group. All groups share them."""
         return allocate([self.zeros(self.num_layers) for _ in range(microbatches)], self.home)
 
     def before_forward(self, stacks: list[list[jax.Array]]) -> Flight:
@@ -54,11 +54,11 @@ class Residuals:
 
     @staticmethod
     def arrays(saved: Any) -> list[jax.Array]:
-        """The arrays of what a block has saved."""
+        """Flattens a block's saved activations to a list of arrays."""
         return varying(jax.tree.leaves(saved), AXES)
 
     def of(self, arrays: list[jax.Array], variant: Variant) -> Any:
-        """What a block of this variant has saved, from its arrays."""
+        """Rebuilds the saved activations of a block of this variant from its arrays."""
         return self.structures[variant].unflatten(arrays)
 
 

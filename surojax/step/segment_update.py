@@ -1,15 +1,12 @@
 """The update of one layer of a segment with state in files: a program, which the host runs for one after another."""
 
-import copy
-from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from surojax.memory.host import move, put, read, write_layer
 from surojax.memory.in_file import InFiles, home_of
 from surojax.models.model import Segment
-from surojax.numerics.rounding import materialised
 from surojax.optim.optimizer import UpdateContext
 from surojax.parallel import collectives
 from surojax.parallel.schedule import layers_of_stage
@@ -17,46 +14,29 @@ from surojax.placement.home import DEVICE, HOST
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import part_of
 from surojax.step.between import in_rounds
+from surojax.step.programs import Program
 from surojax.step.state import TensorState, section
 from surojax.step.state_plan import bytes_per_device
-from surojax.step.step_parts import Program, StepParts
-from surojax.step.update import as_trees
+from surojax.step.step_gradients import StepGradients
+from surojax.step.step_parts import StepParts
 from surojax.step.work_weights import WorkWeights
 
 
-class GradientsOfLayers(Protocol):
-    """The gradients that an update reads: `WholeGradients` in `update_inputs`, or `LayerGradients` layer by layer.
-
-    segment: a segment's name. planned_grads: the plan of a layer's gradients as the update's argument; () if they are
-    in update_inputs. file_bytes: bytes of a layer's gradients that are in files, by row. others_of_update: the plans of
-    other layers' gradients that are in memory, but are no arguments of the update.
-    """
-
-    update_inputs: dict[str, Any]
-
-    def of_layer(self, segment: str, update_inputs: Any, layer: Any, l: Any) -> Any:
-        """The gradients of layer l of a segment, in device memory. layer: what `read` returned. Inside `jit`."""
-        ...
-
-    def planned_grads(self, segment: str) -> Any: ...
-    def file_bytes(self, segment: str) -> Counter[str]: ...
-    def others_of_update(self, segment: str) -> Any: ...
-
-
 class SegmentUpdate:
-    """The update of a segment's layers, those of all stages of `pp` at the same place in theirs together, in a round.
+    """Updates a segment's layers, one of each stage of `pp` together: a round.
 
-    state: of (master weights, moments). weights: those that are trained. programs: one for each of their parts: (work
-    weights, stacks, layer, gradients, update_inputs) -> (work weights, stacks, (layer, work weights for files), l + 1).
-    It runs `Tensor.updated` on layer l of every stage. `stacks` are the master weights and moments in memory, updated
-    in place, as work weights in memory are; `layer` are those of the round from the file, arrays `[stages, ...]`, which
-    are written back; gradients: those of the layer that are not in update_inputs, see `FileStep`.
+    state: of (master weights, moments). weights: those that are trained. functions: a program for each of their parts,
+    by (segment, number): (work weights, stacks, layer, gradients, update_inputs) -> (work weights, stacks, (layer, work
+    weights for files), l + 1). It runs `Update.layer` on layer l of every stage. `stacks` are the master weights and
+    moments in memory, updated in place, as work weights in memory are; `layer` are those of the round from the file,
+    arrays `[stages, ...]`, which are written back; gradients: those of the layer that are not in update_inputs, see
+    `FileStep`.
 
     A program of one layer copies it to and from the device, so that these copies do not overlap with the next layer's
     products. What `device_memory` has room for is put on the device a layer early instead: `early` of `arriving`.
     """
 
-    def __init__(self, step: StepParts, gradients: GradientsOfLayers, segment: Segment):
+    def __init__(self, step: StepParts, gradients: StepGradients, segment: Segment):
         self.step = step
         self.gradients = gradients
         self.name = segment.name
@@ -66,39 +46,26 @@ class SegmentUpdate:
         self.rounds = layers_of_stage(segment.num_layers, stages)
         self.state = InFiles(tuple(state))
         self.weights = WorkWeights(part_of(weights, self.planned.master), stages)
-        read = self.state.planned_round(HOST), gradients.planned_grads(segment.name)
-        self.arriving, self.early = on_their_way(read, step.engine.table.device_memory)
-        self.programs: list[Any] = [self._program(number) for number in range(len(self.weights.parts))]
+        planned = self.state.planned_round(HOST), gradients.planned_grads(segment.name)
+        self.arriving, self.early = on_their_way(planned, step.engine.table.device_memory)
+        self.functions = {(self.name, number): self._program(number) for number in range(len(self.weights.parts))}
 
     def planned_programs(self, name: str) -> list[Program]:
         """The programs with planned arguments. name: of the pass that they belong to."""
         arriving = self.state.planned_round(HOST)
         programs = []
-        for number, function in enumerate(self.programs):
+        for (_, number), function in self.functions.items():
             others = arriving, self.early, self.leaving(number), self.gradients.others_of_update(self.name)
-            read = self.state.round_read + self.gradients.file_bytes(self.name)
-            written = self.state.round_written + self.weights.files[number].round_written
-            times = len(self.weights.layers[number])
-            programs.append(Program(function, self.arguments(number), times, others, name, read, written, self.early))
+            from_files = self.state.round_read + self.gradients.file_bytes(self.name)
+            to_files = self.state.round_written + self.weights.files[number].round_written
+            numbers = len(self.weights.layers[number]), others, name, from_files, to_files
+            programs.append(Program(function, self.arguments(number), *numbers, self.early))
         return programs
 
     def leaving(self, number: int) -> tuple:
         """Plans what is on its way to files behind a layer of this part."""
         files = self.weights.files[number]
         return self.state.planned_round(HOST), files.written(files.planned_round(HOST))
-
-    def lowered(self) -> "SegmentUpdate":
-        """A copy with the programs lowered."""
-        return self._with([x.lower(*self.arguments(number)) for number, x in enumerate(self.programs)])
-
-    def compiled(self, compiler_options=None) -> "SegmentUpdate":
-        """A copy with the lowered programs compiled."""
-        return self._with([x.compile(compiler_options) for x in self.programs])
-
-    def _with(self, programs: list) -> "SegmentUpdate":
-        new = copy.copy(self)
-        new.programs = programs
-        return new
 
     def arguments(self, number: int) -> tuple:
         """The planned arguments of the program of this part: `jax.ShapeDtypeStruct`s."""
@@ -113,14 +80,9 @@ class SegmentUpdate:
             l = update_inputs["l"]
             old = self.state.joined(read(stacks, l), [x[0] for x in put(layer, DEVICE)])
             grads = self.gradients.of_layer(self.name, update_inputs, gradients, l)
-            # The barrier ends the reads before the writes begin, as in `update.sweep_part`.
-            (master, moments), grads = materialised((old, grads))
-            state = TensorState(self.weights.like(number, work), master, moments)
-            done = []
+            state = TensorState(self.weights.like(number, work), *old)
             context = UpdateContext(update_inputs["scalars"], collectives.first_layer(self.rounds) + l)
-            for tensor in self.step.update.tensors(self.name, state, grads):
-                done.append(tensor.updated(tensor.state.master, tensor.state.moments, tensor.grad, context))
-            weights, *new = materialised(tuple(as_trees(done, state)))
+            weights, *new = self.step.update.layer(self.name, state, grads, context)
             stacks = write_layer(stacks, self.state.in_memory(tuple(new)), l)
             work, weight_rounds = self.weights.replaced(number, work, weights, l)
             rounds = put(in_rounds(self.state.files(tuple(new))), HOST)

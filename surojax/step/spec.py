@@ -8,11 +8,19 @@ import jax.numpy as jnp
 
 from surojax.declared import AT_LEAST_1, Facts, computed, declare
 from surojax.models.model import Model
+from surojax.objectives.objective import (
+    FLOATS,
+    REFERENCE,
+    STARTS,
+    CrossEntropy,
+    Objective,
+    OfLogProbabilities,
+    WithWidths,
+)
 from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.layout import Layouts
 from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
-from surojax.step.objective import FLOATS, REFERENCE, STARTS, CrossEntropy, Objective, OfLogProbabilities, WithWidths
 
 CROSS_ENTROPY = CrossEntropy()
 
@@ -25,7 +33,7 @@ class StepSettings:
     statistics `[L, ...]`, sums over all tokens of a step}, number of tokens that count) -> float32 []; all microbatches
     are one group then. reference: the model without its adapters, whose log-probabilities each pass computes beside
     those of the model with them, from the same fetched layers; None: a batch has them, if the objective reads any.
-    locates_nonfinite: the metrics say which devices had finite values, see `metrics`.
+    locates_nonfinite: the metrics say which devices had finite values, see `totals.Finite`.
     """
 
     # several documents in a row, separated by attention masks and positions
@@ -68,7 +76,7 @@ class Engine(StepSettings):
 
     @property
     def trained_params(self) -> dict:
-        """Those of `params` that are trainable."""
+        """The model's trainable `Param`s by section."""
         return self.model.trained_params
 
     @property
@@ -94,6 +102,6 @@ class Engine(StepSettings):
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The names of what a step adds up over the terms of the objective."""
+        """Names of the sums over the objective's terms."""
         others = self.objective.metrics if isinstance(self.objective, OfLogProbabilities) else ()
         return ("loss", *others)

@@ -41,7 +41,7 @@ def in_lockstep(model: Model) -> bool:
 
 
 def of_stage(model: Model, stages: int) -> Model:
-    """The model that one stage computes, without embedding and head: as many layers, of the kinds of the first stage.
+    """Returns the model of one stage: as many layers as a stage has, with the variants of the first stage.
 
     Raises ConfigError if a stage would have no layer, if blocks have other parameters in some layers, or if stages that
     compute in lockstep have layers of other kinds.
@@ -91,7 +91,7 @@ def inputs_of_stage(
 
 
 class StageLayers:
-    """The loops over this stage's layers: of every pattern, one of which is this stage's own."""
+    """Layer loops of all stage patterns; each stage runs only its own."""
 
     def __init__(self, model: Model, engine: Engine, stacks):
         """model: whole. engine: of one stage. stacks: the segment's work weights."""

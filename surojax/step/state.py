@@ -23,7 +23,7 @@ from surojax.step.by_host import by_host
 
 
 class TrainState(NamedTuple):
-    """Everything that changes from step to step.
+    """The arrays that a step changes.
 
     weights, master and moments are dicts by section of the model. A segment has stacks `[L, ...]` of its layers.
     `weights` is always `master` cast to the work dtype, and with `persistent_quants` quantised after the cast, so
@@ -397,7 +397,7 @@ def layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimize
 
 
 def with_new_adapters(segment: Segment, plan: TrainState, layer, seed, l):
-    """The arrays of a layer of the base, with new adapters, of which DoRA's begin as lengths of what is multiplied.
+    """Adds fresh adapters to a base layer; DoRA magnitudes start as row norms of the (dequantised) matrix.
 
     layer: its matrices may be quantised.
     """
@@ -455,5 +455,5 @@ def tables_on_device(plan: dict) -> dict:
 
 
 def tables_in_files(outer: TensorState) -> list[str]:
-    """Names of the outer layers, in a plan or a state, of whose master weights or moments any are in files."""
+    """Names of the outer layers with master weights or moments in files, in a plan or a state."""
     return [name for name in outer.master if InFiles((outer.master[name], outer.moments[name])).stacks]

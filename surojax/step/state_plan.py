@@ -124,7 +124,7 @@ class StatePlanner:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def stack(self, layers: range, row: str, shape, dtype, layout: Layout, source: Any = None):
-        """A planned stack of these layers of a row of the placement table, each of this shape and layout.
+        """Plans a stack [layers, *shape] for one tensor class.
 
         source: see `in_home`.
         """

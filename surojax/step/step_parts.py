@@ -1,9 +1,8 @@
-"""What the kinds of training steps have in common: gradients, update, and the plans of their arguments and results."""
+"""The parts that all kinds of training steps share: gradients, update, and plans of arguments and results."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,30 +12,8 @@ from surojax.placement.layout import Layout, batch_sharding, specs
 from surojax.placement.table import Mesh
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState, shardings, specs_of
-from surojax.step.step_metrics import plan_metrics
+from surojax.step.totals import plan_metrics
 from surojax.step.update import Update
-
-NO_BYTES = Counter[str]()
-
-
-class Program(NamedTuple):
-    """One of the programs that make up a step.
-
-    function: jitted. arguments: planned arrays. times: number of runs in a step. others: planned state that is in
-    memory while the program runs but is no argument or result of it, and layers on their way to and from files.
-    name: of the pass that it is one layer of; "" if it runs by itself. read, written: bytes of files that are read for
-    it, and written from it, of all devices together, by row of the placement table. put: planned rounds that the host
-    puts on the device for it.
-    """
-
-    function: Any
-    arguments: tuple
-    times: int
-    others: Any = ()
-    name: str = ""
-    read: Counter[str] = NO_BYTES
-    written: Counter[str] = NO_BYTES
-    put: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +21,7 @@ class StepParts:
     """The parts of a training step.
 
     plan: of the training state. gradients: forward and backward of engine.py or pipeline.py, a function (weights,
-    *batch, history, step) -> `engine.Gradients`, of what one device has. update: what follows.
+    *batch, history, step) -> `verbs.Gradients`, of what one device has. update: what follows.
     """
 
     engine: Engine
@@ -55,11 +32,11 @@ class StepParts:
 
     @property
     def metrics(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The plan of a step's metrics."""
+        """Plans a step's metrics."""
         return plan_metrics(self.engine, self.mesh)
 
     def planned_gradients(self, name: str):
-        """The plan of a section's gradients: sharded as master weights, the blocks' in the accumulators' home.
+        """Plans a section's gradients: sharded as master weights, the blocks' in the accumulators' home.
 
         What goes on to a file is in host memory.
         """
@@ -75,7 +52,7 @@ class StepParts:
         return jax.tree.map(one, self.plan.master[name], specs(layouts.master)[name], layouts.grads[name])
 
     def planned_scalars(self):
-        """The plan of `Update.scalars`."""
+        """Plans the results of `Update.scalars`."""
         scalars = jax.eval_shape(self.update.scalars, self.plan.step, jax.ShapeDtypeStruct((), jnp.float32))
         sharding = self.plan.step.sharding
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), scalars)
@@ -83,7 +60,7 @@ class StepParts:
     def program(
         self, per_device: Callable, arguments: tuple, results: Any, *, batch: bool = True, donated: tuple[int, ...] = ()
     ) -> Any:
-        """A jitted function of these arguments and of a step's batch, if it takes one; see `jitted`."""
+        """Jits a function of these arguments, and of a step's batch unless batch=False; see `jitted`."""
         batch_arrays = len(self.engine.batch_arrays) if batch else 0
         return jitted(per_device, self.mesh, arguments, results, batch_arrays=batch_arrays, donated=donated)
 
@@ -98,7 +75,7 @@ def jitted(
     accumulated: bool = True,
     donated: tuple[int, ...] = (),
 ) -> Any:
-    """A jitted function of these arguments and of a batch.
+    """Jits a function of these arguments and of a batch, over the mesh.
 
     arguments, results: their plans, whose shardings they have; results None: on every device the same. batch_arrays:
     their number, `[A, B, S]`, or `[B, S]` if not accumulated. donated: numbers of the arguments that are given away.

@@ -11,7 +11,7 @@ What XLA needs, and why the loop is as it is:
 * Copy engines copy only what is at an offset that is linear in the loop's counter. So a layer that arrives early or
   leaves late is named by its number, though it may lie beyond the ends of the stack, where slices take the nearest one:
   the first layer written late writes what is there already, and what the last layers read ahead is right for the pass
-  in the other direction, or is read again (`Fetch.turn`).
+  in the other direction, or is read again (`Fetch.begin_pass`).
 * A stack that is read and written in one layer is written first. Where both directions of the host link are to be busy
   at once, every other stack is read first, with a barrier between, without which XLA copies the stack (`exchange`).
 * With one layer in a loop's body, XLA copies what is on its way into the carry. Two layers exchange their places
@@ -48,7 +48,7 @@ class Layer(NamedTuple):
 
 
 class LayerLoop(NamedTuple):
-    """Layers of a segment that are one loop: their weights are in one memory, their variants repeat after `period`."""
+    """Layers of a segment that form one loop: weights in one memory, variants that repeat after `period`."""
 
     layers: range
     variants: tuple[Variant, ...]
@@ -56,7 +56,7 @@ class LayerLoop(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A lane while a pass runs: its stacks, what has arrived or is arriving early, and results still to be written."""
+    """State of a lane during a pass: its stacks, prefetched layers (early), and results to write back (late)."""
 
     stack: Any = None
     early: Any = None
@@ -166,7 +166,7 @@ def _out_of_carry(names: Iterable[str], carried: InCarry) -> dict[str, Flight]:
 def sweep(
     layers: range, lanes: dict[str, Any], body: Callable, carry: Any, flights: dict[str, Flight], **options: Any
 ) -> tuple[Any, dict[str, Flight]]:
-    """`over`, for layers that are all alike and a body (values, carry) -> (carry, results)."""
+    """Like `over`, for equal layers and a body (values, carry) -> (carry, results)."""
 
     def one(layer: Layer, values, carry, flights):
         return *body(values, carry), flights

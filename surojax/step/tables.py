@@ -4,38 +4,37 @@ A step's gradients are programs that never see this state. They update what else
 gradients of the tables. Work weights and gradients of tables are in device memory.
 """
 
-import copy
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from surojax.memory.host import put, read, write_layer
 from surojax.memory.in_file import InFiles
-from surojax.numerics.rounding import materialised
 from surojax.optim.optimizer import UpdateContext
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.param import OUTER, part_of, with_part
 from surojax.step.between import in_rounds
 from surojax.step.by_host import by_host
+from surojax.step.programs import Program
 from surojax.step.state import TensorState, section, tables_in_files
-from surojax.step.step_parts import Program, StepParts
-from surojax.step.update import as_trees
+from surojax.step.step_parts import StepParts
 
 
 def without_tables(outer: TensorState) -> TensorState:
-    """The outer layers, of a plan or a state, without master weights and moments of tables with state in files."""
+    """Drops the master weights and moments of tables with state in files from the outer layers."""
     kept = {name: None for name in outer.master if name not in tables_in_files(outer)}
     return TensorState(outer.weights, part_of(outer.master, kept), part_of(outer.moments, kept))
 
 
 def planned_gradients(step: StepParts) -> dict[str, jax.ShapeDtypeStruct]:
-    """The plan of the gradients of tables in files, by name."""
+    """Plans the gradients of tables in files, by name."""
     names = tables_in_files(section(step.plan, OUTER))
     return part_of(step.planned_gradients(OUTER), dict.fromkeys(names)) if names else {}
 
 
 class Tables:
-    """The update of tables with state in files.
+    """Updates tables with state in files, one piece of their rows after another.
 
     state: of their (master weights, moments). pieces: their number; 0 if no table is in files. program: (work weights,
     state in memory, piece from files, gradients, scalars, k) -> (work weights, state in memory, its new values, k + 1).
@@ -47,24 +46,23 @@ class Tables:
         self.names = dict.fromkeys(tables_in_files(self.outer))
         self.state = InFiles(self._of_tables(self.outer)[1:])
         self.pieces = self.state.stacks[0].layers if self.names else 0
-        self.program: Any = self._program() if self.names else None
+        self.functions = {"tables": self._program()} if self.names else {}
 
-    def updated(self, outer: TensorState, grads: dict, scalars: Any, zero: jax.Array) -> TensorState:
-        """The outer layers after the update of the tables, to which grads are donated. zero: an int32 scalar.
+    def updated(self, run: Callable, outer: TensorState, grads: dict, scalars: Any, zero: jax.Array) -> TensorState:
+        """Updates the tables and returns the outer layers; grads are donated. Raises NvmeError.
 
-        Raises NvmeError.
+        run: `Programs.run`. zero: an int32 scalar.
         """
         if not self.pieces:
             return outer
         weights, *others = self._of_tables(outer)
         stacks = self.state.in_memory(tuple(others))
         number = zero
-        self._settled(grads)
 
         def compute(k: int, piece: list[jax.Array]) -> list[jax.Array]:
             nonlocal weights, stacks, number
-            weights, stacks, to_files, number = self.program(weights, stacks, piece, grads, scalars, number)
-            return self._settled(to_files)
+            weights, stacks, to_files, number = run("tables", weights, stacks, piece, grads, scalars, number)
+            return to_files
 
         by_host(
             range(self.pieces),
@@ -77,37 +75,12 @@ class Tables:
         new = self.state.joined(stacks, self.state.stacks)
         return TensorState(*(with_part(old, x) for old, x in zip(outer, (weights, *new), strict=True)))
 
-    def _settled(self, results: Any) -> Any:
-        """The results, on virtual CPU devices once they are there: programs with collectives can block each other."""
-        if jax.default_backend() == "cpu" and self.step.mesh.size > 1:
-            jax.block_until_ready(results)
-        return results
-
     def programs(self, others: Any) -> list[Program]:
-        """The program with planned arguments, if there are tables in files. others: see `Program`."""
-        if not self.pieces:
-            return []
-        early = self.state.planned_round(HOST)
-        read, written = self.state.round_read, self.state.round_written
-        arguments, in_flight = self._arguments(), (early, early, others)
-        return [Program(self.program, arguments, self.pieces, in_flight, "embedding and head", read, written)]
-
-    def lowered(self) -> "Tables":
-        """A copy with the program lowered."""
-        return self._with(self.program.lower(*self._arguments()) if self.pieces else None)
-
-    def compiled(self, compiler_options=None) -> "Tables":
-        """A copy of the lowered program, compiled."""
-        return self._with(self.program.compile(compiler_options) if self.pieces else None)
-
-    def functions(self) -> list:
-        """The functions of `programs`."""
-        return [self.program] if self.pieces else []
-
-    def _with(self, program) -> "Tables":
-        new = copy.copy(self)
-        new.program = program
-        return new
+        """Plans the program, if there are tables in files. others: see `Program`."""
+        early = self.state.planned_round(HOST) if self.pieces else ()
+        numbers = self.pieces, (early, early, others), "embedding and head"
+        files = self.state.round_read, self.state.round_written
+        return [Program(function, self._arguments(), *numbers, *files) for function in self.functions.values()]
 
     def _of_tables(self, outer: TensorState) -> TensorState:
         return TensorState(*(part_of(tree, self.names) for tree in outer))
@@ -124,15 +97,10 @@ class Tables:
         def per_device(weights, in_memory, piece, grads, scalars, k):
             stacks = parts_of_rows(in_memory, n)
             old = self.state.joined(read(stacks, k), [x[0] for x in put(piece, DEVICE)])
-            # The barrier ends the reads before the writes begin, as in `update.sweep_part`.
-            (master, moments), grads = materialised((old, read(parts_of_rows(grads, n), k)))
-            state = TensorState(weights, master, moments)
-            context = UpdateContext(scalars, part=(k, n))
-            done = []
-            for tensor in self.step.update.tensors(OUTER, state, grads):
-                done.append(tensor.updated(tensor.state.master, tensor.state.moments, tensor.grad, context))
-            new = materialised(as_trees(done, state))
-            weights = {name: with_rows(weights[name], x, k, n, len(master[name])) for name, x in new.weights.items()}
+            state, context = TensorState(weights, *old), UpdateContext(scalars, part=(k, n))
+            new = self.step.update.layer(OUTER, state, read(parts_of_rows(grads, n), k), context)
+            rows = {name: len(x) for name, x in new.master.items()}
+            weights = {name: with_rows(weights[name], x, k, n, rows[name]) for name, x in new.weights.items()}
             others = tuple(new[1:])
             stacks = write_layer(stacks, self.state.in_memory(others), k)
             in_memory = [x.reshape(old.shape) for x, old in zip(stacks, in_memory, strict=True)]
@@ -144,12 +112,12 @@ class Tables:
 
 
 def parts_of_rows(tree: Any, n: int) -> Any:
-    """Tables `[rows, ...]` of a device as stacks `[n, rows / n, ...]`."""
+    """Reshapes a device's tables `[rows, ...]` to stacks `[n, rows / n, ...]`."""
     return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), tree)
 
 
 def with_rows(table: jax.Array, new: jax.Array, k: jax.Array, n: int, rows: int) -> jax.Array:
-    """A table with `new` in place of part k of n of the rows of each shard, of all shards. rows: of a part of one."""
+    """Replaces part k of n of each shard's rows in a table by `new`. rows: in one part of a shard."""
     shards = table.reshape(-1, n, rows, *table.shape[1:])
     parts = new.reshape(-1, rows, *new.shape[1:])
     return jax.lax.dynamic_update_index_in_dim(shards, parts, k, 1).reshape(table.shape)

@@ -14,13 +14,14 @@ from surojax.optim.optimizer import Optimizer
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.table import Mesh
 from surojax.step import engine as whole_model, pipeline
-from surojax.step.file_step import FileStep, PendingUpdate, WholeGradients
+from surojax.step.file_step import FileStep, PendingUpdate
 from surojax.step.layer_evaluation import LayerEvaluation
-from surojax.step.layer_gradients import NO_FILES, LayerGradients, StacksInFiles
+from surojax.step.layer_gradients import LayerGradients
 from surojax.step.overlap import OverlappedStep, Pending
+from surojax.step.segment_files import NO_FILES, StacksInFiles
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState
-from surojax.step.step_metrics import metrics_of
+from surojax.step.step_gradients import WholeGradients
 from surojax.step.step_parts import StepParts, jitted
 from surojax.step.update import Update
 
@@ -28,12 +29,12 @@ BATCHES_IN_FLIGHT = 16  # of an evaluation with weights in files: their activati
 
 
 def passes(mesh: Mesh):
-    """The module with forward and backward passes for a mesh."""
+    """Returns the module with forward and backward passes for a mesh."""
     return pipeline if pipeline_stages(mesh) > 1 else whole_model
 
 
 def make_step_parts(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> StepParts:
-    """The parts of a step."""
+    """Makes the parts of a step."""
     gradients = functools.partial(passes(mesh).loss_and_gradients, engine)
     return StepParts(engine, mesh, plan, gradients, Update(engine, optimizer))
 
@@ -41,7 +42,7 @@ def make_step_parts(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh
 def make_train_step(
     engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh, files: StacksInFiles = NO_FILES
 ) -> Callable:
-    """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), see `metrics`.
+    """Makes a jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr", ...}).
 
     Its other arguments are those of `Engine.batch_arrays`, and its metrics have the other means of the objective too.
     The state is donated: its arrays are updated in place. loss: mean over all labels of the batch, in nats. grad_norm:
@@ -59,15 +60,14 @@ def make_train_step(
     def per_device(state: TrainState, *batch):
         gradients_of_step = gradients(state.weights, *batch, history=state.history, step=state.step)
         scalars = update.scalars(state.step, gradients_of_step.norm)
-        return update.everything(state, gradients_of_step.grads, scalars, gradients_of_step.history), metrics_of(
-            gradients_of_step, scalars["lr"]
-        )
+        new = update.everything(state, gradients_of_step.grads, scalars, gradients_of_step.history)
+        return new, gradients_of_step.reported(scalars["lr"])
 
     return step.program(per_device, (plan,), (plan, step.metrics), donated=(0,))
 
 
 def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> Callable:
-    """A jitted (weights, history, step, inputs `[A, B, S]`, labels) -> (loss, gradients by section) of a step.
+    """Makes a jitted (weights, history, step, inputs `[A, B, S]`, labels) -> (loss, gradients by section) of a step.
 
     History and step are those of the state. The gradients are sharded as master weights, before clipping.
     """
@@ -82,12 +82,12 @@ def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh:
 
 
 def up_to_date(step: Any, state: TrainState | Pending | PendingUpdate) -> TrainState:
-    """The state that a step returned, with all updates applied. step: the compiled step, to which it is donated."""
+    """Applies the pending update of a step's result, if any. step: the compiled step, to which the state is donated."""
     return state if isinstance(state, TrainState) else step.finish(state)
 
 
 def evaluated(step: Any, weights: Any, batches: Iterable[tuple]) -> Iterator[tuple]:
-    """Yields what a compiled evaluation step returns of each batch. Weights in files are read once for several."""
+    """Yields a compiled evaluation step's result for each batch. Weights in files are read once for several."""
     if isinstance(step, LayerEvaluation):
         for together in itertools.batched(batches, BATCHES_IN_FLIGHT):
             yield from step.each(weights, together)
@@ -97,7 +97,7 @@ def evaluated(step: Any, weights: Any, batches: Iterable[tuple]) -> Iterator[tup
 
 
 def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Any:
-    """A jitted (weights, inputs `[B, S]`, labels) -> ({"loss": summed, in nats, ...}, number of labels).
+    """Makes a jitted (weights, inputs `[B, S]`, labels) -> ({"loss": summed, in nats, ...}, number of labels).
 
     Sums and number of terms are those of the objective, and the other arguments those of `Engine.batch_arrays`. With
     weights in files the result is a `LayerEvaluation`, which is called, lowered and compiled in the same way.

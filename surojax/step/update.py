@@ -28,7 +28,7 @@ from surojax.step.stream import Flight, Stream, sweep
 
 
 class Tensor(NamedTuple):
-    """A tensor to update: its declaration, the optimizer's rule, its old state and its gradient.
+    """A tensor to update: its declaration, layouts, old state and gradient.
 
     param: its declaration. dtype: of its work weights before they are quantised. A segment's tensor has all layers.
     """
@@ -63,7 +63,7 @@ class Tensor(NamedTuple):
 
 
 class Update:
-    """The update of a training state: which tensors there are, and how each moves and changes."""
+    """Updates a training state, one tensor after another."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer):
         self.optimizer = optimizer
@@ -112,6 +112,19 @@ class Update:
             else:
                 done.append(update_in_parts(tensor, scalars, self.lanes, largest))
         return as_trees(done, old)
+
+    def layer(self, name: str, old: TensorState, grads, context: UpdateContext) -> TensorState:
+        """Updates one layer of a section, or one part of the rows of outer tensors, in device memory.
+
+        old: its master weights and moments, and work weights that the new ones are quantised like. Barriers before and
+        after it end the reads of a stack before the writes begin; without them XLA copies the whole stack.
+        """
+        (master, moments), grads = materialised(((old.master, old.moments), grads))
+        old = TensorState(old.weights, master, moments)
+        tensors = self.tensors(name, old, grads)
+        return materialised(
+            as_trees([x.updated(x.state.master, x.state.moments, x.grad, context) for x in tensors], old)
+        )
 
     def tensors(self, name: str, old: TensorState, grads) -> list[Tensor]:
         """The tensors of a section that are trained, from the trees of its state and gradients."""
@@ -210,7 +223,7 @@ def update_groups(
 
 
 def sweep_parts(lanes: dict[str, Lane], function: Callable, weights, stacks: dict[str, Any]) -> tuple[Any, dict]:
-    """(weights, stacks) after a `sweep_part` of each part of the work weights in turn."""
+    """Runs `sweep_part` for each part of the work weights in order; returns (weights, stacks)."""
     done = []
     for part in parts(weights):
         if done:
@@ -224,7 +237,7 @@ def sweep_parts(lanes: dict[str, Lane], function: Callable, weights, stacks: dic
 def sweep_part(
     lanes: dict[str, Lane], function: Callable, part: LayerStack, stacks: dict[str, Any]
 ) -> tuple[Any, dict]:
-    """(weights, stacks) after results = function(values) of one layer of a part of the work weights after another.
+    """Computes results = function(values) for each layer of a part of the work weights; returns (weights, stacks).
 
     lanes: of "weights" and of each of the stacks, whose layers function reads and returns by these names, as the lanes
     say. Layer l has index l - part.start in the stacks of the part, and index l in the others.
@@ -234,7 +247,7 @@ def sweep_part(
     order = balanced([stacks[name] for name in written], [stacks[name] for name in stacks if name not in written])
 
     def in_step(lane: Lane) -> Lane:
-        """The lane, read ahead and written behind only if stacks are streamed from host memory."""
+        """Returns the lane, which reads ahead and writes behind only if stacks are in host memory."""
         return lane._replace(ahead=lane.reads and is_streamed, behind=lane.writes and is_streamed)
 
     streams = {"weights": Stream(in_step(lanes["weights"]), lambda l: l - part.start)}

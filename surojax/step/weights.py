@@ -112,7 +112,7 @@ def quantise_with_one_scale(params, w, dtype, largest_of: Callable = collectives
 
 
 class Fetch:
-    """The lane of weights in passes over one run of layers.
+    """Moves the weights of one run of layers: the lane "weights" of a pass.
 
     What is prefetched is a tuple: the next layer's weights, then, if weights rest in shards in host memory, the shards
     of the layer after it. Beyond the last layer of a pass the last one is fetched again, with which the pass in the
@@ -139,7 +139,7 @@ class Fetch:
         """Prefetches the first layers of a pass in this direction."""
         return tuple(self._stage(i, self._first(reverse), reverse) for i in range(self.stages))
 
-    def turn(self, prefetched: tuple, counter: jax.Array | int, *, reverse: bool) -> tuple:
+    def begin_pass(self, prefetched: tuple, counter: jax.Array | int, *, reverse: bool) -> tuple:
         """The prefetched layers at the start of a pass, from what the pass in the other direction prefetched last.
 
         A slice beyond the end of a stack in host memory is the layer at that end. It is right if the run ends there;
@@ -163,7 +163,7 @@ class Fetch:
         return (self.gather.all_gather(shards[0]), *shards[1:]) if shards else self.first(reverse=reverse)
 
     def arrive(self, flight: Flight, layer: Layer) -> tuple[Any, Flight]:
-        """(the layer's weights to compute with, the flight while it computes). Early is what is prefetched."""
+        """Returns (the layer's weights to compute with, the flight while it computes). early: prefetched weights."""
         l = layer.in_turn if self.on_device else layer.index  # XLA does not find linear what is behind a barrier
         copied = self.copy_in(l + self.stages * layer.step)
         if self.stages == 0:
@@ -211,17 +211,17 @@ class Layers:
         ]
 
     def fetch_first(self, variant: Variant):
-        """The weights of the first layer, fetched for a layer of this variant: all have the same shapes."""
+        """Fetches the first layer's weights as for a layer of this variant; all layers have the same shapes."""
         return self.gather.fetch(self.fetches[0].part.stack, 0, variant)
 
     def first(self, *, reverse: bool = False) -> list[tuple]:
         """Prefetches the first layers of a pass in this direction, for each run."""
         return [fetch.first(reverse=reverse) for fetch in self.fetches]
 
-    def turn(self, prefetched: list, counter: jax.Array | int, *, reverse: bool) -> list[tuple]:
-        """The prefetched layers of each run at the start of a pass, see `Fetch.turn`."""
+    def begin_pass(self, prefetched: list, counter: jax.Array | int, *, reverse: bool) -> list[tuple]:
+        """The prefetched layers of each run at the start of a pass, see `Fetch.begin_pass`."""
         pairs = zip(self.fetches, prefetched, strict=True)
-        return [fetch.turn(early, counter, reverse=reverse) for fetch, early in pairs]
+        return [fetch.begin_pass(early, counter, reverse=reverse) for fetch, early in pairs]
 
     def over(
         self,

@@ -44,12 +44,12 @@ class WorkWeights:
         return join_parts([self.like(number, stacks) for number, stacks in enumerate(in_memory)])
 
     def read(self, l: int) -> list[jax.Array]:
-        """Layer l from files, a round of each stack, on its way to device memory. Raises NvmeError."""
+        """Reads layer l from files and starts its copy to device memory, a round of each stack. Raises NvmeError."""
         number = self.part_of[l]
         return self.on_device(l, self.files[number].read([l - self.layers[number].start]))
 
     def on_device(self, l: int, rounds: list[jax.Array]) -> list[jax.Array]:
-        """Rounds of layer l, on their way to device memory."""
+        """Starts the copy of layer l's rounds to device memory."""
         return jax.device_put(rounds, [file.round_sharding(DEVICE) for file in self.files[self.part_of[l]].stacks])
 
     def write(self, l: int, rounds: list) -> None:
@@ -74,12 +74,12 @@ class WorkWeights:
         return self.files[number].joined(read(in_memory, l - self.layers[number].start), of_round(rounds))
 
     def like(self, number: int, in_memory: list) -> Any:
-        """The tree of a part with these stacks in memory, and plans in place of those in files."""
+        """Returns a part's tree with these stacks in memory, and plans in place of stacks in files."""
         files = self.files[number]
         return files.joined(in_memory, files.files(self.parts[number].stack))
 
     def replaced(self, number: int, in_memory: list, layer: Any, l: jax.Array | int) -> tuple[list, list]:
-        """(stacks in memory with this layer in place of layer l, rounds of what goes to files). Inside `jit`."""
+        """Returns (in-memory stacks with layer l replaced, arrays to write to files). Inside `jit`."""
         files = self.files[number]
         stacks = write_layer(in_memory, files.in_memory(layer), l - self.layers[number].start)
         return stacks, in_rounds(files.files(layer))

@@ -14,13 +14,13 @@ from surojax.assembly.assemble import Assembly
 from surojax.assembly.xla_options import compiler_options
 from surojax.config.fields import Config
 from surojax.data import run_data as data
+from surojax.objectives.distillation import Distillation
 from surojax.parallel.feed import from_host
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel
 from surojax.run.callbacks import EarlyStopping
 from surojax.run.metrics import ACCURACY, METRICS_FILE, perplexity, read_metrics
 from surojax.step import train_step
-from surojax.step.distillation import Distillation
 from surojax.training.start import Start
 
 

@@ -13,6 +13,7 @@ from surojax.exchange.new_head import WithNewHead
 from surojax.exchange.small_files import GENERATION, read_small_files, read_tokenizer_files
 from surojax.exchange.sources import kept_in, naming
 from surojax.numerics.base_formats import chosen_format
+from surojax.objectives.teacher_states import TEACHER_HEAD
 from surojax.parallel.feed import from_host, to_host
 from surojax.placement.param import OUTER, with_part
 from surojax.run.console import say
@@ -20,7 +21,6 @@ from surojax.run.restore import restore
 from surojax.run.shared import is_first
 from surojax.step.complete import complete_state
 from surojax.step.state import TrainState
-from surojax.step.teacher_states import TEACHER_HEAD
 from surojax.training.start import Start
 
 ADAPTER = "adapter"  # folder in the output_dir: the adapters in PEFT's format

@@ -13,10 +13,10 @@ from surojax.errors import ConfigError
 from surojax.exchange.model_tensors import tensors_by_name
 from surojax.exchange.sources import resolved
 from surojax.models.decoder import Block
+from surojax.objectives.objective import Objective
 from surojax.optim.from_optax import MakeTransformation
 from surojax.parallel.feed import Feed, to_host
 from surojax.placement.layout import batch_sharding
-from surojax.step.objective import Objective
 from surojax.step.state import TrainState
 from surojax.training.initial_state import first_state
 from surojax.training.programs import compile_programs

@@ -32,11 +32,7 @@ from surojax.exchange.base import fingerprint
 from surojax.exchange.model_tensors import Tensors
 from surojax.exchange.sources import naming, open_weights
 from surojax.memory.lock import locked
-from surojax.parallel.feed import from_host
-from surojax.placement.layout import batch_sharding
-from surojax.run.console import say
-from surojax.step import train_step
-from surojax.step.objective import (
+from surojax.objectives.objective import (
     LABELS,
     REFERENCE,
     STARTS,
@@ -45,6 +41,10 @@ from surojax.step.objective import (
     OfLogProbabilities,
     OfSequences,
 )
+from surojax.parallel.feed import from_host
+from surojax.placement.layout import batch_sharding
+from surojax.run.console import say
+from surojax.step import train_step
 from surojax.training.initial_state import fresh_state
 from surojax.training.setup import Setup
 from surojax.training.start import Start

@@ -15,13 +15,13 @@ from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import ConfigError
 from surojax.exchange import peft, sources
 from surojax.exchange.base import fingerprint
+from surojax.objectives.distillation import DISTILL
+from surojax.objectives.objective import TEACHER, TEACHER_IDS, TEACHER_STATES
+from surojax.objectives.objectives import OBJECTIVES
 from surojax.placement.mesh import data_parallel
 from surojax.run import on_disk
 from surojax.run.console import say
 from surojax.run.on_disk import BLOCK
-from surojax.step.distillation import DISTILL
-from surojax.step.objective import TEACHER, TEACHER_IDS, TEACHER_STATES
-from surojax.step.objectives import OBJECTIVES
 from surojax.training.resume import block_identity, check_same, find_resume, goes_on_in_files
 from surojax.training.setup import Setup
 

@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from surojax.config import Config, fields as configs
-from surojax.step.objective import (
+from surojax.objectives.objective import (
     ADVANTAGE,
     DESIRABLE,
     LABELS,
@@ -24,7 +24,7 @@ from surojax.step.objective import (
     OfLogProbabilities,
     WithWidths,
 )
-from surojax.step.objectives import OBJECTIVES, build_objective
+from surojax.objectives.objectives import OBJECTIVES, build_objective
 
 type Batch = dict[str, np.ndarray]  # the arrays of a step by name, `[B, S]`, or `[B, S, width]`
 

@@ -15,12 +15,12 @@ from surojax.config import Config, checks, default_config, fields as configs
 from surojax.errors import ConfigError
 from surojax.memory import nvme
 from surojax.memory.layer_file import folders
+from surojax.objectives import objectives
+from surojax.objectives.objective import REFERENCE
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.placement.table import Mesh
 from surojax.planner.check_fit import check_fit
-from surojax.step import objectives
-from surojax.step.objective import REFERENCE
 from surojax.step.state import TrainState
 from surojax.verification.bounds import Curve
 from surojax.verification.row_batches import Batch

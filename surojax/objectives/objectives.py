@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from surojax.declared import DeclaredField, declared
+from surojax.objectives.distillation import DISTILL, DistillSettings
+from surojax.objectives.grpo import GRPO, GrpoSettings
+from surojax.objectives.kto import KTO, KtoSettings
+from surojax.objectives.objective import CrossEntropy, Objective, ObjectiveChoice, OfLogProbabilities
+from surojax.objectives.preferences import PREFERENCES, PreferenceSettings
+from surojax.objectives.rewards import CHOICE as OF_REWARDS, REWARD, RewardSettings
+from surojax.objectives.teacher_states import CHOICE as OF_DISTILLATION
 from surojax.refusals.refusal import Feature, Refusal, clause_of, is_above, is_on, is_one_of, is_set, refuse_each
-from surojax.step.distillation import DISTILL, DistillSettings
-from surojax.step.grpo import GRPO, GrpoSettings
-from surojax.step.kto import KTO, KtoSettings
-from surojax.step.objective import CrossEntropy, Objective, ObjectiveChoice, OfLogProbabilities
-from surojax.step.preferences import PREFERENCES, PreferenceSettings
-from surojax.step.rewards import CHOICE as OF_REWARDS, REWARD, RewardSettings
-from surojax.step.teacher_states import CHOICE as OF_DISTILLATION
 
 CROSS_ENTROPY = "cross_entropy"
 OBJECTIVES: dict[str, ObjectiveChoice] = {

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.declared import POSITIVE, Facts, Range, declare
-from surojax.step.objective import REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums
+from surojax.objectives.objective import REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums
 
 BELOW_HALF = Range(lambda v: 0 <= v < 0.5, "0 or more and below 0.5", "0.5 says nothing about which answer is better")
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")

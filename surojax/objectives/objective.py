@@ -1,7 +1,7 @@
 """What training minimises, as a function of the last hidden states and of a batch's arrays beside its inputs.
 
 An objective names these arrays and computes loss and gradients for a slice of tokens, so that the logits of one slice
-are in memory at a time (outer.py has the loop). Nothing else in a step knows what a label is. An `Objective` is a sum
+are in memory at a time (step/outer.py has the loop). Nothing else in a step reads labels. An `Objective` is a sum
 over tokens. An `OfLogProbabilities` is a function of the log-probabilities of all labels, and an `OfSequences` of their
 sums over sequences: a first sweep over the slices computes them, and its gradient by them is a weight for each token of
 the cross-entropy, whose gradients a second sweep computes. Another head has another number of each token in place of
@@ -11,8 +11,8 @@ A sequence of such a loss is a row of a batch, or with `STARTS` one of the docum
 sequences has the shape `[B, n]`: n = 1, or n = S, where a document's number is at its first position and all others
 are 0. Groups of sequences (both answers of a pair) are in rows next to each other, at the same positions.
 
-The head's matrix is replicated, or its rows are sharded over mesh axes, see outer.py. Shape suffixes: N tokens of a
-slice on this device, M tokens of a slice on all devices of the vocabulary's axes, D hidden size, V vocabulary, v rows
+The head's matrix is replicated, or its rows are sharded over mesh axes, see step/outer.py. Shape suffixes: N tokens of
+a slice on this device, M tokens of a slice on all devices of the vocabulary's axes, D hidden size, V vocabulary, v rows
 of the vocabulary on one device, B rows, n sequences of a row, S positions of whole rows, s of this device's part.
 """
 

@@ -22,9 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.declared import AT_LEAST_0, AT_LEAST_1, BELOW_1, Facts, built, declare, names_of
-from surojax.parallel.collectives import varying
-from surojax.placement.mesh import AXES
-from surojax.step.objective import (
+from surojax.objectives.objective import (
     ADVANTAGE,
     LABELS,
     REFERENCE,
@@ -37,6 +35,8 @@ from surojax.step.objective import (
     num_groups,
     of_sequences,
 )
+from surojax.parallel.collectives import varying
+from surojax.placement.mesh import AXES
 
 LARGEST_LOGRATIO = 20.0  # beyond it, ratios are constant, so that they are finite
 

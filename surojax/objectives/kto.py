@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from surojax.declared import POSITIVE, Facts, declare
+from surojax.objectives.objective import DESIRABLE, REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums
 from surojax.parallel.collectives import add_up
 from surojax.placement.mesh import BATCH
-from surojax.step.objective import DESIRABLE, REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,8 @@ import jax.numpy as jnp
 from surojax.declared import names_of
 from surojax.models.linear import linear
 from surojax.models.model import Model
-from surojax.parallel.collectives import device_number
-from surojax.placement.param import VOCABULARY, Kind, Param
-from surojax.step.distillation import Distillation, DistillSettings, lse
-from surojax.step.objective import (
+from surojax.objectives.distillation import Distillation, DistillSettings, lse
+from surojax.objectives.objective import (
     LABELS,
     TEACHER_STATES,
     Axes,
@@ -34,6 +32,8 @@ from surojax.step.objective import (
     head_gradients,
     head_logits,
 )
+from surojax.parallel.collectives import device_number
+from surojax.placement.param import VOCABULARY, Kind, Param
 
 TEACHER_HEAD = "teacher_head"  # the name of the matrix among the outer parameters
 

@@ -27,9 +27,7 @@ import jax.numpy as jnp
 
 from surojax.declared import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, Facts, at_most, declare
 from surojax.models.model import Model
-from surojax.parallel.collectives import device_number, varying
-from surojax.placement.mesh import AXES, BATCH
-from surojax.step.objective import (
+from surojax.objectives.objective import (
     LABELS,
     TEACHER,
     TEACHER_IDS,
@@ -43,6 +41,8 @@ from surojax.step.objective import (
     head_gradients,
     head_logits,
 )
+from surojax.parallel.collectives import device_number, varying
+from surojax.placement.mesh import AXES, BATCH
 
 NOTHING = -1e30  # logarithm of the probability of no token, finite, so that 0 times it is 0
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from surojax.declared import AT_LEAST_0, Facts, declare, names_of
 from surojax.models.model import Model
-from surojax.step.objective import (
+from surojax.objectives.objective import (
     LABELS,
     MARGIN,
     SCORED,
@@ -35,7 +35,7 @@ from surojax.step.objective import (
     of_sequences,
     once,
 )
-from surojax.step.preferences import METRICS, pair_sums
+from surojax.objectives.preferences import METRICS, pair_sums
 
 REWARD = "reward"
 
