@@ -31,6 +31,7 @@ from surojax.step.state import TrainState, init_state, load_state
 from surojax.step.state_plan import state_plan, with_device_memory
 
 OVERLAP = "overlap"  # a value of xla_options, see xla_options.py
+AUTO = "auto"  # a value of cuda_graphs, see xla_options.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Assembly:
     """The parts of a run: model, optimizer, plan of the state, engine, mesh and files.
 
     plan: of its training state. store: the file of the classes that are in one; an empty store if none is. files: what
-    a step keeps there. xla_options: of a step on a GPU, a value of the field.
+    a step keeps there. xla_options, cuda_graphs: of a step on a GPU, values of the fields.
     """
 
     model: Model
@@ -49,6 +50,7 @@ class Assembly:
     store: Store
     files: StacksInFiles
     xla_options: str = OVERLAP
+    cuda_graphs: str = AUTO
 
     @property
     def params(self) -> dict:
@@ -112,6 +114,7 @@ def assemble(
     locates_nonfinite: bool = False,
     batch: tuple[int, int, int] | None = None,
     xla_options: str = OVERLAP,
+    cuda_graphs: str = AUTO,
 ) -> Assembly:
     """Assembles the parts of a run from a model, a placement, an optimizer and a mesh. No array is made.
 
@@ -120,7 +123,7 @@ def assemble(
     batch: (microbatches, sequences of a microbatch on all devices, sequence length) of a step, which residuals in files
     are planned for. objective: None: cross-entropy with this z_loss. auxiliary, reference, recompute_block,
     lmhead_chunks, packed, microbatches_per_fetch, overlap_update, pp_schedule, locates_nonfinite: see `spec.Engine`.
-    xla_options: see `Assembly`.
+    xla_options, cuda_graphs: see `Assembly`.
     """
     if pipeline_stages(mesh) > 1:
         of_stage(model, pipeline_stages(mesh))  # raises
@@ -166,4 +169,4 @@ def assemble(
     plan = state_plan(model, table, class_layouts, optimizer, mesh, store, history=history)
     complete.reserve(plan, store)
     files = planned_files(step.make_step_parts(engine, optimizer, plan, mesh), store, batch)
-    return Assembly(model, optimizer, plan, engine, mesh, store, files, xla_options)
+    return Assembly(model, optimizer, plan, engine, mesh, store, files, xla_options, cuda_graphs)

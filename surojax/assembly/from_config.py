@@ -72,6 +72,7 @@ def from_config(
         locates_nonfinite=locates_nonfinite,
         batch=(c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len),
         xla_options=c.xla_options,
+        cuda_graphs=c.cuda_graphs,
     )
     if brought.objective:
         check_objective(c, run.engine)

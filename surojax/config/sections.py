@@ -331,6 +331,9 @@ class ExecutionSettings:
     # of the step on GPUs: "overlap" = copies overlap with products, "default" = XLA's own, "exact" = as
     # "overlap", with one kernel for a product in every program, so that offloads should change no bit; untried on GPUs
     xla_options: str = declare("overlap", choices=("overlap", "exact", "default"))
+    # CUDA graphs of a step on GPUs: "auto" = "none" if something is copied or sent beside products, else XLA's own;
+    # "small" = of kernels, without loops and copies; "concurrent" = of all, in the order that data asks for; untimed
+    cuda_graphs: str = declare("auto", choices=("auto", "none", "small", "concurrent"))
 
 
 @dataclasses.dataclass(frozen=True)

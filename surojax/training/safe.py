@@ -82,6 +82,7 @@ OPTIONS: tuple[Option, ...] = (
         {"xla_options": "default"},
         r"xla_gpu_|compile.?option|latency.?hiding|pgle|profile|scheduler",
     ),
+    Option("cuda_graphs", "another choice of CUDA graphs", {"cuda_graphs": "auto"}, r"command.?buffer|cuda.?graph"),
     _offload("offload_residual", "residuals in host memory"),
     _offload("offload_optimizer", "optimizer state in host memory or files"),
     _offload("offload_master", "master weights in host memory or files"),
