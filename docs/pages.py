@@ -42,6 +42,27 @@ class Section(ConfigDict):
     def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]: ...
     def update(self, *other: Mapping[str, Any] | ConfigDict, **kwargs: Any) -> None: ...
 '''
+CAMPAIGN = """# A GPU for ten minutes
+
+```sh
+python benchmarks/silicon.py --seconds 570 --out results
+```
+
+measures what a machine without a GPU can only predict, the most valuable first, and writes `results/silicon.md`:
+measured beside predicted. Each item runs alone, for at most twice its estimate; the next one is the first whose
+estimate times 1.3 fits into what is left. The first eight are estimated at {first} s. A second call goes on with
+`--done results/silicon.json`; `--only NAME,...` chooses. Items whose names end with `-plugin` are for machines with the
+CUDA plugin 0.11, and need `--plugin DIR` with a newer one:
+
+```sh
+pip install --no-deps --target DIR jax-cuda13-pjrt==0.12.0.1
+```
+
+An issue of the form *It ran on a GPU* with that table is the most useful contribution. The list is made from
+benchmarks/silicon.py by `python docs/pages.py`.
+
+{items}
+"""
 MADE = "It is made by `python docs/pages.py`; a test compares it with the program."
 
 
@@ -114,33 +135,7 @@ def commands() -> str:
 def campaign() -> str:
     """What a GPU's minutes are used for."""
     first = sum(item.seconds for item in silicon.ITEMS[:8])
-    return "\n".join(
-        [
-            "# A GPU for ten minutes",
-            "",
-            "```sh",
-            "python benchmarks/silicon.py --seconds 570 --out results",
-            "```",
-            "",
-            "measures what a machine without a GPU can only predict, the most valuable first, and writes "
-            "`results/silicon.md`: measured beside predicted. Each item runs alone, for at most twice its estimate; "
-            "the next one is the first whose estimate times 1.3 fits into what is left. The first eight are estimated at "
-            f"{first} s. A second call goes on with `--done results/silicon.json`; `--only NAME,...` chooses. Items "
-            "whose names end with `-plugin` are for machines with the CUDA plugin 0.11, and need `--plugin DIR` with a "
-            "newer one:",
-            "",
-            "```sh",
-            "pip install --no-deps --target DIR jax-cuda13-pjrt==0.12.0.1",
-            "```",
-            "",
-            f"An issue of the form *It ran on a GPU* with that table is the most useful contribution.",
-            "",
-            f"The list of items: {MADE[0].lower()}{MADE[1:]}",
-            "",
-            silicon.items_table(),
-            "",
-        ]
-    )
+    return CAMPAIGN.format(first=first, items=silicon.items_table())
 
 
 def notebooks() -> dict[Path, str]:

@@ -14,7 +14,7 @@ import pytest
 from small import quick_at
 from test_plan import ALL, compiled_step, config, needs_compiler
 
-from surojax.assembly.xla_options import compiler_options
+from surojax.assembly.xla_options import NO_GRAPHS, compiler_options
 from surojax.numerics import ordered_sums
 from surojax.placement import cuda_plugin
 from surojax.planner import aot, footprint, hlo
@@ -168,6 +168,23 @@ def test_plan_and_train_compile_the_same_program(xla_options):
         "xla_gpu_autotune_level",
     }
     assert all(trained[name] == value for name, value in aot.XLA_OPTIONS.items() if name in trained)
+
+
+@pytest.mark.parametrize("xla_options", ["overlap", "exact", "default"])
+def test_cuda_graphs_are_one_setting(xla_options):
+    """ "auto": none beside copies, with XLA's own options XLA's own. Any other value holds with all options."""
+    chosen = {}
+    for graphs in ("auto", "none", "small", "concurrent"):
+        for offloads in ({}, {"offload_grads": True}):
+            run = footprint.assembly(config(gpus=1, xla_options=xla_options, cuda_graphs=graphs, **offloads))
+            options = compiler_options(run, "gpu")
+            named = {name: value for name, value in options.items() if "command_buffer" in name}
+            assert chosen.setdefault((graphs, len(offloads) if graphs == "auto" else 0), named) == named
+    assert chosen["auto", 0] == {} and chosen["none", 0] == NO_GRAPHS
+    assert chosen["auto", 1] == ({} if xla_options == "default" else NO_GRAPHS)
+    assert "WHILE" not in chosen["small", 0]["xla_gpu_enable_command_buffer"]
+    assert "DYNAMIC_SLICE" not in chosen["small", 0]["xla_gpu_enable_command_buffer"]
+    assert chosen["concurrent", 0]["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
 
 
 def products(text: str) -> set[tuple[str, ...]]:

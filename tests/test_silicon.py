@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import silicon
 
+from surojax.assembly import xla_options
 from surojax.config import checks
 from surojax.planner import footprint
 from surojax.planner.gpus import GPUS
@@ -71,6 +72,11 @@ def test_every_step_is_a_config_that_fits(item, variant):
     checks.check(silicon_items.config(item, variant.flags, "/nowhere", True))
 
 
+def test_options_of_xla_are_those_of_the_program():
+    assert silicon.VERIFIED == xla_options.VERIFY_OFFSETS
+    assert silicon.TRITON.keys() <= xla_options.PRODUCTS.keys()
+
+
 # -- The campaign ------------------------------------------------------------------------------------------------------
 
 
@@ -84,7 +90,7 @@ def test_the_next_item_is_the_first_that_fits_with_a_margin(seconds, chosen):
 def test_items_run_in_order_and_those_that_are_done_do_not(tmp_path, capsys):
     """Results of an earlier call stay; what failed in it is repeated; what does not fit any more is named."""
     code = "file.write_text(json.dumps({'variants': [{'name': 'x', 'measured_ms': 3.0, 'predicted_ms': 2.0}]}))"
-    items = [fake(name, 1, code, tmp_path) for name in ("a", "b", "c")] + [fake("long", 1000)]
+    items = [fake(name, 10, code, tmp_path) for name in ("a", "b", "c")] + [fake("long", 1000)]
     done = {"a": {"status": "ok", "seconds": 7.0}, "b": {"status": "exit code 1", "seconds": 7.0}}
     found = silicon.campaign(items, tmp_path, 60, done)
     assert list(found) == ["a", "b", "c"] and found["a"] == done["a"]
@@ -104,7 +110,7 @@ def test_results_are_whole_after_an_item_is_cut_off(tmp_path):
         "print('a|b', file=sys.stderr, flush=True)\ntime.sleep(60)"
     )
     hangs = fake("hangs", 1, code, tmp_path)
-    found = silicon.campaign([hangs, fake("next", 0.1)], tmp_path, 30, {})
+    found = silicon.campaign([hangs, fake("next", 10)], tmp_path, 60, {})
     assert found["hangs"]["status"] == "cut off after 2 s" and found["hangs"]["variants"][0]["measured_ms"] == 3.0
     assert found["hangs"]["error"] == "a|b\n"
     state = Path(f"/proc/{found['hangs']['child']}/stat")
@@ -118,14 +124,14 @@ def test_results_are_whole_after_an_item_is_cut_off(tmp_path):
 
 
 def test_a_result_that_was_cut_in_the_middle_is_none(tmp_path):
-    found = silicon.campaign([fake("a", 1, "file.write_text('{\"variants\": [')", tmp_path)], tmp_path, 30, {})
+    found = silicon.campaign([fake("a", 10, "file.write_text('{\"variants\": [')", tmp_path)], tmp_path, 30, {})
     assert found["a"].keys() == {"status", "seconds"}
 
 
 def test_a_variant_that_failed_is_in_the_status_and_the_table(tmp_path):
     rows = [{"name": "x", "measured_ms": 3.0}, {"name": "y", "error": "XlaRuntimeError: a | b\nc"}]
     code = f"file.write_text(json.dumps({{'variants': {rows!r}, 'versions': 'H200'}}))"
-    found = silicon.campaign([fake("a", 1, code, tmp_path)], tmp_path, 30, {})
+    found = silicon.campaign([fake("a", 10, code, tmp_path)], tmp_path, 30, {})
     assert found["a"]["status"] == "failed: y"
     lines = (tmp_path / "silicon.md").read_text().splitlines()
     assert "| a | y | XlaRuntimeError: a / b c |" in lines[3]
@@ -136,8 +142,8 @@ def test_logs_and_plugins_are_the_environment_of_their_items_only(tmp_path, monk
     monkeypatch.setenv("PYTHONPATH", "theirs")
     code = "import os; file.write_text(json.dumps({x: os.environ.get(x) for x in ('PYTHONPATH', 'LOUD')}))\n"
     code += "print('said', file=sys.stderr)"
-    items = [fake("plain", 1, code, tmp_path), fake("loud", 1, code, tmp_path, log={"LOUD": "1"})]
-    newer = fake("x-plugin", 1, code, tmp_path, plugin=True)
+    items = [fake("plain", 10, code, tmp_path), fake("loud", 10, code, tmp_path, log={"LOUD": "1"})]
+    newer = fake("x-plugin", 10, code, tmp_path, plugin=True)
     monkeypatch.setitem(silicon.BY_NAME, "x", items[0])
     found = silicon.campaign([*items, newer], tmp_path, 30, {}, plugin="newer")
     assert found["plain"]["PYTHONPATH"] == f"{silicon.ROOT}:theirs" and found["plain"]["LOUD"] is None

@@ -30,6 +30,10 @@ PINNED: dict[str, str | bool | int] = UNFUSED_SLICES | {
     "xla_gpu_exclude_nondeterministic_ops": True,
 }
 
+# Compares, while a step runs, the offsets at which copy engines slice host memory with those that the loop's counter
+# gives: XLA once sliced forward in reverse loops (openxla issue 46231). For doctor and the campaign.
+VERIFY_OFFSETS: dict[str, str | bool | int] = {"xla_gpu_experimental_dynamic_slice_fusion_verify_offsets": True}
+
 # XLA options that overlap copies and communication with computation. In the engine's program all copies and all-gathers
 # of a layer can start when the layer starts (engine.py). With XLA's defaults, each was nevertheless started and awaited
 # at the same place in the schedule, most of them after the last matrix product of the layer. Source: schedules compiled
