@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 MARGIN = 1.3  # of an estimate, that has to fit into what is left
+DRY_S = 900.0  # limit of an item on a CPU
 LOG = 1 << 16  # bytes of an item's log that are kept
 
 
@@ -46,7 +47,7 @@ class Item(NamedTuple):
     Either `flags`, of a config, and `variants` of its step; or a `command`, in which {out} is its results' file,
     {folder} the campaign's; or the name of a `function` of silicon_items.py. dry: the command on a CPU.
     steps: to warm up, and timed. trace: profile a step after all variants. log: environment in which the item's log is
-    worth keeping. plugin: runs with the plugin of --plugin.
+    worth keeping. plugin: runs with the plugin of --plugin. toy: flags of the config on a CPU, besides TOY.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Item(NamedTuple):
     trace: bool = False
     log: dict[str, str] = {}  # noqa: RUF012
     plugin: bool = False
+    toy: str = ""
 
 
 TRITON = {"xla_gpu_enable_triton_gemm": True}
@@ -204,6 +206,7 @@ ITEMS = (
         "the grouped kernel's time",
         EXPERTS,
         (Variant("grouped"), Variant("loop", "--config.kernels=xla")),
+        toy="--config.model.num_experts=4 --config.model.num_experts_per_tok=2 --config.model.moe_intermediate_size=32",
     ),
     Item(
         "files-4",
@@ -258,29 +261,33 @@ def campaign(
     while chosen := next_item(left, end - time.monotonic()):
         left.remove(chosen)
         print(f"-- {chosen.name}: about {chosen.seconds} s of {end - time.monotonic():.0f}", flush=True)
-        results[chosen.name] = in_process(chosen, min(2 * chosen.seconds, end - time.monotonic()), out, dry, plugin)
+        limit_s = min(DRY_S if dry else 2 * chosen.seconds, end - time.monotonic())
+        results[chosen.name] = in_process(chosen, limit_s, out, dry, plugin)
         write(out, results)
     for item in left:
         print(f"-- {item.name}: not begun, {item.seconds} s", flush=True)
     return results
 
 
-def command_of(item: Item, file: Path, out: Path, dry: bool) -> list[str]:
-    """The arguments of Python that measure an item. file: of its results. out: the campaign's folder."""
+def command_of(item: Item, file: Path, out: Path, scratch: str, dry: bool) -> list[str]:
+    """The arguments of Python that measure an item.
+
+    file: of its results. out: the campaign's folder. scratch: a folder on its disk.
+    """
     if item.command:
         return [word.format(out=file, folder=out) for word in (item.dry if dry else item.command).split()]
     script = str(Path(__file__).with_name("silicon_items.py"))
-    return [script, item.name, "--out", str(file), "--scratch", str(out), *["--dry"] * dry]
+    return [script, item.name, "--out", str(file), "--scratch", scratch, *["--dry"] * dry]
 
 
 def in_process(item: Item, limit_s: float, out: Path, dry: bool = False, plugin: str = "") -> dict[str, Any]:
     """Runs an item in a process group that is killed after limit_s; returns its status, seconds and results."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=out, prefix=".files") as scratch:
         file, errors = Path(folder) / "result.json", Path(folder) / "errors.txt"
         with errors.open("w") as said:
             process = subprocess.Popen(
-                [sys.executable, *command_of(item, file, out, dry)],
+                [sys.executable, *command_of(item, file, out, scratch, dry)],
                 cwd=ROOT,
                 env=environment(item, dry, plugin),
                 stderr=said,

@@ -1,6 +1,6 @@
 """Measures one item of silicon.py in this process, and writes its results as they come.
 
-    python benchmarks/silicon_items.py NAME --out FILE [--scratch DIR] [--dry]
+    python benchmarks/silicon_items.py NAME --out FILE --scratch DIR [--dry]
 
 A step has random weights and tokens, a few steps to warm up and a few that count; its prediction is of its own compiled
 text and printed before the step runs. Its variants differ in XLA options or settings. State is made once for variants
@@ -63,7 +63,7 @@ class Measured(NamedTuple):
 
 def config(item: Item, flags: str, scratch: str, dry: bool) -> Config:
     """The config of an item's step with these flags besides. scratch: folder of files."""
-    words = f"{item.flags} {flags} {TOY if dry else ''}".split()
+    words = f"{item.flags} {flags} {f'{TOY} {item.toy}' if dry else ''}".split()
     return parse_flags([word.format(scratch=scratch) for word in words], argparse.ArgumentParser())[0]
 
 
@@ -293,11 +293,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("item", choices=BY_NAME)
     parser.add_argument("--out", type=Path, required=True, help="file of the results")
-    parser.add_argument("--scratch", default=".", help="folder on the disk that holds files")
+    parser.add_argument("--scratch", required=True, help="empty folder on the disk that holds files")
     parser.add_argument("--dry", action="store_true", help="at toy sizes")
     a = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=a.scratch, prefix=".files") as scratch:
-        run_item(BY_NAME[a.item], a.out, scratch, a.dry)
+    run_item(BY_NAME[a.item], a.out, a.scratch, a.dry)
 
 
 if __name__ == "__main__":

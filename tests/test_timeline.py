@@ -208,6 +208,25 @@ GATHERS = "  %g = (s8[1,1000,1000]{2,1,0}, s8[3,1000,1000]{2,1,0}) all-gather-st
 GATHERED = "  %h = s8[3,1000,1000]{2,1,0} all-gather-done(%g)"
 
 
+@pytest.mark.parametrize("plugin, first, seconds", [((0, 12), 2.0, 5.0), ((0, 11, 2), 2 + 8 / 3, 5.0)])
+def test_copies_are_queued_on_the_streams_of_the_plugin(monkeypatch, plugin, first, seconds):
+    """A write and four reads of a second each. 0.12 has a stream for each direction: the first read ends beside the
+    write, at half the rate. 0.11 has four in turn: three reads share the rate beside the write, behind which is the
+    fourth one, so that after 2 seconds 2/3, 2/3, 2/3 and all are left, a quarter of the rate for each."""
+    monkeypatch.setattr(costs.cuda_plugin, "plugin_version", lambda: plugin)
+    reads = [READ.replace("%s =", f"%s{i} =") for i in range(4)]
+    ends = [END.replace("%d =", f"%d{i} =").replace("%s)", f"%s{i})") for i in range(4)]
+    found = simulated(program(WRITE, *reads, ends[0], f"  %y {Y}", *ends[1:], WRITTEN), events=True)
+    (product,) = [event for event in found.events if event.kind == PRODUCT]
+    assert (product.begin, found.seconds) == pytest.approx((first, max(seconds, first + 1)))
+
+
+def test_streams_in_turn_are_those_that_xla_wrote_down():
+    """Copies of a computation first, then its slices; the body of a loop after them."""
+    module = program(READ, WRITE, END, WRITTEN, body=(READ.replace("%s =", "%t ="),), trips=2, before=(f"  %y {Y}",))
+    assert costs.in_turn(module) == {"o": "in turn 0", "s": "in turn 1", "t": "in turn 2"}
+
+
 def test_collectives_take_multiprocessors_and_share_a_link_of_pci_express():
     """Half of the multiprocessors, for as long as bytes move: half a second of hops, two seconds for two megabytes."""
     found = simulated(program(GATHERS, f"  %y {Y}", GATHERED))

@@ -137,7 +137,10 @@ def time_lines(p: Plan) -> list[str]:
     low, high = map(milliseconds, p.predicted_range_s)
     rate = p.tokens_per_s_per_gpu or 0.0
     head = f"predicted: {1e3 * p.predicted_step_s:,.1f} ms a step ({low} to {high}), "
-    lines = [head + f"{rate:,.0f} tokens/s per GPU, {p.gpus * rate:,.0f} in all, MFU {p.mfu:.3f}", *range_lines(p)]
+    lines = [
+        head + f"{rate:,.0f} tokens/s per GPU, {p.gpus * rate:,.0f} in all, MFU {p.mfu:.3f}, by XLA {p.xla}",
+        *range_lines(p),
+    ]
     return lines + [f"{line}; the predicted time is an estimate, of stages that go in lockstep" for line in idle]
 
 
