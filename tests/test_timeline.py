@@ -165,6 +165,44 @@ def test_products_take_whole_waves():
     assert costs.product_time(eight_bits, 512, 128, 64, dtype="f8e4m3fn") == pytest.approx(0.5, rel=1e-3)
 
 
+def test_products_at_the_power_limit_lose_nothing_by_tiles():
+    """On a card whose clock rises by a half if multiprocessors rest, which makes up for a last wave that is not full."""
+    card = dataclasses.replace(GPU, sm_count=2, bf16_flops=4.0 * TILE)
+    limited = dataclasses.replace(card, rates=dataclasses.replace(ROUND, boost=1.5))
+    times = [[costs.product_time(gpu, n * 256, 128, 64) for n in (2, 3, 20)] for gpu in (limited, card)]
+    assert times[0] == pytest.approx([1.0, 1.5, 10.0])
+    assert times[1][1] > 1.55 and times[1][::2] == pytest.approx([1.0, 10.0])
+
+
+def test_copies_within_the_device_delay_products_beside_them():
+    """Four seconds of copying under a product of one: free, or on its account where a card was seen to do that."""
+    copied = "  %c = (s8[8,250000000]{1,0}, s8[8,250000000]{1,0}, u32[]) copy-start(%large)"
+    module = program(copied, f"  %y {Y}", "  %d = s8[8,250000000]{1,0} copy-done(%c)")
+    for beside, product_ends in ((0.0, 1.0), (0.5, 2.0), (1.0, 5.0)):
+        gpu = dataclasses.replace(GPU, rates=dataclasses.replace(ROUND, beside=beside))
+        found = simulated(module, gpu, events=True)
+        (product,) = [event for event in found.events if event.kind == PRODUCT]
+        assert (product.end, found.seconds) == pytest.approx((product_ends, max(4.0, product_ends)))
+
+
+def test_a_step_that_waits_for_its_launches_says_so():
+    """Of kernels that take no time: 3 us each, 4 for a copy, 1.5 for each of three events of a copy that is awaited."""
+    fast = dataclasses.replace(GPU, bf16_flops=1e30, memory_bandwidth=1e30, pcie_bandwidth=1e30)
+    module = program(READ, f"  %y {Y}", END, body=(f"  %z {Y}",), trips=10)
+    step = SimulatedStep([module], MESH)
+    launches = 4e-6 + 3 * 1.5e-6 + 11 * 3e-6
+    assert step.launches(fast) == pytest.approx(launches)
+    found = prediction.predict(step, fast, tokens=1, compute_time=0.0, has_graphs=False)
+    assert found.launch_bound and found.predicted_step_s == pytest.approx(launches)
+    assert found.predicted_range_s and found.predicted_range_s[1] == pytest.approx(2 * launches)
+    assert "launch-bound" in plan_text.launches(found) and "0.0 ms" in plan_text.launches(found)
+    for other in (
+        prediction.predict(step, fast, tokens=1, compute_time=0.0),
+        prediction.predict(step, GPU, tokens=1, compute_time=0.0, has_graphs=False),
+    ):
+        assert not other.launch_bound
+
+
 def test_attention_counts_causal_products():
     line = (
         '  %t = bf16[1,64,4,32]{3,2,1,0} custom-call(%a), custom_call_target="__cudnn$fmhaSoftmaxNAME", '

@@ -98,6 +98,11 @@ def schedule_options(model: Model) -> dict[str, str | bool | int]:
     return SCHEDULE | (APART if model.precision.fp8 or has_experts else {})
 
 
+def has_graphs(run: Assembly) -> bool:
+    """Whether XLA may make CUDA graphs of a run's step on a GPU."""
+    return compiler_options(run, "gpu").get("xla_gpu_enable_command_buffer") != ""
+
+
 def compiler_options(
     run: Assembly, platform: str, *, memory_bytes: int | None = None, plans_with: float = 1.0, host_temporaries: int = 0
 ) -> dict[str, str | bool | int]:

@@ -3,9 +3,10 @@
 The program is walked in the order of its schedule, loops as often as they run. Time passes on five streams: compute
 (the main one), host to device, device to host, collectives, and asynchronous compute. Each of them does its work in
 order. If the installed CUDA plugin is older than 0.12, copies of both directions are queued on four streams in turn
-instead (`costs.in_turn`); those of one direction that are under way together share its rate. The main stream takes its kernels one after another; a "-start" hands a work to its stream; a "-done" makes the
-main stream wait until that work is done. While the main stream waits, time is exposed, and is booked to the kind of
-what it waits for. What each work costs alone is in costs.py.
+instead (`costs.in_turn`); those of one direction that are under way together share its rate. The main stream takes its
+kernels one after another; a "-start" hands a work to its stream; a "-done" makes the main stream wait until that work
+is done. While the main stream waits, time is exposed, and is booked to the kind of what it waits for. What each work
+costs alone is in costs.py.
 
 Works slow each other as follows.
 
@@ -17,6 +18,7 @@ Works slow each other as follows.
   Host transfers, and collectives that go through host memory, which read what was written, are slowed to that.
 * A collective has the rate of the slowest link that it crosses (links.py).
 * While a collective runs, kernels lose the multiprocessors that it occupies.
+* While a copy within the device runs on another stream, kernels lose `Rates.beside` of that time.
 
 Loops reach a steady state: after `MOST` iterations the others are taken to be like the last one.
 
@@ -30,7 +32,18 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from surojax.planner.costs import COLLECTIVES, HOST_IN, HOST_OUT, MAIN, Loop, ProgramOnGpu, Step, Wait, Work
+from surojax.planner.costs import (
+    COLLECTIVES,
+    DEVICE_COPY,
+    HOST_IN,
+    HOST_OUT,
+    MAIN,
+    Loop,
+    ProgramOnGpu,
+    Step,
+    Wait,
+    Work,
+)
 from surojax.planner.gpus import Gpu
 
 MOST = 6
@@ -222,6 +235,7 @@ class Machine:
     def speeds(self, heads: Sequence[Task]) -> list[float]:
         """Of the first task of each stream: bytes/s of a transfer, seconds of work per second of a kernel."""
         busy = {x.work.stream for x in heads if not x.latency}
+        copies_within = any(x.work.kind == DEVICE_COPY and x.work.stream != MAIN for x in heads)
         copying = Counter(x.work.stream for x in heads if not (x.latency or self.is_blocked(x)))
         share = self.host_rate / (self.host_rate + self.link_rate) if self.shares_link else 1.0
 
@@ -236,7 +250,8 @@ class Machine:
                 return rate * (share if COLLECTIVES in busy else 1.0) / copying[stream]
             if stream == COLLECTIVES:
                 return x.work.rate * (share if busy & OPPOSITE.keys() else 1.0)
-            return 1.0 - self.rates.collective_sms if COLLECTIVES in busy else 1.0
+            beside = self.rates.beside if stream == MAIN and copies_within else 0.0
+            return (1.0 - beside) * (1.0 - self.rates.collective_sms if COLLECTIVES in busy else 1.0)
 
         found = [of(x) for x in heads]
         passes = [0 if x.latency else self.passes_host if x.work.stream == COLLECTIVES else 1 for x in heads]

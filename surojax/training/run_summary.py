@@ -125,6 +125,8 @@ def print_prediction(
     rate = len(devices) * (predicted.tokens_per_s_per_gpu or 0.0)
     step = f"{1e3 * predicted.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s"
     say(f"predicted: {step}, by XLA {cuda_plugin.plugin_version_text()}")
+    if predicted.launch_bound:
+        say(planned.launches(predicted))
     return predicted
 
 
