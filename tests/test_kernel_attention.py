@@ -173,6 +173,9 @@ def test_auto_is_flash_attention_where_a_gpu_has_it():
     assert chosen_implementation("auto", "bfloat16", 128, gpu=True, packed=False) == "cudnn"
     for dtype, head_dim, gpu in (("float32", 128, True), ("bfloat16", 256, True), ("bfloat16", 128, False)):
         assert chosen_implementation("auto", dtype, head_dim, gpu=gpu, packed=True) == "xla"
+    for head_dim, packed, by in ((256, False, "cudnn"), (264, False, "xla"), (256, True, "xla"), (128, True, "mosaic")):
+        assert chosen_implementation("auto", "bfloat16", head_dim, gpu=True, packed=packed, hopper=True) == by
+    assert chosen_implementation("auto", "bfloat16", 256, gpu=False, packed=False, hopper=True) == "xla"
     assert chosen_implementation("auto", "bfloat16", 40, gpu=True, packed=True) == "xla"
     assert chosen_implementation("auto", "bfloat16", 40, gpu=True, packed=False) == "cudnn"
 

@@ -166,7 +166,7 @@ def test_products_take_whole_waves():
 
 
 def test_products_at_the_power_limit_lose_nothing_by_tiles():
-    """On a card whose clock rises by a half if multiprocessors rest, which makes up for a last wave that is not full."""
+    """On a card whose clock rises by a half if multiprocessors rest: that makes up for a last wave that is not full."""
     card = dataclasses.replace(GPU, sm_count=2, bf16_flops=4.0 * TILE, memory_bandwidth=1e7)  # sums of parts take long
     limited = dataclasses.replace(card, rates=dataclasses.replace(ROUND, boost=1.5))
     times = [[costs.product_time(gpu, n * 256, 128, 64) for n in (2, 3, 20)] for gpu in (limited, card)]

@@ -13,7 +13,7 @@ from pallas_kernels.mma import ROWS
 from surojax.assembly.assemble import Assembly
 from surojax.memory.host import parts
 from surojax.memory.in_file import InFiles
-from surojax.models.attention import chosen_implementation
+from surojax.models.attention import chosen_implementation, on_hopper
 from surojax.models.experts import choices_of
 from surojax.models.grouped import blocks_in_piece, choice_pieces, number_of_blocks, rows_of_block, why_by_loop
 from surojax.models.lora import adapters
@@ -329,6 +329,7 @@ def _block_bytes(
     kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped, "sinks": heads_of.sinks}
     if in_pieces := per_sequence > tensor and compute.cp_method != "ulysses":
         kind |= {"piece": S * tensor // 2, "window": any(v.window for v in segment.variants)}
+    kind |= {"hopper": platform != "cpu" and on_hopper()}
     flash = chosen_implementation(compute.attention, x.dtype, heads_of.channels, **kind)
     if flash != "xla" and in_pieces:
         # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with. Our
