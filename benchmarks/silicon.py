@@ -183,7 +183,7 @@ ITEMS = (
         80,
         "a user's path: killed and resumed by the command line",
         command="benchmarks/kills.py --kills 2",
-        dry="benchmarks/kills.py --kills 1",
+        dry="benchmarks/kills.py --kills 1 --steps 30",
     ),
     Item(
         "generate",

@@ -17,7 +17,7 @@ from test_plan import ALL, compiled_step, config, needs_compiler
 from surojax.assembly.xla_options import NO_GRAPHS, compiler_options
 from surojax.numerics import ordered_sums
 from surojax.placement import cuda_plugin
-from surojax.planner import aot, footprint, hlo
+from surojax.planner import aot, costs, footprint, hlo
 
 # -- Sums of rows ----------------------------------------------------------------------------------------------------
 
@@ -195,6 +195,24 @@ def products(text: str) -> set[tuple[str, ...]]:
         kernel = re.search(r'"selected_algorithm":"(\d+)"', rest)
         kinds.add((re.sub(r"{[^}]*}", "", shapes), dimensions, kernel[1] if kernel else "by a heuristic"))
     return kinds
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp8_current"])
+def test_few_products_of_fp8_are_to_be_timed(recipe):
+    """Each distinct product by cuBLASLt is timed once on a GPU; XLA's own would be with hundreds of tiles."""
+    module = hlo.parse_module(compiled_step(1, recipe=recipe))
+    kinds = set()
+    for computation in module.values():
+        for i in computation.values():
+            assert i.opcode != "dot" and "triton_gemm" not in i.attributes, i.name
+            if i.opcode == "custom-call" and "__cublas" in i.attributes:
+                target = re.search(r'custom_call_target="([^"]*)"', i.attributes)[1]
+                dtypes = [computation[name].shape.split("[")[0] for name in i.operands[:2]]
+                kinds.add((target, *dtypes, costs.product_sizes(i, computation), i.shape.split("{")[0]))
+    assert sum("f8" in kind[1] for kind in kinds) > 4
+    assert len(kinds) <= 12, kinds
 
 
 @needs_compiler
