@@ -176,16 +176,22 @@ def launch_seconds(steps: Sequence[Step]) -> float:
 def in_turn(module: Module) -> dict[str, str]:
     """Queues of asynchronous works by name, as XLA of 0.11 assigns them: four in turn.
 
-    The copies of a computation come first, then its slices, both in the order of the schedule; bodies of loops after
-    what is around them. XLA goes through slices in the order in which it made them, which the text does not have: in a
-    step with five offloads 222 of 293 works are on the streams that XLA wrote down.
+    Bodies of loops come after what is around them, and the copies of a computation before its slices. XLA goes through
+    these in the order in which it made them, which numbers in their names tell of reads and of writes, but not of both
+    together. A step of 7B with five offloads on an H200 takes 3,704 ms so, 3,825 on the streams that XLA wrote down for
+    the same program, and 3,044 on two.
     """
+
+    def made(i: Instruction) -> tuple[bool, int]:
+        number = re.search(r"\.(\d+)", i.name)
+        return i.opcode != "copy-start", int(number[1]) if number else 0
+
     queues: dict[str, str] = {}
     pending = deque([""])
     while pending:
         instructions = module[pending.popleft()].values()
         starts = [i for i in instructions if i.opcode.endswith("-start") and hlo.collective(module, i) is None]
-        for i in sorted(starts, key=lambda i: i.opcode != "copy-start"):
+        for i in sorted(starts, key=made):
             queues[i.name] = f"in turn {len(queues) % IN_TURN}"
         for i in instructions:
             if i.opcode in ("while", "call", "conditional"):
