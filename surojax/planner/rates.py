@@ -1,6 +1,7 @@
 """What programs reach of a GPU's peaks: each rate, its ends, and where they come from.
 
-Products, memory and the host link of one H200 were measured, and lie within their ends (benchmarks/results/h200.md). A
+Products, memory and the host link of one H200 were measured (benchmarks/results/h200.md), and its products, `boost`,
+`beside` and `duplex` are from there; copies beside products are on their account since three steps took as long. A
 rate is a point and two ends (`Span`): `timeline.py` and `roofline.py` take the point, `prediction.py` simulates a step
 with each rate at its ends as well and prints the range that follows. A run on a GPU corrects them (`seen.py`).
 Sources, by how much they say:
