@@ -52,7 +52,7 @@ COMPILED = "compiled in"  # printed by a run that has compiled
 GOES_ON = re.compile(r"continuing from step (\d+), which .* has complete")
 SAID = "the last run ended within the update"  # printed by a run whose predecessor was killed during an update
 # Fields of a run whose updates take long enough to be hit, and of a run whose steps are short.
-IN_A_FILE = {"model.hidden_size": 128, "model.num_hidden_layers": 6, "max_steps": 500, "save_steps": 2}
+IN_A_FILE = {"model.hidden_size": 128, "model.num_hidden_layers": 6, "save_steps": 2}
 SELDOM = {"save_steps": 100}  # with two slots
 OF_PROCESSES = {"gpus": 0, "zero_level": 3, "offload_optimizer": True}
 
@@ -152,8 +152,8 @@ def killed_at(process: subprocess.Popen, after: float, *, while_starting: bool, 
     return text, f"killed {after:3.1f} s after {'its start' if while_starting else 'compiling'}"
 
 
-def run_in_a_file(folder: Path, kills: int, rng: random.Random, slots: int) -> bool:
-    """Returns whether every start went on from where it should, and the records are bit-exact.
+def run_in_a_file(folder: Path, kills: int, rng: random.Random, slots: int, steps: int) -> bool:
+    """Returns whether every start went on from where it should, and the records of these steps are bit-exact.
 
     With one slot, a start reports an interrupted update if there was one; with two, a kill costs at most one step.
     """
@@ -161,7 +161,7 @@ def run_in_a_file(folder: Path, kills: int, rng: random.Random, slots: int) -> b
     killed = folder / "killed"
     disk.mkdir(parents=True)
     on_nvme = {**dict.fromkeys(OFFLOADS, "nvme"), "nvme_path": disk, "nvme_slots": slots}
-    fields = IN_A_FILE | (SELDOM if slots == 2 else {})
+    fields = IN_A_FILE | (SELDOM if slots == 2 else {}) | {"max_steps": steps}
     expected = undisturbed(folder / "whole", [], **fields)
     all_sound = True
     kills_done = 0
@@ -298,6 +298,7 @@ def main() -> None:
     parser.add_argument(
         "--slots", type=int, default=2, choices=(1, 2), help="of the state in files (default: %(default)s)"
     )
+    parser.add_argument("--steps", type=int, default=500, help="of a run with files (default: %(default)s)")
     parser.add_argument("--elastic", action="store_true", help="start again with fewer processes each time")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: a temporary folder)")
@@ -312,7 +313,7 @@ def main() -> None:
         well = (
             run_of_processes(folder, a.kills, rng, a.n, a.elastic)
             if a.n
-            else run_in_a_file(folder, a.kills, rng, a.slots)
+            else run_in_a_file(folder, a.kills, rng, a.slots, a.steps)
         )
     sys.exit(not well)
 

@@ -20,6 +20,7 @@ from calibrate import MODELS, SEQUENCE_LEN
 
 from surojax.config.fields import Config
 from surojax.config.flags import parse_flags
+from surojax.placement import cuda_plugin
 from surojax.planner.amounts import GiB
 from surojax.planner.run_plan import Plan, plan
 
@@ -210,6 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", metavar="TEXT", default="", help="rows with this text in their name")
     only = parser.parse_args(argv).only
+    print(f"Compiled by XLA of the CUDA plugin {cuda_plugin.plugin_version_text()}.\n")
     print("| step | before | now | goal | reached | `surojax plan` |\n|---|---|---|---|---|---|")
     lost = False
     for row in ROWS:

@@ -1,16 +1,17 @@
 """Uses a few minutes of a GPU: measures, in order of value, what a machine without one can only predict.
 
-    python benchmarks/silicon.py --seconds 570 --out DIR [--done FILE] [--only NAME,...] [--dry] [--list]
+    python benchmarks/silicon.py --seconds 570 --out DIR [--done FILE] [--only NAME,...] [--plugin DIR] [--dry] [--list]
 
-Items run one at a time, each in a process of its own with a limit of twice its estimate, since one that compiles beside
-another that is timed spoils both. The next item is the first whose estimate times 1.3 fits into what is left. After
-each of them `silicon.json` and `silicon.md` in DIR are whole: measured beside predicted, versions, card, clock and
-power. `--done` takes the silicon.json of an earlier call, whose items are not repeated. `--dry` runs every item on a
-CPU at toy sizes, to show that it can run.
+Items run one at a time, each in a process of its own (silicon_items.py) with a limit of twice its estimate, since one
+that compiles beside another that is timed spoils both. The next item is the first whose estimate times 1.3 fits into
+what is left. After each of them `silicon.json` and `silicon.md` in DIR are whole: measured beside predicted, versions,
+card, clock and power. `--done` takes the silicon.json of an earlier call, whose items are not repeated. `--dry` runs
+every item on a CPU at toy sizes, to show that it can run.
 
-A step has random weights and tokens, three steps to warm up and five that count; its prediction is of its own compiled
-text and printed before the step runs. Its variants differ in XLA options or settings. State is made once for variants
-that place it alike: pinning makes it at 2 GB/s.
+`--plugin` is a folder with a newer CUDA plugin than the machine's, by `pip install --no-deps --target DIR
+jax-cuda13-pjrt==0.12.0.1`: items whose names end with `-plugin` run with it.
+
+A call that is ended (Ctrl-C, SIGTERM) ends its item too; what was measured before is in the files.
 """
 
 import argparse
@@ -18,26 +19,18 @@ import contextlib
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 MARGIN = 1.3  # of an estimate, that has to fit into what is left
-WARM, TIMED = 3, 5  # steps
-NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
-CONCURRENT = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,DYNAMIC_SLICE_FUSION",
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-}
-SMALL_GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL"}
-TRITON = {"xla_gpu_enable_triton_gemm": True}
+DRY_S = 900.0  # limit of an item on a CPU
+LOG = 1 << 16  # bytes of an item's log that are kept
 
 
 class Variant(NamedTuple):
@@ -51,8 +44,10 @@ class Variant(NamedTuple):
 class Item(NamedTuple):
     """Something to measure. seconds: estimate. decides: what its result is for.
 
-    Either `flags`, of a config, and `variants` of its step; or a `command`, whose placeholder {out} is a file; or the
-    name of a function of this module. dry: flags that a command takes on a CPU; None: it is left out there.
+    Either `flags`, of a config, and `variants` of its step; or a `command`, in which {out} is its results' file,
+    {folder} the campaign's; or the name of a `function` of silicon_items.py. dry: the command on a CPU.
+    steps: to warm up, and timed. trace: profile a step after all variants. log: environment in which the item's log is
+    worth keeping. plugin: runs with the plugin of --plugin. toy: flags of the config on a CPU, besides TOY.
     """
 
     name: str
@@ -61,14 +56,23 @@ class Item(NamedTuple):
     flags: str = ""
     variants: tuple[Variant, ...] = ()
     command: str = ""
-    dry: str | None = ""
+    dry: str = ""
     function: str = ""
+    steps: tuple[int, int] = (3, 5)
+    trace: bool = False
+    log: dict[str, str] = {}  # noqa: RUF012
+    plugin: bool = False
+    toy: str = ""
 
 
+TRITON = {"xla_gpu_enable_triton_gemm": True}
+VERIFIED = {"xla_gpu_experimental_dynamic_slice_fusion_verify_offsets": True}
 LLAMA = "--config llama7b --config.gpus=1 --config.per_device_batch_size=4 --config.gradient_accumulation_steps=2"
 NORMS = f"{LLAMA} --config.recompute_block=False --config.recompute_norm --config.recompute_swiglu"
 FIVE = " ".join(f"--config.offload_{name}" for name in ("residual", "optimizer", "master", "grads", "weights"))
-OFFLOADED = f"{LLAMA} --config.per_device_batch_size=8 --config.overlap_update {FIVE}"
+OFFLOADED = (
+    f"{LLAMA} --config.per_device_batch_size=8 --config.gradient_accumulation_steps=1 --config.overlap_update {FIVE}"
+)
 LAYERS = "--config.model.num_hidden_layers"
 QWEN = (
     "--config llama7b --config.gpus=1 --config.model.hidden_size=1536 --config.model.intermediate_size=8960 "
@@ -91,10 +95,12 @@ ITEMS = (
         "whether copies overlap, and with which CUDA graphs",
         f"{OFFLOADED} {LAYERS}=8",
         (
-            Variant("no graphs", xla=NO_GRAPHS),
-            Variant("small graphs", xla=SMALL_GRAPHS),
-            Variant("concurrent graphs", xla=CONCURRENT),
+            Variant("concurrent graphs", "--config.cuda_graphs=concurrent"),
+            Variant("small graphs", "--config.cuda_graphs=small"),
+            Variant("no graphs, offsets verified", "--config.cuda_graphs=none", VERIFIED),
+            Variant("no graphs", "--config.cuda_graphs=none"),
         ),
+        trace=True,
     ),
     Item(
         "norms-16",
@@ -111,28 +117,32 @@ ITEMS = (
         f"{NORMS} {LAYERS}=8 --config.recipe=fp8_hybrid",
         (Variant("cuBLASLt"),),
     ),
-    Item("offloads-32", 90, "the product's claim", OFFLOADED, (Variant("no graphs"),)),
+    Item("offloads-32", 90, "the product's claim", OFFLOADED, (Variant("no graphs", "--config.cuda_graphs=none"),)),
     Item("qwen-1.5b", 45, "tokens/s beside LLMQ's", QWEN, (Variant("cuBLASLt"),)),
     Item(
         "kernels",
         45,
         "which kernels are defaults",
         command="-m pallas_kernels.bench --all --sizes llama7b --tokens 8192 --json {out}",
-        dry=None,
+        dry="-m pallas_kernels.bench rope --implementation xla --sizes gpt2 --tokens 128 --repeat 1 --json {out}",
     ),
-    Item("doctor", 60, "rates that plans take", command="-m surojax doctor --rates-file {out}", dry="--only rates"),
-    Item("tests", 200, "kernels and steps are right", command="-m pytest -q -m gpu -n 4 --maxfail=30", dry=None),
+    Item("offloads-8-plugin", 75, "the same by XLA of 0.12", plugin=True),
+    Item("norms-16-plugin", 65, "the same by XLA of 0.12", plugin=True),
+    Item("offloads-32-plugin", 90, "the product's claim, by XLA of 0.12", plugin=True),
     Item(
-        "attention-4",
-        50,
-        "price of exact, of our kernel and of packed documents",
-        f"{NORMS} {LAYERS}=4",
-        (
-            Variant("cuDNN"),
-            Variant("cuDNN in a fixed order", xla={"xla_gpu_exclude_nondeterministic_ops": True}),
-            Variant("mosaic", "--config.attention=mosaic"),
-            Variant("packed", "--config.sample_packing"),
-        ),
+        "tests",
+        200,
+        "kernels and steps are right",
+        command="-m pytest -q -m gpu -n 4 --maxfail=30 -p no:cacheprovider",
+        dry="-m pytest -q -m gpu -n 0 --collect-only -p no:cacheprovider tests/test_on_gpu.py",
+    ),
+    Item(
+        "fp8-triton",
+        120,
+        "where the time goes that fp8_hybrid takes to compile with Triton's products",
+        f"{NORMS} {LAYERS}=8 --config.recipe=fp8_hybrid",
+        (Variant("Triton", xla=TRITON),),
+        log={"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "autotuner=1,gemm_fusion_autotuner=1,gpu_compiler=1"},
     ),
     Item(
         "microbatches-16",
@@ -144,6 +154,44 @@ ITEMS = (
             Variant("nothing recomputed", "--config.recompute_norm=False --config.recompute_swiglu=False"),
             Variant("kernels=mosaic", "--config.kernels=mosaic"),
         ),
+    ),
+    Item(
+        "attention-4",
+        50,
+        "price of exact, of our kernel, of long rows, documents and wide heads",
+        f"{NORMS} {LAYERS}=4",
+        (
+            Variant("cuDNN"),
+            Variant("cuDNN in a fixed order", xla={"xla_gpu_exclude_nondeterministic_ops": True}),
+            Variant("mosaic", "--config.attention=mosaic"),
+            Variant("packed", "--config.sample_packing"),
+            Variant("packed, by our kernel", "--config.sample_packing --config.attention=mosaic"),
+            Variant("8,192 tokens", "--config.sequence_len=8192 --config.per_device_batch_size=1"),
+            Variant("a window of 512", "--config.model.sliding_window=512"),
+            Variant("16 heads of 256", "--config.model.num_attention_heads=16 --config.model.num_key_value_heads=16"),
+        ),
+    ),
+    Item(
+        "doctor",
+        60,
+        "rates that plans take, and what works",
+        command="-m surojax doctor --json {out} --output {folder}/doctor.md --rates-file {folder}/rates.json",
+        dry="-m surojax doctor --only installation,rates --json {out} --output {folder}/doctor.md --rates-file=",
+    ),
+    Item(
+        "kills",
+        80,
+        "a user's path: killed and resumed by the command line",
+        command="benchmarks/kills.py --kills 2",
+        dry="benchmarks/kills.py --kills 1 --steps 30",
+    ),
+    Item(
+        "generate",
+        40,
+        "tokens/s of a 1B model, read and written",
+        f"{LLAMA} {LAYERS}=16 --config.model.hidden_size=2048 --config.model.intermediate_size=8192 "
+        "--config.model.num_attention_heads=16 --config.model.num_key_value_heads=8",
+        function="generation",
     ),
     Item(
         "adapters-8b",
@@ -158,46 +206,92 @@ ITEMS = (
         "the grouped kernel's time",
         EXPERTS,
         (Variant("grouped"), Variant("loop", "--config.kernels=xla")),
+        toy="--config.model.num_experts=4 --config.model.num_experts_per_tok=2 --config.model.moe_intermediate_size=32",
     ),
-    Item("kills", 80, "a user's path", command="benchmarks/kills.py --kills 2", dry=None),
+    Item(
+        "files-4",
+        90,
+        "state in files on the machine's disk",
+        f"{LLAMA} {LAYERS}=4 --config.offload_optimizer=nvme --config.offload_master=nvme --config.offload_grads "
+        "--config.nvme_path={scratch}",
+        (Variant("optimizer and master"),),
+        steps=(1, 2),
+    ),
 )
+OF_PLUGIN = "-plugin"
 TOY = (
     "--config.model.hidden_size=64 --config.model.intermediate_size=128 --config.model.num_attention_heads=4 "
     f"{LAYERS}=2 --config.model.num_key_value_heads=4 --config.model.vocab_size=256 --config.sequence_len=32 "
-    "--config.per_device_batch_size=2 --config.lmhead_chunks=2 --config.recipe=bf16 --config.kernels=xla "
+    "--config.per_device_batch_size=2 --config.lmhead_chunks=2 --config.kernels=xla "
     "--config.attention=xla"
 )
+BY_NAME = {item.name: item for item in ITEMS}
 
 
 # -- The campaign ------------------------------------------------------------------------------------------------------
 
 
-def campaign(items: list[Item], out: Path, seconds: float, done: dict[str, Any], dry: bool) -> dict[str, Any]:
-    """Runs items until the time is used up; returns {item: {"status", "seconds", and its results}}, with those done."""
+def steps_of(item: Item) -> Item:
+    """An item with the steps that it measures: those of the item without "-plugin", if its name has that."""
+    if not item.plugin:
+        return item
+    like = BY_NAME[item.name.removesuffix(OF_PLUGIN)]
+    return item._replace(flags=like.flags, variants=like.variants, steps=like.steps, trace=like.trace)
+
+
+def next_item(left: Sequence[Item], seconds: float) -> Item | None:
+    """The first item whose estimate, with a margin, fits into so many seconds; None if none does."""
+    return next((item for item in left if MARGIN * item.seconds <= seconds), None)
+
+
+def campaign(
+    items: Sequence[Item], out: Path, seconds: float, done: dict[str, Any], dry: bool = False, plugin: str = ""
+) -> dict[str, Any]:
+    """Runs items until the time is used up; returns {item: {"status", "seconds", and its results}}, with those done.
+
+    Items that `done` has with the status "ok" are not repeated. plugin: folder of a newer CUDA plugin; without one the
+    items that need it are left out, except on a CPU.
+    """
     end = time.monotonic() + seconds
     results = dict(done)
-    left = [item for item in items if item.name not in done and not (dry and item.command and item.dry is None)]
-    while chosen := next((x for x in left if MARGIN * x.seconds <= end - time.monotonic()), None):
+    left = [item for item in items if done.get(item.name, {}).get("status") != "ok"]
+    if not plugin and not dry and (without := [item for item in left if item.plugin]):
+        print(f"-- left out, since --plugin names no folder: {', '.join(item.name for item in without)}", flush=True)
+        left = [item for item in left if not item.plugin]
+    while chosen := next_item(left, end - time.monotonic()):
         left.remove(chosen)
         print(f"-- {chosen.name}: about {chosen.seconds} s of {end - time.monotonic():.0f}", flush=True)
-        results[chosen.name] = in_process(chosen, min(2 * chosen.seconds, end - time.monotonic()), dry)
+        limit_s = min(DRY_S if dry else 2 * chosen.seconds, end - time.monotonic())
+        results[chosen.name] = in_process(chosen, limit_s, out, dry, plugin)
         write(out, results)
     for item in left:
         print(f"-- {item.name}: not begun, {item.seconds} s", flush=True)
     return results
 
 
-def in_process(item: Item, limit_s: float, dry: bool) -> dict[str, Any]:
+def command_of(item: Item, file: Path, out: Path, scratch: str, dry: bool) -> list[str]:
+    """The arguments of Python that measure an item.
+
+    file: of its results. out: the campaign's folder. scratch: a folder on its disk.
+    """
+    if item.command:
+        return [word.format(out=file, folder=out) for word in (item.dry if dry else item.command).split()]
+    script = str(Path(__file__).with_name("silicon_items.py"))
+    return [script, item.name, "--out", str(file), "--scratch", scratch, *["--dry"] * dry]
+
+
+def in_process(item: Item, limit_s: float, out: Path, dry: bool = False, plugin: str = "") -> dict[str, Any]:
     """Runs an item in a process group that is killed after limit_s; returns its status, seconds and results."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=out, prefix=".files") as scratch:
         file, errors = Path(folder) / "result.json", Path(folder) / "errors.txt"
-        command = [str(Path(__file__)), "--item", item.name, "--out", str(file), *(["--dry"] if dry else [])]
-        if item.command:
-            command = [*item.command.format(out=file).split(), *(item.dry or "").split() * dry]
         with errors.open("w") as said:
             process = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, env=environment(dry), stderr=said, start_new_session=True
+                [sys.executable, *command_of(item, file, out, scratch, dry)],
+                cwd=ROOT,
+                env=environment(item, dry, plugin),
+                stderr=said,
+                start_new_session=True,
             )
             try:
                 status = "ok" if process.wait(limit_s) == 0 else f"exit code {process.returncode}"
@@ -207,21 +301,32 @@ def in_process(item: Item, limit_s: float, dry: bool) -> dict[str, Any]:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        result = json.loads(file.read_text()) if file.exists() else {}
-        if status != "ok":
-            result = {"error": errors.read_text(errors="replace")[-600:]} | as_dict(result)
-    return {"status": status, "seconds": round(time.monotonic() - started, 1), **as_dict(result)}
+        result = read_result(file)
+        log = errors.read_text(errors="replace")
+    if item.log:
+        (out / f"{item.name}.log").write_text(log[-LOG:])
+    if status != "ok":
+        result = {"error": log[-600:]} | result
+    elif failed := [row["name"] for row in result.get("variants", []) if "error" in row]:
+        status = f"failed: {', '.join(failed)}"
+    return {"status": status, "seconds": round(time.monotonic() - started, 1), **result}
 
 
-def as_dict(result: Any) -> dict[str, Any]:
-    """Returns a result as fields: that of the kernels' benchmark is a list."""
+def read_result(file: Path) -> dict[str, Any]:
+    """Returns what an item wrote, as fields; none if it was killed before that. The kernels' benchmark has a list."""
+    try:
+        result = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
     return result if isinstance(result, dict) else {"result": result}
 
 
-def environment(dry: bool) -> dict[str, str]:
-    """The environment of an item's process: this tree's packages, and a CPU if dry."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | ({"JAX_PLATFORMS": "cpu"} if dry else {})
+def environment(item: Item, dry: bool, plugin: str) -> dict[str, str]:
+    """The environment of an item's process: this tree's packages, a newer plugin before the machine's, a CPU if dry."""
+    folders = [plugin] * item.plugin + [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))
+    own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | item.log
+    return os.environ | own | ({"JAX_PLATFORMS": "cpu"} if dry else {})
 
 
 def write(out: Path, results: dict[str, Any]) -> None:
@@ -234,26 +339,23 @@ def write(out: Path, results: dict[str, Any]) -> None:
 def table(results: dict[str, Any]) -> str:
     """The steps that were measured beside their predictions, and the status of every item, in Markdown."""
     columns = "item", "variant", "measured ms", "predicted ms (range)", "ratio", "compiled in s", "GiB", "clock, power"
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines = [row(columns), f"|{'---|' * len(columns)}"]
     for name, result in results.items():
-        for row in result.get("variants", []):
-            ratio = (
-                row["measured_ms"] / row["predicted_ms"] if row.get("predicted_ms") and "measured_ms" in row else None
-            )
-            cells = [
-                name,
-                row["name"],
-                number(row.get("measured_ms")) or row.get("error", "-"),
-                f"{number(row.get('predicted_ms'))} ({row.get('range', '-')})",
-                f"{ratio:.3f}" if ratio else "-",
-                number(row.get("compile_s")),
-                number(row.get("peak_gib")),
-                row.get("gpu", "-"),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| item | status | seconds | card, versions |", "|---|---|---|---|"]
-    lines += [f"| {n} | {r['status']} | {r['seconds']} | {r.get('versions', '-')} |" for n, r in results.items()]
+        for x in result.get("variants", []):
+            measured, predicted = x.get("measured_ms"), x.get("predicted_ms")
+            ratio = f"{measured / predicted:.3f}" if measured and predicted else "-"
+            time_or_error = x["error"] if "error" in x else number(measured)
+            range_text = f"{number(predicted)} ({x.get('range', '-')})"
+            sizes = number(x.get("compile_s")), number(x.get("peak_gib"))
+            lines.append(row((name, x["name"], time_or_error, range_text, ratio, *sizes, x.get("gpu", "-"))))
+    lines += ["", row(("item", "status", "seconds", "card, versions")), "|---|---|---|---|"]
+    lines += [row((n, r["status"], f"{r['seconds']:.1f}", r.get("versions", "-"))) for n, r in results.items()]
     return "\n".join(lines) + "\n"
+
+
+def row(cells: Sequence[str]) -> str:
+    """Cells as a row of a table in Markdown."""
+    return f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in cells)} |"
 
 
 def number(value: float | None) -> str:
@@ -261,243 +363,65 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
 
 
-# -- Items, each in its process ----------------------------------------------------------------------------------------
+def items_table() -> str:
+    """The items with their estimates, in their order, in Markdown."""
+    lines = [row(("item", "seconds", "decides", "measures")), "|---|---|---|---|"]
+    for item in ITEMS:
+        variants = "; ".join(variant.name for variant in steps_of(item).variants)
+        what = variants or (f"`python {item.command}`" if item.command else item.function)
+        lines.append(row((item.name, str(item.seconds), item.decides, what)))
+    return "\n".join(lines)
 
 
-class Measured(NamedTuple):
-    """The state that a step left behind, to begin the next variant with."""
-
-    plan: Any
-    state: Any
-
-
-def variants(item: Item, dry: bool) -> Iterator[dict[str, Any]]:
-    """Yields measurements of an item's variants."""
-    kept = None
-    for variant in item.variants:
-        row: dict[str, Any] = {"name": variant.name}
-        try:
-            kept = measure(row, f"{item.flags} {variant.flags}", variant.xla, kept, dry)
-        except Exception as error:  # XLA's, of one variant
-            row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            kept = None
-        yield row
+def read_done(file: Path) -> dict[str, Any]:
+    """Reads the silicon.json of an earlier call. Raises ValueError for another file, OSError if it cannot be read."""
+    done = json.loads(file.read_text())
+    if not isinstance(done, dict) or not all(isinstance(x, dict) and "status" in x for x in done.values()):
+        raise ValueError("no silicon.json")
+    return done
 
 
-def built(flags: str, dry: bool) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Returns (config, assembly, batch of random tokens) of a config's flags."""
-    import jax
-    import numpy as np
-
-    from surojax.assembly.from_config import from_config
-    from surojax.config.flags import parse_flags
-    from surojax.parallel.feed import Feed
-    from surojax.placement.layout import batch_sharding
-    from surojax.placement.mesh import find_devices, make_mesh
-    from surojax.planner.run_plan import checked
-
-    c, _ = parse_flags([*flags.split(), *(TOY.split() if dry else [])], argparse.ArgumentParser())
-    devices = find_devices(1)
-    mesh = make_mesh(devices)
-    if not dry:
-        from surojax.planner.gpus import gpu_key
-
-        c = checked(c, gpu_key(devices[0].device_kind))
-    run = from_config(c, mesh, total_steps=100)
-    shape = (c.gradient_accumulation_steps, c.per_device_batch_size, c.sequence_len)
-    rng = np.random.default_rng(0)
-    feed = Feed(batch_sharding(mesh), c.per_device_batch_size)
-    arrays = [np.asarray(rng.integers(0, c.model.vocab_size, shape), np.int32) for _ in range(2)]
-    if "starts" in run.engine.batch_arrays:  # documents of a quarter of a row
-        places = np.arange(c.sequence_len, dtype=np.int32)
-        arrays.append(np.broadcast_to(places - places % max(c.sequence_len // 4, 1), shape).copy())
-    return c, run, jax.block_until_ready(tuple(feed.put(arrays)))
-
-
-def compiled(c: Any, run: Any, batch: Any, xla: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns (the compiled step, its `Prediction`), with these options of XLA in place of the run's."""
-    import jax
-
-    from surojax.memory.nvme import Claimed
-    from surojax.training.programs import step_options
-    from surojax.training.run_summary import print_prediction
-
-    devices = list(run.mesh.devices.flat)
-    options = step_options(c, run, devices) | (xla if devices[0].platform == "gpu" else {})
-    step = run.train_step().lower(run.plan, *batch).compile(options)
-    assert jax.process_count() == 1
-    return step, print_prediction(c, run, step, devices, Claimed())
-
-
-def measure(row: dict[str, Any], flags: str, xla: dict[str, Any], kept: Measured | None, dry: bool) -> Measured:
-    """Compiles and times a step, and writes its figures into `row` as they come. kept: state of a variant before."""
-    import jax
-
-    c, run, batch = built(flags, dry)
-    started = time.perf_counter()
-    step, predicted = compiled(c, run, batch, xla)
-    row["compile_s"] = time.perf_counter() - started
-    if predicted.predicted_step_s and predicted.predicted_range_s:
-        row["predicted_ms"] = 1e3 * predicted.predicted_step_s
-        row["range"] = " to ".join(f"{1e3 * x:,.0f}" for x in predicted.predicted_range_s)
-    started = time.perf_counter()
-    is_alike = kept is not None and jax.tree.leaves(kept.plan) == jax.tree.leaves(run.plan)
-    state = kept.state if kept is not None and is_alike else run.init_state(0)
-    jax.block_until_ready(state)
-    row["state_s"] = time.perf_counter() - started
-    times = []
-    with power() as samples:
-        for _ in range(WARM + TIMED):
-            started = time.perf_counter()
-            state, metrics = step(state, *batch)
-            row["loss"] = float(metrics["loss"])
-            jax.block_until_ready(state)
-            times.append(time.perf_counter() - started)
-    row["measured_ms"] = 1e3 * statistics.median(times[WARM:])
-    row["tokens_per_s"] = batch[0].size / statistics.median(times[WARM:])
-    row["gpu"] = samples[-1] if samples else "-"
-    statistics_of_memory = run.mesh.devices.flat[0].memory_stats() or {}
-    row["peak_gib"] = statistics_of_memory.get("peak_bytes_in_use", 0) / 2**30
-    print(json.dumps(row), flush=True)
-    return Measured(run.plan, state)
-
-
-@contextlib.contextmanager
-def power() -> Iterator[list[str]]:
-    """Samples clock and power twice a second while the block runs."""
-    samples: list[str] = []
-    stop = threading.Event()
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
-
-    def sample() -> None:
-        while not stop.wait(0.5):
-            try:
-                samples.append(subprocess.run(query, capture_output=True, text=True, timeout=5).stdout.strip())
-            except (OSError, subprocess.SubprocessError):
-                return
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        stop.set()
-        thread.join()
-
-
-def bits(item: Item, dry: bool) -> dict[str, Any]:
-    """Compares five steps to the bit: a program with itself, and a resident step with an offloaded one."""
-    import jax
-    import numpy as np
-
-    def losses(flags: str) -> list[list[bytes]]:
-        """Bits of loss and norm of five steps, in two runs of one program from one state."""
-        c, run, batch = built(f"{item.flags} {flags}", dry)
-        step, _ = compiled(c, run, batch, {})
-        curves = []
-        for _ in range(2):
-            state, curve = run.init_state(0), []
-            for _ in range(TIMED):
-                state, metrics = step(state, *batch)
-                curve.append(np.asarray([metrics["loss"], metrics["grad_norm"]], np.float32).tobytes())
-            curves.append(curve)
-            jax.block_until_ready(state)
-        return curves
-
-    found: dict[str, Any] = {}
-    for how in ("overlap", "exact"):
-        option = f"--config.xla_options={how}"
-        resident, offloaded = losses(option), losses(f"{option} {FIVE}")
-        found[how] = {
-            "resident equals itself": resident[0] == resident[1],
-            "offloaded equals itself": offloaded[0] == offloaded[1],
-            "offloaded equals resident": resident[0] == offloaded[0],
-        }
-        print(how, found[how], flush=True)
-    return found
-
-
-def rates(item: Item, dry: bool) -> dict[str, Any]:
-    """TFLOP/s of a 7B block's products and of two others, each for two seconds, by cuBLASLt and by Triton."""
-    import jax
-    import jax.numpy as jnp
-
-    shapes = [(8192, 11008, 4096), (8192, 4096, 11008), (4096, 11008, 8192), (32768, 8960, 1536), (8192, 8192, 8192)]
-    seconds = 0.05 if dry else 2.0
-    found: dict[str, Any] = {}
-    for m, n, k in [(64, 64, 64)] if dry else shapes:
-        keys = jax.random.split(jax.random.key(0))
-        a, b = jax.random.normal(keys[0], (m, k), jnp.bfloat16), jax.random.normal(keys[1], (k, n), jnp.bfloat16)
-        for name, triton in (("cuBLASLt", False), ("Triton", True)):
-            options = {} if dry else {"xla_gpu_enable_triton_gemm": triton}
-            product = jax.jit(jnp.matmul).lower(a, b).compile(options)
-            product(a, b).block_until_ready()
-            with power() as samples:
-                started, calls = time.perf_counter(), 0
-                while time.perf_counter() - started < seconds:
-                    for _ in range(20):
-                        result = product(a, b)
-                    result.block_until_ready()
-                    calls += 20
-                rate = 2e-12 * m * n * k * calls / (time.perf_counter() - started)
-            found[f"{m} x {n} x {k}, {name}"] = {"tflops": round(rate, 2), "gpu": samples[-1] if samples else "-"}
-            print(m, n, k, name, f"{rate:.1f} TFLOP/s", flush=True)
-    return found
-
-
-def versions() -> str:
-    """The card, and the versions of jax and of the CUDA plugin."""
-    import jax
-
-    from surojax.placement import cuda_plugin
-
-    return f"{jax.devices()[0].device_kind}, jax {jax.__version__}, plugin {cuda_plugin.plugin_version_text()}"
-
-
-def run_item(item: Item, out: Path, dry: bool) -> None:
-    """Measures an item in this process, and writes its results after each variant."""
-    result: dict[str, Any] = {"versions": versions(), "decides": item.decides}
-    if item.function:
-        result["result"] = {"bits": bits, "rates": rates}[item.function](item, dry)
-        out.write_text(json.dumps(result))
-        return
-    result["variants"] = []
-    for row in variants(item, dry):
-        result["variants"].append(row)
-        out.write_text(json.dumps(result))
-    if all("error" in row for row in result["variants"]):
-        sys.exit("; ".join(row["error"] for row in result["variants"]))
-
-
-def main() -> None:
-    """Runs the campaign, or one of its items."""
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parses and checks the command line. Ends the program with exit code 2 and one line if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=570, help="to use (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder of silicon.json and silicon.md")
     parser.add_argument("--done", type=Path, help="silicon.json of an earlier call")
     parser.add_argument("--only", help="names of items, separated by commas")
+    parser.add_argument("--plugin", default="", metavar="DIR", help="folder of a newer CUDA plugin")
     parser.add_argument("--dry", action="store_true", help="on a CPU, at toy sizes")
     parser.add_argument("--list", action="store_true", help="print the items and exit")
-    parser.add_argument("--item", help=argparse.SUPPRESS)
-    a = parser.parse_args()
-    by_name = {item.name: item for item in ITEMS}
+    a = parser.parse_args(argv)
     if a.list:
-        print("| item | seconds | decides |", "|---|---|---|", sep="\n")
-        print("\n".join(f"| {x.name} | {x.seconds} | {x.decides} |" for x in ITEMS))
-        return
+        return a
     if not a.out:
         parser.error("--out: expected a folder, got none")
-    if a.item:
-        run_item(by_name[a.item], a.out, a.dry)
+    if a.out.exists() and not a.out.is_dir():
+        parser.error(f"--out: expected a folder, got the file {str(a.out)!r}")
+    if not 0 < a.seconds < 1e6:
+        parser.error(f"--seconds: expected more than 0, got {a.seconds:g}")
+    if a.plugin and not (Path(a.plugin) / "jax_plugins").is_dir():
+        parser.error(f"--plugin: expected a folder with jax_plugins, got {a.plugin!r}")
+    a.only = list(dict.fromkeys(a.only.split(","))) if a.only else list(BY_NAME)
+    if unknown := [name for name in a.only if name not in BY_NAME]:
+        parser.error(f"--only: expected names of {', '.join(map(repr, BY_NAME))}, got {unknown[0]!r}")
+    try:
+        a.done = read_done(a.done) if a.done else {}
+    except (OSError, ValueError) as error:
+        parser.error(f"--done: expected the silicon.json of an earlier call, got {str(a.done)!r} ({error})")
+    return a
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the campaign."""
+    a = parse_arguments(argv)
+    if a.list:
+        print(items_table())
         return
-    names = a.only.split(",") if a.only else []
-    if unknown := [name for name in names if name not in by_name]:
-        parser.error(f"--only: expected names of {', '.join(map(repr, by_name))}, got {unknown[0]!r}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the item ends as well
     a.out.mkdir(parents=True, exist_ok=True)
-    done = json.loads(a.done.read_text()) if a.done else {}
-    finished = {name: result for name, result in done.items() if result["status"] == "ok"}
-    results = campaign([by_name[x] for x in names] or list(ITEMS), a.out, a.seconds, finished, a.dry)
-    print(table(results))
+    out = a.out.absolute()
+    print(table(campaign([BY_NAME[x] for x in a.only], out, a.seconds, a.done, a.dry, a.plugin)))
 
 
 if __name__ == "__main__":

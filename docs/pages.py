@@ -7,6 +7,7 @@ tests/test_pages.py compares them with what this would write.
 
 import argparse
 import re
+import sys
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,10 @@ from surojax.errors import EXIT_CODES
 from surojax.refusals.refusal import refusals_page
 
 FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent / "benchmarks"))
+
+import silicon  # noqa: E402  of benchmarks/
+
 TYPED = FOLDER.parent / "surojax" / "config" / "typed.pyi"
 TYPED_HEAD = '''"""The config as editors see it, by `python docs/pages.py`. When it runs it is a ConfigDict."""
 
@@ -37,6 +42,27 @@ class Section(ConfigDict):
     def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]: ...
     def update(self, *other: Mapping[str, Any] | ConfigDict, **kwargs: Any) -> None: ...
 '''
+CAMPAIGN = """# A GPU for ten minutes
+
+```sh
+python benchmarks/silicon.py --seconds 570 --out results
+```
+
+measures what a machine without a GPU can only predict, the most valuable first, and writes `results/silicon.md`:
+measured beside predicted. Each item runs alone, for at most twice its estimate; the next one is the first whose
+estimate times 1.3 fits into what is left. The first eight are estimated at {first} s. A second call goes on with
+`--done results/silicon.json`; `--only NAME,...` chooses. Items whose names end with `-plugin` are for machines with the
+CUDA plugin 0.11, and need `--plugin DIR` with a newer one:
+
+```sh
+pip install --no-deps --target DIR jax-cuda13-pjrt==0.12.0.1
+```
+
+An issue of the form *It ran on a GPU* with that table is the most useful contribution. The list is made from
+benchmarks/silicon.py by `python docs/pages.py`.
+
+{items}
+"""
 MADE = "It is made by `python docs/pages.py`; a test compares it with the program."
 
 
@@ -106,6 +132,12 @@ def commands() -> str:
     return "\n".join([*lines, ""])
 
 
+def campaign() -> str:
+    """What a GPU's minutes are used for."""
+    first = sum(item.seconds for item in silicon.ITEMS[:8])
+    return CAMPAIGN.format(first=first, items=silicon.items_table())
+
+
 def notebooks() -> dict[Path, str]:
     """The notebooks by their paths, with the repository of pyproject.toml in their Colab buttons and install cells."""
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
@@ -149,7 +181,12 @@ def typed() -> str:
 
 def pages() -> dict[Path, str]:
     """The text of each page and notebook, and of the types of fields, by its path."""
-    texts = {"fields.md": fields(), "commands.md": commands(), "refusals.md": refusals_page(checks.REFUSALS, DEFAULTS)}
+    texts = {
+        "fields.md": fields(),
+        "commands.md": commands(),
+        "refusals.md": refusals_page(checks.REFUSALS, DEFAULTS),
+        "silicon.md": campaign(),
+    }
     return {FOLDER / name: text for name, text in texts.items()} | notebooks() | {TYPED: typed()}
 
 

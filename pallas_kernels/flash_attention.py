@@ -44,6 +44,7 @@ from pallas_kernels import dispatch, tiles
 from pallas_kernels.dispatch import Implementation, expect
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.mma import ROWS, WITHOUT_BARRIERS, Products
+from pallas_kernels.shapes import Case, Sizes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -448,3 +449,31 @@ def _check(q, k, v, starts, window: int) -> None:
         f"{starts.dtype} {starts.shape}",
     )
     expect(window >= 0, op, "window", "0 or more", window)
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def reference_cases(sizes: Sizes, tokens: int) -> list[Case]:
+    """Attention and its gradients at a model's sizes, rows of up to 2048 tokens in four documents.
+
+    They are no `cases`, which are passes that are timed by their bytes.
+    """
+    length = min(tokens, 2048)
+    rows = tokens // length
+    q = jax.ShapeDtypeStruct((rows, length, sizes.heads, sizes.head_dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((rows, length, sizes.kv_heads, sizes.head_dim), jnp.bfloat16)
+    place = jnp.arange(length, dtype=i32)
+    documents = jnp.broadcast_to(place - place % (length // 4), (rows, length))
+
+    def within_documents(q, k, v, **how):
+        return attention(q, k, v, documents, **how)
+
+    def gradients(q, k, v, do, **how):
+        return jax.vjp(functools.partial(within_documents, **how), q, k, v)[1](do)
+
+    moved = 2 * (2 * q.size + 2 * k.size)
+    return [
+        Case("attention.forward", within_documents, (q, k, k), moved),
+        Case("attention.backward", gradients, (q, k, k, q), 2 * moved),
+    ]

@@ -14,10 +14,10 @@ import pytest
 from small import quick_at
 from test_plan import ALL, compiled_step, config, needs_compiler
 
-from surojax.assembly.xla_options import compiler_options
+from surojax.assembly.xla_options import NO_GRAPHS, compiler_options
 from surojax.numerics import ordered_sums
 from surojax.placement import cuda_plugin
-from surojax.planner import aot, footprint, hlo
+from surojax.planner import aot, costs, footprint, hlo
 
 # -- Sums of rows ----------------------------------------------------------------------------------------------------
 
@@ -170,6 +170,23 @@ def test_plan_and_train_compile_the_same_program(xla_options):
     assert all(trained[name] == value for name, value in aot.XLA_OPTIONS.items() if name in trained)
 
 
+@pytest.mark.parametrize("xla_options", ["overlap", "exact", "default"])
+def test_cuda_graphs_are_one_setting(xla_options):
+    """ "auto": none beside copies, with XLA's own options XLA's own. Any other value holds with all options."""
+    chosen = {}
+    for graphs in ("auto", "none", "small", "concurrent"):
+        for offloads in ({}, {"offload_grads": True}):
+            run = footprint.assembly(config(gpus=1, xla_options=xla_options, cuda_graphs=graphs, **offloads))
+            options = compiler_options(run, "gpu")
+            named = {name: value for name, value in options.items() if "command_buffer" in name}
+            assert chosen.setdefault((graphs, len(offloads) if graphs == "auto" else 0), named) == named
+    assert chosen["auto", 0] == {} and chosen["none", 0] == NO_GRAPHS
+    assert chosen["auto", 1] == ({} if xla_options == "default" else NO_GRAPHS)
+    assert "WHILE" not in chosen["small", 0]["xla_gpu_enable_command_buffer"]
+    assert "DYNAMIC_SLICE" not in chosen["small", 0]["xla_gpu_enable_command_buffer"]
+    assert chosen["concurrent", 0]["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
+
+
 def products(text: str) -> set[tuple[str, ...]]:
     """The matrix products of a compiled step: shapes of result and workspace, dimensions, kernel of cuBLASLt."""
     kinds = set()
@@ -178,6 +195,24 @@ def products(text: str) -> set[tuple[str, ...]]:
         kernel = re.search(r'"selected_algorithm":"(\d+)"', rest)
         kinds.add((re.sub(r"{[^}]*}", "", shapes), dimensions, kernel[1] if kernel else "by a heuristic"))
     return kinds
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "fp8_current"])
+def test_few_products_of_fp8_are_to_be_timed(recipe):
+    """Each distinct product by cuBLASLt is timed once on a GPU; XLA's own would be with hundreds of tiles."""
+    module = hlo.parse_module(compiled_step(1, recipe=recipe))
+    kinds = set()
+    for computation in module.values():
+        for i in computation.values():
+            assert i.opcode != "dot" and "triton_gemm" not in i.attributes, i.name
+            if i.opcode == "custom-call" and "__cublas" in i.attributes:
+                target = re.search(r'custom_call_target="([^"]*)"', i.attributes)[1]
+                dtypes = [computation[name].shape.split("[")[0] for name in i.operands[:2]]
+                kinds.add((target, *dtypes, costs.product_sizes(i, computation), i.shape.split("{")[0]))
+    assert sum("f8" in kind[1] for kind in kinds) > 4
+    assert len(kinds) <= 12, kinds
 
 
 @needs_compiler

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,17 +13,19 @@ import pytest
 
 from pallas_kernels import bench, shapes
 from surojax import doctor
+from surojax.assembly.xla_options import VERIFY_OFFSETS, compiler_options
 from surojax.config import checks as config_checks
 from surojax.config.fields import FIELDS, default_config
 from surojax.diagnosis import doctor_checks, machine, steps
 from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, failed, ok, skipped
 from surojax.errors import ConfigError, Refused, StepError
-from surojax.planner import seen
+from surojax.planner import footprint, seen
 from surojax.planner.gpus import GPUS
 from surojax.training import safe as options
 from surojax.verification import rows as verifier
 from surojax.verification.bounds import Bound
 from surojax.verification.settings import OFFLOADS, SETTINGS
+from surojax.verification.training import compiled_step
 
 PAGE = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text()
 ASKED = Asked("", "")
@@ -224,7 +227,7 @@ def test_what_a_step_turns_on_are_options_that_can_be_left_off():
 
 def test_a_kernel_apart_from_its_reference_names_the_kernels(monkeypatch):
     """In place of kernels: what returns its arguments, exactly, with rounding, or further apart than that."""
-    small = shapes.Sizes(64, 64, 2, 1, 32, 64)
+    small = [(shapes.Sizes(64, 64, 2, 1, 32, 64), 128)]
     numbers = lambda case, seed: [np.linspace(-1, 1, 64, dtype=a.dtype) for a in case.args[:1]]
     monkeypatch.setattr(bench, "random_arguments", numbers)
 
@@ -233,10 +236,11 @@ def test_a_kernel_apart_from_its_reference_names_the_kernels(monkeypatch):
 
     for more, status in ((0, OK), (2**-8, OK), (2**-5, FAILED), (np.nan, FAILED)):
         monkeypatch.setattr(bench, "compiled_case", off_by(more))
-        verdict = steps.kernel("rope", sizes=small)
+        verdict = steps.kernel("rope", small)
         assert (verdict.status, verdict.without) == (status, "--config.kernels=xla" * (status == FAILED))
     monkeypatch.setattr(bench, "compiled_case", off_by(2**-5))
-    assert "rope.forward: 3.15e-02 apart, where 7.81e-03 is rounding (bfloat16); rope" in steps.kernel("rope").said
+    said = steps.kernel("rope", small).said
+    assert "rope.forward: 3.15e-02 apart, where 7.81e-03 is rounding (bfloat16); rope" in said
 
 
 def test_a_row_of_offloads_that_fails_names_its_fields(monkeypatch):
@@ -325,8 +329,11 @@ def test_what_only_a_gpu_gets_is_asked_of_it(monkeypatch, tmp_path):
     assert corrected.memory == pytest.approx(3e12 / GPU.memory_bandwidth, abs=1e-4)
     assert corrected.products == pytest.approx(600e12 / GPU.bf16_flops, rel=0.05)
 
-    monkeypatch.setattr(steps, "kernel", lambda op: ok("kernels", op, ""))
-    assert [verdict.part for verdict in steps.kernels(ASKED)] == list(bench.OPS)
+    monkeypatch.setattr(steps, "kernel", lambda op, at: ok("kernels", op, str([tokens for _, tokens in at])))
+    checked = {verdict.part: verdict.said for verdict in steps.kernels(ASKED)}
+    assert list(checked) == [*bench.OPS, "attention"] and set(checked.values()) == {"[8192, 2048]"}
+    monkeypatch.setattr(steps, "memory_limit", lambda device: 16 * 2**30)
+    assert {verdict.said for verdict in steps.kernels(ASKED)} == {"[2048, 2048]"}
 
     def stepped(self, part, row, changes, options=()):
         raise jax.errors.JaxRuntimeError("INTERNAL: a\nb")
@@ -338,6 +345,20 @@ def test_what_only_a_gpu_gets_is_asked_of_it(monkeypatch, tmp_path):
     assert [v.without for v in turned_on[:-1]] == [f"--config.{flag}" for flag in flags]
     monkeypatch.setattr(steps, "copied_by", lambda curves, setting, options: ok("copies", setting.name, *options[-1:]))
     assert [(v.part, v.said) for v in steps.copies(ASKED)] == [(name, "xla_options") for name in steps.COPYING]
+
+
+def test_offsets_of_host_slices_are_verified_on_a_gpu(monkeypatch):
+    """By XLA, in every step that doctor's offloads compile; a CPU's compiler has no such option."""
+    asked = []
+    monkeypatch.setattr(verifier, "Curves", lambda *given: asked.append(given) or pytest.fail("enough"))
+    with pytest.raises(pytest.fail.Exception, match="enough"):
+        next(steps.offloads(ASKED))
+    assert asked[0][-1] == VERIFY_OFFSETS
+    run, step = footprint.assembly(default_config()), SimpleNamespace(compile=lambda options: options)
+    on = lambda platform: SimpleNamespace(run=run, devices=[SimpleNamespace(platform=platform)])
+    assert VERIFY_OFFSETS.items() <= compiled_step(on("gpu"), step, VERIFY_OFFSETS).items()
+    assert compiled_step(on("gpu"), step) == compiler_options(run, "gpu")
+    assert compiled_step(on("cpu"), step, VERIFY_OFFSETS) == {}
 
 
 def test_rates_are_measured_of_what_runs():

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import KERNEL, needs, normal, quick_at
+from small import KERNEL, REFERENCE, needs, normal, quick_at
 
-from pallas_kernels import dispatch, flash_attention as op
+from pallas_kernels import bench, dispatch, flash_attention as op, shapes
 from surojax.models import decoder_config, decoder_model
 from surojax.models.attention import attend, chosen_implementation
 from surojax.models.model import Compute
@@ -176,6 +176,9 @@ def test_auto_is_flash_attention_where_a_gpu_has_it():
     assert chosen_implementation("auto", "bfloat16", 128, gpu=True, packed=False) == "cudnn"
     for dtype, head_dim, gpu in (("float32", 128, True), ("bfloat16", 256, True), ("bfloat16", 128, False)):
         assert chosen_implementation("auto", dtype, head_dim, gpu=gpu, packed=True) == "xla"
+    for head_dim, packed, by in ((256, False, "cudnn"), (264, False, "xla"), (256, True, "xla"), (128, True, "mosaic")):
+        assert chosen_implementation("auto", "bfloat16", head_dim, gpu=True, packed=packed, hopper=True) == by
+    assert chosen_implementation("auto", "bfloat16", 256, gpu=False, packed=False, hopper=True) == "xla"
     assert chosen_implementation("auto", "bfloat16", 40, gpu=True, packed=True) == "xla"
     assert chosen_implementation("auto", "bfloat16", 40, gpu=True, packed=False) == "cudnn"
 
@@ -233,3 +236,13 @@ def test_a_packed_block_has_no_array_of_s_by_s(kind, implementation):
 
 if __name__ == "__main__":
     print(json.dumps(compile_block(*sys.argv[1:])))
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+def test_the_cases_that_doctor_compares():
+    """Four documents in a row, forward and backward, as the reference."""
+    for case in op.reference_cases(shapes.Sizes(32, 64, 2, 1, 16, 64), 128):
+        arguments = bench.random_arguments(case, 1)
+        found, expected = (jax.jit(functools.partial(case.run, **how))(*arguments) for how in (KERNEL, REFERENCE))
+        assert not bench.disagreement(found, expected), case.name

@@ -507,7 +507,20 @@ def compiled_step(gpus: int, added_options: dict | None = None, **changes) -> st
 @pytest.mark.full(after=1)
 @needs_compiler
 @pytest.mark.parametrize(
-    "changes, graphs", [({}, True), ({"offload_optimizer": True}, False), ({"gpus": 2, "zero_level": 3}, False)]
+    "changes, graphs",
+    quick_at(
+        [
+            ({}, True),
+            ({"offload_optimizer": True}, False),
+            ({"gpus": 2, "zero_level": 3}, False),
+            ({"cuda_graphs": "none"}, False),
+            ({"offload_optimizer": True, "cuda_graphs": "small"}, True),
+            ({"offload_optimizer": True, "cuda_graphs": "concurrent", "xla_options": "exact"}, True),
+        ],
+        0,
+        1,
+        2,
+    ),
 )
 def test_no_graph_orders_copies_after_products(changes, graphs, tmp_path):
     """In a CUDA graph every operation waits for the one before: xla_options.NO_GRAPHS. Read from what XLA runs."""

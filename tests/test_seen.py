@@ -44,6 +44,15 @@ def test_a_measured_step_corrects_the_same_settings_exactly_and_others_by_the_me
     assert seen.corrected(GPUS["rtx3090"], file, "a") is GPUS["rtx3090"]
 
 
+def test_another_plugin_is_named(file, monkeypatch):
+    """A step that was measured with 0.11 says less of a program of 0.12."""
+    monkeypatch.setattr(seen.cuda_plugin, "plugin_version_text", lambda: "0.11.2")
+    seen.record(file, GPU.name, 1.0, 2.0, "a", 1)
+    assert "CUDA plugin" not in seen.corrected(GPU, file, "a").seen.note
+    monkeypatch.setattr(seen.cuda_plugin, "plugin_version_text", lambda: "0.12.0.1")
+    assert "CUDA plugin 0.11.2, while 0.12.0.1 is installed" in seen.corrected(GPU, file, "a").seen.note
+
+
 def test_simulation_and_estimate_share_the_correction(file):
     """A step that took 1.25 x the predicted time is predicted to take just that, with a range of its own."""
     module = parse_module("""HloModule step, is_scheduled=true

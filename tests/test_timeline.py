@@ -165,6 +165,44 @@ def test_products_take_whole_waves():
     assert costs.product_time(eight_bits, 512, 128, 64, dtype="f8e4m3fn") == pytest.approx(0.5, rel=1e-3)
 
 
+def test_products_at_the_power_limit_lose_nothing_by_tiles():
+    """On a card whose clock rises by a half if multiprocessors rest: that makes up for a last wave that is not full."""
+    card = dataclasses.replace(GPU, sm_count=2, bf16_flops=4.0 * TILE, memory_bandwidth=1e7)  # sums of parts take long
+    limited = dataclasses.replace(card, rates=dataclasses.replace(ROUND, boost=1.5))
+    times = [[costs.product_time(gpu, n * 256, 128, 64) for n in (2, 3, 20)] for gpu in (limited, card)]
+    assert times[0] == pytest.approx([1.0, 1.5, 10.0])
+    assert times[1][1] > 1.55 and times[1][::2] == pytest.approx([1.0, 10.0])
+
+
+def test_copies_within_the_device_delay_products_beside_them():
+    """Four seconds of copying under a product of one: free, or on its account where a card was seen to do that."""
+    copied = "  %c = (s8[8,250000000]{1,0}, s8[8,250000000]{1,0}, u32[]) copy-start(%large)"
+    module = program(copied, f"  %y {Y}", "  %d = s8[8,250000000]{1,0} copy-done(%c)")
+    for beside, product_ends in ((0.0, 1.0), (0.5, 2.0), (1.0, 5.0)):
+        gpu = dataclasses.replace(GPU, rates=dataclasses.replace(ROUND, beside=beside))
+        found = simulated(module, gpu, events=True)
+        (product,) = [event for event in found.events if event.kind == PRODUCT]
+        assert (product.end, found.seconds) == pytest.approx((product_ends, max(4.0, product_ends)))
+
+
+def test_a_step_that_waits_for_its_launches_says_so():
+    """Of kernels that take no time: 3 us each, 4 for a copy, 1.5 for each of three events of a copy that is awaited."""
+    fast = dataclasses.replace(GPU, bf16_flops=1e30, memory_bandwidth=1e30, pcie_bandwidth=1e30)
+    module = program(READ, f"  %y {Y}", END, body=(f"  %z {Y}",), trips=10)
+    step = SimulatedStep([module], MESH)
+    launches = 4e-6 + 3 * 1.5e-6 + 11 * 3e-6
+    assert step.launches(fast) == pytest.approx(launches)
+    found = prediction.predict(step, fast, tokens=1, compute_time=0.0, has_graphs=False)
+    assert found.launch_bound and found.predicted_step_s == pytest.approx(launches)
+    assert found.predicted_range_s and found.predicted_range_s[1] == pytest.approx(2 * launches)
+    assert "launch-bound" in plan_text.launches(found) and "0.0 ms" in plan_text.launches(found)
+    for other in (
+        prediction.predict(step, fast, tokens=1, compute_time=0.0),
+        prediction.predict(step, GPU, tokens=1, compute_time=0.0, has_graphs=False),
+    ):
+        assert not other.launch_bound
+
+
 def test_attention_counts_causal_products():
     line = (
         '  %t = bf16[1,64,4,32]{3,2,1,0} custom-call(%a), custom_call_target="__cudnn$fmhaSoftmaxNAME", '
@@ -206,6 +244,26 @@ def test_both_directions_slow_each_other():
 
 GATHERS = "  %g = (s8[1,1000,1000]{2,1,0}, s8[3,1000,1000]{2,1,0}) all-gather-start(%layer), replica_groups={{0,1,2}}"
 GATHERED = "  %h = s8[3,1000,1000]{2,1,0} all-gather-done(%g)"
+
+
+@pytest.mark.parametrize("plugin, first, seconds", [((0, 12), 2.0, 5.0), ((0, 11, 2), 2 + 8 / 3, 5.0)])
+def test_copies_are_queued_on_the_streams_of_the_plugin(monkeypatch, plugin, first, seconds):
+    """A write and four reads of a second each. 0.12 has a stream for each direction: the first read ends beside the
+    write, at half the rate. 0.11 has four in turn: three reads share the rate beside the write, behind which is the
+    fourth one, so that after 2 seconds 2/3, 2/3, 2/3 and all are left, a quarter of the rate for each."""
+    monkeypatch.setattr(costs.cuda_plugin, "plugin_version", lambda: plugin)
+    reads = [READ.replace("%s =", f"%s{i} =") for i in range(4)]
+    ends = [END.replace("%d =", f"%d{i} =").replace("%s)", f"%s{i})") for i in range(4)]
+    found = simulated(program(WRITE, *reads, ends[0], f"  %y {Y}", *ends[1:], WRITTEN), events=True)
+    (product,) = [event for event in found.events if event.kind == PRODUCT]
+    assert (product.begin, found.seconds) == pytest.approx((first, max(seconds, first + 1)))
+
+
+def test_streams_in_turn_are_those_that_xla_wrote_down():
+    """Copies of a computation first, then its slices by number; the body of a loop after them."""
+    first, second = (READ.replace("%s =", f"%s.{number} =") for number in (10, 9))
+    module = program(first, second, WRITE, WRITTEN, body=(READ.replace("%s =", "%t.1 ="),), trips=2, before=(END,))
+    assert costs.in_turn(module) == {name: f"in turn {i}" for i, name in enumerate(("o", "s.9", "s.10", "t.1"))}
 
 
 def test_collectives_take_multiprocessors_and_share_a_link_of_pci_express():

@@ -10,6 +10,7 @@ from surojax.placement import cuda_plugin
 from surojax.placement.home import HOST
 from surojax.step.state_plan import bytes_per_device
 
+AUTO = "auto"  # a value of the field cuda_graphs
 OVERLAP = "overlap"  # a value of the field xla_options: `SCHEDULE`
 EXACT = "exact"  # a value of the field xla_options, see `PINNED`
 
@@ -31,6 +32,10 @@ PINNED: dict[str, str | bool | int] = UNFUSED_SLICES | {
     "xla_gpu_exclude_nondeterministic_ops": True,
 }
 
+# Compares, while a step runs, the offsets at which copy engines slice host memory with those that the loop's counter
+# gives: XLA once sliced forward in reverse loops (openxla issue 46231). For doctor and the campaign.
+VERIFY_OFFSETS: dict[str, str | bool | int] = {"xla_gpu_experimental_dynamic_slice_fusion_verify_offsets": True}
+
 # XLA options that overlap copies and communication with computation. In the engine's program all copies and all-gathers
 # of a layer can start when the layer starts (engine.py). With XLA's defaults, each was nevertheless started and awaited
 # at the same place in the schedule, most of them after the last matrix product of the layer. Source: schedules compiled
@@ -45,6 +50,18 @@ SCHEDULE: dict[str, str | bool | int] = {
 # 719 of 1,183 ms and computed for 463, none of it at the same time; two copies each way, too few for a graph, had
 # 49 GB/s in each direction at once, 32 each way had 31. Where nothing is to overlap, graphs save launches.
 NO_GRAPHS: dict[str, str | bool | int] = {"xla_gpu_enable_command_buffer": ""}
+# Values of the field cuda_graphs. Copies between host and device are of the kind DYNAMIC_SLICE_FUSION: with neither
+# them nor loops in graphs, they stay on their own streams. CONCURRENT orders a graph by the buffers that its operations
+# read and write. Which is fastest beside offloads was not timed (benchmarks/silicon.py, item offloads-8).
+KERNELS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL"
+GRAPHS: dict[str, dict[str, str | bool | int]] = {
+    "none": NO_GRAPHS,
+    "small": {"xla_gpu_enable_command_buffer": KERNELS},
+    "concurrent": {
+        "xla_gpu_enable_command_buffer": f"{KERNELS},WHILE,DYNAMIC_SLICE_FUSION",
+        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    },
+}
 
 # XLA takes a collective to last as long as five products, and begins it so much earlier than it is awaited. Over PCI
 # Express the link then rested for the first 4.5 of a layer's 60 ms backward (7B at ZeRO-3 on four RTX 4090). There is
@@ -83,6 +100,11 @@ def schedule_options(model: Model) -> dict[str, str | bool | int]:
     return SCHEDULE | (APART if model.precision.fp8 or has_experts else {})
 
 
+def has_graphs(run: Assembly) -> bool:
+    """Whether XLA may make CUDA graphs of a run's step on a GPU."""
+    return compiler_options(run, "gpu").get("xla_gpu_enable_command_buffer") != ""
+
+
 def compiler_options(
     run: Assembly, platform: str, *, memory_bytes: int | None = None, plans_with: float = 1.0, host_temporaries: int = 0
 ) -> dict[str, str | bool | int]:
@@ -91,7 +113,7 @@ def compiler_options(
     memory_bytes: memory of a GPU that JAX can use. plans_with: the fraction of it that XLA plans with.
     host_temporaries: bytes of host memory that a step allocates. XLA's memory limit is corrected with these three,
     see `MEMORY_LIMIT`; without memory_bytes it is not changed. With xla_options="default" there are none but
-    `PRODUCTS` and those of the copy engine settings; "exact" adds `PINNED`.
+    `PRODUCTS`, those of the copy engine settings and of cuda_graphs; "exact" adds `PINNED`.
     """
     if platform == "cpu":
         # With the collectives of a device in flight together, two cores deadlocked, and once read what was not
@@ -99,6 +121,8 @@ def compiler_options(
         return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if run.mesh.size > 1 else {}
     table = run.engine.table
     options = PRODUCTS | collectives.copy_engine_flags(table.copy_engine)
+    if run.engine.cuda_graphs != AUTO:
+        options |= GRAPHS[run.engine.cuda_graphs]
     if cuda_plugin.plugin_version() < (0, 12):
         options |= UNFUSED_SLICES
     if run.engine.xla_options == EXACT:

@@ -329,6 +329,10 @@ class Config(Section):
     r"""of the step on GPUs: "overlap" = copies overlap with products, "default" = XLA's own, "exact" = as
     "overlap", with one kernel for a product in every program, so that offloads should change no bit; untried on
     GPUs."""
+    cuda_graphs: Literal["auto", "none", "small", "concurrent"]
+    r"""CUDA graphs of a step on GPUs: "auto" = "none" if something is copied or sent beside products, else XLA's
+    own; "small" = of kernels, without loops and copies; "concurrent" = of all, in the order that data asks for;
+    untimed."""
     dp_replicate_size: int
     r"""number of replicas of the sharded state."""
     dp_shard_size: int

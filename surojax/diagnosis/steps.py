@@ -11,13 +11,16 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import bench, dispatch, shapes
+from pallas_kernels import bench, dispatch, flash_attention, shapes
+from surojax.assembly.xla_options import VERIFY_OFFSETS
 from surojax.config import Config
 from surojax.config.fields import default_config
 from surojax.diagnosis.verdict import Asked, Verdict, attempt, failed, ok, skipped
 from surojax.placement.mesh import find_devices
 from surojax.planner import costs, hlo, prediction
+from surojax.planner.amounts import GiB
 from surojax.planner.changes import changed
+from surojax.planner.check_fit import memory_limit
 from surojax.planner.gpus import find_gpu
 from surojax.planner.prediction import milliseconds
 from surojax.planner.traffic import BatchShape
@@ -39,8 +42,8 @@ SIZES = {
     # With the usual 0.02 all tokens get nearly equal attention, so that scores scaled by 4 change a loss by 3e-4 only.
     "initializer_range": 0.1,
 }
-KERNEL_SIZES = shapes.Sizes(hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=512)
-KERNEL_TOKENS = 256
+KERNEL_CASES = {op: module.cases for op, module in bench.OPS.items()} | {"attention": flash_attention.reference_cases}
+LARGE_GPU = 30 * GiB  # of memory, from which on kernels are checked with 8192 tokens
 STEPS = 3  # of each row of offloads: the third begins with a state that two updates have moved
 TIMED_STEPS = 12  # the first is left out
 SEVERAL = ("zero_level=3@4", "zero_level=3@8", "memcpy_all_gather@4", "memcpy_send_recv@4")
@@ -82,18 +85,25 @@ def small_config(asked: Asked, device) -> Config:
 
 
 def kernels(asked: Asked) -> Iterator[Verdict]:
-    """Compares every kernel with its reference compiled by XLA, at a small size."""
-    if dispatch.automatic(find_devices(0)[0]) != "mosaic":
+    """Compares every kernel with its reference compiled by XLA, at the shapes of two models."""
+    device = find_devices(0)[0]
+    if dispatch.automatic(device) != "mosaic":
         major, minor = dispatch.OLDEST
         yield skipped("kernels", "all", f"our Pallas kernels are for NVIDIA GPUs from sm_{major}{minor} on")
         return
-    for op in bench.OPS:
-        yield from attempt("kernels", op, kernel, op, options=("kernels",))
+    for op in KERNEL_CASES:
+        yield from attempt("kernels", op, kernel, op, kernel_shapes(device), options=("kernels",))
 
 
-def kernel(op: str, implementation: str = "mosaic", sizes: shapes.Sizes = KERNEL_SIZES) -> Verdict:
-    """Compares an implementation of an op with XLA's in all of the op's cases."""
-    cases = bench.OPS[op].cases(sizes, KERNEL_TOKENS)
+def kernel_shapes(device) -> list[tuple[shapes.Sizes, int]]:
+    """Sizes of models and numbers of tokens: a 7B model, with fewer tokens on a small GPU, and 128,256 words."""
+    tokens = max(shapes.TOKENS) if (memory_limit(device) or 0) > LARGE_GPU else min(shapes.TOKENS)
+    return [(shapes.MODELS["llama7b"], tokens), (shapes.MODELS["llama1b"], min(shapes.TOKENS))]
+
+
+def kernel(op: str, at: Sequence[tuple[shapes.Sizes, int]], implementation: str = "mosaic") -> Verdict:
+    """Compares an implementation of an op with XLA's in all of the op's cases, at these sizes and numbers of tokens."""
+    cases = [case for sizes, tokens in at for case in KERNEL_CASES[op](sizes, tokens)]
     differences = []
     for case in cases:
         actual, expected = (
@@ -169,7 +179,7 @@ def several(asked: Asked) -> Iterator[Verdict]:
 
 def claims(check: str, asked: Asked, names: Sequence[str], devices: Sequence) -> Iterator[Verdict]:
     """Yields verdicts on rows of `surojax verify`, each a claim that a setting does not change results."""
-    with verifier.Curves(small_config(asked, devices[0]), STEPS, devices) as curves:
+    with verifier.Curves(small_config(asked, devices[0]), STEPS, devices, VERIFY_OFFSETS) as curves:
         rows = [curves.table[name] for name in names]
         curves.plan(rows)
         for row in rows:

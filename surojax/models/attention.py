@@ -18,9 +18,13 @@ from surojax.parallel import context
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "mosaic")
 
 
-def fits_cudnn(dtype, head_dim: int) -> bool:
-    """True if cuDNN's flash attention supports heads of this dtype and size on NVIDIA GPUs of sm_80 and newer."""
-    return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
+def fits_cudnn(dtype, head_dim: int, *, hopper: bool = False) -> bool:
+    """True if cuDNN's flash attention supports heads of this dtype and size on NVIDIA GPUs of sm_80 and newer.
+
+    hopper: of a GPU of sm_90, which has it for up to 256 channels, others for up to 128.
+    """
+    half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    return half and head_dim % 8 == 0 and head_dim <= (256 if hopper else 128)
 
 
 def fits_mosaic(dtype, head_dim: int) -> bool:
@@ -39,13 +43,14 @@ def chosen_implementation(
     sinks: bool = False,
     window: bool = False,
     piece: int = 0,
+    hopper: bool = False,
 ) -> str:
     """The implementation that "auto" selects for these heads: a GPU's flash attention if it supports them, else xla.
 
     packed: a row has several documents, which cuDNN separates by an S x S bias only. softcap: scores have a softcap,
     which cuDNN does not compute. sinks: heads have them, for which `jax.nn` gives no log-sum-exp of cuDNN; pairs of
     pieces have one. window: of the layer. piece: tokens of each of the pairs of pieces that allgather and
-    ring compute; 0: whole sequences.
+    ring compute; 0: whole sequences. hopper: see `fits_cudnn`.
     """
     if piece:
         how: Any = {"gpu": gpu, "all_seen": not (packed or window), "softcap": softcap}
@@ -54,7 +59,12 @@ def chosen_implementation(
         return implementation
     if packed or softcap or sinks:
         return "mosaic" if gpu and fits_mosaic(dtype, head_dim) else "xla"
-    return "cudnn" if gpu and fits_cudnn(dtype, head_dim) else "xla"
+    return "cudnn" if gpu and fits_cudnn(dtype, head_dim, hopper=hopper) else "xla"
+
+
+def on_hopper() -> bool:
+    """True if a program's device, `jax.default_device` or the first one, is a GPU of sm_90."""
+    return (cudnn.capability_here() or (0, 0))[0] == 9
 
 
 def chosen_here(
@@ -76,6 +86,7 @@ def chosen_here(
     ours = packed or softcap or sinks or piece
     gpu = dispatch.choose("attention", None) == "mosaic" if ours else jax.default_backend() == "gpu"
     kind: Any = {"packed": packed, "softcap": softcap, "sinks": sinks, "window": window, "piece": piece}
+    kind |= {"hopper": gpu and on_hopper()}
     return chosen_implementation(implementation, dtype, head_dim, gpu=gpu, **kind)
 
 

@@ -27,7 +27,30 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as stablehlo  # float32 logsumexp: not in the public interface
 from jaxlib.version import __version_info__ as jaxlib_version
 
+from pallas_kernels import dispatch
+
 HAS_SCORE_FUNCTIONS = jaxlib_version >= (0, 12)  # whose operator has an argument for them
+
+
+def capability_here() -> tuple[int, int] | None:
+    """The compute capability of a program's device, `jax.default_device` or the first one; None if it is no NVIDIA GPU.
+
+    The planner makes a device that is not there the default.
+    """
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    return dispatch.capability(device)
+
+
+def _is_capable(capability: str) -> bool:
+    """Whether the program's device has this compute capability, such as "9.0", or a newer one."""
+    here = capability_here()
+    return here is not None and here >= tuple(map(int, capability.split(".")))
+
+
+# What cuDNN takes differs by GPU. JAX asks the GPU of this machine, which need not be the one that it compiles for.
+stablehlo.check_compute_capability = _is_capable
 
 
 def attend_after(

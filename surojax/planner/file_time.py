@@ -88,6 +88,12 @@ class SimulatedStep:
             transfers.update(costs.host_transfers(module))
         return dict(transfers)
 
+    def launches(self, gpu: Gpu) -> float:
+        """Seconds that the host's thread takes to launch the step's kernels and copies one by one."""
+        programs = [ProgramOnGpu(x, gpu, self.mesh_shape) for x in self.modules]
+        times = [part.times for part in self.parts] or [1]
+        return sum(n * costs.launch_seconds(program.steps()) for n, program in zip(times, programs, strict=True))
+
     def timeline(self, gpu: Gpu, *, copies_only: bool = False, end: float = 1.0, with_events: bool = False) -> Timeline:
         """The step on this GPU. copies_only: as if copy engines did all host transfers. end: a multiple of the disks'
         rates. with_events: see `simulate`, and `_events` for files."""

@@ -190,11 +190,13 @@ def _from_row(row: dict[str, str]) -> Gpu:
     lanes = ARCHITECTURES[capability.rstrip("a")].fp32_lanes
     pcie = PCIE[row["pcie"]] if row["pcie"] in PCIE else number("pcie", GB)
     name, *aliases = row["device_kind"].split("; ")
-    reached = ("products", "attention", "attention_backward", "host", "link", "collective_sms")
+    reached = "products attention attention_backward host link collective_sms boost beside duplex".split()
     ends = {}
     if row["attention_ends"]:
         slow, fast, source = row["attention_ends"].split()
         ends["attention"] = Span(float(slow), float(fast), SOURCES[source])
+    if row["duplex"]:
+        ends["duplex"] = Span(0.9, 1 / float(row["duplex"]), MEASURED)
     return Gpu(
         name=name,
         compute_capability=capability,

@@ -129,6 +129,14 @@ def prediction_lines(p: Plan) -> list[str]:
     return lines
 
 
+def launches(p: Prediction) -> str:
+    """A line that says that the host's launches take longer than the kernels."""
+    return (
+        f"  launch-bound: without CUDA graphs the host takes about {milliseconds(p.launches_s or 0.0)} ms to launch "
+        "what runs for less; larger batches or models change it"
+    )
+
+
 def time_lines(p: Plan) -> list[str]:
     """The predicted time, its range, and how long stages idle; or why no time is said."""
     idle = [f"pipeline: a stage idles {p.bubble:.1%} of a step (bubble)"] if p.bubble else []
@@ -137,7 +145,12 @@ def time_lines(p: Plan) -> list[str]:
     low, high = map(milliseconds, p.predicted_range_s)
     rate = p.tokens_per_s_per_gpu or 0.0
     head = f"predicted: {1e3 * p.predicted_step_s:,.1f} ms a step ({low} to {high}), "
-    lines = [head + f"{rate:,.0f} tokens/s per GPU, {p.gpus * rate:,.0f} in all, MFU {p.mfu:.3f}", *range_lines(p)]
+    lines = [
+        head + f"{rate:,.0f} tokens/s per GPU, {p.gpus * rate:,.0f} in all, MFU {p.mfu:.3f}, by XLA {p.xla}",
+        *range_lines(p),
+    ]
+    if p.launch_bound:
+        lines.append(launches(p))
     return lines + [f"{line}; the predicted time is an estimate, of stages that go in lockstep" for line in idle]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from surojax.assembly import xla_options
 from surojax.assembly.assemble import Assembly
 from surojax.own_files import read_own
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
@@ -29,6 +30,7 @@ from surojax.planner.timeline import WAITS, Timeline
 
 TRACE_FORM = {"traceEvents": [dict]}
 MOST_TRACE_BYTES = 1 << 30
+LAUNCHES_END = 2.0  # times as long as launches are taken to last, at the slow end
 AGAIN = 0.03  # relative, of a step that was measured with the same settings: clocks, temperature, other machines
 # Kinds of work without which a rate changes nothing.
 NEEDED = {
@@ -63,16 +65,24 @@ class Prediction:
     exposed_by_loop_s: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     exposed_in_files_s: dict[str, float] = dataclasses.field(default_factory=dict)  # of disks, by tensor class
     host_transfers: dict[str, int] = dataclasses.field(default_factory=dict)  # in loops: {"copy_engine", "kernel"}
+    launches_s: float | None = None  # of the host's thread, see `costs.launch_seconds`; None: CUDA graphs launch them
     not_predicted: str = ""  # why
 
+    @property
+    def launch_bound(self) -> bool:
+        """Whether the host takes longer to launch the step than it runs."""
+        return bool(self.launches_s and self.predicted_step_s and self.launches_s >= self.predicted_step_s)
 
-def predict(step: SimulatedStep, gpu: Gpu, *, tokens: int, compute_time: float) -> Prediction:
-    """Predicts the time of a step.
 
-    tokens: of a step on each GPU. compute_time: seconds of their model FLOPs at the GPU's peak rates.
+def predict(step: SimulatedStep, gpu: Gpu, *, tokens: int, compute_time: float, has_graphs: bool = True) -> Prediction:
+    """Predicts the time of a step: of its simulation, or of its launches if these take longer.
+
+    tokens: of a step on each GPU. compute_time: seconds of their model FLOPs at the GPU's peak rates. has_graphs:
+    whether XLA may launch kernels by CUDA graphs, whose launches are taken to cost nothing.
     """
     transfers = step.host_transfers
     found = step.timeline(gpu)
+    launches = None if has_graphs else gpu.seen.factor * step.launches(gpu)
     if compute_time > found.seconds:  # our attention kernel counts as a pass over memory: its rate was never measured
         reason = "most of its FLOPs are in our attention kernel, whose speed was never measured"
         return Prediction(host_transfers=transfers, not_predicted=reason)
@@ -82,21 +92,24 @@ def predict(step: SimulatedStep, gpu: Gpu, *, tokens: int, compute_time: float) 
     for (loop, kind), seconds in found.exposed.items():
         exposed[kind] = exposed.get(kind, 0.0) + seconds
         by_loop.setdefault(loop, {})[kind] = seconds
+    seconds = max(found.seconds, launches or 0.0)
+    low, high = _range(gpu, found.seconds, ends)
     return Prediction(
-        predicted_step_s=found.seconds,
-        predicted_range_s=_range(gpu, found.seconds, ends),
+        predicted_step_s=seconds,
+        predicted_range_s=[low, max(high, LAUNCHES_END * (launches or 0.0))],
         step_at_ends_s=ends,
         hangs_on=_hangs_on(gpu, ends),
         calibrated=gpu.products_from == CALIBRATED,
-        uncorrected_s=found.seconds / gpu.seen.factor,
+        uncorrected_s=seconds / gpu.seen.factor,
         corrected=gpu.seen.note,
         replaced=list(gpu.seen.replaced),
-        tokens_per_s_per_gpu=tokens / found.seconds,
-        mfu=compute_time / found.seconds,
+        tokens_per_s_per_gpu=tokens / seconds,
+        mfu=compute_time / seconds,
         exposed_s=exposed,
         exposed_by_loop_s=by_loop,
         exposed_in_files_s=found.exposed_rows,
         host_transfers=transfers,
+        launches_s=launches,
     )
 
 
@@ -172,7 +185,8 @@ def step_prediction(step: SimulatedStep, run: Assembly, batch: traffic.BatchShap
         return Prediction(not_predicted="state in files, and stages that wait for each other")
     tokens = batch.tokens * batch.microbatches // (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
     compute_time = tokens * products.compute_time(gpu, products.token_flops(run, batch.sequence_len))
-    return predict(step, gpu, tokens=tokens, compute_time=compute_time)
+    has_graphs = xla_options.has_graphs(run)
+    return predict(step, gpu, tokens=tokens, compute_time=compute_time, has_graphs=has_graphs)
 
 
 def comparison(predicted: Prediction, durations_s: Sequence[float], tokens: int) -> str:

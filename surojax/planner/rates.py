@@ -1,6 +1,7 @@
 """What programs reach of a GPU's peaks: each rate, its ends, and where they come from.
 
-Products, memory and the host link of one H200 were measured, and lie within their ends (benchmarks/results/h200.md). A
+Products, memory and the host link of one H200 were measured (benchmarks/results/h200.md), and its products, `boost`,
+`beside` and `duplex` are from there; copies beside products are on their account since three steps took as long. A
 rate is a point and two ends (`Span`): `timeline.py` and `roofline.py` take the point, `prediction.py` simulates a step
 with each rate at its ends as well and prints the range that follows. A run on a GPU corrects them (`seen.py`).
 Sources, by how much they say:
@@ -54,7 +55,9 @@ HERE = "measured here"
 class Rates:
     """Fractions of a GPU's peak rates that programs reach, and latencies in seconds, for planner/timeline.py.
 
-    products: of the peak of a dtype, by whole waves of the largest tiles. eight_bit: of that, with operands in float8
+    products: of the peak of a dtype, by whole waves of the largest tiles. boost: of that, below the power limit, to
+    which products of many tiles are held at any clock: 1 for cards that do not come to it. beside: part of the time of
+    copies within the device that products beside them lose. eight_bit: of that, with operands in float8
     or float4. attention: of the bf16 peak, causal FLOPs. memory: of the device memory's bandwidth. host: of
     `pcie_bandwidth`, in one direction; duplex: of that, in each direction while both are busy. dram: of
     `Gpu.host_memory`. link: of `link_bandwidth`. network: of `network_bandwidth`. hop: latency of a collective for each
@@ -63,10 +66,12 @@ class Rates:
     """
 
     products: float
+    boost: float = 1.0
     eight_bit: float = 1.0
     attention: float = 0.60
     attention_backward: float = 0.50
     memory: float = 0.90
+    beside: float = 0.0
     host: float = 0.82
     duplex: float = 0.85
     dram: float = 0.80

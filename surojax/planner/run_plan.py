@@ -170,7 +170,7 @@ def plan(
         gpus=n,
         gpus_per_node=facts.in_a_machine(n),
         parameters=run.model.num_parameters,
-        attention=_attention(c),
+        attention=_attention(c, facts),
         packed=c.sample_packing,
         cp_method=c.cp_method,
         experts=expert_lines.lines(c, run, facts),
@@ -209,7 +209,7 @@ def checked(config: Config, gpu: str) -> Config:
     mesh_shape(config.gpus, **configs.mesh_sizes(config))
     c = changed(config)
     if not configs.tokens_of_piece(c):  # else the compiled program chooses for each layer, by its window
-        c.update(attention=_attention(c))
+        c.update(attention=_attention(c, GPUS[gpu]))
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
     c.overlap_update = updates_late(c)
@@ -217,10 +217,10 @@ def checked(config: Config, gpu: str) -> Config:
     return c
 
 
-def _attention(c: Config) -> str:
+def _attention(c: Config, gpu: Gpu) -> str:
     """The implementation of attention on a GPU: of layers with a window, if there are any."""
     how: Any = {"gpu": True, "packed": c.sample_packing, "piece": configs.tokens_of_piece(c)}
-    how |= {"window": c.model.sliding_window > 0}
+    how |= {"window": c.model.sliding_window > 0, "hopper": gpu.compute_capability.startswith("9.")}
     found = (layer.mixer.implementation(c.attention, c.model_dtype, **how) for layer in configs.kinds(c).values())
     return next(filter(None, found), "")
 

@@ -31,6 +31,7 @@ from surojax.config.fields import Config, set_fields
 from surojax.declared import Facts
 from surojax.errors import ConfigError
 from surojax.own_files import read_own
+from surojax.placement import cuda_plugin
 from surojax.planner.gpus import GB, Gpu, find_gpu
 from surojax.planner.prediction import Prediction
 from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
@@ -44,6 +45,7 @@ MOST_ENTRIES = 500
 LEAST_STEPS = 5  # measured ones, after the first, whose median is written
 MEASURED_ENDS = 0.03  # relative, of a single rate
 PACKAGES = ("surojax", "jax", "jaxlib")
+PLUGIN = "CUDA plugin"  # among the versions of an entry
 
 
 def settings_key(c: Config, gpus: int) -> str:
@@ -73,12 +75,20 @@ def corrected(gpu: Gpu, path: str, settings: str = "") -> Gpu:
         f"a step took {factor:.2f} x the predicted time with {'these' if same else f'{len(values)} other'} settings"
     )
     said = [f"{', '.join(single)} measured"] * bool(single) + [of_step] * bool(values)
-    note = f"corrected: {' and '.join(said)} here (to {mine[-1]['date']}, {path})"
+    note = f"corrected: {' and '.join(said)} here (to {mine[-1]['date']}, {path}){_of_other_plugins(mine)}"
     span = Span(1 - MEASURED_ENDS, 1 + MEASURED_ENDS, HERE)
     ends = {name: span for name in ENDS | {"products": 0} if set(TOGETHER.get(name, (name,))) <= single.keys()}
     rates = dataclasses.replace(gpu.rates, **single)
     seen = Seen(factor, same, tuple(sorted(single)), note)
     return dataclasses.replace(gpu, rates=rates.slower(factor), ends=dict(gpu.ends) | ends, seen=seen)
+
+
+def _of_other_plugins(entries: Sequence[dict[str, Any]]) -> str:
+    """What to add to a note if steps were measured with another CUDA plugin than the installed one; "" if not."""
+    installed = cuda_plugin.plugin_version_text()
+    plugins = {x["versions"].get(PLUGIN) for x in entries if x["rate"] == STEP and isinstance(x.get("versions"), dict)}
+    others = sorted(str(version) for version in plugins - {installed, None})
+    return f"; with XLA of the CUDA plugin {', '.join(others)}, while {installed} is installed here" if others else ""
 
 
 def of_run(c: Config, devices: Sequence[Any], predicted: Prediction, durations_s: Sequence[float]) -> str:
@@ -176,7 +186,7 @@ def _entry(device_kind: str, gpus: int, rate: str, value: float) -> dict[str, An
         "rate": rate,
         "value": round(value, 4),
         "date": datetime.date.today().isoformat(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in PACKAGES} | {PLUGIN: cuda_plugin.plugin_version_text()},
     }
 
 

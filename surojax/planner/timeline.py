@@ -2,9 +2,11 @@
 
 The program is walked in the order of its schedule, loops as often as they run. Time passes on five streams: compute
 (the main one), host to device, device to host, collectives, and asynchronous compute. Each of them does its work in
-order. The main stream takes its kernels one after another; a "-start" hands a work to its stream; a "-done" makes the
-main stream wait until that work is done. While the main stream waits, time is exposed, and is booked to the kind of
-what it waits for. What each work costs alone is in costs.py.
+order. If the installed CUDA plugin is older than 0.12, copies of both directions are queued on four streams in turn
+instead (`costs.in_turn`); those of one direction that are under way together share its rate. The main stream takes its
+kernels one after another; a "-start" hands a work to its stream; a "-done" makes the main stream wait until that work
+is done. While the main stream waits, time is exposed, and is booked to the kind of what it waits for. What each work
+costs alone is in costs.py.
 
 Works slow each other as follows.
 
@@ -16,6 +18,7 @@ Works slow each other as follows.
   Host transfers, and collectives that go through host memory, which read what was written, are slowed to that.
 * A collective has the rate of the slowest link that it crosses (links.py).
 * While a collective runs, kernels lose the multiprocessors that it occupies.
+* While a copy within the device runs on another stream, kernels lose `Rates.beside` of that time.
 
 Loops reach a steady state: after `MOST` iterations the others are taken to be like the last one.
 
@@ -25,11 +28,22 @@ chooses better or worse than `costs.product_time`, GPUs that wait for slower one
 
 import dataclasses
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from surojax.planner.costs import COLLECTIVES, HOST_IN, HOST_OUT, MAIN, Loop, ProgramOnGpu, Step, Wait, Work
+from surojax.planner.costs import (
+    COLLECTIVES,
+    DEVICE_COPY,
+    HOST_IN,
+    HOST_OUT,
+    MAIN,
+    Loop,
+    ProgramOnGpu,
+    Step,
+    Wait,
+    Work,
+)
 from surojax.planner.gpus import Gpu
 
 MOST = 6
@@ -133,7 +147,7 @@ class Machine:
                 self.until(task, running=task)
             else:
                 self.open[step.name] = Task(step)
-                self.streams[step.stream].append(self.open[step.name])
+                self.streams[step.queue].append(self.open[step.name])
 
     def run_loop(self, loop: Loop) -> None:
         """Runs a loop. Iterations after `most` are like the last of those; a part of one takes a part of its time.
@@ -214,23 +228,30 @@ class Machine:
                 if v:
                     self.advance(x, v, step)
 
+    def is_blocked(self, task: Task) -> bool:
+        """Whether a task is a kernel that waits for another one."""
+        return task.work.needs_sms and self.sms[0] is not task
+
     def speeds(self, heads: Sequence[Task]) -> list[float]:
         """Of the first task of each stream: bytes/s of a transfer, seconds of work per second of a kernel."""
         busy = {x.work.stream for x in heads if not x.latency}
+        copies_within = any(x.work.kind == DEVICE_COPY and x.work.stream != MAIN for x in heads)
+        copying = Counter(x.work.stream for x in heads if not (x.latency or self.is_blocked(x)))
         share = self.host_rate / (self.host_rate + self.link_rate) if self.shares_link else 1.0
 
         def of(x: Task) -> float:
             stream = x.work.stream
-            if x.work.needs_sms and self.sms[0] is not x:
+            if self.is_blocked(x):
                 return 0.0
             if x.latency:
                 return 1.0
             if stream in OPPOSITE:
                 rate = self.host_rate * (self.rates.duplex if OPPOSITE[stream] in busy else 1.0)
-                return rate * (share if COLLECTIVES in busy else 1.0)
+                return rate * (share if COLLECTIVES in busy else 1.0) / copying[stream]
             if stream == COLLECTIVES:
                 return x.work.rate * (share if busy & OPPOSITE.keys() else 1.0)
-            return 1.0 - self.rates.collective_sms if COLLECTIVES in busy else 1.0
+            beside = self.rates.beside if stream == MAIN and copies_within else 0.0
+            return (1.0 - beside) * (1.0 - self.rates.collective_sms if COLLECTIVES in busy else 1.0)
 
         found = [of(x) for x in heads]
         passes = [0 if x.latency else self.passes_host if x.work.stream == COLLECTIVES else 1 for x in heads]
@@ -243,7 +264,7 @@ class Machine:
         """Books a step of time in which the main stream computes nothing to what it waits for."""
         first = task
         if running is not None:
-            if not running.work.needs_sms or self.sms[0] is running:
+            if not self.is_blocked(running):
                 return
             first = self.sms[0]
         self.totals["exposed", self.labels[-1], first.work.kind] += step
@@ -266,7 +287,7 @@ class Machine:
             if work.needs_sms:
                 self.sms.remove(task)
             if work.stream != MAIN:
-                self.streams[work.stream].popleft()
+                self.streams[work.queue].popleft()
             self.record(work.name, work.kind, work.stream, task.begin, self.time, work.bytes)
 
     def record(self, name: str, kind: str, stream: str, begin: float, end: float, size: float = 0.0) -> None:

@@ -87,7 +87,7 @@ class Batch(NamedTuple):
         microbatch = self._replace(arrays=read(self.arrays, a))
         return microbatch.on_device(functools.partial(recipe_inputs, a))
 
-    def on_device(self, recipe_inputs: Callable) -> Microbatch:
+    def on_device(self, recipe_inputs: Callable = lambda l: NO_INPUTS) -> Microbatch:
         """Selects the tokens of one microbatch whose activations are on this device."""
         targets = {name: self._own(name) for name in self.targets}
         starts = self.arrays.get(STARTS)

@@ -261,7 +261,7 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     batch_BS: the arrays `[B, S]` of `Engine.batch_arrays`.
     """
     batch = Batch.of(engine, batch_BS)
-    each = batch.on_device(lambda l: None)
+    each = batch.on_device()
     outer = OuterLayers.of(engine, weights)
     xs_BSD = [outer.embed(each.inputs_BS)] * (1 if engine.reference is None else 2)
     for segment in engine.model.segments:

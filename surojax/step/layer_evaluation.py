@@ -77,7 +77,7 @@ class LayerEvaluation(Programs):
 
     def _begin(self):
         def per_device(outer, *batch_BS):
-            each = Batch.of(self.engine, batch_BS).on_device(lambda l: None)
+            each = Batch.of(self.engine, batch_BS).on_device()
             return self.of_devices.leave("x", OuterLayers.of(self.engine, {OUTER: outer}).embed(each.inputs_BS))
 
         return self._program(per_device, (self.plan[OUTER],), self.of_devices.any_of())
@@ -90,7 +90,7 @@ class LayerEvaluation(Programs):
         layers = self.segments[kind.segment]
 
         def per_device(work, l, x, *batch_BS):
-            each = Batch.of(self.engine, batch_BS).on_device(lambda l: None)
+            each = Batch.of(self.engine, batch_BS).on_device()
             w = layers.fetch(kind, work, l)
             number = layers.segment.start + l
             x_BSD = layers.verbs.infer(w, self.of_devices.enter("x", x), number, kind.variant, each)
@@ -103,7 +103,7 @@ class LayerEvaluation(Programs):
         def per_device(outer, x, *batch_BS):
             batch = Batch.of(self.engine, batch_BS)
             layers = OuterLayers.of(self.engine, {OUTER: outer})
-            sums = layers.loss(self.of_devices.enter("x", x), batch.on_device(lambda l: None).targets)
+            sums = layers.loss(self.of_devices.enter("x", x), batch.on_device().targets)
             return collectives.add_up(sums, *AXES), batch.terms()
 
         return self._program(per_device, (self.plan[OUTER], self.of_devices.any_of()))

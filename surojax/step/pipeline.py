@@ -327,7 +327,7 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     """Like `engine.evaluate`, for layers that are divided over `pp`: one stage after another, as one microbatch."""
     model = engine.model
     batch = Batch.of(engine, batch_BS)
-    each = batch.on_device(lambda l: None)
+    each = batch.on_device()
     starts_BS = varying(each.starts_BS, AXES)
     engine = stage_engine(engine)
     (segment,) = engine.model.segments

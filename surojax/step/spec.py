@@ -50,6 +50,9 @@ class StepSettings:
     # of the step on GPUs: "overlap" = copies overlap with products, "default" = XLA's own, "exact" = as
     # "overlap", with one kernel for a product in every program, so that offloads should change no bit; untried on GPUs
     xla_options: str = declare("overlap", choices=("overlap", "exact", "default"), facts=Facts.COST)
+    # CUDA graphs of a step on GPUs: "auto" = "none" if something is copied or sent beside products, else XLA's own;
+    # "small" = of kernels, without loops and copies; "concurrent" = of all, in the order that data asks for; untimed
+    cuda_graphs: str = declare("auto", choices=("auto", "none", "small", "concurrent"), facts=Facts.COST)
     # gpipe (all microbatches forward, then backward) or 1f1b (fewer in flight)
     pp_schedule: str = declare("gpipe", choices=tuple(SCHEDULES), facts=Facts.COST)
     objective: Objective | OfLogProbabilities = computed(CROSS_ENTROPY)

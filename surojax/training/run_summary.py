@@ -126,7 +126,10 @@ def print_prediction(
         return predicted
     low, high = map(prediction.milliseconds, predicted.predicted_range_s)
     rate = len(devices) * (predicted.tokens_per_s_per_gpu or 0.0)
-    say(f"predicted: {1e3 * predicted.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s")
+    step = f"{1e3 * predicted.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s"
+    say(f"predicted: {step}, by XLA {cuda_plugin.plugin_version_text()}")
+    if predicted.launch_bound:
+        say(planned.launches(predicted))
     return predicted
 
 

@@ -84,6 +84,7 @@ OPTIONS: tuple[Option, ...] = (
         {"xla_options": "default"},
         r"xla_gpu_|compile.?option|latency.?hiding|pgle|profile|scheduler",
     ),
+    Option("cuda_graphs", "another choice of CUDA graphs", {"cuda_graphs": "auto"}, r"command.?buffer|cuda.?graph"),
     *(
         _offload(field.name, f"{field.row.what} in host memory{' or files' * bool(field.words)}")
         for field in declared(Storage)

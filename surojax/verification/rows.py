@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from surojax.config import Config, checks
 from surojax.errors import ConfigError
@@ -37,8 +37,11 @@ class VerifiedSetting(NamedTuple):
 class Curves:
     """Losses and gradient norms of rows, each row trained once, on equal batches."""
 
-    def __init__(self, config: Config, steps: int, devices: Sequence | None):
-        """steps: of the training of each row. devices: None for all devices of JAX. Raises ConfigError, as `verify`."""
+    def __init__(self, config: Config, steps: int, devices: Sequence | None, on_gpu: dict[str, Any] | None = None):
+        """steps: of the training of each row. devices: None for all devices of JAX. on_gpu: see `compiled_step`.
+
+        Raises ConfigError, as `verify`.
+        """
         if not 1 <= steps <= MOST_STEPS:
             raise ConfigError(f"--steps: expected 1 to {MOST_STEPS:,}, got {steps}; correct it")
         self.config = resolved(config)
@@ -50,6 +53,7 @@ class Curves:
         self.table = {s.name: s for s in rows_of_config(self.config, len(self.devices))}
         self.batches, self.microbatches = make_batches(self.config, len(self.devices), steps)
         self.first = FirstStates()
+        self.on_gpu = on_gpu
         # A program compiles mostly on one core, so on CPUs the next rows compile meanwhile. On GPUs, where compiling
         # measures kernels, nothing else runs.
         compilers = min(cores(), MOST_COMPILERS) if self.devices[0].platform == "cpu" else 1
@@ -91,7 +95,7 @@ class Curves:
             return
         try:
             microbatches = self.microbatches_of(s)
-            started = Started(self.config, s, self.batches, microbatches, self.devices, self._compiler)
+            started = Started(self.config, s, self.batches, microbatches, self.devices, self._compiler, self.on_gpu)
         except ConfigError as error:
             started = error
         self._started[s.name] = started

@@ -95,9 +95,11 @@ def on_devices(row: Built, batch: Batch) -> list[jax.Array]:
     return jax.block_until_ready(jax.device_put(each, batch_sharding(row.mesh)))
 
 
-def compiled_step(row: Built, step):
-    """Compiles a row's lowered step."""
-    return step.compile(compiler_options(row.run, row.devices[0].platform))
+def compiled_step(row: Built, step, on_gpu: dict[str, Any] | None = None):
+    """Compiles a row's lowered step. on_gpu: options of XLA on a GPU, besides the run's."""
+    platform = row.devices[0].platform
+    options = compiler_options(row.run, platform)
+    return step.compile(options | (on_gpu or {}) if platform == "gpu" else options)
 
 
 def training_curve(row: Built, step, state: TrainState, batches: list[Batch]) -> Iterator[tuple[float, float]]:
@@ -136,12 +138,20 @@ class Started:
     """
 
     def __init__(
-        self, c: Config, s: Setting, batches: list[Batch], microbatches: int, devices: Sequence, compiler: Executor
+        self,
+        c: Config,
+        s: Setting,
+        batches: list[Batch],
+        microbatches: int,
+        devices: Sequence,
+        compiler: Executor,
+        on_gpu: dict[str, Any] | None = None,
     ):
+        """on_gpu: see `compiled_step`."""
         self.batches = batches
         with contextlib.ExitStack() as until_end:
             self.row = until_end.enter_context(build_row(c, s, batches, microbatches, devices))
-            self.step = compiler.submit(compiled_step, self.row, lowered(self.row))
+            self.step = compiler.submit(compiled_step, self.row, lowered(self.row), on_gpu)
             self.close = until_end.pop_all().close
 
     def trained(self, first: FirstStates) -> Curve:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from pallas_kernels.mma import ROWS
 from surojax.errors import need
-from surojax.models.attention import chosen_here, chosen_implementation
+from surojax.models.attention import chosen_here, chosen_implementation, on_hopper
 from surojax.models.kinds.sublayer import ContextNumbers, FileNames, KernelBytes, Mixer, OnGpu, Target, Width
 from surojax.models.layers import norm_weight, parameter, projection, vector
 from surojax.models.linear import Product
@@ -175,14 +175,23 @@ class Attention(Mixer):
         )
 
     def implementation(
-        self, asked: str, dtype, *, packed: bool, gpu: bool | None = None, window: bool = False, piece: int = 0
+        self,
+        asked: str,
+        dtype,
+        *,
+        packed: bool,
+        gpu: bool | None = None,
+        hopper: bool | None = None,
+        window: bool = False,
+        piece: int = 0,
     ) -> str:
         c = self.config
         scores: Any = {"softcap": c.attn_logit_softcapping > 0, "sinks": c.attention_sinks}
         scores |= {"packed": packed, "window": window, "piece": piece}
         if gpu is None:
             return chosen_here(asked, dtype, c.head_dim, **scores)
-        return chosen_implementation(asked, dtype, c.head_dim, gpu=gpu, **scores)
+        hopper = gpu and on_hopper() if hopper is None else hopper
+        return chosen_implementation(asked, dtype, c.head_dim, gpu=gpu, hopper=hopper, **scores)
 
     def exchanges_heads(self, tp: int, cp: int) -> bool:
         queries, keys = self.widths()

@@ -160,12 +160,20 @@ class Mixer(Sublayer):
         return ContextNumbers(0, 0, 0)
 
     def implementation(
-        self, asked: str, dtype, *, packed: bool, gpu: bool | None = None, window: bool = False, piece: int = 0
+        self,
+        asked: str,
+        dtype,
+        *,
+        packed: bool,
+        gpu: bool | None = None,
+        hopper: bool | None = None,
+        window: bool = False,
+        piece: int = 0,
     ) -> str:
         """The implementation that computes it if the config asks for `asked`; "" if it has only one.
 
-        gpu: True or False: on a GPU or not; None: on the device of this program. Other arguments: see
-        `attention.chosen_implementation`.
+        gpu, hopper: True or False: on a GPU, of sm_90, or not; None: on the device of this program. Other arguments:
+        see `attention.chosen_implementation`.
         """
         return ""
 
