@@ -37,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -109,23 +109,47 @@ def by_cost(test: Test) -> tuple[float, str]:
 def with_tables(tests_of_line: dict[tuple[str, int], list[Test]]) -> dict[tuple[str, int], list[Test]]:
     """Adds the lines of modules' assignments, with the tests of all lines that read one of the assigned names.
 
-    Names are compared as texts: a line that reads another module's table of the same name counts as well.
+    Names are compared as texts: a line that reads another module's table of the same name counts as well. So do tests
+    that read one of the names themselves.
     """
     readers: dict[str, set[tuple[str, int]]] = {}
     trees = {file: ast.parse((ROOT / file).read_text()) for file in sources()}
     for file, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name | ast.Attribute):
-                name = node.id if isinstance(node, ast.Name) else node.attr
-                readers.setdefault(name, set()).add((file, node.lineno))
+        for name, node in read_names(tree):
+            readers.setdefault(name, set()).add((file, node.lineno))
+    named_in = tests_by_name({test.name: test for tests in tests_of_line.values() for test in tests}.values())
     found = dict(tests_of_line)
     for file, tree in trees.items():
         for statement in tree.body:
-            lines = set().union(*(readers[name] for name in assigned_names(statement)))
+            names = assigned_names(statement)
+            lines = set().union(*(readers[name] for name in names))
             tests = {test.name: test for line in lines for test in tests_of_line.get(line, ())}
+            tests |= {test.name: test for name in names for test in named_in.get(name, ())}
             for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1) if tests else ():
                 of_line = {test.name: test for test in tests_of_line.get((file, line), ())} | tests
                 found[file, line] = sorted(of_line.values(), key=by_cost)
+    return found
+
+
+def read_names(tree: ast.AST) -> Iterator[tuple[str, ast.Name | ast.Attribute]]:
+    """Yields the names and attributes in a syntax tree, with their nodes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            yield node.id if isinstance(node, ast.Name) else node.attr, node
+
+
+def tests_by_name(tests: Iterable[Test]) -> dict[str, list[Test]]:
+    """The tests by the names that their functions read. Their cost is that of tests of the table alone."""
+    cases: dict[str, list[Test]] = {}
+    for test in tests:
+        cases.setdefault(test.name.partition("[")[0], []).append(test._replace(cost=test.seconds))
+    found: dict[str, list[Test]] = {}
+    for file in {function.partition("::")[0] for function in cases}:
+        tree = ast.parse((ROOT / file).read_text()) if (ROOT / file).is_file() else ast.Module([], [])
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and (of_function := cases.get(f"{file}::{node.name}")):
+                for name in {name for name, _ in read_names(node)}:
+                    found.setdefault(name, []).extend(of_function)
     return found
 
 

@@ -95,6 +95,17 @@ def test_a_table_has_the_tests_of_the_lines_that_read_it():
     assert [test.name for test in found[file, condition]] == ["refuses"]
 
 
+def test_a_table_has_the_tests_that_read_its_name():
+    """Wherever in the function, its decorators included."""
+    file = "surojax/data/datasets.py"
+    (table,) = (i for i, text in enumerate((mutants.ROOT / file).read_text().splitlines(), 1) if "USES = {" in text)
+    names = [
+        f"tests/test_datasets.py::{name}" for name in ("test_the_settings_that_a_type_of_rows_reads[a]", "test_entries")
+    ]
+    found = mutants.with_tables({("surojax/elsewhere.py", 1): [Timed(name, 1, 9) for name in names]})
+    assert found[file, table] == [Timed(names[0], 1, 1)]
+
+
 def test_an_if_is_never_taken(tmp_path):
     path = tmp_path / "x.py"
     path.write_text("if a:\n    b = c\n")

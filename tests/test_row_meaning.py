@@ -356,6 +356,44 @@ READ = {("functions", kind) for kind in ROWS} | {
 }
 
 
+# What published rows call them: a name that a table loses is dropped from rows in silence.
+PUBLISHED = {
+    "MEDIA": "image images rejected_image rejected_images pixel_values video videos audio audios",
+    "MEDIA_PLACES": "image_path image_paths image_url image_urls video_path video_paths video_url audio_path "
+    "audio_paths audio_url objects",
+    "REASONING": "reasoning_content thinking reasoning reasoning_text thoughts thought chain_of_thought cot "
+    "Complex_CoT reasoning_trace thinking_trajectories",
+    "WEIGHTS": "weight train training trainable loss loss_scale loss_mask loss_weight",
+    "WEIGHTS_OF_ROWS": "weight sample_weight loss_weight loss_scale train trainable",
+    "MASKS": "attention_mask loss_mask completion_mask assistant_masks assistant_mask response_mask tool_mask env_mask",
+}
+IN_ROWS = {
+    "conversation": "history chat_history conversation_history previous_messages past_turns system_prompt "
+    "system_message system_instruction systemInstruction functions available_tools rejected_response "
+    "rejected_responses rejected_messages rejected_answer rejected mask label kto_tag",
+    "instruction": "history chat_history conversation_history previous_messages past_turns system_prompt "
+    "system_message system_instruction systemInstruction functions available_tools context rejected_response "
+    "rejected_responses rejected_messages rejected_answer rejected mask label kto_tag",
+    "preference": "history chat_history conversation_history previous_messages past_turns system_prompt "
+    "system_message system_instruction systemInstruction functions available_tools context rejected_response "
+    "rejected_responses rejected_messages rejected_answer rejected mask",
+}
+IN_ROWS["unpaired"] = IN_ROWS["preference"]
+
+
+def test_every_published_name_is_known():
+    for table, names in PUBLISHED.items():
+        assert set(names.split()) == set(getattr(row_fields, table)), table
+    every = {*PUBLISHED["MEDIA"].split(), *PUBLISHED["REASONING"].split(), *PUBLISHED["WEIGHTS_OF_ROWS"].split()}
+    for kind, names in IN_ROWS.items():
+        known = [name for of, name in NAMES if of == kind]
+        assert set(names.split()) | every | set(PUBLISHED["MEDIA_PLACES"].split()) == set(known), kind
+        assert len(known) == len(set(known)), kind
+    of_texts = {name for meaning in MEANINGS for name in meaning.names if "text" in meaning.types}
+    assert of_texts == {name for meaning in MEANINGS for name in meaning.names if "tokens" in meaning.types}
+    assert of_texts == set(PUBLISHED["MEDIA"].split())
+
+
 @pytest.mark.parametrize("kind, name", [x for x in NAMES if x[::-1] not in READ])
 def test_a_field_that_means_something_is_refused_unless_it_is_empty(kind, name):
     dataset, record = ROWS[kind]
