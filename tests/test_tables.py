@@ -1,10 +1,6 @@
 """Tables that translate one kind of name into another: none means the same twice, and none is missing."""
 
-import dataclasses
-import re
 
-import jax
-import numpy as np
 import pytest
 
 from pallas_kernels import shapes
@@ -12,7 +8,7 @@ from surojax.data import decompression, entries, run_data, templates
 from surojax.exchange import export, gguf, gguf_export, missing, peft, shards
 from surojax.families import family, gemma
 from surojax.models import lora, operations
-from surojax.planner import choices, drives, gpus, plan_text, products, rates, roofline
+from surojax.planner import choices, drives, gpus, plan_text, products, rates
 from surojax.run import trackers
 
 
