@@ -173,7 +173,8 @@ def test_a_name_is_no_copy(opcode):
     ],
 )
 def test_the_direction_of_a_copy(shape, operand, expected):
-    text = f"HloModule m\n\nENTRY %main () -> bf16[5,6] {{\n  %a = {operand} parameter(0)\n  ROOT %b = {shape} copy(%a)\n}}\n"
+    lines = f"  %a = {operand} parameter(0)\n  ROOT %b = {shape} copy(%a)\n"
+    text = f"HloModule m\n\nENTRY %main () -> bf16[5,6] {{\n{lines}}}\n"
     computation = hlo.parse_module(text)[""]
     found = hlo.host_copy(computation["b"], computation)
     assert found == (expected and (expected, 2 * 5 * 6))
