@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero 3, outer layers": ("h100", ZERO3 | {"shard_outer": True}),
     "zero 2, replicas": ("h100", {"gpus": 4, "zero_level": 2, "dp_replicate_size": 2}),
     "two machines": ("h100", {"gpus": 16, "zero_level": 3, "per_device_batch_size": 1}),
+    "stages of two machines": ("rtx4090", {"gpus": 16, "pp_size": 2, "pp_schedule": "1f1b", "zero_level": 2}),
     "replicas of machines": ("h100", {"gpus": 16, "zero_level": 3, "dp_replicate_size": 2}),
     "offloaded": ("rtx4090", OFFLOADED | {"resident_layers": 1}),
     "offloaded, shards": ("rtx4090", OFFLOADED | ZERO3 | {"overlap_update": True, "microbatches_per_fetch": 2}),
@@ -88,6 +89,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "softcaps": ("h100", {"model.final_logit_softcapping": 30.0, "model.attn_logit_softcapping": 50.0}),
     "tied": ("rtx4090", {"model.tie_word_embeddings": True, "lmhead_chunks": 4, **ZERO3}),
     "packed": ("h100", {"sample_packing": True, "attention": "xla"}),
+    "states of a teacher": ("h100", {"distill_path": "x", "distill_hidden_size": 64, "model_dtype": "bfloat16"}),
     "preferences": ("h100", {"objective": "dpo"}),
 }
 
@@ -110,6 +112,8 @@ def estimates(gpu: str, changes: dict[str, Any]) -> dict[str, Any]:
     sent = step_collectives.collective_bytes(run, batch)
     found["bytes sent"] = {f"{op} over {axis}": size for (op, axis), size in sent.items()}
     found["bytes/s between GPUs"] = {f"{op} over {axis}": links.bandwidth(facts, mesh, op, axis) for op, axis in sent}
+    found["rates between GPUs"] = {f"{op} over {axis}": links.rate(facts, mesh, op, axis) for op, axis in sent}
+    found["hops"] = {f"{op} over {axis}": links.hops(facts, mesh, op, axis) for op, axis in sent}
     found["between machines"] = ", ".join(links.crossing(facts, mesh))
     found["flops"] = dict(products.step_flops(run, batch))
     found["device traffic"] = device_traffic(run, batch)

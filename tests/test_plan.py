@@ -719,6 +719,20 @@ def test_versions_of_cuda_are_checked_where_there_is_a_driver(monkeypatch, has_d
     assert environment.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") == (None if has_driver else "1")
 
 
+@pytest.mark.parametrize("place", ["wheel", "path", "cuda", ""])
+def test_an_assembler_is_found_in_each_place(place, monkeypatch, tmp_path):
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    if place == "wheel":
+        ptxas = tmp_path / "cu13/bin/ptxas"
+        ptxas.parent.mkdir(parents=True)
+        ptxas.touch()
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(aot.shutil, "which", lambda _: "/bin/ptxas" if place == "path" else None)
+    monkeypatch.setattr(aot, "Path", lambda root: SimpleNamespace(glob=glob) if root == "/usr/local" else Path(root))
+    glob = lambda _: iter(["cuda-13/bin/ptxas"] if place == "cuda" else [])
+    assert aot._assembler() == bool(place)
+
+
 @needs_compiler
 def test_where_jax_has_not_loaded_its_plugin_another_process_plans(monkeypatch, capsys):
     """As on a machine without a GPU where nobody said JAX_PLATFORMS=cpu."""

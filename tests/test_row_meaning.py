@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from surojax.data import row_fields
+from surojax.data.cells import decoded
 from surojax.data.conversations import text_of_row
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.datasets import Dataset, parse_dataset
@@ -570,6 +571,45 @@ def test_reasoning_beside_the_content(name):
     others = {"reasoning_content": "one", "thinking": "two"}
     assert "as one text" in reason(talk("a", "b", **others))
     assert "as one text" in reason(talk("a", "b", **{name: ["one"]}))
+
+
+@pytest.mark.parametrize("name", ["prompt_field", "completion_field", "chosen_field", "rejected_field"])
+def test_a_cell_with_messages_in_it(name):
+    """Of a field that holds a text or messages; a text of a role's name alone is one."""
+    dataset = PAIRS if name in ("chosen_field", "rejected_field") else PROMPTS
+    field = getattr(dataset, name)
+    for cell, value in (
+        ('[{"role": "user", "content": "a"}]', [says("user", "a")]),
+        ('{"from": "gpt", "value": "b"}', {"from": "gpt", "value": "b"}),
+        ('{"messages": []}', {"messages": []}),
+        ('["role"]', '["role"]'),
+        ('{"role": "x"}', '{"role": "x"}'),
+        ("[1, 2", "[1, 2"),
+    ):
+        (row,) = decoded([DataRow({field: cell}, "a.csv:2")], dataset)
+        assert isinstance(row, DataRow) and row.record == {field: value}
+    other = Dataset(("talk",), type="conversation", **{name: field})
+    (row,) = decoded([DataRow({field: '[{"role": "user", "content": "a"}]'}, "a.csv:2")], other)
+    assert isinstance(row, DataRow) and isinstance(row.record[field], str)
+
+
+def test_conversations_of_a_pair_differ_in_their_last_message():
+    differ = {"chosen": talk("a", "b")["messages"], "rejected": talk("x", "c")["messages"]}
+    assert "two conversations that differ in the last message" in reason(differ, PAIRS)
+    asked = {"chosen": talk("a", "b", "c")["messages"], "rejected": talk("a", "b", "d")["messages"]}
+    assert "two conversations that differ in the last message" in reason(asked, PAIRS)
+    same = {"chosen": talk("a", "b")["messages"], "rejected": talk("a", "b")["messages"]}
+    assert "two answers of which one is better, got the same text" in reason(same, PAIRS)
+
+
+def test_ids_are_int32():
+    rollout = {"prompt_ids": [1, 2], "completion_ids": [[3, 4], [5]], "logprobs": [[-0.5, -1], [-2]]}
+    for more in ({"rewards": [0, 1]}, {"advantages": [0.5, -0.5]}):
+        example = RolloutEncoder(99).item(DataRow(rollout | more, "w")).content
+        assert isinstance(example, Example) and example.ids.dtype == np.int32
+    assert np.asarray(TokenEncoder(99).item(DataRow({"input_ids": [1, 2, 3]}, "w")).content).dtype == np.int32
+    example = found(talk("a", "b"))
+    assert isinstance(example, Example) and example.ids.dtype == BYTES.encode("a").dtype == np.int32
 
 
 def test_earlier_turns_beside_a_prompt():

@@ -1,6 +1,5 @@
 """Tables that translate one kind of name into another: none means the same twice, and none is missing."""
 
-
 import pytest
 
 from pallas_kernels import shapes

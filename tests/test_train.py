@@ -387,6 +387,22 @@ def test_a_run_whose_time_is_up_saves_and_stops(config, tmp_path, capsys):
     assert "stopped by --max-minutes after step 1 of 12" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_process_whose_time_is_up_tells_those_that_it_is_connected_with(connected, monkeypatch):
+    """With JAX's signal, at one step of all; it stops when they agree on that, and those that do not know why say so."""
+    sent = []
+    agreed = iter([False, True, True])
+    monkeypatch.setattr(stop.jax.distributed, "is_initialized", lambda: connected)
+    monkeypatch.setattr(stop.os, "kill", lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr(stop.multihost_utils, "reached_preemption_sync_point", lambda step: next(agreed))
+    stopping = StopSignal(until=time.monotonic() - 1)
+    assert stopping.after(1) == ("" if connected else "--max-minutes")
+    assert stopping.after(2) == "--max-minutes" == stopping.received
+    assert sent == [(os.getpid(), signal.SIGTERM)] * connected
+    assert StopSignal(until=time.monotonic() + 900).after(3) == ("SIGTERM" if connected else "")
+    assert len(sent) == connected
+
+
 @pytest.mark.full
 def test_evaluations_that_no_longer_improve_finish_a_run(config, tmp_path, capsys):
     """Without learning all are alike. A start that was killed counts, a further one has nothing left; 0 goes on."""
