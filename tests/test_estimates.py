@@ -89,7 +89,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "softcaps": ("h100", {"model.final_logit_softcapping": 30.0, "model.attn_logit_softcapping": 50.0}),
     "tied": ("rtx4090", {"model.tie_word_embeddings": True, "lmhead_chunks": 4, **ZERO3}),
     "packed": ("h100", {"sample_packing": True, "attention": "xla"}),
-    "states of a teacher": ("h100", {"distill_path": "x", "distill_hidden_size": 64, "model_dtype": "bfloat16"}),
+    "states of a teacher": (
+        "h100",
+        {"objective": "distill", "distill_path": "x", "distill_hidden_size": 64, "model_dtype": "bfloat16"},
+    ),
     "preferences": ("h100", {"objective": "dpo"}),
 }
 

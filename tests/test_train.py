@@ -388,7 +388,7 @@ def test_a_run_whose_time_is_up_saves_and_stops(config, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("connected", [False, True])
-def test_a_process_whose_time_is_up_tells_those_that_it_is_connected_with(connected, monkeypatch):
+def test_a_process_whose_time_is_up_tells_the_others(connected, monkeypatch):
     """With JAX's signal, at one step of all; it stops when they agree on that, and those that do not know why say so."""
     sent = []
     agreed = iter([False, True, True])
