@@ -389,7 +389,7 @@ def test_a_run_whose_time_is_up_saves_and_stops(config, tmp_path, capsys):
 
 @pytest.mark.parametrize("connected", [False, True])
 def test_a_process_whose_time_is_up_tells_the_others(connected, monkeypatch):
-    """With JAX's signal, at one step of all; it stops when they agree on that, and those that do not know why say so."""
+    """With JAX's signal. All stop when they agree on a step; those that do not know why name the signal."""
     sent = []
     agreed = iter([False, True, True])
     monkeypatch.setattr(stop.jax.distributed, "is_initialized", lambda: connected)
@@ -401,6 +401,13 @@ def test_a_process_whose_time_is_up_tells_the_others(connected, monkeypatch):
     assert sent == [(os.getpid(), signal.SIGTERM)] * connected
     assert StopSignal(until=time.monotonic() + 900).after(3) == ("SIGTERM" if connected else "")
     assert len(sent) == connected
+    stopping._receive(signal.SIGUSR1, None)
+    stopping._receive(signal.SIGUSR2, None)
+    assert stopping.received == "--max-minutes" and len(sent) == 3 * connected
+    told = StopSignal()
+    told._receive(signal.SIGUSR1, None)
+    told._receive(signal.SIGUSR2, None)
+    assert told.received == "SIGUSR1"
 
 
 @pytest.mark.full
