@@ -202,6 +202,9 @@ def test_what_a_plan_contradicts_is_found_without_reading_an_array(tmp_path, mon
             check_restorable(path, wrong)
     with pytest.raises(CheckpointError, match="expected 2 layers, got 3"):
         check_restorable(path, plan, {"blocks": 2})
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="expected 2 layers, got 3"):
+        restore(path, plan, {"blocks": 2})
 
 
 def test_only_the_newest_are_kept(tmp_path):
