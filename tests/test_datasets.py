@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from surojax.data import datasets, texts
+from surojax.data import datasets, files, texts
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.datasets import Dataset, parse_dataset, read_dataset, resolve
 from surojax.data.readers import read_file
@@ -222,6 +222,32 @@ def test_names_of_other_programs():
 )
 def test_a_name_of_axolotl_or_surogate_sets_one_field(theirs, ours):
     assert parse_dataset({"path": "a", theirs: "x"}) == dataclasses.replace(Dataset(("a",)), **{ours: "x"})
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({"type": "text"}, {"text", "x"}),
+        ({"type": "conversation"}, {"messages", "conversations", "", "system", "tools", "x"}),
+        ({"type": "conversation", "messages_field": "turns"}, {"turns", "", "system", "tools", "x"}),
+        ({"type": "rollout"}, {"x"}),
+    ],
+)
+def test_the_fields_that_a_set_reads(settings, expected):
+    dataset = Dataset(("a",), **settings)
+    assert datasets.fields_read(dataset, "x") - {""} == expected - {""}
+
+
+@pytest.mark.parametrize("through", ["linked", "linked/back"])
+def test_a_glob_follows_links_and_enters_each_folder_once(tmp_path, through):
+    write(tmp_path / "real/a.txt", "a")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/linked").symlink_to(tmp_path / "real")
+    if through == "linked/back":
+        (tmp_path / "real/back").symlink_to(tmp_path / "data")
+    write(tmp_path / "data/.hidden/b.txt", "b")
+    found = files.find_files(str(tmp_path / "data/**/*.txt"), (".txt",))
+    assert found == [tmp_path / "data/linked/a.txt"]
 
 
 # The settings that rows of a type read, besides path, type, samples and the like.

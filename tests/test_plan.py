@@ -1037,6 +1037,24 @@ def test_packed_rows_have_flash_attention_and_the_plan_says_so(planned):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"zero_level": 7}, "^zero_level: expected"),
+        ({"gpus": 0}, "^gpus: expected the number of GPUs to plan for, got 0"),
+        ({"gpus": 4, "dp_replicate_size": 3}, "^dp_replicate_size: expected"),
+        ({"recipe": "nvfp4"}, "^recipe: expected .* got 'nvfp4'"),
+    ],
+)
+def test_a_config_that_cannot_be_planned_is_refused_as_it_is_checked(changes, said):
+    c = default_config()
+    c.update({"gpus": 1} | changes)
+    before = c.to_dict()
+    with pytest.raises(ConfigError, match=said):
+        planner.checked(c, "h100")
+    assert c.to_dict() == before
+
+
 def test_attention_that_the_gpu_does_not_have_is_refused():
     with pytest.raises(ConfigError, match=r"attention: .* got 'cudnn' \(.*head dim.*; use 'xla'"):
         planner.plan(config(**TINY | {"model.head_dim": 256, "attention": "cudnn"}), aot.kind() or FIRST)
