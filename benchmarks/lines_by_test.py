@@ -4,7 +4,8 @@
 
 Each process leaves FOLDER/<process id>.json: {"test": [seconds, {"surojax/x.py": [lines]}]}. A line costs one event a
 test (`sys.monitoring` turns it off once it is seen), so that tests take hardly longer. Lines that a test's child
-processes run are not seen. A fixture counts for the test that makes it, and a program for the test that traces it.
+processes run are not seen. A fixture counts for the test that makes it, and a program for the test that traces it. A
+test that fails is left out.
 """
 
 import json
@@ -36,6 +37,7 @@ class Recorder:
         self.roots = tuple(f"{ROOT / package}{os.sep}" for package in PACKAGES)
         self.seen: set[tuple[str, int]] = set()
         self.tests: dict[str, tuple[float, dict[str, list[int]]]] = {}
+        self.failed: set[str] = set()
         monitoring = sys.monitoring
         monitoring.use_tool_id(monitoring.COVERAGE_ID, "lines_by_test")
         monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.LINE, self.line)
@@ -61,9 +63,14 @@ class Recorder:
             seconds = round(time.perf_counter() - started, 3)
             self.tests[item.nodeid] = (seconds, {name: sorted(lines) for name, lines in files.items()})
 
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.failed.add(report.nodeid)
+
     def pytest_sessionfinish(self):
         sys.monitoring.set_events(sys.monitoring.COVERAGE_ID, 0)  # Python's end runs lines as well
         sys.monitoring.free_tool_id(sys.monitoring.COVERAGE_ID)
-        if self.tests:
+        tests = {name: row for name, row in self.tests.items() if name not in self.failed}
+        if tests:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"{os.getpid()}.json").write_text(json.dumps(self.tests))
+            (self.folder / f"{os.getpid()}.json").write_text(json.dumps(tests))

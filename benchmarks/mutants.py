@@ -1,7 +1,7 @@
 """Checks that the tests notice mistakes: makes one at a time in a copy of the source and runs the tests of its line.
 
     python benchmarks/mutants.py [PLACE ...] [--since REVISION] [--sample N] [--seed S] [--all] [--jobs N] [--list]
-                                 [--full SECONDS]
+                                 [--again SECONDS] [--full SECONDS]
 
 Mistakes (mutants) are generated from the syntax tree (mutation.py). PLACE is a file or folder, such as `surojax/step`;
 `--since` keeps the lines that changed after a revision. A sample has as many mutants of each kind as there are, in an
@@ -11,11 +11,12 @@ The first run maps tests to the lines that they run (lines_by_test.py), by runni
 everything, and keeps that in a folder (`--map`). A map of files that have changed since is refused.
 
 A mutant is killed if one of the tests of its line fails, cannot be collected, crashes, or takes ten times as long as
-without it. The fastest tests run first, as many as fit into `--limit` seconds; a survivor's row says how many were left
-out. With `--full` it is tried again with the cases of the tests of its line that are marked `full`: the quick suite has
+without it. As many tests run as fit into `--limit` seconds, fast ones that spend most of their lines in its file before
+others; a survivor's row says how many were left out. With `--again` a survivor is tried with as many of those as fit
+into more seconds, and with `--full` with the cases of the tests of its line that are marked `full`: the quick suite has
 one of many. A survivor shows a test that is missing, or changes nothing: look at it. A function that is traced once a
 process has its lines in the first test that needs it, so a map misses tests. Exit code 1: more than a tenth survived.
-The working tree is not changed.
+The working tree is not changed. Programs are compiled into JAX_COMPILATION_CACHE_DIR, or else into a folder of the run.
 """
 
 import argparse
@@ -36,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -55,10 +56,11 @@ FORKS = multiprocessing.get_context("forkserver")
 
 
 class Test(NamedTuple):
-    """A test and how long it takes."""
+    """A test of a line. cost: seconds / the fraction of all lines it runs that are in the line's file."""
 
     name: str
     seconds: float
+    cost: float
 
 
 class Outcome(NamedTuple):
@@ -86,38 +88,68 @@ def write_map(folder: Path, *, everything: bool) -> None:
 
 
 def read_map(folder: Path) -> dict[tuple[str, int], list[Test]]:
-    """The tests of each line (file, line), the fastest first."""
+    """The tests of each line (file, line), the lowest cost first."""
     tests_of_line: dict[tuple[str, int], list[Test]] = {}
     for part in folder.glob("*.json"):
         for name, (seconds, files) in json.loads(part.read_text()).items():
+            everything = sum(map(len, files.values()))
             for file, lines in files.items():
+                test = Test(name, seconds, seconds * everything / len(lines))
                 for line in lines:
-                    tests_of_line.setdefault((file, line), []).append(Test(name, seconds))
+                    tests_of_line.setdefault((file, line), []).append(test)
     for tests in tests_of_line.values():
-        tests.sort(key=lambda test: (test.seconds, test.name))
+        tests.sort(key=by_cost)
     return tests_of_line
+
+
+def by_cost(test: Test) -> tuple[float, str]:
+    return test.cost, test.name
 
 
 def with_tables(tests_of_line: dict[tuple[str, int], list[Test]]) -> dict[tuple[str, int], list[Test]]:
     """Adds the lines of modules' assignments, with the tests of all lines that read one of the assigned names.
 
-    Names are compared as texts: a line that reads another module's table of the same name counts as well.
+    Names are compared as texts: a line that reads another module's table of the same name counts as well. So do tests
+    that read one of the names themselves.
     """
     readers: dict[str, set[tuple[str, int]]] = {}
     trees = {file: ast.parse((ROOT / file).read_text()) for file in sources()}
     for file, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name | ast.Attribute):
-                name = node.id if isinstance(node, ast.Name) else node.attr
-                readers.setdefault(name, set()).add((file, node.lineno))
+        for name, node in read_names(tree):
+            readers.setdefault(name, set()).add((file, node.lineno))
+    named_in = tests_by_name({test.name: test for tests in tests_of_line.values() for test in tests}.values())
     found = dict(tests_of_line)
     for file, tree in trees.items():
         for statement in tree.body:
-            lines = set().union(*(readers[name] for name in assigned_names(statement)))
+            names = assigned_names(statement)
+            lines = set().union(*(readers[name] for name in names))
             tests = {test.name: test for line in lines for test in tests_of_line.get(line, ())}
+            tests |= {test.name: test for name in names for test in named_in.get(name, ())}
             for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1) if tests else ():
                 of_line = {test.name: test for test in tests_of_line.get((file, line), ())} | tests
-                found[file, line] = sorted(of_line.values(), key=lambda test: (test.seconds, test.name))
+                found[file, line] = sorted(of_line.values(), key=by_cost)
+    return found
+
+
+def read_names(tree: ast.AST) -> Iterator[tuple[str, ast.Name | ast.Attribute]]:
+    """Yields the names and attributes in a syntax tree, with their nodes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            yield node.id if isinstance(node, ast.Name) else node.attr, node
+
+
+def tests_by_name(tests: Iterable[Test]) -> dict[str, list[Test]]:
+    """The tests by the names that their functions read. Their cost is that of tests of the table alone."""
+    cases: dict[str, list[Test]] = {}
+    for test in tests:
+        cases.setdefault(test.name.partition("[")[0], []).append(test._replace(cost=test.seconds))
+    found: dict[str, list[Test]] = {}
+    for file in {function.partition("::")[0] for function in cases}:
+        tree = ast.parse((ROOT / file).read_text()) if (ROOT / file).is_file() else ast.Module([], [])
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and (of_function := cases.get(f"{file}::{node.name}")):
+                for name in {name for name, _ in read_names(node)}:
+                    found.setdefault(name, []).extend(of_function)
     return found
 
 
@@ -180,7 +212,10 @@ def sampled(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
 
 
 def within(tests: Sequence[Test], limit_s: float) -> list[Test]:
-    """The first tests that fit into `limit_s`, at least one: one of each function before a second case of any."""
+    """The first tests that fit into `limit_s`, at least one: one of each function before a second case of any.
+
+    Returns them with the fastest first.
+    """
     first: dict[str, Test] = {}
     for test in tests:
         first.setdefault(test.name.partition("[")[0], test)
@@ -190,7 +225,7 @@ def within(tests: Sequence[Test], limit_s: float) -> list[Test]:
         if not chosen or test.seconds <= left:
             chosen.append(test)
             left -= test.seconds
-    return chosen
+    return sorted(chosen, key=lambda test: test.seconds)
 
 
 # -- Runs -------------------------------------------------------------------------------------------------------------
@@ -210,11 +245,11 @@ def copy_tree(target: Path) -> None:
         compileall.compile_dir(target / package, quiet=1, invalidation_mode=checked)
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment(folder: str) -> dict[str, str]:
     """The environment of all test runs; their copies share a cache of programs in this folder."""
     return {
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_COMPILATION_CACHE_DIR": folder,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
@@ -265,31 +300,42 @@ def verdict(code: int | None, output: str, limit_s: float) -> str:
     return f"pytest ended with {code}: {' '.join(output.split())[-80:]}"
 
 
-def try_mutant(mutant: Mutant, folder: Path, tests: Sequence[Test], limit_s: float, full_s: float) -> Outcome:
-    """Makes the mistake in a copy of the source, runs its tests, and restores the copy.
+class Limits(NamedTuple):
+    """Seconds of tests for a mutant.
 
-    full_s: seconds for the full cases of these tests if it survives.
+    first_s: for every mutant. again_s: for a survivor, with other tests. full_s: likewise, with full cases of them all.
     """
+
+    first_s: float
+    again_s: float = 0
+    full_s: float = 0
+
+
+def try_mutant(mutant: Mutant, folder: Path, tests: Sequence[Test], limits: Limits) -> Outcome:
+    """Makes the mistake in a copy of the source, runs its tests, and restores the copy."""
     started = time.perf_counter()
-    chosen = within(tests, limit_s)
-    longest_s = STARTS_S + 10 * sum(test.seconds for test in chosen)
     file = folder / mutant.file
     original = file.read_text()
     file.write_text(mutant.applied(original))
+    left = list(tests)
+    killed_by = ""
     try:
-        killed_by = verdict(*run_tests(folder, [test.name for test in chosen], longest_s), longest_s)
-        if full_s and not killed_by:
+        for limit_s in filter(None, (limits.first_s, limits.again_s)):
+            if left and not killed_by:
+                chosen = within(left, limit_s)
+                left = [test for test in left if test not in chosen]
+                longest_s = STARTS_S + 10 * sum(test.seconds for test in chosen)
+                killed_by = verdict(*run_tests(folder, [test.name for test in chosen], longest_s), longest_s)
+        if limits.full_s and not killed_by:
             functions = dict.fromkeys(test.name.partition("[")[0] for test in tests)
-            code, output = run_tests(folder, ["--all", "-m", "full", *functions], full_s)
-            killed_by = verdict(code, output, full_s) if code not in (None, NOTHING_RAN) else ""
+            code, output = run_tests(folder, ["--all", "-m", "full", *functions], limits.full_s)
+            killed_by = verdict(code, output, limits.full_s) if code not in (None, NOTHING_RAN) else ""
     finally:
         file.write_text(original)
-    return Outcome(mutant, killed_by, time.perf_counter() - started, len(tests) - len(chosen))
+    return Outcome(mutant, killed_by, time.perf_counter() - started, len(left))
 
 
-def outcomes(
-    mutants: Sequence[Mutant], tests: dict, copies: list[Path], limit_s: float, full_s: float
-) -> Iterator[Outcome]:
+def outcomes(mutants: Sequence[Mutant], tests: dict, copies: list[Path], limits: Limits) -> Iterator[Outcome]:
     """Yields the `Outcome` of each mutant as soon as it is known; one process runs in each copy."""
     free: queue.Queue[Path] = queue.Queue()
     for copy in copies:
@@ -298,7 +344,7 @@ def outcomes(
     def run(mutant: Mutant) -> Outcome:
         copy = free.get()
         try:
-            return try_mutant(mutant, copy, tests[mutant.file, mutant.line], limit_s, full_s)
+            return try_mutant(mutant, copy, tests[mutant.file, mutant.line], limits)
         finally:
             free.put(copy)
 
@@ -329,6 +375,7 @@ def main() -> None:
     parser.add_argument("--map", type=Path, default=ROOT / "build" / "mutants", help="folder (default: build/mutants)")
     parser.add_argument("--jobs", type=int, default=2, help="parallel processes (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=40, help="seconds of tests per mutant (default: %(default)s)")
+    parser.add_argument("--again", type=float, default=0, help="seconds of other tests per survivor (default: none)")
     parser.add_argument("--full", type=float, default=0, help="seconds of full tests per survivor (default: none)")
     parser.add_argument("--list", action="store_true", help="print the sample and how many tests it has, and exit")
     a = parser.parse_args()
@@ -356,11 +403,11 @@ def main() -> None:
     results = []
     FORKS.set_forkserver_preload(WARM)
     with tempfile.TemporaryDirectory(prefix="mutants") as temporary:
-        os.environ.update(environment(Path(temporary) / "compiled"))
+        os.environ.update(environment(os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{temporary}/compiled")))
         copies = [Path(temporary) / f"copy{i}" for i in range(min(a.jobs, len(chosen)))]
         for copy in copies:
             copy_tree(copy)
-        for outcome in outcomes(chosen, tests, copies, a.limit, a.full):
+        for outcome in outcomes(chosen, tests, copies, Limits(a.limit, a.again, a.full)):
             results.append(outcome)
             left = f", {outcome.left_out} tests left out" if outcome.left_out else ""
             fate = f"killed by {outcome.killed_by}" if outcome.killed_by else f"SURVIVED{left}"

@@ -438,3 +438,25 @@ def test_resident_memory_while_tokenising_and_training(tmp_path, megabytes, most
     assert found.returncode == 0, found.stderr
     added, tokens = map(float, found.stdout.splitlines()[-1].split())
     assert tokens > 0.95e6 * megabytes and added < most, found.stdout
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files")
+def test_a_lock_leaves_no_file_open_and_has_the_process_in_it(tmp_path):
+    file = tmp_path / "a.lock"
+
+    def taken() -> None:
+        with cache._locked(file, lambda pid: pytest.fail(f"{pid} has it")) as is_locked:
+            assert is_locked and file.read_text() == str(os.getpid())
+
+    def failing() -> None:
+        with cache._locked(file, lambda pid: pytest.fail(f"{pid} has it")):
+            raise OSError("full")
+
+    file.write_text("12345678901")  # of a process that has ended
+    before = len(os.listdir("/proc/self/fd"))
+    taken()
+    with pytest.raises(OSError, match="full"):
+        failing()
+    assert not file.exists()
+    taken()
+    assert len(os.listdir("/proc/self/fd")) == before

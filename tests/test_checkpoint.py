@@ -28,7 +28,7 @@ from surojax.optim.adamw import adamw
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE
 from surojax.placement.mesh import make_mesh
-from surojax.run import checkpoint, on_disk, restore as restoring
+from surojax.run import checkpoint, on_disk, restore as restoring, stored
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.checksum import checksums
 from surojax.run.on_disk import find, read_meta, steps_in
@@ -202,6 +202,9 @@ def test_what_a_plan_contradicts_is_found_without_reading_an_array(tmp_path, mon
             check_restorable(path, wrong)
     with pytest.raises(CheckpointError, match="expected 2 layers, got 3"):
         check_restorable(path, plan, {"blocks": 2})
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="expected 2 layers, got 3"):
+        restore(path, plan, {"blocks": 2})
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -454,3 +457,15 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_replaced_by_the_newest
     with pytest.raises(CheckpointError, match="checkpoints/2 cannot be read"):  # damaged, not removed: an error
         on_disk.read_newest(tmp_path, lambda path: restore(path, plan_of(toy(2))))
     assert on_disk.read_newest(tmp_path / "nothing", reads) is None
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.uint8])
+def test_layers_that_are_read_apart_have_the_checksum_of_the_whole(dtype, monkeypatch):
+    """As devices compute it, whatever the size of the pieces; an element elsewhere, or another one, changes it."""
+    x = np.asarray(jnp.asarray(np.random.default_rng(0).integers(0, 200, (3, 4, 5)), dtype))
+    (expected,) = checksums(master={"blocks": {"a": jnp.asarray(x)}})[0].values()
+    for piece in (1 << 22, 7):
+        monkeypatch.setattr(stored, "PIECE", piece)
+        found = [stored._sum(layer, 20 * l) for l, layer in enumerate(x)]
+        assert all(0 <= of_layer < 2**32 for of_layer in found) and sum(found) % 2**32 == expected
+    assert stored._sum(x[0], 0) != stored._sum(x[0], 20) and stored._sum(x[0], 0) != stored._sum(x[0].T, 0)

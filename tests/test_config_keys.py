@@ -52,6 +52,10 @@ def test_keys_that_transformers_owns_are_known():
 PUBLISHED: dict[str, Any] = {  # of SmolLM2-135M and others, and what tools write
     "is_llama_config": True,
     "rope_interleaved": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "cross_attention_hidden_size": None,
     "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
     "pruned_heads": {},
     "neftune_noise_alpha": 5.0,

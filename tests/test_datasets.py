@@ -1,5 +1,6 @@
 """Rows from files of every format, and one line for everything that can be wrong with an entry, a file or a row."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -9,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from surojax.data import texts
+from surojax.data import datasets, files, texts
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.datasets import Dataset, parse_dataset, read_dataset, resolve
 from surojax.data.readers import read_file
@@ -201,8 +202,73 @@ def test_names_of_other_programs():
     assert parse_dataset(axolotl) == Dataset(
         **vars(expected) | dict(role_field="from", content_field="value", subset="en")
     )
-    assert parse_dataset({"path": "a", "field": "body"}).text_field == "body"
-    assert parse_dataset({"path": "a", "system_prompt_field": "s", "field_output": "o"}).output_field == "o"
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("field", "text_field"),
+        ("field_system", "system_field"),
+        ("field_instruction", "instruction_field"),
+        ("field_input", "input_field"),
+        ("field_output", "output_field"),
+        ("field_messages", "messages_field"),
+        ("field_tools", "tools_field"),
+        ("system_prompt_field", "system_field"),
+        ("message_field_role", "role_field"),
+        ("message_field_content", "content_field"),
+        ("name", "subset"),
+    ],
+)
+def test_a_name_of_axolotl_or_surogate_sets_one_field(theirs, ours):
+    assert parse_dataset({"path": "a", theirs: "x"}) == dataclasses.replace(Dataset(("a",)), **{ours: "x"})
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({"type": "text"}, {"text", "x"}),
+        ({"type": "conversation"}, {"messages", "conversations", "", "system", "tools", "x"}),
+        ({"type": "conversation", "messages_field": "turns"}, {"turns", "", "system", "tools", "x"}),
+        ({"type": "rollout"}, {"x"}),
+    ],
+)
+def test_the_fields_that_a_set_reads(settings, expected):
+    dataset = Dataset(("a",), **settings)
+    assert datasets.fields_read(dataset, "x") - {""} == expected - {""}
+
+
+@pytest.mark.parametrize("through", ["linked", "linked/back"])
+def test_a_glob_follows_links_and_enters_each_folder_once(tmp_path, through):
+    write(tmp_path / "real/a.txt", "a")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/linked").symlink_to(tmp_path / "real")
+    if through == "linked/back":
+        (tmp_path / "real/back").symlink_to(tmp_path / "data")
+    write(tmp_path / "data/.hidden/b.txt", "b")
+    found = files.find_files(str(tmp_path / "data/**/*.txt"), (".txt",))
+    assert found == [tmp_path / "data/linked/a.txt"]
+
+
+# The settings that rows of a type read, besides path, type, samples and the like.
+READS = {
+    "text": "text_field",
+    "instruction": "prompt_field prompt_as completion_field instruction_field input_field output_field role_field "
+    "content_field tools_field roles system_field system_prompt",
+    "preference": "prompt_field prompt_as chosen_field rejected_field margin_field role_field content_field "
+    "tools_field roles system_field system_prompt",
+    "unpaired": "prompt_field prompt_as completion_field label_field role_field content_field tools_field roles "
+    "system_field system_prompt",
+    "conversation": "messages_field role_field content_field tools_field roles system_field system_prompt",
+    "rollout": "",
+    "tokens": "",
+}
+
+
+@pytest.mark.parametrize("row_type", READS)
+def test_the_settings_that_a_type_of_rows_reads(row_type):
+    assert {name for name, types in datasets.USES.items() if row_type in types} == set(READS[row_type].split())
+    assert datasets.USES.keys() == {name for names in READS.values() for name in names.split()}
 
 
 ENTRY_ERRORS = [

@@ -745,6 +745,13 @@ def test_models_that_are_not_computed_are_refused(changes, message):
         model_fields({"model_type": "olmoe"} | changes)
 
 
+def test_the_first_layers_without_experts_are_a_set():
+    """transformers asks whether a layer's number is in the list."""
+    config = {"model_type": "qwen3_moe", "mlp_only_layers": [1, 0]}
+    assert model_fields(config)["first_k_dense_replace"] == 2
+    assert model_fields(config | {"mlp_only_layers": None})["first_k_dense_replace"] == 0
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not aot.available(), reason="needs the planner's extra")
 def test_thirty_billion_parameters_train_on_one_card():

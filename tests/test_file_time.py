@@ -80,6 +80,8 @@ def test_what_hides_the_ends_of_a_pass():
     assert seconds(update).seconds == pytest.approx(30 + 2)  # its first layer is read meanwhile
     of_two_parts = seconds(layers("forward", read=GIGABYTE), layers("forward", read=GIGABYTE))
     assert of_two_parts.seconds == pytest.approx(20 + 1)  # once for a pass, however many programs it has
+    writes_last = seconds(layers("update"), layers("update", written=GIGABYTE))
+    assert writes_last.seconds == pytest.approx(20 + 2)  # whichever of its programs it is
     assert seconds(Program(None, (), 1)).seconds == 1
 
 

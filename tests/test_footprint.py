@@ -162,6 +162,26 @@ def refusal(c, n: int, gibs: float, platform: str) -> str:
     return str(error.value)
 
 
+def test_memory_of_cpu_devices_is_shared_by_those_of_a_process(monkeypatch):
+    """Each process has its part already; its own devices share that."""
+    asked = []
+
+    def free(processes: int, *, compiles: bool):
+        asked.append((processes, compiles))
+        return SimpleNamespace(size=1200 // processes)
+
+    monkeypatch.setattr(check_fit, "free_memory", free)
+    devices = [SimpleNamespace(platform="cpu", process_index=i // 3) for i in range(6)]
+    assert check_fit.available_bytes(devices) == 200 and asked == [(2, True)]
+    assert check_fit.available_bytes(devices[:3]) == 400
+    stats = {"bytes_limit": 900, "bytes_in_use": 100, "peak_bytes_in_use": 700}
+    gpu = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: stats)
+    assert check_fit.available_bytes([gpu]) == 800 and check_fit.peak_bytes(gpu) == 700
+    del stats["bytes_in_use"]
+    assert check_fit.available_bytes([gpu]) == 900
+    assert check_fit.memory_limit(devices[0]) is check_fit.peak_bytes(devices[0]) is None
+
+
 def apply(c, text: str):
     """The config with `name=value name=value`, through the command line's own parser."""
     c = changed(c)

@@ -149,3 +149,64 @@ def test_reads_what_jax_compiles():
     found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives([(hlo.parse_module(text), 1)], mesh.shape)}
     sums = 5, 5 * 2 * 3 * 1024 // 4
     assert found == {("all-reduce", "dp_shard"): sums, ("collective-permute", "dp_replicate"): (1, 1024)}
+
+
+@pytest.mark.parametrize(
+    "opcode", ["parameter", "tuple", "get-tuple-element", "bitcast", "custom-call", "while", "conditional", "call"]
+)
+def test_a_name_is_no_copy(opcode):
+    """Whatever it names in host memory; a negation of the same reads it from there."""
+    text = "HloModule m\n\nENTRY %main (a: f32[8,4]) -> f32[8,4] {\n  %a = f32[8,4]{1,0:S(5)} parameter(0)\n"
+    text += "  ROOT %b = f32[8,4]{1,0} OPCODE(%a)\n}\n"
+    for op, expected in ((opcode, None), ("negate", ("h2d", 8 * 4 * 4))):
+        computation = hlo.parse_module(text.replace("OPCODE", op))[""]
+        assert hlo.host_copy(computation["b"], computation) == expected
+
+
+@pytest.mark.parametrize(
+    "shape, operand, expected",
+    [
+        ("bf16[5,6]{1,0}", "bf16[5,6]{1,0:S(5)}", "h2d"),
+        ("bf16[5,6]{1,0:S(5)}", "bf16[5,6]{1,0}", "d2h"),
+        ("bf16[5,6]{1,0:S(5)}", "bf16[5,6]{1,0:S(5)}", "within"),
+        ("bf16[5,6]{1,0}", "bf16[5,6]{1,0}", None),
+    ],
+)
+def test_the_direction_of_a_copy(shape, operand, expected):
+    lines = f"  %a = {operand} parameter(0)\n  ROOT %b = {shape} copy(%a)\n"
+    text = f"HloModule m\n\nENTRY %main () -> bf16[5,6] {{\n{lines}}}\n"
+    computation = hlo.parse_module(text)[""]
+    found = hlo.host_copy(computation["b"], computation)
+    assert found == (expected and (expected, 2 * 5 * 6))
+
+
+@pytest.mark.parametrize(
+    "op, sent",
+    [
+        ("all-gather", 3 * 1000),  # a shard to each of three others
+        ("reduce-scatter", 3 * 250),
+        ("all-to-all", 3 * 250),
+        ("all-reduce", 2 * 3 * 250),  # scatter the sums, gather them
+        ("collective-permute", 1000),
+    ],
+)
+def test_bytes_that_one_of_four_gpus_sends(op, sent):
+    assert hlo.WIRE[op](4, 1000) == sent
+
+
+def test_the_result_of_an_instruction_is_behind_its_operands():
+    shapes = {
+        "fusion-start": "((bf16[5,6], s32[]), bf16[1,6], u32[])",
+        "all-gather-start": "((f32[8,4]), f32[16,4])",
+        "copy-start": "(f32[8,4]{1,0:S(5)}, f32[8,4]{1,0}, u32[])",
+        "all-reduce-start": "(f32[8], f32[4])",
+        "fusion": "((f32[8]), f32[4])",
+    }
+    found = {op: hlo.result(hlo.Instruction("i", shape, op, (), "")) for op, shape in shapes.items()}
+    assert found == {
+        "fusion-start": ", bf16[1,6], u32[])",
+        "all-gather-start": ", f32[16,4])",
+        "copy-start": "(f32[8,4]{1,0:S(5)}",
+        "all-reduce-start": "(f32[8], f32[4])",
+        "fusion": "((f32[8]), f32[4])",
+    }

@@ -30,6 +30,8 @@ from surojax import (
 from surojax.inference.trained_model import load_trained
 from surojax.models.layers import vector
 from surojax.optim.from_optax import counts
+from surojax.run import guard
+from surojax.run.callbacks import Callbacks
 from surojax.run.metrics import TIMINGS
 from surojax.training.evaluation import early_stopping
 from surojax.training.resume import block_identity
@@ -220,6 +222,38 @@ def test_a_guard_says_a_loss_that_stands_still():
     later[1000:] = later[990] + noise[1000:]
     assert {line[:32] for line in said(later)} == {"note: the loss stands still: 3.0"}
     assert not said(np.log(32000) + noise[:500], lr=0.0) and not said(2 + 50 * noise[:500])
+
+
+def test_the_rules_of_a_guard_at_their_limits():
+    """The spread of normal noise is its standard deviation. A fall counts if it is beyond three errors of a median."""
+    noise = np.random.default_rng(1).normal(3, 0.5, 20_001)
+    assert guard.noise_deviation(noise.tolist()) == pytest.approx(0.5, rel=0.03)
+    level = [2.0] * 8
+    assert guard.stands_still(level, [2.0] * 8) and guard.stands_still(level, [1.9901] * 8)
+    assert not guard.stands_still(level, [1.9899] * 8)  # 0.5 % less
+    spread = [2 + 0.01 * sign for sign in (-1, 1) * 8]
+    error = 1.4826 * 0.01 * math.sqrt(math.pi / 2 * 2 / 16)  # of the difference of two medians
+    assert 3 * error > 0.005 * 2 and not guard.stands_still(spread, spread)
+    wide = [10 + 0.01 * sign for sign in (-1, 1) * 8]
+    assert guard.stands_still(wide, [x - (0.05 - 3.01 * error) for x in wide])
+    assert not guard.stands_still(wide, [x - (0.05 - 2.99 * error) for x in wide])
+
+
+def test_a_run_stops_for_the_first_reason():
+    told = []
+
+    def stops(event: Event) -> None:
+        told.append((event.kind, event.step, event.total_steps, dict(event.metrics), event.name, event.checkpoint))
+        event.stop("first")
+        event.stop("second")
+
+    callbacks = Callbacks([stops, stops], total_steps=9)
+    record = {"log": "eval", "step": 3, "loss": 2, "tokens": 5.0, "name": "held", "text": "no number"}
+    assert callbacks.stopped_by == ""
+    callbacks.tell(record, lambda: None)  # type: ignore[arg-type]
+    assert told == [("eval", 3, 9, {"loss": 2.0, "tokens": 5.0}, "held", None)] * 2
+    assert callbacks.stopped_by == "first"
+    Callbacks([], total_steps=9).tell({}, lambda: None)  # type: ignore[arg-type]
 
 
 def test_a_guard_says_gradients_of_zero_once():

@@ -50,6 +50,7 @@ from surojax.models.model import (
 )
 from surojax.models.operations import Operations
 from surojax.models.recompute import with_arguments
+from surojax.models.rotary import RopeScaling, scale_by_position
 from surojax.numerics.fp8 import E4M3, Sites
 from surojax.numerics.recipes import Precision
 from surojax.parallel.collectives import varying
@@ -496,3 +497,16 @@ def test_segments_are_sampled_from():
     cache = empty_cache(model, 1, 4, jnp.float32)
     logits, extended = cached_logits(model, model.init(0), jnp.array([[1, 2]]), cache, jnp.int32(0))
     assert logits.shape == (1, 64) and jax.tree.map(jnp.shape, extended) == jax.tree.map(jnp.shape, cache)
+
+
+def test_queries_are_scaled_by_their_position_in_their_dtype():
+    """1 + beta ln(1 + floor(position / original length)), of positions of a row and of each row."""
+    scaling = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=4, llama_4_scaling_beta=0.5)
+    positions = np.array([0, 3, 4, 11, 12])
+    expected = 1 + 0.5 * np.log(1 + np.array([0, 0, 1, 2, 3]))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        q = jnp.ones((2, 5, 3, 4), dtype)
+        for of in (positions, np.stack([positions] * 2)):
+            found = scale_by_position(q, jnp.asarray(of), scaling)
+            assert found.dtype == dtype and found.shape == q.shape
+            np.testing.assert_allclose(found[1, :, 2, 3].astype(jnp.float32), expected, rtol=1e-2)

@@ -91,9 +91,20 @@ def test_a_table_has_the_tests_of_the_lines_that_read_it():
     (condition,) = (i for i, text in enumerate(lines, 1) if "if train_on not in TRAIN_ON:" in text)
     (other,) = (i for i, text in enumerate(lines, 1) if text.startswith("class Encoder"))
     tests = {condition: "refuses", other: "has no part in it"}
-    found = mutants.with_tables({(file, line): [Timed(name, 1)] for line, name in tests.items()})
+    found = mutants.with_tables({(file, line): [Timed(name, 1, 1)] for line, name in tests.items()})
     assert [test.name for test in found[file, table]] == ["refuses"]
     assert [test.name for test in found[file, condition]] == ["refuses"]
+
+
+def test_a_table_has_the_tests_that_read_its_name():
+    """Wherever in the function, its decorators included."""
+    file = "surojax/data/datasets.py"
+    (table,) = (i for i, text in enumerate((mutants.ROOT / file).read_text().splitlines(), 1) if "USES = {" in text)
+    names = [
+        f"tests/test_datasets.py::{name}" for name in ("test_the_settings_that_a_type_of_rows_reads[a]", "test_entries")
+    ]
+    found = mutants.with_tables({("surojax/elsewhere.py", 1): [Timed(name, 1, 9) for name in names]})
+    assert found[file, table] == [Timed(names[0], 1, 1)]
 
 
 def test_an_if_is_never_taken(tmp_path):
@@ -125,10 +136,11 @@ def test_a_sample_has_all_kinds_and_follows_from_the_seed():
 
 
 def test_tests_are_chosen_within_the_limit():
-    """One of each function first, the fastest of it; at least one whatever it takes."""
-    tests = [Timed("a::x[1]", 1), Timed("a::x[2]", 2), Timed("a::y", 3), Timed("a::z", 9)]
+    """One of each function first, of the lowest cost; at least one whatever it takes. The fastest runs first."""
+    tests = [Timed("a::x[1]", 1, 1), Timed("a::x[2]", 2, 2), Timed("a::y", 3, 3), Timed("a::z", 9, 9)]
+    assert [test.name for test in mutants.within([Timed("a::v", 3, 4), Timed("a::u", 2, 5)], 5)] == ["a::u", "a::v"]
     assert [test.name for test in mutants.within(tests, 5)] == ["a::x[1]", "a::y"]
-    assert [test.name for test in mutants.within(tests, 6)] == ["a::x[1]", "a::y", "a::x[2]"]
+    assert [test.name for test in mutants.within(tests, 6)] == ["a::x[1]", "a::x[2]", "a::y"]
     assert [test.name for test in mutants.within(tests[3:], 6)] == ["a::z"]
 
 
@@ -146,10 +158,11 @@ def test_lines_are_mapped_to_the_tests_that_run_them(tmp_path):
         "def test_one():\n    assert layers_of_stage(7, 2) == 4\n"
         "def test_two():\n    assert layers_of_stage(8, 2) == 4\n"
         "def test_none():\n    pass\n"
+        "def test_bad():\n    assert layers_of_stage(8, 2) == 5\n"
     )
     command = [*mutants.PYTEST, "-p", "lines_by_test", "--lines", str(tmp_path / "map"), str(tmp_path)]
     paths = os.pathsep.join([str(mutants.ROOT), str(mutants.ROOT / "benchmarks")])
-    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, check=True, capture_output=True)
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True)
     (part,) = (tmp_path / "map").glob("*.json")
     seconds, files = json.loads(part.read_text())["test_two.py::test_one"]
     (line,) = files["surojax/parallel/schedule.py"]
@@ -157,8 +170,15 @@ def test_lines_are_mapped_to_the_tests_that_run_them(tmp_path):
         seconds < 5 and "return" in (mutants.ROOT / "surojax/parallel/schedule.py").read_text().splitlines()[line - 1]
     )
     found = mutants.read_map(tmp_path / "map")
-    names = {test.name for test in found["surojax/parallel/schedule.py", line]}
-    assert names == {"test_two.py::test_one", "test_two.py::test_two"}
+    tests = found["surojax/parallel/schedule.py", line]
+    assert {test.name for test in tests} == {"test_two.py::test_one", "test_two.py::test_two"}
+    assert all(test.cost == test.seconds for test in tests)  # they run lines of no other file
+
+
+def test_the_tests_of_a_file_come_before_faster_ones_that_pass_through_it(tmp_path):
+    files = {"through": (1.0, {"x.py": [1], "y.py": list(range(9))}), "of it": (4.0, {"x.py": [1, 2]})}
+    (tmp_path / "1.json").write_text(json.dumps(files))
+    assert mutants.read_map(tmp_path)["x.py", 1] == [Timed("of it", 4, 4), Timed("through", 1, 10)]
 
 
 def test_a_map_of_another_source_is_refused(tmp_path):
@@ -191,7 +211,7 @@ def test_a_run_ends_with_its_first_failure_or_at_its_limit(tmp_path):
     )
 
     def run(*names: str, limit_s: float = 60) -> str:
-        tests = [Timed(f"test_x.py::{name}", 0) for name in names]
+        tests = [Timed(f"test_x.py::{name}", 0, 0) for name in names]
         return mutants.verdict(*mutants.run_tests(tmp_path, [test.name for test in tests], limit_s), limit_s)
 
     assert run("test_good") == run("test_good") == ""
@@ -200,8 +220,15 @@ def test_a_run_ends_with_its_first_failure_or_at_its_limit(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("full_s, killed_by", [(0, ""), (60, "test_m.py::test_f[1-2]")])
-def test_a_survivor_is_tried_again_with_full_cases(tmp_path, full_s, killed_by):
+@pytest.mark.parametrize(
+    "limits, killed_by, left_out",
+    [
+        (mutants.Limits(1), "", 1),
+        (mutants.Limits(1, full_s=60), "test_m.py::test_f[1-2]", 1),
+        (mutants.Limits(1, again_s=9), "test_m.py::test_g", 0),
+    ],
+)
+def test_a_survivor_is_tried_again_with_other_tests_and_full_cases(tmp_path, limits, killed_by, left_out):
     (tmp_path / "m.py").write_text("def f(x):\n    return x + 1\n")
     (tmp_path / "conftest.py").write_text(
         "def pytest_addoption(parser):\n    parser.addoption('--all', action='store_true')\n"
@@ -211,7 +238,9 @@ def test_a_survivor_is_tried_again_with_full_cases(tmp_path, full_s, killed_by):
         "import m, pytest\n"
         "@pytest.mark.parametrize('x, most', [(1, 9), pytest.param(1, 2, marks=pytest.mark.full)])\n"
         "def test_f(x, most):\n    assert x < m.f(x) <= most\n"
+        "def test_g():\n    assert m.f(5) == 6\n"
     )
     (off_by_one,) = (mutant for mutant in mutants_of(tmp_path / "m.py", "m.py") if mutant.kind == "off by one")
-    tests = [Timed("test_m.py::test_f[1-9]", 0)]
-    assert mutants.try_mutant(off_by_one, tmp_path, tests, 60, full_s).killed_by == killed_by
+    tests = [Timed("test_m.py::test_f[1-9]", 1, 1), Timed("test_m.py::test_g", 2, 2)]
+    outcome = mutants.try_mutant(off_by_one, tmp_path, tests, limits)
+    assert (outcome.killed_by, outcome.left_out) == (killed_by, left_out)

@@ -34,8 +34,10 @@ from surojax.placement.mesh import DATA, make_mesh
 from surojax.planner import (
     aot,
     costs,
+    expert_lines,
     footprint,
     hlo,
+    links,
     plan_text,
     prediction,
     products,
@@ -46,7 +48,7 @@ from surojax.planner import (
     traffic,
 )
 from surojax.planner.amounts import GiB
-from surojax.planner.gpus import GPUS
+from surojax.planner.gpus import GPUS, with_nodes
 from surojax.planner.hlo import Transfer
 from surojax.planner.run_plan import Plan
 from surojax.step.state_plan import bytes_per_device
@@ -733,6 +735,20 @@ def test_versions_of_cuda_are_checked_where_there_is_a_driver(monkeypatch, has_d
     assert environment.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") == (None if has_driver else "1")
 
 
+@pytest.mark.parametrize("place", ["wheel", "path", "cuda", ""])
+def test_an_assembler_is_found_in_each_place(place, monkeypatch, tmp_path):
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    if place == "wheel":
+        ptxas = tmp_path / "cu13/bin/ptxas"
+        ptxas.parent.mkdir(parents=True)
+        ptxas.touch()
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(aot.shutil, "which", lambda _: "/bin/ptxas" if place == "path" else None)
+    monkeypatch.setattr(aot, "Path", lambda root: SimpleNamespace(glob=glob) if root == "/usr/local" else Path(root))
+    glob = lambda _: iter(["cuda-13/bin/ptxas"] if place == "cuda" else [])
+    assert aot._assembler() == bool(place)
+
+
 @needs_compiler
 def test_where_jax_has_not_loaded_its_plugin_another_process_plans(monkeypatch, capsys):
     """As on a machine without a GPU where nobody said JAX_PLATFORMS=cpu."""
@@ -809,6 +825,52 @@ def test_programs_are_compiled_for_the_cudnn_that_is_installed(monkeypatch):
     assert "dnn_version_info { major: 9 minor: 28 patch: 1 }" in " ".join(aot.target_config(GPUS["h100"]).split())
     del versions["nvidia-cudnn-cu13"]
     assert aot.cudnn_version() == "9.11.0"
+
+
+def test_a_plan_has_what_its_parts_say(monkeypatch, tmp_path):
+    """Of stages, experts, packed rows and files, on machines of two GPUs."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    experts = {"model.num_experts": 8, "model.num_experts_per_tok": 2, "model.moe_intermediate_size": 128}
+    c = config("tiny", gpus=4, zero_level=3, sample_packing=True, **experts)
+    p = planner.plan(c, FIRST, gpus_per_node=2, host_memory=8, advise=False)
+    facts = with_nodes(FIRST, 2, None)
+    checked = planner.checked(c, FIRST)
+    run = footprint.assembly(checked)
+    assert p.experts == expert_lines.lines(checked, run, facts) != []
+    assert p.between_machines == links.crossing(facts, p.mesh) == ["dp_shard"]
+    assert (p.gpus, p.gpus_per_node, p.packed, p.cp_method, p.estimate) == (4, 2, True, c.cp_method, True)
+    assert p.parameters == run.model.num_parameters and p.mesh == dict(run.mesh.shape)
+    assert p.host_limit_bytes == 8 * GiB and p.device_limit_bytes == int(0.95 * facts.memory_bytes)
+    assert p.bound_by == max(p.times_s, key=lambda name: p.times_s[name])
+    assert p.step_time_bound_s == max(p.times_s.values())
+    assert (p.disks, p.drive_tbw, p.bubble, p.changes) == ("", 0.0, 0.0, [])
+    c = config("tiny", gpus=2, pp_size=2, gradient_accumulation_steps=4)
+    assert planner.plan(c, FIRST, advise=False).bubble == pytest.approx(1 / 5)  # one idle tick beside four
+    c = config("tiny", offload_optimizer="nvme", offload_master="nvme", nvme_path=str(tmp_path))
+    p = planner.plan(c, FIRST, disk="980pro", advise=False)
+    assert "980 PRO" in p.disks.upper() or "980pro" in p.disks
+    assert p.drive_tbw == 600 and p.nvme_bytes > 0 and p.nvme_read_bytes > 0 < p.nvme_write_bytes
+
+
+def test_transfers_of_a_loop_are_added_up_by_direction():
+    """(asynchronous, products started, waited for, other direction at the same time, count)"""
+    loop = {"computation": "b", "times": 3, "products": 2}
+    rows = [
+        loop | {"kind": "h2d", "asynchronous": True, "started": 0, "waited": 1, "both_ways": False, "count": 2},
+        loop | {"kind": "h2d", "asynchronous": True, "started": 1, "waited": 1, "both_ways": True, "count": 1},
+        loop | {"kind": "d2h", "asynchronous": False, "started": 1, "waited": 1, "both_ways": False, "count": 1},
+        loop
+        | {"products": 0, "kind": "all-gather", "asynchronous": True, "started": 0, "waited": 0}
+        | {"both_ways": False, "count": 4},
+    ]
+    _, head, *lines = plan_text.overlap_lines(SimpleNamespace(overlap=rows))
+    assert head.split() == "transfers in loops count asynchronous beside products both ways".split()
+    assert [" ".join(line.split()) for line in lines] == [
+        "2 products, 3 x: device to host 1 0 0 0",
+        "2 products, 3 x: host to device 3 3 2 1",
+        "update: all-gather 4 4 0 0",
+    ]
+    assert plan_text.overlap_lines(SimpleNamespace(overlap=[])) == []
 
 
 def test_units_follow_the_largest_number(monkeypatch):
@@ -1000,6 +1062,24 @@ def test_packed_rows_have_flash_attention_and_the_plan_says_so(planned):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"zero_level": 7}, "^zero_level: expected"),
+        ({"gpus": 0}, "^gpus: expected the number of GPUs to plan for, got 0"),
+        ({"gpus": 4, "dp_replicate_size": 3}, "^dp_replicate_size: expected"),
+        ({"recipe": "nvfp4"}, "^recipe: expected .* got 'nvfp4'"),
+    ],
+)
+def test_a_config_that_cannot_be_planned_is_refused_as_it_is_checked(changes, said):
+    c = default_config()
+    c.update({"gpus": 1} | changes)
+    before = c.to_dict()
+    with pytest.raises(ConfigError, match=said):
+        planner.checked(c, "h100")
+    assert c.to_dict() == before
+
+
 def test_attention_that_the_gpu_does_not_have_is_refused():
     with pytest.raises(ConfigError, match=r"attention: .* got 'cudnn' \(.*head dim.*; use 'xla'"):
         planner.plan(config(**TINY | {"model.head_dim": 256, "attention": "cudnn"}), aot.kind() or FIRST)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from surojax.data import row_fields
+from surojax.data.cells import decoded
 from surojax.data.conversations import text_of_row
 from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import Dataset, parse_dataset
@@ -356,6 +357,44 @@ READ = {("functions", kind) for kind in ROWS} | {
 }
 
 
+# What published rows call them: a name that a table loses is dropped from rows in silence.
+PUBLISHED = {
+    "MEDIA": "image images rejected_image rejected_images pixel_values video videos audio audios",
+    "MEDIA_PLACES": "image_path image_paths image_url image_urls video_path video_paths video_url audio_path "
+    "audio_paths audio_url objects",
+    "REASONING": "reasoning_content thinking reasoning reasoning_text thoughts thought chain_of_thought cot "
+    "Complex_CoT reasoning_trace thinking_trajectories",
+    "WEIGHTS": "weight train training trainable loss loss_scale loss_mask loss_weight",
+    "WEIGHTS_OF_ROWS": "weight sample_weight loss_weight loss_scale train trainable",
+    "MASKS": "attention_mask loss_mask completion_mask assistant_masks assistant_mask response_mask tool_mask env_mask",
+}
+IN_ROWS = {
+    "conversation": "history chat_history conversation_history previous_messages past_turns system_prompt "
+    "system_message system_instruction systemInstruction functions available_tools rejected_response "
+    "rejected_responses rejected_messages rejected_answer rejected mask label kto_tag",
+    "instruction": "history chat_history conversation_history previous_messages past_turns system_prompt "
+    "system_message system_instruction systemInstruction functions available_tools context rejected_response "
+    "rejected_responses rejected_messages rejected_answer rejected mask label kto_tag",
+    "preference": "history chat_history conversation_history previous_messages past_turns system_prompt "
+    "system_message system_instruction systemInstruction functions available_tools context rejected_response "
+    "rejected_responses rejected_messages rejected_answer rejected mask",
+}
+IN_ROWS["unpaired"] = IN_ROWS["preference"]
+
+
+def test_every_published_name_is_known():
+    for table, names in PUBLISHED.items():
+        assert set(names.split()) == set(getattr(row_fields, table)), table
+    every = {*PUBLISHED["MEDIA"].split(), *PUBLISHED["REASONING"].split(), *PUBLISHED["WEIGHTS_OF_ROWS"].split()}
+    for kind, names in IN_ROWS.items():
+        known = [name for of, name in NAMES if of == kind]
+        assert set(names.split()) | every | set(PUBLISHED["MEDIA_PLACES"].split()) == set(known), kind
+        assert len(known) == len(set(known)), kind
+    of_texts = {name for meaning in MEANINGS for name in meaning.names if "text" in meaning.types}
+    assert of_texts == {name for meaning in MEANINGS for name in meaning.names if "tokens" in meaning.types}
+    assert of_texts == set(PUBLISHED["MEDIA"].split())
+
+
 @pytest.mark.parametrize("kind, name", [x for x in NAMES if x[::-1] not in READ])
 def test_a_field_that_means_something_is_refused_unless_it_is_empty(kind, name):
     dataset, record = ROWS[kind]
@@ -539,6 +578,45 @@ def test_reasoning_beside_the_content(name):
     others = {"reasoning_content": "one", "thinking": "two"}
     assert "as one text" in reason(talk("a", "b", **others))
     assert "as one text" in reason(talk("a", "b", **{name: ["one"]}))
+
+
+@pytest.mark.parametrize("name", ["prompt_field", "completion_field", "chosen_field", "rejected_field"])
+def test_a_cell_with_messages_in_it(name):
+    """Of a field that holds a text or messages; a text of a role's name alone is one."""
+    dataset = PAIRS if name in ("chosen_field", "rejected_field") else PROMPTS
+    field = getattr(dataset, name)
+    for cell, value in (
+        ('[{"role": "user", "content": "a"}]', [says("user", "a")]),
+        ('{"from": "gpt", "value": "b"}', {"from": "gpt", "value": "b"}),
+        ('{"messages": []}', {"messages": []}),
+        ('["role"]', '["role"]'),
+        ('{"role": "x"}', '{"role": "x"}'),
+        ("[1, 2", "[1, 2"),
+    ):
+        (row,) = decoded([DataRow({field: cell}, "a.csv:2")], dataset)
+        assert isinstance(row, DataRow) and row.record == {field: value}
+    other = Dataset(("talk",), type="conversation", **{name: field})
+    (row,) = decoded([DataRow({field: '[{"role": "user", "content": "a"}]'}, "a.csv:2")], other)
+    assert isinstance(row, DataRow) and isinstance(row.record[field], str)
+
+
+def test_conversations_of_a_pair_differ_in_their_last_message():
+    differ = {"chosen": talk("a", "b")["messages"], "rejected": talk("x", "c")["messages"]}
+    assert "two conversations that differ in the last message" in reason(differ, PAIRS)
+    asked = {"chosen": talk("a", "b", "c")["messages"], "rejected": talk("a", "b", "d")["messages"]}
+    assert "two conversations that differ in the last message" in reason(asked, PAIRS)
+    same = {"chosen": talk("a", "b")["messages"], "rejected": talk("a", "b")["messages"]}
+    assert "two answers of which one is better, got the same text" in reason(same, PAIRS)
+
+
+def test_ids_are_int32():
+    rollout = {"prompt_ids": [1, 2], "completion_ids": [[3, 4], [5]], "logprobs": [[-0.5, -1], [-2]]}
+    for more in ({"rewards": [0, 1]}, {"advantages": [0.5, -0.5]}):
+        example = RolloutEncoder(99).item(DataRow(rollout | more, "w")).content
+        assert isinstance(example, Example) and example.ids.dtype == np.int32
+    assert np.asarray(TokenEncoder(99).item(DataRow({"input_ids": [1, 2, 3]}, "w")).content).dtype == np.int32
+    example = found(talk("a", "b"))
+    assert isinstance(example, Example) and example.ids.dtype == BYTES.encode("a").dtype == np.int32
 
 
 def test_earlier_turns_beside_a_prompt():

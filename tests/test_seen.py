@@ -142,6 +142,9 @@ def test_a_run_writes_on_a_gpu_only_and_only_what_was_predicted(file):
     cpu = [SimpleNamespace(platform="cpu", device_kind=KIND)]
     for of in ((cpu, predicted, steps), (devices, Prediction(), steps), (devices, predicted, steps[:-1])):
         assert seen.of_run(c, *of) == ""
+    c.nvme_path = "x"
+    assert seen.of_run(c, devices, predicted, steps) == ""
+    c.nvme_path = ""
     with pytest.raises(FileNotFoundError):
         entries(file)
     assert "1.50 x" in seen.of_run(c, devices, predicted, steps)
@@ -175,6 +178,27 @@ def test_a_plan_finds_what_a_run_of_its_config_wrote(changes, monkeypatch):
     with pytest.raises(ConfigError, match="stop"):
         run_plan.plan(c, "b200")
     assert keys == [seen.settings_key(c, 1)]
+
+
+# What changes no step's time.
+ELSEWHERE = """
+    output_dir seed max_steps num_epochs eval_steps eval_batches save_steps save_total_limit resume_from_checkpoint
+    sample_prompt sample_tokens sample_temperature data eval_data text_field datasets validation_datasets data_cache
+    on_long on_bad_row train_on chat_template system_prompt tokenizer model_path from_scratch rates_file learning_rate
+    lr_scheduler_type warmup_steps warmup_ratio cooldown_steps final_lr_fraction weight_decay z_loss
+    model.initializer_range lora_alpha lora_plus_ratio lora_adapter lora_base_adapter gpus attention
+    block_scaled_products distill_path
+""".split()
+
+
+@pytest.mark.parametrize("name", [*ELSEWHERE, "adamw_beta1", "beta"])
+def test_a_setting_that_changes_no_time_is_in_no_name(name):
+    c = default_config()
+    key = seen.settings_key(c, 1)
+    owner = c.model if name.startswith("model.") else c
+    with owner.unlocked(), owner.ignore_type():
+        owner[name.removeprefix("model.")] = "another"
+    assert seen.settings_key(c, 1) == key
 
 
 def test_fit_reads_the_file_and_names_it(file, monkeypatch):

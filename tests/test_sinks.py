@@ -105,6 +105,15 @@ def test_a_sink_beside_the_sums_of_a_kernel():
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_what_sinks_give_has_the_dtype_of_what_they_take():
+    o = jnp.ones((1, 2, 3, 4), jnp.bfloat16)
+    lse = jnp.zeros((1, 3, 2))
+    sinks = jnp.zeros(3, jnp.bfloat16)
+    found_o, found_lse = op.add_sinks(o, lse, sinks)
+    assert (found_o.dtype, found_lse.dtype) == (o.dtype, lse.dtype)
+    assert op.gradient_of_sinks(sinks, found_lse, jnp.ones((1, 3, 2))).dtype == sinks.dtype
+
+
 def test_clamped_swiglu_is_that_of_gpt_oss():
     """Beyond the limits neither side has a gradient."""
     gate, up = jnp.float32([-9.0, -1.0, 3.0, 6.9, 8.0, 2.0, 2.0]), jnp.float32([1.0, 2.0, -3.0, 6.5, 1.0, 9.0, -9.0])

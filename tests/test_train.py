@@ -415,6 +415,29 @@ def test_a_run_whose_time_is_up_saves_and_stops(config, tmp_path, capsys):
     assert "stopped by --max-minutes after step 1 of 12" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_process_whose_time_is_up_tells_the_others(connected, monkeypatch):
+    """With JAX's signal. All stop when they agree on a step; those that do not know why name the signal."""
+    sent = []
+    agreed = iter([False, True, True])
+    monkeypatch.setattr(stop.jax.distributed, "is_initialized", lambda: connected)
+    monkeypatch.setattr(stop.os, "kill", lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr(stop.multihost_utils, "reached_preemption_sync_point", lambda step: next(agreed))
+    stopping = StopSignal(until=time.monotonic() - 1)
+    assert stopping.after(1) == ("" if connected else "--max-minutes")
+    assert stopping.after(2) == "--max-minutes" == stopping.received
+    assert sent == [(os.getpid(), signal.SIGTERM)] * connected
+    assert StopSignal(until=time.monotonic() + 900).after(3) == ("SIGTERM" if connected else "")
+    assert len(sent) == connected
+    stopping._receive(signal.SIGUSR1, None)
+    stopping._receive(signal.SIGUSR2, None)
+    assert stopping.received == "--max-minutes" and len(sent) == 3 * connected
+    told = StopSignal()
+    told._receive(signal.SIGUSR1, None)
+    told._receive(signal.SIGUSR2, None)
+    assert told.received == "SIGUSR1"
+
+
 @pytest.mark.full
 def test_evaluations_that_no_longer_improve_finish_a_run(config, tmp_path, capsys):
     """Without learning all are alike. A start that was killed counts, a further one has nothing left; 0 goes on."""

@@ -27,8 +27,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     if types is None and window:
         layers = given["num_hidden_layers"]
         first = given.get("max_window_layers", 28)
-        full = [window_keys.FULL] * max(0, min(first, layers))
-        types = full + [window_keys.SLIDING] * (layers - max(0, first))
+        types = [window_keys.SLIDING if l >= first else window_keys.FULL for l in range(layers)]
     return window_keys.window_fields(given, window, types) | rope_keys.read_rope(given)
 
 
