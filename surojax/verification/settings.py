@@ -95,6 +95,8 @@ SETTINGS: tuple[Setting, ...] = (
     *(Setting(name, {name: True}) for name in OFFLOADS),
     Setting("offload_all", ALL),
     Setting("offload_grouped", ALL | GROUPED, like="gradient_accumulation_steps", expect="grouped", split=2),
+    Setting("overlap_update", OVERLAPPED),
+    Setting("resident_layers", {"offload_weights": True, "resident_layers": 1}),
     Setting("offload_all@4", ZERO3 | ALL, 4, like="zero_level=3@4"),
     Setting("overlap_update@4", ZERO3 | OVERLAPPED, 4, like="zero_level=3@4"),
     Setting("resident_layers@4", ZERO3 | ALL | {"resident_layers": 1}, 4, like="zero_level=3@4"),
@@ -110,6 +112,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("nvme_all_in_memory", NVME_ALL | {"files_in_memory": 0.001}, expect="grouped"),
     # Mesh
     *(Setting(f"zero_level={n}@4", {"zero_level": n}, 4, expect="order") for n in (1, 2, 3)),
+    Setting("zero_level=3@8", ZERO3, 8, expect="order"),
     Setting("shard_gradients@4", {"shard_gradients": True}, 4, expect="order"),
     Setting("shard_weights@4", {"shard_weights": True}, 4, expect="order"),
     Setting("shard_outer@4", ZERO3 | {"shard_outer": True}, 4, expect="order"),
