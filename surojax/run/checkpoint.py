@@ -19,6 +19,7 @@ import logging
 import math
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,16 +156,19 @@ def ignore_closed_loop() -> None:
     asyncio logs the errors that nobody awaits.
     """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    before = sys.unraisablehook
-    if getattr(before, "ignores", "") == CLOSED_LOOP:
-        return
+    if not isinstance(sys.unraisablehook, _OtherErrors):
+        sys.unraisablehook = _OtherErrors(sys.unraisablehook)
 
-    def hook(raised: "sys.UnraisableHookArgs") -> None:
+
+class _OtherErrors:
+    """Passes errors that nothing can raise to another hook, but those of a closed event loop."""
+
+    def __init__(self, before: Callable[["sys.UnraisableHookArgs"], Any]):
+        self.before = before
+
+    def __call__(self, raised: "sys.UnraisableHookArgs") -> None:
         if raised.exc_type is not RuntimeError or str(raised.exc_value) != CLOSED_LOOP:
-            before(raised)
-
-    hook.ignores = CLOSED_LOOP
-    sys.unraisablehook = hook
+            self.before(raised)
 
 
 class _Held(policies.PreservationPolicy):
