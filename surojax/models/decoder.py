@@ -8,6 +8,7 @@ Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, L layers.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -38,8 +39,12 @@ def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
 
 def declarations(config: DecoderConfig) -> dict[str, LayerKinds]:
     """The sublayers of each segment's layers, without parameters."""
-    layer_configs = {name: layers.config for name, layers in config.segments().items()}
-    return {name: LayerKinds(*(kind(c) for kind in sublayer_types(c))) for name, c in layer_configs.items()}
+
+    def of_layers(config: DecoderConfig) -> LayerKinds:
+        mixer, mlp = sublayer_types(config)
+        return LayerKinds(mixer(config), mlp(config))
+
+    return {name: of_layers(layers.config) for name, layers in config.segments().items()}
 
 
 class Block(nnx.Module):
@@ -61,9 +66,9 @@ class Block(nnx.Module):
 
         mixer, mlp = sublayer_types(config)
         self.attention_norm = norm()
-        self.attention = mixer(config, rngs=rngs)
+        self.attention: Any = mixer(config, rngs=rngs)
         self.mlp_norm = norm()
-        self.mlp = mlp(config, rngs=rngs)
+        self.mlp: Any = mlp(config, rngs=rngs)
         if config.sandwich_norms:
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()

@@ -125,7 +125,7 @@ def in_pairs(run: Run) -> list[Run]:
     """
     if len(run.slots) > 1 or run.rounds < 4:
         return [run]
-    (slot,) = run.slots
+    slot = run.slots[0]
     half, odd = divmod(run.rounds, 2)
     pair = tuple(slot._replace(stride=2 * slot.stride, offset=slot.index(i)) for i in (0, 1))
     return [Run(half, pair)] + [Run(1, (slot.after(run.rounds - 1),))] * odd

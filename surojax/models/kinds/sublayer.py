@@ -76,6 +76,10 @@ class Sublayer(nnx.Module):
     input: ClassVar[str]
     tensors: ClassVar[Mapping[str, FileNames]]
 
+    def __init__(self, config: Any = None, *, rngs: nnx.Rngs | None = None):
+        """config: the architecture, such as a `DecoderConfig`."""
+        self.config = config
+
     def widths(self) -> Sequence[Width]:
         """The widths of its matrices besides `hidden_size`: `tp` divides them, and recipes ask for multiples."""
         return ()
