@@ -274,6 +274,7 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
             "7 steps in",
             f"checkpoint: {tmp_path}/run/checkpoints/12",
             f"sample: surojax generate --checkpoint {tmp_path}/run --prompt TEXT",
+            f"export: surojax convert --checkpoint {tmp_path}/run --out FOLDER",
             f"resume: {command} --quiet --config.max_steps=24",
             "compiling the step and the evaluation ...\ncompiled in ",
             f"TensorBoard events: {tmp_path}/run/tensorboard; to see them: ",
@@ -835,6 +836,8 @@ def test_a_resume_line_sets_no_flag_twice(config):
     rest = ["--config", "x.py", "--config.seed", "1", "--heartbeat", "9"]
     assert module.going_on(argv, config, 12) == [*rest, "--config.max_steps=24"]
     config.max_steps, config.num_epochs = 0, 3
+    for short in (["--num_epochs", "3"], ["--num-epochs=3"]):
+        assert module.going_on([*rest, *short], config, 12) == [*rest, "--config.num_epochs=6"]
     assert module.going_on([*rest, "--config.num_epochs=3"], config, 12) == [*rest, "--config.num_epochs=6"]
 
 
