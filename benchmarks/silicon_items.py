@@ -39,7 +39,7 @@ from surojax.placement.mesh import find_devices, make_mesh
 from surojax.planner.gpus import gpu_key
 from surojax.planner.prediction import Prediction
 from surojax.planner.run_plan import checked
-from surojax.training.programs import step_options
+from surojax.training.run_programs import step_options
 from surojax.training.run_summary import print_prediction
 
 # Of `rates`: products of a 7B block with 8,192 tokens, of 1.5B with 32,768, and a cube.

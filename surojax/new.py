@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")  # the search needs no GPU, and should not occupy one
     try:
         own = parser()
-        rest, overrides = flags.split(sys.argv[1:] if argv is None else argv, own)
+        rest, overrides = flags.split_flags(sys.argv[1:] if argv is None else argv, own)
         args = own.parse_args(rest)
         need(args.name.isidentifier(), "NAME", "letters, digits and _", args.name, "choose another name")
         need(1 <= args.gpus <= MOST_GPUS, "--gpus", f"1 to {MOST_GPUS:,}", args.gpus, "correct it")

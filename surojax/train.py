@@ -65,9 +65,9 @@ from surojax.step.state import TrainState
 from surojax.training.evaluation import early_stopping, evaluation_summary
 from surojax.training.initial_state import ADAPTER, first_state, restored, write_adapter
 from surojax.training.loop import Outputs, loop
-from surojax.training.programs import compile_programs
 from surojax.training.reference import with_reference
 from surojax.training.resume import check_unfinished
+from surojax.training.run_programs import compile_programs
 from surojax.training.run_summary import (
     TRACE,
     budget,

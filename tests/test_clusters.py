@@ -17,7 +17,7 @@ from small import quick_at
 
 from surojax.cluster.early import STOPPED
 from surojax.cluster.hosts import Hosts, detect
-from surojax.config.flags import split
+from surojax.config.flags import split_flags
 from surojax.errors import EXIT_CODES, REFUSED, exit_codes
 from surojax.planner.footprint import POOL
 
@@ -49,7 +49,7 @@ def check_pod(pod: dict) -> None:
 def check_command(words: list[str]) -> None:
     """A command trains on all GPUs, into a folder that is shared, with a config that exists."""
     assert words[:2] == ["surojax", "train"]
-    rest, overrides = split(words[2:], argparse.ArgumentParser())
+    rest, overrides = split_flags(words[2:], argparse.ArgumentParser())
     assert rest[0] == "--config" and (DOCS.parent / rest[1]).is_file()
     fields = dict(overrides)
     assert fields["gpus"] == "0"
@@ -124,7 +124,7 @@ def test_the_trainjob():
 def test_the_skypilot_file():
     found = loaded("skypilot.yaml")
     assert found["num_nodes"] == 2 and re.fullmatch(r"\w+:\d", found["resources"]["accelerators"])
-    check_command(shlex.split(found["run"].replace("\\\n", " ")))
+    check_command(shlex.split_flags(found["run"].replace("\\\n", " ")))
     assert found["envs"] == SET and found["config"]["docker"]["run_options"] == ["--shm-size=16g"]
 
 

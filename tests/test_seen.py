@@ -186,8 +186,8 @@ ELSEWHERE = """
     sample_prompt sample_tokens sample_temperature data eval_data text_field datasets validation_datasets data_cache
     on_long on_bad_row train_on chat_template system_prompt tokenizer model_path from_scratch rates_file learning_rate
     lr_scheduler_type warmup_steps warmup_ratio cooldown_steps final_lr_fraction weight_decay z_loss
-    model.initializer_range lora_alpha lora_plus_ratio lora_adapter lora_base_adapter gpus attention
-    block_scaled_products distill_path
+    model.initializer_range lora_alpha lora_plus_ratio lora_adapter lora_base_adapter gpus
+    distill_path
 """.split()
 
 

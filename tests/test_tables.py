@@ -33,7 +33,6 @@ from surojax.run import trackers
         family.GGUF_NAMES,
         family.EXPERT_GGUF_NAMES,
         gemma.TENSORS,
-        lora.TARGETS,
         lora.SAVED,
         operations.ACTIVATIONS,
         choices.OFFLOADS,

@@ -192,7 +192,7 @@ def test_few_samples_make_smaller_steps(capsys, samples, changes, fits):
     c.gradient_accumulation_steps = 16
     c.update(changes)
     before = c.to_dict()
-    found = training_start.fitting(c, samples, batch_size=4)
+    found = training_start.with_smaller_steps(c, samples, batch_size=4)
     assert found.gradient_accumulation_steps == fits and c.to_dict() == before
     said = capsys.readouterr().out
     assert (f"{samples} samples are fewer than" in said) == (found is not c)

@@ -44,7 +44,7 @@ def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tupl
     Raises ConfigError for a bad option, and for a `model` field that contradicts the model at `model_path`.
     """
     add_options(parser)
-    rest, overrides = split(sys.argv[1:] if argv is None else argv, parser)
+    rest, overrides = split_flags(sys.argv[1:] if argv is None else argv, parser)
     args, unknown = parser.parse_known_args(rest)
     if unknown:
         field = unknown[0].strip("-").partition("=")[0].replace("-", "_")
@@ -156,7 +156,7 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}"
 
 
-def split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, str | None]]]:
+def split_flags(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, str | None]]]:
     """Splits arguments into (those that set no field, [(field, text of its value or None)] for those that set one).
 
     Fields may be written without `config.` where the parser has no option of that name.

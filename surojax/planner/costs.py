@@ -127,7 +127,7 @@ class ProgramOnGpu:
     @functools.cached_property
     def queues(self) -> Mapping[str, str]:
         """Queues of works by name, where XLA of the installed plugin does not assign one to each stream."""
-        return {} if cuda_plugin.plugin_version() >= cuda_plugin.STREAMS_BY_DIRECTION else in_turn(self.module)
+        return {} if cuda_plugin.plugin_version() >= cuda_plugin.STREAMS_BY_DIRECTION else streams_in_turn(self.module)
 
     def steps(self, computation: str = "") -> tuple[Step, ...]:
         """What the main stream does in a computation, in order."""
@@ -173,7 +173,7 @@ def launch_seconds(steps: Sequence[Step]) -> float:
     return total
 
 
-def in_turn(module: Module) -> dict[str, str]:
+def streams_in_turn(module: Module) -> dict[str, str]:
     """Queues of asynchronous works by name, as XLA of 0.11 assigns them: four in turn.
 
     Bodies of loops come after what is around them, and the copies of a computation before its slices. XLA goes through

@@ -3,7 +3,7 @@
 The program is walked in the order of its schedule, loops as often as they run. Time passes on five streams: compute
 (the main one), host to device, device to host, collectives, and asynchronous compute. Each of them does its work in
 order. If the installed CUDA plugin is older than 0.12, copies of both directions are queued on four streams in turn
-instead (`costs.in_turn`); those of one direction that are under way together share its rate. The main stream takes its
+(`costs.streams_in_turn`); those of one direction that are under way together share its rate. The main stream takes its
 kernels one after another; a "-start" hands a work to its stream; a "-done" makes the main stream wait until that work
 is done. While the main stream waits, time is exposed, and is booked to the kind of what it waits for. What each work
 costs alone is in costs.py.

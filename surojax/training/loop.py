@@ -20,7 +20,7 @@ from surojax.run.nonfinite import check_finite
 from surojax.run.stop import StopSignal
 from surojax.step.state import TrainState
 from surojax.step.train_step import up_to_date
-from surojax.training.programs import Programs
+from surojax.training.run_programs import RunPrograms
 from surojax.training.start import Start
 
 SETTLES_S = 1.0  # seconds after which a folder that is being removed is gone
@@ -54,7 +54,7 @@ class Done(NamedTuple):
 def loop(
     c: Config,
     start: Start,
-    programs: Programs,
+    programs: RunPrograms,
     outputs: Outputs,
     batches: Iterator[dict[str, np.ndarray]],
     state: TrainState,

@@ -19,8 +19,8 @@ from surojax.parallel.feed import Feed, to_host
 from surojax.placement.layout import batch_sharding
 from surojax.step.state import TrainState
 from surojax.training.initial_state import first_state
-from surojax.training.programs import compile_programs
 from surojax.training.reference import with_reference
+from surojax.training.run_programs import compile_programs
 from surojax.training.setup import naming_rows, set_up
 from surojax.training.start import find_start
 

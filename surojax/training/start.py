@@ -72,7 +72,7 @@ def find_start(c: Config, setup: Setup) -> Start:
     if c.objective == DISTILL:
         found = found._replace(train=_with_labels(c, found.train, tokenizer))
     samples = found.train
-    c = fitting(c, len(samples.all), batch_size)
+    c = with_smaller_steps(c, len(samples.all), batch_size)
     samples_per_step = batch_size * c.gradient_accumulation_steps
     check_length(samples.all, samples_per_step)
     identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}
@@ -101,7 +101,7 @@ def find_start(c: Config, setup: Setup) -> Start:
     return Start(*of_data, identity, adapter, resume, in_files, meta, first_step, position, total_steps)
 
 
-def fitting(c: Config, num_samples: int, batch_size: int) -> Config:
+def with_smaller_steps(c: Config, num_samples: int, batch_size: int) -> Config:
     """Returns the config with a smaller gradient_accumulation_steps if an epoch has no full step, and says so.
 
     num_samples: of an epoch. batch_size: samples in a microbatch of all devices. The epoch then has `SMALL_EPOCH` steps

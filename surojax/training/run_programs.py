@@ -19,7 +19,7 @@ from surojax.training.evaluation import Evaluation
 from surojax.untrusted import expanded
 
 
-class Programs(NamedTuple):
+class RunPrograms(NamedTuple):
     """The compiled programs of a run.
 
     store: the files of the run. arrays: names of a batch's arrays. one_at_a_time: a step is waited for before the next
@@ -64,7 +64,7 @@ def step_options(c: Config, run: Assembly, devices: list[Any]) -> dict[str, Any]
 
 def compile_programs(
     c: Config, run: Assembly, mesh: jax.sharding.Mesh, evaluated: list[Evaluated], feed: Feed
-) -> Programs:
+) -> RunPrograms:
     """Compiles the step and the evaluation, and prints how long that took."""
     devices = list(mesh.devices.flat)
     options = step_options(c, run, devices)
@@ -76,4 +76,4 @@ def compile_programs(
     # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in files, a
     # step has already ended when `train_step` returns.
     one_at_a_time = (devices[0].platform == "cpu" and len(devices) > 1) or not run.store.is_empty
-    return Programs(train_step, evaluate, feed, run.store, run.engine.batch_arrays, one_at_a_time)
+    return RunPrograms(train_step, evaluate, feed, run.store, run.engine.batch_arrays, one_at_a_time)
