@@ -124,7 +124,7 @@ def test_the_trainjob():
 def test_the_skypilot_file():
     found = loaded("skypilot.yaml")
     assert found["num_nodes"] == 2 and re.fullmatch(r"\w+:\d", found["resources"]["accelerators"])
-    check_command(shlex.split_flags(found["run"].replace("\\\n", " ")))
+    check_command(shlex.split(found["run"].replace("\\\n", " ")))
     assert found["envs"] == SET and found["config"]["docker"]["run_options"] == ["--shm-size=16g"]
 
 
