@@ -189,11 +189,15 @@ def test_bad_input_writes_nothing(tmp_path):
     with pytest.raises(ConfigError, match=r"expected a tokenizer that splits text as smollm, llama-bpe, qwen2, gpt-2"):
         convert.convert(folder, out)
     (folder / "tokenizer.json").write_text(tokenizer_json())
-    large = tensors_in(folder) | {"model.layers.1.mlp.up_proj.weight": np.full((80, 32), 1e5, np.float32)}
-    write(tmp_path / "large", "llama", tensors=large, vocab_size=384)
-    with pytest.raises(ConfigError, match=r"^--dtype: expected numbers within float16, got larger ones in .*up_proj"):
-        convert.convert(tmp_path / "large", tmp_path / "new" / "out.gguf", dtype="float16", tokenizer=str(folder))
-    assert sorted(path for path in tmp_path.rglob("*") if "large" not in path.parts) == files
+    said = r"^--dtype: expected numbers within float16, got larger ones in .*up_proj"
+    for number in (1e5, -1e5):
+        large = tensors_in(folder) | {"model.layers.1.mlp.up_proj.weight": np.full((80, 32), number, np.float32)}
+        where = tmp_path / f"large{number:.0f}"
+        write(where, "llama", tensors=large, vocab_size=384)
+        with pytest.raises(ConfigError, match=said):
+            convert.convert(where, tmp_path / "new" / "out.gguf", dtype="float16", tokenizer=str(folder))
+    there = (path for path in tmp_path.rglob("*") if "large" not in str(path.relative_to(tmp_path)))
+    assert sorted(there) == files
     (tmp_path / "out.Modelfile").write_text("mine")
     with pytest.raises(ConfigError, match=r"^export: expected a file that can be made, .*\(out\.Modelfile exists\)"):
         check_gguf_path(out)
