@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from surojax import ConfigError, convert
 from surojax.data.gguf_tokenizer import LLAMA3, QWEN2
 from surojax.data.tokenizer import load_tokenizer
+from surojax.exchange import gguf_export
 from surojax.exchange.gguf_export import check_gguf_path
 
 LLAMA3_POSITIONS = {
@@ -232,3 +233,31 @@ def test_smollm2_comes_back(tmp_path):
     theirs, ours = (gguf.GGUFReader(file).fields for file in (path, again))
     for name in ("pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id", "add_bos_token"):
         assert ours[f"tokenizer.ggml.{name}"].contents() == theirs[f"tokenizer.ggml.{name}"].contents(), name
+
+
+@pytest.mark.parametrize(
+    "dtype, most, beyond",
+    [
+        ("float16", 65504.0, 65536.0),
+        ("q8_0", 65504.0, 65536.0),
+        ("bfloat16", float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), float(np.finfo(np.float32).max)),
+        ("float32", float(np.finfo(np.float32).max), np.inf),
+    ],
+)
+def test_the_largest_number_of_a_type(dtype, most, beyond):
+    """Of both signs; bfloat16's is less than float32's, which would be rounded to infinity."""
+
+    class Stored:
+        def __init__(self, number: float):
+            self.number = number
+
+        def read(self, name: str) -> np.ndarray:
+            return np.array([0.0, self.number], np.float32)
+
+    kind, _ = gguf_export.DTYPES[dtype]
+    for sign in (1, -1):
+        found = gguf_export._read(Stored(sign * most), "w", kind, dtype)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(found, np.float32([0, sign * most]))
+        for number in (sign * beyond, np.nan):
+            with pytest.raises(ConfigError, match=f"^--dtype: expected numbers within {dtype}, got larger ones in w"):
+                gguf_export._read(Stored(number), "w", kind, dtype)  # type: ignore[arg-type]

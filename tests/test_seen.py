@@ -1,6 +1,7 @@
 """What was measured on GPUs here corrects what is predicted next, and a bad file corrects nothing."""
 
 import dataclasses
+import datetime
 import json
 from types import SimpleNamespace
 
@@ -42,6 +43,17 @@ def test_a_measured_step_corrects_the_same_settings_exactly_and_others_by_the_me
         assert found.rates.products == pytest.approx(GPU.rates.products / factor)
         assert found.rates.hop == pytest.approx(GPU.rates.hop * factor) and found.rates.duplex == GPU.rates.duplex
     assert seen.corrected(GPUS["rtx3090"], file, "a") is GPUS["rtx3090"]
+
+
+def test_the_newest_entries_are_kept_and_the_last_date_is_named(file, monkeypatch):
+    monkeypatch.setattr(seen, "MOST_ENTRIES", 3)
+    for day, settings in enumerate("abcd", 1):
+        monkeypatch.setattr(
+            seen, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda day=day: datetime.date(2026, 1, day)))
+        )
+        seen.record(file, KIND, 1.0, 1.1, settings, 1)
+    assert [x["settings"] for x in entries(file)] == ["b", "c", "d"]
+    assert "to 2026-01-04" in seen.corrected(GPU, file).seen.note
 
 
 def test_simulation_and_estimate_share_the_correction(file):
