@@ -157,7 +157,7 @@ def test_a_format_of_compressed_tensors(format, weights, expected):
         else:
             assert compressed.fp8_block(entry) == expected
     with pytest.raises(ValueError):
-        compressed.fp8_block({"format": format, "config_groups": dict.fromkeys("ab", {"weights": weights})})
+        compressed.fp8_block({"format": format, "config_groups": {key: {"weights": weights} for key in "ab"}})
 
 
 def test_matrices_in_nvfp4_have_three_tensors():
