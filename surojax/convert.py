@@ -5,8 +5,9 @@
     surojax convert merge BASE ADAPTER [ADAPTER ...] FOLDER [--dtype float32]
     surojax convert --check FOLDER [--python INTERPRETER]
 
-The third merges adapters in PEFT's format into a model, each onto the result of those before it. The fourth
-compares logits and losses with those of transformers, if an interpreter has it with torch.
+A run's adapters are merged into their base. The third merges adapters in PEFT's format into a model, each onto the
+result of those before it. The fourth compares logits and losses with those of transformers, if an interpreter has it
+with torch.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, refusing, short_exit_codes
 from surojax.exchange import compressed, config_json, gguf, gguf_export, peft, small_files
 from surojax.exchange.adapter_config import labels_of_adapter
-from surojax.exchange.checkpoint_tensors import CheckpointTensors
+from surojax.exchange.checkpoint_tensors import CheckpointTensors, stored_adapter
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.gguf_export import DTYPES as GGUF_DTYPES, export_gguf
 from surojax.exchange.huggingface import read_config
@@ -37,6 +38,7 @@ from surojax.inference import model_folder, parity
 from surojax.inference.model_folder import folder_files, trained_files
 from surojax.inference.trained_model import check_trained_with
 from surojax.models.model import Model
+from surojax.numerics.base_formats import chosen_format
 from surojax.run import on_disk
 from surojax.step.objectives import OBJECTIVES, objective_of
 
@@ -149,17 +151,29 @@ def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) 
 def _open_checkpoint(checkpoint: Path, tokenizer: str) -> Opened:
     meta = on_disk.read_meta_of_run(checkpoint)
     c = checks.restored_config(meta["config"], on_disk.written_by(meta))
-    if c.lora:
+    if c.lora and not c.model_path:
         raise ConfigError(
-            f"--checkpoint: expected a checkpoint with all weights, got adapters in {checkpoint}; merge them"
+            f"--checkpoint: expected adapters of a model that can be read, got {checkpoint}, whose base was drawn at "
+            "random; start from a model_path"
         )
+    source = c.model_path
     kept = kept_in(checkpoint.parent.parent)
     c.model_path = str(kept) if (kept / CONFIG).is_file() else c.model_path
     c.tokenizer = tokenizer or (str(kept) if (kept / "tokenizer.json").is_file() else c.tokenizer)
     c.chat_template = template_of(c, checkpoint.parent.parent)
     check_trained_with(meta, load_tokenizer(c.tokenizer))
     model = from_config.model(c)
-    return Opened(model, CheckpointTensors(checkpoint, model), *folder_files(c))
+    if not c.lora:
+        return Opened(model, CheckpointTensors(checkpoint, model), *folder_files(c))
+    base = open_model(source, tokenizer, num_labels=c.model.num_labels)
+    tensors = base.tensors
+    if c.lora_base_adapter:
+        first = peft.read_adapter(c.lora_base_adapter, base.model, naming_of(base.config))
+        tensors = Merged(tensors, first, base.model)
+    frozen = chosen_format(c)
+    of_base = meta.get("base", ""), f"{frozen} {c.model_dtype}" if frozen else peft.STORED
+    adapter = stored_adapter(checkpoint, model, from_config.lora(c), *of_base)
+    return Opened(base.model, Merged(tensors, adapter, base.model), *folder_files(c))
 
 
 def check_out(path: str | Path) -> None:
@@ -190,11 +204,8 @@ def gguf_tokenizer_of(config: dict[str, Any], files: Files, path: str | Path) ->
 def check_exportable(c: Config, folder: str | Path) -> None:
     """Raises ConfigError if a resolved config's model cannot be exported to this folder."""
     checks.check(c)
-    if c.lora:
-        raise ConfigError(
-            "--export: expected lora=False, with which all weights are trained, got True; leave it out, and merge the "
-            f"adapter then: surojax convert merge MODEL OUTPUT_DIR/adapter {folder}"
-        )
+    if c.lora and not c.model_path:
+        raise ConfigError("--export: expected adapters of a model_path, got those of a random base; leave it out")
     check_out(folder)
     config, files = folder_files(c)
     if gguf.is_gguf(Path(folder)):

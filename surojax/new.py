@@ -2,6 +2,7 @@
 
     surojax new my_run --model llama7b --gpu rtx4090
     surojax new my_run --model MODEL --gpu h100 --gpus 8 --data chats.jsonl
+    surojax new my_run --model MODEL --gpu rtx4090 --qlora --config.sequence_len=4096
 
 Nothing is compiled: 7B takes 7 s of a core for one GPU, 34 s for four.
 `surojax fit` compiles the best settings and knows more.
@@ -9,6 +10,8 @@ Nothing is compiled: 7B takes 7 s of a core for one GPU, 34 s for four.
 
 import argparse
 import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -29,10 +32,13 @@ DATA = "data/*.jsonl"  # what stands for the data if none is named,
 EXAMPLE = "stdlib"  # but for a config that reads Python's own source
 
 
-def given(model: str, gpus: int, data: str, output_dir: str) -> Config:
+def given(
+    model: str, gpus: int, data: str, output_dir: str, overrides: Sequence[tuple[str, str | None]] = ()
+) -> Config:
     """Returns the config to begin with.
 
-    model: a name in `flags.configs`, or a value of `model_path`. Raises ConfigError.
+    model: a name in `flags.configs`, or a value of `model_path`. overrides: fields and texts of their values. Raises
+    ConfigError.
     """
     c = flags.load_config(model if flags.is_config_name(model) else str(flags.FINETUNE))
     if not flags.is_config_name(model):
@@ -42,6 +48,9 @@ def given(model: str, gpus: int, data: str, output_dir: str) -> Config:
         data = DATA if c.model_path or c.data != EXAMPLE else EXAMPLE
     c.data = data
     c.output_dir = output_dir
+    flags.override_all(c, overrides)
+    if c.model_path:
+        flags.set_rate_of_adapters(c, overrides)
     return c
 
 
@@ -107,14 +116,16 @@ def main(argv: list[str] | None = None) -> None:
     """Parses the command line, searches and writes. An error ends it with one line (`errors.ending`)."""
     jax.config.update("jax_platforms", "cpu")  # the search needs no GPU, and should not occupy one
     try:
-        args = parser().parse_args(argv)
+        own = parser()
+        rest, overrides = flags.split(sys.argv[1:] if argv is None else argv, own)
+        args = own.parse_args(rest)
         need(args.name.isidentifier(), "NAME", "letters, digits and _", args.name, "choose another name")
         need(1 <= args.gpus <= MOST_GPUS, "--gpus", f"1 to {MOST_GPUS:,}", args.gpus, "correct it")
         need(args.host_memory > 0, "--host-memory", "GiB, more than 0", args.host_memory, "leave it out")
         file = Path(f"{args.name}.py")
         check_new("NAME", file)
         gpu = gpu_key(args.gpu)
-        c = given(args.model, args.gpus, args.data, f"runs/{args.name}")
+        c = given(args.model, args.gpus, args.data, f"runs/{args.name}", overrides)
         fastest = fastest_estimated(c, gpu, args.host_memory * GiB)
         text = config_docstring(args.name, args.model, gpu, args.gpus, fastest)
         file.write_text(config_file(changed(c, fastest.change), text, commented=True), encoding="utf-8")

@@ -87,7 +87,7 @@ def check_cost(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the command's own options."""
-    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
+    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes('a plan that does not fit')}"
     arguments = argparse.ArgumentParser(prog="surojax plan", description=description)
     machine = arguments.add_argument_group("the machine")
     machine.add_argument("--gpu", metavar="NAME", help=f"the GPU to plan for: {', '.join(GPUS)}")
@@ -111,7 +111,10 @@ def html(p: Plan, trace: Path, argv: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parses the command line, plans, and prints the plan. An error ends it with one line (`errors.ending`)."""
+    """Parses the command line, plans, and prints the plan. An error ends it with one line (`errors.ending`).
+
+    Exits with 1 if the plan does not fit.
+    """
     jax.config.update("jax_platforms", "cpu")  # the plan needs no GPU, and should not occupy one
     try:
         c, args = parse_flags(argv, parser())
@@ -153,6 +156,8 @@ def main(argv: list[str] | None = None) -> None:
                 files[option].write_text(texts[option](), encoding="utf-8")
         for written in files.values():
             print(f"written: {written}")
+        if not planned.fits:
+            sys.exit(1)
     except (ConfigError, OSError) as error:
         raise ending("plan", error) from error
 

@@ -36,6 +36,7 @@ from surojax.config.flags import parse_flags
 from surojax.data.batches import training_batches as training_batches
 from surojax.errors import CheckpointError, ConfigError, Refused, StepError, ends_with_code, exit_codes, need
 from surojax.exchange.sources import keeps, replaced_fields, resolved
+from surojax.inference.trained_model import has_template
 from surojax.memory import nvme
 from surojax.memory.aligned import share_arenas
 from surojax.memory.lock import locked
@@ -141,6 +142,7 @@ def train(
 
     # -- Data, and the checkpoint to continue from --------------------------------------------------------------------
     start = find_start(c, setup)
+    c = start.config
     tokens_per_step = start.samples_per_step * c.sequence_len
 
     # -- Plan: shapes, shardings, memory ------------------------------------------------------------------------------
@@ -149,7 +151,8 @@ def train(
         check_restorable(start.resume, run.plan, run.layers)
     describe_run(c, run, devices, setup.need)
     say(start.found.describe())
-    say(f"run: {start.total_steps} steps of {tokens_per_step:,} tokens into {setup.output_dir}")
+    rate = f"learning rate {c.learning_rate:g}"
+    say(f"run: {start.total_steps} steps of {tokens_per_step:,} tokens, {rate}, into {setup.output_dir}")
     is_new = (c.from_scratch or not c.model_path) and not c.lora
     say(budget(run.model, start.total_steps * tokens_per_step, is_new=is_new))
 
@@ -395,8 +398,10 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
         source = ["surojax", "convert", *(adapter if c.lora else ["--checkpoint", str(c.output_dir), "--out"])]
         say(f"export: {shlex.join(source)} FOLDER")
     else:
-        chat = ["--chat"] * bool(c.chat_template)
+        chat = ["--chat"] * has_template(resolved(c))
         say(f"sample: {shlex.join(['surojax', 'generate', '--checkpoint', str(c.output_dir), *chat])} --prompt TEXT")
+        if args.export is None and (c.model_path or not c.lora):
+            say(f"export: {shlex.join(['surojax', 'convert', '--checkpoint', str(c.output_dir), '--out'])} FOLDER")
     elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
     longer = again
     if result.finished and result.stopped_by:
@@ -415,10 +420,13 @@ def going_on(command: list[str], c: Config, step: int) -> list[str]:
 
 
 def without_field(command: list[str], name: str) -> list[str]:
-    """Removes the words that set a field, --config.NAME=VALUE or --config.NAME VALUE, from a command line."""
-    flag = f"--config.{name}"
-    values = [i + 1 for i, word in enumerate(command) if word == flag]
-    return [word for i, word in enumerate(command) if i not in values and word.partition("=")[0] != flag]
+    """Removes the words that set a field, --config.NAME=VALUE or --NAME VALUE, from a command line."""
+
+    def sets(word: str) -> bool:
+        return word.startswith("--") and word[2:].removeprefix("config.").replace("-", "_") == name
+
+    values = [i + 1 for i, word in enumerate(command) if sets(word)]
+    return [word for i, word in enumerate(command) if i not in values and not sets(word.partition("=")[0])]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Checks that memory and parallelism settings do not change the result of training.
 
-    surojax verify --config configs/verify.py [--steps N] [--only NAME,...] [--list] [--mutants]
+    surojax verify --config configs/verify.py [--steps N] [--only NAME,...] [--list]
 
 Each row of verification/settings.py is one setting. It trains the config's model for a few steps with the config's
 dtypes, recipe and optimizer; all rows start from the weights that the first one draws, and use equal batches. The
@@ -24,12 +24,7 @@ every row can use; on CPUs, the next rows compile meanwhile. With another config
 named at the start, and skipped. For a large model, set fewer layers and keep the width, since the settings work layer
 by layer.
 
-With --mutants, the rows themselves are tested: each collective is taken out of the program, one at a time, and the row
-must then fail (verification/mutants.py). A small model is enough, with two layers in each pipeline stage and heads for
-each device. All rows take about twenty minutes of CPU time:
-
-    surojax verify --config configs/tiny.py --mutants --config.model.hidden_size=64 \\
-        --config.model.num_attention_heads=4 --config.sequence_len=32 --config.per_device_batch_size=2
+tests/test_verify_mutants.py takes each collective out of a row's program, one at a time: the row must then fail.
 
 `verification.rows.verify(config)` is the function behind this command; the tests call it.
 """
@@ -48,7 +43,6 @@ from surojax.config.flags import parse_flags
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
-from surojax.verification import mutants
 from surojax.verification.row_batches import make_batches
 from surojax.verification.rows import VerifiedSetting, refused_sizes, verify
 from surojax.verification.settings import SETTINGS, Setting
@@ -93,30 +87,13 @@ def listing() -> str:
     return "\n".join(f"{s.name:<{WIDTH}}{changes(s)}" for s in SETTINGS)
 
 
-def line_of_mutant(outcome: mutants.Outcome) -> str:
-    """Returns one line of the table of mutants: the row, how the mutant was found, and the removed collective."""
-    row = f"{outcome.mutant.setting.name:<{WIDTH}}{outcome.found:<11}{outcome.seconds:>6.1f} s"
-    return f"{row}  {outcome.mutant.removed}\n  {outcome.why}"
-
-
-def summary_of_mutants(outcomes: list[mutants.Outcome]) -> str:
-    """Counts the mutants, and those found at trace time, by parity, and not at all, in a line."""
-    count = collections.Counter(outcome.found for outcome in outcomes)
-    rows = len({outcome.mutant.setting.name for outcome in outcomes})
-    kinds = ", ".join(f"{count[kind]} {kind}" for kind in (mutants.AT_TRACE, mutants.BY_PARITY, mutants.NOT_FOUND))
-    return f"{len(outcomes)} mutants of {rows} rows: {kinds}"
-
-
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of this command's own flags."""
     codes = short_exit_codes("a row that failed", "none that passed")
     description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{codes}"
     made = argparse.ArgumentParser(prog="surojax verify", description=description)
-    made.add_argument(
-        "--steps", metavar="N", type=int, help=f"optimizer steps of each row ({STEPS}; of a mutant {mutants.STEPS})"
-    )
+    made.add_argument("--steps", metavar="N", type=int, default=STEPS, help="optimizer steps of each row (%(default)s)")
     made.add_argument("--only", metavar="NAME,...", help="only these rows; names or patterns such as offload_*")
-    made.add_argument("--mutants", action="store_true", help="take out one collective at a time: the row must fail")
     made.add_argument("--list", action="version", version=listing(), help="print the names of the rows, and exit")
     return made
 
@@ -138,42 +115,23 @@ def print_rows(c: Config, steps: int, only: list[str] | None) -> bool:
     return any(row.status == "pass" for row in rows) and not any(row.status == "FAIL" for row in rows)
 
 
-def print_mutants(c: Config, steps: int, only: list[str] | None) -> bool:
-    """Prints the table of mutants; returns whether there are any and all were found."""
-    outcomes = mutants.verify_mutants(
-        c,
-        steps=steps,
-        only=only,
-        report=lambda outcome: print(line_of_mutant(outcome), flush=True),
-        skipped=lambda s, why: print(f"{s.name:<{WIDTH}}skipped: {why}", flush=True),
-    )
-    print(summary_of_mutants(outcomes))
-    return bool(outcomes) and all(outcome.found != mutants.NOT_FOUND for outcome in outcomes)
-
-
 def main(argv: list[str] | None = None) -> None:
-    """Parses the command line, verifies, and prints the table. Exits with 1 if a row fails; errors end it with a line.
-
-    With --mutants, exits with 1 if a mutant is not found.
-    """
+    """Parses the command line, verifies, and prints the table. Exits with 1 if a row fails; an error is a line."""
     try:
         c, args = parse_flags(argv, parser())
         only = None if args.only is None else [name.strip() for name in args.only.split(",")]
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
             with contextlib.suppress(RuntimeError):  # JAX has started: its number of devices is fixed
                 jax.config.update("jax_num_cpu_devices", 8)
-        if args.mutants:  # each program runs a few steps only, so most of the time is the compiler's
-            jax.config.update("jax_disable_most_optimizations", True)
         c = resolved(c)
         checks.check(c)
-        steps = args.steps if args.steps is not None else mutants.STEPS if args.mutants else STEPS
         devices = find_devices(0)
         batches, microbatches = make_batches(c, len(devices), 1)
         kind = devices[0].device_kind
         size = f"{len(batches[0]['inputs'])} sequences of {c.sequence_len} random tokens in {microbatches} microbatches"
         numbers = f"{c.model_dtype}, recipe {c.recipe}"
-        print(f"verify: {steps} steps of {size}, {numbers}, on up to {len(devices)} x {kind}")
-        passed = print_mutants(c, steps, only) if args.mutants else print_rows(c, steps, only)
+        print(f"verify: {args.steps} steps of {size}, {numbers}, on up to {len(devices)} x {kind}")
+        passed = print_rows(c, args.steps, only)
     except (ConfigError, OSError) as error:
         raise ending("verify", error) from error
     except KeyboardInterrupt:

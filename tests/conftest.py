@@ -2,12 +2,14 @@
 
 `pytest` runs the quick suite: every part of the product, in a few minutes. `pytest --all` adds the tests marked `full`,
 which repeat a claim for more placements, recipes, optimizers, GPUs and command-line processes. A test that is named
-(`pytest tests/test_x.py::test_y`) runs either way.
+(`pytest tests/test_x.py::test_y`) runs either way. Of a function or module marked `full(after=n)` the first n cases of
+each function are quick.
 
 `pytest -m gpu -n 0` leaves JAX the GPUs of the machine, for the tests marked so: the kernels', compiled then, and
 tests/test_on_gpu.py.
 """
 
+import collections
 import contextlib
 import gc
 import os
@@ -164,10 +166,22 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: files.index(item.path))
     if config.option.all or config.option.markexpr or any("::" in argument for argument in config.args):
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    cases: collections.Counter[str] = collections.Counter()  # of each function, that the quick suite runs
+    left_out = [item for item in items if is_full(item, cases)]
+    out = set(left_out)
+    items[:] = [item for item in items if item not in out]
     config.stash[LEFT_OUT] = len(left_out)
     config.hook.pytest_deselected(items=left_out)
+
+
+def is_full(item, cases):
+    """Whether a test is marked `full`, or is a later case of one that is marked `full(after=n)` than the first n."""
+    marks = list(item.iter_markers("full"))
+    if not marks or any("after" not in mark.kwargs for mark in marks):
+        return bool(marks)
+    function = item.nodeid.partition("[")[0]
+    cases[function] += 1
+    return cases[function] > marks[0].kwargs["after"]
 
 
 def pytest_collection_finish():

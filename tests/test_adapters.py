@@ -425,6 +425,9 @@ def test_a_merged_model_has_the_loss_of_the_run(tmp_path, base):
     out = convert.merge(
         folder, [tmp_path / "run" / "adapter"], tmp_path / "out", dtype="float32", say=lambda line: None
     )
+    of_run = convert.convert(tmp_path / "run", tmp_path / "of_run", dtype="float32", say=lambda line: None)
+    found, expected = (safetensors.numpy.load_file(x / model_tensors.SINGLE) for x in (of_run, out))
+    chex.assert_trees_all_equal(found, expected)
     after = run_config(tmp_path, out)
     after.output_dir = str(tmp_path / "after")
     train(after)

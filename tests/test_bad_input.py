@@ -210,9 +210,9 @@ def test_fields(refused, flags, said):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--max_steps=5"], "fields are set with --config.FIELD=VALUE; did you mean --config.max_steps?"),
-        (["--max-steps", "5"], "did you mean --config.max_steps?"),
-        (["max_steps=5"], "did you mean --config.max_steps?"),
+        (["--max_step=5"], "fields are set with --FIELD=VALUE; did you mean --max_steps?"),
+        (["--max-stps", "5"], "did you mean --max_steps?"),
+        (["max_steps=5"], "did you mean --max_steps?"),
         (["--gpu"], "unknown option '--gpu'"),
         (["--max-minutes=nan"], "--max-minutes: expected minutes, more than 0, got nan; correct it"),
         (["--max-minutes=-1"], "--max-minutes: expected minutes, more than 0, got -1.0; correct it"),
@@ -383,6 +383,7 @@ def test_mesh_sizes_are_filled_in():
     assert len(find_devices(0)) == 8
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     "arguments, said",
     [

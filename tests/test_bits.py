@@ -22,13 +22,13 @@ CASES = {
     # in float32 recomputed activations are those that are saved.
     "adamw": (
         ("model_dtype=float32",),
-        "offload_saved,nvme@4,overlap_update@4,device_memory@4",
+        "offload_saved@4,nvme@4,overlap_update@4,device_memory@4",
     ),
     # A softmax divides by the same sum forward and backward; the norm of adapters is a sum over small arrays.
     "saved": (("model_dtype=float32",), "tp_saved@2,lora_offload_all"),
     "adamw8bit": (
         ("optimizer=adamw8bit", "model_dtype=bfloat16", "master_dtype=bfloat16"),
-        "offload_grouped@4",
+        "offload_all@4,overlap_update@4",
     ),
     "lion": (("optimizer=lion", "model_dtype=float32"), "nvme@4"),
     "fp8_hybrid": (("recipe=fp8_hybrid", "model_dtype=bfloat16"), "resident_layers@4"),
@@ -70,9 +70,10 @@ def drawn(name):
         return jax.device_get(row.run.init_state(row.seed))
 
 plain = drawn("plain")
-for name in ("offload_all@4", "hsdp_2x4_offload_all", "cp_ulysses_tp_2x2x2"):
+for name in ("offload_all@4", "hsdp_tp_2x2x2_offload_all", "cp_ulysses_tp_2x2x2_offload_all"):
     chex.assert_trees_all_equal(plain, drawn(name))
-staged = jax.tree.map(lambda x, like: x[: len(like)] if like.ndim else x, drawn("pp_tp_2x2"), plain)  # without padding
+staged = drawn("pp_tp_2x2x2_offload_all")  # with padding
+staged = jax.tree.map(lambda x, like: x[: len(like)] if like.ndim else x, staged, plain)
 chex.assert_trees_all_equal(plain, staged)
 print("equal")
 """

@@ -111,6 +111,7 @@ def test_it_is_dequantised_where_numbers_are_wanted(tmp_path):
         np.testing.assert_array_equal(frozen.read(name), weights.read(name))
 
 
+@pytest.mark.full
 def test_a_run_in_nf4_has_the_codes_that_are_stored(tmp_path):
     c = config(write(tmp_path / "model"), lora=True, lora_rank=2, qlora_bnb=True, zero_level=3)
     run = from_config(c, make_mesh(jax.devices()[:4]), total_steps=1)

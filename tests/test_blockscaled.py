@@ -20,6 +20,8 @@ from pallas_kernels.quantize import random_bits
 from surojax.numerics import blockscaled as bs
 from surojax.planner import aot
 
+pytestmark = pytest.mark.full(after=1)
+
 TOKENS, IN, OUT = 160, 192, 256
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -292,6 +294,7 @@ def test_emulated_and_real_products_have_the_same_operands(name, monkeypatch):
         np.testing.assert_allclose(emulated, found, rtol=1e-5, atol=1e-5 * np.abs(found).max())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernels, tokens", quick_at([("mosaic", 128), ("mosaic", 64), ("auto", 128), ("auto", 21)], 0))
 def test_the_kernels_change_nothing(kernels, tokens, monkeypatch):
     """mxfp8_linear with operands made by `pallas_kernels.mx`, in Pallas' interpreter or by the reference (auto)."""
@@ -338,6 +341,7 @@ def test_the_kernels_change_nothing(kernels, tokens, monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", quick_at([(128,), (21,)], 0))
 def test_the_kernels_of_nvfp4_change_nothing(tokens, monkeypatch):
     """nvfp4_linear with what `pallas_kernels.nvfp4_quantize` makes, here by its references, and from which arrays."""

@@ -421,6 +421,7 @@ print(peak() - before, len(corpus.tokens))
 RUNS = [(60, 60, "windows"), (500, 300, "packed")]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's peak memory of a process")
 @pytest.mark.parametrize(("megabytes", "most", "packed"), quick_at(RUNS, 0))
 def test_resident_memory_while_tokenising_and_training(tmp_path, megabytes, most, packed):

@@ -1,5 +1,6 @@
 """The files of docs/clusters: their fields, and what `surojax train` takes from the environment that they make."""
 
+import argparse
 import importlib
 import json
 import os
@@ -16,7 +17,7 @@ from small import quick_at
 
 from surojax.cluster.early import STOPPED
 from surojax.cluster.hosts import Hosts, detect
-from surojax.config.flags import _split
+from surojax.config.flags import split
 from surojax.errors import EXIT_CODES, REFUSED, exit_codes
 from surojax.planner.footprint import POOL
 
@@ -48,7 +49,7 @@ def check_pod(pod: dict) -> None:
 def check_command(words: list[str]) -> None:
     """A command trains on all GPUs, into a folder that is shared, with a config that exists."""
     assert words[:2] == ["surojax", "train"]
-    rest, overrides = _split(words[2:])
+    rest, overrides = split(words[2:], argparse.ArgumentParser())
     assert rest[0] == "--config" and (DOCS.parent / rest[1]).is_file()
     fields = dict(overrides)
     assert fields["gpus"] == "0"
@@ -147,6 +148,7 @@ sys.exit({code})
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("code, requeued", quick_at([(0, False), (1, False), (75, True)], 2))
 def test_the_sbatch_file_with_an_srun_of_its_own(tmp_path, code, requeued):
     """Each task is one of two processes with all GPUs of its node; only 75 requeues; the code is the job's."""

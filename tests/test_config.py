@@ -116,12 +116,34 @@ def test_a_model_alone_is_fine_tuned(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     c, args = flags.parse_flags(["--config.model_path=X", "--config.lora"], argparse.ArgumentParser())
     expected = flags.load_config(str(next(p for p in CONFIGS if p.stem == "finetune")))
-    expected.model_path, expected.lora = "X", True
+    expected.model_path, expected.lora, expected.learning_rate = "X", True, 2e-4
     assert c == expected and Path(args.config).stem == "finetune"
     with pytest.raises(
         ConfigError, match=r"^no config given: pass --config NAME or FILE, .* or --config.model_path=MODEL"
     ):
         flags.parse_flags(["--config.lora"], argparse.ArgumentParser())
+
+
+@pytest.mark.parametrize(
+    "line, sets",
+    [
+        ("--config tiny --lr 1e-4 --zero-level=3", {"learning_rate": 1e-4, "zero_level": 3}),
+        ("--config tiny --gpus 2 --lora --max_steps=7", {"gpus": 1, "lora": True, "max_steps": 7}),  # --gpus is its own
+        ("--config tiny --model.num_hidden_layers 2 --lora false", {"model.num_hidden_layers": 2, "lora": False}),
+        ("--lora --config tiny", {"lora": True}),  # a switch takes only a word that it has
+        ("--config tiny --qlora", {"lora": True, "qlora_bnb": True}),
+        ("--model_path=X --lora", {"learning_rate": 2e-4}),
+        ("--model_path=X --qlora --lr 3e-5", {"learning_rate": 3e-5}),
+        ("--config finetune --model_path=X", {"learning_rate": 2e-5}),
+        ("--config llama7b_lora --model_path=X --lora", {"learning_rate": 2e-4}),  # the file's own
+        ("--config llama7b --model_path=X --lora", {"learning_rate": 3e-4}),
+    ],
+)
+def test_fields_may_be_written_without_config(line, sets):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpus")
+    found = flat(flags.parse_flags(line.split(), parser)[0])
+    assert {name: found[name] for name in sets} == sets
 
 
 def test_defaults_are_good():

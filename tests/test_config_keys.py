@@ -207,6 +207,7 @@ def written(folder: Path, family: str, change: int) -> Weights:
 OF_KEYS = [("qwen3_moe", "sliding_window"), *((family, "") for family in BASE)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family, key", quick_at(OF_KEYS, 0))
 def test_what_is_read_has_the_logits_of_transformers(tmp_path, family, key):
     """Of every change, or of those with this key."""

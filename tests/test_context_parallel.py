@@ -87,6 +87,7 @@ def attention_over(method: str, cp_size: int, starts, **how):
     return jax.shard_map(per_device, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_crosses_the_edge_of_a_document(method):
     """The gradient of document A's loss by document B's queries, keys and values is 0, not a small number.

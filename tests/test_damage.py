@@ -169,6 +169,7 @@ def test_the_damaged_file_of_several_is_named(tmp_path, monkeypatch):
         store.close()
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("placed", [BOTH, ALL], ids=["state", "all"])
 def test_no_step_and_no_checkpoint_is_made_of_a_damaged_file(tmp_path, placed):
     """All classes in files, each byte of the file changed: the next step fails, and so does a checkpoint."""

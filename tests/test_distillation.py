@@ -115,6 +115,7 @@ def textbook(objective: Distillation, logits, labels, of_teacher):
     return (1 - objective.weight) * nats + objective.weight * objective.temperature**2 * kl
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick_at([(name,) for name in SETTINGS], 0))
 def test_loss_and_gradients_are_the_textbooks(name):
     """K = V is the exact divergence of whole distributions."""

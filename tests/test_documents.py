@@ -238,6 +238,7 @@ print(peak() - before, count)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's peak memory of a process")
 @pytest.mark.parametrize(
     "kind, line",

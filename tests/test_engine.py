@@ -88,6 +88,7 @@ OF_OTHERS = ("ministral-1-saved",)
 QUICK = [i for i, name in enumerate(PLACED) if name in (*OF_CONFIG, *OF_OTHERS)]
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     "config, devices, placed, recompute_block", quick_at(list(PLACED.values()), *QUICK), ids=PLACED.keys()
 )
@@ -132,6 +133,7 @@ def test_accumulation_does_not_change_the_result(devices, accumulation):
     assert worst_relative(ours[1], expected[1]) < ORDER_OF_SUMS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunks", quick_at([(8,)], 0))
 def test_head_chunks_do_not_change_the_result(chunks):
     batch, loss, grads = reference(CONFIG)
@@ -140,6 +142,7 @@ def test_head_chunks_do_not_change_the_result(chunks):
     assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
 
 
+@pytest.mark.full
 def test_recomputing_blocks_changes_nothing():
     """No arithmetic changes, so not a bit of ten steps may."""
     batches = [tokens(2, 8, 24, seed=i) for i in range(10)]
@@ -149,6 +152,7 @@ def test_recomputing_blocks_changes_nothing():
 ALL_PARTS = ("norm", "swiglu", "ffn", "att")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "config, parts",
     quick_at(

@@ -46,6 +46,7 @@ def test_scores_are_those_of_the_plain_model():
     assert [result.is_greedy for result in found] == [False, False, False, True, False]
 
 
+@pytest.mark.full
 def test_logits_of_long_texts_are_computed_in_slices():
     params = drawn_params(CONFIG, 1)
     (text,) = ids_of(300)

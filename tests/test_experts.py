@@ -226,6 +226,7 @@ def two_products(trained, fixed, x_RD, weight_R, number):
     return (jnp.tanh(x_RD @ w["up"].T) * weight_R[:, None]) @ w["down"].T
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
     "chosen",
@@ -259,6 +260,7 @@ def test_every_choice_is_computed(chosen, frozen):
         np.testing.assert_allclose(gradient, wanted[1][0][name], atol=1e-4)
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize("choices, experts", [(1, 8), (8, 128), (4096, 8), (5, 3), (1024, 1), (32768, 128), (700, 7)])
 def test_blocks_have_room_however_choices_fall(choices, experts):
     """The most uneven ways to fall: all to one expert, one to each and the rest to the last, one more than a block."""
@@ -353,6 +355,7 @@ def test_statistics_are_sums_over_tokens_that_count():
 FP8_EXPERTS = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=32, num_experts=3, num_experts_per_tok=1)
 
 
+@pytest.mark.full
 def test_no_two_experts_share_a_scale_in_float8():
     """Matrices of an expert that are 2^20 times smaller give results, and gradients, that are exactly as much smaller,
     where another expert's scale would make them 0; an expert without a token has gradients of 0."""
@@ -398,6 +401,7 @@ def test_experts_train_in_float8(recipe):
     np.testing.assert_allclose(Small(2, tp_size=2, **how).train(batches), losses, rtol=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunks", quick_at([(1,), (2,)], 0))
 def test_recomputation_takes_the_experts_that_were_chosen(chunks):
     """The choice is among what is saved, one byte each; experts put in its place get the gradients."""
@@ -632,6 +636,7 @@ def test_experts_are_quantised_each_by_itself(name):
         np.testing.assert_array_equal(numbers, base_formats.dequantise(alone, "float32"))
 
 
+@pytest.mark.full
 def test_each_expert_is_a_matrix_to_normuon():
     """An update of all experts is that of every expert alone."""
     optimizer = normuon(lambda step: 0.1)

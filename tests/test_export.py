@@ -79,6 +79,7 @@ def test_the_dtype_is_the_one_that_was_asked_for(tmp_path, dtype):
     assert json.loads((out / "config.json").read_text())["dtype"] == dtype
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("dtype, largest", [("fp8", 2**-4), ("nvfp4", 1 / 6 + 2**-4)])
 def test_matrices_of_blocks_are_written_as_vllm_reads_them(tmp_path, dtype, largest):
     """Files of compressed-tensors, whose reader takes them (fixtures/check_compressed.py). No torch is needed here.

@@ -39,6 +39,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     "config",
     [

@@ -279,6 +279,7 @@ def test_names_select_matrices_as_in_peft():
     }
 
 
+@pytest.mark.full
 def test_adapters_are_those_of_peft(tmp_path):
     """Of experts, shared experts and the first layers' MLPs: logits beside them and merged, and what a run writes."""
     weights = {name: x.copy() for name, x in stored("glm4_moe", "weight").items()}

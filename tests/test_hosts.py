@@ -406,6 +406,7 @@ def test_a_process_of_another_run_says_so():
         meet(waiting.address, 2, 1, 0.3, key=Key("run-2", KEY.secret))
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("secret", [b"another secret of 16 bytes", b""], ids=["another", "none"])
 def test_a_process_with_another_secret_says_so_at_once_and_process_0_names_it(secret, monkeypatch):
     """Process 0 waits for the right one: who does not know the secret ends nothing."""

@@ -11,7 +11,7 @@ from small import KERNEL, REFERENCE, normal as numbers, quick_at
 
 from pallas_kernels import adamw8bit_update as op
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.full(after=1)]
 HYPER: dict[str, Any] = dict(lr=1e-2, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, grad_factor=1.0)
 
 
@@ -98,6 +98,7 @@ def test_many_steps_stay_near_adamw():
     assert 0 < rms(off) < 0.028 * rms(moved)
 
 
+@pytest.mark.full
 def test_gradients_that_end_do_not_explode():
     """The known bad case: element 0 had gradients and has none any more, its neighbours go on. Rounded to nearest, m
     stands still where v goes on to vanish and steps grow to hundreds of lr; v = 0 beside it would give 1e8."""
@@ -241,6 +242,7 @@ def test_the_kernel_equals_the_reference(shape, block, dtype, in_place):
         p, state = expected.p, expected[1:5]
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*using XLA's instead")  # on a GPU it is said
 def test_odd_blocks_are_left_to_xla_unless_the_kernel_is_asked_for():
     a = bad((2, 300))
@@ -261,6 +263,7 @@ def test_a_stack_is_updated_as_its_matrices_are():
         chex.assert_trees_all_equal(jax.tree.map(lambda x, l=l: x[l], whole), one)
 
 
+@pytest.mark.full
 def test_what_varies_over_a_mesh_is_updated_in_place():
     """Inside `shard_map`, where JAX takes no references to what differs between devices: to the same bits. That what is
     updated by gradients which differ does so too is still in its type. On one device: the interpreter runs on one."""

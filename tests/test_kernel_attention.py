@@ -20,6 +20,8 @@ from surojax.models.attention import attend, chosen_implementation
 from surojax.models.model import Compute
 from surojax.planner import aot
 
+pytestmark = pytest.mark.full(after=1)
+
 f32, bf16 = jnp.float32, jnp.bfloat16
 
 
@@ -139,6 +141,7 @@ def test_each_device_has_rows_of_its_own():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.full
 def test_the_reference_is_the_mask_written_out():
     q, k, v, do, starts = data([(7, 9), (16,)], 4, 2, 8, f32)
     for how in ({"window": 0}, {"window": 4, "scale": 0.5, "softcap": 2.0}):

@@ -24,6 +24,7 @@ def test_every_op_is_found():
     assert "cross_entropy" in bench.OPS and "dispatch" not in bench.OPS and "shapes" not in bench.OPS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", quick_at([(op,) for op in bench.OPS], 0))
 def test_references_are_timed(op, tmp_path, capsys):
     """One row per case, in the table and in the file; without the kernel there is nothing to compare with."""

@@ -20,7 +20,7 @@ from small import KERNEL, REFERENCE, normal, paired, quick_at
 from pallas_kernels import cross_entropy as ce, long_rows
 from pallas_kernels.shapes import MODELS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.full(after=1)]
 f32, bf16 = jnp.float32, jnp.bfloat16
 VOCABULARIES = sorted({m.vocab for m in MODELS.values()})
 ROUNDING = 1e-5  # absolute, of logsumexp and losses; see above
@@ -66,6 +66,7 @@ def test_odd_sizes(size, dtype):
     assert_equal(*both(*example(*size, dtype), in_place=dtype is bf16, z_loss=1e-2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("V", [16387, 16384 + 4096])
 def test_nobody_reads_or_writes_what_another_warp_group_writes(V, monkeypatch):
     """In place, rows cut among four warp groups: the interpreter raises where two accesses are not ordered."""

@@ -20,6 +20,8 @@ from surojax.models.model import Compute
 from surojax.models.operations import Operations
 from surojax.numerics.recipes import Precision
 
+pytestmark = pytest.mark.full(after=1)
+
 f32, bf16 = jnp.float32, jnp.bfloat16
 e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -67,6 +69,7 @@ def test_kernel(tiles, outputs, inputs):
         assert all(not np.any(np.asarray(dw[e])) for e, n in enumerate(tiles) if not n)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("left", [e4m3, e5m2])
 def test_kernel_in_float8(left):

@@ -16,7 +16,7 @@ from pallas_kernels import dispatch, fp8_format, mx
 from pallas_kernels.shapes import MODELS
 from surojax.numerics import blockscaled as bs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.full(after=1)]
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 FLOATS = (bf16, f16, f32)
 
@@ -83,6 +83,7 @@ def test_columns_and_both(shape, dtype):
     same_bits(columns, both[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [KERNEL, REFERENCE])
 def test_every_number_of_a_dtype(how):
     """All finite bfloat16, 32 to a block with their neighbours, then with numbers of all sizes beside them."""
@@ -112,12 +113,14 @@ def test_middles_are_rounded_to_even(how):
     same_bits(columns.values[:, :32], rows.values)
 
 
+@pytest.mark.full
 def test_without_instructions(no_instructions):
     x = normal((128, 128))
     same_bits(run(mx.quantize, x, KERNEL), quantised(x))
     same_bits(run(mx.quantize_both, x, KERNEL), (quantised(x), quantised(x.T)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [KERNEL, REFERENCE])
 def test_what_is_not_finite(how):
     """Its blocks get NaN as scale, the others what they had; values beside a NaN do not matter, but are the same."""
@@ -135,6 +138,7 @@ def test_what_is_not_finite(how):
         np.testing.assert_array_equal(bits(q.values)[0][values], bits(expected.values)[0][values])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [KERNEL, REFERENCE])
 def test_subnormal_numbers(how):
     """The scale stays 2^-126: they are below 1 then, and on GPUs rounded to what e4m3 has there.
@@ -171,6 +175,7 @@ def test_bad_input(call, message):
         call()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "call",
     [

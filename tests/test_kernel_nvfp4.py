@@ -14,7 +14,7 @@ from small import KERNEL, REFERENCE, quick_at
 from pallas_kernels import dispatch, fp8_format, nvfp4_format, nvfp4_quantize
 from pallas_kernels.shapes import MODELS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.full(after=1)]
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 SHAPE = (256, 128)  # four programs of tiles
 # Of a matrix of three times 64 columns, the last; the largest number is in another.

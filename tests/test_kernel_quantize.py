@@ -15,7 +15,7 @@ from pallas_kernels import dispatch, fp8_format, quantize as q
 from pallas_kernels.shapes import MODELS
 from surojax.numerics.quantized import Quantized, dequantise, quantise
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.full(after=1)]
 f32, bf16, u32 = jnp.float32, jnp.bfloat16, jnp.uint32
 E4M3, E5M2 = fp8_format.FP8
 # For shapes that a kernel does not serve, which on a GPU is said.

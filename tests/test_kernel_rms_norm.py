@@ -10,7 +10,7 @@ from small import KERNEL, REFERENCE, needs, normal
 
 from pallas_kernels import dispatch, fp8_format, rms_norm as op, tiles
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.full(after=1)]
 f32, bf16 = jnp.float32, jnp.bfloat16
 EPS = 1e-5
 # The kernel adds up a row in another order: relative errors of some 1e-6 in float32, which move a value that lies

@@ -9,7 +9,7 @@ from small import KERNEL, REFERENCE, needs, normal
 from pallas_kernels import dispatch, rope as op, tiles
 from surojax.models import rotary
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.full(after=1)]
 f32, bf16 = jnp.float32, jnp.bfloat16
 
 

@@ -16,7 +16,7 @@ from small import KERNEL, REFERENCE, normal
 from pallas_kernels import dispatch, fp8_format, swiglu
 from pallas_kernels.shapes import MODELS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.full(after=1)]
 f32, bf16 = jnp.float32, jnp.bfloat16
 E4M3, E5M2 = fp8_format.FP8
 ROUNDING = {f32: 1e-6, bf16: 2.0**-8, E4M3.type: 2.0**-3, E5M2.type: 2.0**-2}

@@ -106,6 +106,7 @@ time.sleep(60)
     assert out.endswith("surojax.launch: stopped: start again to continue\n")
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS], ids=lambda n: n.name)
 def test_a_process_that_stops_on_request_has_not_failed(tmp_path, capfd, monkeypatch, number):
@@ -217,6 +218,7 @@ with group.ProcessGroup(sys.argv[2:], [dict(os.environ)] * 2, "") as started:
 """
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("platform", ["linux", "none"])
 def test_processes_end_with_a_supervisor_that_is_killed(tmp_path, platform):
     """By the kernel, also those that are stopped; without its help, those that can see that the socket closes."""

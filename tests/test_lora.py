@@ -142,6 +142,7 @@ def results_of(jaxpr, primitive: str) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(("recompute_block", "chunks", "precision"), [
     *[(*how, Precision()) for how in ((True, 1), (False, 1), (True, 2))],
     *quick_at([(True, 1, Precision(gradient_dtype="bfloat16"))]),
@@ -332,6 +333,7 @@ def test_devices_of_a_group_drop_the_same_inputs_of_a_shared_product():
     np.testing.assert_allclose(Small(2, config=config, tp_size=2).train(batches), expected, rtol=ORDER_OF_SUMS)
 
 
+@pytest.mark.full
 @needs(2)
 def test_devices_of_a_group_drop_different_inputs_of_a_divided_product():
     """Each device has other inputs of a row product. A number that none drops would be dropped by all, or by none."""

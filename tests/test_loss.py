@@ -71,6 +71,7 @@ def run_head(devices: int, sharded: bool, z_loss: float, chunks: int):
     return total.sum(), (whole, dx), evaluated.sum()
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize("z_loss", [0.0, Z_LOSS])
 @pytest.mark.parametrize("devices, sharded", [(1, False), (2, False), (2, True)])
 def test_head(devices, sharded, z_loss):

@@ -98,6 +98,7 @@ def test_a_window_hides_what_is_older():
     np.testing.assert_array_equal(visible(5, 2, 9, 0), np.tri(9, dtype=bool)[5:7])
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("start", [None, 5])
 def test_attention_scores_are_scaled_and_capped(start):
     """Against softmax over scores written out position by position, and its gradients."""
@@ -471,6 +472,7 @@ def test_programs_of_one_layer_have_auxiliary_losses(tmp_path, devices, placed):
     assert in_files.train(of_steps) == in_memory.train(of_steps)
 
 
+@pytest.mark.full
 def test_segments_are_sampled_from():
     """The caches of both segments come back, whatever the layers do with them."""
     model = toy()

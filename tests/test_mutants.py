@@ -82,6 +82,7 @@ def test_the_mistakes_of_a_table(tmp_path, text, expected):
     assert {mutant.applied(text) for mutant in mutants_of(path, "x.py")} == expected
 
 
+@pytest.mark.full
 def test_a_table_has_the_tests_of_the_lines_that_read_it():
     """In its module and in others; not those of other lines."""
     file = "surojax/data/examples.py"

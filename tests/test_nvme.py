@@ -341,6 +341,7 @@ def test_a_damaged_layer_is_found_when_it_is_read_from_the_file(small, tmp_path,
         restore(path, small.plan)
 
 
+@pytest.mark.full
 def test_the_next_update_waits_until_a_checkpoint_is_read(small, tmp_path, monkeypatch):
     """The checkpoint is written in the background while gradients are computed; the file changes after that."""
     small.train(BATCHES[:1])
@@ -703,6 +704,7 @@ def test_a_buffer_is_used_again_when_its_last_view_is_gone():
     assert len(others) == 1 and buffers.take(130 * ALIGN).size == 130 * ALIGN
 
 
+@pytest.mark.full
 def test_a_file_system_that_refuses_direct_access(tmp_path, monkeypatch):
     """As tmpfs does: the file goes through the page cache and does not stay there; the line about the disk says so."""
     plain, pages = os.open, []

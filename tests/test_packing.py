@@ -174,6 +174,7 @@ def test_no_gradient_crosses_documents(recipe, kernels, window):
         np.testing.assert_array_equal(between, 0)
 
 
+@pytest.mark.full
 def test_a_mask_that_is_off_by_one_is_noticed(monkeypatch):
     """The test above fails if a query sees the last token of the document before its own."""
     monkeypatch.setattr(attention, "same_document", lambda starts, keys: right(starts - 1, keys))
@@ -184,6 +185,7 @@ def test_a_mask_that_is_off_by_one_is_noticed(monkeypatch):
 right = attention.same_document
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("config", [CONFIG, GEMMA], ids=["llama", "gemma"])
 def test_no_gradient_reaches_another_documents_embeddings(config):
     """Of the whole plain model: the loss of one document, with respect to the embeddings of all tokens of the row."""
@@ -195,6 +197,7 @@ def test_no_gradient_reaches_another_documents_embeddings(config):
     assert (np.abs(grad[7:15]).max(axis=1) > 0).all()
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("window", [0, 4])
 def test_attention_against_each_document_alone(window):
     q, k, v = (normal(i, (2, 16, heads, 8)) for i, heads in enumerate((4, 2, 2)))
@@ -258,6 +261,7 @@ def test_a_row_that_is_one_document_is_a_row_without_documents():
     assert Small(packed=True).train([(*b, np.zeros_like(b[0])) for b in batches]) == expected
 
 
+@pytest.mark.full
 def test_evaluation_counts_and_sums_the_documents():
     small = Small(4, config=GEMMA, packed=True, zero_level=3, offload_weights=True)
     inputs, labels, starts = (x.reshape(-1, 16) for x in batch())

@@ -88,6 +88,7 @@ def close(found, expected, what: str):
 QUICK = ("qwen3", "ministral3")
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     "case",
     quick_at([(case,) for case in CASES], *(i for i, case in enumerate(CASES) if case in QUICK)),

@@ -56,6 +56,7 @@ def test_our_logits_and_losses_are_those_of_transformers(tmp_path):
     assert abs(loss - REFERENCE[f"{case}/loss"]) < 1e-6 * loss
 
 
+@pytest.mark.full
 def test_the_report_passes_and_fails(tmp_path, capsys):
     """Equal logits pass with code 0; one logit that is off by more than the limit or NaN, or other tokens, with 1."""
     folder = write(tmp_path / "model", "llama")

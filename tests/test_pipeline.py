@@ -444,6 +444,7 @@ def test_the_planner_takes_the_time_of_the_slowest_stage():
     assert forward(run) == pytest.approx(local + (everything - local) / 4)  # one of its four layers sees everything
 
 
+@pytest.mark.full
 def test_weights_are_read_into_stages_that_are_not_all_full():
     """Each layer once, by its number; zeros behind the last one."""
     expected = jax.device_get(Small(config=FIVE).state.weights)

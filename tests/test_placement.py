@@ -60,6 +60,7 @@ OFFLOADED: dict[str, Any] = dict.fromkeys(("offload_optimizer", "offload_master"
 NEW = [(3, {}), (8, {}), (1, OFFLOADED), (4, {"shard_outer": True, **OFFLOADED})]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices, placed", quick_at(NEW, 3))
 def test_new_weights_do_not_depend_on_the_placement(devices, placed):
     """They are the plain model's, drawn layer by layer; nor does any other array of a new state depend on it."""

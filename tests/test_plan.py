@@ -506,6 +506,7 @@ def compiled_step(gpus: int, added_options: dict | None = None, **changes) -> st
     return aot.compile_for(program.function, program.arguments, mesh, options).text
 
 
+@pytest.mark.full(after=1)
 @needs_compiler
 @pytest.mark.parametrize(
     "changes, graphs", [({}, True), ({"offload_optimizer": True}, False), ({"gpus": 2, "zero_level": 3}, False)]
@@ -596,6 +597,7 @@ PLACED_IN_HOST = [
 ]
 
 
+@pytest.mark.full
 @needs_compiler
 @pytest.mark.parametrize("gpus, changes", quick_at(PLACED_IN_HOST, 0), ids=str)
 def test_copy_engines_do_all_host_transfers_in_loops(gpus, changes):
@@ -653,6 +655,7 @@ def test_layers_that_alternate_are_fetched_one_by_one(planned):
     assert working_space(windowed) < working_space(plain) + layer
 
 
+@pytest.mark.full
 @needs_compiler
 @pytest.mark.parametrize("gpus, level", quick_at([(1, 1), (4, 1), (4, 3)], 0))
 def test_state_in_device_memory_is_updated_in_one_pass(gpus, level):
@@ -770,6 +773,14 @@ def refused(argv: list[str]) -> str:
     line = str(error.value)
     assert line.startswith("surojax.plan: error: ") and "\n" not in line
     return line
+
+
+def test_a_plan_that_does_not_fit_is_no_success(monkeypatch, capsys):
+    """A script may ask by the exit code."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        plan_command.main(["--config", "llama7b", "--gpu", "rtx4060", "--gpus=1"])
+    assert end.value.code == 1 and "does not fit: " in capsys.readouterr().out
 
 
 def test_without_the_compiler_there_is_an_estimate(tmp_path, monkeypatch, capsys):
@@ -905,6 +916,7 @@ def test_flops_count_recomputation():
     assert flops == [6 * n + attention, 6 * n + attention + 2 * (n - head - DOWN) + attention / 3]
 
 
+@pytest.mark.full
 @needs_compiler
 @pytest.mark.parametrize("recompute_block", quick_at([(True,), (False,)], 0))
 def test_flops_of_products_are_those_of_the_compiled_step(recompute_block):

@@ -208,6 +208,7 @@ def by_hand(name: str, whole: list[np.ndarray], reference_is_policy: bool = Fals
     return float(value), jax.device_get(grads), np.asarray(references)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick_at([(name,) for name in SETTINGS], 0))
 def test_loss_and_gradients_are_the_textbooks(name):
     whole = batch()
@@ -289,6 +290,7 @@ def test_accumulation_padding_and_prompts_change_nothing():
         assert worst_relative(other_grads, grads) < ORDER_OF_SUMS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick_at([("dpo",), ("kto",), ("orpo",)], 0))
 def test_several_pairs_in_a_row_are_those_in_rows_of_their_own(name):
     """Two of them, at the same positions of the chosen answers' row and of the rejected ones'; one has no label."""

@@ -74,6 +74,7 @@ CASES = [  # implementation, dtype, first key that is seen, rule
 ]
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.gpu
 @pytest.mark.parametrize("by, dtype, first, rule", quick_at(CASES, 1, 2))
 def test_two_pairs_make_attention(monkeypatch, by, dtype, first, rule):

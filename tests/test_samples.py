@@ -63,6 +63,7 @@ def test_the_plan_is_best_fit_decreasing(name, lengths, sequence_len):
     np.testing.assert_array_equal(plan.bounds, again.bounds)
 
 
+@pytest.mark.full
 def test_padding_is_at_most_that_of_a_streaming_packer():
     """grain's, with 64 rows open at a time; it packs what it reads, this one all lengths."""
     lengths = lengths_like_text(4000, 128)

@@ -476,6 +476,7 @@ def test_a_layout_attends_in_a_way_that_its_sizes_allow(sizes, changes, expected
     checks.check(changed(c, of))
 
 
+@pytest.mark.full
 def test_a_ring_is_found_for_a_model_with_windows():
     """cuDNN, which "auto" means for whole sequences, takes no pairs of pieces with a window; ulysses lacks heads."""
     heads = {"model.num_attention_heads": 2, "model.num_key_value_heads": 2, "model.head_dim": 64}

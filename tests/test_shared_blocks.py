@@ -63,6 +63,7 @@ def chunks_of(path: Path, item: str) -> int:
     return sum(p.name[0].isdigit() for p in (path / item).glob("*blocks*/*"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_chunks_that_are_the_files_blocks_restore_in_every_placement(tmp_path, monkeypatch, slots):
     """From files into arrays of four devices and into other files; one layer at a time without a plan."""

@@ -139,6 +139,7 @@ def test_each_mistake_has_its_tests():
             assert re.search(rf"^def {function}\(", (folder / file).read_text(), re.MULTILINE), name
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_labels_are_shifted_before_sequences_are_divided(method):
     """Wherever a device's tokens are in their sequence, each has the following one of the whole sequence as label."""

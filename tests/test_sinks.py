@@ -14,6 +14,8 @@ from surojax.config.checks import check
 from surojax.models.attention import attend, chosen_implementation
 from surojax.models.operations import gated
 
+pytestmark = pytest.mark.full(after=1)
+
 ORDER_OF_SUMS = 2e-5
 SINKS = np.array([2.0, -1.0, 0.5, 3.0], np.float32)
 

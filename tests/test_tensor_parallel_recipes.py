@@ -194,6 +194,7 @@ PRODUCTS = {  # {case: (logical axes of the matrix, sizes of the mesh, how input
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", quick_at([(case,) for case in PRODUCTS], 0))
 def test_a_product_in_nvfp4_is_that_of_one_device(case, monkeypatch):
     """Its scales are made of the same magnitudes, and it is rounded with the same random numbers.

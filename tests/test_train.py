@@ -242,6 +242,7 @@ def signal_at(monkeypatch, step: int, *numbers: int) -> None:
     monkeypatch.setattr(MetricsLog, "step", report)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tmp_path, capsys, monkeypatch, number):
     """Exit code 75, "try again", which schedulers can tell from the end of a run."""
@@ -273,6 +274,7 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
             "7 steps in",
             f"checkpoint: {tmp_path}/run/checkpoints/12",
             f"sample: surojax generate --checkpoint {tmp_path}/run --prompt TEXT",
+            f"export: surojax convert --checkpoint {tmp_path}/run --out FOLDER",
             f"resume: {command} --quiet --config.max_steps=24",
             "compiling the step and the evaluation ...\ncompiled in ",
             f"TensorBoard events: {tmp_path}/run/tensorboard; to see them: ",
@@ -356,6 +358,32 @@ def test_a_terminal_that_closes_ends_a_run_after_it_has_saved(tmp_path):
     os.close(terminal)
     assert process.wait(60) == STOPPED
     assert (tmp_path / "saved").read_text() == "SIGHUP"
+
+
+def test_lines_after_the_terminal_has_closed_are_no_error(tmp_path):
+    """Also before SIGHUP comes, which here does not: what a full file says is still raised."""
+    code = """
+import os, signal, sys
+from pathlib import Path
+from surojax.run.console import Console
+os.read(int(sys.argv[2]), 1)
+Console().line("nobody reads this")
+Console().status("nor this")
+print("this is discarded, too")
+try:
+    Console(open("/dev/full", "w")).line("x")
+except OSError as error:
+    Path(sys.argv[1]).write_text(str(error.errno))
+"""
+    terminal, theirs = pty.openpty()
+    closed, close = os.pipe()
+    command = [sys.executable, "-c", code, str(tmp_path / "error"), str(closed)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, pass_fds=[closed])
+    os.close(theirs)
+    os.close(terminal)
+    os.write(close, b"x")
+    assert process.wait(60) == 0
+    assert (tmp_path / "error").read_text() == str(errno.ENOSPC)
 
 
 @pytest.mark.usefixtures("no_nohup")
@@ -623,6 +651,7 @@ def test_more_steps_than_before(whole, config, tmp_path, capsys):
     assert "is at step 14 of 13; raise max_steps to go on" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_from_a_checkpoint_of_another_folder(whole, config, tmp_path, capsys):
     """It is only read; and when the same command is started again, the run goes on from its own checkpoints."""
     before = contents(whole)
@@ -830,6 +859,8 @@ def test_a_resume_line_sets_no_flag_twice(config):
     rest = ["--config", "x.py", "--config.seed", "1", "--heartbeat", "9"]
     assert module.going_on(argv, config, 12) == [*rest, "--config.max_steps=24"]
     config.max_steps, config.num_epochs = 0, 3
+    for short in (["--num_epochs", "3"], ["--num-epochs=3"]):
+        assert module.going_on([*rest, *short], config, 12) == [*rest, "--config.num_epochs=6"]
     assert module.going_on([*rest, "--config.num_epochs=3"], config, 12) == [*rest, "--config.num_epochs=6"]
 
 

@@ -175,6 +175,30 @@ def test_samples_of_an_incomplete_epoch_are_said(last, num_epochs, max_steps, sa
     assert training_start.samples_line(last, 11, num_epochs, max_steps) == said
 
 
+@pytest.mark.parametrize(
+    ("samples", "changes", "fits"),
+    [
+        (64, {}, 16),  # a full step
+        (63, {}, 1),
+        (239, {"gradient_accumulation_steps": 64}, 5),  # 59 batches: 11 steps an epoch
+        (4, {}, 1),
+        (3, {}, 16),  # no batch: refused
+        (63, {"microbatches_per_fetch": 2}, 16),
+        (63, {"pp_size": 2}, 16),
+    ],
+)
+def test_few_samples_make_smaller_steps(capsys, samples, changes, fits):
+    c = default_config()
+    c.gradient_accumulation_steps = 16
+    c.update(changes)
+    before = c.to_dict()
+    found = training_start.fitting(c, samples, batch_size=4)
+    assert found.gradient_accumulation_steps == fits and c.to_dict() == before
+    said = capsys.readouterr().out
+    assert (f"{samples} samples are fewer than" in said) == (found is not c)
+    assert found is c or f"gradient_accumulation_steps is {fits} in this run" in said
+
+
 # --- settings that contradict each other -----------------------------------------------------------------------------
 
 ENTRY = [{"path": "a.jsonl"}]

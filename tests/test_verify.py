@@ -233,7 +233,7 @@ def test_the_numbers_are_the_configs(recipe):
 @pytest.mark.full
 def test_a_recipe_in_8_bits_is_verified_in_itself():
     """Offloading changes no bit of its losses; what it refuses is skipped, and why."""
-    passed, skipped = ["offload_all", "zero_level=3@4", "recompute_norm"], ["zero_quantized_weights=fp8@4"]
+    passed, skipped = ["offload_all", "zero_level=3@4", "recompute_parts"], ["zero_quantized_weights=fp8@4"]
     rows = verify(in_recipe("fp8_current"), steps=2, only=[*passed, *skipped])
     found = {row.setting.name: row for row in rows}
     assert {name: row.status for name, row in found.items()} == dict.fromkeys(passed, "pass") | dict.fromkeys(
@@ -258,7 +258,9 @@ def test_bounds_of_a_recipe(recipe):
 
 @pytest.mark.full
 def test_what_cannot_run_here_is_skipped_not_passed():
-    rows = verify(small_config(), steps=1, only=["hsdp_cp_2x2x2", "memcpy_all_gather@4"], devices=jax.devices()[:4])
+    rows = verify(
+        small_config(), steps=1, only=["hsdp_cp_2x2x2_offload_all", "memcpy_all_gather@4"], devices=jax.devices()[:4]
+    )
     assert [row.status for row in rows] == ["skipped"] * 2
     assert rows[0].why == "needs 8 devices, there are 4" and "expected false on cpu" in rows[1].why
     assert "0 passed, 0 failed, 2 skipped" in verifier.summary(rows)
@@ -368,7 +370,7 @@ def test_rows_compile_ahead_in_their_order_and_leave_nothing(monkeypatch, ends):
             events.append(("close", self.name))
 
     monkeypatch.setattr(rows_of, "Started", Started)
-    names = ["plain", "offload_grads", "offload_all", "tp@2", "tp_offload_all@2"]
+    names = ["plain", "offload_grads", "offload_all", "tp@2", "tp_saved@2"]
     try:
         rows = verify(small_config(), steps=1, only=names)
     except OSError:
@@ -377,7 +379,7 @@ def test_rows_compile_ahead_in_their_order_and_leave_nothing(monkeypatch, ends):
         return
     assert ends and [row.setting.name for row in rows] == names
     order = "start plain, train plain, start offload_grads, start offload_all, start tp@2, train offload_grads, "
-    order += "start tp_offload_all@2, train offload_all, train tp@2, train tp_offload_all@2"
+    order += "start tp_saved@2, train offload_all, train tp@2, train tp_saved@2"
     assert ", ".join(map(" ".join, events)) == order
 
 

@@ -1,16 +1,17 @@
-"""`verify --mutants`: collectives are taken out one at a time, and what the rows do not notice is reported."""
+"""Whether rows of `verify` notice that one of their collectives is missing."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_verify import CONFIG_FILE, TRAINED, small_config
+import removal
+import row_mutants
+from removal import watching
+from row_mutants import AT_TRACE, BY_PARITY, NOT_FOUND, verify_mutants
+from test_verify import TRAINED, small_config
 
-from surojax import verify as verifier
 from surojax.errors import ConfigError
-from surojax.verification import mutants, removal, rows
-from surojax.verification.mutants import AT_TRACE, NOT_FOUND, verify_mutants
-from surojax.verification.removal import watching
+from surojax.verification import rows
 from surojax.verification.training import FirstStates
 
 N = 4
@@ -26,6 +27,7 @@ IN_ITS_PLACE = {  # kind: (a collective of 4 devices, what device i has without 
 }
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("kind", IN_ITS_PLACE)
 def test_what_comes_in_the_place_of_a_collective(monkeypatch, kind):
     """Each device has what numpy says, of the collective's shape; outside of the context, nothing has changed."""
@@ -83,29 +85,21 @@ def only(collective: str):
 
 
 @pytest.mark.full
-def test_both_ways_to_find_one(tmp_path, monkeypatch, capsys):
-    """The command: a sum that the types ask for, and an all-gather that only numbers show."""
-    (tmp_path / "small.py").write_text(CONFIG_FILE)
-    monkeypatch.setattr("surojax.verification.mutants.watching", only("over tp, in reverse mode"))
-    arguments = ["--config", str(tmp_path / "small.py"), "--mutants", "--only=tp@2", "--steps=2"]
-    try:
-        with pytest.raises(SystemExit) as end:
-            verifier.main(arguments)
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-    out = capsys.readouterr().out
-    assert end.value.code == 0
-    assert "3 mutants of 1 rows: 1 at trace, 2 by parity, 0 NOT FOUND" in out
-    (at_trace,) = [text for text in out.splitlines() if AT_TRACE in text and "mutants" not in text]
+def test_both_ways_to_find_one(monkeypatch):
+    """A sum that the types ask for, and all-gathers that only numbers show."""
+    monkeypatch.setattr(row_mutants, "watching", only("over tp, in reverse mode"))
+    found = verify_mutants(small_config(), steps=2, only=["tp@2"])
+    assert sorted(outcome.found for outcome in found) == [AT_TRACE, BY_PARITY, BY_PARITY]
+    (at_trace,) = [str(outcome.mutant.removed) for outcome in found if outcome.found == AT_TRACE]
     assert "psum over tp, in reverse mode: models/operations.py" in at_trace
 
 
 def test_a_row_that_fails_by_itself_shows_nothing(monkeypatch):
     """Its mutants would all be found."""
     monkeypatch.setattr(rows, "Started", lambda *_: TRAINED)
-    monkeypatch.setattr(mutants, "compiled_step", lambda row, step: step)
+    monkeypatch.setattr(row_mutants, "compiled_step", lambda row, step: step)
     monkeypatch.setattr(FirstStates, "of", lambda *_: None)
-    monkeypatch.setattr(mutants, "training_curve", lambda *_: iter([(2.0, 1.0)]))
+    monkeypatch.setattr(row_mutants, "training_curve", lambda *_: iter([(2.0, 1.0)]))
     with pytest.raises(ConfigError, match=r"--only: expected rows that pass, got tp@2: loss too far"):
         verify_mutants(small_config(), steps=1, only=["tp@2"])
 
@@ -124,9 +118,8 @@ def test_rows_that_cannot_run_are_said_to_be_skipped(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", ["hsdp_2x2"])
+@pytest.mark.parametrize("row", ["hsdp_2x2", "tp_2x2_offload_all", "cp_ring_2x2", "pp_2x2", "experts_ep@4"])
 def test_every_collective_of_a_row_is_needed(row):
-    """Of two rows; the command with all of them takes half an hour."""
     found = verify_mutants(small_config(), steps=2, only=[row])
     assert len(found) >= 8
     assert not [str(outcome.mutant.removed) for outcome in found if outcome.found == NOT_FOUND]

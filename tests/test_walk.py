@@ -48,9 +48,8 @@ WALK = [
     (r"data .*model_path=MODEL", "--config.sequence_len=32"),
     (r"distill --config.model_path=MODEL .*distill_path=labels$", ROWS),
     (r"train --config finetune .*datasets", ROWS + " --config.output_dir=runs/mixed"),
-    (r"train --config\.model_path=MODEL --config\.data=chats\.jsonl --config\.lora --config\.learning_rate",
-     ROWS + " --config.output_dir=runs/a"),
-    (r"train --config\.model_path=MODEL --config\.data=chats\.jsonl$", ROWS),
+    (r"train --model_path MODEL --data chats\.jsonl --lora", ROWS + " --config.output_dir=runs/a"),
+    (r"train --(config\.)?model_path[= ]MODEL --(config\.)?data[= ]chats\.jsonl$", ROWS),
     (r"train --config preferences --config.objective=grpo", ROWS + " --config.output_dir=runs/rollouts"),
     (r"train --config preferences ", ROWS),
     (r"!", "rm -r FOLDER"),
@@ -81,7 +80,7 @@ ELSEWHERE = [
     (r"convert --check ", "needs transformers and torch"),
     (r"convert .*--dtype (fp8|nvfp4)", "needs layers of a multiple of 128 channels; tests/test_export.py"),
     (r"train --config tiny --config\.report_to=", "needs an account; tests/test_trackers.py"),
-    (r"train .*--config\.lora --config\.qlora_bnb", "needs rows of 64 numbers; tests/test_bitsandbytes.py"),
+    (r"train .*(--qlora|--config\.lora --config\.qlora_bnb)", "needs rows of 64 numbers; tests/test_bitsandbytes.py"),
     (r"launch -n 2 --restarts 10", "the walk's other launch"),
 ]
 

@@ -33,14 +33,20 @@ def stop_text(number: int) -> str:
     return f"stopped by {signal.Signals(number).name}: start again to continue"
 
 
-def leave_closed_terminal() -> None:
-    """Sends what this process prints from now on nowhere, if its terminal has closed: to print there is an error."""
+def leave_closed_terminal() -> bool:
+    """Discards what this process prints from now on if its terminal has closed, where printing raises OSError.
+
+    Returns True if it has.
+    """
+    closed = False
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")
         except OSError:
+            closed = True
             with contextlib.suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return closed
 
 
 def _stop(number: int, _frame) -> None:

@@ -13,6 +13,7 @@ from typing import NoReturn, cast
 
 import ml_collections
 
+from surojax.config import finetune
 from surojax.config.fields import DEFAULTS, FIELDS, SECTIONS, Config, no_field
 from surojax.declared import KINDS
 from surojax.errors import ConfigError
@@ -21,6 +22,7 @@ from surojax.untrusted import expanded
 
 PACKAGE = Path(__file__).parents[1]
 FINETUNE = Path(__file__).with_name("finetune.py")  # the config of a command line that names only a model
+SHORT = {"lr": ("learning_rate",), "qlora": ("lora", "qlora_bnb")}  # other names of fields; the second sets two
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -38,20 +40,22 @@ def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tupl
 
     `--config FILE` names a Python file with `get_config()`, or one of `configs()`; a `model_path` without it takes
     config/finetune.py.
-    `--config.FIELD=VALUE` overrides one of its fields; if a field is set twice, the last value counts. `--help` prints
-    the options and every field, and exits. Raises ConfigError for a bad option, and for a `model` field that
-    contradicts the model at `model_path`.
+    `--config.FIELD=VALUE` overrides one of its fields, and so does `--FIELD VALUE` unless the command has an option of
+    that name; if a field is set twice, the last value counts. `--help` prints the options and every field, and exits.
+    Raises ConfigError for a bad option, and for a `model` field that contradicts the model at `model_path`.
     """
     add_options(parser)
-    rest, overrides = _split(sys.argv[1:] if argv is None else argv)
+    rest, overrides = split(sys.argv[1:] if argv is None else argv, parser)
     args, unknown = parser.parse_known_args(rest)
     if unknown:
         field = unknown[0].strip("-").partition("=")[0].replace("-", "_")
-        meant = f"did you mean --config.{field}?" if field in DEFAULTS else "see --help"
+        near = difflib.get_close_matches(field, [*DEFAULTS, *SHORT], n=1, cutoff=0.67)
+        meant = f"did you mean --{near[0]}?" if near else "see --help"
         is_config = unknown[0].endswith(".py") or unknown[0] in configs()
         meant = f"did you mean --config {unknown[0]}?" if is_config else meant
-        raise ConfigError(f"unknown option {unknown[0]!r}: fields are set with --config.FIELD=VALUE; {meant}")
-    if not args.config and "model_path" in dict(overrides):
+        raise ConfigError(f"unknown option {unknown[0]!r}: fields are set with --FIELD=VALUE; {meant}")
+    fine_tunes = args.config == FINETUNE.stem or (not args.config and "model_path" in dict(overrides))
+    if fine_tunes:
         args.config = str(FINETUNE)
     if not args.config:
         raise ConfigError(
@@ -60,13 +64,22 @@ def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tupl
         )
     config = load_config(args.config)
     override_all(config, overrides)
+    if fine_tunes:
+        set_rate_of_adapters(config, overrides)
     return config, args
+
+
+def set_rate_of_adapters(config: Config, overrides: Iterable[tuple[str, str | None]]) -> None:
+    """Sets the learning rate that config/finetune.py has for adapters if they train and none is set."""
+    if config.lora and "learning_rate" not in dict(overrides):
+        config.learning_rate = finetune.RATE_OF_ADAPTERS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--config`, and the help of every field, to the parser of a command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"fields (--config.FIELD=VALUE overrides the config file's value):\n{describe_fields()}"
+    written = "--FIELD=VALUE or --config.FIELD=VALUE"
+    parser.epilog = f"fields ({written} overrides the config file's value):\n{describe_fields()}"
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -144,21 +157,41 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}"
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
-    """Splits arguments into (those that set no field, [(field, text of its value or None)] for those that set one)."""
+def split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """Splits arguments into (those that set no field, [(field, text of its value or None)] for those that set one).
+
+    Fields may be written without `config.` where the parser has no option of that name.
+    """
     rest = []
     overrides = []
     argv = list(argv)
     while argv:
         name, equals, text = argv.pop(0).partition("=")
-        if not name.startswith("--config."):
+        fields = _fields_of(name, parser)
+        if not fields:
             rest.append(name + equals + text)
         elif equals:
-            overrides.append((name.removeprefix("--config."), text))
+            overrides += [(field, text) for field in fields]
         else:
-            follows = argv and not argv[0].startswith("--")
-            overrides.append((name.removeprefix("--config."), argv.pop(0) if follows else None))
+            follows = argv and not argv[0].startswith("--") and _is_value(fields[0], argv[0])
+            value = argv.pop(0) if follows else None
+            overrides += [(field, value) for field in fields]
     return rest, overrides
+
+
+def _fields_of(option: str, parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """Returns the fields that an option sets, none if it is the command's own or unknown."""
+    if option.startswith("--config."):
+        return (option.removeprefix("--config."),)
+    field = option.removeprefix("--").replace("-", "_")
+    if not option.startswith("--") or option in parser._option_string_actions:
+        return ()
+    return SHORT.get(field, (field,) if field in DEFAULTS else ())
+
+
+def _is_value(field: str, text: str) -> bool:
+    """Returns whether the word behind an option is its value: behind a switch that is only one of `WORDS`."""
+    return type(DEFAULTS.get(field)) is not bool or text.lower() in WORDS
 
 
 def override_all(config: Config, overrides: Iterable[tuple[str, str | None]]) -> None:

@@ -32,7 +32,7 @@ def print_line(text: str) -> None:
 def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
     """Prepares the data of a config; returns it with its tokenizer.
 
-    Raises ConfigError for whatever a run would refuse of its settings and data.
+    Raises ConfigError for whatever a run would refuse of its settings and data, but for too few samples.
     """
     c = resolved(c)
     checks.check(c)
@@ -50,8 +50,11 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
         together=choice.together,
         say=print_line,
     )
-    groups = max(1, (c.gpus or 1) // gpus_per_sequence(c))
-    check_length(loaded.train.all, groups * c.per_device_batch_size * c.gradient_accumulation_steps)
+    samples = loaded.train.all
+    check_length(samples, 1)
+    batch = max(1, (c.gpus or 1) // gpus_per_sequence(c)) * c.per_device_batch_size
+    if len(samples) < batch:
+        print_line(f"{len(samples):,} samples are fewer than the {batch:,} of a batch, which `train` refuses")
     return loaded, tokenizer
 
 

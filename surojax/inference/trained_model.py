@@ -24,6 +24,7 @@ from surojax.placement.param import Param, part_of, with_part
 from surojax.placement.table import has_format
 from surojax.run import on_disk
 from surojax.run.restore import restore_weights
+from surojax.untrusted import expanded
 
 
 class Trained(NamedTuple):
@@ -71,6 +72,13 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
             f"{str(path)!r}, which holds {missing.held_instead(Path(path)) or 'none'}"
         )
     return loaded
+
+
+def has_template(c: Config) -> bool:
+    """True if the model of a run is asked in the turns of a chat template, its own or its tokenizer's."""
+    output_dir = expanded(c.output_dir)
+    tokenizer = load_tokenizer(sources.tokenizer_of(c, output_dir))
+    return load_template(sources.template_of(c, output_dir), tokenizer) is not None
 
 
 def _of_checkpoint(checkpoint: Path, tokenizer: str, chat_template: str, sharding: jax.sharding.Sharding) -> Trained:

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from surojax.cluster.early import leave_closed_terminal
 from surojax.run.shared import is_first
 
 ECHO = 2  # columns that a terminal adds to the status when Ctrl-C is pressed: ^C
@@ -39,7 +40,7 @@ class Console:
     def line(self, text: str) -> None:
         """Prints a line that stays. Characters that the stream cannot show are escaped."""
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        with self._lock:
+        with self._lock, _unless_closed():
             status = self._status
             self.status("")
             tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=self.stream)  # above its bars
@@ -50,7 +51,7 @@ class Console:
         """Rewrites the status, cut to the terminal's width; "" removes the status. Does nothing without a terminal."""
         if not self.is_terminal:
             return
-        with self._lock:
+        with self._lock, _unless_closed():
             text = text[: _columns(self.stream) - 1 - ECHO]
             if text or self._status:
                 blanks = " " * (len(self._status) + ECHO - len(text)) if self._status else ""
@@ -60,11 +61,21 @@ class Console:
 
     def keep_status(self) -> None:
         """Makes the status a line that stays."""
-        with self._lock:
+        with self._lock, _unless_closed():
             if self._status:
                 self._status = ""
                 self.stream.write("\n")
                 self.stream.flush()
+
+
+@contextlib.contextmanager
+def _unless_closed() -> Iterator[None]:
+    """Ignores that the terminal has closed, which a write may notice before SIGHUP is handled."""
+    try:
+        yield
+    except OSError:
+        if not leave_closed_terminal():
+            raise
 
 
 def _columns(stream: TextIO) -> int:

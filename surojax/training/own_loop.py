@@ -48,6 +48,7 @@ class OwnLoop:
         brought = Brought(optimizer, objective, block)
         setup = set_up(c, brought, data)
         start = find_start(c, setup)
+        c = start.config
         run = from_config(c, setup.mesh, start.total_steps, brought=brought)
         has_files = run.engine.table.in_files
         for name, value in {"nvme_path": has_files, "overlap_update": c.overlap_update, "lora": c.lora}.items():

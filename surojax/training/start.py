@@ -1,5 +1,6 @@
 """Finds where a run starts: loads its data, and finds the checkpoint to continue from and the steps that remain."""
 
+import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,15 +25,19 @@ from surojax.step.objectives import OBJECTIVES
 from surojax.training.resume import block_identity, check_same, find_resume, goes_on_in_files
 from surojax.training.setup import Setup
 
+SMALL_EPOCH = 10  # steps of an epoch whose samples fill fewer batches than gradient_accumulation_steps
+
 
 class Start(NamedTuple):
     """The result of `find_start`: the data, the checkpoint, and the first step and sample.
 
+    config: with as many microbatches in a step as the data fills.
     identity: what a checkpoint must have been trained with. adapter: to start from, if any. resume: checkpoint to
     continue from, None for a new run. in_files: whether the run continues from the state that its files have complete,
     which is newer. first_step: number of steps done. position: number of samples done.
     """
 
+    config: Config
     tokenizer: Tokenizer
     found: data.Data
     batch_size: int
@@ -52,7 +57,6 @@ def find_start(c: Config, setup: Setup) -> Start:
     tokenizer = load_tokenizer(c.tokenizer)
     checks.check_tokenizer(c, tokenizer.vocab_size, tokenizer.name)
     batch_size = c.per_device_batch_size * data_parallel(setup.mesh)
-    samples_per_step = batch_size * c.gradient_accumulation_steps
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
     choice = OBJECTIVES[c.objective]
     found = data.load_data(
@@ -68,6 +72,8 @@ def find_start(c: Config, setup: Setup) -> Start:
     if c.objective == DISTILL:
         found = found._replace(train=_with_labels(c, found.train, tokenizer))
     samples = found.train
+    c = fitting(c, len(samples.all), batch_size)
+    samples_per_step = batch_size * c.gradient_accumulation_steps
     check_length(samples.all, samples_per_step)
     identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}
     if setup.brought.block:
@@ -91,8 +97,26 @@ def find_start(c: Config, setup: Setup) -> Start:
     if line := samples_line(last, len(samples), c.num_epochs, c.max_steps):
         say(f"data: {line}")
     check_schedule(c, total_steps)
-    of_data = (tokenizer, found, batch_size, samples_per_step)
+    of_data = (c, tokenizer, found, batch_size, samples_per_step)
     return Start(*of_data, identity, adapter, resume, in_files, meta, first_step, position, total_steps)
+
+
+def fitting(c: Config, num_samples: int, batch_size: int) -> Config:
+    """Returns the config with a smaller gradient_accumulation_steps if an epoch has no full step, and says so.
+
+    num_samples: of an epoch. batch_size: samples in a microbatch of all devices. The epoch then has `SMALL_EPOCH` steps
+    or a step for each batch. Unchanged with fewer samples than one batch, or where microbatches come in groups.
+    """
+    batches = num_samples // batch_size
+    grouped = c.pp_size > 1 or c.microbatches_per_fetch > 1
+    if not 0 < batches < c.gradient_accumulation_steps or grouped:
+        return c
+    fits = max(1, batches // SMALL_EPOCH)
+    step = f"the {batch_size * c.gradient_accumulation_steps:,} of a step"
+    say(f"data: {num_samples:,} samples are fewer than {step}: gradient_accumulation_steps is {fits} in this run")
+    c = copy.deepcopy(c)
+    c.gradient_accumulation_steps = fits
+    return c
 
 
 def steps_of(num_samples: int, samples_per_step: int) -> int:

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax._src import source_info_util  # of reverse mode, the lines of the forward computation: not public
 from jax._src.lax import parallel  # the primitive of a psum with an invariant result: not public
 
-SOURCE = Path(__file__).parents[2]
+SOURCE = Path(__file__).parents[1]
 PACKAGES = tuple(str(SOURCE / package) + "/" for package in ("surojax", "pallas_kernels"))
 # Functions of JAX that bind the primitives of a traced program again; the collective is not called from where they are.
 AGAIN = ("eval_jaxpr", "backward_pass")

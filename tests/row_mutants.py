@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from removal import Collective, watching
+
 from surojax.config import Config
 from surojax.errors import ConfigError
 from surojax.verification.bounds import Curve, expected_bounds, judge
-from surojax.verification.removal import Collective, watching
 from surojax.verification.rows import Curves
 from surojax.verification.settings import Setting, chosen_rows
 from surojax.verification.training import Built, compiled_step, lowered, training_curve
