@@ -93,6 +93,21 @@ def test_what_yarn_leaves_out_follows_from_the_lengths():
     assert scaled["rope_attention_factor"] == pytest.approx((2 * stretch + 1) / (stretch + 1))
 
 
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("window", [None, 8])
+def test_layers_of_a_family_whose_layers_are_alike(window, full):
+    """Layers without the window are refused only where there is one, and layers with it where there is none."""
+    types = ["full_attention" if full else "sliding_attention"] * 2
+    given = {"model_type": "mixtral", "sliding_window": window, "num_hidden_layers": 2}
+    plain = model_fields(given)
+    assert plain["sliding_window"] == (window or 0)
+    if full == (window is None):
+        assert model_fields(given | {"layer_types": types}) == plain
+    else:
+        with pytest.raises(ConfigError, match="layer_types|sliding_window"):
+            model_fields(given | {"layer_types": types})
+
+
 def test_keys_beside_the_text_of_an_image_model():
     whole = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
     assert text_config(whole | PUBLISHED) == text_config(whole)
