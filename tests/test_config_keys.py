@@ -104,7 +104,7 @@ def test_layers_of_a_family_whose_layers_are_alike(window, full):
     if full == (window is None):
         assert model_fields(given | {"layer_types": types}) == plain
     else:
-        with pytest.raises(ConfigError, match="layer_types|sliding_window"):
+        with pytest.raises(ConfigError, match=r"layer_types|sliding_window"):
             model_fields(given | {"layer_types": types})
 
 
