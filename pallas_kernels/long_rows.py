@@ -64,7 +64,7 @@ class ProgramRow:
         self.x_ref = x_ref
         self.r, self.group = jax.lax.axis_index("rows"), jax.lax.axis_index("group")
         self.line, self.first = (self.r // c.rows, self.r % c.rows * c.V) if c.rows > 1 else (self.r, 0)
-        self.begin = (self.first + c.vec - 1) & -c.vec if c.rows > 1 else 0  # the first aligned word
+        self.begin = (self.first + c.vec - 1) & -c.vec  # the first aligned word
 
     def round(self, j):
         """This group's part of round j."""

@@ -25,6 +25,7 @@ from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.host import move
 from surojax.models import decoder_model
 from surojax.optim.adamw import adamw
+from surojax.own_files import check_form
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE
 from surojax.placement.mesh import make_mesh
@@ -469,3 +470,16 @@ def test_layers_that_are_read_apart_have_the_checksum_of_the_whole(dtype, monkey
         found = [stored._sum(layer, 20 * l) for l, layer in enumerate(x)]
         assert all(0 <= of_layer < 2**32 for of_layer in found) and sum(found) % 2**32 == expected
     assert stored._sum(x[0], 0) != stored._sum(x[0], 20) and stored._sum(x[0], 0) != stored._sum(x[0].T, 0)
+
+
+@pytest.mark.parametrize("name", ["step", "samples", "config", "tokenizer", "data"])
+def test_what_a_run_writes_beside_a_checkpoint_is_of_its_form(name):
+    """`layers` may be missing: older versions had no padding."""
+    meta = {"step": 1, "samples": 2, "config": {"resume_from_checkpoint": "auto"}, "tokenizer": "bytes", "data": "x"}
+    check_form(meta, on_disk.OF_A_RUN, "metadata")
+    check_form(meta | {"layers": {"blocks": 3}}, on_disk.OF_A_RUN, "metadata")
+    for bad in ({k: v for k, v in meta.items() if k != name}, meta | {name: [1]}, meta | {name: -1}):
+        with pytest.raises(ValueError, match=name):
+            check_form(bad, on_disk.OF_A_RUN, "metadata")
+    with pytest.raises(ValueError, match="layers"):
+        check_form(meta | {"layers": {"blocks": -3}}, on_disk.OF_A_RUN, "metadata")

@@ -107,6 +107,32 @@ def test_every_key_has_a_value_of_its_type(family):
             model_fields({"model_type": family, key: bad})
 
 
+def test_what_yarn_leaves_out_follows_from_the_lengths():
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 1024}
+    given = {"model_type": "llama", "max_position_embeddings": 8192}
+    found = model_fields(given | {"rope_parameters": rope})
+    assert (found["rope_factor"], found["rope_beta_fast"], found["rope_beta_slow"]) == (8.0, 32.0, 1.0)
+    assert found["rope_attention_factor"] == 0.0 and found["rope_truncate"] is True
+    scaled = model_fields(given | {"rope_parameters": rope | {"mscale": 2.0, "mscale_all_dim": 1.0}})
+    stretch = 0.1 * np.log(8)
+    assert scaled["rope_attention_factor"] == pytest.approx((2 * stretch + 1) / (stretch + 1))
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("window", [None, 8])
+def test_layers_of_a_family_whose_layers_are_alike(window, full):
+    """Layers without the window are refused only where there is one, and layers with it where there is none."""
+    types = ["full_attention" if full else "sliding_attention"] * 2
+    given = {"model_type": "mixtral", "sliding_window": window, "num_hidden_layers": 2}
+    plain = model_fields(given)
+    assert plain["sliding_window"] == (window or 0)
+    if full == (window is None):
+        assert model_fields(given | {"layer_types": types}) == plain
+    else:
+        with pytest.raises(ConfigError, match=r"layer_types|sliding_window"):
+            model_fields(given | {"layer_types": types})
+
+
 def test_keys_beside_the_text_of_an_image_model():
     whole = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
     assert text_config(whole | PUBLISHED) == text_config(whole)

@@ -250,6 +250,13 @@ def test_a_glob_follows_links_and_enters_each_folder_once(tmp_path, through):
     assert found == [tmp_path / "data/linked/a.txt"]
 
 
+def test_files_of_the_standard_library_are_sorted(tmp_path, monkeypatch):
+    for name in "cab":
+        write(tmp_path / f"{name}.py", "")
+    monkeypatch.setattr(files, "walk", lambda *_, **__: (tmp_path / name for name in ("c.py", "a.py", "x.py", "b.py")))
+    assert [path.name for path in files.stdlib_files()] == ["a.py", "b.py", "c.py"]
+
+
 # The settings that rows of a type read, besides path, type, samples and the like.
 READS = {
     "text": "text_field",

@@ -38,6 +38,7 @@ OFFLOADED = dict.fromkeys(
 )
 IN_FILES = dict.fromkeys(OFFLOADED, "nvme") | {"nvme_path": "x"}
 LONG = {"sequence_len": 2048, "per_device_batch_size": 1}
+WORDS = {"model.vocab_size": 65536}  # of which logits are the largest temporary
 ZERO3 = {"gpus": 4, "zero_level": 3}
 # name: (GPU, changes)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "float32": ("rtx4090", {"model_dtype": "float32", "recompute_block": False}),
     "zero 1": ("h100", {"gpus": 4, "accum_dtype": "bfloat16"}),
     "zero 3": ("rtx4090", ZERO3),
-    "zero 3, outer layers": ("h100", ZERO3 | {"shard_outer": True}),
+    "zero 3, outer layers": ("h100", ZERO3 | WORDS | {"shard_outer": True}),
     "zero 2, replicas": ("h100", {"gpus": 4, "zero_level": 2, "dp_replicate_size": 2}),
     "two machines": ("h100", {"gpus": 16, "zero_level": 3, "per_device_batch_size": 1}),
     "stages of two machines": ("rtx4090", {"gpus": 16, "pp_size": 2, "pp_schedule": "1f1b", "zero_level": 2}),
@@ -63,6 +64,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor parallel by XLA": ("rtx4090", {"gpus": 2, "tp_size": 2, "attention": "xla"}),
     "ring": ("h100", LONG | {"gpus": 4, "cp_size": 2, "cp_method": "ring"}),
     "ring by XLA": ("h100", LONG | {"gpus": 2, "cp_size": 2, "cp_method": "ring", "attention": "xla"}),
+    "ring by our kernel": ("h100", LONG | {"gpus": 4, "cp_size": 2, "cp_method": "ring", "attention": "mosaic"}),
+    "our kernel": ("h100", LONG | {"attention": "mosaic", "recompute_block": False}),
+    "chunks by our kernel": ("h100", LONG | {"gpus": 2, "tp_size": 2, "attention": "mosaic", "sequence_chunks": 4}),
     "all-gathered pieces": ("h100", LONG | {"gpus": 8, "cp_size": 2, "tp_size": 2, "cp_method": "allgather"}),
     "ulysses": ("h100", LONG | {"gpus": 4, "cp_size": 2, "cp_method": "ulysses"}),
     "chunks": ("h100", LONG | {"sequence_chunks": 4, "lmhead_chunks": 8}),
@@ -86,12 +90,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "parts recomputed": ("h100", {"recompute_block": False, "recompute_norm": True, "recompute_swiglu": True}),
     "attention recomputed": ("h100", {"recompute_block": False, "recompute_att": True, "attention": "xla"}),
     "windows": ("h100", {"model.sliding_window": 32, "model.sliding_window_pattern": 2, **OFFLOADED}),
-    "softcaps": ("h100", {"model.final_logit_softcapping": 30.0, "model.attn_logit_softcapping": 50.0}),
-    "tied": ("rtx4090", {"model.tie_word_embeddings": True, "lmhead_chunks": 4, **ZERO3}),
+    "softcaps": ("h100", {"model.final_logit_softcapping": 30.0, "model.attn_logit_softcapping": 50.0, **WORDS}),
+    "tied": ("rtx4090", {"model.tie_word_embeddings": True, "lmhead_chunks": 4, **ZERO3, **WORDS}),
     "packed": ("h100", {"sample_packing": True, "attention": "xla"}),
     "states of a teacher": (
         "h100",
-        {"objective": "distill", "distill_path": "x", "distill_hidden_size": 64, "model_dtype": "bfloat16"},
+        {"objective": "distill", "distill_path": "x", "distill_hidden_size": 64, **WORDS},
     ),
     "preferences": ("h100", {"objective": "dpo"}),
 }

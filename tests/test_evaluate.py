@@ -17,6 +17,7 @@ from surojax.inference.score import Request, Score, _scorer, request_of, score
 from surojax.inference.trained_model import Trained
 from surojax.models import decoder_model
 from surojax.models.model import Compute
+from surojax.training import evaluation
 
 MODEL = decoder_model.build(CONFIG)
 
@@ -292,3 +293,16 @@ def test_the_harness(tmp_path, monkeypatch):
     total = plain_logprobs(params, first[:-1], config)[np.arange(64), first[1:]].sum()
     total += plain_logprobs(params, last[:-1], config)[np.arange(64), last[1:]][65 - ids.size :].sum()
     np.testing.assert_allclose(rolling, total, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bytes_per_label, bits", [(None, None), (4.0, 3.0 / np.log(2) / 4)])
+def test_bits_per_byte_of_held_out_text(bytes_per_label, bits, monkeypatch):
+    """The mean over all labels, in bits, of the bytes that a label stands for; other means beside it."""
+    batches = [({"loss": 6.0, "other": 1.0}, 2), ({"loss": 6.0, "other": 2.0}, 2)]
+    monkeypatch.setattr(evaluation.train_step, "evaluated", lambda *_: iter(batches))
+    found = object.__new__(evaluation.Evaluation)
+    found.arrays, found.sharding, found.step = (), None, None
+    one = SimpleNamespace(name="held", batches=[], bytes_per_label=bytes_per_label)
+    scores = found.scores({}, one)  # type: ignore[arg-type]
+    assert (scores["name"], scores["loss"], scores["others"]) == ("held", 3.0, {"other": 0.75})
+    assert scores["bits_per_byte"] == (bits and pytest.approx(bits))

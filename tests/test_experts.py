@@ -745,6 +745,11 @@ def test_models_that_are_not_computed_are_refused(changes, message):
         model_fields({"model_type": "olmoe"} | changes)
 
 
+@pytest.mark.parametrize("number, dtype", [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16")])
+def test_numbers_of_experts_fit_their_dtype(number, dtype):
+    assert jnp.dtype(experts.smallest_dtype(number)) == dtype and number - 1 <= jnp.iinfo(dtype).max
+
+
 def test_the_first_layers_without_experts_are_a_set():
     """transformers asks whether a layer's number is in the list."""
     config = {"model_type": "qwen3_moe", "mlp_only_layers": [1, 0]}

@@ -23,6 +23,7 @@ from surojax.planner.gpus import GPUS
 from surojax.planner.run_plan import checked, plan_in_subprocess
 from surojax.planner.search import Space
 from surojax.planner.traffic import BatchShape, batch_of
+from surojax.resources import FreeMemory
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SMALL = {
@@ -160,6 +161,16 @@ def refusal(c, n: int, gibs: float, platform: str) -> str:
         check_fit.check_fit(c, from_config(c, abstract, 100), devices, int(gibs * GiB))
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def test_host_memory_of_a_cpu_run_is_counted_once():
+    """As that of its devices: nothing is left to check, whatever is offloaded."""
+    c = small(gpus=1, offload_optimizer=True)
+    run = plan(c)
+    devices = [SimpleNamespace(platform="cpu", device_kind="cpu", process_index=0)]
+    room = check_fit.Room(1, FreeMemory(0, ""), 1)
+    check_fit.check_host(run, c, devices, room)
+    assert footprint.estimate_host(run, batch_of(c))
 
 
 def test_memory_of_cpu_devices_is_shared_by_those_of_a_process(monkeypatch):

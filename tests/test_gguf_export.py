@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from surojax import ConfigError, convert
 from surojax.data.gguf_tokenizer import LLAMA3, QWEN2
 from surojax.data.tokenizer import load_tokenizer
+from surojax.exchange import gguf_export
 from surojax.exchange.gguf_export import check_gguf_path
 
 LLAMA3_POSITIONS = {
@@ -189,11 +190,15 @@ def test_bad_input_writes_nothing(tmp_path):
     with pytest.raises(ConfigError, match=r"expected a tokenizer that splits text as smollm, llama-bpe, qwen2, gpt-2"):
         convert.convert(folder, out)
     (folder / "tokenizer.json").write_text(tokenizer_json())
-    large = tensors_in(folder) | {"model.layers.1.mlp.up_proj.weight": np.full((80, 32), 1e5, np.float32)}
-    write(tmp_path / "large", "llama", tensors=large, vocab_size=384)
-    with pytest.raises(ConfigError, match=r"^--dtype: expected numbers within float16, got larger ones in .*up_proj"):
-        convert.convert(tmp_path / "large", tmp_path / "new" / "out.gguf", dtype="float16", tokenizer=str(folder))
-    assert sorted(path for path in tmp_path.rglob("*") if "large" not in path.parts) == files
+    said = r"^--dtype: expected numbers within float16, got larger ones in .*up_proj"
+    for number in (1e5, -1e5):
+        large = tensors_in(folder) | {"model.layers.1.mlp.up_proj.weight": np.full((80, 32), number, np.float32)}
+        where = tmp_path / f"large{number:.0f}"
+        write(where, "llama", tensors=large, vocab_size=384)
+        with pytest.raises(ConfigError, match=said):
+            convert.convert(where, tmp_path / "new" / "out.gguf", dtype="float16", tokenizer=str(folder))
+    there = (path for path in tmp_path.rglob("*") if "large" not in str(path.relative_to(tmp_path)))
+    assert sorted(there) == files
     (tmp_path / "out.Modelfile").write_text("mine")
     with pytest.raises(ConfigError, match=r"^export: expected a file that can be made, .*\(out\.Modelfile exists\)"):
         check_gguf_path(out)
@@ -228,3 +233,31 @@ def test_smollm2_comes_back(tmp_path):
     theirs, ours = (gguf.GGUFReader(file).fields for file in (path, again))
     for name in ("pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id", "add_bos_token"):
         assert ours[f"tokenizer.ggml.{name}"].contents() == theirs[f"tokenizer.ggml.{name}"].contents(), name
+
+
+@pytest.mark.parametrize(
+    "dtype, most, beyond",
+    [
+        ("float16", 65504.0, 65536.0),
+        ("q8_0", 65504.0, 65536.0),
+        ("bfloat16", float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), float(np.finfo(np.float32).max)),
+        ("float32", float(np.finfo(np.float32).max), np.inf),
+    ],
+)
+def test_the_largest_number_of_a_type(dtype, most, beyond):
+    """Of both signs; bfloat16's is less than float32's, which would be rounded to infinity."""
+
+    class Stored:
+        def __init__(self, number: float):
+            self.number = number
+
+        def read(self, name: str) -> np.ndarray:
+            return np.array([0.0, self.number], np.float32)
+
+    kind, _ = gguf_export.DTYPES[dtype]
+    for sign in (1, -1):
+        found = gguf_export._read(Stored(sign * most), "w", kind, dtype)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(found, np.float32([0, sign * most]))
+        for number in (sign * beyond, np.nan):
+            with pytest.raises(ConfigError, match=f"^--dtype: expected numbers within {dtype}, got larger ones in w"):
+                gguf_export._read(Stored(number), "w", kind, dtype)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from small import quick_at
 
-from pallas_kernels import bench
+from pallas_kernels import adamw8bit_update, bench, shapes
 from pallas_kernels.shapes import MODELS, Case, Sizes
 
 SMALL = Sizes(hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=320)
@@ -118,3 +118,12 @@ def test_turns_are_taken_and_the_median_counts():
     found = bench.call_seconds(callers, repeat=3)
     turns = [name for name, _ in order[4:]]
     assert turns == list("ababab") and set(found) == {"a", "b"} and all(t >= 0 for t in found.values())
+
+
+def test_bytes_of_an_update_are_those_of_its_arrays():
+    """Master weights read and written, gradients read, moments in 8 bits and their scales both ways, work weights."""
+    sizes = shapes.Sizes(256, 512, 4, 4, 64, 1000)
+    for case in adamw8bit_update.cases(sizes, 1):
+        p, g, m, m_scales, v, v_scales, *_ = (x.size * x.dtype.itemsize for x in case.args)
+        work = 2 * case.args[0].size if case.name.endswith("stack") else 0
+        assert case.bytes == 2 * p + g + 2 * (m + m_scales + v + v_scales) + work

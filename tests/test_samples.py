@@ -1,6 +1,7 @@
 """Packing, mixing and resuming: every example once, none beyond its row, and a stream that starts anywhere."""
 
 import contextlib
+import dataclasses
 import itertools
 import mmap
 import time
@@ -139,6 +140,16 @@ def test_a_packed_row_by_hand():
         "starts": [0, 0, 0, 3, 3, 3, 3, 7, 7],
     }
     assert all(array.dtype == np.int32 for array in rows[0].values())
+
+
+def test_numbers_of_labels_by_hand():
+    """Each position has the number of its label, the next token; 0 where none counts."""
+    corpus = corpus_of([[11, 12, 13], [21, 22, 23, 24]], [[0, 1, 1], [1, 0, 1, 0]])
+    corpus = dataclasses.replace(corpus, numbers={"value": np.float32([1, 2, 3, 4, 5, 6, 7])})
+    rows = windows_or_rows(corpus, 9, packed=True, is_text=False)
+    assert rows[0]["value"].dtype == np.float32
+    assert rows[0]["labels"].tolist() == [12, 13, -1, -1, 23, -1, -1, -1, -1]
+    assert rows[0]["value"].tolist() == [2, 3, 0, 0, 6, 0, 0, 0, 0]
 
 
 def test_rows_of_one_example_by_hand():

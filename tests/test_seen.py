@@ -1,6 +1,7 @@
 """What was measured on GPUs here corrects what is predicted next, and a bad file corrects nothing."""
 
 import dataclasses
+import datetime
 import json
 from types import SimpleNamespace
 
@@ -51,6 +52,17 @@ def test_another_plugin_is_named(file, monkeypatch):
     assert "CUDA plugin" not in seen.corrected(GPU, file, "a").seen.note
     monkeypatch.setattr(seen.cuda_plugin, "plugin_version_text", lambda: "0.12.0.1")
     assert "CUDA plugin 0.11.2, while 0.12.0.1 is installed" in seen.corrected(GPU, file, "a").seen.note
+
+
+def test_the_newest_entries_are_kept_and_the_last_date_is_named(file, monkeypatch):
+    monkeypatch.setattr(seen, "MOST_ENTRIES", 3)
+    for day, settings in enumerate("abcd", 1):
+        monkeypatch.setattr(
+            seen, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda day=day: datetime.date(2026, 1, day)))
+        )
+        seen.record(file, KIND, 1.0, 1.1, settings, 1)
+    assert [x["settings"] for x in entries(file)] == ["b", "c", "d"]
+    assert "to 2026-01-04" in seen.corrected(GPU, file).seen.note
 
 
 def test_simulation_and_estimate_share_the_correction(file):

@@ -169,3 +169,24 @@ def test_an_index_that_cannot_be_read_is_refused(tmp_path):
     (folder / INDEX).write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"^model_path: cannot read .*index\.json"):
         Weights(folder)
+
+
+def test_a_header_names_tensors_in_any_order(tmp_path):
+    """As the format allows; their numbers are where the offsets say."""
+    arrays = {"b": np.float32([1, 2]), "a": np.float32([3]), "c": np.float32([4, 5, 6])}  # as they lie in the file
+    offsets = np.cumsum([0, *(array.nbytes for array in arrays.values())])
+    entries = {
+        name: {"dtype": "F32", "shape": [array.size], "data_offsets": [int(offsets[i]), int(offsets[i + 1])]}
+        for i, (name, array) in enumerate(arrays.items())
+    }
+    for names in ("abc", "cba", "bca"):
+        header = json.dumps({name: entries[name] for name in names}).encode()
+        file = tmp_path / f"{names}.safetensors"
+        data = b"".join(array.tobytes() for array in arrays.values())
+        file.write_bytes(len(header).to_bytes(8, "little") + header + data)
+        shard = shards.Shard(file)
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(shard.read(name), array)
+        file.write_bytes(len(header).to_bytes(8, "little") + header.replace(b"[8, 12]", b"[4, 12]") + data)
+        with pytest.raises(ValueError):
+            shards.Shard(file)

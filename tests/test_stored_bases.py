@@ -15,6 +15,7 @@ from test_shards import FLOAT8, write_float8
 
 from surojax import ConfigError
 from surojax.assembly.from_config import from_config
+from surojax.exchange import compressed
 from surojax.exchange.base import described_format
 from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.model_tensors import Weights, readers
@@ -125,3 +126,41 @@ def test_how_a_base_comes_in_is_said(tmp_path):
     assert described_format(numbers, model, "fp8") == ", quantised to fp8 after an adapter is merged into it"
     assert described_format(numbers, model, "") == ""
     chex.assert_trees_all_equal(numbers.names, weights.names)
+
+
+FP8 = {"num_bits": 8, "strategy": "block", "block_structure": [128, 64]}
+FP4 = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+OF_FP8, OF_FP4 = "float-quantized", "nvfp4-pack-quantized"
+
+
+@pytest.mark.parametrize(
+    "format, weights, expected",
+    [
+        (OF_FP8, FP8, (128, 64)),
+        (OF_FP4, FP4, None),
+        (OF_FP8, FP8 | {"num_bits": 4}, "float-quantized with strategy block"),
+        (OF_FP8, FP8 | {"strategy": "channel"}, "float-quantized with strategy channel"),
+        ("int-quantized", FP8, "int-quantized with strategy block"),
+        (OF_FP4, FP4 | {"num_bits": 8}, "nvfp4-pack-quantized with strategy tensor_group"),
+        (OF_FP4, FP4 | {"group_size": 32}, "nvfp4-pack-quantized with strategy tensor_group"),
+    ],
+)
+def test_a_format_of_compressed_tensors(format, weights, expected):
+    """Said of the group, or of all; of several groups none is read."""
+    for entry in (
+        {"format": format, "config_groups": {"group_0": {"weights": weights}}},
+        {"format": "mixed-precision", "config_groups": {"group_0": {"weights": weights, "format": format}}},
+    ):
+        if isinstance(expected, str):
+            with pytest.raises(ValueError, match=expected):
+                compressed.fp8_block(entry)
+        else:
+            assert compressed.fp8_block(entry) == expected
+    with pytest.raises(ValueError):
+        compressed.fp8_block({"format": format, "config_groups": {key: {"weights": weights} for key in "ab"}})
+
+
+def test_matrices_in_nvfp4_have_three_tensors():
+    parts = {"w_packed", "w_scale", "w_global_scale"}
+    assert compressed.packed(parts | {"x_packed", "x_scale", "y_packed", "y_global_scale", "z_scale"}) == {"w"}
+    assert compressed.packed(parts - {"w_packed"}) == set() and compressed.parts_of({"w"}) == parts

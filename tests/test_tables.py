@@ -1,5 +1,9 @@
 """Tables that translate one kind of name into another: none means the same twice, and none is missing."""
 
+import re
+
+import ml_dtypes
+import numpy as np
 import pytest
 
 from pallas_kernels import shapes
@@ -7,7 +11,7 @@ from surojax.data import decompression, entries, run_data, templates
 from surojax.exchange import export, gguf, gguf_export, missing, peft, shards
 from surojax.families import family, gemma
 from surojax.models import lora, operations
-from surojax.planner import choices, drives, gpus, plan_text, products, rates
+from surojax.planner import choices, costs, drives, gpus, hlo, plan_text, products, rates, roofline
 from surojax.run import trackers
 
 
@@ -52,3 +56,43 @@ from surojax.run import trackers
 def test_no_two_names_mean_the_same(table):
     values = list(map(str, table.values()))
     assert sorted(set(values)) == sorted(values)
+
+
+def test_every_rate_has_ends_and_a_word():
+    ends = {"products", *rates.ENDS}
+    assert rates.WORDS.keys() == {*ends, rates.DISKS}
+    together = [field for name in ends for field in rates.TOGETHER.get(name, (name,))]
+    assert sorted(together) == sorted(rates.RATES)
+    assert set(rates.BANDWIDTHS) & set(rates.LATENCIES) == set()
+    assert {*rates.BANDWIDTHS, *rates.LATENCIES} == {*rates.RATES} - {"eight_bit", "duplex", "collective_sms"}
+    slower = gpus.GPUS["h100"].rates.slower(2.0)
+    for name in rates.RATES:
+        before, after = getattr(gpus.GPUS["h100"].rates, name), getattr(slower, name)
+        factor = 0.5 if name in rates.BANDWIDTHS else 2.0 if name in rates.LATENCIES else 1.0
+        assert after == pytest.approx(factor * before), name
+    assert {span.source for span in rates.ENDS.values()} <= set(gpus.SOURCES.values())
+    assert {name: span.source for name, span in rates.PRODUCTS.items()} == {name: name for name in rates.PRODUCTS}
+
+
+def test_rows_that_others_index():
+    """A resource of a bound, a collective, a stream of work, a dtype of products."""
+    bounds = roofline.bounds(gpus.GPUS["h100"], flops={"bfloat16": 1.0}, device_bytes=1, link_bytes=1, h2d=1, d2h=1)
+    assert plan_text.RESOURCES.keys() == bounds.keys()
+    assert costs.OF_COLLECTIVE.keys() == hlo.WIRE.keys()
+    assert set(costs.TRANSFERS) == {costs.GATHER, costs.REDUCE, costs.HOST_IN, costs.HOST_OUT}
+    assert set(costs.STREAMS) == {costs.MAIN, costs.SIDE, costs.HOST_IN, costs.HOST_OUT, costs.COLLECTIVES}
+    assert {"constant", "after-all", "partition-id", "replica-id", "opt-barrier", "parameter", "tuple"} <= costs.FREE
+    assert not costs.FREE & {"custom-call", "while", "conditional", "call", "fusion", "copy"}
+    assert {products.HLO_DTYPES[name] for name in products.LOW} == {"f8e4m3fn", "f4e2m1fn"}
+    for name in ("bfloat16", "float32"):
+        assert np.dtype(getattr(ml_dtypes, name, name)).itemsize == {"bf16": 2, "f32": 4}[products.HLO_DTYPES[name]]
+    for name, dtype in export.DTYPES.items():
+        assert np.dtype(dtype) == np.dtype(getattr(ml_dtypes, name, name))
+
+
+@pytest.mark.parametrize("name", gpus.PCIE)
+def test_bandwidth_of_pci_express(name):
+    """16 or 32 GT/s a lane, in 128b/130b coding."""
+    generation, lanes = re.fullmatch(r"(\d)\.0 x(\d+)", name).groups()  # type: ignore[union-attr]
+    transfers = {"4": 16e9, "5": 32e9}[generation]
+    assert gpus.PCIE[name] == pytest.approx(transfers * int(lanes) * (128 / 130) / 8)
