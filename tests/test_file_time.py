@@ -22,7 +22,7 @@ from surojax.planner.gpus import GPUS
 from surojax.planner.rates import DISKS
 from surojax.planner.timeline import WAITS, Timeline, TimelineEvent
 from surojax.planner.traffic import batch_of
-from surojax.step.programs import Program
+from surojax.step.several_programs import Program
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 GPU = GPUS["rtx4090"]

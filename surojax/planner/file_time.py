@@ -23,7 +23,7 @@ from surojax.planner.hlo import Module
 from surojax.planner.layer_sizes import size
 from surojax.planner.rates import DISKS
 from surojax.planner.timeline import WAITS, Timeline, TimelineEvent, simulate
-from surojax.step.programs import Program
+from surojax.step.several_programs import Program
 
 UPDATE = "update"  # the pass whose first layer is read before it begins
 

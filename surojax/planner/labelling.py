@@ -29,7 +29,7 @@ from surojax.planner.gpus import GB, GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.layer_sizes import size
 from surojax.planner.timeline import simulate
 from surojax.planner.traffic import BatchShape
-from surojax.step.programs import Program, Programs
+from surojax.step.several_programs import Program, SeveralPrograms
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.train_step import BATCHES_IN_FLIGHT, make_eval_step
 
@@ -81,7 +81,7 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
     sharding = batch_sharding(mesh.abstract_mesh, accumulated=False)
     arrays = engine.planned_batch((sequences, c.sequence_len), sharding)
     step = make_eval_step(engine, run.plan, mesh)
-    in_files = isinstance(step, Programs)
+    in_files = isinstance(step, SeveralPrograms)
     programs = step.programs(*arrays) if in_files else [Program(step, (run.plan.weights, *arrays), 1)]
     options = compiler_options(run, "gpu", memory_bytes=facts.memory_bytes, plans_with=aot.PLANS_WITH)
     compiled = [aot.compile_for(part.function, part.arguments, mesh, options) for part in programs]

@@ -55,7 +55,7 @@ from surojax.planner.drives import disks
 from surojax.planner.gpus import GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
-from surojax.step.programs import Program, Programs
+from surojax.step.several_programs import Program, SeveralPrograms
 from surojax.step.state_plan import bytes_per_device
 
 
@@ -294,7 +294,7 @@ def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.BatchShape) 
     """The programs that make up a step."""
     train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh, run.files)
     arrays = traffic.batch_arrays(run, batch)
-    if isinstance(train_step, Programs):
+    if isinstance(train_step, SeveralPrograms):
         return [program for program in train_step.programs(*arrays) if program.times]
     return [Program(train_step, (run.plan, *arrays), 1)]
 

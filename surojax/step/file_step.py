@@ -20,8 +20,8 @@ from surojax.placement.param import OUTER, part_of, with_part
 from surojax.step import complete
 from surojax.step.between import SegmentLayer
 from surojax.step.by_host import by_host
-from surojax.step.programs import Program, Programs
 from surojax.step.segment_update import SegmentUpdate
+from surojax.step.several_programs import Program, SeveralPrograms
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_gradients import StepGradients
@@ -49,7 +49,7 @@ class ToFiles(NamedTuple):
     weights: list[jax.Array | None]
 
 
-class FileStep(Programs):
+class FileStep(SeveralPrograms):
     """The step of `train_step.make_train_step` with tensor classes in files; it has several programs.
 
     gradients: computes the gradients of all layers and updates embedding and head, but for `tables`:
@@ -100,7 +100,7 @@ class FileStep(Programs):
         return from_sections(state.step, {**layers.sections(), OUTER: section(state, OUTER)}, state.history)
 
     def programs(self, *batch) -> list[Program]:
-        """See `Programs`."""
+        """See `SeveralPrograms`."""
         overlaps = self.step.engine.overlap_update
         of_segments = self.updates.values()
         updates = [x for update in of_segments for x in update.planned_programs("forward" if overlaps else "update")]

@@ -14,14 +14,14 @@ from surojax.step.batch import Batch
 from surojax.step.between import LayerKind, OfDevices, SegmentLayer
 from surojax.step.by_host import by_host
 from surojax.step.outer import OuterLayers
-from surojax.step.programs import Program, Programs
 from surojax.step.segment_files import SegmentFiles, layers_in_order
+from surojax.step.several_programs import Program, SeveralPrograms
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState
 from surojax.step.step_parts import jitted
 
 
-class LayerEvaluation(Programs):
+class LayerEvaluation(SeveralPrograms):
     """The step of `train_step.make_eval_step` with weights in files.
 
     Its programs are "begin": (outer weights, *batch) -> activations; for each `LayerKind` (layer's weights as
@@ -57,7 +57,7 @@ class LayerEvaluation(Programs):
         return [self.run("end", weights[OUTER], x, *batch) for x, batch in zip(xs, batches, strict=True)]
 
     def programs(self, *batch) -> list[Program]:
-        """See `Programs`; `times` are those of one planned batch."""
+        """See `SeveralPrograms`; `times` are those of one planned batch."""
         outer = self.plan[OUTER]
         begin = Program(self.functions["begin"], (outer, *batch), 1)
         jax.eval_shape(begin.function, *begin.arguments)

@@ -41,9 +41,9 @@ from surojax.step.by_host import by_host
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.gradients import Sums, outer_sums
 from surojax.step.outer import OuterLayers
-from surojax.step.programs import Program
 from surojax.step.residuals import Residuals
 from surojax.step.segment_files import NO_FILES, SegmentFiles, StacksInFiles, layers_in_order
+from surojax.step.several_programs import Program
 from surojax.step.state import TensorState, section
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_gradients import StepGradients
@@ -92,8 +92,8 @@ class LayerGradients(StepGradients):
     def __call__(self, run: Callable, outer: TensorState, step, history, weights, *batch):
         """Computes a step's gradients and updates the outer layers; returns what `file_step.FileStep` says.
 
-        run: `Programs.run`. outer, step, history: donated. weights: by segment; or `UpdatingRounds`, which the forward
-        pass updates. Raises NvmeError.
+        run: `SeveralPrograms.run`. outer, step, history: donated. weights: by segment; or `UpdatingRounds`, which the
+        forward pass updates. Raises NvmeError.
         """
         segments, order = self.segments, list(self.layers)
         if isinstance(weights, UpdatingRounds):

@@ -29,7 +29,7 @@ from surojax.memory.host import exchange, join_parts, parts, read, write_layer
 from surojax.models.model import Segment, Variant
 from surojax.optim.optimizer import Scalars, UpdateContext
 from surojax.placement.param import OUTER
-from surojax.step.programs import Program, Programs
+from surojax.step.several_programs import Program, SeveralPrograms
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.step_parts import StepParts
 from surojax.step.stream import Flight, Layer, LayerLoop, comes_in_pairs, hides_transfers, over
@@ -175,7 +175,7 @@ class UpdatingLayers:
         return self.gather.all_gather(self.gather.to_gather(updated.weights, variant))
 
 
-class OverlappedStep(Programs):
+class OverlappedStep(SeveralPrograms):
     """The step of `train_step.make_train_step` with `Engine.overlap_update`; it has three programs.
 
     gradients: (weights, step, history, *batch) -> (gradients, norm, history, metrics), a step when nothing is pending.
@@ -203,7 +203,7 @@ class OverlappedStep(Programs):
         return self.run("update", *pending)
 
     def programs(self, *batch) -> list[Program]:
-        """See `Programs`. Most steps run "step" alone."""
+        """See `SeveralPrograms`. Most steps run "step" alone."""
         state = self.plan
         gradients = Program(self.functions["gradients"], (state.weights, state.step, state.history, *batch), 0)
         step = Program(self.functions["step"], (self.pending, *batch), 1)

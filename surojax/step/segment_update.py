@@ -14,7 +14,7 @@ from surojax.placement.home import DEVICE, HOST
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import part_of
 from surojax.step.between import in_rounds
-from surojax.step.programs import Program
+from surojax.step.several_programs import Program
 from surojax.step.state import TensorState, section
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_gradients import StepGradients

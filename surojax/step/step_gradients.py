@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from surojax.memory.host import read
 from surojax.placement.param import OUTER, part_of
 from surojax.step.between import SegmentLayer
-from surojax.step.programs import NO_BYTES, Program
+from surojax.step.several_programs import NO_BYTES, Program
 from surojax.step.state import TensorState, section
 from surojax.step.step_parts import StepParts
 from surojax.step.tables import planned_gradients, without_tables
@@ -19,9 +19,9 @@ from surojax.step.verbs import Gradients
 class StepGradients:
     """Base class: computes a step's gradients and updates embedding and head, but for tables with state in files.
 
-    A call is (`Programs.run`, outer state, step, history, block weights by segment, *batch) -> (outer state, step,
-    history, metrics, update_inputs, of_tables). The first three arguments are donated. update_inputs: {"grads",
-    "scalars", "l"}, what the update of each layer reads; l starts at 0 in each segment. of_tables: the gradients of
+    A call is (`SeveralPrograms.run`, outer state, step, history, block weights by segment, *batch) -> (outer state,
+    step, history, metrics, update_inputs, of_tables); outer state, step and history are donated. update_inputs:
+    {"grads", "scalars", "l"}, read by the update of each layer; l starts at 0 in each segment. of_tables: gradients of
     tables with state in files.
 
     functions: the programs by name. Other methods say how the updates of layers read gradients: here they are stacks of

@@ -16,7 +16,7 @@ from surojax.placement.home import DEVICE, HOST
 from surojax.placement.param import OUTER, part_of, with_part
 from surojax.step.between import in_rounds
 from surojax.step.by_host import by_host
-from surojax.step.programs import Program
+from surojax.step.several_programs import Program
 from surojax.step.state import TensorState, section, tables_in_files
 from surojax.step.step_parts import StepParts
 
@@ -51,7 +51,7 @@ class Tables:
     def updated(self, run: Callable, outer: TensorState, grads: dict, scalars: Any, zero: jax.Array) -> TensorState:
         """Updates the tables and returns the outer layers; grads are donated. Raises NvmeError.
 
-        run: `Programs.run`. zero: an int32 scalar.
+        run: `SeveralPrograms.run`. zero: an int32 scalar.
         """
         if not self.pieces:
             return outer

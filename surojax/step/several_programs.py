@@ -32,7 +32,7 @@ class Program(NamedTuple):
     put: Any = ()
 
 
-class Programs:
+class SeveralPrograms:
     """Base class of a step of several programs, which is lowered and compiled like one jitted function.
 
     functions: the programs by name, in the order in which they first run. A subclass puts jitted functions there; those
