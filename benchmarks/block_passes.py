@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,10 +43,11 @@ def compile_block(model: Model, gpu: str, tokens: int) -> dict[str, aot.Compiled
     if model.precision.fp8:
         w = jax.eval_shape(lambda w: quantise_with_one_scale(segment.params, w, E4M3), w)
     x = jax.ShapeDtypeStruct((1, tokens, model.hidden_size), jnp.bfloat16)
-    recipe_inputs = {
-        "fp8_hybrid": RecipeInputs(scales=jax.ShapeDtypeStruct((model.sites.number,), jnp.float32)),
-        "nvfp4": RecipeInputs(seed=jax.ShapeDtypeStruct((), "uint32")),
-    }.get(model.precision.recipe)
+    shapes: dict[str, Any] = {
+        "fp8_hybrid": {"scales": jax.ShapeDtypeStruct((model.sites.number,), jnp.float32)},
+        "nvfp4": {"seed": jax.ShapeDtypeStruct((), "uint32")},
+    }
+    recipe_inputs = {name: RecipeInputs(**inputs) for name, inputs in shapes.items()}.get(model.precision.recipe)
 
     def backward(w, x, dy, recipe_inputs):
         _, saved = segment.block_forward(w, x, recipe_inputs)

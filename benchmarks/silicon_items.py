@@ -84,9 +84,15 @@ def built(c: Config) -> tuple[Config, Assembly, tuple[Any, ...]]:
     return c, run, jax.block_until_ready(tuple(feed.put(arrays)))
 
 
+def devices_of(run: Assembly) -> list[Any]:
+    """Returns the devices of a run's mesh, which has some."""
+    assert run.mesh.devices is not None
+    return list(run.mesh.devices.flat)
+
+
 def compiled(c: Config, run: Assembly, batch: Any, xla: dict[str, Any], disk: Claimed) -> tuple[Any, Prediction]:
     """Returns (the compiled step, its prediction), with these options of XLA in place of the run's."""
-    devices = list(run.mesh.devices.flat)
+    devices = devices_of(run)
     options = step_options(c, run, devices) | (xla if devices[0].platform == "gpu" else {})
     step = run.train_step().lower(run.plan, *batch).compile(options)
     return step, print_prediction(c, run, step, devices, disk)
@@ -140,7 +146,7 @@ def measure(
     row["measured_ms"] = 1e3 * statistics.median(times[warm:])
     row["tokens_per_s"] = batch[0].size / statistics.median(times[warm:])
     row["gpu"] = samples[-1] if samples else "-"
-    memory = run.mesh.devices.flat[0].memory_stats() or {}
+    memory = devices_of(run)[0].memory_stats() or {}
     row["peak_gib"] = memory.get("peak_bytes_in_use", 0) / 2**30
     print(json.dumps(row), flush=True)
     return Measured(run.plan, state, step, batch)

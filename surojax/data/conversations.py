@@ -394,7 +394,7 @@ def _system(record: Mapping[str, Any], dataset: Dataset) -> str:
         value = text_of_parts(parts) if has_content(parts) else ""
         value = parts if value is None else value
     if value is None or isinstance(value, str):
-        return value if has_content(value) else ""
+        return value if value and has_content(value) else ""
     raise NotARow(
         f"expected the system prompt in {dataset.system_field!r} as a text, got {shown(value, 40)}; correct the row"
     )

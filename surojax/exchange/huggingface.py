@@ -135,7 +135,7 @@ def _check_types(config: dict[str, Any], family: ModelFamily) -> None:
         values |= _types_of_rope(config.get(key), key)
     for key, (value, kind) in values.items():
         fits = value is None or type(value) is kind or (kind is float and type(value) is int)
-        if not fits or (kind is list and value and bool in map(type, value)):
+        if not fits or (isinstance(value, list) and bool in map(type, value)):
             raise ConfigError(
                 f"model_path: config.json: {key}: expected {WORDS[kind]}, got {shown(value)}; fetch it again"
             )

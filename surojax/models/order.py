@@ -123,9 +123,9 @@ def in_pairs(run: Run) -> list[Run]:
 
     An odd layer is unrolled behind it. Other runs stay: longer bodies exchange places by themselves.
     """
-    if len(run.slots) > 1 or run.rounds < 4:
+    if len(run.slots) != 1 or run.rounds < 4:
         return [run]
-    slot = run.slots[0]
+    (slot,) = run.slots
     half, odd = divmod(run.rounds, 2)
     pair = tuple(slot._replace(stride=2 * slot.stride, offset=slot.index(i)) for i in (0, 1))
     return [Run(half, pair)] + [Run(1, (slot.after(run.rounds - 1),))] * odd

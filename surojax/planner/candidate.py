@@ -61,7 +61,7 @@ def estimated(c: Config, gpu: Gpu, change: Change | None = None, disks: Disks = 
     files = [row for row in streamed if getattr(table, row).home.in_file]
     of_budgets = {"in_memory": kept_of_gpu(c), "on_device": kept_on_device(run)}
     stored = StorageTiers(
-        tuple(offloaded), tuple(files), table.weights.resident, run.engine.overlap_update, **of_budgets
+        tuple(offloaded), tuple(files), table.weights.resident, bool(run.engine.overlap_update), **of_budgets
     )
     return Candidate(c, change or {}, needed(c, rows, gpu), roofline.phases(work, stored))
 
