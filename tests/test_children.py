@@ -61,7 +61,7 @@ class Finder:
 sys.meta_path.append(Finder())
 """
     done = subprocess.run(python_command(finder + code), capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == (f"{PACKAGE / '__init__.py'}\n", "")
+    assert done.stdout.endswith("/surojax/__init__.py\n") and str(hostile) not in done.stdout and not done.stderr
 
 
 def test_a_module_that_only_the_folder_has_is_found(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from surojax.config.fields import default_config
+from surojax.config.fields import default_config, kinds
 from surojax.planner import choices
 from surojax.planner.amounts import Memory
 from surojax.planner.gpus import GPUS
@@ -40,7 +40,7 @@ def sizes(of: dict) -> tuple[int, ...]:
 )
 def test_heads_that_ulysses_divides(heads, kv, tp, cp, divides):
     c = config(num_attention_heads=heads, num_key_value_heads=kv, hidden_size=heads * 16)
-    assert choices._divides_heads(c, tp, cp) == divides
+    assert all(layer.mixer.exchanges_heads(tp, cp) for layer in kinds(c).values()) == divides
 
 
 def test_layouts_begin_with_the_config_s_own_and_grow():

@@ -583,7 +583,7 @@ def test_train_counts_the_tokens_of_a_tensor_parallel_group_once(monkeypatch, ca
     c = flags.load_config(str(CONFIGS / "tiny.py"))
     c.gpus, c.tp_size = 2, 2
 
-    def in_two_seconds(step, gpu, *, tokens: int, compute_time: float) -> prediction.Prediction:
+    def in_two_seconds(step, gpu, *, tokens: int, compute_time: float, has_graphs: bool) -> prediction.Prediction:
         return prediction.Prediction(2.0, [1.8, 2.2], tokens_per_s_per_gpu=tokens / 2.0)
 
     monkeypatch.setattr(prediction, "predict", in_two_seconds)
@@ -592,7 +592,7 @@ def test_train_counts_the_tokens_of_a_tensor_parallel_group_once(monkeypatch, ca
     found = print_prediction(
         c, footprint.assembly(c), compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)] * 2, Claimed()
     )
-    assert capsys.readouterr().out.strip().endswith(" 1,024 tok/s")
+    assert " 1,024 tok/s, by XLA " in capsys.readouterr().out
     assert "predicted 1,024 " in prediction.comparison(found, [2.0], 16 * 128)
 
 
@@ -1139,7 +1139,8 @@ def test_the_command_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
     for label, row in found["exposed_by_loop_s"].items():
         assert f"\n  {label} " in out and all(seconds <= step for seconds in row.values())
     ends = [x["ts"] + x["dur"] for x in json.loads(trace.read_text())["traceEvents"] if x["ph"] == "X"]
-    assert max(ends) == pytest.approx(1e6 * step, rel=1e-6)
+    assert found["launches_s"] == step and "launch-bound" in out  # so small a step waits for the host
+    assert 0.5e6 * step < max(ends) < 1e6 * step
     assert f"{1000 * found['step_time_bound_s']:.3f} ms" in out and "2 x NVIDIA H200" in out
     for name in found["classes"]:
         assert f"\n  {name} " in out
@@ -1210,4 +1211,4 @@ def test_a_collective_that_adds_up_is_in_the_lane_of_gradients():
 def test_a_plan_is_of_the_attention_that_a_gpu_chooses(changes, chosen):
     c = default_config()
     c.update_from_flattened_dict({"model_dtype": "bfloat16", "model.head_dim": 64} | changes)
-    assert planner._attention(c) == chosen
+    assert planner._attention(c, GPUS["rtx4090"]) == chosen

@@ -363,6 +363,7 @@ PUBLISHED = {
     "MEDIA_PLACES": "image_path image_paths image_url image_urls video_path video_paths video_url audio_path "
     "audio_paths audio_url objects",
     "REASONING": "reasoning_content thinking reasoning reasoning_text thoughts thought chain_of_thought cot "
+    "rationale "
     "Complex_CoT reasoning_trace thinking_trajectories",
     "WEIGHTS": "weight train training trainable loss loss_scale loss_mask loss_weight",
     "WEIGHTS_OF_ROWS": "weight sample_weight loss_weight loss_scale train trainable",
@@ -371,15 +372,17 @@ PUBLISHED = {
 IN_ROWS = {
     "conversation": "history chat_history conversation_history previous_messages past_turns system_prompt "
     "system_message system_instruction systemInstruction functions available_tools rejected_response "
-    "rejected_responses rejected_messages rejected_answer rejected mask label kto_tag",
+    "rejected_responses rejected_messages rejected_answer rejected mask label kto_tag positive_messages "
+    "negative_messages",
     "instruction": "history chat_history conversation_history previous_messages past_turns system_prompt "
     "system_message system_instruction systemInstruction functions available_tools context rejected_response "
-    "rejected_responses rejected_messages rejected_answer rejected mask label kto_tag",
+    "rejected_responses rejected_messages rejected_answer rejected mask label kto_tag positive_messages "
+    "negative_messages reflection corrected",
     "preference": "history chat_history conversation_history previous_messages past_turns system_prompt "
     "system_message system_instruction systemInstruction functions available_tools context rejected_response "
-    "rejected_responses rejected_messages rejected_answer rejected mask",
+    "rejected_responses rejected_messages rejected_answer rejected mask positive_messages negative_messages",
 }
-IN_ROWS["unpaired"] = IN_ROWS["preference"]
+IN_ROWS["unpaired"] = IN_ROWS["preference"] + " reflection corrected"
 
 
 def test_every_published_name_is_known():

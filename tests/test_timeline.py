@@ -263,7 +263,7 @@ def test_streams_in_turn_are_those_that_xla_wrote_down():
     """Copies of a computation first, then its slices by number; the body of a loop after them."""
     first, second = (READ.replace("%s =", f"%s.{number} =") for number in (10, 9))
     module = program(first, second, WRITE, WRITTEN, body=(READ.replace("%s =", "%t.1 ="),), trips=2, before=(END,))
-    assert costs.in_turn(module) == {name: f"in turn {i}" for i, name in enumerate(("o", "s.9", "s.10", "t.1"))}
+    assert costs.streams_in_turn(module) == {name: f"in turn {i}" for i, name in enumerate(("o", "s.9", "s.10", "t.1"))}
 
 
 def test_collectives_take_multiprocessors_and_share_a_link_of_pci_express():

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 
 from surojax.models.kinds.sublayer import LayerKinds, Mlp, Target
 
+SHARED_EXPERTS = "shared"  # before our names of the experts that every token uses
 ALL_LINEAR = "all-linear"  # here every matrix but those of experts; PEFT 0.21 adds these, and routers, in some families
 WITHOUT_EXPERTS = "without_experts."  # before our names of the MLP of layers without experts, if others have experts
 
@@ -11,15 +12,17 @@ WITHOUT_EXPERTS = "without_experts."  # before our names of the MLP of layers wi
 def adaptable(kinds: Collection[LayerKinds]) -> list[Target]:
     """Lists the matrices that may have adapters. kinds: of the layers of each segment.
 
-    Adapters are drawn in this order within a layer.
+    Adapters are drawn in this order within a layer, and written in it: those of experts that every token uses are last.
     """
     mlps = sorted((layer.mlp for layer in kinds), key=lambda mlp: not mlp.has_experts)
     of_both = len({mlp.has_experts for mlp in mlps}) > 1
     targets = [target for layer in kinds for target in layer.mixer.targets()]
+    of_mlps: list[Target] = []
     for mlp in mlps:
         before = WITHOUT_EXPERTS if of_both and not mlp.has_experts else ""
-        targets += [target._replace(matrix=before + target.matrix) for target in mlp.targets()]
-    return list(dict.fromkeys(targets))
+        of_mlps += [target._replace(matrix=before + target.matrix) for target in mlp.targets()]
+    of_mlps.sort(key=lambda target: target.matrix.startswith(f"{Mlp.name}.{SHARED_EXPERTS}."))
+    return list(dict.fromkeys([*targets, *of_mlps]))
 
 
 def named(name: str, targets: Iterable[Target]) -> list[Target]:
