@@ -69,7 +69,7 @@ class ExpertWork:
 
     @property
     def width(self) -> int:
-        """F."""
+        """The width of an expert's MLP."""
         t = self.tensors[0]
         return t.shape[t.param.axes.index("mlp")]
 
@@ -161,7 +161,7 @@ def _collected(x: ExpertWork, rows: int) -> float:
 
 
 def _received(x: ExpertWork) -> int:
-    """T."""
+    """Token slots that a GPU reserves for what all GPUs send to its experts."""
     return x.devices * x.tokens
 
 
