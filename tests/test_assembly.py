@@ -163,6 +163,7 @@ def check_tensor(name: str, part: str, old, new, g, done: int, fraction: float, 
     assert np.max(np.abs(found - expected)[~near_jump]) < tolerance and near_jump.mean() < 0.05
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick_at([(name,) for name in SCHEDULES], 0))
 def test_a_step_is_the_update_that_the_config_says(name):
     """Four steps, each from the state that it found: master weights and moments."""

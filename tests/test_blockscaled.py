@@ -394,6 +394,7 @@ def test_tokens_are_filled_up_to_blocks(name):
     np.testing.assert_array_equal(dw, dw_filled)
 
 
+@pytest.mark.full
 def test_only_gradients_depend_on_seed_and_salt():
     x, w, g = normal(7, 32, IN), normal(8, OUT, IN), normal(9, 32, OUT)
 

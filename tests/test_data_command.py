@@ -102,6 +102,7 @@ def test_ctrl_c_is_one_line(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "surojax.data: stopped; data that was not finished is tokenised anew\n"
 
 
+@pytest.mark.full
 def test_a_reader_that_has_enough_is_no_error(tmp_path):
     (tmp_path / "text.txt").write_text("a line of text\n" * 4000)
     root = Path(__file__).parents[1]

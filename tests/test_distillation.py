@@ -258,6 +258,7 @@ def labelled(c) -> Labels:
     return labels
 
 
+@pytest.mark.full
 def test_a_run_learns_from_labels_and_says_what_does_not_fit(tmp_path):
     """Evaluations are cross-entropy, in bits per byte. Each thing that has changed is one line."""
     c = config(tmp_path)

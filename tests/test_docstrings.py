@@ -19,6 +19,7 @@ def test_answers_are_the_first_paragraphs():
     assert inspect.getdoc(weakref.WeakValueDictionary.valuerefs).startswith(method)
 
 
+@pytest.mark.full
 def test_private_names_and_short_answers_are_left_out():
     rows = [row.record for row in read_docstrings()]
     names = [row["prompt"].removeprefix("What does `").split("(")[0] for row in rows]

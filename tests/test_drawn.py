@@ -165,7 +165,7 @@ PLAIN: drawn.Choices = {
     "head": {"1": {}, "4": {"lmhead_chunks": 4}},
     "objective": OBJECTIVES,
 }
-QUICK, FULL = 1, 31  # rows of `pytest`, and of `pytest --all`
+QUICK, FULL = 0, 32  # rows of `pytest`, and of `pytest --all`
 
 
 @functools.cache

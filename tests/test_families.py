@@ -35,6 +35,7 @@ def test_layers_say_which_rotary_embedding_they_have():
     assert rotary(one_base) == ["global"] * 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", quick_at([(GEMMA,), (MINISTRAL,)], 0), ids=["gemma", "ministral"])
 def test_kernels_compute_the_same_block(config):
     """Through the kernels' functions, which on CPUs are their references."""

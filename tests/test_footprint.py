@@ -217,7 +217,7 @@ def host(monkeypatch):
     return free
 
 
-@pytest.mark.full(after=3)
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     "name, changes, n, gibs, platform",
     [

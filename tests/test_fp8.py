@@ -112,7 +112,7 @@ OTHERS: dict[str, Any] = {
 PARTS = Recompute(norm=True, swiglu=True, ffn=True, att=True)
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("options, variant, recompute", [
     pytest.param({}, Variant(), Recompute(), marks=pytest.mark.full),
     ({}, Variant(window=5), Recompute()),

@@ -285,6 +285,7 @@ def json_text(values: dict[str, str]) -> str:
     return "{" + ",".join(f'"{name}":{value}' for name, value in values.items()) + "}"
 
 
+@pytest.mark.full(after=8)
 @pytest.mark.parametrize("value", STRANGE, ids=lambda text: text[:12])
 def test_strange_values_of_metrics_and_plans_are_lines(tmp_path, monkeypatch, capsys, value):
     """In every field, before and after a plain record, and twice in one; a page is written, or a line says why not."""

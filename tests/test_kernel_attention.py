@@ -95,6 +95,7 @@ def of_later_queries(f, first, q, k, v, do):
     return o, dq[:, first:] if dq.shape[1] == do.shape[1] else dq, dk, dv
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths, first, H, K, h, window, scores", quick_at(LATE, 1))
 def test_queries_that_begin_later_than_the_keys(lengths, first, H, K, h, window, scores):

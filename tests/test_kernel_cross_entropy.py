@@ -90,6 +90,7 @@ def test_cut():
                 assert c.groups == 1 or c.edges * words <= V  # edges side by side: no two groups write a word
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype, z_loss", [(bf16, 0.0), (f32, 1e-2)])
 def test_differentiable_row_by_row(dtype, z_loss):
     """`cross_entropy` against autodiff of jax.nn's logsumexp, with another cotangent in every row."""

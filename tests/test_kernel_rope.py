@@ -52,6 +52,7 @@ def test_kernel(sizes):
         assert top.dtype == f32 and top.shape == () and top == np.abs(np.asarray(x)).max().astype(np.float32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [KERNEL, REFERENCE])
 def test_rows_with_angles_of_their_own(how):
     """Bit for bit each row alone, forward and back."""

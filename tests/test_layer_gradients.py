@@ -186,6 +186,7 @@ def with_all_microbatches(engine):
     return dataclasses.replace(engine, microbatches_per_fetch=A)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "in_memory, late", quick_at([(0.0, {}), (0.0, LATE), (SOME_GIB, {}), (SOME_GIB, LATE)], 0, 3), ids=str
 )

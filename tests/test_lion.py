@@ -20,6 +20,7 @@ BATCHES = [tokens(2, 4, 16, seed=seed) for seed in range(3)]
 OFFLOADED = {"offload_master": True, "offload_optimizer": True, "offload_weights": True, "offload_grads": True}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("m_dtype", quick_at([("float32",), ("bfloat16",)], 1))
 def test_it_is_optax_lion(m_dtype):
     """Ten steps of optax's clip and lion on the whole tree, with the config's settings.

@@ -205,6 +205,7 @@ def test_adapters_that_are_new_change_no_bit():
     assert losses[0] == losses[1]
 
 
+@pytest.mark.full
 def test_adapters_begin_as_in_peft():
     model = decoder_model.build(DORA)
     base = jax.device_get(decoder_model.build(dataclasses.replace(DORA, lora=None)).init(1))

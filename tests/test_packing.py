@@ -197,7 +197,7 @@ def test_no_gradient_reaches_another_documents_embeddings(config):
     assert (np.abs(grad[7:15]).max(axis=1) > 0).all()
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("window", [0, 4])
 def test_attention_against_each_document_alone(window):
     q, k, v = (normal(i, (2, 16, heads, 8)) for i, heads in enumerate((4, 2, 2)))

@@ -114,7 +114,7 @@ def test_every_matrix_of_a_block_draws_numbers_of_its_own(monkeypatch):
     chex.assert_trees_all_equal(used, expected)
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", BLOCK_SCALED)
 def test_blocks_without_the_recipe_are_those_of_bf16(recipe):
     """To the bit: skipped blocks compute nothing else."""

@@ -126,6 +126,7 @@ def test_a_rated_answer_has_its_prompt_with_another_answer_behind_it():
 # -- Pairs stay together ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_more_is_held_out_of_the_small_sets_of_the_standard_library(tmp_path, monkeypatch):
     numbered = [DataRow(TEXT | {"prompt": f"question {i}"}, f"row {i}") for i in range(2000)]
     monkeypatch.setitem(docstrings.SETS, docstrings.PREFERENCES, lambda: numbered)

@@ -69,6 +69,7 @@ def test_a_sink_is_one_more_score(lengths, window, scale, softcap, sinks):
     np.testing.assert_allclose(part, expected[0][:, 9:11], atol=5e-6)
 
 
+@pytest.mark.full
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths, window", quick_at([([20, 44], 0), ([70, 3, 77], 40)], 0))
 def test_kernel(lengths, window):

@@ -73,6 +73,7 @@ def model_of(folder: Path) -> Model:
     return from_config(config(folder), make_mesh(jax.devices()[:1]), 1).model
 
 
+@pytest.mark.full
 @needs(4)
 def test_a_run_in_fp8_has_the_codes_and_scales_that_are_stored(tmp_path):
     c = config(write_fp8(tmp_path / "model"), **LORA, qlora_fp8=True, zero_level=3)
