@@ -4,6 +4,8 @@ import inspect
 import textwrap
 import weakref
 
+import pytest
+
 from surojax.data.docstrings import read_docstrings
 
 
