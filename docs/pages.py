@@ -133,7 +133,7 @@ def commands() -> str:
 
 
 def campaign() -> str:
-    """What a GPU's minutes are used for."""
+    """Makes the page of the items that the GPU campaign measures."""
     first = sum(item.seconds for item in silicon.ITEMS[:8])
     return CAMPAIGN.format(first=first, items=silicon.items_table())
 

@@ -25,8 +25,8 @@ def python_command(code: str, *arguments: str, python: str | None = None, bare: 
 def _path() -> list[str]:
     """Returns this process's import path, with the current folder at its end.
 
-    The folder of surojax stands before it: of an editable installation it may be known to a finder only, which Python
-    asks after all folders.
+    The folder that holds surojax comes before it: after an editable installation only a finder may know that folder,
+    and Python asks finders after all folders.
     """
     here, ours = os.getcwd(), str(Path(__file__).parents[1])
     if ours == here:

@@ -151,7 +151,7 @@ def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) 
 def _open_checkpoint(checkpoint: Path, tokenizer: str) -> Opened:
     meta = on_disk.read_meta_of_run(checkpoint)
     c = checks.restored_config(meta["config"], on_disk.written_by(meta))
-    if c.lora and not c.model_path:
+    if c.lora and (not c.model_path or c.from_scratch):
         raise ConfigError(
             f"--checkpoint: expected adapters of a model that can be read, got {checkpoint}, whose base was drawn at "
             "random; start from a model_path"
@@ -204,7 +204,7 @@ def gguf_tokenizer_of(config: dict[str, Any], files: Files, path: str | Path) ->
 def check_exportable(c: Config, folder: str | Path) -> None:
     """Raises ConfigError if a resolved config's model cannot be exported to this folder."""
     checks.check(c)
-    if c.lora and not c.model_path:
+    if c.lora and (not c.model_path or c.from_scratch):
         raise ConfigError("--export: expected adapters of a model_path, got those of a random base; leave it out")
     check_out(folder)
     config, files = folder_files(c)

@@ -51,7 +51,7 @@ def at_most(most: int, words: str = "") -> Range:
 
 
 class Facts(enum.Flag):
-    """What a field may change. A field that does not say may change all of it, so that forgetting is safe.
+    """The effects that a field may have. A field that declares none may have all of them, so that forgetting is safe.
 
     TIME: how long a step takes. MEMORY: what a step needs of any memory. NUMBERS: what the model computes of given
     tokens before it is trained, apart from the files of its weights and from the order of sums. IDENTITY: which run it

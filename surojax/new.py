@@ -49,7 +49,7 @@ def given(
     c.data = data
     c.output_dir = output_dir
     flags.override_all(c, overrides)
-    if c.model_path:
+    if not flags.is_config_name(model):
         flags.set_rate_of_adapters(c, overrides)
     return c
 
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
         gpu = gpu_key(args.gpu)
         c = given(args.model, args.gpus, args.data, f"runs/{args.name}", overrides)
         fastest = fastest_estimated(c, gpu, args.host_memory * GiB)
-        text = config_docstring(args.name, args.model, gpu, args.gpus, fastest)
+        text = config_docstring(args.name, args.model, gpu, c.gpus, fastest)
         file.write_text(config_file(changed(c, fastest.change), text, commented=True), encoding="utf-8")
         print(f"written: {file}; surojax train --config {file}")
         if c.data == DATA:

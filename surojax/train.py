@@ -399,9 +399,9 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
         source = ["surojax", "convert", *(adapter if c.lora else ["--checkpoint", str(c.output_dir), "--out"])]
         say(f"export: {shlex.join(source)} FOLDER")
     else:
-        chat = ["--chat"] * has_template(resolved(c))
+        chat = ["--chat"] * has_template(c)
         say(f"sample: {shlex.join(['surojax', 'generate', '--checkpoint', str(c.output_dir), *chat])} --prompt TEXT")
-        if args.export is None and (c.model_path or not c.lora):
+        if args.export is None and (not c.lora or (c.model_path and not c.from_scratch)):
             say(f"export: {shlex.join(['surojax', 'convert', '--checkpoint', str(c.output_dir), '--out'])} FOLDER")
     elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
     longer = again

@@ -101,7 +101,7 @@ def schedule_options(model: Model) -> dict[str, str | bool | int]:
 
 
 def has_graphs(run: Assembly) -> bool:
-    """Whether XLA may make CUDA graphs of a run's step on a GPU."""
+    """Returns True if XLA may make CUDA graphs of a run's step on a GPU."""
     return compiler_options(run, "gpu").get("xla_gpu_enable_command_buffer") != ""
 
 

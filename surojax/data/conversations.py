@@ -125,7 +125,7 @@ def _of_lists(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -
         parts.append(part)
     prompt, completion = parts
     if (said := said_in(prompt, dataset)) == said_in(completion, dataset)[: len(said)]:
-        completion = completion[len(prompt) :]  # which begins with the prompt
+        completion = completion[len(prompt) :]  # the completion repeats the prompt
     conversation = _of_messages([*prompt, *completion], record, dataset, system_prompt)
     added = len(conversation.messages) - len(read_messages(completion, dataset).messages)
     check_repeats(record, dataset, {dataset.prompt_field, dataset.completion_field}, _said_by(conversation))

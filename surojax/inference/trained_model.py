@@ -75,10 +75,13 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
 
 
 def has_template(c: Config) -> bool:
-    """True if the model of a run is asked in the turns of a chat template, its own or its tokenizer's."""
+    """Returns True if a run's config or its tokenizer has a chat template, False if they can no longer be read."""
     output_dir = expanded(c.output_dir)
-    tokenizer = load_tokenizer(sources.tokenizer_of(c, output_dir))
-    return load_template(sources.template_of(c, output_dir), tokenizer) is not None
+    try:
+        tokenizer = load_tokenizer(sources.tokenizer_of(sources.resolved(c), output_dir))
+        return load_template(sources.template_of(c, output_dir), tokenizer) is not None
+    except (ConfigError, OSError):
+        return False
 
 
 def _of_checkpoint(checkpoint: Path, tokenizer: str, chat_template: str, sharding: jax.sharding.Sharding) -> Trained:

@@ -44,12 +44,12 @@ def capability_here() -> tuple[int, int] | None:
 
 
 def _is_capable(capability: str) -> bool:
-    """Whether the program's device has this compute capability, such as "9.0", or a newer one."""
+    """Returns True if the program's device has this compute capability, such as "9.0", or a newer one."""
     here = capability_here()
     return here is not None and here >= tuple(map(int, capability.split(".")))
 
 
-# What cuDNN takes differs by GPU. JAX asks the GPU of this machine, which need not be the one that it compiles for.
+# The shapes that cuDNN takes differ by GPU. JAX asks the GPU of this machine, which need not be the one that it compiles for.
 stablehlo.check_compute_capability = _is_capable
 
 
