@@ -25,7 +25,7 @@ from surojax.exchange.adapter_config import labels_of_adapter
 from surojax.exchange.base import fingerprint
 from surojax.exchange.merge import Merged, merged_matrix, there_and_back
 from surojax.exchange.naming import Naming
-from surojax.exchange.sources import open_weights
+from surojax.exchange.sources import open_weights, resolved
 from surojax.models.lora import Lora
 from surojax.numerics import nf4
 from surojax.placement.mesh import make_mesh
@@ -308,6 +308,14 @@ SETTINGS = {"lora": True, "lora_rank": 3, "lora_target_modules": "q_proj,down_pr
 
 @pytest.mark.full
 @needs(2)
+def test_adapters_of_a_random_base_are_not_exported(tmp_path):
+    """Its model_path gives only the sizes: merged into that model's weights they would be another model's."""
+    c = run_config(tmp_path, write(tmp_path / "base", "llama"))
+    c.update(lora=True, from_scratch=True)
+    with pytest.raises(ConfigError, match=r"--export: expected adapters of a model_path, got those of a random base"):
+        convert.check_exportable(resolved(c), tmp_path / "out")
+
+
 def test_padding_of_uneven_stages_is_not_in_an_adapter(tmp_path):
     """Three layers in two stages: the stacks have four, and the file is that of one device to the bit."""
     adapted = Lora(2, 8.0, ("attention.wq",), magnitudes=True)

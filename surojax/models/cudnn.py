@@ -49,7 +49,7 @@ def _is_capable(capability: str) -> bool:
     return here is not None and here >= tuple(map(int, capability.split(".")))
 
 
-# The shapes that cuDNN takes differ by GPU. JAX asks the GPU of this machine, which need not be the one that it compiles for.
+# The shapes that cuDNN takes differ by GPU. JAX asks the GPU of this machine, which may not be the one it compiles for.
 stablehlo.check_compute_capability = _is_capable
 
 
