@@ -59,7 +59,7 @@ def get_config():
 # In place of a row that compiles.
 TRAINED = types.SimpleNamespace(trained=lambda first: [(1.0, 1.0)], close=lambda: None)
 
-FOUR = [f"{name}@4" for name in (*OFFLOADS, "offload_all")]
+FOUR = [f"{name}@4" for name in ("offload_all", "overlap_update", "resident_layers", "device_memory", "offload_saved")]
 
 
 @pytest.mark.parametrize(
