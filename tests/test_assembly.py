@@ -202,7 +202,7 @@ def test_each_dtype_is_that_of_its_arrays(name):
     (segment,) = run.model.segments
 
     def make(weights):
-        layer = Layers(run.engine, segment, weights[segment.name]).fetch_first(segment.variants[0])
+        layer = Layers(run.engine, [segment], weights).fetch_first(segment.name, segment.variants[0])
         return Sums(run.engine, segment).new(layer), outer_sums(run.engine, weights[OUTER])
 
     sums = jax.eval_shape(jax.shard_map(make, mesh=MESH, in_specs=(spec,), out_specs=jax.P()), run.plan.weights)

@@ -179,12 +179,13 @@ def test_command_explains_a_missing_checkpoint(capsys):
 @pytest.mark.parametrize("resident", [0, 1, 2, 3])
 def test_layers_in_two_memories_are_in_their_order(resident):
     """Each layer gets its number and its weights, however many of the stack are in device memory."""
-    segment, layers = decoder_model.build(CONFIG).segments[0], CONFIG.num_hidden_layers
+    model, layers = decoder_model.build(CONFIG), CONFIG.num_hidden_layers
     stacks = {"w": jnp.repeat(jnp.arange(1.0, layers + 1)[:, None], 4, axis=1)}
     in_two = jax.tree.map(lambda w: Split(w[:resident], w[resident:]), stacks) if resident % layers else stacks
 
-    def layer(l, w, variant, seen):
+    def layer(of, l, w, variant, seen):
         return seen.at[l].set(w["w"].sum())
 
-    run = jax.jit(lambda stacks: each_layer(segment, stacks, jnp.dtype("float32"), layer, jnp.zeros(layers)))
-    np.testing.assert_array_equal(run(in_two), 4 * np.arange(1.0, layers + 1))
+    weights = {model.segments[0].name: in_two}
+    run = jax.jit(lambda weights: each_layer(model, weights, jnp.dtype("float32"), layer, jnp.zeros(layers)))
+    np.testing.assert_array_equal(run(weights), 4 * np.arange(1.0, layers + 1))

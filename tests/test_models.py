@@ -272,6 +272,9 @@ LAYERS = {
     "narrow": (16, (2, 3, 3, 2, 3, 3, 2, 3)),
     "wide": (48, (4, 4, 4)),
 }  # width, windows; the second has statistics
+# The layers by the first letter of their segment: one segment after the other, and a pattern of four layers twice, of
+# which three follow.
+ORDERS = {"one after another": "nnnnnnnnwww", "alternating": "nnnwnnnwnnw"}
 
 
 def arrays(module: nnx.Module) -> dict:
@@ -340,8 +343,8 @@ def auxiliary(statistics, tokens):
 
 
 @functools.cache
-def toy(compute: Compute = DEFAULT) -> Model:
-    """Narrow layers, then wide ones that have statistics."""
+def toy(compute: Compute = DEFAULT, order: str = "one after another") -> Model:
+    """Narrow layers, and wide ones that have statistics."""
     abstract = {
         name: nnx.eval_shape(lambda width=width: Mixer(width, rngs=nnx.Rngs(0))) for name, (width, _) in LAYERS.items()
     }
@@ -381,6 +384,7 @@ def toy(compute: Compute = DEFAULT) -> Model:
 
         return Segment(
             name=name,
+            numbers=tuple(number for number, letter in enumerate(ORDERS[order]) if letter == name[0]),
             start=start,
             params=params[name],
             variants=tuple(Variant(window=window) for window in windows),
@@ -405,23 +409,25 @@ def toy(compute: Compute = DEFAULT) -> Model:
         init_outer=lambda seed: arrays(Around(rngs=nnx.Rngs(jax.random.key(seed)))),
         final=lambda outer, x: x,
         logits=lambda outer, x: linear(x, outer["head"]).astype(jnp.float32),
-        rebuild=toy,
+        rebuild=functools.partial(toy, order=order),
     )
 
 
-def toy_loss(params, inputs_ABS, labels_ABS):
+def toy_loss(params, inputs_ABS, labels_ABS, order: str = "one after another"):
     """(what the toy minimises, its mean loss)."""
     nats, squares_L = [], [0.0] * len(LAYERS["wide"][1])
     count = (labels_ABS >= 0).sum()
     for inputs_BS, labels_BS in zip(inputs_ABS, labels_ABS, strict=True):
         x_BSD = params[OUTER]["embed"][inputs_BS]
-        for name, (width, windows) in LAYERS.items():
+        for number, letter in enumerate(ORDERS[order]):
+            name = {"n": "narrow", "w": "wide"}[letter]
+            width, windows = LAYERS[name]
             graph = nnx.graphdef(nnx.eval_shape(lambda width=width: Mixer(width, rngs=nnx.Rngs(0))))
-            for l, window in enumerate(windows):
-                w = jax.tree.map(lambda x, l=l: x[l], params[name])
-                x_BSD, square_BS = nnx.merge(graph, w)(x_BSD, Variant(window=window))
-                if name == "wide":
-                    squares_L[l] += jnp.sum(jnp.where(labels_BS >= 0, square_BS, 0))
+            l = ORDERS[order][:number].count(letter)
+            w = jax.tree.map(lambda x, l=l: x[l], params[name])
+            x_BSD, square_BS = nnx.merge(graph, w)(x_BSD, Variant(window=windows[l]))
+            if name == "wide":
+                squares_L[l] += jnp.sum(jnp.where(labels_BS >= 0, square_BS, 0))
         logits = linear(x_BSD, params[OUTER]["head"])
         nats.append(cross_entropy(logits.reshape(-1, 64), labels_BS.reshape(-1)))
     return sum(nats) / count + auxiliary({"wide": (jnp.stack(squares_L),)}, count), sum(nats) / count
@@ -429,44 +435,52 @@ def toy_loss(params, inputs_ABS, labels_ABS):
 
 @needs(8)
 @pytest.mark.parametrize(
-    "devices, placed",
+    "order, devices, placed",
     quick_at(
         [
-            (1, {}),
-            (8, {"zero_level": 2, "replicate": 2, **ALL}),
-            (4, {"zero_level": 3, "offload_weights": True, "resident_layers": 9}),
-        ]
+            ("one after another", 1, {}),
+            ("one after another", 8, {"zero_level": 2, "replicate": 2, **ALL}),
+            ("one after another", 4, {"zero_level": 3, "offload_weights": True, "resident_layers": 9}),
+            ("alternating", 1, ALL),
+            ("alternating", 8, {"zero_level": 2, "replicate": 2, **ALL}),
+            ("alternating", 4, {"zero_level": 3, "offload_weights": True, "resident_layers": 9}),
+        ],
+        0,
+        3,
     ),
 )
-def test_segments_with_auxiliary_losses_equal_reverse_mode(devices, placed):
+def test_segments_with_auxiliary_losses_equal_reverse_mode(order, devices, placed):
     """Loss and every gradient, whatever the placement; 9 resident layers are the first segment and one of the next."""
-    small = Small(devices, model=toy(), auxiliary=auxiliary, microbatches_per_fetch=3, **placed)
+    model = toy(order=order)
+    small = Small(devices, model=model, auxiliary=auxiliary, microbatches_per_fetch=3, **placed)
     if placed.get("resident_layers"):
         wide = small.plan.weights["wide"]["w1"]
         assert isinstance(wide, Split) and wide.resident.shape[0] == 1
         assert small.plan.weights["narrow"]["w1"].sharding.memory_kind == "device"
     batch = tokens(3, 8, 16)
-    params = toy().init(0)
-    (_, loss), grads = jax.jit(jax.value_and_grad(toy_loss, has_aux=True))(params, *batch)
+    params = model.init(0)
+    loss_of = functools.partial(toy_loss, order=order)
+    (_, loss), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params, *batch)
     expected = loss, grads
     found = engine_gradients(small, batch)
     assert worst_relative(found, expected) < ORDER_OF_SUMS
 
 
 @pytest.mark.full
-def test_segments_train_alike_under_every_placement(tmp_path):
+@pytest.mark.parametrize("order", ORDERS)
+def test_segments_train_alike_under_every_placement(tmp_path, order):
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
-    losses = Small(model=toy()).train(batches)
-    assert Small(model=toy(), microbatches_per_fetch=2, **ALL).train(batches) == losses
+    losses = Small(model=toy(order=order)).train(batches)
+    assert Small(model=toy(order=order), microbatches_per_fetch=2, **ALL).train(batches) == losses
     assert losses[0][0] > losses[-1][0]
     for number, placed in enumerate(({"overlap_update": True}, {"overlap_update": False}, {"nvme_slots": 2})):
         folder = tmp_path / f"{number}"
         folder.mkdir()
-        in_files = Small(model=toy(), batch=(2, 8, 16), nvme_path=str(folder), **NVME_ALL, **placed)
+        in_files = Small(model=toy(order=order), batch=(2, 8, 16), nvme_path=str(folder), **NVME_ALL, **placed)
         assert in_files.train(batches) == losses
-    state = Small(model=toy(), nvme_path=str(tmp_path), offload_optimizer="nvme", offload_master="nvme")
+    state = Small(model=toy(order=order), nvme_path=str(tmp_path), offload_optimizer="nvme", offload_master="nvme")
     assert state.train(batches) == losses
-    in_memory = Small(model=toy())
+    in_memory = Small(model=toy(order=order))
     in_memory.train(batches[:1])
     with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
         checkpoints.save(in_memory.state, {"step": 1})

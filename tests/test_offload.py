@@ -18,7 +18,8 @@ from surojax.errors import ConfigError
 from surojax.inference.sample import generate
 from surojax.memory import host as offload
 from surojax.models import decoder_model
-from surojax.models.model import DEFAULT, runs
+from surojax.models.model import DEFAULT
+from surojax.models.order import repeating
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding
@@ -90,7 +91,7 @@ def test_a_budget_of_device_memory_keeps_tensors_there_and_changes_no_bit(device
 def test_runs_of_layers_inside_a_stack_fetch_their_own(devices):
     """A run ends inside its stack: what comes behind it there is not the layer that its next pass begins with."""
     config = dataclasses.replace(CONFIG, num_hidden_layers=4, sliding_window=8, sliding_window_pattern=3)
-    assert len(runs(config.variants(DEFAULT.precision))) > 1
+    assert len(repeating(config.variants(DEFAULT.precision))) > 1
     options = {"config": config, "zero_level": 3 if devices > 1 else 1}
     expected = Small(devices, **options).train(BATCHES[:2])
     assert Small(devices, offload_weights=True, **options).train(BATCHES[:2]) == expected

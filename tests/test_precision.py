@@ -16,7 +16,8 @@ from surojax.errors import ConfigError
 from surojax.models import decoder_model
 from surojax.models.decoder import Block
 from surojax.models.linear import recipe_product, times
-from surojax.models.model import Compute, RepeatingLayers, Variant, runs
+from surojax.models.model import Compute, Variant
+from surojax.models.order import RepeatingLayers, repeating
 from surojax.models.operations import Operations
 from surojax.numerics.recipes import BLOCK_SCALED, Precision, check_recipe
 
@@ -25,7 +26,7 @@ def test_loops_cover_the_layers_once():
     skipping = Precision(skip_first=1, skip_last=2)
     enabled = [skipping.enabled(l, 5) for l in range(5)]
     assert enabled == [False, True, True, False, False]
-    assert runs([Variant(flag) for flag in enabled]) == [
+    assert repeating([Variant(flag) for flag in enabled]) == [
         RepeatingLayers(0, 1, 1),
         RepeatingLayers(1, 3, 1),
         RepeatingLayers(3, 5, 1),
@@ -36,12 +37,12 @@ def test_loops_cover_the_layers_once():
 def test_layers_whose_variants_repeat_are_one_loop():
     """Gemma 3's pattern, five windows and one without, in 34 layers; the last four are what is left of a period."""
     variants = [Variant(window=0 if (l + 1) % 6 == 0 else 8) for l in range(34)]
-    assert runs(variants) == [RepeatingLayers(0, 34, 6)]
-    assert runs(variants[:6]) == [RepeatingLayers(0, 5, 1), RepeatingLayers(5, 6, 1)]  # nothing repeats
+    assert repeating(variants) == [RepeatingLayers(0, 34, 6)]
+    assert repeating(variants[:6]) == [RepeatingLayers(0, 5, 1), RepeatingLayers(5, 6, 1)]  # nothing repeats
     pattern_of_16 = [Variant(window=8)] * 15 + [Variant()]
-    assert {run.period for run in runs(pattern_of_16 * 2)} == {1}  # too long to unroll
-    assert runs([Variant()] * 3) == [RepeatingLayers(0, 3, 1)]
-    assert runs([Variant(window=8), Variant()] * 2 + [Variant()] * 3) == [
+    assert {run.period for run in repeating(pattern_of_16 * 2)} == {1}  # too long to unroll
+    assert repeating([Variant()] * 3) == [RepeatingLayers(0, 3, 1)]
+    assert repeating([Variant(window=8), Variant()] * 2 + [Variant()] * 3) == [
         RepeatingLayers(0, 4, 2),
         RepeatingLayers(4, 7, 1),
     ]

@@ -301,7 +301,7 @@ def tensor_name(param: Param, segment: Segment | None = None, l: int = 0) -> str
     if segment is None:
         return TENSOR_NAMES[param.name]
     ours = {param.name for param in jax.tree.leaves(base(segment.params))}
-    return tensor_names(ours)[param.name].format(l=segment.start + l)
+    return tensor_names(ours)[param.name].format(l=segment.numbers[l])
 
 
 def params(model: Model) -> dict[str, Param]:

@@ -19,23 +19,33 @@ from surojax.resources import FreeMemory, free_memory
 from surojax.step.outer import embed
 from surojax.step.passes import Lane
 from surojax.step.stream import Flight, Layer, Stream, over
-from surojax.step.weights import runs_of
+from surojax.step.weights import loops_over
 
 
-def each_layer(segment: Segment, stacks, dtype, layer: Callable, carry):
-    """Computes carry = layer(l, weights of layer l, Variant of layer l, carry) for all layers of a segment.
+def each_layer(model: Model, weights, dtype, layer: Callable, carry):
+    """Computes carry = layer(segment, l, weights of its layer l, Variant of that layer, carry) for all layers.
 
-    stacks: the segment's weights in any memory, quantised or not; `layer` gets them dequantised, in `dtype`.
+    weights: by section, in any memory, quantised or not; `layer` gets a layer's dequantised, in `dtype`.
     """
 
-    def body(place: Layer, values, carry, flights):
-        w = base_formats.dequantise_all(dequantise_all(values["weights"], dtype), dtype)
-        return layer(place.index, w, place.variant, carry), {}, flights
+    def body_of(segment: Segment) -> Callable:
+        def body(place: Layer, values, carry, flights):
+            w = base_formats.dequantise_all(dequantise_all(values["weights"], dtype), dtype)
+            return layer(segment, place.index, w, place.variant, carry), {}, flights
 
-    for part in parts(stacks):
-        weights = Stream(Lane("weights", reads=True), lambda l, part=part: l - part.start)
-        for run in runs_of(segment.variants, part):
-            carry, _ = over(run, {"weights": weights}, body, carry, {"weights": Flight(part.stack)})
+        return body
+
+    for stretch in model.stretches:
+        stacks = {segment.name: parts(weights[segment.name]) for segment in stretch}
+        bodies = {segment.name: body_of(segment) for segment in stretch}
+        for loop in loops_over(stretch, stacks):
+            own = {name: next(x for x in stacks[name] if of.start < x.stop) for name, of in loop.layers.items()}
+            lanes = {
+                name: {"weights": Stream(Lane("weights", reads=True), lambda l, part=part: l - part.start)}
+                for name, part in own.items()
+            }
+            flights = {name: {"weights": Flight(part.stack)} for name, part in own.items()}
+            carry, _ = over(loop, lanes, bodies, carry, flights)
     return carry
 
 
@@ -85,27 +95,23 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
     start: number of positions that are already in the cache. first_B: where the texts of the rows begin, see `Cache`.
     """
     x_BSD = embed(model, weights[OUTER]["embed"], tokens_BS)
-    extended = {}
-    for segment in model.segments:
 
-        def layer(l, w, variant: Variant, carry, segment=segment):
-            x_BSD, stacks = carry
-            before = Cache(read(stacks, l), start, first_B)
-            x_BSD, after = segment.cached_block(w, x_BSD, before, variant)
-            return x_BSD, write_layer(stacks, after.state, l)
+    def layer(segment: Segment, l, w, variant: Variant, carry):
+        x_BSD, cache = carry
+        stacks = cache[segment.name]
+        before = Cache(read(stacks, l), start, first_B)
+        x_BSD, after = segment.cached_block(w, x_BSD, before, variant)
+        return x_BSD, cache | {segment.name: write_layer(stacks, after.state, l)}
 
-        carry = x_BSD, cache[segment.name]
-        x_BSD, extended[segment.name] = each_layer(segment, weights[segment.name], x_BSD.dtype, layer, carry)
+    x_BSD, extended = each_layer(model, weights, x_BSD.dtype, layer, (x_BSD, cache))
     return model.logits(weights[OUTER], x_BSD[:, -1]), extended
 
 
 def hidden(model: Model, weights, tokens_BS: jax.Array) -> jax.Array:
     """Computes the last block's output `[B, S, D]` for whole sequences, without the final norm."""
     x_BSD = embed(model, weights[OUTER]["embed"], tokens_BS)
-    for segment in model.segments:
 
-        def layer(l, w, variant: Variant, x_BSD, segment=segment):
-            return segment.block(w, x_BSD, None, variant)[0]
+    def layer(segment: Segment, l, w, variant: Variant, x_BSD):
+        return segment.block(w, x_BSD, None, variant)[0]
 
-        x_BSD = each_layer(segment, weights[segment.name], x_BSD.dtype, layer, x_BSD)
-    return x_BSD
+    return each_layer(model, weights, x_BSD.dtype, layer, x_BSD)

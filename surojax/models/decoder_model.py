@@ -6,6 +6,7 @@ Shape suffixes: B batch, S sequence, C chunk of it, D hidden size.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -132,7 +133,10 @@ def _segment(
 ) -> Segment:
     """Makes the `Segment` of this name."""
     params, graph = declared.params[name], declared.graph
-    layer_config, numbers = config.segments()[name]
+    segments = config.segments()
+    layer_config, numbers = segments[name]
+    start = sum(len(segments[other].numbers) for other in itertools.takewhile(lambda other: other != name, segments))
+    variants = config.variants(compute.precision)
     by_xla = Compute(attention="xla")
     trained = trainable(params)
 
@@ -150,9 +154,10 @@ def _segment(
         last_products = (mlp["w_down"], *(mlp[key]["w_down"] for key in mlp if key == SHARED))
     return Segment(
         name=name,
-        start=numbers.start,
+        numbers=numbers,
+        start=start,
         params=params,
-        variants=config.variants(compute.precision)[numbers.start : numbers.stop],
+        variants=tuple(variants[number] for number in numbers),
         mixer=declarations(config)[name].mixer,
         init=functools.partial(init_layer, config, name, block=block_type),
         block=block,

@@ -3,9 +3,10 @@
 A model is a value: `Param`s, and pure functions of arrays. Nothing in it depends on where a tensor is stored. An
 `ModelArchitecture` builds it from sizes and a `Compute` (decoder_model.py); families name theirs (surojax/families).
 
-    embedding -> segments[0]: layer 0, 1, ... -> segments[1]: ... -> final norm -> head
+    embedding -> layer 0, 1, ... -> final norm -> head
 
-Layers of a segment have the same parameters, so these are stacked `[layers, ...]` and a loop goes over them. What is
+Layers of a segment have the same parameters, so these are stacked `[layers, ...]` and a loop goes over them. Segments
+follow each other, or alternate: layers of convolution with layers of attention (`Model.stretches`, order.py). What is
 static about a single layer, such as its attention window, is its `Variant`: layers of one segment may alternate.
 
 Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, T earlier positions, K key/value heads, h head
@@ -150,10 +151,11 @@ class Routed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of layers with equal parameters.
+    """The layers of a model with equal parameters.
 
-    name: of its section in a tree of parameters. start: the number of its first layer in the model. params: the
-    `Param`s of one layer. variants: of each layer. mixer: what the layers' mixer declares; `Mixer()` declares nothing.
+    name: of its section in a tree of parameters. numbers: of its layers in the model, ascending. start: layers of all
+    segments before it, which is where its layers begin in files. params: the `Param`s of one layer. variants: of each
+    layer. mixer: what the layers' mixer declares; `Mixer()` declares nothing.
 
     init: (seed, number of a layer in the segment; may be traced) -> its new float32 arrays.
     block: (weights of a layer, x `[B, S, D]`, RecipeInputs or None, Variant, starts, Routing) -> (x, Routed, or None
@@ -173,6 +175,7 @@ class Segment:
     """
 
     name: str
+    numbers: Sequence[int]
     start: int
     params: Any
     variants: tuple[Variant, ...]
@@ -258,7 +261,20 @@ class Model:
     def layers_with_experts(self) -> list[int]:
         """The indices of the layers whose blocks have a router."""
         routed = (s for s in self.segments if s.statistics is not None)
-        return [l for s in routed for l in range(s.start, s.start + s.num_layers)]
+        return sorted(number for s in routed for number in s.numbers)
+
+    @property
+    def stretches(self) -> tuple[tuple[Segment, ...], ...]:
+        """The segments in the order of the model's layers; those whose layers alternate are together."""
+        stretches: list[list[Segment]] = []
+        last = -1  # the number of the last layer so far
+        for segment in sorted(self.segments, key=lambda segment: segment.numbers[0]):
+            if segment.numbers[0] < last:
+                stretches[-1].append(segment)
+            else:
+                stretches.append([segment])
+            last = max(last, segment.numbers[-1])
+        return tuple(map(tuple, stretches))
 
     @property
     def params(self) -> dict:
@@ -317,77 +333,6 @@ class ModelArchitecture(NamedTuple):
     kinds: Callable[[Any], dict[str, LayerKinds]]
     check: Callable[[Any], None]
     refusals: tuple = ()
-
-
-LONGEST_PERIOD = 8
-
-
-class RepeatingLayers(NamedTuple):
-    """Layers `start` to `stop` - 1 whose variants repeat after `period` layers."""
-
-    start: int
-    stop: int
-    period: int
-
-
-def runs(variants: Sequence[Variant]) -> list[RepeatingLayers]:
-    """The layers split into runs, each of them a loop whose body computes `period` layers.
-
-    Greedy: from the front, the longest run whose period is repeated at least once, or is 1. A period is at most
-    `LONGEST_PERIOD`: layers that are unrolled take their time to compile.
-    """
-    split: list[RepeatingLayers] = []
-    start = 0
-    while start < len(variants):
-        rest = variants[start:]
-
-        def length(period: int, rest=rest) -> int:
-            """Counts the first layers of `rest` that repeat with this period."""
-            same = (rest[i] == rest[i - period] for i in range(period, len(rest)))
-            return period + next((i for i, equal in enumerate(same) if not equal), len(rest) - period)
-
-        periods = [p for p in range(1, LONGEST_PERIOD + 1) if p == 1 or (2 * p <= len(rest) and length(p) >= 2 * p)]
-        period = max(periods, key=length)  # of several as long, the shortest
-        split.append(RepeatingLayers(start, start + length(period), period))
-        start = split[-1].stop
-    return split
-
-
-def loop_over(variants: Sequence[Variant], period: int, layer: Callable, carry, fixed: Callable = jnp.int32):
-    """Computes carry = layer(k, in_turn, variants[k], carry) for every k, in a loop with `period` layers in its body.
-
-    variants: repeat after `period`. What is left over at the end is unrolled, and so is what would be a loop of one
-    round, which XLA would dissolve. in_turn: the same as k, but known only when the layer before is done. k is linear
-    in the loop's counter; what depends on nothing else, XLA may read ahead. fixed: makes k of the number of a layer
-    that is unrolled.
-    """
-    n = len(variants)
-    looped = n - n % period if n >= 2 * period else 0
-
-    def after(k, carry):
-        """Returns (k, carry) behind a barrier: both known only when the layer before is done.
-
-        Between rounds of a loop its carry has this effect. Without either, XLA merges the transfers of layers that it
-        sees side by side, or makes all of them at the beginning, so that several layers are in memory at once, and
-        hands activations on unrounded.
-        """
-        return jax.lax.optimization_barrier((jnp.int32(k), carry))
-
-    def body(i, carry):
-        for j, variant in enumerate(variants[:period]):
-            k = i if period == 1 else i * period + j
-            in_turn = k
-            if j:
-                in_turn, carry = after(k, carry)
-            carry = layer(k, in_turn, variant, carry)
-        return carry
-
-    if looped:
-        carry = jax.lax.fori_loop(0, looped // period, body, carry)
-    for number in range(looped, n):
-        in_turn, carry = after(number, carry)
-        carry = layer(fixed(number), in_turn, variants[number], carry)
-    return carry if looped == n else jax.lax.optimization_barrier(carry)
 
 
 def collect_params(modules: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from surojax.assembly.from_config import from_config
 from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.memory.in_file import has_room
-from surojax.models.model import runs
+from surojax.models.order import repeating
 from surojax.numerics.quantized import is_quantized
 from surojax.objectives.teacher_states import TEACHER_HEAD
 from surojax.offloads import IN_SLOTS, TO_FILES
@@ -229,7 +229,7 @@ def _in_flight(
     fetched = max(segment.fetched for segment in segments)
     # The loops over layers of each segment, and there of each pattern (step/stage_layers.py); a stage runs one pattern.
     loops = [
-        [runs(pattern) for pattern in layer_sizes.patterns(run, segment).patterns] for segment in run.model.segments
+        [repeating(pattern) for pattern in layer_sizes.patterns(run, segment).patterns] for segment in run.model.segments
     ]
     all_loops = [loop for of_segment in loops for of_pattern in of_segment for loop in of_pattern]
     layer = 0

@@ -1,4 +1,4 @@
-"""Runs a segment's layers forward and backward, each layer for all microbatches of a group; see engine.py.
+"""Runs layers forward and backward, each layer for all microbatches of a group; see engine.py.
 
 Shape suffixes: B local batch, S sequence (or its part, see outer.py), D hidden size.
 """
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import read
-from surojax.models.model import Variant
+from surojax.models.model import Segment, Variant
 from surojax.step import passes
 from surojax.step.batch import Group, Microbatch
 from surojax.step.gradients import Sums, reduce_behind
@@ -24,19 +24,18 @@ from surojax.step.verbs import LayerVerbs
 from surojax.step.weights import Layers
 
 
-class Blocks:
-    """Runs a segment's blocks forward and backward, with a lane for each class of tensors that they read and write.
+class SegmentBlocks:
+    """What one layer of a segment does in a pass, for all microbatches of a group.
 
-    layers: the loops over them, with the lane of weights. residuals, sums: their saved activations and their gradients.
-    verbs: what one layer computes.
+    residuals, sums: its layers' saved activations and gradients. verbs: what one layer computes.
     """
 
-    def __init__(self, engine: Engine, layers: Layers, residuals: Residuals):
-        self.layers = layers
+    def __init__(self, engine: Engine, layers: Layers, segment: Segment, residuals: Residuals):
+        self.segment = segment
         self.residuals = residuals
-        self.verbs = LayerVerbs.of(engine, layers.segment)
-        self.segment = layers.segment
-        self.sums = Sums(engine, self.segment)
+        self.verbs = LayerVerbs.of(engine, segment)
+        self.sums = Sums(engine, segment)
+        self.weights = jax.eval_shape(lambda: layers.fetch_first(segment.name, segment.variants[0]))
         self.forward_lanes = passes.forward_pass(engine.table)
         self.backward_lanes = passes.backward_pass(engine.table)
         weights = engine.table.weights
@@ -44,32 +43,12 @@ class Blocks:
         self.recomputes = engine.recompute_block
         self.copies_in = weights.home.streamed
 
-    def with_layers(self, layers: Any) -> "Blocks":
-        """Copies the blocks with other weights. layers: `Layers`, or `overlap.UpdatingLayers`."""
-        new = copy.copy(self)
-        new.layers = layers
-        return new
-
     def new_sums(self, used=None) -> Flight:
         """Makes zeroed accumulators of gradients, see `Sums.new`."""
-        weights = jax.eval_shape(lambda: self.layers.fetch_first(self.segment.variants[0]))
-        return self.sums.new(weights, used)
+        return self.sums.new(self.weights, used)
 
-    @jax.named_scope("forward")
-    def forward(
-        self,
-        xs_BSD: list[jax.Array],
-        totals: Totals,
-        group: Group,
-        flights: dict[str, Any],
-        index: Callable = lambda l: l,
-    ) -> tuple[list[jax.Array], Totals, dict[str, Any]]:
-        """Runs all blocks for each microbatch of a group; returns (outputs, totals, flights).
-
-        xs_BSD: with a reference, those of its pass over the same microbatches follow, of which nothing is saved.
-        totals: those that `totals.FORWARD` names. flights: of the lanes "weights" and "residuals". index: of a layer in
-        the stacks of residuals.
-        """
+    def forward(self, group: Group) -> Callable:
+        """The body of `stream.over` in a forward pass of a group; its carry is (xs_BSD, totals), see `Blocks`."""
 
         def body(layer: Layer, values, carry: tuple[list[jax.Array], Totals], flights):
             xs_BSD, totals = list(carry[0]), carry[1]
@@ -93,33 +72,19 @@ class Blocks:
             totals = totals.plus(of_layer, self.segment.name, layer.index, layer.number)
             return (xs_BSD, totals), {"residuals": residuals}, flights
 
-        lanes = {"residuals": Stream(self.forward_lanes.lane("residuals"), index)}
-        options = {"tokens": tokens_of(xs_BSD), "counter": group.number}
-        (xs_BSD, totals), flights = self.layers.over(body, (xs_BSD, totals), lanes, flights, **options)
-        return xs_BSD, totals, flights
+        return body
 
-    @jax.named_scope("backward")
-    def backward(
-        self,
-        dxs_BSD: list[jax.Array],
-        totals: Totals,
-        group: Group,
-        flights: dict[str, Any],
-        d_statistics: Any = None,
-        index: Callable = lambda l: l,
-    ) -> tuple[list[jax.Array], Totals, dict[str, Any]]:
-        """Runs all blocks in reverse for each microbatch of a group; returns (gradients of inputs, totals, flights).
+    def reads_sums(self, group: Group) -> bool:
+        """False if the group's pass begins with zeros in place of accumulators in host memory."""
+        return not group.first or self.backward_lanes.lane("grads").behind == 0
 
-        totals: those that `totals.BACKWARD` names. flights: of the lanes "weights", "residuals" and "grads".
-        d_statistics: gradients of the totals' statistics `[L, ...]`; None without an auxiliary loss, or without
-        routers. The first group reads no accumulators that are in host memory. index: see `forward`.
-        """
-        sums_lane = self.backward_lanes.lane("grads")
-        from_zeros = group.first and sums_lane.behind > 0
+    def backward(self, group: Group, d_statistics: Any) -> Callable:
+        """The body of `stream.over` in a backward pass of a group; its carry is (dxs_BSD, totals), see `Blocks`."""
+        reads_sums = self.reads_sums(group)
 
         def body(layer: Layer, values, carry: tuple[list[jax.Array], Totals], flights):
             dxs_BSD, totals = list(carry[0]), carry[1]
-            sums = jax.tree.map(jnp.zeros_like, flights["grads"].late) if from_zeros else values["grads"]
+            sums = values["grads"] if reads_sums else jax.tree.map(jnp.zeros_like, flights["grads"].late)
             d_counted = None if d_statistics is None else read(d_statistics, layer.index)
             of_layer = LayerTotals()
             for i, (each, arrays) in enumerate(zip(group.microbatches, values["residuals"], strict=True)):
@@ -138,13 +103,7 @@ class Blocks:
             totals = totals.plus(of_layer, self.segment.name, layer.index, layer.number)
             return (dxs_BSD, totals), {"grads": sums}, flights
 
-        lanes = {
-            "residuals": Stream(self.backward_lanes.lane("residuals"), index),
-            "grads": Stream(sums_lane._replace(reads=not from_zeros)),
-        }
-        options = {"tokens": tokens_of(dxs_BSD), "reverse": True, "counter": group.number}
-        (dxs_BSD, totals), flights = self.layers.over(body, (dxs_BSD, totals), lanes, flights, **options)
-        return dxs_BSD, totals, flights
+        return body
 
     def behind_arrivals(self, dw, flights: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Returns (dw, flights) behind a barrier: the next layer's weights arrive before any gradient is reduced.
@@ -160,33 +119,115 @@ class Blocks:
         return dw, with_weights(flights, (next_weights, *further)) | {"residuals": flight}
 
 
-def infer(layers: Layers, verbs: LayerVerbs, xs_BSD: list[jax.Array], each: Microbatch) -> list[jax.Array]:
-    """Runs all blocks of a segment for one microbatch, forward only, and returns their outputs.
+class Blocks:
+    """Runs the layers of a stretch of segments forward and backward, see `Model.stretches`.
 
-    layers: the segment's. xs_BSD: its x, and that of the reference if there is one.
+    layers: the loops over them, with the lane of weights. of: what one layer does, by segment.
     """
 
-    def body(layer: Layer, values, xs_BSD: list[jax.Array], flights):
-        w, where = values["weights"], (layer.number, layer.variant, each)
-        x_BSD = verbs.infer(w, xs_BSD[0], *where)
-        return [x_BSD, *(verbs.infer_reference(w, other, *where) for other in xs_BSD[1:])], {}, flights
+    def __init__(self, engine: Engine, layers: Layers, residuals: dict[str, Residuals]):
+        """residuals: by segment."""
+        self.layers = layers
+        self.of = {
+            name: SegmentBlocks(engine, layers, segment, residuals[name]) for name, segment in layers.segments.items()
+        }
 
-    return layers.over(body, xs_BSD, {}, {"weights": layers.first()})[0]
+    def with_layers(self, layers: Any) -> "Blocks":
+        """Copies the blocks with other weights. layers: `Layers`, or `overlap.UpdatingLayers`."""
+        new = copy.copy(self)
+        new.layers = layers
+        return new
+
+    @jax.named_scope("forward")
+    def forward(
+        self,
+        xs_BSD: list[jax.Array],
+        totals: Totals,
+        group: Group,
+        flights: dict[str, dict[str, Any]],
+        index: Callable = lambda l: l,
+    ) -> tuple[list[jax.Array], Totals, dict[str, dict[str, Any]]]:
+        """Runs all blocks for each microbatch of a group; returns (outputs, totals, flights).
+
+        xs_BSD: with a reference, those of its pass over the same microbatches follow, of which nothing is saved.
+        totals: those that `totals.FORWARD` names. flights: by segment, of the lanes "weights" and "residuals". index:
+        of a layer in the stacks of residuals.
+        """
+        bodies = {name: blocks.forward(group) for name, blocks in self.of.items()}
+        lanes = {
+            name: {"residuals": Stream(blocks.forward_lanes.lane("residuals"), index)}
+            for name, blocks in self.of.items()
+        }
+        options = {"tokens": tokens_of(xs_BSD), "counter": group.number}
+        (xs_BSD, totals), flights = self.layers.over(bodies, (xs_BSD, totals), lanes, flights, **options)
+        return xs_BSD, totals, flights
+
+    @jax.named_scope("backward")
+    def backward(
+        self,
+        dxs_BSD: list[jax.Array],
+        totals: Totals,
+        group: Group,
+        flights: dict[str, dict[str, Any]],
+        d_statistics: dict[str, Any],
+        index: Callable = lambda l: l,
+    ) -> tuple[list[jax.Array], Totals, dict[str, dict[str, Any]]]:
+        """Runs all blocks in reverse for each microbatch of a group; returns (gradients of inputs, totals, flights).
+
+        totals: those that `totals.BACKWARD` names. flights: by segment, of the lanes "weights", "residuals" and
+        "grads". d_statistics: by segment, gradients of the totals' statistics `[L, ...]`; {} without an auxiliary loss.
+        The first group reads no accumulators that are in host memory. index: see `forward`.
+        """
+        bodies = {name: blocks.backward(group, d_statistics.get(name)) for name, blocks in self.of.items()}
+        lanes = {
+            name: {
+                "residuals": Stream(blocks.backward_lanes.lane("residuals"), index),
+                "grads": Stream(blocks.backward_lanes.lane("grads")._replace(reads=blocks.reads_sums(group))),
+            }
+            for name, blocks in self.of.items()
+        }
+        options = {"tokens": tokens_of(dxs_BSD), "reverse": True, "counter": group.number}
+        (dxs_BSD, totals), flights = self.layers.over(bodies, (dxs_BSD, totals), lanes, flights, **options)
+        return dxs_BSD, totals, flights
+
+
+def infer(layers: Layers, verbs: dict[str, LayerVerbs], xs_BSD: list[jax.Array], each: Microbatch) -> list[jax.Array]:
+    """Runs all blocks of a stretch of segments for one microbatch, forward only, and returns their outputs.
+
+    verbs: by segment. xs_BSD: x, and that of the reference if there is one.
+    """
+
+    def of_segment(verbs: LayerVerbs) -> Callable:
+        def body(layer: Layer, values, xs_BSD: list[jax.Array], flights):
+            w, where = values["weights"], (layer.number, layer.variant, each)
+            x_BSD = verbs.infer(w, xs_BSD[0], *where)
+            return [x_BSD, *(verbs.infer_reference(w, other, *where) for other in xs_BSD[1:])], {}, flights
+
+        return body
+
+    bodies = {name: of_segment(of) for name, of in verbs.items()}
+    flights = {name: {"weights": early} for name, early in layers.first().items()}
+    return layers.over(bodies, xs_BSD, {}, flights)[0]
 
 
 def residuals_of(
-    engine: Engine, layers: Layers, outer: OuterLayers, each: Microbatch, variants: tuple[Variant, ...] = ()
+    engine: Engine,
+    layers: Layers,
+    segment: Segment,
+    outer: OuterLayers,
+    each: Microbatch,
+    variants: tuple[Variant, ...] = (),
 ) -> Residuals:
     """Plans the residuals (saved activations) of a segment's layers in one microbatch.
 
     variants: the variants that layers may have; (): the segment's own.
     """
-    segment = layers.segment
     verbs = LayerVerbs.of(engine, segment)
 
     def save(variant: Variant):
         x_BSD = outer.embed(each.inputs_BS)
-        return verbs.forward(layers.fetch_first(variant), x_BSD, segment.start, variant, each)[1]
+        w = layers.fetch_first(segment.name, variant)
+        return verbs.forward(w, x_BSD, segment.numbers[0], variant, each)[1]
 
     return Residuals(segment.num_layers, engine.table.residuals.home, save, variants or segment.variants)
 

@@ -9,7 +9,7 @@
         each:                         push(embedding, dx)
     finish: sum over devices the gradients that are still local: embedding, final norm and head
 
-The layers are those of one segment of the model after another. The head computes in slices of tokens, and adds its
+The layers are those of one stretch of the model after another, in which layers of segments alternate. The head computes in slices of tokens, and adds its
 gradient to the accumulators. Two groups may be peeled off the loop: the first, which need not read accumulators in host
 memory, and the last, in which push also sums over devices what the others leave local. The loops over layers are in
 blocks.py, fetch in weights.py, save in residuals.py, push and finish in gradients.py, embedding and head in outer.py.
@@ -48,7 +48,7 @@ from surojax.parallel.collectives import varying
 from surojax.placement.mesh import AXES
 from surojax.step import verbs
 from surojax.step.batch import Batch, Group, Microbatch, recipe_inputs_of
-from surojax.step.blocks import Blocks, in_turn, infer, residuals_of
+from surojax.step.blocks import Blocks, SegmentBlocks, in_turn, infer, residuals_of
 from surojax.step.gradients import outer_sums, peels_last_group, starts_in_first_group
 from surojax.step.outer import OuterLayers
 from surojax.step.spec import Engine
@@ -73,7 +73,7 @@ class GroupCarry(NamedTuple):
 class Groups:
     """The groups of microbatches of a step: forward and backward passes over all layers for each.
 
-    batch, recipe_inputs: of the whole step. outer: the outer layers. blocks: by segment. scale: of the loss in the
+    batch, recipe_inputs: of the whole step. outer: the outer layers. blocks: by stretch. scale: of the loss in the
     gradients.
     """
 
@@ -90,37 +90,46 @@ class Groups:
         layers = self.layers_of(weights)
         self.recipe_inputs = recipe_inputs_of(engine.model, history, step, microbatches, self.scale)
         first = self.microbatch(0)
-        self.blocks = {
-            name: Blocks(engine, segment_layers, residuals_of(engine, segment_layers, self.outer, first))
-            for name, segment_layers in layers.items()
-        }
+        self.blocks = [
+            Blocks(
+                engine,
+                of_stretch,
+                {
+                    name: residuals_of(engine, of_stretch, segment, self.outer, first)
+                    for name, segment in of_stretch.segments.items()
+                },
+            )
+            for of_stretch in layers
+        ]
 
     def first_carry(self, history, used: dict[str, Any] | None) -> GroupCarry:
         """Makes the carry before the first group: zeroed accumulators and prefetched weights.
 
         history: see `loss_and_gradients`. used: by segment, see `Sums.new`.
         """
-        sums = {name: blocks.new_sums(used and used[name]) for name, blocks in self.blocks.items()}
+        sums = {name: blocks.new_sums(used and used[name]) for name, blocks in self.of_segments.items()}
         d_outer = outer_sums(self.engine, self.outer.weights)
-        flights = {
-            name: {
-                "weights": blocks.layers.first(),
-                "residuals": Flight(blocks.residuals.stacks(self.size)),
-                "grads": sums[name],
-            }
-            for name, blocks in self.blocks.items()
-        }
+        flights = {}
+        for blocks in self.blocks:
+            weights = blocks.layers.first()
+            for name, of_segment in blocks.of.items():
+                residuals = Flight(of_segment.residuals.stacks(self.size))
+                flights[name] = {"weights": weights[name], "residuals": residuals, "grads": sums[name]}
         return GroupCarry(flights, Totals.zeros(self.engine, history, d_outer))
 
-    def layers_of(self, weights) -> dict[str, Layers]:
-        """Makes the `Layers` of each segment. weights: by section."""
-        segments = self.engine.model.segments
-        return {segment.name: Layers(self.engine, segment, weights[segment.name]) for segment in segments}
+    @property
+    def of_segments(self) -> dict[str, SegmentBlocks]:
+        """What a layer does, by segment."""
+        return {name: of_segment for blocks in self.blocks for name, of_segment in blocks.of.items()}
 
-    def with_layers(self, layers: dict[str, Any], batch: Batch | None = None) -> "Groups":
-        """Copies the groups with other `Layers` for the segments, and another batch if one is given."""
+    def layers_of(self, weights) -> list[Layers]:
+        """Makes the `Layers` of each stretch. weights: by section."""
+        return [Layers(self.engine, stretch, weights) for stretch in self.engine.model.stretches]
+
+    def with_layers(self, layers: list[Any], batch: Batch | None = None) -> "Groups":
+        """Copies the groups with other `Layers` for the stretches, and another batch if one is given."""
         new = copy.copy(self)
-        new.blocks = {name: blocks.with_layers(layers[name]) for name, blocks in self.blocks.items()}
+        new.blocks = [blocks.with_layers(of_stretch) for blocks, of_stretch in zip(self.blocks, layers, strict=True)]
         new.batch = batch or self.batch
         return new
 
@@ -137,21 +146,22 @@ class Groups:
         group = self.group(g, first=first, last=last)
         return self.backward(group, *self.forward(group, carry))
 
-    def updating(self, layers: dict[str, Any], carry: GroupCarry, *, last: bool):
+    def updating(self, layers: list[Any], carry: GroupCarry, *, last: bool):
         """Runs the first group, whose forward pass updates the layers; returns (carry, new TensorState by segment).
 
-        layers: by segment, `overlap.UpdatingLayers`, which the forward pass updates.
+        layers: by stretch, `overlap.UpdatingLayers`, which the forward pass updates.
         """
         group = self.group(0, first=True, last=last)
         carry, xs_BSD = self.with_layers(layers).forward(group, carry)
         updated: dict[str, TensorState] = {name: flights["weights"] for name, flights in carry.flights.items()}
         new = self.layers_of({name: state.weights for name, state in updated.items()})
-        prefetched = {name: {"weights": segment_layers.first(reverse=True)} for name, segment_layers in new.items()}
-        carry = carry._replace(flights={name: flights | prefetched[name] for name, flights in carry.flights.items()})
+        prefetched = {name: early for of_stretch in new for name, early in of_stretch.first(reverse=True).items()}
+        flights = {name: flights | {"weights": prefetched[name]} for name, flights in carry.flights.items()}
+        carry = carry._replace(flights=flights)
         return self.with_layers(new).backward(group, carry, xs_BSD), updated
 
     def forward(self, group: Group, carry: GroupCarry) -> tuple[GroupCarry, list[jax.Array]]:
-        """Runs the forward pass of each segment; returns (carry, outputs of the last layer).
+        """Runs the forward pass of each stretch; returns (carry, outputs of the last layer).
 
         With a reference its results follow those of the microbatches.
         """
@@ -160,14 +170,17 @@ class Groups:
             xs_BSD = [*xs_BSD, *xs_BSD]  # embeddings are frozen with the blocks
         totals = carry.totals.only(FORWARD)
         after = {}
-        for name, blocks in self.blocks.items():
-            before = carry.flights[name]
+        for blocks in self.blocks:
+            before = {name: carry.flights[name] for name in blocks.of}
             flights = {
-                "weights": blocks.layers.begin_pass(before["weights"], group.number, reverse=False),
-                "residuals": blocks.residuals.before_forward(before["residuals"].stack),
+                name: {
+                    "weights": blocks.layers.begin_pass(name, before[name]["weights"], group.number, reverse=False),
+                    "residuals": of_segment.residuals.before_forward(before[name]["residuals"].stack),
+                }
+                for name, of_segment in blocks.of.items()
             }
             xs_BSD, totals, flights = blocks.forward(xs_BSD, totals, group, flights)
-            after[name] = before | flights
+            after |= {name: before[name] | flights[name] for name in before}
         totals = carry.totals.updated(totals).after_forward(xs_BSD[: self.size])
         return GroupCarry(after, totals), xs_BSD
 
@@ -191,20 +204,23 @@ class Groups:
         return totals, dxs_BSD
 
     def backward(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> GroupCarry:
-        """Runs heads, the blocks of all segments in reverse, and the embedding's gradients."""
+        """Runs heads, the blocks of all stretches in reverse, and the embedding's gradients."""
         d_statistics = self.d_statistics(carry.totals)
         totals, dxs_BSD = self.heads(group, carry.totals, xs_BSD)
         of_layers = totals._replace(squares=collectives.no_squares()).only(BACKWARD)
         after = {}
-        for name, blocks in reversed(self.blocks.items()):
-            before = carry.flights[name]
+        for blocks in reversed(self.blocks):
+            before = {name: carry.flights[name] for name in blocks.of}
             flights = {
-                "weights": blocks.layers.begin_pass(before["weights"], group.number, reverse=True),
-                "residuals": blocks.residuals.before_backward(before["residuals"]),
-                "grads": blocks.sums.before_backward(before["grads"], group.number, first=group.first),
+                name: {
+                    "weights": blocks.layers.begin_pass(name, before[name]["weights"], group.number, reverse=True),
+                    "residuals": of_segment.residuals.before_backward(before[name]["residuals"]),
+                    "grads": of_segment.sums.before_backward(before[name]["grads"], group.number, first=group.first),
+                }
+                for name, of_segment in blocks.of.items()
             }
-            dxs_BSD, of_layers, flights = blocks.backward(dxs_BSD, of_layers, group, flights, d_statistics.get(name))
-            after[name] = flights | {"residuals": Flight(flights["residuals"].stack)}
+            dxs_BSD, of_layers, flights = blocks.backward(dxs_BSD, of_layers, group, flights, d_statistics)
+            after |= {name: x | {"residuals": Flight(x["residuals"].stack)} for name, x in flights.items()}
         totals = totals.updated(of_layers)
         for each, dx_BSD in zip(group.microbatches, dxs_BSD, strict=True):
             totals = verbs.end(self.outer, each.inputs_BS, dx_BSD, totals)
@@ -217,7 +233,7 @@ def loss_and_gradients(
     *batch_ABS: jax.Array,
     history=None,
     step=0,
-    updating: dict[str, Any] | None = None,
+    updating: list[Any] | None = None,
 ) -> Gradients:
     """Computes loss and gradients of all microbatches and devices.
 
@@ -225,11 +241,11 @@ def loss_and_gradients(
     devices, so the result does not depend on how a batch is split into microbatches.
     history: largest magnitudes in the last steps, see `fp8.history_shape`, which this step adds its own to; None for
     recipes that have none. step: number of the step, int32, which random numbers of a recipe follow from.
-    updating: by segment, `overlap.UpdatingLayers`, which the first group's forward pass updates; None if `weights` are
+    updating: by stretch, `overlap.UpdatingLayers`, which the first group's forward pass updates; None if `weights` are
     up to date.
     """
     groups = Groups(engine, weights, Batch.of(engine, batch_ABS), history, step)
-    carry = groups.first_carry(history, updating and {name: layers.grads for name, layers in updating.items()})
+    carry = groups.first_carry(history, updating and {layers.segment.name: layers.grads for layers in updating})
     updated = None
     only = groups.number == 1
     begin = 0
@@ -249,7 +265,7 @@ def loss_and_gradients(
         carry = jax.lax.fori_loop(begin, end, functools.partial(groups.both, last=not peeled), carry)
     if end < groups.number:
         carry = groups.both(groups.number - 1, carry, last=True)
-    sums_of = {name: blocks.sums for name, blocks in groups.blocks.items()}
+    sums_of = {name: blocks.sums for name, blocks in groups.of_segments.items()}
     accumulators = {name: flights["grads"] for name, flights in carry.flights.items()}
     done = verbs.finish(engine, sums_of, accumulators, carry.totals, groups.batch, groups.scale, history)
     return done._replace(updated=updated)
@@ -264,8 +280,8 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     each = batch.on_device()
     outer = OuterLayers.of(engine, weights)
     xs_BSD = [outer.embed(each.inputs_BS)] * (1 if engine.reference is None else 2)
-    for segment in engine.model.segments:
-        layers = Layers(engine, segment, weights[segment.name])
-        xs_BSD = infer(layers, LayerVerbs.of(engine, segment), xs_BSD, each)
+    for stretch in engine.model.stretches:
+        verbs_of = {segment.name: LayerVerbs.of(engine, segment) for segment in stretch}
+        xs_BSD = infer(Layers(engine, stretch, weights), verbs_of, xs_BSD, each)
     sums = outer.loss(xs_BSD[0], outer.with_reference(each.targets, *xs_BSD[1:]))
     return sum_of_devices(sums), batch.terms()

@@ -70,7 +70,12 @@ class FileStep(SeveralPrograms):
         self.tables = Tables(step)
         segments = step.engine.model.segments
         self.updates = {segment.name: SegmentUpdate(step, gradients, segment) for segment in segments}
-        self.order = [SegmentLayer(name, l) for name, update in self.updates.items() for l in range(update.rounds)]
+        number_of = {
+            SegmentLayer(segment.name, l): segment.numbers[l]
+            for segment in segments
+            for l in range(self.updates[segment.name].rounds)
+        }
+        self.order = sorted(number_of, key=number_of.__getitem__)
         self.functions = gradients.functions | self.tables.functions
         for update in self.updates.values():
             self.functions |= update.functions
@@ -145,6 +150,7 @@ class UpdatingRounds:
         self.layers = {name: section(pending.state, name) for name in step.updates}  # as before the update
         self.inputs = dict(pending.update_inputs)
         self.zero = self.inputs["l"]
+        self.next = dict.fromkeys(step.updates, self.zero)  # by segment, on the device
         step.store.begin_update(self.number)
         self.state = self._with_tables(pending)
         self.stacks, self.work = {}, {}
@@ -180,12 +186,10 @@ class UpdatingRounds:
         """Updates a layer from what `read` returned: (what to write, its work weights that are in files)."""
         name, l = layer
         update = self.step.updates[name]
-        if l == 0:
-            self.inputs["l"] = self.zero
         i = update.weights.part_of[l]
-        arguments = self.work[name][i], self.stacks[name], *arrived, self.inputs
+        arguments = self.work[name][i], self.stacks[name], *arrived, self.inputs | {"l": self.next[name]}
         results = self.step.run((name, i), *arguments)
-        self.work[name][i], self.stacks[name], (new, weights), self.inputs["l"] = results
+        self.work[name][i], self.stacks[name], (new, weights), self.next[name] = results
         return ToFiles(new, update.weights.files[i].written(weights)), weights
 
     def write(self, layer: SegmentLayer, to_files: ToFiles) -> None:

@@ -92,8 +92,7 @@ class LayerEvaluation(SeveralPrograms):
         def per_device(work, l, x, *batch_BS):
             each = Batch.of(self.engine, batch_BS).on_device()
             w = layers.fetch(kind, work, l)
-            number = layers.segment.start + l
-            x_BSD = layers.verbs.infer(w, self.of_devices.enter("x", x), number, kind.variant, each)
+            x_BSD = layers.verbs.infer(w, self.of_devices.enter("x", x), layers.number(l), kind.variant, each)
             return self.of_devices.leave("x", x_BSD)
 
         x = self.of_devices.any_of()

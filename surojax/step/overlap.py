@@ -27,14 +27,15 @@ import jax.numpy as jnp
 
 from surojax.memory.host import exchange, join_parts, parts, read, write_layer
 from surojax.models.model import Segment, Variant
+from surojax.models.order import LayerLoop
 from surojax.optim.optimizer import Scalars, UpdateContext
 from surojax.placement.param import OUTER
 from surojax.step.several_programs import Program, SeveralPrograms
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.step_parts import StepParts
-from surojax.step.stream import Flight, Layer, LayerLoop, comes_in_pairs, hides_transfers, over
+from surojax.step.stream import Flight, Layer, comes_in_pairs, hides_transfers, over
 from surojax.step.update import Update
-from surojax.step.weights import Gather, runs_of
+from surojax.step.weights import Gather, loops_over
 
 
 class Pending(NamedTuple):
@@ -90,6 +91,7 @@ class UpdatedWeights:
 class UpdatingLayers:
     """Updates a segment's layers one after another in a forward pass; takes the place of `weights.Layers`.
 
+    The layers of a stretch with several segments are updated before or after a pass: `assemble` refuses these here.
     state, grads: of the segment, before the update.
     """
 
@@ -104,20 +106,20 @@ class UpdatingLayers:
     def first(self) -> None:
         """Prefetches nothing: `over` begins with copies of its first two layers."""
 
-    def begin_pass(self, prefetched: None, counter: jax.Array | int, *, reverse: bool) -> None:
+    def begin_pass(self, segment: str, prefetched: None, counter: jax.Array | int, *, reverse: bool) -> None:
         """See `first`."""
 
     def over(
         self,
-        body: Callable,
+        bodies: dict[str, Callable],
         carry: Any,
-        lanes: dict[str, Any],
-        flights: dict[str, Any],
+        lanes: dict[str, dict[str, Any]],
+        flights: dict[str, dict[str, Any]],
         *,
         tokens: int = 0,
         counter: jax.Array | int = 0,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Like `Layers.over`, but updates each layer first and returns the new TensorState as flights["weights"].
+    ) -> tuple[Any, dict[str, dict[str, Any]]]:
+        """Like `Layers.over`, but updates each layer first and returns the new TensorState in place of "weights".
 
         tokens: see there; they decide the order of transfers. counter: of the loop around, which there is none of.
         """
@@ -126,25 +128,28 @@ class UpdatingLayers:
         updated = self.update(self.read(state, 0), 0)
         following = self.read(state, 1)
         done = []
-        for part in parts(self.state.weights):
+        name = self.segment.name
+        own = flights[name]
+        of_segment = parts(self.state.weights)
+        all_loops = loops_over([self.segment], {name: of_segment})
+        for part in of_segment:
             stacks = part.stack, state
-            for run in runs_of(self.segment.variants, part):
+            for run in (loop for loop in all_loops if part.start <= loop.layers[name].start < part.stop):
                 w = self.gathered(updated, run.variants[0])
-                flights = flights | {"weights": Flight(stacks, (w, following), updated)}
+                own = own | {"weights": Flight(stacks, (w, following), updated)}
                 lane = UpdatedWeights(self, part.start, in_order)
                 for loop, reads in self._loops(run):
-                    loop_lanes = {"weights": dataclasses.replace(lane, reads=reads)} | lanes
+                    loop_lanes = {name: {"weights": dataclasses.replace(lane, reads=reads)} | lanes[name]}
                     # Two layers in the body of a loop, as in `Layers.over`.
-                    in_body = 2 if reads and comes_in_pairs(len(loop.layers), loop.period) else loop.period
-                    carry, flights = over(
-                        loop, loop_lanes, body, carry, flights, first_number=self.segment.start, in_body=in_body
-                    )
-                stacks, (_, following), updated = flights["weights"]
+                    in_body = 2 if reads and comes_in_pairs(len(loop.kinds), loop.period) else loop.period
+                    carry, after = over(loop, loop_lanes, bodies, carry, {name: own}, in_body=in_body)
+                    own = after[name]
+                stacks, (_, following), updated = own["weights"]
                 # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
                 stacks = jax.lax.optimization_barrier(stacks)
             work, state = stacks
             done.append(work)
-        return carry, flights | {"weights": TensorState(join_parts(done), *state)}
+        return carry, {name: own | {"weights": TensorState(join_parts(done), *state)}}
 
     def _loops(self, run: LayerLoop) -> list[tuple[LayerLoop, bool]]:
         """Returns the loops of a run, and whether a further layer's state is still to be read in each.
@@ -152,12 +157,12 @@ class UpdatingLayers:
         The last two layers, for which nothing is left, are a loop of their own: copy engines copy in loops only, so
         neither loop may have one round. With sharded weights that takes more memory (docs/performance.md).
         """
-        layers, variants, period = run
+        layers = run.layers[self.segment.name]
         is_last = layers.stop == self.segment.num_layers
-        if not is_last or period > 1 or len(layers) in (1, 3) or self.gather.table.weights.sharded:
+        if not is_last or run.period > 1 or len(layers) in (1, 3) or self.gather.table.weights.sharded:
             return [(run, True)]
-        loops = [(LayerLoop(layers[:-2], variants[:-2], 1), True)] if len(layers) > 2 else []
-        return [*loops, (LayerLoop(layers[-2:], variants[-2:], 1), False)]
+        loops = [(run.part(0, len(layers) - 2), True)] if len(layers) > 2 else []
+        return [*loops, (run.part(len(layers) - 2, len(layers)), False)]
 
     def read(self, state: tuple, l) -> tuple:
         """Reads ((master weights, moments), gradients) of layer l."""
@@ -238,11 +243,11 @@ class OverlappedStep(SeveralPrograms):
             scalars = update.scalars(state.step, norm)
             largest = update.largest_in_layer(grads)
             outer = update.outer(section(state, OUTER), grads[OUTER], scalars, largest=largest)
-            updating = {}
+            updating = []
             for segment in engine.model.segments:
                 old = section(state, segment.name)
                 gather = Gather.of(engine, segment)
-                updating[segment.name] = UpdatingLayers(gather, update, segment, old, grads[segment.name], scalars)
+                updating.append(UpdatingLayers(gather, update, segment, old, grads[segment.name], scalars))
             done = state.step + 1
             weights = state.weights | {OUTER: outer.weights}
             gradients = self.parts.gradients(weights, *batch, history=state.history, step=done, updating=updating)

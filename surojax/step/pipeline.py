@@ -95,11 +95,14 @@ class PipelineStage:
         self.batch = batch._replace(arrays=varying(batch.arrays, AXES))
         self.number, self.stages = stage_collectives.stage()
         self.outer = OuterLayers.of(engine, weights)
-        self.layers = StageLayers(model, engine, weights[self.segment.name])
+        self.layers = StageLayers(model, engine, weights)
         first_layers = self.layers.of_patterns[0]
-        self.residuals = residuals_of(engine, first_layers, self.outer, self.microbatch(0), self.layers.variants)
-        self.blocks = [Blocks(engine, layers, self.residuals) for layers in self.layers.of_patterns]
-        self.sums = self.blocks[0].sums
+        arguments = self.segment, self.outer, self.microbatch(0), self.layers.variants
+        self.residuals = residuals_of(engine, first_layers, *arguments)
+        residuals = {self.segment.name: self.residuals}
+        self.blocks = [Blocks(engine, layers, residuals) for layers in self.layers.of_patterns]
+        self.of_layer = self.blocks[0].of[self.segment.name]
+        self.sums = self.of_layer.sums
         self.entries = self.segment.num_layers + self.residuals.home.streamed  # of a slot
         self.unused = 1 + self.residuals.home.streamed  # entries for the residuals of no microbatch
         self.slots = int(schedule.in_flight.max())
@@ -116,7 +119,7 @@ class PipelineStage:
         from_head = varying(jnp.zeros((self.head_slots, batch, length // self.stages, width), x.dtype), AXES)
         entries = self.slots * self.entries + self.layers.in_lockstep * self.unused
         saved = allocate(self.residuals.zeros(entries), engine.table.residuals.home)
-        sums = self.blocks[0].new_sums()
+        sums = self.of_layer.new_sums()
         d_outer = outer_sums(engine, self.outer.weights)
         grads = zeros_in_host_memory(self.segment, sums)
         totals = Totals.zeros(engine, history, d_outer)._replace(squares=None)  # see `push_all`
@@ -177,8 +180,10 @@ class PipelineStage:
             "weights": self.layers.early(pattern),
             "residuals": self.residuals.before_forward([carry.saved]),
         }
-        xs_BSD, of_layers, flights = blocks.forward([carry.x_BSD], carry.totals.only(FORWARD), group, flights, entry)
-        (saved,) = Stream(blocks.forward_lanes.lane("residuals"), entry).end(flights["residuals"], self.last)
+        done = blocks.forward([carry.x_BSD], carry.totals.only(FORWARD), group, {self.segment.name: flights}, entry)
+        xs_BSD, of_layers, after = done
+        residuals = after[self.segment.name]["residuals"]
+        (saved,) = Stream(self.of_layer.forward_lanes.lane("residuals"), entry).end(residuals, self.last)
         totals = carry.totals.updated(of_layers)
         totals = self.if_computed(computes, totals.after_forward(xs_BSD), totals)
         return carry._replace(x_BSD=xs_BSD[0], saved=saved, totals=totals)
@@ -209,16 +214,16 @@ class PipelineStage:
         entry = self.entry_of(a, computes)
         flights = {
             "weights": self.layers.early(pattern, reverse=True),
-            "residuals": Stream(blocks.backward_lanes.lane("residuals"), entry).begin([carry.saved], self.last),
+            "residuals": Stream(self.of_layer.backward_lanes.lane("residuals"), entry).begin([carry.saved], self.last),
             "grads": begin_backward(self.segment, carry.grads),
         }
-        d_statistics = (carry.d_statistics or {}).get(self.segment.name)
         of_layers = carry.totals.only(BACKWARD)
-        done = blocks.backward([carry.dx_BSD], of_layers, group, flights, d_statistics, entry)
-        dxs_BSD, of_layers, flights = done
+        begun = {self.segment.name: flights}
+        done = blocks.backward([carry.dx_BSD], of_layers, group, begun, carry.d_statistics or {}, entry)
+        dxs_BSD, of_layers, after = done
         totals = carry.totals.updated(of_layers)
         totals = self.if_computed(computes, totals.after_backward(dxs_BSD), totals)
-        return carry._replace(dx_BSD=dxs_BSD[0], grads=flights["grads"], totals=totals)
+        return carry._replace(dx_BSD=dxs_BSD[0], grads=after[self.segment.name]["grads"], totals=totals)
 
     def if_computed(self, computes: jax.Array | bool, new: Totals, old: Totals) -> Totals:
         """`new` if this stage has a microbatch, else `old`. Both have equal sums of layers: an idle one adds zeros."""
@@ -241,7 +246,7 @@ class PipelineStage:
 
     def push_all(self, grads: Flight) -> tuple[Flight, Squares]:
         """Sums over devices what is still local in each layer's accumulators; returns (accumulators, their Squares)."""
-        lane = Stream(self.blocks[0].backward_lanes.lane("grads"))
+        lane = Stream(self.of_layer.backward_lanes.lane("grads"))
         stack = lane.end(grads, 0)  # the backward pass ends with layer 0
         local = leaves_sums_local(self.engine.table)
         if not local and self.sums.in_place:  # `gradients.reduced` computes the Squares
@@ -333,7 +338,7 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     (segment,) = engine.model.segments
     _, stages = stage_collectives.stage()
     outer = OuterLayers.of(engine, weights)
-    layers = StageLayers(model, engine, weights[segment.name])
+    layers = StageLayers(model, engine, weights)
     x_BsD = outer.embed(own_part(each.inputs_BS))
 
     def blocks(pattern: int, _, computes, x_BSD):
@@ -342,7 +347,8 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
 
         pattern_layers = layers.of_patterns[pattern]
         of_stage = each._replace(starts_BS=starts_BS, recipe_inputs=inputs)
-        (x_BSD,) = infer(pattern_layers, LayerVerbs.of(engine, pattern_layers.segment), [x_BSD], of_stage)
+        verbs_of = {name: LayerVerbs.of(engine, segment) for name, segment in pattern_layers.segments.items()}
+        (x_BSD,) = infer(pattern_layers, verbs_of, [x_BSD], of_stage)
         return x_BSD
 
     def of_stage(i, x_BSD):

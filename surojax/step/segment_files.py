@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from surojax.memory.in_file import InFile
 from surojax.models.model import Segment
 from surojax.step.between import LayerKind, LayerStore, SegmentLayer
@@ -49,9 +51,24 @@ class SegmentFiles:
 
     def index(self, number: Any) -> Any:
         """Converts a layer's number in the model to its index in the segment."""
-        return number - self.segment.start if self.segment.start else number
+        numbers = self.segment.numbers
+        first = numbers[0]
+        if numbers[-1] - first == len(numbers) - 1:
+            return number - first if first else number
+        return jnp.searchsorted(jnp.asarray(numbers), number)
+
+    def number(self, index: Any) -> Any:
+        """Converts a layer's index in the segment to its number in the model."""
+        numbers = self.segment.numbers
+        first = numbers[0]
+        return first + index if numbers[-1] - first == len(numbers) - 1 else jnp.asarray(numbers)[index]
 
 
 def layers_in_order(segments: dict[str, SegmentFiles]) -> dict[SegmentLayer, LayerKind]:
     """The kind of each layer of these segments, from the first layer to the last."""
-    return {SegmentLayer(name, l): kind for name, x in segments.items() for l, kind in enumerate(x.kinds)}
+    layers = {
+        number: (SegmentLayer(name, l), kind)
+        for name, x in segments.items()
+        for l, (number, kind) in enumerate(zip(x.segment.numbers, x.kinds, strict=True))
+    }
+    return dict(layers[number] for number in sorted(layers))

@@ -57,7 +57,7 @@ def of_stage(model: Model, stages: int) -> Model:
     if in_lockstep(model):
         check_lockstep(segment.variants, stages)
     pattern = patterns_of_stages(segment.variants, stages).patterns[0]
-    segment = dataclasses.replace(segment, variants=pattern)
+    segment = dataclasses.replace(segment, variants=pattern, numbers=range(len(pattern)))
     if _takes_inputs(model, stages):
         segment = padded(segment, idles=in_lockstep(model))
     return dataclasses.replace(model, segments=(segment,))
@@ -93,26 +93,31 @@ def inputs_of_stage(
 class StageLayers:
     """Layer loops of all stage patterns; each stage runs only its own."""
 
-    def __init__(self, model: Model, engine: Engine, stacks):
-        """model: whole. engine: of one stage. stacks: the segment's work weights."""
+    def __init__(self, model: Model, engine: Engine, weights):
+        """model: whole. engine: of one stage. weights: by section."""
         number, stages = stage_collectives.stage()
         (segment,) = engine.model.segments
         patterns, pattern_of_stage = patterns_of_stages(model.segments[0].variants, stages)
         segments = [dataclasses.replace(segment, variants=pattern) for pattern in patterns]
-        self.of_patterns = [Layers(engine, segment, stacks) for segment in segments]
+        self.segment = segment.name
+        self.of_patterns = [Layers(engine, [segment], weights) for segment in segments]
         self.variants = tuple(dict.fromkeys(model.segments[0].variants))
         self.own_pattern = jnp.asarray(pattern_of_stage)[number]
         self.in_lockstep = in_lockstep(model)
         # Copied in once, outside of the ticks, in which their constant positions would be kernels.
         self.shards = [
-            {reverse: [fetch.first_shards(reverse=reverse) for fetch in layers.fetches] for reverse in (False, True)}
+            {
+                reverse: {i: fetch.first_shards(reverse=reverse) for i, fetch in layers.fetches[self.segment].items()}
+                for reverse in (False, True)
+            }
             for layers in self.of_patterns
         ]
 
-    def early(self, pattern: int, *, reverse: bool = False) -> list:
-        """Weights that are prefetched before a pass over the layers of a pattern."""
-        pairs = zip(self.of_patterns[pattern].fetches, self.shards[pattern][reverse], strict=True)
-        return [fetch.from_shards(shards, reverse=reverse) for fetch, shards in pairs]
+    def early(self, pattern: int, *, reverse: bool = False) -> dict[int, tuple]:
+        """Weights that are prefetched before a pass over the layers of a pattern, for each loop."""
+        shards = self.shards[pattern][reverse]
+        fetches = self.of_patterns[pattern].fetches[self.segment]
+        return {i: fetch.from_shards(shards[i], reverse=reverse) for i, fetch in fetches.items()}
 
     def when_any(self, of_stages: jax.Array, function: Callable, carry):
         """The carry after function(this stage's pattern, a, computes, carry), if it has a microbatch a.

@@ -16,16 +16,20 @@ What XLA needs, and why the loop is as it is:
   at once, every other stack is read first, with a barrier between, without which XLA copies the stack (`exchange`).
 * With one layer in a loop's body, XLA copies what is on its way into the carry. Two layers exchange their places
   (`layers_in_body`). Layers that the loop does not have are unrolled, one after another behind barriers
-  (`model.loop_over`).
+  (`_over_places`).
+* Layers of several segments in turn are one loop, with a slot in its body for each layer of the pattern. Each segment
+  has its own layer on the way, so that all stacks are named linearly, and a barrier over the whole carry between slots.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from surojax.memory.host import exchange, read, write_layer
-from surojax.models.model import PLAIN, Variant, loop_over
+from surojax.models.model import PLAIN, Variant
+from surojax.models.order import LayerLoop
 from surojax.step.passes import Lane
 
 # Tokens whose forward pass lasts about as long as the transfers of an update beside it: 2 FLOPs a parameter and token
@@ -37,7 +41,7 @@ class Layer(NamedTuple):
     """One layer of a pass.
 
     index: in its segment's stacks, linear in the loop's counter. in_turn: the same, but known only when the layer
-    before is done. number: in the model. variant: static. step: to the next layer, 1 or -1.
+    before is done. number: in the model. variant: static. step: to the next layer of its segment, 1 or -1.
     """
 
     index: Any
@@ -45,14 +49,6 @@ class Layer(NamedTuple):
     number: Any
     variant: Variant
     step: int
-
-
-class LayerLoop(NamedTuple):
-    """Layers of a segment that form one loop: weights in one memory, variants that repeat after `period`."""
-
-    layers: range
-    variants: tuple[Variant, ...]
-    period: int
 
 
 class Flight(NamedTuple):
@@ -105,42 +101,83 @@ class Stream(NamedTuple):
 
 
 def over(
-    run: LayerLoop,
-    lanes: dict[str, Any],
-    body: Callable,
+    loop: LayerLoop,
+    lanes: dict[str, dict[str, Any]],
+    bodies: dict[str, Callable],
     carry: Any,
-    flights: dict[str, Flight],
+    flights: dict[str, dict[str, Flight]],
     *,
     reverse: bool = False,
-    first_number: int = 0,
     in_body: int | None = None,
-    fixed: Callable = jax.numpy.int32,
-) -> tuple[Any, dict[str, Flight]]:
-    """Runs (carry, results, flights) = body(Layer, values, carry, flights) over a run; returns (carry, flights).
+    fixed: Callable = jnp.int32,
+) -> tuple[Any, dict[str, dict[str, Flight]]]:
+    """Runs (carry, results, flights) = body(Layer, values, carry, flights) over a loop; returns (carry, flights).
 
-    lanes, flights, values, results: by name; lanes have the methods of a `Stream`. The body may return flights that are
-    known later. first_number: of the segment's first layer in the model. in_body: layers in the body of
-    the loop, None: the run's period. fixed: see `model.loop_over`.
+    lanes, bodies, flights: by segment; a body gets and returns the flights of its own. lanes, flights, values, results:
+    by name; lanes have the methods of a `Stream`. The body may return flights that are known later. in_body: layers in
+    the body of a loop over one segment, None: the loop's period. fixed: see `_over_places`.
     """
-    variants = run.variants[::-1] if reverse else run.variants
     step = -1 if reverse else 1
-    names = list(flights)
+    names = [(segment, name) for segment, of_segment in flights.items() for name in of_segment]
+    loop = loop if in_body is None else loop._replace(period=in_body)
 
-    def one(k, in_turn, variant: Variant, state):
+    def one(place: tuple[Any, Any], in_turn: Any, kind: str, variant: Variant, state):
+        before, in_loop = place
         carry, carried = state
-        index, in_turn = (run.layers.stop - 1 - x if reverse else run.layers.start + x for x in (k, in_turn))
-        layer = Layer(index, in_turn, index + first_number if first_number else index, variant, step)
+        index, in_turn = (loop.index(x, kind, reverse=reverse) for x in (before, in_turn))
+        number = loop.number_in_model(index, in_loop, reverse=reverse)
+        layer = Layer(index, in_turn, number, variant, step)
         values = {}
         flights = _out_of_carry(names, carried)
-        for name, lane in lanes.items():
-            values[name], flights[name] = lane.arrive(flights[name], layer)
-        carry, results, flights = body(layer, values, carry, flights)
-        flights |= {name: lanes[name].leave(flights[name], new, layer) for name, new in results.items()}
-        return carry, _in_carry(flights[name] for name in names)
+        own = flights[kind]
+        for name, lane in lanes[kind].items():
+            values[name], own[name] = lane.arrive(own[name], layer)
+        carry, results, own = bodies[kind](layer, values, carry, own)
+        flights[kind] = own | {name: lanes[kind][name].leave(own[name], new, layer) for name, new in results.items()}
+        return carry, _in_carry(flights[segment][name] for segment, name in names)
 
-    state = (carry, _in_carry(flights.values()))
-    carry, carried = loop_over(variants, in_body or run.period, one, state, fixed)
+    state = (carry, _in_carry(flights[segment][name] for segment, name in names))
+    carry, carried = _over_places(loop, reverse, one, state, fixed)
     return carry, _out_of_carry(names, carried)
+
+
+def _over_places(loop: LayerLoop, reverse: bool, layer: Callable, carry, fixed: Callable):
+    """Computes carry = layer((before, in loop), in_turn, kind, variant, carry) for every layer of a loop.
+
+    before, in loop: layers of its kind, and of the loop, that are visited before it. They are linear in the loop's
+    counter; what depends on nothing else, XLA may read ahead. in_turn: the same as `before`, but known only when the
+    layer before is done. What is left over behind the last whole period is unrolled, and so is what would be a loop of
+    one round, which XLA would dissolve. fixed: makes `before` of a layer that is unrolled.
+    """
+    places, period = loop.places(reverse=reverse), loop.period
+    n = len(places)
+    looped = n - n % period if n >= 2 * period else 0
+
+    def after(before, carry):
+        """Returns (before, carry) behind a barrier: both known only when the layer before is done.
+
+        Between rounds of a loop its carry has this effect. Without either, XLA merges the transfers of layers that it
+        sees side by side, or makes all of them at the beginning, so that several layers are in memory at once, and
+        hands activations on unrounded.
+        """
+        return jax.lax.optimization_barrier((jnp.int32(before), carry))
+
+    def body(i, carry):
+        for j, (kind, variant) in enumerate(places[:period]):
+            place = loop.visited(i, j, reverse=reverse)
+            in_turn = place[0]
+            if j:
+                in_turn, carry = after(in_turn, carry)
+            carry = layer(place, in_turn, kind, variant, carry)
+        return carry
+
+    if looped:
+        carry = jax.lax.fori_loop(0, looped // period, body, carry)
+    for number in range(looped, n):
+        in_turn, carry = after(number, carry)
+        place = fixed(number)
+        carry = layer((place, place), in_turn, *places[number], carry)
+    return carry if looped == n else jax.lax.optimization_barrier(carry)
 
 
 class InCarry(NamedTuple):
@@ -159,19 +196,25 @@ def _in_carry(flights: Iterable[Flight]) -> InCarry:
     return InCarry(*map(list, zip(*flights, strict=True)))
 
 
-def _out_of_carry(names: Iterable[str], carried: InCarry) -> dict[str, Flight]:
-    return {name: Flight(*flight) for name, *flight in zip(names, *carried, strict=True)}
+def _out_of_carry(names: Iterable[tuple[str, str]], carried: InCarry) -> dict[str, dict[str, Flight]]:
+    flights: dict[str, dict[str, Flight]] = {}
+    for (segment, name), *flight in zip(names, *carried, strict=True):
+        flights.setdefault(segment, {})[name] = Flight(*flight)
+    return flights
 
 
 def sweep(
     layers: range, lanes: dict[str, Any], body: Callable, carry: Any, flights: dict[str, Flight], **options: Any
 ) -> tuple[Any, dict[str, Flight]]:
-    """Like `over`, for equal layers and a body (values, carry) -> (carry, results)."""
+    """Like `over`, for equal layers of one segment and a body (values, carry) -> (carry, results)."""
 
     def one(layer: Layer, values, carry, flights):
         return *body(values, carry), flights
 
-    return over(LayerLoop(layers, (PLAIN,) * len(layers), 1), lanes, one, carry, flights, **options)
+    n = len(layers)
+    loop = LayerLoop({"": layers}, ("",) * n, (PLAIN,) * n, 1, layers.start)
+    carry, done = over(loop, {"": lanes}, {"": one}, carry, {"": flights}, **options)
+    return carry, done[""]
 
 
 def hides_transfers(tokens: int) -> bool:

@@ -6,14 +6,15 @@ layer begins, so that those on their way take 4 or 8 bits.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import LayerStack, index_in_loop, on_device, parts, read
-from surojax.models.model import Segment, Variant, runs
+from surojax.models.model import Segment, Variant
+from surojax.models.order import LayerLoop, LayerRef, loops_of
 from surojax.numerics import base_formats
 from surojax.numerics.quantized import dequantise_all, largest_magnitude, quantise, quantise_whole
 from surojax.parallel import collectives
@@ -21,7 +22,7 @@ from surojax.parallel.tensor import largest_of_group
 from surojax.placement.param import Kind, Param
 from surojax.placement.table import Placement
 from surojax.step.spec import Engine
-from surojax.step.stream import Flight, Layer, LayerLoop, comes_in_pairs, hides_transfers, over
+from surojax.step.stream import Flight, Layer, comes_in_pairs, hides_transfers, over
 
 
 class Gather(NamedTuple):
@@ -112,28 +113,31 @@ def quantise_with_one_scale(params, w, dtype, largest_of: Callable = collectives
 
 
 class Fetch:
-    """Moves the weights of one run of layers: the lane "weights" of a pass.
+    """Moves the weights of a segment's layers in one loop: the lane "weights" of a pass.
 
     What is prefetched is a tuple: the next layer's weights, then, if weights rest in shards in host memory, the shards
     of the layer after it. Beyond the last layer of a pass the last one is fetched again, with which the pass in the
     other direction begins.
     """
 
-    def __init__(self, gather: Gather, part: LayerStack, run: LayerLoop, *, recomputed: bool):
+    def __init__(self, gather: Gather, part: LayerStack, loop: LayerLoop, segment: str, *, recomputed: bool):
         """part: the stack that holds these layers. recomputed: the backward pass computes blocks again."""
         self.gather = gather
-        self.run = run
+        self.loop = loop
+        self.layers = loop.layers[segment]
+        self.variant = loop.variant(segment)
         self.part = part
         self.recomputed = recomputed
         self.on_device = on_device(part.stack)
         self.stages = gather.table.weights.sharded + (not self.on_device)
-        assert len({variant.recipe_enabled for variant in run.variants}) == 1
+        own = (variant for kind, variant in loop.places(reverse=False) if kind == segment)
+        assert len({variant.recipe_enabled for variant in own}) == 1
 
     def copy_in(self, l):
         """This device's shards of layer l. A stack in host memory is sliced at an offset that is linear in l."""
         if self.on_device:
-            l = jnp.clip(l, self.run.layers.start, self.run.layers.stop - 1)
-        return self.gather.copy_in(self.part.stack, l - self.part.start, self.run.variants[0])
+            l = jnp.clip(l, self.layers.start, self.layers.stop - 1)
+        return self.gather.copy_in(self.part.stack, l - self.part.start, self.variant)
 
     def first(self, *, reverse: bool = False) -> tuple:
         """Prefetches the first layers of a pass in this direction."""
@@ -142,12 +146,12 @@ class Fetch:
     def begin_pass(self, prefetched: tuple, counter: jax.Array | int, *, reverse: bool) -> tuple:
         """The prefetched layers at the start of a pass, from what the pass in the other direction prefetched last.
 
-        A slice beyond the end of a stack in host memory is the layer at that end. It is right if the run ends there;
+        A slice beyond the end of a stack in host memory is the layer at that end. It is right if the loop ends there;
         the rest is fetched again. counter: of the loop around the passes.
         """
         if self.on_device:
             return prefetched
-        layers = self.run.layers
+        layers = self.layers
         at_end = layers.stop == self.part.stop if reverse else layers.start == self.part.start
         right = int(at_end)
         first = index_in_loop(self._first(reverse), counter)
@@ -179,18 +183,18 @@ class Fetch:
         their transfers overlap less (docs/LOG.md, 2026-11-22). So weights copied in from host memory come in pairs
         backward only, and all-gathered ones if the pass is long enough for them all the same.
         """
-        run = self.run
-        if self.stages != 1 or not comes_in_pairs(len(run.layers), run.period, odd=self.on_device):
-            return run.period
+        period = self.loop.period
+        if self.stages != 1 or not comes_in_pairs(len(self.loop.kinds), period, odd=self.on_device):
+            return period
         in_pairs = self.recomputed and hides_transfers(tokens) if self.on_device else reverse
-        return 2 if in_pairs else run.period
+        return 2 if in_pairs else period
 
     def _first(self, reverse: bool) -> int:
-        return self.run.layers.stop - 1 if reverse else self.run.layers.start
+        return self.layers.stop - 1 if reverse else self.layers.start
 
     def _near(self, l: int) -> int:
-        """Clamps l to the layers of the run."""
-        return min(max(l, self.run.layers.start), self.run.layers.stop - 1)
+        """Clamps l to the layers of the loop."""
+        return min(max(l, self.layers.start), self.layers.stop - 1)
 
     def _stage(self, i: int, first: jax.Array | int, reverse: bool):
         """Prefetches before layer `first`: its weights (i = 0), or the next layer's shards (i = 1)."""
@@ -198,70 +202,90 @@ class Fetch:
 
 
 class Layers:
-    """Loops over a segment's layers and prefetches their weights; one loop for each run of equal layers."""
+    """Loops over the layers of a stretch of segments (`Model.stretches`) and prefetches their weights.
 
-    def __init__(self, engine: Engine, segment: Segment, stacks):
-        """stacks: the segment's work weights."""
-        self.segment = segment
-        self.gather = Gather.of(engine, segment)
-        self.fetches = [
-            Fetch(self.gather, part, run, recomputed=engine.recompute_block)
-            for part in parts(stacks)
-            for run in runs_of(segment.variants, part)
-        ]
+    loops: in the order of the model. fetches: by segment, of the loops that have layers of it.
+    """
 
-    def fetch_first(self, variant: Variant):
-        """Fetches the first layer's weights as for a layer of this variant; all layers have the same shapes."""
-        return self.gather.fetch(self.fetches[0].part.stack, 0, variant)
+    def __init__(self, engine: Engine, segments: Sequence[Segment], stacks: dict[str, Any]):
+        """stacks: the segments' work weights, by name."""
+        self.segments = {segment.name: segment for segment in segments}
+        self.gathers = {name: Gather.of(engine, segment) for name, segment in self.segments.items()}
+        of_segments = {name: parts(stacks[name]) for name in self.segments}
+        self.loops = loops_over(segments, of_segments)
+        self.fetches = {name: self._fetches(name, of_segments[name], engine) for name in self.segments}
 
-    def first(self, *, reverse: bool = False) -> list[tuple]:
-        """Prefetches the first layers of a pass in this direction, for each run."""
-        return [fetch.first(reverse=reverse) for fetch in self.fetches]
+    def _fetches(self, segment: str, stacks: list[LayerStack], engine: Engine) -> dict[int, Fetch]:
+        """Makes a `Fetch` for each loop with layers of a segment."""
+        fetches = {}
+        for i, loop in enumerate(self.loops):
+            if segment in loop.layers:
+                part = next(part for part in stacks if loop.layers[segment].start < part.stop)
+                gather = self.gathers[segment]
+                fetches[i] = Fetch(gather, part, loop, segment, recomputed=engine.recompute_block)
+        return fetches
 
-    def begin_pass(self, prefetched: list, counter: jax.Array | int, *, reverse: bool) -> list[tuple]:
-        """The prefetched layers of each run at the start of a pass, see `Fetch.begin_pass`."""
-        pairs = zip(self.fetches, prefetched, strict=True)
-        return [fetch.begin_pass(early, counter, reverse=reverse) for fetch, early in pairs]
+    def fetch_first(self, segment: str, variant: Variant):
+        """Fetches a segment's first weights as for a layer of this variant; all its layers have the same shapes."""
+        first = next(iter(self.fetches[segment].values()))
+        return self.gathers[segment].fetch(first.part.stack, 0, variant)
+
+    def first(self, *, reverse: bool = False) -> dict[str, dict[int, tuple]]:
+        """Prefetches the first layers of a pass in this direction, by segment, for each loop."""
+        return {
+            name: {i: fetch.first(reverse=reverse) for i, fetch in fetches.items()}
+            for name, fetches in self.fetches.items()
+        }
+
+    def begin_pass(
+        self, segment: str, prefetched: dict[int, tuple], counter: jax.Array | int, *, reverse: bool
+    ) -> dict[int, tuple]:
+        """A segment's prefetched layers at the start of a pass, see `Fetch.begin_pass`."""
+        fetches = self.fetches[segment]
+        return {i: fetches[i].begin_pass(early, counter, reverse=reverse) for i, early in prefetched.items()}
 
     def over(
         self,
-        body: Callable,
+        bodies: dict[str, Callable],
         carry: Any,
-        lanes: dict[str, Any],
-        flights: dict[str, Any],
+        lanes: dict[str, dict[str, Any]],
+        flights: dict[str, dict[str, Any]],
         *,
         tokens: int = 0,
         reverse: bool = False,
         counter: jax.Array | int = 0,
-    ) -> tuple[Any, dict[str, Any]]:
-        """`stream.over` for every layer, with a lane "weights" besides these lanes.
+    ) -> tuple[Any, dict[str, dict[str, Any]]]:
+        """`stream.over` for every layer, with a lane "weights" besides these lanes. All but `carry` is by segment.
 
         tokens: of all microbatches on this device, see `Fetch.layers_in_body`. counter: of the loop around the pass.
         """
-        prefetched = list(flights["weights"])
-        for i, fetch in sorted(enumerate(self.fetches), key=lambda pair: pair[0], reverse=reverse):
-            carry, flights = over(
-                fetch.run,
-                {"weights": fetch} | lanes,
-                body,
+        prefetched = {name: dict(flights[name]["weights"]) for name in self.segments}
+        flights = {name: dict(flights[name]) for name in self.segments}
+        for i, loop in sorted(enumerate(self.loops), key=lambda pair: pair[0], reverse=reverse):
+            fetches = {name: self.fetches[name][i] for name in loop.layers}
+            one = next(iter(fetches.values()))
+            carry, done = over(
+                loop,
+                {name: {"weights": fetch} | lanes.get(name, {}) for name, fetch in fetches.items()},
+                bodies,
                 carry,
-                flights | {"weights": Flight(early=prefetched[i])},
+                {name: flights[name] | {"weights": Flight(early=prefetched[name][i])} for name in fetches},
                 reverse=reverse,
-                first_number=self.segment.start,
-                in_body=fetch.layers_in_body(tokens, reverse=reverse),
+                in_body=one.layers_in_body(tokens, reverse=reverse) if loop.has_one_kind else None,
                 fixed=functools.partial(index_in_loop, counter=counter),
             )
-            prefetched[i] = flights["weights"].early
-        return carry, flights | {"weights": prefetched}
+            for name in fetches:
+                prefetched[name][i] = done[name]["weights"].early
+                flights[name] = done[name]
+        return carry, {name: flights[name] | {"weights": prefetched[name]} for name in flights}
 
 
-def runs_of(variants: tuple[Variant, ...], part: LayerStack) -> list[LayerLoop]:
-    """Cuts a part of a segment's layers into loops. variants: of all the segment's layers."""
-    return [
-        LayerLoop(
-            range(part.start + run.start, part.start + run.stop),
-            variants[part.start + run.start : part.start + run.stop],
-            run.period,
-        )
-        for run in runs(variants[part.start : part.stop])
-    ]
+def loops_over(segments: Sequence[Segment], stacks: dict[str, list[LayerStack]]) -> list[LayerLoop]:
+    """The loops over the layers of a stretch of segments, in the order of the model. stacks: by segment, its parts."""
+    layers = {
+        number: LayerRef(segment.name, index, variant)
+        for segment in segments
+        for index, (number, variant) in enumerate(zip(segment.numbers, segment.variants, strict=True))
+    }
+    ends = {name: [part.stop for part in of_segment[:-1]] for name, of_segment in stacks.items()}
+    return loops_of([layers[number] for number in sorted(layers)], ends, min(layers))
