@@ -137,7 +137,7 @@ def test_models_go_to_gguf_and_back(tmp_path, case):
     """Layers without heads are those of convolutions; files have no factor of the chosen experts' weights."""
     folder = written(tmp_path / "in", case)
     if case == "lfm2_moe":
-        with pytest.raises(ConfigError, match="lfm2_moe does not have routed_scaling_factor=1.5"):
+        with pytest.raises(ConfigError, match=r"lfm2_moe does not have routed_scaling_factor=1\.5"):
             gguf_metadata(given(case), tmp_path / "out.gguf")
         (folder / "config.json").write_text(json.dumps(given(case) | {"routed_scaling_factor": 1.0}))
     check_gguf_and_back(folder, tmp_path / "out.gguf")

@@ -146,7 +146,8 @@ class DecoderConfig:
     def segments(self) -> "dict[str, LayersOf]":
         """The layers of each segment by its name, in the order of their first layers.
 
-        Layers of a segment have equal parameters. Attention has the names "dense" and "blocks", another mixer its own, with "_dense" before layers with experts.
+        Layers of a segment have equal parameters. Attention has the names "dense" and "blocks", another mixer its own,
+        with "_dense" before layers with experts.
         """
         dense = self.first_k_dense_replace
         numbers: dict[tuple[str, bool], list[int]] = {}
