@@ -119,7 +119,10 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, case):
     found, expected = in_files(grads, small.run.model, case), stored(case, "grad")
     assert found.keys() == expected.keys()
     for name, x in found.items():
-        close(x.reshape(expected[name].shape), expected[name], f"gradient of {name}")
+        if name.endswith("expert_bias"):
+            assert not x.any() and not expected[name].any()
+        else:
+            close(x.reshape(expected[name].shape), expected[name], f"gradient of {name}")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -224,10 +227,10 @@ def test_adapters_are_of_each_mixers_matrices():
     c.model.layer_types = "conv,full_attention"
     c.update({"lora": True, "lora_target_modules": "q_proj,out_proj"})
     check(c)
-    trained = {s.name: s.trained_params for s in decoder_model.build(architecture(c)).segments}
-    assert {name: list(jax.tree.map(list, x)) for name, x in trained.items()} == {
-        "conv": ["conv"],
-        "blocks": ["attention"],
+    segments = decoder_model.build(architecture(c)).segments
+    assert {s.name: [param.name for param in jax.tree.leaves(s.trained_params)] for s in segments} == {
+        "conv": ["conv.wo_lora.a", "conv.wo_lora.b"],
+        "blocks": ["attention.wq_lora.a", "attention.wq_lora.b"],
     }
 
 
