@@ -26,6 +26,7 @@ NOT_READ = {
     ("olmoe", "gguf"): "architecture olmoe is not supported",
     ("granitemoe", "gguf"): "architecture granitemoe is not supported",
     ("glm4_moe", "gguf"): "architecture glm4moe is not supported",
+    ("lfm2_moe", "gguf"): "architecture lfm2moe is not supported",
     ("gpt_oss", "gguf"): "TypeError: only 0-dimensional arrays",
 }
 WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in ("olmoe", "mixtral", "qwen3_moe", "glm4_moe")}

@@ -15,6 +15,7 @@ from surojax.families.family import (
     SHARED_EXPERT_TENSOR_NAMES,
     TENSOR_NAMES,
     WITHOUT_WINDOW,
+    ExpertFiles,
     Gguf,
     ModelFamily,
     in_gguf,
@@ -40,7 +41,6 @@ SIZES = (
 DEFAULTS: dict[str, Any] = (LLAMA_DEFAULTS | {"vocab_size": 65536, "num_key_value_heads": 8, "rope_theta": 1e6}) | {
     "norm_eps": 1e-5,
     "tie_word_embeddings": True,
-    "tie_embedding": None,
     "conv_bias": False,
     "conv_L_cache": TAPS,
     "theta": None,
@@ -80,7 +80,8 @@ def types_of(fields: dict[str, Any]) -> list[str]:
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
     fields = {"rms_norm_eps": float(given["norm_eps"]), "layer_types": _layer_types(given)}
-    tied = given["tie_word_embeddings"] if given["tie_embedding"] is None else given["tie_embedding"]
+    own = given.get("tie_embedding")
+    tied = given["tie_word_embeddings"] if own is None else own
     given = given | {"rope_theta": given["rope_theta"] if given["theta"] is None else given["theta"]}
     return fields | {"tie_word_embeddings": tied} | rope_keys.read_rope(given)
 
@@ -200,6 +201,9 @@ LFM2_MOE = ModelFamily(
     | {f"mlp.{ours}": f"{LAYER}{FORWARD}experts.{theirs}" for ours, theirs in MATRICES.items()}
     | {"mlp.router": LAYER + FORWARD + "gate.weight", "mlp.b_choice": LAYER + FORWARD + "expert_bias"},
     canonical=SHARED_EXPERT_TENSOR_NAMES | CONVOLUTION,
+    expert_files=ExpertFiles(
+        FORWARD + "experts.gate_up_proj", FORWARD + "experts.down_proj", module=FORWARD + "experts"
+    ),
     gguf=Gguf(
         architecture="lfm2moe",
         names=SHARED_EXPERT_GGUF_NAMES | IN_GGUF,

@@ -40,7 +40,7 @@ OF_TOOLS = frozenset(
 # Read for another key, or by families whose classes have no default of them.
 READ = frozenset(
     "max_position_embeddings rope_parameters rope_scaling partial_rotary_factor use_sliding_window max_window_layers "
-    "layer_types _sliding_window_pattern".split()
+    "layer_types _sliding_window_pattern tie_embedding".split()
 )
 UNREAD = OF_FILES | OF_GENERATION | OF_TOOLS
 NEUTRAL = UNREAD | READ
