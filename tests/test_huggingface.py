@@ -660,7 +660,7 @@ def test_a_folder_without_a_fast_tokenizer_is_told(tmp_path):
     """And not to train on bytes; a model of bytes, which has no tokenizer's file, is trained on them."""
     folder = write(tmp_path / "model", "llama")
     check_tokenizer(config(folder), 96, "bytes")
-    for name in ("tokenizer.model", "vocab.json", "tekken.json"):
+    for name in ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "tokenizer_config.json"):
         (folder / name).write_text("{}")
         message = rf"^tokenizer: expected tokenizer.json in {folder}, got '{name}'; save a fast tokenizer there "
         with pytest.raises(ConfigError, match=message):
