@@ -13,7 +13,7 @@ import tokenizers
 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import model as model_of
-from surojax.data import cache, fitting, gguf_tokenizer
+from surojax.data import cache, fitting, gguf_tokenizer, repeats, splits
 from surojax.data.cells import decoded
 from surojax.data.conversations import Conversation
 from surojax.data.data_rows import DataRow, NotARow
@@ -190,6 +190,68 @@ def test_rules_for_splitting_of_gguf_tokenizers(name, split):
     assert all(
         of in names for of, names in zip(("gpt-2", "smollm", "llama-bpe", "qwen2"), SPLITS.values(), strict=True)
     )
+
+
+SPLIT_WORDS = {
+    "train": "train training",
+    "validation": "validation valid val dev",
+    "test": "test testing eval evaluation",
+}
+
+
+@pytest.mark.parametrize("word, split", [(w, split) for split, words in SPLIT_WORDS.items() for w in words.split()])
+def test_words_of_splits_in_names(tmp_path, word, split):
+    """Of a file or a folder, in any case, between signs or digits, and not within another word."""
+    found = [f"{word}.jsonl", f"a-{word}_1.jsonl", f"{word.upper()}/x.jsonl", f"my {word}/x.jsonl", f"00{word}.csv"]
+    others = [f"x{word}.jsonl", f"{word}er.jsonl"]
+    paths = {name: tmp_path / name for name in (*found, *others, "other/train.csv", "other/test.csv", "other/val.csv")}
+    chosen = splits.split_of(tmp_path, set(paths.values()), split)
+    of_others = {"other/train.csv": "train", "other/test.csv": "test", "other/val.csv": "validation"}
+    beside = {paths[name] for name in others} if split == "train" else set()
+    own = {paths[name] for name, of in of_others.items() if of == split}
+    assert chosen.files == {paths[name] for name in found} | own | beside
+    assert chosen.others == sorted({"train", "validation", "test"} - {split})
+
+
+# The settings that name fields of a whole conversation, and a row of each type of rows that reads others.
+REPEATS = "prompt completion instruction input output chosen text conversation conversations".split()
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_fields_that_repeat_a_conversation(name):
+    """A text of it, or all of it, says nothing new; another one is refused, unless the dataset names its fields."""
+    talk = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+    dataset = Dataset("x", type="conversation")
+    record = {"messages": talk}
+    said = [("user", "a b"), ("assistant", "c d")]
+    for same in ("a  b", talk, "", None, json.dumps(talk), talk[:1]):
+        repeats.check_repeats(record | {name: same}, dataset, ["messages"], said)
+    for other in ("b a", [{"role": "user", "content": "e"}], {"role": "user", "content": "e"}, talk[::-1]):
+        with pytest.raises(NotARow, match=rf"^expected one conversation in a row, got another in '{name}' \("):
+            repeats.check_repeats(record | {name: other}, dataset, ["messages"], said)
+        repeats.check_repeats(record | {name: other}, dataset, ["messages", name], said)
+    own = Dataset("x", type="conversation", messages_field="messages")
+    repeats.check_repeats(record | {name: "e"}, own, ["messages"], said)
+
+
+@pytest.mark.parametrize(
+    "text, is_repeated, is_prompt",
+    [
+        *(("a b", True, True), ("c d", True, False), ("a", True, False), ("user a b assistant c d", True, True)),
+        *(("system s user a b", False, True), ("b a", False, False), ("e", False, False), ("c d more", True, False)),
+    ],
+)
+def test_texts_that_repeat_a_conversation(text, is_repeated, is_prompt):
+    """A prompt is a question, or all that comes before the first answer; other fields are any part of it."""
+    said = [("user", "a b"), ("assistant", "c d"), ("user", "f g")]
+    dataset = Dataset("x", type="conversation")
+    for name, expected in (("text", is_repeated), ("prompt", is_prompt)):
+        try:
+            repeats.check_repeated(text, name, dataset, said)
+            found = True
+        except NotARow:
+            found = False
+        assert found == expected, name
 
 
 # -- exchange ---------------------------------------------------------------------------------------------------------
