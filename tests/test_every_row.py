@@ -6,13 +6,16 @@ A test that takes its cases from the table itself does not notice a row that is 
 import errno
 import fcntl
 import json
+import math
 import re
+from typing import Any
 
 import pytest
 import tokenizers
 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import model as model_of
+from surojax.cluster import rendezvous
 from surojax.data import cache, fitting, gguf_tokenizer, repeats, splits
 from surojax.data.cells import decoded
 from surojax.data.conversations import Conversation
@@ -23,7 +26,10 @@ from surojax.data.messages import read_messages, text_of_parts
 from surojax.data.templates import Template
 from surojax.exchange import adapter_config, gguf, missing, parts, small_files
 from surojax.exchange.naming import Naming
-from surojax.planner import costs, drives, gpus
+from surojax.inference.sample import check_options
+from surojax.own_files import check_form
+from surojax.planner import amounts, costs, drives, gpus
+from surojax.run import metrics, on_disk
 from surojax.training import safe
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -607,3 +613,104 @@ def test_bytes_of_another_encoding():
             content.decode("utf-8")
         assert words in str(NotText(content, raised.value.start, 0)), content
         assert "iconv -f latin1" in str(NotText(content, raised.value.start, 5))  # not at the beginning
+
+
+# -- Limits, from both sides ------------------------------------------------------------------------------------------
+
+STEP, SAMPLES, ANY = 2**31 - 1, 2**63 - 1, 2**32 - 1
+META = {"step": 0, "checksums": {}}
+OF_A_RUN = {"step": 0, "samples": 0, "config": {"resume_from_checkpoint": ""}, "tokenizer": "", "data": ""}
+HELLO = {"id": 0, "of": 1, "host": "", "nonce": ""}
+FORMS = [  # (form, a value that has it, a key with a number, its smallest and largest number)
+    (on_disk.META, META, "step", 0, STEP),
+    (on_disk.META, META, "samples", 0, SAMPLES),
+    (on_disk.META, META, "samples_per_step", 1, STEP),
+    (on_disk.META, META, "layers.a", 0, STEP),
+    (on_disk.META, META, "checksums.a", 0, ANY),
+    (on_disk.OF_A_RUN, OF_A_RUN, "step", 0, STEP),
+    (on_disk.OF_A_RUN, OF_A_RUN, "samples", 0, SAMPLES),
+    (on_disk.OF_A_RUN, OF_A_RUN, "layers.a", 0, STEP),
+    (metrics.RECORD, {"log": ""}, "step", 0, STEP),
+    (rendezvous.HELLO_BODY, HELLO, "of", 1, STEP),
+]
+
+
+@pytest.mark.parametrize("form, value, key, low, high", FORMS, ids=lambda x: x if isinstance(x, str) else "")
+def test_numbers_in_own_files_and_messages(form, value, key, low, high):
+    def with_number(number):
+        name, _, inner = key.partition(".")
+        return value | {name: {inner: number} if inner else number}
+
+    for number in (low, high):
+        check_form(with_number(number), form)
+    for number in (low - 1, high + 1, True, float(low), str(low), None):
+        with pytest.raises(ValueError, match=rf"^{re.escape(key)}: expected a whole number from {low} to {high}, got "):
+            check_form(with_number(number), form)
+
+
+@pytest.mark.parametrize(
+    "form, value, texts, optional",
+    [
+        (on_disk.META, META, "version block base", True),
+        (on_disk.OF_A_RUN, OF_A_RUN, "tokenizer data", False),
+        (metrics.RECORD, {"log": "", "step": 0}, "log", False),
+        (rendezvous.HELLO_BODY, HELLO, "host nonce", False),
+        (rendezvous.GREETING, {"hello": "", "nonce": ""}, "hello nonce", False),
+        (rendezvous.SEALED, {"run": "", "body": "", "proof": ""}, "run body proof", False),
+        (rendezvous.ANSWER_BODY, {}, "error", True),
+    ],
+)
+def test_texts_in_own_files_and_messages(form, value, texts, optional):
+    check_form(value, form)
+    for name in texts.split():
+        check_form(value | {name: "a"}, form)
+        with pytest.raises(ValueError, match=f"^{name}: expected a JSON str"):
+            check_form(value | {name: 1}, form)
+        without = {key: x for key, x in value.items() if key != name}
+        if optional:
+            check_form(without, form)
+            continue
+        with pytest.raises(ValueError, match=f"^{name}: expected a value"):
+            check_form(without, form)
+
+
+@pytest.mark.parametrize(
+    "name, allowed, refused",
+    [
+        ("max_tokens", (0, 1, 2**24), (-1, 2**24 + 1)),
+        ("temperature", (0, 0.5, 1e30), (-0.1, math.inf, math.nan)),
+        ("top_p", (1e-9, 0.5, 1), (0, 1.000001, math.nan)),
+        ("seed", (0, 2**31 - 1), (-1, 2**31)),
+    ],
+)
+def test_options_of_sampling(name, allowed, refused):
+    plain: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "seed": 0}
+    for value in allowed:
+        check_options(**plain | {name: value})
+    for value in refused:
+        with pytest.raises(ConfigError, match=rf"^{name}: expected "):
+            check_options(**plain | {name: value})
+
+
+@pytest.mark.parametrize(
+    "size, text",
+    [(0, "0.0 MiB"), (2**30 - 1, "1024.0 MiB"), (2**30, "1.0 GiB"), (3 * 2**29, "1.5 GiB"), (2**20, "1.0 MiB")],
+)
+def test_sizes_as_text(size, text):
+    assert amounts.gib(size) == text
+
+
+def test_amounts_of_memory():
+    limits = amounts.Memory(4 * 2**30, 2 * 2**30, 5 * 10**9)
+    assert limits.fits(limits) and limits.beyond(limits) == (0, 0, 0)
+    for i, one in enumerate(limits):
+        more = limits._replace(**{limits._fields[i]: one + 1})
+        assert not more.fits(limits) and limits.fits(more)
+        assert more.beyond(limits) == tuple(int(j == i) for j in range(3))
+    assert amounts.Memory(1).fits(amounts.Memory(1)) and amounts.Memory(1).host == math.inf
+    assert limits.text() == "4.0 GiB on each GPU, 2.0 GiB of host memory, 5.0 GB of files"
+    assert amounts.Memory(2**20, 0, 0).text("device") == "1.0 MiB on each device"
+    assert amounts.Memory(0, 2**20, 0).text() == "1.0 MiB of host memory"
+    parts = {"weights": 3 * 2**29, "nothing": 0, "master": 2**29}
+    assert amounts.summed(parts, 1) == "2.0 GiB (weights 1.5, master 0.5)"
+    assert amounts.summed({"a": 2**19, "b": 2**19}, 2) == "1.00 MiB (a 0.50, b 0.50)"
