@@ -3,6 +3,7 @@
 A test that takes its cases from the table itself does not notice a row that is missing.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -16,21 +17,22 @@ import tokenizers
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import model as model_of
 from surojax.cluster import rendezvous
-from surojax.data import cache, fitting, gguf_tokenizer, repeats, splits
+from surojax.data import cache, conversations, fitting, gguf_tokenizer, repeats, splits
 from surojax.data.cells import decoded
 from surojax.data.conversations import Conversation
-from surojax.data.data_rows import DataRow, NotARow
+from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import Dataset
 from surojax.data.files import NotText, stdlib_files
 from surojax.data.messages import read_messages, text_of_parts
+from surojax.data.rollouts import RolloutEncoder
 from surojax.data.templates import Template
-from surojax.exchange import adapter_config, gguf, missing, parts, small_files
+from surojax.exchange import adapter_config, gguf, huggingface, missing, parts, small_files
 from surojax.exchange.naming import Naming
 from surojax.inference.sample import check_options
 from surojax.own_files import check_form
 from surojax.planner import amounts, costs, drives, gpus
 from surojax.run import metrics, on_disk
-from surojax.training import safe
+from surojax.training import evaluation, safe
 
 # -- data -------------------------------------------------------------------------------------------------------------
 
@@ -714,3 +716,55 @@ def test_amounts_of_memory():
     parts = {"weights": 3 * 2**29, "nothing": 0, "master": 2**29}
     assert amounts.summed(parts, 1) == "2.0 GiB (weights 1.5, master 0.5)"
     assert amounts.summed({"a": 2**19, "b": 2**19}, 2) == "1.00 MiB (a 0.50, b 0.50)"
+
+
+LARGEST = 3.4028234663852886e38  # float32
+
+
+def test_numbers_that_float32_holds_are_margins_of_preferences():
+    margin = lambda value: conversations.margin({"margin": value}, Dataset("x", type="preference"))
+    for value in (0, 1, -2, 0.5, LARGEST, -LARGEST):
+        assert margin(value) == value
+    assert conversations.margin({}, Dataset("x", type="preference")) == 0.0 == margin(None)
+    for bad in (3.5e38, -3.5e38, math.inf, -math.inf, math.nan, True, False, "1", [1]):
+        with pytest.raises(NotARow, match=r"^expected a finite number in 'margin', got "):
+            margin(bad)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "rewards", "advantages"])
+def test_numbers_that_float32_holds_are_those_of_rollouts(name):
+    """Log-probabilities are at most 0, but for rounding."""
+    row = {"prompt_ids": [1], "completion_ids": [[2], [3]], "logprobs": [[-1.0], [-2.0]], "advantages": [1.0, -1.0]}
+    encoder = RolloutEncoder(8)
+
+    def found(value):
+        changes = {name: [[value], [-2.0]] if name == "logprobs" else [value, 0.5]}
+        without = {key: x for key, x in row.items() if key != "advantages" or name == "logprobs"}
+        return encoder.item(DataRow(without | changes, "row 1")).content
+
+    assert not isinstance(found(-LARGEST), BadRow) and not isinstance(found(0.0), BadRow)
+    assert isinstance(found(LARGEST), BadRow) == (name == "logprobs")
+    for bad in (-3.5e38, 3.5e38, math.inf, -math.inf, math.nan):
+        example = found(bad)
+        assert isinstance(example, BadRow) and f"{name}" in example.reason and "finite" in example.reason, bad
+
+
+@pytest.mark.parametrize("value", [5, -5, 2.5, 2**62, -(2**62), 0])
+def test_numbers_of_records(value):
+    assert evaluation._number({"loss": value}, "loss") == value
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63), True, None, "1", [1]])
+def test_numbers_of_records_that_are_none(value):
+    assert math.isnan(evaluation._number({"loss": value}, "loss"))
+
+
+@pytest.mark.parametrize("key", ["initializer_range", "rms_norm_eps"])
+def test_the_largest_number_of_a_config(key):
+    """Of either sign, a number whose square float32 cannot hold."""
+    for value in (1e15, -1e15):
+        with contextlib.suppress(ConfigError):  # another check may refuse it, but not this one
+            huggingface.model_fields({"model_type": "llama", key: value})
+        for beyond in (1.1 * value, 1e300 * math.copysign(1, value)):
+            with pytest.raises(ConfigError, match=rf"config\.json: {key}: expected at most 1e\+15, got "):
+                huggingface.model_fields({"model_type": "llama", key: beyond})
