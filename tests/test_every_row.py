@@ -26,8 +26,9 @@ from surojax.data.files import NotText, stdlib_files
 from surojax.data.messages import read_messages, text_of_parts
 from surojax.data.rollouts import RolloutEncoder
 from surojax.data.templates import Template
-from surojax.exchange import adapter_config, gguf, huggingface, missing, parts, small_files
+from surojax.exchange import adapter_config, gguf, huggingface, missing, parts, small_files, sources
 from surojax.exchange.naming import Naming
+from surojax.families.registry import FAMILIES
 from surojax.inference.sample import check_options
 from surojax.own_files import check_form
 from surojax.planner import amounts, costs, drives, gpus
@@ -537,6 +538,58 @@ def test_metadata_of_gguf_files():
     scaling = {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"}
     others = {"rope.scaling.finetuned", "vocab_size", "expert_count", "expert_used_count"}
     assert heads | scaling | others == gguf.OTHERS and set(gguf.HEAD_DIM) == heads
+
+
+# The fields of `model` that are the same in all models of a family, as its code in transformers has them.
+GEMMA = {"norm_plus_one": True, "sandwich_norms": True, "scale_embedding": True, "hidden_act": "gelu_pytorch_tanh"}
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA | {"qk_norm": True},
+    "glm4_moe": {"scoring_func": "sigmoid"},
+    "gpt_oss": {
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "attention_sinks": True,
+        "expert_bias": True,
+        "hidden_act": "clamped_swiglu",
+        "norm_topk_prob": True,
+    },
+    "granitemoe": {"norm_topk_prob": True},
+    "mixtral": {"norm_topk_prob": True},
+    "olmoe": {"qk_norm_whole": True},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_options_of_a_family(family):
+    expected = OF_FAMILIES.get(family, {})
+    assert FAMILIES[family].options == expected
+    assert {name: type(value) for name, value in FAMILIES[family].options.items()} == {
+        name: type(default_config().model[name]) for name in expected
+    }
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("exists", [False, True])
+def test_files_of_a_run_whose_originals_are_gone(tmp_path, monkeypatch, exists, is_kept):
+    """The run's copy is read then; a chat template's is read in any case, since the original may have changed."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept = sources.kept_in(tmp_path / "run")
+    kept.mkdir(parents=True)
+    for name in ("tokenizer.json", "chat_template.jinja") if is_kept else ():
+        (kept / name).write_text("{}")
+    if exists:
+        (tmp_path / "own").mkdir()
+    c = default_config()
+    for own in (str(tmp_path / "own"), "~/own"):
+        c.update({"tokenizer": own, "chat_template": own})
+        assert sources.tokenizer_of(c, tmp_path / "run") == (str(kept) if is_kept and not exists else own)
+        assert sources.template_of(c, tmp_path / "run") == (str(kept / "chat_template.jinja") if is_kept else own)
+    c.update({"tokenizer": "bytes", "chat_template": ""})
+    assert sources.tokenizer_of(c, tmp_path / "run") == "bytes" and sources.template_of(c, tmp_path / "run") == ""
 
 
 # -- the planner, and errors of a step --------------------------------------------------------------------------------

@@ -16,8 +16,10 @@ from surojax.errors import ConfigError
 from surojax.models import decoder_model
 from surojax.models.decoder import Block
 from surojax.models.linear import recipe_product, times
+from surojax.models.lora import row_lengths
+from surojax.models.loss import cross_entropy
 from surojax.models.model import Compute, RepeatingLayers, Variant, runs
-from surojax.models.operations import Operations
+from surojax.models.operations import Operations, rms_norm, softcapped
 from surojax.numerics.recipes import BLOCK_SCALED, Precision, check_recipe
 
 
@@ -129,3 +131,39 @@ def test_blocks_without_the_recipe_are_those_of_bf16(recipe):
 
     np.testing.assert_array_equal(block(emulated, False), block(Compute(), True))
     assert not np.array_equal(block(emulated, True), block(Compute(), True))
+
+
+def _norm(x, w, one=0.0):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6) * (one + w)
+
+
+def _nats(x, w):
+    top = x.max(-1, keepdims=True)
+    return np.sum(np.log(np.exp(x - top).sum(-1)) + top[:, 0] - x[:, 3])
+
+
+# What takes numbers in 16 bits and is computed in float32, and its formula: (function, formula, rounds its result)
+IN_FLOAT32 = {
+    "norm": (lambda x, w: rms_norm(x, w, 1e-6, False), _norm, True),
+    "norm plus one": (lambda x, w: rms_norm(x, w, 1e-6, True), lambda x, w: _norm(x, w, 1.0), True),
+    "softcap": (lambda x, w: softcapped(4 * x, 3.0), lambda x, w: 3 * np.tanh(4 * x / 3), True),
+    "lengths of rows": (lambda x, w: row_lengths(x), lambda x, w: np.sqrt(np.sum(x * x, axis=-1)), False),
+    "cross-entropy": (lambda x, w: cross_entropy(8 * x, jnp.full(len(x), 3)), lambda x, w: _nats(8 * x, w), False),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_what_is_computed_in_float32(name, dtype):
+    """Sums of 2,048 numbers around 1 would be off by percents in 16 bits; a result in them is rounded once."""
+    function, formula, rounds = IN_FLOAT32[name]
+    random = np.random.default_rng(0)
+    x, w = (jnp.asarray(random.normal(1.0, 0.3, shape), dtype) for shape in ((4, 2048), (2048,)))
+    found = jax.jit(function)(x, w)
+    assert found.dtype == (dtype if rounds else jnp.float32)
+    exact = formula(np.asarray(x, np.float64), np.asarray(w, np.float64))
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), exact, rtol=float(jnp.finfo(dtype).eps) if rounds else 2e-6
+    )
+    gradient = jax.eval_shape(jax.grad(lambda x: jnp.sum(function(x, w).astype(jnp.float32))), x)
+    assert gradient.dtype == dtype

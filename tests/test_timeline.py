@@ -324,6 +324,9 @@ def test_a_trace_has_the_events_in_order(tmp_path):
     rows = {x["args"]["name"]: x["tid"] for x in names}
     assert {rows[HOST_IN], rows[costs.MAIN], rows[timeline.WAITS]} == {x["tid"] for x in events}
     assert COLLECTIVES in rows
+    late, early = (timeline.TimelineEvent("a", "product", costs.MAIN, "", x, x + 1.0, 0.0) for x in (3.0, 1.0))
+    written = prediction.trace(timeline.Timeline(4.0, {}, {}, [late, early]), "")["traceEvents"]
+    assert [x["ts"] for x in written if x["ph"] == "X"] == [1e6, 3e6]
 
 
 def test_a_prediction_adds_up():
