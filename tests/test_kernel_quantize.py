@@ -138,6 +138,16 @@ def test_cast_transpose(shape, dtype):
         same_bits(ours.absmax, jax.jit(q.absmax)(x))
 
 
+@pytest.mark.parametrize("name", ["cast_transpose", "absmax"])
+def test_the_largest_number_counts_wherever_it_is(name):
+    """In each of four rows that a word has numbers of, and in the last; of either sign."""
+    call = q.absmax if name == "absmax" else lambda x, **how: q.cast_transpose(x, f32(1), E4M3, **how).absmax
+    largest = jax.jit(functools.partial(call, **KERNEL))
+    for row, column in ((0, 0), (1, 127), (2, 64), (3, 1), (127, 126)):
+        x = jnp.full((128, 128), 0.5, bf16).at[row, column].set(2.0 if row % 2 else -2.0)
+        assert float(largest(x)) == 2.0, (row, column)
+
+
 @pytest.mark.parametrize(
     "shape, dtype",
     paired([(128, 128), (64, 192), (320, 64), (128, MODELS["llama1b"].hidden)], [E4M3, E5M2, jnp.dtype(jnp.int8)]),

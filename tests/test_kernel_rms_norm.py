@@ -166,6 +166,13 @@ def test_bad_input(args, more, message):
         op.forward(*args, eps=EPS, **more)
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 1), (1, 3)])
+def test_the_smallest_shapes(shape):
+    """A single number is normed to its sign times the scale."""
+    x = jnp.full(shape, -2.0, f32)
+    close(op.forward(x, 3 * jnp.ones(shape[-1:]), eps=0.0).y, -3.0 * np.ones(shape, np.float32), 1e-6)
+
+
 def test_bad_gradients():
     with pytest.raises(ValueError, match=r"dy: expected bfloat16 \(4, 32\), got float32 \(4, 32\)"):
         op.backward(x_32.astype(f32), x_32, ones, eps=EPS)
