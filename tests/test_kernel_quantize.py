@@ -275,6 +275,7 @@ GOLDEN = [3283721713, 1479341789, 1843144633, 2033393127]  # of seed 1, indices 
 X, SCALE = jnp.ones((64, 128)), f32(1)
 
 
+@pytest.mark.full(after=100)  # refused in milliseconds
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -293,12 +294,20 @@ X, SCALE = jnp.ones((64, 128)), f32(1)
         (lambda: q.dequantize_blocks(q.quantize_blocks(X, jnp.int8), jnp.int8), "dtype: expected bfloat16"),
         (lambda: q.dequantize_blocks(q.BlockQuantized(X.astype(E4M3), X[:, :3]), bf16), "scales: expected float32"),
         (lambda: q.stochastic_round(X.astype(bf16), jnp.int32(1)), "x: expected float32"),
+        (lambda: q.stochastic_round(X[:0], jnp.int32(1)), r"x: expected float32, not empty, got float32 \(0, 128\)"),
         (lambda: q.stochastic_round(X, f32(1)), r"seed: expected int32 or uint32 \[\]"),
     ],
 )
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), ()])
+def test_the_smallest_arrays(shape):
+    x = jnp.full(shape, -2.0, f32)
+    assert float(q.absmax(x)) == 2.0 and float(q.stochastic_round(x, jnp.int32(1)).sum()) == -2.0
+    assert float(q.cast(x, f32(1), E4M3).astype(f32).sum()) == -2.0
 
 
 @pytest.mark.parametrize(

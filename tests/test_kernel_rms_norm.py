@@ -145,6 +145,7 @@ x_32 = jnp.zeros((4, 32), bf16)
 ones = jnp.ones(32)
 
 
+@pytest.mark.full(after=100)  # refused in milliseconds
 @pytest.mark.parametrize(
     "args, more, message",
     [
