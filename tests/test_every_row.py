@@ -9,6 +9,7 @@ import fcntl
 import json
 import math
 import re
+import types
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import tokenizers
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import model as model_of
 from surojax.cluster import rendezvous
-from surojax.data import cache, conversations, fitting, gguf_tokenizer, repeats, splits
+from surojax.data import cache, conversations, fitting, gguf_tokenizer, repeats, run_data, samples, splits
 from surojax.data.cells import decoded
 from surojax.data.conversations import Conversation
 from surojax.data.data_rows import BadRow, DataRow, NotARow
@@ -821,3 +822,24 @@ def test_the_largest_number_of_a_config(key):
         for beyond in (1.1 * value, 1e300 * math.copysign(1, value)):
             with pytest.raises(ConfigError, match=rf"config\.json: {key}: expected at most 1e\+15, got "):
                 huggingface.model_fields({"model_type": "llama", key: beyond})
+
+
+def test_the_line_about_a_runs_data():
+    """Each part of it, by itself."""
+    some = [types.SimpleNamespace(name=name) for name in ("a", "b")]
+    plain: dict[str, Any] = {"all": types.SimpleNamespace(name="a, b", num_tokens=12345), "sources": some}
+    held_out = types.SimpleNamespace(tokens=range(1000))
+
+    def said(names=("",), **changes) -> str:
+        train = types.SimpleNamespace(**plain | {"weights": None, "shares": lambda: (0.5, 2.0)} | changes)
+        evaluated = [types.SimpleNamespace(name=name) for name in names]
+        return run_data.Data(train, evaluated, held_out).describe()  # type: ignore[arg-type]
+
+    line = "data: a, b, 12,345 tokens for training"
+    assert said() == f"{line}, 1,000 held out"
+    assert said(("x",)) == f"{line}; evaluated on x" and said(("x", "y")) == f"{line}; evaluated on x, y"
+    assert said(("", "y")) == f"{line}, 1,000 held out; evaluated on y"
+    assert said(("x",), weights=(1, 4)) == f"{line}; evaluated on x; an epoch has a 0.50 times, b 2.00 times"
+    windows = [samples.Windows(types.SimpleNamespace(tokens=range(n)), 8) for n in (20, 25)]  # type: ignore[arg-type]
+    left_out = " (3 at the end, which fill no row, are left out), 1,000 held out"
+    assert said(sources=windows) == line + left_out and said(sources=windows[1:]) == f"{line}, 1,000 held out"
