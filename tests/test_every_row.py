@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import math
+import os
 import re
 import types
 from typing import Any
@@ -23,7 +24,7 @@ from surojax.data.cells import decoded
 from surojax.data.conversations import Conversation
 from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import Dataset
-from surojax.data.files import NotText, stdlib_files
+from surojax.data.files import NotText, find_files, stdlib_files
 from surojax.data.messages import read_messages, text_of_parts
 from surojax.data.rollouts import RolloutEncoder
 from surojax.data.templates import Template
@@ -169,6 +170,33 @@ def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch, numb
     monkeypatch.setattr(fcntl, "flock", refuse)
     with cache._locked(tmp_path / "a.lock", lambda holder: pytest.fail(f"waits for {holder}")) as is_locked:
         assert not is_locked
+
+
+def test_leftovers_of_ended_processes_end_no_run(tmp_path, monkeypatch):
+    """Also those that cannot be removed; a live process' folder stays."""
+    for entry in ("own", "other", "live"):
+        (tmp_path / f"{entry}.host-1.tmp").mkdir()
+    (tmp_path / "kept").mkdir()
+    with (tmp_path / "live.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+            cache._remove_leftovers(tmp_path, "own")
+        assert len(list(tmp_path.glob("*.tmp"))) == 3
+        cache._remove_leftovers(tmp_path, "own")
+        assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"live.host-1.tmp", "kept"}
+    cache._remove_leftovers(tmp_path, "own")
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_of_several_files_that_are_not_read_the_first_is_named(tmp_path):
+    for number in range(30):
+        (tmp_path / f"{number:02}.bad").write_text("")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/00.bad: expected a file ending in .jsonl, got '.bad'"):
+        find_files(str(tmp_path / "*.bad"), (".jsonl",))
+    for number in range(30):
+        (tmp_path / f"{number:02}.jsonl").write_text("")
+    assert find_files(str(tmp_path), (".jsonl",)) == [tmp_path / f"{number:02}.jsonl" for number in range(30)]
 
 
 def test_the_standard_library_without_its_tests():
