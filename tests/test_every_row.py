@@ -545,8 +545,13 @@ def test_small_files_of_a_folder(tmp_path):
     assert small_files.read_small_files(tmp_path, small_files.SMALL_FILES) == {n: n.encode() for n in SMALL}
     of_tokenizer = small_files.read_tokenizer_files(tmp_path)
     assert set(of_tokenizer) == {*SMALL[2:11], "additional_chat_templates/tool_use.jinja"}
+    for name in "hbdfacge":
+        (tmp_path / f"additional_chat_templates/{name}.jinja").write_text(name)
+    named = [*small_files.read_tokenizer_files(tmp_path)][len(SMALL[2:11]) :]
+    assert named == [f"additional_chat_templates/{name}.jinja" for name in (*"abcdefgh", "tool_use")]
     out = tmp_path / "out"
     out.mkdir()
+    of_tokenizer = small_files.read_tokenizer_files(tmp_path)
     small_files.write_small_files(out, of_tokenizer)
     assert small_files.read_tokenizer_files(out) == of_tokenizer
 

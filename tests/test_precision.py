@@ -20,6 +20,7 @@ from surojax.models.lora import row_lengths
 from surojax.models.loss import cross_entropy
 from surojax.models.model import Compute, RepeatingLayers, Variant, runs
 from surojax.models.operations import Operations, rms_norm, softcapped
+from surojax.models.rotary import RopeScaling, rope, rope_angles
 from surojax.numerics.recipes import BLOCK_SCALED, Precision, check_recipe
 
 
@@ -167,3 +168,19 @@ def test_what_is_computed_in_float32(name, dtype):
     )
     gradient = jax.eval_shape(jax.grad(lambda x: jnp.sum(function(x, w).astype(jnp.float32))), x)
     assert gradient.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rope_and_its_gradient_are_rounded_once(dtype):
+    """The gradient is rotated back; two products that are rounded before their sum would be off by more."""
+    scaling = RopeScaling()
+    x, dy = (normal(i, (1, 64, 2, 32)).astype(dtype) for i in range(2))
+    positions = jnp.arange(64)
+    y, vjp = jax.vjp(lambda x: rope(x, positions, 100.0, scaling), x)
+    cos, sin = (np.asarray(a, np.float64)[None, :, None, :] for a in rope_angles(32, positions, 100.0, scaling))
+    for found, given, sine in ((y, x, sin), (vjp(dy)[0], dy, -sin)):
+        assert found.dtype == dtype
+        first, second = np.split(np.asarray(given, np.float64), 2, axis=-1)
+        exact = np.concatenate([first * cos - second * sine, second * cos + first * sine], axis=-1)
+        error = np.abs(np.asarray(found, np.float64) - exact)
+        assert (error <= float(jnp.finfo(dtype).eps) / 2 * np.abs(exact) + 1e-5).all()
