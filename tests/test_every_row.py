@@ -626,6 +626,26 @@ def test_files_of_a_run_whose_originals_are_gone(tmp_path, monkeypatch, exists, 
     assert sources.tokenizer_of(c, tmp_path / "run") == "bytes" and sources.template_of(c, tmp_path / "run") == ""
 
 
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_the_tokenizer_of_a_model_that_may_be_gone(tmp_path, is_gone, has_tokenizer):
+    """None set: the model's own, or the run's copy of it. One that is gone is replaced only with the model gone."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    folder = sources.kept_in(run) if is_gone else model
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    (folder / sources.SOURCE).write_text(json.dumps({"model_path": str(model)}))
+    if has_tokenizer:
+        (folder / "tokenizer.json").write_text("{}")
+    (tmp_path / "other").mkdir()
+    c = default_config()
+    for tokenizer, replaced in (("bytes", True), (str(tmp_path / "gone"), is_gone), (str(tmp_path / "other"), False)):
+        c.update({"model_path": str(model), "output_dir": str(run), "tokenizer": tokenizer})
+        found = sources.resolved(c)
+        assert found.model.hidden_size == 64 and c.model.hidden_size != 64
+        assert found.tokenizer == (str(folder) if replaced and has_tokenizer else tokenizer), tokenizer
+
+
 # -- the planner, and errors of a step --------------------------------------------------------------------------------
 
 
