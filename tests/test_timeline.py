@@ -345,6 +345,11 @@ def test_a_prediction_adds_up():
     assert found.hangs_on.startswith("whether copy engines do") and found.calibrated
     too_fast = prediction.predict(SimulatedStep([module], MESH), GPU, tokens=100, compute_time=2.5)
     assert too_fast.predicted_step_s is None and "our attention kernel" in too_fast.not_predicted
+    in_loop = SimulatedStep([program(body=(READ, END), trips=3)], MESH)
+    for time, is_predicted in ((0.1, True), (1e9, False)):
+        found_in_loop = prediction.predict(in_loop, GPU, tokens=100, compute_time=time)
+        assert found_in_loop.host_transfers == {"copy_engine": 1, "kernel": 0}
+        assert (found_in_loop.predicted_step_s is not None) == is_predicted
     assert found.mfu == pytest.approx(0.25) and found.exposed_s[HOST_IN] == pytest.approx(1.0)
     assert found.exposed_by_loop_s == {timeline.ENTRY: {HOST_IN: pytest.approx(1.0)}}
 
