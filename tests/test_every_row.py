@@ -19,6 +19,7 @@ import tokenizers
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import model as model_of
 from surojax.cluster import rendezvous
+from surojax.cluster.early import leave_closed_terminal
 from surojax.data import cache, conversations, fitting, gguf_tokenizer, repeats, run_data, samples, splits
 from surojax.data.cells import decoded
 from surojax.data.conversations import Conversation
@@ -34,7 +35,7 @@ from surojax.families.registry import FAMILIES
 from surojax.inference.sample import check_options
 from surojax.own_files import check_form
 from surojax.planner import amounts, costs, drives, gpus
-from surojax.run import metrics, on_disk
+from surojax.run import console, metrics, on_disk
 from surojax.training import evaluation, safe
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -896,3 +897,9 @@ def test_the_line_about_a_runs_data():
     windows = [samples.Windows(types.SimpleNamespace(tokens=range(n)), 8) for n in (20, 25)]  # type: ignore[arg-type]
     left_out = " (3 at the end, which fill no row, are left out), 1,000 held out"
     assert said(sources=windows) == line + left_out and said(sources=windows[1:]) == f"{line}, 1,000 held out"
+
+
+def test_an_open_terminal_is_not_left():
+    assert not leave_closed_terminal()
+    with pytest.raises(OSError, match="another error"), console._unless_closed():
+        raise OSError("another error")
