@@ -607,6 +607,22 @@ def test_options_of_a_family(family):
     }
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("used", [True, False])
+def test_layers_with_a_window_of_no_size(family, used):
+    """The message names what leaves it out: a switch of some families' configs, or no number."""
+    types = ["sliding_attention", "full_attention"]
+    config = {"model_type": family, "num_hidden_layers": 2, "layer_types": types, "sliding_window": None}
+    if family in ("gemma2", "gemma3_text", "gpt_oss"):
+        got = "None; leave it out, or say full_attention of every layer"
+    elif family in ("qwen2", "qwen3", "qwen3_moe", "smollm3") and not used:
+        got = "use_sliding_window false; fetch it again"
+    else:
+        got = "no such number; fetch it again"
+    with pytest.raises(ConfigError, match=rf"config\.json: sliding_window: expected a number, .*, got {got}"):
+        huggingface.model_fields(config | {"use_sliding_window": used})
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("exists", [False, True])
 def test_files_of_a_run_whose_originals_are_gone(tmp_path, monkeypatch, exists, is_kept):
