@@ -354,8 +354,7 @@ def _without(row: DataRow | BadRow, names: tuple[str, ...]) -> DataRow | BadRow:
 
 def _named(row: DataRow | BadRow, dataset: Dataset) -> DataRow | BadRow:
     """Gives a preference in OpenAI's format the dataset's names of fields."""
-    is_pair = dataset.type in ("auto", "preference") and isinstance(row, DataRow) and openai_pairs.is_pair(row.record)
-    if not is_pair:
+    if isinstance(row, BadRow) or dataset.type not in ("auto", "preference") or not openai_pairs.is_pair(row.record):
         return row
     names = (dataset.prompt_field, dataset.chosen_field, dataset.rejected_field, dataset.tools_field)
     try:
