@@ -58,7 +58,7 @@ class Recorder:
             return (yield)
         finally:
             files: dict[str, list[int]] = {}
-            for name, number in self.seen:
+            for name, number in self.seen.copy():  # a thread may still run lines
                 files.setdefault(os.path.relpath(name, ROOT), []).append(number)
             seconds = round(time.perf_counter() - started, 3)
             self.tests[item.nodeid] = (seconds, {name: sorted(lines) for name, lines in files.items()})

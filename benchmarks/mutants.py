@@ -110,7 +110,7 @@ def with_tables(tests_of_line: dict[tuple[str, int], list[Test]]) -> dict[tuple[
     """Adds the lines of modules' assignments, with the tests of all lines that read one of the assigned names.
 
     Names are compared as texts: a line that reads another module's table of the same name counts as well. So do tests
-    that read one of the names themselves.
+    that read one of the names themselves, and those of a table that is made of this one.
     """
     readers: dict[str, set[tuple[str, int]]] = {}
     trees = {file: ast.parse((ROOT / file).read_text()) for file in sources()}
@@ -119,11 +119,11 @@ def with_tables(tests_of_line: dict[tuple[str, int], list[Test]]) -> dict[tuple[
             readers.setdefault(name, set()).add((file, node.lineno))
     named_in = tests_by_name({test.name: test for tests in tests_of_line.values() for test in tests}.values())
     found = dict(tests_of_line)
-    for file, tree in trees.items():
-        for statement in tree.body:
+    for file, tree in [*trees.items()] * 2:  # twice: of a table in a later file
+        for statement in reversed(tree.body):
             names = assigned_names(statement)
             lines = set().union(*(readers[name] for name in names))
-            tests = {test.name: test for line in lines for test in tests_of_line.get(line, ())}
+            tests = {test.name: test for line in lines for test in found.get(line, ())}
             tests |= {test.name: test for name in names for test in named_in.get(name, ())}
             for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1) if tests else ():
                 of_line = {test.name: test for test in tests_of_line.get((file, line), ())} | tests

@@ -28,7 +28,6 @@ from surojax import convert
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import Brought, from_config
 from surojax.cluster import hosts
-from surojax.cluster.rendezvous import ANY_RUN
 from surojax.cluster.supervised import Supervised
 from surojax.cluster.watch import Watch, failing_together, leave
 from surojax.config.fields import Config, flat
@@ -353,7 +352,7 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
         if args.export is not None:
             convert.check_exportable(resolved(c), args.export)
         place = hosts.detect_flags(args, os.environ)
-        key = hosts.key_of(place, os.environ, args.secret_file) if place else ANY_RUN
+        key = hosts.key_of(place, os.environ, args.secret_file)
         supervised = Supervised(args.supervisor, args.heartbeat) if args.supervisor is not None else None
     except ConfigError as error:
         raise Refused(f"surojax.train: error: {error}") from error

@@ -443,3 +443,14 @@ def test_a_merged_model_has_the_loss_of_the_run(tmp_path, base):
     second = [r["loss"] for r in read_metrics(tmp_path / "after" / "metrics.jsonl") if r["log"] == "eval"]
     assert abs(first[-1] - first[0]) > 1e-3
     np.testing.assert_allclose(second[0], first[-1], rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_an_adapter_in_16_bits_is_read_as_float32(tmp_path, dtype):
+    rounded = {name: array.astype(dtype) for name, array in theirs("lora").items()}
+    model = base_of(tmp_path, "lora").model
+    found = peft.read_adapter(save(tmp_path / "adapter", "lora", rounded), model)
+    exact = {name: array.astype(np.float32) for name, array in rounded.items()}
+    expected = peft.read_adapter(save(tmp_path / "exact", "lora", exact), model)
+    chex.assert_trees_all_equal((found.matrices, found.saved), (expected.matrices, expected.saved))
+    assert {array.dtype for array in jax.tree.leaves((found.matrices, found.saved))} == {np.dtype(np.float32)}

@@ -336,14 +336,15 @@ def test_without_locks_the_slower_process_takes_what_the_faster_one_wrote(source
     assert len(entries(folder)) == 1
 
 
-def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(source, tmp_path, monkeypatch, number):
     """The write fails when 20 of 40 documents are written, so twice as much is needed."""
     folder = tmp_path / "cache"
     plain = PartWriter._append
 
     def fail(part, name, values):
         if part.num_examples == 20:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         plain(part, name, values)
 
     monkeypatch.setattr(PartWriter, "_append", fail)
@@ -351,8 +352,9 @@ def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(source, tmp_path
     with pytest.raises(ConfigError) as caught:
         load(source, folder)
     needed = 2 * len(expected_tokens(source)) / 2**20
+    got = "a full disk (" if number == errno.ENOSPC else "Disk quota exceeded; free some"
     message = str(caught.value)
-    assert message.startswith(f"data_cache: expected about {needed:.1f} MiB in {folder}, got a full disk (")
+    assert message.startswith(f"data_cache: expected about {needed:.1f} MiB in {folder}, got {got}")
     assert "\n" not in message and not list(folder.iterdir())
     monkeypatch.undo()
     assert load(source, folder)[0].tokens.tolist() == expected_tokens(source)

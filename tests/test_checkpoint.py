@@ -4,6 +4,7 @@ import contextlib
 import errno
 import importlib.metadata
 import json
+import os
 import re
 import resource
 import shutil
@@ -385,6 +386,28 @@ def test_a_failed_write_does_not_hide_what_ended_the_run(tmp_path, monkeypatch):
         raise ZeroDivisionError
     assert "No space left on device" in caught.value.__notes__[0]
     assert find(tmp_path) is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_writes_after_a_failed_one_succeed(tmp_path, monkeypatch, number):
+    """With the folder of the failed write beside them: of the same step, and of another."""
+
+    def fail(_):
+        raise OSError(number, os.strerror(number))
+
+    with Checkpoints(tmp_path, save_total_limit=9) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "list_files", fail)
+            checkpoints.save(toy(1), {"step": 1})
+            with pytest.raises(
+                CheckpointError, match=rf"1 \(.*{os.strerror(number)}.*; the disk or a quota may be full"
+            ):
+                checkpoints.wait()
+        assert (tmp_path / "checkpoints/1.orbax-checkpoint-tmp").is_dir() and checkpoints.last is None
+        checkpoints.save(toy(2), {"step": 2})
+        checkpoints.wait()
+    assert_same(restore(newest(tmp_path), plan_of(toy(2))), toy(2))
+    assert (tmp_path / "checkpoints/2/files.json").is_file()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

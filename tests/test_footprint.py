@@ -260,6 +260,21 @@ def proposed(c, limits: Memory, gpu: str = "rtx4090") -> list[remedies.Proposal]
     return found
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("nvme_path", ["", "/disk"])
+def test_what_advice_may_use(monkeypatch, platform, nvme_path):
+    """The host memory of a GPU's machine, which CPU devices have already; any files on a drive that is named."""
+    asked = []
+    monkeypatch.setattr(remedies, "proposals", lambda space: asked.append(space) or [])
+    c = small(**{"nvme_path": nvme_path, "offload_optimizer": "nvme"} if nvme_path else {})
+    device = SimpleNamespace(platform=platform, device_kind=GPUS["h100"].name)
+    check_fit._advice(c, [device, device], check_fit.Room(5 * GiB, FreeMemory(7 * GiB, ""), 4))
+    (space,) = asked
+    host = np.inf if platform == "cpu" else 7 * GiB
+    assert space.limits == Memory(5 * GiB, host, np.inf if nvme_path else 0)
+    assert (space.gpu.gpus_per_node, space.config.gpus, space.platform, space.few) == (4, 2, platform, True)
+
+
 @pytest.mark.full
 def test_the_fewest_gpus_are_advised():
     """70B on cards of 16 GB: two with all in host memory; and with more GPUs outer layers can be cut by words."""

@@ -10,17 +10,18 @@ import pytest
 from small import CONFIG, drawn_params, normal, plain_logits, tokens
 from test_engine import GEMMA, MINISTRAL, SMOLLM
 
-from surojax import ConfigError, generate
+from surojax import ConfigError, default_config, generate
 from surojax.data.data_rows import DataRow
 from surojax.data.examples import Example
 from surojax.data.rollouts import RolloutEncoder
 from surojax.data.tokenizer import ByteTokenizer
-from surojax.inference import sample
+from surojax.inference import sample, trained_model
 from surojax.inference.forward import cached_logits, each_layer, empty_cache
 from surojax.inference.prompts import complete
 from surojax.inference.trained_model import Trained
 from surojax.memory.host import Split
 from surojax.models import decoder_model
+from surojax.run import on_disk
 
 MODEL = decoder_model.build(CONFIG)
 QWEN = dataclasses.replace(CONFIG, qk_norm=True, tie_word_embeddings=True, attention_bias=True)
@@ -189,3 +190,24 @@ def test_layers_in_two_memories_are_in_their_order(resident):
     weights = {model.segments[0].name: in_two}
     run = jax.jit(lambda weights: each_layer(model, weights, jnp.dtype("float32"), layer, jnp.zeros(layers)))
     np.testing.assert_array_equal(run(weights), 4 * np.arange(1.0, layers + 1))
+
+
+def test_a_checkpoint_is_asked_with_the_tokenizer_that_it_was_trained_with(tmp_path, monkeypatch):
+    """And not if it is one of a caller's block; both are refused before weights are read."""
+    c = default_config()
+    (tmp_path / "checkpoints/3/meta").mkdir(parents=True)
+    c.update({"output_dir": str(tmp_path), "tokenizer": "bytes"})
+    meta = {"config": c.to_dict(), "tokenizer": ByteTokenizer().name, "version": "0"}
+
+    def unread(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(trained_model, "check_vocabulary", unread)  # comes next
+    for changes, error, message in (
+        ({}, ZeroDivisionError, None),
+        ({"tokenizer": "tokenizer.json:ab"}, ConfigError, "^tokenizer: expected tokenizer.json:ab, which the check"),
+        ({on_disk.BLOCK: "mine"}, ConfigError, "^block: expected the standard one, got a checkpoint of mine"),
+    ):
+        monkeypatch.setattr(on_disk, "read_meta_of_run", lambda _, changes=changes: meta | changes)
+        with pytest.raises(error, match=message):
+            trained_model.load_trained(tmp_path / "checkpoints/3")

@@ -507,9 +507,16 @@ def test_what_the_processes_of_a_run_have_in_common(tmp_path):
     file.write_text(" 0123456789abcdef\n")
     flags = Hosts("flags", "a:1", 2, 1)
     assert key_of(flags, SLURM, str(file)) == Key("", b"0123456789abcdef")
+    assert key_of(None, SLURM, str(file)) == Key("", b"0123456789abcdef") and key_of(None, SLURM, None) == Key()
+    assert key_of(flags, {}, None) == Key() and len("0123456789abcdef") == 16
     file.write_text("short")
-    with pytest.raises(ConfigError, match=r"^--secret_file: expected at least 16 bytes, got 5; make one: openssl"):
-        key_of(flags, {}, str(file))
+    for place in (flags, None):  # of one process too, which has nobody to show it to
+        with pytest.raises(ConfigError, match=r"^--secret_file: expected at least 16 bytes, got 5; make one: openssl"):
+            key_of(place, {}, str(file))
+    sky = {"SKYPILOT_TASK_ID": "sky-1", "TORCHELASTIC_RUN_ID": "t", "OMPI_MCA_orte_hnp_uri": "u"}
+    runs = {"SkyPilot": "sky-1", "torchrun": "t", "Open MPI": "u", "Kubeflow": "", "MaxText": "", "Kubeflow JAXJob": ""}
+    for launcher, run in runs.items():
+        assert key_of(Hosts(launcher, "a:1", 2, 1), sky, None) == Key(run), launcher
     with pytest.raises(ConfigError, match=r"^--secret_file: expected a file to read, got: .*No such file"):
         key_of(flags, {}, str(tmp_path / "none"))
     os.mkfifo(tmp_path / "pipe")

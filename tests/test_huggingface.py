@@ -1,6 +1,7 @@
 """Hugging Face models in: settings, names, files, and refusals. Logits are compared in test_parity.py."""
 
 import dataclasses
+import importlib
 import json
 import re
 import time
@@ -13,12 +14,14 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizers
 from small import needs, quick_at
 from test_parity import CASES as ALL_CASES, REFERENCE, load_config, load_tree
 
 from surojax import ConfigError, default_config, train
 from surojax.assembly.from_config import architecture, from_config
 from surojax.config.checks import check, check_tokenizer
+from surojax.errors import Refused
 from surojax.exchange import model_tensors as files
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.sources import open_weights, replaced_fields, resolved
@@ -657,7 +660,7 @@ def test_a_folder_without_a_fast_tokenizer_is_told(tmp_path):
     """And not to train on bytes; a model of bytes, which has no tokenizer's file, is trained on them."""
     folder = write(tmp_path / "model", "llama")
     check_tokenizer(config(folder), 96, "bytes")
-    for name in ("tokenizer.model", "vocab.json", "tekken.json"):
+    for name in ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "tokenizer_config.json"):
         (folder / name).write_text("{}")
         message = rf"^tokenizer: expected tokenizer.json in {folder}, got '{name}'; save a fast tokenizer there "
         with pytest.raises(ConfigError, match=message):
@@ -672,3 +675,29 @@ def test_a_folder_without_a_fast_tokenizer_is_told(tmp_path):
         ConfigError, match=r"got 97; give the model's own tokenizer, or .* resize_token_embeddings\(97\)"
     ):
         check_tokenizer(config(folder), 97, "tokenizer.json:ab")
+
+
+@pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json"])
+def test_tokens_without_rows_end_the_command_with_one_line(tmp_path, where, capsys):
+    """Added by `add_tokens` of transformers 5, or of 4, whose settings have them too; nothing is written."""
+    folder = write(tmp_path / "model", "llama")  # of 96 rows
+    save_tokenizer(folder / "tokenizer.json", 96)
+    if where == "tokenizer.json":
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / where))
+        tokenizer.add_tokens(["<new>", "<newer>"])
+        tokenizer.save(str(folder / where))
+    else:
+        added = {str(96 + i): {"content": text, "special": False} for i, text in enumerate(("<new>", "<newer>"))}
+        (folder / where).write_text(json.dumps({"added_tokens_decoder": added}))
+    (tmp_path / "text.txt").write_text("w1 w2 <new>\n" * 100)
+    given = {"model_path": folder, "data": tmp_path / "text.txt", "output_dir": tmp_path / "run", "max_steps": 1}
+    main = importlib.import_module("surojax.train").main
+    with pytest.raises(Refused) as raised:
+        main([f"--config.{name}={value}" for name, value in given.items()])
+    assert capsys.readouterr().out == ""
+    assert raised.value.code == (
+        f"surojax.train: error: tokenizer: expected at most 96 tokens, as many as {folder} has rows, got 98; give the "
+        "model's own tokenizer, or add the rows with transformers: resize_token_embeddings(98), then save_pretrained, "
+        "and that folder as model_path"
+    )
+    assert not (tmp_path / "run").exists()

@@ -182,6 +182,7 @@ def bad(shape=(2, 512), **changes) -> dict[str, Any]:
     return {"p": jnp.zeros(shape), "g": jnp.zeros(shape), **moments, "h": hyper(1), "seed": seed(1)} | changes
 
 
+@pytest.mark.full(after=100)  # refused in milliseconds
 @pytest.mark.parametrize(
     "changes, message",
     [

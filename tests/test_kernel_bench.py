@@ -1,13 +1,15 @@
 """The bench command as far as a machine without a GPU goes: the references timed, tables, JSON, errors."""
 
+import functools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
 import pytest
 from small import quick_at
 
-from pallas_kernels import adamw8bit_update, bench, shapes
+from pallas_kernels import adamw8bit_update, bench, flash_attention, shapes
 from pallas_kernels.shapes import MODELS, Case, Sizes
 
 SMALL = Sizes(hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=320)
@@ -118,6 +120,25 @@ def test_turns_are_taken_and_the_median_counts():
     found = bench.call_seconds(callers, repeat=3)
     turns = [name for name, _ in order[4:]]
     assert turns == list("ababab") and set(found) == {"a", "b"} and all(t >= 0 for t in found.values())
+
+
+def bytes_of(arrays) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
+@pytest.mark.parametrize("op", [*bench.OPS, "flash_attention"])
+def test_bytes_of_a_call_are_those_of_its_arguments_and_results(op):
+    """But for vectors beside them, 2 %. Two ops read their arguments twice, in two passes over them."""
+    module = bench.OPS.get(op, flash_attention)
+    for case in getattr(module, "cases", flash_attention.reference_cases)(SMALL, 512):
+        results = bytes_of(jax.eval_shape(functools.partial(case.run, implementation="xla"), *case.args))
+        if op == "nvfp4_quantize":  # the reference has a byte for each number of 4 bits
+            results -= sum(math.prod(case.args[0].shape) // 2 for _ in range(1 + (case.name == "quantize_both")))
+        if case.name == "attention.backward":  # of which the forward pass' result is an argument too
+            results += bytes_of(case.args[0])
+        passes = 2 if op == "nvfp4_quantize" or case.name == "forward_and_backward" else 1
+        expected = passes * bytes_of(case.args) + results
+        assert case.bytes == pytest.approx(expected, rel=0.02), case.name
 
 
 def test_bytes_of_an_update_are_those_of_its_arrays():

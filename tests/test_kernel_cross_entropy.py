@@ -153,6 +153,7 @@ def test_weight_is_any_number(weight, how):
     np.testing.assert_array_equal(found.d_logits, expected.d_logits)
 
 
+@pytest.mark.full(after=100)  # refused in milliseconds
 @pytest.mark.parametrize(
     "change, words",
     [

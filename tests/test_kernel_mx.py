@@ -157,6 +157,7 @@ def test_subnormal_numbers(how):
 X = jnp.ones((128, 128))
 
 
+@pytest.mark.full(after=100)  # refused in milliseconds
 @pytest.mark.parametrize(
     "call, message",
     [

@@ -144,6 +144,7 @@ def test_zeros_after_it_change_no_number():
 X = jnp.ones((128, 128))
 
 
+@pytest.mark.full(after=100)  # refused in milliseconds
 @pytest.mark.parametrize(
     "call, message",
     [

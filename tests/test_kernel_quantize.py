@@ -138,6 +138,16 @@ def test_cast_transpose(shape, dtype):
         same_bits(ours.absmax, jax.jit(q.absmax)(x))
 
 
+@pytest.mark.parametrize("name", ["cast_transpose", "absmax"])
+def test_the_largest_number_counts_wherever_it_is(name):
+    """In each of four rows that a word has numbers of, and in the last; of either sign."""
+    call = q.absmax if name == "absmax" else lambda x, **how: q.cast_transpose(x, f32(1), E4M3, **how).absmax
+    largest = jax.jit(functools.partial(call, **KERNEL))
+    for row, column in ((0, 0), (1, 127), (2, 64), (3, 1), (127, 126)):
+        x = jnp.full((128, 128), 0.5, bf16).at[row, column].set(2.0 if row % 2 else -2.0)
+        assert float(largest(x)) == 2.0, (row, column)
+
+
 @pytest.mark.parametrize(
     "shape, dtype",
     paired([(128, 128), (64, 192), (320, 64), (128, MODELS["llama1b"].hidden)], [E4M3, E5M2, jnp.dtype(jnp.int8)]),
@@ -265,6 +275,7 @@ GOLDEN = [3283721713, 1479341789, 1843144633, 2033393127]  # of seed 1, indices 
 X, SCALE = jnp.ones((64, 128)), f32(1)
 
 
+@pytest.mark.full(after=100)  # refused in milliseconds
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -283,12 +294,20 @@ X, SCALE = jnp.ones((64, 128)), f32(1)
         (lambda: q.dequantize_blocks(q.quantize_blocks(X, jnp.int8), jnp.int8), "dtype: expected bfloat16"),
         (lambda: q.dequantize_blocks(q.BlockQuantized(X.astype(E4M3), X[:, :3]), bf16), "scales: expected float32"),
         (lambda: q.stochastic_round(X.astype(bf16), jnp.int32(1)), "x: expected float32"),
+        (lambda: q.stochastic_round(X[:0], jnp.int32(1)), r"x: expected float32, not empty, got float32 \(0, 128\)"),
         (lambda: q.stochastic_round(X, f32(1)), r"seed: expected int32 or uint32 \[\]"),
     ],
 )
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), ()])
+def test_the_smallest_arrays(shape):
+    x = jnp.full(shape, -2.0, f32)
+    assert float(q.absmax(x)) == 2.0 and float(q.stochastic_round(x, jnp.int32(1)).sum()) == -2.0
+    assert float(q.cast(x, f32(1), E4M3).astype(f32).sum()) == -2.0
 
 
 @pytest.mark.parametrize(

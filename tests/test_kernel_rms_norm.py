@@ -145,6 +145,7 @@ x_32 = jnp.zeros((4, 32), bf16)
 ones = jnp.ones(32)
 
 
+@pytest.mark.full(after=100)  # refused in milliseconds
 @pytest.mark.parametrize(
     "args, more, message",
     [
@@ -164,6 +165,13 @@ ones = jnp.ones(32)
 def test_bad_input(args, more, message):
     with pytest.raises(ValueError, match=message):
         op.forward(*args, eps=EPS, **more)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 1), (1, 3)])
+def test_the_smallest_shapes(shape):
+    """A single number is normed to its sign times the scale."""
+    x = jnp.full(shape, -2.0, f32)
+    close(op.forward(x, 3 * jnp.ones(shape[-1:]), eps=0.0).y, -3.0 * np.ones(shape, np.float32), 1e-6)
 
 
 def test_bad_gradients():

@@ -139,6 +139,7 @@ def test_sharded_gradients():
 z = lambda *shape, dtype=bf16: jnp.zeros(shape, dtype)
 
 
+@pytest.mark.full(after=100)  # refused in milliseconds
 @pytest.mark.parametrize(
     "args, message",
     [

@@ -118,6 +118,7 @@ def test_extremes():
 X, SCALE = jnp.ones((2, 128), bf16), f32(1)
 
 
+@pytest.mark.full(after=100)  # refused in milliseconds
 @pytest.mark.parametrize(
     "call, message",
     [

@@ -24,6 +24,7 @@ from surojax.run import console
 from surojax.run.console import Console
 from surojax.run.metrics import DeferredMetrics, MetricsLog, read_metrics
 from surojax.run.nonfinite import NonFiniteLoss, check_finite
+from surojax.run.routing import Usage
 
 
 def open_log(folder, *, console=None, **overrides):
@@ -219,6 +220,17 @@ def test_how_long_the_disks_of_a_step_were_busy(tmp_path):
     assert [x["disk_busy_ms"] for x in read_metrics(tmp_path / "metrics.jsonl")] == [500.0, 250.0, 2250.0]
     for line, share in zip(console.getvalue().splitlines(), ("100%", "50%", "100%"), strict=True):
         assert f"disk busy {share}  " in line  # of a step of half a second
+
+
+def test_the_use_of_experts_is_recorded(tmp_path):
+    """The largest share of each layer's choices to four digits; the choices themselves every log_steps."""
+    usage = Usage(np.array([[2.0, 1.0, 3.0], [4.0, 1.0, 1.0]]), 1)
+    with open_log(tmp_path, log_steps=2) as log:
+        for step in (1, 2):
+            log.step(step, loss=1.0, grad_norm=0.5, lr=3e-4, duration_s=0.5, usage=usage)
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert first["largest_expert_share"] == [0.5, 0.6667] and "expert_tokens" not in first
+    assert second["expert_tokens"] == [[2, 1, 3], [4, 1, 1]]
 
 
 def test_float32_losses_come_back_bit_for_bit(tmp_path):

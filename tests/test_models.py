@@ -35,6 +35,7 @@ from surojax.models.decoder import Decoder
 from surojax.models.kinds import sublayer
 from surojax.models.layers import parameter
 from surojax.models.linear import Product, linear
+from surojax.models.lora import Lora
 from surojax.models.loss import cross_entropy
 from surojax.models.model import (
     DEFAULT,
@@ -526,3 +527,19 @@ def test_queries_are_scaled_by_their_position_in_their_dtype():
             found = scale_by_position(q, jnp.asarray(of), scaling)
             assert found.dtype == dtype and found.shape == q.shape
             np.testing.assert_allclose(found[1, :, 2, 3].astype(jnp.float32), expected, rtol=1e-2)
+
+
+def test_a_model_has_the_settings_of_its_config():
+    """Of a reward model the head's are left out; random numbers are drawn by dropout, and by a recipe."""
+    settings = {"scale_embedding": True, "final_logit_softcapping": 30.0, "tie_word_embeddings": False}
+    build = lambda *compute, **others: decoder_model.build(dataclasses.replace(CONFIG, **others), *compute)
+    plain, scaled, scores = build(), build(**settings), build(**settings, num_labels=1)
+    assert (plain.embedding_scale, plain.logit_softcap, plain.draws) == (1.0, 0.0, False)
+    assert (scaled.embedding_scale, scaled.logit_softcap) == (CONFIG.hidden_size**0.5, 30.0)
+    assert (scores.embedding_scale, scores.logit_softcap, scores.head) == (CONFIG.hidden_size**0.5, 0.0, "score")
+    for dropout in (0.0, 0.1):
+        lora = Lora(rank=2, alpha=4.0, targets=("attention.wq",), dropout=dropout)
+        assert build(lora=lora).draws == (dropout > 0)
+    assert build(Compute(precision=Precision("nvfp4"))).draws and not build(Compute(precision=Precision("mxfp8"))).draws
+    assert (scaled.vocab_size, scaled.hidden_size) == (CONFIG.vocab_size, CONFIG.hidden_size)
+    assert scaled.head_uses == ("norm", "head") and scaled.rebuild(Compute(attention="xla")).compute.attention == "xla"

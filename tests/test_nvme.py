@@ -470,15 +470,18 @@ def test_folders_that_will_not_do(tmp_path, monkeypatch):
 
 
 def test_room_is_taken_before_the_first_step(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        reason = os.strerror(number)
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ConfigError, match=r"expected room for .*No space left on device; free some.*in host"),
-    ):
-        patch.setattr(os, "posix_fallocate", full)
-        nvme.claim(store(tmp_path)).__enter__()
+        def full(*_, number=number, reason=reason):
+            raise OSError(number, reason)
+
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ConfigError, match=rf"expected room for .*{reason}; free some.*in host"),
+        ):
+            patch.setattr(os, "posix_fallocate", full)
+            nvme.claim(store(tmp_path)).__enter__()
     with nvme.claim(one := store(tmp_path)) as claimed:
         assert min(claimed.reads, claimed.writes) > 0 and claimed.line.startswith(
             f"nvme: {layer_file.readable_bytes(one.places.bytes)} in {tmp_path}, read at "

@@ -16,9 +16,12 @@ from surojax.errors import ConfigError
 from surojax.models import decoder_model
 from surojax.models.decoder import Block
 from surojax.models.linear import recipe_product, times
+from surojax.models.lora import row_lengths
+from surojax.models.loss import cross_entropy
 from surojax.models.model import Compute, Variant
-from surojax.models.operations import Operations
+from surojax.models.operations import Operations, rms_norm, softcapped
 from surojax.models.order import RepeatingLayers, repeating
+from surojax.models.rotary import RopeScaling, rope, rope_angles
 from surojax.numerics.recipes import BLOCK_SCALED, Precision, check_recipe
 
 
@@ -130,3 +133,55 @@ def test_blocks_without_the_recipe_are_those_of_bf16(recipe):
 
     np.testing.assert_array_equal(block(emulated, False), block(Compute(), True))
     assert not np.array_equal(block(emulated, True), block(Compute(), True))
+
+
+def _norm(x, w, one=0.0):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6) * (one + w)
+
+
+def _nats(x, w):
+    top = x.max(-1, keepdims=True)
+    return np.sum(np.log(np.exp(x - top).sum(-1)) + top[:, 0] - x[:, 3])
+
+
+# What takes numbers in 16 bits and is computed in float32, and its formula: (function, formula, rounds its result)
+IN_FLOAT32 = {
+    "norm": (lambda x, w: rms_norm(x, w, 1e-6, False), _norm, True),
+    "norm plus one": (lambda x, w: rms_norm(x, w, 1e-6, True), lambda x, w: _norm(x, w, 1.0), True),
+    "softcap": (lambda x, w: softcapped(4 * x, 3.0), lambda x, w: 3 * np.tanh(4 * x / 3), True),
+    "lengths of rows": (lambda x, w: row_lengths(x), lambda x, w: np.sqrt(np.sum(x * x, axis=-1)), False),
+    "cross-entropy": (lambda x, w: cross_entropy(8 * x, jnp.full(len(x), 3)), lambda x, w: _nats(8 * x, w), False),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_what_is_computed_in_float32(name, dtype):
+    """Sums of 2,048 numbers around 1 would be off by percents in 16 bits; a result in them is rounded once."""
+    function, formula, rounds = IN_FLOAT32[name]
+    random = np.random.default_rng(0)
+    x, w = (jnp.asarray(random.normal(1.0, 0.3, shape), dtype) for shape in ((4, 2048), (2048,)))
+    found = jax.jit(function)(x, w)
+    assert found.dtype == (dtype if rounds else jnp.float32)
+    exact = formula(np.asarray(x, np.float64), np.asarray(w, np.float64))
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), exact, rtol=float(jnp.finfo(dtype).eps) if rounds else 2e-6
+    )
+    gradient = jax.eval_shape(jax.grad(lambda x: jnp.sum(function(x, w).astype(jnp.float32))), x)
+    assert gradient.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rope_and_its_gradient_are_rounded_once(dtype):
+    """The gradient is rotated back; two products that are rounded before their sum would be off by more."""
+    scaling = RopeScaling()
+    x, dy = (normal(i, (1, 64, 2, 32)).astype(dtype) for i in range(2))
+    positions = jnp.arange(64)
+    y, vjp = jax.vjp(lambda x: rope(x, positions, 100.0, scaling), x)
+    cos, sin = (np.asarray(a, np.float64)[None, :, None, :] for a in rope_angles(32, positions, 100.0, scaling))
+    for found, given, sine in ((y, x, sin), (vjp(dy)[0], dy, -sin)):
+        assert found.dtype == dtype
+        first, second = np.split(np.asarray(given, np.float64), 2, axis=-1)
+        exact = np.concatenate([first * cos - second * sine, second * cos + first * sine], axis=-1)
+        error = np.abs(np.asarray(found, np.float64) - exact)
+        assert (error <= float(jnp.finfo(dtype).eps) / 2 * np.abs(exact) + 1e-5).all()

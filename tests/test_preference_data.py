@@ -1,5 +1,6 @@
 """Rows with a chosen and a rejected answer: read, tokenised, kept together, refused; and runs on them."""
 
+import dataclasses
 import itertools
 import json
 
@@ -11,7 +12,7 @@ from surojax.data import docstrings
 from surojax.data.batches import evaluation_batches, training_batches
 from surojax.data.cache import Corpus
 from surojax.data.data_rows import BadRow, DataRow
-from surojax.data.datasets import Dataset
+from surojax.data.datasets import Dataset, read_dataset, resolve
 from surojax.data.examples import Encoder, Example
 from surojax.data.prepare import load_dataset
 from surojax.data.samples import IGNORED, WithNumbers, windows_or_rows
@@ -331,3 +332,61 @@ def test_dpo_with_adapters_computes_its_reference_in_each_step(packed, tmp_path,
         assert ("reference:" in capsys.readouterr().out) == (name == "cache")
     assert found["step"][0][0] == pytest.approx(np.log(2), abs=1e-5)
     np.testing.assert_allclose(found["step"], found["cache"], atol=1e-5)
+
+
+# -- OpenAI's format of pairs -----------------------------------------------------------------------------------------
+
+OPENAI = {
+    "input": {"messages": ASK, "tools": [], "parallel_tool_calls": True},
+    "preferred_output": says("4"),
+    "non_preferred_output": says("five"),
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def ours(record, dataset=PAIRS) -> dict | str:
+    """Fields of a row of `read_dataset`, or why it is left out."""
+    (row,) = read_dataset(dataclasses.replace(dataset, path=("given",)), lambda *names: [record])
+    return row.record if isinstance(row, DataRow) else row.reason
+
+
+def test_openais_pairs_are_preferences(tmp_path):
+    """From JSON lines, and with objects as JSON in cells of a table."""
+    pair = {"prompt": ASK, "chosen": says("4"), "rejected": says("five"), "parallel_tool_calls": True}
+    assert ours(OPENAI) == pair == ours({name: json.dumps(value) for name, value in OPENAI.items()})
+    assert two(pair) == two({"prompt": ASK, "chosen": says("4"), "rejected": says("five")})
+    with_tools = OPENAI | {"input": {"messages": ASK, "tools": TOOLS}, "source": "x"}
+    del pair["parallel_tool_calls"]
+    assert ours(with_tools) == pair | {"tools": TOOLS, "source": "x"}
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps(OPENAI) + "\n")
+    dataset = resolve(Dataset((str(file),)))
+    assert dataset.type == "preference"
+    (row,) = read_dataset(dataset)
+    assert isinstance(row, DataRow) and two(row.record) == two(pair)
+    own = Dataset(("-",), type="preference", prompt_field="input", chosen_field="preferred_output", tools_field="")
+    found = ours(with_tools, own)
+    assert found == {"input": ASK, "preferred_output": says("4"), "rejected": says("five"), "source": "x"}
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"input": "2+2="}, "expected an object with messages in 'input' beside 'preferred_output', got '2+2='; "),
+        ({"input": {"text": "a"}}, "expected an object with messages in 'input'"),
+        ({"input": ASK}, "expected an object with messages in 'input'"),
+        ({"chosen": "other"}, "expected no 'chosen' beside 'input' and 'preferred_output', which say the same, got 'o"),
+        ({"prompt": ASK, "chosen": None, "tools": []}, None),
+        ({"tools": TOOLS}, None),
+    ],
+)
+def test_openais_pairs_with_something_else(changes, reason):
+    found = ours(OPENAI | changes)
+    assert isinstance(found, dict) if reason is None else (isinstance(found, str) and found.startswith(reason)), found
+
+
+@pytest.mark.parametrize("kind", ["conversation", "instruction", "text"])
+def test_openais_pairs_are_left_alone_in_other_types(kind):
+    assert ours(OPENAI, Dataset(("-",), type=kind)) == OPENAI
+    part = {name: OPENAI[name] for name in ("input", "preferred_output")}
+    assert ours(part) == part

@@ -382,7 +382,9 @@ IN_ROWS = {
     "system_message system_instruction systemInstruction functions available_tools context rejected_response "
     "rejected_responses rejected_messages rejected_answer rejected mask positive_messages negative_messages",
 }
-IN_ROWS["unpaired"] = IN_ROWS["preference"] + " reflection corrected"
+IN_ROWS["unpaired"] = IN_ROWS["preference"] + " reflection corrected ref_logps ref_KL_logps reference_logps "
+IN_ROWS["unpaired"] += "reference_KL_logps"
+IN_ROWS["preference"] += " ref_chosen_logps ref_rejected_logps reference_chosen_logps reference_rejected_logps"
 
 
 def test_every_published_name_is_known():
@@ -405,7 +407,7 @@ def test_every_published_name_is_known():
 def test_a_field_that_means_something_is_refused_unless_it_is_empty(kind, name):
     dataset, record = ROWS[kind]
     value = {"label": False, "kto_tag": "False"}.get(name, "some content")
-    value = 0.5 if name in row_fields.WEIGHTS_OF_ROWS else value
+    value = 0.5 if name in row_fields.WEIGHTS_OF_ROWS else "-12.5" if "_logps" in name else value
     message = reason(record | {name: value}, dataset)
     assert f"got {name!r}" in message and "ignored_fields of the dataset" in message
     for empty in (None, "", " ", [], {}, [None], {"a": None}, "[]", "null"):

@@ -324,6 +324,9 @@ def test_a_trace_has_the_events_in_order(tmp_path):
     rows = {x["args"]["name"]: x["tid"] for x in names}
     assert {rows[HOST_IN], rows[costs.MAIN], rows[timeline.WAITS]} == {x["tid"] for x in events}
     assert COLLECTIVES in rows
+    late, early = (timeline.TimelineEvent("a", "product", costs.MAIN, "", x, x + 1.0, 0.0) for x in (3.0, 1.0))
+    written = prediction.trace(timeline.Timeline(4.0, {}, {}, [late, early]), "")["traceEvents"]
+    assert [x["ts"] for x in written if x["ph"] == "X"] == [1e6, 3e6]
 
 
 def test_a_prediction_adds_up():
@@ -342,6 +345,11 @@ def test_a_prediction_adds_up():
     assert found.hangs_on.startswith("whether copy engines do") and found.calibrated
     too_fast = prediction.predict(SimulatedStep([module], MESH), GPU, tokens=100, compute_time=2.5)
     assert too_fast.predicted_step_s is None and "our attention kernel" in too_fast.not_predicted
+    in_loop = SimulatedStep([program(body=(READ, END), trips=3)], MESH)
+    for time, is_predicted in ((0.1, True), (1e9, False)):
+        found_in_loop = prediction.predict(in_loop, GPU, tokens=100, compute_time=time)
+        assert found_in_loop.host_transfers == {"copy_engine": 1, "kernel": 0}
+        assert (found_in_loop.predicted_step_s is not None) == is_predicted
     assert found.mfu == pytest.approx(0.25) and found.exposed_s[HOST_IN] == pytest.approx(1.0)
     assert found.exposed_by_loop_s == {timeline.ENTRY: {HOST_IN: pytest.approx(1.0)}}
 

@@ -8,6 +8,10 @@ import types
 import numpy as np
 import pytest
 
+from surojax.data.data_rows import DataRow
+from surojax.data.datasets import Dataset
+from surojax.data.examples import Encoder, Example
+from surojax.data.templates import Template
 from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from surojax.data.tokenizer_files import TokenizerFiles
 from surojax.errors import ConfigError
@@ -260,6 +264,27 @@ def test_bos_is_added_if_the_tokenizer_adds_it(tmp_path):
     assert bos("asked", {CONFIG: {"bos_token": "<s>", "add_bos_token": True}}) == (1, True)
     assert bos("refused", {CONFIG: {"bos_token": "<s>", "add_bos_token": False}}, adds) == (1, False)
     assert bos("other", {CONFIG: {"bos_token": "<unk>"}}, adds) == (0, False)  # it adds another one
+
+
+def test_a_post_processor_that_adds_bos_twice_adds_one(tmp_path):
+    """To documents; a chat template that writes it says where it is."""
+    from tokenizers import processors
+
+    def adds(tokenizer):
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> <s> $A", special_tokens=[("<s>", 1)])
+
+    tokenizer = load_tokenizer(save_folder(tmp_path / "twice", {CONFIG: {"bos_token": "<s>"}}, prepare=adds))
+    assert tokenizer.adds_bos and tokenizer.encode("<s>").tolist() == [1]
+    template = Template("{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}", "", bos=tokenizer.bos)
+    talk = {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "ab"}]}
+    text = {"prompt": "ab", "completion": "ab"}
+    for kind, record, begin in (("conversation", talk, [1, 1]), ("instruction", text, [1])):
+        (example,) = Encoder(
+            Dataset(("-",), type=kind), tokenizer, template if kind == "conversation" else None
+        ).encode([DataRow(record, "row 1")])
+        assert isinstance(example, Example)
+        ids = example.ids.tolist()
+        assert ids[: len(begin)] == begin and ids.count(1) == len(begin), kind
 
 
 def test_chat_templates_of_a_folder(tmp_path):

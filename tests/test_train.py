@@ -195,7 +195,7 @@ train.main(sys.argv[1:])
 MOMENTS = {  # in this order, each with what the run leaves behind
     "before the first checkpoint": ("kill_at(metrics.MetricsLog, 'step', lambda log, step: step == 2)", []),
     "while one is written": (
-        "kill_at(checkpoint, 'list_files', lambda f: (f / '6.orbax-checkpoint-tmp').exists())",
+        "kill_at(checkpoint, 'list_files', lambda folder: folder.name == '6.orbax-checkpoint-tmp')",
         [3],
     ),
     "during evaluation": ("kill_at(evaluation.Evaluation, '__call__', lambda evaluate, weights: True)", [3]),
@@ -998,7 +998,7 @@ def test_a_full_disk_ends_the_run_and_room_continues_it(whole, config, tmp_path,
     plain = checkpoint.list_files
 
     def fail(folder):
-        if (folder / "6.orbax-checkpoint-tmp").exists():
+        if folder.name == "6.orbax-checkpoint-tmp":
             raise OSError(errno.ENOSPC, "No space left on device")
         plain(folder)
 

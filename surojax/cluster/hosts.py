@@ -201,9 +201,12 @@ def detect_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> Ho
     )
 
 
-def key_of(hosts: Hosts, environment: Mapping[str, str], secret_file: str | None) -> Key:
-    """Returns the run's id, from its launcher's variables, and its secret, from a file. Raises ConfigError."""
-    launcher = next((x for x in LAUNCHERS if x.launcher == hosts.source), None)
+def key_of(hosts: Hosts | None, environment: Mapping[str, str], secret_file: str | None) -> Key:
+    """Returns the run's id, from its launcher's variables, and its secret, from a file. Raises ConfigError.
+
+    hosts: None: there is one process, which needs no secret; a file that is named is checked all the same.
+    """
+    launcher = next((x for x in LAUNCHERS if hosts and x.launcher == hosts.source), None)
     run = "/".join(environment[name] for name in (launcher.run if launcher else ()) if name in environment)[:256]
     if secret_file is None:
         return Key(run)

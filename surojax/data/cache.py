@@ -315,9 +315,10 @@ def _writable(root: Path) -> Iterator[None]:
                 "choose another one"
             ) from error
         free = shutil.disk_usage(next(p for p in (root, *root.parents) if p.exists())).free
+        full = f"a full disk ({free / 2**20:,.1f} MiB free without what was written)"
+        got = error.strerror if error.errno == errno.EDQUOT else full
         raise ConfigError(
-            f"data_cache: expected {need} in {root}, got a full disk ({free / 2**20:,.1f} MiB free without what was "
-            "written); free some, or choose another folder"
+            f"data_cache: expected {need} in {root}, got {got}; free some, or choose another folder"
         ) from error
 
 

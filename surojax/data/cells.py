@@ -95,7 +95,7 @@ def _has_messages(text: str, dataset: Dataset) -> bool:
         return False
     if isinstance(messages, dict):  # an answer may be some other object, with a role in it
         content = {dataset.content_field} if dataset.content_field else {"content", "value"}
-        if isinstance(messages.get("messages"), list):  # OpenAI's pairs, which are refused
+        if isinstance(messages.get("messages"), list):  # a conversation, which is refused in a field of messages
             return True
         messages = [messages] if content & messages.keys() else []
     role = {dataset.role_field} if dataset.role_field else {"role", "from"}

@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from surojax.data import docstrings, files, given, readers
-from surojax.data.data_rows import BadRow, DataRow
+from surojax.data import docstrings, files, given, openai_pairs, readers
+from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.readers import OpenSet, open_set
 from surojax.data.row_fields import SEGMENTS
 from surojax.data.values import is_missing
@@ -340,7 +340,7 @@ def read_dataset(dataset: Dataset, open_set: OpenSet = open_set) -> Iterator[Dat
     has_rows = False
     for row in islice(_rows(dataset, open_set), dataset.samples or None):
         has_rows = True
-        yield _without(row, dataset.ignored_fields)
+        yield _named(_without(row, dataset.ignored_fields), dataset)
     if not has_rows:
         raise ConfigError(f"{dataset.name}: expected rows, got none; add some, or leave the dataset out")
 
@@ -350,6 +350,17 @@ def _without(row: DataRow | BadRow, names: tuple[str, ...]) -> DataRow | BadRow:
     if isinstance(row, BadRow) or not any(name in row.record for name in names):
         return row
     return row._replace(record={name: value for name, value in row.record.items() if name not in names})
+
+
+def _named(row: DataRow | BadRow, dataset: Dataset) -> DataRow | BadRow:
+    """Gives a preference in OpenAI's format the dataset's names of fields."""
+    if isinstance(row, BadRow) or dataset.type not in ("auto", "preference") or not openai_pairs.is_pair(row.record):
+        return row
+    names = (dataset.prompt_field, dataset.chosen_field, dataset.rejected_field, dataset.tools_field)
+    try:
+        return row._replace(record=openai_pairs.as_pair(row.record, *names))
+    except NotARow as error:
+        return BadRow(row.where, str(error))
 
 
 def files_of(dataset: Dataset) -> files.FoundFiles:

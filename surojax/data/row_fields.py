@@ -76,6 +76,11 @@ def is_weight(value: Any) -> bool:
     return number_of(value) not in (None, 1)
 
 
+def has_numbers(value: Any) -> bool:
+    """Returns True for a number, the text of one, or a list with one."""
+    return number_of(value) is not None or (isinstance(value, list | tuple) and any(map(has_numbers, value)))
+
+
 def is_speaker(value: Any) -> bool:
     """Returns True for the role of a message's speaker."""
     return isinstance(value, str) and value.strip().lower() in SPEAKERS
@@ -128,6 +133,12 @@ class Meaning(NamedTuple):
     carries: Callable[[Any], bool] = has_content
 
 
+# By the type of rows: log-probabilities that TRL and verl keep with them.
+OF_REFERENCES = {
+    "preference": ("ref_chosen_logps", "ref_rejected_logps", "reference_chosen_logps", "reference_rejected_logps"),
+    "unpaired": ("ref_logps", "ref_KL_logps", "reference_logps", "reference_KL_logps"),
+    "rollout": ("ref_per_token_logps", "ref_logprobs", "ref_log_prob"),
+}
 MEANINGS = (
     Meaning(MEDIA, "media, since texts are trained", ALL, "remove the row"),
     Meaning(MEDIA_PLACES, "media, since texts are trained", CHATS, "remove the row"),
@@ -180,6 +191,16 @@ MEANINGS = (
     ),
     Meaning(
         ("positive_messages", "negative_messages"), "messages to compare with", CHATS, "remove the row, or the field"
+    ),
+    *(
+        Meaning(
+            names,
+            "log-probabilities of a reference, which this run computes itself",
+            (kind,),
+            "remove the field",
+            has_numbers,
+        )
+        for kind, names in OF_REFERENCES.items()
     ),
     Meaning(("mask",), "mask of turns", CHATS, "give messages a weight of 0 or 1"),
     Meaning(

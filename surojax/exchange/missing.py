@@ -29,9 +29,8 @@ def named_instead(missing: str, names: Collection[str], otherwise: str) -> str:
     for name in names:
         if name.endswith(f".{missing}"):
             before = name.removesuffix(missing)
-            wrapper = next(
-                (advice for start, advice in WRAPPERS.items() if start in before), "save the model by itself"
-            )
+            of_wrappers = (advice for start, advice in WRAPPERS.items() if f".{start}" in f".{before}")
+            wrapper = next(of_wrappers, "save the model by itself")
             return f"got {shown(name, 120)}; {wrapper}, or remove {before!r} from the names"
     if not names:
         return f"got no tensors at all; {otherwise}"

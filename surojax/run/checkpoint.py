@@ -43,6 +43,7 @@ from surojax.run.on_disk import FOLDER, Translate, find, is_held, list_files
 from surojax.step.by_host import by_host
 from surojax.step.state import TrainState
 
+UNFINISHED = ".orbax-checkpoint-tmp"  # behind the name of a folder that is written; one whose write failed stays
 TABLE_CHUNK = 256 << 20  # most bytes of a chunk of embedding and head
 WRITE_TIMEOUT_S = 24 * 3600  # orbax's default is 20 minutes, and a terabyte takes longer
 
@@ -65,7 +66,8 @@ class Checkpoints:
             ),
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(
-                timeout_secs=WRITE_TIMEOUT_S, post_finalization_callback=lambda: list_files(self.folder)
+                timeout_secs=WRITE_TIMEOUT_S,
+                post_finalization_callback=lambda: list_files(Path(f"{self.last}{UNFINISHED}")),
             ),
         )
         with Translate(lambda e: f"cannot keep checkpoints in {self.folder} ({e}); choose another output_dir"):
@@ -141,7 +143,8 @@ class Checkpoints:
         def message(reason):
             failed = self.last
             self.last = find(self.folder)
-            return f"could not write checkpoint {failed} ({reason}); the disk may be full; last checkpoint: {self.last}"
+            full = "the disk or a quota may be full"
+            return f"could not write checkpoint {failed} ({reason}); {full}; last checkpoint: {self.last}"
 
         return Translate(message)
 

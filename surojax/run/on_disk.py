@@ -149,15 +149,14 @@ def written_by(meta: dict[str, Any]) -> str:
     return f"{version}, which wrote it"
 
 
-def list_files(folder: Path) -> None:
-    """Writes `files.json`, the sizes and checksums of a checkpoint's files.
+def list_files(unfinished: Path) -> None:
+    """Writes `files.json`, the sizes and checksums of a checkpoint's files. unfinished: its temporary folder.
 
     Orbax calls this after all files are written and before it renames the folder. With several processes, the first
     one does it; the others pass the next barrier after it.
     """
     if jax.process_index() != 0:
         return
-    (unfinished,) = folder.glob("*.orbax-checkpoint-tmp")
     files = {str(p.relative_to(unfinished)): _measure(p) for p in unfinished.glob("*/**/*") if p.is_file()}
     write_whole(unfinished / FILES, files, indent=1)
 

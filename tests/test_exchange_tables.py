@@ -1,0 +1,384 @@
+"""Tables of keys and names in others' files, each row by what it does.
+
+The rows are written here again, from those who publish them: a test that takes its cases from the table itself does not
+notice a row that is missing.
+"""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from surojax import ConfigError, default_config
+from surojax.assembly.from_config import model as model_of
+from surojax.exchange import adapter_config, gguf, huggingface, missing, parts, small_files, sources
+from surojax.exchange.naming import Naming
+from surojax.families.registry import FAMILIES
+
+# adapter_config.json as PEFT 0.21 writes it, and keys of earlier versions.
+PEFT: dict = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "auto_mapping": {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers.models.llama"},
+    "base_model_name_or_path": "a/b",
+    "bias": "none",
+    "corda_config": {"a": 1},
+    "ensure_weight_tying": False,
+    "eva_config": {"rho": 2.0},
+    "exclude_modules": None,
+    "fan_in_fan_out": True,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {"loftq_bits": 4},
+    "lora_alpha": 8,
+    "lora_bias": False,
+    "lora_dropout": 0.1,
+    "lora_ga_config": {"a": 1},
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "peft_type": "LORA",
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "r": 4,
+    "rank_pattern": {},
+    "revision": "main",
+    "runtime_config": {"ephemeral_gpu_offload": False},
+    "target_modules": ["q_proj", "down_proj"],
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+    "velora_config": None,
+}
+
+
+def _read_adapter_config(folder, **changes):
+    c = default_config()
+    c.model.update({"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64})
+    c.model.update({"num_attention_heads": 2, "num_key_value_heads": 2})
+    content = {key: value for key, value in (PEFT | changes).items() if value != "left out"}
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+    return adapter_config.read_adapter_config(folder, model_of(c), Naming())[0]
+
+
+def test_an_adapter_config_with_all_that_peft_writes(tmp_path):
+    found = _read_adapter_config(tmp_path)
+    assert (found.rank, found.alpha, found.targets) == (4, 8.0, ("attention.wq", "mlp.w_down"))
+    assert not (found.saved or found.rank_stabilised or found.magnitudes)
+
+
+# Odd shapes of one, with the settings that change; None: it is refused by the key's name.
+ODD = {
+    "no base": ({"base_model_name_or_path": None}, {}),
+    "no key of a base": ({"base_model_name_or_path": "left out"}, {}),
+    "nothing saved": ({"modules_to_save": []}, {}),
+    "no key of what is saved": ({"modules_to_save": "left out"}, {}),
+    "a head": ({"modules_to_save": ["lm_head"]}, {"saved": ("head",)}),
+    "a regular expression": ({"target_modules": r".*\.(q_proj|v_proj)"}, {"targets": ("attention.wq", "attention.wv")}),
+    "all layers": ({"target_modules": "all-linear"}, {"targets": None}),
+    "a wrong expression": ({"target_modules": r".*\.(q_proj"}, None),
+    "an expression without a match": ({"target_modules": r"nothing"}, None),
+    "no targets": ({"target_modules": None}, None),
+    "one layer": ({"target_modules": r"model\.layers\.1\.self_attn\.q_proj"}, None),
+    "ranks by module": ({"rank_pattern": {"q_proj": 8}}, None),
+    "alphas by module": ({"alpha_pattern": {"q_proj": 16}}, None),
+    "patterns of null": ({"rank_pattern": None, "alpha_pattern": None}, {}),
+    "no patterns": ({"rank_pattern": "left out", "alpha_pattern": "left out"}, {}),
+    "some layers": ({"layers_to_transform": [0]}, None),
+    "left out modules": ({"exclude_modules": ["down_proj"]}, None),
+    "a bias": ({"bias": "all"}, None),
+    "no bias": ({"bias": None}, {}),
+    "drawn by pissa": ({"init_lora_weights": "pissa"}, None),
+    "drawn by a gaussian": ({"init_lora_weights": "gaussian"}, {}),
+    "orthogonal": ({"init_lora_weights": "orthogonal"}, {}),
+    "drawn by eva": ({"init_lora_weights": "eva"}, {}),
+    "DoRA": ({"use_dora": True}, {"magnitudes": True}),
+    "rsLoRA": ({"use_rslora": True}, {"rank_stabilised": True}),
+    "QA-LoRA": ({"use_qalora": True}, None),
+    "rank as a text": ({"r": "4"}, None),
+    "a rank of 0": ({"r": 0}, None),
+    "the largest rank": ({"r": 2**16}, {"rank": 2**16}),
+    "a rank too large": ({"r": 2**16 + 1}, None),
+    "half an alpha": ({"lora_alpha": 0.5}, {"alpha": 0.5}),
+    "no alpha": ({"lora_alpha": 0}, None),
+    "an alpha too large": ({"lora_alpha": 2**31}, None),
+    "another kind": ({"peft_type": "LOHA"}, None),
+    "a later key": ({"some_later_key": 1}, None),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_adapter_configs_of_odd_shapes(tmp_path, case):
+    changes, settings = ODD[case]
+    if settings is None:
+        with pytest.raises(ConfigError, match=rf"adapter_config\.json: {next(iter(changes))}: expected ") as error:
+            _read_adapter_config(tmp_path, **changes)
+        assert "\n" not in str(error.value)
+        return
+    plain = {"rank": 4, "alpha": 8.0, "targets": ("attention.wq", "mlp.w_down"), "saved": ()}
+    plain |= {"rank_stabilised": False, "magnitudes": False}
+    found = _read_adapter_config(tmp_path, **changes)
+    for name, value in (plain | settings).items():
+        if value is not None:
+            assert getattr(found, name) == value, name
+    assert settings.get("targets", 1) or len(found.targets) == 7
+
+
+def test_names_of_tensors_in_image_text_models():
+    """In files (transformers 4), and as the modules of transformers 5 are called."""
+    assert parts.alone("language_model.model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight"
+    assert parts.alone("language_model.lm_head.weight") == "lm_head.weight"
+    assert parts.alone("model.language_model.norm.weight") == "model.norm.weight"
+    assert parts.alone("lm_head.weight") == "lm_head.weight"
+    assert parts.in_whole("model.norm.weight") == "model.language_model.norm.weight"
+    assert parts.in_whole("lm_head.weight") == "lm_head.weight"
+    for start in ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."):
+        assert parts.is_of_images(f"{start}a.weight")
+    assert not parts.is_of_images("language_model.model.norm.weight")
+
+
+GEMMA_IMAGES = {  # config.json of google/gemma-3-4b-it, and keys that other versions write
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "image_token_id": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "multimodal_projector_bias": True,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {"hidden_size": 2560, "model_type": "gemma3_text", "architectures": None, "num_hidden_layers": 34},
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152},
+    "vision_feature_layer": -1,
+}
+
+
+def test_the_language_model_of_an_image_text_model():
+    found = parts.text_config(GEMMA_IMAGES)
+    assert found == {
+        "hidden_size": 2560,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": [1, 106],
+    }
+    beside = {"bos_token_id": 2, "pad_token_id": 0, "dtype": "float32", "quantization_config": {"quant_method": "x"}}
+    assert parts.text_config(GEMMA_IMAGES | beside) == found | beside
+    assert parts.text_config(GEMMA_IMAGES | dict.fromkeys(beside)) == found
+    assert parts.text_config(GEMMA_IMAGES | {"tie_word_embeddings": True}) == found
+    assert parts.text_config(GEMMA_IMAGES | {"tie_word_embeddings": False})["tie_word_embeddings"] is False
+    assert parts.text_config(GEMMA_IMAGES | {"rope_interleaved": False, "some_later_key": None}) == found
+    for key, value in {"some_later_key": 1, "rope_interleaved": True}.items():
+        with pytest.raises(ConfigError, match=f"config.json has {key}, which may change what the model computes"):
+            parts.text_config(GEMMA_IMAGES | {key: value})
+    with pytest.raises(ConfigError, match="expected model_type gemma3_text in text_config of gemma3, got 'llama'"):
+        parts.text_config(GEMMA_IMAGES | {"text_config": {"model_type": "llama"}})
+    with pytest.raises(ConfigError, match="expected an object as text_config of gemma3, got None"):
+        parts.text_config({"model_type": "gemma3"})
+
+
+NAME = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    "start, advice",
+    [
+        ("_orig_mod.", "save the model that torch.compile wraps"),
+        ("module.", "save the model that DistributedDataParallel wraps"),
+        ("base_model.model.", r"merge the adapter before saving \(merge_and_unload\)"),
+        ("_fsdp_wrapped_module.", "save the full state dict of the model that FSDP wraps"),
+        ("other.", "save the model by itself"),
+    ],
+)
+def test_names_with_a_wrappers_beginning(start, advice):
+    text = missing.named_instead(NAME, [start + NAME], "fetch it again")
+    assert re.fullmatch(
+        rf"got '{re.escape(start + NAME)}'; {advice}, or remove '{re.escape(start)}' from the names", text
+    )
+
+
+def test_names_that_files_have_instead():
+    assert missing.named_instead(NAME, [], "fetch it again") == "got no tensors at all; fetch it again"
+    text = missing.named_instead(NAME, ["a", "model.norm.wight", "b" * 9], "fetch it again")
+    assert text == "got no such tensor among 3, the most similar being 'model.norm.wight'; fetch it again"
+    many = [f"a.{i}" for i in range(3000)]
+    assert missing.named_instead(NAME, many, "x").startswith("got no such tensor among 3,000, the most similar being ")
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin.index.json", "pytorch_model.bin", "consolidated.00.pth", "model.pt", "model.pth"]
+)
+def test_folders_of_pickled_weights(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    assert missing.held_instead(tmp_path).startswith(f"{name}, which may run code and is not read; save the model ")
+
+
+def test_folders_of_something_else(tmp_path):
+    assert missing.held_instead(tmp_path) == "" == missing.adapter_instead(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        expected = "one in the folder a in it; give that folder" if name == "a" else ""  # none of two is meant
+        assert missing.held_instead(tmp_path) == expected
+    (tmp_path / "b/adapter_config.json").write_text("{}")
+    assert missing.adapter_instead(tmp_path) == ", such as the one in its folder b"
+    (tmp_path / "m.gguf").write_bytes(b"")
+    assert missing.held_instead(tmp_path) == "m.gguf; give this file as model_path"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert missing.held_instead(tmp_path).startswith("an adapter in PEFT's format; give the model that it belongs to")
+    assert missing.adapter_instead(tmp_path) == ""
+    (tmp_path / "config.json").write_text("{}")
+    assert missing.adapter_instead(tmp_path) == "; it has a whole model, for model_path"
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    assert missing.adapter_instead(tmp_path).startswith(
+        "; it has adapter_model.bin, which may run code and is not read"
+    )
+
+
+SMALL = (
+    "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
+    "tokenizer.model vocab.json merges.txt chat_template.jinja chat_template.json LICENSE LICENSE.txt LICENSE.md "
+    "NOTICE NOTICE.txt"
+).split()
+
+
+def test_small_files_of_a_folder(tmp_path):
+    for name in (*SMALL, "model.safetensors", "README.md"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("tool_use.jinja", "notes.txt"):
+        (tmp_path / "additional_chat_templates" / name).write_text(name)
+    assert small_files.read_small_files(tmp_path, small_files.SMALL_FILES) == {n: n.encode() for n in SMALL}
+    of_tokenizer = small_files.read_tokenizer_files(tmp_path)
+    assert set(of_tokenizer) == {*SMALL[2:11], "additional_chat_templates/tool_use.jinja"}
+    for name in "hbdfacge":
+        (tmp_path / f"additional_chat_templates/{name}.jinja").write_text(name)
+    named = [*small_files.read_tokenizer_files(tmp_path)][len(SMALL[2:11]) :]
+    assert named == [f"additional_chat_templates/{name}.jinja" for name in (*"abcdefgh", "tool_use")]
+    out = tmp_path / "out"
+    out.mkdir()
+    of_tokenizer = small_files.read_tokenizer_files(tmp_path)
+    small_files.write_small_files(out, of_tokenizer)
+    assert small_files.read_tokenizer_files(out) == of_tokenizer
+
+
+def test_metadata_of_gguf_files():
+    """The keys of llama.cpp's `convert_hf_to_gguf.py`, and theirs in config.json."""
+    assert gguf.SIZES == {
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "block_count": "num_hidden_layers",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "rope.freq_base": "rope_theta",
+    }
+    heads = {"attention.key_length", "attention.value_length", "rope.dimension_count"}
+    scaling = {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"}
+    others = {"rope.scaling.finetuned", "vocab_size", "expert_count", "expert_used_count"}
+    assert heads | scaling | others == gguf.OTHERS and set(gguf.HEAD_DIM) == heads
+
+
+# The fields of `model` that are the same in all models of a family, as its code in transformers has them.
+GEMMA = {"norm_plus_one": True, "sandwich_norms": True, "scale_embedding": True, "hidden_act": "gelu_pytorch_tanh"}
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA | {"qk_norm": True},
+    "glm4_moe": {"scoring_func": "sigmoid"},
+    "gpt_oss": {
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "attention_sinks": True,
+        "expert_bias": True,
+        "hidden_act": "clamped_swiglu",
+        "norm_topk_prob": True,
+    },
+    "granitemoe": {"norm_topk_prob": True},
+    "mixtral": {"norm_topk_prob": True},
+    "olmoe": {"qk_norm_whole": True},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_options_of_a_family(family):
+    expected = OF_FAMILIES.get(family, {})
+    assert FAMILIES[family].options == expected
+    assert {name: type(value) for name, value in FAMILIES[family].options.items()} == {
+        name: type(default_config().model[name]) for name in expected
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("used", [True, False])
+def test_layers_with_a_window_of_no_size(family, used):
+    """The message names what leaves it out: a switch of some families' configs, or no number."""
+    types = ["sliding_attention", "full_attention"]
+    config = {"model_type": family, "num_hidden_layers": 2, "layer_types": types, "sliding_window": None}
+    if family in ("gemma2", "gemma3_text", "gpt_oss"):
+        got = "None; leave it out, or say full_attention of every layer"
+    elif family in ("qwen2", "qwen3", "qwen3_moe", "smollm3") and not used:
+        got = "use_sliding_window false; fetch it again"
+    else:
+        got = "no such number; fetch it again"
+    with pytest.raises(ConfigError, match=rf"config\.json: sliding_window: expected a number, .*, got {got}"):
+        huggingface.model_fields(config | {"use_sliding_window": used})
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("exists", [False, True])
+def test_files_of_a_run_whose_originals_are_gone(tmp_path, monkeypatch, exists, is_kept):
+    """The run's copy is read then; a chat template's is read in any case, since the original may have changed."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept = sources.kept_in(tmp_path / "run")
+    kept.mkdir(parents=True)
+    for name in ("tokenizer.json", "chat_template.jinja") if is_kept else ():
+        (kept / name).write_text("{}")
+    if exists:
+        (tmp_path / "own").mkdir()
+    c = default_config()
+    for own in (str(tmp_path / "own"), "~/own"):
+        c.update({"tokenizer": own, "chat_template": own})
+        assert sources.tokenizer_of(c, tmp_path / "run") == (str(kept) if is_kept and not exists else own)
+        assert sources.template_of(c, tmp_path / "run") == (str(kept / "chat_template.jinja") if is_kept else own)
+    c.update({"tokenizer": "bytes", "chat_template": ""})
+    assert sources.tokenizer_of(c, tmp_path / "run") == "bytes" and sources.template_of(c, tmp_path / "run") == ""
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_the_tokenizer_of_a_model_that_may_be_gone(tmp_path, is_gone, has_tokenizer):
+    """None set: the model's own, or the run's copy of it. One that is gone is replaced only with the model gone."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    folder = sources.kept_in(run) if is_gone else model
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    (folder / sources.SOURCE).write_text(json.dumps({"model_path": str(model)}))
+    if has_tokenizer:
+        (folder / "tokenizer.json").write_text("{}")
+    (tmp_path / "other").mkdir()
+    c = default_config()
+    for tokenizer, replaced in (("bytes", True), (str(tmp_path / "gone"), is_gone), (str(tmp_path / "other"), False)):
+        c.update({"model_path": str(model), "output_dir": str(run), "tokenizer": tokenizer})
+        found = sources.resolved(c)
+        assert found.model.hidden_size == 64 and c.model.hidden_size != 64
+        assert found.tokenizer == (str(folder) if replaced and has_tokenizer else tokenizer), tokenizer
