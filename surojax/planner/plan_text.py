@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from pallas_kernels.flash_attention import HEADS
 from surojax.placement import cuda_plugin
 from surojax.placement.home import HOMES
 from surojax.planner import aot
@@ -15,7 +16,7 @@ from surojax.planner.run_plan import Plan
 RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
 ATTENTION = {
     "mosaic": "flash attention within each (kernel of pallas_kernels), whose memory grows with S",
-    "xla": "attention by XLA, with S x S scores in memory; the kernel takes bfloat16 heads of 16, 32, .. 128 channels",
+    "xla": f"attention by XLA, with S x S scores in memory; the kernel takes {HEADS}",
 }
 
 
