@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--figure", metavar="NAME", help="print the figure of the row of this name alone")
     arguments = parser.parse_args(argv)
     if arguments.figure is not None:
-        (row,) = [row for row in (*ROWS, *(row for row, _ in MEASURED)) if row.name == arguments.figure]
+        row = next(row for row in (*ROWS, *(row for row, _ in MEASURED)) if row.name == arguments.figure)
         print(json.dumps(row.now()))
         return 0
     compilers = Compilers(arguments.also and arguments.also.resolve())
