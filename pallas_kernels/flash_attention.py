@@ -67,10 +67,14 @@ HEADS = f"16-bit heads of a multiple of 16 up to {PART} channels, of 32 up to {L
 def fits(dtype, head_dim: int, value_dim: int = 0) -> bool:
     """True if the kernel takes heads of this dtype and size; value_dim: of values, 0: the same."""
     sizes = head_dim, value_dim or head_dim
-    return jnp.dtype(dtype) in HALF and max(sizes) <= LARGEST_HEAD and not any(n % (16 * parts(*sizes)) for n in sizes)
+    return (
+        jnp.dtype(dtype) in HALF
+        and max(sizes) <= LARGEST_HEAD
+        and not any(n % (16 * channel_parts(*sizes)) for n in sizes)
+    )
 
 
-def parts(head_dim: int, value_dim: int) -> int:
+def channel_parts(head_dim: int, value_dim: int) -> int:
     """The number of parts of the channels, each of which is computed by programs of its own."""
     return pl.cdiv(max(head_dim, value_dim), PART)
 
@@ -182,7 +186,7 @@ def _forward_mosaic(q, k, v, first, call: Call) -> tuple[jax.Array, jax.Array]:
     """Runs the forward kernel: (o, lse `[B, H, S]`). A query that sees no key gets o = 0 and lse = HIDDEN."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
-    number = parts(h, v.shape[3])
+    number = channel_parts(h, v.shape[3])
     width = v.shape[3] // number
     offset, rule, interpret, dtype = call
     products = Products(q.dtype, interpret)
@@ -225,7 +229,7 @@ def _queries_mosaic(q, k, v, first, lse, delta, do, call: Call) -> jax.Array:
     """Runs the kernel for dq: a program has a tile of queries, and goes through the keys that they see."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
-    number = parts(h, v.shape[3])
+    number = channel_parts(h, v.shape[3])
     width = h // number
     offset, rule, interpret, dtype = call
     products = Products(q.dtype, interpret)
@@ -266,7 +270,7 @@ def _keys_mosaic(q, k, v, first, lse, delta, do, call: Call) -> tuple[jax.Array,
     """Runs the kernel for (dk, dv): a program has a tile of keys, and goes through all heads' queries that see them."""
     B, T, K, h = k.shape
     group = q.shape[2] // K
-    number = parts(h, v.shape[3])
+    number = channel_parts(h, v.shape[3])
     width_k, width_v = h // number, v.shape[3] // number
     offset, rule, interpret, dtype = call
     products = Products(q.dtype, interpret)

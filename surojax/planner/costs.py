@@ -355,7 +355,7 @@ def kernel_attention_flops(operands: Sequence[str]) -> tuple[float, bool]:
     else:
         (_, keys, *_), (*_, of_values), (rows, queries, heads, width) = shapes[:3]
     scores = rows * heads * queries * (keys - queries / 2)
-    repeated = flash_attention.parts(width, of_values)  # each part of the channels computes the scores
+    repeated = flash_attention.channel_parts(width, of_values)  # each part of the channels computes the scores
     channels = {
         4: repeated * width + of_values,
         8: repeated * (width + of_values) + width,
