@@ -1,16 +1,23 @@
 """Compiles and simulates the steps whose time the project has goals for, and prints a Markdown table of them.
 
-    python benchmarks/performance.py [--only TEXT]
+    python benchmarks/performance.py [--only TEXT] [--also DIR]
 
 A row is a step on a GPU: its settings, what is read of its plan, that figure before (commit f3d3e47, 2026-11-22), and
 the goal. It is planned as by `surojax plan` with the settings that the row shows, which needs the compiler
-for GPUs and no GPU. `--only` takes the rows with this text in their name. docs/performance.md holds the table.
+for GPUs and no GPU. A second table has the steps that were measured on a GPU, and the errors of their predictions.
+`--only` takes the rows with this text in their name. `--also` compiles each by another version of XLA as well, that of
+the plugin in a folder:
 
-Exits with 1 if a goal is missed that was reached before.
+    pip install --no-deps --target DIR jax==0.11.2 jaxlib==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
+
+docs/performance.md holds the tables. Exits with 1 if a goal is missed that was reached before.
 """
 
 import argparse
 import dataclasses
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -205,26 +212,92 @@ ROWS = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Prints the table; returns the exit code."""
-    jax.config.update("jax_platforms", "cpu")
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", metavar="TEXT", default="", help="rows with this text in their name")
-    only = parser.parse_args(argv).only
-    print(f"Compiled by XLA of the CUDA plugin {cuda_plugin.plugin_version_text()}.\n")
-    print("| step | before | now | goal | reached | `surojax plan` |\n|---|---|---|---|---|---|")
+# Steps that ran on a GPU, with their milliseconds there (benchmarks/results/h200.md, XLA of the plugin 0.11.2).
+MEASURED = (
+    (
+        Row("Llama 7B, 4 x 4 x 2048, blocks recomputed", "h200", TIME, 0, 0, f"{batch(4, 4)} master_dtype=bfloat16"),
+        2936,
+    ),
+    (Row("Llama 7B, 2 x 4 x 2048, norms recomputed", "h200", TIME, 0, 0, f"{batch(4, 2)} {PARTS_AGAIN}"), 1253),
+    (Row("Qwen2.5 1.5B, 4 x 32 x 1024", "h200", TIME, 0, 0, f"{LLMQ_1_5B} {batch(32, 4)}"), 2402),
+)
+
+
+class Compilers:
+    """The versions of XLA that rows are compiled by: the one that is installed, and that of a folder.
+
+    folder: what `pip install --target` made of another version of JAX and its CUDA plugin; None: there is none.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        self.versions = [cuda_plugin.plugin_version_text()]
+        if folder is not None:
+            code = "from surojax.placement import cuda_plugin; print(cuda_plugin.plugin_version_text())"
+            self.versions.append(self.elsewhere(["-c", code]).strip())
+
+    def elsewhere(self, arguments: list[str]) -> str:
+        """The output of a Python process with the folder's version. Raises RuntimeError if it fails."""
+        paths = [str(self.folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+        ran = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+        if ran.returncode:
+            raise RuntimeError(f"{self.folder}: {ran.stderr[-2000:]}")
+        return ran.stdout
+
+    def figures(self, row: Row) -> list[float]:
+        """The figure of a row by each version."""
+        if self.folder is None:
+            return [row.now()]
+        printed = self.elsewhere([__file__, "--figure", row.name])
+        return [row.now(), json.loads(printed.splitlines()[-1])]
+
+
+def goals(compilers: Compilers, only: str) -> bool:
+    """Prints the table of goals; returns True if a goal is missed that was reached before."""
+    others = "".join(f" by {version} |" for version in compilers.versions[1:])
+    print(f"| step | before | now |{others} goal | reached | `surojax plan` |")
+    print(f"|---|---|---|{'---|' * others.count('|')}---|---|---|")
     lost = False
     for row in ROWS:
         if only not in row.name:
             continue
-        now = row.now()
+        now, *other = compilers.figures(row)
         text = row.measure.text
         reached = row.measure.reached(now, row.goal)
         lost = lost or (not reached and row.measure.reached(row.before, row.goal))
-        figures = (
-            f"{text(row.before)} | {text(now)} {row.measure.unit} | {text(row.goal)} | {'yes' if reached else 'no'}"
-        )
-        print(f"| {row.name} | {figures} | `{row.command()}` |", flush=True)
+        figures = [text(row.before), f"{text(now)} {row.measure.unit}", *map(text, other), text(row.goal)]
+        figures += ["yes" if reached else "no", f"`{row.command()}`"]
+        print(f"| {row.name} | {' | '.join(figures)} |", flush=True)
+    return lost
+
+
+def errors(compilers: Compilers, only: str) -> None:
+    """Prints the table of measured steps: predicted milliseconds, and by how much of the measured ones they are off."""
+    columns = "".join(f" by {version} | off by |" for version in compilers.versions)
+    print(f"\n| measured on an H200 | ms |{columns}\n|---|---|{'---|---|' * len(compilers.versions)}")
+    for row, measured in MEASURED:
+        if only in row.name:
+            found = "".join(f" {x:,.0f} | {100 * (x / measured - 1):+.1f} % |" for x in compilers.figures(row))
+            print(f"| {row.name} | {measured:,} |{found}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the tables; returns the exit code."""
+    jax.config.update("jax_platforms", "cpu")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", metavar="TEXT", default="", help="rows with this text in their name")
+    parser.add_argument("--also", metavar="DIR", type=Path, help="a folder with another version of JAX's CUDA plugin")
+    parser.add_argument("--figure", metavar="NAME", help="print the figure of the row of this name alone")
+    arguments = parser.parse_args(argv)
+    if arguments.figure is not None:
+        row = next(row for row in (*ROWS, *(row for row, _ in MEASURED)) if row.name == arguments.figure)
+        print(json.dumps(row.now()))
+        return 0
+    compilers = Compilers(arguments.also and arguments.also.resolve())
+    print(f"Compiled by XLA of the CUDA plugin {' and of '.join(compilers.versions)}.\n")
+    lost = goals(compilers, arguments.only)
+    errors(compilers, arguments.only)
     return int(lost)
 
 

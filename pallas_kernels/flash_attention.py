@@ -23,12 +23,15 @@ A head may have a sink (gpt-oss): a logit in the softmax's denominator that belo
 
 and the backward pass is the same with o' and lse' in place of o and lse. So no kernel knows of sinks.
 
+Values may have fewer channels than queries and keys, or more. With more than 128 of either, a program computes a part
+of the channels of its results, with whole scores: the results of a tile fit into registers so.
+
 Nothing of size S x S is in memory. Dtypes: products of 16-bit operands are summed in float32; p and ds are rounded to
 the dtype of q before they are multiplied; softmax is float32. Tensor cores read their second operand with neighbours of
 the summed dimension in one register, so tensors that are summed over positions are transposed beforehand by XLA.
 
 Shape suffixes: B batch, S positions of queries, T positions of keys, H query heads, K key/value heads, h head
-dimension.
+dimension, v that of values.
 """
 
 from __future__ import annotations
@@ -54,12 +57,26 @@ i32 = jnp.int32
 HALF = (jnp.bfloat16, jnp.float16)
 COLUMNS = 32  # of the tiles that it goes through
 HIDDEN = -1e30  # the score of a key that is not seen; finite, so that a tile without any key leaves no NaN
-LARGEST_HEAD = 128  # with more channels the two gradients of a tile of keys do not fit into registers
+PART = (
+    128  # channels that a program computes at most: two gradients of a tile of keys with more do not fit into registers
+)
+LARGEST_HEAD = 2 * PART
+HEADS = f"16-bit heads of a multiple of 16 up to {PART} channels, of 32 up to {LARGEST_HEAD}"
 
 
-def fits(dtype, head_dim: int) -> bool:
-    """True if the kernel takes heads of this dtype and size."""
-    return jnp.dtype(dtype) in HALF and head_dim % 16 == 0 and head_dim <= LARGEST_HEAD
+def fits(dtype, head_dim: int, value_dim: int = 0) -> bool:
+    """True if the kernel takes heads of this dtype and size; value_dim: of values, 0: the same."""
+    sizes = head_dim, value_dim or head_dim
+    return (
+        jnp.dtype(dtype) in HALF
+        and max(sizes) <= LARGEST_HEAD
+        and not any(n % (16 * channel_parts(*sizes)) for n in sizes)
+    )
+
+
+def channel_parts(head_dim: int, value_dim: int) -> int:
+    """The number of parts of the channels, each of which is computed by programs of its own."""
+    return pl.cdiv(max(head_dim, value_dim), PART)
 
 
 class ScoreSettings(NamedTuple):
@@ -154,20 +171,28 @@ def _launch(kernel, operands, out, grid, interpret: bool):
     )
 
 
-def _program():
-    """(row of the batch, head, tile) of this program."""
-    return tuple(jax.lax.axis_index(name) for name in ("row", "head", "tile"))
+def _program(parts: int):
+    """(row of the batch, head, tile, part of the channels) of this program."""
+    b, head, tile = (jax.lax.axis_index(name) for name in ("row", "head", "tile"))
+    return (b, head, tile, 0) if parts == 1 else (b, head // parts, tile, head % parts)
+
+
+def _channels(size: int, part) -> Any:
+    """The slice of a part of this size."""
+    return pl.ds(part * size, size)
 
 
 def _forward_mosaic(q, k, v, first, call: Call) -> tuple[jax.Array, jax.Array]:
     """Runs the forward kernel: (o, lse `[B, H, S]`). A query that sees no key gets o = 0 and lse = HIDDEN."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
+    number = channel_parts(h, v.shape[3])
+    width = v.shape[3] // number
     offset, rule, interpret, dtype = call
     products = Products(q.dtype, interpret)
 
     def kernel(q_ref, k_ref, vT_ref, first_ref, o_ref, lse_ref):
-        b, head, tile = _program()
+        b, head, tile, part = _program(number)
         shared = head // group
         rows = pl.ds(tile * ROWS, ROWS)
         q = products.rows(q_ref, (b, rows, head))
@@ -184,31 +209,33 @@ def _forward_mosaic(q, k, v, first, call: Call) -> tuple[jax.Array, jax.Array]:
             new = jnp.maximum(top, jnp.max(s, axis=1))
             shrunk = jnp.exp(top - new)
             p = jnp.where(seen, jnp.exp(s - _spread(new, s, 0)), 0.0)
-            vT = products.columns(vT_ref, (b, shared, slice(None), columns))
+            vT = products.columns(vT_ref, (b, shared, _channels(width, part), columns))
             o = products.plus(o * _spread(shrunk, o, 0), products.operand(p), vT)
             return o, new, total * shrunk + jnp.sum(p, axis=1)
 
         start = first_ref[b, tile * ROWS] // COLUMNS
         stop = _tiles_up_to(tile, offset, k.shape[1])
-        carry = products.filled(0, ROWS, h), products.filled(HIDDEN, ROWS), products.filled(0, ROWS)
+        carry = products.filled(0, ROWS, width), products.filled(HIDDEN, ROWS), products.filled(0, ROWS)
         o, top, total = jax.lax.fori_loop(start, stop, step, carry)
         total = jnp.where(total > 0, total, 1.0)
-        tiles.store(o_ref, (b, rows, head), (o / _spread(total, o, 0)).astype(o_ref.dtype))
-        tiles.store(lse_ref, (b, head, rows), top + jnp.log(total))
+        tiles.store(o_ref, (b, rows, head, _channels(width, part)), (o / _spread(total, o, 0)).astype(o_ref.dtype))
+        tiles.store(lse_ref, (b, head, rows), top + jnp.log(total))  # each part writes the same
 
-    out = jax.ShapeDtypeStruct(q.shape, dtype or q.dtype), jax.ShapeDtypeStruct((B, H, S), f32)
-    return _launch(kernel, (q, k, _transposed(v), first), out, (S // ROWS, H, B), interpret)
+    out = jax.ShapeDtypeStruct((B, S, H, v.shape[3]), dtype or q.dtype), jax.ShapeDtypeStruct((B, H, S), f32)
+    return _launch(kernel, (q, k, _transposed(v), first), out, (S // ROWS, H * number, B), interpret)
 
 
 def _queries_mosaic(q, k, v, first, lse, delta, do, call: Call) -> jax.Array:
     """Runs the kernel for dq: a program has a tile of queries, and goes through the keys that they see."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
+    number = channel_parts(h, v.shape[3])
+    width = h // number
     offset, rule, interpret, dtype = call
     products = Products(q.dtype, interpret)
 
     def kernel(q_ref, do_ref, k_ref, kT_ref, v_ref, first_ref, lse_ref, delta_ref, dq_ref):
-        b, head, tile = _program()
+        b, head, tile, part = _program(number)
         shared = head // group
         rows = pl.ds(tile * ROWS, ROWS)
         q, do = (products.rows(ref, (b, rows, head)) for ref in (q_ref, do_ref))
@@ -226,22 +253,25 @@ def _queries_mosaic(q, k, v, first, lse, delta, do, call: Call) -> jax.Array:
             s = rule.score(s)
             p = jnp.where(seen, jnp.exp(s - _spread(lse, s, 0)), 0.0)
             ds = p * (dp - _spread(delta, dp, 0)) * rule.slope(s)
-            kT = products.columns(kT_ref, (b, shared, slice(None), columns))
+            kT = products.columns(kT_ref, (b, shared, _channels(width, part), columns))
             return products.plus(dq, products.operand(ds), kT)
 
         start = first_ref[b, tile * ROWS] // COLUMNS
         stop = _tiles_up_to(tile, offset, k.shape[1])
-        dq = jax.lax.fori_loop(start, stop, step, products.filled(0, ROWS, h))
-        tiles.store(dq_ref, (b, rows, head), dq.astype(dq_ref.dtype))
+        dq = jax.lax.fori_loop(start, stop, step, products.filled(0, ROWS, width))
+        tiles.store(dq_ref, (b, rows, head, _channels(width, part)), dq.astype(dq_ref.dtype))
 
     operands = q, do, k, _transposed(k), v, first, lse, delta
-    return _launch(kernel, operands, jax.ShapeDtypeStruct(q.shape, dtype or q.dtype), (S // ROWS, H, B), interpret)
+    out = jax.ShapeDtypeStruct(q.shape, dtype or q.dtype)
+    return _launch(kernel, operands, out, (S // ROWS, H * number, B), interpret)
 
 
 def _keys_mosaic(q, k, v, first, lse, delta, do, call: Call) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel for (dk, dv): a program has a tile of keys, and goes through all heads' queries that see them."""
     B, T, K, h = k.shape
     group = q.shape[2] // K
+    number = channel_parts(h, v.shape[3])
+    width_k, width_v = h // number, v.shape[3] // number
     offset, rule, interpret, dtype = call
     products = Products(q.dtype, interpret)
     # Queries before `ends` see a key of the tile or come before it; no later one does, since `first` never decreases.
@@ -249,7 +279,7 @@ def _keys_mosaic(q, k, v, first, lse, delta, do, call: Call) -> tuple[jax.Array,
     ends = jnp.sum(first[:, None, :] <= last_key[None, :, None], axis=-1, dtype=i32)
 
     def kernel(k_ref, v_ref, q_ref, qT_ref, do_ref, doT_ref, first_ref, ends_ref, lse_ref, delta_ref, dk_ref, dv_ref):
-        b, shared, tile = _program()
+        b, shared, tile, part = _program(number)
         rows = pl.ds(tile * ROWS, ROWS)
         k, v = (products.rows(ref, (b, rows, shared)) for ref in (k_ref, v_ref))
         key = products.index((ROWS, COLUMNS), 0) + tile * ROWS
@@ -257,10 +287,10 @@ def _keys_mosaic(q, k, v, first, lse, delta, do, call: Call) -> tuple[jax.Array,
         start = jnp.maximum(tile * ROWS - offset, 0) // COLUMNS
         count = (ends_ref[b, tile] + COLUMNS - 1) // COLUMNS - start
 
-        def step(number, carry):
+        def step(turn, carry):
             dk, dv = carry
-            head = shared * group + number // count
-            j = start + number % count
+            head = shared * group + turn // count
+            j = start + turn % count
             columns = pl.ds(j * COLUMNS, COLUMNS)
             zero = products.filled(0, ROWS, COLUMNS)
             s = products.plus(zero, k, products.columns(q_ref, (b, columns, head)))
@@ -271,18 +301,19 @@ def _keys_mosaic(q, k, v, first, lse, delta, do, call: Call) -> tuple[jax.Array,
             s = rule.score(s)
             p = jnp.where(seen, jnp.exp(s - _spread(lse, s, 1)), 0.0)
             ds = p * (dp - _spread(delta, dp, 1)) * rule.slope(s)
-            dv = products.plus(dv, products.operand(p), products.columns(doT_ref, (b, head, slice(None), columns)))
-            dk = products.plus(dk, products.operand(ds), products.columns(qT_ref, (b, head, slice(None), columns)))
+            of_k, of_v = _channels(width_k, part), _channels(width_v, part)
+            dv = products.plus(dv, products.operand(p), products.columns(doT_ref, (b, head, of_v, columns)))
+            dk = products.plus(dk, products.operand(ds), products.columns(qT_ref, (b, head, of_k, columns)))
             return dk, dv
 
-        carry = products.filled(0, ROWS, h), products.filled(0, ROWS, h)
+        carry = products.filled(0, ROWS, width_k), products.filled(0, ROWS, width_v)
         dk, dv = jax.lax.fori_loop(0, group * count, step, carry)
-        tiles.store(dk_ref, (b, rows, shared), dk.astype(dk_ref.dtype))
-        tiles.store(dv_ref, (b, rows, shared), dv.astype(dv_ref.dtype))
+        tiles.store(dk_ref, (b, rows, shared, _channels(width_k, part)), dk.astype(dk_ref.dtype))
+        tiles.store(dv_ref, (b, rows, shared, _channels(width_v, part)), dv.astype(dv_ref.dtype))
 
-    out = (jax.ShapeDtypeStruct(k.shape, dtype or k.dtype),) * 2
+    out = tuple(jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in (k, v))
     operands = k, v, q, _transposed(q), do, _transposed(do), first, ends, lse, delta
-    return _launch(kernel, operands, out, (T // ROWS, K, B), interpret)
+    return _launch(kernel, operands, out, (T // ROWS, K * number, B), interpret)
 
 
 def _transposed(x_BSHh: jax.Array) -> jax.Array:
@@ -326,7 +357,7 @@ class Saved(NamedTuple):
 def attention(
     q: Float[Array, "B S H h"],
     k: Float[Array, "B T K h"],
-    v: Float[Array, "B T K h"],
+    v: Float[Array, "B T K v"],
     starts: Int[Array, "B S"],
     *,
     window: int = 0,
@@ -335,20 +366,19 @@ def attention(
     sinks: Float[Array, " H"] | None = None,
     implementation: Implementation = None,
     interpret: bool = False,
-) -> Float[Array, "B S H h"]:
+) -> Float[Array, "B S H v"]:
     """softmax(score(q k^T)) v over the keys of the query's document up to its own, differentiable; see above.
 
     The queries are the last S of the keys' T positions. starts: int32, indices among the keys, nondecreasing in a row.
     window: number of latest positions that a query attends to, its own included; 0: all. scale: None: 1 / sqrt(h).
     softcap: 0: none. sinks: see above; None: there are none. Raises ValueError for other shapes and dtypes, and
-    dispatch.Unserved if implementation="mosaic" and the kernel does not take the heads: 16-bit, a multiple of 16 up to
-    128 channels.
+    dispatch.Unserved if implementation="mosaic" and the kernel does not take the heads, see HEADS.
     """
     _check(q, k, v, starts, window)
     rule = ScoreSettings(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
-    expected = f"expected 16-bit heads of a multiple of 16 up to {LARGEST_HEAD} channels"
-    got = f"{q.dtype} of {q.shape[-1]}"
-    if dispatch.runs_kernel("attention", implementation, fits(q.dtype, q.shape[-1]), expected, got):
+    sizes = q.shape[-1], v.shape[-1]
+    got = f"{q.dtype} of {sizes[0]}" + ("" if sizes[0] == sizes[1] else f", values of {sizes[1]}")
+    if dispatch.runs_kernel("attention", implementation, fits(q.dtype, *sizes), f"expected {HEADS}", got):
         sinks = sinks if sinks is None else mark_varying(sinks, varying_axes(q))
         return _attention(q, k, v, starts, sinks, rule, interpret)
     return reference(q, k, v, starts, rule, sinks)
@@ -439,7 +469,7 @@ def _check(q, k, v, starts, window: int) -> None:
     T = k.shape[1] if k.ndim == 4 else 0
     shaped = T >= S and k.shape == (B, T, k.shape[2], h) and H % k.shape[2] == 0
     expect(shaped, op, "k", (B, f"{S} or more", "K", h), k.shape)
-    expect(v.shape == k.shape, op, "v", k.shape, v.shape)
+    expect(v.shape[:3] == k.shape[:3] and v.ndim == 4, op, "v", (*k.shape[:3], "v"), v.shape)
     expect(q.dtype == k.dtype == v.dtype, op, "dtype of k and v", q.dtype, (k.dtype, v.dtype))
     expect(
         starts.shape == (B, S) and starts.dtype == i32,

@@ -5,6 +5,7 @@ issue 46231), which gives wrong gradients without an error.
 """
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from surojax.assembly.xla_options import NO_GRAPHS, compiler_options
 from surojax.numerics import ordered_sums
 from surojax.placement import cuda_plugin
 from surojax.planner import aot, costs, footprint, hlo
+from surojax.step import outer
 
 # -- Sums of rows ----------------------------------------------------------------------------------------------------
 
@@ -76,16 +78,45 @@ STEPS = [
 
 def unordered_scatters(text: str) -> list[str]:
     """The operations of a compiled step that may write one place several times."""
-    lines = [line for line in text.splitlines() if re.search(r"= \S+ scatter\(", line)]
+    lines = [line for line in text.splitlines() if re.search(r" (select-and-)?scatter\(", line)]
     assert lines, "the gradient of the embedding is a scatter"
     return [line.strip() for line in lines if "unique_indices=true" not in line]
 
 
+def dumped(folder: Path) -> dict:
+    """XLA options with which the PTX of each kernel is written into a folder."""
+    return {"xla_dump_to": str(folder), "xla_gpu_dump_llvmir": True, "xla_dump_emitter_re": ".*"}
+
+
+def atomics(folder: Path) -> list[str]:
+    """The atomic instructions of the kernels whose PTX XLA wrote into a folder."""
+    files = list(folder.glob("*.ptx"))
+    assert len(files) > 5, "kernels"
+    return [
+        line.strip() for file in files for line in file.read_text().splitlines() if re.search(r"\b(atom|red)\.", line)
+    ]
+
+
 @needs_compiler
 @pytest.mark.parametrize("gpus, changes", quick_at(STEPS, 0), ids=str)
-def test_no_place_is_written_twice_by_a_scatter(gpus, changes):
-    """A place that is written several times is atomic operations on a GPU, in the order in which blocks run."""
-    assert not unordered_scatters(compiled_step(gpus, **changes))
+def test_no_place_is_written_twice_by_a_scatter(tmp_path, gpus, changes):
+    """A place that is written several times is atomic operations on a GPU, in the order in which blocks run.
+
+    Nor does any other kernel that XLA makes of a step have one.
+    """
+    text = compiled_step(gpus, dumped(tmp_path), **changes)
+    assert not unordered_scatters(text)
+    assert not atomics(tmp_path)
+
+
+@needs_compiler
+@pytest.mark.full
+def test_rows_that_are_added_one_by_one_are_noticed(tmp_path, monkeypatch):
+    """As a scatter that may write a place twice, and as the atomic instruction that it becomes."""
+    monkeypatch.setattr(outer, "add_rows", lambda table, rows, values: table.at[rows].add(values))
+    text = compiled_step(1, dumped(tmp_path))
+    assert unordered_scatters(text)
+    assert atomics(tmp_path)
 
 
 # -- Host slices in loops --------------------------------------------------------------------------------------------

@@ -48,9 +48,10 @@ LIMITS: list[tuple[dict[str, Any], str, tuple, Any, str]] = [
     (
         MOSAIC,
         "head_dim",
-        (16, 128),
+        (16, 128, 160, 256),
         144,
-        "bfloat16 heads of a multiple of 16 up to 128 channels with attention='mosaic', got 'bfloat16 of 144'; "
+        "16-bit heads of a multiple of 16 up to 128 channels, of 32 up to 256 with attention='mosaic', got "
+        "'bfloat16 of 144'; "
         "use attention='auto'",
     ),
     (

@@ -113,7 +113,8 @@ def test_the_estimate_counts_what_a_softcap_keeps_in_memory():
 
     scores = 4 * 8 * 2048 * 2048 * 4  # of 4 sequences and 8 heads, float32
     capped = {"model.attn_logit_softcapping": 50.0}
-    assert space() < space(**capped) < scores < space(**capped | {"model.head_dim": 160})
-    assert space(**{"model.head_dim": 160}) > scores  # nor has cuDNN heads of more than 128 channels
+    assert space() < space(**capped) < scores < space(**capped | {"model.head_dim": 144})
+    assert space(**{"model.head_dim": 144}) > scores  # nor has cuDNN heads of more than 128 channels
+    assert space(**{"model.head_dim": 160}) < scores  # halves of a multiple of 16 channels
     logits = {"vocab_size": 32000, "lmhead_chunks": 1}
     assert space(**logits, **{"model.final_logit_softcapping": 30.0}) - space(**logits) == 4 * 2048 * 32000 * 2

@@ -31,10 +31,12 @@ def starts_of(lengths) -> np.ndarray:
     return np.repeat(ends - lengths, lengths).astype(np.int32)
 
 
-def data(lengths, H: int, K: int, h: int, dtype=bf16):
-    """(q, k, v, gradient of the result, starts) for the documents' lengths of each row."""
+def data(lengths, H: int, K: int, h: int | tuple[int, int], dtype=bf16):
+    """(q, k, v, gradient of the result, starts) for the documents' lengths of each row; h: also (h, channels of v)."""
     starts = np.stack([starts_of(row) for row in lengths])
-    q, k, v, do = (normal(i, (*starts.shape, n, h), dtype) for i, n in enumerate((H, K, K, H)))
+    h, of_values = h if isinstance(h, tuple) else (h, h)
+    heads = (H, h), (K, h), (K, of_values), (H, of_values)
+    q, k, v, do = (normal(i, (*starts.shape, *head), dtype) for i, head in enumerate(heads))
     return q, k, v, do, starts
 
 
@@ -62,6 +64,9 @@ CASES = [
     ([(1,) * 30 + (34,)], 2, 2, 48, 0, {}),
     ([(20, 44)], 2, 1, 16, 0, {"scale": 0.5, "softcap": 2.0}),  # scores up to 10 times the cap
     ([(5, 123)], 2, 1, 128, 2, {}),  # a query sees two keys
+    ([(20, 44)], 2, 1, 256, 0, {}),  # results in two parts of 128 channels
+    ([(20, 44)], 1, 1, (192, 128), 0, {}),  # in parts of 96 and 64
+    ([(64,)], 2, 1, (32, 64), 0, {}),
 ]
 
 
@@ -159,8 +164,13 @@ def test_the_reference_is_the_mask_written_out():
 
 def test_what_the_kernel_does_not_take_is_refused():
     q, k, v, _, starts = data([(7, 9)], 4, 2, 8)
-    with pytest.raises(dispatch.Unserved, match="attention: expected 16-bit heads of a multiple of 16 up to 128"):
+    heads = (
+        "attention: expected 16-bit heads of a multiple of 16 up to 128 channels, of 32 up to 256, got bfloat16 of 8"
+    )
+    with pytest.raises(dispatch.Unserved, match=heads):
         op.attention(q, k, v, starts, implementation="mosaic")
+    with pytest.raises(dispatch.Unserved, match="got bfloat16 of 8, values of 4"):
+        op.attention(q, k, v[..., :4], starts, implementation="mosaic")
     for wrong in (starts[:, 1:], starts.astype(np.int16)):
         with pytest.raises(ValueError, match=r"attention: starts: expected int32 \(1, 16\), got"):
             op.attention(q, k, v, jnp.asarray(wrong))
@@ -172,16 +182,31 @@ def test_what_the_kernel_does_not_take_is_refused():
         attend(q, k, v, starts=jnp.asarray(starts), implementation="cudnn")
 
 
-def test_auto_is_flash_attention_where_a_gpu_has_it():
-    assert chosen_implementation("auto", "bfloat16", 128, gpu=True, packed=True) == "mosaic"
-    assert chosen_implementation("auto", "bfloat16", 128, gpu=True, packed=False) == "cudnn"
-    for dtype, head_dim, gpu in (("float32", 128, True), ("bfloat16", 256, True), ("bfloat16", 128, False)):
-        assert chosen_implementation("auto", dtype, head_dim, gpu=gpu, packed=True) == "xla"
-    for head_dim, packed, by in ((256, False, "cudnn"), (264, False, "xla"), (256, True, "xla"), (128, True, "mosaic")):
-        assert chosen_implementation("auto", "bfloat16", head_dim, gpu=True, packed=packed, hopper=True) == by
-    assert chosen_implementation("auto", "bfloat16", 256, gpu=False, packed=False, hopper=True) == "xla"
-    assert chosen_implementation("auto", "bfloat16", 40, gpu=True, packed=True) == "xla"
-    assert chosen_implementation("auto", "bfloat16", 40, gpu=True, packed=False) == "cudnn"
+CHOSEN = [  # dtype, channels, those of values, packed; chosen on an Ada or Ampere GPU, on Hopper
+    ("bfloat16", 128, 0, False, "cudnn", "cudnn"),
+    ("bfloat16", 128, 0, True, "mosaic", "mosaic"),
+    ("bfloat16", 40, 0, False, "cudnn", "cudnn"),
+    ("bfloat16", 40, 0, True, "xla", "xla"),
+    ("bfloat16", 256, 0, False, "mosaic", "cudnn"),
+    ("bfloat16", 256, 0, True, "mosaic", "mosaic"),
+    ("bfloat16", 136, 0, False, "xla", "cudnn"),
+    ("bfloat16", 144, 0, True, "xla", "xla"),  # halves of 72
+    ("bfloat16", 264, 0, False, "xla", "xla"),
+    ("bfloat16", 288, 0, True, "xla", "xla"),
+    ("bfloat16", 192, 128, False, "mosaic", "cudnn"),
+    ("bfloat16", 192, 128, True, "mosaic", "mosaic"),
+    ("bfloat16", 128, 64, False, "mosaic", "mosaic"),  # no pair of sizes that cuDNN has a backward pass for
+    ("float32", 128, 0, False, "xla", "xla"),
+    ("float32", 256, 0, True, "xla", "xla"),
+]
+
+
+@pytest.mark.parametrize("dtype, head_dim, value_dim, packed, elsewhere, on_hopper", CHOSEN)
+def test_auto_is_flash_attention_where_a_gpu_has_it(dtype, head_dim, value_dim, packed, elsewhere, on_hopper):
+    heads = "auto", dtype, head_dim, value_dim
+    for hopper, by in ((False, elsewhere), (True, on_hopper)):
+        assert chosen_implementation(*heads, gpu=True, packed=packed, hopper=hopper) == by
+        assert chosen_implementation(*heads, gpu=False, packed=packed, hopper=hopper) == "xla"
 
 
 # --- compiled for GPUs ------------------------------------------------------------------------------------------------
@@ -219,24 +244,66 @@ def compile_block(kind: str, implementation: str) -> dict:
     return {"kernels": sum("mosaic" in call for call in calls), "squares": sorted(squares)}
 
 
-@pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
+def compile_heads(kind: str, implementation: str, *sizes: int) -> dict:
+    """Attention of 2 x S tokens forward and backward for a GPU; sizes: channels of queries and keys, of values."""
+    mesh = jax.sharding.Mesh(np.array(aot.devices(kind, 1)), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.NamedSharding(mesh.abstract_mesh, jax.P())
+    array = lambda h: jax.ShapeDtypeStruct((2, S, 4, h), bf16, sharding=where)
+
+    def passes(q, k, v, do):
+        return with_gradients(functools.partial(attend, implementation=implementation), q, k, v, do)
+
+    specs = {"in_specs": jax.P(), "out_specs": jax.P(), "check_vma": False}
+    arguments = tuple(map(array, (sizes[0], *sizes, sizes[1])))
+    compiled = aot.compile_for(jax.jit(jax.shard_map(passes, mesh=mesh, **specs)), arguments, mesh)
+    calls = re.findall(r'custom_call_target="([^"]*)"', compiled.text)
+    squares = set(re.findall(rf"\w+\[[\d,]*\b{S},{S}\]", compiled.text))
+    return {"calls": calls, "squares": sorted(squares), "temporary": compiled.temp_bytes}
+
+
+def compiled_elsewhere(function: str, kind: str, *arguments) -> dict:
+    """The result of a function of this file in a process that compiles for another kind of GPU."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, function, json.dumps([kind, *arguments])]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
+
+
+@needs_compiler
 @pytest.mark.parametrize("kind, implementation", [("h200", "auto"), ("rtx4090", "auto"), ("rtx4090", "xla")])
 @pytest.mark.full
 def test_a_packed_block_has_no_array_of_s_by_s(kind, implementation):
     """The kernel is called three times: forward, for dq, and for dk and dv. XLA's attention has the scores."""
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
-    ran = subprocess.run([sys.executable, __file__, kind, implementation], env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads(ran.stdout.splitlines()[-1])
+    found = compiled_elsewhere("compile_block", kind, implementation)
     if implementation == "xla":
         assert found["kernels"] == 0 and any("f16" in square or "f32" in square for square in found["squares"])
     else:
         assert found == {"kernels": 3, "squares": []}
 
 
+CUDNN = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(256, 256), (192, 128)])
+@pytest.mark.parametrize("kind, implementation", [("h200", "cudnn"), ("rtx4090", "mosaic")])
+def test_wide_heads_are_compiled_for_a_gpu(kind, implementation, sizes):
+    """By the implementation that is chosen there, forward and backward, without scores in memory."""
+    assert chosen_implementation("auto", bf16, *sizes, gpu=True, packed=False, hopper=kind == "h200") == implementation
+    found = compiled_elsewhere("compile_heads", kind, implementation, *sizes)
+    assert found["calls"] == (CUDNN if implementation == "cudnn" else ["mosaic_gpu_v2"] * 3)
+    operand = 2 * S * 4 * 2 * sizes[0]  # bytes of queries
+    assert found["squares"] == [] and found["temporary"] < 6 * operand
+
+
 if __name__ == "__main__":
-    print(json.dumps(compile_block(*sys.argv[1:])))
+    print(json.dumps(globals()[sys.argv[1]](*json.loads(sys.argv[2]))))
 
 
 @pytest.mark.gpu

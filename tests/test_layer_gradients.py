@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from surojax.placement.param import OUTER
 from surojax.planner import file_time, footprint
 from surojax.planner.traffic import BatchShape
 from surojax.step.file_step import UpdatingRounds
+from surojax.step.several_programs import SeveralPrograms
 from surojax.step.state_plan import bytes_per_device, leaf_bytes
 from surojax.step.train_step import evaluated, up_to_date
 from surojax.step.work_weights import WorkWeights
@@ -184,6 +186,32 @@ def test_files_that_are_kept_in_memory_are_smaller(tmp_path, gib):
 
 def with_all_microbatches(engine):
     return dataclasses.replace(engine, microbatches_per_fetch=A)
+
+
+@pytest.mark.parametrize("late", quick_at([({},), (LATE,)], 0), ids=str)
+def test_what_is_in_memory_beside_a_program_is_planned(tmp_path, monkeypatch, late):
+    """Every array larger than a batch that exists while a program runs is planned as its argument or beside it."""
+    small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | WEIGHTS | STEP | STATE | late))
+    small.train(batches()[:2])
+    shape = jax.ShapeDtypeStruct((A, B, S), np.int32, sharding=batch_sharding(small.mesh))
+    planned = dict(zip(small.step.functions, small.step.programs(shape, shape), strict=True))
+    assert len(planned) > 5
+    unplanned = {}
+    run = SeveralPrograms.run
+
+    def observed(step, name, *arguments):
+        new = (x for x in jax.live_arrays() if id(x) not in before and x.size > A * B * S)
+        kinds = Counter((x.shape, x.dtype.name) for x in new)
+        part = planned[name]
+        kinds -= Counter((x.shape, x.dtype.name) for x in jax.tree.leaves((part.arguments, part.others)))
+        if kinds:
+            unplanned[name] = kinds
+        return run(step, name, *arguments)
+
+    before = {id(x) for x in jax.live_arrays()}
+    monkeypatch.setattr(SeveralPrograms, "run", observed)
+    small.train(batches()[2:])
+    assert not unplanned
 
 
 @pytest.mark.full

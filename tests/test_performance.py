@@ -43,9 +43,28 @@ def test_a_goal_that_is_lost_fails(monkeypatch, capsys, before, now, goal, measu
     monkeypatch.setattr(performance, "ROWS", (row(before, goal, measure),))
     monkeypatch.setattr(performance.Row, "figure", lambda self, settings: float(now))
     assert performance.main([]) == code
-    *_, line = capsys.readouterr().out.splitlines()
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("| a row |"))
     assert line.startswith(f"| a row | {before} | {now} {measure.unit} | {goal} | {reached} | `--gpu {GPU} --config ")
     assert performance.main(["--only", "another"]) == 0
+
+
+def test_measured_steps_have_the_errors_of_their_predictions(monkeypatch, capsys):
+    """By each version of XLA; the columns of the other one are those of a process with its folder."""
+    step = row(0, 0)
+    monkeypatch.setattr(performance, "ROWS", (row(5, 6),))
+    monkeypatch.setattr(performance, "MEASURED", ((step, 50),))
+    monkeypatch.setattr(performance.Row, "figure", lambda self, settings: 49.0)
+    assert performance.main(["--figure", step.name]) == 0
+    assert capsys.readouterr().out == "49.0\n"
+    printed = lambda self, arguments: "0.11.2\n" if "-c" in arguments else "55.0\n"
+    monkeypatch.setattr(performance.Compilers, "elsewhere", printed)
+    performance.main(["--also", "older"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert (
+        lines[2].startswith(f"| a row | 5 | 49 ms | 55 | 6 | no | `--gpu {GPU}") and " by 0.11.2 | goal |" in lines[0]
+    )
+    assert lines[-1] == "| a row | 50 | 49 | -2.0 % | 55 | +10.0 % |"
+    assert len({line.count("|") for line in lines[:3]}) == len({line.count("|") for line in lines[3:]}) == 1
 
 
 def test_ratios_are_to_the_other_step(monkeypatch):

@@ -115,6 +115,7 @@ def test_auto_is_cudnn_unless_something_hides_keys():
     assert auto(packed=True) == auto(window=True) == auto(softcap=True) == "mosaic"
     assert auto(piece=4098) == "cudnn" and auto(piece=4098, packed=True) == "xla"
     assert auto(head_dim=40) == "cudnn" and auto(head_dim=40, window=True) == "xla"
+    assert auto(head_dim=256) == "mosaic" and auto(head_dim=256, hopper=True) == "cudnn"
     assert auto(dtype="float32") == auto(gpu=False) == auto(piece=4097) == "xla"
     with pytest.raises(
         dispatch.Unserved,

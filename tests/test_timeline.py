@@ -214,6 +214,27 @@ def test_attention_counts_causal_products():
     assert backward == pytest.approx(2.5 * flops / (0.25 * GPU.bf16_flops))
 
 
+@pytest.mark.parametrize("of_values, parts", [(64, 1), (192, 2)])
+def test_attention_by_our_kernel_counts_causal_products(of_values, parts):
+    """Two products forward, three for dq, four for dk and dv; those for scores once for each part of the channels."""
+    q, k, v, do = "[1,64,4,32]", "[1,64,2,32]", f"[1,64,2,{of_values}]", f"[1,64,4,{of_values}]"
+    kT, vT, n = "[1,2,32,64]", f"[1,2,{of_values},64]", "[1,64]"
+    calls = {
+        (q, k, vT, n): parts * 32 + of_values,
+        (q, do, k, kT, v, n, n, n): parts * (32 + of_values) + 32,
+        (k, v, q, q, do, do, n, n, n, n): (parts + 1) * (32 + of_values),
+    }
+    for operands, channels in calls.items():
+        given = "\n".join(f"  %x{i} = bf16{shape} parameter({i})" for i, shape in enumerate(operands))
+        names = ", ".join(f"%x{i}" for i in range(len(operands)))
+        attributes = 'custom_call_target="mosaic_gpu_v2", metadata={op_name="NAME"}'
+        line = f"{given}\n  %t = bf16[1] custom-call({names}), {attributes}"
+        for name in ("jit(f)/attention/kernel/mpmd_map", "jit(f)/transpose(jvp(attention))/kernel/mpmd_map"):
+            rate = 0.5 if len(operands) == 4 else 0.25
+            seconds = simulated(program(line.replace("NAME", name))).seconds
+            assert seconds == pytest.approx(2 * 4 * 64 * 64 / 2 * channels / (rate * GPU.bf16_flops)), operands
+
+
 def test_an_asynchronous_pair_overlaps():
     """A second of copying beside a second of a product; alone, all of it is exposed."""
     beside = simulated(program(READ, f"  %y {Y}", END))

@@ -25,8 +25,9 @@ UNFUSED_SLICES: dict[str, str | bool | int] = {"xla_gpu_enable_dynamic_slice_fus
 
 # The same kernel for the same product in every program, and no kernel whose result differs from run to run, so that an
 # offload, a placement or a resumed run changes no bit. Products within fusions that slice have another workspace and
-# algorithm; timing may choose another one in each process. cuDNN's backward attention adds in a fixed order only under
-# XLA's option for the whole program, which would sort every scatter that may write a place twice: a step has none.
+# algorithm; timing may choose another one in each process. cuDNN's backward attention adds in a fixed order under XLA's
+# option for the whole program, which would sort every scatter that may write a place twice: a step has none. Its own
+# setting, `force_deterministic` in the configuration of the call, is kept by XLA 0.12 but not offered by JAX.
 PINNED: dict[str, str | bool | int] = UNFUSED_SLICES | {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_exclude_nondeterministic_ops": True,

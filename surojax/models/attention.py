@@ -1,6 +1,7 @@
 """Scaled dot-product attention: by XLA, by cuDNN or by our kernel. No other file but cudnn.py calls one.
 
-Shape suffixes: B batch, S query positions, T key positions, H query heads, K key/value heads, h head dimension.
+Shape suffixes: B batch, S query positions, T key positions, H query heads, K key/value heads, h head dimension, v that
+of values.
 """
 
 import functools
@@ -18,24 +19,28 @@ from surojax.parallel import context
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "mosaic")
 
 
-def fits_cudnn(dtype, head_dim: int, *, hopper: bool = False) -> bool:
+def fits_cudnn(dtype, head_dim: int, value_dim: int = 0, *, hopper: bool = False) -> bool:
     """True if cuDNN's flash attention supports heads of this dtype and size on NVIDIA GPUs of sm_80 and newer.
 
-    hopper: of a GPU of sm_90, which has it for up to 256 channels, others for up to 128.
+    value_dim: of values, 0: the same. hopper: of a GPU of sm_90, which has it for up to 256 channels, and for 192 with
+    values of 128; others have it for up to 128.
     """
     half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    if value_dim not in (0, head_dim):
+        return half and hopper and (head_dim, value_dim) == cudnn.KEYS_AND_VALUES
     return half and head_dim % 8 == 0 and head_dim <= (256 if hopper else 128)
 
 
-def fits_mosaic(dtype, head_dim: int) -> bool:
+def fits_mosaic(dtype, head_dim: int, value_dim: int = 0) -> bool:
     """True if our flash attention supports heads of this dtype and size on NVIDIA GPUs of sm_80 and newer."""
-    return kernel.fits(dtype, head_dim)
+    return kernel.fits(dtype, head_dim, value_dim)
 
 
 def chosen_implementation(
     implementation: str,
     dtype,
     head_dim: int,
+    value_dim: int = 0,
     *,
     gpu: bool,
     packed: bool,
@@ -47,19 +52,24 @@ def chosen_implementation(
 ) -> str:
     """The implementation that "auto" selects for these heads: a GPU's flash attention if it supports them, else xla.
 
-    packed: a row has several documents, which cuDNN separates by an S x S bias only. softcap: scores have a softcap,
+    Where cuDNN and our kernel both do, it is cuDNN.
+
+    value_dim: channels of values, 0: as many as of queries and keys. packed: a row has several documents, which cuDNN
+    separates by an S x S bias, or with a fixed number of documents in each row. softcap: scores have a softcap,
     which cuDNN does not compute. sinks: heads have them, for which `jax.nn` gives no log-sum-exp of cuDNN; pairs of
     pieces have one. window: of the layer. piece: tokens of each of the pairs of pieces that allgather and
     ring compute; 0: whole sequences. hopper: see `fits_cudnn`.
     """
     if piece:
-        how: Any = {"gpu": gpu, "all_seen": not (packed or window), "softcap": softcap}
+        how: Any = {"gpu": gpu, "all_seen": not (packed or window), "softcap": softcap, "hopper": hopper}
         return ring_pairs.chosen_for_pairs(implementation, dtype, head_dim, piece, **how)
     if implementation != "auto":
         return implementation
-    if packed or softcap or sinks:
-        return "mosaic" if gpu and fits_mosaic(dtype, head_dim) else "xla"
-    return "cudnn" if gpu and fits_cudnn(dtype, head_dim, hopper=hopper) else "xla"
+    if not gpu:
+        return "xla"
+    if not (packed or softcap or sinks) and fits_cudnn(dtype, head_dim, value_dim, hopper=hopper):
+        return "cudnn"
+    return "mosaic" if fits_mosaic(dtype, head_dim, value_dim) else "xla"
 
 
 def on_hopper() -> bool:
@@ -71,6 +81,7 @@ def chosen_here(
     implementation: str,
     dtype,
     head_dim: int,
+    value_dim: int = 0,
     *,
     packed: bool,
     softcap: bool = False,
@@ -83,17 +94,17 @@ def chosen_here(
     Arguments: see `chosen_implementation`.
     """
     # cuDNN is asked by `jax.nn` for what it supports; the kernel knows the GPUs that it is compiled for.
-    ours = packed or softcap or sinks or piece
+    hopper = on_hopper()
+    ours = packed or softcap or sinks or piece or not fits_cudnn(dtype, head_dim, value_dim, hopper=hopper)
     gpu = dispatch.choose("attention", None) == "mosaic" if ours else jax.default_backend() == "gpu"
     kind: Any = {"packed": packed, "softcap": softcap, "sinks": sinks, "window": window, "piece": piece}
-    kind |= {"hopper": gpu and on_hopper()}
-    return chosen_implementation(implementation, dtype, head_dim, gpu=gpu, **kind)
+    return chosen_implementation(implementation, dtype, head_dim, value_dim, gpu=gpu, hopper=hopper, **kind)
 
 
 def attend(
     q_BSHh: jax.Array,
     k_BTKh: jax.Array,
-    v_BTKh: jax.Array,
+    v_BTKv: jax.Array,
     *,
     start: jax.Array | int | None = None,
     starts: jax.Array | None = None,
@@ -103,7 +114,7 @@ def attend(
     sinks: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Causal attention softmax(scale q k^T) v: `[B, S, H, h]`.
+    """Causal attention softmax(scale q k^T) v: `[B, S, H, v]`.
 
     start: position of the first query if the keys are a cache of T positions; None: the queries are the last S of the T
     positions. starts: int32 `[B, S]`, for each token the index in its row at which its document starts, if a row has
@@ -122,7 +133,7 @@ def attend(
         raise ValueError(f"attention implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
     half = q_BSHh.dtype in (jnp.bfloat16, jnp.float16)
     if implementation == "auto":
-        heads = q_BSHh.dtype, q_BSHh.shape[-1]
+        heads = q_BSHh.dtype, q_BSHh.shape[-1], v_BTKv.shape[-1]
         kind: Any = {"packed": starts is not None, "softcap": softcap > 0, "sinks": sinks is not None}
         implementation = "xla" if start is not None else chosen_here("auto", *heads, **kind)
     if implementation == "cudnn" and not half:
@@ -139,13 +150,15 @@ def attend(
     if implementation == "mosaic":
         starts = jnp.zeros(q_BSHh.shape[:2], jnp.int32) if starts is None else starts
         scores: Any = {"window": window, "scale": scale, "softcap": softcap, "sinks": sinks}
-        return kernel.attention(q_BSHh, k_BTKh, v_BTKh, starts, implementation="mosaic", **scores)
+        return kernel.attention(q_BSHh, k_BTKh, v_BTKv, starts, implementation="mosaic", **scores)
     if implementation == "cudnn":
         if k_BTKh.shape[1] > q_BSHh.shape[1]:
-            return cudnn.attend_after(q_BSHh, k_BTKh, v_BTKh, window, scale)
+            return cudnn.attend_after(q_BSHh, k_BTKh, v_BTKv, window, scale)
+        if v_BTKv.shape[-1] != q_BSHh.shape[-1]:
+            return cudnn.attend_other_values(q_BSHh, k_BTKh, v_BTKv, window, scale)
         local = (window - 1, 0) if window else None
         options: dict[str, Any] = {"scale": scale, "implementation": implementation}
-        return jax.nn.dot_product_attention(q_BSHh, k_BTKh, v_BTKh, is_causal=True, local_window_size=local, **options)
+        return jax.nn.dot_product_attention(q_BSHh, k_BTKh, v_BTKv, is_causal=True, local_window_size=local, **options)
     factor = q_BSHh.shape[-1] ** -0.5 if scale is None else scale
 
     # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster. The mask is
@@ -158,7 +171,7 @@ def attend(
             mask = mask & same_document(starts, k.shape[1])
         return by_xla(q, k, v, mask, factor, softcap, sinks)
 
-    return masked(q_BSHh, k_BTKh, v_BTKh, starts, sinks)
+    return masked(q_BSHh, k_BTKh, v_BTKv, starts, sinks)
 
 
 def attend_in_context(
@@ -189,7 +202,7 @@ PRECISION = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": ja
 def by_xla(
     q_BSHh: jax.Array,
     k_BTKh: jax.Array,
-    v_BTKh: jax.Array,
+    v_BTKv: jax.Array,
     mask_B1ST: jax.Array,
     scale: float,
     softcap: float,
@@ -212,9 +225,9 @@ def by_xla(
     scores_BKGST = scores_BKRT.reshape(B, K, G, S, T)
     shown_BKGST = jnp.where(mask_B1ST[:, :, None], scores_BKGST, jnp.finfo(jnp.float32).min)
     sinks_KG11 = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(K, G, 1, 1)
-    weights_BKRT = softmax(shown_BKGST, sinks_KG11).astype(v_BTKh.dtype).reshape(B, K, G * S, T)
-    y_BKRh = jnp.einsum("BKRT,BTKh->BKRh", weights_BKRT, v_BTKh)
-    return y_BKRh.reshape(B, K, G, S, h).transpose(0, 3, 1, 2, 4).reshape(B, S, H, h)
+    weights_BKRT = softmax(shown_BKGST, sinks_KG11).astype(v_BTKv.dtype).reshape(B, K, G * S, T)
+    y_BKRv = jnp.einsum("BKRT,BTKv->BKRv", weights_BKRT, v_BTKv)
+    return y_BKRv.reshape(B, K, G, S, -1).transpose(0, 3, 1, 2, 4).reshape(B, S, H, -1)
 
 
 def softmax(x: jax.Array, sinks: jax.Array | None = None) -> jax.Array:

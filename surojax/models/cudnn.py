@@ -29,6 +29,7 @@ from jaxlib.version import __version_info__ as jaxlib_version
 
 from pallas_kernels import dispatch
 
+KEYS_AND_VALUES = (192, 128)  # the only channels of keys and of values that differ and have a backward pass, on Hopper
 HAS_SCORE_FUNCTIONS = jaxlib_version >= (0, 12)  # whose operator has an argument for them
 
 
@@ -69,6 +70,18 @@ def attend_after(
         y_BTHh = jax.nn.dot_product_attention(*operands, is_causal=True, **options)
         return y_BTHh[:, before : k_BTKh.shape[1]]
     return _in_two_parts(q_BSHh, k_BTKh, v_BTKh, q_BSHh.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def attend_other_values(
+    q_BSHh: jax.Array, k_BSKh: jax.Array, v_BSKv: jax.Array, window: int, scale: float | None
+) -> jax.Array:
+    """Causal attention `[B, S, H, v]` with values of v channels, which `jax.nn` does not take; h, v: KEYS_AND_VALUES.
+
+    window, scale: see `attention.attend`.
+    """
+    scale = q_BSHh.shape[-1] ** -0.5 if scale is None else scale
+    options: Any = {"scale": scale, "mask_type": stablehlo.MaskType.CAUSAL, "sliding_window_length": window or None}
+    return stablehlo.dot_product_attention(q_BSHh, k_BSKh, v_BSKv, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+from pallas_kernels.flash_attention import HEADS
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
 from surojax.models.decoder import MIXERS
@@ -39,7 +40,7 @@ def check_decoder(c) -> None:
         change = "set attention='xla', or change it"
         need(h % 8 == 0 and h <= 256, "model.head_dim", "a multiple of 8 up to 256 with cudnn", h, change)
     if c.attention == "mosaic":
-        expected = "bfloat16 heads of a multiple of 16 up to 128 channels with attention='mosaic'"
+        expected = f"{HEADS} with attention='mosaic'"
         change = "use attention='auto'"
         need(fits_mosaic(c.model_dtype, h), "model.head_dim", expected, f"{c.model_dtype} of {h}", change)
     _check_mixers(c)

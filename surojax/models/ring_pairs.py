@@ -98,26 +98,36 @@ def _over_channels(x_BKGt: jax.Array) -> jax.Array:
 
 
 def chosen_for_pairs(
-    implementation: str, dtype, head_dim: int, tokens: int, *, gpu: bool, all_seen: bool, softcap: bool
+    implementation: str,
+    dtype,
+    head_dim: int,
+    tokens: int,
+    *,
+    gpu: bool,
+    all_seen: bool,
+    softcap: bool,
+    hopper: bool = False,
 ) -> str:
     """The implementation that "auto" selects for pieces of `tokens` tokens, with heads of this dtype and size.
 
     On a GPU this is cuDNN without documents, windows and softcaps, else our kernel, if they support the heads.
+    hopper: of a GPU of sm_90, on which cuDNN has heads of up to 256 channels.
     Raises NotImplementedError for "cudnn" or "mosaic" if that one does not support them.
     """
     half = jnp.dtype(dtype) in kernel.HALF
+    largest = 256 if hopper else 128
     takes = {
         "xla": True,
-        "cudnn": half and head_dim % 8 == 0 and head_dim <= 128 and tokens % 2 == 0 and all_seen and not softcap,
+        "cudnn": half and head_dim % 8 == 0 and head_dim <= largest and tokens % 2 == 0 and all_seen and not softcap,
         "mosaic": kernel.fits_part(dtype, head_dim, tokens),
     }
     if implementation == "auto":
         return next(by for by in ("cudnn", "mosaic", "xla") if takes[by] and (gpu or by == "xla"))
     if not takes[implementation]:
         expected = {
-            "cudnn": "16-bit heads of 8, 16, .. 128 channels, an even number of tokens, "
+            "cudnn": f"16-bit heads of 8, 16, .. {largest} channels, an even number of tokens, "
             "no documents, window or softcap",
-            "mosaic": f"16-bit heads of 16, 32, .. 128 channels, a multiple of {kernel.ROWS} tokens",
+            "mosaic": f"{kernel.HEADS}, a multiple of {kernel.ROWS} tokens",
         }
         got = f"{dtype} of {head_dim}, {tokens} tokens"
         got += ("" if all_seen else ", documents or a window") + (", a softcap" if softcap else "")

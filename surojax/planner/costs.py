@@ -2,7 +2,8 @@
 
 Matrix products: the dtype's peak rate times `Rates.products`, for whole waves of tiles (256 x 128 and smaller ones,
 which are slower; the k loop split over up to four blocks if that fills the multiprocessors), but at least the time of
-their bytes in device memory. Attention by cuDNN: causal FLOPs at a fraction of the bf16 peak. Everything else is bound
+their bytes in device memory. Attention by cuDNN and by our kernel: causal FLOPs at a fraction of the bf16 peak, which
+is assumed of our kernel, as that of cuDNN. Everything else is bound
 by device memory: the bytes that it reads and writes there, where a fusion that slices an array reads the slice, and one
 that updates an array in place writes the update.
 
@@ -20,6 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
+from pallas_kernels import flash_attention
 from surojax.placement import cuda_plugin
 from surojax.planner import hlo, links
 from surojax.planner.gpus import Gpu
@@ -302,7 +304,10 @@ def _library_call(p: ProgramOnGpu, i: Instruction, computation) -> tuple[str, fl
         assert dtype is not None, operands[0]
         return PRODUCT, product_time(p.gpu, m, n, k, batch, dtype[1]) + p.gpu.rates.launch
     if "fmha" in target:
-        flops, backward = attention_flops(i, operands[0])
+        flops, backward = attention_flops(i, operands[:3])
+        return ATTENTION, attention_time(p.gpu, flops, backward=backward) + p.gpu.rates.launch
+    if re.search(r'op_name="[^"]*\battention\)*/kernel\b', i.attributes):
+        flops, backward = kernel_attention_flops(operands)
         return ATTENTION, attention_time(p.gpu, flops, backward=backward) + p.gpu.rates.launch
     in_passes = _pass_time(p, _bytes(i.shape) + sum(map(_bytes, operands)))
     if re.search(r'op_name="[^"]*\bgrouped_matmul\b', i.attributes):
@@ -326,13 +331,36 @@ def product_sizes(i: Instruction, computation: Mapping[str, Instruction]) -> tup
     return math.prod(lhs) // (k * batch), math.prod(rhs) // (k * batch), k, batch
 
 
-def attention_flops(i: Instruction, queries: str) -> tuple[float, bool]:
-    """(FLOPs of an attention by cuDNN, whether it is the backward pass); queries: the shape of its first operand."""
+def attention_flops(i: Instruction, operands: Sequence[str]) -> tuple[float, bool]:
+    """(FLOPs of an attention by cuDNN, whether it is the backward pass); operands: shapes of queries, keys, values."""
     scores = _attribute(i, r'"dimensions": ?\[([^\]]*)\]')
     square = math.prod(int(x) for x in re.findall(r"\d+", scores))
     causal = 0.5 if "CAUSAL" in i.attributes else 1.0
     backward = "Backward" in _attribute(i, r'custom_call_target="([^"]*)"')
-    return 4.0 * square * _dims(queries)[-1] * causal * (BACKWARD_FLOPS if backward else 1.0), backward
+    channels = _dims(operands[0])[-1] + _dims(operands[-1])[-1]
+    return 2.0 * square * channels * causal * (BACKWARD_FLOPS if backward else 1.0), backward
+
+
+def kernel_attention_flops(operands: Sequence[str]) -> tuple[float, bool]:
+    """(FLOPs of a kernel of pallas_kernels/flash_attention.py, whether it is of the backward pass).
+
+    operands: their shapes, q, k, v transposed and the first keys forward; q, do, k, k transposed, v, ... for dq; k, v,
+    q, ... for dk and dv. Rows are taken to be one document each, which is the most that they can take.
+    """
+    shapes = [_dims(shape) for shape in operands]
+    if len(shapes) == 4:
+        (rows, queries, heads, width), (_, keys, *_), (*_, of_values, _) = shapes[:3]
+    elif len(shapes) == 8:
+        (rows, queries, heads, width), (*_, of_values), (_, keys, *_) = shapes[:3]
+    else:
+        (_, keys, *_), (*_, of_values), (rows, queries, heads, width) = shapes[:3]
+    scores = rows * heads * queries * (keys - queries / 2)
+    repeated = flash_attention.channel_parts(width, of_values)  # each part of the channels computes the scores
+    channels = {
+        4: repeated * width + of_values,
+        8: repeated * (width + of_values) + width,
+    }.get(len(shapes), (repeated + 1) * (width + of_values))
+    return 2.0 * scores * channels, len(shapes) > 4
 
 
 def product_time(gpu: Gpu, m: int, n: int, k: int, batch: int = 1, dtype: str = "bf16") -> float:

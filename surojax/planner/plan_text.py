@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from pallas_kernels.flash_attention import HEADS
 from surojax.placement import cuda_plugin
 from surojax.placement.home import HOMES
 from surojax.planner import aot
@@ -13,9 +14,11 @@ from surojax.planner.prediction import Prediction, milliseconds
 from surojax.planner.run_plan import Plan
 
 RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
+# 7B with five offloads on an H200: 3,704 ms, and 3,825 on the streams that XLA wrote down for the same program.
+IN_TURN = "which copies share a stream there is read from the program's text: such a step was predicted 3 % fast so"
 ATTENTION = {
     "mosaic": "flash attention within each (kernel of pallas_kernels), whose memory grows with S",
-    "xla": "attention by XLA, with S x S scores in memory; the kernel takes bfloat16 heads of 16, 32, .. 128 channels",
+    "xla": f"attention by XLA, with S x S scores in memory; the kernel takes {HEADS}",
 }
 
 
@@ -38,7 +41,7 @@ def plan_table(p: Plan) -> str:
     else:
         lines.append(f"compiled by XLA of the CUDA plugin {p.xla}; another version makes another program")
         if sum(p.host_transfers.values()) and (slow := cuda_plugin.copies_slowly()):
-            lines.append(slow)
+            lines += [slow, IN_TURN]
     if p.packed:
         lines.append(documents(p.attention, p.cp_method))
     lines += p.experts

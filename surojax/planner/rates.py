@@ -20,6 +20,8 @@ Where the figures come from:
   GeForce (0.97 to 1.04), 0.85 on cards with float32 accumulation at the full rate (L40S 0.74, H100 0.86, RTX PRO 6000
   0.95). LLMQ's rows are met to -10 to +21 % so, and to -26 to +57 % from the other cards' mean. Cards without such a
   figure have that of cards alike: 1.05, or 0.75 at the full rate.
+  The H100 keeps its loss by tiles: without it, as on the H200, the rows that it is calibrated on are met to 3.3 % in
+  place of 3.1.
 * eight_bit: float8 products, of the rate of 16-bit ones; LLMQ's FP8 rows (calibrate.py) lie between the ends.
 * attention: H100: cuDNN's causal forward pass at 1k and 2k tokens in FlashAttention-3 (Shah et al. 2024,
   arXiv:2407.08608), 391 and 450 of 989 TFLOP/s; backward passes reach 0.8 to 0.9 of that. A100: FlashAttention-2's

@@ -114,8 +114,10 @@ class FileStep(SeveralPrograms):
             leaving = [update.leaving(number) for update in of_segments for _, number in update.functions]
             in_flight = [(x.others, late) for x, late in zip(updates, leaving, strict=True)]
             most = max(in_flight, key=lambda x: (bytes_per_device(x), bytes_per_device(x, HOST)))
-            _, activations, carried, *_ = next(x for x in gradients if x.name == "forward").arguments
-            updates = [x._replace(others=(x.others, activations, carried)) for x in updates]
+            forward = next(x for x in gradients if x.name == "forward")
+            _, activations, carried, *_ = forward.arguments
+            residuals, _ = forward.others
+            updates = [x._replace(others=(x.others, activations, carried, residuals)) for x in updates]
             gradients = [x._replace(others=(x.others, most)) if x.name == "forward" else x for x in gradients]
         else:  # the first layer is read while gradients are computed
             first = next(iter(of_segments))

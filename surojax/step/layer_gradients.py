@@ -192,7 +192,7 @@ class LayerGradients(StepGradients):
         for kind in kinds:
             name = kind.segment
             arguments = (work[kind], self.planned_saved(name), activations, carried, *step_inputs)
-            others = self._stored("residuals", name), self.others_of_update(name), arriving
+            others = self._stored("residuals", name), self.others_of_update(name), arriving, totals
             read = files[kind].round_read + saved_bytes[name]
             numbers = self.kinds.count(kind), others, "backward", read, self.file_bytes(name)
             backward.append(Program(functions["backward", kind], arguments, *numbers, put=fetched[kind]))
