@@ -8,7 +8,7 @@ from surojax.planner import aot
 from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.candidate import RESERVE
 from surojax.planner.disks import wear
-from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING
+from surojax.planner.footprint import DEFAULT_POOL, HOST_POOL, POOL, POOL_SETTING
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction, milliseconds
 from surojax.planner.run_plan import Plan
@@ -206,5 +206,5 @@ def verdict(p: Plan) -> list[str]:
         limit = gib(p.host_limit_bytes)
         enough = p.gpus_per_node * p.host_bytes <= p.host_limit_bytes
         whose = "all" if p.gpus == p.gpus_per_node else f"{p.gpus_per_node}"
-        lines.append(f"{'fits' if enough else 'does not fit'}: {needed} of {limit} host memory for {whose} GPUs")
+        lines.append(f"{'fits' if enough else 'does not fit'}: {needed} of {limit}, {HOST_POOL:.0%} of host memory, for {whose} GPUs")
     return lines + [f"  {'' if i else 'would change it: '}{change}" for i, change in enumerate(p.changes)]
