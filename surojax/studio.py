@@ -115,7 +115,7 @@ class Server(http.server.ThreadingHTTPServer):
         if number not in map(str, range(len(self.runs))):
             raise ConfigError(f"run: expected the number of one of {len(self.runs)} runs, got {number!r}")
         name = self.runs[int(number)]
-        return "text/html", runs_page.page([runs_page.read_run(name)], None, f"surojax report {name}")
+        return "text/html", runs_page.page([runs_page.read_run(name)], None, "", framed=True)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -98,7 +98,9 @@ class Plan(Prediction):
     bound_by: str  # the resource with the largest of times_s
     times_s: dict[str, float]  # lower bound for each resource
     device_limit_bytes: int  # bytes of this GPU's memory that JAX can use, see `candidate.device_limit`
-    host_limit_bytes: int | None  # host memory of a machine that a run can use, see `candidate.host_limit`; None if unknown
+    host_limit_bytes: (
+        int | None
+    )  # host memory of a machine that a run can use, see `candidate.host_limit`; None if unknown
     changes: list[str]  # changes of settings that would make it fit
 
 
