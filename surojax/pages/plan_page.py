@@ -116,7 +116,8 @@ def costs(p: Plan, request: PlanRequest, rate: float) -> list[dict[str, Any]]:
     wanted = request.tokens or SOME_TOKENS
     step, (low, high) = p.predicted_step_s or 0.0, p.predicted_range_s or [0.0, 0.0]
     hours = [wanted / rate * seconds / step / 3600 for seconds in (step, low, high)]
-    found = [fact(f"{wanted:,.0f} tokens", f"{hours[0]:,.1f} h", f"{hours[1]:,.1f} to {hours[2]:,.1f} h", hours[0])]
+    name = f"{wanted / 1e9:g} billion tokens" if wanted >= 1e9 else f"{wanted:,.0f} tokens"
+    found = [fact(name, f"{hours[0]:,.1f} h", f"{hours[1]:,.1f} to {hours[2]:,.1f} h", hours[0])]
     if request.price is not None:
         money, cheap, dear = (hour * p.gpus * request.price for hour in hours)
         found.append(fact("they cost", f"{money:,.2f}", f"{cheap:,.2f} to {dear:,.2f}, {request.price:g} a GPU hour"))

@@ -42,9 +42,9 @@ function refuse(line) {
   const named = (name) => form.elements[WORDS[name] || name] || form.elements[WORDS[`--${name}`]];
   const control = names.map((name) => (name === "model_path" && !form.elements.model_path.value ? form.elements.model : named(name))).find((found) => found && found.name);
   if (!control) return say(line, "bad");
-  say("");
+  say("The marked field has to change first", "bad");
   control.setAttribute("aria-invalid", "true");
-  const error = element("span", line, "error bad");
+  const error = element("span", line.replace(/^[-\w.]+: /, ""), "error bad");
   error.setAttribute("role", "alert");
   control.closest("label").append(error);
 }
@@ -163,7 +163,6 @@ form.addEventListener("input", (event) => {
   if (event.target.name === "model_path") return forget("waiting for the model's name"); // not asked for with each letter of it
   if (event.target.name === "model") {
     chooseModel();
-    form.elements.method.value = event.target.selectedOptions[0].dataset.method || form.elements.method.value;
     if (!event.target.value) return forget("which model?");
   }
   ask();

@@ -46,7 +46,7 @@ START = {
     "host": "64",
 }  # of the first view; it fits
 FORM = ("model", "model_path", "method", "gpu", "gpus", "host", "files", "disk", "sequence_len", "sequences")
-METHODS = {"full": "full: all weights", "lora": "LoRA: adapters", "qlora": "QLoRA: adapters of a quantised base"}
+METHODS = {"full": "full: all weights", "lora": "LoRA: adapters", "qlora": "QLoRA: quantised base"}
 BASES = ("qlora_bnb", "qlora_fp8", "qlora_fp4", "qlora_mxfp4")  # fields that quantise the base
 
 
@@ -105,11 +105,6 @@ def started(model: str) -> Config:
     if not is_name:
         config.model_path = model
     return config
-
-
-def method_of(c: Config) -> str:
-    """Returns which of `METHODS` a config has."""
-    return "full" if not c.lora else "qlora" if any(c[name] for name in BASES) else "lora"
 
 
 def set_method(c: Config, method: str) -> None:
@@ -253,8 +248,8 @@ def compiled(asked: StudioQuery) -> dict[str, Any]:
     }
 
 
-def models() -> dict[str, dict[str, str]]:
-    """Returns the configs of configs/ that have sizes of their own: what they say of themselves, and their method."""
+def models() -> dict[str, str]:
+    """Returns the configs of configs/ that have sizes of their own, and what they say of themselves."""
     found = {}
     for name, file in flags.configs().items():
         try:
@@ -265,7 +260,7 @@ def models() -> dict[str, dict[str, str]]:
             continue
         about = (ast.get_docstring(ast.parse(file.read_text())) or name).partition("\n")[0]
         text = re.split(r"[:,;]| on one GPU", re.sub(r"\(.*?\)", "", about))[0].strip()
-        found[name] = {"text": f"{name}: {text}", "method": method_of(config)}
+        found[name] = f"{name}: {text}"
     return found
 
 

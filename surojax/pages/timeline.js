@@ -48,6 +48,8 @@
     const c = canvas.getContext("2d");
     const bar = Math.round(BAR * scale);
     rows.forEach((_, r) => {
+      c.fillStyle = colour("--page");
+      c.fillRect(0, Math.round(top(r) * scale), canvas.width, bar);
       const free = new Int32Array(canvas.width).fill(bar); // height of each pixel that is not painted yet
       shares(r, canvas.width).forEach((share, kind) => {
         c.fillStyle = colour(`--c${kind % 10}`);

@@ -206,8 +206,6 @@ def verdict(p: Plan) -> list[str]:
         limit = gib(p.host_limit_bytes)
         enough = p.gpus_per_node * p.host_bytes <= p.host_limit_bytes
         whose = "all" if p.gpus == p.gpus_per_node else f"{p.gpus_per_node}"
-        lines.append(
-            f"{'fits' if enough else 'does not fit'}: {needed} of {limit}, which is {HOST_POOL:.0%} of host memory, for "
-            f"{whose} GPUs"
-        )
+        fits = "fits" if enough else "does not fit"
+        lines.append(f"{fits}: {needed} of {limit}, which is {HOST_POOL:.0%} of host memory, for {whose} GPUs")
     return lines + [f"  {'' if i else 'would change it: '}{change}" for i, change in enumerate(p.changes)]
