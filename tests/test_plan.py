@@ -842,7 +842,9 @@ def test_a_plan_has_what_its_parts_say(monkeypatch, tmp_path):
     assert p.between_machines == links.crossing(facts, p.mesh) == ["dp_shard"]
     assert (p.gpus, p.gpus_per_node, p.packed, p.cp_method, p.estimate) == (4, 2, True, c.cp_method, True)
     assert p.parameters == run.model.num_parameters and p.mesh == dict(run.mesh.shape)
-    assert p.host_limit_bytes == int(candidate.host_limit(8 * GiB)) and p.device_limit_bytes == candidate.device_limit(facts)
+    assert p.host_limit_bytes == int(candidate.host_limit(8 * GiB)) and p.device_limit_bytes == candidate.device_limit(
+        facts
+    )
     assert p.bound_by == max(p.times_s, key=lambda name: p.times_s[name])
     assert p.step_time_bound_s == max(p.times_s.values())
     assert (p.disks, p.drive_tbw, p.bubble, p.changes) == ("", 0.0, 0.0, [])

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from chromium import browser as browser
 from test_html import parsed
-from test_studio import browser as browser
 
 from surojax.config import flags
 from surojax.config.fields import flat
@@ -75,7 +75,7 @@ def test_in_a_browser(browser):
     assert page.input_value("[name=gpus]") == "8" and "It fits, by estimate" in page.inner_text("#said")
     case = (8, "ZeRO-3", "these and residuals in host memory")
     settings = [module.MODELS["llama70b"][1], module.SHARING[case[1]], module.PLACEMENTS[case[2]]]
-    page.focus(f'#placements tr[data-settings="{' '.join(settings)}"] button')
+    page.focus(f'#placements tr[data-settings="{" ".join(settings)}"] button')
     page.keyboard.press("Enter")
     expected = data["models"]["llama70b"]["estimates"]["h100"][list(module.cases()).index(case)]
     exact = [float(x) for x in page.eval_on_selector_all("#facts b", "all => all.map(x => x.dataset.exact)")]
@@ -93,7 +93,9 @@ def test_in_a_browser(browser):
     again.goto(page.url)  # an address shows what it showed
     assert again.inner_text("#commands") == page.inner_text("#commands")
     page.fill("[name=host]", "1")
-    assert page.locator("#placements .scroll, .scroll").evaluate_all("all => all.every(x => x.scrollWidth <= x.clientWidth)")
+    assert page.locator("#placements .scroll, .scroll").evaluate_all(
+        "all => all.every(x => x.scrollWidth <= x.clientWidth)"
+    )
     assert page.locator("#placements td:has-text('of host memory')").count() > 0
     page.locator("#machines button").first.press("Enter")
     assert page.evaluate("document.activeElement.name") == "gpus"

@@ -44,7 +44,7 @@
       scales: { x: { time: false } },
       series: [{ label: "step", value: text }, ...series],
       axes: [{ ...axis, label: "step", labelSize: 20, size: 34 }, { ...axis, label: chart.unit || chart.title, labelSize: 20, size: 64, values: (_, ticks) => ticks.map((x) => text(_, x)) }],
-      cursor: { sync: { key: "step" }, focus: { prox: 24 } },
+      cursor: { sync: { key: "step", scales: ["x", null] }, hover: { prox: 30 }, focus: { prox: 24 } },
       hooks: { draw: [resumeMarks] },
     }, data, element);
     element.addEventListener("keydown", (event) => {

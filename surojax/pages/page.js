@@ -8,6 +8,6 @@ document.addEventListener("click", async (event) => {
   setTimeout(() => { button.textContent = "copy"; }, 1500);
 });
 if (parent !== window) {
-  const tell = () => parent.postMessage({ height: document.querySelector("main").scrollHeight }, "*");
+  const tell = () => parent.postMessage({ height: Math.ceil(document.querySelector("main").getBoundingClientRect().height) }, "*");
   new ResizeObserver(tell).observe(document.querySelector("main"));
 }
