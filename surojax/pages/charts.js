@@ -52,7 +52,7 @@
       if (!move) return;
       event.preventDefault();
       const to = Math.min(Math.max((plot.cursor.idx ?? -1) + move, 0), data[0].length - 1);
-      plot.setCursor({ left: plot.valToPos(data[0][to], "x"), top: HEIGHT / 3 });
+      plot.setCursor({ left: plot.valToPos(data[0][to], "x"), top: HEIGHT / 3 }, true, true);
     });
     new ResizeObserver(() => plot.setSize({ width: width(), height: HEIGHT })).observe(element);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw(false, false));
