@@ -2,7 +2,7 @@
 
     python docs/screenshots.py RUN RUN
 
-RUN: folders of two runs of --config tiny. It needs Chromium, playwright, matplotlib's Pillow, and XLA's compiler for GPUs.
+RUN: folders of two runs of --config tiny. It needs Chromium, playwright, Pillow, and XLA's compiler for GPUs.
 """
 
 import argparse

@@ -31,7 +31,7 @@ from surojax.cluster import hosts
 from surojax.cluster.rendezvous import ANY_RUN
 from surojax.cluster.supervised import Supervised
 from surojax.cluster.watch import Watch, failing_together, leave
-from surojax.config.fields import Config, flat
+from surojax.config.fields import Config, flat, not_default
 from surojax.config.flags import parse_flags
 from surojax.data.batches import training_batches as training_batches
 from surojax.errors import CheckpointError, ConfigError, Refused, StepError, ends_with_code, exit_codes, need
@@ -223,7 +223,7 @@ def train(
         )
         until_end.enter_context(log)
         if is_first():
-            write_start(setup.output_dir, start.first_step, flat(c))
+            write_start(setup.output_dir, start.first_step, not_default(c))
         for line in tracked.where:
             say(line)
         fine_tunes = setup.initial is not None and not start.first_step  # evaluated first: what it starts from

@@ -17,7 +17,6 @@ from chromium import CHROMIUM, VIEWS, browser as browser
 
 from surojax import plan as plan_command, report
 from surojax.config import flags
-from surojax.config.fields import DEFAULTS
 from surojax.errors import Refused
 from surojax.pages import plan_page, runs
 from surojax.placement.home import HOMES
@@ -337,9 +336,9 @@ def test_settings_resumes_and_samples_of_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, rate in (("a/run", 0.1), ("b/run", 0.3)):
         folder = Path(write_run(tmp_path / name, [3.0, 2.0, 1.5]))
-        starts.write_start(folder, 0, DEFAULTS | {"learning_rate": rate, "seed": 5})
-        starts.write_start(folder, 2, DEFAULTS | {"learning_rate": rate + 0.1, "seed": 5})  # killed, so started again:
-        starts.write_start(folder, 1, DEFAULTS | {"learning_rate": rate + 0.5, "seed": 5})
+        starts.write_start(folder, 0, {"learning_rate": rate, "seed": 5})
+        starts.write_start(folder, 2, {"learning_rate": rate + 0.1, "seed": 5})  # killed, so started again:
+        starts.write_start(folder, 1, {"learning_rate": rate + 0.5, "seed": 5})
         starts.write_sample(folder, 3, "--- prompt\n<i>x</i>")
     found = runs.read_runs(["a/run", "b/run/metrics.jsonl"])
     assert [run.name for run in found] == ["a/run", "b/run"]
@@ -350,7 +349,7 @@ def test_settings_resumes_and_samples_of_runs(tmp_path, monkeypatch):
     assert json.loads(page.scripts["curves"])["resumed"] == [{"step": 1, "name": x} for x in ("a/run", "b/run")]
     assert "Sampled by a/run after step 3 --- prompt <i>x</i>" in page.text and "Learning rate" not in page.text
     (tmp_path / "a/run" / starts.STARTS_FILE).write_text("{}\n{}\n")
-    starts.write_start(tmp_path / "a/run", 3, DEFAULTS | {"seed": 6})  # what is damaged begins anew
+    starts.write_start(tmp_path / "a/run", 3, {"seed": 6})  # what is damaged begins anew
     assert [x["settings"] for x in runs.read_run("a/run").starts] == [{"seed": 6}]
 
 

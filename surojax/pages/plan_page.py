@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import surojax
-from surojax.config.fields import DEFAULTS, Config, flat, gpus_per_sequence
+from surojax.config.fields import Config, gpus_per_sequence, not_default
 from surojax.pages.step_view import memory_values, step_values
 from surojax.pages.template import fill
 from surojax.planner.amounts import gib
@@ -66,17 +66,16 @@ def page(
 
 def settings(c: Config) -> list[str]:
     """Formats the fields that differ from the defaults, without those of the model's sizes."""
-    values = flat(c)
-    change = {name: values[name] for name in values if values[name] != DEFAULTS[name] and not name.startswith("model.")}
+    change = {name: value for name, value in not_default(c).items() if not name.startswith("model.")}
     return flags(change).replace("--config.", "").split(" ") if change else []
 
 
 def tokens(c: Config) -> int:
     """Returns the tokens of a step on all GPUs."""
-    return sequences(c) * c.sequence_len
+    return step_sequences(c) * c.sequence_len
 
 
-def sequences(c: Config) -> int:
+def step_sequences(c: Config) -> int:
     """Returns the sequences of a step on all GPUs."""
     return c.gpus // gpus_per_sequence(c) * c.per_device_batch_size * c.gradient_accumulation_steps
 
@@ -97,7 +96,7 @@ def facts(p: Plan, request: PlanRequest) -> list[dict[str, Any]]:
     if p.nvme_bytes:
         files = p.gpus * p.nvme_bytes
         figures.append(fact("files", gib(files), "", files))
-    step = f"{sequences(request.config):,} x {request.config.sequence_len:,}"
+    step = f"{step_sequences(request.config):,} x {request.config.sequence_len:,}"
     figures.append(fact("tokens of a step", f"{tokens(request.config):,}", step, tokens(request.config)))
     if p.predicted_step_s is None or p.predicted_range_s is None:
         bound = fact("a step takes at least", duration(p.step_time_bound_s), f"bound by {p.bound_by}")

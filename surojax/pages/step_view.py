@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from surojax.pages.template import COLOURS, packed
+from surojax.pages.template import COLOURS, packed_data
 from surojax.placement.home import HOMES
 from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.costs import ATTENTION, DEVICE_COPY, GATHER, HOST_IN, HOST_OUT, PASS, PRODUCT, REDUCE
@@ -81,7 +81,7 @@ def step_values(p: Prediction, lines: Sequence[str], trace: Mapping[str, Any] | 
     return {
         "times": [*lines, *(["Compute waits for no transfer."] if p.predicted_step_s and not kinds else [])],
         "kinds": events["kinds"] if events else [],
-        "timeline": packed(events) if events else None,
+        "timeline": packed_data(events) if events else None,
         "transfers": kinds,
         "exposed": {
             name: [cells[number[kind]] for kind in kinds]

@@ -199,7 +199,7 @@ def facts(x: Candidate, limits: Memory) -> list[dict[str, Any]]:
     ]
     if x.need.files or limits.files:
         figures.append(memory("files", x.need.files, limits.files))
-    step = f"{plan_page.sequences(x.config):,} x {x.config.sequence_len:,}"
+    step = f"{plan_page.step_sequences(x.config):,} x {x.config.sequence_len:,}"
     figures.append(fact("tokens of a step", f"{tokens(x.config):,}", step, tokens(x.config)))
     figures.append(fact("a step", duration(x.seconds), "estimated", x.seconds))
     rate = tokens(x.config) / x.seconds

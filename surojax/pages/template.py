@@ -27,6 +27,6 @@ def script_data(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def packed(value: Any) -> str:
-    """Encodes a value as JSON in base64 after zlib, a quarter of its size; page scripts read it with `unpacked`."""
+def packed_data(value: Any) -> str:
+    """Encodes a value as JSON in base64 after zlib, a quarter of its size; page scripts inflate it."""
     return base64.b64encode(zlib.compress(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())).decode()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from surojax.config.fields import DEFAULTS
 from surojax.errors import ConfigError
 from surojax.own_files import write_bytes
 from surojax.run.metrics import kept_lines, read_metrics
@@ -17,10 +16,10 @@ STARTS_FILE = "starts.jsonl"
 def write_start(output_dir: Path, first_step: int, settings: Mapping[str, Any]) -> None:
     """Adds {"log":"start","step","time","settings"} of a run that has done `first_step` steps, and drops later records.
 
-    settings: all fields, of which those that are not the defaults are kept.
+    settings: the fields that differ from their defaults.
     """
-    changed = {name: value for name, value in settings.items() if value != DEFAULTS.get(name)}
-    _add(output_dir, first_step, {"log": "start", "step": first_step, "time": time.time(), "settings": changed})
+    start = {"log": "start", "step": first_step, "time": time.time(), "settings": dict(settings)}
+    _add(output_dir, first_step, start)
 
 
 def write_sample(output_dir: Path, step: int, text: str) -> None:
