@@ -21,7 +21,7 @@ from surojax.studio import Server
 FOLDER = Path(__file__).parent
 OFFLOADS = [f"--offload_{name}" for name in ("weights", "grads", "master", "optimizer", "residual")]
 PLAN = ["--config", "llama7b", "--gpu", "rtx4090", *OFFLOADS, "--gradient_accumulation_steps=8"]
-COLOURS = 64
+COLOURS = 200
 
 
 def take(page: Page, name: str, height: int) -> None:
@@ -30,7 +30,7 @@ def take(page: Page, name: str, height: int) -> None:
     for scheme, suffix in (("light", ""), ("dark", "-dark")):
         page.emulate_media(color_scheme=scheme)
         page.wait_for_timeout(1000)
-        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(COLOURS)
+        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
         picture.save(FOLDER / f"{name}{suffix}.png", optimize=True)
 
 
@@ -49,7 +49,7 @@ def main() -> None:
         page.wait_for_selector("#plan:not([hidden])", timeout=600_000)
         take(page, "studio", 1100)
         page.goto(f"file://{folder}/plan.html")
-        take(page, "plan", 1300)
+        take(page, "plan", 1560)
         page.goto(f"file://{folder}/report.html")
         page.locator(".chart").first.focus()
         for _ in range(60):

@@ -192,8 +192,10 @@ def read_plan(name: str) -> Planned:
 
 
 def rows(runs: Sequence[RunRecords], plan: Planned | None) -> list[list[str]]:
-    """Makes the table of runs and plan, with its head."""
-    return [list(HEAD), *(run.row() for run in runs), *([plan.row()] if plan else [])]
+    """Makes the table of runs and plan, with its head, without columns that nothing is known of."""
+    cells = [run.row() for run in runs] + ([plan.row()] if plan else [])
+    known = [number for number, column in enumerate(zip(*cells, strict=True)) if set(column) != {"-"}]
+    return [[row[number] for number in known] for row in (list(HEAD), *cells)]
 
 
 def table_text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
