@@ -33,11 +33,6 @@ from surojax.planner.run_plan import checked, plan
 
 TINY = {"model": "tiny", "gpu": "rtx4090", "gpus": "2", "offload_master": "true", "zero_level": "2"}
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
-METHODS = {  # the fields that each sets
-    "full": [],
-    "lora": ["--config.lora=True"],
-    "qlora": ["--config.lora=True", "--config.qlora_bnb=True"],
-}
 
 
 @pytest.fixture
@@ -168,7 +163,7 @@ def test_settings_that_contradict_a_model_are_refused(serve, tmp_path):
     server = serve()
     refused = get(server, "estimate", asked | {"model.num_hidden_layers": "9"})[2]
     assert re.match(r"model.num_hidden_layers: expected 4, as the model at .*, got 9", refused)
-    for method, fields in METHODS.items():
+    for method, fields in (("full", []), ("lora", ["--config.lora=True"])):
         found = json.loads(get(server, "estimate", asked | {"weight_decay": "0.5", "method": method})[2])
         verb, *words = shlex.split(found["train"])[1:]
         assert verb == "train" and words[0] == f"--config.model_path={folder}"
