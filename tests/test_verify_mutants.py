@@ -118,8 +118,9 @@ def test_rows_that_cannot_run_are_said_to_be_skipped(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", ["hsdp_2x2", "tp_2x2_offload_all", "cp_ring_2x2", "pp_2x2", "experts_ep@4"])
+@pytest.mark.parametrize("row", ["hsdp_2x2", "tp_2x2_offload_all", "cp_ring_2x2", "pp_2x2"])
 def test_every_collective_of_a_row_is_needed(row):
+    """Not of `ep`: without the sum that decides how many rounds of tokens are sent, devices wait for each other."""
     found = verify_mutants(small_config(), steps=2, only=[row])
     assert len(found) >= 8
     assert not [str(outcome.mutant.removed) for outcome in found if outcome.found == NOT_FOUND]
