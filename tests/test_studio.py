@@ -492,6 +492,7 @@ def test_a_run_is_read_by_pointer_and_keyboard(serve, browser, tmp_path):
 def test_in_a_browser(serve, page):
     """Load, read numbers that are the plan's, zoom the time line, search settings and take some, copy a command."""
     server = serve()
+    page.set_default_timeout(120_000)  # it compiles
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.goto(f"{server.address}#{urllib.parse.urlencode(TINY | {'method': 'full'})}")
     page.wait_for_selector("#said:has-text('It fits, by estimate')")
