@@ -515,6 +515,7 @@ def test_in_a_browser(serve, page):
     page.wait_for_timeout(200)
     assert canvas.evaluate("x => x.toDataURL()") != before
     page.click("#commands .copy >> nth=0")
+    page.wait_for_selector("#commands .copy:has-text('copied')")
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied.startswith("surojax train --config tiny --config.gpus=2")
     page.fill("[name=gpus]", "4")
