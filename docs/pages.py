@@ -87,7 +87,7 @@ def fields() -> str:
         f"prints the same list. What does not go together is in [another table](refusals.md). {MADE}",
     ]
     for title, section in SECTIONS.items():
-        lines += ["", f"## {title}", "", "| field | default | values | |", "|---|---|---|---|"]
+        lines += ["", f"## {title}", "", "| field | default | values | what it does |", "|---|---|---|---|"]
         lines += [f"| `{f.name}` | `{f.default_text}` | {values(f)} | {cell(f.comment)} |" for f in section]
     return "\n".join([*lines, ""])
 
@@ -101,7 +101,7 @@ def options(parser: argparse.ArgumentParser) -> list[str]:
             name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
             value = f" {action.metavar or action.dest.upper()}" if action.option_strings and action.nargs != 0 else ""
             rows.append(f"| `{name}{value}` | {cell(formatter._expand_help(action))} |")
-    return ["| option | |", "|---|---|", *rows] if rows else ["It has no options of its own."]
+    return ["| option | what it does |", "|---|---|", *rows] if rows else ["It has no options of its own."]
 
 
 def commands() -> str:
@@ -111,7 +111,7 @@ def commands() -> str:
         "",
         f"`surojax VERB --help` prints what is here, and `surojax --version` the version. {MADE}",
         "",
-        "| verb | |",
+        "| verb | what it does |",
         "|---|---|",
         *(f"| [{name}](#{name}) | {verb.does} |" for name, verb in VERBS.items()),
     ]
@@ -127,7 +127,7 @@ def commands() -> str:
             lines += options(own_parser(name))
             if name == "convert":
                 lines += ["", "`convert merge BASE ADAPTER [ADAPTER ...] DIR`:", "", *options(merge_parser())]
-    lines += ["", "## Exit codes", "", "Only `train` and `launch` exit with 75.", "", "| code | |", "|---|---|"]
+    lines += ["", "## Exit codes", "", "Only `train` and `launch` exit with 75.", "", "| code | meaning |", "|---|---|"]
     lines += [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
     return "\n".join([*lines, ""])
 

@@ -68,8 +68,9 @@ COMPILED = [  # (model, GPU, number, sharing, placement) of what is compiled to 
 
 def query(model: str, gpu: str, number: int, sharing: str, placement: str) -> dict[str, str]:
     """The studio's question about a case."""
-    settings = [MODELS[model][1], SHARING[sharing] if number > 1 else "", PLACEMENTS[placement]]
-    return {"model": model, "gpu": gpu, "gpus": str(number), "settings": " ".join(filter(None, settings))}
+    settings = " ".join([MODELS[model][1], SHARING[sharing] if number > 1 else "", PLACEMENTS[placement]])
+    pairs = (word.split("=") for word in settings.split())
+    return {"model": model, "gpu": gpu, "gpus": str(number)} | {name: value for name, value in pairs}
 
 
 def cases() -> Iterator[tuple[int, str, str]]:

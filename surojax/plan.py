@@ -17,9 +17,10 @@ from pathlib import Path
 
 import jax
 
+from surojax.config.fields import Config
 from surojax.config.flags import parse_flags
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
-from surojax.pages.plan_page import page
+from surojax.pages.plan_page import PlanRequest, model_name, page
 from surojax.planner.drives import DRIVES, disks
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan_text import cost, plan_table
@@ -104,10 +105,11 @@ def parser() -> argparse.ArgumentParser:
     return arguments
 
 
-def html(p: Plan, trace: Path, argv: list[str]) -> str:
+def html(p: Plan, trace: Path, argv: list[str], c: Config, args: argparse.Namespace) -> str:
     """Makes the plan's HTML page. trace: the file of its time line, which is missing if no time is predicted."""
     events = None if p.not_predicted else read_trace(trace)
-    return page(p, shlex.join(["surojax", "plan", *argv]), events)
+    request = PlanRequest(model_name(c, args.config), c, args.tokens, args.price)
+    return page(p, shlex.join(["surojax", "plan", *argv]), events, request=request)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -144,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
                     f"--trace: expected a step whose time is predicted, got {planned.not_predicted}; leave it out"
                 )
             texts = {"json": lambda: json.dumps(dataclasses.asdict(planned), indent=2) + "\n"}
-            texts["html"] = lambda: html(planned, trace, sys.argv[1:] if argv is None else argv)
+            texts["html"] = lambda: html(planned, trace, sys.argv[1:] if argv is None else argv, c, args)
             print(plan_table(planned))
             if args.tokens is not None and planned.tokens_per_s_per_gpu and planned.predicted_range_s:
                 tokens = planned.gpus * planned.tokens_per_s_per_gpu * (planned.predicted_step_s or math.nan)

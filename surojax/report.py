@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
         args = parser().parse_args(argv)
         file = check_output("--html", args.html) if args.html is not None else None
         picture = check_output("--png", args.png) if args.png is not None else None
-        run_records = [runs.read_run(name) for name in args.runs]
+        run_records = runs.read_runs(args.runs)
         plan = runs.read_plan(args.plan) if args.plan is not None else None
         print(runs.table_text(run_records, plan))
         if file:

@@ -107,7 +107,7 @@ class Server(http.server.ThreadingHTTPServer):
         with self.compiling:
             if mine is not self.newest:
                 raise ConfigError("another plan was asked for meanwhile")
-            return "text/html", studio_page.compiled_page(studio_page.question(query))
+            return "application/json", json.dumps(studio_page.compiled(studio_page.question(query)))
 
     def run(self, query: dict[str, str]) -> tuple[str, str]:
         """Returns the page of a run, by its number in `runs`."""
@@ -115,7 +115,7 @@ class Server(http.server.ThreadingHTTPServer):
         if number not in map(str, range(len(self.runs))):
             raise ConfigError(f"run: expected the number of one of {len(self.runs)} runs, got {number!r}")
         name = self.runs[int(number)]
-        return "text/html", runs_page.page([runs_page.read_run(name)], None, f"surojax report {name}")
+        return "text/html", runs_page.page([runs_page.read_run(name)], None, "", framed=True)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -30,7 +30,7 @@ from surojax.assembly.from_config import Brought, from_config
 from surojax.cluster import hosts
 from surojax.cluster.supervised import Supervised
 from surojax.cluster.watch import Watch, failing_together, leave
-from surojax.config.fields import Config, flat
+from surojax.config.fields import Config, flat, not_default
 from surojax.config.flags import parse_flags
 from surojax.data.batches import training_batches as training_batches
 from surojax.errors import CheckpointError, ConfigError, Refused, StepError, ends_with_code, exit_codes, need
@@ -59,6 +59,7 @@ from surojax.run.metrics import MetricsLog
 from surojax.run.nonfinite import NonFiniteLoss
 from surojax.run.restore import check_restorable
 from surojax.run.shared import check_shared, is_first
+from surojax.run.starts import write_sample, write_start
 from surojax.run.stop import ABORTED, EarlyStop, StopSignal, ended_at_once
 from surojax.step.state import TrainState
 from surojax.training.evaluation import early_stopping, evaluation_summary
@@ -220,6 +221,8 @@ def train(
             writes=is_first(),
         )
         until_end.enter_context(log)
+        if is_first():
+            write_start(setup.output_dir, start.first_step, not_default(c))
         for line in tracked.where:
             say(line)
         fine_tunes = setup.initial is not None and not start.first_step  # evaluated first: what it starts from
@@ -244,7 +247,9 @@ def train(
         elif finished and c.sample_tokens and not run.model.has_logits:
             say("no text is sampled of a reward model: `surojax convert` writes it as a folder for transformers")
         elif finished and c.sample_tokens:
-            say(sample_text(c, run, done.state.weights, start.tokenizer, start.found.held_out))
+            sample = sample_text(c, run, done.state.weights, start.tokenizer, start.found.held_out)
+            say(sample)
+            write_sample(setup.output_dir, done.step, sample)
         say(f"{done.step - start.first_step} steps in {time.perf_counter() - started:.0f} s")
         durations = [record["duration_ms"] / 1e3 for record in done.history if record["log"] == "step"]
         if speed := prediction.comparison(predicted, durations, tokens_per_step):

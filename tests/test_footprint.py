@@ -293,7 +293,8 @@ def test_what_is_not_needed_is_not_advised():
     c = apply(flags.load_config(str(CONFIGS / "llama7b.py")), "opt_m_dtype=float32 opt_v_dtype=float32 gpus=1")
     numbers = {name for change in choices.NUMBERS.values() for name in change}
     found = proposed(c, Memory(16 * GiB))
-    assert len(found) == remedies.ALTERNATIVES and not any(numbers & proposal.change.keys() for proposal in found)
+    assert found and not any(numbers & proposal.change.keys() for proposal in found)
+    assert remedies.unlike([x.candidate for x in found]) == [x.candidate for x in found]
     for name in ("residual", "optimizer", "master", "grads", "weights"):
         c[f"offload_{name}"] = True
     homes = [{name: x for name, x in y.change.items() if "offload" in name} for y in proposed(c, Memory(48 * GiB))]

@@ -1,16 +1,22 @@
 """The pages of `surojax plan --html` and `surojax report --html`: what they say is what was planned or written."""
 
+import argparse
+import base64
 import dataclasses
+import itertools
 import json
 import re
-import shutil
 import subprocess
 import sys
+import zlib
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+from chromium import CHROMIUM, VIEWS, browser as browser
 
 from surojax import plan as plan_command, report
+from surojax.config import flags
 from surojax.errors import Refused
 from surojax.pages import plan_page, runs
 from surojax.placement.home import HOMES
@@ -18,10 +24,10 @@ from surojax.planner import aot
 from surojax.planner.prediction import trace
 from surojax.planner.run_plan import Plan
 from surojax.planner.timeline import Timeline, TimelineEvent
+from surojax.run import starts
 
 TINY = ["--config", "tiny", "--gpu", "rtx4090", "--config.gpus=2", "--config.offload_master=True"]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
-CHROMIUM = shutil.which("chromium")
 
 
 class Page(HTMLParser):
@@ -67,6 +73,7 @@ class Page(HTMLParser):
 def parsed(text: str) -> Page:
     """A page that asks no network for anything."""
     page = Page(text)
+    text = re.sub(r"/\*! https://\S+/uPlot \(v[\d.]+\) \*/", "", text)  # in a comment
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", text) and page.addresses == ["data:,"]
     return page
 
@@ -97,7 +104,9 @@ def test_a_plan_without_a_predicted_step(estimated):
     page, found = estimated()
     check_memory(page, found)
     assert found["fits"] and "It fits" in page.text and "no time is predicted: an estimate" in page.text
-    assert "surojax plan --config tiny --gpu rtx4090" in page.text and not page.scripts
+    assert "surojax plan --config tiny --gpu rtx4090" in page.text and "events" not in page.scripts
+    for word in ("tiny, 0.9M parameters", "tokens of a step 4,096 32 x 128", "offload_master=True", "of 22.0 GiB"):
+        assert word in page.text
 
 
 @pytest.mark.full
@@ -108,27 +117,47 @@ def test_a_plan_that_does_not_fit(estimated):
     assert all(" ".join(change.split()) in page.text for change in found["changes"])
 
 
+def page_of(p: Plan, of: dict | None) -> str:
+    config, _ = flags.parse_flags(["--config", "tiny", "--config.gpus=2"], argparse.ArgumentParser())
+    return plan_page.page(p, "surojax plan '<x>'", of, request=plan_page.PlanRequest("tiny", config, price=0.5))
+
+
+def predicted(found: dict, exposed: dict[str, float], seconds: float = 3e-3) -> Plan:
+    """A plan with a predicted step of 3 ms, which exposes these seconds by kind."""
+    return dataclasses.replace(
+        Plan(**found),
+        not_predicted="",
+        predicted_step_s=seconds,
+        predicted_range_s=[seconds - 1e-3, seconds + 1e-3],
+        mfu=0.5,
+        tokens_per_s_per_gpu=1e5,
+        exposed_s=exposed,
+        exposed_by_loop_s={"forward": exposed},
+        step_at_ends_s={"link": [2e-3, 4e-3]},
+    )
+
+
 def test_the_time_line_has_the_events_of_the_trace(estimated):
     _, found = estimated()
     events = [TimelineEvent("dot </script>", "product", "compute", "forward", 0.0, 2e-3, 0.0)]
     events += [TimelineEvent("all-gather.1", "gather", "collectives", "forward", 1e-3, 3e-3, 5e6)]
     events += [TimelineEvent("wait for all-gather.1", "gather", "waits", "forward", 2e-3, 3e-3, 0.0)]
-    p = dataclasses.replace(
-        Plan(**found),
-        not_predicted="",
-        predicted_step_s=3e-3,
-        predicted_range_s=[2e-3, 4e-3],
-        mfu=0.5,
-        tokens_per_s_per_gpu=1e5,
-        exposed_s={"gather": 1e-3},
-        exposed_by_loop_s={"forward": {"gather": 1e-3}},
-        step_at_ends_s={"link": [2e-3, 4e-3]},
-    )
-    page = parsed(plan_page.page(p, "surojax plan '<x>'", trace(Timeline(3e-3, {}, {}, events), "a step")))
-    line = json.loads(page.scripts["events"])
+    p = predicted(found, {"gather": 1e-3, "reduce": 0.0})
+    assert "exposed ms gather forward 1.0" in parsed(page_of(p, None)).text  # no column of zeros
+    page = parsed(page_of(p, trace(Timeline(3e-3, {}, {}, events), "a step")))
+    line = json.loads(zlib.decompress(base64.b64decode(page.scripts["events"])))
+    now = itertools.accumulate(line["columns"][4])
     read = [
-        (line["rows"][e[0]], line["kinds"][e[1]], line["names"][e[2]], line["loops"][e[3]], *e[4:])
-        for e in line["events"]
+        (
+            line["rows"][row],
+            line["kinds"][kind],
+            line["names"][name],
+            line["loops"][loop],
+            begin / 100,
+            time / 100,
+            size,
+        )
+        for (row, kind, name, loop, _, time, size), begin in zip(zip(*line["columns"], strict=True), now, strict=True)
     ]
     assert read == [
         ("compute", "matrix products", "dot </script>", "forward", 0, 2000, 0),
@@ -136,6 +165,9 @@ def test_the_time_line_has_the_events_of_the_trace(estimated):
         ("exposed: compute waits", "gathers", "wait for all-gather.1", "forward", 2000, 1000, 0),
     ]
     assert "forward 1.0 total 1.0" in page.text and "link between GPUs 2.0 4.0" in page.text
+    billion = [1e9 / 2e5 / 3600 * seconds / 3e-3 for seconds in (3e-3, 2e-3, 4e-3)]
+    assert "1 billion tokens {:.1f} h {:.1f} to {:.1f} h".format(*billion) in page.text
+    assert f"they cost {2 * 0.5 * billion[0]:.2f} " in page.text
     assert "surojax plan '<x>'" in page.text and "It fits" in page.text
 
 
@@ -147,12 +179,69 @@ def test_a_compiled_step_is_drawn_without_an_error(tmp_path):
     plan_command.main([*TINY, "--html", str(html), "--json", str(target)])
     page, found = parsed(html.read_text(encoding="utf-8")), json.loads(target.read_text())
     check_memory(page, found)
-    ends = [e[4] + e[5] for e in json.loads(page.scripts["events"])["events"]]
-    assert max(ends) == pytest.approx(1e6 * found["predicted_step_s"], rel=1e-4)
+    columns = json.loads(zlib.decompress(base64.b64decode(page.scripts["events"])))["columns"]
+    ends = [begin + time for begin, time in zip(itertools.accumulate(columns[4]), columns[5], strict=True)]
+    assert max(ends) == pytest.approx(1e8 * found["predicted_step_s"], rel=1e-4)
+    assert len(html.read_text(encoding="utf-8")) < 1_000_000
     if CHROMIUM:
         words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
         done = subprocess.run([*words, html.as_uri()], capture_output=True, text=True, timeout=300)
         assert "CONSOLE" not in done.stderr and re.search(r'<canvas[^>]* height="\d+"', done.stdout)
+
+
+PAINTED = """canvas => {
+  const scale = devicePixelRatio, height = Math.round(30 * scale);
+  const top = row => Math.round((24 + 48 * row + 14) * scale);
+  const pen = document.createElement("canvas").getContext("2d");
+  const count = (row, colour) => {
+    pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(colour).trim();
+    pen.fillRect(0, 0, 1, 1);
+    const rgb = pen.getImageData(0, 0, 1, 1).data;
+    const all = canvas.getContext("2d").getImageData(0, top(row), canvas.width, height).data;
+    let painted = 0;
+    for (let i = 0; i < all.length; i += 4) painted += [0, 1, 2].every(k => all[i + k] === rgb[k]);
+    return painted / height;
+  };
+  return { width: canvas.width, rows: [0, 1].map(row => [0, 1, 2].map(kind => count(row, `--c${kind}`))) };
+}"""
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=str)
+def test_the_time_line_paints_the_shares_of_the_table(estimated, browser, tmp_path, view):
+    """To a pixel, of thousands of events that are far narrower than one, and beside a long one; in any part of it."""
+    _, found = estimated()
+    unit = 1e-5
+    events = [TimelineEvent("all", "product", "compute", "forward", 0.0, 2.0, 0.0)]
+    for n in range(4000):  # 0.1 % of the first half, and 7 % and 40 % of the second half
+        first, second = n * 25 * unit, 1.0 + n * 25 * unit
+        events.append(TimelineEvent("wait", "host in", "waits", "forward", first, first + unit / 40, 0.0))
+        events.append(TimelineEvent("wait", "host in", "waits", "forward", second, second + 1.75 * unit, 0.0))
+        events.append(TimelineEvent("wait", "gather", "waits", "forward", second + 5 * unit, second + 15 * unit, 0.0))
+    p = predicted(found, {"host in": 4000 * 1.775 * unit, "gather": 4000 * 10 * unit}, seconds=2.0)
+    file = tmp_path / "plan.html"
+    file.write_text(page_of(p, trace(Timeline(2.0, {}, {}, events), "a step")))
+    page = browser.new_page(viewport={"width": view[0], "height": 900}, color_scheme=view[1])
+    page.goto(file.as_uri())
+    canvas = page.locator("#timeline[style*=height]")
+    kinds = page.locator("#kinds li").all_inner_texts()
+    assert kinds == ["matrix products", "host to device", "gathers"]
+    table = page.locator("#exposed tr.total td").all_inner_texts()
+    expected = [float(cell.replace(",", "")) / 2000 for cell in table]
+    painted = canvas.evaluate(PAINTED)
+    for kind, share in enumerate(expected, 1):
+        assert painted["rows"][1][kind] == pytest.approx(share * painted["width"], abs=1.0)
+    page.keyboard.press("Tab")
+    canvas.focus()
+    canvas.press("+")  # about the middle: 60 % of the step
+    half = canvas.evaluate(PAINTED)
+    for kind, share in enumerate((0.5 * (0.001 + 0.07), 0.5 * 0.4), 1):
+        assert half["rows"][1][kind] == pytest.approx(share * half["width"], abs=1.0)
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 24 + 48 + 14 + 10)
+    assert re.search(r"exposed: .*: host to device [5-9]\.\d %, gathers (3\d|4\d)\.\d %", page.inner_text("#event"))
+    page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 24 + 14 + 10)
+    assert page.inner_text("#event").startswith("compute: all (matrix products, forward), 2.000 s from 0.00 us")
+    assert page.evaluate("document.documentElement.scrollWidth") <= view[0]
 
 
 # -- report -----------------------------------------------------------------------------------------------------------
@@ -180,13 +269,17 @@ def test_runs_beside_each_other_and_a_plan(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     rows = {line.split("  ")[0]: line.split()[1:] for line in out.splitlines()}
     assert rows["a<b>&"] == ["4", "256", "5.0000", "2.5000", "1.2500", "1.500", "300", "3.00"]
-    assert rows["second/metrics.jsonl"][-2:] == ["100", "-"]
+    assert rows["second"][-2:] == ["100", "-"]
     assert out.splitlines()[3].split()[-2:] == ["340", "2.50"] and "written: report.html" in out
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page = parsed(text)
     assert "a<b>& 4 256 5.0000 2.5000 1.2500 1.500 300 3.00" in page.text and "plan, 2 x h100" in page.text
     assert "surojax report 'a<b>&' second/metrics.jsonl --plan plan.json" in page.text
-    assert re.search(r' d="M0\.0 [\d.]+h\.1M666\.7 [\d.]+h\.1L1000\.0 ', text)  # a gap where the loss was not finite
+    charts = {chart["title"]: chart for chart in json.loads(page.scripts["curves"])["charts"]}
+    assert charts.keys() == {"Loss", "Norm of the gradient", "Speed", "Peak memory of a device"}  # no learning rate
+    loss = {curve["name"]: (curve["points"], curve["marks"]) for curve in charts["Loss"]["curves"]}
+    assert loss["a<b>&"] == ([[1, 2, 3, 4], [5, None, 3, 2.5]], False)  # a gap where the loss was not finite
+    assert loss["a<b>&, evaluated"] == ([[4], [1.25]], True) and charts["Speed"]["plan"] == 340
 
 
 def test_runs_are_drawn_as_a_picture(tmp_path, capsys, monkeypatch):
@@ -195,11 +288,40 @@ def test_runs_are_drawn_as_a_picture(tmp_path, capsys, monkeypatch):
     report.main([run, "--png", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG") and f"written: {picture}" in capsys.readouterr().out
     charts = {chart.title: chart for chart in runs.charts_of([runs.read_run(run)], runs.Planned("plan", 3 << 30, 8.0))}
-    assert charts["Loss, in nats per token"].curves == {run: [(1, 5.0), (2, None), (3, 3.0)]}
-    assert charts["Tokens/s"].plan == 8.0 and charts["Peak memory of a device, GiB"].plan == 3.0
+    assert charts["Loss"].curves == {"run": [(1, 5.0), (2, None), (3, 3.0)]} and charts["Speed"].plan == 8.0
+    assert "Peak memory of a device" not in charts
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match=r"pip install 'surojax\[png\]'"):
         report.main([run, "--png", str(picture)])
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=str)
+def test_values_of_a_report_are_read(browser, tmp_path, view):
+    """By pointer and by keyboard, of all runs at that step, also of steps that only one has; axes have names."""
+    names = [write_run(tmp_path / "first", [5.0, None, 3.0, 2.5]), write_run(tmp_path / "second", [4.0, 3.5])]
+    file = tmp_path / "report.html"
+    file.write_text(runs.page(runs.read_runs(names), runs.Planned("plan", 1, 123.0), "surojax report"))
+    page = browser.new_page(viewport={"width": view[0], "height": 1400}, color_scheme=view[1])
+    page.goto(file.as_uri())
+    charts = page.locator(".chart")
+    assert [charts.nth(i).get_attribute("aria-label") for i in range(3)] == [
+        "Loss by step, in nats per token",
+        "Norm of the gradient by step",
+        "Speed by step, in tokens/s",
+    ]
+
+    def values(number: int) -> list[str]:
+        return [cell.strip() for cell in charts.nth(number).locator(".u-legend td").all_inner_texts()]
+
+    box = charts.nth(0).locator(".u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 3, box["y"] + 9)
+    assert values(0) == ["2", "-", "3.5", "-", "1.25"] and values(1)[:2] == ["2", "1.5"]  # charts are read together
+    charts.nth(0).focus()
+    for key, read in (("End", ["4", "2.5", "-", "1.25", "-"]), ("ArrowLeft", ["3", "3", "-", "-", "-"])):
+        charts.nth(0).press(key)
+        assert values(0) == read
+    assert values(2) == ["3", "300", "-", "123"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= view[0]
 
 
 def test_a_long_run_keeps_its_extremes():
@@ -209,12 +331,26 @@ def test_a_long_run_keeps_its_extremes():
     assert found == sorted(found)
 
 
-@pytest.mark.parametrize("values", [[2.0], [0.0, 0.0], [-1e-9, 1e9], [None, None]])
-def test_any_values_are_drawn(values):
-    """One step, equal ones, large and small ones, and none that is finite."""
-    found = runs.chart("x", {"a": list(enumerate(values))}, plan=1.0)
-    assert not any("nan" in curve["path"] for curve in found["curves"])
-    assert bool(found["curves"]) == any(y is not None for y in values)
+def test_settings_resumes_and_samples_of_runs(tmp_path, monkeypatch):
+    """As the run left them; of two runs the fields that differ come first, and folders' names tell them apart."""
+    monkeypatch.chdir(tmp_path)
+    for name, rate in (("a/run", 0.1), ("b/run", 0.3)):
+        folder = Path(write_run(tmp_path / name, [3.0, 2.0, 1.5]))
+        starts.write_start(folder, 0, {"learning_rate": rate, "seed": 5})
+        starts.write_start(folder, 2, {"learning_rate": rate + 0.1, "seed": 5})  # killed, so started again:
+        starts.write_start(folder, 1, {"learning_rate": rate + 0.5, "seed": 5})
+        starts.write_sample(folder, 3, "--- prompt\n<i>x</i>")
+    found = runs.read_runs(["a/run", "b/run/metrics.jsonl"])
+    assert [run.name for run in found] == ["a/run", "b/run"]
+    rows = [(row["name"], row["cells"], row["differs"]) for row in runs.settings_rows(found)]
+    changes = ["0.1 \u2192 0.6 after step 1", "0.3 \u2192 0.8 after step 1"]
+    assert rows == [("learning_rate", changes, True), ("seed", ["5", "5"], False)]
+    page = parsed(runs.page(found, None, "surojax report"))
+    assert json.loads(page.scripts["curves"])["resumed"] == [{"step": 1, "name": x} for x in ("a/run", "b/run")]
+    assert "Sampled by a/run after step 3 --- prompt <i>x</i>" in page.text and "Learning rate" not in page.text
+    (tmp_path / "a/run" / starts.STARTS_FILE).write_text("{}\n{}\n")
+    starts.write_start(tmp_path / "a/run", 3, {"seed": 6})  # what is damaged begins anew
+    assert [x["settings"] for x in runs.read_run("a/run").starts] == [{"seed": 6}]
 
 
 @pytest.mark.parametrize(

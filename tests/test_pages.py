@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import itertools
 import re
 import shlex
 import subprocess
@@ -44,6 +45,14 @@ def script(name: str):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_every_column_of_a_table_has_a_name():
+    """Of the pages of docs/: a reader who hears the table, or sees a part of it, knows what a cell is."""
+    for page in PAGES:
+        lines = page.read_text().splitlines()
+        heads = [a for a, b in itertools.pairwise(lines) if re.fullmatch(r"\|(:?-+:?\|)+", b)]
+        assert not [head for head in heads if re.search(r"\| *\|", head)], page
 
 
 def test_made_pages_are_those_of_the_program():

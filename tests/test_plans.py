@@ -7,8 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from chromium import browser as browser
 from test_html import parsed
-from test_studio import browser as browser
 
 from surojax.config import flags
 from surojax.config.fields import flat
@@ -72,10 +72,10 @@ def test_in_a_browser(browser):
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
     page.goto(f"{module.PAGE.as_uri()}#model=llama70b&gpu=h100&gpus=8")
-    assert page.input_value("[name=gpus]") == "8" and "it fits, by estimate" in page.inner_text("#said")
+    assert page.input_value("[name=gpus]") == "8" and "It fits, by estimate" in page.inner_text("#said")
     case = (8, "ZeRO-3", "these and residuals in host memory")
-    settings = module.query("llama70b", "h100", *case)["settings"]
-    page.focus(f'#placements tr[data-settings="{settings}"] button')
+    settings = [module.MODELS["llama70b"][1], module.SHARING[case[1]], module.PLACEMENTS[case[2]]]
+    page.focus(f'#placements tr[data-settings="{" ".join(settings)}"] button')
     page.keyboard.press("Enter")
     expected = data["models"]["llama70b"]["estimates"]["h100"][list(module.cases()).index(case)]
     exact = [float(x) for x in page.eval_on_selector_all("#facts b", "all => all.map(x => x.dataset.exact)")]
@@ -83,7 +83,7 @@ def test_in_a_browser(browser):
     tokens = data["models"]["llama70b"]["tokens"]
     assert exact[4] == pytest.approx(8 * tokens / expected[3] * 1e3)
     question = module.studio_page.question(module.query("llama70b", "h100", *case))
-    for line, verb in zip(page.inner_text("#commands").splitlines(), ("plan", "train"), strict=True):
+    for line, verb in zip(page.locator("#commands pre").all_inner_texts(), ("plan", "train"), strict=True):
         words = shlex.split(line)
         parser = argparse.ArgumentParser()
         parser.add_argument("--gpu")
@@ -93,6 +93,9 @@ def test_in_a_browser(browser):
     again.goto(page.url)  # an address shows what it showed
     assert again.inner_text("#commands") == page.inner_text("#commands")
     page.fill("[name=host]", "1")
+    assert page.locator("#placements .scroll, .scroll").evaluate_all(
+        "all => all.every(x => x.scrollWidth <= x.clientWidth)"
+    )
     assert page.locator("#placements td:has-text('of host memory')").count() > 0
     page.locator("#machines button").first.press("Enter")
     assert page.evaluate("document.activeElement.name") == "gpus"

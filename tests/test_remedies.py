@@ -75,3 +75,9 @@ def test_all_limits_are_lifted_together_if_none_is_enough(found):
     assert found(Memory(1, 5, 0), everything) == [("all of these", 1.0)]
     assert found(Memory(1, 5, 0), lambda of: everything(of) and of.config.gpus >= 8) == [("more GPUs", 1.0)]
     assert found(Memory(1, 5, 0), lambda of: False) == []
+
+
+def test_settings_that_take_as_long_are_one_alternative():
+    """To 0.1 % of the one before that is kept, so that a chain of small steps keeps some."""
+    candidates: Any = [SimpleNamespace(seconds=x) for x in (1.0, 1.0005, 1.0009, 1.0012, 1.0021, 1.5)]
+    assert [x.seconds for x in remedies.unlike(candidates)] == [1.0, 1.0012, 1.5]

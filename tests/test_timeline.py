@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
 
@@ -330,6 +331,25 @@ def test_host_transfers_in_loops_are_told_apart():
     """Once for each instruction of a body, not for each time that it runs; those outside loops do not count."""
     body = (READ, END, READ_BY_KERNEL.replace("%s =", "%s2 ="), END.replace("%s)", "%s2)"), WRITE, WRITTEN)
     assert costs.host_transfers(program(READ, END, body=body, trips=7)) == {"copy_engine": 2, "kernel": 1}
+
+
+@pytest.mark.parametrize("read", [READ, READ_BY_KERNEL])
+def test_the_waits_that_are_drawn_are_what_is_exposed(read):
+    """Also of a loop around a loop, whose last iterations are not simulated, and behind a kernel that copies."""
+    body = costs.ProgramOnGpu(program(read, END, body=(read, END, f"  %y {Y}"), trips=12), GPU, MESH).steps()
+    machine = timeline.Machine(GPU, 1, 3, record=True)
+    machine.run([*body, costs.Loop("microbatches", 9, tuple(body))])
+    found = machine.timeline()
+    drawn = defaultdict[tuple[str, str], float](float)
+    for event in found.events:
+        if event.stream == timeline.WAITS:
+            drawn[event.loop, event.kind] += event.end - event.begin
+    assert found.exposed == pytest.approx(drawn) and {label for label, _ in drawn} == {
+        "outside loops",
+        "backward",
+        "microbatches",
+    }
+    assert sum(drawn.values()) <= found.seconds and max(event.end for event in found.events) <= found.seconds
 
 
 def test_a_trace_has_the_events_in_order(tmp_path):

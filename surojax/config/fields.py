@@ -114,6 +114,11 @@ def flat(c: Config) -> dict[str, Any]:
     return values | {f"model.{name}": value for name, value in model.items()}
 
 
+def not_default(c: Config) -> dict[str, Any]:
+    """Returns {field name: value} of the fields that differ from their defaults."""
+    return {name: value for name, value in flat(c).items() if value != DEFAULTS.get(name)}
+
+
 def names_with(facts: Facts) -> frozenset[str]:
     """The names of the fields that may change any of these facts."""
     return frozenset(name for name, field in FIELDS.items() if field.facts & facts)

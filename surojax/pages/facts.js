@@ -1,10 +1,17 @@
-// What pages of figures share: an element with a text, and cards of facts.
+// What pages of figures share: an element with a text, cards of facts, and lines of commands.
 "use strict";
 
 function element(name, text, className) {
   const made = document.createElement(name);
   made.textContent = text;
   if (className) made.className = className;
+  return made;
+}
+
+function button(text, onClick, className) {
+  const made = element("button", text, className);
+  made.type = "button";
+  if (onClick) made.addEventListener("click", onClick);
   return made;
 }
 
@@ -18,4 +25,16 @@ function show(facts) {
     return card;
   });
   document.getElementById("facts").replaceChildren(...cards);
+}
+
+// Commands, each with its button (page.js).
+function showCommands(lines) {
+  const shown = lines.map((line) => {
+    const row = element("div", "", "command");
+    const words = element("pre", line, "wraps");
+    words.tabIndex = 0;
+    row.append(words, button("copy", null, "copy"));
+    return row;
+  });
+  document.getElementById("commands").replaceChildren(...shown);
 }

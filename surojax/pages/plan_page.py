@@ -1,33 +1,62 @@
-"""Makes a plan's page: memory by tensor class, one step on a time line, possible changes, and the command.
+"""Makes a plan's page: its key figures, memory by tensor class, one step on a time line, and possible changes.
 
 All numbers are fields of the `Plan`; those of the time line are events of `prediction.trace`.
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import surojax
+from surojax.config.fields import Config, gpus_per_sequence, not_default
 from surojax.pages.step_view import memory_values, step_values
 from surojax.pages.template import fill
 from surojax.planner.amounts import gib
+from surojax.planner.changes import flags
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan_text import memory_rows, plan_table, time_lines, verdict
 from surojax.planner.prediction import duration
 from surojax.planner.run_plan import Plan
 
+SOME_TOKENS = 1e9  # whose hours are said if no number of tokens was given
 
-def page(p: Plan, command: str, trace: dict[str, Any] | None = None) -> str:
-    """Makes the HTML page of a plan. command: the command that made the plan. trace: see `prediction.trace`."""
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """What was planned. name: of the model. tokens: to train on. price: of a GPU hour."""
+
+    name: str
+    config: Config
+    tokens: float | None = None
+    price: float | None = None
+
+
+def model_name(c: Config, config_file: str) -> str:
+    """Returns a model's name for people: the last part of `model_path`, or of the config file's name."""
+    return Path(c.model_path or config_file).stem
+
+
+def page(
+    p: Plan, command: str, trace: dict[str, Any] | None = None, *, request: PlanRequest, framed: bool = False
+) -> str:
+    """Makes the HTML page of a plan.
+
+    command: the command that made the plan. trace: see `prediction.trace`. framed: for the studio, which shows the key
+    figures itself.
+    """
     host = p.host_limit_bytes // p.gpus_per_node if p.host_limit_bytes is not None else None
-    source = "estimated from shapes, nothing was compiled" if p.estimate else "of the compiled step"
+    source = "estimated from shapes, nothing was compiled" if p.estimate else "read from the compiled step"
+    mesh = " x ".join(f"{name}={size}" for name, size in p.mesh.items() if size > 1)
     return fill(
         "plan.html.jinja",
-        title=f"{p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].name}",
-        subtitle=f"{' x '.join(f'{name}={size}' for name, size in p.mesh.items())}; {source}",
+        title=f"{request.name}, {p.parameters / 1e6:,.1f}M parameters, on {p.gpus} x {GPUS[p.gpu].name}",
+        subtitle="; ".join(filter(None, [mesh, source])),
         command=command,
         version=surojax.__version__,
+        framed=framed,
         plan=p,
-        facts=facts(p),
+        facts=facts(p, request),
+        settings=settings(request.config),
         verdict=verdict(dataclasses.replace(p, changes=[])),
         text=plan_table(p),
         **memory_values(memory_rows(p), {"device": p.device_limit_bytes, "host": host}),
@@ -35,20 +64,60 @@ def page(p: Plan, command: str, trace: dict[str, Any] | None = None) -> str:
     )
 
 
-def facts(p: Plan) -> list[tuple[str, str, str]]:
-    """Makes the page's key figures: (name, value, note) each."""
-    figures = [("device memory", gib(p.device_bytes), f"of {gib(p.device_limit_bytes)} on each GPU")]
-    gpus = f"of a machine, {p.gpus_per_node} GPU{'s'[: p.gpus_per_node != 1]}"
-    figures.append(("host memory", gib(p.gpus_per_node * p.host_bytes), gpus))
-    if p.nvme_bytes:
-        figures.append(("files", gib(p.nvme_bytes), "per GPU"))
-    if p.predicted_step_s is None or p.predicted_range_s is None:
-        return [*figures, ("a step takes at least", duration(p.step_time_bound_s), f"bound by {p.bound_by}")]
-    low, high = map(duration, p.predicted_range_s)
-    rate = p.tokens_per_s_per_gpu or 0.0
-    return [
-        *figures,
-        ("a step, predicted", duration(p.predicted_step_s), f"{low} to {high}"),
-        ("tokens/s, predicted", f"{p.gpus * rate:,.0f}", f"{rate:,.0f} per GPU"),
-        ("MFU, predicted", f"{p.mfu:.1%}", "model FLOPs of the peak"),
+def settings(c: Config) -> list[str]:
+    """Formats the fields that differ from the defaults, without those of the model's sizes."""
+    change = {name: value for name, value in not_default(c).items() if not name.startswith("model.")}
+    return flags(change).replace("--config.", "").split(" ") if change else []
+
+
+def tokens(c: Config) -> int:
+    """Returns the tokens of a step on all GPUs."""
+    return step_sequences(c) * c.sequence_len
+
+
+def step_sequences(c: Config) -> int:
+    """Returns the sequences of a step on all GPUs."""
+    return c.gpus // gpus_per_sequence(c) * c.per_device_batch_size * c.gradient_accumulation_steps
+
+
+def fact(name: str, value: str, note: str = "", exact: float | None = None) -> dict[str, Any]:
+    """Makes a key figure. exact: the figure before it was rounded, in bytes or seconds."""
+    return {"name": name, "value": value, "note": note, "exact": exact}
+
+
+def facts(p: Plan, request: PlanRequest) -> list[dict[str, Any]]:
+    """Makes the key figures of a plan."""
+    limit = "" if p.host_limit_bytes is None else f"of {gib(p.host_limit_bytes)}"
+    host = p.gpus_per_node * p.host_bytes
+    figures = [
+        fact("memory of each GPU", gib(p.device_bytes), f"of {gib(p.device_limit_bytes)}", p.device_bytes),
+        fact("host memory of a machine", gib(host), limit, host),
     ]
+    if p.nvme_bytes:
+        files = p.gpus * p.nvme_bytes
+        figures.append(fact("files", gib(files), "", files))
+    step = f"{step_sequences(request.config):,} x {request.config.sequence_len:,}"
+    figures.append(fact("tokens of a step", f"{tokens(request.config):,}", step, tokens(request.config)))
+    if p.predicted_step_s is None or p.predicted_range_s is None:
+        bound = fact("a step takes at least", duration(p.step_time_bound_s), f"bound by {p.bound_by}")
+        return [*figures, bound]
+    low, high = map(duration, p.predicted_range_s)
+    rate = p.gpus * (p.tokens_per_s_per_gpu or 0.0)
+    figures += [
+        fact("a step", duration(p.predicted_step_s), f"{low} to {high}, predicted", p.predicted_step_s),
+        fact("tokens/s", f"{rate:,.0f}", f"{rate / p.gpus:,.0f} per GPU; MFU {p.mfu:.0%}", rate),
+    ]
+    return [*figures, *costs(p, request, rate)]
+
+
+def costs(p: Plan, request: PlanRequest, rate: float) -> list[dict[str, Any]]:
+    """Makes the key figures of hours and, if there is a price, of money. rate: tokens/s of all GPUs."""
+    wanted = request.tokens or SOME_TOKENS
+    step, (low, high) = p.predicted_step_s or 0.0, p.predicted_range_s or [0.0, 0.0]
+    hours = [wanted / rate * seconds / step / 3600 for seconds in (step, low, high)]
+    name = f"{wanted / 1e9:g} billion tokens" if wanted >= 1e9 else f"{wanted:,.0f} tokens"
+    found = [fact(name, f"{hours[0]:,.1f} h", f"{hours[1]:,.1f} to {hours[2]:,.1f} h", hours[0])]
+    if request.price is not None:
+        money, cheap, dear = (hour * p.gpus * request.price for hour in hours)
+        found.append(fact("they cost", f"{money:,.2f}", f"{cheap:,.2f} to {dear:,.2f}, {request.price:g} a GPU hour"))
+    return found

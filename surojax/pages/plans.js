@@ -29,7 +29,7 @@ function rows(model, gpu, gpus) {
     if (estimate === null) return []; // refused
     const [device, inHost, files, milliseconds] = estimate;
     const settings = [data.models[model].settings, gpus === 1 ? "" : sharing.settings, placement.settings];
-    const allowed = files === 0 || form.elements.files.checked;
+    const allowed = files === 0 || form.elements.files.value;
     return [{
       name: gpus === 1 ? placement.name : `${sharing.name}, ${placement.name}`,
       settings: settings.filter((text) => text).join(" "),
@@ -50,11 +50,8 @@ function chosen() {
 }
 
 function taking(text, onClick) {
-  const button = element("button", text);
-  button.type = "button";
-  button.addEventListener("click", onClick);
   const cell = document.createElement("td");
-  cell.append(button);
+  cell.append(button(text, onClick));
   return cell;
 }
 
@@ -80,7 +77,7 @@ function placements(found, best) {
     line.append(...figures.map((text) => element("td", text)), element("td", figure(row.tokens)));
     return line;
   });
-  fill("placements", ["", "", "", "each GPU", "host of a machine", "files", "a step", "tokens/s"], lines);
+  fill("placements", ["details", "where", "by estimate", "each GPU", "host of a machine", "files", "a step", "tokens/s"], lines);
 }
 
 function machines(model) {
@@ -99,7 +96,7 @@ function machines(model) {
     }
     return line;
   });
-  fill("machines", ["", ...data.counts.map((gpus) => `${gpus} GPU${gpus === 1 ? "" : "s"}`)], lines);
+  fill("machines", ["GPU", ...data.counts.map((gpus) => `${gpus} GPU${gpus === 1 ? "" : "s"}`)], lines);
 }
 
 function draw() {
@@ -108,9 +105,9 @@ function draw() {
   const best = fastest(found);
   const row = found.find(({ settings }) => settings === taken) || best;
   const fits = row !== null && !row.problem;
-  said.textContent = row === null ? "none of these placements fits; those that come near are below"
-    : row.problem ? `it does not fit, by estimate: ${row.problem}` : `it fits, by estimate: ${row.name}`;
-  said.className = fits ? "good" : "bad";
+  said.textContent = row === null ? "None of these placements fits; those that come near are below"
+    : row.problem ? `It does not fit, by estimate: ${row.problem}` : `It fits, by estimate: ${row.name}`;
+  said.className = `verdict ${fits ? "good" : "bad"}`;
   show(row === null ? [] : [
     { name: "memory of each GPU", value: gib(row.device), exact: row.device, note: `of ${gib(data.gpus[gpu].limit)}` },
     { name: "host memory of a machine", value: gib(row.inHost), exact: row.inHost, note: "" },
@@ -121,8 +118,8 @@ function draw() {
   const words = row === null ? [] : row.settings.split(" ").filter((word) => word).map((word) => `--config.${word}`);
   const machine = [["--host-memory", form.elements.host.value]].flatMap(([name, value]) => (value ? [name, value] : []));
   const command = ["--config", model, `--config.gpus=${gpus}`, ...words];
-  document.getElementById("commands").textContent = row === null ? `surojax fit --config ${model} --gpu ${gpu} --config.gpus=${gpus}`
-    : `${["surojax plan", ...command, "--gpu", gpu, ...machine].join(" ")}\n${["surojax train", ...command].join(" ")}`;
+  showCommands(row === null ? [`surojax fit --config ${model} --gpu ${gpu} --config.gpus=${gpus}`]
+    : [["surojax plan", ...command, "--gpu", gpu, ...machine].join(" "), ["surojax train", ...command].join(" ")]);
   placements(found, best);
   machines(model);
   const filled = [...new FormData(form)].filter(([, value]) => value !== "");
@@ -134,12 +131,8 @@ form.addEventListener("input", () => {
   draw();
 });
 form.addEventListener("submit", (event) => event.preventDefault());
-document.getElementById("copy").addEventListener("click", () => {
-  navigator.clipboard.writeText(document.getElementById("commands").textContent.split("\n")[0]);
-});
 for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
   if (name === "settings") taken = value;
-  else if (name === "files") form.elements.files.checked = true;
   else if (form.elements[name]) form.elements[name].value = value;
 }
 draw();

@@ -1,5 +1,6 @@
 """Draws the charts of runs as a PNG file, by matplotlib (`pip install 'surojax[png]'`)."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from surojax.errors import ConfigError
 from surojax.pages import runs
 from surojax.pages.runs import Planned, RunRecords
 
-SIZE = (12, 8)  # inches, of 100 pixels
+SIZE = (12, 4)  # inches of two charts, of 100 pixels
 
 
 def write_figure(file: Path, run_records: Sequence[RunRecords], plan: Planned | None) -> None:
@@ -18,14 +19,19 @@ def write_figure(file: Path, run_records: Sequence[RunRecords], plan: Planned | 
         raise ConfigError(
             "--png: expected the package matplotlib, got none; pip install 'surojax[png]', or use --html"
         ) from error
-    figure = Figure(SIZE, layout="constrained")
-    for axes, chart in zip(figure.subplots(2, 2).flat, runs.charts_of(run_records, plan), strict=True):
+    charts = runs.charts_of(run_records, plan)
+    lines = math.ceil(len(charts) / 2)
+    figure = Figure((SIZE[0], lines * SIZE[1]), layout="constrained")
+    for position, chart in enumerate(charts, 1):
+        axes = figure.add_subplot(lines, 2, position)
         axes.set_title(chart.title)
         axes.set_xlabel("step")
+        axes.set_ylabel(chart.unit)
         axes.grid(alpha=0.3)
-        for name, points in (*chart.curves.items(), *chart.dashed.items()):
-            if points:  # a value that is not finite is a gap
-                axes.plot(*zip(*points, strict=True), "--" if name in chart.dashed else "-", label=name)
+        for of, style, said in ((chart.curves, "-", ""), (chart.marks, "o--", ", evaluated")):
+            for name, points in of.items():
+                if points:  # a value that is not finite is a gap
+                    axes.plot(*zip(*points, strict=True), style, label=f"{name}{said}")
         if chart.plan is not None:
             axes.axhline(chart.plan, linestyle=":", color="black", label="plan")
         if axes.get_legend_handles_labels()[1]:

@@ -1,4 +1,4 @@
-"""Compares runs with each other and with a plan: a table, and a page of curves (loss, norm, tokens/s, memory).
+"""Compares runs with each other and with a plan: a table, and a page of curves, settings and samples.
 
 All numbers are those of the runs' `metrics.jsonl`. A value that was not finite is null there, and a gap in its curve.
 """
@@ -8,24 +8,32 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import surojax
+from surojax.config.fields import FIELDS
 from surojax.errors import ConfigError, need, shown
 from surojax.pages.step_view import memory_values, step_values
-from surojax.pages.template import COLOURS, fill
+from surojax.pages.template import COLOURS, fill, script_data
 from surojax.placement.home import HOMES
 from surojax.planner.amounts import GiB
 from surojax.planner.footprint import Rows
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction
 from surojax.run.metrics import METRICS_FILE, read_metrics
+from surojax.run.starts import read_starts
 from surojax.untrusted import check_file, expanded, read_json
 
 POINTS = 1000  # of a curve; of more steps, the least and the largest value of each group of steps are drawn
 Curve = list[tuple[int, float | None]]  # (step, value), None for a value that was not finite
 LARGEST = 2.0**60  # of a plan's numbers
+ARROW = " \u2192 "
+KNOWN = {  # keys of a step's record that have a chart, or none
+    *("log", "step", "time", "tokens", "loss", "norm", "lr", "tokens_per_second", "duration_ms", "data_wait_ms", "mfu"),
+    *("peak_memory_bytes", "disk_busy_ms", "largest_expert_share", "expert_tokens"),
+}
 HEAD = ("run", "steps", "tokens", "first loss", "last loss", "evaluated", "last norm", "tokens/s", "peak GiB")
 
 
@@ -36,6 +44,20 @@ class RunRecords:
     name: str
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    path: str = ""
+    starts: Sequence[dict[str, Any]] = ()  # see `run.starts`, and so are samples
+    samples: Sequence[dict[str, Any]] = ()
+
+    def setting(self, name: str) -> str:
+        """Formats a field's values over the run's starts: "0.004, 0.002 after step 60" with an arrow between them."""
+        values: list[str] = []
+        for start in self.starts:
+            value = str(start["settings"].get(name, FIELDS[name].default if name in FIELDS else "-"))
+            if not values:
+                values.append(value)
+            elif value != values[-1].partition(" after step ")[0]:
+                values.append(f"{value} after step {start['step']:,}")
+        return ARROW.join(values) or "-"
 
     def curve(self, key: str, unit: float = 1.0) -> Curve:
         """Returns (step, value) of each step that has the key. unit: divisor of the values."""
@@ -133,7 +155,24 @@ def read_run(name: str) -> RunRecords:
         ) from error
     steps = [x for x in records if x.get("log") == "step"]
     need(bool(steps), "RUN", f"{METRICS_FILE} with at least one step", name, "wait for the first step of the run")
-    return RunRecords(name, steps, [x for x in records if x.get("log") == "eval" and not x.get("name")])
+    evaluations = [x for x in records if x.get("log") == "eval" and not x.get("name")]
+    others = read_starts(file.parent)
+    starts = [x for x in others if x["log"] == "start" and isinstance(x.get("settings"), dict)]
+    samples = [x for x in others if x["log"] == "sample" and isinstance(x.get("text"), str)]
+    return RunRecords(file.parent.resolve().name, steps, evaluations, name, starts, samples[-1:])
+
+
+def read_runs(names: Sequence[str]) -> list[RunRecords]:
+    """Reads runs, see `read_run`; those whose folders are called alike get names that tell them apart."""
+    found = [read_run(name) for name in names]
+    parts = [Path(run.path).resolve().parts for run in found]
+    parts = [of[:-1] if of[-1] == METRICS_FILE else of for of in parts]
+    named = []
+    for run, own in zip(found, parts, strict=True):
+        others = [of for of in parts if of != own]
+        length = next((n for n in range(1, len(own)) if all(of[-n:] != own[-n:] for of in others)), len(own))
+        named.append(dataclasses.replace(run, name="/".join(own[-length:])))
+    return named
 
 
 def read_plan(name: str) -> Planned:
@@ -153,8 +192,10 @@ def read_plan(name: str) -> Planned:
 
 
 def rows(runs: Sequence[RunRecords], plan: Planned | None) -> list[list[str]]:
-    """Makes the table of runs and plan, with its head."""
-    return [list(HEAD), *(run.row() for run in runs), *([plan.row()] if plan else [])]
+    """Makes the table of runs and plan, with its head, without columns that nothing is known of."""
+    cells = [run.row() for run in runs] + ([plan.row()] if plan else [])
+    known = [number for number, column in enumerate(zip(*cells, strict=True)) if set(column) != {"-"}]
+    return [[row[number] for number in known] for row in (list(HEAD), *cells)]
 
 
 def table_text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
@@ -167,31 +208,66 @@ def table_text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
     )
 
 
-class ChartCurves(NamedTuple):
-    """The curves of a chart by name, others that are dashed, and a planned value to draw as a line; None: no plan."""
+class Chart(NamedTuple):
+    """A chart by step. unit: of its values, or "". curves: by run; marks: of evaluations; plan: the planned value."""
 
     title: str
+    unit: str
     curves: Mapping[str, Curve]
-    dashed: Mapping[str, Curve] = MappingProxyType({})
+    marks: Mapping[str, Curve] = MappingProxyType({})
     plan: float | None = None
 
 
-def charts_of(runs: Sequence[RunRecords], plan: Planned | None) -> list[ChartCurves]:
-    """Selects what the charts of runs show."""
-    return [
-        ChartCurves(
-            "Loss, in nats per token",
-            {run.name: run.curve("loss") for run in runs},
-            {f"{run.name}, evaluated": curve(run.evaluations, "loss") for run in runs},
-        ),
-        ChartCurves("Norm of the gradient", {run.name: run.curve("norm") for run in runs}),
-        ChartCurves("Tokens/s", {run.name: run.speeds() for run in runs}, plan=plan and plan.tokens_per_s),
-        ChartCurves(
-            "Peak memory of a device, GiB",
-            {run.name: run.curve("peak_memory_bytes", GiB) for run in runs},
-            plan=plan and plan.device_bytes / GiB,
-        ),
+def charts_of(runs: Sequence[RunRecords], plan: Planned | None) -> list[Chart]:
+    """Makes the charts of runs: of the numbers that all runs have, and of further ones that some have."""
+    further = dict.fromkeys(key for run in runs for record in run.steps for key in record if key not in KNOWN)
+
+    def of(title: str, unit: str, key: str, size: float = 1.0, plan: float | None = None) -> Chart:
+        return Chart(title, unit, {run.name: run.curve(key, size) for run in runs}, plan=plan)
+
+    marks = {run.name: curve(run.evaluations, "loss") for run in runs}
+    speeds = {run.name: run.speeds() for run in runs}
+    charts = [
+        of("Loss", "nats per token", "loss")._replace(marks=marks),
+        of("Learning rate", "", "lr"),
+        of("Norm of the gradient", "", "norm"),
+        Chart("Speed", "tokens/s", speeds, plan=plan and plan.tokens_per_s),
+        of("Peak memory of a device", "GiB", "peak_memory_bytes", GiB, plan and plan.device_bytes / GiB),
+        *(of(key, "", key) for key in further),
     ]
+    return [chart for chart in charts if any(y is not None for of_run in chart.curves.values() for _, y in of_run)]
+
+
+def chart_data(chart: Chart, colours: Mapping[str, int]) -> dict[str, Any]:
+    """Converts a chart for charts.js; colours: by run."""
+
+    def series(name: str, points: Curve, is_mark: bool) -> dict[str, Any]:
+        kept = points if is_mark else thinned(points)
+        values = [None if y is None else float(f"{y:.6g}") for _, y in kept]
+        label = f"{name}, evaluated" if is_mark else name
+        return {
+            "name": label,
+            "colour": colours[name],
+            "marks": is_mark,
+            "points": [[step for step, _ in kept], values],
+        }
+
+    curves = [series(name, points, False) for name, points in chart.curves.items() if points]
+    marks = [series(name, points, True) for name, points in chart.marks.items() if points]
+    return {"title": chart.title, "unit": chart.unit, "curves": [*curves, *marks], "plan": chart.plan}
+
+
+def settings_rows(runs: Sequence[RunRecords]) -> list[dict[str, Any]]:
+    """Makes a row for each field that some start of a run set, those that differ first: [{name, cells, differs}].
+
+    A cell, one for each run, has the values of its starts, and the steps after which they changed.
+    """
+    names = dict.fromkeys(name for run in runs for start in run.starts for name in start["settings"])
+    rows = []
+    for name in names:
+        cells = [run.setting(name) for run in runs]
+        rows.append({"name": name, "cells": cells, "differs": len(set(cells)) > 1 or any(ARROW in x for x in cells)})
+    return sorted(rows, key=lambda row: not row["differs"])
 
 
 def page(
@@ -199,56 +275,36 @@ def page(
     plan: Planned | None,
     command: str,
     step: TrainedStep | None = None,
+    *,
+    framed: bool = False,
 ) -> str:
-    """Makes the HTML page of runs. command: the command that made the page. step: of a run that has just ended."""
+    """Makes the HTML page of runs. command: the command that made the page. step: of a run that has just ended.
+
+    framed: for the studio.
+    """
+    colours = {run.name: number % COLOURS for number, run in enumerate(runs)}
+    charts = [chart_data(of, colours) for of in charts_of(runs, plan)]
     return fill(
         "runs.html.jinja",
-        title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
+        title=" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
         command=command,
         version=surojax.__version__,
+        framed=framed,
         table=rows(runs, plan),
-        colours=[number % COLOURS for number in range(len(runs) + 1)],
-        charts=[chart(*of) for of in charts_of(runs, plan)],
+        paths=[run.path for run in runs],
+        colours=[*colours.values(), len(runs) % COLOURS],
+        charts=charts,
+        charts_data=script_data({"charts": charts, "resumed": resumed(runs), "plan_colour": len(runs) % COLOURS}),
+        runs=runs,
+        settings=settings_rows(runs),
         has_step=step is not None,
         **(step.values() if step else {}),
     )
 
 
-def chart(
-    title: str, curves: Mapping[str, Curve], dashed: Mapping[str, Curve] | None = None, plan: float | None = None
-) -> dict[str, Any]:
-    """Makes the template's chart: curves as paths in a box of 1000 x 1000, and ticks in percent.
-
-    plan: a value to draw as a dashed line, in the colour after the last curve's.
-    """
-    both = {**curves, **(dashed or {})}
-    drawn = {name: points for name, points in both.items() if any(y is not None for _, y in points)}
-    if not drawn:
-        return {"title": title, "curves": []}
-    steps = [step for points in drawn.values() for step, _ in points]
-    left, right = min(steps), max(max(steps), min(steps) + 1)
-    colours = {name: number % COLOURS for number, name in enumerate(curves)}
-    colours |= {name: (len(curves) + 1 + number) % COLOURS for number, name in enumerate(dashed or {})}
-    if plan is not None:
-        drawn["plan"] = [(left, plan), (right, plan)]
-        colours["plan"] = len(curves) % COLOURS
-    values = [y for points in drawn.values() for _, y in points if y is not None]
-    margin = 0.05 * (max(values) - min(values)) or 0.05 * abs(max(values)) or 1.0
-    low, high = min(values) - margin, max(values) + margin
-    return {
-        "title": title,
-        "curves": [
-            {
-                "name": name,
-                "colour": colours[name],
-                "dashed": name not in curves,
-                "path": path(thinned(points), left, right, low, high),
-            }
-            for name, points in drawn.items()
-        ],
-        "x": ticks(left, right),
-        "y": ticks(low, high),
-    }
+def resumed(runs: Sequence[RunRecords]) -> list[dict[str, Any]]:
+    """Returns the steps after which runs went on from a checkpoint, with their names."""
+    return [{"step": x["step"], "name": run.name} for run in runs for x in run.starts if x["step"]]
 
 
 def thinned(points: Curve) -> Curve:
@@ -260,26 +316,3 @@ def thinned(points: Curve) -> Curve:
         finite = sorted((x for x in group if x[1] is not None), key=lambda x: x[1] or 0.0)
         kept += sorted({*finite[:1], *finite[-1:], *[x for x in group if x[1] is None][:1]}, key=lambda x: x[0])
     return kept
-
-
-def path(points: Curve, left: float, right: float, low: float, high: float) -> str:
-    """Converts points to an SVG path, with a gap for each None."""
-    words = []
-    pen = "M"
-    for step, y in points:
-        if y is None:
-            pen = "M"
-            continue
-        place = f"{1000 * (step - left) / (right - left):.1f} {1000 * (high - y) / (high - low):.1f}"
-        words.append(f"{pen}{place}" + "h.1" * (pen == "M"))  # a point between two gaps is a dot
-        pen = "L"
-    return "".join(words)
-
-
-def ticks(low: float, high: float) -> list[dict[str, Any]]:
-    """Chooses round numbers between low and high, as text and in percent of the distance."""
-    unit = 10.0 ** math.floor(math.log10((high - low) / 2))
-    step = next(n * unit for n in (5, 2, 1) if (high - low) / (n * unit) >= 2)
-    digits = max(0, -math.floor(math.log10(step)))
-    numbers = [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return [{"percent": round(100 * (x - low) / (high - low), 2), "text": f"{x:,.{digits}f}"} for x in numbers]

@@ -4,10 +4,11 @@ A plan's page has them of the planned step, a run's page of the step that ran. T
 `prediction.trace`.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from surojax.pages.template import COLOURS, script_data
+from surojax.pages.template import COLOURS, packed_data
 from surojax.placement.home import HOMES
 from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.costs import ATTENTION, DEVICE_COPY, GATHER, HOST_IN, HOST_OUT, PASS, PRODUCT, REDUCE
@@ -43,7 +44,7 @@ def memory_values(sizes: Sizes, limits: Mapping[str, int | None]) -> dict[str, A
         for number, (name, row) in enumerate(sizes.items())
     ]
     names = [home.name for home in HOMES]
-    bars = [memory_bar(name, sizes, limits.get(name)) for name in names]
+    bars = [memory_bar(name, sizes, limits.get(name)) for name, size in zip(names, sizes["total"], strict=True) if size]
     return {"unit": unit, "homes": names, "rows": rows, "bars": bars}
 
 
@@ -68,44 +69,56 @@ def memory_bar(home: str, sizes: Sizes, limit: int | None) -> dict[str, Any]:
 
 
 def step_values(p: Prediction, lines: Sequence[str], trace: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Makes the values of step.html.jinja. lines: about the step's time. trace: see `prediction.trace`."""
+    """Makes the values of step.html.jinja. lines: about the step's time. trace: see `prediction.trace`.
+
+    Kinds and loops of which nothing is exposed are left out.
+    """
     events = timeline(trace) if trace else None
+    kinds = [kind for kind, seconds in p.exposed_s.items() if seconds]
+    number = {kind: position for position, kind in enumerate(p.exposed_s)}
+    rows = exposed_rows(p) if kinds and p.predicted_step_s is not None else {}
+    loops = {name for name, of_loop in p.exposed_by_loop_s.items() if any(of_loop.values())}
     return {
-        "times": lines,
+        "times": [*lines, *(["Compute waits for no transfer."] if p.predicted_step_s and not kinds else [])],
         "kinds": events["kinds"] if events else [],
-        "timeline": script_data(events) if events else None,
-        "transfers": list(p.exposed_s),
-        "exposed": exposed_rows(p) if p.predicted_step_s is not None else {},
+        "timeline": packed_data(events) if events else None,
+        "transfers": kinds,
+        "exposed": {
+            name: [cells[number[kind]] for kind in kinds]
+            for name, cells in rows.items()
+            if name in loops or name == "total"
+        },
         "files": files_text(p) if p.exposed_in_files_s else "",
         "ends": [(WORDS.get(name, name), *map(milliseconds, both)) for name, both in p.step_at_ends_s.items()],
     }
 
 
 def timeline(trace: Mapping[str, Any]) -> dict[str, list]:
-    """Converts a trace for timeline.js, times in microseconds: each name once, events refer to names by position."""
+    """Converts a trace for timeline.js: each name once, and events in columns, in order of their beginning.
+
+    Times are whole multiples of 10 ns, of which a beginning is counted from the one before.
+    """
     threads = [x for x in trace["traceEvents"] if x["name"] == "thread_name"]
     rows = {x["tid"]: x["args"]["name"] for x in threads}
-    events = [x for x in trace["traceEvents"] if x["ph"] == "X"]
+    events = sorted((x for x in trace["traceEvents"] if x["ph"] == "X"), key=lambda x: x["ts"])
     used = sorted({x["tid"] for x in events})
     kinds = [kind for kind in KINDS if any(x["cat"] == kind for x in events)]
     kinds += sorted({x["cat"] for x in events} - KINDS.keys())
     names = {name: number for number, name in enumerate(dict.fromkeys(x["name"] for x in events))}
     loops = {name: number for number, name in enumerate(dict.fromkeys(x["args"]["loop"] for x in events))}
+    begins = [round(100 * x["ts"]) for x in events]
     return {
         "rows": ["exposed: compute waits" if rows[tid] == WAITS else rows[tid] for tid in used],
         "kinds": [KINDS.get(kind, kind) for kind in kinds],
         "names": list(names),
         "loops": list(loops),
-        "events": [
-            [
-                used.index(x["tid"]),
-                kinds.index(x["cat"]),
-                names[x["name"]],
-                loops[x["args"]["loop"]],
-                round(x["ts"], 3),
-                round(x["dur"], 3),
-                round(x["args"]["MB"], 3),
-            ]
-            for x in events
+        "columns": [
+            [used.index(x["tid"]) for x in events],
+            [kinds.index(x["cat"]) for x in events],
+            [names[x["name"]] for x in events],
+            [loops[x["args"]["loop"]] for x in events],
+            [now - before for before, now in itertools.pairwise([0, *begins])],
+            [round(100 * (x["ts"] + x["dur"])) - now for x, now in zip(events, begins, strict=True)],
+            [round(x["args"]["MB"], 3) for x in events],
         ],
     }

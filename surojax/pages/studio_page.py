@@ -4,10 +4,12 @@ A question is the query of an address: a model, a machine, and settings. The pla
 `fit`. An answer is a dict that becomes JSON, or a page.
 """
 
+import ast
 import copy
 import dataclasses
 import json
 import math
+import re
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,25 +18,36 @@ from typing import Any
 
 import surojax
 from surojax.config import flags
-from surojax.config.fields import Config, flat, gpus_per_sequence
+from surojax.config.fields import FIELDS, Config, default_config, flat
 from surojax.errors import ConfigError, need
 from surojax.pages import plan_page
-from surojax.pages.template import fill
+from surojax.pages.plan_page import PlanRequest, fact, tokens
+from surojax.pages.template import fill, script_data
 from surojax.planner import aot, seen
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, device_limit, host_limit
-from surojax.planner.changes import changed, differing, flags as as_flags
+from surojax.planner.changes import Change, changed, differing, flags as as_flags
 from surojax.planner.choices import with_batch
 from surojax.planner.disks import Disks
 from surojax.planner.drives import disks
 from surojax.planner.gpus import GB, GPUS, gpu_key, with_nodes
 from surojax.planner.prediction import duration
-from surojax.planner.remedies import NOTHING, with_limits_lifted
+from surojax.planner.remedies import NOTHING, unlike, with_limits_lifted
 from surojax.planner.run_plan import checked, plan
 from surojax.planner.search import Space, search
 from surojax.sizes import MOST_GPUS
 
 SHOWN = 5  # settings that fit
+START = {
+    "model": "llama7b",
+    "method": "qlora",
+    "gpu": "rtx4090",
+    "gpus": "1",
+    "host": "64",
+}  # of the first view; it fits
+FORM = ("model", "model_path", "method", "gpu", "gpus", "host", "files", "disk", "sequence_len", "sequences")
+METHODS = {"full": "full: all weights", "lora": "LoRA: adapters", "qlora": "QLoRA: quantised base"}
+BASES = ("qlora_bnb", "qlora_fp8", "qlora_fp4", "qlora_mxfp4")  # fields that quantise the base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,32 +81,60 @@ class StudioQuery:
     def command(self, verb: str) -> str:
         """Formats the command line of a verb with this config."""
         model = ["--config", self.model] if flags.is_config_name(self.model) else [f"--config.model_path={self.model}"]
-        start = flags.load_config(self.model if flags.is_config_name(self.model) else str(flags.FINETUNE))
+        start = started(self.model)
+        if not flags.is_config_name(self.model):
+            start.lora = self.config.lora
+            flags.set_rate_of_adapters(start, ())
+            start.lora = False
         change = {name: value for name, value in differing(start, flat(self.config)).items() if name != "model_path"}
         return " ".join(["surojax", verb, shlex.join(model), as_flags(change)]).strip()
 
-    @property
-    def plan_command(self) -> str:
-        """The command line of `plan`."""
+    def machine_command(self, verb: str) -> str:
+        """Formats the command line of `plan` or `fit`, which take the machine."""
         options = {"--gpu": self.gpu, "--host-memory": self.host and f"{self.host:g}", "--disk": self.disk}
+        if verb == "fit":
+            options["--nvme"] = self.files and f"{self.files:g}"
         words = [word for name, value in options.items() if value for word in (name, value)]
-        return f"{self.command('plan')} {shlex.join(words)}"
+        return f"{self.command(verb)} {shlex.join(words)}"
+
+
+def started(model: str) -> Config:
+    """Returns the config that a model begins with, by what the query calls it. Raises ConfigError."""
+    is_name = flags.is_config_name(model)
+    config = flags.load_config(model if is_name else str(flags.FINETUNE))
+    if not is_name:
+        config.model_path = model
+    return config
+
+
+def set_method(c: Config, method: str) -> None:
+    """Changes a config to a method; a base that is quantised already stays as it is. Raises ConfigError."""
+    need(method in METHODS, "method", f"one of {', '.join(METHODS)}", method, "choose one")
+    c.lora = method != "full"
+    if method != "qlora":
+        c.update(dict.fromkeys(BASES, False))
+    elif not any(c[name] for name in BASES):
+        c.qlora_bnb = True
 
 
 def question(query: Mapping[str, str]) -> StudioQuery:
-    """Parses the query of a URL. Raises ConfigError for invalid values, and for unknown fields."""
-    model = query.get("model", "").strip()
+    """Parses the query of a URL: `FORM`, and fields by their names.
+
+    Raises ConfigError for invalid values, and for unknown fields.
+    """
+    model = query.get("model", "").strip() or query.get("model_path", "").strip()
     need(bool(model), "model", "a name of configs/, or a Hugging Face folder or name", model, "choose one")
     gpu = gpu_key(query.get("gpu", ""))
-    is_name = flags.is_config_name(model)
-    given = flags.load_config(model if is_name else str(flags.FINETUNE))
-    if not is_name:
-        given.model_path = model
+    given = started(model)
+    if query.get("method"):
+        set_method(given, query["method"])
+    settings = [(name, value) for name, value in query.items() if name not in FORM]
+    if not flags.is_config_name(model):
+        flags.set_rate_of_adapters(given, settings)
     given.gpus = whole(query, "gpus") or 1
     need(given.gpus <= MOST_GPUS, "gpus", f"at most {MOST_GPUS:,}", given.gpus, "correct it")
     given.sequence_len = whole(query, "sequence_len") or given.sequence_len
     sequences = whole(query, "sequences")
-    settings = parsed_settings(query.get("settings", ""))
     config = copy.deepcopy(given)
     flags.override_all(config, settings)
     if "gradient_accumulation_steps" not in dict(settings):  # else the settings say how many sequences a step has
@@ -127,39 +168,30 @@ def whole(query: Mapping[str, str], name: str) -> int | None:
     return int(value)
 
 
-def parsed_settings(text: str) -> list[tuple[str, str]]:
-    """Parses settings separated by spaces, as `zero_level=3` or as flags: [(field, value)]. Raises ConfigError."""
-    try:
-        words = [word.removeprefix("--config.") for word in shlex.split(text)]
-    except ValueError as error:
-        raise ConfigError(f"settings: {error}; correct them") from error
-    pairs = [word.partition("=") for word in words]
-    return [(name, value if is_set else "true") for name, is_set, value in pairs]
-
-
 def answer_estimate(asked: StudioQuery) -> dict[str, Any]:
     """Answers a query with the step's estimated memory and time, and the commands. Raises ConfigError."""
     space = asked.space()
     x = space.estimated(space.config)
     limits = space.limits
     fits = x.need.fits(limits)
-    said = "it fits, by estimate" if fits else f"it does not fit, by estimate: {x.need.beyond(limits).text()} too much"
+    said = "It fits, by estimate" if fits else f"It does not fit, by estimate: {x.need.beyond(limits).text()} too much"
     return {
         "fits": fits,
         "said": said,
         "facts": facts(x, limits),
         "phases": [{"name": name, "seconds": s} for name, s in x.phases.items() if s],
         "train": asked.command("train"),
-        "plan": asked.plan_command,
+        "plan": asked.machine_command("plan"),
+        "fit": asked.machine_command("fit"),
         "compiles": aot.available(),
     }
 
 
 def facts(x: Candidate, limits: Memory) -> list[dict[str, Any]]:
-    """Makes a candidate's key figures; "value" as text, "exact" in bytes or seconds."""
+    """Makes a candidate's key figures, under the names of `plan_page.facts`."""
 
     def memory(name: str, size: float, limit: float) -> dict[str, Any]:
-        return {"name": name, "value": gib(size), "exact": size, "note": f"of {gib(limit)}" if limit < math.inf else ""}
+        return fact(name, gib(size), f"of {gib(limit)}" if limit < math.inf else "", size)
 
     figures = [
         memory("memory of each GPU", x.need.device, limits.device),
@@ -167,50 +199,93 @@ def facts(x: Candidate, limits: Memory) -> list[dict[str, Any]]:
     ]
     if x.need.files or limits.files:
         figures.append(memory("files", x.need.files, limits.files))
-    figures.append({"name": "a step", "value": duration(x.seconds), "exact": x.seconds, "note": "estimated"})
+    step = f"{plan_page.step_sequences(x.config):,} x {x.config.sequence_len:,}"
+    figures.append(fact("tokens of a step", f"{tokens(x.config):,}", step, tokens(x.config)))
+    figures.append(fact("a step", duration(x.seconds), "estimated", x.seconds))
     rate = tokens(x.config) / x.seconds
-    note = f"{rate / x.config.gpus:,.0f} per GPU"
-    return [*figures, {"name": "tokens/s", "value": f"{rate:,.0f}", "exact": rate, "note": note}]
-
-
-def tokens(c: Config) -> int:
-    """Returns the tokens of a step on all GPUs."""
-    groups = c.gpus // gpus_per_sequence(c)
-    return groups * c.per_device_batch_size * c.gradient_accumulation_steps * c.sequence_len
+    return [*figures, fact("tokens/s", f"{rate:,.0f}", f"{rate / x.config.gpus:,.0f} per GPU", rate)]
 
 
 def fitting(asked: StudioQuery) -> dict[str, Any]:
-    """Finds the fastest settings that fit by estimate, as texts for the form; if none fit, changes that would help.
+    """Finds the fastest settings that fit by estimate, as fields of the form; if none fit, changes that would help.
 
     Raises ConfigError.
     """
     space = asked.space()
     rows = []
-    for x in search(space, SHOWN).candidates:
+    for x in unlike(search(space, SHOWN).candidates):
         own = changed(asked.config, differing(space.config, x.change))  # "auto" and what it stands for are no change
         change = differing(asked.given, flat(own))
-        rows.append({"settings": as_flags(change).replace("--config.", ""), "facts": facts(x, space.limits)})
+        rows.append({"settings": as_words(change), "facts": facts(x, space.limits)})
     helps = [] if rows else [proposal.text() for proposal in with_limits_lifted(space)] or [NOTHING]
     return {"rows": rows, "helps": helps}
 
 
-def compiled_page(asked: StudioQuery) -> str:
-    """Makes the page of a query's plan, compiled if there is a compiler. Raises ConfigError."""
+def as_words(change: Change) -> list[tuple[str, str]]:
+    """Returns fields and their values as the form has them."""
+    words = {None: "unset", True: "true", False: "false"}
+    return [
+        (name, words[value] if value is None or isinstance(value, bool) else str(value))
+        for name, value in change.items()
+    ]
+
+
+def compiled(asked: StudioQuery) -> dict[str, Any]:
+    """Answers a query with its plan, compiled if there is a compiler: key figures, and a page of the others.
+
+    Raises ConfigError.
+    """
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         p = plan(asked.config, asked.gpu, host_memory=asked.host, disk=asked.disk, trace=str(trace), advise=False)
         events = json.loads(trace.read_text()) if trace.exists() else None
-    return plan_page.page(p, asked.plan_command, events)
+    request = PlanRequest(plan_page.model_name(asked.config, asked.model), asked.config)
+    return {
+        "fits": p.fits,
+        "said": "It fits" if p.fits else "It does not fit: the compiled step needs more than the estimate",
+        "facts": plan_page.facts(p, request),
+        "page": plan_page.page(p, asked.machine_command("plan"), events, request=request, framed=True),
+    }
+
+
+def models() -> dict[str, str]:
+    """Returns the configs of configs/ that have sizes of their own, and what they say of themselves."""
+    found = {}
+    for name, file in flags.configs().items():
+        try:
+            config = flags.load_config(name)
+        except ConfigError:  # it needs a package
+            continue
+        if config.model_path or config.model == default_config().model:
+            continue
+        about = (ast.get_docstring(ast.parse(file.read_text())) or name).partition("\n")[0]
+        text = re.split(r"[:,;]| on one GPU", re.sub(r"\(.*?\)", "", about))[0].strip()
+        found[name] = f"{name}: {text}"
+    return found
 
 
 def page(runs: Sequence[str]) -> str:
     """Makes the HTML page of the studio. runs: folders of runs to watch."""
+    fields = {
+        name: {
+            "kind": field.kind.__name__,
+            "choices": [str(choice) for choice in field.choices],
+            "default": field.default_text,
+            "help": field.comment,
+        }
+        for name, field in FIELDS.items()
+        if name not in FORM
+    }
     return fill(
         "studio.html.jinja",
         title="surojax studio",
         command=shlex.join(["surojax", "studio", *runs]),
         version=surojax.__version__,
-        models=list(flags.configs()),
+        start=START,
+        models=models(),
+        methods=METHODS,
         gpus={name: gpu.name for name, gpu in GPUS.items()},
+        fields=fields,
+        fields_data=script_data(fields),
         runs=list(runs),
     )

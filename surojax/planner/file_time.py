@@ -176,6 +176,9 @@ class SimulatedStep:
 
         free = now  # when the disks have done what they were asked for
 
+        def wait(kind: str, begin: float, end: float) -> None:
+            events.append(TimelineEvent(f"wait for {kind}", kind, WAITS, each.name, begin, end, 0.0))
+
         def file(what: str, turn: int, moved: float, begin: float) -> None:
             nonlocal free
             seconds = self._seconds(moved, 0.0) if what == "read" else self._seconds(0.0, moved)
@@ -188,6 +191,7 @@ class SimulatedStep:
         stretched = each.longest / each.programs if each.programs else 1.0
         if each.first:
             file("read", 0, max(part.read.total() for part, _ in each.parts), now)
+            wait(DISKS, now, now + each.first)
         now += each.first
         for turn, (_, i, k) in enumerate(turns):
             of_program = each.parts[i][1]
@@ -195,6 +199,10 @@ class SimulatedStep:
             if k:
                 name = f"program {turn + 1} of {len(turns)}, as an earlier one"
                 events.append(TimelineEvent(name, "not simulated", MAIN, each.name, now, end, 0.0))
+                begin = now
+                for (_, kind), seconds in of_program.exposed.items():
+                    wait(kind, begin, begin + seconds)
+                    begin += seconds
             else:
                 events += of_program.since(now)
             if turn + 1 < len(turns):
@@ -202,11 +210,11 @@ class SimulatedStep:
             if turn:
                 file("write", turn - 1, each.parts[turns[turn - 1][1]][0].written.total(), now)
             if following > end:
-                kind = DISKS if each.on_disk >= each.put else HOST_IN
-                events.append(TimelineEvent(f"wait for {kind}", kind, WAITS, each.name, end, following, 0.0))
+                wait(DISKS if each.on_disk >= each.put else HOST_IN, end, following)
             now = following
         if each.last:
             file("write", len(turns) - 1, max(part.written.total() for part, _ in each.parts), now)
+            wait(DISKS, now, now + each.last)
         return now + each.last
 
     def at_disk_ends(self, gpu: Gpu) -> dict[str, list[float]]:

@@ -7,8 +7,9 @@ from surojax.placement import cuda_plugin
 from surojax.placement.home import HOMES
 from surojax.planner import aot
 from surojax.planner.amounts import gib, memory_unit
+from surojax.planner.candidate import RESERVE
 from surojax.planner.disks import wear
-from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING
+from surojax.planner.footprint import DEFAULT_POOL, HOST_POOL, POOL, POOL_SETTING
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction, milliseconds
 from surojax.planner.run_plan import Plan
@@ -199,15 +200,15 @@ def verdict(p: Plan) -> list[str]:
     name = GPUS[p.gpu].name
     device = f"{gib(p.device_bytes)} of {gib(p.device_limit_bytes)}"
     over = p.device_bytes > p.device_limit_bytes
-    lines = [f"{'does not fit' if over else 'fits'}: {device}, which is {POOL:.0%} of each {name}"]
-    if not over:
-        lines[0] += "; cuDNN's workspaces come on top, some hundred MiB"
-        if p.device_bytes > DEFAULT_POOL / POOL * p.device_limit_bytes:
-            lines.append(f"  with {POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} by itself")
+    usable = f"{POOL:.0%} of each {name} but for {gib(RESERVE)}, which cuDNN's workspaces may take"
+    lines = [f"{'does not fit' if over else 'fits'}: {device}, which is {usable}"]
+    if not over and p.device_bytes > DEFAULT_POOL * GPUS[p.gpu].memory_bytes:
+        lines.append(f"  with {POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} by itself")
     if p.host_limit_bytes is not None:
         needed = gib(p.gpus_per_node * p.host_bytes)
         limit = gib(p.host_limit_bytes)
         enough = p.gpus_per_node * p.host_bytes <= p.host_limit_bytes
         whose = "all" if p.gpus == p.gpus_per_node else f"{p.gpus_per_node}"
-        lines.append(f"{'fits' if enough else 'does not fit'}: {needed} of {limit} host memory for {whose} GPUs")
+        fits = "fits" if enough else "does not fit"
+        lines.append(f"{fits}: {needed} of {limit}, which is {HOST_POOL:.0%} of host memory, for {whose} GPUs")
     return lines + [f"  {'' if i else 'would change it: '}{change}" for i, change in enumerate(p.changes)]

@@ -7,6 +7,7 @@ GPUs. If no single one is enough, all of them are lifted together.
 
 import bisect
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from surojax.assembly.from_config import compute
@@ -25,6 +26,7 @@ MORE_GPUS = (2, 4, 8, 16, 32, 64)
 COMPUTE = ("bf16_weights", "fp8")  # words about products, which on CPUs are in float32
 MORE_HOST = "more host memory"
 NOTHING = "a smaller model or sequence_len, or a machine with more memory"  # if there are no proposals
+ALIKE = 0.001  # relative; of settings whose steps take as long, the fastest stands for all
 FASTER = 0.1  # relative; a faster step that needs more host memory than another proposal is worth one of its own
 
 
@@ -57,7 +59,16 @@ def proposals(space: Space) -> list[Proposal]:
     """
     space = space.of(layouts=own_layouts(space.config))
     candidates = search(space, ALTERNATIVES).candidates
-    return [_proposal(space.config, "", candidate) for candidate in candidates] or with_limits_lifted(space)
+    return [_proposal(space.config, "", candidate) for candidate in unlike(candidates)] or with_limits_lifted(space)
+
+
+def unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Keeps of candidates, the fastest first, those that take longer than the one before by more than `ALIKE`."""
+    kept: list[Candidate] = []
+    for candidate in candidates:
+        if not kept or candidate.seconds > kept[-1].seconds * (1 + ALIKE):
+            kept.append(candidate)
+    return kept
 
 
 def own_layouts(c: Config) -> tuple[Change, ...]:

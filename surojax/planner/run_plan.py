@@ -97,8 +97,10 @@ class Plan(Prediction):
     step_time_bound_s: float
     bound_by: str  # the resource with the largest of times_s
     times_s: dict[str, float]  # lower bound for each resource
-    device_limit_bytes: int  # bytes of this GPU's memory that JAX can use, see `footprint.POOL`
-    host_limit_bytes: int | None  # host memory of a machine; None if unknown
+    device_limit_bytes: int  # bytes of this GPU's memory that JAX can use, see `candidate.device_limit`
+    host_limit_bytes: (
+        int | None
+    )  # host memory of a machine that a run can use, see `candidate.host_limit`; None if unknown
     changes: list[str]  # changes of settings that would make it fit
 
 
@@ -156,11 +158,11 @@ def plan(
         h2d=measured["h2d_bytes"],
         d2h=measured["d2h_bytes"],
     )
-    host_limit = None if host_memory is None else int(host_memory * GiB)
+    host_limit = None if host_memory is None else int(candidate.host_limit(host_memory * GiB))
     in_table = {name: row for name, row in rows.items() if hasattr(run.engine.table, name)}
     in_files = sum(row["nvme"] for row in in_table.values())
     on_disks = disks(disk, c.rates_file)
-    device_limit = int(footprint.POOL * facts.memory_bytes)
+    device_limit = candidate.device_limit(facts)
     limit = Memory(device_limit, math.inf if host_limit is None else host_limit)
     need = Memory(measured["device_bytes"], facts.in_a_machine(n) * measured["host_bytes"])
     fits = need.fits(limit)
@@ -334,8 +336,8 @@ def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
     If the estimate for this config is below `need`, the difference is subtracted from what there is.
     """
     estimated = footprint.needs(c, c.gpus, "gpu", in_a_machine=gpu.in_a_machine(c.gpus))
-    device = candidate.device_limit(gpu) - max(0, need.device - estimated.device)
-    host = candidate.host_limit(limit.host) - max(0, need.host - estimated.host)
+    device = limit.device - max(0, need.device - estimated.device)
+    host = limit.host - max(0, need.host - estimated.host)
     limits = Memory(device, host, math.inf if c.nvme_path else 0)
     found = remedies.proposals(search.Space(c, gpu, limits))
     lines = ["\n".join(proposal.lines()) for proposal in found]

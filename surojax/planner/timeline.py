@@ -134,6 +134,7 @@ class Machine:
         self.labels = [ENTRY]
         self.totals: defaultdict[tuple[str, ...], float] = defaultdict(float)  # see `timeline`
         self.events: list[TimelineEvent] | None = [] if record else None
+        self.waits: list[TimelineEvent] = []  # of the main stream; together as long as what is exposed
 
     def run(self, steps: Sequence[Step]) -> None:
         """Runs steps of the main stream."""
@@ -186,13 +187,20 @@ class Machine:
 
     def skip(self, last: "Iteration", number: float) -> None:
         """Lets so many iterations like the last one pass."""
+        waits = self.time
         for key, total in list(self.totals.items()):
-            self.totals[key] += number * (total - last.totals.get(key, 0.0))
+            gained = number * (total - last.totals.get(key, 0.0))
+            self.totals[key] += gained
+            if key[0] == "exposed" and gained and self.events is not None:
+                _, label, kind = key
+                name = f"waits of {number:g} more iterations"
+                self.waits.append(TimelineEvent(name, kind, WAITS, label, waits, waits + gained, 0.0))
+                waits += gained
         for task, left in last.left.items():
             if not task.done:
                 task.left -= number * (left - task.left)
         skipped = number * (self.time - last.time)
-        self.record(f"{number} more iterations", "not simulated", MAIN, self.time, self.time + skipped)
+        self.record(f"{number:g} more iterations", "not simulated", MAIN, self.time, self.time + skipped)
         self.time += skipped
 
     def wait(self, step: Wait) -> None:
@@ -200,9 +208,7 @@ class Machine:
         task = self.open.pop(step.name, None)
         if task is None or task.done:
             return
-        begin = self.time
         self.until(task)
-        self.record(f"wait for {task.work.name}", task.work.kind, WAITS, begin, self.time)
 
     def finish(self) -> None:
         """Waits for all works that are still under way."""
@@ -268,6 +274,16 @@ class Machine:
                 return
             first = self.sms[0]
         self.totals["exposed", self.labels[-1], first.work.kind] += step
+        if self.events is not None:
+            self.record_wait(first.work, step)
+
+    def record_wait(self, work: Work, step: float) -> None:
+        """Records that the main stream waits for a work, in one event for as long as nothing else happens to it."""
+        now = self.time
+        wait = TimelineEvent(f"wait for {work.name}", work.kind, WAITS, self.labels[-1], now, now + step, 0.0)
+        if self.waits and self.waits[-1][:4] == wait[:4] and self.waits[-1].end == now:
+            wait = wait._replace(begin=self.waits.pop().begin)
+        self.waits.append(wait)
 
     def advance(self, task: Task, speed: float, step: float) -> None:
         """Advances a task by a step of time, and ends it if nothing is left."""
@@ -299,4 +315,4 @@ class Machine:
         """What was simulated."""
         busy = {key[1]: total for key, total in self.totals.items() if key[0] == "busy"}
         exposed = {(key[1], key[2]): total for key, total in self.totals.items() if key[0] == "exposed"}
-        return Timeline(self.time, busy, exposed, self.events or [])
+        return Timeline(self.time, busy, exposed, [*(self.events or []), *self.waits])

@@ -124,9 +124,9 @@ def refusals_page(table: Iterable[Refusal], defaults: Settings) -> str:
     lines = [
         "# What does not go together",
         "",
-        "Settings are refused before anything is built, by this table. It is generated: after a change run",
-        "`python -m surojax.config.checks > docs/refusals.md`. Sizes that must divide each other, and what a device",
-        "cannot do, are refused by their numbers.",
+        "Settings are refused before anything is built, by this table of all pairs. On the site, the box above finds",
+        "rows by both names. It is made by `python docs/pages.py`; a test compares it with the program. Sizes that",
+        "must divide each other, and what a device cannot do, are refused by their numbers.",
         "",
         "| refused | with | why | what to change |",
         "|---|---|---|---|",

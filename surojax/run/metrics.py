@@ -120,7 +120,7 @@ class MetricsLog:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir / METRICS_FILE
-        write_bytes(path, b"".join(_kept_lines(path, first_step)), lasts=True)
+        write_bytes(path, b"".join(kept_lines(path, first_step)), lasts=True)
         self._file = path.open("ab")
 
     def __enter__(self) -> "MetricsLog":
@@ -416,7 +416,7 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     return records
 
 
-def _kept_lines(path: Path, last_step: int) -> list[bytes]:
+def kept_lines(path: Path, last_step: int) -> list[bytes]:
     """Returns the lines of records up to `last_step`, unchanged; none if it is 0 or there is no file."""
     old = _parse(path) if last_step and path.exists() else []
     return [line + b"\n" for record, line in old if record["step"] <= last_step]
