@@ -137,7 +137,7 @@ def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) 
     c = default_config()
     c.model_path = str(source)
     c.tokenizer = tokenizer or c.tokenizer
-    c.update(objective=objective_of(num_labels))
+    c["objective"] = objective_of(num_labels)
     c = resolved(c)
     c.objective = objective_of(c.model.num_labels)
     c.per_device_batch_size = OBJECTIVES[c.objective].together

@@ -42,6 +42,7 @@ class Accuracy(NamedTuple):
 
     plain: float
     normalised: float
+    questions: int  # answered
 
 
 def read_questions(path: str | Path) -> list[Question]:
@@ -53,13 +54,14 @@ def read_questions(path: str | Path) -> list[Question]:
         lines = read_bytes(expanded(path), LARGEST).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--questions: cannot read {path} ({error}); give a .jsonl file") from None
-    questions = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    questions = [question_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise ConfigError(f"--questions: expected at least one question in {path}, got none; add a line")
     return questions
 
 
-def _question(line: str, where: str) -> Question:
+def question_of(line: str, where: str) -> Question:
+    """Parses a question from JSON. where: of the file, for the ConfigError if it is not as it should be."""
     expected = f'{where}: expected {{"question": text, "choices": [text, text, ...], "answer": index}}'
     try:
         row = parse_json(line)
@@ -90,7 +92,8 @@ def answer(trained: Trained, questions: Sequence[Question], *, batch_size: int =
         logprobs = np.array([next(scores).logprob for _ in question.choices])
         lengths = np.array([len(choice.encode()) for choice in question.choices])
         right += [np.argmax(logprobs) == question.answer, np.argmax(logprobs / lengths) == question.answer]
-    return Accuracy(*(right / len(questions)).tolist())
+    plain, normalised = (right / len(questions)).tolist()
+    return Accuracy(plain, normalised, len(questions))
 
 
 def run_harness(

@@ -40,7 +40,8 @@ def given(
     model: a name in `flags.configs`, or a value of `model_path`. overrides: fields and texts of their values. Raises
     ConfigError.
     """
-    c = flags.load_config(model if flags.is_config_name(model) else str(flags.FINETUNE))
+    lora = flags.trains_adapters(overrides)
+    c = flags.load_config(model if flags.is_config_name(model) else str(flags.FINETUNE), lora=lora)
     if not flags.is_config_name(model):
         c.model_path = model
     c.gpus = gpus
@@ -49,8 +50,6 @@ def given(
     c.data = data
     c.output_dir = output_dir
     flags.override_all(c, overrides)
-    if not flags.is_config_name(model):
-        flags.set_rate_of_adapters(c, overrides)
     return c
 
 

@@ -12,13 +12,14 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from commands import convert
 from test_adapters import save, theirs
 from test_export import tensors_in
 from test_gguf import LETTERS, MERGES, TOKENS, opened
 from test_huggingface import config as config_of, stored, write
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from surojax import ConfigError, convert
+from surojax import ConfigError
 from surojax.data.gguf_tokenizer import LLAMA3, QWEN2
 from surojax.data.tokenizer import load_tokenizer
 from surojax.exchange import gguf_export

@@ -9,8 +9,9 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from commands import plan as plan_command
 
-from surojax import plan as plan_command, report
+from surojax import report
 from surojax.errors import Refused
 from surojax.pages import plan_page, runs
 from surojax.placement.home import HOMES

@@ -20,10 +20,10 @@ from typing import Any
 
 import jax
 import pytest
+from commands import plan as plan_command
 from small import quick_at
 
 from pallas_kernels import dispatch
-from surojax import plan as plan_command
 from surojax.assembly.from_config import from_config
 from surojax.assembly.xla_options import MEMORY_LIMIT, PRODUCTS, compiler_options
 from surojax.config import flags

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from commands import fit as command
 from small import quick_at
 
-from surojax import fit as command
 from surojax.assembly.from_config import from_config
 from surojax.config import checks, flags, write
 from surojax.config.fields import default_config, flat, mesh_sizes

@@ -29,6 +29,7 @@ from surojax.config.sections import (
     StartSettings,
 )
 from surojax.declared import DeclaredField, Facts, declared, names_of
+from surojax.errors import ConfigError, shown
 from surojax.families.registry import ARCHITECTURES
 from surojax.models.decoder_config import DecoderConfig
 from surojax.models.kinds.sublayer import LayerKinds, Width
@@ -42,10 +43,60 @@ from surojax.optim.optimizers import OPTIMIZERS
 from surojax.placement.table import Storage
 from surojax.step.spec import StepSettings
 
+
+class UnknownField(ConfigError, AttributeError, KeyError):
+    """The config has no field of this name."""
+
+    def __str__(self) -> str:
+        return self.args[0]  # KeyError's is quoted
+
+
+class WrongType(ConfigError, TypeError):
+    """A value that a field's type does not take."""
+
+
 if TYPE_CHECKING:
     from surojax.config.typed import Config as Config  # pyright: ignore[reportMissingModuleSource]: written by docs/pages.py
 else:
-    Config = ml_collections.ConfigDict
+
+    class Config(ml_collections.ConfigDict):
+        """A locked ConfigDict whose errors are one line: the nearest field, or the type that was expected.
+
+        Its `repr` has the fields that are not at their defaults, its `str` all of them.
+        """
+
+        def __repr__(self) -> str:
+            before = "model." if "model" not in self else ""
+            values = {name.removeprefix(before): value for name, value in flat(self).items()}
+            changed = (f"{k}={v!r}" for k, v in values.items() if v != DEFAULTS.get(before + k, self))
+            return f"Config({', '.join(changed)})"
+
+        def __getattr__(self, name: str):
+            if name.startswith("_"):  # a protocol of Python's, such as that of copies
+                raise AttributeError(name)
+            return self[name]
+
+        def __setattr__(self, name: str, value) -> None:
+            if name in self or not hasattr(ml_collections.ConfigDict, name):
+                self[name] = value
+            else:
+                raise UnknownField(f"config has no field {name!r}, which is a method of a config")
+
+        def __getitem__(self, name: str):
+            if name not in self and "." not in name:
+                raise UnknownField(no_field(name))
+            return super().__getitem__(name)
+
+        def __setitem__(self, name: str, value) -> None:
+            if self.is_locked and name not in self:
+                raise UnknownField(no_field(name))
+            try:
+                super().__setitem__(name, value)
+            except TypeError:
+                field = FIELDS.get(name) or FIELDS.get(f"model.{name}")
+                expected, kind = (field.kind_in_words, field.kind) if field else ("fields of the model", dict)
+                got = f"{shown(value, 60)} of type {type(value).__name__}"
+                raise WrongType(f"{name}: expected {expected}, got {got}; its type is {kind.__name__}") from None
 
 
 def _optimizer_settings() -> Iterator[DeclaredField]:
@@ -90,8 +141,8 @@ DEFAULTS: dict[str, Any] = {name: field.default for name, field in FIELDS.items(
 
 def default_config() -> Config:
     """Returns a config of all fields with their defaults; setting a field that does not exist is an error."""
-    c: Any = ml_collections.ConfigDict()
-    c.model = ml_collections.ConfigDict()
+    c: Any = Config()
+    c.model = Config()
     for name, field in FIELDS.items():
         section = c.model if name.startswith("model.") else c
         section[name.removeprefix("model.")] = _reference(field)
@@ -171,6 +222,12 @@ SHARE_SEQUENCES = ("tp_size", "cp_size", "pp_size")
 def gpus_per_sequence(c: Config) -> int:
     """The number of GPUs that share the same sequences: a batch is divided over groups of this size."""
     return math.prod(c[name] for name in SHARE_SEQUENCES)
+
+
+def tokens_of_step(c: Config) -> int:
+    """The tokens of a step on all GPUs."""
+    sequences = c.gpus // gpus_per_sequence(c) * c.per_device_batch_size * c.gradient_accumulation_steps
+    return sequences * c.sequence_len
 
 
 def mesh_sizes(c: Config) -> dict[str, int]:

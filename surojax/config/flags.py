@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import inspect
 import re
 import runpy
 import sys
@@ -12,7 +13,6 @@ from typing import NoReturn, cast
 
 import ml_collections
 
-from surojax.config import finetune
 from surojax.config.fields import DEFAULTS, FIELDS, SECTIONS, Config, no_field
 from surojax.declared import KINDS
 from surojax.errors import ConfigError
@@ -53,25 +53,22 @@ def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tupl
         is_config = unknown[0].endswith(".py") or unknown[0] in configs()
         meant = f"did you mean --config {unknown[0]}?" if is_config else meant
         raise ConfigError(f"unknown option {unknown[0]!r}: fields are set with --FIELD=VALUE; {meant}")
-    fine_tunes = args.config == FINETUNE.stem or (not args.config and "model_path" in dict(overrides))
-    if fine_tunes:
+    if not args.config and "model_path" in dict(overrides):
         args.config = str(FINETUNE)
     if not args.config:
         raise ConfigError(
             "no config given: pass --config NAME or FILE, for example --config tiny, or --config.model_path=MODEL "
             "to fine-tune a model; see --help"
         )
-    config = load_config(args.config)
+    config = load_config(args.config, lora=trains_adapters(overrides))
     override_all(config, overrides)
-    if fine_tunes:
-        set_rate_of_adapters(config, overrides)
     return config, args
 
 
-def set_rate_of_adapters(config: Config, overrides: Iterable[tuple[str, str | None]]) -> None:
-    """Sets the learning rate that config/finetune.py has for adapters if they train and none is set."""
-    if config.lora and "learning_rate" not in dict(overrides):
-        config.learning_rate = finetune.RATE_OF_ADAPTERS
+def trains_adapters(overrides: Iterable[tuple[str, str | None]]) -> bool:
+    """Returns whether the pairs (name, text) of a command line set `lora`."""
+    text = dict(overrides).get("lora", "false")
+    return text is None or WORDS.get(text.lower(), False)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -105,9 +102,10 @@ def is_config_name(path: str) -> bool:
     return re.fullmatch(r"\w+", path) is not None and not expanded(path).exists()
 
 
-def load_config(path: str) -> Config:
+def load_config(path: str, *, lora: bool = False) -> Config:
     """Returns `get_config()` of a Python file, or of a config by its name, such as "llama7b".
 
+    lora: whether adapters will be trained, which a `get_config(lora)` is told, so that values may depend on it.
     Raises ConfigError if there is no such file or it returns no config.
     """
     if is_config_name(path):
@@ -127,7 +125,7 @@ def load_config(path: str) -> Config:
         get_config = runpy.run_path(path).get("get_config")
         if get_config is None:
             raise ConfigError("expected a function get_config(), got none; see configs/tiny.py")
-        config = get_config()
+        config = get_config(lora=lora) if "lora" in inspect.signature(get_config).parameters else get_config()
         if not isinstance(config, ml_collections.ConfigDict):
             got = type(config).__name__
             raise ConfigError(f"expected get_config() to return default_config() with changes, got {got}; return it")
@@ -139,20 +137,10 @@ def load_config(path: str) -> Config:
 
 
 def _in_words(error: BaseException) -> str:
-    """Describes an error of a config file in one line. The messages of ml_collections list the entire config."""
+    """Describes an error of a config file in one line."""
     text = " ".join(str(error).split())
     if isinstance(error, ConfigError):
         return text
-    if locked := re.search(r'[Kk]ey "(\w+)" does not exist', text):
-        return no_field(locked[1])
-    if missing := re.search(r'Did you mean "\w+" instead of "(\w+)"', text):
-        return no_field(missing[1])
-    wrong = re.search(r"field '(\w+)' .*?\. (.*) is of original type <class '(.+?)'> and .* <class '(\w+)'>", text)
-    if wrong and (kind := next((k for k in KINDS if k.__name__ == wrong[4]), None)):
-        field = wrong[1]
-        value = wrong[2]
-        given_type = wrong[3]
-        return f"{field}: expected {KINDS[kind]}, got {value} of type {given_type}; its type is {kind.__name__}"
     return f"{type(error).__name__}: {text[:200]}"
 
 
