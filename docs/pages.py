@@ -6,6 +6,8 @@ tests/test_pages.py compares them with what this would write.
 """
 
 import argparse
+import functools
+import json
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator
@@ -15,9 +17,11 @@ from surojax.__main__ import GROUPS, VERBS
 from surojax.completion import OF_CONFIG, own_parser
 from surojax.config import checks
 from surojax.config.fields import DEFAULTS, FIELDS, SECTIONS
+from surojax.config.flags import add_options, describe_fields
 from surojax.convert import merge_parser
 from surojax.declared import DeclaredField
 from surojax.errors import EXIT_CODES
+from surojax.option_names import STORED
 from surojax.refusals.refusal import refusals_page
 
 FOLDER = Path(__file__).parent
@@ -86,8 +90,9 @@ def fields() -> str:
     lines = [
         "# Every field",
         "",
-        "Of a config file as `c.FIELD = VALUE`, on a command line as `--config.FIELD=VALUE`. `surojax train --help` "
-        f"prints the same list. What does not go together is in [another table](refusals.md). {MADE}",
+        "Of a config file as `c.FIELD = VALUE`, on a command line as `--config.FIELD=VALUE`. "
+        f"`surojax train --help fields` prints the same list. What does not go together is in "
+        f"[another table](refusals.md). {MADE}",
     ]
     for title, section in SECTIONS.items():
         lines += ["", f"## {title}", "", "| field | default | values | |", "|---|---|---|---|"]
@@ -183,6 +188,21 @@ def typed() -> str:
     return TYPED_HEAD + "\n".join([*lines, ""])
 
 
+def stored_help() -> str:
+    """The help, options and fields of all verbs, as `surojax.option_names` reads them."""
+    verbs = {}
+    for name in VERBS:
+        parser = own_parser(name)
+        if name in OF_CONFIG:
+            add_options(parser)
+        parser.formatter_class = functools.partial(parser.formatter_class, width=100)
+        known = sorted(option for option in parser._option_string_actions if option.startswith("--"))
+        takes_fields = name in (*OF_CONFIG, "new")
+        verbs[name] = {"help": parser.format_help(), "options": known, "takes_fields": takes_fields}
+    known = {"fields": list(FIELDS), "field_help": describe_fields(), "verbs": verbs}
+    return json.dumps(known, indent=1, ensure_ascii=False) + "\n"
+
+
 def pages() -> dict[Path, str]:
     """The text of each page, and of the types of fields, by its path."""
     texts = {
@@ -191,7 +211,7 @@ def pages() -> dict[Path, str]:
         "refusals.md": refusals_page(checks.REFUSALS, DEFAULTS),
         "silicon.md": campaign(),
     }
-    return {FOLDER / name: text for name, text in texts.items()} | {TYPED: typed()}
+    return {FOLDER / name: text for name, text in texts.items()} | {TYPED: typed(), STORED: stored_help()}
 
 
 if __name__ == "__main__":

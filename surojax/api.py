@@ -7,7 +7,7 @@
 
 Each takes a config, a name of configs/ or a config file, and fields as keywords, which override it. Without a config
 the fields of a `model_path` are those of configs/finetune.py, of anything else the defaults. Nothing is read from the
-command line. docs/python.md has examples.
+command line. docs/api.md has examples.
 """
 
 import copy

@@ -22,6 +22,7 @@ COMMANDS = tuple(
 )
 ANYWHERE = (
     "declared",
+    "option_names",
     "offloads",
     "errors",
     "refusals",

@@ -5,7 +5,6 @@ values, and `flags` reads config files and command lines. Only the commands use 
 takes a `Model` (`from_config.model`), a `Placement` and keywords.
 """
 
-import difflib
 import fnmatch
 import functools
 import math
@@ -40,6 +39,7 @@ from surojax.objectives.objectives import SETTINGS as OBJECTIVE_SETTINGS
 from surojax.offloads import OPTIONS, ROWS
 from surojax.optim.optimizer import MomentSettings
 from surojax.optim.optimizers import OPTIMIZERS
+from surojax.option_names import no_field
 from surojax.placement.table import Storage
 from surojax.step.spec import StepSettings
 
@@ -84,12 +84,12 @@ else:
 
         def __getitem__(self, name: str):
             if name not in self and "." not in name:
-                raise UnknownField(no_field(name))
+                raise UnknownField(no_field(name, FIELDS))
             return super().__getitem__(name)
 
         def __setitem__(self, name: str, value) -> None:
             if self.is_locked and name not in self:
-                raise UnknownField(no_field(name))
+                raise UnknownField(no_field(name, FIELDS))
             try:
                 super().__setitem__(name, value)
             except TypeError:
@@ -177,14 +177,6 @@ def set_fields(c: Config, facts: Facts) -> dict[str, Any]:
     """
     values = flat(c)
     return {name: values[name] for name in sorted(names_with(facts)) if values[name] != DEFAULTS[name]}
-
-
-def no_field(name: str) -> str:
-    """Returns the error message for an unknown field, with the field that was probably meant."""
-    names = list(FIELDS)
-    near = difflib.get_close_matches(name, [*names, *(n.removeprefix("model.") for n in names)], n=1, cutoff=0.67)
-    full = near and (near[0] if near[0] in names else f"model.{near[0]}")
-    return f"config has no field {name!r}: " + (f"did you mean {full!r}?" if full else "--help lists every field")
 
 
 def base_architecture(c: Config) -> Any:
