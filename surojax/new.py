@@ -63,7 +63,7 @@ def fastest_estimated(c: Config, gpu: str, host_memory: float) -> Candidate:
     fastest = best(Space(checked(c, gpu), facts, limits))
     if fastest is None:
         raise ConfigError(
-            f"--gpu: expected {c.gpus} x {GPUS[gpu].name} to hold it, got no settings with which they do; "
+            f"--gpu: expected {c.gpus} x {GPUS[gpu].label} to hold it, got no settings with which they do; "
             "surojax fit says what would change it"
         )
     return fastest
@@ -74,7 +74,7 @@ def config_docstring(name: str, model: str, gpu: str, gpus: int, fastest: Candid
     host = f" and {gib(fastest.need.host)} of host memory" if fastest.need.host else ""
     return "\n".join(
         [
-            f"{model} on {gpus} x {GPUS[gpu].name}.",
+            f"{model} on {gpus} x {GPUS[gpu].label}.",
             "",
             f"    surojax plan --config {name}.py --gpu {gpu}",
             f"    surojax train --config {name}.py",

@@ -10,6 +10,7 @@ the last checkpoint. Each part is a file in `surojax/training/`.
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -136,7 +137,7 @@ def train(
     """
     check_callbacks(callbacks)
     if max_minutes is not None:
-        need(0 < max_minutes < math.inf, "max_minutes", "minutes, more than 0", max_minutes, "correct it")
+        need(0 <= max_minutes < math.inf, "max_minutes", "minutes, 0 or more", max_minutes, "correct it")
     c = naming_rows(resolved(config), data)
     if replaced := replaced_fields(config, c):
         say(f"model: as {c.model_path} says, in place of the config's {', '.join(replaced)}")
@@ -402,34 +403,53 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
     except KeyboardInterrupt:
         print(aborted(again), file=sys.stderr)
         sys.exit(ABORTED)
+    for line in further_commands(c, result, again, args.export):
+        say(line)
+    if not result.finished:
+        sys.exit(STOPPED)
+
+
+def further_commands(c: Config, result: Result, again: list[str], export: str | None) -> list[str]:
+    """Makes the last lines of a run: the commands that sample, export and resume, each as it can be started.
+
+    again: the run's command. export: its option of that name.
+    """
+    run, folder = str(c.output_dir), str(Path(c.output_dir) / "export")
+    convert_run = ["surojax", "convert", "--checkpoint", run, "--out", folder]
+    lines = []
     if OBJECTIVES[c.objective].num_labels:
-        adapter = ["merge", str(c.model_path), str(Path(c.output_dir) / ADAPTER)]
-        source = ["surojax", "convert", *(adapter if c.lora else ["--checkpoint", str(c.output_dir), "--out"])]
-        say(f"export: {shlex.join(source)} FOLDER")
+        merge = ["surojax", "convert", "merge", str(c.model_path), str(Path(c.output_dir) / ADAPTER), folder]
+        lines.append(f"export: {shlex.join(merge if c.lora else convert_run)}")
     else:
-        chat = ["--chat"] * has_template(c)
-        say(f"sample: {shlex.join(['surojax', 'generate', '--checkpoint', str(c.output_dir), *chat])} --prompt TEXT")
-        if args.export is None and (not c.lora or (c.model_path and not c.from_scratch)):
-            say(f"export: {shlex.join(['surojax', 'convert', '--checkpoint', str(c.output_dir), '--out'])} FOLDER")
-    elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
+        asks = ["--chat"] if has_template(c) else ["--prompt", "TEXT"]
+        lines.append(f"sample: {shlex.join(['surojax', 'generate', '--checkpoint', run, *asks])}")
+        if export is None and (not c.lora or (c.model_path and not c.from_scratch)):
+            lines.append(f"export: {shlex.join(convert_run)}")
     longer = again
     if result.finished and result.stopped_by:
         longer = [*without_field(again, "early_stopping_patience"), "--config.early_stopping_patience=0"]
     elif result.finished:
         longer = going_on(again, c, int(result.state.step))
-    say(f"resume: {shlex.join(longer)}{elsewhere}")
-    if not result.finished:
-        sys.exit(STOPPED)
+    if export is not None and result.finished:
+        longer = [*without_field(longer, "export"), "--export", str(free_path(Path(export)))]
+    return [*lines, f"resume: {shlex.join(longer)}"]
+
+
+def free_path(path: Path) -> Path:
+    """Returns the first of NAME-2, NAME-3 ... beside a path that does not exist."""
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    return next(name for name in names if not name.exists())
 
 
 def going_on(command: list[str], c: Config, step: int) -> list[str]:
     """Changes the command of a run that finished at this step so that it trains for as many steps again."""
     name = "max_steps" if c.max_steps else "num_epochs"
-    return [*without_field(command, name), f"--config.{name}={2 * (step if c.max_steps else c.num_epochs)}"]
+    short = without_field(without_field(command, "max_steps"), "num_epochs")
+    return [*short, f"--config.{name}={2 * (step if c.max_steps else c.num_epochs)}"]
 
 
 def without_field(command: list[str], name: str) -> list[str]:
-    """Removes the words that set a field, --config.NAME=VALUE or --NAME VALUE, from a command line."""
+    """Removes the words that set a field or an option, --config.NAME=VALUE or --NAME VALUE, from a command line."""
 
     def sets(word: str) -> bool:
         return word.startswith("--") and word[2:].removeprefix("config.").replace("-", "_") == name

@@ -48,6 +48,7 @@ from surojax.planner import (
     traffic,
 )
 from surojax.planner.amounts import GiB
+from surojax.planner.candidate import device_limit
 from surojax.planner.gpus import GPUS, with_nodes
 from surojax.planner.hlo import Transfer
 from surojax.planner.run_plan import Plan
@@ -841,7 +842,7 @@ def test_a_plan_has_what_its_parts_say(monkeypatch, tmp_path):
     assert p.between_machines == links.crossing(facts, p.mesh) == ["dp_shard"]
     assert (p.gpus, p.gpus_per_node, p.packed, p.cp_method, p.estimate) == (4, 2, True, c.cp_method, True)
     assert p.parameters == run.model.num_parameters and p.mesh == dict(run.mesh.shape)
-    assert p.host_limit_bytes == 8 * GiB and p.device_limit_bytes == int(0.95 * facts.memory_bytes)
+    assert p.host_limit_bytes == 8 * GiB and p.device_limit_bytes == device_limit(facts)
     assert p.bound_by == max(p.times_s, key=lambda name: p.times_s[name])
     assert p.step_time_bound_s == max(p.times_s.values())
     assert (p.disks, p.drive_tbw, p.bubble, p.changes) == ("", 0.0, 0.0, [])
@@ -888,7 +889,7 @@ def test_units_follow_the_largest_number(monkeypatch):
     assert numbers(text, "  weights ") == [round(p.classes["weights"]["device"] / 2**20, 2)] != [0]
     assert numbers(text, "  host to device") == [round(p.h2d_bytes / 2**20, 2)] != [0]
     assert f"at least {1000 * p.step_time_bound_s:.3f} ms, " in text
-    assert f"\nfits: {p.device_bytes / 2**20:.1f} MiB of 22.5 GiB" in text
+    assert f"\nfits: {p.device_bytes / 2**20:.1f} MiB of 22.0 GiB" in text
     p = planner.plan(config(gpus=4, gradient_accumulation_steps=8), FIRST, advise=False)
     text = plan_text.plan_table(p)
     assert "\n  GiB per GPU" in text and re.search(r"per step and GPU +count +GiB", text) and "MiB per" not in text

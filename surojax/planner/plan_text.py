@@ -7,7 +7,7 @@ from surojax.placement.home import HOMES
 from surojax.planner import aot
 from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.disks import wear
-from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING
+from surojax.planner.footprint import DEFAULT_POOL, POOL_SETTING
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction, milliseconds
 from surojax.planner.run_plan import Plan
@@ -30,7 +30,7 @@ def documents(attention: str, cp_method: str = "ulysses") -> str:
 def plan_table(p: Plan) -> str:
     """The plan as text."""
     axes = " x ".join(f"{name}={size}" for name, size in p.mesh.items())
-    lines = [f"plan: {p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].name} ({axes})"]
+    lines = [f"plan: {p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].label} ({axes})"]
     if p.between_machines:
         lines.append(f"between machines: {', '.join(p.between_machines)}")
     if p.estimate:
@@ -193,14 +193,12 @@ def cost(tokens: float, price: float | None, gpus: int, seconds: Sequence[float]
 
 def verdict(p: Plan) -> list[str]:
     """Lines that say whether the run fits into memory, and if not which changes make it fit."""
-    name = GPUS[p.gpu].name
+    name = GPUS[p.gpu].label
     device = f"{gib(p.device_bytes)} of {gib(p.device_limit_bytes)}"
     over = p.device_bytes > p.device_limit_bytes
-    lines = [f"{'does not fit' if over else 'fits'}: {device}, which is {POOL:.0%} of each {name}"]
-    if not over:
-        lines[0] += "; cuDNN's workspaces come on top, some hundred MiB"
-        if p.device_bytes > DEFAULT_POOL / POOL * p.device_limit_bytes:
-            lines.append(f"  with {POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} by itself")
+    lines = [f"{'does not fit' if over else 'fits'}: {device} that a step can use of each {name}"]
+    if not over and p.device_bytes > DEFAULT_POOL * GPUS[p.gpu].memory_bytes:
+        lines.append(f"  with {POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} by itself")
     if p.host_limit_bytes is not None:
         needed = gib(p.gpus_per_node * p.host_bytes)
         limit = gib(p.host_limit_bytes)

@@ -97,7 +97,7 @@ class Plan(Prediction):
     step_time_bound_s: float
     bound_by: str  # the resource with the largest of times_s
     times_s: dict[str, float]  # lower bound for each resource
-    device_limit_bytes: int  # bytes of this GPU's memory that JAX can use, see `footprint.POOL`
+    device_limit_bytes: int  # bytes of this GPU's memory that a step may need, see `candidate.device_limit`
     host_limit_bytes: int | None  # host memory of a machine; None if unknown
     changes: list[str]  # changes of settings that would make it fit
 
@@ -108,7 +108,7 @@ class Plan(Prediction):
         if self.predicted_step_s and self.tokens_per_s_per_gpu:
             rate = f"{self.gpus * self.tokens_per_s_per_gpu:,.0f} tokens/s"
             figures.append(f"{self.predicted_step_s:.3g} s a step, {rate}, predicted")
-        return f"Plan({self.gpus} x {GPUS[self.gpu].name}, {fits}: {', '.join(figures)})"
+        return f"Plan({self.gpus} x {GPUS[self.gpu].label}, {fits}: {', '.join(figures)})"
 
 
 def plan(
@@ -169,7 +169,7 @@ def plan(
     in_table = {name: row for name, row in rows.items() if hasattr(run.engine.table, name)}
     in_files = sum(row["nvme"] for row in in_table.values())
     on_disks = disks(disk, c.rates_file)
-    device_limit = int(footprint.POOL * facts.memory_bytes)
+    device_limit = candidate.device_limit(facts)
     limit = Memory(device_limit, math.inf if host_limit is None else host_limit)
     need = Memory(measured["device_bytes"], facts.in_a_machine(n) * measured["host_bytes"])
     fits = need.fits(limit)

@@ -102,7 +102,7 @@ def print_prediction(
         trace.unlink(missing_ok=True)
     gpu = gpus.find_gpu(devices[0].device_kind)
     if gpu is None:
-        return Prediction(not_predicted=f"{devices[0].device_kind} is no GPU of surojax/planner/gpus.csv")
+        return Prediction(not_predicted=f"{devices[0].device_kind} is no GPU whose facts are known")
     batch = traffic.batch_of(c)
     try:
         gpu = seen.corrected(gpu, c.rates_file, seen.settings_key(c, len(devices)))
