@@ -179,7 +179,9 @@ def test_bad_input_writes_nothing(tmp_path):
     plain = write(tmp_path / "plain", "llama")
     files = sorted(tmp_path.rglob("*"))
     out = tmp_path / "out.gguf"
-    with pytest.raises(ConfigError, match=r"^--dtype: expected one of .*q4_0 for a \.gguf file, got 'q4_k'; choose"):
+    with pytest.raises(
+        ConfigError, match=r"^--dtype: expected one of .*q4_0 for a \.gguf file, got 'q4_k'; did you mean q4_0"
+    ):
         convert.convert(folder, out, dtype="q4_k")
     with pytest.raises(ConfigError, match=r"^tokenizer: expected a tokenizer\.json, .*bytes have no merges\); pass"):
         convert.convert(plain, out)
