@@ -3,12 +3,13 @@
 A message may repeat what a file or another library says: it becomes one line, without its middle if it is too long.
 """
 
+import contextlib
 import difflib
 import io
 import re
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 from surojax.resources import MiB, free_memory
@@ -63,6 +64,18 @@ def nearest(text: str, names: Iterable[str], otherwise: str = "correct it") -> s
     """Returns "did you mean NAME?" with the name that is most like a text; `otherwise` if none is."""
     near = difflib.get_close_matches(text, list(names), n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else otherwise
+
+
+@contextlib.contextmanager
+def in_words_of(option: str) -> Iterator[None]:
+    """Names a command's option in the ConfigErrors about the `model_path` that it stands for."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        if not text.startswith("model_path: "):
+            raise
+        raise ConfigError(option + text.removeprefix("model_path")) from error
 
 
 NO_THREAD = "can't start new thread"  # in Python's error

@@ -19,7 +19,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from surojax.data.templates import NAMES as TEMPLATES
-from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
+from surojax.errors import (
+    CheckpointError,
+    ConfigError,
+    ending,
+    ends_with_code,
+    in_words_of,
+    need,
+    refusing,
+    short_exit_codes,
+)
 from surojax.inference.sample import MOST_TOKENS
 from surojax.inference.score import Request, request_of, score
 from surojax.inference.trained_model import Trained, load_trained
@@ -199,7 +208,8 @@ def main(argv: list[str] | None = None) -> None:
                 need(least <= value <= most, option, f"{least} to {most:,}", value, "correct it")
         _check_options(args)
         questions = read_questions(args.questions)[: args.limit] if args.questions else []
-        trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
+        with in_words_of("--checkpoint"):
+            trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
         if args.questions:
             results = answer(trained, questions, batch_size=args.batch_size)._asdict()
             print(
