@@ -47,6 +47,7 @@ def test_of_new_and_fit(folder, capsys):
     plan.main(shlex.split(inside[0])[2:])
 
 
+@pytest.mark.full
 def test_of_train_convert_and_launch(folder, capsys):
     """Sample, export and resume, which names one length, as printed."""
     sample, export, resume = printed_by(capsys, train.main, SMALL)
