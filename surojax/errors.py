@@ -60,7 +60,7 @@ def shown(value, most: int = 400) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
-def nearest(text: str, names: Iterable[str], otherwise: str = "correct it") -> str:
+def nearest_name(text: str, names: Iterable[str], otherwise: str = "correct it") -> str:
     """Returns "did you mean NAME?" with the name that is most like a text; `otherwise` if none is."""
     near = difflib.get_close_matches(text, list(names), n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else otherwise

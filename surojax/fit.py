@@ -22,7 +22,7 @@ import jax
 from surojax.config.fields import Config, default_config, flat
 from surojax.config.flags import parse_flags
 from surojax.config.write import check_new, config_file
-from surojax.errors import ConfigError, ending, ends_with_code, nearest, short_exit_codes
+from surojax.errors import ConfigError, ending, ends_with_code, nearest_name, short_exit_codes
 from surojax.plan import add_cost, add_disk, check_cost, check_output
 from surojax.planner import aot, footprint
 from surojax.planner.amounts import GiB, gib
@@ -179,7 +179,7 @@ def words(option: str, text: str, known) -> tuple[str, ...]:
     unique = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if unknown := [word for word in unique if word not in known]:
         shown = ", ".join(known) if len(known) < 10 else "fields of the config, see --help"
-        change = nearest(unknown[0], known, "separate several by commas")
+        change = nearest_name(unknown[0], known, "separate several by commas")
         raise ConfigError(f"{option}: expected {shown}, got {unknown[0]!r}; {change}")
     return unique
 

@@ -24,7 +24,7 @@ from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, device_limit, host_limit
 from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS, gpu_key, with_nodes
-from surojax.planner.remedies import with_adapters
+from surojax.planner.remedies import adapter_candidates
 from surojax.planner.run_plan import checked
 from surojax.planner.search import Space, best
 from surojax.sizes import MOST_GPUS
@@ -64,7 +64,7 @@ def fastest_estimated(c: Config, gpu: str, host_memory: float) -> Candidate:
     space = Space(checked(c, gpu), facts, limits)
     fastest = best(space)
     if fastest is None:
-        found = with_adapters(space.of(few=True))
+        found = adapter_candidates(space.of(few=True))
         fits = [f"{what} need {candidate.need.text()}" for what, candidate in found if candidate]
         raise ConfigError(
             f"--gpu: expected {c.gpus} x {GPUS[gpu].label} to hold it, got no settings with which they do; "

@@ -15,7 +15,7 @@ ALL_FIELDS = "fields"  # `--help fields`
 HELP = {"-h", "--help"}
 
 
-def stored() -> dict[str, Any]:
+def read_stored() -> dict[str, Any]:
     """Reads {"fields": their names, "field_help": text, "verbs": {verb: {"help", "options", "takes_fields"}}}."""
     return json.loads(STORED.read_text(encoding="utf-8"))
 
@@ -53,7 +53,7 @@ def help_or_error(verb: str, words: list[str]) -> tuple[str, str]:
     """
     if words[:1] == ["merge"]:  # of convert, which has options of its own
         return "", ""
-    known = stored()
+    known = read_stored()
     of_verb = known["verbs"][verb]
     fields = known["fields"] if of_verb["takes_fields"] else []
     for number, word in enumerate(words):

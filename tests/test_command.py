@@ -133,7 +133,7 @@ def test_a_verb_runs_as_its_module_does(monkeypatch):
         for words in (["--help"], ["--checkpoint", "x", "--seed", "y"])
     )
     assert helped.returncode == 0
-    assert helped.stdout == f"{option_names.stored()['verbs']['generate']['help']}{command.examples('generate')}\n"
+    assert helped.stdout == f"{option_names.read_stored()['verbs']['generate']['help']}{command.examples('generate')}\n"
     assert refused.returncode == REFUSED and refused.stderr.startswith("surojax.generate: error: ")
 
 
@@ -196,7 +196,7 @@ def test_a_new_config(tmp_path, monkeypatch, capsys):
         (["mine", "--model", "llama125", "--gpu", "4060"], "did you mean llama125m?"),
         (["my-run", "--model", "tiny", "--gpu", "4060"], "NAME: expected letters, digits and _, got 'my-run'"),
         (["there", "--model", "tiny", "--gpu", "4060"], "NAME: expected a new file, got 'there.py', which exists"),
-        (["mine", "--model", "tiny", "--gpu", "none"], "--gpu: expected a GPU of"),
+        (["mine", "--model", "tiny", "--gpu", "none"], "--gpu: expected a GPU whose facts are known, got 'none'"),
         (["mine", "--model", "tiny", "--gpu", "4060", "--gpus", "0"], "--gpus: expected 1 to 131,072, got 0"),
         (["mine", "--model", "tiny"], "the following arguments are required: --gpu; see --help"),
         (["mine", "--model", "no/such", "--gpu", "4060"], "model_path: expected a"),

@@ -57,7 +57,7 @@ def test_a_model_that_is_fine_tuned_is_offered_adapters_first(tmp_path, monkeypa
         c = checked(default_config(), GPU)
         c.update(fields)
         monkeypatch.setattr(remedies, "best", lambda space, **_: space if space.config.get(kinds) else None)
-        return [what for what, _ in remedies.with_adapters(Space(c, GPUS[GPU], Memory(10**9, math.inf, 0)))]
+        return [what for what, _ in remedies.adapter_candidates(Space(c, GPUS[GPU], Memory(10**9, math.inf, 0)))]
 
     model = {"model_path": str(tmp_path)}
     assert lifted("lora", **model) == ["adapters (--lora)", "adapters of a base in 4 bits (--qlora)"]

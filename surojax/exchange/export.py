@@ -21,7 +21,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from surojax.errors import ConfigError, nearest
+from surojax.errors import ConfigError, nearest_name
 from surojax.exchange import compressed, expert_tensors, shards, small_files, stored_mxfp4
 from surojax.exchange.finite import is_finite
 from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, Weights, shapes, tensor_name
@@ -48,7 +48,7 @@ def check_dtype(dtype: str) -> None:
     known = [*DTYPES, *compressed.FORMATS]
     if dtype not in known:
         raise ConfigError(
-            f"--dtype: expected one of {', '.join(known)}, got {dtype!r}; {nearest(dtype, known, 'choose one')}"
+            f"--dtype: expected one of {', '.join(known)}, got {dtype!r}; {nearest_name(dtype, known, 'choose one')}"
         )
 
 

@@ -78,7 +78,7 @@ def with_limits_lifted(space: Space) -> list[Proposal]:
     whole, space = space, space.of(few=True)
     limits = space.limits
     unlimited = limits._replace(host=math.inf)
-    lifted: list[tuple[str, Candidate | None]] = with_adapters(space)
+    lifted: list[tuple[str, Candidate | None]] = adapter_candidates(space)
     if limits.host < math.inf and space.platform == "gpu":
         least, fastest = best(whole.of(limits=unlimited), least_host=True), best(space.of(limits=unlimited))
         lifted.append((MORE_HOST, least))
@@ -100,7 +100,7 @@ def with_limits_lifted(space: Space) -> list[Proposal]:
     return [_proposal(space.config, what, x) for what, x in lifted if x is not None]
 
 
-def with_adapters(space: Space) -> list[tuple[str, Candidate | None]]:
+def adapter_candidates(space: Space) -> list[tuple[str, Candidate | None]]:
     """The `ADAPTERS` with which a fine-tuned model fits, as limits that are lifted; [] if none does."""
     if not space.config.model_path or space.config.from_scratch:
         return []
