@@ -6,20 +6,22 @@ tests/test_pages.py compares them with what this would write.
 """
 
 import argparse
-import re
+import functools
+import json
 import sys
 import textwrap
-import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from surojax.__main__ import GROUPS, VERBS
 from surojax.completion import OF_CONFIG, own_parser
 from surojax.config import checks
 from surojax.config.fields import DEFAULTS, FIELDS, SECTIONS
+from surojax.config.flags import add_options, describe_fields
 from surojax.convert import merge_parser
 from surojax.declared import DeclaredField
 from surojax.errors import EXIT_CODES
+from surojax.option_names import STORED
 from surojax.refusals.refusal import refusals_page
 
 FOLDER = Path(__file__).parent
@@ -28,19 +30,24 @@ sys.path.insert(0, str(FOLDER.parent / "benchmarks"))
 import silicon  # noqa: E402  of benchmarks/
 
 TYPED = FOLDER.parent / "surojax" / "config" / "typed.pyi"
+TAKEN = ("data", "optimizer", "objective")  # fields whose names `train` gives more meaning
 TYPED_HEAD = '''"""The config as editors see it, by `python docs/pages.py`. When it runs it is a ConfigDict."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypedDict, Unpack
 
-from ml_collections import ConfigDict
-
-class Section(ConfigDict):
+class Section:
+    def __contains__(self, key: str) -> bool: ...
+    def __iter__(self) -> Iterator[str]: ...
     def __getitem__(self, key: str) -> Any: ...
+    def __setitem__(self, key: str, value: Any) -> None: ...
     def get(self, key: str, default: Any = None) -> Any: ...
+    def keys(self) -> Iterable[str]: ...
     def items(self, preserve_field_references: bool = False) -> Iterable[tuple[str, Any]]: ...
     def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]: ...
-    def update(self, *other: Mapping[str, Any] | ConfigDict, **kwargs: Any) -> None: ...
+    def copy_and_resolve_references(self) -> Config: ...
+    def lock(self) -> Config: ...
+    def update_from_flattened_dict(self, flattened_dict: Mapping[str, Any]) -> None: ...
 '''
 CAMPAIGN = """# A GPU for ten minutes
 
@@ -83,8 +90,9 @@ def fields() -> str:
     lines = [
         "# Every field",
         "",
-        "Of a config file as `c.FIELD = VALUE`, on a command line as `--config.FIELD=VALUE`. `surojax train --help` "
-        f"prints the same list. What does not go together is in [another table](refusals.md). {MADE}",
+        "Of a config file as `c.FIELD = VALUE`, on a command line as `--config.FIELD=VALUE`. "
+        f"`surojax train --help fields` prints the same list. What does not go together is in "
+        f"[another table](refusals.md). {MADE}",
     ]
     for title, section in SECTIONS.items():
         lines += ["", f"## {title}", "", "| field | default | values | what it does |", "|---|---|---|---|"]
@@ -138,15 +146,6 @@ def campaign() -> str:
     return CAMPAIGN.format(first=first, items=silicon.items_table())
 
 
-def notebooks() -> dict[Path, str]:
-    """The notebooks by their paths, with the repository of pyproject.toml in their Colab buttons and install cells."""
-    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
-    repository = project["urls"]["Repository"].removeprefix("https://github.com/")
-    address = re.compile(r"(colab\.research\.google\.com/github/|git\+https://github\.com/)[\w.-]+/[\w.-]+")
-    paths = sorted((FOLDER.parent / "notebooks").glob("*.ipynb"))
-    return {path: address.sub(rf"\g<1>{repository}", path.read_text()) for path in paths}
-
-
 def literal(choices: Iterable[str | int]) -> str:
     """The type of these values as source."""
     return f"Literal[{', '.join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)}]"
@@ -170,24 +169,49 @@ def typed_class(name: str, fields: dict[str, DeclaredField]) -> Iterator[str]:
         yield from textwrap.wrap(f'r"""{field.comment}."""', 116, initial_indent="    ", subsequent_indent="    ")
 
 
+def keywords(name: str, base: str, fields: dict[str, DeclaredField], without: Collection[str] = ()) -> Iterator[str]:
+    """The lines of a TypedDict with these fields, as keywords of a function."""
+    yield from ("", f"class {name}({base}, total=False):")
+    yield from (f"    {name}: {type_of(field)}" for name, field in fields.items() if name not in without)
+
+
 def typed() -> str:
     """The classes of the config for editors and type checkers."""
     model, others = {}, {}
     for name, field in FIELDS.items():
         (model if name.startswith("model.") else others)[name.removeprefix("model.")] = field
-    lines = [*typed_class("ModelFields", model), *typed_class("Config", others), "    model: ModelFields"]
+    update = "    def update(self, *other: Mapping[str, Any] | Section, **fields: Unpack[{}]) -> None: ..."
+    lines = [*typed_class("ModelFields", model), update.format("Sizes"), *typed_class("Config", others)]
+    lines += ["    model: ModelFields", update.format("Fields")]
+    lines += [*keywords("Sizes", "TypedDict", model), *keywords("FieldsOfTrain", "TypedDict", others, TAKEN)]
+    lines += ["    model: Sizes", *keywords("Fields", "FieldsOfTrain", {name: others[name] for name in TAKEN})]
     return TYPED_HEAD + "\n".join([*lines, ""])
 
 
+def stored_help() -> str:
+    """The help, options and fields of all verbs, as `surojax.option_names` reads them."""
+    verbs = {}
+    for name in VERBS:
+        parser = own_parser(name)
+        if name in OF_CONFIG:
+            add_options(parser)
+        parser.formatter_class = functools.partial(parser.formatter_class, width=100)
+        known = sorted(option for option in parser._option_string_actions if option.startswith("--"))
+        takes_fields = name in (*OF_CONFIG, "new")
+        verbs[name] = {"help": parser.format_help(), "options": known, "takes_fields": takes_fields}
+    known = {"fields": list(FIELDS), "field_help": describe_fields(), "verbs": verbs}
+    return json.dumps(known, indent=1, ensure_ascii=False) + "\n"
+
+
 def pages() -> dict[Path, str]:
-    """The text of each page and notebook, and of the types of fields, by its path."""
+    """The text of each page, and of the types of fields, by its path."""
     texts = {
         "fields.md": fields(),
         "commands.md": commands(),
         "refusals.md": refusals_page(checks.REFUSALS, DEFAULTS),
         "silicon.md": campaign(),
     }
-    return {FOLDER / name: text for name, text in texts.items()} | notebooks() | {TYPED: typed()}
+    return {FOLDER / name: text for name, text in texts.items()} | {TYPED: typed(), STORED: stored_help()}
 
 
 if __name__ == "__main__":

@@ -47,15 +47,20 @@ if _reason := _cannot_run() or (_too_little_memory() if _is_command else ""):
     raise ImportError(f"surojax: {_reason}")
 
 _HOMES = {
+    "Accuracy": "surojax.evaluate",
     "Block": "surojax.models.decoder",
     "Callback": "surojax.run.callbacks",
     "CheckpointError": "surojax.errors",
     "Compute": "surojax.models.model",
+    "Config": "surojax.config",
     "ConfigError": "surojax.errors",
     "EarlyStopping": "surojax.run.callbacks",
     "Engine": "surojax.step.spec",
+    "Estimate": "surojax.api",
     "Event": "surojax.run.callbacks",
+    "Fit": "surojax.api",
     "Guard": "surojax.run.guard",
+    "LoadedModel": "surojax.api",
     "LossOfLogits": "surojax.objectives.objective",
     "Decoder": "surojax.models.decoder",
     "DecoderConfig": "surojax.models.decoder_config",
@@ -63,32 +68,61 @@ _HOMES = {
     "NonFiniteLoss": "surojax.run.nonfinite",
     "Objective": "surojax.objectives.objective",
     "OwnLoop": "surojax.training.own_loop",
+    "Plan": "surojax.planner.run_plan",
     "Result": "surojax.train",
     "StepSettings": "surojax.step.spec",
     "TrainState": "surojax.step.state",
     "assemble": "surojax.assembly.assemble",
+    "convert": "surojax.api",
     "default_config": "surojax.config",
+    "distill": "surojax.api",
+    "estimate": "surojax.api",
+    "evaluate": "surojax.api",
+    "fit": "surojax.api",
+    "generate": "surojax.api",
+    "load": "surojax.api",
+    "load_config": "surojax.api",
+    "plan": "surojax.api",
+    "quantised": "surojax.api",
     "read_metrics": "surojax.run.metrics",
-    "train": "surojax.train",
+    "train": "surojax.api",
 }
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 if TYPE_CHECKING:  # for editors, which complete these names and show their types
+    from surojax.api import (
+        Estimate as Estimate,
+        Fit as Fit,
+        LoadedModel as LoadedModel,
+        convert as convert,
+        distill as distill,
+        estimate as estimate,
+        evaluate as evaluate,
+        fit as fit,
+        generate as generate,
+        load as load,
+        load_config as load_config,
+        plan as plan,
+        quantised as quantised,
+        train as train,
+    )
     from surojax.assembly.assemble import assemble as assemble
-    from surojax.config import default_config as default_config
+    from surojax.config import Config as Config, default_config as default_config
     from surojax.errors import CheckpointError as CheckpointError, ConfigError as ConfigError
+    from surojax.evaluate import Accuracy as Accuracy
     from surojax.models.decoder import Block as Block, Decoder as Decoder
     from surojax.models.decoder_config import DecoderConfig as DecoderConfig
     from surojax.models.model import Compute as Compute, Model as Model
     from surojax.objectives.objective import LossOfLogits as LossOfLogits, Objective as Objective
+    from surojax.planner.run_plan import Plan as Plan
     from surojax.run.callbacks import Callback as Callback, EarlyStopping as EarlyStopping, Event as Event
     from surojax.run.guard import Guard as Guard
     from surojax.run.metrics import read_metrics as read_metrics
     from surojax.run.nonfinite import NonFiniteLoss as NonFiniteLoss
     from surojax.step.spec import Engine as Engine, StepSettings as StepSettings
     from surojax.step.state import TrainState as TrainState
-    from surojax.train import Result as Result, train as train
+    from surojax.train import Result as Result
     from surojax.training.own_loop import OwnLoop as OwnLoop
 
 
@@ -98,16 +132,31 @@ def __getattr__(name: str):
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
-class _Package(types.ModuleType):
-    """`surojax.train` is the function, also after Python has set the module of that name on the package."""
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
-    @property
-    def train(self):
-        return __getattr__("train")
 
-    @train.setter
-    def train(self, module):
+class _Function:
+    """A function that has the name of a module, also after Python has set that module on the package."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, package, owner):
+        return __getattr__(self.name)
+
+    def __set__(self, package, module):
         pass
+
+
+class _Package(types.ModuleType):
+    train = _Function("train")
+    plan = _Function("plan")
+    fit = _Function("fit")
+    convert = _Function("convert")
+    generate = _Function("generate")
+    evaluate = _Function("evaluate")
+    distill = _Function("distill")
 
 
 sys.modules[__name__].__class__ = _Package

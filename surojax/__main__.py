@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import surojax
 from surojax.errors import REFUSED
+from surojax.option_names import help_or_error
 
 
 class Verb(NamedTuple):
@@ -139,15 +140,17 @@ def examples(name: str) -> str:
 
 
 def run_verb(name: str, arguments: list[str]) -> None:
-    """Runs a verb as `python -m` runs its module, and adds examples to its help."""
+    """Runs a verb as `python -m` runs its module. Its help, and unknown options, need no import of that module."""
     sys.argv[1:] = arguments
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    try:
-        runpy.run_module(f"surojax.{name}", run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        if not ended.code and {"-h", "--help"} & set(own):
-            print(examples(name))
-        raise
+    text, error = help_or_error(name, own)
+    if error:
+        print(f"surojax.{name}: error: {error}", file=sys.stderr)
+        sys.exit(REFUSED)
+    if text:
+        print(f"{text}{examples(name)}")
+        return
+    runpy.run_module(f"surojax.{name}", run_name="__main__", alter_sys=True)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
 from surojax.data.modelfile import modelfile as modelfile_text
 from surojax.data.tokenizer import load_tokenizer
-from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, refusing, short_exit_codes
+from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, in_words_of, refusing, short_exit_codes
 from surojax.exchange import compressed, config_json, gguf, gguf_export, peft, small_files
 from surojax.exchange.adapter_config import labels_of_adapter
 from surojax.exchange.checkpoint_tensors import CheckpointTensors, stored_adapter
@@ -137,7 +137,7 @@ def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) 
     c = default_config()
     c.model_path = str(source)
     c.tokenizer = tokenizer or c.tokenizer
-    c.update(objective=objective_of(num_labels))
+    c["objective"] = objective_of(num_labels)
     c = resolved(c)
     c.objective = objective_of(c.model.num_labels)
     c.per_device_batch_size = OBJECTIVES[c.objective].together
@@ -277,7 +277,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if argv[:1] == ["merge"]:
             args = merge_parser().parse_args(argv[1:])
-            print(f"written: {merge(args.base, args.adapters, args.out, dtype=args.dtype)}")
+            with in_words_of("BASE"):
+                print(f"written: {merge(args.base, args.adapters, args.out, dtype=args.dtype)}")
             return
         args = parser().parse_args(argv)
         if args.check is not None:
@@ -293,7 +294,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError("expected --checkpoint MODEL and --out PATH, got one or none of them; see --help")
         dtype = args.dtype or DEFAULT_DTYPE
         how: Any = {"tokenizer": args.tokenizer, "experts_together": args.experts_together}
-        path = convert(args.checkpoint, args.out, dtype=dtype, **how)
+        with in_words_of("--checkpoint"):
+            path = convert(args.checkpoint, args.out, dtype=dtype, **how)
         print(f"written: {path}")
     except (ConfigError, CheckpointError) as error:
         raise ending("convert", error) from error

@@ -24,7 +24,7 @@ import surojax
 from surojax.config.fields import DEFAULTS
 from surojax.diagnosis.doctor_checks import CHECKS, ITS_PROCESS, in_process
 from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, Verdict, skipped
-from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
+from surojax.errors import ConfigError, ending, ends_with_code, nearest_name, need, refusing, short_exit_codes
 from surojax.plan import check_output
 from surojax.run.console import CONSOLE
 from surojax.training.safe import DOCTORS_REPORT
@@ -93,7 +93,8 @@ def chosen_checks(only: str | None) -> list[str]:
     """Returns the names of checks in --only, in the order of `CHECKS`; None: all. Raises ConfigError."""
     asked = list(CHECKS) if only is None else [name.strip() for name in only.split(",")]
     if unknown := [name for name in asked if name not in CHECKS]:
-        raise ConfigError(f"--only: expected names of {', '.join(CHECKS)}, got {unknown[0]!r}; correct it")
+        change = nearest_name(unknown[0], CHECKS)
+        raise ConfigError(f"--only: expected names of {', '.join(CHECKS)}, got {unknown[0]!r}; {change}")
     return [name for name in CHECKS if name in asked]
 
 

@@ -3,11 +3,13 @@
 A message may repeat what a file or another library says: it becomes one line, without its middle if it is too long.
 """
 
+import contextlib
+import difflib
 import io
 import re
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 from surojax.resources import MiB, free_memory
@@ -56,6 +58,24 @@ def shown(value, most: int = 400) -> str:
     except ValueError:  # Python does not write integers of more than 4300 digits
         return f"a {type(value).__name__} with too many digits to show"
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def nearest_name(text: str, names: Iterable[str], otherwise: str = "correct it") -> str:
+    """Returns "did you mean NAME?" with the name that is most like a text; `otherwise` if none is."""
+    near = difflib.get_close_matches(text, list(names), n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
+@contextlib.contextmanager
+def in_words_of(option: str) -> Iterator[None]:
+    """Names a command's option in the ConfigErrors about the `model_path` that it stands for."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        if not text.startswith("model_path: "):
+            raise
+        raise ConfigError(option + text.removeprefix("model_path")) from error
 
 
 NO_THREAD = "can't start new thread"  # in Python's error

@@ -19,7 +19,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from surojax.data.templates import NAMES as TEMPLATES
-from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
+from surojax.errors import (
+    CheckpointError,
+    ConfigError,
+    ending,
+    ends_with_code,
+    in_words_of,
+    need,
+    refusing,
+    short_exit_codes,
+)
 from surojax.inference.sample import MOST_TOKENS
 from surojax.inference.score import Request, request_of, score
 from surojax.inference.trained_model import Trained, load_trained
@@ -42,6 +51,7 @@ class Accuracy(NamedTuple):
 
     plain: float
     normalised: float
+    questions: int  # answered
 
 
 def read_questions(path: str | Path) -> list[Question]:
@@ -53,13 +63,14 @@ def read_questions(path: str | Path) -> list[Question]:
         lines = read_bytes(expanded(path), LARGEST).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--questions: cannot read {path} ({error}); give a .jsonl file") from None
-    questions = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    questions = [question_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise ConfigError(f"--questions: expected at least one question in {path}, got none; add a line")
     return questions
 
 
-def _question(line: str, where: str) -> Question:
+def question_of(line: str, where: str) -> Question:
+    """Parses a question from JSON. where: of the file, for the ConfigError if it is not as it should be."""
     expected = f'{where}: expected {{"question": text, "choices": [text, text, ...], "answer": index}}'
     try:
         row = parse_json(line)
@@ -90,7 +101,8 @@ def answer(trained: Trained, questions: Sequence[Question], *, batch_size: int =
         logprobs = np.array([next(scores).logprob for _ in question.choices])
         lengths = np.array([len(choice.encode()) for choice in question.choices])
         right += [np.argmax(logprobs) == question.answer, np.argmax(logprobs / lengths) == question.answer]
-    return Accuracy(*(right / len(questions)).tolist())
+    plain, normalised = (right / len(questions)).tolist()
+    return Accuracy(plain, normalised, len(questions))
 
 
 def run_harness(
@@ -196,7 +208,8 @@ def main(argv: list[str] | None = None) -> None:
                 need(least <= value <= most, option, f"{least} to {most:,}", value, "correct it")
         _check_options(args)
         questions = read_questions(args.questions)[: args.limit] if args.questions else []
-        trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
+        with in_words_of("--checkpoint"):
+            trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
         if args.questions:
             results = answer(trained, questions, batch_size=args.batch_size)._asdict()
             print(

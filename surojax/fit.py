@@ -22,7 +22,7 @@ import jax
 from surojax.config.fields import Config, default_config, flat
 from surojax.config.flags import parse_flags
 from surojax.config.write import check_new, config_file
-from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
+from surojax.errors import ConfigError, ending, ends_with_code, nearest_name, short_exit_codes
 from surojax.plan import add_cost, add_disk, check_cost, check_output
 from surojax.planner import aot, footprint
 from surojax.planner.amounts import GiB, gib
@@ -31,7 +31,7 @@ from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
 from surojax.planner.disks import wear
 from surojax.planner.drives import disks
 from surojax.planner.fastest import MOST_COMPILED, FitResult, Trial, fastest
-from surojax.planner.gpus import GPUS, gpu_key
+from surojax.planner.gpus import GPUS, WHICH, gpu_key
 from surojax.planner.plan_text import cost, range_lines
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING
@@ -46,7 +46,7 @@ def result_table(result: FitResult, top: int = SHOWN, given: Config | None = Non
 
     given: the config that the rows' flags change; None: the searched config.
     """
-    name = GPUS[result.gpu].name
+    name = GPUS[result.gpu].label
     if not result.rows:
         return "\n".join(nothing_fits(result))
     head = f"  {'':>2} {'tokens/s':>9} {'in all':>9} {'ms':>8} {'estimated':>10} {'device':>8} {'estimated':>10}"
@@ -135,7 +135,7 @@ def waits_for(row: Trial) -> str:
 def nothing_fits(result: FitResult) -> list[str]:
     """Makes lines that say how much memory is missing if nothing fits, and which changes would fit."""
     limit = gib(result.limits.device)
-    lines = [f"nothing fits {result.gpus} x {GPUS[result.gpu].name} with {limit} of each for the program"]
+    lines = [f"nothing fits {result.gpus} x {GPUS[result.gpu].label} with {limit} of each for the program"]
     nearest = result.nearest
     if result.as_given is not None and result.as_given.estimate.need.files and result.as_given.fits:
         lines.append("without files, that is; the settings as given use files and fit: pass --nvme")
@@ -157,7 +157,7 @@ def nothing_fits(result: FitResult) -> list[str]:
 
 def row_docstring(row: Trial, result: FitResult, base: str, file: Path) -> str:
     """Makes the docstring of a row's config file."""
-    name = GPUS[result.gpu].name
+    name = GPUS[result.gpu].label
     what = "predicted" if row.plan and row.plan.predicted_step_s else "estimated"
     device = row.need.device
     host = row.need.host
@@ -179,7 +179,8 @@ def words(option: str, text: str, known) -> tuple[str, ...]:
     unique = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if unknown := [word for word in unique if word not in known]:
         shown = ", ".join(known) if len(known) < 10 else "fields of the config, see --help"
-        raise ConfigError(f"{option}: expected {shown}, got {unknown[0]!r}; separate several by commas")
+        change = nearest_name(unknown[0], known, "separate several by commas")
+        raise ConfigError(f"{option}: expected {shown}, got {unknown[0]!r}; {change}")
     return unique
 
 
@@ -257,7 +258,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         c, args = parse_flags(argv, parser())
         if args.gpu is None:
-            raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
+            raise ConfigError(f"no GPU given: pass --gpu NAME; {WHICH}")
         args.gpu = gpu_key(args.gpu)
         check_cost(args)
         disks(args.disk, c.rates_file)

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from surojax.data.templates import NAMES as TEMPLATES
 from surojax.data.tokenizer import Tokenizer
-from surojax.errors import CheckpointError, ConfigError, Refused, ending, ends_with_code, short_exit_codes
+from surojax.errors import CheckpointError, ConfigError, Refused, ending, ends_with_code, in_words_of, short_exit_codes
 from surojax.inference.chat_history import ChatHistory
 from surojax.inference.prompts import message_ids, text_ids
 from surojax.inference.sample import check_options, generate, generate_batch, rollout
@@ -214,7 +214,8 @@ def main(argv: list[str] | None = None) -> None:
         if not 1 <= samples <= MOST_SAMPLES or (args.rollouts and not args.max_tokens):
             got = f"{samples} of {args.max_tokens} tokens"
             raise ConfigError(f"--samples: expected 1 to {MOST_SAMPLES:,} of 1 token or more, got {got}; correct it")
-        trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
+        with in_words_of("--checkpoint"):
+            trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
         model, weights, tokenizer = trained[:3]
         options = {
             "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed,

@@ -24,6 +24,7 @@ from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, device_limit, host_limit
 from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS, gpu_key, with_nodes
+from surojax.planner.remedies import adapter_candidates
 from surojax.planner.run_plan import checked
 from surojax.planner.search import Space, best
 from surojax.sizes import MOST_GPUS
@@ -40,7 +41,8 @@ def given(
     model: a name in `flags.configs`, or a value of `model_path`. overrides: fields and texts of their values. Raises
     ConfigError.
     """
-    c = flags.load_config(model if flags.is_config_name(model) else str(flags.FINETUNE))
+    lora = flags.trains_adapters(overrides)
+    c = flags.load_config(model if flags.is_config_name(model) else str(flags.FINETUNE), lora=lora)
     if not flags.is_config_name(model):
         c.model_path = model
     c.gpus = gpus
@@ -49,8 +51,6 @@ def given(
     c.data = data
     c.output_dir = output_dir
     flags.override_all(c, overrides)
-    if not flags.is_config_name(model):
-        flags.set_rate_of_adapters(c, overrides)
     return c
 
 
@@ -61,11 +61,14 @@ def fastest_estimated(c: Config, gpu: str, host_memory: float) -> Candidate:
     """
     facts = with_nodes(gpu, None, None)
     limits = Memory(device_limit(facts), host_limit(host_memory), 0)
-    fastest = best(Space(checked(c, gpu), facts, limits))
+    space = Space(checked(c, gpu), facts, limits)
+    fastest = best(space)
     if fastest is None:
+        found = adapter_candidates(space.of(few=True))
+        fits = [f"{what} need {candidate.need.text()}" for what, candidate in found if candidate]
         raise ConfigError(
-            f"--gpu: expected {c.gpus} x {GPUS[gpu].name} to hold it, got no settings with which they do; "
-            "surojax fit says what would change it"
+            f"--gpu: expected {c.gpus} x {GPUS[gpu].label} to hold it, got no settings with which they do; "
+            f"{'; '.join([*fits, 'surojax fit says what would change it'])}"
         )
     return fastest
 
@@ -75,7 +78,7 @@ def config_docstring(name: str, model: str, gpu: str, gpus: int, fastest: Candid
     host = f" and {gib(fastest.need.host)} of host memory" if fastest.need.host else ""
     return "\n".join(
         [
-            f"{model} on {gpus} x {GPUS[gpu].name}.",
+            f"{model} on {gpus} x {GPUS[gpu].label}.",
             "",
             f"    surojax plan --config {name}.py --gpu {gpu}",
             f"    surojax train --config {name}.py",

@@ -10,6 +10,7 @@ the last checkpoint. Each part is a file in `surojax/training/`.
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,6 @@ from surojax.cluster.early import STOPPED  # isort: skip  # before what takes se
 
 import jax
 
-from surojax import convert
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import Brought, from_config
 from surojax.cluster import hosts
@@ -32,6 +32,7 @@ from surojax.cluster.supervised import Supervised
 from surojax.cluster.watch import Watch, failing_together, leave
 from surojax.config.fields import Config, flat, not_default
 from surojax.config.flags import parse_flags
+from surojax.convert import check_exportable, convert, keep, keep_template
 from surojax.data.batches import training_batches as training_batches
 from surojax.errors import CheckpointError, ConfigError, Refused, StepError, ends_with_code, exit_codes, need
 from surojax.exchange.sources import keeps, replaced_fields, resolved
@@ -51,7 +52,7 @@ from surojax.planner.check_fit import compare, peak_bytes
 from surojax.planner.footprint import by_class
 from surojax.planner.traffic import batch_of
 from surojax.run import on_disk, trackers
-from surojax.run.callbacks import Callback, Callbacks, EarlyStopping
+from surojax.run.callbacks import Callback, Callbacks, EarlyStopping, check_callbacks
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.console import say
 from surojax.run.guard import Guard
@@ -81,17 +82,26 @@ from surojax.training.safe import advised, mention_of_doctor, safe
 from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
 
+NAMES_OF_LOSSES = {"step": "loss", "eval": "evaluation loss"}  # by kind of record
 GOES_ON = "early_stopping_patience=0 goes on"
 
 
 class Result(NamedTuple):
-    """The result of `train`."""
+    """The result of `train`; its `repr` leaves out state and history."""
 
     state: TrainState
     history: list[dict[str, Any]]  # the records of metrics.jsonl that this call wrote
     checkpoint: Path | None  # the newest checkpoint
     finished: bool  # False if a signal, Ctrl-C, the time limit or a callback stopped the run
     stopped_by: str = ""  # why the run ended before its last step; early_stopping_patience finishes it
+
+    def __repr__(self) -> str:
+        ended = "finished" if self.finished else f"stopped by {self.stopped_by}"
+        last = {record["log"]: record for record in self.history}
+        losses = [f"{name} {last[log]['loss']:.4f}" for log, name in NAMES_OF_LOSSES.items() if log in last]
+        return (
+            f"Result({', '.join([f'{ended} at step {int(self.state.step)}', *losses])}, checkpoint={self.checkpoint})"
+        )
 
 
 def train(
@@ -125,6 +135,9 @@ def train(
     cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), StepError (XLA fails on a GPU),
     OSError (the disk has no room for metrics, or the disk of nvme_path fails).
     """
+    check_callbacks(callbacks)
+    if max_minutes is not None:
+        need(0 <= max_minutes < math.inf, "max_minutes", "minutes, 0 or more", max_minutes, "correct it")
     c = naming_rows(resolved(config), data)
     if replaced := replaced_fields(config, c):
         say(f"model: as {c.model_path} says, in place of the config's {', '.join(replaced)}")
@@ -300,9 +313,9 @@ def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextli
             f"another run wrote checkpoints into {setup.output_dir} while this one started; start again"
         )
     if is_first() and c.model_path and not (start.resume and keeps(setup.output_dir, c.model_path)):
-        convert.keep(c)
+        keep(c)
     elif is_first() and c.chat_template:
-        convert.keep_template(c)
+        keep_template(c)
     return lock
 
 
@@ -355,7 +368,7 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
                 0 < args.max_minutes < math.inf, "--max-minutes", "minutes, more than 0", args.max_minutes, "correct it"
             )
         if args.export is not None:
-            convert.check_exportable(resolved(c), args.export)
+            check_exportable(resolved(c), args.export)
         place = hosts.detect_flags(args, os.environ)
         key = hosts.key_of(place, os.environ, args.secret_file)
         supervised = Supervised(args.supervisor, args.heartbeat) if args.supervisor is not None else None
@@ -385,11 +398,7 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
     try:
         result = train(c, max_minutes=args.max_minutes)
         if args.export is not None and result.checkpoint and is_first():
-            say(
-                f"exported: {convert.convert(result.checkpoint, args.export)}"
-                if result.finished
-                else "not exported yet"
-            )
+            say(f"exported: {convert(result.checkpoint, args.export)}" if result.finished else "not exported yet")
     except (ConfigError, CheckpointError, NonFiniteLoss, StepError) as error:
         exits = Refused if isinstance(error, ConfigError) else SystemExit
         raise exits(f"surojax.train: error: {'; '.join([str(error), *getattr(error, '__notes__', ())])}") from error
@@ -398,34 +407,53 @@ def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
     except KeyboardInterrupt:
         print(aborted(again), file=sys.stderr)
         sys.exit(ABORTED)
+    for line in further_commands(c, result, again, args.export):
+        say(line)
+    if not result.finished:
+        sys.exit(STOPPED)
+
+
+def further_commands(c: Config, result: Result, again: list[str], export: str | None) -> list[str]:
+    """Makes the last lines of a run: the commands that sample, export and resume, each as it can be started.
+
+    again: the run's command. export: its option of that name.
+    """
+    run, folder = str(c.output_dir), str(Path(c.output_dir) / "export")
+    convert_run = ["surojax", "convert", "--checkpoint", run, "--out", folder]
+    lines = []
     if OBJECTIVES[c.objective].num_labels:
-        adapter = ["merge", str(c.model_path), str(Path(c.output_dir) / ADAPTER)]
-        source = ["surojax", "convert", *(adapter if c.lora else ["--checkpoint", str(c.output_dir), "--out"])]
-        say(f"export: {shlex.join(source)} FOLDER")
+        merge = ["surojax", "convert", "merge", str(c.model_path), str(Path(c.output_dir) / ADAPTER), folder]
+        lines.append(f"export: {shlex.join(merge if c.lora else convert_run)}")
     else:
-        chat = ["--chat"] * has_template(c)
-        say(f"sample: {shlex.join(['surojax', 'generate', '--checkpoint', str(c.output_dir), *chat])} --prompt TEXT")
-        if args.export is None and (not c.lora or (c.model_path and not c.from_scratch)):
-            say(f"export: {shlex.join(['surojax', 'convert', '--checkpoint', str(c.output_dir), '--out'])} FOLDER")
-    elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
+        asks = ["--chat"] if has_template(c) else ["--prompt", "TEXT"]
+        lines.append(f"sample: {shlex.join(['surojax', 'generate', '--checkpoint', run, *asks])}")
+        if export is None and (not c.lora or (c.model_path and not c.from_scratch)):
+            lines.append(f"export: {shlex.join(convert_run)}")
     longer = again
     if result.finished and result.stopped_by:
         longer = [*without_field(again, "early_stopping_patience"), "--config.early_stopping_patience=0"]
     elif result.finished:
         longer = going_on(again, c, int(result.state.step))
-    say(f"resume: {shlex.join(longer)}{elsewhere}")
-    if not result.finished:
-        sys.exit(STOPPED)
+    if export is not None and result.finished:
+        longer = [*without_field(longer, "export"), "--export", str(free_path(Path(export)))]
+    return [*lines, f"resume: {shlex.join(longer)}"]
+
+
+def free_path(path: Path) -> Path:
+    """Returns the first of NAME-2, NAME-3 ... beside a path that does not exist."""
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    return next(name for name in names if not name.exists())
 
 
 def going_on(command: list[str], c: Config, step: int) -> list[str]:
     """Changes the command of a run that finished at this step so that it trains for as many steps again."""
     name = "max_steps" if c.max_steps else "num_epochs"
-    return [*without_field(command, name), f"--config.{name}={2 * (step if c.max_steps else c.num_epochs)}"]
+    short = without_field(without_field(command, "max_steps"), "num_epochs")
+    return [*short, f"--config.{name}={2 * (step if c.max_steps else c.num_epochs)}"]
 
 
 def without_field(command: list[str], name: str) -> list[str]:
-    """Removes the words that set a field, --config.NAME=VALUE or --NAME VALUE, from a command line."""
+    """Removes the words that set a field or an option, --config.NAME=VALUE or --NAME VALUE, from a command line."""
 
     def sets(word: str) -> bool:
         return word.startswith("--") and word[2:].removeprefix("config.").replace("-", "_") == name

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from commands import convert
 
-from surojax import convert
 from surojax.assembly.from_config import from_config
 from surojax.config.fields import default_config, kinds
 from surojax.exchange import config_json, gguf, peft

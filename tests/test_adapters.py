@@ -14,11 +14,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from commands import convert
 from small import CONFIG, Small, needs, plain_model
 from test_export import run_config, tensors_in
 from test_huggingface import config, save_tokenizer, stored, write
 
-from surojax import ConfigError, convert, read_metrics, train
+from surojax import ConfigError, read_metrics, train
 from surojax.assembly.from_config import architecture, from_config, lora, model as model_of
 from surojax.exchange import merge, model_tensors, peft
 from surojax.exchange.adapter_config import labels_of_adapter

@@ -9,12 +9,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from commands import convert, generate
 from test_adapters import save, theirs
 from test_gguf_export import folder_of, tokenizer_json
 from test_huggingface import config as config_of
 from tokenizers import AddedToken, Tokenizer
 
-from surojax import ConfigError, convert, generate, train
+from surojax import ConfigError, train
 from surojax.data.chat_files import turn_ends
 from surojax.data.templates import NAMES, Template, load_template
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer

@@ -1,5 +1,6 @@
 """The command `surojax VERB`, configs by name, shell completion, and what a wheel holds."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import surojax
-from surojax import __main__ as command, completion, launch, new
+from surojax import __main__ as command, completion, launch, new, option_names
 from surojax.config import flags
 from surojax.convert import merge_parser
 from surojax.errors import REFUSED, ConfigError, Refused
@@ -71,12 +72,50 @@ def test_an_unknown_verb_is_one_line(monkeypatch, capsys, word, meant):
     assert code == REFUSED and not out and err.endswith(f"got {word!r}; {hint}\n") and err.count("\n") == 1
 
 
-def test_the_version_and_an_import_load_no_jax():
-    code = "import sys; sys.argv[1:] = ['--version']; from surojax.__main__ import main; main(); "
-    code += "print([name for name in sys.modules if name.partition('.')[0] in ('jax', 'numpy', 'flax', 'shtab')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    version, loaded = done.stdout.splitlines()
-    assert version.startswith(f"surojax {surojax.__version__} (jax ") and loaded == "[]"
+LIGHT = """
+import contextlib, io, sys
+from surojax.__main__ import main
+for line in sys.stdin:
+    sys.argv[1:] = line.split()
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    heavy = [name for name in sys.modules if name in ("jax", "numpy", "flax", "shtab", "ml_collections")]
+    print(repr((code or 0, out.getvalue(), err.getvalue(), heavy)))
+"""
+
+
+def test_what_needs_no_jax_loads_none():
+    """The version, every verb's help, and unknown options and fields, which are refused in one line."""
+    refused = {
+        "train --confg tiny": "unknown option '--confg': fields are set with --FIELD=VALUE; did you mean --config?",
+        "train --config tiny --learnig-rate 1": "'--learnig-rate': fields are set .*; did you mean --learning_rate?",
+        "plan --config tiny --gpuu h100": "unknown option '--gpuu': .*; did you mean --gpu?",
+        "fit --config.zero_levl=3": "config has no field 'zero_levl': did you mean 'zero_level'?",
+        "new mine --modl x": "unknown option '--modl': .*; did you mean --model?",
+        "generate --prompts x": "unknown option '--prompts'; did you mean --prompt?",
+        "convert --checkpoint x --outt y": "unknown option '--outt'; did you mean --out?",
+        "launch -n 2 --restart-s 3 -- surojax": "unknown option '--restart-s'; did you mean --restarts?",
+    }
+    helps = [*(f"{verb} --help" for verb in command.VERBS), "train --config tiny --help fields", "help plan"]
+    lines = ["--version", "--help", *helps, *refused]
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT], input="\n".join(lines), capture_output=True, text=True, check=True
+    )
+    said = dict(zip(lines, map(ast.literal_eval, done.stdout.splitlines()), strict=True))
+    assert [line for line, (*_, heavy) in said.items() if heavy] == []
+    assert said["--version"][1].startswith(f"surojax {surojax.__version__} (jax ")
+    for line in helps:
+        assert said[line][0] == 0 and len(said[line][1]) > 200 and not said[line][2], line
+    assert "--config.opt_v_dtype=" in said["train --config tiny --help fields"][1]
+    for line, error in refused.items():
+        code, out, err, _ = said[line]
+        expected = re.escape(error).replace(r"\.\*", ".*")
+        assert code == REFUSED and not out and err.count("\n") == 1 and re.search(expected, err), (line, err)
 
 
 def test_a_python_that_is_too_old_is_one_line():
@@ -94,7 +133,7 @@ def test_a_verb_runs_as_its_module_does(monkeypatch):
         for words in (["--help"], ["--checkpoint", "x", "--seed", "y"])
     )
     assert helped.returncode == 0
-    assert helped.stdout == f"{completion.own_parser('generate').format_help()}{command.examples('generate')}\n"
+    assert helped.stdout == f"{option_names.read_stored()['verbs']['generate']['help']}{command.examples('generate')}\n"
     assert refused.returncode == REFUSED and refused.stderr.startswith("surojax.generate: error: ")
 
 
@@ -157,7 +196,7 @@ def test_a_new_config(tmp_path, monkeypatch, capsys):
         (["mine", "--model", "llama125", "--gpu", "4060"], "did you mean llama125m?"),
         (["my-run", "--model", "tiny", "--gpu", "4060"], "NAME: expected letters, digits and _, got 'my-run'"),
         (["there", "--model", "tiny", "--gpu", "4060"], "NAME: expected a new file, got 'there.py', which exists"),
-        (["mine", "--model", "tiny", "--gpu", "none"], "--gpu: expected a GPU of"),
+        (["mine", "--model", "tiny", "--gpu", "none"], "--gpu: expected a GPU whose facts are known, got 'none'"),
         (["mine", "--model", "tiny", "--gpu", "4060", "--gpus", "0"], "--gpus: expected 1 to 131,072, got 0"),
         (["mine", "--model", "tiny"], "the following arguments are required: --gpu; see --help"),
         (["mine", "--model", "no/such", "--gpu", "4060"], "model_path: expected a"),

@@ -40,12 +40,14 @@ def test_every_field_has_a_line_of_help():
         assert value == (None if default == "unset" else eval(default)), name
 
 
-def test_help_shows_every_field_and_exits_cleanly(capsys):
-    with pytest.raises(SystemExit) as exited:
-        flags.parse_flags(["--help"], argparse.ArgumentParser())
-    out = capsys.readouterr().out
-    assert exited.value.code == 0
-    assert all(f"--config.{name}=" in out for name in flat(default_config()))
+def test_help_shows_the_usual_fields_or_every_one_and_exits_cleanly(capsys):
+    for words in (["--help"], ["--help", "fields"]):
+        with pytest.raises(SystemExit) as exited:
+            flags.parse_flags(words, argparse.ArgumentParser())
+        assert not exited.value.code
+        out = capsys.readouterr().out
+        shown = [name for name in flat(default_config()) if f"--config.{name}=" in out or f"--{name} " in out]
+        assert set(shown) == (set(flags.USUAL) if words == ["--help"] else set(flat(default_config())))
     assert "Memory" in out and "Optimizer" in out  # the sections
 
 

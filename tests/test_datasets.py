@@ -13,6 +13,7 @@ import pytest
 from surojax.data import datasets, files, texts
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.datasets import Dataset, parse_dataset, read_dataset, resolve
+from surojax.data.items import Item, hold_out, item_key, new_hash
 from surojax.data.readers import read_file
 from surojax.errors import ConfigError
 
@@ -421,3 +422,26 @@ def test_a_damaged_footer_of_parquet_is_said_to_be_one(tmp_path):
             said.add(str(error))
     assert any("expected a Parquet file, got one that cannot be read (" in text for text in said)
     assert not any("'None'" in text for text in said), said
+
+
+@pytest.mark.parametrize(
+    "rows, expected", [(2, 1), (9, 1), (11, 2), (60, 6), (100, 10), (500, 10), (1000, 11), (20_000, 219)]
+)
+def test_ten_items_or_a_tenth_of_them_are_held_out_at_least(rows, expected):
+    """The same ones in any order; above, a hundredth of all."""
+    made = [Item(str(i), item_key(new_hash(str(i).encode())), 1) for i in range(rows)]
+    held_out = [
+        {item.content for item, is_out in hold_out(of, 0.01, lambda _: None) if is_out} for of in (made, made[::-1])
+    ]
+    assert held_out[0] == held_out[1] and len(held_out[0]) == expected
+
+
+def test_copies_are_on_one_side():
+    """Also if they are more than a tenth, unless nothing else could be held out."""
+    texts = ["a"] * 3 + ["b"] * 3 + [str(i) for i in range(34)]
+    made = [Item(text, item_key(new_hash(text.encode())), 1) for text in texts]
+    sides = {
+        text: {is_out for item, is_out in hold_out(made, 0.01, lambda _: None) if item.content == text}
+        for text in texts
+    }
+    assert all(len(side) == 1 for side in sides.values())

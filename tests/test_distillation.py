@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import convert
 from small import CONFIG, Small, drawn_params, plain_model, quick_at, tokens, worst_relative
 from test_plan import FIRST, needs_compiler
 
-from surojax import convert
 from surojax.config.fields import DEFAULTS, default_config
 from surojax.data import run_data
 from surojax.data.batches import Mixture, training_batches

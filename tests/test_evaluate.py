@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from commands import evaluate
 from small import CONFIG, drawn_params, plain_logits
 
-from surojax import ConfigError, evaluate
+from surojax import ConfigError
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference.prompts import complete
 from surojax.inference.score import Request, Score, _scorer, request_of, score

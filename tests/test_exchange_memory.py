@@ -36,7 +36,8 @@ MEASURE = """
     import json, re, sys
     from pathlib import Path
     import jax
-    from surojax import convert, default_config
+    from surojax import default_config
+    from surojax.convert import convert, open_model
     from surojax.assembly.from_config import from_config
     from surojax.exchange import sources
     from surojax.exchange.model_tensors import readers
@@ -128,7 +129,7 @@ def test_a_model_comes_in_layer_by_layer(folder, tmp_path, home):
 def test_a_model_goes_out_tensor_by_tensor(folder, tmp_path, dtype):
     """From a folder; a few tensors out of three hundred."""
     out = str(tmp_path / "out")
-    code = f"print(json.dumps(peak_of(lambda: str(convert.convert({str(folder)!r}, {out!r}, dtype={dtype!r})))[0]))"
+    code = f"print(json.dumps(peak_of(lambda: str(convert({str(folder)!r}, {out!r}, dtype={dtype!r})))[0]))"
     peak = measured(code)
     assert peak < 4 * 4 * D * F + SLACK < 0.2 * 4 * ALL
 
@@ -141,7 +142,7 @@ def test_a_gguf_file_goes_out_tensor_by_tensor(folder, tmp_path, dtype):
         from surojax.exchange.gguf_export import export_gguf
 
         def written():
-            opened = convert.open_model({str(folder)!r})
+            opened = open_model({str(folder)!r})
             config = opened.config | {{"max_position_embeddings": 512}}
             out = {str(tmp_path / "out.gguf")!r}
             return str(export_gguf(opened.tensors, opened.model, config, {{}}, out, modelfile="", dtype={dtype!r}))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from commands import convert
 from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, target_names, tokens, worst_relative
 from test_adapters import REFERENCE, logits, save, theirs
 from test_engine import ORDER_OF_SUMS, engine_gradients
@@ -20,7 +21,7 @@ from test_experts import TIED, apart, in_files, stored, written
 from test_export import run_config
 from test_huggingface import config, save_tokenizer
 
-from surojax import ConfigError, convert, default_config, read_metrics, train
+from surojax import ConfigError, default_config, read_metrics, train
 from surojax.assembly.from_config import architecture, from_config
 from surojax.config import checks
 from surojax.exchange import model_tensors, peft

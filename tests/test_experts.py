@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from commands import convert
 from flax import nnx
 from small import CONFIG, Small, needs, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import engine_gradients
@@ -29,7 +30,7 @@ from test_gguf_export import tokenizer_json
 from test_parity import close
 from test_pipeline import without_padding
 
-from surojax import ConfigError, convert, default_config, train
+from surojax import ConfigError, default_config, train
 from surojax.assembly.from_config import architecture
 from surojax.config import flags
 from surojax.config.checks import check

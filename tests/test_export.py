@@ -22,11 +22,12 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from commands import convert, generate
 from small import quick_at
 from test_huggingface import CASES, before_5, config, hf_config, save_tokenizer, stored, write
 from test_rewards import Drawn
 
-from surojax import CheckpointError, ConfigError, convert, default_config, generate, train
+from surojax import CheckpointError, ConfigError, default_config, train
 from surojax.assembly.from_config import from_config
 from surojax.exchange import compressed, config_json, export as exporting, sources
 from surojax.exchange.huggingface import model_fields
@@ -544,7 +545,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path):
     folder = write(tmp_path / "in", "llama")
     code = f"""
         import os, signal
-        from surojax import convert
+        from surojax.convert import main
         from surojax.exchange.model_tensors import Weights
         read, count = Weights.read, [0]
         def killed(self, name):
@@ -553,7 +554,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path):
                 os.kill(os.getpid(), signal.SIGKILL)
             return read(self, name)
         Weights.read = killed
-        convert.main(["--checkpoint", {str(folder)!r}, "--out", {str(tmp_path / "out")!r}])
+        main(["--checkpoint", {str(folder)!r}, "--out", {str(tmp_path / "out")!r}])
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL

@@ -6,6 +6,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from commands import convert
 from test_adapters import save as save_adapter, theirs as adapter_tensors
 from test_bitsandbytes import NAME as NF4_NAME, write as write_nf4
 from test_checkpoint import plan_of, toy
@@ -14,7 +15,7 @@ from test_huggingface import config, save_tokenizer, stored, write
 from test_shards import FLOAT8, NAME, quantised, write_float8
 from test_stored_bases import SIZES as FP8_SIZES, tensors as fp8_tensors
 
-from surojax import CheckpointError, ConfigError, convert
+from surojax import CheckpointError, ConfigError
 from surojax.assembly.from_config import from_config
 from surojax.exchange import peft
 from surojax.exchange.finite import PIECE, is_finite

@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from commands import convert, evaluate, fit, generate, plan, train
+
 if __name__ == "__main__":
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
@@ -44,7 +46,7 @@ import test_huggingface
 import test_slots
 from small import Small
 
-from surojax import convert, evaluate, fit, generate, launch, limited, plan, train, verify
+from surojax import launch, limited, verify
 from surojax.config import checks, flags
 from surojax.config.fields import FIELDS, default_config, flat
 from surojax.data import __main__ as data_command, corpus, datasets

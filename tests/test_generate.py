@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import generate
 from small import CONFIG, drawn_params, normal, plain_logits, tokens
 from test_engine import GEMMA, MINISTRAL, SMOLLM
 
-from surojax import ConfigError, default_config, generate
+from surojax import ConfigError, default_config
 from surojax.data.data_rows import DataRow
 from surojax.data.examples import Example
 from surojax.data.rollouts import RolloutEncoder

@@ -15,12 +15,13 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from commands import convert
 from flax import nnx
 from test_export import tensors_in
 from test_huggingface import hf_config, stored
 from test_parity import REFERENCE, TOLERANCE, load_config
 
-from surojax import ConfigError, convert, default_config, train
+from surojax import ConfigError, default_config, train
 from surojax.assembly import from_config
 from surojax.config.checks import check
 from surojax.data import gguf_tokenizer

@@ -12,13 +12,14 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from commands import convert
 from test_adapters import save, theirs
 from test_export import tensors_in
 from test_gguf import LETTERS, MERGES, TOKENS, opened
 from test_huggingface import config as config_of, stored, write
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from surojax import ConfigError, convert
+from surojax import ConfigError
 from surojax.data.gguf_tokenizer import LLAMA3, QWEN2
 from surojax.data.tokenizer import load_tokenizer
 from surojax.exchange import gguf_export
@@ -178,7 +179,9 @@ def test_bad_input_writes_nothing(tmp_path):
     plain = write(tmp_path / "plain", "llama")
     files = sorted(tmp_path.rglob("*"))
     out = tmp_path / "out.gguf"
-    with pytest.raises(ConfigError, match=r"^--dtype: expected one of .*q4_0 for a \.gguf file, got 'q4_k'; choose"):
+    with pytest.raises(
+        ConfigError, match=r"^--dtype: expected one of .*q4_0 for a \.gguf file, got 'q4_k'; did you mean q4_0"
+    ):
         convert.convert(folder, out, dtype="q4_k")
     with pytest.raises(ConfigError, match=r"^tokenizer: expected a tokenizer\.json, .*bytes have no merges\); pass"):
         convert.convert(plain, out)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from commands import convert
 from flax import nnx
 from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, target_names, tokens, worst_relative
 from test_adapters import REFERENCE as ADAPTERS, logits, save as save_adapter, theirs as adapter_tensors
@@ -27,7 +28,7 @@ from test_experts import (
 from test_huggingface import config
 from test_parity import close
 
-from surojax import ConfigError, convert, default_config
+from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture, from_config, lora
 from surojax.config.checks import check
 from surojax.exchange import config_json, peft

@@ -16,9 +16,10 @@ import pyarrow.parquet
 import pytest
 import test_adapters
 import test_huggingface
+from commands import convert, evaluate
 from small import CONFIG
 
-from surojax import convert, evaluate, limited
+from surojax import limited
 from surojax.config import checks, flags
 from surojax.config.fields import default_config
 from surojax.data import datasets, readers, texts

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from chromium import CHROMIUM, VIEWS, browser as browser
+from commands import plan as plan_command
 
-from surojax import plan as plan_command, report
+from surojax import report
 from surojax.config import flags
 from surojax.errors import Refused
 from surojax.pages import plan_page, runs

@@ -4,10 +4,11 @@ import shutil
 
 import huggingface_hub
 import pytest
+from commands import generate
 from huggingface_hub import constants
 from test_huggingface import save_tokenizer, stored, write
 
-from surojax import ConfigError, default_config, generate
+from surojax import ConfigError, default_config
 from surojax.exchange import hub
 from surojax.exchange.model_tensors import Weights
 from surojax.exchange.sources import is_model, keeps, locate, resolved

@@ -29,6 +29,7 @@ from surojax import (
 )
 from surojax.inference.trained_model import load_trained
 from surojax.models.layers import vector
+from surojax.objectives.objective import CrossEntropy
 from surojax.optim.from_optax import counts
 from surojax.run import guard
 from surojax.run.callbacks import Callbacks
@@ -83,7 +84,7 @@ def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path, monke
     ]
     records = [event.metrics for event in told if event.kind != "checkpoint"]
     for record, found in zip(result.history, records, strict=True):
-        assert {k: v for k, v in record.items() if k not in ("log", "step")} == found
+        assert {k: v for k, v in record.items() if k not in ("log", "step", "over")} == found
     assert told[-1].checkpoint == result.checkpoint
     for event, step in zip(told, steps, strict=True):
         assert step - event.step in ((0, 1) if event.kind == "step" else (0,))
@@ -309,7 +310,6 @@ class Changing:
     "data, said",
     [
         (iter(TEXTS), "data: expected rows that can be read again, got an iterator; give a list"),
-        ("a text", "data: expected an iterable of rows, got str"),
         (Changing(), "data: expected the same rows each time they are read, got others"),
         ([*TEXTS, 7], "the rows given, row 65: expected a str, a mapping of fields"),
         (np.full((40, 50), 9999), "the rows given, row 1: expected ids below the tokenizer's"),
@@ -406,6 +406,13 @@ def test_a_loss_of_logits(tmp_path):
     assert losses(other)[-1] < losses(other)[0] and losses(other) != losses(plain)
 
 
+class Summed(CrossEntropy):
+    """An objective that forgets to add up."""
+
+    def loss(self, model, outer, x_ND, targets, axes):
+        return x_ND[:, 0]
+
+
 @pytest.mark.parametrize(
     "fields, brought, said",
     [
@@ -415,6 +422,17 @@ def test_a_loss_of_logits(tmp_path):
         ({}, {"objective": LossOfLogits(smoothed, ("scores",))}, "objective: expected targets among labels"),
         ({"gpus": 2, "tp_size": 2}, {"objective": LossOfLogits(smoothed)}, "objective: expected a whole vocabulary"),
         ({"data": "stdlib"}, {}, "data: expected none in the config beside rows given"),
+        ({}, {"objective": LossOfLogits(lambda z, y: cross_entropy(z, y).mean())}, r"losses \[N\].* got float32 \[\];"),
+        ({}, {"objective": LossOfLogits(lambda z, y: z)}, r"losses \[N\].* got float32 \[N, 320\]; return each"),
+        ({}, {"objective": LossOfLogits(lambda z, y: y)}, r"losses \[N\].* got int32 \[N\]; return each"),
+        ({}, {"objective": LossOfLogits(lambda z: z)}, r"a function that JAX can trace, got TypeError"),
+        ({}, {"objective": cross_entropy}, r"expected LossOfLogits\(function\).* got a function, .*; wrap it"),
+        ({}, {"objective": 3}, "got int, which has no targets"),
+        ({}, {"objective": Summed()}, r"objective.loss: expected float32 \[\], got float32 \[N\]; return that"),
+        ({}, {"optimizer": optax.adam(1e-3)}, "optimizer: .* is not callable"),
+        ({}, {"callbacks": print}, "callbacks: expected a list of functions, got print; put it in a list"),
+        ({}, {"callbacks": [lambda: None]}, "callbacks: expected functions of an Event, got <lambda>"),
+        ({}, {"max_minutes": -1}, "max_minutes: expected minutes, 0 or more"),
     ],
 )
 def test_what_does_not_go_with_the_config_is_refused(tmp_path, fields, brought, said):
@@ -486,11 +504,31 @@ def test_a_block_is_sharded_and_offloaded_to_the_same_losses(tmp_path):
     assert abs(losses(other)[0] - alone[0]) > 1e-4  # they differ from the first step on, where rounding is 1e-6
 
 
+def returning(result) -> type[Block]:
+    """A block with the results of this function of its input and cache."""
+
+    class Returning(Block):
+        def __call__(self, x_BSD, ops, cache, routing):
+            return result(x_BSD, cache)
+
+    return Returning
+
+
+class WithoutRngs(Block):
+    def __init__(self, config):
+        super().__init__(config, rngs=None)  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize(
     "fields, block, said",
     [
         ({}, dict, "block: expected a subclass of surojax.Block, got <class 'dict'>"),
         ({"lora": True}, SideBySide, "lora: expected False with a block of your own"),
+        ({}, returning(lambda x, cache: x), r"Returning.__call__: expected \(output, cache, routed\)"),
+        ({}, returning(lambda x, cache: (x[..., :8], cache, None)), r"float32 \[2, 32, 32\], got float32 \[2, 32, 8\]"),
+        ({}, returning(lambda x, cache: (x.astype("float16"), cache, None)), "expected float32 .*, got float16"),
+        ({}, returning(lambda x, cache: (x, cache, x)), "expected None without experts as its third result"),
+        ({}, WithoutRngs, r"__init__: expected \(config, \*, rngs\).*, got TypeError"),
     ],
 )
 def test_blocks_that_cannot_be_trained_are_refused(tmp_path, fields, block, said):

@@ -9,11 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from commands import convert
 from small import needs
 from test_experts import REFERENCE, config_of
 from test_huggingface import config
 
-from surojax import ConfigError, convert, default_config, train
+from surojax import ConfigError, default_config, train
 from surojax.assembly.from_config import from_config
 from surojax.config.checks import check
 from surojax.exchange import compressed, stored_mxfp4

@@ -13,9 +13,10 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from commands import convert
 from test_rooms import FILES, PACKAGE, room_of
 
-from surojax import ConfigError, convert, default_config, train
+from surojax import ConfigError, default_config, train
 from surojax.assembly import from_config
 from surojax.exchange import config_json, peft, sources
 from surojax.exchange.huggingface import model_fields

@@ -156,7 +156,12 @@ def test_python_blocks_run(page, text, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/default").mkdir(parents=True)
     (tmp_path / "runs/default/metrics.jsonl").write_text('{"log": "step", "step": 1, "loss": 2.5}\n')
-    monkeypatch.setattr(surojax._Package, "train", property(lambda _: lambda c, **brought: checks.check(c)))
+
+    def train(c=None, callbacks=(), block=None, **fields):
+        checks.check(surojax.load_config(c, **fields))
+
+    monkeypatch.setattr(surojax._Package, "train", property(lambda _: train))
+    monkeypatch.setattr(surojax._Package, "generate", property(lambda _: lambda result, prompt, **options: prompt))
     names: dict = {}
     exec(text, names)
     assert names.get("losses", [2.5]) == [2.5]

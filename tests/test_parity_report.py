@@ -10,11 +10,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from commands import convert
 from flax import nnx
 from test_huggingface import config, write
 from test_parity import REFERENCE, TOLERANCE, load_config, load_tree
 
-from surojax import ConfigError, convert
+from surojax import ConfigError
 from surojax.assembly import from_config
 from surojax.inference import parity
 from surojax.models.decoder import Decoder

@@ -10,10 +10,11 @@ import chex
 import numpy as np
 import pytest
 import safetensors.numpy
+from commands import convert
 from test_huggingface import before_5, config, rounded, stored
 from test_parity import REFERENCE, load_config
 
-from surojax import ConfigError, convert
+from surojax import ConfigError
 from surojax.assembly import from_config
 from surojax.assembly.from_config import architecture
 from surojax.exchange.huggingface import read_config

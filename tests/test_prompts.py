@@ -5,9 +5,10 @@ import io
 
 import jax
 import pytest
+from commands import generate
 from small import CONFIG, drawn_params
 
-from surojax import ConfigError, generate
+from surojax import ConfigError
 from surojax.data.templates import load_template
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference.prompts import answer_message, complete, conversation_ids, message_ids, text_ids

@@ -50,6 +50,22 @@ def test_each_limit_is_lifted_by_itself(found):
     assert kept == ["more host memory", "files on a drive (--nvme)", numbers[1], "without --keep"]
 
 
+def test_a_model_that_is_fine_tuned_is_offered_adapters_first(tmp_path, monkeypatch):
+    """The kinds that fit, before more hardware; none if the run trains them already."""
+
+    def lifted(kinds, **fields):
+        c = checked(default_config(), GPU)
+        c.update(fields)
+        monkeypatch.setattr(remedies, "best", lambda space, **_: space if space.config.get(kinds) else None)
+        return [what for what, _ in remedies.adapter_candidates(Space(c, GPUS[GPU], Memory(10**9, math.inf, 0)))]
+
+    model = {"model_path": str(tmp_path)}
+    assert lifted("lora", **model) == ["adapters (--lora)", "adapters of a base in 4 bits (--qlora)"]
+    assert lifted("qlora_bnb", **model) == ["adapters of a base in 4 bits (--qlora)"]
+    assert lifted("qlora_bnb", **model, lora=True, qlora_bnb=True) == []
+    assert lifted("lora") == lifted("lora", **model, from_scratch=True) == []
+
+
 def test_each_is_searched_with_nothing_else_lifted(found):
     limits = Memory(1, 5, 0)
     for what, fits in {

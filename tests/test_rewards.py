@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import convert
 from small import CONFIG, Small, drawn_params, plain_model, target_names, worst_relative
 
-from surojax import ConfigError, convert, default_config
+from surojax import ConfigError, default_config
 from surojax.assembly import from_config
 from surojax.config import checks
 from surojax.config.fields import Config

@@ -18,10 +18,11 @@ ORDER = (
     "inference planner pages training verification diagnosis commands"
 ).split()
 COMMANDS = tuple(
-    "train distill launch plan fit studio report verify generate evaluate convert completion new doctor".split()
+    "api train distill launch plan fit studio report verify generate evaluate convert completion new doctor".split()
 )
 ANYWHERE = (
     "declared",
+    "option_names",
     "offloads",
     "errors",
     "refusals",

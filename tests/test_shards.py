@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from commands import convert
 from test_huggingface import config, stored, write
 
-from surojax import ConfigError, convert
+from surojax import ConfigError
 from surojax.exchange import shards
 from surojax.exchange.model_tensors import INDEX, SINGLE, Weights
 

@@ -26,9 +26,10 @@ import jax
 import numpy as np
 import pytest
 import small
+from commands import generate
 from flax import nnx
 
-from surojax import CheckpointError, ConfigError, generate, read_metrics, train
+from surojax import CheckpointError, ConfigError, read_metrics, train
 from surojax.assembly.from_config import architecture, from_config
 from surojax.cluster.early import OTHERS, STOPPED
 from surojax.config import flags

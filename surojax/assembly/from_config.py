@@ -6,6 +6,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+from surojax.assembly import own_parts
 from surojax.assembly.assemble import Assembly, assemble
 from surojax.config import fields as configs
 from surojax.config.checks import REFUSALS
@@ -53,6 +54,8 @@ def from_config(
     """
     table = place(built(Storage, c), num_shards=shards(mesh))
     objective = brought.objective or objectives.build_objective(configs.flat(c))
+    if brought.objective:
+        own_parts.check_members(brought.objective)
     run_model = model(c, brought.block)
     if c.distill_hidden_size:
         run_model = with_teacher_head(run_model, c.distill_hidden_size)
@@ -70,6 +73,10 @@ def from_config(
     run = assemble(run_model, table, _optimizer(c, total_steps, brought.optimizer), mesh, settings, batch)
     if brought.objective:
         check_objective(c, run.engine)
+        is_sharded = bool(run.engine.vocabulary_axes)
+        own_parts.check_objective(brought.objective, run_model, c.model_dtype, is_sharded=is_sharded)
+    if brought.block:
+        own_parts.check_block(brought.block, run_model, c.model_dtype)
     return run
 
 
@@ -156,7 +163,7 @@ def model(c: configs.Config, block: type | None = None) -> Model:
             "lora: expected False with a block of your own, for which no other program has adapters, got True; leave "
             "it out"
         )
-    return entry.build(architecture(c), compute(c), block)
+    return own_parts.build_block(block, lambda: entry.build(architecture(c), compute(c), block))
 
 
 def _schedule(c: configs.Config, peak: float, total_steps: int) -> Schedule:

@@ -174,17 +174,18 @@ def detect(
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a command that several processes can run."""
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: the address of process 0")
-    parser.add_argument("--num_processes", type=int, metavar="N", help="several processes: how many")
-    parser.add_argument("--process_id", type=int, metavar="I", help="several processes: the number of this one, from 0")
-    parser.add_argument(
+    group = parser.add_argument_group("several processes, if no scheduler says")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="the address of process 0")
+    group.add_argument("--num_processes", type=int, metavar="N", help="how many")
+    group.add_argument("--process_id", type=int, metavar="I", help="the number of this one, from 0")
+    group.add_argument(
         "--heartbeat",
         type=float,
         default=HEARTBEAT_S,
         metavar="S",
         help="seconds without a sign of life after which a process counts as hanging (default: %(default)s)",
     )
-    parser.add_argument("--secret_file", metavar="FILE", help="several processes: strangers cannot join without it")
+    group.add_argument("--secret_file", metavar="FILE", help="strangers cannot join without it")
     parser.add_argument("--supervisor", type=int, metavar="FD", help=argparse.SUPPRESS)  # supervised.py
 
 

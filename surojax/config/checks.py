@@ -64,7 +64,7 @@ def _check_types(c: Config) -> None:
     """Checks that the config has every field, no other, and the right types. A ConfigDict accepts True as a number."""
     values = flat(c)
     if unknown := sorted(values.keys() - DEFAULTS.keys()):
-        raise ConfigError(no_field(unknown[0]))
+        raise ConfigError(no_field(unknown[0], DEFAULTS))
     if missing := sorted(DEFAULTS.keys() - values.keys()):
         raise ConfigError(f"config lacks the field {missing[0]!r}: start from default_config(), which has all of them")
     for name, field in FIELDS.items():

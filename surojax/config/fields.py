@@ -5,7 +5,6 @@ values, and `flags` reads config files and command lines. Only the commands use 
 takes a `Model` (`from_config.model`), a `Placement` and keywords.
 """
 
-import difflib
 import fnmatch
 import functools
 import math
@@ -29,6 +28,7 @@ from surojax.config.sections import (
     StartSettings,
 )
 from surojax.declared import DeclaredField, Facts, declared, names_of
+from surojax.errors import ConfigError, shown
 from surojax.families.registry import ARCHITECTURES
 from surojax.models.decoder_config import DecoderConfig
 from surojax.models.kinds.sublayer import LayerKinds, Width
@@ -39,13 +39,64 @@ from surojax.objectives.objectives import SETTINGS as OBJECTIVE_SETTINGS
 from surojax.offloads import OPTIONS, ROWS
 from surojax.optim.optimizer import MomentSettings
 from surojax.optim.optimizers import OPTIMIZERS
+from surojax.option_names import no_field
 from surojax.placement.table import Storage
 from surojax.step.spec import StepSettings
+
+
+class UnknownField(ConfigError, AttributeError, KeyError):
+    """The config has no field of this name."""
+
+    def __str__(self) -> str:
+        return self.args[0]  # KeyError's is quoted
+
+
+class WrongType(ConfigError, TypeError):
+    """A value that a field's type does not take."""
+
 
 if TYPE_CHECKING:
     from surojax.config.typed import Config as Config  # pyright: ignore[reportMissingModuleSource]: written by docs/pages.py
 else:
-    Config = ml_collections.ConfigDict
+
+    class Config(ml_collections.ConfigDict):
+        """A locked ConfigDict whose errors are one line: the nearest field, or the type that was expected.
+
+        Its `repr` has the fields that are not at their defaults, its `str` all of them.
+        """
+
+        def __repr__(self) -> str:
+            before = "model." if "model" not in self else ""
+            values = {name.removeprefix(before): value for name, value in flat(self).items()}
+            changed = (f"{k}={v!r}" for k, v in values.items() if v != DEFAULTS.get(before + k, self))
+            return f"Config({', '.join(changed)})"
+
+        def __getattr__(self, name: str):
+            if name.startswith("_"):  # a protocol of Python's, such as that of copies
+                raise AttributeError(name)
+            return self[name]
+
+        def __setattr__(self, name: str, value) -> None:
+            if name in self or not hasattr(ml_collections.ConfigDict, name):
+                self[name] = value
+            else:
+                raise UnknownField(f"config has no field {name!r}, which is a method of a config")
+
+        def __getitem__(self, name: str):
+            if name not in self and "." not in name:
+                raise UnknownField(no_field(name, FIELDS))
+            return super().__getitem__(name)
+
+        def __setitem__(self, name: str, value) -> None:
+            if self.is_locked and name not in self:
+                raise UnknownField(no_field(name, FIELDS))
+            try:
+                super().__setitem__(name, value)
+            except TypeError:
+                field = FIELDS.get(name) or FIELDS.get(f"model.{name}")
+                expected, kind = (field.kind_in_words, field.kind) if field else ("fields of the model", dict)
+                got = f"{shown(value, 60)} of type {type(value).__name__}"
+                raise WrongType(f"{name}: expected {expected}, got {got}; its type is {kind.__name__}") from None
 
 
 def _optimizer_settings() -> Iterator[DeclaredField]:
@@ -90,8 +141,8 @@ DEFAULTS: dict[str, Any] = {name: field.default for name, field in FIELDS.items(
 
 def default_config() -> Config:
     """Returns a config of all fields with their defaults; setting a field that does not exist is an error."""
-    c: Any = ml_collections.ConfigDict()
-    c.model = ml_collections.ConfigDict()
+    c: Any = Config()
+    c.model = Config()
     for name, field in FIELDS.items():
         section = c.model if name.startswith("model.") else c
         section[name.removeprefix("model.")] = _reference(field)
@@ -133,14 +184,6 @@ def set_fields(c: Config, facts: Facts) -> dict[str, Any]:
     return {name: values[name] for name in sorted(names_with(facts)) if values[name] != DEFAULTS[name]}
 
 
-def no_field(name: str) -> str:
-    """Returns the error message for an unknown field, with the field that was probably meant."""
-    names = list(FIELDS)
-    near = difflib.get_close_matches(name, [*names, *(n.removeprefix("model.") for n in names)], n=1, cutoff=0.67)
-    full = near and (near[0] if near[0] in names else f"model.{near[0]}")
-    return f"config has no field {name!r}: " + (f"did you mean {full!r}?" if full else "--help lists every field")
-
-
 def base_architecture(c: Config) -> Any:
     """Makes the frozen architecture of a config, without adapters, for example a `DecoderConfig`."""
     return _architecture(tuple(c.model.items()))[0]
@@ -176,6 +219,12 @@ SHARE_SEQUENCES = ("tp_size", "cp_size", "pp_size")
 def gpus_per_sequence(c: Config) -> int:
     """The number of GPUs that share the same sequences: a batch is divided over groups of this size."""
     return math.prod(c[name] for name in SHARE_SEQUENCES)
+
+
+def tokens_of_step(c: Config) -> int:
+    """The tokens of a step on all GPUs."""
+    sequences = c.gpus // gpus_per_sequence(c) * c.per_device_batch_size * c.gradient_accumulation_steps
+    return sequences * c.sequence_len
 
 
 def mesh_sizes(c: Config) -> dict[str, int]:

@@ -12,6 +12,7 @@ def get_config(lora: bool = False):
     c.sequence_len = 2048
     c.gradient_accumulation_steps = 4
     c.lmhead_chunks = 8
+    c.lora = lora
     c.learning_rate = RATE_OF_ADAPTERS if lora else RATE
     c.warmup_ratio = 0.03
     c.weight_decay = 0.0

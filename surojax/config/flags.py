@@ -2,6 +2,8 @@
 
 import argparse
 import difflib
+import inspect
+import itertools
 import re
 import runpy
 import sys
@@ -12,16 +14,32 @@ from typing import NoReturn, cast
 
 import ml_collections
 
-from surojax.config import finetune
-from surojax.config.fields import DEFAULTS, FIELDS, SECTIONS, Config, no_field
+from surojax.config.fields import DEFAULTS, FIELDS, SECTIONS, Config
 from surojax.declared import KINDS
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
+from surojax.option_names import ALL_FIELDS, HELP, SHORT, no_field, unknown_option
 from surojax.untrusted import expanded, parse_json
 
 PACKAGE = Path(__file__).parents[1]
+# fields that `--help` shows; `--help fields` shows all
+USUAL = (
+    "model_path",
+    "data",
+    "output_dir",
+    "lora",
+    "learning_rate",
+    "num_epochs",
+    "max_steps",
+    "sequence_len",
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "gpus",
+    "zero_level",
+    "offload_optimizer",
+    "offload_weights",
+)
 FINETUNE = Path(__file__).with_name("finetune.py")  # the config of a command line that names only a model
-SHORT = {"lr": ("learning_rate",), "qlora": ("lora", "qlora_bnb")}  # other names of fields; the second sets two
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -40,45 +58,45 @@ def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tupl
     `--config FILE` names a Python file with `get_config()`, or one of `configs()`; a `model_path` without it takes
     config/finetune.py.
     `--config.FIELD=VALUE` overrides one of its fields, and so does `--FIELD VALUE` unless the command has an option of
-    that name; if a field is set twice, the last value counts. `--help` prints the options and every field, and exits.
+    that name; if a field is set twice, the last value counts. `--help` prints the options and the usual fields,
+    `--help fields` every field, and exits.
     Raises ConfigError for a bad option, and for a `model` field that contradicts the model at `model_path`.
     """
     add_options(parser)
-    rest, overrides = split_flags(sys.argv[1:] if argv is None else argv, parser)
+    argv = sys.argv[1:] if argv is None else argv
+    if any(word in HELP and after == ALL_FIELDS for word, after in itertools.pairwise(argv)):
+        print(describe_fields())
+        sys.exit()
+    rest, overrides = split_flags(argv, parser)
     args, unknown = parser.parse_known_args(rest)
     if unknown:
-        field = unknown[0].strip("-").partition("=")[0].replace("-", "_")
-        near = difflib.get_close_matches(field, [*DEFAULTS, *SHORT], n=1, cutoff=0.67)
-        meant = f"did you mean --{near[0]}?" if near else "see --help"
-        is_config = unknown[0].endswith(".py") or unknown[0] in configs()
-        meant = f"did you mean --config {unknown[0]}?" if is_config else meant
-        raise ConfigError(f"unknown option {unknown[0]!r}: fields are set with --FIELD=VALUE; {meant}")
-    fine_tunes = args.config == FINETUNE.stem or (not args.config and "model_path" in dict(overrides))
-    if fine_tunes:
+        raise ConfigError(unknown_option(unknown[0], parser._option_string_actions, FIELDS, configs()))
+    if not args.config and "model_path" in dict(overrides):
         args.config = str(FINETUNE)
     if not args.config:
         raise ConfigError(
             "no config given: pass --config NAME or FILE, for example --config tiny, or --config.model_path=MODEL "
             "to fine-tune a model; see --help"
         )
-    config = load_config(args.config)
+    config = load_config(args.config, lora=trains_adapters(overrides))
     override_all(config, overrides)
-    if fine_tunes:
-        set_rate_of_adapters(config, overrides)
     return config, args
 
 
-def set_rate_of_adapters(config: Config, overrides: Iterable[tuple[str, str | None]]) -> None:
-    """Sets the learning rate that config/finetune.py has for adapters if they train and none is set."""
-    if config.lora and "learning_rate" not in dict(overrides):
-        config.learning_rate = finetune.RATE_OF_ADAPTERS
+def trains_adapters(overrides: Iterable[tuple[str, str | None]]) -> bool:
+    """Returns whether the pairs (name, text) of a command line set `lora`."""
+    text = dict(overrides).get("lora", "false")
+    return text is None or WORDS.get(text.lower(), False)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds `--config`, and the help of every field, to the parser of a command."""
+    """Adds `--config`, and the help of the usual fields, to the parser of a command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    written = "--FIELD=VALUE or --config.FIELD=VALUE"
-    parser.epilog = f"fields ({written} overrides the config file's value):\n{describe_fields()}"
+    written = "--FIELD VALUE or --config.FIELD=VALUE"
+    lines = [f"  --{name:<28} {FIELDS[name].comment}" for name in USUAL]
+    lines.insert(USUAL.index("lora") + 1, f"  --{'qlora':<28} the same of a base in 4 bits (lora and qlora_bnb)")
+    more = f"`{parser.prog} --help {ALL_FIELDS}` lists all {len(FIELDS)} fields with their defaults."
+    parser.epilog = "\n".join([f"fields ({written} overrides the config file's value):", *lines, "", more])
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -105,9 +123,10 @@ def is_config_name(path: str) -> bool:
     return re.fullmatch(r"\w+", path) is not None and not expanded(path).exists()
 
 
-def load_config(path: str) -> Config:
+def load_config(path: str, *, lora: bool = False) -> Config:
     """Returns `get_config()` of a Python file, or of a config by its name, such as "llama7b".
 
+    lora: whether adapters will be trained, which a `get_config(lora)` is told, so that values may depend on it.
     Raises ConfigError if there is no such file or it returns no config.
     """
     if is_config_name(path):
@@ -127,7 +146,7 @@ def load_config(path: str) -> Config:
         get_config = runpy.run_path(path).get("get_config")
         if get_config is None:
             raise ConfigError("expected a function get_config(), got none; see configs/tiny.py")
-        config = get_config()
+        config = get_config(lora=lora) if "lora" in inspect.signature(get_config).parameters else get_config()
         if not isinstance(config, ml_collections.ConfigDict):
             got = type(config).__name__
             raise ConfigError(f"expected get_config() to return default_config() with changes, got {got}; return it")
@@ -139,20 +158,10 @@ def load_config(path: str) -> Config:
 
 
 def _in_words(error: BaseException) -> str:
-    """Describes an error of a config file in one line. The messages of ml_collections list the entire config."""
+    """Describes an error of a config file in one line."""
     text = " ".join(str(error).split())
     if isinstance(error, ConfigError):
         return text
-    if locked := re.search(r'[Kk]ey "(\w+)" does not exist', text):
-        return no_field(locked[1])
-    if missing := re.search(r'Did you mean "\w+" instead of "(\w+)"', text):
-        return no_field(missing[1])
-    wrong = re.search(r"field '(\w+)' .*?\. (.*) is of original type <class '(.+?)'> and .* <class '(\w+)'>", text)
-    if wrong and (kind := next((k for k in KINDS if k.__name__ == wrong[4]), None)):
-        field = wrong[1]
-        value = wrong[2]
-        given_type = wrong[3]
-        return f"{field}: expected {KINDS[kind]}, got {value} of type {given_type}; its type is {kind.__name__}"
     return f"{type(error).__name__}: {text[:200]}"
 
 
@@ -211,7 +220,7 @@ def override(config: Config, name: str, text: str | None) -> None:
     if inside := [field for field in defaults if field.startswith(f"{name}.")]:
         raise ConfigError(f"--config.{name} holds several fields: set one of {', '.join(inside)}")
     if name not in defaults:
-        raise ConfigError(no_field(name))
+        raise ConfigError(no_field(name, FIELDS))
     if type(defaults[name]) is tuple:
         config[name] = _entries(name, text)
         return

@@ -1,16 +1,20 @@
 """The config as editors see it, by `python docs/pages.py`. When it runs it is a ConfigDict."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypedDict, Unpack
 
-from ml_collections import ConfigDict
-
-class Section(ConfigDict):
+class Section:
+    def __contains__(self, key: str) -> bool: ...
+    def __iter__(self) -> Iterator[str]: ...
     def __getitem__(self, key: str) -> Any: ...
+    def __setitem__(self, key: str, value: Any) -> None: ...
     def get(self, key: str, default: Any = None) -> Any: ...
+    def keys(self) -> Iterable[str]: ...
     def items(self, preserve_field_references: bool = False) -> Iterable[tuple[str, Any]]: ...
     def to_dict(self, visit_map: Any = None, preserve_field_references: bool = False) -> dict[str, Any]: ...
-    def update(self, *other: Mapping[str, Any] | ConfigDict, **kwargs: Any) -> None: ...
+    def copy_and_resolve_references(self) -> Config: ...
+    def lock(self) -> Config: ...
+    def update_from_flattened_dict(self, flattened_dict: Mapping[str, Any]) -> None: ...
 
 class ModelFields(Section):
     model_type: Literal["llama"]
@@ -121,6 +125,7 @@ class ModelFields(Section):
     decides."""
     initializer_range: float
     r"""standard deviation of the initial weights."""
+    def update(self, *other: Mapping[str, Any] | Section, **fields: Unpack[Sizes]) -> None: ...
 
 class Config(Section):
     output_dir: str
@@ -448,3 +453,214 @@ class Config(Section):
     lion_beta2: float
     r"""lion: decay of the momentum."""
     model: ModelFields
+    def update(self, *other: Mapping[str, Any] | Section, **fields: Unpack[Fields]) -> None: ...
+
+class Sizes(TypedDict, total=False):
+    model_type: Literal["llama"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    scoring_func: Literal["softmax", "sigmoid"]
+    routed_scaling_factor: float
+    n_shared_experts: int
+    first_k_dense_replace: int
+    expert_bias: bool
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"]
+    rope_factor: float
+    rope_low_freq_factor: float
+    rope_high_freq_factor: float
+    rope_original_max_position_embeddings: int
+    rope_attention_factor: float
+    rope_beta_fast: float
+    rope_beta_slow: float
+    rope_truncate: bool
+    rope_partial_rotary_factor: float
+    rope_llama_4_scaling_beta: float
+    rope_local_base_freq: float
+    no_rope_layer_interval: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    attention_out_bias: bool
+    attention_sinks: bool
+    qk_norm: bool
+    qk_norm_whole: bool
+    norm_plus_one: bool
+    sandwich_norms: bool
+    hidden_act: Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
+    scale_embedding: bool
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float
+    query_pre_attn_scalar: float
+    attn_logit_softcapping: float
+    final_logit_softcapping: float
+    sliding_window: int
+    sliding_window_pattern: int
+    num_labels: Literal[0, 1]
+    initializer_range: float
+
+class FieldsOfTrain(TypedDict, total=False):
+    output_dir: str
+    seed: int
+    gpus: int
+    max_steps: int
+    num_epochs: int
+    eval_steps: int
+    early_stopping_patience: int
+    eval_batches: int
+    save_steps: int
+    save_total_limit: int
+    log_steps: int
+    quiet: bool
+    report_to: str
+    rates_file: str
+    resume_from_checkpoint: str
+    sample_prompt: str
+    sample_tokens: int
+    sample_temperature: float
+    eval_data: str
+    text_field: str
+    datasets: Sequence[dict[str, Any]]
+    validation_datasets: Sequence[dict[str, Any]]
+    data_cache: str
+    sample_packing: bool
+    on_long: Literal["cut", "drop"]
+    on_bad_row: Literal["error", "skip"]
+    train_on: Literal["assistant", "last", "all"]
+    chat_template: str
+    system_prompt: str
+    tokenizer: str
+    sequence_len: int
+    per_device_batch_size: int
+    gradient_accumulation_steps: int
+    model_path: str
+    from_scratch: bool
+    untied_head: bool
+    model_dtype: Literal["bfloat16", "float32"]
+    master_dtype: Literal["bfloat16", "float32"]
+    accum_dtype: Literal["bfloat16", "float32"]
+    opt_m_dtype: Literal["bfloat16", "float32"]
+    opt_v_dtype: Literal["bfloat16", "float32"]
+    attention: Literal["auto", "xla", "cudnn", "mosaic"]
+    kernels: Literal["auto", "xla", "mosaic"]
+    recipe: Literal["bf16", "fp8_hybrid", "fp8_current", "mxfp8", "nvfp4"]
+    matmul_dtype: Literal["", "bfloat16", "float32"]
+    gradient_dtype: Literal["", "bfloat16", "float32"]
+    fp8_amax_history: int
+    fp8_margin: int
+    block_scaled_products: Literal["auto", "native", "emulated"]
+    skip_quant_first_layers: int
+    skip_quant_last_layers: int
+    lora: bool
+    lora_rank: int
+    lora_alpha: float
+    lora_dropout: float
+    lora_target_modules: str
+    lora_dtype: Literal["", "bfloat16", "float32"]
+    use_rslora: bool
+    use_dora: bool
+    lora_plus_ratio: float
+    qlora_bnb: bool
+    qlora_fp8: bool
+    qlora_fp4: bool
+    qlora_mxfp4: bool
+    lora_adapter: str
+    lora_base_adapter: str
+    modules_to_save: str
+    zero_level: Literal[1, 2, 3]
+    shard_gradients: bool | None
+    shard_weights: bool | None
+    shard_outer: bool
+    offload_residual: bool | Literal["nvme"]
+    offload_optimizer: bool | Literal["nvme"]
+    offload_master: bool | Literal["nvme"]
+    offload_grads: bool | Literal["nvme"]
+    offload_weights: bool | Literal["nvme"]
+    zero_quantized_weights: Literal["none", "fp8", "int8"]
+    persistent_quants: bool
+    offload_quants: bool
+    use_all_to_all_reduce: bool
+    zero_quantized_gradients: bool
+    memcpy_all_gather: bool
+    memcpy_send_recv: bool
+    resident_layers: int
+    nvme_path: str
+    files_in_memory: float
+    device_memory: float
+    nvme_slots: Literal[1, 2]
+    recompute_block: bool
+    recompute_norm: bool
+    recompute_swiglu: bool
+    recompute_ffn: bool
+    recompute_att: bool
+    microbatches_per_fetch: int
+    overlap_update: bool | None
+    sequence_chunks: int
+    lmhead_chunks: int
+    xla_options: Literal["overlap", "exact", "default"]
+    cuda_graphs: Literal["auto", "none", "small", "concurrent"]
+    dp_replicate_size: int
+    dp_shard_size: int
+    ep_size: int
+    tp_size: int
+    cp_size: int
+    cp_method: Literal["ulysses", "allgather", "ring"]
+    pp_size: int
+    pp_schedule: Literal["gpipe", "1f1b"]
+    beta: float
+    loss_type: Literal["sigmoid", "hinge", "ipo"]
+    label_smoothing: float
+    reference_free: bool
+    precompute_ref_log_probs: bool
+    simpo_gamma: float
+    desirable_weight: float
+    undesirable_weight: float
+    epsilon: float
+    epsilon_high: float
+    grpo_beta: float
+    grpo_loss_type: Literal["dapo", "grpo", "dr_grpo"]
+    importance_sampling_level: Literal["token", "sequence"]
+    max_completion_length: int
+    center_rewards_coefficient: float
+    distill_path: str
+    distill_weight: float
+    distill_temperature: float
+    distill_kl: Literal["forward", "reverse"]
+    distill_top_k: int
+    distill_hidden_size: int
+    learning_rate: float
+    lr_scheduler_type: Literal["cosine", "linear", "wsd"]
+    warmup_steps: int
+    warmup_ratio: float
+    cooldown_steps: int
+    final_lr_fraction: float
+    weight_decay: float
+    z_loss: float
+    router_aux_loss_coef: float
+    router_z_loss_coef: float
+    max_grad_norm: float
+    adamw_beta1: float
+    adamw_beta2: float
+    adamw_epsilon: float
+    muon_learning_rate: float
+    muon_momentum: float
+    muon_beta2: float
+    muon_ns_steps: int
+    lion_beta1: float
+    lion_beta2: float
+    model: Sizes
+
+class Fields(FieldsOfTrain, total=False):
+    data: str
+    optimizer: Literal["adamw", "adamw8bit", "normuon", "lion"]
+    objective: Literal["cross_entropy", "dpo", "ipo", "orpo", "simpo", "kto", "grpo", "reward", "distill"]

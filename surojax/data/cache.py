@@ -40,7 +40,7 @@ from surojax.data.entries import DTYPES, META, Corpus, meta_digest, open_entry, 
 from surojax.errors import ConfigError
 from surojax.untrusted import expanded
 
-FORMAT = 2  # of the files; an entry of another format is written anew, under another name
+FORMAT = 3  # of the files; an entry of another format is written anew, under another name
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # on some network file systems
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 

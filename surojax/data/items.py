@@ -6,6 +6,7 @@ one, and all copies of an example are on one side.
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from surojax.data.data_rows import BadRow, BlankRow
+
+LEAST = 10  # items held out, or a tenth of all if that is less
 
 
 class Item[T](NamedTuple):
@@ -60,9 +63,10 @@ def hold_out[T](
 ) -> Iterator[tuple[Item[T], bool]]:
     """Yields (item, whether it is held out: its key is below `fraction` * 2^64).
 
-    If no item has such a key, the one with the smallest key is held out, with its copies. If there is only one item, it
-    is split and its end is held out. split: returns both parts, or None: then nothing is held out. A `BadRow`, which is
-    no item to evaluate on, is passed on.
+    If fewer than `LEAST` items and less than a tenth of all have such a key, those with the smallest keys are held out
+    too, with their copies, up to the smaller number of both. If there is only one item, it is split and its end is held
+    out. split: returns both parts, or None: then nothing is held out. A `BadRow`, which is no item to evaluate on, is
+    passed on.
     """
     items = iter(items)
     first: list[Item[T]] = []
@@ -77,24 +81,24 @@ def hold_out[T](
         yield from zip(split(first[0]) or first, (False, True), strict=False)
         return
     threshold = int(fraction * 2**64)
-    has_held_out = False
-    smallest: list[Item[T]] = []  # not yielded before it is known whether another item is held out
+    count = held_out = 0
+    smallest: dict[int, list[Item[T]]] = {}  # by key, in its order: not yielded before the number of items is known
     for item in chain(first, items):
-        if isinstance(item.content, BadRow):
-            yield item, False
-        elif item.key < threshold:
-            has_held_out = True
-            yield item, True
-        elif has_held_out:
-            yield item, False
-        elif not smallest or item.key < smallest[0].key:
-            yield from ((other, False) for other in smallest)
-            smallest = [item]
-        elif item.key == smallest[0].key:
-            smallest.append(item)
-        else:
-            yield item, False
-    yield from ((item, not has_held_out) for item in smallest)
+        is_bad = isinstance(item.content, BadRow)
+        count += not is_bad
+        if is_bad or held_out >= LEAST or item.key < threshold:
+            is_below = not is_bad and item.key < threshold
+            held_out += is_below
+            yield item, is_below
+            continue
+        smallest.setdefault(item.key, []).append(item)
+        if len(smallest) > LEAST - held_out:
+            yield from ((other, False) for other in smallest.pop(max(smallest)))
+    needed = min(LEAST, math.ceil(count / 10))
+    for key in sorted(smallest):
+        fits = held_out < needed and (not held_out or held_out + len(smallest[key]) <= 2 * needed)
+        held_out += fits * len(smallest[key])
+        yield from ((item, fits) for item in smallest[key])
 
 
 def new_hash(content: bytes = b"") -> hashlib.blake2b:

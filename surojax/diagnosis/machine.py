@@ -109,12 +109,12 @@ def known_to_planner(device) -> Verdict:
     """Checks that gpus.csv has this kind of GPU."""
     check, part = "installation", "planner"
     if device.platform == "cpu":
-        return skipped(check, part, "no GPU to look up in surojax/planner/gpus.csv")
+        return skipped(check, part, "no GPU to look up")
     gpu = find_gpu(device.device_kind)
     if gpu is None:
-        return failed(check, part, f"{device.device_kind!r} is not in surojax/planner/gpus.csv: no time is predicted")
+        return failed(check, part, f"{device.device_kind!r} is no GPU whose facts are known: no time is predicted")
     rates = "" if gpu.rates else ", without rates"
-    return ok(check, part, f"{gpu.name} is in surojax/planner/gpus.csv with {gib(gpu.memory_bytes)}{rates}")
+    return ok(check, part, f"{gpu.name} is known, with {gib(gpu.memory_bytes)}{rates}")
 
 
 # -- Host memory and disk ---------------------------------------------------------------------------------------------

@@ -65,8 +65,8 @@ def check_base(actual: str, expected: str, path: str) -> None:
     """Raises CheckpointError if a base has another fingerprint than the base under a checkpoint's adapters."""
     if actual != expected:
         raise CheckpointError(
-            f"model_path: expected the base that the adapters were trained on (fingerprint {expected[:12]}), got "
-            f"{path} ({actual[:12]}); give that one"
+            f"model_path: expected the base that the adapters were trained on, got {path}, whose weights are others; "
+            "give that one"
         )
 
 

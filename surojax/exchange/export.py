@@ -21,7 +21,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, nearest_name
 from surojax.exchange import compressed, expert_tensors, shards, small_files, stored_mxfp4
 from surojax.exchange.finite import is_finite
 from surojax.exchange.joined_rows import joined, part_of_rows, shape_of_all
@@ -48,7 +48,9 @@ def check_dtype(dtype: str) -> None:
     """Raises ConfigError if exports do not support this dtype."""
     known = [*DTYPES, *compressed.FORMATS]
     if dtype not in known:
-        raise ConfigError(f"--dtype: expected one of {', '.join(known)}, got {dtype!r}; choose one")
+        raise ConfigError(
+            f"--dtype: expected one of {', '.join(known)}, got {dtype!r}; {nearest_name(dtype, known, 'choose one')}"
+        )
 
 
 def check_folder(folder: str | Path) -> Path:

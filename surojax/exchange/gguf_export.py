@@ -13,7 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, nearest_name
 from surojax.exchange import config_json
 from surojax.exchange.export import problem_beside, unfinished_beside
 from surojax.exchange.gguf import (
@@ -60,7 +60,8 @@ LARGEST = {Kind.F32: float(np.finfo(np.float32).max), Kind.BF16: 3.3895313892515
 def check_dtype(dtype: str) -> None:
     """Raises ConfigError if GGUF files are not written with this type."""
     if dtype not in DTYPES:
-        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)} for a .gguf file, got {dtype!r}; choose one")
+        change = nearest_name(dtype, DTYPES, "choose one")
+        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)} for a .gguf file, got {dtype!r}; {change}")
 
 
 def modelfile_of(path: Path) -> Path:

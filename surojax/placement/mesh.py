@@ -204,11 +204,14 @@ def expect_no_cuda_without_driver() -> None:
     The plugin is installed without the driver to compile for GPUs on a machine that has none (planner/aot.py).
     """
     if not has_driver():
-        logging.getLogger("jax._src.xla_bridge").addFilter(_no_plugin_error)
+        logging.getLogger("jax._src.xla_bridge").addFilter(_no_plugin_error)  # once, however often it is added
 
 
 def _no_plugin_error(record: logging.LogRecord) -> bool:
     return "plugin configuration error" not in str(record.msg)
+
+
+expect_no_cuda_without_driver()  # before JAX's first use, wherever that is
 
 
 def make_mesh(devices: Sequence, **sizes: int) -> jax.sharding.Mesh:

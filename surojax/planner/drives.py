@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, nearest_name
 from surojax.planner import seen
 from surojax.planner.disks import ASSUMED_DISKS, CONSUMER_TBW, SAID, SUSTAINED_HERE, Disks
 from surojax.planner.gpus import GB
@@ -59,7 +59,7 @@ def disks(text: str | None, rates_file: str = "") -> Disks:
         return _measured(text, rates_file)
     raise ConfigError(
         f"--disk: expected GB/s read and written, as 7.4/6.9 or 2x7.4/6.9, a drive of {', '.join(DRIVES)}, or two with "
-        f":2 behind it, or a folder that doctor has measured, got {text!r}; correct it"
+        f":2 behind it, or a folder that doctor has measured, got {text!r}; {nearest_name(text, DRIVES)}"
     )
 
 

@@ -32,6 +32,7 @@ This file imports no jax.
 """
 
 import csv
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -115,6 +116,12 @@ class Gpu:
     ends: Mapping[str, Span] = field(default_factory=dict, hash=False)  # of rates, where they differ from rates.ENDS
     host_memory_bandwidth: float | None = None  # B/s of a machine's host memory, both ways; None: see `host_memory`
     seen: Seen = NOTHING_SEEN  # what of `rates` was measured here
+
+    @property
+    def label(self) -> str:
+        """The name, with the memory if there are cards of several sizes by this name."""
+        same = sum(gpu.name == self.name for gpu in GPUS.values())
+        return f"{self.name} ({math.ceil(self.memory_bytes / 2**30)} GB)" if same > 1 else self.name
 
     def in_a_machine(self, gpus: int) -> int:
         """The number of GPUs in one machine, of so many in all."""
@@ -279,6 +286,10 @@ REFUSED = {
 _REFUSED_WORDS = {"t4": "t416gb", "v100": "v10016gb v10032gb v100sxm2 v100s v100pcie"}
 
 
+WHICH = f"known are {', '.join(GPUS)}; AMD's were not tried"
+AMD = r"amd|radeon|instinct|\bmi ?\d{2,3}|\brx ?\d{4}|xtx|\bgfx\d"  # in names of AMD's GPUs
+
+
 def gpu_key(text: str) -> str:
     """Returns the key of `GPUS` for what a user calls a GPU, whatever its case, spaces, dashes and vendor's words.
 
@@ -291,8 +302,13 @@ def gpu_key(text: str) -> str:
     if gpu is not None:
         return gpu
     sizes = [key for key in GPUS if "_" in key and _word(key.partition("_")[0]) == word]
-    known = f"there are {' and '.join(sizes)}" if sizes else f"known are {', '.join(GPUS)}"
-    raise ConfigError(f"--gpu: expected a GPU of surojax/planner/gpus.csv, got {text!r}; {known}")
+    if sizes:
+        raise ConfigError(f"--gpu: expected {' or '.join(sizes)}, got {text!r}, of which there are several; choose one")
+    if re.search(AMD, text.lower()):
+        raise ConfigError(f"--gpu: expected an NVIDIA GPU, got {text!r}; AMD's were not tried")
+    near = difflib.get_close_matches(word, [name for name, key in _BY_WORD.items() if key in GPUS], n=1, cutoff=0.6)
+    hint = f"did you mean {_BY_WORD[near[0]]}?" if near else WHICH
+    raise ConfigError(f"--gpu: expected a GPU whose facts are known, got {text!r}; {hint}")
 
 
 def _word(text: str) -> str:

@@ -57,7 +57,7 @@ class LabellingPlan:
         busy = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.resources.items() if seconds)
         binds = max(self.resources, key=self.resources.__getitem__)
         return (
-            f"labelling with {self.parameters / 1e9:,.1f}B parameters on {self.gpus} x {GPUS[self.gpu].name}: "
+            f"labelling with {self.parameters / 1e9:,.1f}B parameters on {self.gpus} x {GPUS[self.gpu].label}: "
             f"{gib(self.device_bytes)} of device memory, {gib(self.host_bytes)} of host memory for each{files}\n"
             f"predicted: {self.tokens / self.seconds:,.0f} tokens/s, {self.tokens:,} in {self.seconds:.3g} s; "
             f"{binds} binds ({busy})"

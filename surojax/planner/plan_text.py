@@ -34,7 +34,7 @@ def documents(attention: str, cp_method: str = "ulysses") -> str:
 def plan_table(p: Plan) -> str:
     """The plan as text."""
     axes = " x ".join(f"{name}={size}" for name, size in p.mesh.items())
-    lines = [f"plan: {p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].name} ({axes})"]
+    lines = [f"plan: {p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].label} ({axes})"]
     if p.between_machines:
         lines.append(f"between machines: {', '.join(p.between_machines)}")
     if p.estimate:
@@ -197,7 +197,7 @@ def cost(tokens: float, price: float | None, gpus: int, seconds: Sequence[float]
 
 def verdict(p: Plan) -> list[str]:
     """Lines that say whether the run fits into memory, and if not which changes make it fit."""
-    name = GPUS[p.gpu].name
+    name = GPUS[p.gpu].label
     device = f"{gib(p.device_bytes)} of {gib(p.device_limit_bytes)}"
     over = p.device_bytes > p.device_limit_bytes
     usable = f"{POOL:.0%} of each {name} but for {gib(RESERVE)}, which cuDNN's workspaces may take"

@@ -24,6 +24,10 @@ from surojax.planner.search import Space, best, search
 ALTERNATIVES = 3  # that are proposed for settings that do not fit
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 COMPUTE = ("bf16_weights", "fp8")  # words about products, which on CPUs are in float32
+ADAPTERS: dict[str, Change] = {  # of a frozen base, in place of training all weights
+    "adapters (--lora)": {"lora": True},
+    "adapters of a base in 4 bits (--qlora)": {"lora": True, "qlora_bnb": True},
+}
 MORE_HOST = "more host memory"
 NOTHING = "a smaller model or sequence_len, or a machine with more memory"  # if there are no proposals
 ALIKE = 0.001  # relative; of settings whose steps take as long, the fastest stands for all
@@ -85,7 +89,7 @@ def with_limits_lifted(space: Space) -> list[Proposal]:
     whole, space = space, space.of(few=True)
     limits = space.limits
     unlimited = limits._replace(host=math.inf)
-    lifted: list[tuple[str, Candidate | None]] = []
+    lifted: list[tuple[str, Candidate | None]] = adapter_candidates(space)
     if limits.host < math.inf and space.platform == "gpu":
         least, fastest = best(whole.of(limits=unlimited), least_host=True), best(space.of(limits=unlimited))
         lifted.append((MORE_HOST, least))
@@ -105,6 +109,22 @@ def with_limits_lifted(space: Space) -> list[Proposal]:
         candidate = best(everything)
         lifted.append(("all of these", candidate) if candidate else _with_more_gpus(everything))
     return [_proposal(space.config, what, x) for what, x in lifted if x is not None]
+
+
+def adapter_candidates(space: Space) -> list[tuple[str, Candidate | None]]:
+    """The `ADAPTERS` with which a fine-tuned model fits, as limits that are lifted; [] if none does."""
+    if not space.config.model_path or space.config.from_scratch:
+        return []
+    found: list[tuple[str, Candidate | None]] = []
+    for what, change in ADAPTERS.items():
+        tried = changed(space.config, change)
+        try:
+            checks.check(tried)
+        except ConfigError:
+            continue
+        if differing(space.config, change) and (candidate := best(space.of(config=tried))):
+            found.append((what, candidate))
+    return found
 
 
 def other_numbers(space: Space) -> list[str]:

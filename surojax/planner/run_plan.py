@@ -97,11 +97,18 @@ class Plan(Prediction):
     step_time_bound_s: float
     bound_by: str  # the resource with the largest of times_s
     times_s: dict[str, float]  # lower bound for each resource
-    device_limit_bytes: int  # bytes of this GPU's memory that JAX can use, see `candidate.device_limit`
-    host_limit_bytes: (
-        int | None
-    )  # host memory of a machine that a run can use, see `candidate.host_limit`; None if unknown
+    device_limit_bytes: int  # bytes of this GPU's memory that a step may need, see `candidate.device_limit`
+    host_limit_bytes: int | None  # of a machine, that a run can use, see `candidate.host_limit`; None if unknown
     changes: list[str]  # changes of settings that would make it fit
+
+    def __repr__(self) -> str:
+        fits = "fits" if self.fits else "does not fit"
+        device = f"{self.device_bytes / GiB:.1f} of {self.device_limit_bytes / GiB:.1f} GiB on each GPU"
+        figures = [device, f"{self.host_bytes / GiB:.1f} GiB of host memory for each"]
+        if self.predicted_step_s and self.tokens_per_s_per_gpu:
+            rate = f"{self.gpus * self.tokens_per_s_per_gpu:,.0f} tokens/s"
+            figures.append(f"{self.predicted_step_s:.3g} s a step, {rate}, predicted")
+        return f"Plan({self.gpus} x {GPUS[self.gpu].label}, {fits}: {', '.join(figures)})"
 
 
 def plan(
@@ -211,7 +218,7 @@ def checked(config: Config, gpu: str) -> Config:
     mesh_shape(config.gpus, **configs.mesh_sizes(config))
     c = changed(config)
     if not configs.tokens_of_piece(c):  # else the compiled program chooses for each layer, by its window
-        c.update(attention=_attention(c, GPUS[gpu]))
+        c["attention"] = _attention(c, GPUS[gpu])
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
     c.overlap_update = updates_late(c)

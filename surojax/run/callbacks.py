@@ -1,11 +1,13 @@
 """Callbacks of `train`: the events that they receive while a run goes on, and one that ends a run early."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from surojax.errors import ConfigError, shown
 from surojax.step.state import TrainState
 
 
@@ -39,6 +41,22 @@ class Callback(Protocol):
     """
 
     def __call__(self, event: Event, /) -> None: ...
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raises ConfigError unless these are functions of one argument, in a list."""
+    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+        got = getattr(callbacks, "__name__", type(callbacks).__name__)
+        raise ConfigError(f"callbacks: expected a list of functions, got {got}; put it in a list")
+    for callback in callbacks:
+        name = getattr(callback, "__name__", shown(callback, 60))
+        try:
+            inspect.signature(callback).bind(None)
+        except TypeError as error:
+            expected = "functions of an Event"
+            raise ConfigError(f"callbacks: expected {expected}, got {name} ({error}); correct it") from error
+        except ValueError:  # a callable whose arguments Python does not know
+            pass
 
 
 class Callbacks:

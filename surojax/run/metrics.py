@@ -253,13 +253,14 @@ class MetricsLog:
         duration_s: float,
         bits_per_byte: float | None = None,
         name: str = "",
+        over: str = "",
         others: Mapping[str, float] = EMPTY,
     ) -> dict[str, Any]:
         """Reports an evaluation after `step` steps (loss in nats per token) and returns its record in `metrics.jsonl`.
 
         {"log":"eval","step","loss","perplexity","duration_ms","time","tokens"}, "bits_per_byte" if it is of text, and
-        "name" if it is of a validation dataset. others: further means of the objective by name, whose loss is then no
-        number of nats per token, so that there is no perplexity.
+        "name" if it is of a validation dataset. over: what its means are of, such as "6 pairs". others: further means
+        of the objective by name, whose loss is then no number of nats per token, so that there is no perplexity.
         """
         scores = {"loss": loss, **others}
         if bits_per_byte is not None:
@@ -267,12 +268,14 @@ class MetricsLog:
         if not others:
             scores["perplexity"] = perplexity(loss)
         record = {"log": "eval", "step": step, **({"name": name} if name else {}), **scores}
+        record |= {"over": over} if over else {}
         record |= {"duration_ms": duration_s * 1e3, **self._progress(step)}
         self._append(record)
         self._scalars(f"eval/{name}" if name else "eval", step, scores)
         bits = "" if bits_per_byte is None else f"  {bits_per_byte:.4f} bits per byte"
         last = f"perplexity {scores['perplexity']:.4g}" if not others else means_in_line(others)
-        self.message(f"eval {step}{name and f' of {name}'}  loss {loss:.4f}{bits}  {last}  {duration_s * 1e3:,.1f} ms")
+        what = f"{name and f' of {name}'}{over and f' over {over}'}"
+        self.message(f"eval {step}{what}  loss {loss:.4f}{bits}  {last}  {duration_s * 1e3:,.1f} ms")
         return record
 
     def message(self, text: str) -> None:

@@ -15,6 +15,7 @@ from surojax.assembly.xla_options import compiler_options
 from surojax.config.fields import Config
 from surojax.data import run_data as data
 from surojax.objectives.distillation import Distillation
+from surojax.objectives.objective import OfSequences
 from surojax.parallel.feed import from_host
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel
@@ -32,6 +33,7 @@ class Evaluation:
         if isinstance(run.engine.objective, Distillation):
             engine = dataclasses.replace(run.engine, objective=run.engine.objective.evaluated)
             run = dataclasses.replace(run, engine=engine)
+        self.terms = terms_of(run.engine.objective)
         self.arrays = run.engine.batch_arrays
         self.sharding = batch_sharding(mesh, accumulated=False)
         shape = (c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
@@ -44,7 +46,8 @@ class Evaluation:
         return [self.scores(weights, one) for one in self.evaluated]
 
     def scores(self, weights, one: data.Evaluated) -> dict[str, Any]:
-        """Returns {"name", "loss" (nats per token), "bits_per_byte" (comparable across tokenizers), "duration_s"}.
+        """Returns {"name", "loss" (nats per token), "bits_per_byte" (comparable across tokenizers), "duration_s",
+        "over" (the number of terms of these means, such as "6 pairs")}.
 
         With an objective that has other means than the loss, these are "others".
         """
@@ -58,7 +61,16 @@ class Evaluation:
         per_label = one.bytes_per_label
         bits = None if per_label is None else loss / math.log(2) / per_label
         duration_s = time.perf_counter() - start
-        return {"name": one.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s, "others": means}
+        over = f"{terms:,} {self.terms[: -1 if terms == 1 else None]}"
+        times = {"duration_s": duration_s, "over": over}
+        return {"name": one.name, "loss": loss, "bits_per_byte": bits, **times, "others": means}
+
+
+def terms_of(objective: Any) -> str:
+    """Returns the word for the terms of an objective's mean: tokens, answers, or pairs of answers."""
+    if not isinstance(objective, OfSequences):
+        return "tokens"
+    return "pairs" if objective.loss.per_term > 1 else "answers"
 
 
 def early_stopping(c: Config, output_dir: Path, start: Start) -> EarlyStopping:
@@ -82,7 +94,8 @@ def evaluation_summary(output_dir: Path) -> str:
     for name, records in evals.items():
         ends = [records[0], records[-1]][: len(records)]
         losses = [_number(record, "loss") for record in ends]
-        text = f"evaluation{name and f' of {name}'}: loss {_from_to(losses, '.4f')}"
+        over = f" over {records[-1]['over']}" if records[-1].get("over") else ""
+        text = f"evaluation{name and f' of {name}'}{over}: loss {_from_to(losses, '.4f')}"
         if all(record.get("bits_per_byte") is not None for record in ends):
             text += f", {_from_to([_number(record, 'bits_per_byte') for record in ends], '.4f')} bits per byte"
         if all("perplexity" in record for record in ends):

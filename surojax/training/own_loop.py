@@ -112,5 +112,14 @@ class OwnLoop:
         return tensors_by_name(to_host(state.master), self._run.model)
 
     def _put(self, batch: dict[str, np.ndarray]) -> list[jax.Array]:
-        """Copies a batch's arrays to the devices."""
+        """Copies a batch's arrays to the devices. Raises ConfigError if they are not as `batches` yields them."""
+        shape = self._config.gradient_accumulation_steps, self._start.batch_size, self._config.sequence_len
+        names = self._programs.arrays
+        for name, planned in zip(names, self._run.engine.planned_batch(shape, None), strict=True):
+            if name not in batch:
+                raise ConfigError(f"batch: expected the arrays {', '.join(names)}, got no {name}; add it")
+            got = np.asarray(batch[name])
+            if got.shape != planned.shape or got.dtype != planned.dtype:
+                expected = f"{planned.dtype} {[*planned.shape]}"
+                raise ConfigError(f"batch: expected {name} {expected}, got {got.dtype} {[*got.shape]}; correct it")
         return self._feed.put([batch[name] for name in self._programs.arrays])

@@ -46,11 +46,12 @@ PAGE, TRACE = "report.html", "trace.json"
 
 def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     """Prints the size of the model, the devices, the mesh, and the memory that the run needs."""
-    axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
+    axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items() if size > 1)
     total = run.model.num_parameters
     trained = run.model.num_trained_parameters
     trained_share = f", of which {trained:,} train ({trained / total:.2%})," if trained < total else ""
-    say(f"surojax: {total / 1e6:,.1f}M parameters{trained_share} on {len(devices)} x {devices[0].device_kind} ({axes})")
+    where = f"{len(devices)} x {devices[0].device_kind}{axes and f' ({axes})'}"
+    say(f"surojax: {total / 1e6:,.1f}M parameters{trained_share} on {where}")
     layers = configs.kinds(c).values()
     of_experts = [target for target in adaptable(layers) if target.of_experts]
     if c.lora and of_experts and not {target.matrix for target in of_experts} & set(lora(c).targets):
@@ -79,12 +80,15 @@ def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> Non
 def budget(model: Model, tokens: int, *, is_new: bool) -> str:
     """Formats a run's tokens, for a new model also per parameter (20 are usual), and the FLOPs of its products.
 
+    Far fewer tokens than parameters are not compared with them.
+
     20 tokens a parameter are the optimum of compute that Hoffmann et al. found (Chinchilla, arXiv:2203.15556). FLOPs: 6
     for each token and trained parameter, 4 for each frozen one, which has no gradient; without those of attention.
     """
     trained = model.num_trained_parameters
     frozen = model.num_parameters - trained
-    beside = f", {tokens / trained:,.2f} for each parameter (20 for each would be {20 * trained:,})" if is_new else ""
+    compared = is_new and tokens >= 0.005 * trained  # else 0.00
+    beside = f", {tokens / trained:,.2f} for each parameter (20 for each would be {20 * trained:,})" if compared else ""
     formula = f"6 x {'trained + 4 x frozen ' if frozen else ''}parameters x tokens"
     return f"budget: {tokens:,} tokens{beside}; {(6.0 * trained + 4.0 * frozen) * tokens:.2e} FLOPs ({formula})"
 
@@ -102,7 +106,7 @@ def print_prediction(
         trace.unlink(missing_ok=True)
     gpu = gpus.find_gpu(devices[0].device_kind)
     if gpu is None:
-        return Prediction(not_predicted=f"{devices[0].device_kind} is no GPU of surojax/planner/gpus.csv")
+        return Prediction(not_predicted=f"{devices[0].device_kind} is no GPU whose facts are known")
     batch = traffic.batch_of(c)
     try:
         gpu = seen.corrected(gpu, c.rates_file, seen.settings_key(c, len(devices)))

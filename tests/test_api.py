@@ -1,0 +1,132 @@
+"""The verbs in Python: their names, results and typos, and how a type checker outside the clone sees them."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from test_library import config
+
+import surojax
+from surojax import ConfigError
+
+ROOT = Path(surojax.__file__).parents[1]
+VERBS = "train plan fit estimate convert generate evaluate load distill load_config".split()
+TEXTS = [f"{i} and {i} are {i + i}. " * 4 for i in range(64)]
+
+
+def test_the_names_are_the_public_ones():
+    """Of verbs functions, also after the modules of these names were imported."""
+    code = "import surojax, sys; print(sorted(dir(surojax)) == sorted([*surojax.__all__, '__version__']), end=' '); "
+    code += "print('jax' in sys.modules); import surojax.plan, surojax.fit, surojax.convert; "
+    code += f"print([n for n in {VERBS} if not callable(getattr(surojax, n)) or not getattr(surojax, n).__doc__])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout
+    assert printed.split("\n")[:2] == ["True False", "[]"]
+
+
+def test_notebooks_import_nothing_else():
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+        assert "from surojax." not in "".join(cells) and "import surojax." not in "".join(cells), path
+
+
+@pytest.mark.parametrize(
+    "call, said",
+    [
+        (lambda c: setattr(c, "learnign_rate", 1), "no field 'learnign_rate': did you mean 'learning_rate'?"),
+        (lambda c: c.learnign_rate, "config has no field 'learnign_rate': did you mean 'learning_rate'?"),
+        (lambda c: c.update(gpuss=1), "config has no field 'gpuss': did you mean 'gpus'?"),
+        (lambda c: setattr(c.model, "hiden_size", 1), "no field 'hiden_size': did you mean 'model.hidden_size'?"),
+        (lambda c: setattr(c, "lock", 1), "config has no field 'lock', which is a method of a config"),
+        (lambda c: setattr(c, "learning_rate", "x"), "learning_rate: expected a number, got 'x' of type str; its"),
+        (lambda c: setattr(c, "gpus", 1.5), "gpus: expected a whole number, got 1.5 of type float; its type is int"),
+        (lambda c: surojax.train(c, learnign_rate=1), "did you mean 'learning_rate'?"),
+        (lambda c: surojax.plan(c, gpu="rtx4090", zero_levle=3), "did you mean 'zero_level'?"),
+        (lambda c: surojax.load_config(model={"hiden_size": 8}), "did you mean 'model.hidden_size'?"),
+        (lambda c: surojax.load_config("llama7"), "did you mean llama7b?"),
+        (lambda c: surojax.load_config(3), "config: expected default_config() with changes, a name of configs/"),
+        (lambda c: surojax.convert(3, "x"), "model: expected a path, or the result of a run that wrote a checkpoint"),
+        (lambda c: surojax.generate("x", "y", system="z"), "system: expected chat=True with it, got 'z'"),
+        (lambda c: surojax.evaluate("x", [{"question": "a"}]), "questions[0]: expected"),
+    ],
+)  # fmt: skip
+def test_a_typo_is_one_line(call, said):
+    with pytest.raises(ConfigError) as error:
+        call(surojax.default_config())
+    assert said in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_configs_are_copied_compared_and_shown():
+    c = surojax.default_config()
+    for same in (copy.deepcopy(c), pickle.loads(pickle.dumps(c)), c.copy_and_resolve_references()):
+        assert same == c and type(same) is type(c)
+    changed = surojax.load_config(c, lora=True, model={"hidden_size": 64})
+    assert repr(changed) == "Config(lora=True, model.hidden_size=64)" and repr(c) == "Config()"
+    assert repr(changed.model) == "Config(hidden_size=64)"
+    assert not hasattr(c, "learnign_rate")
+
+
+@pytest.mark.parametrize(
+    "fields, rate",
+    [({"lora": True}, 2e-4), ({}, 2e-5), ({"lora": True, "learning_rate": 1e-3}, 1e-3)],
+)
+def test_a_model_path_is_fine_tuned(fields, rate):
+    assert surojax.load_config(model_path="MODEL", **fields).learning_rate == rate
+    assert surojax.load_config("finetune", model_path="MODEL", **fields).learning_rate == rate
+
+
+def test_estimates(tmp_path):
+    found = surojax.estimate("llama7b", gpu="rtx4090", gpus=4, zero_level=3, shard_outer=True)
+    assert found.fits and found.classes["weights"]["device"] and found.tokens_per_s > 0
+    assert repr(found).startswith("Estimate(4 x rtx4090, fits: ") and "\n" not in repr(found)
+    assert not surojax.estimate("llama7b", gpu="rtx4090", gpus=1).fits
+
+
+def test_the_verbs_from_a_run_to_a_file(tmp_path):
+    """The config's fields as keywords; results have one line, and name what follows."""
+    result = surojax.train(config(tmp_path), data=TEXTS, max_steps=2, eval_steps=0)
+    assert repr(result).startswith("Result(finished at step 2, loss ") and "\n" not in repr(result)
+    model = surojax.load(result)
+    assert repr(model).endswith("parameters, without a chat template)") and surojax.load(model) is model
+    one = surojax.generate(model, "1 and", max_tokens=4, temperature=0)
+    assert surojax.generate(model, ["1 and", "1 and"], max_tokens=4, temperature=0) == [one, one]
+    questions = [{"question": "1 and", "choices": ["1", "2"], "answer": 0}] * 3
+    right = surojax.evaluate(model, questions)
+    assert right.questions == 3 and right.plain in (0, 1)
+    folder = surojax.convert(result, tmp_path / "export", say=lambda line: None)
+    assert json.loads((folder / "config.json").read_text())["hidden_size"] == 32
+
+
+SCRIPT = """
+import surojax
+from surojax import LossOfLogits, default_config
+
+c = default_config()
+c.learning_rate = 1e-3
+reveal_type(surojax.train(c, data=["a"]).history)
+reveal_type(surojax.plan("tiny", gpu="h100"))
+reveal_type(surojax.generate("runs/tiny", ["a"]))
+surojax.load_config(learning_rate=1.0)
+c.learnign_rate = 1
+surojax.train(learnign_rate=1)
+surojax.load_config(zero_level="3")
+"""
+
+
+@pytest.mark.full
+def test_a_type_checker_outside_the_clone(tmp_path):
+    """Pyright in another folder, with the clone installed as editable: types, and both typos."""
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "-p", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    lines = {(d["severity"], d["range"]["start"]["line"] + 1): d["message"] for d in found}
+    assert [line for severity, line in lines if severity == "error"] == [11, 12, 13]
+    assert [text.split(" is ")[1] for (severity, _), text in lines.items() if severity == "information"] == [
+        '"list[dict[str, Any]]"', '"Plan"', '"list[str]"',
+    ]  # fmt: skip

@@ -1,0 +1,74 @@
+"""Commands that commands print: each is taken as it is printed, and those that take seconds are run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from commands import convert, fit, generate, plan, train
+from test_pages import test_commands_are_taken as check_command
+
+from surojax import launch, new
+from surojax.__main__ import VERBS
+from surojax.planner import aot
+
+SMALL = "--config tiny --gpus 1 --output_dir run --data_cache cache --max_steps 2 --eval_steps 0 --sample_tokens 0"
+SMALL += " --model.num_hidden_layers 1 --per_device_batch_size 2 --config.sequence_len=32 --save_steps 0"
+PRINTED = re.compile(rf"(?:^|[:;] |`)(surojax (?:{'|'.join(VERBS)}) [^\n`;]*)", re.MULTILINE)
+
+
+def printed_by(capsys, main, line: str) -> list[str]:
+    """The commands in what a command prints and writes as a docstring."""
+    main(shlex.split(line))
+    out = capsys.readouterr().out
+    commands = PRINTED.findall(out)
+    for command in commands:
+        check_command("", command)
+    return commands
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(aot, "available", lambda: False)  # estimates, in place of minutes
+
+
+def test_of_new_and_fit(folder, capsys):
+    """The config that each writes is planned and trained by what it prints."""
+    (made,) = printed_by(capsys, new.main, "mine --model tiny --gpu rtx4090")
+    assert made == "surojax train --config mine.py"
+    (found,) = printed_by(capsys, fit.main, "--config mine.py --gpu rtx4090")
+    assert found == "surojax train --config mine_1xrtx4090.py"
+    text = Path("mine.py").read_text()
+    inside = re.findall(r"surojax \w+ --config mine\.py[^\n`]*", text)
+    assert len(inside) == 3
+    for command in inside:
+        check_command("", command)
+    plan.main(shlex.split(inside[0])[2:])
+
+
+@pytest.mark.full
+def test_of_train_convert_and_launch(folder, capsys):
+    """Sample, export and resume, which names one length, as printed."""
+    sample, export, resume = printed_by(capsys, train.main, SMALL)
+    assert sample == "surojax generate --checkpoint run --prompt TEXT"
+    assert export == "surojax convert --checkpoint run --out run/export"
+    assert resume.count("max_steps") == 1 and "num_epochs" not in resume and resume.endswith("--config.max_steps=4")
+    assert resume.startswith("surojax train --config tiny --gpus 1 ")
+    generate.main(shlex.split(sample)[2:])
+    convert.main(shlex.split(export)[2:])
+    capsys.readouterr()
+    (again,) = [line for line in printed_by(capsys, train.main, " ".join(shlex.split(resume)[2:])) if "train" in line]
+    assert again.endswith("--config.max_steps=8")
+    assert launch.accumulation(shlex.split(again)) >= 1
+
+
+def test_an_export_that_is_there_is_followed_by_another(tmp_path):
+    (tmp_path / "out.gguf").touch()
+    (tmp_path / "out-2.gguf").touch()
+    assert train.free_path(tmp_path / "out.gguf") == tmp_path / "out-3.gguf"
+    assert train.without_field(["surojax", "train", "--export", "a", "--lora"], "export") == [
+        "surojax",
+        "train",
+        "--lora",
+    ]
