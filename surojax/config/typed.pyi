@@ -470,6 +470,7 @@ class Sizes(TypedDict, total=False):
     first_k_dense_replace: int
     expert_bias: bool
     num_hidden_layers: int
+    layer_types: str
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
