@@ -173,7 +173,7 @@ def plan(
     """Compiles the step for `gpus` GPUs of this kind, without one, and returns its memory, traffic and predicted time.
 
     config, fields: see `load_config`. gpu, host_memory (GiB of a machine), gpus_per_node, host_bandwidth (GB/s), disk,
-    trace (a file): as the options of `surojax plan`. `print(plan)` shows its table.
+    trace (a file): as the options of `surojax plan`. `print(plan)` shows whether it fits and its rate.
 
     Raises ConfigError for settings that `train` refuses, and for an unknown GPU; a plan that does not fit is returned.
     """
