@@ -229,7 +229,8 @@ def _in_flight(
     fetched = max(segment.fetched for segment in segments)
     # The loops over layers of each segment, and there of each pattern (step/stage_layers.py); a stage runs one pattern.
     loops = [
-        [repeating(pattern) for pattern in layer_sizes.patterns(run, segment).patterns] for segment in run.model.segments
+        [repeating(pattern) for pattern in layer_sizes.patterns(run, segment).patterns]
+        for segment in run.model.segments
     ]
     all_loops = [loop for of_segment in loops for of_pattern in of_segment for loop in of_pattern]
     layer = 0
