@@ -471,7 +471,9 @@ def test_segments_with_auxiliary_losses_equal_reverse_mode(order, devices, place
 def test_segments_train_alike_under_every_placement(tmp_path, order):
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
     losses = Small(model=toy(order=order)).train(batches)
-    assert Small(model=toy(order=order), microbatches_per_fetch=2, **ALL).train(batches) == losses
+    for late in (False, True):
+        offloaded = Small(model=toy(order=order), microbatches_per_fetch=2, overlap_update=late, **ALL)
+        assert offloaded.train(batches) == losses
     assert losses[0][0] > losses[-1][0]
     for number, placed in enumerate(({"overlap_update": True}, {"overlap_update": False}, {"nvme_slots": 2})):
         folder = tmp_path / f"{number}"

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from surojax.models.decoder_config import SCORE, DecoderConfig
+from surojax.models.decoder_config import ATTENTION, SCORE, DecoderConfig
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.self_attention import Attention
+from surojax.models.kinds.short_conv import ShortConv
 from surojax.models.kinds.sublayer import LayerKinds, Mixer, Mlp
 from surojax.models.layers import norm_weight, parameter
 from surojax.models.linear import linear
@@ -32,9 +33,12 @@ def times(factor: float, x: jax.Array) -> jax.Array:
     return x if factor == 1 else factor * x
 
 
+MIXERS: dict[str, type[Mixer]] = {ATTENTION: Attention, "conv": ShortConv}  # by their names in layer_types
+
+
 def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
-    """The classes of a layer's mixer and MLP."""
-    return Attention, Experts if config.num_experts else SwiGLU
+    """The classes of a layer's mixer and MLP. config: of layers that are alike, see `DecoderConfig.segments`."""
+    return MIXERS[config.layer_types or ATTENTION], Experts if config.num_experts else SwiGLU
 
 
 def declarations(config: DecoderConfig) -> dict[str, LayerKinds]:
@@ -48,10 +52,10 @@ def declarations(config: DecoderConfig) -> dict[str, LayerKinds]:
 
 
 class Block(nnx.Module):
-    """Computes a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+    """Computes a decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 
     Training, sampling and the plain `Decoder` share this definition. With sandwich norms it is
-    x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+    x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))).
 
     A subclass computes something else: `__call__` has to use `ops`, `cache` and `routing` as here, `__init__` may add
     parameters (`layers.parameter`), and `keys_values` returns what attention reads, if `sequence_chunks` divides the
@@ -66,13 +70,19 @@ class Block(nnx.Module):
 
         mixer, mlp = sublayer_types(config)
         self.attention_norm = norm()
-        self.attention: Any = mixer(config, rngs=rngs)
+        self.mixer_name = mixer.name
+        setattr(self, mixer.name, mixer(config, rngs=rngs))
         self.mlp_norm = norm()
         self.mlp: Any = mlp(config, rngs=rngs)
         if config.sandwich_norms:
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()
         add_adapters(self, config.lora, rngs=rngs)
+
+    @property
+    def mixer(self) -> Any:
+        """The mixer, a module that has its own name: `attention`, `conv`."""
+        return getattr(self, self.mixer_name)
 
     def keys_values(self, x_BSD: jax.Array, ops: Operations, first: int) -> Earlier:
         """Computes attention's keys and values of a chunk x `[B, C, D]`.
@@ -81,7 +91,7 @@ class Block(nnx.Module):
         """
         how = self.config.rms_norm_eps, self.config.norm_plus_one
         normed_BSD = ops.norm(x_BSD, self.attention_norm[...], *how)
-        _, k_BSKh, v_BSKh = self.attention.heads(normed_BSD, ops, None, first)
+        _, k_BSKh, v_BSKh = self.mixer.heads(normed_BSD, ops, None, first)
         return Earlier(*ops.of_whole_chunk(k_BSKh, v_BSKh))
 
     def __call__(
@@ -92,7 +102,7 @@ class Block(nnx.Module):
         how = self.config.rms_norm_eps, self.config.norm_plus_one
 
         def attention(y_BSD, norm=None):
-            attended_BSD, extended = self.attention(y_BSD, ops, norm, cache)
+            attended_BSD, extended = self.mixer(y_BSD, ops, norm, cache)
             if self.config.sandwich_norms:
                 attended_BSD = ops.norm(attended_BSD, self.attention_out_norm[...], *how)
             return times(self.config.residual_multiplier, attended_BSD), extended
@@ -103,7 +113,7 @@ class Block(nnx.Module):
             return times(self.config.residual_multiplier, y_BSD), routed
 
         def attention_norm(x_BSD):
-            return ops.add_and_norm(x_BSD, None, self.attention_norm[...], *how, self.attention.input)
+            return ops.add_and_norm(x_BSD, None, self.attention_norm[...], *how, self.mixer.input)
 
         def mlp_norm(x_BSD, residual_BSD=None):
             return ops.add_and_norm(x_BSD, residual_BSD, self.mlp_norm[...], *how, self.mlp.input)
@@ -170,14 +180,17 @@ class Decoder(nnx.Module):
         c = self.config
         x_BSD = self.outer.embed[...][tokens_BS]
         x_BSD = times(c.embedding_scale, x_BSD)
-        for name, layers in c.segments().items():
-            graph, weights = nnx.split(getattr(self, name))
-            variants = [c.variants(DEFAULT.precision)[l] for l in layers.numbers]
-            if len(set(variants)) == 1:
+        variants = c.variants(DEFAULT.precision)
+        segments = {name: (*nnx.split(getattr(self, name)), layers.numbers) for name, layers in c.segments().items()}
+        if len(set(variants)) == 1 and all(isinstance(numbers, range) for *_, numbers in segments.values()):
+            for graph, weights, _ in segments.values():
                 x_BSD, _ = jax.lax.scan(layer(variants[0], graph), x_BSD, weights)
-            else:
-                for l, variant in enumerate(variants):
-                    x_BSD, _ = layer(variant, graph)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
+        else:
+            places = {number: (name, l) for name, (*_, own) in segments.items() for l, number in enumerate(own)}
+            for number, variant in enumerate(variants):
+                name, l = places[number]
+                graph, weights, _ = segments[name]
+                x_BSD, _ = layer(variant, graph)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
         x_BSD = Operations().norm(x_BSD, self.outer.norm[...], c.rms_norm_eps, c.norm_plus_one)
         if c.head == SCORE:
             return linear(x_BSD, self.outer.score[...])

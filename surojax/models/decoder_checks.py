@@ -6,7 +6,8 @@ from typing import Any
 
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
-from surojax.models.decoder_config import channels
+from surojax.models.decoder import MIXERS
+from surojax.models.decoder_config import ATTENTION, channels
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals.features import (
     BY_LAYER,
@@ -41,9 +42,21 @@ def check_decoder(c) -> None:
         expected = "bfloat16 heads of a multiple of 16 up to 128 channels with attention='mosaic'"
         change = "use attention='auto'"
         need(fits_mosaic(c.model_dtype, h), "model.head_dim", expected, f"{c.model_dtype} of {h}", change)
+    _check_mixers(c)
     _check_layers(c)
     _check_experts(c)
     _check_rope(c, h)
+
+
+def _check_mixers(c) -> None:
+    """Checks layer_types, the mixers of the layers."""
+    types = c.model.layer_types.split(",") if c.model.layer_types else []
+    expected = f"mixers of layers, separated by commas: {', '.join(MIXERS)}"
+    for name in types:
+        need(name.strip() in MIXERS, "model.layer_types", expected, name.strip() or c.model.layer_types, "correct it")
+    layers = c.model.num_hidden_layers
+    expected = f"at most num_hidden_layers={layers} mixers, which repeat"
+    need(len(types) <= layers, "model.layer_types", expected, len(types), "leave some out")
 
 
 def _check_layers(c) -> None:
@@ -142,6 +155,14 @@ OF_EXPERTS = (
     *router_losses,
     tokens_sent,
 )
+convolutions = Feature(
+    "model.layer_types with other mixers than full_attention",
+    ("model.layer_types",),
+    lambda s, _: any(name.strip() != ATTENTION for name in s["model.layer_types"].split(",") if name),
+    lambda s: f"with model.layer_types={s['model.layer_types']!r}",
+    "''",
+    {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4},
+)
 several_groups = Feature(
     "microbatches_per_fetch other than gradient_accumulation_steps",
     ("microbatches_per_fetch", "gradient_accumulation_steps", "pp_size", *BY_LAYER),
@@ -181,6 +202,8 @@ REFUSALS = (
     Refusal(router_losses[1], sigmoid, "which has no softmax", "leave it out"),
     Refusal(is_set("master_dtype", "bfloat16"), sigmoid, "whose bias of the choice is float32", "set it to 'float32'"),
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
+    Refusal(convolutions, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
+    Refusal(convolutions, is_above("sequence_chunks", 1), "whose chunks hand on keys and values alone", "leave it out"),
     Refusal(dense_first, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from surojax.declared import AT_LEAST_0, AT_LEAST_1, POSITIVE, Facts, computed, declare, section_of
@@ -13,9 +13,10 @@ from surojax.models.operations import ACTIVATIONS
 from surojax.models.rotary import NO_ROTATION, RopeScaling
 from surojax.numerics.recipes import Precision
 
-BLOCKS = "blocks"  # the segment
+BLOCKS = "blocks"  # the segment of layers with attention
 SCORE = "score"  # the head of a model that computes numbers instead of logits
-DENSE = "dense"  # the one before it, if the first layers have no experts
+DENSE = "dense"  # likewise, of the first layers without experts, if others have experts
+ATTENTION = "full_attention"  # the mixer of layers whose segments have no other name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,8 @@ class DecoderConfig:
     expert_bias: bool = False
     # decoder blocks
     num_hidden_layers: int = declare(12, AT_LEAST_1)
+    # their mixers in turn, repeated: "conv,conv,full_attention"; "" = all have attention
+    layer_types: str = ""
     # query heads
     num_attention_heads: int = declare(12, AT_LEAST_1)
     # key/value heads; fewer than query heads = grouped-query attention
@@ -129,24 +132,41 @@ class DecoderConfig:
                 return "none"
             return "local" if self.rope_local_base_freq and window(l) else "global"
 
-        L = self.num_hidden_layers
-        return tuple(Variant(precision.enabled(l, L), window(l), rotary(l)) for l in range(L))
+        def variant(l: int, mixer: str) -> Variant:
+            enabled = precision.enabled(l, self.num_hidden_layers)
+            return Variant(enabled, window(l), rotary(l)) if mixer == ATTENTION else Variant(enabled)
+
+        return tuple(variant(l, mixer) for l, mixer in enumerate(self.mixers()))
+
+    def mixers(self) -> tuple[str, ...]:
+        """The mixer of each layer: a key of `decoder.MIXERS`."""
+        types = [name.strip() for name in self.layer_types.split(",")] if self.layer_types else [ATTENTION]
+        return tuple(types[l % len(types)] for l in range(self.num_hidden_layers))
 
     def segments(self) -> "dict[str, LayersOf]":
-        """The layers of each segment by its name; layers of a segment have the same parameters."""
+        """The layers of each segment by its name, in the order of their first layers; a segment's have equal parameters.
+
+        Attention has the names "dense" and "blocks", another mixer its own, with "_dense" before layers with experts.
+        """
         dense = self.first_k_dense_replace
-        if not dense:
-            return {BLOCKS: LayersOf(self, range(self.num_hidden_layers))}
+        numbers: dict[tuple[str, bool], list[int]] = {}
+        for l, mixer in enumerate(self.mixers()):
+            numbers.setdefault((mixer, l < dense), []).append(l)
 
-        def of_layers(with_experts: bool, **changes: int) -> DecoderConfig:
-            lora = self.lora and self.lora.of_layers(with_experts=with_experts)
-            return dataclasses.replace(self, lora=lora, **changes)
+        def of_layers(mixer: str, is_dense: bool) -> DecoderConfig:
+            changes: dict[str, Any] = {"layer_types": mixer} if self.layer_types else {}
+            if dense:
+                changes["lora"] = self.lora and self.lora.of_layers(with_experts=not is_dense)
+            if is_dense:
+                changes |= {"num_experts": 0, "n_shared_experts": 0, "first_k_dense_replace": 0}
+            return dataclasses.replace(self, **changes) if changes else self
 
-        without = of_layers(False, num_experts=0, n_shared_experts=0, first_k_dense_replace=0)
-        return {
-            DENSE: LayersOf(without, range(dense)),
-            BLOCKS: LayersOf(of_layers(True), range(dense, self.num_hidden_layers)),
-        }
+        def name(mixer: str, is_dense: bool) -> str:
+            if mixer == ATTENTION:
+                return DENSE if is_dense else BLOCKS
+            return f"{mixer}_{DENSE}" if is_dense else mixer
+
+        return {name(*kind): LayersOf(of_layers(*kind), _range_of(own)) for kind, own in numbers.items()}
 
     def rotary(self, variant: Variant) -> tuple[float, RopeScaling]:
         """Returns (base, `RopeScaling`) of the rotary embedding in a layer of this variant."""
@@ -175,7 +195,13 @@ class LayersOf(NamedTuple):
     """The layers of a segment: their architecture, and their numbers in the model."""
 
     config: DecoderConfig
-    numbers: range
+    numbers: Sequence[int]
+
+
+def _range_of(numbers: list[int]) -> Sequence[int]:
+    """Ascending numbers as a range if they follow each other, else as a tuple."""
+    whole = range(numbers[0], numbers[-1] + 1)
+    return whole if len(whole) == len(numbers) else tuple(numbers)
 
 
 def channels(settings: Mapping[str, Any]) -> int:

@@ -18,7 +18,7 @@ from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.declared import built
 from surojax.models import chunked, decoder_checks
 from surojax.models.decoder import Block, Outer, declarations, init_layer, init_outer, times
-from surojax.models.decoder_config import BLOCKS, SCORE, DecoderConfig
+from surojax.models.decoder_config import SCORE, DecoderConfig
 from surojax.models.kinds.experts import SHARED
 from surojax.models.linear import Product, linear
 from surojax.models.linear_fp8 import InFloat8, sites_of
@@ -93,7 +93,8 @@ def _declared(config: DecoderConfig, block_type: type[Block]) -> dict[str, Segme
 @functools.cache
 def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> Model:
     declared = _declared(config, block_type)
-    params = declared[BLOCKS].params
+    any_segment = next(iter(declared.values()))
+    params = any_segment.params
     head = config.head
     # Labels' numbers are neither scaled nor capped, unlike logits, as in transformers.
     scaling, softcap = (1.0, 0.0) if head == SCORE else (config.logits_scaling, config.final_logit_softcapping)
@@ -117,7 +118,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
         outer_params=params[OUTER],
         head=head,
         head_uses=("norm", head),
-        sites=declared[BLOCKS].sites,
+        sites=any_segment.sites,
         init_outer=functools.partial(init_outer, config),
         final=functools.partial(normed, compute),
         logits=logits,

@@ -245,7 +245,9 @@ def loss_and_gradients(
     up to date.
     """
     groups = Groups(engine, weights, Batch.of(engine, batch_ABS), history, step)
-    carry = groups.first_carry(history, updating and {layers.segment.name: layers.grads for layers in updating})
+    carry = groups.first_carry(
+        history, updating and {name: x for layers in updating for name, x in layers.grads.items()}
+    )
     updated = None
     only = groups.number == 1
     begin = 0

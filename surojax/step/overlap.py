@@ -19,7 +19,7 @@ the bit. Layers in files have the same by programs of one layer: file_step.py.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +61,7 @@ class UpdatedWeights:
     another one is read. reads: the state of another layer is left to be read.
     """
 
-    layers: "UpdatingLayers"
+    layers: "UpdatingSegment"
     begin: int
     in_order: bool
     reads: bool = True
@@ -88,11 +88,10 @@ class UpdatedWeights:
         return w, Flight((work, state), (layers.gathered(following, layer.variant), after), following)
 
 
-class UpdatingLayers:
-    """Updates a segment's layers one after another in a forward pass; takes the place of `weights.Layers`.
+class UpdatingSegment:
+    """The state of a segment whose layers a forward pass updates one after another.
 
-    The layers of a stretch with several segments are updated before or after a pass: `assemble` refuses these here.
-    state, grads: of the segment, before the update.
+    state, grads: before the update.
     """
 
     def __init__(self, gather: Gather, update: Update, segment: Segment, state: TensorState, grads, scalars: Scalars):
@@ -103,8 +102,62 @@ class UpdatingLayers:
         self.update_layer = functools.partial(update.layer, segment.name)
         self.gather = gather
 
+    def read(self, state: tuple, l) -> tuple:
+        """Reads ((master weights, moments), gradients) of layer l."""
+        return read(state, l), read(self.grads, l)
+
+    def update(self, old: tuple, l) -> TensorState:
+        """Updates layer l in device memory."""
+        (master, moments), grads = old
+        return self.update_layer(
+            TensorState(self.state.weights, master, moments), grads, UpdateContext(self.scalars, l)
+        )
+
+    def gathered(self, updated: TensorState, variant: Variant):
+        """All-gathers an updated layer's weights to what products read."""
+        return self.gather.all_gather(self.gather.to_gather(updated.weights, variant))
+
+    def loops(self, loop: LayerLoop) -> list[tuple[LayerLoop, bool]]:
+        """Cuts a loop over this segment alone; returns whether a further layer's state is still to be read in each.
+
+        The last two layers, for which nothing is left, are a loop of their own: copy engines copy in loops only, so
+        neither loop may have one round. With sharded weights that takes more memory (docs/performance.md).
+        """
+        layers = loop.layers[self.segment.name]
+        is_last = layers.stop == self.segment.num_layers
+        if not is_last or loop.period > 1 or len(layers) in (1, 3) or self.gather.table.weights.sharded:
+            return [(loop, True)]
+        loops = [(loop.part(0, len(layers) - 2), True)] if len(layers) > 2 else []
+        return [*loops, (loop.part(len(layers) - 2, len(layers)), False)]
+
+
+class Updating(NamedTuple):
+    """A segment on its way through a pass that updates it.
+
+    number: of the part of the work weights that the pass is in. work: the parts' stacks. state: stacks of (master
+    weights, moments). following: ((master weights, moments), gradients) of the layer after the updated one.
+    """
+
+    number: int
+    work: list
+    state: tuple
+    updated: TensorState
+    following: tuple
+
+
+class UpdatingLayers:
+    """Updates the layers of a stretch one after another in a forward pass; takes the place of `weights.Layers`."""
+
+    def __init__(self, segments: Sequence[UpdatingSegment]):
+        self.of = {x.segment.name: x for x in segments}
+
+    @property
+    def grads(self) -> dict[str, Any]:
+        """The gradients by segment, before the update."""
+        return {name: x.grads for name, x in self.of.items()}
+
     def first(self) -> None:
-        """Prefetches nothing: `over` begins with copies of its first two layers."""
+        """Prefetches nothing: `over` begins with copies of each segment's first two layers."""
 
     def begin_pass(self, segment: str, prefetched: None, counter: jax.Array | int, *, reverse: bool) -> None:
         """See `first`."""
@@ -124,60 +177,50 @@ class UpdatingLayers:
         tokens: see there; they decide the order of transfers. counter: of the loop around, which there is none of.
         """
         in_order = hides_transfers(tokens)
-        state = (self.state.master, self.state.moments)
-        updated = self.update(self.read(state, 0), 0)
-        following = self.read(state, 1)
-        done = []
-        name = self.segment.name
-        own = flights[name]
-        of_segment = parts(self.state.weights)
-        all_loops = loops_over([self.segment], {name: of_segment})
-        for part in of_segment:
-            stacks = part.stack, state
-            for run in (loop for loop in all_loops if part.start <= loop.layers[name].start < part.stop):
-                w = self.gathered(updated, run.variants[0])
-                own = own | {"weights": Flight(stacks, (w, following), updated)}
-                lane = UpdatedWeights(self, part.start, in_order)
-                for loop, reads in self._loops(run):
-                    loop_lanes = {name: {"weights": dataclasses.replace(lane, reads=reads)} | lanes[name]}
-                    # Two layers in the body of a loop, as in `Layers.over`.
-                    in_body = 2 if reads and comes_in_pairs(len(loop.kinds), loop.period) else loop.period
-                    carry, after = over(loop, loop_lanes, bodies, carry, {name: own}, in_body=in_body)
-                    own = after[name]
-                stacks, (_, following), updated = own["weights"]
-                # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
-                stacks = jax.lax.optimization_barrier(stacks)
-            work, state = stacks
-            done.append(work)
-        return carry, {name: own | {"weights": TensorState(join_parts(done), *state)}}
+        flights = dict(flights)
+        on_way = {name: self._begun(x) for name, x in self.of.items()}
+        of_segments = {name: parts(x.state.weights) for name, x in self.of.items()}
+        for loop in loops_over([x.segment for x in self.of.values()], of_segments):
+            own = {name: flights[name] for name in loop.layers}
+            lane_of = {}
+            for name, layers in loop.layers.items():
+                number = next(i for i, part in enumerate(of_segments[name]) if layers.start < part.stop)
+                now = on_way[name] = on_way[name]._replace(number=number)
+                w = self.of[name].gathered(now.updated, loop.variant(name))
+                stacks = now.work[number], now.state
+                own[name] = own[name] | {"weights": Flight(stacks, (w, now.following), now.updated)}
+                lane_of[name] = UpdatedWeights(self.of[name], of_segments[name][number].start, in_order)
+            one = self.of[next(iter(loop.layers))]
+            for piece, reads in one.loops(loop) if loop.has_one_kind else [(loop, True)]:
+                of_piece = {
+                    name: {"weights": dataclasses.replace(lane, reads=reads)} | lanes[name]
+                    for name, lane in lane_of.items()
+                }
+                # Two layers in the body of a loop, as in `Layers.over`.
+                in_pairs = piece.has_one_kind and reads and comes_in_pairs(len(piece.kinds), piece.period)
+                carry, own = over(piece, of_piece, bodies, carry, own, in_body=2 if in_pairs else None)
+            for name in own:
+                stacks, (_, following), updated = own[name]["weights"]
+                # The next loop reads what this one wrote. If XLA (0.12) sees that, it crashes.
+                work, state = jax.lax.optimization_barrier(stacks)
+                before = on_way[name]
+                all_work = [work if i == before.number else x for i, x in enumerate(before.work)]
+                on_way[name] = Updating(before.number, all_work, state, updated, following)
+            flights |= own
+        return carry, {name: flights[name] | {"weights": self._ended(on_way[name])} for name in flights}
 
-    def _loops(self, run: LayerLoop) -> list[tuple[LayerLoop, bool]]:
-        """Returns the loops of a run, and whether a further layer's state is still to be read in each.
+    @staticmethod
+    def _begun(segment: UpdatingSegment) -> Updating:
+        """Reads a segment's first two layers and updates the first one."""
+        state = (segment.state.master, segment.state.moments)
+        updated = segment.update(segment.read(state, 0), 0)
+        work = [part.stack for part in parts(segment.state.weights)]
+        return Updating(0, work, state, updated, segment.read(state, 1))
 
-        The last two layers, for which nothing is left, are a loop of their own: copy engines copy in loops only, so
-        neither loop may have one round. With sharded weights that takes more memory (docs/performance.md).
-        """
-        layers = run.layers[self.segment.name]
-        is_last = layers.stop == self.segment.num_layers
-        if not is_last or run.period > 1 or len(layers) in (1, 3) or self.gather.table.weights.sharded:
-            return [(run, True)]
-        loops = [(run.part(0, len(layers) - 2), True)] if len(layers) > 2 else []
-        return [*loops, (run.part(len(layers) - 2, len(layers)), False)]
-
-    def read(self, state: tuple, l) -> tuple:
-        """Reads ((master weights, moments), gradients) of layer l."""
-        return read(state, l), read(self.grads, l)
-
-    def update(self, old: tuple, l) -> TensorState:
-        """Updates layer l in device memory."""
-        (master, moments), grads = old
-        return self.update_layer(
-            TensorState(self.state.weights, master, moments), grads, UpdateContext(self.scalars, l)
-        )
-
-    def gathered(self, updated: TensorState, variant: Variant):
-        """All-gathers an updated layer's weights to what products read."""
-        return self.gather.all_gather(self.gather.to_gather(updated.weights, variant))
+    @staticmethod
+    def _ended(on_way: Updating) -> TensorState:
+        """The state after the update of all layers."""
+        return TensorState(join_parts(on_way.work), *on_way.state)
 
 
 class OverlappedStep(SeveralPrograms):
@@ -243,11 +286,13 @@ class OverlappedStep(SeveralPrograms):
             scalars = update.scalars(state.step, norm)
             largest = update.largest_in_layer(grads)
             outer = update.outer(section(state, OUTER), grads[OUTER], scalars, largest=largest)
-            updating = []
-            for segment in engine.model.segments:
+
+            def of_segment(segment: Segment) -> UpdatingSegment:
                 old = section(state, segment.name)
                 gather = Gather.of(engine, segment)
-                updating.append(UpdatingLayers(gather, update, segment, old, grads[segment.name], scalars))
+                return UpdatingSegment(gather, update, segment, old, grads[segment.name], scalars)
+
+            updating = [UpdatingLayers([of_segment(x) for x in stretch]) for stretch in engine.model.stretches]
             done = state.step + 1
             weights = state.weights | {OUTER: outer.weights}
             gradients = self.parts.gradients(weights, *batch, history=state.history, step=done, updating=updating)
