@@ -56,6 +56,16 @@ class DecoderConfig:
     num_hidden_layers: int = declare(12, AT_LEAST_1)
     # their mixers in turn, repeated: "conv,conv,full_attention"; "" = all have attention
     layer_types: str = ""
+    # key heads of mixers "linear_attention" (gated delta nets)
+    linear_num_key_heads: int = declare(16, AT_LEAST_1)
+    # their value heads, a multiple of the key heads; each has a state
+    linear_num_value_heads: int = declare(32, AT_LEAST_1)
+    # channels of their keys
+    linear_key_head_dim: int = declare(128, AT_LEAST_1)
+    # channels of their values
+    linear_value_head_dim: int = declare(128, AT_LEAST_1)
+    # latest tokens that their convolutions see
+    linear_conv_kernel_dim: int = declare(4, AT_LEAST_1)
     # query heads
     num_attention_heads: int = declare(12, AT_LEAST_1)
     # key/value heads; fewer than query heads = grouped-query attention
@@ -77,6 +87,8 @@ class DecoderConfig:
     attention_bias: bool = False
     # bias on the output of attention (gpt-oss)
     attention_out_bias: bool = False
+    # what attention adds is multiplied by the sigmoid of a gate; each head's query and gate are rows of one matrix (Qwen3.5)
+    attn_output_gate: bool = False
     # each head's softmax has one more logit, which is learned and belongs to no position (gpt-oss)
     attention_sinks: bool = False
     # RMSNorm on each head's queries and keys (Qwen3, Gemma 3)

@@ -9,14 +9,16 @@ Its state is a matrix for each value head, and the latest inputs of the convolut
 documents. Decays are powers: A_log, dt_bias and all that follows from them are float32 at least, whatever the model's
 dtype, and no recipe rounds Wa and Wb.
 
-Files have Wq, Wk and Wv as the rows of one matrix, `in_proj_qkv`, and likewise their taps. Here they are three each, of
-which `tp` divides the heads. The (1 + w) of Qwen's other norms is not in this one.
+Wq, Wk and Wv are the rows of one matrix, as in files, where they have one adapter and one set of scales; likewise their
+taps. So `tp` does not divide it: every GPU computes all of them, and goes on with its own heads. The (1 + w) of Qwen's
+other norms is not in this one.
 
 Shape suffixes: B batch, S sequence, D hidden size, K key heads, r value heads of a key head, V = K r value heads, k
-channels of a key, v channels of a value, J taps, P = J - 1 earlier tokens.
+channels of a key, v channels of a value, C channels of the convolution, J taps, P = J - 1 earlier tokens.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -34,22 +36,25 @@ from surojax.models.linear import Product
 from surojax.models.model import Cache
 from surojax.models.operations import Operations
 from surojax.models.recompute import save_inputs_only
+from surojax.parallel.collectives import device_number
+from surojax.placement.mesh import TENSOR
 from surojax.placement.param import Kind
 
-PROJECTIONS = "qkvzba"
-CONVOLVED = "qkv"
+PROJECTIONS = ("qkv", "z", "b", "a")
 
 
 class GatedDelta(Mixer):
-    """A recurrence with a state `[k, v]` for each value head, which several value heads write by one key head's keys."""
+    """A recurrence with a state `[k, v]` for each value head; several value heads share the keys of one key head."""
 
     name = "delta"
     input = "delta_input"
     tensors: ClassVar = {
+        "wqkv": FileNames("linear_attn.in_proj_qkv.weight", "attn_qkv.weight"),
         "wz": FileNames("linear_attn.in_proj_z.weight", "attn_gate.weight"),
         "wb": FileNames("linear_attn.in_proj_b.weight", "ssm_beta.weight"),
         "wa": FileNames("linear_attn.in_proj_a.weight", "ssm_alpha.weight"),
         "wo": FileNames("linear_attn.out_proj.weight", "ssm_out.weight"),
+        "taps": FileNames("linear_attn.conv1d.weight", "ssm_conv1d.weight"),
         "A_log": FileNames("linear_attn.A_log", "ssm_a"),
         "dt_bias": FileNames("linear_attn.dt_bias", "ssm_dt.bias"),
         "norm": FileNames("linear_attn.norm.weight", "ssm_norm.weight"),
@@ -60,23 +65,21 @@ class GatedDelta(Mixer):
         self.config = c
         if rngs is None:
             return
-        keys, values = self.widths()
         V, D, J = c.linear_num_value_heads, c.hidden_size, c.linear_conv_kernel_dim
+        mixed, values = sum(self.convolved), self.convolved[-1]
         normal = nnx.initializers.normal(c.initializer_range)
         out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
-        sizes = {"q": keys.size, "k": keys.size, "v": values.size, "z": values.size}
-        # Numbers 4 to 6 are the MLP's.
-        for number, (name, size) in zip((0, 1, 2, 7), sizes.items(), strict=True):
+        # Numbers of products from 4 to 6 are the MLP's.
+        for number, name, size, axis in ((0, "qkv", mixed, "mixed"), (1, "z", values, "heads")):
             product = Product(number, self.input, f"d_delta_{name}")
-            setattr(self, f"w{name}", parameter(rngs, (size, D), ("heads", "embed"), normal, product=product))
-        for number, name in ((8, "b"), (9, "a")):
+            setattr(self, f"w{name}", parameter(rngs, (size, D), (axis, "embed"), normal, product=product))
+        for number, name in ((2, "b"), (7, "a")):
             of_router: Any = {"kind": Kind.ROUTER, "product": Product(number)}
             setattr(self, f"w{name}", parameter(rngs, (V, D), ("heads", "embed"), normal, **of_router))
         wo = Product(3, "delta_output", "d_delta")
-        self.wo = parameter(rngs, (D, values.size), ("embed", "heads"), out, product=wo)
-        for name in CONVOLVED:
-            taps = nnx.initializers.normal(J**-0.5)
-            setattr(self, f"taps_{name}", parameter(rngs, (sizes[name], J), ("heads", "taps"), taps, Kind.VECTOR))
+        self.wo = parameter(rngs, (D, values), ("embed", "heads"), out, product=wo)
+        taps = nnx.initializers.normal(J**-0.5)
+        self.taps = parameter(rngs, (mixed, 1, J), ("mixed", "channels", "taps"), taps, Kind.VECTOR)
         self.A_log = parameter(rngs, (V,), ("heads",), log_of_uniform, Kind.VECTOR, dtype="float32")
         self.dt_bias = parameter(rngs, (V,), ("heads",), nnx.initializers.ones, Kind.VECTOR, dtype="float32")
         self.norm = vector(rngs, c.linear_value_head_dim, "channels", nnx.initializers.ones)
@@ -86,19 +89,16 @@ class GatedDelta(Mixer):
     ) -> tuple[jax.Array, Cache | None]:
         """Returns (the mixer of x `[B, S, D]` or norm(x), the cache with the states after the last token)."""
         c = self.config
-        projected = ops.linears(x_BSD, [projection(self, f"w{name}") for name in PROJECTIONS], norm)
-        z_BSV, b_BSV, a_BSV = projected[len(CONVOLVED) :]
+        projections = [projection(self, f"w{name}") for name in PROJECTIONS]
+        qkv_BSC, z_BSV, b_BSV, a_BSV = ops.linears(x_BSD, projections, norm)
+        qkv_BSC, taps_CJ = self._own_heads(qkv_BSC, axis=2), self._own_heads(self.taps[...], axis=0)[:, 0]
         first = 0 if cache is None else cache.start
-        state, *before = (None,) * (1 + len(CONVOLVED)) if cache is None else cache.state
-        all_taps = [getattr(self, f"taps_{name}")[...] for name in CONVOLVED]
-        pairs = [
-            convolved_silu(x, taps, inputs, first, ops.starts)
-            for x, taps, inputs in zip(projected[: len(CONVOLVED)], all_taps, before, strict=True)
-        ]
-        convolved, latest = zip(*pairs, strict=True)
+        state, latest = (None, None) if cache is None else cache.state
+        mixed_BSC, latest = convolved_silu(qkv_BSC, taps_CJ, latest, first, ops.starts)
         B, S, V = b_BSV.shape
         K = V * c.linear_num_key_heads // c.linear_num_value_heads
-        q, k, v = (x.reshape(B, S, heads, -1) for x, heads in zip(convolved, (K, K, V), strict=True))
+        parts = jnp.split(mixed_BSC, [K * c.linear_key_head_dim, 2 * K * c.linear_key_head_dim], axis=-1)
+        q, k, v = (x.reshape(B, S, heads, -1) for x, heads in zip(parts, (K, K, V), strict=True))
         g, beta = gates(a_BSV, b_BSV, self.A_log[...], self.dt_bias[...])
         tokens = Tokens(q, k, *(x.reshape(B, S, K, V // K, *x.shape[3:]) for x in (v, g, beta)))
         starts = None if ops.starts is None else ops.starts - first
@@ -106,7 +106,26 @@ class GatedDelta(Mixer):
         out = out.reshape(v.shape).astype(z_BSV.dtype)
         y = gated_norm(out, z_BSV.reshape(v.shape), self.norm[...], c.rms_norm_eps)
         y_BSD = ops.linear(y.reshape(B, S, -1), projection(self, "wo"))
-        return y_BSD, None if cache is None else cache._replace(state=(state, *latest))
+        return y_BSD, None if cache is None else cache._replace(state=(state, latest))
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Rows of queries, keys and values in the whole matrix."""
+        keys, values = self.widths()
+        return keys.size, keys.size, values.size
+
+    def _own_heads(self, x: jax.Array, axis: int) -> jax.Array:
+        """Slices the channels of this GPU's heads out of those of all queries, keys and values."""
+        number, devices = device_number(*TENSOR)
+        if devices == 1:
+            return x
+        starts = (0, *itertools.accumulate(self.convolved))
+        sizes = [size // devices for size in self.convolved]
+        own = [
+            jax.lax.dynamic_slice_in_dim(x, start + number * size, size, axis)
+            for start, size in zip(starts, sizes, strict=False)
+        ]
+        return jnp.concatenate(own, axis)
 
     # -- declarations --------------------------------------------------------------------------------------------------
 
@@ -124,22 +143,19 @@ class GatedDelta(Mixer):
 
     def targets(self) -> Sequence[Target]:
         _, values = self.widths()
-        heads = values._replace(size=self.config.linear_num_value_heads)
-        widths = {"wz": values, "wb": heads, "wa": heads, "wo": values}
+        mixed = values._replace(size=sum(self.convolved))
+        heads = values._replace(size=values.parts)
+        widths = {"wqkv": mixed, "wz": values, "wb": heads, "wa": heads, "wo": values}
         return [self.target(matrix, width) for matrix, width in widths.items()]
 
-    def decode_state(self, rows: int, positions: int, dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the heads' states `[B, K, r, k, v]`, and of the latest inputs `[B, P, ...]` of q, k and v."""
+    def decode_state(self, rows: int, positions: int, dtype) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of the heads' states `[B, K, r, k, v]`, and of the convolution's latest inputs `[B, P, C]`."""
         c = self.config
-        keys, values = self.widths()
-        K, r, P = (
-            c.linear_num_key_heads,
-            c.linear_num_value_heads // c.linear_num_key_heads,
-            c.linear_conv_kernel_dim - 1,
-        )
+        K, r = c.linear_num_key_heads, c.linear_num_value_heads // c.linear_num_key_heads
         state = (rows, K, r, c.linear_key_head_dim, c.linear_value_head_dim)
-        inputs = [jax.ShapeDtypeStruct((rows, P, width.size), dtype) for width in (keys, keys, values)]
-        return jax.ShapeDtypeStruct(state, jnp.promote_types(dtype, jnp.float32)), *inputs
+        inputs = (rows, c.linear_conv_kernel_dim - 1, sum(self.convolved))
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return jax.ShapeDtypeStruct(state, wide), jax.ShapeDtypeStruct(inputs, dtype)
 
     def decode_bytes(self, queries: int, positions: int) -> int:
         return self._group_bytes(queries, self.config.linear_num_value_heads)
