@@ -63,7 +63,7 @@ LAYER = re.compile(rf"(?:^|\.)layers\.({NUMBER})\.")
 
 
 def is_of_further_layers(name: str, config: dict[str, Any]) -> bool:
-    """True for tensors that predict further tokens, such as those of extra layers behind the last. config: config.json."""
+    """True for tensors that predict further tokens, such as those of layers behind the last. config: config.json."""
     config = parts.text_config(config) if parts.has_parts(config) else config
     family = FAMILIES.get(str(config.get("model_type")))
     if family and family.further_tensors and name.startswith(family.further_tensors):

@@ -87,7 +87,7 @@ class DecoderConfig:
     attention_bias: bool = False
     # bias on the output of attention (gpt-oss)
     attention_out_bias: bool = False
-    # what attention adds is multiplied by the sigmoid of a gate; each head's query and gate are rows of one matrix (Qwen3.5)
+    # attention's output is multiplied by sigmoid(gate); the rows of each head's gate follow its query's (Qwen3.5)
     attn_output_gate: bool = False
     # each head's softmax has one more logit, which is learned and belongs to no position (gpt-oss)
     attention_sinks: bool = False

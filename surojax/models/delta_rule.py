@@ -37,7 +37,7 @@ EPS = 1e-6  # of the norm of queries and keys, whatever the model's
 
 
 class Tokens(NamedTuple):
-    """The rule's inputs: q, k `[B, T, K, k]`, v `[B, T, K, r, v]`, and g (logarithm of the decay), beta `[B, T, K, r]`."""
+    """The rule's inputs: q, k `[B, T, K, k]`, v `[B, T, K, r, v]`; g (log of the decay), beta `[B, T, K, r]`."""
 
     q: jax.Array
     k: jax.Array

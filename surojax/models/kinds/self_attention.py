@@ -31,7 +31,7 @@ def times_sigmoid(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 
 class Attention(Mixer):
-    """Causal self-attention with grouped key/value heads; optional: biases, norms of queries and keys, sinks, a gate."""
+    """Causal self-attention with grouped key/value heads; optional: biases, norms of queries, keys, sinks, a gate."""
 
     name = "attention"
     input = "attention_input"

@@ -1,0 +1,368 @@
+"""Qwen3.5 against transformers in float64 (`fixtures/make_qwen3_5_reference.py`), whose float32 would hide mistakes."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from small import quick_at
+
+from surojax import ConfigError, convert, default_config
+from surojax.assembly.from_config import architecture
+from surojax.config.checks import check
+from surojax.exchange import config_json
+from surojax.exchange.huggingface import model_fields, read_config
+from surojax.exchange.model_tensors import (
+    SINGLE,
+    Weights,
+    check_tensors,
+    describe_source,
+    shapes,
+    tensor_name,
+    tensors_by_name,
+)
+from surojax.inference.forward import empty_cache
+from surojax.models import decoder_model, operations
+from surojax.models.kinds import gated_delta, self_attention
+from surojax.models.model import Cache, Model
+from surojax.optim.adamw import adamw
+from surojax.optim.optimizer import TensorContext, scalars
+from surojax.placement.layout import Layout
+from surojax.placement.param import OUTER
+
+with np.load(Path(__file__).parent / "fixtures" / "qwen3_5_reference.npz") as arrays:
+    REFERENCE = dict(arrays)
+CASES = ("qwen3_5_tied", "qwen3_5", "qwen3_5_thirds")
+EXACT = 1e-11  # relative to the largest number of a tensor; found: 2e-12
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """Also what our code casts to float32, as the reference's."""
+    with jax.enable_x64():
+        monkeypatch.setattr(jnp, "float32", jnp.float64)
+        yield
+
+
+def stored(case: str, what: str) -> dict[str, np.ndarray]:
+    """The arrays of a case, by name."""
+    start = f"{case}/{what}/"
+    return {name.removeprefix(start): x for name, x in REFERENCE.items() if name.startswith(start)}
+
+
+def given(case: str) -> dict[str, Any]:
+    return json.loads(str(REFERENCE[f"{case}/config.json"]))
+
+
+@functools.cache
+def model_of(case: str) -> Model:
+    c = default_config()
+    c.model.update(model_fields(given(case)))
+    check(c)
+    return decoder_model.build(architecture(c))
+
+
+def params_of(case: str) -> dict:
+    """Weights in float64, by section."""
+    model, weights = model_of(case), stored(case, "weight")
+    assert weights.keys() == shapes(model).keys()
+    stacks = {
+        segment.name: jax.tree.map(
+            lambda param, segment=segment: jnp.stack(
+                [jnp.asarray(weights[tensor_name(param, segment, l)]) for l in range(segment.num_layers)]
+            ),
+            segment.params,
+        )
+        for segment in model.segments
+    }
+    return stacks | {OUTER: jax.tree.map(lambda param: jnp.asarray(weights[tensor_name(param)]), model.outer_params)}
+
+
+class ByLayer:
+    """A model's layers one by one, of which only one of each segment is compiled."""
+
+    def __init__(self, case: str):
+        self.model = model_of(case)
+        self.blocks = {s.name: jax.jit(functools.partial(self.block, s)) for s in self.model.segments}
+        self.cached = {s.name: jax.jit(functools.partial(self.cached_block, s)) for s in self.model.segments}
+        self.order = sorted((number, s.name, l) for s in self.model.segments for l, number in enumerate(s.numbers))
+
+    def block(self, segment, w, x, starts):
+        return segment.block(w, x, None, segment.variants[0], starts)[0]
+
+    def cached_block(self, segment, w, x, cache):
+        return segment.cached_block(w, x, cache, segment.variants[0])
+
+    def logits(self, params, tokens, starts=None):
+        x = params[OUTER]["embed"][tokens]
+        for _, name, l in self.order:
+            x = self.blocks[name](jax.tree.map(lambda w, l=l: w[l], params[name]), x, starts)
+        return self.model.logits(params[OUTER], x)
+
+    def next_logits(self, params, tokens, caches: dict, start: int, first=None):
+        """Logits after the last token; caches are replaced by those with these tokens."""
+        x = params[OUTER]["embed"][tokens]
+        for number, name, l in self.order:
+            w = jax.tree.map(lambda w, l=l: w[l], params[name])
+            x, cache = self.cached[name](w, x, Cache(caches[number], start, first))
+            caches[number] = cache.state
+        return self.model.logits(params[OUTER], x[:, -1])
+
+    def empty_caches(self, rows: int, length: int) -> dict:
+        states = empty_cache(self.model, rows, length, "float64")
+        return {number: jax.tree.map(lambda x, l=l: x[l], states[name]) for number, name, l in self.order}
+
+
+def mean_loss(layers: ByLayer, params, tokens, labels):
+    log = jax.nn.log_softmax(layers.logits(params, tokens))
+    found = jnp.take_along_axis(log, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    return -(found * (labels >= 0)).sum() / (labels >= 0).sum()
+
+
+def assert_close(found, expected, what: str) -> None:
+    assert found.dtype == expected.dtype == np.float64
+    assert np.abs(found - expected).max() <= EXACT * np.abs(expected).max(), what
+
+
+def check_logits(case: str) -> None:
+    found = ByLayer(case).logits(params_of(case), REFERENCE[f"{case}/tokens"])
+    assert_close(np.asarray(found), REFERENCE[f"{case}/logits"], "logits")
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+def test_equals_transformers(in_float64, case):
+    """Logits, loss, gradients of all parameters, and the losses of six steps of AdamW."""
+    check_logits(case)
+    layers, params = ByLayer(case), params_of(case)
+    batch = REFERENCE[f"{case}/tokens"], REFERENCE[f"{case}/labels"]
+    both = jax.value_and_grad(lambda params: mean_loss(layers, params, *batch))
+    loss, grads = both(params)
+    assert_close(np.asarray(loss), REFERENCE[f"{case}/loss"], "loss")
+    expected = stored(case, "grad")
+    found = tensors_by_name(jax.tree.map(np.asarray, grads), layers.model)
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        assert_close(x, expected[name], name)
+
+    optimizer = adamw(lambda done: jnp.float64(1e-2), max_grad_norm=0, m_dtype="float64", v_dtype="float64")
+    declared = layers.model.params
+    state = jax.tree.map(lambda p, x: optimizer.rule(p).init(x.shape, 1), declared, params)
+    losses = []
+    for step in range(len(REFERENCE[f"{case}/losses"])):
+        loss, grads = both(params)
+        losses.append(loss)
+        now = scalars(optimizer, jnp.int32(step), jnp.float64(1))
+        context = TensorContext(now, Layout(jax.P(), jax.P()), jnp.zeros(2, jnp.uint32))
+        updated = jax.tree.map(
+            lambda p, x, g, s, context=context: optimizer.rule(p).apply(x, g, s, context, None)[1:],
+            *(declared, params, grads, state),
+        )
+        is_pair = lambda x: isinstance(x, tuple) and len(x) == 2 and hasattr(x[0], "shape")
+        params, state = (jax.tree.map(lambda pair, i=i: pair[i], updated, is_leaf=is_pair) for i in (0, 1))
+    assert_close(np.asarray(losses), REFERENCE[f"{case}/losses"], "losses of steps")
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+def test_answers_are_those_of_transformers(in_float64, case):
+    """Token by token with states in place of a cache; one prompt behind padding, which is not seen."""
+    layers, params = ByLayer(case), params_of(case)
+    prompt, answer = REFERENCE[f"{case}/tokens"][:, :5], REFERENCE[f"{case}/answer"]
+    padding, length = 2, 7 + answer.shape[1]
+    tokens = np.pad(prompt, ((0, 0), (padding, 0)), constant_values=1)
+    caches, first = layers.empty_caches(len(prompt), length), jnp.full(len(prompt), padding)
+    found = []
+    for start in (0, *range(padding + 5, length - 1)):
+        tokens = np.asarray(layers.next_logits(params, tokens, caches, start, first)).argmax(axis=-1)[:, None]
+        found.append(tokens)
+    np.testing.assert_array_equal(np.concatenate(found, axis=1), answer)
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+def test_documents_in_a_row_are_computed_as_alone(in_float64, case):
+    """Also a document of one token, and one that is shorter than the convolution."""
+    layers, params = ByLayer(case), params_of(case)
+    tokens = REFERENCE[f"{case}/tokens"][:1]
+    borders = [0, 1, 3, 20, tokens.shape[1]]
+    starts = np.repeat(borders[:-1], np.diff(borders))[None].astype(np.int32)
+    packed = np.asarray(layers.logits(params, tokens, starts))
+    for start, stop in zip(borders, borders[1:], strict=False):
+        alone = np.zeros_like(tokens)  # rows of one length are one program; what follows a document is not seen
+        alone[:, : stop - start] = tokens[:, start:stop]
+        expected = np.asarray(layers.logits(params, alone, np.zeros_like(starts)))[:, : stop - start]
+        assert_close(packed[:, start:stop], expected, f"document from {start}")
+
+
+MISTAKES = {
+    "(1 + w) in the gated norm": (gated_delta, "normed * weight[", "normed * (1 + weight)["),
+    "the gate before the norm": (
+        gated_delta,
+        "x, z, weight = (",
+        "x_BSVv = x_BSVv * jax.nn.silu(z_BSVv); x, z, weight = (",
+    ),
+    "no dt_bias": (gated_delta, "softplus(a + dt_bias[None, None])", "softplus(a)"),
+    "no exp of A_log": (gated_delta, "-jnp.exp(A_log)", "-(A_log)"),
+    "gates of other heads": (gated_delta, '("qkv", "z", "b", "a")', '("qkv", "z", "a", "b")'),
+    "a query and a gate as halves": (
+        self_attention,
+        "q, gate = jnp.split(projected[0].reshape(B, S, -1, 2 * c.head_dim), 2, axis=-1)",
+        "q, gate = (x.reshape(B, S, -1, c.head_dim) for x in jnp.split(projected[0], 2, axis=-1))",
+    ),
+    "silu of the gate": (self_attention, "x * jax.nn.sigmoid(gate)", "x * jax.nn.silu(gate)"),
+    "rope on whole heads": (operations, "turned = scaling.channels(h)", "turned = h"),
+    "norms of w": (operations, "scale = 1 + scale if plus_one else scale", "scale = scale"),
+}
+
+
+def remade(monkeypatch, module, old: str, new: str) -> None:
+    """Replaces text of a module's source, and the functions of its classes that are made of it."""
+    source = Path(module.__file__).read_text()
+    assert source.count(old) == 1
+    namespace = {"__name__": module.__name__, "__file__": module.__file__}
+    exec(compile(source.replace(old, new), module.__file__, "exec"), namespace)
+    for name, made in vars(module).items():
+        if isinstance(made, type) and made.__module__ == module.__name__:
+            for method, function in vars(namespace[name]).items():
+                if callable(function) and method in ("__call__", "heads", "rotate", "norm"):
+                    monkeypatch.setattr(made, method, function)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_can_be_made(monkeypatch, mistake):
+    remade(monkeypatch, *MISTAKES[mistake])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(in_float64, monkeypatch, mistake):
+    remade(monkeypatch, *MISTAKES[mistake])
+    with pytest.raises(AssertionError):
+        check_logits("qwen3_5_tied")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, case: str, config: dict | None = None, **more: np.ndarray) -> Path:
+    """A model's folder, in float32."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config or given(case)))
+    weights = {name: x.astype(np.float32) for name, x in stored(case, "weight").items()}
+    safetensors.numpy.save_file(weights | more, folder / SINGLE)
+    return folder
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+def test_models_come_out_as_they_went_in(tmp_path, case):
+    """To the bit; the same config.json."""
+    folder = written(tmp_path / "in", case)
+    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), safetensors.numpy.load_file(folder / SINGLE))
+    fields = model_fields(given(case))
+    assert model_fields(read_config(out)) == fields
+    made = config_json.made(fields, 64, {})
+    assert made["model_type"] == "qwen3_5_text" and config_json.agrees(made, fields)
+
+
+def test_decays_stay_float32(tmp_path):
+    """In files of 16 bits, too."""
+    out = convert.convert(written(tmp_path / "in", "qwen3_5_tied"), tmp_path / "out", dtype="bfloat16")
+    dtypes = {
+        name.rpartition("linear_attn.")[2]: x.dtype for name, x in safetensors.numpy.load_file(out / SINGLE).items()
+    }
+    assert dtypes["A_log"] == dtypes["dt_bias"] == np.float32 and dtypes["norm.weight"] != np.float32
+
+
+def test_a_model_with_images_is_its_language_model(tmp_path):
+    """What images pass through, and heads for further tokens, are left aside, and said."""
+    text = given("qwen3_5_tied")
+    whole = {
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": {"depth": 1},
+        "image_token_id": 3,
+        "video_token_id": 4,
+        "vision_start_token_id": 5,
+        "vision_end_token_id": 6,
+        "tie_word_embeddings": True,
+    }
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole))
+    weights = {
+        name.replace("model.", "model.language_model.", 1): x.astype(np.float32)
+        for name, x in stored("qwen3_5_tied", "weight").items()
+    }
+    others = {"model.visual.blocks.0.norm1.weight": np.ones(4, np.float32), "mtp.fc.weight": np.ones(3, np.float32)}
+    safetensors.numpy.save_file(weights | others, folder / SINGLE)
+    tensors = Weights(folder)
+    assert tensors.left_aside == sorted(others)
+    assert describe_source(tensors).endswith("2 tensors of mtp, visual are left aside")
+    check_tensors(tensors, model_of("qwen3_5_tied"))
+    alone = written(tmp_path / "alone", "qwen3_5_tied", **{"mtp.fc.weight": np.ones(3, np.float32)})
+    assert Weights(alone).left_aside == ["mtp.fc.weight"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attention_bias": True}, r"attention_bias: expected False, got True"),
+        ({"attn_output_gate": False}, r"attn_output_gate: expected True, got False"),
+        ({"mamba_ssm_dtype": "bfloat16"}, r"mamba_ssm_dtype: expected 'float32', got 'bfloat16'"),
+        ({"hidden_act": "gelu"}, r"hidden_act: expected 'silu', got 'gelu'"),
+        ({"layer_types": ["sliding_attention"] * 3}, r"layer_types: expected linear_attention or full_attention for"),
+        ({"layer_types": None, "full_attention_interval": 0}, r"full_attention_interval: expected 1 or more, got 0"),
+        ({"linear_allow_neg_eigval": True}, r"config\.json has linear_allow_neg_eigval, which may change"),
+    ],
+)
+def test_models_that_are_not_computed_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        model_fields(given("qwen3_5_tied") | changes)
+
+
+def test_keys_that_a_config_leaves_out():
+    """As transformers' class reads it: attention in every fourth layer, a quarter of each head rotates."""
+    bare = {"model_type": "qwen3_5_text", "num_hidden_layers": 8}
+    fields = model_fields(bare)
+    assert fields["layer_types"] == "linear_attention,linear_attention,linear_attention,full_attention"
+    assert (fields["rope_partial_rotary_factor"], fields["head_dim"], fields["linear_num_value_heads"]) == (
+        0.25,
+        256,
+        32,
+    )
+    beside = bare | {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert model_fields(beside)["rope_partial_rotary_factor"] == 0.5
+    within = beside | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0}}
+    assert model_fields(within)["rope_partial_rotary_factor"] == 1.0
+    defaults = json.loads(str(REFERENCE["defaults.json"]))["qwen3_5_text"]
+    assert model_fields({"model_type": "qwen3_5_text"}) == model_fields(defaults)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model.linear_num_value_heads": 3}, r"^model\.linear_num_value_heads: expected 32 with layer_types=''"),
+        (
+            {"model.layer_types": "linear_attention", "model.linear_num_value_heads": 24},
+            r"^model\.linear_num_value_heads: expected a multiple of linear_num_key_heads=16, .*, got 24; use 16$",
+        ),
+        (
+            {"model.layer_types": "linear_attention,full_attention", "cp_size": 2, "gpus": 2},
+            r"^cp_size: expected 1 with layers of gated delta nets, got 2",
+        ),
+        (
+            {"model.layer_types": "linear_attention", "master_dtype": "bfloat16"},
+            r"^master_dtype: expected 'float32' with layer_types='linear_attention', whose decays are float32",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(changes, message):
+    c = default_config()
+    c.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=message):
+        check(c)
