@@ -1,6 +1,7 @@
 """Qwen3.5 against transformers in float64 (`fixtures/make_qwen3_5_reference.py`), whose float32 would hide mistakes."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from surojax.exchange.model_tensors import (
     describe_source,
     shapes,
     tensor_name,
-    tensors_by_name,
 )
 from surojax.inference.forward import empty_cache
 from surojax.models import decoder_model, operations
@@ -68,30 +68,34 @@ def model_of(case: str) -> Model:
     return decoder_model.build(architecture(c))
 
 
-def params_of(case: str) -> dict:
-    """Weights in float64, by section."""
-    model, weights = model_of(case), stored(case, "weight")
-    assert weights.keys() == shapes(model).keys()
-    stacks = {
-        segment.name: jax.tree.map(
-            lambda param, segment=segment: jnp.stack(
-                [jnp.asarray(weights[tensor_name(param, segment, l)]) for l in range(segment.num_layers)]
-            ),
-            segment.params,
-        )
-        for segment in model.segments
-    }
-    return stacks | {OUTER: jax.tree.map(lambda param: jnp.asarray(weights[tensor_name(param)]), model.outer_params)}
-
-
 class ByLayer:
-    """A model's layers one by one, of which only one of each segment is compiled."""
+    """A model whose layers are computed one by one, so that one of each segment is compiled.
+
+    order: (number of a layer, its segment, number there). Parameters and gradients are by number of the layer.
+    """
 
     def __init__(self, case: str):
         self.model = model_of(case)
-        self.blocks = {s.name: jax.jit(functools.partial(self.block, s)) for s in self.model.segments}
-        self.cached = {s.name: jax.jit(functools.partial(self.cached_block, s)) for s in self.model.segments}
-        self.order = sorted((number, s.name, l) for s in self.model.segments for l, number in enumerate(s.numbers))
+        segments = self.model.segments
+        order = sorted((number, i, l) for i, s in enumerate(segments) for l, number in enumerate(s.numbers))
+        self.order = [(str(number), i, l) for number, i, l in order]
+        self.blocks = [jax.jit(functools.partial(self.block, s)) for s in segments]
+        self.cached = [jax.jit(functools.partial(self.cached_block, s)) for s in segments]
+        self.head = jax.jit(self.model.logits)
+
+    def of_each(self, of_layer, of_outer) -> dict:
+        """{number of a layer: of_layer(param, segment, l) of its parameters}, and of_outer of the others."""
+        segments = self.model.segments
+        found: dict[Any, Any] = {OUTER: jax.tree.map(of_outer, self.model.outer_params)}
+        for number, i, l in self.order:
+            found[number] = jax.tree.map(lambda p, s=segments[i], l=l: of_layer(p, s, l), segments[i].params)
+        return found
+
+    def named(self, tensors: dict[str, np.ndarray]) -> dict:
+        """Tensors by name as parameters of the layers."""
+        assert tensors.keys() == shapes(self.model).keys()
+        of_layer = lambda param, segment, l: jnp.asarray(tensors[tensor_name(param, segment, l)])
+        return self.of_each(of_layer, lambda param: jnp.asarray(tensors[tensor_name(param)]))
 
     def block(self, segment, w, x, starts):
         return segment.block(w, x, None, segment.variants[0], starts)[0]
@@ -101,27 +105,28 @@ class ByLayer:
 
     def logits(self, params, tokens, starts=None):
         x = params[OUTER]["embed"][tokens]
-        for _, name, l in self.order:
-            x = self.blocks[name](jax.tree.map(lambda w, l=l: w[l], params[name]), x, starts)
-        return self.model.logits(params[OUTER], x)
+        for number, i, _ in self.order:
+            x = self.blocks[i](params[number], x, starts)
+        return self.head(params[OUTER], x)
 
-    def next_logits(self, params, tokens, caches: dict, start: int, first=None):
+    def next_logits(self, params, tokens, caches: dict, start, first):
         """Logits after the last token; caches are replaced by those with these tokens."""
         x = params[OUTER]["embed"][tokens]
-        for number, name, l in self.order:
-            w = jax.tree.map(lambda w, l=l: w[l], params[name])
-            x, cache = self.cached[name](w, x, Cache(caches[number], start, first))
+        for number, i, _ in self.order:
+            x, cache = self.cached[i](params[number], x, Cache(caches[number], jnp.int32(start), first))
             caches[number] = cache.state
-        return self.model.logits(params[OUTER], x[:, -1])
+        return self.head(params[OUTER], x[:, -1])
 
     def empty_caches(self, rows: int, length: int) -> dict:
         states = empty_cache(self.model, rows, length, "float64")
-        return {number: jax.tree.map(lambda x, l=l: x[l], states[name]) for number, name, l in self.order}
+        named = {number: self.model.segments[i].name for number, i, _ in self.order}
+        return {number: jax.tree.map(lambda x: x[0], states[name]) for number, name in named.items()}
 
 
-def mean_loss(layers: ByLayer, params, tokens, labels):
-    log = jax.nn.log_softmax(layers.logits(params, tokens))
-    found = jnp.take_along_axis(log, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+@jax.jit
+def mean_loss(logits, labels):
+    log = jax.nn.log_softmax(logits)
+    found = jnp.take_along_axis(log, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     return -(found * (labels >= 0)).sum() / (labels >= 0).sum()
 
 
@@ -130,48 +135,63 @@ def assert_close(found, expected, what: str) -> None:
     assert np.abs(found - expected).max() <= EXACT * np.abs(expected).max(), what
 
 
+def loss_and_gradients(layers: ByLayer, case: str):
+    """The function of parameters."""
+    tokens, labels = (jnp.asarray(REFERENCE[f"{case}/{name}"]) for name in ("tokens", "labels"))
+    return jax.value_and_grad(lambda params: mean_loss(layers.logits(params, tokens), labels))
+
+
 def check_logits(case: str) -> None:
-    found = ByLayer(case).logits(params_of(case), REFERENCE[f"{case}/tokens"])
+    layers = ByLayer(case)
+    found = layers.logits(layers.named(stored(case, "weight")), REFERENCE[f"{case}/tokens"])
     assert_close(np.asarray(found), REFERENCE[f"{case}/logits"], "logits")
 
 
 @pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
 def test_equals_transformers(in_float64, case):
-    """Logits, loss, gradients of all parameters, and the losses of six steps of AdamW."""
-    check_logits(case)
-    layers, params = ByLayer(case), params_of(case)
-    batch = REFERENCE[f"{case}/tokens"], REFERENCE[f"{case}/labels"]
-    both = jax.value_and_grad(lambda params: mean_loss(layers, params, *batch))
-    loss, grads = both(params)
+    """Logits, loss, and gradients of all parameters."""
+    layers = ByLayer(case)
+    params = layers.named(stored(case, "weight"))
+    found = layers.logits(params, jnp.asarray(REFERENCE[f"{case}/tokens"]))
+    assert_close(np.asarray(found), REFERENCE[f"{case}/logits"], "logits")
+    loss, grads = loss_and_gradients(layers, case)(params)
     assert_close(np.asarray(loss), REFERENCE[f"{case}/loss"], "loss")
-    expected = stored(case, "grad")
-    found = tensors_by_name(jax.tree.map(np.asarray, grads), layers.model)
-    assert found.keys() == expected.keys()
-    for name, x in found.items():
-        assert_close(x, expected[name], name)
+    expected = layers.named(stored(case, "grad"))
+    names = layers.of_each(lambda param, segment, l: tensor_name(param, segment, l), lambda param: param.name)
+    for name, x, y in zip(*map(jax.tree.leaves, (names, grads, expected)), strict=True):
+        assert_close(np.asarray(x), np.asarray(y), name)
 
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_steps_of_adamw_are_those_of_torch(in_float64, case):
+    layers = ByLayer(case)
+    params, both = layers.named(stored(case, "weight")), loss_and_gradients(layers, case)
     optimizer = adamw(lambda done: jnp.float64(1e-2), max_grad_norm=0, m_dtype="float64", v_dtype="float64")
-    declared = layers.model.params
-    state = jax.tree.map(lambda p, x: optimizer.rule(p).init(x.shape, 1), declared, params)
+    declared, structure = jax.tree.flatten(layers.of_each(lambda param, segment, l: param, lambda param: param))
+    states = [optimizer.rule(param).init(param.shape, 1) for param in declared]
+
+    @jax.jit
+    def update(params, grads, states, step):
+        context = TensorContext(scalars(optimizer, step, 1.0), Layout(jax.P(), jax.P()), jnp.zeros(2, jnp.uint32))
+        arrays = zip(declared, structure.flatten_up_to(params), structure.flatten_up_to(grads), states, strict=True)
+        updated = [optimizer.rule(p).apply(x, g, state, context, None)[1:] for p, x, g, state in arrays]
+        params, states = zip(*updated, strict=True)
+        return structure.unflatten(params), list(states)
+
     losses = []
     for step in range(len(REFERENCE[f"{case}/losses"])):
         loss, grads = both(params)
         losses.append(loss)
-        now = scalars(optimizer, jnp.int32(step), jnp.float64(1))
-        context = TensorContext(now, Layout(jax.P(), jax.P()), jnp.zeros(2, jnp.uint32))
-        updated = jax.tree.map(
-            lambda p, x, g, s, context=context: optimizer.rule(p).apply(x, g, s, context, None)[1:],
-            *(declared, params, grads, state),
-        )
-        is_pair = lambda x: isinstance(x, tuple) and len(x) == 2 and hasattr(x[0], "shape")
-        params, state = (jax.tree.map(lambda pair, i=i: pair[i], updated, is_leaf=is_pair) for i in (0, 1))
+        params, states = update(params, grads, states, jnp.int32(step))
     assert_close(np.asarray(losses), REFERENCE[f"{case}/losses"], "losses of steps")
 
 
 @pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
 def test_answers_are_those_of_transformers(in_float64, case):
     """Token by token with states in place of a cache; one prompt behind padding, which is not seen."""
-    layers, params = ByLayer(case), params_of(case)
+    layers = ByLayer(case)
+    params = layers.named(stored(case, "weight"))
     prompt, answer = REFERENCE[f"{case}/tokens"][:, :5], REFERENCE[f"{case}/answer"]
     padding, length = 2, 7 + answer.shape[1]
     tokens = np.pad(prompt, ((0, 0), (padding, 0)), constant_values=1)
@@ -186,12 +206,13 @@ def test_answers_are_those_of_transformers(in_float64, case):
 @pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
 def test_documents_in_a_row_are_computed_as_alone(in_float64, case):
     """Also a document of one token, and one that is shorter than the convolution."""
-    layers, params = ByLayer(case), params_of(case)
+    layers = ByLayer(case)
+    params = layers.named(stored(case, "weight"))
     tokens = REFERENCE[f"{case}/tokens"][:1]
     borders = [0, 1, 3, 20, tokens.shape[1]]
     starts = np.repeat(borders[:-1], np.diff(borders))[None].astype(np.int32)
     packed = np.asarray(layers.logits(params, tokens, starts))
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in itertools.pairwise(borders):
         alone = np.zeros_like(tokens)  # rows of one length are one program; what follows a document is not seen
         alone[:, : stop - start] = tokens[:, start:stop]
         expected = np.asarray(layers.logits(params, alone, np.zeros_like(starts)))[:, : stop - start]
