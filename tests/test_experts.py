@@ -615,7 +615,8 @@ def check_gguf_and_back(folder: Path, out: Path) -> Path:
     for dtype, kind in {"bfloat16": gguf.GGMLQuantizationType.BF16, "float16": gguf.GGMLQuantizationType.F16}.items():
         in_16_bits = open_file(convert.convert(folder, out.with_name(f"{dtype}.gguf"), dtype=dtype)).tensors
         for name, stored_as in in_16_bits.items():  # ggml has no other products with vectors, and routers are exact
-            whole = name.endswith((".bias", "norm.weight", "sinks.weight")) or "ffn_gate_inp" in name
+            whole = name.endswith((".bias", "norm.weight", "sinks.weight", "shortconv.conv.weight"))
+            whole = whole or "ffn_gate_inp" in name
             assert stored_as.kind == (gguf.GGMLQuantizationType.F32 if whole else kind), name
     return out
 

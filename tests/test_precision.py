@@ -17,8 +17,8 @@ from surojax.models import decoder_model
 from surojax.models.decoder import Block
 from surojax.models.linear import recipe_product, times
 from surojax.models.model import Compute, Variant
-from surojax.models.order import RepeatingLayers, repeating
 from surojax.models.operations import Operations
+from surojax.models.order import RepeatingLayers, repeating
 from surojax.numerics.recipes import BLOCK_SCALED, Precision, check_recipe
 
 

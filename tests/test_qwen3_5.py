@@ -336,7 +336,7 @@ def test_a_model_with_images_is_its_language_model(tmp_path):
         ({"attn_output_gate": False}, r"attn_output_gate: expected True, got False"),
         ({"mamba_ssm_dtype": "bfloat16"}, r"mamba_ssm_dtype: expected 'float32', got 'bfloat16'"),
         ({"hidden_act": "gelu"}, r"hidden_act: expected 'silu', got 'gelu'"),
-        ({"layer_types": ["sliding_attention"] * 3}, r"layer_types: expected linear_attention or full_attention for"),
+        ({"layer_types": ["sliding_attention"] * 3}, r"layer_types: expected full_attention or linear_attention for"),
         ({"layer_types": None, "full_attention_interval": 0}, r"full_attention_interval: expected 1 or more, got 0"),
         ({"linear_allow_neg_eigval": True}, r"config\.json has linear_allow_neg_eigval, which may change"),
     ],

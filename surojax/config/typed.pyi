@@ -42,6 +42,8 @@ class ModelFields(Section):
     r"""biases on the router's logits and on the experts' products (gpt-oss)."""
     num_hidden_layers: int
     r"""decoder blocks."""
+    layer_types: str
+    r"""their mixers in turn, repeated: "conv,conv,full_attention"; "" = all have attention."""
     num_attention_heads: int
     r"""query heads."""
     num_key_value_heads: int

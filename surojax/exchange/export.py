@@ -24,6 +24,7 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.exchange import compressed, expert_tensors, shards, small_files, stored_mxfp4
 from surojax.exchange.finite import is_finite
+from surojax.exchange.joined_rows import joined, part_of_rows, shape_of_all
 from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, Weights, shapes, tensor_name
 from surojax.exchange.naming import Naming, naming_of
 from surojax.exchange.shards import StoredTensor
@@ -163,6 +164,11 @@ def export(
     naming = naming_of(config)
     pieces = _pieces(model, naming, together=experts_together)
     if dtype in compressed.FORMATS:
+        if joint := next((name for name in shapes(model) if part_of_rows(name)), ""):
+            raise ConfigError(
+                f"--dtype: expected matrices that are tensors of their own for {dtype}, got {joint}, a part of one; "
+                f"use {compressed.OTHERS}"
+            )
         compressed.check_matrices(dtype, model, naming.expert_files, together=experts_together)
         pieces = _with_shared_scales(pieces, model, dtype)
     planned = {name: _planned(name, piece, dtype) for name, piece in pieces.items()}
@@ -237,13 +243,14 @@ class _Piece(NamedTuple):
 def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece]:
     """{name in a model's files: the source of the tensor}."""
     ours = shapes(model)
+    ours, pieces_of_rows = _without_parts_of_rows(ours, naming)
     if together or naming.expert_files.only:
         sources = expert_tensors.names_together(ours, naming.expert_files)
         pieces = {}
         for name, (names, shape) in sources.items():
             of_all = expert_tensors.has_all_experts(names[0])  # then it has the files' name already
             pieces[naming.placed(name) if of_all else naming.in_files(name)] = _Piece(names, shape, of_all=of_all)
-        return pieces
+        return pieces | pieces_of_rows
     pieces = {}
     for name, shape in ours.items():
         if not expert_tensors.has_all_experts(name):
@@ -251,7 +258,24 @@ def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece
             continue
         for e in range(shape[0]):
             pieces[expert_tensors.of_expert(naming.in_files(name), e)] = _Piece((name,), shape[1:], e)
-    return pieces
+    return pieces | pieces_of_rows
+
+
+def _without_parts_of_rows(
+    ours: dict[str, tuple[int, ...]], naming: Naming
+) -> tuple[dict[str, tuple[int, ...]], dict[str, _Piece]]:
+    """Splits shapes by our name into (those of tensors of their own, pieces by the name of a tensor in files)."""
+    parts: dict[str, list[str]] = {}
+    for name in ours:
+        if part := part_of_rows(name):
+            parts.setdefault(part.name, []).append(name)
+    pieces = {}
+    for name, names in parts.items():
+        part = part_of_rows(names[0])
+        assert part is not None
+        shape = shape_of_all(part, ours[names[0]], convolution=True)
+        pieces[naming.placed(name)] = _Piece(tuple(sorted(names)), shape)
+    return {name: shape for name, shape in ours.items() if part_of_rows(name) is None}, pieces
 
 
 def _with_shared_scales(pieces: dict[str, _Piece], model: Model, dtype: str) -> dict[str, _Piece]:
@@ -291,7 +315,10 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
             continue
         if names != piece.names:  # all experts of a tensor are read at once, and follow each other
             names, read = piece.names, [tensors.read(name) for name in piece.names]
-        tensor = expert_tensors.join_experts(read, files) if piece.of_all else read[0]
+        if part_of_rows(names[0]):
+            tensor = joined(read, piece.shape)
+        else:
+            tensor = expert_tensors.join_experts(read, files) if piece.of_all else read[0]
         tensor = tensor if piece.expert is None else tensor[piece.expert]
         stored = np.dtype(np.float32) if piece.sharing else _stored_dtype(piece, dtype)
         if tensor.dtype != stored:

@@ -21,6 +21,7 @@ import gguf
 import numpy as np
 
 from surojax.errors import ConfigError
+from surojax.exchange import joined_rows
 from surojax.exchange.finite import is_finite
 from surojax.families import registry
 from surojax.families.family import Gguf
@@ -137,6 +138,7 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
             f"not known for {architecture}"
         )
     given.setdefault("attention.head_count_kv", given.get("attention.head_count"))
+    by_layer = _layer_types(contents, given, family.without_heads) if family.without_heads else {}
     given.setdefault("rope.freq_base", 10000.0)
     missing = [key for key in all_sizes if given.get(key) is None]
     names = family.names
@@ -167,6 +169,7 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
         | tokens
         | dict(family.implied)
         | {key: names[ours].format(l=0) in contents.tensors for key, ours in family.present.items()}
+        | by_layer
         | {
             "model_type": MODEL_TYPE_OF[architecture],
             "head_dim": head_dim,
@@ -175,6 +178,23 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
             "rope_scaling": _rope_scaling(contents, divisors_F, given, sizes, head_dim),
         }
     )
+
+
+def _layer_types(contents: Contents, given: dict[str, Any], without_heads: str) -> dict[str, list[str]]:
+    """Reads `layer_types` from the key/value heads of each layer, in whose place `given` has those of attention.
+
+    without_heads: the type of layers that have none. Raises ConfigError for layers with different numbers of them.
+    """
+    layers, heads = given.get("block_count"), given["attention.head_count_kv"]
+    of_layers = heads if isinstance(heads, list) else [heads] * (layers or 0)
+    different = sorted({n for n in of_layers if n})
+    if len(of_layers) != layers or len(different) > 1:
+        raise ConfigError(
+            f"model_path: {contents.path}: attention.head_count_kv: expected a number for each of {layers} layers, the "
+            f"same or 0, got {str(heads)[:200]}; {AGAIN}"
+        )
+    given["attention.head_count_kv"] = different[0] if different else given.get("attention.head_count")
+    return {"layer_types": ["full_attention" if n else without_heads for n in of_layers]}
 
 
 def shortest(value: Any) -> Any:
@@ -282,18 +302,23 @@ class GgufTensors:
         self._theirs = by_our_name(names, lambda name: renamed(name, self._family.names, to), f"model_path: {path}")
         for name in names:
             _check_type(path, name, self._contents.tensors[name].kind)
+        self._parts = joined_rows.parts_in(self._theirs, to)
 
     @property
     def names(self) -> set[str]:
         """The names of all tensors."""
-        return set(self._theirs)
+        return (set(self._theirs) - {part.name for part in self._parts.values()}) | self._parts.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
+        if part := self._parts.get(name):
+            return part.shape(self.shape(part.name))
         return self._contents.tensors[self._theirs[name]].shape
 
     def read(self, name: str) -> np.ndarray:
         """Reads a tensor in float32."""
+        if part := self._parts.get(name):
+            return part.tensor([self.read(part.name)])
         theirs = self._theirs[name]
         numbers = _read(self._contents, theirs)
         return unpermuted(numbers, self._head_dim) if is_permuted(theirs, self._family) else numbers

@@ -33,6 +33,7 @@ from surojax.exchange.gguf import (
     rope_divisors,
 )
 from surojax.exchange.huggingface import model_fields
+from surojax.exchange.joined_rows import part_of_rows, shape_of_all
 from surojax.exchange.model_tensors import Tensors, params, shapes
 from surojax.families import registry
 from surojax.families.family import TENSOR_NAMES
@@ -124,18 +125,26 @@ def export_gguf(
     size = 0
     if divisors_F is not None:
         writer.add_tensor_info(FREQUENCIES, divisors_F.shape, divisors_F.dtype, divisors_F.nbytes)
-    for name, ours in stored_as.items():
-        bytes_ = _bytes(expected[ours], kinds[ours])
-        writer.add_tensor_info(name, expected[ours], np.dtype(np.float32), bytes_, raw_dtype=kinds[ours])
+    in_files: dict[str, list[str]] = {}  # ours, of which several may be the rows of one
+    for name, ours in sorted(stored_as.items(), key=lambda pair: pair[0] if part_of_rows(pair[0]) else ""):
+        part = part_of_rows(name)
+        in_files.setdefault(part.name if part else name, []).append(ours)
+    for name, ours in in_files.items():
+        part = part_of_rows(ours[0])
+        kind = kinds[ours[0]]
+        shape = shape_of_all(part, expected[ours[0]], convolution=False) if part else expected[ours[0]]
+        bytes_ = _bytes(shape, kind)
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), bytes_, raw_dtype=kind)
         size += bytes_
 
     def arrays() -> Iterator[np.ndarray]:
         if divisors_F is not None:
             yield divisors_F
-        for name, ours in stored_as.items():
-            numbers = _read(tensors, ours, kinds[ours], dtype)
+        for name, ours in in_files.items():
+            kind = kinds[ours[0]]
+            numbers = np.concatenate([_read(tensors, part, kind, dtype) for part in ours])
             rows = permuted(numbers, of_head) if is_permuted(name, family) else numbers
-            yield gguf.quants.quantize(rows, kinds[ours])
+            yield gguf.quants.quantize(rows, kind)
 
     with unfinished_beside(path, size) as unfinished, unfinished_beside(modelfile_of(path), 0) as small:
         small.write_text(modelfile, encoding="utf-8")
@@ -199,6 +208,9 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
     architecture = ARCHITECTURE_OF[said["model_type"]]
     family = FAMILIES[architecture]
     keys = {ours: said[theirs] for ours, theirs in {**SIZES, **family.sizes}.items()}
+    if family.without_heads and family.without_heads in said["layer_types"]:
+        heads = keys["attention.head_count_kv"]
+        keys["attention.head_count_kv"] = [0 if x == family.without_heads else heads for x in said["layer_types"]]
     h = channels(said)
     keys |= dict.fromkeys(HEAD_DIM, h) | {"vocab_size": said["vocab_size"]} | dict(family.fixed)
     if family.partial_rotary:

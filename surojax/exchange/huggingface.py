@@ -120,9 +120,10 @@ TYPES = {
     "max_position_embeddings": int,
     "partial_rotary_factor": float,
     "use_sliding_window": bool,
+    "tie_embedding": bool,
     "max_window_layers": int,
 }
-LISTS = ("mlp_only_layers", "no_rope_layers", "layer_types")
+LISTS = ("mlp_only_layers", "no_rope_layers", "layer_types", "full_attn_idxs")
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
 
 

@@ -14,10 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError, shown
-from surojax.exchange import bitsandbytes, compressed, missing, parts, stored_mxfp4
-from surojax.exchange.expert_tensors import of_each, parts_in
+from surojax.exchange import bitsandbytes, compressed, joined_rows, missing, parts, stored_mxfp4
+from surojax.exchange.expert_tensors import ExpertTensor, of_each, parts_in
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import Float8Scales, float8_scales, read_config, read_whole_config
+from surojax.exchange.joined_rows import RowsOf
 from surojax.exchange.naming import is_of_further_layers, naming_of
 from surojax.exchange.shards import Shard
 from surojax.families.family import TENSOR_NAMES
@@ -112,7 +113,10 @@ class Weights:
         self.in_nf4 = {
             name: bitsandbytes.stored(name, set(names), self._read) for name in sorted(in_nf4 - self._beside)
         }
-        self._of_experts = parts_in(self._in_files(), naming.expert_files)
+        self._parts: dict[str, ExpertTensor | RowsOf] = {
+            **parts_in(self._in_files(), naming.expert_files),
+            **joined_rows.parts_in(self._in_files(), naming.canonical),
+        }
 
     def _files(self) -> dict[str, str]:
         """Returns the file of each tensor."""
@@ -172,17 +176,21 @@ class Weights:
     @property
     def names(self) -> set[str]:
         """The names of all tensors except scales and codes."""
-        stored_parts = {name for part in self._of_experts.values() for name in part.names}
-        return (self._in_files() - stored_parts) | self._of_experts.keys()
+        stored_parts = {name for part in self._parts.values() for name in part.names}
+        return (self._in_files() - stored_parts) | self._parts.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor. Raises ConfigError if experts' shapes differ."""
-        if part := self._of_experts.get(name):
-            first, *others = map(self.shape, part.names)
+        if part := self._parts.get(name):
+            first, *others = (self._shape_in_files(stored) for stored in part.names)
             for other, shape in zip(part.names[1:], others, strict=True):
                 if shape != first:
                     raise ConfigError(f"model_path: {other}: expected {[*first]}, as expert 0, got {[*shape]}; {AGAIN}")
             return part.shape(first)
+        return self._shape_in_files(name)
+
+    def _shape_in_files(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of the files, dequantised."""
         if name in self._in_mxfp4:
             return stored_mxfp4.stored_shape(name, lambda stored: self._entry(stored).shape)
         if name in self._in_nvfp4:
@@ -193,7 +201,9 @@ class Weights:
         """The format that a matrix is stored in: a key of `base_formats.FORMATS`, or a description; "": unquantised."""
         if name in self._in_mxfp4:
             return "mxfp4"
-        if part := self._of_experts.get(name):
+        if part := self._parts.get(name):
+            if isinstance(part, RowsOf):
+                return ""
             if part.is_of_all:
                 return self.format_of(part.names[0])
             formats = set(map(self.format_of, part.names))
@@ -212,7 +222,8 @@ class Weights:
 
     def read_coded(self, name: str, like: Coded) -> Coded:
         """Reads a matrix, or all experts' matrices, without dequantising, as codes and scales like `like`."""
-        part = self._of_experts.get(name)
+        part = self._parts.get(name)
+        assert not isinstance(part, RowsOf), "parts of rows are read as numbers"
         if isinstance(like, mxfp4.Mxfp4):
             assert part is not None, "matrices of experts alone are stored so"
             return stored_mxfp4.read_mxfp4(part.names[0], part.rows, self._read)
@@ -228,7 +239,7 @@ class Weights:
 
     def read(self, name: str) -> np.ndarray:
         """Reads a tensor in its stored dtype; dequantised if quantised, to float32 from float8 and NVFP4."""
-        if part := self._of_experts.get(name):
+        if part := self._parts.get(name):
             if self.format_of(name) == "mxfp4":
                 return read_dequantised(self, name, "bfloat16")  # which is exact
             return part.tensor(self.read(expert_name) for expert_name in part.names)

@@ -5,6 +5,7 @@ family may have others, and a model of several parts (parts.py) has them under a
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from surojax.exchange import expert_tensors, parts
@@ -54,6 +55,11 @@ class Naming(NamedTuple):
         return name if number is None else expert_tensors.of_expert(name, number)
 
     @property
+    def canonical(self) -> Mapping[str, str]:
+        """The table of our names of parameters, and ours of tensors, that the files' tensors are translated to."""
+        return {} if self.family is None else self._ours
+
+    @property
     def _ours(self):
         assert self.family is not None
         return tensor_names(self.family.tensors.keys())
@@ -82,6 +88,8 @@ def naming_of(config: dict[str, Any]) -> Naming:
     name = (parts.text_config(config) if in_whole else config).get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     standard = family is None or (
-        family.tensors == tensor_names(family.tensors.keys()) and family.expert_files == BY_EXPERT
+        family.canonical is None
+        and family.tensors == tensor_names(family.tensors.keys())
+        and family.expert_files == BY_EXPERT
     )
     return Naming(None if standard else family, in_whole)

@@ -53,12 +53,12 @@ LAYER = "model.layers.{l}."
 GGUF_LAYER = "blk.{l}."
 
 
-def _in_safetensors(kind: type[Sublayer], *names: str) -> dict[str, str]:
+def in_safetensors(kind: type[Sublayer], *names: str) -> dict[str, str]:
     """Our names and theirs of these parameters of a sublayer, or of all of them."""
     return {f"{kind.name}.{ours}": LAYER + kind.tensors[ours].safetensors for ours in names or kind.tensors}
 
 
-def _in_gguf(kind: type[Sublayer], *names: str) -> dict[str, str]:
+def in_gguf(kind: type[Sublayer], *names: str) -> dict[str, str]:
     """Our names and theirs in GGUF files of these parameters of a sublayer, or of all of them."""
     return {f"{kind.name}.{ours}": GGUF_LAYER + kind.tensors[ours].gguf for ours in names or kind.tensors}
 
@@ -70,19 +70,19 @@ TENSOR_NAMES = {
     "score": "score.weight",
     "attention_norm": LAYER + "input_layernorm.weight",
     "mlp_norm": LAYER + "post_attention_layernorm.weight",
-    **_in_safetensors(Attention),
-    **_in_safetensors(SwiGLU),
+    **in_safetensors(Attention),
+    **in_safetensors(SwiGLU),
 }
 # Matrices of experts [experts, out, in] are one tensor here; files may have one for each (exchange/expert_tensors.py).
 EXPERTS = "mlp.experts."
 OF_EXPERTS = ("router", *SwiGLU.tensors)
-EXPERT_TENSOR_NAMES = TENSOR_NAMES | _in_safetensors(Experts, *OF_EXPERTS)
+EXPERT_TENSOR_NAMES = TENSOR_NAMES | in_safetensors(Experts, *OF_EXPERTS)
 # Of layers without experts, if others have experts, and of all layers with routers that have a bias for the choice, or
 # with shared experts.
 SHARED_EXPERT_TENSOR_NAMES = (
     TENSOR_NAMES
-    | _in_safetensors(Experts)
-    | {WITHOUT_EXPERTS + ours: theirs for ours, theirs in _in_safetensors(SwiGLU).items()}
+    | in_safetensors(Experts)
+    | {WITHOUT_EXPERTS + ours: theirs for ours, theirs in in_safetensors(SwiGLU).items()}
 )
 GGUF_NAMES = {
     "embed": "token_embd.weight",
@@ -90,13 +90,13 @@ GGUF_NAMES = {
     "head": "output.weight",
     "attention_norm": GGUF_LAYER + "attn_norm.weight",
     "mlp_norm": GGUF_LAYER + "ffn_norm.weight",
-    **_in_gguf(Attention),
-    **_in_gguf(SwiGLU),
+    **in_gguf(Attention),
+    **in_gguf(SwiGLU),
 }
 EXPERT_GGUF_SIZES = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-EXPERT_GGUF_NAMES = GGUF_NAMES | _in_gguf(Experts, *OF_EXPERTS)
+EXPERT_GGUF_NAMES = GGUF_NAMES | in_gguf(Experts, *OF_EXPERTS)
 SHARED_EXPERT_GGUF_NAMES = (
-    GGUF_NAMES | _in_gguf(Experts) | {WITHOUT_EXPERTS + ours: theirs for ours, theirs in _in_gguf(SwiGLU).items()}
+    GGUF_NAMES | in_gguf(Experts) | {WITHOUT_EXPERTS + ours: theirs for ours, theirs in in_gguf(SwiGLU).items()}
 )
 # Of families in whose files the norm before the MLP has the name of what follows the attention.
 NORM_AFTER_ATTENTION = {"mlp_norm": GGUF_LAYER + "post_attention_norm.weight"}
@@ -136,7 +136,8 @@ class Gguf(NamedTuple):
     config.json, in addition to those of every family. fixed: such keys that say nothing here, with their only value.
     implied: keys of config.json that no file says, with the value that llama.cpp takes for them; implied_rope: likewise
     of rope_scaling. present: keys of config.json that are true if files have this tensor (our name) of the first layer.
-    partial_rotary: the number of channels that rotate says partial_rotary_factor.
+    partial_rotary: the number of channels that rotate says partial_rotary_factor. without_heads: the type in
+    `layer_types` of layers for which files say 0 key/value heads; "": all layers have as many.
     """
 
     architecture: str = ""
@@ -150,6 +151,7 @@ class Gguf(NamedTuple):
     implied_rope: Mapping[str, Any] = MappingProxyType({})
     present: Mapping[str, str] = MappingProxyType({})
     partial_rotary: bool = False
+    without_heads: str = ""
 
 
 def read_keys(given: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +176,8 @@ class ModelFamily:
     config_json.py writes for every family, as transformers 4 spells them. both_ropes: config.json -> the same with the
     rotary embedding in the spellings of transformers 4 and 5.
 
-    tensors: our names of tensors, and theirs in safetensors files. spellings: {end of a tensor's name in the modules of
+    tensors: our names of tensors, and theirs in safetensors files. canonical: our names, and those that the tensors
+    have outside of these files; None: the files' own. spellings: {end of a tensor's name in the modules of
     transformers 5: its end in files}, of tensors whose names differ there from most families' too. expert_files: how
     files have experts. gguf: None if its GGUF files are not read. further_layers: the key of config.json that counts
     layers behind the last one, which predict further tokens; their tensors are left aside; "": there are none.
@@ -193,6 +196,7 @@ class ModelFamily:
     read: Callable[[dict[str, Any]], dict[str, Any]] = read_keys
     both_ropes: Callable[[dict[str, Any]], dict[str, Any]] = rope_keys.both_spellings
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSOR_NAMES)
+    canonical: Mapping[str, str] | None = None
     spellings: Mapping[str, str] = MappingProxyType({})
     expert_files: ExpertFiles = BY_EXPERT
     gguf: Gguf | None = None

@@ -7,12 +7,13 @@ image encoder, and `mtp.` predicts further tokens. Neither is trained.
 from typing import Any
 
 from surojax.errors import ConfigError
-from surojax.families import rope_keys
-from surojax.families.family import LAYER, LLAMA_DEFAULTS, SIZES, TENSOR_NAMES, ImageTextFamily, ModelFamily
+from surojax.families import mixer_keys, rope_keys
+from surojax.families.family import LLAMA_DEFAULTS, SIZES, TENSOR_NAMES, ImageTextFamily, ModelFamily, in_safetensors
 from surojax.families.rope_keys import PARTIAL
+from surojax.models.decoder_config import ATTENTION
 from surojax.models.kinds.gated_delta import GatedDelta
 
-ATTENTION, DELTA = "full_attention", "linear_attention"
+DELTA = "linear_attention"
 INTERVAL = "full_attention_interval"
 OF_DELTA: dict[str, Any] = {
     "linear_num_key_heads": 16,
@@ -25,40 +26,22 @@ OF_DELTA: dict[str, Any] = {
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
-def as_field(types: list[str]) -> str:
-    """The `layer_types` of a config for these layers: their shortest repeating pattern; "" if all have attention."""
-    if set(types) <= {ATTENTION}:
-        return ""
-    repeats = (n for n in range(1, len(types) + 1) if all(types[l] == types[l % n] for l in range(len(types))))
-    return ",".join(types[: next(repeats)])
-
-
-def types_of(fields: dict[str, Any]) -> list[str]:
-    """The type of each layer from `model` fields: the inverse of `as_field`."""
-    types = [name.strip() for name in fields["layer_types"].split(",")] if fields["layer_types"] else [ATTENTION]
-    return [types[l % len(types)] for l in range(fields["num_hidden_layers"])]
-
-
 def _layer_types(given: dict[str, Any]) -> list[str]:
-    """Reads each layer's type: `layer_types`, or attention every few layers. Raises ConfigError for other types."""
-    layers = given["num_hidden_layers"]
+    """Reads each layer's type: `layer_types`, or attention every few layers."""
     types = given.get("layer_types")
     if types is None:
         every = given[INTERVAL]
         if every < 1:
             raise ConfigError(f"model_path: config.json: {INTERVAL}: expected 1 or more, got {every}; fetch it again")
-        types = [DELTA if (l + 1) % every else ATTENTION for l in range(layers)]
-    if len(types) != layers or not set(types) <= {ATTENTION, DELTA}:
-        raise ConfigError(
-            f"model_path: config.json: layer_types: expected {DELTA} or {ATTENTION} for each of num_hidden_layers="
-            f"{layers}, got {str(types)[:200]}; nothing else is computed for {given['model_type']}"
-        )
+        types = [DELTA if (l + 1) % every else ATTENTION for l in range(given["num_hidden_layers"])]
     return types
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
     types = _layer_types(given)
-    fields = {"layer_types": as_field(types)} | rope_keys.read_partial_rope(given, OF_IMAGES)
+    fields = {"layer_types": mixer_keys.checked(given, types, {ATTENTION, DELTA})} | rope_keys.read_partial_rope(
+        given, OF_IMAGES
+    )
     return fields if DELTA in types else fields | OF_DELTA  # without such layers their sizes say nothing
 
 
@@ -66,7 +49,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
     own = {
         "head_dim": fields["head_dim"],
         "attention_bias": False,
-        "layer_types": types_of(fields),
+        "layer_types": mixer_keys.types_of(fields),
         PARTIAL: fields[f"rope_{PARTIAL}"],
     }
     return own | {name: fields[name] for name in OF_DELTA} | rope_keys.write_rope(fields)
@@ -94,8 +77,7 @@ QWEN3_5 = ModelFamily(
     options={"qk_norm": True, "norm_plus_one": True, "attn_output_gate": True},
     read=_read,
     write=_write,
-    tensors=TENSOR_NAMES
-    | {f"{GatedDelta.name}.{ours}": LAYER + x.safetensors for ours, x in GatedDelta.tensors.items()},
+    tensors=TENSOR_NAMES | in_safetensors(GatedDelta),
     further_tensors="mtp.",
 )
 QWEN3_5_IMAGES = ImageTextFamily(model_type="qwen3_5", text_types=("qwen3_5_text",))

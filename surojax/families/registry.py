@@ -7,6 +7,7 @@ from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
 from surojax.families.glm import GLM4_MOE
 from surojax.families.gpt_oss import GPT_OSS
 from surojax.families.granite import GRANITE_MOE
+from surojax.families.lfm2 import LFM2, LFM2_MOE
 from surojax.families.llama import LLAMA
 from surojax.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
 from surojax.families.mixtral import MIXTRAL
@@ -33,6 +34,8 @@ FAMILIES: dict[str, ModelFamily] = {
         GPT_OSS,
         GRANITE_MOE,
         GLM4_MOE,
+        LFM2,
+        LFM2_MOE,
         QWEN3_5,
     )
 }
@@ -50,6 +53,6 @@ def tensor_names(ours: Set[str]) -> Mapping[str, str]:
 
     If no family has all, because a caller's block has more: the table with most of them, and our names for the rest.
     """
-    tables = [family.tensors for family in FAMILIES.values()]
+    tables = [family.canonical or family.tensors for family in FAMILIES.values()]
     nearest = max(tables, key=lambda table: len(ours & table.keys()))  # the first of those with equally many
     return nearest if ours <= nearest.keys() else {name: LAYER + name for name in ours} | dict(nearest)

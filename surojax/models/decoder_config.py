@@ -156,9 +156,10 @@ class DecoderConfig:
         return tuple(types[l % len(types)] for l in range(self.num_hidden_layers))
 
     def segments(self) -> "dict[str, LayersOf]":
-        """The layers of each segment by its name, in the order of their first layers; a segment's have equal parameters.
+        """The layers of each segment by its name, in the order of their first layers.
 
-        Attention has the names "dense" and "blocks", another mixer its own, with "_dense" before layers with experts.
+        Layers of a segment have equal parameters. Attention has the names "dense" and "blocks", another mixer its own,
+        with "_dense" before layers with experts.
         """
         dense = self.first_k_dense_replace
         numbers: dict[tuple[str, bool], list[int]] = {}

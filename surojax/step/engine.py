@@ -9,10 +9,11 @@
         each:                         push(embedding, dx)
     finish: sum over devices the gradients that are still local: embedding, final norm and head
 
-The layers are those of one stretch of the model after another, in which layers of segments alternate. The head computes in slices of tokens, and adds its
-gradient to the accumulators. Two groups may be peeled off the loop: the first, which need not read accumulators in host
-memory, and the last, in which push also sums over devices what the others leave local. The loops over layers are in
-blocks.py, fetch in weights.py, save in residuals.py, push and finish in gradients.py, embedding and head in outer.py.
+The layers are those of one stretch of the model after another, in which layers of segments alternate. The head computes
+in slices of tokens, and adds its gradient to the accumulators. Two groups may be peeled off the loop: the first, which
+need not read accumulators in host memory, and the last, in which push also sums over devices what the others leave
+local. The loops over layers are in blocks.py, fetch in weights.py, save in residuals.py, push and finish in
+gradients.py, embedding and head in outer.py.
 
 A group has `microbatches_per_fetch` microbatches. A layer's weights are fetched once for all of them, and so are its
 accumulators if they are in host memory: fewer transfers, more residuals. Gradients are added in the same order with

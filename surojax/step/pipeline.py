@@ -335,7 +335,6 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     each = batch.on_device()
     starts_BS = varying(each.starts_BS, AXES)
     engine = stage_engine(engine)
-    (segment,) = engine.model.segments
     _, stages = stage_collectives.stage()
     outer = OuterLayers.of(engine, weights)
     layers = StageLayers(model, engine, weights)

@@ -6,8 +6,7 @@
 Its state is B * x of the latest J - 1 tokens, which each next token replaces: of two tokens for J = 3. Products before
 the first token of a document are zeros, so no document and no padding reaches into another one.
 
-Files have Wb, Wc and Wx as the rows of one matrix, `in_proj`; here they are three, each of whose rows `tp` divides. No
-family has this mixer yet: a step's loops are over layers of one kind (order.py).
+Files have Wb, Wc and Wx as the rows of one matrix, `in_proj`; here they are three, each of whose rows `tp` divides.
 
 Shape suffixes: B batch, S sequence, D hidden size, J taps, P = J - 1 earlier tokens.
 """
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from surojax.errors import need
-from surojax.models.kinds.sublayer import FileNames, Mixer, Width, undivided
+from surojax.models.kinds.sublayer import FileNames, Mixer, Target, Width, undivided
 from surojax.models.layers import parameter, projection
 from surojax.models.linear import Product
 from surojax.models.model import Cache
@@ -38,7 +37,11 @@ class ShortConv(Mixer):
     name = "conv"
     input = "conv_input"
     tensors: ClassVar = {
-        "taps": FileNames("conv.conv.weight", "shortconv.conv.weight"),
+        **{
+            f"w{name}": FileNames(f"conv.in_proj.weight[{part}/3]", f"shortconv.in_proj.weight[{part}/3]")
+            for part, name in enumerate("bcx")
+        },
+        "taps": FileNames("conv.conv.weight[0/1]", "shortconv.conv.weight[0/1]"),
         "wo": FileNames("conv.out_proj.weight", "shortconv.out_proj.weight"),
     }
 
@@ -68,6 +71,10 @@ class ShortConv(Mixer):
         return y_BSD, None if cache is None else cache._replace(state=state_BPD)
 
     # -- declarations --------------------------------------------------------------------------------------------------
+
+    def targets(self) -> Sequence[Target]:
+        """Of `out_proj` alone: PEFT has one adapter of all of `in_proj`, here it is three matrices."""
+        return [self.target("wo", self.widths()[0])]
 
     def widths(self) -> Sequence[Width]:
         return [undivided("model.hidden_size", self.config.hidden_size)]

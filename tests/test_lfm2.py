@@ -1,0 +1,253 @@
+"""LFM2 and LFM2-MoE against transformers (`fixtures/make_lfm2_reference.py`): convolutions and attention in turn."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+from small import CONFIG, Small, needs, plain_loss, quick_at, tokens, vectors_drawn, worst_relative
+from test_engine import ORDER_OF_SUMS, engine_gradients
+from test_experts import ALL, check_gguf_and_back
+from test_parity import close
+
+from surojax import ConfigError, convert, default_config
+from surojax.assembly.from_config import architecture
+from surojax.config.checks import check
+from surojax.exchange import config_json
+from surojax.exchange.gguf_export import gguf_metadata
+from surojax.exchange.huggingface import model_fields
+from surojax.exchange.joined_rows import part_of_rows
+from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, stacks, tensors_by_name
+from surojax.exchange.naming import naming_of
+from surojax.families import lfm2
+from surojax.inference.forward import cached_logits, empty_cache
+from surojax.models import decoder, decoder_config, decoder_model
+from surojax.verification.settings import NVME_ALL
+
+with np.load(Path(__file__).parent / "fixtures" / "lfm2_reference.npz") as arrays:
+    REFERENCE = dict(arrays)
+CASES = ("lfm2", "lfm2_untied", "lfm2_moe")
+PROMPT = 8
+HYBRID = dataclasses.replace(
+    CONFIG, num_hidden_layers=7, qk_norm=True, layer_types="conv,conv,full_attention,conv,full_attention"
+)
+WITH_EXPERTS = dataclasses.replace(
+    HYBRID, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=2
+)
+
+
+def stored(case: str, what: str) -> dict[str, np.ndarray]:
+    """The arrays of a case, by name."""
+    start = f"{case}/{what}/"
+    return {name.removeprefix(start): x for name, x in REFERENCE.items() if name.startswith(start)}
+
+
+def given(case: str) -> dict:
+    return json.loads(str(REFERENCE[f"{case}/config.json"]))
+
+
+def config_of(case: str, **changes) -> decoder_config.DecoderConfig:
+    c = default_config()
+    c.model.update(model_fields(given(case) | changes))
+    check(c)
+    return architecture(c)
+
+
+def written(folder: Path, case: str) -> Path:
+    """A model's folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(given(case)))
+    safetensors.numpy.save_file(stored(case, "weight"), folder / SINGLE)
+    return folder
+
+
+def params_of(folder: Path, case: str) -> dict:
+    """A case's weights as the engine has them."""
+    tensors = Weights(written(folder / "model", case))
+    model = decoder_model.build(config_of(case))
+    check_tensors(tensors, model)
+    return stacks(tensors, model, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+def in_files(tree: dict, model, case: str) -> dict[str, np.ndarray]:
+    """Arrays of a tree like the weights, under the names of the files."""
+    found = tensors_by_name(jax.tree.map(np.asarray, tree), model)
+    naming = naming_of(given(case))
+    tensors: dict[str, np.ndarray] = {}
+    for name in sorted(found):
+        if part := part_of_rows(name):
+            before = [tensors[part.name]] if part.part else []
+            tensors[part.name] = np.concatenate([*before, found[name]])
+        else:
+            tensors[naming.in_files(name)] = found[name]
+    return tensors
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0, 2))
+def test_logits_and_answers_are_those_of_transformers(tmp_path, case):
+    """Of whole rows, and of a token at a time with a cache."""
+    params, model = params_of(tmp_path, case), decoder_model.build(config_of(case))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: decoder.Decoder(config_of(case), rngs=nnx.Rngs(0))))
+    inputs = REFERENCE[f"{case}/tokens"]
+    close(jax.jit(lambda w: nnx.merge(graph, w)(inputs))(params), REFERENCE[f"{case}/logits"], "logits")
+    answer = REFERENCE[f"{case}/answer"]
+    cache = empty_cache(model, 1, PROMPT + len(answer), jnp.float32)
+    step = jax.jit(lambda ids, cache, start: cached_logits(model, params, ids, cache, start))
+    ids, start, found = inputs[:1, :PROMPT], 0, []
+    for _ in answer:
+        logits, cache = step(ids, cache, jnp.int32(start))
+        start += ids.shape[1]
+        found.append(int(logits[0].argmax()))
+        ids = np.array([[found[-1]]], np.int32)
+    assert found == answer.tolist()
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+def test_loss_and_gradients_are_those_of_transformers(tmp_path, case):
+    small = Small(config=config_of(case))
+    small.state = small.state._replace(weights=params_of(tmp_path, case))
+    loss, grads = engine_gradients(small, (REFERENCE[f"{case}/tokens"][None], REFERENCE[f"{case}/labels"][None]))
+    close(loss, REFERENCE[f"{case}/loss"], "loss")
+    found, expected = in_files(grads, small.run.model, case), stored(case, "grad")
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        close(x.reshape(expected[name].shape), expected[name], f"gradient of {name}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_comes_back_to_the_bit(tmp_path, case):
+    """Names, shapes and numbers; the config is made anew from the fields, and reads back as the same."""
+    out = convert.convert(written(tmp_path / "in", case), tmp_path / "out", dtype="float32")
+    found, expected = safetensors.numpy.load_file(out / SINGLE), stored(case, "weight")
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        np.testing.assert_array_equal(x, expected[name], name)
+    made = config_json.made(model_fields(given(case)), 64, {})
+    assert made["model_type"] == given(case)["model_type"]
+    assert config_json.normal(model_fields(made)) == config_json.normal(model_fields(given(case)))
+
+
+@pytest.mark.parametrize("case", quick_at([("lfm2",), ("lfm2_moe",)], 0))
+def test_models_go_to_gguf_and_back(tmp_path, case):
+    """Layers without heads are those of convolutions; files have no factor of the chosen experts' weights."""
+    folder = written(tmp_path / "in", case)
+    if case == "lfm2_moe":
+        with pytest.raises(ConfigError, match=r"lfm2_moe does not have routed_scaling_factor=1\.5"):
+            gguf_metadata(given(case), tmp_path / "out.gguf")
+        (folder / "config.json").write_text(json.dumps(given(case) | {"routed_scaling_factor": 1.0}))
+    check_gguf_and_back(folder, tmp_path / "out.gguf")
+
+
+def test_quantised_folders_are_refused_by_the_matrix_that_is_a_part(tmp_path):
+    with pytest.raises(ConfigError, match=r"--dtype: .* got model.layers.0.conv.conv.weight\[0/1\], a part of one"):
+        convert.convert(written(tmp_path / "in", "lfm2"), tmp_path / "out", dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"conv_bias": True}, "conv_bias: expected False"),
+        ({"conv_L_cache": 4}, "conv_L_cache: expected 3"),
+        ({"layer_types": ["conv"] * 6}, "layer_types: expected full_attention or conv for each of 7 layers"),
+        ({"layer_types": ["conv"] * 6 + ["mamba"]}, "layer_types: expected full_attention or conv"),
+        ({"sliding_window": 4}, "sliding_window"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_is_not_computed_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        model_fields(given("lfm2") | changes)
+
+
+def test_experts_without_a_bias_for_the_choice_are_refused():
+    with pytest.raises(ConfigError, match="use_expert_bias: expected true, got false"):
+        model_fields(given("lfm2_moe") | {"use_expert_bias": False})
+
+
+@pytest.mark.parametrize(
+    "changes, width",
+    [
+        ({}, 48),  # 2/3 of 50 is 33; 1.25 of it 41, rounded up to a multiple of 12
+        ({"block_ffn_dim_multiplier": None}, 33),
+        ({"block_auto_adjust_ff_dim": False}, 50),
+        ({"block_ff_dim": 40}, 36),
+    ],
+)
+def test_the_width_of_the_mlp_follows_from_the_keys(changes, width):
+    assert model_fields(given("lfm2") | changes)["intermediate_size"] == width
+
+
+@pytest.mark.parametrize(
+    "types, field",
+    [
+        (["full_attention"] * 3, ""),
+        (["conv"] * 3, "conv"),
+        (["conv", "full_attention"] * 3, "conv,full_attention"),
+        (["conv", "conv", "full_attention", "conv", "conv"], "conv,conv,full_attention"),
+        (["conv", "conv", "full_attention", "full_attention"], "conv,conv,full_attention,full_attention"),
+    ],
+)
+def test_layer_types_are_their_shortest_pattern(types, field):
+    assert lfm2.as_field(types) == field
+    assert lfm2.types_of({"layer_types": field, "num_hidden_layers": len(types)}) == types
+
+
+@needs(4)
+@pytest.mark.parametrize(
+    "config, devices, placed",
+    quick_at(
+        [
+            (HYBRID, 4, {"zero_level": 3, **ALL}),
+            (HYBRID, 1, {}),
+            (HYBRID, 4, {"zero_level": 3, "tp_size": 2, **ALL}),
+            (HYBRID, 4, {"zero_level": 2, "replicate": 2, "resident_layers": 3, "offload_weights": True}),
+            (WITH_EXPERTS, 1, ALL),
+            (WITH_EXPERTS, 4, {"zero_level": 3, **ALL}),
+        ],
+        0,
+    ),
+)
+def test_gradients_equal_reverse_mode(config, devices, placed):
+    """Of several segments whose layers alternate, whatever the placement."""
+    model = decoder_model.build(config)
+    small = Small(devices, model=model, microbatches_per_fetch=3, **placed)
+    with vectors_drawn():
+        params = model.init(0)
+    batch = tokens(3, 8, 16)
+    expected = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *batch)
+    assert worst_relative(engine_gradients(small, batch), expected) < ORDER_OF_SUMS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [HYBRID, WITH_EXPERTS])
+def test_trains_alike_under_every_placement(tmp_path, config):
+    """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
+    model = decoder_model.build(config)
+    batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
+    losses = Small(model=model).train(batches)
+    assert losses[0][0] > losses[-1][0]
+    for number, late in enumerate((False, True)):
+        assert Small(model=model, microbatches_per_fetch=2, overlap_update=late, **ALL).train(batches) == losses
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        in_files = Small(model=model, batch=(2, 8, 16), nvme_path=str(folder), overlap_update=late, **NVME_ALL)
+        assert in_files.train(batches) == losses
+
+
+def test_documents_in_a_row_are_as_alone():
+    """Two documents packed into one row have the logits that each has in a row of its own."""
+    params = decoder_model.build(HYBRID).init(0)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: decoder.Decoder(HYBRID, rngs=nnx.Rngs(0))))
+    run = jax.jit(lambda ids, starts: nnx.merge(graph, params)(ids, starts))
+    ids, first = tokens(1, 16)[0], 7
+    starts = np.where(np.arange(16) < first, 0, first)[None].astype(np.int32)
+    packed = run(ids, starts)
+    for begin, end in ((0, first), (first, 16)):
+        alone = np.zeros_like(ids)
+        alone[:, : end - begin] = ids[:, begin:end]
+        close(packed[:, begin:end], run(alone, np.zeros_like(starts))[:, : end - begin], "logits")
