@@ -1,5 +1,6 @@
 """Qwen3.5 against transformers in float64 (`fixtures/make_qwen3_5_reference.py`), whose float32 would hide mistakes."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from small import quick_at
+from small import CONFIG, Small, needs, plain_loss, quick_at, tokens, vectors_drawn, worst_relative
+from test_engine import ORDER_OF_SUMS, engine_gradients
+from test_experts import ALL
 
 from surojax import ConfigError, convert, default_config
 from surojax.assembly.from_config import architecture
@@ -31,10 +34,12 @@ from surojax.inference.forward import empty_cache
 from surojax.models import decoder_model, operations
 from surojax.models.kinds import gated_delta, self_attention
 from surojax.models.model import Cache, Model
+from surojax.models.rotary import RopeScaling
 from surojax.optim.adamw import adamw
 from surojax.optim.optimizer import TensorContext, scalars
 from surojax.placement.layout import Layout
 from surojax.placement.param import OUTER
+from surojax.verification.settings import NVME_ALL
 
 with np.load(Path(__file__).parent / "fixtures" / "qwen3_5_reference.npz") as arrays:
     REFERENCE = dict(arrays)
@@ -264,6 +269,63 @@ def test_a_mistake_is_noticed(in_float64, monkeypatch, mistake):
     remade(monkeypatch, *MISTAKES[mistake])
     with pytest.raises(AssertionError):
         check_logits("qwen3_5_tied")
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+HYBRID = dataclasses.replace(
+    CONFIG,
+    num_hidden_layers=5,
+    head_dim=16,
+    qk_norm=True,
+    norm_plus_one=True,
+    attn_output_gate=True,
+    rope_scaling=RopeScaling(partial_rotary_factor=0.25),
+    layer_types="linear_attention,linear_attention,full_attention",
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=4,
+)
+
+
+@needs(4)
+@pytest.mark.parametrize(
+    "devices, placed",
+    quick_at(
+        [
+            (4, {"zero_level": 3, "tp_size": 2, **ALL}),
+            (1, {}),
+            (4, {"zero_level": 3, **ALL}),
+            (2, {"tp_size": 2}),
+        ],
+        0,
+    ),
+)
+def test_gradients_equal_reverse_mode(devices, placed):
+    """Whatever the placement, of layers that alternate."""
+    model = decoder_model.build(HYBRID)
+    small = Small(devices, model=model, microbatches_per_fetch=3, **placed)
+    with vectors_drawn():
+        params = model.init(0)
+    batch = tokens(3, 8, 16)
+    expected = jax.jit(jax.value_and_grad(plain_loss(HYBRID)))(params, *batch)
+    assert worst_relative(engine_gradients(small, batch), expected) < ORDER_OF_SUMS
+
+
+@pytest.mark.full
+def test_trains_alike_under_every_placement(tmp_path):
+    """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
+    model = decoder_model.build(HYBRID)
+    batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
+    losses = Small(model=model).train(batches)
+    assert losses[0][0] > losses[-1][0]
+    for number, late in enumerate((False, True)):
+        assert Small(model=model, microbatches_per_fetch=2, overlap_update=late, **ALL).train(batches) == losses
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        in_files = Small(model=model, batch=(2, 8, 16), nvme_path=str(folder), overlap_update=late, **NVME_ALL)
+        assert in_files.train(batches) == losses
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

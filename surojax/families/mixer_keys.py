@@ -1,19 +1,19 @@
 """Reads and writes the key `layer_types` of `config.json` where it says which mixer each layer has."""
 
-from collections.abc import Set
+from collections.abc import Sequence
 from typing import Any
 
 from surojax.errors import ConfigError
 from surojax.models.decoder_config import ATTENTION
 
 
-def checked(given: dict[str, Any], types: list[str], mixers: Set[str]) -> str:
+def checked(given: dict[str, Any], types: list[str], mixers: Sequence[str]) -> str:
     """Returns the `model` field of these layers' mixers. Raises ConfigError for other mixers, or another number."""
     layers = given["num_hidden_layers"]
-    if len(types) != layers or not set(types) <= mixers:
+    if len(types) != layers or not set(types) <= set(mixers):
         raise ConfigError(
-            f"model_path: config.json: layer_types: expected {' or '.join(sorted(mixers))} for each of {layers} layers, "
-            f"got {str(types)[:200]}; nothing else is computed for {given['model_type']}"
+            f"model_path: config.json: layer_types: expected {' or '.join(mixers)} for each of {layers} layers, got "
+            f"{str(types)[:200]}; nothing else is computed for {given['model_type']}"
         )
     return as_field(types)
 
