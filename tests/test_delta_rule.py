@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from surojax.models import delta_rule
-from surojax.models.delta_rule import LONG_AGO, Sizes, Tokens, gated_delta_rule
+from surojax.models.delta_rule import LONG_AGO, ChunkSizes, Tokens, gated_delta_rule
 
 K, R, KEY, VALUE = 2, 2, 4, 3
 T = 23
-SMALL = Sizes(chunk=4, chunks=3)  # two groups, the second with padding
+SMALL = ChunkSizes(chunk=4, chunks=3)  # two groups, the second with padding
 EXACT = 1e-11  # relative to the largest number; float64 has 1e-16, and one key for all tokens costs digits
 
 
@@ -123,7 +123,7 @@ def check_one_key(rule=gated_delta_rule) -> None:
     one = tokens._replace(k=jnp.broadcast_to(tokens.k[:, :1], tokens.k.shape), g=0 * tokens.g, beta=1 + 0 * tokens.beta)
     rows = jax.tree.map(lambda a, b: jnp.concatenate([a[:1], b[1:]]), tokens, one)
     starts = np.stack([starts_of([3, 65], 67), starts_of([], 67)])
-    of_chunks = functools.partial(rule, sizes=Sizes(chunk=64, chunks=2))
+    of_chunks = functools.partial(rule, sizes=ChunkSizes(chunk=64, chunks=2))
     assert_close(with_gradients(of_chunks)(rows, starts, state), with_gradients(recurrence)(rows, starts, state))
 
 
@@ -152,7 +152,7 @@ def check_overflow(rule=gated_delta_rule) -> None:
     """In float32: above the diagonal e^180 is infinite, and infinity times 0 is no gradient."""
     tokens, state = jax.tree.map(lambda x: x.astype(jnp.float32), drawn(1, length=8))
     tokens = tokens._replace(g=jnp.full_like(tokens.g, -40.0))
-    both = with_gradients(functools.partial(rule, sizes=Sizes(8, 1)))
+    both = with_gradients(functools.partial(rule, sizes=ChunkSizes(8, 1)))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(both(tokens, np.zeros((1, 8), np.int32), state)))
 
 
@@ -180,7 +180,7 @@ def test_gradients_are_slopes():
 
     @jax.jit
     def value(tokens, state):
-        out, after = gated_delta_rule(tokens, starts, state, Sizes(4, 2))
+        out, after = gated_delta_rule(tokens, starts, state, ChunkSizes(4, 2))
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(after))
 
     arrays = (*tokens, state)

@@ -172,7 +172,7 @@ def test_equals_transformers(in_float64, case):
 def test_steps_of_adamw_are_those_of_torch(in_float64, case):
     layers = ByLayer(case)
     params, both = layers.named(stored(case, "weight")), loss_and_gradients(layers, case)
-    optimizer = adamw(lambda done: jnp.float64(1e-2), max_grad_norm=0, m_dtype="float64", v_dtype="float64")
+    optimizer = adamw(lambda done: jnp.float64(1e-3), max_grad_norm=0, m_dtype="float64", v_dtype="float64")
     declared, structure = jax.tree.flatten(layers.of_each(lambda param, segment, l: param, lambda param: param))
     states = [optimizer.rule(param).init(param.shape, 1) for param in declared]
 

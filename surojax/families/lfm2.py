@@ -57,7 +57,7 @@ def _layer_types(given: dict[str, Any]) -> str:
         attending = given.get("full_attn_idxs")
         attending = range(layers) if attending is None else attending
         types = [ATTENTION if l in attending else CONV for l in range(layers)]
-    return mixer_keys.checked(given, types, (ATTENTION, CONV))
+    return mixer_keys.read_layer_types(given, types, (ATTENTION, CONV))
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:

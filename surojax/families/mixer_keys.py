@@ -7,7 +7,7 @@ from surojax.errors import ConfigError
 from surojax.models.decoder_config import ATTENTION
 
 
-def checked(given: dict[str, Any], types: list[str], mixers: Sequence[str]) -> str:
+def read_layer_types(given: dict[str, Any], types: list[str], mixers: Sequence[str]) -> str:
     """Returns the `model` field of these layers' mixers. Raises ConfigError for other mixers, or another number."""
     layers = given["num_hidden_layers"]
     if len(types) != layers or not set(types) <= set(mixers):

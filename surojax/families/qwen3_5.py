@@ -39,7 +39,7 @@ def _layer_types(given: dict[str, Any]) -> list[str]:
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
     types = _layer_types(given)
-    fields = {"layer_types": mixer_keys.checked(given, types, (ATTENTION, DELTA))}
+    fields = {"layer_types": mixer_keys.read_layer_types(given, types, (ATTENTION, DELTA))}
     fields |= rope_keys.read_partial_rope(given, OF_IMAGES)
     return fields if DELTA in types else fields | OF_DELTA  # without such layers their sizes say nothing
 

@@ -175,12 +175,13 @@ no_delta = Feature(
     "",
     {},
 )
+WITH_DELTA: Any = {"model.layer_types": f"{DELTA},{ATTENTION}", "model.num_hidden_layers": 4}
 OF_DELTA = (
-    is_set("model.linear_num_key_heads", 8),
-    is_set("model.linear_num_value_heads", 16),
-    is_set("model.linear_key_head_dim", 64),
-    is_set("model.linear_value_head_dim", 64),
-    is_set("model.linear_conv_kernel_dim", 3),
+    is_set("model.linear_num_key_heads", 8, WITH_DELTA),
+    is_set("model.linear_num_value_heads", 16, WITH_DELTA),
+    is_set("model.linear_key_head_dim", 64, WITH_DELTA),
+    is_set("model.linear_value_head_dim", 64, WITH_DELTA),
+    is_set("model.linear_conv_kernel_dim", 3, WITH_DELTA),
 )
 delta = Feature(
     f"model.layer_types with {DELTA}",
@@ -188,7 +189,7 @@ delta = Feature(
     lambda s, _: DELTA in s["model.layer_types"],
     clause_of("model.layer_types"),
     "''",
-    {"model.layer_types": f"{DELTA},{ATTENTION}", "model.num_hidden_layers": 4},
+    WITH_DELTA,
 )
 several_groups = Feature(
     "microbatches_per_fetch other than gradient_accumulation_steps",

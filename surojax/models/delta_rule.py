@@ -46,7 +46,7 @@ class Tokens(NamedTuple):
     beta: jax.Array
 
 
-class Sizes(NamedTuple):
+class ChunkSizes(NamedTuple):
     """Tokens of a chunk, a power of 2; chunks of a group; tf32: products read 10 bits of a mantissa."""
 
     chunk: int = CHUNK
@@ -67,7 +67,7 @@ class Affine(NamedTuple):
 
 
 def gated_delta_rule(
-    tokens: Tokens, starts: jax.Array | None = None, state: jax.Array | None = None, sizes: Sizes | None = None
+    tokens: Tokens, starts: jax.Array | None = None, state: jax.Array | None = None, sizes: ChunkSizes | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (outputs `[B, T, K, r, v]`, state after the last token `[B, K, r, k, v]`), in float32 at least.
 
@@ -79,7 +79,7 @@ def gated_delta_rule(
     wide = jnp.promote_types(tokens.v.dtype, jnp.float32)
     if sizes is None:
         tf32 = tokens.v.dtype.itemsize == 2 and dispatch.choose("delta_rule", None) == "mosaic"
-        sizes = Sizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32)
+        sizes = ChunkSizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32)
     starts = jnp.full((1, T), LONG_AGO, jnp.int32) if starts is None else starts
     state = jnp.zeros((B, K, r, tokens.k.shape[-1], v), wide) if state is None else state
     axes = frozenset().union(*map(varying_axes, (*tokens, starts, state)))
@@ -167,7 +167,7 @@ def decays(g_BNKrC: jax.Array, starts_BNC: jax.Array) -> tuple[jax.Array, jax.Ar
     )
 
 
-def chunk_maps(sizes: Sizes, tokens: Tokens, starts_BNC: jax.Array) -> tuple[Affine, Affine]:
+def chunk_maps(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array) -> tuple[Affine, Affine]:
     """Returns (state's map (M, B), outputs' map (R, O0)) of each chunk. tokens: `[B, N, C, ...]`."""
     times = functools.partial(jnp.einsum, precision=sizes.precision)
     wide = jnp.promote_types(tokens.v.dtype, jnp.float32)
@@ -191,7 +191,7 @@ def chunk_maps(sizes: Sizes, tokens: Tokens, starts_BNC: jax.Array) -> tuple[Aff
     )
 
 
-def group_forward(sizes: Sizes, tokens: Tokens, starts_BNC: jax.Array, state: jax.Array):
+def group_forward(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array, state: jax.Array):
     """Returns (outputs `[B, N, C, K, r, v]`, state after) of a group of chunks."""
     times = functools.partial(jnp.einsum, precision=sizes.precision)
     states, outputs = chunk_maps(sizes, tokens, starts_BNC)
@@ -209,7 +209,7 @@ def group_forward(sizes: Sizes, tokens: Tokens, starts_BNC: jax.Array, state: ja
 # --- all groups, one after another ------------------------------------------------------------------------------------
 
 
-def _in_groups(sizes: Sizes, x_BT: jax.Array, mode: Any = "constant") -> jax.Array:
+def _in_groups(sizes: ChunkSizes, x_BT: jax.Array, mode: Any = "constant") -> jax.Array:
     """Splits tokens into `[G, B, N, C, ...]`, with zeros after the last one, which write nothing and decay nothing."""
     B, T = x_BT.shape[:2]
     N = min(sizes.chunks, -(-T // sizes.chunk))
@@ -218,7 +218,7 @@ def _in_groups(sizes: Sizes, x_BT: jax.Array, mode: Any = "constant") -> jax.Arr
     return jnp.moveaxis(x_BT.reshape(B, -1, N, sizes.chunk, *x_BT.shape[2:]), 1, 0)
 
 
-def _all_in_groups(sizes: Sizes, tokens: Tokens, starts_BT: jax.Array) -> tuple[Tokens, jax.Array]:
+def _all_in_groups(sizes: ChunkSizes, tokens: Tokens, starts_BT: jax.Array) -> tuple[Tokens, jax.Array]:
     """Returns (tokens, starts from each chunk's first token), both `[G, B, N, C, ...]`."""
     starts = _in_groups(sizes, starts_BT, "edge")
     G, _, N, C = starts.shape
@@ -232,7 +232,7 @@ def _of_tokens(x_GBNC: jax.Array, T: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rule(sizes: Sizes, tokens: Tokens, starts_BT: jax.Array, state: jax.Array):
+def _rule(sizes: ChunkSizes, tokens: Tokens, starts_BT: jax.Array, state: jax.Array):
     return _rule_forward(sizes, tokens, starts_BT, state)[0]
 
 
