@@ -72,6 +72,10 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     | {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0, "attention_multiplier": 0.2},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_qk_norm": True}
     | {"num_nextn_predict_layers": 0, "routed_scaling_factor": 1.5, "num_hidden_layers": 3},
+    "lfm2": {"num_hidden_layers": 5, "full_attn_idxs": [1, 4], "block_multiple_of": 32},
+    "lfm2_moe": EXPERTS
+    | {"num_hidden_layers": 5, "layer_types": ["conv", FULL, "conv", "conv", FULL], "num_dense_layers": 2}
+    | {"moe_intermediate_size": 32, "norm_topk_prob": True},
 }
 # Further models of a family, which are exported as they are and with a config.json that is made.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -123,6 +127,8 @@ def refused(case: Case) -> str:
         return "a model without experts"
     if case.layout == "apart" and family.expert_files.only:
         return "its files have experts in one tensor"
+    if case.kind in ("fp8", "nvfp4") and "conv.taps" in family.tensors:
+        return "matrices that are parts of one are not quantised"
     if case.kind == "mxfp4" and case.family != "gpt_oss":
         return "MXFP4 is of gpt-oss"
     if case.kind in ("fp8", "nvfp4") and case.layout == "together":

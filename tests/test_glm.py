@@ -216,7 +216,7 @@ SIGMOID = FOUR | {"model.scoring_func": "sigmoid"}
         (DENSE | {"pp_size": 2, "gpus": 2}, r"^model\.first_k_dense_replace: expected 0 with pp_size=2"),
         (
             DENSE | {"lora": True, "lora_target_modules": "experts.down_proj"},
-            r"^lora_target_modules: expected a matrix of every layer, those with experts and those without, got 'exp",
+            r"^lora_target_modules: expected a matrix of every layer, whatever its mixer, .*, got 'exp",
         ),
         (
             FOUR | {"lora": True, "lora_target_modules": "shared_experts.up_proj"},

@@ -19,6 +19,7 @@ from surojax import ConfigError, convert, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
 from surojax.exchange import config_json
+from surojax.exchange.expert_tensors import of_expert, without_number
 from surojax.exchange.gguf_export import gguf_metadata
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.joined_rows import part_of_rows
@@ -84,7 +85,9 @@ def in_files(tree: dict, model, case: str) -> dict[str, np.ndarray]:
             before = [tensors[part.name]] if part.part else []
             tensors[part.name] = np.concatenate([*before, found[name]])
         else:
-            tensors[naming.in_files(name)] = found[name]
+            name_of_all, expert = without_number(name)
+            in_file = naming.in_files(name_of_all)
+            tensors[in_file if expert is None else of_expert(in_file, expert)] = found[name]
     return tensors
 
 
@@ -116,7 +119,10 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, case):
     found, expected = in_files(grads, small.run.model, case), stored(case, "grad")
     assert found.keys() == expected.keys()
     for name, x in found.items():
-        close(x.reshape(expected[name].shape), expected[name], f"gradient of {name}")
+        if name.endswith("expert_bias"):
+            assert not x.any() and not expected[name].any()
+        else:
+            close(x.reshape(expected[name].shape), expected[name], f"gradient of {name}")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -195,6 +201,37 @@ def test_the_width_of_the_mlp_follows_from_the_keys(changes, width):
 def test_layer_types_are_their_shortest_pattern(types, field):
     assert mixer_keys.as_field(types) == field
     assert mixer_keys.types_of({"layer_types": field, "num_hidden_layers": len(types)}) == types
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"pp_size": 2, "gpus": 2}, "pp_size=2, whose layers are equal"),
+        ({"sequence_chunks": 2}, "sequence_chunks=2, whose chunks hand on keys and values alone"),
+        ({"cp_size": 2, "gpus": 2}, "cp_size: expected 1 with layers of short convolutions"),
+        ({"lora": True, "lora_target_modules": "q_proj"}, "a matrix of every layer, whatever its mixer"),
+        ({"model.layer_types": "conv,mamba"}, "model.layer_types: expected mixers .* got 'mamba'"),
+        ({"model.layer_types": ",".join(["conv"] * 13)}, "at most num_hidden_layers=12 mixers"),
+    ],
+)
+def test_settings_that_are_not_built_for_it_are_refused(changes, message):
+    c = default_config()
+    c.model.layer_types = "conv,full_attention"
+    c.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=message):
+        check(c)
+
+
+def test_adapters_are_of_each_mixers_matrices():
+    c = default_config()
+    c.model.layer_types = "conv,full_attention"
+    c.update({"lora": True, "lora_target_modules": "q_proj,out_proj"})
+    check(c)
+    segments = decoder_model.build(architecture(c)).segments
+    assert {s.name: [param.name for param in jax.tree.leaves(s.trained_params)] for s in segments} == {
+        "conv": ["conv.wo_lora.a", "conv.wo_lora.b"],
+        "blocks": ["attention.wq_lora.a", "attention.wq_lora.b"],
+    }
 
 
 @needs(4)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from surojax.models.order import LONGEST_PERIOD, Run, Slot, directed, in_pairs, order_of, runs
+from surojax.models.order import LONGEST_PERIOD, LayerLoop, RepeatingLayers, loops_of, order_of, patterns
 
-# Orders of published models by a letter for each kind, and (slots that are compiled, loops).
+# Orders of published models by a letter for each kind, and (layers that are compiled, loops of several rounds).
 PUBLISHED = {
     "Llama 3 8B": ("A" * 32, 1, 1),
     "Qwen3.5 9B": ("GGGA" * 8, 4, 1),
@@ -19,15 +19,27 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("kinds, slots, loops", PUBLISHED.values(), ids=PUBLISHED)
-def test_orders_of_published_models_are_few_loops(kinds, slots, loops):
-    found = runs(order_of(kinds))
-    assert sum(len(run.slots) for run in found) == slots
-    assert sum(run.rounds > 1 for run in found) == loops
+@pytest.mark.parametrize("kinds, layers, loops", PUBLISHED.values(), ids=PUBLISHED)
+def test_orders_of_published_models_are_few_loops(kinds, layers, loops):
+    found = patterns(order_of(kinds))
+    assert sum(run.period for run in found) == layers
+    assert sum(run.stop - run.start > run.period for run in found) == loops
+
+
+def visited(loop: LayerLoop, *, reverse: bool) -> list[tuple]:
+    """(kind, variant, index in the kind's stacks, number in the model) of each layer, as a pass computes them."""
+    places = loop.places(reverse=reverse)
+    layers = []
+    for number, (kind, variant) in enumerate(places):
+        i, j = divmod(number, loop.period)
+        before, in_loop = loop.visited(i, j, reverse=reverse)
+        index = loop.index(before, kind, reverse=reverse)
+        layers.append((kind, variant, index, loop.number_in_model(index, in_loop, reverse=reverse)))
+    return layers
 
 
 def drawn_orders():
-    """300 orders of up to 40 layers: random ones, and repeated patterns with random layers around them."""
+    """300 orders of up to 44 layers: random ones, and repeated patterns with random layers behind them."""
     rng = np.random.default_rng(0)
     for _ in range(300):
         kinds = "".join(rng.choice(list("AME"[: rng.integers(1, 4)]), rng.integers(1, 9)))
@@ -35,40 +47,57 @@ def drawn_orders():
             rng.choice(list("AM"), rng.integers(0, 4))
         )
         period = rng.integers(1, 4)
-        yield order_of(kinds, ["window" if i % period else "all" for i in range(len(kinds))])
+        yield order_of(kinds, ["window" if i % period else "all" for i in range(len(kinds))]), rng
 
 
-def test_every_layer_is_visited_once_in_both_directions_and_in_pairs():
-    for order in drawn_orders():
-        found = runs(order)
-        assert all(len(run.slots) <= LONGEST_PERIOD for run in found if run.rounds > 1)
-        for reverse in (False, True):
-            expected = list(order)[::-1] if reverse else list(order)
-            one_way = directed(found, reverse=reverse)
-            assert [layer for run in one_way for layer in run.layers()] == expected
-            paired = [part for run in one_way for part in in_pairs(run)]
-            assert [layer for run in paired for layer in run.layers()] == expected
+def test_every_layer_is_visited_once_in_both_directions():
+    """Also where a kind's layers are in two memories, and none of the layers of a loop of one kind in both."""
+    mixed = 0
+    for order, rng in drawn_orders():
+        counts = {kind: sum(layer.kind == kind for layer in order) for kind in {layer.kind for layer in order}}
+        for ends in ({}, {kind: [int(rng.integers(0, n + 1))] for kind, n in counts.items()}):
+            loops = loops_of(order, ends, first=5)
+            expected = [(*layer[::2], layer.index, 5 + number) for number, layer in enumerate(order)]
+            found = [layer for loop in loops for layer in visited(loop, reverse=False)]
+            assert found == expected
+            back = [layer for loop in reversed(loops) for layer in visited(loop, reverse=True)]
+            assert back == expected[::-1]
+            for loop in loops:
+                assert loop.period <= LONGEST_PERIOD
+                mixed += not loop.has_one_kind
+                for kind, layers in loop.layers.items():
+                    assert not any(layers.start < end < layers.stop for end in ends.get(kind, ()))
+                    assert len(layers) == loop.kinds.count(kind)
+                    assert loop.variant(kind) == order[[x[:2] for x in order].index((kind, layers.start))].variant
+    assert mixed > 100
 
 
-def test_neighbours_of_a_slot_are_slots_of_its_run():
-    """Layers j before or after a round, as transfers ask for them, are those of the rounds beside it."""
-    (run,) = runs(order_of("GGGA" * 5))
-    layers = run.layers()
-    for k in range(1, 4):
-        for j in range(-4, 8):
-            slot = run.slot(j)
-            assert (slot.kind, slot.index(k)) == layers[4 * k + j][:2]
+def test_indices_are_linear_in_the_rounds():
+    (loop,) = loops_of(order_of("GGGA" * 5))
+    assert loop == LayerLoop({"G": range(15), "A": range(5)}, tuple("GGGA" * 5), (None,) * 20, 4, 0)
+    for reverse in (False, True):
+        for j in range(4):
+            counts = [loop.visited(i, j, reverse=reverse)[0] for i in range(5)]
+            assert len(set(np.diff(counts))) == 1
 
 
 def test_a_loop_and_its_edges_cost_a_layer_each():
     """Two equal layers alone are unrolled and three are a loop, but not if transfers wait at both of its ends."""
-    assert runs(order_of("AA")) == [Run(1, (Slot("A", None, 1, 0), Slot("A", None, 1, 1)))]
-    assert runs(order_of("AAA")) == [Run(3, (Slot("A", None, 1, 0),))]
-    assert [run.rounds for run in runs(order_of("MAAAM"))] == [1]
-    assert [run.rounds for run in runs(order_of("M" + "A" * 5 + "M"))] == [1, 3, 1]
+    rounds = lambda kinds: [(run.stop - run.start) // run.period for run in patterns(order_of(kinds))]
+    assert rounds("AA") == [1, 1]
+    assert rounds("AAA") == [3]
+    assert rounds("MAAAM") == [1] * 5
+    assert rounds("M" + "A" * 5 + "M") == [1, 1, 3, 1, 1]  # at its ends, the layers that arrive are of its kind
 
 
 def test_variants_repeat_with_their_kind():
-    """Windows of every layer but each third make a body of three slots, one stack apart."""
-    (run,) = runs(order_of("A" * 12, ["w", "w", "g"] * 4))
-    assert run == Run(4, tuple(Slot("A", variant, 3, i) for i, variant in enumerate("wwg")))
+    """Windows of every layer but each third make a body of three layers, in stacks and in patterns of kinds."""
+    (loop,) = loops_of(order_of("A" * 12, ["w", "w", "g"] * 4))
+    assert (loop.period, loop.layers) == (3, {"A": range(12)})
+    assert patterns(order_of("AM" * 6, ["w", "w", "g", "w"] * 3)) == [RepeatingLayers(0, 12, 4)]
+
+
+def test_part_of_a_loop():
+    (loop,) = loops_of(order_of("A" * 6), first=2)
+    part = loop.part(4, 6)
+    assert (part.layers, part.number, len(part.kinds)) == ({"A": range(4, 6)}, 6, 2)

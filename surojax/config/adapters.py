@@ -27,8 +27,9 @@ def check_adapters(c: Config) -> None:
     names = target_names(c.lora_target_modules, layers)
     _check_rank(c, (target for target in known if target.matrix in names))
     for layer in layers if len(layers) > 1 else ():
-        expected = "a matrix of every layer, those with experts and those without"
-        is_adapted = bool(names_in_layers(names, with_experts=layer.mlp.has_experts))
+        expected = "a matrix of every layer, whatever its mixer, with experts and without"
+        own = {target.matrix for target in adaptable([layer])}
+        is_adapted = bool(own & {*names_in_layers(names, with_experts=layer.mlp.has_experts)})
         need(is_adapted, "lora_target_modules", expected, c.lora_target_modules, "name one of each")
     has_experts = any(layer.mlp.has_experts for layer in layers)
     if has_experts and (of_mlps := [name for name in names if is_of_mlp(name)]):

@@ -10,10 +10,9 @@ from surojax.errors import ConfigError
 from surojax.families import mixer_keys, rope_keys
 from surojax.families.family import LLAMA_DEFAULTS, SIZES, TENSOR_NAMES, ImageTextFamily, ModelFamily, in_safetensors
 from surojax.families.rope_keys import PARTIAL
-from surojax.models.decoder_config import ATTENTION
+from surojax.models.decoder_config import ATTENTION, DELTA
 from surojax.models.kinds.gated_delta import GatedDelta
 
-DELTA = "linear_attention"
 INTERVAL = "full_attention_interval"
 OF_DELTA: dict[str, Any] = {
     "linear_num_key_heads": 16,

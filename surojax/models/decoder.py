@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from surojax.models.decoder_config import ATTENTION, SCORE, DecoderConfig
+from surojax.models.decoder_config import ATTENTION, DELTA, SCORE, DecoderConfig
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
@@ -35,7 +35,7 @@ def times(factor: float, x: jax.Array) -> jax.Array:
 
 
 # By their names in layer_types.
-MIXERS: dict[str, type[Mixer]] = {ATTENTION: Attention, "conv": ShortConv, "linear_attention": GatedDelta}
+MIXERS: dict[str, type[Mixer]] = {ATTENTION: Attention, "conv": ShortConv, DELTA: GatedDelta}
 
 
 def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:

@@ -7,7 +7,7 @@ from typing import Any
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
 from surojax.models.decoder import MIXERS
-from surojax.models.decoder_config import ATTENTION, channels
+from surojax.models.decoder_config import ATTENTION, DELTA, channels
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals.features import (
     BY_LAYER,
@@ -166,7 +166,6 @@ convolutions = Feature(
     "''",
     {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4},
 )
-DELTA = "linear_attention"
 no_delta = Feature(
     f"model.layer_types without {DELTA}",
     ("model.layer_types",),
@@ -232,8 +231,13 @@ REFUSALS = (
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
     *refuse_each(OF_DELTA, no_delta, "which does not use it", f"leave it out, or put {DELTA} into model.layer_types"),
     Refusal(is_set("master_dtype", "bfloat16"), delta, "whose decays are float32", "set it to 'float32'"),
-    Refusal(convolutions, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
-    Refusal(convolutions, is_above("sequence_chunks", 1), "whose chunks hand on keys and values alone", "leave it out"),
+    Refusal(convolutions, stages, "whose layers are equal", "set pp_size=1"),
+    Refusal(
+        convolutions,
+        is_above("sequence_chunks", 1),
+        "whose chunks hand on keys and values alone",
+        "set sequence_chunks=1",
+    ),
     Refusal(dense_first, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),

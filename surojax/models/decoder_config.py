@@ -16,6 +16,7 @@ from surojax.numerics.recipes import Precision
 BLOCKS = "blocks"  # the segment of layers with attention
 SCORE = "score"  # the head of a model that computes numbers instead of logits
 DENSE = "dense"  # likewise, of the first layers without experts, if others have experts
+DELTA = "linear_attention"  # the mixer of gated delta nets, as config.json calls it
 ATTENTION = "full_attention"  # the mixer of layers whose segments have no other name
 
 

@@ -191,6 +191,8 @@ def add_adapters(block: nnx.Module, lora: Lora | None, *, rngs: nnx.Rngs) -> Non
         return
     for target in lora.targets:
         *path, name = target.split(".")
+        if not hasattr(block, path[0]):  # of layers with another mixer
+            continue
         module: Any = block
         for step in path:
             module = getattr(module, step)

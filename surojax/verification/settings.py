@@ -76,6 +76,7 @@ SHARED: dict[str, Any] = EXPERTS | {  # two segments of layers
 EACH: dict[str, Any] = {"lora_target_modules": "q_proj,gate_proj,up_proj,down_proj"}  # of each expert
 EP: dict[str, Any] = EVEN | ZERO3 | {"ep_size": 2}
 EP4: dict[str, Any] = EP | {"ep_size": 4}
+HYBRID: dict[str, Any] = {"model.layer_types": "conv,full_attention"}
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
 # A row is there for a path through the step. Each field alone; each axis of the mesh alone, with every offload, with
@@ -210,7 +211,16 @@ MIXTURES: tuple[Setting, ...] = (
     Setting("experts_adapted_tp_2x2", EXPERTS | LORA_OFFLOADS | ZERO3_TP | EACH, 4, "experts_adapted", "order"),
     Setting("experts_qlora_mxfp4", EXPERTS | QLORA_MXFP4, like="experts_lora", expect="fp4"),
 )
-SETTINGS += ADAPTERS + MIXTURES
+# Layers of convolutions and of attention in turn: they are compared with each other.
+HYBRIDS: tuple[Setting, ...] = (
+    Setting("hybrid", HYBRID, expect="another"),
+    Setting("hybrid_offload_all", HYBRID | ALL, like="hybrid"),
+    Setting("hybrid_overlap_update", HYBRID | OVERLAPPED, like="hybrid"),
+    Setting("hybrid_nvme_all", HYBRID | NVME_ALL, like="hybrid", expect="grouped"),
+    Setting("hybrid_zero_level=3@4", HYBRID | ZERO3 | ALL, 4, like="hybrid", expect="order"),
+    Setting("hybrid_tp_2x2", HYBRID | ZERO3_TP | ALL, 4, like="hybrid", expect="order"),
+)
+SETTINGS += ADAPTERS + MIXTURES + HYBRIDS
 
 # Sizes of a model that every row can use: heads that 4 GPUs divide, which share the 2 key/value heads in pairs; rows of
 # matrices that are blocks of 64 numbers on each of 2 GPUs; layers for 2 stages, each with one that is resident.
@@ -240,7 +250,11 @@ def rows_of_config(c: Config, devices: int) -> list[Setting]:
     defaults = default_config()
     own = {name: c[name] for name in RESET if c[name] != defaults[name]}
     n = c.gpus or devices
-    unfit = (*ADAPTERS * bool(c.lora), *MIXTURES * bool(c.lora or c.model.num_experts))
+    unfit = (
+        *ADAPTERS * bool(c.lora),
+        *MIXTURES * bool(c.lora or c.model.num_experts),
+        *HYBRIDS * bool(c.lora or c.model.layer_types),
+    )
     rows = [s for s in SETTINGS if s not in unfit]
     if not own and n == 1:
         return rows
