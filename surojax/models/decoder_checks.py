@@ -172,7 +172,7 @@ no_delta = Feature(
     lambda s, _: DELTA not in s["model.layer_types"],
     clause_of("model.layer_types"),
     "",
-    {},
+    {"model.layer_types": ""},
 )
 WITH_DELTA: Any = {"model.layer_types": f"{DELTA},{ATTENTION}", "model.num_hidden_layers": 4}
 OF_DELTA = (
@@ -230,6 +230,7 @@ REFUSALS = (
     Refusal(is_set("master_dtype", "bfloat16"), sigmoid, "whose bias of the choice is float32", "set it to 'float32'"),
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
     *refuse_each(OF_DELTA, no_delta, "which does not use it", f"leave it out, or put {DELTA} into model.layer_types"),
+    Refusal(is_above("cp_size", 1), delta, "whose states of other GPUs' tokens are not sent yet", "leave it out"),
     Refusal(is_set("master_dtype", "bfloat16"), delta, "whose decays are float32", "set it to 'float32'"),
     Refusal(convolutions, stages, "whose layers are equal", "set pp_size=1"),
     Refusal(
