@@ -328,7 +328,7 @@ def test_adapters_are_of_all_matrices_of_both_mixers():
     """By PEFT's names; one of queries, keys and values together, as files have the matrix."""
     c = default_config()
     c.model.update(model_fields(given("qwen3_5_tied")))
-    c.update({"lora": True, "lora_target_modules": "all-linear"})
+    c.update({"lora": True, "lora_rank": 2, "lora_target_modules": "all-linear"})
     check(c)
     trained = {s.name: s.trained_params for s in decoder_model.build(architecture(c)).segments}
     mlp = ["w_down_lora", "w_gate_lora", "w_up_lora"]
