@@ -238,7 +238,8 @@ def _rule(sizes: ChunkSizes, tokens: Tokens, starts_BT: jax.Array, state: jax.Ar
 
 def _rule_forward(sizes, tokens, starts_BT, state):
     def step(state, group):
-        out, after = group_forward(sizes, *group, state)
+        tokens, starts = group
+        out, after = group_forward(sizes, tokens, starts, state)
         return after, (out, state)
 
     after, (out, before) = jax.lax.scan(step, state, _all_in_groups(sizes, tokens, starts_BT))

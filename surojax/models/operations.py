@@ -188,8 +188,8 @@ class Operations:
                 return [self.linear(y, projection) for projection in projections]
             rounded = [projection for projection in projections if is_rounded(projection)]
             in_float8 = iter(self._products_in_float8(self.in_float8, y, rounded))
-            others = len(rounded) < len(projections)
-            y = all_gather_sequence(linear_fp8.whole_input(y)) if others else None
+            if len(rounded) < len(projections):
+                y = all_gather_sequence(linear_fp8.whole_input(y))
             return [next(in_float8) if is_rounded(one) else self.linear(y, one) for one in projections]
 
         return recomputed(project, norm is not None)(x)
