@@ -13,6 +13,7 @@ from surojax.config.checks import check
 from surojax.config.fields import kinds
 from surojax.models import decoder, decoder_model
 from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
@@ -20,7 +21,14 @@ from surojax.models.kinds.sublayer import Width
 from surojax.numerics.fp8 import Sites
 
 EXPERTS = dataclasses.replace(CONFIG, num_experts=4, num_experts_per_tok=2, n_shared_experts=1, scoring_func="sigmoid")
-OPTIONS = dataclasses.replace(CONFIG, attention_bias=True, qk_norm=True)
+OPTIONS = dataclasses.replace(CONFIG, attention_bias=True, qk_norm=True, attn_output_gate=True)
+DELTA = dataclasses.replace(
+    CONFIG,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=4,
+    linear_value_head_dim=3,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +64,9 @@ def test_float8_has_the_sites_of_the_products_in_their_order():
 
 
 @pytest.mark.parametrize(
-    "kind, config", [(Attention, OPTIONS), (SwiGLU, CONFIG), (Experts, EXPERTS)], ids=lambda x: getattr(x, "name", "")
+    "kind, config",
+    [(Attention, OPTIONS), (SwiGLU, CONFIG), (Experts, EXPERTS), (GatedDelta, DELTA)],
+    ids=lambda x: getattr(x, "name", ""),
 )
 def test_every_parameter_has_names_in_files_and_every_matrix_may_have_an_adapter(kind, config):
     module = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
@@ -64,7 +74,7 @@ def test_every_parameter_has_names_in_files_and_every_matrix_may_have_an_adapter
     shapes = {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
     assert shapes.keys() == kind.tensors.keys()
     targets = kind(config).targets()
-    matrices = {name for name, shape in shapes.items() if len(shape) > 1 and name != "router"}
+    matrices = {name for name, shape in shapes.items() if len(shape) > 1 and name not in ("router", "taps")}
     assert {target.matrix for target in targets} == {f"{kind.name}.{name}" for name in matrices}
     for target in targets:
         shape = shapes[target.matrix.removeprefix(f"{kind.name}.")]
@@ -101,5 +111,10 @@ def test_a_config_with_other_sizes_has_other_kinds():
 def test_a_state_that_does_not_grow_is_declared_so():
     conv = ShortConv(CONFIG)
     assert conv.decode_state(2, 10, "float32").shape == conv.decode_state(2, 10_000, "float32").shape == (2, 2, 32)
+    delta = GatedDelta(DELTA)
+    state, inputs = delta.decode_state(2, 10, "bfloat16")
+    assert (state.shape, state.dtype) == ((2, 2, 3, 4, 3), "float32")
+    assert (inputs.shape, inputs.dtype) == ((2, 3, 2 * 8 + 18), "bfloat16")
+    assert delta.decode_state(2, 10_000, "bfloat16") == (state, inputs)
     with pytest.raises(ConfigError, match=r"^cp_size: expected 1 with layers of short convolutions, got 2"):
         conv.check_context(SimpleNamespace(cp_size=2))

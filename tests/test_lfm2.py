@@ -26,7 +26,7 @@ from surojax.exchange.huggingface import model_fields
 from surojax.exchange.joined_rows import part_of_rows
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, stacks, tensors_by_name
 from surojax.exchange.naming import naming_of
-from surojax.families import lfm2
+from surojax.families import mixer_keys
 from surojax.inference.forward import cached_logits, empty_cache
 from surojax.models import decoder, decoder_config, decoder_model
 from surojax.verification.settings import NVME_ALL
@@ -200,8 +200,8 @@ def test_the_width_of_the_mlp_follows_from_the_keys(changes, width):
     ],
 )
 def test_layer_types_are_their_shortest_pattern(types, field):
-    assert lfm2.as_field(types) == field
-    assert lfm2.types_of({"layer_types": field, "num_hidden_layers": len(types)}) == types
+    assert mixer_keys.as_field(types) == field
+    assert mixer_keys.types_of({"layer_types": field, "num_hidden_layers": len(types)}) == types
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,16 @@ class ModelFields(Section):
     r"""decoder blocks."""
     layer_types: str
     r"""their mixers in turn, repeated: "conv,conv,full_attention"; "" = all have attention."""
+    linear_num_key_heads: int
+    r"""key heads of mixers "linear_attention" (gated delta nets)."""
+    linear_num_value_heads: int
+    r"""their value heads, a multiple of the key heads; each has a state."""
+    linear_key_head_dim: int
+    r"""channels of their keys."""
+    linear_value_head_dim: int
+    r"""channels of their values."""
+    linear_conv_kernel_dim: int
+    r"""latest tokens that their convolutions see."""
     num_attention_heads: int
     r"""query heads."""
     num_key_value_heads: int
@@ -90,6 +100,9 @@ class ModelFields(Section):
     r"""bias on queries, keys and values (Qwen2)."""
     attention_out_bias: bool
     r"""bias on the output of attention (gpt-oss)."""
+    attn_output_gate: bool
+    r"""attention's output is multiplied by sigmoid(gate); the rows of each head's gate follow its query's
+    (Qwen3.5)."""
     attention_sinks: bool
     r"""each head's softmax has one more logit, which is learned and belongs to no position (gpt-oss)."""
     qk_norm: bool

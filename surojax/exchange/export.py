@@ -30,6 +30,7 @@ from surojax.exchange.naming import Naming, naming_of
 from surojax.exchange.shards import StoredTensor
 from surojax.exchange.small_files import Files
 from surojax.families.family import LAYER, SHARED_EXPERT_TENSOR_NAMES, ExpertFiles
+from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.model import Model
 from surojax.numerics import base_formats
 from surojax.untrusted import expanded
@@ -39,7 +40,11 @@ DTYPES: dict[str, np.dtype] = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
-CHOICE_BIAS = SHARED_EXPERT_TENSOR_NAMES["mlp.b_choice"].removeprefix(LAYER)
+# Ends of names of tensors that are float32 in files of any dtype: the bias of a router's choice, and decays.
+IN_FLOAT32 = (
+    SHARED_EXPERT_TENSOR_NAMES["mlp.b_choice"].removeprefix(LAYER),
+    *(GatedDelta.tensors[name].safetensors for name in ("A_log", "dt_bias")),
+)
 SHARD_BYTES = 5 * 10**9
 UNFINISHED = "unfinished"  # end of the name of the hidden folder that is written
 
@@ -296,9 +301,9 @@ def _planned(name: str, piece: _Piece, dtype: str) -> dict[str, StoredTensor]:
 
 
 def _stored_dtype(piece: _Piece, dtype: str) -> np.dtype:
-    """The dtype of a tensor that is not quantised: of a router's bias for the choice float32, as published."""
-    is_choice = piece.names[0].endswith(CHOICE_BIAS)
-    return DTYPES["float32"] if is_choice else DTYPES.get(dtype, DTYPES[compressed.OTHERS])
+    """The dtype of a tensor that is not quantised."""
+    in_float32 = piece.names[0].endswith(IN_FLOAT32)
+    return DTYPES["float32"] if in_float32 else DTYPES.get(dtype, DTYPES[compressed.OTHERS])
 
 
 def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str) -> Iterator[np.ndarray]:

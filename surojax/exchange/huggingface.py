@@ -149,7 +149,7 @@ def _types_of_rope(rope: Any, place: str) -> dict[str, tuple[Any, type]]:
         if isinstance(value, dict):
             found |= _types_of_rope(value, f"{place}.{key}")
         elif key not in ("rope_type", "type") and not isinstance(value, list):
-            found[f"{place}.{key}"] = (value, bool if key == "truncate" else float)
+            found[f"{place}.{key}"] = (value, bool if key in ("truncate", "mrope_interleaved") else float)
     return found
 
 

@@ -72,8 +72,11 @@ LAYER = re.compile(rf"(?:^|\.)layers\.({NUMBER})\.")
 
 
 def is_of_further_layers(name: str, config: dict[str, Any]) -> bool:
-    """True for tensors of extra layers behind the last one, which predict further tokens. config: config.json."""
+    """True for tensors that predict further tokens, such as those of layers behind the last. config: config.json."""
+    config = parts.text_config(config) if parts.has_parts(config) else config
     family = FAMILIES.get(str(config.get("model_type")))
+    if family and family.further_tensors and name.startswith(family.further_tensors):
+        return True
     number = LAYER.search(name)
     if family is None or not family.further_layers or number is None:
         return False

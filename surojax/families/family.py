@@ -181,6 +181,7 @@ class ModelFamily:
     transformers 5: its end in files}, of tensors whose names differ there from most families' too. expert_files: how
     files have experts. gguf: None if its GGUF files are not read. further_layers: the key of config.json that counts
     layers behind the last one, which predict further tokens; their tensors are left aside; "": there are none.
+    further_tensors: the start of the names of tensors that predict further tokens, which are left aside; "": none.
     """
 
     model_type: str
@@ -200,6 +201,7 @@ class ModelFamily:
     expert_files: ExpertFiles = BY_EXPERT
     gguf: Gguf | None = None
     further_layers: str = ""
+    further_tensors: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from surojax.families.family import (
     Gguf,
     ModelFamily,
 )
+from surojax.families.rope_keys import PARTIAL
 
 OF_EXPERTS = (
     "num_experts_per_tok",
@@ -22,19 +23,14 @@ OF_EXPERTS = (
     "n_shared_experts",
     "first_k_dense_replace",
 )
-PARTIAL = "partial_rotary_factor"
 # Experts in groups, of which a token may use some: of one group, all of it.
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
-    rope = rope_keys.said(given)
-    own = rope.pop(PARTIAL, None)
-    said = given[PARTIAL] if own is None else own
-    without = {key: value for key, value in given.items() if key != PARTIAL}
     fields = {"num_experts": given["n_routed_experts"], "qk_norm": given["use_qk_norm"]}
     fields |= window_keys.read_everywhere(given)
-    return fields | {"rope_partial_rotary_factor": float(said)} | rope_keys.rope_fields(without, rope)
+    return fields | rope_keys.read_partial_rope(given)
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ transformers adds 1e-6 to the sum that LFM2-MoE's chosen weights are divided by,
 from typing import Any
 
 from surojax.errors import ConfigError
-from surojax.families import rope_keys
+from surojax.families import mixer_keys, rope_keys
 from surojax.families.family import (
     GGUF_NAMES,
     LAYER,
@@ -21,10 +21,11 @@ from surojax.families.family import (
     in_gguf,
     in_safetensors,
 )
+from surojax.models.decoder_config import ATTENTION
 from surojax.models.kinds.short_conv import TAPS, ShortConv
 from surojax.models.kinds.targets import WITHOUT_EXPERTS
 
-ATTENTION, CONV = "full_attention", "conv"
+CONV = "conv"
 FORWARD = "feed_forward."
 # Keys of the sizes of one MLP, which the class computes from them, and of no convolution but that of ShortConv.
 OF_WIDTH = ("block_multiple_of", "block_ffn_dim_multiplier", "block_auto_adjust_ff_dim")
@@ -56,26 +57,7 @@ def _layer_types(given: dict[str, Any]) -> str:
         attending = given.get("full_attn_idxs")
         attending = range(layers) if attending is None else attending
         types = [ATTENTION if l in attending else CONV for l in range(layers)]
-    if len(types) != layers or not set(types) <= {ATTENTION, CONV}:
-        raise ConfigError(
-            f"model_path: config.json: layer_types: expected {ATTENTION} or {CONV} for each of {layers} layers, got "
-            f"{str(types)[:200]}"
-        )
-    return as_field(types)
-
-
-def as_field(types: list[str]) -> str:
-    """The `layer_types` of a config for these layers: their shortest repeating pattern; "" if all have attention."""
-    if set(types) <= {ATTENTION}:
-        return ""
-    repeats = (n for n in range(1, len(types) + 1) if all(types[l] == types[l % n] for l in range(len(types))))
-    return ",".join(types[: next(repeats)])
-
-
-def types_of(fields: dict[str, Any]) -> list[str]:
-    """The type of each layer from `model` fields: the inverse of `as_field`."""
-    types = [name.strip() for name in fields["layer_types"].split(",")] if fields["layer_types"] else [ATTENTION]
-    return [types[l % len(types)] for l in range(fields["num_hidden_layers"])]
+    return mixer_keys.read_layer_types(given, types, (ATTENTION, CONV))
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +92,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
     own = {
         "head_dim": fields["head_dim"],
         "norm_eps": fields["rms_norm_eps"],
-        "layer_types": types_of(fields),
+        "layer_types": mixer_keys.types_of(fields),
         "conv_bias": False,
         "conv_L_cache": TAPS,
         "tie_embedding": fields["tie_word_embeddings"],
@@ -119,7 +101,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_dense(fields: dict[str, Any]) -> dict[str, Any]:
-    attending = [l for l, name in enumerate(types_of(fields)) if name == ATTENTION]
+    attending = [l for l, name in enumerate(mixer_keys.types_of(fields)) if name == ATTENTION]
     return _write(fields) | {
         "full_attn_idxs": attending,
         "block_ff_dim": fields["intermediate_size"],

@@ -9,6 +9,7 @@ from typing import Any
 from surojax.errors import ConfigError
 from surojax.models.rotary import ROPE_USES
 
+PARTIAL = "partial_rotary_factor"
 # Types of rotary embeddings that are not computed, and why.
 REFUSED: dict[Any, str] = {
     "dynamic": ", whose frequencies follow the length of the text",
@@ -50,7 +51,7 @@ def _of_both(rope: dict[str, Any]) -> dict[str, Any]:
     """Reduces `rope_parameters` or `rope_scaling` to the entries that both spellings have, for a comparison."""
     rope = rope.get("full_attention", rope)
     entries = {"rope_type": rope.get("type", "default")} | rope
-    return {name: entries[name] for name in entries if name not in ("type", "rope_theta", "partial_rotary_factor")}
+    return {name: entries[name] for name in entries if name not in ("type", "rope_theta", PARTIAL)}
 
 
 def said(given: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +62,19 @@ def said(given: dict[str, Any]) -> dict[str, Any]:
 def read_rope(given: dict[str, Any]) -> dict[str, Any]:
     """Reads the `model` fields of a rotary embedding that is the same in every layer."""
     return rope_fields(given, said(given))
+
+
+def read_partial_rope(given: dict[str, Any], ignored: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Reads the `model` fields of a rotary embedding of a part of each head, the same in every layer.
+
+    given: has `partial_rotary_factor`, which counts if `rope_parameters` has none. ignored: keys of the latter that
+    change nothing for texts.
+    """
+    rope = {key: value for key, value in said(given).items() if key not in ignored}
+    beside = given[PARTIAL]
+    own = rope.pop(PARTIAL, None)
+    without = {key: value for key, value in given.items() if key != PARTIAL}
+    return {f"rope_{PARTIAL}": float(beside if own is None else own)} | rope_fields(without, rope)
 
 
 def rope_fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
@@ -84,10 +98,10 @@ def rope_fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
             "model_path: config.json: rope_theta: expected another than 1 with rope_type yarn, which divides by its "
             "logarithm, got 1; correct it"
         )
-    for fraction in (rope.pop("partial_rotary_factor", None), given.get("partial_rotary_factor")):
+    for fraction in (rope.pop(PARTIAL, None), given.get(PARTIAL)):
         if fraction not in (None, 1):
             raise ConfigError(
-                f"model_path: config.json: partial_rotary_factor: expected 1, got {fraction!r}, which transformers "
+                f"model_path: config.json: {PARTIAL}: expected 1, got {fraction!r}, which transformers "
                 f"does not compute for {given['model_type']}; remove it if the model was trained without it"
             )
     if kind in ("llama3", "yarn"):
@@ -151,12 +165,12 @@ def joined_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Converts transformers 4's keys to `rope_parameters`; only the type if there are no such keys."""
     scaling = dict(config.get("rope_scaling") or {})
     kind = scaling.pop("type", "default")
-    beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    beside = {key: config[key] for key in ("rope_theta", PARTIAL) if config.get(key) is not None}
     return {"rope_type": kind} | scaling | beside
 
 
 def separate_keys(rope: dict[str, Any]) -> dict[str, Any]:
     """Converts `rope_parameters` to transformers 4's keys."""
     scaling = dict(rope)
-    beside = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
+    beside = {key: scaling.pop(key) for key in ("rope_theta", PARTIAL) if key in scaling}
     return beside | {"rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}

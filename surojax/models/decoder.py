@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from surojax.models.decoder_config import ATTENTION, SCORE, DecoderConfig
+from surojax.models.decoder_config import ATTENTION, DELTA, SCORE, DecoderConfig
 from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
@@ -33,7 +34,8 @@ def times(factor: float, x: jax.Array) -> jax.Array:
     return x if factor == 1 else factor * x
 
 
-MIXERS: dict[str, type[Mixer]] = {ATTENTION: Attention, "conv": ShortConv}  # by their names in layer_types
+# By their names in layer_types.
+MIXERS: dict[str, type[Mixer]] = {ATTENTION: Attention, "conv": ShortConv, DELTA: GatedDelta}
 
 
 def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
@@ -91,7 +93,7 @@ class Block(nnx.Module):
         """
         how = self.config.rms_norm_eps, self.config.norm_plus_one
         normed_BSD = ops.norm(x_BSD, self.attention_norm[...], *how)
-        _, k_BSKh, v_BSKh = self.mixer.heads(normed_BSD, ops, None, first)
+        _, k_BSKh, v_BSKh, _ = self.mixer.heads(normed_BSD, ops, None, first)
         return Earlier(*ops.of_whole_chunk(k_BSKh, v_BSKh))
 
     def __call__(

@@ -8,7 +8,7 @@ from pallas_kernels.flash_attention import HEADS
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
 from surojax.models.decoder import MIXERS
-from surojax.models.decoder_config import ATTENTION, channels
+from surojax.models.decoder_config import ATTENTION, DELTA, channels
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals.features import (
     BY_LAYER,
@@ -21,7 +21,7 @@ from surojax.refusals.features import (
     tokens_sent,
 )
 from surojax.refusals.pairs import OUT
-from surojax.refusals.refusal import Feature, Refusal, is_above, is_on, is_one_of, is_set, refuse_each
+from surojax.refusals.refusal import Feature, Refusal, clause_of, is_above, is_on, is_one_of, is_set, refuse_each
 
 
 def check_decoder(c) -> None:
@@ -58,6 +58,9 @@ def _check_mixers(c) -> None:
     layers = c.model.num_hidden_layers
     expected = f"at most num_hidden_layers={layers} mixers, which repeat"
     need(len(types) <= layers, "model.layer_types", expected, len(types), "leave some out")
+    keys, values = c.model.linear_num_key_heads, c.model.linear_num_value_heads
+    expected = f"a multiple of linear_num_key_heads={keys}, each of which several share"
+    need(values % keys == 0, "model.linear_num_value_heads", expected, values, f"use {keys * max(values // keys, 1)}")
 
 
 def _check_layers(c) -> None:
@@ -164,6 +167,30 @@ convolutions = Feature(
     "''",
     {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4},
 )
+no_delta = Feature(
+    f"model.layer_types without {DELTA}",
+    ("model.layer_types",),
+    lambda s, _: DELTA not in s["model.layer_types"],
+    clause_of("model.layer_types"),
+    "",
+    {"model.layer_types": ""},
+)
+WITH_DELTA: Any = {"model.layer_types": f"{DELTA},{ATTENTION}", "model.num_hidden_layers": 4}
+OF_DELTA = (
+    is_set("model.linear_num_key_heads", 8, WITH_DELTA),
+    is_set("model.linear_num_value_heads", 16, WITH_DELTA),
+    is_set("model.linear_key_head_dim", 64, WITH_DELTA),
+    is_set("model.linear_value_head_dim", 64, WITH_DELTA),
+    is_set("model.linear_conv_kernel_dim", 3, WITH_DELTA),
+)
+delta = Feature(
+    f"model.layer_types with {DELTA}",
+    ("model.layer_types",),
+    lambda s, _: DELTA in s["model.layer_types"],
+    clause_of("model.layer_types"),
+    "''",
+    WITH_DELTA,
+)
 several_groups = Feature(
     "microbatches_per_fetch other than gradient_accumulation_steps",
     ("microbatches_per_fetch", "gradient_accumulation_steps", "pp_size", *BY_LAYER),
@@ -203,6 +230,9 @@ REFUSALS = (
     Refusal(router_losses[1], sigmoid, "which has no softmax", "leave it out"),
     Refusal(is_set("master_dtype", "bfloat16"), sigmoid, "whose bias of the choice is float32", "set it to 'float32'"),
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
+    *refuse_each(OF_DELTA, no_delta, "which does not use it", f"leave it out, or put {DELTA} into model.layer_types"),
+    Refusal(is_above("cp_size", 1), delta, "whose states of other GPUs' tokens are not sent yet", "leave it out"),
+    Refusal(is_set("master_dtype", "bfloat16"), delta, "whose decays are float32", "set it to 'float32'"),
     Refusal(convolutions, stages, "whose layers are equal", "set pp_size=1"),
     Refusal(
         convolutions,
@@ -213,6 +243,7 @@ REFUSALS = (
     Refusal(dense_first, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),
+    Refusal(whole_norm, is_on("model.attn_output_gate"), "with which it is not built", "leave one of them out"),
     Refusal(whole_norm, is_on("model.norm_plus_one"), "with which it is not built", "leave one of them out"),
     Refusal(persistent, experts_in_fp8, "whose products quantise the matrices of one expert", OUT),
 )

@@ -16,6 +16,7 @@ from surojax.numerics.recipes import Precision
 BLOCKS = "blocks"  # the segment of layers with attention
 SCORE = "score"  # the head of a model that computes numbers instead of logits
 DENSE = "dense"  # likewise, of the first layers without experts, if others have experts
+DELTA = "linear_attention"  # the mixer of gated delta nets, as config.json calls it
 ATTENTION = "full_attention"  # the mixer of layers whose segments have no other name
 
 
@@ -56,6 +57,16 @@ class DecoderConfig:
     num_hidden_layers: int = declare(12, AT_LEAST_1)
     # their mixers in turn, repeated: "conv,conv,full_attention"; "" = all have attention
     layer_types: str = ""
+    # key heads of mixers "linear_attention" (gated delta nets)
+    linear_num_key_heads: int = declare(16, AT_LEAST_1)
+    # their value heads, a multiple of the key heads; each has a state
+    linear_num_value_heads: int = declare(32, AT_LEAST_1)
+    # channels of their keys
+    linear_key_head_dim: int = declare(128, AT_LEAST_1)
+    # channels of their values
+    linear_value_head_dim: int = declare(128, AT_LEAST_1)
+    # latest tokens that their convolutions see
+    linear_conv_kernel_dim: int = declare(4, AT_LEAST_1)
     # query heads
     num_attention_heads: int = declare(12, AT_LEAST_1)
     # key/value heads; fewer than query heads = grouped-query attention
@@ -77,6 +88,8 @@ class DecoderConfig:
     attention_bias: bool = False
     # bias on the output of attention (gpt-oss)
     attention_out_bias: bool = False
+    # attention's output is multiplied by sigmoid(gate); the rows of each head's gate follow its query's (Qwen3.5)
+    attn_output_gate: bool = False
     # each head's softmax has one more logit, which is learned and belongs to no position (gpt-oss)
     attention_sinks: bool = False
     # RMSNorm on each head's queries and keys (Qwen3, Gemma 3)

@@ -23,7 +23,7 @@ from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
 from surojax.models import grouped, linear_fp8
 from surojax.models.attention import attend, attend_in_context
-from surojax.models.linear import Product, linear, recipe_product
+from surojax.models.linear import Product, linear, recipe_product, times
 from surojax.models.linear_fp8 import InFloat8
 from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Variant
 from surojax.models.recompute import recomputed, save_inputs_only
@@ -33,6 +33,7 @@ from surojax.parallel.collectives import active
 from surojax.parallel.operands import summed_before_rounding
 from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
 from surojax.placement.layout import MESH_AXES
+from surojax.placement.param import Kind
 
 
 @functools.partial(save_inputs_only, static_argnums=(2, 3))
@@ -95,6 +96,11 @@ class Projection(NamedTuple):
     adapter: Callable | None = None
 
 
+def is_rounded(projection: Projection) -> bool:
+    """True if the recipe's numbers are those of its product."""
+    return projection.weight.get_metadata("kind") is Kind.MATRIX
+
+
 @dataclasses.dataclass(frozen=True)
 class Operations:
     """The operations of one layer, implemented according to `compute` and the layer's variant.
@@ -155,7 +161,7 @@ class Operations:
 
         If a tensor-parallel group divides the inputs, the result is reduce-scattered over the sequence.
         """
-        if self.in_float8 is not None:
+        if self.in_float8 is not None and is_rounded(projection):
             return self._products_in_float8(self.in_float8, x, [projection])[0]
         weight, bias, adapter = projection
         number = weight.get_metadata("product").number
@@ -163,7 +169,7 @@ class Operations:
         *_, inputs = axes
 
         def product(x, w):
-            y = self._product(x, w, number=number, axes=axes)
+            y = self._product(x, w, number=number, axes=axes) if is_rounded(projection) else times(x, w)
             y = y if adapter is None else adapter(x, w, y, inputs, self._seed_of(number))
             return reduce_scatter_sequence(y) if is_divided(inputs) else y
 
@@ -177,10 +183,14 @@ class Operations:
 
         def project(x):
             y = norm(x) if norm else x
-            if self.in_float8 is not None:
-                return self._products_in_float8(self.in_float8, y, projections)
-            y = all_gather_sequence(y)
-            return [self.linear(y, projection) for projection in projections]
+            if self.in_float8 is None:
+                y = all_gather_sequence(y)
+                return [self.linear(y, projection) for projection in projections]
+            rounded = [projection for projection in projections if is_rounded(projection)]
+            in_float8 = iter(self._products_in_float8(self.in_float8, y, rounded))
+            if len(rounded) < len(projections):
+                y = all_gather_sequence(linear_fp8.whole_input(y))
+            return [next(in_float8) if is_rounded(one) else self.linear(y, one) for one in projections]
 
         return recomputed(project, norm is not None)(x)
 

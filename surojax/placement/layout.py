@@ -31,6 +31,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "kv_heads": (KV_HEADS,),
     "channels": (),
     "conv": TENSOR,
+    "mixed": (),
     "taps": (),
     "mlp": TENSOR,
     EXPERTS: (EXPERT,),

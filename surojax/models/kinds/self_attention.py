@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.mma import ROWS
@@ -18,12 +19,19 @@ from surojax.models.layers import norm_weight, parameter, projection, vector
 from surojax.models.linear import Product
 from surojax.models.model import Cache, Earlier
 from surojax.models.operations import Operations
+from surojax.models.recompute import save_inputs_only
 
 OUT = Product(3, "attention_output", "d_attention")
 
 
+@save_inputs_only
+def times_sigmoid(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Returns x * sigmoid(gate)."""
+    return x * jax.nn.sigmoid(gate)
+
+
 class Attention(Mixer):
-    """Causal self-attention with grouped key/value heads; optional: biases, norms of queries and keys, sinks."""
+    """Causal self-attention with grouped key/value heads; optional: biases, norms of queries, keys, sinks, a gate."""
 
     name = "attention"
     input = "attention_input"
@@ -49,12 +57,13 @@ class Attention(Mixer):
         kv = c.num_key_value_heads * c.head_dim
         normal = nnx.initializers.normal(c.initializer_range)
         out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
-        self.wq = parameter(rngs, (q, D), ("heads", "embed"), normal, product=Product(0, self.input, "d_q"))
+        with_gate = q * (2 if c.attn_output_gate else 1)
+        self.wq = parameter(rngs, (with_gate, D), ("heads", "embed"), normal, product=Product(0, self.input, "d_q"))
         self.wk = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(1, self.input, "d_k"))
         self.wv = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(2, self.input, "d_v"))
         self.wo = parameter(rngs, (D, q), ("embed", "heads"), out, product=OUT)
         if c.attention_bias:
-            self.bq = vector(rngs, q, "heads", nnx.initializers.zeros)
+            self.bq = vector(rngs, with_gate, "heads", nnx.initializers.zeros)
             self.bk = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
             self.bv = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
         if c.attention_out_bias:
@@ -70,8 +79,8 @@ class Attention(Mixer):
 
     def heads(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: jax.Array | int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Computes queries, keys and values `[B, S, heads, h]` of x or norm(x).
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Computes queries, keys, values and the output's gate `[B, S, heads, h]` of x or norm(x); None: no gate.
 
         first: index of the first token in its row.
         """
@@ -86,21 +95,26 @@ class Attention(Mixer):
                 v,
             )
         B, S, _ = projected[0].shape
+        gate = None
+        if c.attn_output_gate:
+            q, gate = jnp.split(projected[0].reshape(B, S, -1, 2 * c.head_dim), 2, axis=-1)
+            projected = (q, *projected[1:])
         q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projected)
         if c.qk_norm:
             q = ops.norm(q, self.q_norm[...], c.rms_norm_eps, c.norm_plus_one)
             k = ops.norm(k, self.k_norm[...], c.rms_norm_eps, c.norm_plus_one)
-        return *ops.rotate(q, k, first, *c.rotary(ops.variant)), v
+        return *ops.rotate(q, k, first, *c.rotary(ops.variant)), v, gate
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | Earlier | None = None
     ) -> tuple[jax.Array, Cache | Earlier | None]:
         """Returns (attention of x `[B, S, D]` or norm(x), which is recomputed; `new` of `Operations.attend`)."""
         c = self.config
-        q, k, v = self.heads(x_BSD, ops, norm, 0 if cache is None else cache.start)
+        q, k, v, gate = self.heads(x_BSD, ops, norm, 0 if cache is None else cache.start)
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
         sinks = self.sinks[...] if c.attention_sinks else None
         y_BSHh, cache = ops.attend(q, k, v, cache, scale=scale, softcap=c.attn_logit_softcapping, sinks=sinks)
+        y_BSHh = y_BSHh if gate is None else times_sigmoid(y_BSHh, gate)
         return ops.linear(y_BSHh.reshape(*y_BSHh.shape[:2], -1), projection(self, "wo", "bo")), cache
 
     # -- declarations --------------------------------------------------------------------------------------------------
@@ -113,7 +127,8 @@ class Attention(Mixer):
 
     def targets(self) -> Sequence[Target]:
         queries, keys = self.widths()
-        widths = {"wq": queries, "wk": keys, "wv": keys, "wo": queries}
+        with_gate = queries._replace(size=2 * queries.size) if self.config.attn_output_gate else queries
+        widths = {"wq": with_gate, "wk": keys, "wv": keys, "wo": queries}
         return [self.target(matrix, width) for matrix, width in widths.items()]
 
     def decode_state(self, rows: int, positions: int, dtype) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

@@ -101,15 +101,27 @@ def gated_convolution(
     first: jax.Array | int,
     starts_BS: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (c * causal convolution of b * x, b * x of the latest tokens `[B, P, D]`); sums are float32 at least.
+    """Returns (c * causal convolution of b * x, b * x of the latest tokens `[B, P, D]`); see `causal_convolution`."""
+    total_BSD, latest_BPD = causal_convolution(b_BSD * x_BSD, taps_DJ, before_BPD, first, starts_BS)
+    return c_BSD * total_BSD.astype(x_BSD.dtype), latest_BPD
 
-    before: b * x of the tokens before the first one, whose position is `first`; None: zeros. starts: int32 `[B, S]`,
-    the position at which each token's document starts; None: 0.
+
+def causal_convolution(
+    x_BSD: jax.Array,
+    taps_DJ: jax.Array,
+    before_BPD: jax.Array | None,
+    first: jax.Array | int,
+    starts_BS: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (convolution of each channel with its taps, in float32 at least; the latest inputs `[B, P, D]`).
+
+    before: the inputs before the first token, whose position is `first`; None: zeros. starts: int32 `[B, S]`, the
+    position at which each token's document starts; None: 0. No tap reaches into another document.
     """
     B, S, D = x_BSD.shape
     P = taps_DJ.shape[1] - 1
     before_BPD = jnp.zeros((B, P, D), x_BSD.dtype) if before_BPD is None else before_BPD
-    all_BTD = jnp.concatenate([before_BPD, b_BSD * x_BSD], axis=1)
+    all_BTD = jnp.concatenate([before_BPD, x_BSD], axis=1)
     position_1S = (first + jnp.arange(S))[None]
     start_BS = jnp.zeros_like(position_1S) if starts_BS is None else starts_BS
     dtype = jnp.promote_types(x_BSD.dtype, jnp.float32)
@@ -118,4 +130,4 @@ def gated_convolution(
         shifted_BSD = jax.lax.slice_in_dim(all_BTD, P - j, P - j + S, axis=1).astype(dtype)
         is_own_BS1 = (position_1S - j >= start_BS)[..., None]
         total_BSD = total_BSD + jnp.where(is_own_BS1, shifted_BSD, 0) * taps_DJ[:, P - j].astype(dtype)[None, None]
-    return c_BSD * total_BSD.astype(x_BSD.dtype), all_BTD[:, S:]
+    return total_BSD, all_BTD[:, S:]

@@ -1,0 +1,265 @@
+"""The gated delta rule, chunk by chunk (Yang et al. 2024, arXiv:2412.06464): the recurrence of Qwen3.5 and Qwen3-Next.
+
+A head has a state h [k, v], in float32 at least. A token decays it, and writes what it does not yet say of its key:
+
+    h <- e^g h;   h <- h + beta k (v - k^T h)^T;   o = q^T h
+
+A chunk of C tokens is an affine map of the state, h' = M h + B, and so are its outputs, O = R h + O0:
+
+    S = tril(beta K K^T * pair, -1);  [U | W] = (I + S)^-1 [beta V | beta enter K]
+    B = (leave K)^T U;  M = through I - (leave K)^T W;  O0 = (Q K^T * pair) U;  R = enter Q - (Q K^T * pair) W
+
+`pair` is the decay from token j to i, `enter` that from the chunk's start to i, `leave` that from j to the chunk's end,
+`through` that of the whole chunk. A border between documents makes these four 0, and nothing else knows of it: neither
+a state nor a gradient crosses one.
+
+A group of chunks is computed at once, then its states one after another. The backward pass keeps the inputs and the
+state before each group, and computes a group's maps again.
+
+Shape suffixes: B batch, T tokens, G groups, N chunks of a group, C (also i, j) tokens of a chunk, K key heads, r value
+heads of a key head, k channels of a key, v channels of a value.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.manual_axes import mark_varying, varying_axes
+
+CHUNK, CHUNKS = 128, 16
+LONG_AGO = -(2**30)  # start of a document that began before these tokens
+FLOOR = -30.0  # of g: e^-30 is nothing, but sums of lower numbers lose the digits of the weak decays after them
+SMALL = 16  # tokens of a block whose inverse is made of whole matrices: fewer and larger kernels than of parts
+EPS = 1e-6  # of the norm of queries and keys, whatever the model's
+
+
+class Tokens(NamedTuple):
+    """The rule's inputs: q, k `[B, T, K, k]`, v `[B, T, K, r, v]`; g (log of the decay), beta `[B, T, K, r]`."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+class ChunkSizes(NamedTuple):
+    """Tokens of a chunk, a power of 2; chunks of a group; tf32: products read 10 bits of a mantissa."""
+
+    chunk: int = CHUNK
+    chunks: int = CHUNKS
+    tf32: bool = False
+
+    @property
+    def precision(self) -> Any:
+        """That of products."""
+        return jax.lax.DotAlgorithmPreset.TF32_TF32_F32 if self.tf32 else jax.lax.Precision.HIGHEST
+
+
+class Affine(NamedTuple):
+    """The map h -> M h + B."""
+
+    M: jax.Array
+    B: jax.Array
+
+
+def gated_delta_rule(
+    tokens: Tokens, starts: jax.Array | None = None, state: jax.Array | None = None, sizes: ChunkSizes | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (outputs `[B, T, K, r, v]`, state after the last token `[B, K, r, k, v]`), in float32 at least.
+
+    Queries and keys are divided by their lengths, and queries also by sqrt(k).
+    starts: int32 `[B, T]` or `[1, T]`, index among these tokens at which each token's document starts, negative if
+    before them; None: all go on from `state`. state: before the first token; None: zeros. sizes: None: chosen here.
+    """
+    B, T, K, r, v = tokens.v.shape
+    wide = jnp.promote_types(tokens.v.dtype, jnp.float32)
+    if sizes is None:
+        tf32 = tokens.v.dtype.itemsize == 2 and dispatch.choose("delta_rule", None) == "mosaic"
+        sizes = ChunkSizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32)
+    starts = jnp.full((1, T), LONG_AGO, jnp.int32) if starts is None else starts
+    state = jnp.zeros((B, K, r, tokens.k.shape[-1], v), wide) if state is None else state
+    axes = frozenset().union(*map(varying_axes, (*tokens, starts, state)))
+    tokens, state = jax.tree.map(lambda x: mark_varying(x, axes), (tokens, state))
+    return _rule(sizes, tokens, starts, state)
+
+
+# --- (I + S)^-1 -------------------------------------------------------------------------------------------------------
+
+
+def inverse(S: jax.Array, precision: Any) -> jax.Array:
+    """Computes (I + tril(S, -1))^-1 `[..., C, C]` by blocks: [[X, 0], [-Y S X, Y]] of the halves' inverses X and Y.
+
+    The series (I - S)(I + S^2)(I + S^4)... has terms beyond float32 where the inverse has entries of at most 1.
+    """
+    times = functools.partial(jnp.einsum, "...ij,...jl->...il", precision=precision)
+    C = S.shape[-1]
+    if C > SMALL:
+        h = C // 2
+        halves = inverse(jnp.stack([S[..., :h, :h], S[..., h:, h:]]), precision)  # both at once
+        lower = -times(halves[1], times(S[..., h:, :h], halves[0]))
+        upper = jnp.concatenate([halves[0], jnp.zeros_like(lower)], axis=-1)
+        return jnp.concatenate([upper, jnp.concatenate([lower, halves[1]], axis=-1)], axis=-2)
+    row, column = jnp.arange(C)[:, None], jnp.arange(C)[None]
+    X = jnp.broadcast_to(jnp.eye(C, dtype=S.dtype), S.shape)
+    size = 1
+    while size < C:
+        is_below = (row // size == column // size + 1) & (column // size % 2 == 0)
+        below = jnp.where(jnp.expand_dims(is_below, tuple(range(S.ndim - 2))), S, 0)
+        X = X - times(X, times(below, X))
+        size *= 2
+    return X
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def solved(S: jax.Array, x: jax.Array, precision: Any) -> jax.Array:
+    """Returns (I + tril(S, -1))^-1 x, whose backward pass reads the inverse and the result."""
+    return _solved_forward(S, x, precision)[0]
+
+
+def _solved_forward(S, x, precision):
+    A = inverse(S, precision)
+    y = jnp.einsum("...ij,...jx->...ix", A, x, precision=precision)
+    return y, (A, y)
+
+
+def _solved_backward(precision, saved, dy):
+    A, y = saved
+    dx = jnp.einsum("...ij,...ix->...jx", A, dy, precision=precision)
+    return -jnp.tril(jnp.einsum("...ix,...jx->...ij", dx, y, precision=precision), -1), dx
+
+
+solved.defvjp(_solved_forward, _solved_backward)
+
+
+# --- a group of chunks ------------------------------------------------------------------------------------------------
+
+
+def unit_length(x: jax.Array) -> jax.Array:
+    """Divides the last dimension by its length."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
+
+
+def decays(g_BNKrC: jax.Array, starts_BNC: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns (pair `[..., i, j]`, enter `[..., i]`, leave `[..., j]`, through `[..., 1]`).
+
+    starts: of documents, from the chunk's first token. Exponents are masked before exp, too: above the diagonal they
+    are positive, and exp's overflow there makes the gradient NaN.
+    """
+    token_11C = jnp.arange(g_BNKrC.shape[-1])[None, None]
+    G = jnp.cumsum(jnp.maximum(g_BNKrC, FLOOR), axis=-1)
+    is_earlier = token_11C[..., None] >= token_11C[..., None, :]
+    is_seen = is_earlier & (token_11C[..., None, :] >= starts_BNC[..., None])
+
+    def masked(exponent, is_own):
+        is_own = is_own[:, :, None, None]
+        return jnp.where(is_own, jnp.exp(jnp.where(is_own, exponent, 0)), 0)
+
+    last = starts_BNC[..., -1:]
+    return (
+        masked(G[..., :, None] - G[..., None, :], is_seen),
+        masked(G, starts_BNC < 0),
+        masked(G[..., -1:] - G, token_11C >= last),
+        masked(G[..., -1:], last < 0),
+    )
+
+
+def chunk_maps(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array) -> tuple[Affine, Affine]:
+    """Returns (state's map (M, B), outputs' map (R, O0)) of each chunk. tokens: `[B, N, C, ...]`."""
+    times = functools.partial(jnp.einsum, precision=sizes.precision)
+    wide = jnp.promote_types(tokens.v.dtype, jnp.float32)
+    q, k = (x.astype(wide).transpose(0, 1, 3, 2, 4) for x in (tokens.q, tokens.k))  # BNKCk
+    v = tokens.v.astype(wide).transpose(0, 1, 3, 4, 2, 5)  # BNKrCv
+    g, beta = (x.astype(wide).transpose(0, 1, 3, 4, 2) for x in (tokens.g, tokens.beta))  # BNKrC
+    q, k = unit_length(q) * q.shape[-1] ** -0.5, unit_length(k)
+    pair, enter, leave, through = decays(g, starts_BNC)
+    of_heads = k[:, :, :, None]
+    S = beta[..., None] * times("BNKik,BNKjk->BNKij", k, k)[:, :, :, None] * pair
+    written = jnp.concatenate([beta[..., None] * v, (beta * enter)[..., None] * of_heads], axis=-1)
+    U, W = jnp.split(solved(S, written, sizes.precision), [v.shape[-1]], axis=-1)
+    leaving = leave[..., None] * of_heads
+    eye = jnp.eye(k.shape[-1], dtype=wide)
+    M = through[..., None] * eye[None, None, None, None] - times("BNKrik,BNKril->BNKrkl", leaving, W)
+    weights = times("BNKik,BNKjk->BNKij", q, k)[:, :, :, None] * pair
+    R = enter[..., None] * q[:, :, :, None] - times("BNKrij,BNKrjk->BNKrik", weights, W)
+    return (
+        Affine(M, times("BNKrik,BNKriv->BNKrkv", leaving, U)),
+        Affine(R, times("BNKrij,BNKrjv->BNKriv", weights, U)),
+    )
+
+
+def group_forward(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array, state: jax.Array):
+    """Returns (outputs `[B, N, C, K, r, v]`, state after) of a group of chunks."""
+    times = functools.partial(jnp.einsum, precision=sizes.precision)
+    states, outputs = chunk_maps(sizes, tokens, starts_BNC)
+
+    def step(h, chunk: Affine):
+        return times("BKrkl,BKrlv->BKrkv", chunk.M, h) + chunk.B, h
+
+    of_chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), states)
+    # Unrolled: in a loop XLA copies the state, and slices the maps.
+    state, before = jax.lax.scan(step, state, of_chunks, unroll=True)
+    out = times("BNKrik,BNKrkv->BNKriv", outputs.M, jnp.moveaxis(before, 0, 1)) + outputs.B
+    return out.transpose(0, 1, 4, 2, 3, 5), state
+
+
+# --- all groups, one after another ------------------------------------------------------------------------------------
+
+
+def _in_groups(sizes: ChunkSizes, x_BT: jax.Array, mode: Any = "constant") -> jax.Array:
+    """Splits tokens into `[G, B, N, C, ...]`, with zeros after the last one, which write nothing and decay nothing."""
+    B, T = x_BT.shape[:2]
+    N = min(sizes.chunks, -(-T // sizes.chunk))
+    padding = [(0, 0), (0, -T % (N * sizes.chunk))] + [(0, 0)] * (x_BT.ndim - 2)
+    x_BT = jnp.pad(x_BT, padding, mode)
+    return jnp.moveaxis(x_BT.reshape(B, -1, N, sizes.chunk, *x_BT.shape[2:]), 1, 0)
+
+
+def _all_in_groups(sizes: ChunkSizes, tokens: Tokens, starts_BT: jax.Array) -> tuple[Tokens, jax.Array]:
+    """Returns (tokens, starts from each chunk's first token), both `[G, B, N, C, ...]`."""
+    starts = _in_groups(sizes, starts_BT, "edge")
+    G, _, N, C = starts.shape
+    first = C * jnp.arange(G * N, dtype=starts.dtype).reshape(G, 1, N, 1)
+    return jax.tree.map(lambda x: _in_groups(sizes, x), tokens), starts - first
+
+
+def _of_tokens(x_GBNC: jax.Array, T: int) -> jax.Array:
+    """Joins groups to `[B, T, ...]`."""
+    return jnp.moveaxis(x_GBNC, 0, 1).reshape(x_GBNC.shape[1], -1, *x_GBNC.shape[4:])[:, :T]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rule(sizes: ChunkSizes, tokens: Tokens, starts_BT: jax.Array, state: jax.Array):
+    return _rule_forward(sizes, tokens, starts_BT, state)[0]
+
+
+def _rule_forward(sizes, tokens, starts_BT, state):
+    def step(state, group):
+        tokens, starts = group
+        out, after = group_forward(sizes, tokens, starts, state)
+        return after, (out, state)
+
+    after, (out, before) = jax.lax.scan(step, state, _all_in_groups(sizes, tokens, starts_BT))
+    return (_of_tokens(out, tokens.q.shape[1]), after), (tokens, starts_BT, before)
+
+
+def _rule_backward(sizes, saved, cotangents):
+    tokens, starts_BT, before = saved
+    d_out, d_state = cotangents
+    T = tokens.q.shape[1]
+
+    def step(d_state, group):
+        tokens, starts, state, d_out = group
+        _, vjp = jax.vjp(lambda tokens, state: group_forward(sizes, tokens, starts, state), tokens, state)
+        d_tokens, d_state = vjp((d_out, d_state))
+        return d_state, d_tokens
+
+    groups = (*_all_in_groups(sizes, tokens, starts_BT), before, _in_groups(sizes, d_out))
+    d_state, d_tokens = jax.lax.scan(step, d_state, groups, reverse=True)
+    return jax.tree.map(lambda x: _of_tokens(x, T), d_tokens), None, d_state
+
+
+_rule.defvjp(_rule_forward, _rule_backward)

@@ -1,0 +1,215 @@
+"""Gated delta net: the mixer of Qwen3.5's and Qwen3-Next's layers without attention (Yang et al. 2024).
+
+    q, k, v = silu(conv(u Wq^T)), silu(conv(u Wk^T)), silu(conv(u Wv^T))      causal, of each channel
+    beta    = sigmoid(u Wb^T);  g = -exp(A_log) softplus(u Wa^T + dt_bias)    of each value head
+    o       = the gated delta rule of these (models/delta_rule.py)
+    y       = (RMSNorm(o) * w * silu(u Wz^T)) Wo^T                            norm of each value head
+
+Its state is a matrix for each value head, and the latest inputs of the convolution. Neither crosses a border between
+documents. Decays are powers: A_log, dt_bias and all that follows from them are float32 at least, whatever the model's
+dtype, and no recipe rounds Wa and Wb.
+
+Wq, Wk and Wv are the rows of one matrix, as in files, where they have one adapter and one set of scales; likewise their
+taps. So `tp` does not divide it: every GPU computes all of them, and goes on with its own heads. The (1 + w) of Qwen's
+other norms is not in this one.
+
+Shape suffixes: B batch, S sequence, D hidden size, K key heads, r value heads of a key head, V = K r value heads, k
+channels of a key, v channels of a value, C channels of the convolution, J taps, P = J - 1 earlier tokens.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from surojax.errors import need
+from surojax.models.delta_rule import CHUNK, CHUNKS, Tokens, gated_delta_rule
+from surojax.models.kinds.short_conv import causal_convolution
+from surojax.models.kinds.sublayer import FileNames, KernelBytes, Mixer, OnGpu, Target, Width
+from surojax.models.layers import parameter, projection, vector
+from surojax.models.linear import Product
+from surojax.models.model import Cache
+from surojax.models.operations import Operations
+from surojax.models.recompute import save_inputs_only
+from surojax.parallel.collectives import device_number
+from surojax.placement.mesh import TENSOR
+from surojax.placement.param import Kind
+
+PROJECTIONS = ("qkv", "z", "b", "a")
+
+
+class GatedDelta(Mixer):
+    """A recurrence with a state `[k, v]` for each value head; several value heads share the keys of one key head."""
+
+    name = "delta"
+    input = "delta_input"
+    tensors: ClassVar = {
+        "wqkv": FileNames("linear_attn.in_proj_qkv.weight", "attn_qkv.weight"),
+        "wz": FileNames("linear_attn.in_proj_z.weight", "attn_gate.weight"),
+        "wb": FileNames("linear_attn.in_proj_b.weight", "ssm_beta.weight"),
+        "wa": FileNames("linear_attn.in_proj_a.weight", "ssm_alpha.weight"),
+        "wo": FileNames("linear_attn.out_proj.weight", "ssm_out.weight"),
+        "taps": FileNames("linear_attn.conv1d.weight", "ssm_conv1d.weight"),
+        "A_log": FileNames("linear_attn.A_log", "ssm_a"),
+        "dt_bias": FileNames("linear_attn.dt_bias", "ssm_dt.bias"),
+        "norm": FileNames("linear_attn.norm.weight", "ssm_norm.weight"),
+    }
+
+    def __init__(self, config, *, rngs: nnx.Rngs | None = None):
+        c = config
+        self.config = c
+        if rngs is None:
+            return
+        V, D, J = c.linear_num_value_heads, c.hidden_size, c.linear_conv_kernel_dim
+        mixed, values = sum(self.convolved), self.convolved[-1]
+        normal = nnx.initializers.normal(c.initializer_range)
+        out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
+        # Numbers of products from 4 to 6 are the MLP's.
+        for number, name, size, axis in ((0, "qkv", mixed, "mixed"), (1, "z", values, "heads")):
+            product = Product(number, self.input, f"d_delta_{name}")
+            setattr(self, f"w{name}", parameter(rngs, (size, D), (axis, "embed"), normal, product=product))
+        for number, name in ((2, "b"), (7, "a")):
+            of_router: Any = {"kind": Kind.ROUTER, "product": Product(number)}
+            setattr(self, f"w{name}", parameter(rngs, (V, D), ("heads", "embed"), normal, **of_router))
+        wo = Product(3, "delta_output", "d_delta")
+        self.wo = parameter(rngs, (D, values), ("embed", "heads"), out, product=wo)
+        taps = nnx.initializers.normal(J**-0.5)
+        self.taps = parameter(rngs, (mixed, 1, J), ("mixed", "channels", "taps"), taps, Kind.VECTOR)
+        self.A_log = parameter(rngs, (V,), ("heads",), log_of_uniform, Kind.VECTOR, dtype="float32")
+        self.dt_bias = parameter(rngs, (V,), ("heads",), nnx.initializers.ones, Kind.VECTOR, dtype="float32")
+        self.norm = vector(rngs, c.linear_value_head_dim, "channels", nnx.initializers.ones)
+
+    def __call__(
+        self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        """Returns (the mixer of x `[B, S, D]` or norm(x), the cache with the states after the last token)."""
+        c = self.config
+        projections = [projection(self, f"w{name}") for name in PROJECTIONS]
+        qkv_BSC, z_BSV, b_BSV, a_BSV = ops.linears(x_BSD, projections, norm)
+        qkv_BSC, taps_CJ = self._own_heads(qkv_BSC, axis=2), self._own_heads(self.taps[...], axis=0)[:, 0]
+        first = 0 if cache is None else cache.start
+        state, latest = (None, None) if cache is None else cache.state
+        mixed_BSC, latest = convolved_silu(qkv_BSC, taps_CJ, latest, first, ops.starts)
+        B, S, V = b_BSV.shape
+        K = V * c.linear_num_key_heads // c.linear_num_value_heads
+        parts = jnp.split(mixed_BSC, [K * c.linear_key_head_dim, 2 * K * c.linear_key_head_dim], axis=-1)
+        q, k, v = (x.reshape(B, S, heads, -1) for x, heads in zip(parts, (K, K, V), strict=True))
+        g, beta = gates(a_BSV, b_BSV, self.A_log[...], self.dt_bias[...])
+        tokens = Tokens(q, k, *(x.reshape(B, S, K, V // K, *x.shape[3:]) for x in (v, g, beta)))
+        starts = None if ops.starts is None else ops.starts - first
+        out, state = gated_delta_rule(tokens, starts, state)
+        out = out.reshape(v.shape).astype(z_BSV.dtype)
+        y = gated_norm(out, z_BSV.reshape(v.shape), self.norm[...], c.rms_norm_eps)
+        y_BSD = ops.linear(y.reshape(B, S, -1), projection(self, "wo"))
+        return y_BSD, None if cache is None else cache._replace(state=(state, latest))
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Rows of queries, keys and values in the whole matrix."""
+        keys, values = self.widths()
+        return keys.size, keys.size, values.size
+
+    def _own_heads(self, x: jax.Array, axis: int) -> jax.Array:
+        """Slices the channels of this GPU's heads out of those of all queries, keys and values."""
+        number, devices = device_number(*TENSOR)
+        if devices == 1:
+            return x
+        starts = (0, *itertools.accumulate(self.convolved))
+        sizes = [size // devices for size in self.convolved]
+        own = [
+            jax.lax.dynamic_slice_in_dim(x, start + number * size, size, axis)
+            for start, size in zip(starts, sizes, strict=False)
+        ]
+        return jnp.concatenate(own, axis)
+
+    # -- declarations --------------------------------------------------------------------------------------------------
+
+    def widths(self) -> Sequence[Width]:
+        c = self.config
+
+        def width(kind: str, heads: int, channels: int) -> Width:
+            field = f"model.linear_num_{kind}_heads"
+            return Width(f"{field} x model.linear_{kind}_head_dim", heads * channels, field, heads)
+
+        return [
+            width("key", c.linear_num_key_heads, c.linear_key_head_dim),
+            width("value", c.linear_num_value_heads, c.linear_value_head_dim),
+        ]
+
+    def targets(self) -> Sequence[Target]:
+        _, values = self.widths()
+        mixed = values._replace(size=sum(self.convolved))
+        heads = values._replace(size=values.parts)
+        widths = {"wqkv": mixed, "wz": values, "wb": heads, "wa": heads, "wo": values}
+        return [self.target(matrix, width) for matrix, width in widths.items()]
+
+    def decode_state(self, rows: int, positions: int, dtype) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of the heads' states `[B, K, r, k, v]`, and of the convolution's latest inputs `[B, P, C]`."""
+        c = self.config
+        K, r = c.linear_num_key_heads, c.linear_num_value_heads // c.linear_num_key_heads
+        state = (rows, K, r, c.linear_key_head_dim, c.linear_value_head_dim)
+        inputs = (rows, c.linear_conv_kernel_dim - 1, sum(self.convolved))
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return jax.ShapeDtypeStruct(state, wide), jax.ShapeDtypeStruct(inputs, dtype)
+
+    def decode_bytes(self, queries: int, positions: int) -> int:
+        return self._group_bytes(queries, self.config.linear_num_value_heads)
+
+    def flops(self, sequence_len: int, window: int) -> float:
+        """Those of a chunk's products and of its map of the state, whatever the number of tokens before."""
+        c = self.config
+        k, v, C = c.linear_key_head_dim, c.linear_value_head_dim, CHUNK
+        of_value_head = 4 * C * (k + v) + 2 * k * (k + v) + 2 * k * v + 2 * k * k * v / C + C * C
+        return c.linear_num_value_heads * of_value_head + c.linear_num_key_heads * 4 * C * k
+
+    def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> KernelBytes:
+        heads = self.config.linear_num_value_heads // x.tensor
+        return KernelBytes(working=x.rows * self._group_bytes(x.tokens * x.tensor, heads))
+
+    def _group_bytes(self, tokens: int, heads: int) -> int:
+        """Bytes of the float32 values of a row's group of chunks. heads: for values.
+
+        Compiled for an H100, 281 KB for each token of a group of Qwen3.5 9B, forward and backward: 6 times what the
+        pairs of a chunk's tokens, a key and a value take.
+        """
+        c = self.config
+        numbers = CHUNK + c.linear_key_head_dim + c.linear_value_head_dim
+        return 6 * 4 * numbers * heads * min(tokens, CHUNK * CHUNKS)
+
+    def check_context(self, c) -> None:
+        change = "leave it out; the states of other GPUs' tokens are not sent yet"
+        need(c.cp_size == 1, "cp_size", "1 with layers of gated delta nets", c.cp_size, change)
+
+
+def log_of_uniform(key, shape, dtype=jnp.float32) -> jax.Array:
+    """Draws logarithms of numbers between 0.01 and 16."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
+
+
+@save_inputs_only
+def convolved_silu(x, taps, before, first, starts) -> tuple[jax.Array, jax.Array]:
+    """Returns (silu of `causal_convolution` in the dtype of x, the latest inputs)."""
+    y, latest = causal_convolution(x, taps, before, first, starts)
+    return jax.nn.silu(y).astype(x.dtype), latest
+
+
+@save_inputs_only
+def gates(a_BSV: jax.Array, b_BSV: jax.Array, A_log_V: jax.Array, dt_bias_V: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (g, the logarithm of the decay; beta), in float32 at least."""
+    dtype = jnp.promote_types(a_BSV.dtype, jnp.float32)
+    a, b, A_log, dt_bias = (x.astype(dtype) for x in (a_BSV, b_BSV, A_log_V, dt_bias_V))
+    return -jnp.exp(A_log)[None, None] * jax.nn.softplus(a + dt_bias[None, None]), jax.nn.sigmoid(b)
+
+
+@functools.partial(save_inputs_only, static_argnums=3)
+def gated_norm(x_BSVv: jax.Array, z_BSVv: jax.Array, weight_v: jax.Array, eps: float) -> jax.Array:
+    """Returns RMSNorm(x) * weight * silu(z), of each head, computed in float32 at least."""
+    dtype = jnp.promote_types(x_BSVv.dtype, jnp.float32)
+    x, z, weight = (y.astype(dtype) for y in (x_BSVv, z_BSVv, weight_v))
+    normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return (normed * weight[None, None, None] * jax.nn.silu(z)).astype(x_BSVv.dtype)
