@@ -86,7 +86,7 @@ def config_of(name: str, seed: int, shared: Config) -> Config:
     c = shared.copy_and_resolve_references()
     for field, value in SETTINGS[name].fields.items():
         if field not in c:
-            raise ConfigError(no_field(field))
+            raise ConfigError(no_field(field, c.to_dict()))
         c[field] = value
     c.seed = seed
     c.output_dir = str(Path(shared.output_dir) / f"{name}-{seed}")

@@ -72,6 +72,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     | {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0, "attention_multiplier": 0.2},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_qk_norm": True}
     | {"num_nextn_predict_layers": 0, "routed_scaling_factor": 1.5, "num_hidden_layers": 3},
+    "qwen3_5_text": {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "lfm2": {"num_hidden_layers": 5, "full_attn_idxs": [1, 4], "block_multiple_of": 32},
     "lfm2_moe": EXPERTS
     | {"num_hidden_layers": 5, "layer_types": ["conv", FULL, "conv", "conv", FULL], "num_dense_layers": 2}

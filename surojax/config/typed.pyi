@@ -484,6 +484,11 @@ class Sizes(TypedDict, total=False):
     expert_bias: bool
     num_hidden_layers: int
     layer_types: str
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -505,6 +510,7 @@ class Sizes(TypedDict, total=False):
     tie_word_embeddings: bool
     attention_bias: bool
     attention_out_bias: bool
+    attn_output_gate: bool
     attention_sinks: bool
     qk_norm: bool
     qk_norm_whole: bool

@@ -133,12 +133,12 @@ FORMATS = {
 }
 
 
-def config_of(dtype: str, router: str | None) -> dict[str, Any]:
-    """Returns the `quantization_config` of a format. router: a pattern of the names of routers; None: there is none."""
+def config_of(dtype: str, whole: list[str]) -> dict[str, Any]:
+    """Returns the `quantization_config` of a format. whole: patterns of the names of modules that are not quantised."""
     config = FORMATS[dtype].config
-    if router is None or FORMATS[dtype].of_experts:
+    if FORMATS[dtype].of_experts:
         return config
-    return config | {"ignore": [*config["ignore"], f"re:.*{router}$"]}
+    return config | {"ignore": [*config["ignore"], *(f"re:.*{name}$" for name in whole)]}
 
 
 def fp8_block(entry: dict[str, Any]) -> tuple[int, int] | None:

@@ -21,6 +21,8 @@ COPIED = (
     "rope_theta tie_word_embeddings initializer_range"
 ).split()
 
+WHOLE = ("mlp.router", "delta.wb", "delta.wa")  # matrices that no format quantises: those of `Kind.ROUTER`
+
 
 def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Adds to a source model's config.json the weights' dtype and the keys that either version of transformers reads.
@@ -32,8 +34,10 @@ def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
     config.setdefault("architectures", [family.transformers_class])
     quantised = compressed.FORMATS.get(dtype)
     others = compressed.OTHERS if quantised else dtype
-    router = family.tensors.get("mlp.router", "").removesuffix(".weight").removeprefix(LAYER) or None
-    said = {"quantization_config": compressed.config_of(dtype, router and re.escape(router))} if quantised else {}
+    whole = [
+        family.tensors[name].removesuffix(".weight").removeprefix(LAYER) for name in WHOLE if name in family.tensors
+    ]
+    said = {"quantization_config": compressed.config_of(dtype, list(map(re.escape, whole)))} if quantised else {}
     return family.both_ropes(config) | {"dtype": others, "torch_dtype": others} | said
 
 

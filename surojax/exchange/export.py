@@ -309,7 +309,8 @@ def _stored_dtype(piece: _Piece, dtype: str) -> np.dtype:
 def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str) -> Iterator[np.ndarray]:
     """Yields the pieces' tensors in this dtype. Raises ConfigError if a number is too large for the dtype."""
     largest: dict[tuple[str, ...], np.ndarray] = {}  # magnitudes in matrices that share a scale, of each expert
-    names, read = (), []
+    names: tuple[str, ...] = ()
+    read: list[np.ndarray] = []
     for piece in pieces:
         name = piece.names[0]
         if piece.sharing and piece.of_all:

@@ -81,7 +81,8 @@ def attend_other_values(
     """
     scale = q_BSHh.shape[-1] ** -0.5 if scale is None else scale
     options: Any = {"scale": scale, "mask_type": stablehlo.MaskType.CAUSAL, "sliding_window_length": window or None}
-    return stablehlo.dot_product_attention(q_BSHh, k_BSKh, v_BSKv, **options)
+    attended: Any = stablehlo.dot_product_attention(q_BSHh, k_BSKh, v_BSKv, **options)  # without the log-sum-exp
+    return attended
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -81,11 +81,7 @@ class StudioQuery:
     def command(self, verb: str) -> str:
         """Formats the command line of a verb with this config."""
         model = ["--config", self.model] if flags.is_config_name(self.model) else [f"--config.model_path={self.model}"]
-        start = started(self.model)
-        if not flags.is_config_name(self.model):
-            start.lora = self.config.lora
-            flags.set_rate_of_adapters(start, ())
-            start.lora = False
+        start = started(self.model, lora=self.config.lora)
         change = {name: value for name, value in differing(start, flat(self.config)).items() if name != "model_path"}
         return " ".join(["surojax", verb, shlex.join(model), as_flags(change)]).strip()
 
@@ -98,10 +94,13 @@ class StudioQuery:
         return f"{self.command(verb)} {shlex.join(words)}"
 
 
-def started(model: str) -> Config:
-    """Returns the config that a model begins with, by what the query calls it. Raises ConfigError."""
+def started(model: str, *, lora: bool = False) -> Config:
+    """Returns the config that a model begins with, by what the query calls it. Raises ConfigError.
+
+    lora: whether adapters will be trained, see `flags.load_config`.
+    """
     is_name = flags.is_config_name(model)
-    config = flags.load_config(model if is_name else str(flags.FINETUNE))
+    config = flags.load_config(model if is_name else str(flags.FINETUNE), lora=lora)
     if not is_name:
         config.model_path = model
     return config
@@ -125,12 +124,11 @@ def question(query: Mapping[str, str]) -> StudioQuery:
     model = query.get("model", "").strip() or query.get("model_path", "").strip()
     need(bool(model), "model", "a name of configs/, or a Hugging Face folder or name", model, "choose one")
     gpu = gpu_key(query.get("gpu", ""))
-    given = started(model)
-    if query.get("method"):
-        set_method(given, query["method"])
     settings = [(name, value) for name, value in query.items() if name not in FORM]
-    if not flags.is_config_name(model):
-        flags.set_rate_of_adapters(given, settings)
+    method = query.get("method", "")
+    given = started(model, lora=method in ("lora", "qlora") or dict(settings).get("lora", "").lower() == "true")
+    if method:
+        set_method(given, method)
     given.gpus = whole(query, "gpus") or 1
     need(given.gpus <= MOST_GPUS, "gpus", f"at most {MOST_GPUS:,}", given.gpus, "correct it")
     given.sequence_len = whole(query, "sequence_len") or given.sequence_len

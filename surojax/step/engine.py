@@ -246,9 +246,8 @@ def loss_and_gradients(
     up to date.
     """
     groups = Groups(engine, weights, Batch.of(engine, batch_ABS), history, step)
-    carry = groups.first_carry(
-        history, updating and {name: x for layers in updating for name, x in layers.grads.items()}
-    )
+    used = {name: x for layers in updating for name, x in layers.grads.items()} if updating else None
+    carry = groups.first_carry(history, used)
     updated = None
     only = groups.number == 1
     begin = 0
