@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from surojax.models.order import LONGEST_PERIOD, LayerLoop, RepeatingLayers, loops_of, order_of, patterns
+from surojax.models.order import LONGEST_PERIOD, LayerLoop, RepeatingLayers, loops_of, order_of, repeating_kinds
 
 # Orders of published models by a letter for each kind, and (layers that are compiled, loops of several rounds).
 PUBLISHED = {
@@ -21,7 +21,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("kinds, layers, loops", PUBLISHED.values(), ids=PUBLISHED)
 def test_orders_of_published_models_are_few_loops(kinds, layers, loops):
-    found = patterns(order_of(kinds))
+    found = repeating_kinds(order_of(kinds))
     assert sum(run.period for run in found) == layers
     assert sum(run.stop - run.start > run.period for run in found) == loops
 
@@ -83,7 +83,7 @@ def test_indices_are_linear_in_the_rounds():
 
 def test_a_loop_and_its_edges_cost_a_layer_each():
     """Two equal layers alone are unrolled and three are a loop, but not if transfers wait at both of its ends."""
-    rounds = lambda kinds: [(run.stop - run.start) // run.period for run in patterns(order_of(kinds))]
+    rounds = lambda kinds: [(run.stop - run.start) // run.period for run in repeating_kinds(order_of(kinds))]
     assert rounds("AA") == [1, 1]
     assert rounds("AAA") == [3]
     assert rounds("MAAAM") == [1] * 5
@@ -94,7 +94,7 @@ def test_variants_repeat_with_their_kind():
     """Windows of every layer but each third make a body of three layers, in stacks and in patterns of kinds."""
     (loop,) = loops_of(order_of("A" * 12, ["w", "w", "g"] * 4))
     assert (loop.period, loop.layers) == (3, {"A": range(12)})
-    assert patterns(order_of("AM" * 6, ["w", "w", "g", "w"] * 3)) == [RepeatingLayers(0, 12, 4)]
+    assert repeating_kinds(order_of("AM" * 6, ["w", "w", "g", "w"] * 3)) == [RepeatingLayers(0, 12, 4)]
 
 
 def test_part_of_a_loop():

@@ -126,7 +126,7 @@ def order_of(kinds: Sequence[str], variants: Sequence[Any] = ()) -> tuple[LayerR
     return tuple(order)
 
 
-def patterns(order: Sequence[LayerRef]) -> list[RepeatingLayers]:
+def repeating_kinds(order: Sequence[LayerRef]) -> list[RepeatingLayers]:
     """Splits layers of several kinds into the runs that cost least, by dynamic programming over where a run begins.
 
     A layer that is compiled costs 1, and so does a loop, and each end of a loop at which the neighbouring run's layer
@@ -167,7 +167,7 @@ def loops_of(
     ends = ends or {}
     loops = []
     memories = [sum(layer.index >= end for end in ends.get(layer.kind, ())) for layer in order]
-    runs = patterns(order) if len({layer.kind for layer in order}) > 1 else [RepeatingLayers(0, len(order), 0)]
+    runs = repeating_kinds(order) if len({layer.kind for layer in order}) > 1 else [RepeatingLayers(0, len(order), 0)]
     for start, stop, period in runs:
         if len({layer.kind for layer in order[start : start + period or stop]}) == 1:
             loops += _loops_of_one_kind(order, memories, start, stop, first)
