@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from commands import convert
 from small import CONFIG, Small, needs, plain_loss, quick_at, tokens, vectors_drawn, worst_relative
 from test_engine import ORDER_OF_SUMS, engine_gradients
 from test_experts import ALL
 
-from surojax import ConfigError, convert, default_config
+from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
 from surojax.exchange import config_json

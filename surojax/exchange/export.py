@@ -318,7 +318,7 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
             continue
         if names != piece.names:  # all experts of a tensor are read at once, and follow each other
             names, read = piece.names, [tensors.read(name) for name in piece.names]
-        if part_of_rows(names[0]):
+        if part_of_rows(name):
             tensor = joined(read, piece.shape)
         else:
             tensor = expert_tensors.join_experts(read, files) if piece.of_all else read[0]

@@ -74,7 +74,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     name = config.get("model_type")
     if "text_config" in config:
         raise ConfigError(
-            f"model_path: expected a text model, or model_type {' or '.join(IMAGE_TEXT_FAMILIES)} with a text_config, "
+            f"model_path: expected a text model, or model_type {', '.join(IMAGE_TEXT_FAMILIES)} with a text_config, "
             f"got {name!r} with one; give a folder with the text model alone"
         )
     if name not in FAMILIES:
