@@ -121,7 +121,7 @@ def test_questions_are_answered_by_likelihood(tmp_path, monkeypatch):
 
     monkeypatch.setattr(evaluate, "score", scores)
     found = evaluate.answer(Trained(MODEL, {}, ByteTokenizer(), None), questions)
-    assert found == (0.5, 1.0)
+    assert found == (0.5, 1.0, 2)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_bits_per_byte_of_held_out_text(bytes_per_label, bits, monkeypatch):
     batches = [({"loss": 6.0, "other": 1.0}, 2), ({"loss": 6.0, "other": 2.0}, 2)]
     monkeypatch.setattr(evaluation.train_step, "evaluated", lambda *_: iter(batches))
     found = object.__new__(evaluation.Evaluation)
-    found.arrays, found.sharding, found.step = (), None, None
+    found.arrays, found.sharding, found.step, found.terms = (), None, None, "tokens"
     one = SimpleNamespace(name="held", batches=[], bytes_per_label=bytes_per_label)
     scores = found.scores({}, one)  # type: ignore[arg-type]
     assert (scores["name"], scores["loss"], scores["others"]) == ("held", 3.0, {"other": 0.75})

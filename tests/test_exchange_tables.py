@@ -311,10 +311,13 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "granitemoe": {"norm_topk_prob": True},
+    "lfm2": {"qk_norm": True},
+    "lfm2_moe": {"qk_norm": True, "scoring_func": "sigmoid"},
     "mixtral": {"norm_topk_prob": True},
     "olmoe": {"qk_norm_whole": True},
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True},
+    "qwen3_5_text": {"qk_norm": True, "norm_plus_one": True, "attn_output_gate": True},
     "qwen3_moe": {"qk_norm": True},
 }
 
@@ -340,7 +343,10 @@ def test_layers_with_a_window_of_no_size(family, used):
         got = "use_sliding_window false; fetch it again"
     else:
         got = "no such number; fetch it again"
-    with pytest.raises(ConfigError, match=rf"config\.json: sliding_window: expected a number, .*, got {got}"):
+    message = rf"sliding_window: expected a number, .*, got {got}"
+    if family in ("lfm2", "lfm2_moe", "qwen3_5_text"):  # whose layers have other mixers
+        message = "layer_types: expected full_attention or "
+    with pytest.raises(ConfigError, match=rf"config\.json: {message}"):
         huggingface.model_fields(config | {"use_sliding_window": used})
 
 

@@ -160,7 +160,11 @@ def test_a_modelfile_has_the_template_if_it_can_be_said(tmp_path):
 @pytest.mark.parametrize(
     "case, changes, message",
     [
-        ("gemma2", {}, r"qwen3moe, gpt-oss, granitemoe, glm4moe describe, got gemma2 \(.*; export a folder"),
+        (
+            "gemma2",
+            {},
+            r"qwen3moe, gpt-oss, granitemoe, glm4moe, lfm2, lfm2moe describe, got gemma2 \(.*; export a folder",
+        ),
         ("mistral", {}, r"got mistral \(llama does not have sliding_window=7\); export a folder"),
         ("qwen3_windows", {}, r"got qwen3 \(qwen3 does not have sliding_window=7, sliding_window_pattern=2\); export"),
         ("yarn", {}, r"got llama \(llama does not have rope_beta_fast=8\.0\); export a folder"),

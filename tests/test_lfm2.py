@@ -92,7 +92,7 @@ def in_files(tree: dict, model, case: str) -> dict[str, np.ndarray]:
     return tensors
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0, 2))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 2))
 def test_logits_and_answers_are_those_of_transformers(tmp_path, case):
     """Of whole rows, and of a token at a time with a cache."""
     params, model = params_of(tmp_path, case), decoder_model.build(config_of(case))
@@ -246,8 +246,7 @@ def test_adapters_are_of_each_mixers_matrices():
             (HYBRID, 4, {"zero_level": 2, "replicate": 2, "resident_layers": 3, "offload_weights": True}),
             (WITH_EXPERTS, 1, ALL),
             (WITH_EXPERTS, 4, {"zero_level": 3, **ALL}),
-        ],
-        0,
+        ]
     ),
 )
 def test_gradients_equal_reverse_mode(config, devices, placed):

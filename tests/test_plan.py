@@ -1176,7 +1176,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path, monkeypatch):
     assert "did you mean rtx4090?" in refused(["--config", file, "--gpu", "rtx4095"])
     line = refused(["--config", file, "--gpu", "banana"])
     assert all(name in line for name in GPUS)
-    assert "no GPU given: pass --gpu NAME, one of a10, a100," in refused(["--config", file])
+    assert "no GPU given: pass --gpu NAME; known are a10, a100," in refused(["--config", file])
     assert "--config.gpus=4" in refused([*good, "--config.gpus=0"])
     assert "dp_shard_size" in refused([*good, "--config.gpus=4", "--config.dp_shard_size=3"])
     for path, reason in (

@@ -270,12 +270,12 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
         for expected in (
             f"continuing from {tmp_path}/run/checkpoints/5",
             "budget: 3,072 tokens, ",
-            f"evaluation: loss {first['loss']:.4f} -> {last['loss']:.4f}",
+            f"evaluation over 512 tokens: loss {first['loss']:.4f} -> {last['loss']:.4f}",
             "--- continuation",
             "7 steps in",
             f"checkpoint: {tmp_path}/run/checkpoints/12",
             f"sample: surojax generate --checkpoint {tmp_path}/run --prompt TEXT",
-            f"export: surojax convert --checkpoint {tmp_path}/run --out FOLDER",
+            f"export: surojax convert --checkpoint {tmp_path}/run --out {tmp_path}/run/export",
             f"resume: {command} --quiet --config.max_steps=24",
             "compiling the step and the evaluation ...\ncompiled in ",
             f"TensorBoard events: {tmp_path}/run/tensorboard; to see them: ",
@@ -890,7 +890,7 @@ def test_a_run_ends_with_its_page(whole, tmp_path):
     assert f"surojax report {whole}" in text and f"{last['loss']:.4f}" in text and ">plan<" in text
     assert (
         "and files, estimated" in text
-        and "no time is predicted: cpu is no GPU of" in text
+        and "no time is predicted: cpu is no GPU whose facts are known" in text
         and ">moments<" in text
         and ">total<" in text
     )

@@ -82,6 +82,8 @@ class StudioQuery:
         """Formats the command line of a verb with this config."""
         model = ["--config", self.model] if flags.is_config_name(self.model) else [f"--config.model_path={self.model}"]
         start = started(self.model, lora=self.config.lora)
+        if not flags.is_config_name(self.model):
+            start.lora = False  # the command says it
         change = {name: value for name, value in differing(start, flat(self.config)).items() if name != "model_path"}
         return " ".join(["surojax", verb, shlex.join(model), as_flags(change)]).strip()
 
