@@ -163,6 +163,7 @@ def test_quantised_folders_are_refused_by_the_matrix_that_is_a_part(tmp_path):
         ({"layer_types": ["conv"] * 6}, "layer_types: expected full_attention or conv for each of 7 layers"),
         ({"layer_types": ["conv"] * 6 + ["mamba"]}, "layer_types: expected full_attention or conv"),
         ({"sliding_window": 4}, "sliding_window"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps: expected norm_eps=0.001, which transformers reads in its place"),
         ({"attention_bias": True}, "attention_bias"),
     ],
 )

@@ -17,7 +17,7 @@ PART = re.compile(r"(?P<name>.+)\[(?P<part>\d)/(?P<parts>\d)\]")
 
 
 class RowsOf(NamedTuple):
-    """Our tensor as a part of the rows of a tensor in files."""
+    """Our tensor, which is part `part` of `parts` equal parts of the rows of the tensor `name` in files."""
 
     name: str
     part: int

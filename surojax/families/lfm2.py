@@ -41,6 +41,7 @@ SIZES = (
 )
 DEFAULTS: dict[str, Any] = (LLAMA_DEFAULTS | {"vocab_size": 65536, "num_key_value_heads": 8, "rope_theta": 1e6}) | {
     "norm_eps": 1e-5,
+    "rms_norm_eps": None,
     "tie_word_embeddings": True,
     "conv_bias": False,
     "conv_L_cache": TAPS,
@@ -61,6 +62,11 @@ def _layer_types(given: dict[str, Any]) -> str:
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
+    if given["rms_norm_eps"] not in (None, given["norm_eps"]):
+        raise ConfigError(
+            f"model_path: config.json: rms_norm_eps: expected norm_eps={given['norm_eps']!r}, which transformers reads "
+            f"in its place, got {given['rms_norm_eps']!r}; remove it"
+        )
     fields = {"rms_norm_eps": float(given["norm_eps"]), "layer_types": _layer_types(given)}
     own = given.get("tie_embedding")
     tied = given["tie_word_embeddings"] if own is None else own

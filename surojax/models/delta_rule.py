@@ -55,7 +55,7 @@ class ChunkSizes(NamedTuple):
 
     @property
     def precision(self) -> Any:
-        """That of products."""
+        """The precision of the products."""
         return jax.lax.DotAlgorithmPreset.TF32_TF32_F32 if self.tf32 else jax.lax.Precision.HIGHEST
 
 

@@ -161,7 +161,7 @@ class GatedDelta(Mixer):
         return self._group_bytes(queries, self.config.linear_num_value_heads)
 
     def flops(self, sequence_len: int, window: int) -> float:
-        """Those of a chunk's products and of its map of the state, whatever the number of tokens before."""
+        """FLOPs per token of a chunk's products and of its map of the state; earlier tokens add none."""
         c = self.config
         k, v, C = c.linear_key_head_dim, c.linear_value_head_dim, CHUNK
         of_value_head = 4 * C * (k + v) + 2 * k * (k + v) + 2 * k * v + 2 * k * k * v / C + C * C
