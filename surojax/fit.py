@@ -31,7 +31,7 @@ from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
 from surojax.planner.disks import wear
 from surojax.planner.drives import disks
 from surojax.planner.fastest import MOST_COMPILED, FitResult, Trial, fastest
-from surojax.planner.gpus import GPUS, WHICH, gpu_key
+from surojax.planner.gpus import GPUS, gpu_key
 from surojax.planner.plan_text import cost, range_lines
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING
@@ -257,8 +257,6 @@ def main(argv: list[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")  # the search needs no GPU, and should not occupy one
     try:
         c, args = parse_flags(argv, parser())
-        if args.gpu is None:
-            raise ConfigError(f"no GPU given: pass --gpu NAME; {WHICH}")
         args.gpu = gpu_key(args.gpu)
         check_cost(args)
         disks(args.disk, c.rates_file)

@@ -18,10 +18,12 @@ ORDER = (
     "inference planner pages training verification diagnosis commands"
 ).split()
 COMMANDS = tuple(
-    "api train distill launch plan fit studio report verify generate evaluate convert completion new doctor".split()
+    "api train distill launch plan fit studio report verify generate evaluate convert completion new doctor "
+    "refused_early".split()
 )
 ANYWHERE = (
     "declared",
+    "command_line",
     "option_names",
     "offloads",
     "errors",
