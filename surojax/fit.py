@@ -36,6 +36,7 @@ from surojax.planner.plan_text import cost, range_lines
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING
 from surojax.planner.run_plan import checked
+from surojax.run.console import CONSOLE
 from surojax.untrusted import expanded
 
 SHOWN = 5  # rows by default
@@ -278,7 +279,8 @@ def main(argv: list[str] | None = None) -> None:
             allow=words("--allow", args.allow, tuple(NUMBERS)),
             keep=words("--keep", args.keep, tuple(flat(default_config()))),
             most=max(args.top, MOST_COMPILED),
-            say=lambda text: print(text, flush=True),
+            say=CONSOLE.line,
+            status=CONSOLE.status,
         )
         print(result_table(result, args.top, c))
         if file:
