@@ -639,6 +639,16 @@ def test_as_many_samples_a_step_unless_a_setting_says_otherwise(whole, config, t
     assert capsys.readouterr().out == "note: a step has 64 samples from here on, it had 8\n"
 
 
+def test_a_run_that_goes_on_says_its_next_rate(config):
+    """A cosine from 2e-4 to 2e-5 over 20 steps, ten of them done."""
+    c = config
+    c.learning_rate, c.warmup_steps = 2e-4, 0
+    assert training_report.rate_text(c, 0, 20) == training_report.rate_text(c, 20, 20) == "learning rate 0.0002"
+    assert (
+        training_report.rate_text(c, 10, 20) == "learning rate 1.03e-04 in step 11, 2.00e-05 in the last (peak 0.0002)"
+    )
+
+
 @pytest.mark.full
 def test_more_steps_than_before(whole, config, tmp_path, capsys):
     killed_after(whole, 12, tmp_path / "run")
@@ -646,7 +656,8 @@ def test_more_steps_than_before(whole, config, tmp_path, capsys):
     result = train(config)
     assert [r["step"] for r in result.history] == [13, 14, 14] and steps_saved(tmp_path / "run")[-1] == 14
     assert records(tmp_path / "run")[:15] == records(whole)
-    assert "continuing with changed settings: max_steps 12 -> 14" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "continuing with changed settings: max_steps 12 -> 14" in said and " in step 13, " in said
     config.max_steps = 13
     assert train(config).finished
     assert "is at step 14 of 13; raise max_steps to go on" in capsys.readouterr().out
