@@ -41,6 +41,7 @@ def printed_by(capsys, main, line: str) -> list[str]:
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(aot, "available", lambda: False)  # estimates, in place of minutes
+    return tmp_path
 
 
 def test_of_new_and_fit(folder, capsys):
