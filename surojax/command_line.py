@@ -3,13 +3,13 @@
 import argparse
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from surojax.declared import KINDS, DeclaredField
-from surojax.errors import ConfigError
-from surojax.option_names import SHORT, no_field
+from surojax.errors import ConfigError, need
+from surojax.option_names import SHORT, no_field, unknown_option
 from surojax.untrusted import expanded, parse_json
 
 PACKAGE = Path(__file__).parent
@@ -53,6 +53,21 @@ def file_of_config(path: str) -> Path:
         is_what = "another kind of file" if file.is_file() else "a folder" if file.is_dir() else "nothing there"
         raise ConfigError(f"--config: expected a Python file with get_config(), got {path!r} ({is_what}); {hint}")
     return file
+
+
+def parsed_options(
+    parser: argparse.ArgumentParser, words: Sequence[str], fields: Collection[str]
+) -> argparse.Namespace:
+    """Parses a command's own options, `--config` among them.
+
+    words: without those that set fields. fields: their names. Raises ConfigError for other words, and for two configs.
+    """
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise ConfigError(unknown_option(unknown[0], parser._option_string_actions, fields, configs()))
+    number = sum(word.partition("=")[0] == "--config" for word in words)
+    need(number <= 1, "--config", "one config", number, "leave one out, or let one file change what another returns")
+    return args
 
 
 def split_flags(

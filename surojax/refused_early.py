@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from surojax.command_line import NO_CONFIG, field_value, file_of_config, split_flags
+from surojax.command_line import NO_CONFIG, field_value, file_of_config, parsed_options, split_flags
+from surojax.data import files
 from surojax.declared import DeclaredField
 from surojax.errors import ConfigError, refusing
 from surojax.exchange.hub import FOLDER, OF_MODEL, is_model_name
@@ -26,6 +27,7 @@ ACTIONS = {
 }
 KEPT = "model/source.json"  # in an output_dir: the run has copies of its model's small files
 RUN = "the folder of a run, with metrics.jsonl"
+OF_DATA = ("train", "data", "distill")  # verbs that read data
 BUILT_IN = "stdlib"  # names of data sets that begin so are no files
 
 
@@ -80,7 +82,8 @@ def refuse_early(verb: str, words: Sequence[str]) -> None:
     fields = {name: DeclaredField.restored(name, of) for name, of in known["fields"].items()}
     takes_fields = stored["takes_fields"]
     rest, overrides = split_flags(list(words), parser, fields) if takes_fields else (list(words), [])
-    args = vars(parser.parse_args(rest))
+    of_config = "--config" in parser._option_string_actions
+    args = vars(parsed_options(parser, rest, fields) if of_config else parser.parse_args(rest))
     values = {name: field_value(fields, name, text) for name, text in overrides}
     for name, value in values.items():
         if value is not None:
@@ -88,11 +91,13 @@ def refuse_early(verb: str, words: Sequence[str]) -> None:
             fields[name].check(value)
     if args.get("config"):
         file_of_config(args["config"])
-    elif "config" in args and "model_path" not in values:
+    elif of_config and "model_path" not in values:
         raise ConfigError(NO_CONFIG)
     if "gpu" in args:
         gpu_key(args["gpu"])
     _check_paths(args, values)
+    if of_config and not args["config"] and verb in OF_DATA and not (values.get("data") or values.get("datasets")):
+        raise ConfigError(files.NO_DATA)
 
 
 def _check_paths(args: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -114,9 +119,8 @@ def _check_paths(args: Mapping[str, Any], values: Mapping[str, Any]) -> None:
 
 def _check_data(source: str) -> None:
     """Raises ConfigError for a list of files, folders and globs of which one matches nothing and names no set."""
-    from surojax.data.files import find_with_splits, split_names  # numpy is loaded only for a command with data
-    from surojax.data.readers import SUFFIXES, check_set_name
+    from surojax.data.readers import SUFFIXES, check_set_name  # loads numpy
 
-    for item in split_names(source):
-        if item and find_with_splits(item, SUFFIXES) is None:
+    for item in files.split_names(source):
+        if item and files.find_with_splits(item, SUFFIXES) is None:
             check_set_name(item)

@@ -20,6 +20,7 @@ def get_config():
     c = load_config("tiny")
     c.data, c.data_cache, c.tokenizer, c.output_dir = "text.txt", "cache", "tokenizer.json", "student"
     c.max_steps, c.eval_steps, c.sample_tokens, c.gpus, c.sequence_len, c.model.num_hidden_layers = 2, 0, 0, 1, 32, 1
+    c.model.vocab_size = 96  # the teacher's
     return c
 """
 SMALL = "--config tiny --gpus 1 --output_dir run --data_cache cache --max_steps 2 --eval_steps 0 --sample_tokens 0"

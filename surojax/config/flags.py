@@ -12,11 +12,11 @@ from typing import NoReturn, cast
 
 import ml_collections
 
-from surojax.command_line import NO_CONFIG, WORDS, configs, field_value, file_of_config, split_flags
+from surojax.command_line import NO_CONFIG, WORDS, field_value, file_of_config, parsed_options, split_flags
 from surojax.config.fields import FIELDS, SECTIONS, Config
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
-from surojax.option_names import ALL_FIELDS, HELP, unknown_option
+from surojax.option_names import ALL_FIELDS, HELP
 
 # fields that `--help` shows; `--help fields` shows all
 USUAL = (
@@ -63,9 +63,7 @@ def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tupl
         print(describe_fields())
         sys.exit()
     rest, overrides = split_flags(argv, parser, FIELDS)
-    args, unknown = parser.parse_known_args(rest)
-    if unknown:
-        raise ConfigError(unknown_option(unknown[0], parser._option_string_actions, FIELDS, configs()))
+    args = parsed_options(parser, rest, FIELDS)
     if not args.config and "model_path" in dict(overrides):
         args.config = str(FINETUNE)
     if not args.config:
