@@ -185,7 +185,8 @@ def test_a_compiled_step_is_drawn_without_an_error(tmp_path):
     check_memory(page, found)
     columns = json.loads(zlib.decompress(base64.b64decode(page.scripts["events"])))["columns"]
     ends = [begin + time for begin, time in zip(itertools.accumulate(columns[4]), columns[5], strict=True)]
-    assert max(ends) == pytest.approx(1e8 * found["predicted_step_s"], rel=1e-4)
+    launches = found["launches_s"] or 0.0  # of so small a step they may take longer
+    assert found["predicted_step_s"] == pytest.approx(max(max(ends) / 1e8, launches), rel=1e-4)
     assert len(html.read_text(encoding="utf-8")) < 1_000_000
     if CHROMIUM:
         words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]

@@ -43,6 +43,7 @@ def serve():
         def start(*runs: str) -> command.Server:
             server = until_end.enter_context(command.Server(runs))
             threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            until_end.callback(server.compiling.acquire)  # no plan is still compiled while the next test asks for one
             until_end.callback(server.shutdown)
             return server
 
