@@ -304,6 +304,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"  set nvme_path in it to a folder on the NVMe disk: {FOLDER!r} stands for it")
     except (ConfigError, OSError) as error:
         raise ending("fit", error) from error
+    finally:
+        CONSOLE.status("")
 
 
 if __name__ == "__main__":
