@@ -97,7 +97,7 @@ def say(text: str) -> None:
 
 def progress(number: int, total: int, done: float, seconds: float) -> str:
     """Formats "3 of 10, 01:20 left". number: of the part at work, from 1. done: fraction that took so many seconds."""
-    left = f", {tqdm.format_interval(seconds * (1 - done) / done)} left" if done else ""
+    left = f", {tqdm.format_interval(round(seconds * (1 - done) / done))} left" if done else ""
     return f"{number} of {total}{left}"
 
 
