@@ -19,7 +19,7 @@ A group has `microbatches_per_fetch` microbatches. A layer's weights are fetched
 accumulators if they are in host memory: fewer transfers, more residuals. Gradients are added in the same order with
 groups of any size, so results are the same to the bit, but for a head that is also the embedding: its matrix gets the
 gradients of all heads of a group before those of its embeddings. The microbatches of a group are unrolled in the loops
-over layers: XLA keeps no all-gather in flight across an inner loop (docs/LOG.md, 2026-11-22). A microbatch's gradients
+over layers: XLA keeps no all-gather in flight across an inner loop (docs/log, 2026-11-22). A microbatch's gradients
 are reduced while the next one's block is recomputed.
 
 Why not `jax.grad` of the whole model: it holds all gathered weights, or a whole tree of gradients, at once. Here one
