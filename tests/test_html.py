@@ -94,7 +94,12 @@ def estimated(tmp_path, monkeypatch, capsys):
 
     def get(*options: str) -> tuple[Page, dict]:
         html, target = tmp_path / "plan.html", tmp_path / "plan.json"
-        plan_command.main([*TINY, "--html", str(html), "--json", str(target), *options])
+        ended = 0
+        try:
+            plan_command.main([*TINY, "--html", str(html), "--json", str(target), *options])
+        except SystemExit as end:
+            ended = end.code
+        assert ended == (0 if json.loads(target.read_text())["fits"] else 1)
         assert f"written: {html}" in capsys.readouterr().out
         return parsed(html.read_text(encoding="utf-8")), json.loads(target.read_text())
 
