@@ -187,7 +187,8 @@ def test_a_compiled_step_is_drawn_without_an_error(tmp_path):
     check_memory(page, found)
     columns = json.loads(zlib.decompress(base64.b64decode(page.scripts["events"])))["columns"]
     ends = [begin + time for begin, time in zip(itertools.accumulate(columns[4]), columns[5], strict=True)]
-    assert max(ends) == pytest.approx(1e8 * found["predicted_step_s"], rel=1e-4)
+    # A model this small is computed sooner than launched: the time line has the kernels.
+    assert max(ends) < 1e8 * found["launches_s"] == 1e8 * found["predicted_step_s"] and "launch-bound: " in page.text
     assert len(html.read_text(encoding="utf-8")) < 1_000_000
     if CHROMIUM:
         words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
