@@ -192,6 +192,7 @@ def test_a_compiled_step_is_drawn_without_an_error(tmp_path):
     assert len(html.read_text(encoding="utf-8")) < 1_000_000
     if CHROMIUM:
         words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+        words.append("--virtual-time-budget=20000")  # until the events are inflated
         done = subprocess.run([*words, html.as_uri()], capture_output=True, text=True, timeout=300)
         assert "CONSOLE" not in done.stderr and re.search(r'<canvas[^>]* height="\d+"', done.stdout)
 
