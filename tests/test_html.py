@@ -348,7 +348,7 @@ def test_settings_resumes_and_samples_of_runs(tmp_path, monkeypatch):
         starts.write_start(folder, 2, {"learning_rate": rate + 0.1, "seed": 5})  # killed, so started again:
         starts.write_start(folder, 1, {"learning_rate": rate + 0.5, "seed": 5})
         starts.write_sample(folder, 3, "--- prompt\n<i>x</i>")
-    found = runs.read_runs(["a/run", "b/run/metrics.jsonl"])
+    found = runs.read_runs(["a/run", "b/run/metrics.jsonl", "./a/run/metrics.jsonl"])
     assert [run.name for run in found] == ["a/run", "b/run"]
     rows = [(row["name"], row["cells"], row["differs"]) for row in runs.settings_rows(found)]
     changes = ["0.1 \u2192 0.6 after step 1", "0.3 \u2192 0.8 after step 1"]
