@@ -88,8 +88,8 @@ def test_estimates(tmp_path):
 
 def test_the_verbs_from_a_run_to_a_file(tmp_path):
     """The config's fields as keywords; results have one line, and name what follows."""
-    result = surojax.train(config(tmp_path), data=TEXTS, max_steps=2, eval_steps=0)
-    assert repr(result).startswith("Result(finished at step 2, loss ") and "\n" not in repr(result)
+    result = surojax.train(config(tmp_path), data=TEXTS, max_steps=4)  # the programs of test_library.py
+    assert repr(result).startswith("Result(finished at step 4, loss ") and "\n" not in repr(result)
     model = surojax.load(result)
     assert repr(model).endswith("parameters, without a chat template)") and surojax.load(model) is model
     one = surojax.generate(model, "1 and", max_tokens=4, temperature=0)

@@ -213,7 +213,7 @@ def test_what_is_refused(changes, message):
             ((3, 2, 384), 128, jnp.float32, True),
             ((3, 2, 384), 128, jnp.bfloat16, False),
         ],
-        1,
+        3,
     ),
 )
 def test_the_kernel_equals_the_reference(shape, block, dtype, in_place):

@@ -292,7 +292,7 @@ def test_a_budget_of_device_memory_is_room_for_the_layer_that_comes_next(tmp_pat
 
 def test_a_disk_that_fails_ends_the_step(tmp_path, monkeypatch):
     """In the middle of either pass, in a thread that writes: the error is raised, and nothing waits for ever."""
-    small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | STEP))
+    small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | WEIGHTS | STEP | STATE))
     plain = Store.write
     for stacks in (small.run.files.residuals["blocks"], small.run.files.grads["blocks"]):
         lost = 1, jax.tree.leaves(stacks)[0].place

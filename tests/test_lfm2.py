@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,7 @@ def test_logits_and_answers_are_those_of_transformers(tmp_path, case):
 @pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
 def test_loss_and_gradients_are_those_of_transformers(tmp_path, case):
     small = Small(config=config_of(case))
-    small.state = small.state._replace(weights=params_of(tmp_path, case))
+    small.state = SimpleNamespace(weights=params_of(tmp_path, case))
     loss, grads = engine_gradients(small, (REFERENCE[f"{case}/tokens"][None], REFERENCE[f"{case}/labels"][None]))
     close(loss, REFERENCE[f"{case}/loss"], "loss")
     found, expected = in_files(grads, small.run.model, case), stored(case, "grad")
@@ -276,6 +277,7 @@ def test_trains_alike_under_every_placement(tmp_path):
         assert in_files.train(batches) == losses
 
 
+@pytest.mark.full
 def test_documents_in_a_row_are_as_alone():
     """Two documents packed into one row have the logits that each has in a row of its own."""
     params = decoder_model.build(HYBRID).init(0)
