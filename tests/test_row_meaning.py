@@ -342,7 +342,6 @@ def test_rewritten_answers_with_a_weight_of_0():
 
 # -- Fields that mean something ---------------------------------------------------------------------------------------
 
-VALUE = {"weight": 0.5}
 ROWS = {
     "conversation": (TALK, talk("a", "b")),
     "instruction": (PROMPTS, {"prompt": "a", "completion": "b"}),
