@@ -184,14 +184,6 @@ def test_the_layer_of_one_stage_is_read_to_the_bit(dtype):
 
 
 @pytest.mark.full
-def test_gradients_that_are_summed_over_groups_late(tmp_path):
-    """HSDP with gradients in host memory: each row of the mesh has its own until the update."""
-    placed: dict[str, Any] = {"replicate": 2, "zero_level": 3, **REST}
-    expected = Small(4, offload_optimizer=True, offload_master=True, **placed).train(BATCHES)
-    assert Small(4, nvme_path=str(tmp_path), **BOTH, **placed).train(BATCHES) == expected
-
-
-@pytest.mark.full
 def test_how_long_files_were_busy():
     """Counted once where threads overlap, and up to now while one is at it."""
     busy = Busy()

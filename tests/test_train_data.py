@@ -111,6 +111,7 @@ def test_with_another_split_of_the_batch_the_samples_are_the_same(whole, files, 
     assert steps[1] == pytest.approx(steps[0], rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_other_data_is_refused(whole, files, tmp_path):
     killed_after(whole, 2, tmp_path / "run")
     changes = {
