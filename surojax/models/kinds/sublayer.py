@@ -8,9 +8,11 @@ declarations. The checks of a config, adapters, readers of files, the sampler an
 model, and know none.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -134,7 +136,13 @@ class KernelBytes(NamedTuple):
 
 
 class Mixer(Sublayer):
-    """A sublayer whose tokens depend on each other."""
+    """A sublayer whose tokens depend on each other.
+
+    appends: what later tokens read of earlier ones grows with them, as keys and values do; if not, it is a state that
+    each next token replaces.
+    """
+
+    appends: ClassVar[bool] = False
 
     def decode_state(self, rows: int, positions: int, dtype) -> Any:
         """Shapes of the state of a layer that sampling hands on, with room for so many positions of each row."""
@@ -155,9 +163,10 @@ class Mixer(Sublayer):
         """
         return KernelBytes()
 
-    def numbers_between_chunks(self, devices: int) -> int:
-        """Numbers of each token that chunks of a sequence hand on, on `devices` that share it."""
-        return 0
+    def bytes_between_chunks(self, x: OnGpu) -> int:
+        """Bytes of a layer that chunks of a sequence hand on, together: of a state those of `decode_state`."""
+        states = jax.tree.leaves(self.decode_state(x.rows, 0, x.dtype))
+        return (x.chunks - 1) * sum(math.prod(s.shape) * s.dtype.itemsize for s in states) // x.tensor
 
     def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
         """The `ContextNumbers` of a layer."""
