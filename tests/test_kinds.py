@@ -1,7 +1,6 @@
 """What the kinds of mixers and MLPs declare (models/kinds), and that those who ask get it."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -116,5 +115,3 @@ def test_a_state_that_does_not_grow_is_declared_so():
     assert (state.shape, state.dtype) == ((2, 2, 3, 4, 3), "float32")
     assert (inputs.shape, inputs.dtype) == ((2, 3, 2 * 8 + 18), "bfloat16")
     assert delta.decode_state(2, 10_000, "bfloat16") == (state, inputs)
-    with pytest.raises(ConfigError, match=r"^cp_size: expected 1 with layers of short convolutions, got 2"):
-        conv.check_context(SimpleNamespace(cp_size=2))

@@ -209,8 +209,6 @@ def test_layer_types_are_their_shortest_pattern(types, field):
     "changes, message",
     [
         ({"pp_size": 2, "gpus": 2}, "pp_size=2, whose layers are equal"),
-        ({"sequence_chunks": 2}, "sequence_chunks=2, whose chunks hand on keys and values alone"),
-        ({"cp_size": 2, "gpus": 2}, "cp_size: expected 1 with layers of short convolutions"),
         ({"lora": True, "lora_target_modules": "q_proj"}, "a matrix of every layer, whatever its mixer"),
         ({"model.layer_types": "conv,mamba"}, "model.layer_types: expected mixers .* got 'mamba'"),
         ({"model.layer_types": ",".join(["conv"] * 13)}, "at most num_hidden_layers=12 mixers"),

@@ -167,6 +167,14 @@ convolutions = Feature(
     "''",
     {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4},
 )
+stages_of_several = Feature(
+    "pp_size > 1 with layers of several mixers",
+    ("pp_size", "model.layer_types"),
+    lambda s, _: s["pp_size"] > 1 and len({name.strip() for name in s["model.layer_types"].split(",")}) > 1,
+    lambda s: f"with pp_size={s['pp_size']} and model.layer_types={s['model.layer_types']!r}",
+    "1",
+    {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4, "pp_size": 2},
+)
 no_delta = Feature(
     f"model.layer_types without {DELTA}",
     ("model.layer_types",),
@@ -232,7 +240,12 @@ REFUSALS = (
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
     *refuse_each(OF_DELTA, no_delta, "which does not use it", f"leave it out, or put {DELTA} into model.layer_types"),
     Refusal(is_set("master_dtype", "bfloat16"), delta, "whose decays are float32", "set it to 'float32'"),
-    Refusal(convolutions, stages, "whose layers are equal", "set pp_size=1"),
+    *refuse_each(
+        (is_on("offload_weights"), is_on("offload_grads", zero_level=2), is_on("offload_residual")),
+        stages_of_several,
+        "whose layers are not copied as one loop of equal ones in a stage's tick",
+        "leave it out, or set pp_size=1",
+    ),
     Refusal(dense_first, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
-
 from surojax.models.delta_rule import (
     Affine,
     ChunkSizes,

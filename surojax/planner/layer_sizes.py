@@ -27,7 +27,7 @@ from surojax.placement.layout import MESH_AXES, Layout
 from surojax.placement.mesh import EXPERT, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import EXPERTS, OUTER, Kind, Param, part_of
 from surojax.placement.table import Mesh
-from surojax.step.stage_layers import in_lockstep
+from surojax.step.stage_layers import in_lockstep, layer_patterns
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import quantise_with_one_scale
 
@@ -163,9 +163,10 @@ def itemsize(run: Assembly, row: str) -> int:
     return jnp.dtype(getattr(run.engine.table, row).dtype).itemsize
 
 
-def patterns(run: Assembly, segment: Segment) -> Patterns:
-    """The kinds of layers of the stages that a segment is divided over."""
-    return patterns_of_stages(segment.variants, pipeline_stages(run.mesh))
+def patterns(run: Assembly, segment: Segment | None = None) -> Patterns:
+    """The variants of a segment's layers on each stage, or the kinds and variants of all layers."""
+    layers = segment.variants if segment else layer_patterns(run.model)
+    return patterns_of_stages(layers, pipeline_stages(run.mesh))
 
 
 def layer_passes(run: Assembly, microbatches: int) -> int:

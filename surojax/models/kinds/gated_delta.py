@@ -13,8 +13,9 @@ Wq, Wk and Wv are the rows of one matrix, as in files, where they have one adapt
 taps. So `tp` does not divide it: every GPU computes all of them, and goes on with its own heads. The (1 + w) of Qwen's
 other norms is not in this one.
 
-Shape suffixes: B batch, S sequence, N, t: see pieces.py, D hidden size, K key heads, r value heads of a key head, V = K r value heads, k
-channels of a key, v channels of a value, C channels of the convolution, J taps, P = J - 1 earlier tokens.
+Shape suffixes: B batch, S sequence, N, t: see pieces.py, D hidden size, K key heads, r value heads of a key head,
+V = K r value heads, k channels of a key, v channels of a value, C channels of the convolution, J taps, P = J - 1
+earlier tokens.
 """
 
 import functools
