@@ -74,8 +74,7 @@ def _check_stages(c: Config) -> None:
     if c.pp_size == 1:
         return
     sizes = base_architecture(c)
-    kinds = {number: name for name, layers in sizes.segments().items() for number in layers.numbers}
-    names = [kinds[number] for number in sorted(kinds)]
-    check_counts(names, c.pp_size)
+    mixers = sizes.mixers()
+    check_counts(mixers, c.pp_size)
     if c.cp_method == "ring":
-        check_lockstep(list(zip(names, sizes.variants(built(Precision, c)), strict=True)), c.pp_size)
+        check_lockstep(list(zip(mixers, sizes.variants(built(Precision, c)), strict=True)), c.pp_size)

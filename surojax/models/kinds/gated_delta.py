@@ -31,7 +31,7 @@ from flax import nnx
 from surojax.models.delta_pieces import rule_of_pieces
 from surojax.models.delta_rule import CHUNK, CHUNKS, Tokens
 from surojax.models.kinds.short_conv import causal_convolution
-from surojax.models.kinds.sublayer import FileNames, KernelBytes, Mixer, OnGpu, Target, Width
+from surojax.models.kinds.sublayer import ContextNumbers, FileNames, KernelBytes, Mixer, OnGpu, Target, Width
 from surojax.models.layers import parameter, projection, vector
 from surojax.models.linear import Product
 from surojax.models.model import Cache
@@ -39,6 +39,7 @@ from surojax.models.operations import Operations
 from surojax.models.pieces import Pieces
 from surojax.models.recompute import save_inputs_only
 from surojax.parallel.collectives import device_number
+from surojax.parallel.context import pieces_per_device
 from surojax.placement.mesh import TENSOR
 from surojax.placement.param import Kind
 
@@ -171,9 +172,20 @@ class GatedDelta(Mixer):
         of_value_head = 4 * C * (k + v) + 2 * k * (k + v) + 2 * k * v + 2 * k * k * v / C + C * C
         return c.linear_num_value_heads * of_value_head + c.linear_num_key_heads * 4 * C * k
 
+    def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
+        c = self.config
+        of_head = c.linear_key_head_dim * (c.linear_key_head_dim + c.linear_value_head_dim)
+        halo = (c.linear_conv_kernel_dim - 1) * sum(self.convolved) // tp
+        return ContextNumbers(halo=halo, maps=c.linear_num_value_heads // tp * of_head)
+
     def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> KernelBytes:
+        """A row's group of chunks at a time, and over `cp` the maps of all pieces."""
         heads = self.config.linear_num_value_heads // x.tensor
-        return KernelBytes(working=x.rows * self._group_bytes(x.tokens * x.tensor, heads))
+        devices = x.per_sequence // x.tensor
+        pieces = pieces_per_device(compute.cp_method) if devices > 1 else 1
+        group = self._group_bytes(x.tokens * x.tensor // pieces, heads)
+        maps = 4 * devices * self.context_numbers(x.tensor, devices).maps if devices > 1 else 0
+        return KernelBytes(working=x.rows * pieces * (group + maps))
 
     def _group_bytes(self, tokens: int, heads: int) -> int:
         """Bytes of the float32 values of a row's group of chunks. heads: for values.

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.models.kinds.sublayer import FileNames, Mixer, Target, Width, undivided
+from surojax.models.kinds.sublayer import ContextNumbers, FileNames, Mixer, Target, Width, undivided
 from surojax.models.layers import parameter, projection
 from surojax.models.linear import Product
 from surojax.models.model import Cache
@@ -84,6 +84,9 @@ class ShortConv(Mixer):
     def decode_state(self, rows: int, positions: int, dtype) -> jax.ShapeDtypeStruct:
         """Shape of B * x of the latest tokens `[B, P, D]`, however many positions there are."""
         return jax.ShapeDtypeStruct((rows, TAPS - 1, self.config.hidden_size), dtype)
+
+    def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
+        return ContextNumbers(halo=(TAPS - 1) * self.config.hidden_size // tp)
 
     def flops(self, sequence_len: int, window: int) -> float:
         return 2.0 * TAPS * self.config.hidden_size

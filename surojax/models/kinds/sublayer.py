@@ -97,15 +97,18 @@ class Sublayer(nnx.Module):
 
 
 class ContextNumbers(NamedTuple):
-    """Numbers of each of its tokens that a GPU of `cp` sends to others in a forward pass over one layer.
+    """Numbers that a GPU of `cp` sends to others in a forward pass over one layer.
 
-    exchanged, keys: with cp_method="ulysses", those of queries and results, and of keys and values, its own part
-    included. pieces: with other methods, keys and values to one other GPU.
+    exchanged, keys: of each of its tokens, with cp_method="ulysses": those of queries and results, and of keys and
+    values, its own part included. pieces: with other methods, keys and values of a token to one other GPU. halo, maps:
+    of each of its pieces of a row to each other GPU, in the model's dtype and in float32 (models/pieces.py).
     """
 
-    exchanged: int
-    keys: int
-    pieces: int
+    exchanged: int = 0
+    keys: int = 0
+    pieces: int = 0
+    halo: int = 0
+    maps: int = 0
 
 
 class OnGpu(NamedTuple):
@@ -170,7 +173,7 @@ class Mixer(Sublayer):
 
     def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
         """The `ContextNumbers` of a layer."""
-        return ContextNumbers(0, 0, 0)
+        return ContextNumbers()
 
     def implementation(
         self,
