@@ -159,14 +159,6 @@ OF_EXPERTS = (
     *router_losses,
     tokens_sent,
 )
-convolutions = Feature(
-    "model.layer_types with other mixers than full_attention",
-    ("model.layer_types",),
-    lambda s, _: any(name.strip() != ATTENTION for name in s["model.layer_types"].split(",") if name),
-    lambda s: f"with model.layer_types={s['model.layer_types']!r}",
-    "''",
-    {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4},
-)
 stages_of_several = Feature(
     "pp_size > 1 with layers of several mixers",
     ("pp_size", "model.layer_types"),
@@ -243,7 +235,7 @@ REFUSALS = (
     *refuse_each(
         (is_on("offload_weights"), is_on("offload_grads", zero_level=2), is_on("offload_residual")),
         stages_of_several,
-        "whose layers are not copied as one loop of equal ones in a stage's tick",
+        "since XLA would copy some of a stage's layers by kernels instead of copy engines",
         "leave it out, or set pp_size=1",
     ),
     Refusal(dense_first, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
