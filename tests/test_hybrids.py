@@ -1,6 +1,6 @@
 """Models with several mixers under every axis: gradients are those of the plain model, packed documents included.
 
-The mixers alone, in float64, are in tests/test_pieces.py.
+The mixers alone, in float64, are in tests/test_row_pieces.py.
 """
 
 import dataclasses

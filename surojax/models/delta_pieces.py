@@ -1,4 +1,4 @@
-"""The gated delta rule over the devices of `cp`: each piece of a row (pieces.py) goes on from the state before it.
+"""The gated delta rule over the devices of `cp`: each piece of a row (row_pieces.py) goes on from the state before it.
 
     forward:   own = map of the tokens of each piece;  before = state before each, from the maps of all;  the rule
     backward:  c = gradient of `before` by the outputs alone;  d_after of each piece, from (M^T, c) of all;  the rule's
@@ -28,7 +28,7 @@ from surojax.models.delta_rule import (
     rule_backward,
     rule_forward,
 )
-from surojax.models.pieces import Pieces
+from surojax.models.row_pieces import RowPieces
 from surojax.parallel import context
 from surojax.parallel.context import Method
 
@@ -47,7 +47,7 @@ def rule_of_pieces(
     """
     if not context.is_divided():
         return gated_delta_rule(tokens, starts, state, sizes)
-    sizes, *arguments = prepared(tokens, starts, state, sizes, Pieces(method, 0).per_row)
+    sizes, *arguments = prepared(tokens, starts, state, sizes, RowPieces(method, 0).per_row)
     return _rule_of_pieces(sizes, method, *arguments)
 
 
@@ -104,7 +104,7 @@ def states_between(
 
     state: before all pieces. reverse: from the last piece to the first one.
     """
-    pieces = Pieces(method, 0)
+    pieces = RowPieces(method, 0)
     k = own.M.shape[-1]
 
     def step(h, both):

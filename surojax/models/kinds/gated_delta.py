@@ -13,7 +13,7 @@ Wq, Wk and Wv are the rows of one matrix, as in files, where they have one adapt
 taps. So `tp` does not divide it: every GPU computes all of them, and goes on with its own heads. The (1 + w) of Qwen's
 other norms is not in this one.
 
-Shape suffixes: B batch, S sequence, N, t: see pieces.py, D hidden size, K key heads, r value heads of a key head,
+Shape suffixes: B batch, S sequence, N, t: see row_pieces.py, D hidden size, K key heads, r value heads of a key head,
 V = K r value heads, k channels of a key, v channels of a value, C channels of the convolution, J taps, P = J - 1
 earlier tokens.
 """
@@ -36,7 +36,7 @@ from surojax.models.layers import parameter, projection, vector
 from surojax.models.linear import Product
 from surojax.models.model import Cache
 from surojax.models.operations import Operations
-from surojax.models.pieces import Pieces
+from surojax.models.row_pieces import RowPieces
 from surojax.models.recompute import save_inputs_only
 from surojax.parallel.collectives import device_number
 from surojax.parallel.context import pieces_per_device
@@ -92,7 +92,7 @@ class GatedDelta(Mixer):
     ) -> tuple[jax.Array, Cache | None]:
         """Returns (the mixer of x `[B, S, D]` or norm(x), the cache with the states after the last token)."""
         c = self.config
-        pieces = Pieces(ops.compute.cp_method, 0 if cache is None else cache.start)
+        pieces = RowPieces(ops.compute.cp_method, 0 if cache is None else cache.start)
         state, latest = (None, None) if cache is None or cache.state is None else cache.state
         projected = ops.linears(x_BSD, [projection(self, f"w{name}") for name in PROJECTIONS], norm)
         qkv, z, b, a = map(pieces.split, projected)

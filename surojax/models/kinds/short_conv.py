@@ -8,7 +8,7 @@ the first token of a document are zeros, so no document and no padding reaches i
 
 Files have Wb, Wc and Wx as the rows of one matrix, `in_proj`; here they are three, each of whose rows `tp` divides.
 
-Shape suffixes: B batch, S sequence, N, t, u: see pieces.py, D hidden size, J taps, P = J - 1 earlier tokens.
+Shape suffixes: B batch, S sequence, N, t, u: see row_pieces.py, D hidden size, J taps, P = J - 1 earlier tokens.
 """
 
 import math
@@ -24,7 +24,7 @@ from surojax.models.layers import parameter, projection
 from surojax.models.linear import Product
 from surojax.models.model import Cache
 from surojax.models.operations import Operations
-from surojax.models.pieces import Pieces
+from surojax.models.row_pieces import RowPieces
 from surojax.models.recompute import save_inputs_only
 from surojax.placement.param import Kind
 
@@ -63,7 +63,7 @@ class ShortConv(Mixer):
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """Returns (the convolution of x `[B, S, D]` or norm(x), the cache with the state after the last token)."""
-        pieces = Pieces(ops.compute.cp_method, 0 if cache is None else cache.start)
+        pieces = RowPieces(ops.compute.cp_method, 0 if cache is None else cache.start)
         projected = ops.linears(x_BSD, [projection(self, f"w{name}") for name in "bcx"], norm)
         b_NtD, c_NtD, x_NtD = map(pieces.split, projected)
         tails_NuD = b_NtD[:, 1 - TAPS :] * x_NtD[:, 1 - TAPS :]

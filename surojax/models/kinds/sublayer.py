@@ -101,7 +101,7 @@ class ContextNumbers(NamedTuple):
 
     exchanged, keys: of each of its tokens, with cp_method="ulysses": those of queries and results, and of keys and
     values, its own part included. pieces: with other methods, keys and values of a token to one other GPU. halo, maps:
-    of each of its pieces of a row to each other GPU, in the model's dtype and in float32 (models/pieces.py).
+    of each of its pieces of a row to each other GPU, in the model's dtype and in float32 (models/row_pieces.py).
     """
 
     exchanged: int = 0

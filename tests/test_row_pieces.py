@@ -21,7 +21,7 @@ from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.short_conv import ShortConv, causal_convolution
 from surojax.models.model import Cache, Compute
 from surojax.models.operations import Operations
-from surojax.models.pieces import Pieces
+from surojax.models.row_pieces import RowPieces
 from surojax.parallel import context
 from surojax.placement.mesh import CONTEXT, make_mesh
 
@@ -122,12 +122,12 @@ def no_state(real, *arguments):
 
 
 MISTAKES = {
-    "no halo": (Pieces, "halo", no_halo, "conv"),
-    "a halo over a border": (Pieces, "starts", lambda real, pieces, starts: None, "conv"),
-    "borders counted from the row": (Pieces, "starts", from_the_row, "conv"),
+    "no halo": (RowPieces, "halo", no_halo, "conv"),
+    "a halo over a border": (RowPieces, "starts", lambda real, pieces, starts: None, "conv"),
+    "borders counted from the row": (RowPieces, "starts", from_the_row, "conv"),
     "zig-zag read as consecutive": (context, "all_pieces", as_consecutive, "conv"),
     "no state of other pieces": (delta_pieces, "states_between", no_state, "delta"),
-    "a state over a border": (Pieces, "starts", from_the_row, "delta"),
+    "a state over a border": (RowPieces, "starts", from_the_row, "delta"),
 }
 
 
@@ -167,7 +167,7 @@ def test_a_state_before_all_pieces_and_after_them(devices, method):
     d_results = jax.tree.map(lambda x: normal(x.shape), results)
 
     def per_device(tokens, state, d_out, d_after):
-        own = Pieces(method, 0)
+        own = RowPieces(method, 0)
 
         def rule(tokens, state):
             out, after = delta_pieces.rule_of_pieces(method, tokens, own.starts(starts), state, rule_sizes)

@@ -17,7 +17,7 @@ from surojax.parallel import context
 from surojax.parallel.context import Method
 
 
-class Pieces(NamedTuple):
+class RowPieces(NamedTuple):
     """This device's pieces of the sequences. method: of `cp`. first: position in its row of the first token of all."""
 
     method: Method
