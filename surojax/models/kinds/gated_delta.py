@@ -36,8 +36,8 @@ from surojax.models.layers import parameter, projection, vector
 from surojax.models.linear import Product
 from surojax.models.model import Cache
 from surojax.models.operations import Operations
-from surojax.models.row_pieces import RowPieces
 from surojax.models.recompute import save_inputs_only
+from surojax.models.row_pieces import RowPieces
 from surojax.parallel.collectives import device_number
 from surojax.parallel.context import pieces_per_device
 from surojax.placement.mesh import TENSOR

@@ -24,8 +24,8 @@ from surojax.models.layers import parameter, projection
 from surojax.models.linear import Product
 from surojax.models.model import Cache
 from surojax.models.operations import Operations
-from surojax.models.row_pieces import RowPieces
 from surojax.models.recompute import save_inputs_only
+from surojax.models.row_pieces import RowPieces
 from surojax.placement.param import Kind
 
 TAPS = 3  # of every published model
