@@ -83,32 +83,32 @@ class Appended:
 
     @staticmethod
     def argument(earlier: Earlier, row: Chunk) -> Earlier:
-        """What `body` takes, of what the chunks before hand on. row: `Chunk.in_row`."""
+        """Makes the argument of `body` from the values before a chunk. row: its `Chunk.in_row`."""
         return earlier
 
     @staticmethod
     def result(own: Earlier) -> Earlier:
-        """The arrays of what `body` returns."""
+        """Selects the arrays that `body` returns for later chunks."""
         return own
 
     @staticmethod
     def after(earlier: Earlier, own: Earlier) -> Earlier:
-        """What the chunks up to this one hand on."""
+        """Returns the values after a chunk, from those before it and its own."""
         return Earlier(*earlier.with_own(*own))
 
     @staticmethod
     def before(each: list[Earlier], i: int, row: Chunk) -> Earlier:
-        """What the chunks before chunk i hand on. each: that of every chunk; the last one has all."""
+        """Selects the values before chunk i. each: those before every chunk; the last one's have all."""
         return Earlier() if row.start == 0 else jax.tree.map(lambda x: x[:, : row.start], each[-1])
 
     @staticmethod
     def d_own(d_later: Any, own: Earlier, row: Chunk) -> Earlier:
-        """The gradient of a chunk's own, from the sum over all later chunks."""
+        """Returns the gradient of a chunk's own values, from the sum over all later chunks."""
         return jax.tree.map(lambda d, x: row.of(d).astype(x.dtype), d_later, own)
 
     @staticmethod
     def d_before(d_later: Any, d_earlier: Earlier, row: Chunk) -> Any:
-        """The sum of gradients of what the chunks before hand on, float32."""
+        """Returns the gradient of the values before a chunk, summed over this and all later chunks in float32."""
         before = None if d_later is None else jax.tree.map(lambda d: d[:, : row.start], d_later)
         return _plus(before, d_earlier)
 
@@ -148,9 +148,9 @@ def block_functions(
 ) -> tuple[Callable, Callable, Callable]:
     """Functions `block`, `block_forward` and `block_backward` for a `Segment`, which process `number` chunks in turn.
 
-    body: (weights, x `[B, C, D]`, `between.argument`, Variant, starts, Routing) -> (block of x, what the chunk itself
-    hands on, Routed or None). handed_on: (weights, x, `between.argument`, Variant, starts) -> the second of these
-    alone. starts: of the whole chunk. trained: the `Param`s of which gradients are computed.
+    body: (weights, x `[B, C, D]`, `between.argument`, Variant, starts, Routing) -> (block of x, the chunk's own values
+    for later chunks, Routed or None). handed_on: (weights, x, `between.argument`, Variant, starts) -> the second of
+    these alone. between: how chunks hand on values. starts: of the whole chunk. trained: the `Param`s of which gradients are computed.
     """
 
     def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
@@ -172,7 +172,7 @@ def block_functions(
         return (y_BSD, routed), (x_BSD, routed and routed.decided)
 
     def before_each(w, x_BSD, variant: Variant, starts_BS) -> list[Any]:
-        """Computes what the chunks before each chunk hand on, one chunk after another."""
+        """Computes the values before each chunk, one chunk after another."""
         each: list[Any] = [between.first]
         for chunk in chunks_of(x_BSD.shape[1], number)[:-1]:
             row = chunk.in_row
@@ -191,7 +191,7 @@ def block_functions(
         # Parameters that all devices of a group have: one sum of their gradients instead of one for each chunk.
         w_trained, sum_over_group = jax.vjp(_of_each_device, part_of(w, trained))
         d_stream, d_statistics = d_result
-        d_later = None  # gradients of what the chunks that are not differentiated yet hand on
+        d_later = None  # gradient of the values after the chunks that are not differentiated yet
         dw = None
         for i, chunk in reversed(list(enumerate(chunks))):
             x_BCD, dy_BCD, d_stream, d_later, dw = jax.lax.optimization_barrier(

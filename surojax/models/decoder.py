@@ -87,7 +87,7 @@ class Block(nnx.Module):
         return getattr(self, self.mixer_name)
 
     def handed_on(self, x_BSD: jax.Array, ops: Operations, before: Cache | Earlier) -> Cache | Earlier:
-        """Computes what a chunk x `[B, C, D]` hands on: its keys and values, or the mixer's state after it."""
+        """Computes the keys and values of a chunk x `[B, C, D]`, or the mixer's state after it."""
         how = self.config.rms_norm_eps, self.config.norm_plus_one
         normed_BSD = ops.norm(x_BSD, self.attention_norm[...], *how)
         if isinstance(before, Cache):
