@@ -150,7 +150,8 @@ def block_functions(
 
     body: (weights, x `[B, C, D]`, `between.argument`, Variant, starts, Routing) -> (block of x, the chunk's own values
     for later chunks, Routed or None). handed_on: (weights, x, `between.argument`, Variant, starts) -> the second of
-    these alone. between: how chunks hand on values. starts: of the whole chunk. trained: the `Param`s of which gradients are computed.
+    these alone. between: how chunks hand on values. starts: of the whole chunk. trained: the `Param`s of which
+    gradients are computed.
     """
 
     def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None, routing: Routing = ROUTES):
