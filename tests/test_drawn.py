@@ -105,18 +105,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "olmoe": EXPERTS | {"model.qk_norm_whole": True},
     "lfm2": {"model.num_hidden_layers": 4, "model.qk_norm": True, "model.layer_types": "conv,full_attention"},
-    "qwen3_5": {
-        "model.num_hidden_layers": 4,
-        "model.qk_norm": True,
-        "model.norm_plus_one": True,
-        "model.attn_output_gate": True,
-        "model.layer_types": "linear_attention,full_attention",
-        "model.linear_num_key_heads": 4,
-        "model.linear_num_value_heads": 8,
-        "model.linear_key_head_dim": 8,
-        "model.linear_value_head_dim": 4,
-        "model.initializer_range": 0.3,
-    },
 }
 MESHES: dict[str, dict[str, Any]] = {
     "1": {"gpus": 1},

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], int, dict[str, Any], dic
         (DELTA, FULL) * 2,
         {},
         4,
-        {"pp_size": 2, "cp_size": 2, "recompute_block": False},
+        {"pp_size": 2, "cp_size": 2},
         {"cp_method": "ring"},
     ),
     "stages with experts": ((CONV, FULL) * 2, EXPERTS, 4, {"pp_size": 2, "zero_level": 3}, {}),
