@@ -65,14 +65,14 @@ def test_no_gradient_crosses_documents():
 def test_sums_over_chunks_are_rounded_once():
     """Ones after a 256, which bfloat16 would add as nothing: gradients of a weight and of the first key."""
 
-    def keys_values(w, x, first, variant, starts):
+    def handed_on(w, x, earlier, variant, starts):
         return Earlier(x[..., None], x[..., None])
 
     def body(w, x, earlier, variant, starts, routing):
         seen = 0 if earlier.keys is None else earlier.keys.sum(axis=(1, 3))[:, None]
-        return w * x + seen, keys_values(w, x, 0, variant, starts), None
+        return w * x + seen, handed_on(w, x, earlier, variant, starts), None
 
-    _, _, backward = chunked.block_functions(body, keys_values, 4, trained=None)
+    _, _, backward = chunked.block_functions(body, handed_on, 4, trained=None)
     x = jnp.ones((1, 4, 1), jnp.bfloat16)
     dw, dx, _ = backward(x[:, :1], (x, None), (x.at[0, -1].set(256), None))  # ends with 256, with which the sums begin
     assert dw.dtype == dx.dtype == jnp.bfloat16

@@ -208,9 +208,17 @@ def test_layer_types_are_their_shortest_pattern(types, field):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"pp_size": 2, "gpus": 2}, "pp_size=2, whose layers are equal"),
-        ({"sequence_chunks": 2}, "sequence_chunks=2, whose chunks hand on keys and values alone"),
-        ({"cp_size": 2, "gpus": 2}, "cp_size: expected 1 with layers of short convolutions"),
+        (
+            {"pp_size": 2, "gpus": 2, "model.layer_types": "conv,conv,full_attention", "model.num_hidden_layers": 10},
+            r"^pp_size: expected stages with as many layers of each kind, got 2 stages, of which some have 4 of conv "
+            r"and 1 of full_attention, others 3 of conv and 2 of full_attention; use 1$",
+        ),
+        (
+            {"pp_size": 4, "gpus": 4, "model.num_hidden_layers": 12},
+            r"got 4 stages, of which some have 2 of conv and 1 of full_attention, others 1 of "
+            r"conv and 2 of full_attention; use 3$",
+        ),
+        ({"pp_size": 3, "gpus": 3, "offload_residual": True}, r"offload_residual: expected False with pp_size=3"),
         ({"lora": True, "lora_target_modules": "q_proj"}, "a matrix of every layer, whatever its mixer"),
         ({"model.layer_types": "conv,mamba"}, "model.layer_types: expected mixers .* got 'mamba'"),
         ({"model.layer_types": ",".join(["conv"] * 13)}, "at most num_hidden_layers=12 mixers"),

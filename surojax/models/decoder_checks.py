@@ -159,13 +159,13 @@ OF_EXPERTS = (
     *router_losses,
     tokens_sent,
 )
-convolutions = Feature(
-    "model.layer_types with other mixers than full_attention",
-    ("model.layer_types",),
-    lambda s, _: any(name.strip() != ATTENTION for name in s["model.layer_types"].split(",") if name),
-    lambda s: f"with model.layer_types={s['model.layer_types']!r}",
-    "''",
-    {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4},
+stages_of_several = Feature(
+    "pp_size > 1 with layers of several mixers",
+    ("pp_size", "model.layer_types"),
+    lambda s, _: s["pp_size"] > 1 and len({name.strip() for name in s["model.layer_types"].split(",")}) > 1,
+    lambda s: f"with pp_size={s['pp_size']} and model.layer_types={s['model.layer_types']!r}",
+    "1",
+    {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4, "pp_size": 2},
 )
 no_delta = Feature(
     f"model.layer_types without {DELTA}",
@@ -231,14 +231,12 @@ REFUSALS = (
     Refusal(is_set("master_dtype", "bfloat16"), sigmoid, "whose bias of the choice is float32", "set it to 'float32'"),
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
     *refuse_each(OF_DELTA, no_delta, "which does not use it", f"leave it out, or put {DELTA} into model.layer_types"),
-    Refusal(is_above("cp_size", 1), delta, "whose states of other GPUs' tokens are not sent yet", "leave it out"),
     Refusal(is_set("master_dtype", "bfloat16"), delta, "whose decays are float32", "set it to 'float32'"),
-    Refusal(convolutions, stages, "whose layers are equal", "set pp_size=1"),
-    Refusal(
-        convolutions,
-        is_above("sequence_chunks", 1),
-        "whose chunks hand on keys and values alone",
-        "set sequence_chunks=1",
+    *refuse_each(
+        (is_on("offload_weights"), is_on("offload_grads", zero_level=2), is_on("offload_residual")),
+        stages_of_several,
+        "since XLA would copy some of a stage's layers by kernels instead of copy engines",
+        "leave it out, or set pp_size=1",
     ),
     Refusal(dense_first, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),

@@ -77,6 +77,13 @@ EACH: dict[str, Any] = {"lora_target_modules": "q_proj,gate_proj,up_proj,down_pr
 EP: dict[str, Any] = EVEN | ZERO3 | {"ep_size": 2}
 EP4: dict[str, Any] = EP | {"ep_size": 4}
 HYBRID: dict[str, Any] = {"model.layer_types": "conv,full_attention"}
+DELTA: dict[str, Any] = {
+    "model.layer_types": "linear_attention,full_attention",
+    "model.linear_num_key_heads": 2,
+    "model.linear_num_value_heads": 4,
+    "model.linear_key_head_dim": 32,
+    "model.linear_value_head_dim": 16,
+}
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
 # A row is there for a path through the step. Each field alone; each axis of the mesh alone, with every offload, with
@@ -198,12 +205,23 @@ MIXTURES: tuple[Setting, ...] = (
     Setting("experts_adapted", EXPERTS | LORA | EACH, like="experts_lora", expect="adapters"),
     Setting("experts_qlora_mxfp4", EXPERTS | QLORA_MXFP4, like="experts_lora", expect="fp4"),
 )
-# Layers of convolutions and of attention in turn: they are compared with each other.
+# Layers of convolutions, or of delta nets, and of attention in turn: they are compared with each other.
 HYBRIDS: tuple[Setting, ...] = (
     Setting("hybrid", HYBRID, expect="another"),
     Setting("hybrid_nvme_all", HYBRID | NVME_ALL, like="hybrid", expect="grouped"),
     Setting("hybrid_zero_level=3@4", HYBRID | ZERO3 | ALL, 4, like="hybrid", expect="order"),
     Setting("hybrid_tp_2x2", HYBRID | ZERO3_TP | ALL, 4, like="hybrid", expect="order"),
+    Setting("hybrid_chunks", HYBRID | CHUNKS, like="hybrid", expect="order"),
+    Setting("hybrid_sample_packing", HYBRID | PACKED, like="hybrid", expect="documents"),
+    Setting("hybrid_cp_ring_2x2", HYBRID | ZERO3 | CP["ring"] | ALL | PACKED, 4, "hybrid_sample_packing", "order"),
+    Setting("hybrid_pp_2x2", HYBRID | ZERO3 | PP, 4, like="hybrid", expect="order"),
+    Setting("delta", DELTA, like="hybrid", expect="another"),
+    Setting("delta_offload_all", DELTA | ALL, like="delta"),
+    Setting("delta_chunks", DELTA | CHUNKS, like="delta", expect="order"),
+    Setting("delta_sample_packing", DELTA | PACKED, like="delta", expect="documents"),
+    Setting("delta_cp_ulysses_2x2", DELTA | ZERO3 | CP["ulysses"] | ALL | PACKED, 4, "delta_sample_packing", "order"),
+    Setting("delta_cp_ring_tp_2x2x2", DELTA | ZERO3_TP | CP["ring"], 8, like="delta", expect="order"),
+    Setting("delta_pp_cp_ring_2x2x2", DELTA | ZERO3 | PP | CP["ring"], 8, like="delta", expect="order"),
 )
 SETTINGS += ADAPTERS + MIXTURES + HYBRIDS
 
