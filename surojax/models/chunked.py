@@ -92,7 +92,7 @@ class Appended:
         return own
 
     @staticmethod
-    def after(earlier: Earlier, own: Earlier) -> Earlier:
+    def after(earlier: Earlier, own: Any) -> Earlier:
         """Returns the values after a chunk, from those before it and its own."""
         return Earlier(*earlier.with_own(*own))
 

@@ -85,19 +85,17 @@ def prepared(
     sizes: ChunkSizes | None,
     pieces: int = 1,
 ) -> tuple[ChunkSizes, Tokens, jax.Array, jax.Array]:
-    """Returns the arguments of `gated_delta_rule`, with what is None in its place. pieces: rows of the tokens of each
-    row of the state.
-    """
+    """Fills in the arguments of `gated_delta_rule` that are None. pieces: rows of tokens for each row of the state."""
     B, T, K, r, v = tokens.v.shape
     wide = jnp.promote_types(tokens.v.dtype, jnp.float32)
     if sizes is None:
         tf32 = tokens.v.dtype.itemsize == 2 and dispatch.choose("delta_rule", None) == "mosaic"
         sizes = ChunkSizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32)
     starts = jnp.full((1, T), LONG_AGO, jnp.int32) if starts is None else starts
-    state = jnp.zeros((B // pieces, K, r, tokens.k.shape[-1], v), wide) if state is None else state
-    axes = frozenset().union(*map(varying_axes, (*tokens, starts, state)))
-    tokens, state = jax.tree.map(lambda x: mark_varying(x, axes), (tokens, state))
-    return sizes, tokens, starts, state
+    before = jnp.zeros((B // pieces, K, r, tokens.k.shape[-1], v), wide) if state is None else state
+    axes = frozenset().union(*map(varying_axes, (*tokens, starts, before)))
+    tokens, before = jax.tree.map(lambda x: mark_varying(x, axes), (tokens, before))
+    return sizes, tokens, starts, before
 
 
 # --- (I + S)^-1 -------------------------------------------------------------------------------------------------------
