@@ -1,9 +1,13 @@
-"""Qwen3.5 against transformers in float64 (`fixtures/make_qwen3_5_reference.py`), whose float32 would hide mistakes."""
+"""Qwen3.5 and Qwen3-Next against transformers in float64, whose float32 would hide mistakes.
+
+`fixtures/make_qwen3_5_reference.py` says how what transformers computes was stored.
+"""
 
 import dataclasses
 import functools
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from test_experts import ALL
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange import config_json
+from surojax.exchange import config_json, expert_tensors
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import (
     SINGLE,
@@ -31,6 +35,7 @@ from surojax.exchange.model_tensors import (
     shapes,
     tensor_name,
 )
+from surojax.families.family import BY_EXPERT
 from surojax.inference.forward import empty_cache
 from surojax.models import decoder_model, operations
 from surojax.models.kinds import gated_delta, self_attention
@@ -43,9 +48,15 @@ from surojax.placement.layout import Layout
 from surojax.placement.param import OUTER
 from surojax.verification.settings import NVME_ALL
 
-with np.load(Path(__file__).parent / "fixtures" / "qwen3_5_reference.npz") as arrays:
-    REFERENCE = dict(arrays)
-CASES = ("qwen3_5_tied", "qwen3_5", "qwen3_5_thirds")
+REFERENCE: dict[str, np.ndarray] = {}
+for name in ("qwen3_5_reference", "qwen3_5_experts_reference"):
+    with np.load(Path(__file__).parent / "fixtures" / f"{name}.npz") as arrays:
+        REFERENCE |= arrays
+FAMILIES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_next": "qwen3_next"}  # by case's name
+QUICK = ("qwen3_5_tied", "qwen3_5_moe", "qwen3_next")
+CASES = (*QUICK, "qwen3_5", "qwen3_5_thirds", "qwen3_5_moe_tied", "qwen3_5_moe_thirds")
+CASES += ("qwen3_next_tied", "qwen3_next_thirds")
+OF_EACH_FAMILY = quick_at([(case,) for case in CASES], *range(len(QUICK)))
 GROWN = 1e-9  # likewise, of losses after some steps, from which rounding grows; a wrong formula is off by 1e-4
 EXACT = 1e-11  # relative to the largest number of a tensor; found: 2e-12
 
@@ -58,10 +69,18 @@ def in_float64(monkeypatch):
         yield
 
 
-def stored(case: str, what: str) -> dict[str, np.ndarray]:
-    """The arrays of a case, by name."""
+def in_modules(case: str, what: str) -> dict[str, np.ndarray]:
+    """The arrays of a case, by name in the modules of transformers 5."""
     start = f"{case}/{what}/"
     return {name.removeprefix(start): x for name, x in REFERENCE.items() if name.startswith(start)}
+
+
+def stored(case: str, what: str) -> dict[str, np.ndarray]:
+    """The arrays of a case, by our names."""
+    theirs = in_modules(case, what)
+    parts = expert_tensors.parts_in(theirs, BY_EXPERT)
+    others = {name: x for name, x in theirs.items() if not any(name in part.names for part in parts.values())}
+    return others | {name: part.tensor([theirs[part.names[0]]]) for name, part in parts.items()}
 
 
 def given(case: str) -> dict[str, Any]:
@@ -155,7 +174,7 @@ def check_logits(case: str) -> None:
     assert_close(np.asarray(found), REFERENCE[f"{case}/logits"], "logits")
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+@pytest.mark.parametrize("case", OF_EACH_FAMILY)
 def test_equals_transformers(in_float64, case):
     """Logits, loss, and gradients of all parameters."""
     layers = ByLayer(case)
@@ -171,7 +190,7 @@ def test_equals_transformers(in_float64, case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ("qwen3_5_tied", "qwen3_5_thirds"))
+@pytest.mark.parametrize("case", sorted({*CASES} - {"qwen3_5"}))
 def test_steps_of_adamw_are_those_of_torch(in_float64, case):
     """Twenty. With the third case's eps of 1e-6 a gated norm divides by almost 0: there 1e-15 grows to 1e-9 in five."""
     layers = ByLayer(case)
@@ -196,7 +215,7 @@ def test_steps_of_adamw_are_those_of_torch(in_float64, case):
     assert_close(np.asarray(losses), REFERENCE[f"{case}/losses"], "losses of steps", GROWN)
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+@pytest.mark.parametrize("case", OF_EACH_FAMILY)
 def test_answers_are_those_of_transformers(in_float64, case):
     """Token by token with states in place of a cache; one prompt behind padding, which is not seen."""
     layers = ByLayer(case)
@@ -212,7 +231,7 @@ def test_answers_are_those_of_transformers(in_float64, case):
     np.testing.assert_array_equal(np.concatenate(found, axis=1), answer)
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+@pytest.mark.parametrize("case", OF_EACH_FAMILY)
 def test_documents_in_a_row_are_computed_as_alone(in_float64, case):
     """Also a document of one token, and one that is shorter than the convolution."""
     layers = ByLayer(case)
@@ -357,7 +376,7 @@ def written(folder: Path, case: str, config: dict | None = None, **more: np.ndar
     return folder
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+@pytest.mark.parametrize("case", OF_EACH_FAMILY)
 def test_models_come_out_as_they_went_in(tmp_path, case):
     """To the bit; the same config.json."""
     folder = written(tmp_path / "in", case)
@@ -378,8 +397,8 @@ def test_decays_stay_float32(tmp_path):
     assert dtypes["A_log"] == dtypes["dt_bias"] == np.float32 and dtypes["norm.weight"] != np.float32
 
 
-def test_a_model_with_images_is_its_language_model(tmp_path):
-    """What images pass through, and heads for further tokens, are left aside, and said."""
+def test_what_is_beside_the_language_model_is_kept(tmp_path, capsys):
+    """To the bit and in its dtype: what images pass through, and heads for further tokens; and said."""
     text = given("qwen3_5_tied")
     whole = {
         "model_type": "qwen3_5",
@@ -394,18 +413,33 @@ def test_a_model_with_images_is_its_language_model(tmp_path):
     folder = tmp_path / "whole"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(whole))
+    (folder / "preprocessor_config.json").write_text("{}")
     weights = {
         name.replace("model.", "model.language_model.", 1): x.astype(np.float32)
         for name, x in stored("qwen3_5_tied", "weight").items()
     }
-    others = {"model.visual.blocks.0.norm1.weight": np.ones(4, np.float32), "mtp.fc.weight": np.ones(3, np.float32)}
+    others = {
+        "model.visual.blocks.0.norm1.weight": np.arange(4).astype(jnp.bfloat16),
+        "mtp.fc.weight": np.linspace(0, 1, 3).astype(np.float16),
+    }
     safetensors.numpy.save_file(weights | others, folder / SINGLE)
     tensors = Weights(folder)
     assert tensors.left_aside == sorted(others)
     assert describe_source(tensors).endswith("2 tensors of mtp, visual are left aside")
     check_tensors(tensors, model_of("qwen3_5_tied"))
+    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    assert capsys.readouterr().out.endswith("2 tensors of mtp, visual are kept as they are\n")
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights | others)
+    said = json.loads((out / "config.json").read_text())
+    assert {key: said[key] for key in whole if key != "text_config"} == {k: whole[k] for k in whole if k != "text_config"}
+    assert said["text_config"]["model_type"] == "qwen3_5_text" and (out / "preprocessor_config.json").is_file()
+    quantised = json.loads((convert.convert(folder, tmp_path / "fp8", dtype="fp8") / "config.json").read_text())
+    ignored = [entry.removeprefix("re:") for entry in quantised["quantization_config"]["ignore"]]
+    assert "quantization_config" not in quantised["text_config"]
+    for module in ("model.visual.blocks.0.attn.qkv", "mtp.fc"):
+        assert any(re.match(pattern, module) for pattern in ignored)
     alone = written(tmp_path / "alone", "qwen3_5_tied", **{"mtp.fc.weight": np.ones(3, np.float32)})
-    assert Weights(alone).left_aside == ["mtp.fc.weight"]
+    assert "mtp.fc.weight" in safetensors.numpy.load_file(convert.convert(alone, tmp_path / "b") / SINGLE)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from surojax.errors import ConfigError
 from surojax.exchange import joined_rows
 from surojax.exchange.finite import is_finite
 from surojax.families import registry
-from surojax.families.family import Gguf
+from surojax.families.family import Gguf, GgufTransform
 from surojax.families.names import by_our_name, find_tensor, renamed
 from surojax.families.registry import tensor_names
 from surojax.models.decoder_config import channels
@@ -132,14 +132,14 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
     }
     family = FAMILIES[architecture]
     all_sizes = {**SIZES, **family.sizes}
-    if unknown := sorted(given.keys() - all_sizes.keys() - family.fixed.keys() - OTHERS):
+    if unknown := sorted(given.keys() - all_sizes.keys() - family.fixed.keys() - family.unread.keys() - OTHERS):
         raise ConfigError(
             f"model_path: {contents.path} has {', '.join(unknown)}, which may change what the model computes and is "
             f"not known for {architecture}"
         )
     given.setdefault("attention.head_count_kv", given.get("attention.head_count"))
     by_layer = _layer_types(contents, given, family.without_heads) if family.without_heads else {}
-    given.setdefault("rope.freq_base", 10000.0)
+    given = {"rope.freq_base": 10000.0, **family.defaults} | given
     missing = [key for key in all_sizes if given.get(key) is None]
     names = family.names
     missing += [names[ours] for ours in ("embed", "norm") if names[ours] not in contents.tensors]
@@ -163,6 +163,7 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
     for key, expected in (dict.fromkeys(HEAD_DIM, head_dim) | OFF | dict(family.fixed)).items():
         if key not in family.sizes and given.get(key, expected) != expected:
             raise ConfigError(f"model_path: {contents.path}: {key}: expected {expected}, got {given[key]}")
+    sizes = family.after_reading(sizes)
     tokens = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
     return (
         sizes
@@ -289,13 +290,19 @@ def is_permuted(name: str, family: Gguf) -> bool:
     return family.neighbours and place is not None and place.ours in ("attention.wq", "attention.wk")
 
 
+def transform_of(name: str, family: Gguf) -> GgufTransform | None:
+    """The transform of a tensor in files of this family; None if they have it as it is."""
+    place = find_tensor(name, family.names)
+    return family.transforms.get(place.ours) if place else None
+
+
 class GgufTensors:
     """The tensors of a GGUF file under Hugging Face's names. Raises ConfigError if one cannot be dequantised."""
 
     def __init__(self, path: Path):
         self.path = path
         self._contents = open_file(path)
-        self._head_dim = metadata_config(self._contents)["head_dim"]
+        self._config = metadata_config(self._contents)
         self._family = FAMILIES[self._contents.metadata["general.architecture"]]
         to = tensor_names(self._family.names.keys())
         names = [name for name in self._contents.tensors if name != FREQUENCIES]
@@ -313,7 +320,9 @@ class GgufTensors:
         """The shape of a tensor."""
         if part := self._parts.get(name):
             return part.shape(self.shape(part.name))
-        return self._contents.tensors[self._theirs[name]].shape
+        theirs = self._theirs[name]
+        stored, transform = self._contents.tensors[theirs].shape, transform_of(theirs, self._family)
+        return transform.shape(stored) if transform else stored
 
     def read(self, name: str) -> np.ndarray:
         """Reads a tensor in float32."""
@@ -321,7 +330,9 @@ class GgufTensors:
             return part.tensor([self.read(part.name)])
         theirs = self._theirs[name]
         numbers = _read(self._contents, theirs)
-        return unpermuted(numbers, self._head_dim) if is_permuted(theirs, self._family) else numbers
+        if transform := transform_of(theirs, self._family):
+            return transform.from_file(numbers, self._config)
+        return unpermuted(numbers, self._config["head_dim"]) if is_permuted(theirs, self._family) else numbers
 
 
 def _check_type(path: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:
