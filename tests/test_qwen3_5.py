@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import chex
+import gguf as gguf_package
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +22,12 @@ from commands import convert
 from small import CONFIG, Small, needs, plain_loss, quick_at, tokens, vectors_drawn, worst_relative
 from test_engine import ORDER_OF_SUMS, engine_gradients
 from test_experts import ALL
+from test_gguf_export import tokenizer_json
 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange import config_json, expert_tensors
+from surojax.exchange import config_json, expert_tensors, gguf
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import (
     SINGLE,
@@ -35,6 +37,7 @@ from surojax.exchange.model_tensors import (
     shapes,
     tensor_name,
 )
+from surojax.families import registry
 from surojax.families.family import BY_EXPERT
 from surojax.inference.forward import empty_cache
 from surojax.models import decoder_model, operations
@@ -368,24 +371,30 @@ def test_adapters_are_of_all_matrices_of_both_mixers():
 
 
 def written(folder: Path, case: str, config: dict | None = None, **more: np.ndarray) -> Path:
-    """A model's folder, in float32."""
+    """A model's folder, in float32, with the tensors of transformers 5."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config or given(case)))
-    weights = {name: x.astype(np.float32) for name, x in stored(case, "weight").items()}
+    weights = {name: x.astype(np.float32) for name, x in in_modules(case, "weight").items()}
     safetensors.numpy.save_file(weights | more, folder / SINGLE)
     return folder
 
 
 @pytest.mark.parametrize("case", OF_EACH_FAMILY)
 def test_models_come_out_as_they_went_in(tmp_path, case):
-    """To the bit; the same config.json."""
+    """To the bit, in either layout of experts; the same config.json."""
     folder = written(tmp_path / "in", case)
-    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    has_experts = "num_experts" in given(case)
+    out = convert.convert(folder, tmp_path / "out", dtype="float32", experts_together=has_experts)
     chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), safetensors.numpy.load_file(folder / SINGLE))
     fields = model_fields(given(case))
     assert model_fields(read_config(out)) == fields
+    if has_experts:
+        apart = Weights(convert.convert(folder, tmp_path / "apart", dtype="float32"))
+        for name, x in stored(case, "weight").items():
+            np.testing.assert_array_equal(apart.read(name), x.astype(np.float32))
     made = config_json.made(fields, 64, {})
-    assert made["model_type"] == "qwen3_5_text" and config_json.agrees(made, fields)
+    family = FAMILIES[max((start for start in FAMILIES if case.startswith(start)), key=len)]
+    assert made["model_type"] == family and config_json.agrees(made, fields)
 
 
 def test_decays_stay_float32(tmp_path):
@@ -431,7 +440,9 @@ def test_what_is_beside_the_language_model_is_kept(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("2 tensors of mtp, visual are kept as they are\n")
     chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights | others)
     said = json.loads((out / "config.json").read_text())
-    assert {key: said[key] for key in whole if key != "text_config"} == {k: whole[k] for k in whole if k != "text_config"}
+    assert {key: said[key] for key in whole if key != "text_config"} == {
+        k: whole[k] for k in whole if k != "text_config"
+    }
     assert said["text_config"]["model_type"] == "qwen3_5_text" and (out / "preprocessor_config.json").is_file()
     quantised = json.loads((convert.convert(folder, tmp_path / "fp8", dtype="fp8") / "config.json").read_text())
     ignored = [entry.removeprefix("re:") for entry in quantised["quantization_config"]["ignore"]]
@@ -500,3 +511,121 @@ def test_settings_that_do_not_go_together(changes, message):
     c.update_from_flattened_dict(changes)
     with pytest.raises(ConfigError, match=message):
         check(c)
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def in_gguf(tmp_path: Path, case: str) -> tuple[Path, Path]:
+    """(a case's folder with rows and a tokenizer that a GGUF file needs, the file made of it)."""
+    weights = {name: x.astype(np.float32) for name, x in in_modules(case, "weight").items()}
+    for name in weights.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
+        weights[name] = np.tile(weights[name], (10, 1))[:384]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(given(case) | {"vocab_size": 384, "pad_token_id": 0}))
+    safetensors.numpy.save_file(weights, folder / SINGLE)
+    (folder / "tokenizer.json").write_text(tokenizer_json())
+    said = {"bos_token": "<|start|>", "eos_token": "<|end|>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder, convert.convert(folder, tmp_path / "out.gguf", dtype="float32")
+
+
+IN_GGUF = ("qwen3_5_moe_thirds", "qwen3_5_thirds", "qwen3_5_moe", "qwen3_5", "qwen3_5_moe_tied")
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in IN_GGUF], 0, 1))
+def test_models_go_to_gguf_and_back(tmp_path, case):
+    """To the bit, except for decays, which are stored as exp(A_log)."""
+    folder, file = in_gguf(tmp_path, case)
+    fields = model_fields(read_config(folder))
+    assert model_fields(gguf.metadata_config(gguf.open_file(file))) == fields
+    before, after = Weights(folder), gguf.GgufTensors(file)
+    assert after.names == before.names
+    for name in after.names:
+        x, y = after.read(name), before.read(name)
+        assert x.shape == after.shape(name) == y.shape
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-7 if name.endswith("A_log") else 0, err_msg=name)
+
+
+def test_files_have_what_llama_cpp_reads(tmp_path):
+    """Value heads in its order (worked out here head by head), 1 + w, -exp(A_log), and its names of tensors."""
+    folder, file = in_gguf(tmp_path, "qwen3_5_moe_thirds")
+    said, ours = read_config(folder), Weights(folder)
+    contents = gguf.open_file(file)
+    read = lambda name: gguf._read(contents, name)
+    keys, values, v = said["linear_num_key_heads"], said["linear_num_value_heads"], said["linear_value_head_dim"]
+    shared = values // keys
+    assert (keys, shared) == (2, 3)
+    order = [0, 3, 1, 4, 2, 5]  # the first value head of either key head, then the second
+    rows = [head * v + i for head in order for i in range(v)]
+    before = 2 * keys * said["linear_key_head_dim"]
+    mixed = [*range(before), *(before + row for row in rows)]
+    expected = {
+        "attn_qkv.weight": ours.read("model.layers.0.linear_attn.in_proj_qkv.weight")[mixed],
+        "attn_gate.weight": ours.read("model.layers.0.linear_attn.in_proj_z.weight")[rows],
+        "ssm_alpha.weight": ours.read("model.layers.0.linear_attn.in_proj_a.weight")[order],
+        "ssm_beta.weight": ours.read("model.layers.0.linear_attn.in_proj_b.weight")[order],
+        "ssm_out.weight": ours.read("model.layers.0.linear_attn.out_proj.weight")[:, rows],
+        "ssm_conv1d.weight": ours.read("model.layers.0.linear_attn.conv1d.weight")[mixed, 0],
+        "ssm_dt.bias": ours.read("model.layers.0.linear_attn.dt_bias")[order],
+        "ssm_a": -np.exp(ours.read("model.layers.0.linear_attn.A_log"))[order],
+        "ssm_norm.weight": ours.read("model.layers.0.linear_attn.norm.weight"),
+        "attn_norm.weight": 1 + ours.read("model.layers.0.input_layernorm.weight"),
+        "post_attention_norm.weight": 1 + ours.read("model.layers.0.post_attention_layernorm.weight"),
+        "ffn_gate_inp_shexp.weight": ours.read("model.layers.0.mlp.shared_expert_gate.weight")[0],
+        "ffn_gate_exps.weight": ours.read("model.layers.0.mlp.experts.gate_proj.weight"),
+    }
+    for name, array in expected.items():
+        np.testing.assert_array_equal(read(f"blk.0.{name}"), array, err_msg=name)
+    np.testing.assert_array_equal(
+        read("blk.2.attn_q_norm.weight"), 1 + ours.read("model.layers.2.self_attn.q_norm.weight")
+    )
+    np.testing.assert_array_equal(read("output_norm.weight"), 1 + ours.read("model.norm.weight"))
+    sizes = {key.removeprefix("qwen35moe."): value for key, value in contents.metadata.items()}
+    assert [sizes[f"ssm.{name}"] for name in ("conv_kernel", "state_size", "group_count", "time_step_rank")] == [
+        4,
+        4,
+        2,
+        6,
+    ]
+    assert (sizes["ssm.inner_size"], sizes["full_attention_interval"], sizes["rope.dimension_count"]) == (24, 3, 4)
+    assert sizes["rope.dimension_sections"] == [11, 11, 10, 0] and sizes["nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("family", ("qwen3_5_text", "qwen3_5_moe_text"))
+def test_names_are_those_of_the_gguf_package(family):
+    """Which has llama.cpp's, by Hugging Face's; its converter calls dt_bias so."""
+    declared = registry.FAMILIES[family]
+    assert declared.gguf is not None
+    architecture = gguf_package.MODEL_ARCH[declared.gguf.architecture.upper()]
+    names = gguf_package.get_tensor_name_map(architecture, 2)
+    for ours, theirs in declared.gguf.names.items():
+        if ours in declared.tensors and ours not in ("delta.wqkvz", "delta.wba"):  # of Qwen3-Next
+            name = declared.tensors[ours].format(l=1).replace("dt_bias", "dt_proj.bias")
+            assert names.get_name(name, (".weight", ".bias")) == theirs.format(l=1), ours
+
+
+def test_layers_of_a_file_that_predict_further_tokens_are_left_aside(tmp_path):
+    """As llama.cpp's converter writes them: counted in block_count."""
+    folder, file = in_gguf(tmp_path, "qwen3_5_moe_thirds")
+    reader = gguf_package.GGUFReader(file)
+    writer = gguf_package.GGUFWriter(tmp_path / "further.gguf", "qwen35moe")
+    changed = {"qwen35moe.block_count": 5, "qwen35moe.nextn_predict_layers": 1}
+    for key, field in reader.fields.items():
+        if key.startswith(("qwen35moe.", "tokenizer.")):
+            value = changed.get(key, field.contents())
+            sub_type = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(key, value, field.types[0], sub_type)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.add_tensor("blk.4.nextn.eh_proj.weight", np.ones((16, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    further = gguf.GgufTensors(tmp_path / "further.gguf")
+    assert further.names == gguf.GgufTensors(file).names and further.left_aside == ["blk.4.nextn.eh_proj.weight"]
+    assert describe_source(further).endswith("1 tensors of blk are left aside")
+    config = gguf.metadata_config(gguf.open_file(tmp_path / "further.gguf"))
+    assert model_fields(config) == model_fields(read_config(folder))

@@ -21,7 +21,13 @@ COPIED = (
     "rope_theta tie_word_embeddings initializer_range"
 ).split()
 
-WHOLE = ("mlp.router", "mlp.shared_expert_gate", "delta.wb", "delta.wa", "delta.wba")  # matrices that no format quantises: those of `Kind.ROUTER`
+WHOLE = (
+    "mlp.router",
+    "mlp.shared_expert_gate",
+    "delta.wb",
+    "delta.wa",
+    "delta.wba",
+)  # matrices that no format quantises: those of `Kind.ROUTER`
 
 
 def completed(source: dict[str, Any], dtype: str, kept: Sequence[str] = ()) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from surojax.exchange import joined_rows
 from surojax.exchange.finite import is_finite
 from surojax.families import registry
 from surojax.families.family import Gguf, GgufTransform
-from surojax.families.names import by_our_name, find_tensor, renamed
+from surojax.families.names import LAYER_NUMBER, by_our_name, find_tensor, renamed
 from surojax.families.registry import tensor_names
 from surojax.models.decoder_config import channels
 from surojax.sizes import check_largest
@@ -56,6 +56,7 @@ HEAD_DIM = ("attention.key_length", "attention.value_length", ROTATED)  # all ar
 SCALING_TYPE = "rope.scaling.type"
 # Keys of the stretched positions, and theirs in rope_scaling.
 SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
+FURTHER = "nextn_predict_layers"  # of block_count
 OFF = {"expert_count": 0}  # keys whose value must be this in families that have none of it
 OTHERS = frozenset(
     (*HEAD_DIM, SCALING_TYPE, *SCALING, *OFF, "rope.scaling.finetuned", "vocab_size", "expert_used_count")
@@ -140,6 +141,9 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
     given.setdefault("attention.head_count_kv", given.get("attention.head_count"))
     by_layer = _layer_types(contents, given, family.without_heads) if family.without_heads else {}
     given = {"rope.freq_base": 10000.0, **family.defaults} | given
+    further = given.get(FURTHER, 0) if family.further_layers else 0
+    if isinstance(given.get("block_count"), int) and isinstance(further, int):
+        given["block_count"] -= further
     missing = [key for key in all_sizes if given.get(key) is None]
     names = family.names
     missing += [names[ours] for ours in ("embed", "norm") if names[ours] not in contents.tensors]
@@ -297,7 +301,10 @@ def transform_of(name: str, family: Gguf) -> GgufTransform | None:
 
 
 class GgufTensors:
-    """The tensors of a GGUF file under Hugging Face's names. Raises ConfigError if one cannot be dequantised."""
+    """The tensors of a GGUF file under Hugging Face's names. Raises ConfigError if one cannot be dequantised.
+
+    left_aside: names in the file of tensors that predict further tokens.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -305,7 +312,11 @@ class GgufTensors:
         self._config = metadata_config(self._contents)
         self._family = FAMILIES[self._contents.metadata["general.architecture"]]
         to = tensor_names(self._family.names.keys())
-        names = [name for name in self._contents.tensors if name != FREQUENCIES]
+        first = self._config["num_hidden_layers"]
+        architecture = self._contents.metadata["general.architecture"]
+        further = range(first, first + self._contents.metadata.get(f"{architecture}.{FURTHER}", 0))
+        self.left_aside = sorted(name for name in self._contents.tensors if _layer_of(name) in further)
+        names = [name for name in self._contents.tensors if name not in {FREQUENCIES, *self.left_aside}]
         self._theirs = by_our_name(names, lambda name: renamed(name, self._family.names, to), f"model_path: {path}")
         for name in names:
             _check_type(path, name, self._contents.tensors[name].kind)
@@ -333,6 +344,12 @@ class GgufTensors:
         if transform := transform_of(theirs, self._family):
             return transform.from_file(numbers, self._config)
         return unpermuted(numbers, self._config["head_dim"]) if is_permuted(theirs, self._family) else numbers
+
+
+def _layer_of(name: str) -> int | None:
+    """The number of a tensor's layer; None outside of layers."""
+    number = LAYER_NUMBER.search(name)
+    return number and int(number.group())
 
 
 def _check_type(path: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:

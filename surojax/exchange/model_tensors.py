@@ -310,14 +310,13 @@ def describe_source(tensors: Tensors, *, kept: bool = False) -> str:
 
     kept: an export has the tensors that are not the language model's as they are.
     """
-    if not isinstance(tensors, Weights):
-        return str(tensors.path)
+    left_aside: list[str] = getattr(tensors, "left_aside", [])
     if (tensors.path / SINGLE).is_file() and (tensors.path / INDEX).is_file():
         return f"{tensors.path / SINGLE}, and not the files that {INDEX} beside it names, as transformers does"
-    if not tensors.left_aside:
+    if not left_aside:
         return str(tensors.path)
-    others = sorted({name.removeprefix("model.").partition(".")[0] for name in tensors.left_aside})
-    number = f"{len(tensors.left_aside)} tensors of {', '.join(others)}"
+    others = sorted({name.removeprefix("model.").partition(".")[0] for name in left_aside})
+    number = f"{len(left_aside)} tensors of {', '.join(others)}"
     aside = f"{number} are {'kept as they are' if kept else 'left aside'}"
     return f"the language model in {tensors.path}; {aside}"
 

@@ -172,7 +172,8 @@ class Gguf(NamedTuple):
     of rope_scaling. present: keys of config.json that are true if files have this tensor (our name) of the first layer.
     partial_rotary: the number of channels that rotate says partial_rotary_factor. without_heads: the type in
     `layer_types` of layers for which files say 0 key/value heads; "": all layers have as many. defaults: values of keys
-    that files may leave out. unread: keys that say nothing about texts, with the values that are written. transforms: by
+    that files may leave out. further_layers: files may count layers that predict further tokens in block_count, and have
+    them; they are left aside. unread: keys that say nothing else, with the values that are written. transforms: by
     our name of a parameter. before_writing, after_reading: config.json -> the same with, or without, keys that only
     `sizes` has.
     """
@@ -190,6 +191,7 @@ class Gguf(NamedTuple):
     partial_rotary: bool = False
     without_heads: str = ""
     defaults: Mapping[str, Any] = MappingProxyType({})
+    further_layers: bool = False
     unread: Mapping[str, Any] = MappingProxyType({})
     transforms: Mapping[str, GgufTransform] = MappingProxyType({})
     before_writing: Callable[[dict[str, Any]], dict[str, Any]] = dict

@@ -131,7 +131,9 @@ QWEN3_5_IMAGES = ImageTextFamily(model_type="qwen3_5", text_types=("qwen3_5_text
 QWEN3_5_MOE = ModelFamily(
     model_type="qwen3_5_moe_text",
     transformers_class="Qwen3_5MoeForCausalLM",
-    defaults=DEFAULTS | OF_TRAINING | DEFAULTS_OF_EXPERTS
+    defaults=DEFAULTS
+    | OF_TRAINING
+    | DEFAULTS_OF_EXPERTS
     # There is no MLP of this width, which other classes would have.
     | {"intermediate_size": 0, "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8},
     sizes=(*(name for name in SIZES if name != "intermediate_size"), *OF_DELTA, *EXPERT_SIZES),

@@ -111,8 +111,8 @@ SIZES = {
     INTERVAL: INTERVAL,
 }
 HOW: dict[str, Any] = {
-    "fixed": {"nextn_predict_layers": 0},  # tensors that predict further tokens would be counted in block_count
-    "unread": {"rope.dimension_sections": [11, 11, 10, 0]},
+    "further_layers": True,
+    "unread": {"nextn_predict_layers": 0, "rope.dimension_sections": [11, 11, 10, 0]},
     "partial_rotary": True,
     "transforms": TRANSFORMS,
     "before_writing": before_writing,

@@ -168,7 +168,9 @@ class GatedDelta(Mixer):
         heads = values._replace(size=values.parts)
         widths = {"wqkv": mixed, "wz": values, "wb": heads, "wa": heads, "wo": values}
         if self.config.linear_fused_projections:
-            both, gates = (width._replace(size=width.size + more.size) for width, more in ((mixed, values), (heads, heads)))
+            both, gates = (
+                width._replace(size=width.size + more.size) for width, more in ((mixed, values), (heads, heads))
+            )
             widths = {"wqkvz": both, "wba": gates, "wo": values}
         return [self.target(matrix, width) for matrix, width in widths.items()]
 
