@@ -77,7 +77,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_qk_norm": True}
     | {"num_nextn_predict_layers": 0, "routed_scaling_factor": 1.5, "num_hidden_layers": 3},
     "qwen3_5_text": DELTA,
-    "qwen3_5_moe_text": DELTA | GATED_SHARED,
+    "qwen3_5_moe_text": DELTA | GATED_SHARED | {"rms_norm_eps": 1e-4},
     "qwen3_next": DELTA | GATED_SHARED | {"norm_topk_prob": False, "mlp_only_layers": [0]},
     "lfm2": {"num_hidden_layers": 5, "full_attn_idxs": [1, 4], "block_multiple_of": 32},
     "lfm2_moe": EXPERTS
