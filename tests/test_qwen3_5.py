@@ -15,6 +15,7 @@ import chex
 import gguf as gguf_package
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -27,7 +28,7 @@ from test_gguf_export import tokenizer_json
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange import config_json, expert_tensors, gguf
+from surojax.exchange import config_json, expert_tensors, gguf, peft
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import (
     SINGLE,
@@ -37,6 +38,7 @@ from surojax.exchange.model_tensors import (
     shapes,
     tensor_name,
 )
+from surojax.exchange.shards import StoredTensor, write_shard
 from surojax.families import registry
 from surojax.families.family import BY_EXPERT
 from surojax.inference.forward import empty_cache
@@ -315,27 +317,41 @@ HYBRID = dataclasses.replace(
 )
 
 
+# As Qwen3-Next: a gated shared expert, and matrices that tensor parallelism divides by key heads.
+WITH_EXPERTS = dataclasses.replace(
+    HYBRID,
+    linear_fused_projections=True,
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=16,
+    norm_topk_prob=True,
+)
+PLACED = ((4, {"zero_level": 3, "tp_size": 2, **ALL}), (1, {}), (4, {"zero_level": 3, **ALL}), (2, {"tp_size": 2}))
+
+
 @needs(4)
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "devices, placed",
-    [(4, {"zero_level": 3, "tp_size": 2, **ALL}), (1, {}), (4, {"zero_level": 3, **ALL}), (2, {"tp_size": 2})],
+    "config, devices, placed",
+    [(HYBRID, *placed) for placed in PLACED] + [(WITH_EXPERTS, *placed) for placed in PLACED[:2]],
 )
-def test_gradients_equal_reverse_mode(devices, placed):
+def test_gradients_equal_reverse_mode(config, devices, placed):
     """Whatever the placement, of layers that alternate."""
-    model = decoder_model.build(HYBRID)
+    model = decoder_model.build(config)
     small = Small(devices, model=model, microbatches_per_fetch=3, **placed)
     with vectors_drawn():
         params = model.init(0)
     batch = tokens(3, 8, 16)
-    expected = jax.jit(jax.value_and_grad(plain_loss(HYBRID)))(params, *batch)
+    expected = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *batch)
     assert worst_relative(engine_gradients(small, batch), expected) < ORDER_OF_SUMS
 
 
 @pytest.mark.full
-def test_trains_alike_under_every_placement(tmp_path):
+@pytest.mark.parametrize("config", (HYBRID, WITH_EXPERTS))
+def test_trains_alike_under_every_placement(tmp_path, config):
     """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
-    model = decoder_model.build(HYBRID)
+    model = decoder_model.build(config)
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
     losses = Small(model=model).train(batches)
     assert len(set(losses)) == len(losses)
@@ -365,6 +381,32 @@ def test_adapters_are_of_all_matrices_of_both_mixers():
     assert names == {
         f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
     }
+
+
+GATED = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate")
+OF_NEXT = ("in_proj_qkvz", "in_proj_ba", "out_proj")
+
+
+@pytest.mark.parametrize("case, rank", [("qwen3_next", 12), ("qwen3_5_moe", 12)])
+def test_adapters_with_experts_have_the_names_of_peft(tmp_path, case, rank):
+    """All linear layers of PEFT 0.21, of one rank, which is more than the gates have rows."""
+    c = default_config()
+    c.model.update(model_fields(given(case)))
+    c.update({"lora": True, "lora_rank": rank, "lora_target_modules": "all-linear"})
+    check(c)
+    model = decoder_model.build(architecture(c))
+    assert architecture(c).lora is not None
+    shapes_of = peft.tensor_shapes(architecture(c).lora, model)
+    ends = {name.removeprefix("base_model.model.model.layers.") for name in shapes_of}
+    delta = OF_NEXT if case == "qwen3_next" else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    modules = [f"{l}.linear_attn.{name}" for l in (0, 2) for name in delta]
+    modules += [f"1.self_attn.{name}_proj" for name in "qkvo"] + [f"{l}.mlp.{name}" for l in range(3) for name in GATED]
+    assert ends == {f"{module}.lora_{factor}.weight" for module in modules for factor in "AB"}
+    gate = shapes_of["base_model.model.model.layers.0.mlp.shared_expert_gate.lora_B.weight"]
+    assert gate == (1, rank)
+    c.lora_rank = 13
+    with pytest.raises(ConfigError, match=r"^lora_rank: expected at most 12, the smaller side of .*, got 13; lower it"):
+        check(c)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -451,6 +493,41 @@ def test_what_is_beside_the_language_model_is_kept(tmp_path, capsys):
         assert any(re.match(pattern, module) for pattern in ignored)
     alone = written(tmp_path / "alone", "qwen3_5_tied", **{"mtp.fc.weight": np.ones(3, np.float32)})
     assert "mtp.fc.weight" in safetensors.numpy.load_file(convert.convert(alone, tmp_path / "b") / SINGLE)
+
+
+def test_a_release_in_fp8_is_read_as_numbers(tmp_path):
+    """Blocks of matrices, of each expert too, and of what predicts further tokens, which is written as numbers."""
+    numbers = {name: x.astype(np.float32) for name, x in stored("qwen3_5_moe", "weight").items()}
+    whole = {"model_type": "qwen3_5_moe", "text_config": given("qwen3_5_moe"), "vision_config": {"depth": 1}}
+    whole["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
+    tensors: dict[str, np.ndarray] = {"mtp.fc.weight": np.ones((12, 24), np.float32)}
+    for name, x in numbers.items():
+        in_whole = name.replace("model.", "model.language_model.", 1)
+        each = (
+            {expert_tensors.of_expert(in_whole, e): y for e, y in enumerate(x)}
+            if ".experts." in name
+            else {in_whole: x}
+        )
+        tensors |= each
+    expected = {}
+    for name, x in list(tensors.items()):
+        if x.ndim == 2 and name.endswith(("proj.weight", "in_proj_qkv.weight", "fc.weight")):
+            scales = np.full((-(-x.shape[0] // 8), -(-x.shape[1] // 8)), 0.25, np.float32)
+            tensors[name] = (x * 4).astype(ml_dtypes.float8_e4m3fn)
+            expected[name] = tensors[name].astype(np.float32) * 0.25
+            tensors[f"{name}_scale_inv"] = scales
+    folder = tmp_path / "fp8"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole))
+    write_shard(
+        folder / SINGLE, {name: StoredTensor(x.shape, x.dtype) for name, x in tensors.items()}, tensors.values()
+    )
+    out = safetensors.numpy.load_file(convert.convert(folder, tmp_path / "out", dtype="float32") / SINGLE)
+    assert len(expected) > 40 and out.keys() == {name for name in tensors if not name.endswith("_scale_inv")}
+    for name, x in out.items():
+        np.testing.assert_array_equal(x, expected.get(name, tensors[name]), err_msg=name)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in said and "quantization_config" not in said["text_config"]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from surojax.families.family import (
     in_safetensors,
 )
 from surojax.families.olmoe import OF_TRAINING
-from surojax.families.qwen3_5_gguf import GATED_SHARED, INTERVAL
 from surojax.families.qwen import WITHOUT_EXPERTS, layers_without_experts
+from surojax.families.qwen3_5_gguf import GATED_SHARED, INTERVAL
 from surojax.families.rope_keys import PARTIAL
 from surojax.models.decoder_config import ATTENTION, DELTA
 from surojax.models.kinds import targets
