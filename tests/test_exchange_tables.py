@@ -347,7 +347,13 @@ def test_layers_with_a_window_of_no_size(family, used):
     else:
         got = "no such number; fetch it again"
     message = rf"sliding_window: expected a number, .*, got {got}"
-    if family in ("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):  # whose layers have other mixers
+    if family in (
+        "lfm2",
+        "lfm2_moe",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+    ):  # whose layers have other mixers
         message = "layer_types: expected full_attention or "
     with pytest.raises(ConfigError, match=rf"config\.json: {message}"):
         huggingface.model_fields(config | {"use_sliding_window": used})

@@ -129,8 +129,8 @@ BY_EXPERT = ExpertFiles()
 class GgufTransform(NamedTuple):
     """How GGUF files have a tensor in other numbers, another order, or another shape.
 
-    change, back: (float32 array, config.json) -> array of the same shape; inverse, except for rounding. axis: of size 1,
-    which files leave out, of so many dimensions; None: they leave out none.
+    change, back: (float32 array, config.json) -> array of the same shape; inverse, except for rounding. axis: one of
+    size 1 that files leave out; None: they leave out none. dimensions: of our tensor, with that axis.
     """
 
     change: Callable[[np.ndarray, dict[str, Any]], np.ndarray]
@@ -172,9 +172,9 @@ class Gguf(NamedTuple):
     of rope_scaling. present: keys of config.json that are true if files have this tensor (our name) of the first layer.
     partial_rotary: the number of channels that rotate says partial_rotary_factor. without_heads: the type in
     `layer_types` of layers for which files say 0 key/value heads; "": all layers have as many. defaults: values of keys
-    that files may leave out. further_layers: files may count layers that predict further tokens in block_count, and have
-    them; they are left aside. unread: keys that say nothing else, with the values that are written. transforms: by
-    our name of a parameter. before_writing, after_reading: config.json -> the same with, or without, keys that only
+    that files may leave out. further_layers: files may count layers that predict further tokens in block_count, and
+    have them; they are left aside. unread: keys that say nothing else, with the values that are written. transforms:
+    by our name of a parameter. before_writing, after_reading: config.json -> the same with, or without, keys that only
     `sizes` has.
     """
 

@@ -33,7 +33,10 @@ GATED_SHARED = ("shared_expert.w_gate", "shared_expert.w_up", "shared_expert.w_d
 
 
 def before_writing(config: dict[str, Any]) -> dict[str, Any]:
-    """Adds keys that files have in place of several of config.json. Other layer types than they say are noticed later."""
+    """Adds keys that files have in place of several of config.json.
+
+    Layers that do not follow from `full_attention_interval` are noticed when the keys are read back.
+    """
     types = config["layer_types"]
     every = types.index(ATTENTION) + 1 if ATTENTION in types else len(types) + 1
     inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
@@ -61,7 +64,10 @@ def _reordered(x: np.ndarray, config: dict[str, Any], axis: int, size: int, *, t
 
 
 def _of_heads(axis: int = 0, size: str = "") -> GgufTransform:
-    """Makes the transform of a tensor with value heads along an axis. size: key of config.json; "": 1 number of each."""
+    """Makes the transform of a tensor with value heads along an axis.
+
+    size: the key of config.json that says how many numbers a head has; "": 1.
+    """
 
     def reorder(to_file: bool) -> Callable:
         return lambda x, config: _reordered(x, config, axis, config[size] if size else 1, to_file=to_file)
