@@ -25,7 +25,7 @@ from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, in_words_of, refusing, short_exit_codes
 from surojax.exchange import compressed, config_json, gguf, gguf_export, peft, small_files
 from surojax.exchange.adapter_config import labels_of_adapter
-from surojax.exchange.beside import Beside, beside
+from surojax.exchange.beside import Beside, tensors_beside
 from surojax.exchange.checkpoint_tensors import CheckpointTensors, stored_adapter
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.gguf_export import DTYPES as GGUF_DTYPES, export_gguf
@@ -172,7 +172,7 @@ def _beside(source: str, model: Model, kept: Path | None = None) -> tuple[Beside
     if not source or gguf.is_gguf(path) or not model.has_logits:
         return None, ""
     if path.exists():
-        return beside(Weights(path)), ""
+        return tensors_beside(Weights(path)), ""
     return None, source if kept and (kept / WHOLE).is_file() else ""
 
 

@@ -64,7 +64,7 @@ class Beside(NamedTuple):
         return text if self.config is None else parts.with_text(self.config, text)
 
 
-def beside(weights: Weights) -> Beside | None:
+def tensors_beside(weights: Weights) -> Beside | None:
     """Finds what a folder has beside its language model; None if it has nothing.
 
     Raises ConfigError for tensors in codes, which mean nothing beside an export's config.json.
