@@ -8,7 +8,7 @@ seconds, the bytes that the kernel counts, and the most memory that was resident
 and its AdamW when they are first used, for which it needs libaio's headers and a C++ compiler.
 
 DeepSpeed 0.19.8 with `--prefetch 25000000` stops in the second step of 64 layers ("already assigned swap buffer"), but
-did not with the same layers as attributes of a block in place of lists (docs/LOG.md, 2026-11-27).
+did not with the same layers as attributes of a block in place of lists (docs/log, 2026-11-27).
 """
 
 import argparse

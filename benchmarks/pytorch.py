@@ -4,7 +4,7 @@ Both train on 8 sequences of 256 tokens in float32, the same rows, in processes 
 asked of another interpreter, which has torch and transformers. Prints the median seconds of a step of each process, and
 the median of the ratios of the pairs (above 1: ours is faster).
 
-On two idle cores ours has 0.65 to 0.93 of PyTorch's speed (docs/LOG.md). On one core, or beside other work, a ratio
+On two idle cores ours has 0.65 to 0.93 of PyTorch's speed (docs/log). On one core, or beside other work, a ratio
 above 1 means little: PyTorch's threads wait for each other there. Ours gains less from a second core, since XLA:CPU
 writes residuals and gradients into their stacks, and copies zeroed stacks and the updated state, on one.
 

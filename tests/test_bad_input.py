@@ -346,10 +346,10 @@ def test_a_model_of_14b_is_told_of_adapters_before_its_weights_are_opened(refuse
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=20 * GiB, total=20 * GiB))
     line = refused("--config.model_path=14b", config=str(ROOT / "configs" / "finetune.py"))
     assert "does not fit: needs " in line and "(weights 24.6, outer 2.9, " in line
-    assert ": adapters of the model (--config.lora --config.qlora_bnb) or a machine with more memory; " in line
+    qlora = "--config.qlora_bnb=True --config.overlap_update=False -> adapters of a base in 4 bits (--qlora): 15.5 GiB"
+    assert f": --config.lora=True {qlora} on each device (fits)" in line
     line = refused("--config.model_path=14b", "--config.lora", config=str(ROOT / "configs" / "finetune.py"))
-    assert "(weights 24.7, outer 2.9, " in line
-    assert ": a base in 4 bits (--config.qlora_bnb) or a machine with more memory; " in line
+    assert "(weights 24.7, outer 2.9, " in line and f": {qlora} on each device (fits)" in line
     less = ("--config.lora", "--config.qlora_bnb", "--config.sequence_len=65536")
     line = refused("--config.model_path=14b", *less, config=str(ROOT / "configs" / "finetune.py"))
     assert ": a smaller model or a machine with more memory; " in line

@@ -31,9 +31,8 @@ BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(language: str) -> list[tuple[Path, str]]:
-    """The code blocks of a language, each with its page. The log keeps commands as they were."""
-    pages = [path for path in READ if path.name != "LOG.md"]
-    return [(path, text) for path in pages for found, text in BLOCK.findall(path.read_text()) if found == language]
+    """The code blocks of a language, each with its page."""
+    return [(path, text) for path in READ for found, text in BLOCK.findall(path.read_text()) if found == language]
 
 
 # -- What is made from the program ------------------------------------------------------------------------------------
@@ -244,7 +243,7 @@ def test_pages_say_fields_that_there_are():
     """`--config.FIELD` anywhere, and `FIELD=VALUE` in README, is a field."""
     for path in READ:
         for name in re.findall(r"--config\.([\w.]+?)(?=[=\s`',;:)]|\.\s|$)", path.read_text()):
-            assert name in DEFAULTS or name in ("FIELD", "SETTING") or path.name == "LOG.md", (path.name, name)
+            assert name in DEFAULTS or name in ("FIELD", "SETTING"), (path.name, name)
 
 
 @pytest.mark.full

@@ -1,6 +1,6 @@
 """The report of `convert --check`: our side against stored logits, the other side played by a script.
 
-That it passes with transformers itself is recorded in docs/LOG.md; no test needs torch.
+That it passes with transformers itself is recorded in docs/log; no test needs torch.
 """
 
 import sys

@@ -76,6 +76,8 @@ def config(example):
 def both(one: Feature, other: Feature) -> dict | None:
     """Settings that make both choices; None if they are choices of the same field."""
     for example in ({**one.example, **other.example}, {**other.example, **one.example}):
+        if "model.layer_types" in example:  # names of attention's matrices alone leave the other layers unadapted
+            example.pop("lora_target_modules", None)
         values = DEFAULTS | SIZES | {"num_shards": 1} | example
         if one.holds(values, DEFAULTS) and other.holds(values, DEFAULTS):
             return example

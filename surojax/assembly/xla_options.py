@@ -40,7 +40,7 @@ VERIFY_OFFSETS: dict[str, str | bool | int] = {"xla_gpu_experimental_dynamic_sli
 # XLA options that overlap copies and communication with computation. In the engine's program all copies and all-gathers
 # of a layer can start when the layer starts (engine.py). With XLA's defaults, each was nevertheless started and awaited
 # at the same place in the schedule, most of them after the last matrix product of the layer. Source: schedules compiled
-# for an RTX 4090 and an H200 (jax 0.12, 2026-11-21; docs/LOG.md). Not timed with and without on a GPU.
+# for an RTX 4090 and an H200 (jax 0.12, 2026-11-21; docs/log). Not timed with and without on a GPU.
 SCHEDULE: dict[str, str | bool | int] = {
     "xla_gpu_enable_latency_hiding_scheduler": True,  # False by default, although the documentation says otherwise
     "xla_gpu_experimental_parallel_async_compute_limit": 32,  # host copies in flight: all of a layer; 1 by default
@@ -90,7 +90,7 @@ MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 
 # Recipes fp8_*: XLA does not merge products that share an operand (queries, keys, values). To merge them, XLA copies
 # the weights into one array and the results out of one: 290 MiB for a 7B block of 2048 tokens, whose products read and
-# write 104 MiB. In 16 bits merging costs as much, but there copies overlap worse without it (docs/LOG.md). Of experts
+# write 104 MiB. In 16 bits merging costs as much, but there copies overlap worse without it (docs/log). Of experts
 # it would merge gate and up for every block of rows: 2 % of a step of Qwen3-30B-A3B.
 APART: dict[str, str | bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
 

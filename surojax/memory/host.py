@@ -4,7 +4,7 @@ XLA makes each read or write an asynchronous copy of that part only: reading lay
 one layer. An array's type says which memory it is in, so code that reads and writes layers need not know.
 
 A copy engine does it only if XLA proves that the offset is linear in the loop's counter. Otherwise a kernel does, whose
-threads wait for host memory on the multiprocessors that the loop's products need (docs/LOG.md, 2026-11-22). So loops
+threads wait for host memory on the multiprocessors that the loop's products need (docs/log, 2026-11-22). So loops
 that read ahead or write behind name layer l + 1 or l - 1 as it is, although the last or first one lies beyond the
 stack: a modulo, minimum or maximum is not linear, nor is what is behind a barrier, and slices clamp their index anyway.
 For a fixed layer inside a loop there is `index_in_loop`, and `exchange_in_halves` if nobody knows how often it runs.

@@ -21,7 +21,7 @@ that of what is read (slots.py). Before each update the files are checked to be 
 sizes. What stays in host memory is not compared.
 
 **Direct.** Reads and writes go past the page cache, from and to aligned buffers (aligned.py): on two cores a file of 8
-GB was written at 5.5 GB/s with 0.03 CPU seconds a GB, and through the cache at 0.45 GB/s with 2.8 (docs/LOG.md,
+GB was written at 5.5 GB/s with 0.03 CPU seconds a GB, and through the cache at 0.45 GB/s with 2.8 (docs/log,
 2026-11-24). Where the file system refuses that, as tmpfs does, they go through the cache. The disk is asked to keep
 what was written after each update, while the next gradients are computed.
 """

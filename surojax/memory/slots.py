@@ -10,7 +10,7 @@ a run that is killed at any moment goes on from that step.
 **Checksum.** CRC-32 of one 64-bit number for each 4096 bytes: the sum of its 64-bit words. It notices a change of any
 one word, a page that was lost or torn, zeros or an older content in place of a page, and pages that changed places; it
 does not notice words of one page that did. CRC-32 of all bytes takes 0.47 CPU seconds a GB with zlib, and this 0.11,
-the time to read them once from memory (2 cores of an EPYC; docs/LOG.md).
+the time to read them once from memory (2 cores of an EPYC; docs/log).
 """
 
 import zlib

@@ -212,7 +212,7 @@ def by_xla(
 
     A query that sees no key, such as one of padding, gets a mean of all values, or zeros with sinks.
     The queries of all heads that share keys are rows of one matrix R = G S: with `jax.nn.dot_product_attention`, XLA
-    copies the scores from one order into another, which takes half of its time on a CPU (docs/LOG.md, 2026-11-22).
+    copies the scores from one order into another, which takes half of its time on a CPU (docs/log, 2026-11-22).
     """
     B, S, H, h = q_BSHh.shape
     T, K = k_BTKh.shape[1:3]

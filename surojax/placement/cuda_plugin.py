@@ -2,7 +2,7 @@
 
 It need not be jaxlib's. XLA of 0.11 sends host copies of both directions in turn over its four compute streams; that of
 0.12 has a stream for each direction, which copies beside products and beside the other direction. Source: the thunks of
-compiled steps (docs/LOG.md, 2026-11-28).
+compiled steps (docs/log, 2026-11-28).
 """
 
 import functools

@@ -13,7 +13,6 @@ from surojax.assembly.from_config import from_config
 from surojax.cluster.hosts import processes_here
 from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
-from surojax.numerics import base_formats
 from surojax.numerics.recipes import check_recipe
 from surojax.offloads import OPTIONS, ROWS
 from surojax.parallel.collectives import check_copy_engine
@@ -142,12 +141,7 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
     if proposals := remedies.proposals(Space(own, gpu, limits, few=True, platform=platform)):
         device = "GPU" if platform == "gpu" else "device"
         return lines + [proposal.line(timed=facts is not None, device=device) for proposal in proposals]
-    less = "a smaller model"
-    if c.lora and not base_formats.chosen_format(c):
-        less = "a base in 4 bits (--config.qlora_bnb)"
-    elif c.model_path and not c.lora:
-        less = "adapters of the model (--config.lora --config.qlora_bnb)"
-    lines.append(f"{less} or a machine with more memory")
+    lines.append("a smaller model or a machine with more memory")
     if platform == "cpu":
         on_gpus = [choices.with_gpus(own, gpus) for gpus in (1, 4, 8) if gpus % gpus_per_sequence(c) == 0]
         named = [flags({"gpus": x.gpus} | differing(own, flat(x))) for x in on_gpus]

@@ -1,6 +1,6 @@
 """The disks of a machine that hold a run's files: their rates and their endurance.
 
-A disk does one direction at a time: reading and writing at once takes as long as one after the other (docs/LOG.md,
+A disk does one direction at a time: reading and writing at once takes as long as one after the other (docs/log,
 2026-11-24).
 """
 

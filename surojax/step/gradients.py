@@ -11,7 +11,7 @@ the next one computes.
 
 The embedding's and the head's gradients are summed over devices once, by `reduced`. Summing the head's in parts during
 the last backward pass would hide a transfer of 0.6 % of a step at most, and costs more than it hides: behind it, XLA
-waits for the MLP's reduce-scatter earlier (docs/LOG.md, 2026-11-22).
+waits for the MLP's reduce-scatter earlier (docs/log, 2026-11-22).
 """
 
 from typing import Any
@@ -182,7 +182,7 @@ def peels_last_group(table: Placement) -> bool:
     """True if the last group is peeled off the loop, to reduce over devices what the other groups leave local.
 
     At ZeRO-2 and 3 without replicas they leave nothing local. Without `shard_outer` it saves memory there all the same:
-    of two groups, no loop is left, and so no zeros for the first (7B on four GPUs: 0.5 GiB; docs/LOG.md, 2026-11-22).
+    of two groups, no loop is left, and so no zeros for the first (7B on four GPUs: 0.5 GiB; docs/log, 2026-11-22).
     """
     in_shards = table.grads.sharded and table.outer.sharded
     return bool(collectives.active(REPLICATE) or (collectives.active(*SHARDS) and not in_shards))

@@ -180,7 +180,7 @@ class Fetch:
         """The number of layers in a loop's body: a multiple of the variants' period. tokens: of the pass.
 
         With one layer, XLA copies what is prefetched into the carry; two exchange their places in device memory. But
-        their transfers overlap less (docs/LOG.md, 2026-11-22). So weights copied in from host memory come in pairs
+        their transfers overlap less (docs/log, 2026-11-22). So weights copied in from host memory come in pairs
         backward only, and all-gathered ones if the pass is long enough for them all the same.
         """
         period = self.loop.period
