@@ -25,15 +25,17 @@ from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, in_words_of, refusing, short_exit_codes
 from surojax.exchange import compressed, config_json, gguf, gguf_export, peft, small_files
 from surojax.exchange.adapter_config import labels_of_adapter
+from surojax.exchange.beside import Beside, tensors_beside
 from surojax.exchange.checkpoint_tensors import CheckpointTensors, stored_adapter
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.gguf_export import DTYPES as GGUF_DTYPES, export_gguf
-from surojax.exchange.huggingface import read_config
+from surojax.exchange.huggingface import read_config, read_whole_config
 from surojax.exchange.merge import Merged
-from surojax.exchange.model_tensors import Tensors, describe_source
+from surojax.exchange.model_tensors import Tensors, Weights, describe_source
 from surojax.exchange.naming import naming_of
+from surojax.exchange.parts import has_parts
 from surojax.exchange.small_files import CONFIG, GENERATION, Files
-from surojax.exchange.sources import SOURCE, is_model, kept_in, open_weights, resolved, template_of
+from surojax.exchange.sources import SOURCE, WHOLE, is_model, kept_in, locate, open_weights, resolved, template_of
 from surojax.inference import model_folder, parity
 from surojax.inference.model_folder import folder_files, trained_files
 from surojax.inference.trained_model import check_trained_with
@@ -53,12 +55,18 @@ DTYPE_HELP = (
 
 
 class Opened(NamedTuple):
-    """A model that can be exported, with the config.json and small files of its folder."""
+    """A model that can be exported, with the config.json and small files of its folder.
+
+    beside: what the folder has beside the language model; None: nothing that an export would have. gone: the folder of
+    an image-text model that is no longer there, so that its language model is all that is left; "": there is none.
+    """
 
     model: Model
     tensors: Tensors
     config: dict[str, Any]
     files: Files
+    beside: Beside | None = None
+    gone: str = ""
 
 
 def convert(
@@ -106,7 +114,10 @@ def merge(
     if experts_together and (to_gguf or not has_experts):
         got = "a .gguf file, which always has that" if to_gguf else "a model without experts"
         raise ConfigError(f"--experts-together: expected a folder of a model with experts, got {got}; leave it out")
-    say(f"reading {describe_source(opened.tensors)}")
+    kept = None if to_gguf else opened.beside
+    say(f"reading {describe_source(opened.tensors if kept is None else kept.weights, kept=kept is not None)}")
+    if opened.gone:
+        say(f"note: {opened.gone} is gone; written is its language model alone, without what images pass through")
     if has_experts and dtype in compressed.EXPERTS_NOTES:
         say(compressed.EXPERTS_NOTES[dtype])
     tensors, files = opened.tensors, opened.files
@@ -116,8 +127,12 @@ def merge(
     if to_gguf:
         said, modelfile = gguf_tokenizer_of(opened.config, files, folder)
         return export_gguf(tensors, opened.model, opened.config, said, folder, dtype=dtype, modelfile=modelfile)
-    config = config_json.completed(opened.config, dtype)
-    how: Any = {"dtype": dtype, "experts_together": experts_together}
+    config = config_json.completed(opened.config, dtype, kept.modules if kept else ())
+    if kept:
+        config = kept.whole_config(config)
+    if kept is None or kept.config is None:
+        files = {name: content for name, content in files.items() if name not in small_files.PROCESSORS}
+    how: Any = {"dtype": dtype, "experts_together": experts_together, "beside": kept}
     return export(tensors, opened.model, config, files, folder, **how)
 
 
@@ -144,7 +159,20 @@ def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) 
     model = from_config.model(c)
     weights = open_weights(c, model)
     assert weights is not None
-    return Opened(model, weights, *folder_files(c, is_trained=False))
+    return Opened(model, weights, *folder_files(c, is_trained=False), *_beside(c.model_path, model))
+
+
+def _beside(source: str, model: Model, kept: Path | None = None) -> tuple[Beside | None, str]:
+    """Returns `beside` and `gone` of an `Opened`. source: a run's model_path, or a model. kept: a run's copy of it.
+
+    A model that classifies is of a class of language models alone.
+    """
+    path = locate(source, weights=True) if source else Path()
+    if not source or gguf.is_gguf(path) or not model.has_logits:
+        return None, ""
+    if path.exists():
+        return tensors_beside(Weights(path)), ""
+    return None, source if kept and (kept / WHOLE).is_file() else ""
 
 
 def _open_checkpoint(checkpoint: Path, tokenizer: str) -> Opened:
@@ -163,7 +191,8 @@ def _open_checkpoint(checkpoint: Path, tokenizer: str) -> Opened:
     check_trained_with(meta, load_tokenizer(c.tokenizer))
     model = from_config.model(c)
     if not c.lora:
-        return Opened(model, CheckpointTensors(checkpoint, model), *folder_files(c))
+        others = _beside("" if c.from_scratch else source, model, kept)
+        return Opened(model, CheckpointTensors(checkpoint, model), *folder_files(c), *others)
     base = open_model(source, tokenizer, num_labels=c.model.num_labels)
     tensors = base.tensors
     if c.lora_base_adapter:
@@ -172,7 +201,7 @@ def _open_checkpoint(checkpoint: Path, tokenizer: str) -> Opened:
     frozen = chosen_format(c)
     of_base = meta.get("base", ""), f"{frozen} {c.model_dtype}" if frozen else peft.STORED
     adapter = stored_adapter(checkpoint, model, from_config.lora(c), *of_base)
-    return Opened(base.model, Merged(tensors, adapter, base.model), *folder_files(c))
+    return Opened(base.model, Merged(tensors, adapter, base.model), *folder_files(c), base.beside)
 
 
 def check_out(path: str | Path) -> None:
@@ -233,6 +262,10 @@ def keep(c: Config) -> None:
     config, files = folder_files(c)
     kept.mkdir(parents=True, exist_ok=True)
     (kept / SOURCE).unlink(missing_ok=True)  # it is there if the others are
+    (kept / WHOLE).unlink(missing_ok=True)
+    source = locate(c.model_path, weights=False)
+    if not gguf.is_gguf(source) and has_parts(whole := read_whole_config(source)):
+        small_files.write_small_files(kept, {WHOLE: encoded(whole)})
     small_files.write_small_files(kept, files | {CONFIG: encoded(config)})
     small_files.write_small_files(kept, {SOURCE: encoded({"model_path": c.model_path})})
 

@@ -51,6 +51,10 @@ LLAMA3 |= {"original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False}
+DELTA = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+GATED_SHARED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GATED_SHARED |= {"shared_expert_intermediate_size": 64}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # What a family's config.json says besides `SIZES`: every option that is written.
 OF_FAMILY: dict[str, dict[str, Any]] = {
@@ -72,8 +76,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     | {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0, "attention_multiplier": 0.2},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_qk_norm": True}
     | {"num_nextn_predict_layers": 0, "routed_scaling_factor": 1.5, "num_hidden_layers": 3},
-    "qwen3_5_text": {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA | GATED_SHARED | {"rms_norm_eps": 1e-4},
+    "qwen3_next": DELTA | GATED_SHARED | {"norm_topk_prob": False, "mlp_only_layers": [0]},
     "lfm2": {"num_hidden_layers": 5, "full_attn_idxs": [1, 4], "block_multiple_of": 32},
     "lfm2_moe": EXPERTS
     | {"num_hidden_layers": 5, "layer_types": ["conv", FULL, "conv", "conv", FULL], "num_dense_layers": 2}
@@ -149,7 +154,8 @@ def config_of(case: Case) -> dict[str, Any]:
     given = {"model_type": family} | sizes | OF_FAMILY[family] | VARIANTS.get(case.family, {})
     if case.kind in ("fp8", "nvfp4"):
         given |= {"hidden_size": 128, "intermediate_size": 256}  # blocks of compressed-tensors are whole ones
-        given |= {"moe_intermediate_size": 128} if "moe_intermediate_size" in given else {}
+        widths = ("moe_intermediate_size", "shared_expert_intermediate_size")
+        given |= {name: 128 for name in widths if name in given}
     if case.kind == "gguf":  # transformers reads neither head_dim nor the experts' width, and takes those of the family
         given |= {"moe_intermediate_size": 768} if family == "qwen3_moe" else {}
         given |= {"head_dim": 128} if family.startswith("qwen3") else {"num_attention_heads": 2}

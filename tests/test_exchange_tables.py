@@ -298,6 +298,7 @@ def test_metadata_of_gguf_files():
 
 # The fields of `model` that are the same in all models of a family, as its code in transformers has them.
 GEMMA = {"norm_plus_one": True, "sandwich_norms": True, "scale_embedding": True, "hidden_act": "gelu_pytorch_tanh"}
+QWEN3_5 = {"qk_norm": True, "norm_plus_one": True, "attn_output_gate": True}
 OF_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"qk_norm": True},
@@ -317,7 +318,9 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"qk_norm_whole": True},
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True},
-    "qwen3_5_text": {"qk_norm": True, "norm_plus_one": True, "attn_output_gate": True},
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5 | {"norm_topk_prob": True},
+    "qwen3_next": QWEN3_5,
     "qwen3_moe": {"qk_norm": True},
 }
 
@@ -344,7 +347,13 @@ def test_layers_with_a_window_of_no_size(family, used):
     else:
         got = "no such number; fetch it again"
     message = rf"sliding_window: expected a number, .*, got {got}"
-    if family in ("lfm2", "lfm2_moe", "qwen3_5_text"):  # whose layers have other mixers
+    if family in (
+        "lfm2",
+        "lfm2_moe",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+    ):  # whose layers have other mixers
         message = "layer_types: expected full_attention or "
     with pytest.raises(ConfigError, match=rf"config\.json: {message}"):
         huggingface.model_fields(config | {"use_sliding_window": used})

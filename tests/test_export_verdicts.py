@@ -30,7 +30,8 @@ NOT_READ = {
     ("lfm2_moe", "gguf"): "architecture lfm2moe is not supported",
     ("gpt_oss", "gguf"): "TypeError: only 0-dimensional arrays",
 }
-WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in ("olmoe", "mixtral", "qwen3_moe", "glm4_moe")}
+OF_EXPERTS = ("olmoe", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe_text", "qwen3_next")
+WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in OF_EXPERTS}
 
 
 def is_quick(case: Case) -> bool:

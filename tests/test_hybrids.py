@@ -1,5 +1,7 @@
 """Models whose layers alternate between mixers: gradients and training, whatever the placement."""
 
+from typing import Any
+
 import jax
 import pytest
 import test_lfm2
@@ -30,6 +32,8 @@ TENSOR_PARALLEL = {"zero_level": 3, "tp_size": 2, **ALL}
         (DELTAS, 1, {}),
         (DELTAS, 4, {"zero_level": 3, **ALL}),
         (DELTAS, 2, {"tp_size": 2}),
+        (test_qwen3_5.WITH_EXPERTS, 4, TENSOR_PARALLEL),
+        (test_qwen3_5.WITH_EXPERTS, 1, {}),
     ],
 )
 def test_gradients_equal_reverse_mode(config, devices, placed):
@@ -43,7 +47,9 @@ def test_gradients_equal_reverse_mode(config, devices, placed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [CONVOLUTIONS, DELTAS], ids=["convolutions", "deltas"])
+@pytest.mark.parametrize(
+    "config", [CONVOLUTIONS, DELTAS, test_qwen3_5.WITH_EXPERTS], ids=["convolutions", "deltas", "experts"]
+)
 def test_trains_alike_under_every_placement(tmp_path, config):
     """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
     model = decoder_model.build(config)
@@ -54,5 +60,5 @@ def test_trains_alike_under_every_placement(tmp_path, config):
         assert Small(model=model, microbatches_per_fetch=2, overlap_update=late, **ALL).train(batches) == losses
         folder = tmp_path / f"{number}"
         folder.mkdir()
-        in_files = Small(model=model, batch=(2, 8, 16), nvme_path=str(folder), overlap_update=late, **NVME_ALL)
-        assert in_files.train(batches) == losses
+        in_files: dict[str, Any] = {"batch": (2, 8, 16), "nvme_path": str(folder), **NVME_ALL}
+        assert Small(model=model, overlap_update=late, **in_files).train(batches) == losses

@@ -62,16 +62,39 @@ def test_float8_has_the_sites_of_the_products_in_their_order():
     assert decoder_model.build(dense_first).sites == sites
 
 
-@pytest.mark.parametrize(
-    "kind, config",
-    [(Attention, OPTIONS), (SwiGLU, CONFIG), (Experts, EXPERTS), (GatedDelta, DELTA)],
-    ids=lambda x: getattr(x, "name", ""),
-)
-def test_every_parameter_has_names_in_files_and_every_matrix_may_have_an_adapter(kind, config):
+GATED = dataclasses.replace(EXPERTS, n_shared_experts=0, shared_expert_intermediate_size=20)
+FUSED = dataclasses.replace(DELTA, linear_fused_projections=True)
+
+
+def shapes_of(kind, config) -> dict[str, tuple[int, ...]]:
     module = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))[0]
-    shapes = {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
-    assert shapes.keys() == kind.tensors.keys()
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
+
+
+@pytest.mark.parametrize(
+    "kind, configs",
+    [(Attention, [OPTIONS]), (SwiGLU, [CONFIG]), (Experts, [EXPERTS, GATED]), (GatedDelta, [DELTA, FUSED])],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_every_parameter_has_names_in_files(kind, configs):
+    assert {name for config in configs for name in shapes_of(kind, config)} == kind.tensors.keys()
+
+
+@pytest.mark.parametrize(
+    "kind, config",
+    [
+        (Attention, OPTIONS),
+        (SwiGLU, CONFIG),
+        (Experts, EXPERTS),
+        (Experts, GATED),
+        (GatedDelta, DELTA),
+        (GatedDelta, FUSED),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_every_matrix_may_have_an_adapter(kind, config):
+    shapes = shapes_of(kind, config)
     targets = kind(config).targets()
     matrices = {name for name, shape in shapes.items() if len(shape) > 1 and name not in ("router", "taps")}
     assert {target.matrix for target in targets} == {f"{kind.name}.{name}" for name in matrices}

@@ -1,4 +1,4 @@
-"""Models with an image encoder: their language model in, alone, and out as a model of its own.
+"""Models with an image encoder: their language model is trained alone, and comes out in the whole model.
 
 Its logits are compared in test_parity.py; that transformers loads the export is recorded by fixtures/check_exports.py.
 """
@@ -45,19 +45,25 @@ def text_of(case: str) -> dict:
 
 @pytest.mark.parametrize("case, spelling", [(CASES[0], IN_FILES), (CASES[1], IN_MODULES)])
 def test_the_language_model_goes_in_and_out_to_the_bit(tmp_path, capsys, case, spelling):
-    """The export is a model of its own; a line says how many tensors it does not have."""
+    """The export has the image encoder as it was; a line says so."""
     folder = whole(tmp_path / "in", case, spelling)
     c = config(folder)
     assert rounded(architecture(c)) == rounded(load_config(case))
     out = convert.convert(folder, tmp_path / "out", dtype="float32")
-    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), stored(case))
-    said = json.loads((out / "config.json").read_text())
-    assert said["model_type"] == text_of(case)["model_type"] and said["architectures"][0].endswith("ForCausalLM")
-    assert not said.keys() & {"text_config", "vision_config", "image_token_index", "mm_tokens_per_image"}
-    assert config(out).model == c.model
-    others = len(json.loads(str(REFERENCE[f"{case}/names.json"]))[""])
-    aside = rf"{others} tensors of multi_modal_projector, vision_tower are left aside"
+    found, given = (safetensors.numpy.load_file(path / SINGLE) for path in (out, folder))
+    names = json.loads(str(REFERENCE[f"{case}/names.json"]))
+    others = [name if spelling == IN_FILES else f"model.{name}" for name in names.pop("")]
+    language_model = {theirs[IN_MODULES]: stored(case)[ours] for ours, theirs in names.items()}
+    chex.assert_trees_all_equal(found, language_model | {name: given[name] for name in others})
+    said, before = (json.loads((path / "config.json").read_text()) for path in (out, folder))
+    assert {key: said[key] for key in before.keys() - {"text_config", "dtype"}} == {
+        key: before[key] for key in before.keys() - {"text_config", "dtype"}
+    }
+    assert said["dtype"] == said["text_config"]["dtype"] == "float32" and config(out).model == c.model
+    aside = rf"{len(others)} tensors of multi_modal_projector, vision_tower are kept as they are"
     assert capsys.readouterr().out == f"reading the language model in {folder}; {aside}\n"
+    again = convert.convert(out, tmp_path / "again", dtype="float32")
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(again / SINGLE), found)
 
 
 def test_a_config_json_of_transformers_4_is_read(tmp_path):

@@ -1,25 +1,32 @@
-"""Qwen3.5 against transformers in float64 (`fixtures/make_qwen3_5_reference.py`), whose float32 would hide mistakes."""
+"""Qwen3.5 and Qwen3-Next against transformers in float64, whose float32 would hide mistakes.
+
+`fixtures/make_qwen3_5_reference.py` says how what transformers computes was stored.
+"""
 
 import dataclasses
 import functools
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import chex
+import gguf as gguf_package
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 from commands import convert
 from small import CONFIG, quick_at
+from test_gguf_export import tokenizer_json
 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange import config_json
+from surojax.exchange import config_json, expert_tensors, gguf, peft
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import (
     SINGLE,
@@ -29,6 +36,9 @@ from surojax.exchange.model_tensors import (
     shapes,
     tensor_name,
 )
+from surojax.exchange.shards import StoredTensor, write_shard
+from surojax.families import registry
+from surojax.families.family import BY_EXPERT
 from surojax.inference.forward import empty_cache
 from surojax.models import decoder_model, operations
 from surojax.models.kinds import gated_delta, self_attention
@@ -40,9 +50,16 @@ from surojax.optim.optimizer import TensorContext, scalars
 from surojax.placement.layout import Layout
 from surojax.placement.param import OUTER
 
-with np.load(Path(__file__).parent / "fixtures" / "qwen3_5_reference.npz") as arrays:
-    REFERENCE = dict(arrays)
-CASES = ("qwen3_5_tied", "qwen3_5", "qwen3_5_thirds")
+REFERENCE: dict[str, np.ndarray] = {}
+for name in ("qwen3_5_reference", "qwen3_5_experts_reference"):
+    with np.load(Path(__file__).parent / "fixtures" / f"{name}.npz") as arrays:
+        REFERENCE |= arrays
+FAMILIES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_next": "qwen3_next"}  # by case's name
+QUICK = ("qwen3_5_tied", "qwen3_5_moe", "qwen3_next")
+CASES = (*QUICK, "qwen3_5", "qwen3_5_thirds", "qwen3_5_moe_tied", "qwen3_5_moe_thirds")
+CASES += ("qwen3_next_tied", "qwen3_next_thirds")
+OF_EACH_FAMILY = quick_at([(case,) for case in CASES], *range(len(QUICK)))
+OF_ONE_FAMILY = quick_at([(case,) for case in CASES], 0)
 GROWN = 1e-9  # likewise, of losses after some steps, from which rounding grows; a wrong formula is off by 1e-4
 EXACT = 1e-11  # relative to the largest number of a tensor; found: 2e-12
 
@@ -55,10 +72,18 @@ def in_float64(monkeypatch):
         yield
 
 
-def stored(case: str, what: str) -> dict[str, np.ndarray]:
-    """The arrays of a case, by name."""
+def in_modules(case: str, what: str) -> dict[str, np.ndarray]:
+    """The arrays of a case, by name in the modules of transformers 5."""
     start = f"{case}/{what}/"
     return {name.removeprefix(start): x for name, x in REFERENCE.items() if name.startswith(start)}
+
+
+def stored(case: str, what: str) -> dict[str, np.ndarray]:
+    """The arrays of a case, by our names."""
+    theirs = in_modules(case, what)
+    parts = expert_tensors.parts_in(theirs, BY_EXPERT)
+    others = {name: x for name, x in theirs.items() if not any(name in part.names for part in parts.values())}
+    return others | {name: part.tensor([theirs[part.names[0]]]) for name, part in parts.items()}
 
 
 def given(case: str) -> dict[str, Any]:
@@ -152,7 +177,7 @@ def check_logits(case: str) -> None:
     assert_close(np.asarray(found), REFERENCE[f"{case}/logits"], "logits")
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+@pytest.mark.parametrize("case", OF_ONE_FAMILY)
 def test_equals_transformers(in_float64, case):
     """Logits, loss, and gradients of all parameters."""
     layers = ByLayer(case)
@@ -168,7 +193,7 @@ def test_equals_transformers(in_float64, case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ("qwen3_5_tied", "qwen3_5_thirds"))
+@pytest.mark.parametrize("case", sorted({*CASES} - {"qwen3_5"}))
 def test_steps_of_adamw_are_those_of_torch(in_float64, case):
     """Twenty. With the third case's eps of 1e-6 a gated norm divides by almost 0: there 1e-15 grows to 1e-9 in five."""
     layers = ByLayer(case)
@@ -179,7 +204,9 @@ def test_steps_of_adamw_are_those_of_torch(in_float64, case):
 
     @jax.jit
     def update(params, grads, states, step):
-        context = TensorContext(scalars(optimizer, step, 1.0), Layout(jax.P(), jax.P()), jnp.zeros(2, jnp.uint32))
+        context = TensorContext(
+            scalars(optimizer, step, jnp.float64(1)), Layout(jax.P(), jax.P()), jnp.zeros(2, jnp.uint32)
+        )
         arrays = zip(declared, structure.flatten_up_to(params), structure.flatten_up_to(grads), states, strict=True)
         updated = [optimizer.rule(p).apply(x, g, state, context, None)[1:] for p, x, g, state in arrays]
         params, states = zip(*updated, strict=True)
@@ -193,7 +220,7 @@ def test_steps_of_adamw_are_those_of_torch(in_float64, case):
     assert_close(np.asarray(losses), REFERENCE[f"{case}/losses"], "losses of steps", GROWN)
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0, 2))
 def test_answers_are_those_of_transformers(in_float64, case):
     """Token by token with states in place of a cache; one prompt behind padding, which is not seen."""
     layers = ByLayer(case)
@@ -209,7 +236,7 @@ def test_answers_are_those_of_transformers(in_float64, case):
     np.testing.assert_array_equal(np.concatenate(found, axis=1), answer)
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+@pytest.mark.parametrize("case", OF_ONE_FAMILY)
 def test_documents_in_a_row_are_computed_as_alone(in_float64, case):
     """Also a document of one token, and one that is shorter than the convolution."""
     layers = ByLayer(case)
@@ -290,6 +317,18 @@ HYBRID = dataclasses.replace(
 )
 
 
+# As Qwen3-Next: a gated shared expert, and matrices that tensor parallelism divides by key heads.
+WITH_EXPERTS = dataclasses.replace(
+    HYBRID,
+    linear_fused_projections=True,
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=16,
+    norm_topk_prob=True,
+)
+
+
 def test_adapters_are_of_all_matrices_of_both_mixers():
     """By PEFT's names; one of queries, keys and values together, as files have the matrix."""
     c = default_config()
@@ -310,28 +349,60 @@ def test_adapters_are_of_all_matrices_of_both_mixers():
     }
 
 
+GATED = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate")
+OF_NEXT = ("in_proj_qkvz", "in_proj_ba", "out_proj")
+
+
+@pytest.mark.parametrize("case, rank", [("qwen3_next", 12), ("qwen3_5_moe", 12)])
+def test_adapters_with_experts_have_the_names_of_peft(tmp_path, case, rank):
+    """All linear layers of PEFT 0.21, of one rank, which is more than the gates have rows."""
+    c = default_config()
+    c.model.update(model_fields(given(case)))
+    c.update({"lora": True, "lora_rank": rank, "lora_target_modules": "all-linear"})
+    check(c)
+    model = decoder_model.build(architecture(c))
+    assert architecture(c).lora is not None
+    shapes_of = peft.tensor_shapes(architecture(c).lora, model)
+    ends = {name.removeprefix("base_model.model.model.layers.") for name in shapes_of}
+    delta = OF_NEXT if case == "qwen3_next" else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    modules = [f"{l}.linear_attn.{name}" for l in (0, 2) for name in delta]
+    modules += [f"1.self_attn.{name}_proj" for name in "qkvo"] + [f"{l}.mlp.{name}" for l in range(3) for name in GATED]
+    assert ends == {f"{module}.lora_{factor}.weight" for module in modules for factor in "AB"}
+    gate = shapes_of["base_model.model.model.layers.0.mlp.shared_expert_gate.lora_B.weight"]
+    assert gate == (1, rank)
+    c.lora_rank = 13
+    with pytest.raises(ConfigError, match=r"^lora_rank: expected at most 12, the smaller side of .*, got 13; lower it"):
+        check(c)
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
 def written(folder: Path, case: str, config: dict | None = None, **more: np.ndarray) -> Path:
-    """A model's folder, in float32."""
+    """A model's folder, in float32, with the tensors of transformers 5."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config or given(case)))
-    weights = {name: x.astype(np.float32) for name, x in stored(case, "weight").items()}
+    weights = {name: x.astype(np.float32) for name, x in in_modules(case, "weight").items()}
     safetensors.numpy.save_file(weights | more, folder / SINGLE)
     return folder
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+@pytest.mark.parametrize("case", OF_EACH_FAMILY)
 def test_models_come_out_as_they_went_in(tmp_path, case):
-    """To the bit; the same config.json."""
+    """To the bit, in either layout of experts; the same config.json."""
     folder = written(tmp_path / "in", case)
-    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    has_experts = "num_experts" in given(case)
+    out = convert.convert(folder, tmp_path / "out", dtype="float32", experts_together=has_experts)
     chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), safetensors.numpy.load_file(folder / SINGLE))
     fields = model_fields(given(case))
     assert model_fields(read_config(out)) == fields
+    if has_experts:
+        apart = Weights(convert.convert(folder, tmp_path / "apart", dtype="float32"))
+        for name, x in stored(case, "weight").items():
+            np.testing.assert_array_equal(apart.read(name), x.astype(np.float32))
     made = config_json.made(fields, 64, {})
-    assert made["model_type"] == "qwen3_5_text" and config_json.agrees(made, fields)
+    family = FAMILIES[max((start for start in FAMILIES if case.startswith(start)), key=len)]
+    assert made["model_type"] == family and config_json.agrees(made, fields)
 
 
 def test_decays_stay_float32(tmp_path):
@@ -343,8 +414,8 @@ def test_decays_stay_float32(tmp_path):
     assert dtypes["A_log"] == dtypes["dt_bias"] == np.float32 and dtypes["norm.weight"] != np.float32
 
 
-def test_a_model_with_images_is_its_language_model(tmp_path):
-    """What images pass through, and heads for further tokens, are left aside, and said."""
+def test_what_is_beside_the_language_model_is_kept(tmp_path, capsys):
+    """To the bit and in its dtype: what images pass through, and heads for further tokens; and said."""
     text = given("qwen3_5_tied")
     whole = {
         "model_type": "qwen3_5",
@@ -359,18 +430,70 @@ def test_a_model_with_images_is_its_language_model(tmp_path):
     folder = tmp_path / "whole"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(whole))
+    (folder / "preprocessor_config.json").write_text("{}")
     weights = {
         name.replace("model.", "model.language_model.", 1): x.astype(np.float32)
         for name, x in stored("qwen3_5_tied", "weight").items()
     }
-    others = {"model.visual.blocks.0.norm1.weight": np.ones(4, np.float32), "mtp.fc.weight": np.ones(3, np.float32)}
+    others = {
+        "model.visual.blocks.0.norm1.weight": np.arange(4).astype(jnp.bfloat16),
+        "mtp.fc.weight": np.linspace(0, 1, 3).astype(np.float16),
+    }
     safetensors.numpy.save_file(weights | others, folder / SINGLE)
     tensors = Weights(folder)
     assert tensors.left_aside == sorted(others)
     assert describe_source(tensors).endswith("2 tensors of mtp, visual are left aside")
     check_tensors(tensors, model_of("qwen3_5_tied"))
-    alone = written(tmp_path / "alone", "qwen3_5_tied", **{"mtp.fc.weight": np.ones(3, np.float32)})
-    assert Weights(alone).left_aside == ["mtp.fc.weight"]
+    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    assert capsys.readouterr().out.endswith("2 tensors of mtp, visual are kept as they are\n")
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights | others)
+    said = json.loads((out / "config.json").read_text())
+    assert {key: said[key] for key in whole if key != "text_config"} == {
+        k: whole[k] for k in whole if k != "text_config"
+    }
+    assert said["text_config"]["model_type"] == "qwen3_5_text" and (out / "preprocessor_config.json").is_file()
+    quantised = json.loads((convert.convert(folder, tmp_path / "fp8", dtype="fp8") / "config.json").read_text())
+    ignored = [entry.removeprefix("re:") for entry in quantised["quantization_config"]["ignore"]]
+    assert "quantization_config" not in quantised["text_config"]
+    for module in ("model.visual.blocks.0.attn.qkv", "mtp.fc"):
+        assert any(re.match(pattern, module) for pattern in ignored)
+    alone = written(tmp_path / "alone", "qwen3_5_tied", None, **{"mtp.fc.weight": np.ones(3, np.float32)})
+    assert "mtp.fc.weight" in safetensors.numpy.load_file(convert.convert(alone, tmp_path / "b") / SINGLE)
+
+
+def test_a_release_in_fp8_is_read_as_numbers(tmp_path):
+    """Blocks of matrices, of each expert too, and of what predicts further tokens, which is written as numbers."""
+    numbers = {name: x.astype(np.float32) for name, x in stored("qwen3_5_moe", "weight").items()}
+    whole = {"model_type": "qwen3_5_moe", "text_config": given("qwen3_5_moe"), "vision_config": {"depth": 1}}
+    whole["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
+    tensors: dict[str, np.ndarray] = {"mtp.fc.weight": np.ones((12, 24), np.float32)}
+    for name, x in numbers.items():
+        in_whole = name.replace("model.", "model.language_model.", 1)
+        each = (
+            {expert_tensors.of_expert(in_whole, e): y for e, y in enumerate(x)}
+            if ".experts." in name
+            else {in_whole: x}
+        )
+        tensors |= each
+    expected = {}
+    for name, x in list(tensors.items()):
+        if x.ndim == 2 and name.endswith(("proj.weight", "in_proj_qkv.weight", "fc.weight")):
+            scales = np.full((-(-x.shape[0] // 8), -(-x.shape[1] // 8)), 0.25, np.float32)
+            tensors[name] = (x * 4).astype(ml_dtypes.float8_e4m3fn)
+            expected[name] = tensors[name].astype(np.float32) * 0.25
+            tensors[f"{name}_scale_inv"] = scales
+    folder = tmp_path / "fp8"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole))
+    write_shard(
+        folder / SINGLE, {name: StoredTensor(x.shape, x.dtype) for name, x in tensors.items()}, tensors.values()
+    )
+    out = safetensors.numpy.load_file(convert.convert(folder, tmp_path / "out", dtype="float32") / SINGLE)
+    assert len(expected) > 40 and out.keys() == {name for name in tensors if not name.endswith("_scale_inv")}
+    for name, x in out.items():
+        np.testing.assert_array_equal(x, expected.get(name, tensors[name]), err_msg=name)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in said and "quantization_config" not in said["text_config"]
 
 
 @pytest.mark.parametrize(
@@ -431,3 +554,121 @@ def test_settings_that_do_not_go_together(changes, message):
     c.update_from_flattened_dict(changes)
     with pytest.raises(ConfigError, match=message):
         check(c)
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def in_gguf(tmp_path: Path, case: str) -> tuple[Path, Path]:
+    """(a case's folder with rows and a tokenizer that a GGUF file needs, the file made of it)."""
+    weights = {name: x.astype(np.float32) for name, x in in_modules(case, "weight").items()}
+    for name in weights.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
+        weights[name] = np.tile(weights[name], (10, 1))[:384]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(given(case) | {"vocab_size": 384, "pad_token_id": 0}))
+    safetensors.numpy.save_file(weights, folder / SINGLE)
+    (folder / "tokenizer.json").write_text(tokenizer_json())
+    said = {"bos_token": "<|start|>", "eos_token": "<|end|>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder, convert.convert(folder, tmp_path / "out.gguf", dtype="float32")
+
+
+IN_GGUF = ("qwen3_5_moe_thirds", "qwen3_5_thirds", "qwen3_5_moe", "qwen3_5", "qwen3_5_moe_tied")
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in IN_GGUF], 0, 1))
+def test_models_go_to_gguf_and_back(tmp_path, case):
+    """To the bit, except for decays, which are stored as exp(A_log)."""
+    folder, file = in_gguf(tmp_path, case)
+    fields = model_fields(read_config(folder))
+    assert model_fields(gguf.metadata_config(gguf.open_file(file))) == fields
+    before, after = Weights(folder), gguf.GgufTensors(file)
+    assert after.names == before.names
+    for name in after.names:
+        x, y = after.read(name), before.read(name)
+        assert x.shape == after.shape(name) == y.shape
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-7 if name.endswith("A_log") else 0, err_msg=name)
+
+
+def test_files_have_what_llama_cpp_reads(tmp_path):
+    """Value heads in its order (worked out here head by head), 1 + w, -exp(A_log), and its names of tensors."""
+    folder, file = in_gguf(tmp_path, "qwen3_5_moe_thirds")
+    said, ours = read_config(folder), Weights(folder)
+    contents = gguf.open_file(file)
+    read = lambda name: gguf._read(contents, name)
+    keys, values, v = said["linear_num_key_heads"], said["linear_num_value_heads"], said["linear_value_head_dim"]
+    shared = values // keys
+    assert (keys, shared) == (2, 3)
+    order = [0, 3, 1, 4, 2, 5]  # the first value head of either key head, then the second
+    rows = [head * v + i for head in order for i in range(v)]
+    before = 2 * keys * said["linear_key_head_dim"]
+    mixed = [*range(before), *(before + row for row in rows)]
+    expected = {
+        "attn_qkv.weight": ours.read("model.layers.0.linear_attn.in_proj_qkv.weight")[mixed],
+        "attn_gate.weight": ours.read("model.layers.0.linear_attn.in_proj_z.weight")[rows],
+        "ssm_alpha.weight": ours.read("model.layers.0.linear_attn.in_proj_a.weight")[order],
+        "ssm_beta.weight": ours.read("model.layers.0.linear_attn.in_proj_b.weight")[order],
+        "ssm_out.weight": ours.read("model.layers.0.linear_attn.out_proj.weight")[:, rows],
+        "ssm_conv1d.weight": ours.read("model.layers.0.linear_attn.conv1d.weight")[mixed, 0],
+        "ssm_dt.bias": ours.read("model.layers.0.linear_attn.dt_bias")[order],
+        "ssm_a": -np.exp(ours.read("model.layers.0.linear_attn.A_log"))[order],
+        "ssm_norm.weight": ours.read("model.layers.0.linear_attn.norm.weight"),
+        "attn_norm.weight": 1 + ours.read("model.layers.0.input_layernorm.weight"),
+        "post_attention_norm.weight": 1 + ours.read("model.layers.0.post_attention_layernorm.weight"),
+        "ffn_gate_inp_shexp.weight": ours.read("model.layers.0.mlp.shared_expert_gate.weight")[0],
+        "ffn_gate_exps.weight": ours.read("model.layers.0.mlp.experts.gate_proj.weight"),
+    }
+    for name, array in expected.items():
+        np.testing.assert_array_equal(read(f"blk.0.{name}"), array, err_msg=name)
+    np.testing.assert_array_equal(
+        read("blk.2.attn_q_norm.weight"), 1 + ours.read("model.layers.2.self_attn.q_norm.weight")
+    )
+    np.testing.assert_array_equal(read("output_norm.weight"), 1 + ours.read("model.norm.weight"))
+    sizes = {key.removeprefix("qwen35moe."): value for key, value in contents.metadata.items()}
+    assert [sizes[f"ssm.{name}"] for name in ("conv_kernel", "state_size", "group_count", "time_step_rank")] == [
+        4,
+        4,
+        2,
+        6,
+    ]
+    assert (sizes["ssm.inner_size"], sizes["full_attention_interval"], sizes["rope.dimension_count"]) == (24, 3, 4)
+    assert sizes["rope.dimension_sections"] == [11, 11, 10, 0] and sizes["nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("family", ("qwen3_5_text", "qwen3_5_moe_text"))
+def test_names_are_those_of_the_gguf_package(family):
+    """Which has llama.cpp's, by Hugging Face's; its converter calls dt_bias so."""
+    declared = registry.FAMILIES[family]
+    assert declared.gguf is not None
+    architecture = gguf_package.MODEL_ARCH[declared.gguf.architecture.upper()]
+    names = gguf_package.get_tensor_name_map(architecture, 2)
+    for ours, theirs in declared.gguf.names.items():
+        if ours in declared.tensors and ours not in ("delta.wqkvz", "delta.wba"):  # of Qwen3-Next
+            name = declared.tensors[ours].format(l=1).replace("dt_bias", "dt_proj.bias")
+            assert names.get_name(name, (".weight", ".bias")) == theirs.format(l=1), ours
+
+
+def test_layers_of_a_file_that_predict_further_tokens_are_left_aside(tmp_path):
+    """As llama.cpp's converter writes them: counted in block_count."""
+    folder, file = in_gguf(tmp_path, "qwen3_5_moe_thirds")
+    reader = gguf_package.GGUFReader(file)
+    writer = gguf_package.GGUFWriter(tmp_path / "further.gguf", "qwen35moe")
+    changed = {"qwen35moe.block_count": 5, "qwen35moe.nextn_predict_layers": 1}
+    for key, field in reader.fields.items():
+        if key.startswith(("qwen35moe.", "tokenizer.")):
+            value = changed.get(key, field.contents())
+            sub_type = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(key, value, field.types[0], sub_type)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.add_tensor("blk.4.nextn.eh_proj.weight", np.ones((16, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    further = gguf.GgufTensors(tmp_path / "further.gguf")
+    assert further.names == gguf.GgufTensors(file).names and further.left_aside == ["blk.4.nextn.eh_proj.weight"]
+    assert describe_source(further).endswith("1 tensors of blk are left aside")
+    config = gguf.metadata_config(gguf.open_file(tmp_path / "further.gguf"))
+    assert model_fields(config) == model_fields(read_config(folder))

@@ -50,7 +50,11 @@ def _check_beside_experts(c: Config, targets: Collection[str]) -> None:
 
 
 def _check_rank(c: Config, targets: Iterable[Target]) -> None:
-    for target in targets:
-        smaller = min(c.model.hidden_size, target.width)
-        expected = f"at most {smaller}, the smaller side of {target.module}"
-        need(c.lora_rank <= smaller, "lora_rank", expected, c.lora_rank, "lower it")
+    """Raises ConfigError for a rank above the smaller side of every adapted matrix.
+
+    Of some it may be more, as in PEFT: of gates with a row for each head, beside matrices with thousands.
+    """
+    sides = {target.module: min(c.model.hidden_size, target.width) for target in targets}
+    module = max(sides, key=lambda name: sides[name])
+    expected = f"at most {sides[module]}, the smaller side of {module}"
+    need(c.lora_rank <= sides[module], "lora_rank", expected, c.lora_rank, "lower it")

@@ -40,6 +40,8 @@ class ModelFields(Section):
     r"""weights of the chosen experts are multiplied by this."""
     n_shared_experts: int
     r"""experts that every token uses, as one MLP of so many times moe_intermediate_size."""
+    shared_expert_intermediate_size: int
+    r"""width of one more expert that every token uses, times the sigmoid of a gate (Qwen3.5); 0 = there is none."""
     first_k_dense_replace: int
     r"""first layers with one MLP of intermediate_size instead of experts."""
     expert_bias: bool
@@ -58,6 +60,8 @@ class ModelFields(Section):
     r"""channels of their values."""
     linear_conv_kernel_dim: int
     r"""latest tokens that their convolutions see."""
+    linear_fused_projections: bool
+    r"""their projections are two matrices with the rows of one key head after those of another (Qwen3-Next)."""
     num_attention_heads: int
     r"""query heads."""
     num_key_value_heads: int
@@ -480,6 +484,7 @@ class Sizes(TypedDict, total=False):
     scoring_func: Literal["softmax", "sigmoid"]
     routed_scaling_factor: float
     n_shared_experts: int
+    shared_expert_intermediate_size: int
     first_k_dense_replace: int
     expert_bias: bool
     num_hidden_layers: int
@@ -489,6 +494,7 @@ class Sizes(TypedDict, total=False):
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
+    linear_fused_projections: bool
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int

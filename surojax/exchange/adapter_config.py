@@ -64,8 +64,7 @@ def modules(model: Model) -> dict[str, list[str]]:
     module_names: dict[str, list[str]] = {}
     for segment in model.segments:
         for param in jax.tree.leaves(segment.params):
-            of_mixer = param.kind is Kind.ROUTER and not is_of_mlp(param.name)  # which no recipe rounds
-            if param.kind is Kind.MATRIX or of_mixer:
+            if param.kind is Kind.MATRIX or param.name in segment.targets:
                 names = (tensor_name(param, segment, l).removesuffix(".weight") for l in range(segment.num_layers))
                 module_names.setdefault(target_of(param.name, segment, model), []).extend(names)
     return module_names

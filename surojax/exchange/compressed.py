@@ -50,6 +50,7 @@ SHARING = (  # one global scale, in each expert
     ("attention.wq", "attention.wk", "attention.wv"),
     ("mlp.w_gate", "mlp.w_up"),
     ("mlp.shared.w_gate", "mlp.shared.w_up"),
+    ("mlp.shared_expert.w_gate", "mlp.shared_expert.w_up"),
 )
 
 
@@ -138,7 +139,7 @@ def config_of(dtype: str, whole: list[str]) -> dict[str, Any]:
     config = FORMATS[dtype].config
     if FORMATS[dtype].of_experts:
         return config
-    return config | {"ignore": [*config["ignore"], *(f"re:.*{name}$" for name in whole)]}
+    return config | {"ignore": [*config["ignore"], *(f"re:{pattern}" for pattern in whole)]}
 
 
 def fp8_block(entry: dict[str, Any]) -> tuple[int, int] | None:

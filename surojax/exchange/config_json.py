@@ -5,7 +5,7 @@ as the fields that the model was trained with, or is refused.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surojax.config.fields import default_config
@@ -21,13 +21,19 @@ COPIED = (
     "rope_theta tie_word_embeddings initializer_range"
 ).split()
 
-WHOLE = ("mlp.router", "delta.wb", "delta.wa")  # matrices that no format quantises: those of `Kind.ROUTER`
+WHOLE = (
+    "mlp.router",
+    "mlp.shared_expert_gate",
+    "delta.wb",
+    "delta.wa",
+    "delta.wba",
+)  # matrices that no format quantises: those of `Kind.ROUTER`
 
 
-def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
+def completed(source: dict[str, Any], dtype: str, kept: Sequence[str] = ()) -> dict[str, Any]:
     """Adds to a source model's config.json the weights' dtype and the keys that either version of transformers reads.
 
-    dtype: as in `export`.
+    dtype: as in `export`. kept: starts of the names of modules that are written as they are.
     """
     config = {key: value for key, value in source.items() if key != "quantization_config"}
     family = FAMILIES[config["model_type"]]
@@ -37,7 +43,8 @@ def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
     whole = [
         family.tensors[name].removesuffix(".weight").removeprefix(LAYER) for name in WHOLE if name in family.tensors
     ]
-    said = {"quantization_config": compressed.config_of(dtype, list(map(re.escape, whole)))} if quantised else {}
+    patterns = [f".*{re.escape(name)}$" for name in whole] + [rf"^{re.escape(name)}\..*" for name in kept]
+    said = {"quantization_config": compressed.config_of(dtype, patterns)} if quantised else {}
     return family.both_ropes(config) | {"dtype": others, "torch_dtype": others} | said
 
 

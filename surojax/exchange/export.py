@@ -7,6 +7,7 @@ deletes what it left.
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ import numpy as np
 
 from surojax.errors import ConfigError, nearest_name
 from surojax.exchange import compressed, expert_tensors, shards, small_files, stored_mxfp4
+from surojax.exchange.beside import Beside
 from surojax.exchange.finite import is_finite
 from surojax.exchange.joined_rows import joined, part_of_rows, shape_of_all
 from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, Weights, shapes, tensor_name
@@ -148,14 +150,15 @@ def export(
     *,
     dtype: str = "bfloat16",
     experts_together: bool = False,
+    beside: Beside | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Writes a model's folder, and returns its path.
 
     tensors: of which those of `model` are written, in `dtype`, or matrices of blocks in that of `compressed.FORMATS`.
     config: the content of config.json, which says the dtype as well (`config_json`). experts_together: one tensor has
-    all experts of a layer, see expert_tensors.py. files: what else the folder has. shard_bytes: largest size of a
-    safetensors file, unless one tensor is larger.
+    all experts of a layer, see expert_tensors.py. files: what else the folder has. beside: further tensors, which are
+    written as they are. shard_bytes: largest size of a safetensors file, unless one tensor is larger.
 
     Raises ConfigError if the folder is not empty, cannot be written or has no room, if a number is beyond the dtype, or
     if the model has matrices that cannot be in it; what reading the tensors raises. Neither the folder nor parents made
@@ -174,15 +177,20 @@ def export(
         compressed.check_matrices(dtype, model, naming.expert_files, together=experts_together)
         pieces = _with_shared_scales(pieces, model, dtype)
     planned = {name: _planned(name, piece, dtype) for name, piece in pieces.items()}
+    numbers = DTYPES.get(dtype, DTYPES[compressed.OTHERS])
+    further = {} if beside is None else beside.planned(numbers)
+    planned |= {name: {name: stored} for name, stored in further.items()}
     parts = _parts(planned, shard_bytes)
     with unfinished_beside(path, sum(stored.bytes for of in planned.values() for stored in of.values())) as unfinished:
         unfinished.mkdir()
         for file, names in parts.items():
             part = {name: stored for piece in names for name, stored in planned[piece].items()}
-            arrays = _cast(tensors, [pieces[name] for name in names], naming.expert_files, dtype)
-            shards.write_shard(unfinished / file, part, arrays)
+            arrays = _cast(tensors, [pieces[name] for name in names if name in pieces], naming.expert_files, dtype)
+            kept = (beside.read(name, numbers) for name in names if name in further) if beside else ()
+            shards.write_shard(unfinished / file, part, itertools.chain(arrays, kept))
         if len(parts) > 1:
-            (unfinished / INDEX).write_text(_index(parts, pieces, planned))
+            parameters = [stored.shape for stored in further.values()] + [piece.shape for piece in pieces.values()]
+            (unfinished / INDEX).write_text(_index(parts, sum(map(math.prod, parameters)), planned))
         small_files.write_small_files(unfinished, files | {small_files.CONFIG: encoded(config)})
     return path
 
@@ -217,13 +225,11 @@ def _parts(planned: dict[str, dict[str, StoredTensor]], shard_bytes: int) -> dic
     return {f"model-{i:05}-of-{len(parts):05}.safetensors": names for i, names in enumerate(parts, start=1)}
 
 
-def _index(
-    parts: dict[str, list[str]], pieces: dict[str, "_Piece"], planned: dict[str, dict[str, StoredTensor]]
-) -> str:
+def _index(parts: dict[str, list[str]], parameters: int, planned: dict[str, dict[str, StoredTensor]]) -> str:
     """Makes the JSON index of which file has which tensor."""
     total = {
         "total_size": sum(stored.bytes for stored_tensors in planned.values() for stored in stored_tensors.values()),
-        "total_parameters": sum(math.prod(piece.shape) for piece in pieces.values()),
+        "total_parameters": parameters,
     }
     weight_map = {name: file for file, names in parts.items() for piece in names for name in planned[piece]}
     return json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n"

@@ -24,8 +24,8 @@ from surojax.errors import ConfigError
 from surojax.exchange import joined_rows
 from surojax.exchange.finite import is_finite
 from surojax.families import registry
-from surojax.families.family import Gguf
-from surojax.families.names import by_our_name, find_tensor, renamed
+from surojax.families.family import Gguf, GgufTransform
+from surojax.families.names import LAYER_NUMBER, by_our_name, find_tensor, renamed
 from surojax.families.registry import tensor_names
 from surojax.models.decoder_config import channels
 from surojax.sizes import check_largest
@@ -56,6 +56,7 @@ HEAD_DIM = ("attention.key_length", "attention.value_length", ROTATED)  # all ar
 SCALING_TYPE = "rope.scaling.type"
 # Keys of the stretched positions, and theirs in rope_scaling.
 SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
+FURTHER = "nextn_predict_layers"  # of block_count
 OFF = {"expert_count": 0}  # keys whose value must be this in families that have none of it
 OTHERS = frozenset(
     (*HEAD_DIM, SCALING_TYPE, *SCALING, *OFF, "rope.scaling.finetuned", "vocab_size", "expert_used_count")
@@ -132,14 +133,17 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
     }
     family = FAMILIES[architecture]
     all_sizes = {**SIZES, **family.sizes}
-    if unknown := sorted(given.keys() - all_sizes.keys() - family.fixed.keys() - OTHERS):
+    if unknown := sorted(given.keys() - all_sizes.keys() - family.fixed.keys() - family.unread.keys() - OTHERS):
         raise ConfigError(
             f"model_path: {contents.path} has {', '.join(unknown)}, which may change what the model computes and is "
             f"not known for {architecture}"
         )
     given.setdefault("attention.head_count_kv", given.get("attention.head_count"))
     by_layer = _layer_types(contents, given, family.without_heads) if family.without_heads else {}
-    given.setdefault("rope.freq_base", 10000.0)
+    given = {"rope.freq_base": 10000.0, **family.defaults} | given
+    further = given.get(FURTHER, 0) if family.further_layers else 0
+    if isinstance(given.get("block_count"), int) and isinstance(further, int):
+        given["block_count"] -= further
     missing = [key for key in all_sizes if given.get(key) is None]
     names = family.names
     missing += [names[ours] for ours in ("embed", "norm") if names[ours] not in contents.tensors]
@@ -163,6 +167,7 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
     for key, expected in (dict.fromkeys(HEAD_DIM, head_dim) | OFF | dict(family.fixed)).items():
         if key not in family.sizes and given.get(key, expected) != expected:
             raise ConfigError(f"model_path: {contents.path}: {key}: expected {expected}, got {given[key]}")
+    sizes = family.after_reading(sizes)
     tokens = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
     return (
         sizes
@@ -289,16 +294,29 @@ def is_permuted(name: str, family: Gguf) -> bool:
     return family.neighbours and place is not None and place.ours in ("attention.wq", "attention.wk")
 
 
+def transform_of(name: str, family: Gguf) -> GgufTransform | None:
+    """The transform of a tensor in files of this family; None if they have it as it is."""
+    place = find_tensor(name, family.names)
+    return family.transforms.get(place.ours) if place else None
+
+
 class GgufTensors:
-    """The tensors of a GGUF file under Hugging Face's names. Raises ConfigError if one cannot be dequantised."""
+    """The tensors of a GGUF file under Hugging Face's names. Raises ConfigError if one cannot be dequantised.
+
+    left_aside: names in the file of tensors that predict further tokens.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self._contents = open_file(path)
-        self._head_dim = metadata_config(self._contents)["head_dim"]
+        self._config = metadata_config(self._contents)
         self._family = FAMILIES[self._contents.metadata["general.architecture"]]
         to = tensor_names(self._family.names.keys())
-        names = [name for name in self._contents.tensors if name != FREQUENCIES]
+        first = self._config["num_hidden_layers"]
+        architecture = self._contents.metadata["general.architecture"]
+        further = range(first, first + self._contents.metadata.get(f"{architecture}.{FURTHER}", 0))
+        self.left_aside = sorted(name for name in self._contents.tensors if _layer_of(name) in further)
+        names = [name for name in self._contents.tensors if name not in {FREQUENCIES, *self.left_aside}]
         self._theirs = by_our_name(names, lambda name: renamed(name, self._family.names, to), f"model_path: {path}")
         for name in names:
             _check_type(path, name, self._contents.tensors[name].kind)
@@ -313,7 +331,9 @@ class GgufTensors:
         """The shape of a tensor."""
         if part := self._parts.get(name):
             return part.shape(self.shape(part.name))
-        return self._contents.tensors[self._theirs[name]].shape
+        theirs = self._theirs[name]
+        stored, transform = self._contents.tensors[theirs].shape, transform_of(theirs, self._family)
+        return transform.shape(stored) if transform else stored
 
     def read(self, name: str) -> np.ndarray:
         """Reads a tensor in float32."""
@@ -321,7 +341,15 @@ class GgufTensors:
             return part.tensor([self.read(part.name)])
         theirs = self._theirs[name]
         numbers = _read(self._contents, theirs)
-        return unpermuted(numbers, self._head_dim) if is_permuted(theirs, self._family) else numbers
+        if transform := transform_of(theirs, self._family):
+            return transform.from_file(numbers, self._config)
+        return unpermuted(numbers, self._config["head_dim"]) if is_permuted(theirs, self._family) else numbers
+
+
+def _layer_of(name: str) -> int | None:
+    """The number of a tensor's layer; None outside of layers."""
+    number = LAYER_NUMBER.search(name)
+    return number and int(number.group())
 
 
 def _check_type(path: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:

@@ -31,6 +31,7 @@ from surojax.exchange.gguf import (
     metadata_config,
     permuted,
     rope_divisors,
+    transform_of,
 )
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.joined_rows import part_of_rows, shape_of_all
@@ -106,7 +107,7 @@ def export_gguf(
     """
     check_dtype(dtype)
     path = check_gguf_path(file)
-    metadata, divisors_F = gguf_metadata(source, path)
+    metadata, divisors_F, config = gguf_metadata(source, path)
     kinds = _kinds(model, dtype)
     family = FAMILIES[metadata["general.architecture"]]
     stored_as = {renamed(name, tensor_names(family.names.keys()), family.names): name for name in kinds}
@@ -134,6 +135,8 @@ def export_gguf(
         part = part_of_rows(ours[0])
         kind = kinds[ours[0]]
         shape = shape_of_all(part, expected[ours[0]], convolution=False) if part else expected[ours[0]]
+        if transform := transform_of(name, family):
+            shape = transform.shape_in_file(shape)
         bytes_ = _bytes(shape, kind)
         writer.add_tensor_info(name, shape, np.dtype(np.float32), bytes_, raw_dtype=kind)
         size += bytes_
@@ -145,6 +148,8 @@ def export_gguf(
             kind = kinds[ours[0]]
             numbers = np.concatenate([_read(tensors, part, kind, dtype) for part in ours])
             rows = permuted(numbers, of_head) if is_permuted(name, family) else numbers
+            transform = transform_of(name, family)
+            rows = transform.to_file(rows, config) if transform else rows
             yield gguf.quants.quantize(rows, kind)
 
     with unfinished_beside(path, size) as unfinished, unfinished_beside(modelfile_of(path), 0) as small:
@@ -160,8 +165,8 @@ def export_gguf(
     return path
 
 
-def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.ndarray | None]:
-    """Makes (metadata, rotary frequencies' divisors or None) for a model with this config.json.
+def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.ndarray | None, dict[str, Any]]:
+    """Makes (metadata, rotary frequencies' divisors or None, config.json) for a model with this config.json.
 
     path: of the file, for messages. Raises ConfigError unless gguf.py reads the same model from them.
     """
@@ -194,7 +199,7 @@ def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], n
             f"export: expected a model that GGUF files of {', '.join(FAMILIES)} describe, got {source['model_type']} "
             f"({problem}); export a folder, which llama.cpp's convert_hf_to_gguf.py may convert"
         )
-    return metadata, divisors_F
+    return metadata, divisors_F, said
 
 
 def _comparable(fields: dict[str, Any]) -> dict[str, Any]:
@@ -208,12 +213,13 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
     """Translates a config.json to a file's metadata and the rotary frequencies' divisors, float32 [h / 2]."""
     architecture = ARCHITECTURE_OF[said["model_type"]]
     family = FAMILIES[architecture]
-    keys = {ours: said[theirs] for ours, theirs in {**SIZES, **family.sizes}.items()}
+    with_sizes = family.before_writing(said)
+    keys = {ours: with_sizes[theirs] for ours, theirs in {**SIZES, **family.sizes}.items()}
     if family.without_heads and family.without_heads in said["layer_types"]:
         heads = keys["attention.head_count_kv"]
         keys["attention.head_count_kv"] = [0 if x == family.without_heads else heads for x in said["layer_types"]]
     h = channels(said)
-    keys |= dict.fromkeys(HEAD_DIM, h) | {"vocab_size": said["vocab_size"]} | dict(family.fixed)
+    keys |= dict.fromkeys(HEAD_DIM, h) | {"vocab_size": said["vocab_size"]} | dict(family.fixed) | dict(family.unread)
     if family.partial_rotary:
         keys[ROTATED] = int(h * said["partial_rotary_factor"])
     scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}

@@ -28,9 +28,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return parts.text_config(config) if parts.has_parts(config) else config
 
 
-def read_whole_config(folder: str | Path) -> dict[str, Any]:
+def read_whole_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
     """Reads the entire config.json of a model's folder. Raises ConfigError if the file is missing or unreadable."""
-    file = expanded(folder) / "config.json"
+    file = expanded(folder) / name
     try:
         config = read_json(file)
     except OSError as error:

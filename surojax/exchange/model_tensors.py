@@ -65,7 +65,7 @@ class Weights:
     `read_coded` reads all of them as they are.
 
     Of an image-text model these are the language model's tensors; `left_aside` has the names of the other tensors,
-    and of layers that predict further tokens.
+    and of layers that predict further tokens, see beside.py.
 
     Raises ConfigError if a file of the index is missing or damaged, if a tensor or its scales are not there, and if a
     tensor is stored as integers. Reading a tensor raises it if one of its numbers or scales is NaN or infinite.
@@ -83,6 +83,7 @@ class Weights:
         ]
         self._stored_as = by_our_name(text_names, naming.ours, f"model_path: {self.path}")
         self.left_aside: list[str] = sorted(files.keys() - set(self._stored_as.values()))
+        self._files_aside = {name: files[name] for name in self.left_aside}
         shards = {name: self._open(name) for name in sorted({files[name] for name in self._stored_as.values()})}
         self._shard_of: dict[str, Shard] = {}
         in_nf4 = bitsandbytes.matrices(set(self._stored_as))
@@ -141,6 +142,16 @@ class Weights:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             raise ConfigError(f"model_path: cannot read {self.path / name} ({reason}); {AGAIN}") from error
+
+    def open_left_aside(self) -> dict[str, Shard]:
+        """Opens the files of the tensors in `left_aside`: {name: file}. Raises ConfigError if one is damaged."""
+        shards = {file: self._open(file) for file in sorted(set(self._files_aside.values()))}
+        return {name: shards[file] for name, file in self._files_aside.items()}
+
+    @property
+    def scales(self) -> Float8Scales:
+        """The scales of matrices in float8, as config.json says; without a name if it says nothing."""
+        return float8_scales(read_config(self.path)) or Float8Scales((1, 1), "")
 
     def _check_scales(self) -> Float8Scales:
         """Returns config.json's `Float8Scales`. Raises ConfigError unless every float8 matrix has scales."""
@@ -294,16 +305,19 @@ def _dequantised(q: Coded, dtype: str) -> jax.Array:
     return base_formats.dequantise(q, dtype)
 
 
-def describe_source(tensors: Tensors) -> str:
-    """Describes in one line the path that tensors are read from, and the tensors and files that are not read."""
-    if not isinstance(tensors, Weights):
-        return str(tensors.path)
+def describe_source(tensors: Tensors, *, kept: bool = False) -> str:
+    """Describes in one line the path that tensors are read from, and the tensors and files that are not read.
+
+    kept: an export has the tensors that are not the language model's as they are.
+    """
+    left_aside: list[str] = getattr(tensors, "left_aside", [])
     if (tensors.path / SINGLE).is_file() and (tensors.path / INDEX).is_file():
         return f"{tensors.path / SINGLE}, and not the files that {INDEX} beside it names, as transformers does"
-    if not tensors.left_aside:
+    if not left_aside:
         return str(tensors.path)
-    others = sorted({name.removeprefix("model.").partition(".")[0] for name in tensors.left_aside})
-    aside = f"{len(tensors.left_aside)} tensors of {', '.join(others)} are left aside"
+    others = sorted({name.removeprefix("model.").partition(".")[0] for name in left_aside})
+    number = f"{len(left_aside)} tensors of {', '.join(others)}"
+    aside = f"{number} are {'kept as they are' if kept else 'left aside'}"
     return f"the language model in {tensors.path}; {aside}"
 
 

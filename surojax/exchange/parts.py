@@ -1,7 +1,8 @@
 """The language model in an image-text model: its section of config.json, and its tensors' names in the files.
 
 Both spellings of the names are read: the one in files (`language_model.model.`), and the one of the modules of
-transformers 5 (`model.language_model.`). What an image passes through before it becomes embeddings is left aside.
+transformers 5 (`model.language_model.`). What an image passes through before it becomes embeddings is not trained; an
+export has it as it is (beside.py).
 """
 
 from typing import Any
@@ -61,6 +62,26 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("tie_word_embeddings") is False:
         text_keys["tie_word_embeddings"] = False
     return text_keys | {"model_type": model_type}
+
+
+def with_text(whole: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """Returns an image-text model's config.json with another language model: the inverse of `text_config`.
+
+    text: its config.json alone, whose dtype and quantisation are said of the whole model.
+    """
+    inner = {key: value for key, value in text.items() if key not in ("architectures", "quantization_config")}
+    of_both = {key: text[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in text}
+    if "tie_word_embeddings" in text:
+        of_both["tie_word_embeddings"] = text["tie_word_embeddings"]
+    kept = {key: value for key, value in whole.items() if key != "quantization_config"}
+    return kept | {"text_config": inner} | of_both
+
+
+def first_words(name: str) -> list[str]:
+    """The words of a tensor's name that say which part of the model it is in: "model.visual", "model.layers.46"."""
+    words = name.split(".")
+    first = 1 if words[0] != "model" else 2
+    return words[: first + 1] if words[first - 1] == "layers" else words[:first]
 
 
 def is_of_images(name: str) -> bool:

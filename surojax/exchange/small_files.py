@@ -18,7 +18,9 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt")  # which a model made of the source keeps
-SMALL_FILES = (CONFIG, GENERATION, *TOKENIZER_FILES, *LICENSES)
+# Of what makes tensors of images and videos for an image-text model.
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+SMALL_FILES = (CONFIG, GENERATION, *TOKENIZER_FILES, *LICENSES, *PROCESSORS)
 NAMED_TEMPLATES = "additional_chat_templates"  # folder of templates for conversations with tools, for example
 
 LARGEST = 256 << 20  # bytes of one; a tokenizer.json with 262,144 tokens has 33 MB

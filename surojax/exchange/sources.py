@@ -27,6 +27,7 @@ from surojax.untrusted import expanded, read_json
 
 KEPT = "model"  # folder in the output_dir of a run
 SOURCE = "source.json"  # in that folder: the model_path that its files are of
+WHOLE = "whole_config.json"  # there: config.json of an image-text model, whose language model's is beside it
 
 
 def kept_in(output_dir: str | Path) -> Path:
@@ -86,6 +87,8 @@ def naming(c: Any) -> Naming:
         return Naming()
     gone = not expanded(c.model_path).exists() and keeps(c.output_dir, c.model_path)
     path = kept_in(c.output_dir) if gone else locate(c.model_path, weights=False)
+    if (path / WHOLE).is_file():
+        return naming_of(read_whole_config(path, WHOLE))
     return Naming() if gguf.is_gguf(path) else naming_of(read_whole_config(path))
 
 

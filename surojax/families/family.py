@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from surojax.families import rope_keys, window_keys
 from surojax.models import decoder_model
 from surojax.models.kinds.experts import Experts
@@ -124,6 +126,38 @@ class ExpertFiles(NamedTuple):
 BY_EXPERT = ExpertFiles()
 
 
+class GgufTransform(NamedTuple):
+    """How GGUF files have a tensor in other numbers, another order, or another shape.
+
+    change, back: (float32 array, config.json) -> array of the same shape; inverse, except for rounding. axis: one of
+    size 1 that files leave out; None: they leave out none. dimensions: of our tensor, with that axis.
+    """
+
+    change: Callable[[np.ndarray, dict[str, Any]], np.ndarray]
+    back: Callable[[np.ndarray, dict[str, Any]], np.ndarray]
+    axis: int | None = None
+    dimensions: int = 0
+
+    def shape_in_file(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that is written of a tensor of ours."""
+        return shape if self.axis is None else (*shape[: self.axis], *shape[self.axis + 1 :])
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Our shape of a file's tensor, which may have the axis that most leave out."""
+        if self.axis is None or len(stored) == self.dimensions:
+            return stored
+        return (*stored[: self.axis], 1, *stored[self.axis :])
+
+    def to_file(self, x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+        """Makes the file's tensor of ours."""
+        return self.change(x.reshape(self.shape_in_file(x.shape)), config)
+
+    def from_file(self, x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+        """Makes our tensor of the file's."""
+        ours = self.shape(x.shape)
+        return self.back(x.reshape(self.shape_in_file(ours)), config).reshape(ours)
+
+
 class Gguf(NamedTuple):
     """The names, metadata keys and layouts of a family's GGUF files.
 
@@ -137,7 +171,11 @@ class Gguf(NamedTuple):
     implied: keys of config.json that no file says, with the value that llama.cpp takes for them; implied_rope: likewise
     of rope_scaling. present: keys of config.json that are true if files have this tensor (our name) of the first layer.
     partial_rotary: the number of channels that rotate says partial_rotary_factor. without_heads: the type in
-    `layer_types` of layers for which files say 0 key/value heads; "": all layers have as many.
+    `layer_types` of layers for which files say 0 key/value heads; "": all layers have as many. defaults: values of keys
+    that files may leave out. further_layers: files may count layers that predict further tokens in block_count, and
+    have them; they are left aside. unread: keys that say nothing else, with the values that are written. transforms:
+    by our name of a parameter. before_writing, after_reading: config.json -> the same with, or without, keys that only
+    `sizes` has.
     """
 
     architecture: str = ""
@@ -152,6 +190,12 @@ class Gguf(NamedTuple):
     present: Mapping[str, str] = MappingProxyType({})
     partial_rotary: bool = False
     without_heads: str = ""
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    further_layers: bool = False
+    unread: Mapping[str, Any] = MappingProxyType({})
+    transforms: Mapping[str, GgufTransform] = MappingProxyType({})
+    before_writing: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    after_reading: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
 def read_keys(given: dict[str, Any]) -> dict[str, Any]:

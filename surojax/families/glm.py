@@ -88,13 +88,14 @@ GLM4_MOE = ModelFamily(
             "expert_weights_norm": "norm_topk_prob",
             "leading_dense_block_count": "first_k_dense_replace",
         },
-        # 2: sigmoids. Layers that predict further tokens would be counted in block_count.
+        # 2: sigmoids.
         fixed={
             "expert_gating_func": 2,
             "expert_group_count": 1,
             "expert_group_used_count": 1,
-            "nextn_predict_layers": 0,
         },
+        further_layers=True,
+        unread={"nextn_predict_layers": 0},
         present={"attention_bias": "attention.bq", "use_qk_norm": "attention.q_norm"},
         partial_rotary=True,
     ),

@@ -35,18 +35,22 @@ def _read_qwen3_moe(given: dict[str, Any]) -> dict[str, Any]:
     """Reads the `model` fields; transformers 5 writes the number of experts under another key.
 
     Every layer has the window if use_sliding_window is true: max_window_layers is not read, unlike Qwen 3's.
-    Raises ConfigError if layers without experts are not the first ones.
     """
     written = given["num_local_experts"]
+    window = window_keys.read_everywhere(given, used=window_keys.is_used(given))
+    fields = window | rope_keys.read_rope(given) | {"first_k_dense_replace": layers_without_experts(given)}
+    return fields | ({} if written is None else {"num_experts": written})
+
+
+def layers_without_experts(given: dict[str, Any]) -> int:
+    """Reads how many first layers have no experts. Raises ConfigError if other layers have none."""
     dense = sorted(given[WITHOUT_EXPERTS] or [])
     if dense != list(range(len(dense))):
         raise ConfigError(
             f"model_path: config.json: {WITHOUT_EXPERTS}: expected the first layers, such as [0, 1], got {dense}; "
             "layers without experts between others are not computed"
         )
-    window = window_keys.read_everywhere(given, used=window_keys.is_used(given))
-    fields = window | rope_keys.read_rope(given) | {"first_k_dense_replace": len(dense)}
-    return fields | ({} if written is None else {"num_experts": written})
+    return len(dense)
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from surojax.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
 from surojax.families.mixtral import MIXTRAL
 from surojax.families.olmoe import OLMOE
 from surojax.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from surojax.families.qwen3_5 import QWEN3_5, QWEN3_5_IMAGES
+from surojax.families.qwen3_5 import QWEN3_5, QWEN3_5_IMAGES, QWEN3_5_MOE, QWEN3_5_MOE_IMAGES, QWEN3_NEXT
 from surojax.families.smollm import SMOLLM3
 from surojax.models.model import ModelArchitecture
 
@@ -37,10 +37,12 @@ FAMILIES: dict[str, ModelFamily] = {
         LFM2,
         LFM2_MOE,
         QWEN3_5,
+        QWEN3_5_MOE,
+        QWEN3_NEXT,
     )
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {
-    family.model_type: family for family in (GEMMA3_IMAGES, MISTRAL3, QWEN3_5_IMAGES)
+    family.model_type: family for family in (GEMMA3_IMAGES, MISTRAL3, QWEN3_5_IMAGES, QWEN3_5_MOE_IMAGES)
 }
 # What computes them, by the value of `model.model_type` in a config.
 ARCHITECTURES: dict[str, ModelArchitecture] = {

@@ -15,7 +15,7 @@ from surojax.errors import ConfigError
 from surojax.exchange import config_json, gguf, small_files
 from surojax.exchange.export import encoded
 from surojax.exchange.huggingface import labels_of, read_config
-from surojax.exchange.small_files import CONFIG, GENERATION, LICENSES, Files
+from surojax.exchange.small_files import CONFIG, GENERATION, LICENSES, PROCESSORS, Files
 from surojax.exchange.sources import locate, run_config_json
 from surojax.untrusted import expanded, parse_json
 
@@ -50,7 +50,7 @@ def folder_files(c: Config, *, is_trained: bool = True) -> tuple[dict[str, Any],
             if config_json.agrees(source_config, fields):
                 is_classifier = labels_of(read_config(source))
                 config = {**padding, **source_config} if is_classifier else source_config | padding
-                files |= small_files.read_small_files(source, (GENERATION, *LICENSES))
+                files |= small_files.read_small_files(source, (GENERATION, *LICENSES, *PROCESSORS))
     config = config or config_json.made(fields, positions, tokens | padding)
     return config, trained_files(c, config, files, tokenizer) if is_trained else files
 

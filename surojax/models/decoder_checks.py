@@ -145,6 +145,7 @@ router_losses = (
 )
 sigmoid = is_set("model.scoring_func", "sigmoid", EXPERTS)
 shared = is_set("model.n_shared_experts", 1, EXPERTS)
+gated_shared = is_set("model.shared_expert_intermediate_size", 64, EXPERTS)
 dense_first = is_set("model.first_k_dense_replace", 1, EXPERTS)
 # Fields that a model without experts does not read.
 OF_EXPERTS = (
@@ -155,6 +156,7 @@ OF_EXPERTS = (
     sigmoid,
     is_set("model.routed_scaling_factor", 2.5, EXPERTS),
     shared,
+    gated_shared,
     dense_first,
     *router_losses,
     tokens_sent,
@@ -182,6 +184,7 @@ OF_DELTA = (
     is_set("model.linear_key_head_dim", 64, WITH_DELTA),
     is_set("model.linear_value_head_dim", 64, WITH_DELTA),
     is_set("model.linear_conv_kernel_dim", 3, WITH_DELTA),
+    is_on("model.linear_fused_projections", **WITH_DELTA),
 )
 delta = Feature(
     f"model.layer_types with {DELTA}",
@@ -229,6 +232,7 @@ REFUSALS = (
     ),
     Refusal(router_losses[1], sigmoid, "which has no softmax", "leave it out"),
     Refusal(is_set("master_dtype", "bfloat16"), sigmoid, "whose bias of the choice is float32", "set it to 'float32'"),
+    Refusal(gated_shared, shared, "with which it is not built", "leave one of them out"),
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
     *refuse_each(OF_DELTA, no_delta, "which does not use it", f"leave it out, or put {DELTA} into model.layer_types"),
     Refusal(is_set("master_dtype", "bfloat16"), delta, "whose decays are float32", "set it to 'float32'"),

@@ -17,6 +17,7 @@ BLOCKS = "blocks"  # the segment of layers with attention
 SCORE = "score"  # the head of a model that computes numbers instead of logits
 DENSE = "dense"  # likewise, of the first layers without experts, if others have experts
 DELTA = "linear_attention"  # the mixer of gated delta nets, as config.json calls it
+OF_EXPERTS = ("num_experts", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
 ATTENTION = "full_attention"  # the mixer of layers whose segments have no other name
 
 
@@ -49,6 +50,8 @@ class DecoderConfig:
     routed_scaling_factor: float = declare(1.0, POSITIVE)
     # experts that every token uses, as one MLP of so many times moe_intermediate_size
     n_shared_experts: int = declare(0, AT_LEAST_0)
+    # width of one more expert that every token uses, times the sigmoid of a gate (Qwen3.5); 0 = there is none
+    shared_expert_intermediate_size: int = declare(0, AT_LEAST_0)
     # first layers with one MLP of intermediate_size instead of experts
     first_k_dense_replace: int = declare(0, AT_LEAST_0)
     # biases on the router's logits and on the experts' products (gpt-oss)
@@ -67,6 +70,8 @@ class DecoderConfig:
     linear_value_head_dim: int = declare(128, AT_LEAST_1)
     # latest tokens that their convolutions see
     linear_conv_kernel_dim: int = declare(4, AT_LEAST_1)
+    # their projections are two matrices with the rows of one key head after those of another (Qwen3-Next)
+    linear_fused_projections: bool = False
     # query heads
     num_attention_heads: int = declare(12, AT_LEAST_1)
     # key/value heads; fewer than query heads = grouped-query attention
@@ -172,7 +177,7 @@ class DecoderConfig:
             if dense:
                 changes["lora"] = self.lora and self.lora.of_layers(with_experts=not is_dense)
             if is_dense:
-                changes |= {"num_experts": 0, "n_shared_experts": 0, "first_k_dense_replace": 0}
+                changes |= dict.fromkeys(OF_EXPERTS, 0)
             return dataclasses.replace(self, **changes) if changes else self
 
         def name(mixer: str, is_dense: bool) -> str:

@@ -153,13 +153,15 @@ def _segment(
     if not config.sandwich_norms and block_type is Block:  # a block of one's own may do anything with them
         mlp = params["mlp"]
         last_products = (mlp["w_down"], *(mlp[key]["w_down"] for key in mlp if key == SHARED))
+    kinds = declarations(config)[name]
     return Segment(
         name=name,
         numbers=numbers,
         start=start,
         params=params,
         variants=tuple(variants[number] for number in numbers),
-        mixer=declarations(config)[name].mixer,
+        mixer=kinds.mixer,
+        targets=frozenset(target.matrix for kind in kinds for target in kind.targets()),
         init=functools.partial(init_layer, config, name, block=block_type),
         block=block,
         block_forward=block_forward,

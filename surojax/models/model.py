@@ -156,7 +156,8 @@ class Segment:
 
     name: of its section in a tree of parameters. numbers: of its layers in the model, ascending. start: layers of all
     segments before it, which is where its layers begin in files. params: the `Param`s of one layer. variants: of each
-    layer. mixer: what the layers' mixer declares; `Mixer()` declares nothing.
+    layer. mixer: what the layers' mixer declares; `Mixer()` declares nothing. targets: names of the matrices that may
+    have adapters, besides those of `Kind.MATRIX`.
 
     init: (seed, number of a layer in the segment; may be traced) -> its new float32 arrays.
     block: (weights of a layer, x `[B, S, D]`, RecipeInputs or None, Variant, starts, Routing) -> (x, Routed, or None
@@ -186,6 +187,7 @@ class Segment:
     block_forward: Callable
     block_backward: Callable
     cached_block: Callable
+    targets: frozenset[str] = frozenset()
     statistics: Any = None
     last_products: tuple[Param, ...] = ()
     with_adapters: Callable | None = None

@@ -7,7 +7,8 @@
 
 With `scoring_func` "sigmoid" the weight is of sigmoid(logits), and the k largest of sigmoid(logits) + bias are chosen
 (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16). That bias decides and weighs nothing, so it has no gradient; no update
-changes it. Shared experts are one more MLP, which every token uses, beside the sum.
+changes it. Shared experts are one more MLP, which every token uses, beside the sum. A gated one (Qwen3.5) is multiplied
+by sigmoid(x g^T), a number for each token, g [1, D].
 
 Every choice is computed (grouped.py). Each device routes its own tokens; in a tensor-parallel group, which divides the
 experts' width, the choices are gathered with the activations.
@@ -43,9 +44,10 @@ from surojax.models.grouped import (
     sum_of_rows,
 )
 from surojax.models.kinds.gated_mlp import DOWN, GATE, UP, SwiGLU
+from surojax.models.kinds.self_attention import times_sigmoid
 from surojax.models.kinds.sublayer import FileNames, Mlp, Target, Width, undivided
-from surojax.models.layers import ADAPTER, parameter, vector
-from surojax.models.linear import router_product
+from surojax.models.layers import ADAPTER, parameter, projection, vector
+from surojax.models.linear import Product, router_product
 from surojax.models.linear_fp8 import products_with_experts, whole_input
 from surojax.models.lora import low_rank
 from surojax.models.model import ROUTES, Routed, Routing, Segment
@@ -60,6 +62,8 @@ from surojax.placement.param import EXPERTS, ROUTED, Kind
 
 SCORING = ("softmax", SIGMOID := "sigmoid")
 SHARED = "shared"  # the module of shared experts
+GATED_SHARED = "shared_expert"  # the module of a gated one
+SHARED_GATE = Product(8)
 SEED = "seed"  # the name of the seed of random numbers among the arrays of experts
 
 
@@ -84,6 +88,10 @@ class Experts(Mlp):
         "shared.w_gate": FileNames("mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp.weight"),
         "shared.w_up": FileNames("mlp.shared_experts.up_proj.weight", "ffn_up_shexp.weight"),
         "shared.w_down": FileNames("mlp.shared_experts.down_proj.weight", "ffn_down_shexp.weight"),
+        "shared_expert.w_gate": FileNames("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight"),
+        "shared_expert.w_up": FileNames("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight"),
+        "shared_expert.w_down": FileNames("mlp.shared_expert.down_proj.weight", "ffn_down_shexp.weight"),
+        "shared_expert_gate": FileNames("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight"),
     }
 
     def __init__(self, config, *, rngs: nnx.Rngs | None = None):
@@ -100,6 +108,10 @@ class Experts(Mlp):
         if c.n_shared_experts:
             width = c.n_shared_experts * F
             setattr(self, SHARED, SwiGLU(dataclasses.replace(c, intermediate_size=width), rngs=rngs))
+        if width := c.shared_expert_intermediate_size:
+            setattr(self, GATED_SHARED, SwiGLU(dataclasses.replace(c, intermediate_size=width), rngs=rngs))
+            gate: Any = {"kind": Kind.ROUTER, "product": SHARED_GATE}
+            self.shared_expert_gate = parameter(rngs, (1, D), ("labels", "embed"), normal, **gate)
         used: Any = {"used": c.num_experts_per_tok / E}
         self.router = parameter(rngs, (E, D), (ROUTED, "embed"), normal, Kind.ROUTER)
         self.w_gate = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=GATE, **used)
@@ -133,6 +145,10 @@ class Experts(Mlp):
                 mixed_BSD = mixed_BSD + mixed_biases(self.b_down[...], chosen_BSk, weights_BSk).astype(mixed_BSD.dtype)
             if self.config.n_shared_experts:
                 mixed_BSD = mixed_BSD + getattr(self, SHARED)(operand, ops)[0]
+            if self.config.shared_expert_intermediate_size:
+                shared_BSD, _ = getattr(self, GATED_SHARED)(operand, ops)
+                gate_BS1 = ops.linear(y_BSD, projection(self, "shared_expert_gate"))
+                mixed_BSD = mixed_BSD + times_sigmoid(shared_BSD, gate_BS1)
             return mixed_BSD, Routed(statistics, chosen_BSk)
 
         return recomputed(experts, norm is not None)(x_BSD)
@@ -281,12 +297,18 @@ class Experts(Mlp):
         widths = [undivided(field, self.width)]
         if c.n_shared_experts:
             widths.append(undivided(f"model.n_shared_experts x {field}", c.n_shared_experts * self.width))
+        if c.shared_expert_intermediate_size:
+            widths.append(undivided("model.shared_expert_intermediate_size", c.shared_expert_intermediate_size))
         return widths
 
     def targets(self) -> Sequence[Target]:
         own, *shared = self.widths()
         targets = [self.target(matrix, own, of_experts=True) for matrix in SwiGLU.tensors]
-        return targets + [self.target(f"{SHARED}.{matrix}", width) for width in shared for matrix in SwiGLU.tensors]
+        module = GATED_SHARED if self.config.shared_expert_intermediate_size else SHARED
+        targets += [self.target(f"{module}.{matrix}", width) for width in shared for matrix in SwiGLU.tensors]
+        if self.config.shared_expert_intermediate_size:
+            targets.append(self.target(module + "_gate", Width("", 1, "", 1)))
+        return targets
 
 
 @save_inputs_only

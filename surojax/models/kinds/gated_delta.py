@@ -13,6 +13,9 @@ Wq, Wk and Wv are the rows of one matrix, as in files, where they have one adapt
 taps. So `tp` does not divide it: every GPU computes all of them, and goes on with its own heads. The (1 + w) of Qwen's
 other norms is not in this one.
 
+Qwen3-Next has two matrices in place of these five, as its files and adapters do: Wqkvz, with the rows q, k, the values
+and the gates z of one key head after those of another, and Wba likewise. `tp` divides both.
+
 Shape suffixes: B batch, S sequence, N, t: see row_pieces.py, D hidden size, K key heads, r value heads of a key head,
 V = K r value heads, k channels of a key, v channels of a value, C channels of the convolution, J taps, P = J - 1
 earlier tokens.
@@ -44,6 +47,7 @@ from surojax.placement.mesh import TENSOR
 from surojax.placement.param import Kind
 
 PROJECTIONS = ("qkv", "z", "b", "a")
+FUSED = ("qkvz", "ba")
 
 
 class GatedDelta(Mixer):
@@ -56,6 +60,8 @@ class GatedDelta(Mixer):
         "wz": FileNames("linear_attn.in_proj_z.weight", "attn_gate.weight"),
         "wb": FileNames("linear_attn.in_proj_b.weight", "ssm_beta.weight"),
         "wa": FileNames("linear_attn.in_proj_a.weight", "ssm_alpha.weight"),
+        "wqkvz": FileNames("linear_attn.in_proj_qkvz.weight", "ssm_in.weight"),
+        "wba": FileNames("linear_attn.in_proj_ba.weight", "ssm_ba.weight"),
         "wo": FileNames("linear_attn.out_proj.weight", "ssm_out.weight"),
         "taps": FileNames("linear_attn.conv1d.weight", "ssm_conv1d.weight"),
         "A_log": FileNames("linear_attn.A_log", "ssm_a"),
@@ -73,12 +79,16 @@ class GatedDelta(Mixer):
         normal = nnx.initializers.normal(c.initializer_range)
         out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
         # Numbers of products from 4 to 6 are the MLP's.
-        for number, name, size, axis in ((0, "qkv", mixed, "mixed"), (1, "z", values, "heads")):
+        matrices = [(0, "qkv", mixed, "mixed"), (1, "z", values, "heads")]
+        gates = [(2, "b", V), (7, "a", V)]
+        if c.linear_fused_projections:
+            matrices, gates = [(0, "qkvz", mixed + values, "heads")], [(2, "ba", 2 * V)]
+        for number, name, size, axis in matrices:
             product = Product(number, self.input, f"d_delta_{name}")
             setattr(self, f"w{name}", parameter(rngs, (size, D), (axis, "embed"), normal, product=product))
-        for number, name in ((2, "b"), (7, "a")):
+        for number, name, size in gates:
             of_router: Any = {"kind": Kind.ROUTER, "product": Product(number)}
-            setattr(self, f"w{name}", parameter(rngs, (V, D), ("heads", "embed"), normal, **of_router))
+            setattr(self, f"w{name}", parameter(rngs, (size, D), ("heads", "embed"), normal, **of_router))
         wo = Product(3, "delta_output", "d_delta")
         self.wo = parameter(rngs, (D, values), ("embed", "heads"), out, product=wo)
         taps = nnx.initializers.normal(J**-0.5)
@@ -94,9 +104,8 @@ class GatedDelta(Mixer):
         c = self.config
         pieces = RowPieces(ops.compute.cp_method, 0 if cache is None else cache.start)
         state, latest = (None, None) if cache is None or cache.state is None else cache.state
-        projected = ops.linears(x_BSD, [projection(self, f"w{name}") for name in PROJECTIONS], norm)
-        qkv, z, b, a = map(pieces.split, projected)
-        qkv, taps_CJ = self._own_heads(qkv, axis=2), self._own_heads(self.taps[...], axis=0)[:, 0]
+        qkv, z, b, a = map(pieces.split, self._projected(x_BSD, ops, norm))
+        taps_CJ = self._own_heads(self.taps[...], axis=0)[:, 0]
         starts = pieces.starts(ops.starts)
         earlier = taps_CJ.shape[1] - 1
         before, latest = pieces.halo(qkv[:, max(qkv.shape[1] - earlier, 0) :], earlier, latest)
@@ -112,6 +121,18 @@ class GatedDelta(Mixer):
         y = gated_norm(out, z.reshape(v.shape), self.norm[...], c.rms_norm_eps)
         y_BSD = ops.linear(pieces.join(y.reshape(N, t, -1)), projection(self, "wo"))
         return y_BSD, None if cache is None else cache._replace(state=(state, latest))
+
+    def _projected(self, x_BSD: jax.Array, ops: Operations, norm: Callable | None) -> list[jax.Array]:
+        """Computes the inputs of the convolution `[B, S, C]`, z, b and a, of this GPU's heads."""
+        c = self.config
+        names = FUSED if c.linear_fused_projections else PROJECTIONS
+        projected = ops.linears(x_BSD, [projection(self, f"w{name}") for name in names], norm)
+        if not c.linear_fused_projections:
+            return [self._own_heads(projected[0], axis=2), *projected[1:]]
+        k, r = c.linear_key_head_dim, c.linear_num_value_heads // c.linear_num_key_heads
+        sizes = ([k, k, r * c.linear_value_head_dim, r * c.linear_value_head_dim], [r, r])
+        (q, k, v, z), (b, a) = (_of_key_heads(y, parts) for y, parts in zip(projected, sizes, strict=True))
+        return [jnp.concatenate([q, k, v], axis=-1), z, b, a]
 
     @property
     def convolved(self) -> tuple[int, int, int]:
@@ -151,6 +172,11 @@ class GatedDelta(Mixer):
         mixed = values._replace(size=sum(self.convolved))
         heads = values._replace(size=values.parts)
         widths = {"wqkv": mixed, "wz": values, "wb": heads, "wa": heads, "wo": values}
+        if self.config.linear_fused_projections:
+            both, gates = (
+                width._replace(size=width.size + more.size) for width, more in ((mixed, values), (heads, heads))
+            )
+            widths = {"wqkvz": both, "wba": gates, "wo": values}
         return [self.target(matrix, width) for matrix, width in widths.items()]
 
     def decode_state(self, rows: int, positions: int, dtype) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -196,6 +222,13 @@ class GatedDelta(Mixer):
         c = self.config
         numbers = CHUNK + c.linear_key_head_dim + c.linear_value_head_dim
         return 6 * 4 * numbers * heads * min(tokens, CHUNK * CHUNKS)
+
+
+def _of_key_heads(y_BSX: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """Splits the rows of each key head into parts of these sizes, and joins the parts of all heads."""
+    of_heads = y_BSX.reshape(*y_BSX.shape[:2], -1, sum(sizes))
+    parts = jnp.split(of_heads, list(itertools.accumulate(sizes))[:-1], axis=-1)
+    return [part.reshape(*part.shape[:2], -1) for part in parts]
 
 
 def log_of_uniform(key, shape, dtype=jnp.float32) -> jax.Array:

@@ -1,0 +1,146 @@
+"""Qwen3.5 in GGUF files, which differ from Hugging Face's in more than names, as llama.cpp's converter writes them.
+
+The value heads of a gated delta net are in another order: in Hugging Face's, those that share a key head follow each
+other; here the first of each key head come first, then the second of each. Decays are stored as -exp(A_log), weights of
+the norms of (1 + w) with that 1, and convolutions without their axis of input channels.
+
+Layers have attention every few layers, which one number says. Sections of the rotary embedding divide it between the
+three positions of a token of an image, which are equal in a text.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from surojax.errors import ConfigError
+from surojax.families.family import (
+    EXPERT_GGUF_NAMES,
+    EXPERT_GGUF_SIZES,
+    GGUF_NAMES,
+    NORM_AFTER_ATTENTION,
+    Gguf,
+    GgufTransform,
+    in_gguf,
+)
+from surojax.models.decoder_config import ATTENTION
+from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.gated_delta import GatedDelta
+
+INTERVAL = "full_attention_interval"
+INNER = "linear_inner_size"  # channels of all value heads; no key of config.json
+GATED_SHARED = ("shared_expert.w_gate", "shared_expert.w_up", "shared_expert.w_down", "shared_expert_gate")
+
+
+def before_writing(config: dict[str, Any]) -> dict[str, Any]:
+    """Adds keys that files have in place of several of config.json.
+
+    Layers that do not follow from `full_attention_interval` are noticed when the keys are read back.
+    """
+    types = config["layer_types"]
+    every = types.index(ATTENTION) + 1 if ATTENTION in types else len(types) + 1
+    inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    return config | {INTERVAL: every, INNER: inner}
+
+
+def after_reading(config: dict[str, Any]) -> dict[str, Any]:
+    """Computes a value head's channels. Raises ConfigError if heads do not divide those of all."""
+    inner, heads = config.pop(INNER), config["linear_num_value_heads"]
+    if inner % heads:
+        raise ConfigError(
+            f"model_path: ssm.inner_size: expected a multiple of ssm.time_step_rank={heads}, got {inner}; fetch the "
+            "file again"
+        )
+    return config | {"linear_value_head_dim": inner // heads}
+
+
+def _reordered(x: np.ndarray, config: dict[str, Any], axis: int, size: int, *, to_file: bool) -> np.ndarray:
+    """Reorders the value heads of an axis. size: numbers of a head."""
+    keys = config["linear_num_key_heads"]
+    shared = config["linear_num_value_heads"] // keys
+    heads = (keys, shared) if to_file else (shared, keys)
+    apart = x.reshape(*x.shape[:axis], *heads, size, *x.shape[axis + 1 :])
+    return np.ascontiguousarray(apart.swapaxes(axis, axis + 1)).reshape(x.shape)
+
+
+def _of_heads(axis: int = 0, size: str = "") -> GgufTransform:
+    """Makes the transform of a tensor with value heads along an axis.
+
+    size: the key of config.json that says how many numbers a head has; "": 1.
+    """
+
+    def reorder(to_file: bool) -> Callable:
+        return lambda x, config: _reordered(x, config, axis, config[size] if size else 1, to_file=to_file)
+
+    return GgufTransform(reorder(True), reorder(False))
+
+
+def _values(x: np.ndarray, config: dict[str, Any], *, to_file: bool) -> np.ndarray:
+    """Reorders the rows of values, which follow those of queries and keys."""
+    before = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = _reordered(x[before:], config, 0, config["linear_value_head_dim"], to_file=to_file)
+    return np.concatenate([x[:before], values])
+
+
+def _decays_to_file(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    return HEADS.change(-np.exp(x), config)
+
+
+def _decays_from_file(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    if x.max() >= 0:
+        raise ConfigError("model_path: ssm_a: expected numbers below 0, got others; fetch the file again")
+    return HEADS.back(np.log(-x), config)
+
+
+HEADS = _of_heads()
+PLUS_ONE = GgufTransform(lambda x, config: x + np.float32(1), lambda x, config: x - np.float32(1))
+ROWS = GgufTransform(
+    lambda x, config: _values(x, config, to_file=True), lambda x, config: _values(x, config, to_file=False)
+)
+ONE_ROW = GgufTransform(lambda x, config: x, lambda x, config: x, axis=0, dimensions=2)
+TRANSFORMS = {
+    **dict.fromkeys(("norm", "attention_norm", "mlp_norm", "attention.q_norm", "attention.k_norm"), PLUS_ONE),
+    "delta.wqkv": ROWS,
+    "delta.wz": _of_heads(0, "linear_value_head_dim"),
+    "delta.wo": _of_heads(1, "linear_value_head_dim"),
+    **dict.fromkeys(("delta.wa", "delta.wb", "delta.dt_bias"), HEADS),
+    "delta.A_log": GgufTransform(_decays_to_file, _decays_from_file),
+    "delta.taps": ROWS._replace(axis=1, dimensions=3),
+    "mlp.shared_expert_gate": ONE_ROW,
+}
+SIZES = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": INNER,
+    INTERVAL: INTERVAL,
+}
+HOW: dict[str, Any] = {
+    "further_layers": True,
+    "unread": {"nextn_predict_layers": 0, "rope.dimension_sections": [11, 11, 10, 0]},
+    "partial_rotary": True,
+    "transforms": TRANSFORMS,
+    "before_writing": before_writing,
+    "after_reading": after_reading,
+}
+DENSE = Gguf(
+    architecture="qwen35",
+    names=GGUF_NAMES | in_gguf(GatedDelta) | NORM_AFTER_ATTENTION,
+    sizes=SIZES,
+    defaults={INTERVAL: 4},
+    **HOW,
+)
+WITH_EXPERTS = Gguf(
+    architecture="qwen35moe",
+    names=EXPERT_GGUF_NAMES | in_gguf(Experts, *GATED_SHARED) | in_gguf(GatedDelta) | NORM_AFTER_ATTENTION,
+    sizes=SIZES
+    | EXPERT_GGUF_SIZES
+    | {
+        "feed_forward_length": "intermediate_size",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    defaults={INTERVAL: 4, "feed_forward_length": 0},  # there is no MLP of that width
+    **HOW,
+)
