@@ -122,8 +122,11 @@ TYPES = {
     "use_sliding_window": bool,
     "tie_embedding": bool,
     "max_window_layers": int,
+    "n_group": int,
+    "topk_group": int,
+    "num_experts_per_tok": int,
 }
-LISTS = ("mlp_only_layers", "no_rope_layers", "layer_types", "full_attn_idxs")
+LISTS = ("mlp_only_layers", "no_rope_layers", "layer_types", "full_attn_idxs", "mlp_layer_types")
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
 
 

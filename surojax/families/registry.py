@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Set
 
+from surojax.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from surojax.families.family import LAYER, ImageTextFamily, ModelFamily
 from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
 from surojax.families.glm import GLM4_MOE
@@ -37,6 +38,9 @@ FAMILIES: dict[str, ModelFamily] = {
         LFM2,
         LFM2_MOE,
         QWEN3_5,
+        GLM4_MOE_LITE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
     )
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {
