@@ -100,7 +100,7 @@ def _read_v2(given: dict[str, Any]) -> dict[str, Any]:
         expected = f"a multiple of num_attention_heads={given['num_attention_heads']}, as transformers' class asks for"
         _refuse("hidden_size", expected, given["hidden_size"], "fetch it again")
     groups = {} if method == "greedy" else _groups(given)
-    return _read(given) | groups
+    return _read(given) | groups | {"num_experts_per_tok": given["num_experts_per_tok"] or 0}
 
 
 def _read_v3(given: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +207,7 @@ DEEPSEEK_V2 = ModelFamily(
         "num_experts_per_tok": None,
         "attention_bias": False,
     },
-    sizes=(*OF_ALL, DENSE),
+    sizes=(*(name for name in OF_ALL if name != "num_experts_per_tok"), DENSE),  # it has no default
     required=REQUIRED | {"scoring_func": ("softmax", None), "norm_topk_prob": (False, None)},
     options={"layer_types": LATENT},
     read=_read_v2,

@@ -1,7 +1,7 @@
 """Latent attention: keys and values of all heads follow from a few numbers of a token (DeepSeek-V2, arXiv:2405.04434).
 
     q       = RMSNorm(u Wqa^T) Wqb^T, or u Wq^T      of each head n channels, and r that rotate
-    c, k    = u Wkva^T                               the latent of L numbers; r channels that the keys of all heads share
+    c, k    = u Wkva^T                               the latent of L numbers; r channels of the keys of all heads
     K, V    = RMSNorm(c) Wkvb^T                      of each head n channels of a key and v of a value
     y       = softmax(scale [q_n, rope(q_r)] [K, rope(k)]^T) V Wo^T
 
