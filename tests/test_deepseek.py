@@ -30,6 +30,7 @@ from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, descr
 from surojax.families.registry import FAMILIES
 from surojax.models import decoder_model
 from surojax.models.decoder_config import LATENT, DecoderConfig
+from surojax.models.kinds.latent_attention import LatentAttention
 from surojax.models.model import Compute, Model
 from surojax.models.rotary import RopeScaling
 from surojax.optim.adamw import adamw
@@ -236,6 +237,41 @@ REFUSED: dict[str, dict[int, str]] = {
     | {i: "mlp_layer_types" for i in range(19, 25)}
     | {27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},
 }
+
+
+YARN_OF_V3 = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+PUBLISHED: dict[str, dict[str, Any]] = {  # keys of config.json beside those that every family has
+    "GLM-4.7-Flash": {"model_type": "glm4_moe_lite", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1}
+    | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0, "rope_scaling": None}
+    | {"rope_theta": 1000000, "q_lora_rank": 768, "v_head_dim": 256, "routed_scaling_factor": 1.8},
+    "DeepSeek-V2-Lite": {"model_type": "deepseek_v2", "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+    | {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "aux_loss_alpha": 0.001, "seq_aux": True}
+    | {"first_k_dense_replace": 1, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16}
+    | {"q_lora_rank": None, "moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False}
+    | {"num_experts_per_tok": 6, "num_hidden_layers": 27, "rope_theta": 10000}
+    | {"rope_scaling": YARN_OF_V3 | {"factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    "Kimi-K2": {"model_type": "kimi_k2", "topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 1}
+    | {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "seq_aux": True}
+    | {"topk_group": 1, "ep_size": 1, "moe_layer_freq": 1, "n_routed_experts": 384, "num_attention_heads": 64}
+    | {"num_key_value_heads": 64, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "rope_theta": 50000.0}
+    | {
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": YARN_OF_V3 | {"factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    }
+    | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = read_config(tmp_path)
+    read = architecture_of(config)
+    factor = {"GLM-4.7-Flash": 1, "DeepSeek-V2-Lite": 1.5896, "Kimi-K2": 1.8133}[name]
+    assert LatentAttention(read).scale == pytest.approx(factor * LatentAttention(read).channels ** -0.5, rel=1e-4)
+    assert (read.rope_scaling.score_factor, read.rope_scaling.magnitude) == pytest.approx((factor, 1), rel=1e-4)
+    completed = config_json.completed(config, "float32")
+    assert completed["model_type"] in FAMILIES and "auto_map" not in completed and model_fields(completed)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -13,7 +13,7 @@ from surojax.exchange import compressed, missing, parts
 from surojax.families import rope_keys
 from surojax.families.family import REQUIRED, ModelFamily
 from surojax.families.neutral import NEUTRAL, OFF, UNREAD, is_empty
-from surojax.families.registry import FAMILIES, IMAGE_TEXT_FAMILIES
+from surojax.families.registry import ALIASES, FAMILIES, IMAGE_TEXT_FAMILIES
 from surojax.sizes import check_largest
 from surojax.untrusted import expanded, read_json
 
@@ -40,7 +40,8 @@ def read_whole_config(folder: str | Path) -> dict[str, Any]:
         raise ConfigError(f"model_path: cannot read {file} ({error}); fetch it again") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model_path: expected an object in {file}, got {type(config).__name__}; fetch it again")
-    return config
+    family = config.get("model_type")
+    return config | {"model_type": ALIASES[family]} if isinstance(family, str) and family in ALIASES else config
 
 
 def labels_of(config: dict[str, Any]) -> int:

@@ -46,6 +46,8 @@ FAMILIES: dict[str, ModelFamily] = {
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {
     family.model_type: family for family in (GEMMA3_IMAGES, MISTRAL3, QWEN3_5_IMAGES)
 }
+# Values of model_type that are another family's, whose class in transformers computes the model.
+ALIASES = {"kimi_k2": DEEPSEEK_V3.model_type}
 # What computes them, by the value of `model.model_type` in a config.
 ARCHITECTURES: dict[str, ModelArchitecture] = {
     family.architecture.name: family.architecture for family in FAMILIES.values()
