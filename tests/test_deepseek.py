@@ -302,7 +302,7 @@ def test_keys_are_computed_as_by_transformers(tmp_path, family):
         found, expected = computed(architecture_of(config | change), Weights(folder)), logits[result["row"]]
         assert np.abs(found - expected).max() < TOLERANCE * np.abs(expected).max(), change
         seen.add(expected.tobytes())
-    assert len(seen) > 8
+    assert len(seen) > 6
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ WITH_EXPERTS = dataclasses.replace(
             (SMALL, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
             (SMALL, 1, {"sequence_chunks": 2}),
             (SMALL, 4, {"sequence_chunks": 2, "cp_size": 2, "tp_size": 2}),
-            (SMALL, 4, {"pp_size": 2, "zero_level": 1}),
+            (dataclasses.replace(SMALL, num_hidden_layers=2), 4, {"pp_size": 2, "zero_level": 1}),
             (SMALL, 4, {"zero_level": 2, "replicate": 2, "resident_layers": 1, "offload_weights": True}),
             (WITH_EXPERTS, 1, ALL),
             (WITH_EXPERTS, 4, {"zero_level": 3, "ep_size": 2, "tp_size": 2}),
