@@ -107,7 +107,7 @@ def test_keys_that_are_left_out_have_the_values_of_transformers(family):
     of_class = model_fields(DEFAULTS[family])
     found = model_fields({"model_type": family})
     for fields in (found, of_class):
-        fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+        fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     assert found == of_class
 
 
