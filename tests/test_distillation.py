@@ -97,7 +97,7 @@ def found(objective: Distillation, whole: list[np.ndarray], devices: int = 1, **
     if of_states:
         head = jax.device_put(teacher()[1], small.plan.weights[OUTER][TEACHER_HEAD].sharding)
         weights = with_part(weights, {OUTER: {TEACHER_HEAD: head}})
-    loss, grads = gradients(weights, state.history, state.step, *small.put(whole))
+    loss, grads = gradients(weights, state.progress, *small.put(whole))
     return float(loss), jax.device_get(grads)
 
 

@@ -23,6 +23,7 @@ from surojax.numerics.recipes import Precision
 from surojax.placement.mesh import DATA
 from surojax.placement.param import Kind
 from surojax.step.batch import recipe_inputs_of
+from surojax.step.state import Progress
 from surojax.step.train_step import make_eval_step
 from surojax.step.weights import quantise_with_one_scale
 
@@ -230,7 +231,7 @@ def test_every_block_of_every_device_draws_numbers_of_its_own():
     small = Small(4, **settings("nvfp4"), replicate=2)
 
     def seeds(step):
-        give = recipe_inputs_of(small.engine.model, None, step, 2, jnp.float32(1))
+        give = recipe_inputs_of(small.engine.model, Progress(step), 2, jnp.float32(1))
         return jnp.stack([give(a, l).seed for a in range(2) for l in range(3)])
 
     run = jax.jit(jax.shard_map(seeds, mesh=small.mesh, in_specs=jax.P(), out_specs=jax.P(DATA)))

@@ -86,7 +86,7 @@ def results(of_run: Grpo, devices: int = 1, **options):
     arrays = batch()
     on_devices = small.put([arrays[name] for name in engine.batch_arrays])
     gradients = make_gradients(engine, small.optimizer, small.plan, small.mesh)
-    loss, grads = gradients(small.state.weights, small.state.history, small.state.step, *on_devices)
+    loss, grads = gradients(small.state.weights, small.state.progress, *on_devices)
     return float(loss), jax.device_get(grads)
 
 
@@ -152,7 +152,7 @@ def test_several_completions_in_a_row_are_those_in_rows_of_their_own(loss_type, 
     rows["starts"] = np.broadcast_to(np.repeat(np.int32([0, S]), S), rows["inputs"].shape)
     gradients = make_gradients(engine, small.optimizer, small.plan, small.mesh)
     arrays = small.put([rows[name] for name in engine.batch_arrays])
-    other, other_grads = gradients(small.state.weights, small.state.history, small.state.step, *arrays)
+    other, other_grads = gradients(small.state.weights, small.state.progress, *arrays)
     assert float(other) == pytest.approx(loss, rel=ORDER_OF_SUMS)
     assert worst_relative(jax.device_get(other_grads), grads) < ORDER_OF_SUMS
 

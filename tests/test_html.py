@@ -94,7 +94,12 @@ def estimated(tmp_path, monkeypatch, capsys):
 
     def get(*options: str) -> tuple[Page, dict]:
         html, target = tmp_path / "plan.html", tmp_path / "plan.json"
-        plan_command.main([*TINY, "--html", str(html), "--json", str(target), *options])
+        ended = 0
+        try:
+            plan_command.main([*TINY, "--html", str(html), "--json", str(target), *options])
+        except SystemExit as end:
+            ended = end.code
+        assert ended == (0 if json.loads(target.read_text())["fits"] else 1)
         assert f"written: {html}" in capsys.readouterr().out
         return parsed(html.read_text(encoding="utf-8")), json.loads(target.read_text())
 
@@ -182,10 +187,12 @@ def test_a_compiled_step_is_drawn_without_an_error(tmp_path):
     check_memory(page, found)
     columns = json.loads(zlib.decompress(base64.b64decode(page.scripts["events"])))["columns"]
     ends = [begin + time for begin, time in zip(itertools.accumulate(columns[4]), columns[5], strict=True)]
-    assert max(ends) == pytest.approx(1e8 * found["predicted_step_s"], rel=1e-4)
+    # A model this small is computed sooner than launched: the time line has the kernels.
+    assert max(ends) < 1e8 * found["launches_s"] == 1e8 * found["predicted_step_s"] and "launch-bound: " in page.text
     assert len(html.read_text(encoding="utf-8")) < 1_000_000
     if CHROMIUM:
         words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+        words.append("--virtual-time-budget=20000")  # until the events are inflated
         done = subprocess.run([*words, html.as_uri()], capture_output=True, text=True, timeout=300)
         assert "CONSOLE" not in done.stderr and re.search(r'<canvas[^>]* height="\d+"', done.stdout)
 

@@ -416,7 +416,7 @@ def test_a_run_continues_and_its_checkpoints_have_adapters_alone(tmp_path):
     stored = sum(f.stat().st_size for f in (whole.checkpoint / "master").rglob("*") if f.is_file())
     # 20 kB of adapters, and metadata: 30 to 48 kB, as many files as writes came together.
     assert 2 * stored < sum(x.nbytes for x in jax.tree.leaves(whole.state.weights))
-    with pytest.raises(ConfigError, match="expected adapters of a model that can be read, got .* drawn at random"):
+    with pytest.raises(ConfigError, match=r"expected adapters of a model that can be read, got .* drawn at random"):
         convert(tmp_path / "run", tmp_path / "out")
     with pytest.raises(CheckpointError, match="lora_rank is 4 there and 8 here"):
         train(config_of(tmp_path / "run", use_dora=True, lora_plus_ratio=2.0, lora_rank=8))

@@ -23,7 +23,7 @@ PRINTED = {
     "03_what_lives_where": ("4 GPUs, ZeRO-3, shard_outer: ", " nan"),
     "04_your_own": ("a block of one's own: ", " nan"),
     "05_precision": ("nvfp4: 4.50 bits a number", " nan"),
-    "06_plan_a_cluster": ("surojax plan --config llama70b --config.gpus=64", " nan"),
+    "06_plan_a_cluster": ("surojax plan --config llama70b --gpu h100 --gpus=64", " nan"),
     "07_after_pre_training": ("chosen preferred 100%", " nan"),
 }
 

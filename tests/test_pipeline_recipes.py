@@ -21,6 +21,7 @@ from surojax.models.decoder_config import DecoderConfig
 from surojax.optim.adamw8bit import adamw8bit
 from surojax.optim.normuon import normuon
 from surojax.placement.layout import batch_sharding, specs
+from surojax.step.state import Progress
 from surojax.step.train_step import passes
 
 BLOCKS = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, head_dim=32)  # in blocks of 32
@@ -40,8 +41,8 @@ def first_step(small: Small) -> Callable[..., tuple[float, dict, np.ndarray | No
     """A compiled function (history, batch) -> (loss, whole gradients, new history)."""
 
     def gradients(weights, history, *batch):
-        found = passes(small.mesh).loss_and_gradients(small.engine, weights, *batch, history=history, step=3)
-        return found.loss, found.grads, found.history
+        found = passes(small.mesh).loss_and_gradients(small.engine, weights, *batch, progress=Progress(3, history))
+        return found.loss, found.grads, found.progress.history
 
     spec = jax.tree.map(lambda x: x.sharding.spec, (small.plan.weights, small.plan.history))
     token_spec = batch_sharding(small.mesh).spec

@@ -136,7 +136,7 @@ def of_arrays(of_run: OfSequences, given: list[np.ndarray], devices: int = 1, **
     engine = with_objective(small, of_run)
     gradients = make_gradients(engine, small.optimizer, small.plan, small.mesh)
     state = small.state
-    loss, grads = gradients(state.weights, state.history, state.step, *small.put(given))
+    loss, grads = gradients(state.weights, state.progress, *small.put(given))
     return float(loss), jax.device_get(grads)
 
 
@@ -422,7 +422,7 @@ def test_a_reference_in_the_same_pass_is_the_model_without_adapters(devices, opt
         assert len(of_run.batch_arrays) == len(arrays)
         gradients = make_gradients(of_run, run.optimizer, run.plan, run.mesh)
         state = run.state
-        loss, grads = gradients(state.weights, state.history, state.step, *run.put(arrays))
+        loss, grads = gradients(state.weights, state.progress, *run.put(arrays))
         results.append((float(loss), jax.device_get(grads)))
     (loss, grads), (expected, expected_grads) = results
     assert abs(loss - np.log(2)) > 1e-3 and loss == pytest.approx(expected, rel=ORDER_OF_SUMS)

@@ -70,7 +70,7 @@ def found(whole: list[np.ndarray], devices: int = 1, *, config=SCORER, **options
     engine = dataclasses.replace(small.engine, objective=OBJECTIVE)
     gradients = make_gradients(engine, small.optimizer, small.plan, small.mesh)
     state = small.state
-    loss, grads = gradients(state.weights, state.history, state.step, *small.put(whole))
+    loss, grads = gradients(state.weights, state.progress, *small.put(whole))
     return float(loss), jax.device_get(grads)
 
 

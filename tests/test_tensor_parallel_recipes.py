@@ -37,6 +37,7 @@ from surojax.run.checkpoint import Checkpoints
 from surojax.run.on_disk import find
 from surojax.run.restore import restore
 from surojax.step.engine import loss_and_gradients
+from surojax.step.state import Progress
 from surojax.step.weights import quantise_with_one_scale
 
 SITES = decoder_model.build(CONFIG).sites
@@ -64,8 +65,8 @@ def first_steps(small: Small, sequence_len: int = 16) -> list[FirstStep]:
     plan = small.plan
 
     def gradients(weights, history, *batch):
-        found = loss_and_gradients(small.engine, weights, *batch, history=history)
-        return found.loss, found.grads, found.history
+        found = loss_and_gradients(small.engine, weights, *batch, progress=Progress(0, history))
+        return found.loss, found.grads, found.progress.history
 
     spec = jax.tree.map(lambda x: x.sharding.spec, (plan.weights, plan.history))
     token_spec = batch_sharding(small.mesh).spec

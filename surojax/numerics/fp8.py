@@ -77,9 +77,9 @@ def history_shape(num_layers: int, sites: Sites, length: int) -> tuple[int, int,
     return num_layers, sites.number, length
 
 
-def new_observed(history: jax.Array | None, layers: int) -> jax.Array | None:
-    """Zeros `[layers, sites]`, in which a step records the largest magnitudes; None without a history."""
-    return None if history is None else jnp.zeros((layers, history.shape[1]), jnp.float32)
+def new_observed(num_layers: int, sites: Sites) -> jax.Array:
+    """Zeros `[layers, sites]`, in which a step records the largest magnitudes."""
+    return jnp.zeros((num_layers, sites.number), jnp.float32)
 
 
 def delayed_scales(history: jax.Array, sites: Sites, margin: int, loss_scale: jax.Array) -> jax.Array:

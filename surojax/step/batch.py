@@ -20,6 +20,7 @@ from surojax.parallel.context import of_each_chunk, own_tokens
 from surojax.parallel.tensor import own_part
 from surojax.placement.mesh import BATCH, TOKENS
 from surojax.step.spec import Engine
+from surojax.step.state import Progress
 
 
 class Microbatch(NamedTuple):
@@ -102,15 +103,15 @@ class Batch(NamedTuple):
         return of_each_chunk(own_columns, self.arrays[name], self.compute.sequence_chunks)
 
 
-def recipe_inputs_of(model: Model, history, step, microbatches: int, scale: jax.Array) -> Callable:
+def recipe_inputs_of(model: Model, progress: Progress, microbatches: int, scale: jax.Array) -> Callable:
     """Returns a function (microbatch a, number of a layer) -> `RecipeInputs` of its block.
 
-    history: largest magnitudes in the last steps, see `fp8.history_shape`. scale: of the loss in the gradient, which
-    tells the first step how large gradients may be.
+    progress: before the step, which random numbers and delayed scales follow from. scale: of the loss in the gradient,
+    which tells the first step how large gradients may be.
     """
     precision = model.precision
     if precision.delayed:
-        scales = delayed_scales(history, model.sites, precision.margin, scale)
+        scales = delayed_scales(progress.history, model.sites, precision.margin, scale)
         return lambda a, l: RecipeInputs(scales=scales[l])
     if model.draws:
         device, devices = collectives.device_number(*TOKENS)
@@ -119,9 +120,8 @@ def recipe_inputs_of(model: Model, history, step, microbatches: int, scale: jax.
             return jnp.asarray(i, jnp.uint32)
 
         def inputs(a, l) -> RecipeInputs:
-            seed = ((word(step) * microbatches + word(a)) * model.num_layers + word(l)) * devices + word(device)
-
-            return RecipeInputs(seed=seed)
+            microbatch = word(progress.step) * microbatches + word(a)
+            return RecipeInputs(seed=(microbatch * model.num_layers + word(l)) * devices + word(device))
 
         return inputs
     return lambda a, l: NO_INPUTS

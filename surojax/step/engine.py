@@ -53,7 +53,7 @@ from surojax.step.blocks import Blocks, SegmentBlocks, in_turn, infer, residuals
 from surojax.step.gradients import outer_sums, peels_last_group, starts_in_first_group
 from surojax.step.outer import OuterLayers
 from surojax.step.spec import Engine
-from surojax.step.state import TensorState
+from surojax.step.state import BEGINNING, Progress, TensorState
 from surojax.step.stream import Flight
 from surojax.step.totals import BACKWARD, FORWARD, Totals, auxiliary_loss, sum_of_devices
 from surojax.step.verbs import Gradients, LayerVerbs
@@ -78,8 +78,8 @@ class Groups:
     gradients.
     """
 
-    def __init__(self, engine: Engine, weights, batch: Batch, history, step):
-        """weights: by section. history, step: see `loss_and_gradients`."""
+    def __init__(self, engine: Engine, weights, batch: Batch, progress: Progress):
+        """weights: by section. progress: see `loss_and_gradients`."""
         microbatches = batch.microbatches
         self.size = engine.microbatches_per_fetch
         self.number, left_over = divmod(microbatches, self.size)
@@ -89,7 +89,7 @@ class Groups:
         self.scale = batch.scale()
         self.outer = OuterLayers.of(engine, weights)
         layers = self.layers_of(weights)
-        self.recipe_inputs = recipe_inputs_of(engine.model, history, step, microbatches, self.scale)
+        self.recipe_inputs = recipe_inputs_of(engine.model, progress, microbatches, self.scale)
         first = self.microbatch(0)
         self.blocks = [
             Blocks(
@@ -103,10 +103,10 @@ class Groups:
             for of_stretch in layers
         ]
 
-    def first_carry(self, history, used: dict[str, Any] | None) -> GroupCarry:
+    def first_carry(self, used: dict[str, Any] | None) -> GroupCarry:
         """Makes the carry before the first group: zeroed accumulators and prefetched weights.
 
-        history: see `loss_and_gradients`. used: by segment, see `Sums.new`.
+        used: by segment, see `Sums.new`.
         """
         sums = {name: blocks.new_sums(used and used[name]) for name, blocks in self.of_segments.items()}
         d_outer = outer_sums(self.engine, self.outer.weights)
@@ -116,7 +116,7 @@ class Groups:
             for name, of_segment in blocks.of.items():
                 residuals = Flight(of_segment.residuals.stacks(self.size))
                 flights[name] = {"weights": weights[name], "residuals": residuals, "grads": sums[name]}
-        return GroupCarry(flights, Totals.zeros(self.engine, history, d_outer))
+        return GroupCarry(flights, Totals.zeros(self.engine, d_outer))
 
     @property
     def of_segments(self) -> dict[str, SegmentBlocks]:
@@ -232,22 +232,20 @@ def loss_and_gradients(
     engine: Engine,
     weights,
     *batch_ABS: jax.Array,
-    history=None,
-    step=0,
+    progress: Progress = BEGINNING,
     updating: list[Any] | None = None,
 ) -> Gradients:
     """Computes loss and gradients of all microbatches and devices.
 
     batch_ABS: the arrays `[A, B, S]` of `Engine.batch_arrays`. The loss is divided by the number of its terms on all
     devices, so the result does not depend on how a batch is split into microbatches.
-    history: largest magnitudes in the last steps, see `fp8.history_shape`, which this step adds its own to; None for
-    recipes that have none. step: number of the step, int32, which random numbers of a recipe follow from.
+    progress: before this step, which adds to its history and counts nothing.
     updating: by stretch, `overlap.UpdatingLayers`, which the first group's forward pass updates; None if `weights` are
     up to date.
     """
-    groups = Groups(engine, weights, Batch.of(engine, batch_ABS), history, step)
+    groups = Groups(engine, weights, Batch.of(engine, batch_ABS), progress)
     used = {name: x for layers in updating for name, x in layers.grads.items()} if updating else None
-    carry = groups.first_carry(history, used)
+    carry = groups.first_carry(used)
     updated = None
     only = groups.number == 1
     begin = 0
@@ -269,7 +267,7 @@ def loss_and_gradients(
         carry = groups.both(groups.number - 1, carry, last=True)
     sums_of = {name: blocks.sums for name, blocks in groups.of_segments.items()}
     accumulators = {name: flights["grads"] for name, flights in carry.flights.items()}
-    done = verbs.finish(engine, sums_of, accumulators, carry.totals, groups.batch, groups.scale, history)
+    done = verbs.finish(engine, sums_of, accumulators, carry.totals, groups.batch, groups.scale, progress)
     return done._replace(updated=updated)
 
 

@@ -90,11 +90,11 @@ class FileStep(SeveralPrograms):
         layers = {name: section(state, name) for name in self.updates}
         outer = section(state, OUTER)
         weights = {name: of_layers.weights for name, of_layers in layers.items()}
-        arguments = without_tables(outer), state.step, state.history, late or weights, *batch
-        updated, steps_done, history, metrics, update_inputs, of_tables = self.gradients(self.run, *arguments)
+        arguments = without_tables(outer), state.progress, late or weights, *batch
+        updated, progress, metrics, update_inputs, of_tables = self.gradients(self.run, *arguments)
         outer = TensorState(*map(with_part, outer, updated))
         sections = {**(late.sections() if late else layers), OUTER: outer}
-        pending = PendingUpdate(from_sections(steps_done, sections, history), update_inputs, of_tables, number)
+        pending = PendingUpdate(from_sections(progress, sections), update_inputs, of_tables, number)
         return pending if self.step.engine.overlap_update else self.finish(pending), metrics
 
     def finish(self, pending: PendingUpdate) -> TrainState:
@@ -102,7 +102,7 @@ class FileStep(SeveralPrograms):
         layers = UpdatingRounds(self, pending)
         layers.over_all(lambda layer, arrived: layers.update(layer, arrived)[0], layers.write)
         state = layers.state
-        return from_sections(state.step, {**layers.sections(), OUTER: section(state, OUTER)}, state.history)
+        return from_sections(state.progress, {**layers.sections(), OUTER: section(state, OUTER)})
 
     def programs(self, *batch) -> list[Program]:
         """See `SeveralPrograms`."""
@@ -135,7 +135,7 @@ class FileStep(SeveralPrograms):
         """Plans the arguments of `gradients`."""
         plan = self.plan
         weights = {name: plan.weights[name] for name in self.updates}
-        return without_tables(section(plan, OUTER)), plan.step, plan.history, weights, *batch
+        return without_tables(section(plan, OUTER)), plan.progress, weights, *batch
 
 
 class UpdatingRounds:
@@ -166,7 +166,7 @@ class UpdatingRounds:
         state = pending.state
         outer = section(state, OUTER)
         outer = self.step.tables.updated(self.step.run, outer, pending.of_tables, self.inputs["scalars"], self.zero)
-        return from_sections(state.step, {**self.layers, OUTER: outer}, state.history)
+        return from_sections(state.progress, {**self.layers, OUTER: outer})
 
     def over_all(self, compute: Callable[[SegmentLayer, Any], Any], write: Callable[[SegmentLayer, Any], None]) -> None:
         """Runs a pass over all layers that updates them, see `by_host`. Raises NvmeError."""
@@ -176,7 +176,7 @@ class UpdatingRounds:
     def kept(self) -> list[np.ndarray]:
         """Returns the in-memory shards of the updated state, for a store with two slots."""
         sections = {**self.sections(), OUTER: section(self.state, OUTER)}
-        return complete.reserved_shards(from_sections(self.state.step, sections, self.state.history))
+        return complete.reserved_shards(from_sections(self.state.progress, sections))
 
     def read(self, layer: SegmentLayer) -> tuple:
         """Reads (state, gradients) of a round, copied to where `SegmentUpdate.arriving` says. Raises NvmeError."""

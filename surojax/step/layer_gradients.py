@@ -44,7 +44,7 @@ from surojax.step.outer import OuterLayers
 from surojax.step.residuals import Residuals
 from surojax.step.segment_files import NO_FILES, SegmentFiles, StacksInFiles, layers_in_order
 from surojax.step.several_programs import Program
-from surojax.step.state import TensorState, section
+from surojax.step.state import Progress, TensorState, section
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.step_gradients import StepGradients
 from surojax.step.step_parts import StepParts
@@ -89,10 +89,10 @@ class LayerGradients(StepGradients):
             "finish": self._finish(),
         }
 
-    def __call__(self, run: Callable, outer: TensorState, step, history, weights, *batch):
+    def __call__(self, run: Callable, outer: TensorState, progress: Progress, weights, *batch):
         """Computes a step's gradients and updates the outer layers; returns what `file_step.FileStep` says.
 
-        run: `SeveralPrograms.run`. outer, step, history: donated. weights: by segment; or `UpdatingRounds`, which the
+        run: `SeveralPrograms.run`. outer, progress: donated. weights: by segment; or `UpdatingRounds`, which the
         forward pass updates. Raises NvmeError.
         """
         segments, order = self.segments, list(self.layers)
@@ -100,12 +100,12 @@ class LayerGradients(StepGradients):
             late, stacks = weights, weights.work
         else:
             late, stacks = None, {name: x.weights.in_memory(weights[name]) for name, x in segments.items()}
-        activations, carried = run("begin", outer.weights, step, history, *batch)
+        activations, carried = run("begin", outer.weights, progress, *batch)
 
         def forward(layer: SegmentLayer, w):
             nonlocal activations, carried
             kind = self.layers[layer]
-            arguments = (stacks[kind.segment][kind.part], w), activations, carried, step, history, *batch
+            arguments = (stacks[kind.segment][kind.part], w), activations, carried, progress, *batch
             activations, carried, saved = run(("forward", kind), *arguments)
             return saved
 
@@ -113,7 +113,7 @@ class LayerGradients(StepGradients):
             nonlocal activations, carried
             kind = self.layers[layer]
             w, saved = arrived
-            arguments = (stacks[kind.segment][kind.part], w), saved, activations, carried, step, history, *batch
+            arguments = (stacks[kind.segment][kind.part], w), saved, activations, carried, progress, *batch
             activations, carried, grads = run(("backward", kind), *arguments)
             return grads
 
@@ -146,7 +146,7 @@ class LayerGradients(StepGradients):
             by_host(order, read_weights, forward, write_saved)
         activations, carried, totals = run("head", outer.weights, activations, carried, *batch)
         by_host(order[::-1], read_saved, backward, write_grads)
-        return run("finish", outer, step, history, activations, carried, totals, *batch)
+        return run("finish", outer, progress, activations, carried, totals, *batch)
 
     def read(self, layer: SegmentLayer):
         """Reads a layer's gradients for its update, a round of each stack, and forgets them. Raises NvmeError."""
@@ -158,7 +158,7 @@ class LayerGradients(StepGradients):
 
     # -- Plans -------------------------------------------------------------------------------------------------------
 
-    def programs(self, outer: TensorState, step, history, weights, *batch) -> list[Program]:
+    def programs(self, outer: TensorState, progress: Progress, weights, *batch) -> list[Program]:
         """Plans the programs in the order in which they first run. See `__call__`."""
         functions, kinds = self.functions, dict.fromkeys(self.kinds)
         work = {kind: self.segments[kind.segment].weights.planned(kind.part) for kind in kinds}
@@ -166,7 +166,7 @@ class LayerGradients(StepGradients):
         fetched = {kind: of_kind.planned_round(HOST) for kind, of_kind in files.items()}
         every = [(x.weights, number) for x in self.segments.values() for number in range(len(x.weights.parts))]
         arriving = max((weights.arriving(number) for weights, number in every), key=bytes_per_device)
-        step_inputs = (step, history, *batch)
+        step_inputs = (progress, *batch)
         begin = Program(functions["begin"], (outer.weights, *step_inputs), 1)
         jax.eval_shape(begin.function, *begin.arguments)
         activations, carried = self.of_devices.planned("forward")
@@ -197,7 +197,7 @@ class LayerGradients(StepGradients):
             numbers = self.kinds.count(kind), others, "backward", read, self.file_bytes(name)
             backward.append(Program(functions["backward", kind], arguments, *numbers, put=fetched[kind]))
         grads = self._stored("grads", self.kinds[0].segment)
-        end_arguments = outer, step, history, activations, carried, totals, *batch
+        end_arguments = outer, progress, activations, carried, totals, *batch
         end = Program(functions["finish"], end_arguments, 1, grads)
         return [begin, *forward, head, *backward, end]
 
@@ -243,11 +243,11 @@ class LayerGradients(StepGradients):
 
     # -- Programs ----------------------------------------------------------------------------------------------------
 
-    def batch(self, arrays, history, step) -> tuple[Batch, Callable, jax.Array]:
+    def batch(self, arrays, progress: Progress) -> tuple[Batch, Callable, jax.Array]:
         """Makes (the batch, its `recipe_inputs`, scale of the loss) inside a program."""
         batch = Batch.of(self.engine, arrays)
         scale = batch.scale()
-        return batch, recipe_inputs_of(self.engine.model, history, step, batch.microbatches, scale), scale
+        return batch, recipe_inputs_of(self.engine.model, progress, batch.microbatches, scale), scale
 
     def enter(self, pass_name: str, activations, carried) -> tuple[jax.Array, Carried]:
         """Returns this device's (activations `[A, B, S, D]` or their gradients, carried values), inside a program.
@@ -261,28 +261,28 @@ class LayerGradients(StepGradients):
         return self.of_devices.leave(pass_name, (xs_ABSD, carried))
 
     def _begin(self):
-        def per_device(outer, step, history, *arrays):
-            batch, recipe_inputs, _ = self.batch(arrays, history, step)
+        def per_device(outer, progress, *arrays):
+            batch, recipe_inputs, _ = self.batch(arrays, progress)
             layers = OuterLayers.of(self.engine, {OUTER: outer})
 
             def embed(_, a):
                 return _, layers.embed(batch.microbatch(a, recipe_inputs).inputs_BS)
 
             _, xs_ABSD = jax.lax.scan(embed, None, jnp.arange(batch.microbatches))
-            carried = Carried(jnp.int32(0), Totals.zeros(self.engine, history), {})
+            carried = Carried(jnp.int32(0), Totals.zeros(self.engine), {})
             return self.leave("forward", xs_ABSD, carried)
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
-        return self.step.program(per_device, (plan.weights[OUTER], plan.step, plan.history), (any_of(), any_of()))
+        return self.step.program(per_device, (plan.weights[OUTER], plan.progress), (any_of(), any_of()))
 
     def _forward(self, kind: LayerKind):
         """The program of the forward pass of one layer."""
         name, part, variant = kind
         layers = self.segments[name]
 
-        def per_device(work, activations, carried, step, history, *arrays):
-            batch, recipe_inputs, _ = self.batch(arrays, history, step)
+        def per_device(work, activations, carried, progress, *arrays):
+            batch, recipe_inputs, _ = self.batch(arrays, progress)
             xs_ABSD, (number, totals, d_statistics) = self.enter("forward", activations, carried)
             l = layers.index(number)
             w = layers.fetch(kind, work, l)
@@ -302,7 +302,7 @@ class LayerGradients(StepGradients):
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
-        arguments = (layers.weights.planned(part), any_of(), any_of(), plan.step, plan.history)
+        arguments = (layers.weights.planned(part), any_of(), any_of(), plan.progress)
         results = (any_of(), any_of(), in_round(any_of(self.memory_of("residuals"))))
         return self.step.program(per_device, arguments, results, donated=(1, 2))
 
@@ -339,8 +339,8 @@ class LayerGradients(StepGradients):
         name, part, variant = kind
         layers = self.segments[name]
 
-        def per_device(work, kept, activations, carried, step, history, *arrays):
-            batch, recipe_inputs, _ = self.batch(arrays, history, step)
+        def per_device(work, kept, activations, carried, progress, *arrays):
+            batch, recipe_inputs, _ = self.batch(arrays, progress)
             dxs_ABSD, (number, totals, d_statistics) = self.enter("backward", activations, carried)
             saved = self.of_devices.enter(f"saved {name}", of_round(kept))
             l = layers.index(number)
@@ -367,12 +367,12 @@ class LayerGradients(StepGradients):
         plan = self.step.plan
         any_of = self.of_devices.any_of
         kept = in_round(any_of(self.memory_of("residuals")))
-        arguments = (layers.weights.planned(part), kept, any_of(), any_of(), plan.step, plan.history)
+        arguments = (layers.weights.planned(part), kept, any_of(), any_of(), plan.progress)
         return self.step.program(per_device, arguments, (any_of(), any_of(), self.planned_grads(name)), donated=(2, 3))
 
     def _finish(self):
-        def per_device(outer, step, history, activations, carried, others, *arrays):
-            batch, recipe_inputs, scale = self.batch(arrays, history, step)
+        def per_device(outer, progress, activations, carried, others, *arrays):
+            batch, recipe_inputs, scale = self.batch(arrays, progress)
             dxs_ABSD, (_, of_layers, _) = self.enter("backward", activations, carried)
             totals = self.of_devices.enter("totals", others).updated(of_layers)
             layers = OuterLayers.of(self.engine, {OUTER: outer.weights})
@@ -385,12 +385,12 @@ class LayerGradients(StepGradients):
             rows = (jnp.arange(batch.microbatches), dxs_ABSD)
             of_end, _ = jax.lax.scan(microbatch, totals.only(("d_outer",)), rows)
             totals = totals.updated(of_end).after_backward([dxs_ABSD])
-            done = verbs.finish(self.engine, {}, {}, totals, batch, scale, history)
-            return self.finished(outer, step, done, self.largest)
+            done = verbs.finish(self.engine, {}, {}, totals, batch, scale, progress)
+            return self.finished(outer, done, self.largest)
 
         any_of = self.of_devices.any_of
         arguments = (*self.donated, any_of(), any_of(), any_of())
-        return self.step.program(per_device, arguments, self.results, donated=(0, 1, 2))
+        return self.step.program(per_device, arguments, self.results, donated=(0, 1))
 
 
 def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | None) -> StacksInFiles:
@@ -422,6 +422,6 @@ def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | N
         assert batch is not None, "residuals in files are planned for a batch"
         plan = step.plan
         arrays = step.engine.planned_batch(batch, batch_sharding(plan.step.sharding.mesh))
-        gradients.programs(without_tables(section(plan, OUTER)), plan.step, plan.history, plan.weights, *arrays)
+        gradients.programs(without_tables(section(plan, OUTER)), plan.progress, plan.weights, *arrays)
         residuals = stacks("residuals", gradients.planned_saved)
     return StacksInFiles(grads, residuals)

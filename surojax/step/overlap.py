@@ -35,13 +35,14 @@ from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.step_parts import StepParts
 from surojax.step.stream import Flight, Layer, comes_in_pairs, hides_transfers, over
 from surojax.step.update import Update
+from surojax.step.verbs import Gradients
 from surojax.step.weights import Gather, loops_over
 
 
 class Pending(NamedTuple):
     """A training state with the gradients of its last step, which are not yet applied.
 
-    state: as before the update, except for the history. grads, norm: see `verbs.Gradients`.
+    state: as before the update, but its history is that after the step. grads, norm: see `verbs.Gradients`.
     """
 
     state: TrainState
@@ -226,7 +227,7 @@ class UpdatingLayers:
 class OverlappedStep(SeveralPrograms):
     """The step of `train_step.make_train_step` with `Engine.overlap_update`; it has three programs.
 
-    gradients: (weights, step, history, *batch) -> (gradients, norm, history, metrics), a step when nothing is pending.
+    gradients: (weights, progress, *batch) -> (gradients, norm, progress, metrics), a step when nothing is pending.
     step: (Pending, *batch) -> (Pending, metrics), a step that applies what is pending.
     update: (state, gradients, norm) -> state, which applies what is pending and computes no gradients.
     """
@@ -243,8 +244,8 @@ class OverlappedStep(SeveralPrograms):
         """Runs a step, which leaves its own update pending."""
         if isinstance(state, Pending):
             return self.run("step", state, *batch)
-        grads, norm, history, metrics = self.run("gradients", state.weights, state.step, state.history, *batch)
-        return Pending(state._replace(history=history), grads, norm), metrics
+        grads, norm, progress, metrics = self.run("gradients", state.weights, state.progress, *batch)
+        return Pending(state._replace(**progress._asdict()), grads, norm), metrics
 
     def finish(self, pending: Pending) -> TrainState:
         """Applies the pending update and returns the state; what is pending is donated."""
@@ -253,7 +254,7 @@ class OverlappedStep(SeveralPrograms):
     def programs(self, *batch) -> list[Program]:
         """See `SeveralPrograms`. Most steps run "step" alone."""
         state = self.plan
-        gradients = Program(self.functions["gradients"], (state.weights, state.step, state.history, *batch), 0)
+        gradients = Program(self.functions["gradients"], (state.weights, state.progress, *batch), 0)
         step = Program(self.functions["step"], (self.pending, *batch), 1)
         return [gradients, step, Program(self.functions["update"], self.pending, 0)]
 
@@ -269,12 +270,12 @@ class OverlappedStep(SeveralPrograms):
         """The jitted program `gradients`."""
         plan = self.parts.plan
 
-        def per_device(weights, step, history, *batch):
-            gradients = self.parts.gradients(weights, *batch, history=history, step=step)
-            return gradients.grads, gradients.norm, gradients.history, self._metrics(gradients, step)
+        def per_device(weights, progress, *batch):
+            gradients = self.parts.gradients(weights, *batch, progress=progress)
+            return gradients.grads, gradients.norm, gradients.progress, self._metrics(gradients)
 
-        results = (self.pending.grads, self.pending.norm, plan.history, self.parts.metrics)
-        return self.parts.program(per_device, (plan.weights, plan.step, plan.history), results)
+        results = (self.pending.grads, self.pending.norm, plan.progress, self.parts.metrics)
+        return self.parts.program(per_device, (plan.weights, plan.progress), results)
 
     def _step(self):
         """The jitted program `step`."""
@@ -293,11 +294,10 @@ class OverlappedStep(SeveralPrograms):
                 return UpdatingSegment(gather, update, segment, old, grads[segment.name], scalars)
 
             updating = [UpdatingLayers([of_segment(x) for x in stretch]) for stretch in engine.model.stretches]
-            done = state.step + 1
             weights = state.weights | {OUTER: outer.weights}
-            gradients = self.parts.gradients(weights, *batch, history=state.history, step=done, updating=updating)
-            new = from_sections(done, gradients.updated | {OUTER: outer}, gradients.history)
-            return Pending(new, gradients.grads, gradients.norm), self._metrics(gradients, done)
+            gradients = self.parts.gradients(weights, *batch, progress=state.progress.next(), updating=updating)
+            new = from_sections(gradients.progress, gradients.updated | {OUTER: outer})
+            return Pending(new, gradients.grads, gradients.norm), self._metrics(gradients)
 
         return self.parts.program(per_device, (self.pending,), (self.pending, self.parts.metrics), donated=(0,))
 
@@ -306,10 +306,10 @@ class OverlappedStep(SeveralPrograms):
         update = self.parts.update
 
         def per_device(state: TrainState, grads, norm):
-            return update.everything(state, grads, update.scalars(state.step, norm), state.history)
+            return update.everything(state, grads, update.scalars(state.step, norm), state.progress)
 
         return self.parts.program(per_device, self.pending, self.parts.plan, batch=False, donated=(0,))
 
-    def _metrics(self, gradients, step) -> dict[str, jax.Array]:
-        """Metrics of a step from its `verbs.Gradients`. step: the number of updates before its own."""
-        return gradients.reported(self.parts.update.scalars(step, gradients.norm)["lr"])
+    def _metrics(self, gradients: Gradients) -> dict[str, jax.Array]:
+        """Metrics of a step."""
+        return gradients.reported(self.parts.update.scalars(gradients.progress.step, gradients.norm)["lr"])

@@ -53,6 +53,7 @@ from surojax.step.outer import OuterLayers
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import StageLayers, first_layer_of_stage, inputs_of_stage, stage_engine, when_any
+from surojax.step.state import BEGINNING, Progress
 from surojax.step.stream import Flight, Stream, sweep
 from surojax.step.totals import BACKWARD, FORWARD, OverLayers, Totals, auxiliary_loss, sum_of_devices
 from surojax.step.verbs import Gradients, LayerVerbs
@@ -83,15 +84,15 @@ class PipelineStage:
     Methods take the number of a microbatch, which is the same on all stages for what they do together.
     """
 
-    def __init__(self, model: Model, engine: Engine, weights, batch: Batch, schedule: Schedule, history, step):
-        """model: whole. engine: of one stage. batch: of the step. history, step: see `engine.loss_and_gradients`."""
+    def __init__(self, model: Model, engine: Engine, weights, batch: Batch, schedule: Schedule, progress: Progress):
+        """model: whole. engine: of one stage. batch: of the step. progress: see `engine.loss_and_gradients`."""
         (self.segment,) = engine.model.segments
         self.model = model
         self.engine = engine
         self.schedule = schedule
         self.scale = batch.scale()
         self.auxiliary_loss = functools.partial(auxiliary_loss, engine, batch=batch)
-        self.of_model = recipe_inputs_of(model, history, step, batch.microbatches, self.scale)
+        self.of_model = recipe_inputs_of(model, progress, batch.microbatches, self.scale)
         self.batch = batch._replace(arrays=varying(batch.arrays, AXES))
         self.number, self.stages = stage_collectives.stage()
         self.outer = OuterLayers.of(engine, weights)
@@ -109,7 +110,7 @@ class PipelineStage:
         self.last = self.segment.num_layers - 1
         self.head_slots = int(schedule.in_flight[-1])
 
-    def first(self, history) -> TickCarry:
+    def first(self) -> TickCarry:
         """Makes the carry before the first tick."""
         engine = self.engine
         inputs_BS = self.microbatch(0).inputs_BS
@@ -122,7 +123,7 @@ class PipelineStage:
         sums = self.of_layer.new_sums()
         d_outer = outer_sums(engine, self.outer.weights)
         grads = zeros_in_host_memory(self.segment, sums)
-        totals = Totals.zeros(engine, history, d_outer)._replace(squares=None)  # see `push_all`
+        totals = Totals.zeros(engine, d_outer)._replace(squares=None)  # see `push_all`
         d_statistics = totals.statistics if engine.auxiliary else None
         return TickCarry(x_BSD, x_BSD, from_head, saved, grads, d_statistics, totals)
 
@@ -288,18 +289,18 @@ def zeros_in_host_memory(segment: Segment, sums: Flight) -> Flight:
     return sums._replace(stack=flights["grads"].stack)
 
 
-def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, history=None, step=0) -> Gradients:
+def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, progress: Progress = BEGINNING) -> Gradients:
     """Like `engine.loss_and_gradients`, for layers that are divided over `pp`."""
     model = engine.model
     batch = Batch.of(engine, batch_ABS)
     schedule = SCHEDULES[engine.pp_schedule](batch.microbatches, stage_collectives.stage()[1])
     engine = stage_engine(engine)
-    stage = PipelineStage(model, engine, weights, batch, schedule, history, step)
-    done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first(history))
+    stage = PipelineStage(model, engine, weights, batch, schedule, progress)
+    done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first())
     grads, squares = stage.push_all(done.grads)
     name, totals = stage.segment.name, done.totals._replace(squares=squares)
     return verbs.finish(
-        engine, {name: stage.sums}, {name: grads}, totals, batch, stage.scale, history, over_stages(model)
+        engine, {name: stage.sums}, {name: grads}, totals, batch, stage.scale, progress, over_stages(model)
     )
 
 

@@ -22,6 +22,20 @@ from surojax.step import padding
 from surojax.step.by_host import by_host
 
 
+class Progress(NamedTuple):
+    """How far a run is, and what its steps left for the next one besides weights and moments."""
+
+    step: Any = 0  # int32 scalar: number of optimizer steps done
+    history: Any = None  # largest magnitudes in the last steps, see fp8.history_shape; None if the recipe has none
+
+    def next(self) -> "Progress":
+        """The progress after an optimizer step."""
+        return self._replace(step=self.step + 1)
+
+
+BEGINNING = Progress()  # of a model that was not trained
+
+
 class TrainState(NamedTuple):
     """The arrays that a step changes.
 
@@ -32,11 +46,16 @@ class TrainState(NamedTuple):
     order of the data) or the step (rounding).
     """
 
-    step: Any  # int32 scalar: number of optimizer steps done
+    step: Any  # see Progress, as history
     weights: Any
     master: Any
     moments: Any
-    history: Any = None  # largest magnitudes in the last steps, see fp8.history_shape; None if the recipe has none
+    history: Any = None
+
+    @property
+    def progress(self) -> Progress:
+        """The step and the history."""
+        return Progress(self.step, self.history)
 
 
 class TensorState(NamedTuple):
@@ -52,12 +71,12 @@ def section(state: TrainState, name: str) -> TensorState:
     return TensorState(state.weights[name], state.master[name], state.moments[name])
 
 
-def from_sections(step, sections: dict[str, TensorState], history) -> TrainState:
+def from_sections(progress: Progress, sections: dict[str, TensorState]) -> TrainState:
     """Builds a state from its sections: the inverse of `section`."""
     weights, master, moments = (
         {name: tensor_state[i] for name, tensor_state in sections.items()} for i in range(len(TensorState._fields))
     )
-    return TrainState(step, weights, master, moments, history)
+    return TrainState(progress.step, weights, master, moments, progress.history)
 
 
 def segment_names(tree: dict) -> list[str]:
@@ -348,7 +367,7 @@ def new_state(
 
     sections[OUTER] = new_outer_state(model, section(plan, OUTER), optimizer, initial_outer, outer_inputs)
     step = from_host(np.int32(0), plan.step.sharding)
-    return from_sections(step, sections, from_host(new_history(plan), shardings(plan.history)))
+    return from_sections(Progress(step, from_host(new_history(plan), shardings(plan.history))), sections)
 
 
 def initial_plan(plan: TrainState, name: str):

@@ -19,10 +19,10 @@ from surojax.step.verbs import Gradients
 class StepGradients:
     """Base class: computes a step's gradients and updates embedding and head, but for tables with state in files.
 
-    A call is (`SeveralPrograms.run`, outer state, step, history, block weights by segment, *batch) -> (outer state,
-    step, history, metrics, update_inputs, of_tables); outer state, step and history are donated. update_inputs:
-    {"grads", "scalars", "l"}, read by the update of each layer; l starts at 0 in each segment. of_tables: gradients of
-    tables with state in files.
+    A call is (`SeveralPrograms.run`, outer state, progress, block weights by segment, *batch) -> (outer state,
+    progress, metrics, update_inputs, of_tables); outer state and progress are donated. update_inputs: {"grads",
+    "scalars", "l"}, read by the update of each layer; l starts at 0 in each segment. of_tables: gradients of tables
+    with state in files.
 
     functions: the programs by name. Other methods say how the updates of layers read gradients: here they are stacks of
     all layers in memory, in update_inputs.
@@ -35,7 +35,7 @@ class StepGradients:
         self.step = step
         self.update_inputs = {"grads": grads, "scalars": step.planned_scalars(), "l": step.plan.step}
         self.of_tables = planned_gradients(step)
-        self.donated = without_tables(section(step.plan, OUTER)), step.plan.step, step.plan.history
+        self.donated = without_tables(section(step.plan, OUTER)), step.plan.progress
         self.results = *self.donated, step.metrics, self.update_inputs, self.of_tables
 
     def __call__(self, run: Callable, *arguments: Any) -> tuple:
@@ -46,15 +46,15 @@ class StepGradients:
         """Plans the programs for planned arguments of a call, in the order of `functions`."""
         raise NotImplementedError
 
-    def finished(self, outer: TensorState, step: Any, gradients: Gradients, largest: int) -> tuple:
+    def finished(self, outer: TensorState, gradients: Gradients, largest: int) -> tuple:
         """The results of a call, inside its last program. largest: see `Update.outer`."""
-        update = self.step.update
-        scalars = update.scalars(step, gradients.norm)
+        update, progress = self.step.update, gradients.progress
+        scalars = update.scalars(progress.step, gradients.norm)
         outer = update.outer(outer, gradients.grads[OUTER], scalars, largest=largest)
         grads = {name: gradients.grads[name] for name in self.update_inputs["grads"]}
         update_inputs = {"grads": grads, "scalars": scalars, "l": jnp.int32(0)}
         of_tables = part_of(gradients.grads[OUTER], self.of_tables)
-        return outer, step + 1, gradients.history, gradients.reported(scalars["lr"]), update_inputs, of_tables
+        return outer, progress.next(), gradients.reported(scalars["lr"]), update_inputs, of_tables
 
     def read(self, layer: SegmentLayer) -> Any:
         """Reads a layer's gradients that are not in update_inputs."""
@@ -88,13 +88,13 @@ class WholeGradients(StepGradients):
         segments = [segment.name for segment in step.engine.model.segments]
         super().__init__(step, {name: step.planned_gradients(name) for name in segments})
 
-        def per_device(outer, step_number, history, blocks, *batch):
+        def per_device(outer, progress, blocks, *batch):
             weights = {**blocks, OUTER: outer.weights}
-            gradients = step.gradients(weights, *batch, history=history, step=step_number)
-            return self.finished(outer, step_number, gradients, step.update.largest_in_layer(gradients.grads))
+            gradients = step.gradients(weights, *batch, progress=progress)
+            return self.finished(outer, gradients, step.update.largest_in_layer(gradients.grads))
 
         arguments = *self.donated, {name: step.plan.weights[name] for name in segments}
-        self.functions = {"gradients": step.program(per_device, arguments, self.results, donated=(0, 1, 2))}
+        self.functions = {"gradients": step.program(per_device, arguments, self.results, donated=(0, 1))}
 
     def __call__(self, run: Callable, *arguments):
         """See `StepGradients`."""

@@ -21,7 +21,7 @@ class StepParts:
     """The parts of a training step.
 
     plan: of the training state. gradients: forward and backward of engine.py or pipeline.py, a function (weights,
-    *batch, history, step) -> `verbs.Gradients`, of what one device has. update: what follows.
+    *batch, progress) -> `verbs.Gradients`, of what one device has. update: what follows.
     """
 
     engine: Engine

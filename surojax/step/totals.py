@@ -29,6 +29,7 @@ from surojax.placement.table import Mesh
 from surojax.step.batch import Batch
 from surojax.step.gradients import add
 from surojax.step.spec import Engine
+from surojax.step.state import Progress
 
 # Reduces per-layer arrays over the devices: (function of arrays of all layers, the arrays `[L, ...]` of this device's
 # layers) -> the function's results for all layers of the model, on all devices.
@@ -80,7 +81,7 @@ class Totals(NamedTuple):
 
     d_outer: gradients of embedding and head. sums: of the objective. statistics: of routers, by segment `[L, ...]`.
     squares: `Squares` of the layers' gradients, complete after the last group; None: added up elsewhere. observed:
-    largest magnitudes `[L, sites]`, for delayed scales; None without a history. finite: None unless
+    largest magnitudes `[L, sites]`; None without delayed scales. finite: None unless
     `Engine.locates_nonfinite`.
     """
 
@@ -92,14 +93,16 @@ class Totals(NamedTuple):
     finite: Finite | None = None
 
     @classmethod
-    def zeros(cls, engine: Engine, history: jax.Array | None, d_outer: Any = None) -> "Totals":
-        """Makes the totals before the first microbatch. history: see `engine.loss_and_gradients`; its shape is read."""
+    def zeros(cls, engine: Engine, d_outer: Any = None) -> "Totals":
+        """Makes the totals before the first microbatch."""
+        model = engine.model
+        observed = new_observed(model.num_layers, model.sites) if model.precision.delayed else None
         return cls(
             d_outer=d_outer,
             sums=varying({name: jnp.float32(0) for name in engine.sums}, AXES),
             statistics=varying(zero_statistics(engine.model), AXES),
             squares=collectives.no_squares(),
-            observed=varying(new_observed(history, engine.model.num_layers), AXES),
+            observed=varying(observed, AXES),
             finite=Finite(*varying((jnp.bool(True), jnp.bool(True)), AXES)) if engine.locates_nonfinite else None,
         )
 
@@ -155,9 +158,10 @@ class Totals(NamedTuple):
             metrics["statistics"] = statistics
         return metrics if self.finite is None else metrics | {"finite": jnp.stack(self.finite)[None]}
 
-    def extended_history(self, history: jax.Array | None, over_layers: OverLayers) -> jax.Array | None:
+    def extended(self, progress: Progress, over_layers: OverLayers) -> Progress:
         """Adds the largest magnitudes of a complete step, of all devices, to the history."""
-        return extended(history, over_layers(collectives.largest_of_devices, self.observed))
+        newest = over_layers(collectives.largest_of_devices, self.observed)
+        return progress._replace(history=extended(progress.history, newest))
 
 
 # The fields that layers change: a pass over layers carries these, and the others are None in it.

@@ -58,27 +58,27 @@ def make_train_step(
         return OverlappedStep(step)
 
     def per_device(state: TrainState, *batch):
-        gradients_of_step = gradients(state.weights, *batch, history=state.history, step=state.step)
+        gradients_of_step = gradients(state.weights, *batch, progress=state.progress)
         scalars = update.scalars(state.step, gradients_of_step.norm)
-        new = update.everything(state, gradients_of_step.grads, scalars, gradients_of_step.history)
+        new = update.everything(state, gradients_of_step.grads, scalars, gradients_of_step.progress)
         return new, gradients_of_step.reported(scalars["lr"])
 
     return step.program(per_device, (plan,), (plan, step.metrics), donated=(0,))
 
 
 def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> Callable:
-    """Makes a jitted (weights, history, step, inputs `[A, B, S]`, labels) -> (loss, gradients by section) of a step.
+    """Makes a jitted (weights, progress, inputs `[A, B, S]`, labels) -> (loss, gradients by section) of a step.
 
-    History and step are those of the state. The gradients are sharded as master weights, before clipping.
+    progress: `TrainState.progress`. The gradients are sharded as master weights, before clipping.
     """
     parts = make_step_parts(engine, optimizer, plan, mesh)
 
-    def per_device(weights, history, step, *batch):
-        gradients = parts.gradients(weights, *batch, history=history, step=step)
+    def per_device(weights, progress, *batch):
+        gradients = parts.gradients(weights, *batch, progress=progress)
         return gradients.loss, gradients.grads
 
     results = (parts.metrics["loss"], {name: parts.planned_gradients(name) for name in plan.master})
-    return parts.program(per_device, (plan.weights, plan.history, plan.step), results)
+    return parts.program(per_device, (plan.weights, plan.progress), results)
 
 
 def up_to_date(step: Any, state: TrainState | Pending | PendingUpdate) -> TrainState:

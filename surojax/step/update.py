@@ -23,7 +23,7 @@ from surojax.sizes import row_parts
 from surojax.step import passes
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine
-from surojax.step.state import TensorState, TrainState, from_sections, section
+from surojax.step.state import Progress, TensorState, TrainState, from_sections, section
 from surojax.step.stream import Flight, Stream, sweep
 
 
@@ -79,8 +79,11 @@ class Update:
         return optim.scalars(self.optimizer, step, norm)
 
     @jax.named_scope("update")
-    def everything(self, state: TrainState, grads, scalars: Scalars, history) -> TrainState:
-        """The state after one optimizer step; runs per device on shards, one tensor after another."""
+    def everything(self, state: TrainState, grads, scalars: Scalars, progress: Progress) -> TrainState:
+        """The state after one optimizer step; runs per device on shards, one tensor after another.
+
+        progress: with the number of updates before.
+        """
         sections: dict[str, TensorState] = {}
         done: list[TensorState] = []  # of all segments
         for name in self.segments:
@@ -90,7 +93,7 @@ class Update:
                 done.append(update_layers(in_turn(tensor, done), scalars, self.lanes))
             sections[name] = as_trees(done[before:], old)
         sections[OUTER] = self.outer(section(state, OUTER), grads[OUTER], scalars, largest=self.largest_in_layer(grads))
-        return from_sections(state.step + 1, sections, history)
+        return from_sections(progress.next(), sections)
 
     def largest_in_layer(self, grads) -> int:
         """Elements of the largest tensor of a layer. grads: by section, of this device."""

@@ -25,7 +25,7 @@ from surojax.step.gradients import Sums, add, reduced
 from surojax.step.outer import OuterLayers
 from surojax.step.residuals import recomputing_segment
 from surojax.step.spec import Engine
-from surojax.step.state import TensorState
+from surojax.step.state import Progress, TensorState
 from surojax.step.stream import Flight
 from surojax.step.totals import LayerTotals, OverLayers, Totals, of_whole_model
 
@@ -34,14 +34,14 @@ class Gradients(NamedTuple):
     """The results of forward and backward passes that the update reads.
 
     metrics: of all microbatches and devices, see `Totals.metrics`; "loss" is in nats per label. grads: by section, the
-    shards that the optimizer updates. norm: their global norm. history: of recipe fp8_hybrid, else None. updated: by
-    segment, the TensorState after the update that the step before left pending; None without one.
+    shards that the optimizer updates. norm: their global norm. progress: as before the step, but with what it observed.
+    updated: by segment, the TensorState after the update that the step before left pending; None without one.
     """
 
     metrics: dict[str, Any]
     grads: dict
     norm: jax.Array
-    history: Any
+    progress: Progress
     updated: dict[str, TensorState] | None = None
 
     @property
@@ -131,15 +131,15 @@ def finish(
     totals: Totals,
     batch: Batch,
     scale: jax.Array,
-    history: jax.Array | None,
+    progress: Progress,
     over_layers: OverLayers = of_whole_model,
 ) -> Gradients:
-    """Completes a step after all microbatches: gradients, their norm, metrics and history, over all devices.
+    """Completes a step after all microbatches: gradients, their norm, metrics and progress, over all devices.
 
     sums_of, accumulators: by segment; none for segments whose gradients are complete, see `gradients.reduced`.
-    over_layers: see `totals.OverLayers`. scale, history: see `engine.loss_and_gradients`.
+    over_layers: see `totals.OverLayers`. scale, progress: see `engine.loss_and_gradients`.
     """
     assert totals.squares is not None
     metrics = totals.metrics(engine, batch, scale, over_layers)
     grads, norm = reduced(engine, sums_of, accumulators, totals.d_outer, totals.squares)
-    return Gradients(metrics, grads, norm, totals.extended_history(history, over_layers))
+    return Gradients(metrics, grads, norm, totals.extended(progress, over_layers))

@@ -104,7 +104,7 @@ class OwnLoop:
         """Returns (loss of a batch, unclipped gradients by Hugging Face's names); compiles when first called."""
         if self._gradients is None:
             self._gradients = self._run.gradients()
-        loss, grads = self._gradients(state.weights, state.history, state.step, *self._put(batch))
+        loss, grads = self._gradients(state.weights, state.progress, *self._put(batch))
         return float(loss), tensors_by_name(to_host(grads), self._run.model)
 
     def tensors(self, state: TrainState) -> dict[str, np.ndarray]:
