@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from commands import convert
-from small import CONFIG, Small, needs, plain_loss, quick_at, tokens, vectors_drawn, worst_relative
+from small import (
+    CONFIG,
+    Small,
+    needs,
+    plain_loss,
+    quick_at,
+    target_names,
+    tokens,
+    vectors_drawn,
+    worst_relative,
+)
 from test_config_keys import TOLERANCE, architecture_of, computed, weight
 from test_engine import ORDER_OF_SUMS, engine_gradients
 from test_experts import ALL, apart
@@ -31,6 +41,7 @@ from surojax.families.registry import FAMILIES
 from surojax.models import decoder_model
 from surojax.models.decoder_config import LATENT, DecoderConfig
 from surojax.models.kinds.latent_attention import LatentAttention
+from surojax.models.lora import Lora
 from surojax.models.model import Compute, Model
 from surojax.models.rotary import RopeScaling
 from surojax.optim.adamw import adamw
@@ -411,6 +422,18 @@ def test_gradients_equal_reverse_mode(config, devices, placed):
     batch = tokens(3, 8, 16)
     expected = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *batch)
     assert worst_relative(engine_gradients(small, batch), expected) < ORDER_OF_SUMS
+
+
+@needs(4)
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [{"cp_size": 2, "tp_size": 2}, {"tp_size": 4}])
+def test_adapters_have_one_gradient_however_heads_are_divided(sizes):
+    """Also that of kv_b_proj, of which a GPU of cp multiplies its own heads' rows."""
+    adapted = dataclasses.replace(SMALL, lora=Lora(2, 4.0, target_names("all-linear", SMALL)))
+    model, batch = decoder_model.build(adapted), tokens(3, 8, 16)
+    assert "latent.wkv_b" in adapted.lora.targets
+    alone, divided = Small(model=model), Small(4, model=model, **sizes)
+    assert worst_relative(engine_gradients(divided, batch), engine_gradients(alone, batch)) < ORDER_OF_SUMS
 
 
 @pytest.mark.full
